@@ -9,9 +9,11 @@ the link decides, or within 25 %.
 
 import argparse
 import json
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from torch import nn
 
 import vbrt
 from scripts.advice import cases
+from scripts.advice_cpu import CANDIDATES, TASKS
+from scripts.cpu_models import SHAPES, random_model
 from scripts.estimates import estimated_355m, last_logits, llama_8b_meta
 from scripts.experts_decode import build
 from scripts.lm import LanguageModel, Shape
@@ -39,6 +43,7 @@ from vbrt.model.planner import make_plan
 _RESULTS = ROOT / "benchmarks" / "results"
 _PAGE = ROOT / "docs" / "howto" / "estimating.md"
 ON = Machine(140 << 30, 139 << 30, 128 << 30, 120 << 30, 1 << 40)
+HOST = Machine(None, None, 32 << 30, 32 << 30)
 _SAMPLED = (10, 30, 50, 70, 90, 100)  # percents of a sweep
 
 
@@ -62,10 +67,10 @@ class Row:
 
 
 class Model:
-    """A model without weights, and what was traced of it."""
+    """A model without weights on a machine, and what was traced of it."""
 
-    def __init__(self, model: nn.Module, rates: Rates) -> None:
-        self.bare, self.rates = bare_model(model, Task()), rates
+    def __init__(self, model: nn.Module, rates: Rates, on: Machine = ON) -> None:
+        self.bare, self.rates, self.on = bare_model(model, Task()), rates, on
         self._traces: dict[tuple[Task, bool], Trace] = {}
 
     def row(self, case: str, task: Task, config: VBConfig | None, ms: float) -> Row:
@@ -74,11 +79,11 @@ class Model:
 
     def found(self, task: Task, config: VBConfig | None) -> Estimate:
         """Return the estimate of a task under a config."""
-        plan = None if config is None else make_plan(self.bare, config, ON, charge_kept=False)
+        plan = None if config is None else make_plan(self.bare, config, self.on, charge_kept=False)
         key = task, plan is None
         if key not in self._traces:
             self._traces[key] = whole_trace(self.bare, task, plan)
-        return estimate_of(self.bare, task, config, ON, plan, self._traces[key])
+        return estimate_of(self.bare, task, config, self.on, plan, self._traces[key])
 
 
 def row_of(case: str, model: nn.Module, found: Estimate, rates: Rates, ms: float) -> Row:
@@ -225,14 +230,50 @@ def every() -> Iterator[Row]:
     yield from training(known)
 
 
-def write_tables() -> None:
-    """Put the tables between the marks of the page."""
+def on_cpu() -> Iterator[Row]:
+    """Yield times of two cores: scripts/cpu_bench.py and scripts/advice_cpu.py."""
+    mine, peers = (json.loads((_RESULTS / f"{name}.json").read_text()) for name in ("advice-cpu", "cpu-peers"))
+    known = Rates(**mine["rates"])
+    models = {}
+    for shape in ("1b", "moe"):
+        with torch.device("meta"):
+            models[shape] = Model(random_model(SHAPES[shape], torch.bfloat16), known, HOST)
+    decode, prefill = TASKS
+    for part, shape, task in (("decode", "1b", decode), ("prefill", "1b", prefill), ("moe", "moe", decode)):
+        for name, row in peers["parts"][part]["rows"].items():
+            if not name.startswith("llama.cpp"):
+                ms = 1e3 * statistics.median(row["seconds"])
+                yield models[shape].row(f"{shape}, {task.kind}, beside others: {name}", task, _of_peer(name), ms)
+    for row in mine["rows"]:
+        task = decode if row["task"] == "decode" else prefill
+        yield models[row["shape"]].row(
+            f"{row['shape']}, {row['task']}: {row['case']}", task, CANDIDATES[row["case"]], row["ms"]
+        )
+
+
+def _of_peer(name: str) -> VBConfig | None:
+    """Return the config of a contender of scripts/cpu_bench.py, whose head is encoded, too."""
+    kind, _, rest = name.partition(" ")
+    if kind == "torch":
+        return None
+    weights, compute = {"keep_head": False}, {"int8": rest.endswith("int8")}
+    return vbrt.load_config(rest.partition(",")[0], weights=weights, compute=compute)
+
+
+def times_table(rows: Iterable[Row]) -> list[str]:
+    """Return a table of the documentation."""
     lines = ["| case | predicted | measured | off | limit |", "| --- " * 5 + "|"]
-    for row in every():
+    for row in rows:
         figures = f"{row.predicted_ms:.1f} ms | {row.ms:.1f} ms | {100 * row.off:+.0f} %"
         lines.append(f"| {row.case} | {figures} | {row.bound} |")
+    return lines
+
+
+def write_tables() -> None:
+    """Put the tables between the marks of the page."""
     text = _PAGE.read_text()
-    for mark, table in (("times", lines), ("advice", advice_table(rates()))):
+    tables = {"times": times_table(every()), "cpu": times_table(on_cpu()), "advice": advice_table(rates())}
+    for mark, table in tables.items():
         before, begin, rest = text.partition(f"<!-- {mark}:begin -->\n")
         _, end, after = rest.partition(f"<!-- {mark}:end -->")
         text = before + begin + "\n" + "\n".join(table) + "\n\n" + end + after
@@ -242,12 +283,13 @@ def write_tables() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", action="store_true", help="write the tables of the docs")
+    parser.add_argument("--cpu", action="store_true", help="times on a CPU only")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.table:
         write_tables()
         return
-    for row in every():
+    for row in chain(() if args.cpu else every(), on_cpu()):
         mark = " " if row.near else "!"
         print(f"{mark} {row.case:<72}{row.predicted_ms:9.1f}{row.ms:9.1f} {100 * row.off:+7.1f} %  {row.bound}")
 

@@ -18,6 +18,8 @@ transformers = pytest.importorskip("transformers")
 
 MiB = 1 << 20
 RATES = vbrt.data_sheet("NVIDIA GeForce RTX 4090")
+CPU_RATES = vbrt.Rates("two cores", 0.0, 30.0, 0.43, launch_us=2.3, fp32_tflops=0.2)
+HOST = Machine(None, None, 4000 * MiB, 4000 * MiB)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -173,6 +175,37 @@ def test_wrong_goals_and_unknown_gpus_are_named(model):
         vbrt.data_sheet("Voodoo 2")
 
 
+def test_rates_of_a_gpu_are_for_machines_that_have_one(model):
+    with pytest.raises(ArgumentError, match=r"rates of a GPU, RTX 4090, and a machine without one; .*--gpu-memory"):
+        vbrt.advise(model, machine=HOST, rates=RATES)
+    with pytest.raises(ArgumentError, match=r"the rates of one without, two cores; name a GPU .*H200"):
+        vbrt.advise(model, machine=machine(200, 4000), rates=CPU_RATES)
+
+
+def test_on_a_cpu_host_and_device_are_one_and_int8_is_tried(model):
+    advice = vbrt.advise(model, machine=HOST, rates=CPU_RATES, context=256)
+    found = {choice.name: choice for choice in advice.choices}
+    speed = found["unwrapped"].speed
+    assert speed.ms == pytest.approx(speed.device_ms + speed.host_ms) and speed.host_ms > 0
+    assert found["fp4"].speed.host_ms < found["exact"].speed.host_ms  # C replays steps of what loses bits
+    int8 = found["fp4, activations in int8"]
+    assert int8.noise > found["fp4"].noise and "compute.int8=true" in int8.settings()
+    assert advice.best.name == "fp4" and "fp8" not in found
+
+
+@pytest.mark.parametrize(("goal", "gpu", "cpu"), [("fastest", 20, 20), ("exact", 60, 40)])
+def test_what_is_said_to_be_enough_is_enough_and_the_goal_is_kept(model, goal, gpu, cpu):
+    on = machine(gpu, cpu)
+    advice = asked(model, goal, on)
+    with pytest.raises(ConfigError, match=r"nothing fits; .* comes nearest and lacks .* would do"):
+        _ = advice.best
+    lacks = advice.nearest.lacks
+    enough = candidates._larger(on, lacks)
+    assert asked(model, goal, enough).fitting
+    assert not asked(model, goal, candidates._larger(on, {tier: n // 2 for tier, n in lacks.items()})).fitting
+    assert goal == "fastest" or advice.nearest.name in ("unwrapped", "dense", "exact")
+
+
 def test_wrap_auto_takes_the_first_answer(monkeypatch):
     from vbrt.estimation import advise
 
@@ -180,7 +213,8 @@ def test_wrap_auto_takes_the_first_answer(monkeypatch):
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=128
     )
     model = transformers.LlamaForCausalLM(settings).eval()
-    monkeypatch.setattr(advise, "kept_rates", lambda: RATES)
+    rates = RATES if torch.cuda.is_available() else CPU_RATES
+    monkeypatch.setattr(advise, "kept_rates", lambda: rates)
     wanted = vbrt.advise(model).best.config or vbrt.load_config("dense")
     vb = vbrt.wrap(model, "auto")
     assert [swap.format for swap in vb.plan.swaps] == [

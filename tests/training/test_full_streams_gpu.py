@@ -143,7 +143,7 @@ def test_a_head_of_the_8b_shape_is_stepped_in_chunks():
         peaks.append(torch.cuda.max_memory_allocated() - before if DEVICE == "cuda" else 0)
         vb.zero_grad()
         assert torch.equal(vb.model.head.weight, head.weight)
-    assert peaks[-1] < 1024 * MIB  # its master and the master's gradient would take 4.2 GB
+    assert peaks[-1] < 400 * MIB  # its master and the master's gradient would take 4.2 GB
     ((_, master),) = by.pairs
     assert torch.equal(vb.unwrap().head.weight, master)
 

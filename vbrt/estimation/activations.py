@@ -1,7 +1,5 @@
 """What `training.activations` makes of a copy of a model that is traced: blocks run as they will, on fake tensors."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
@@ -9,10 +7,11 @@ from vbrt.config import VBConfig
 from vbrt.config.budgets import parse_activations
 from vbrt.model.activations import blocks_of
 from vbrt.residency.activations import KEEP, OFFLOAD, RECOMPUTE
+from vbrt.tiers import Buffer
 from vbrt.training.activations import Activations
 from vbrt.training.offload import Offload
 
-__all__ = ["HeldActivations", "asked_of"]
+__all__ = ["asked_of", "hold_"]
 
 
 def asked_of(config: VBConfig | None, tier: str) -> str | int:
@@ -25,49 +24,35 @@ def asked_of(config: VBConfig | None, tier: str) -> str | int:
     return int(asked.amount)
 
 
-class HeldActivations:
-    """What holds the activations of a copy's blocks, for as long as it lives."""
-
-    def __init__(self, model: nn.Module, asked: str) -> None:
-        self._host = _Host()
-        offload = Offload(_NoLink(), self._host, torch.device("cpu")) if asked == OFFLOAD else None
-        self._activations = None if asked == KEEP else Activations(asked, *blocks_of(model), offload)
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes that wait in host memory now."""
-        return self._host.held_bytes
+def hold_(model: nn.Module, asked: str) -> object:
+    """Have the blocks of a copy keep what is asked for, in place, for as long as what is returned lives."""
+    if asked == KEEP:
+        return None
+    offload = Offload(_NoLink(), _Endless(), torch.device("cpu")) if asked == OFFLOAD else None
+    return Activations(asked, *blocks_of(model), offload)
 
 
-class _Place(NamedTuple):
-    """A buffer without memory: nobody reads it."""
+class _Endless:
+    """Host memory that nobody counts."""
 
-    nbytes: int
+    capacity_bytes = 0
 
+    def reserve(self, nbytes: int) -> Buffer:
+        """Return nothing that anybody reads."""
+        return Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
-class _Host:
-    """Host memory without an end."""
-
-    capacity_bytes = held_bytes = 0
-
-    def reserve(self, nbytes: int) -> _Place:
-        """Return a place, and count it."""
-        self.held_bytes += nbytes
-        return _Place(nbytes)
-
-    def free(self, buffer: _Place, *, reuse: bool) -> None:
-        """Count it no longer."""
-        self.held_bytes -= buffer.nbytes
+    def free(self, buffer: Buffer, *, reuse: bool) -> None:
+        """Do nothing."""
 
 
 class _NoLink:
     """Copies that are not made: what is traced has no values."""
 
-    def out(self, tensor: Tensor, buffer: _Place) -> bool:
+    def out(self, tensor: Tensor, buffer: Buffer) -> bool:
         """Do nothing."""
         return True
 
-    def back(self, buffer: _Place, tensor: Tensor) -> bool:
+    def back(self, buffer: Buffer, tensor: Tensor) -> bool:
         """Do nothing."""
         return True
 

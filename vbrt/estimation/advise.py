@@ -4,16 +4,17 @@ Every candidate is planned and estimated as it would run (`candidates.py`) and t
 kept with the reason (`choices.py`). Nothing is loaded.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from vbrt.config import Machine, load_config
 from vbrt.errors import ArgumentError
-from vbrt.estimation.candidates import Asked, candidates
+from vbrt.estimation.candidates import Asked, candidates, nearest
 from vbrt.estimation.choices import Advice
 from vbrt.estimation.estimate import as_task
-from vbrt.estimation.rates import Rates, kept_rates, measure_rates
+from vbrt.estimation.rates import SHEETS, Rates, kept_rates, measure_rates
 from vbrt.estimation.task import GOALS, Task
 from vbrt.model.machine import this_machine
 
@@ -41,7 +42,8 @@ def advise(
             else measured now).
 
     Raises:
-        ArgumentError: an unknown goal, or an impossible size.
+        ArgumentError: an unknown goal, an impossible size, or rates of a GPU where there is none (or the other way
+            round).
         WrapError: the model is wrapped.
     """
     if goal not in GOALS:
@@ -49,5 +51,23 @@ def advise(
     task = as_task(task or ("train" if goal == "train" else "decode"), sizes)
     machine = machine or this_machine(load_config("fp4"))
     rates = rates or kept_rates() or measure_rates(keep=False)
-    choices = tuple(candidates(Asked(model, machine, rates), task, longest=goal == "longest"))
-    return Advice(type(model).__name__, goal, task, machine, rates, choices)
+    _check(machine, rates)
+    asked = Asked(model, machine, rates)
+    choices = tuple(candidates(asked, task, longest=goal == "longest"))
+    advice = Advice(type(model).__name__, goal, task, machine, rates, choices)
+    return advice if advice.fitting else replace(advice, nearest=nearest(asked, task, lossless=goal == "exact"))
+
+
+def _check(machine: Machine, rates: Rates) -> None:
+    """Raise ArgumentError if the rates are those of a GPU and the machine has none, or the other way round."""
+    gpu = machine.gpu_total_bytes is not None
+    if gpu and not rates.link_gb_s:
+        raise ArgumentError(
+            f"a machine with a GPU, and the rates of one without, {rates.name}; name a GPU whose data sheet says how "
+            f"fast it is (--rates): {', '.join(SHEETS)}"
+        )
+    if not gpu and rates.link_gb_s:
+        raise ArgumentError(
+            f"the rates of a GPU, {rates.name}, and a machine without one; say how much memory it has (--gpu-memory "
+            "24GiB), or leave the rates out"
+        )

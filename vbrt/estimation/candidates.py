@@ -4,7 +4,7 @@ Formats, shares of the pages that the computing device holds, batches, contexts,
 model is traced once for each task; budgets and shares are then arithmetic.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from vbrt.config import Machine, VBConfig, load_config
 from vbrt.errors import ConfigError
-from vbrt.estimation.choices import Choice
+from vbrt.estimation.choices import Choice, Nearest
 from vbrt.estimation.estimate import bare_model, estimate_of
 from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
@@ -24,7 +24,7 @@ from vbrt.estimation.whole import whole_trace
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Plan
 
-__all__ = ["Asked", "candidates"]
+__all__ = ["Asked", "candidates", "nearest"]
 
 _ROOM = 0.97  # of what is free, that a plan may fill: the rest is the allocator's
 _SCRAPS = (
@@ -33,6 +33,7 @@ _SCRAPS = (
 _PRESETS = ("dense", "exact", "fp4")
 _SMALLER = ("nf4", "mxfp4")  # than fp4, and rounded more
 _FINER = ("mxint8",)  # than fp4, and larger
+_INT8 = {"compute": {"int8": True}}  # activations of few tokens on a CPU
 _EIGHT_BITS = {"training": {"moments": "8bit"}}
 _SHARES = (0.75, 0.5, 0.25, 0.0)  # of the pages, on the computing device; 0: those that pass through
 _PASSING = 3  # of the largest layer: what passes through has room for the one that computes and those that come
@@ -40,6 +41,8 @@ _LONGEST = 1 << 20  # tokens of context that are tried, at most
 _WIDEST = 256  # sequences that are tried, at most
 _WORTH = 1.1  # times the tokens a second, that a larger batch must give
 _LORA = 16
+_AUTO = 0.8  # of free host memory, that a budget "auto" takes
+_GROWN = 6  # times that a machine is made larger, to see what would do
 _SLACK = 64 << 20  # slots of pages are aligned
 _SSD = {"ssd": {"enabled": True, "path": "~/.cache/vbrt/pages"}}
 
@@ -76,6 +79,12 @@ class Asked:
     def __post_init__(self) -> None:
         self._bare: dict[int, nn.Module] = {}
         self._traces: dict[tuple[Task, str], Trace] = {}
+
+    def on(self, machine: Machine) -> "Asked":
+        """Return the same model on another machine, with what was traced of it."""
+        other = Asked(self.model, machine, self.rates)
+        other._bare, other._traces = self._bare, self._traces
+        return other
 
     def bare(self, task: Task) -> nn.Module:
         """Return the model without weights, with the task's adapters."""
@@ -180,27 +189,89 @@ def candidates(asked: Asked, task: Task, *, longest: bool = False) -> Iterator[C
     (in training only the first that fits).
     """
     answered = False
-    for way in _trained(asked, task) if task.trains else _run(asked, task):
+    for way in _ways(asked, task):
         choice = asked.choice(way)
-        if longest and choice.fits:
+        if choice.fits and choice.found.refused:  # nothing says what more of it would take
+            yield choice
+        elif longest and choice.fits:
             yield _longest(asked, choice, way)
-            continue
-        yield choice
-        if choice.fits and not longest and not way.alone:
-            yield from _with_less(asked, choice, way)
-            if not (answered and task.trains):
-                yield from _wider(asked, choice, way)
-            answered = True
+        else:
+            yield choice
+            if choice.fits and not way.alone:
+                yield from _with_less(asked, choice, way)
+                if not (answered and task.trains):
+                    yield from _wider(asked, choice, way)
+                answered = True
+
+
+def nearest(asked: Asked, task: Task, *, lossless: bool = False) -> Nearest | None:
+    """Return the way that lacks the least, where nothing fits; None: more memory would not help any."""
+    found = []
+    for way in _ways(asked, task):
+        for lacks in ({}, _resident_lacks(asked, way)):
+            choice = None if lacks is None else _enlarged(asked, way, lacks)
+            if choice is not None and (choice.lossless or not lossless):
+                traced = dict.fromkeys(lacks, 0)
+                for row in choice.found.rows:
+                    traced[row.tier] = traced.get(row.tier, 0) + row.nbytes * (row.source == "traced")
+                found.append(Nearest(way.name, lacks, all(n < traced[tier] for tier, n in lacks.items())))
+    return min(found, key=lambda each: sum(each.lacks.values()), default=None)
+
+
+def _enlarged(asked: Asked, way: _Way, lacks: dict[str, int]) -> Choice | None:
+    """Return a way on a machine that is made larger until it fits, with what it lacked in `lacks`; None: never."""
+    for _ in range(_GROWN):
+        choice = asked.on(_larger(asked.machine, lacks)).choice(way)
+        missing = None if choice.fits else choice.missing or _host_lacks(asked, way, lacks)
+        if missing is None:
+            return choice if choice.fits else None
+        tier, nbytes = missing
+        lacks[tier] = lacks.get(tier, 0) + int(nbytes / _ROOM) + 1
+    return None
+
+
+def _resident_lacks(asked: Asked, way: _Way) -> dict[str, int] | None:
+    """Return what the computing tier lacks to hold all pages of a way; None: it has none, or holds them."""
+    if way.preset is None:
+        return None
+    tier, room = asked.room()
+    plan, beside = asked.beside(way)
+    lacks = beside + _leased_bytes(plan) + _SLACK - room
+    return {tier: int(lacks / _ROOM) + 1} if lacks > 0 else None
+
+
+def _host_lacks(asked: Asked, way: _Way, lacks: Mapping[str, int]) -> tuple[str, int] | None:
+    """Return the host memory that a plan is refused for want of; None: it is refused for something else."""
+    machine = _larger(asked.machine, lacks)
+    choice = asked.on(_larger(machine, {"cpu": 1 << 50})).choice(way)
+    takes = 0 if choice.found is None else int(choice.found.tiers.get("cpu", 0) / _AUTO)
+    return ("cpu", takes - machine.cpu_available_bytes) if takes > machine.cpu_available_bytes else None
+
+
+def _larger(machine: Machine, lacks: Mapping[str, int]) -> Machine:
+    """Return a machine with so many bytes more in its tiers."""
+    names = {"gpu": ("gpu_free_bytes", "gpu_total_bytes"), "cpu": ("cpu_available_bytes", "cpu_total_bytes")}
+    grown = {name: (getattr(machine, name) or 0) + n for tier, n in lacks.items() for name in names.get(tier, ())}
+    if "ssd" in lacks:
+        grown["ssd_free_bytes"] = (machine.ssd_free_bytes or 0) + lacks["ssd"]
+    return replace(machine, **grown)
+
+
+def _ways(asked: Asked, task: Task) -> Iterator[_Way]:
+    return _trained(asked, task) if task.trains else _run(asked, task)
 
 
 def _run(asked: Asked, task: Task) -> Iterator[_Way]:
     """Yield inference as it is, and with each preset."""
     for preset in (None, *_PRESETS):
         yield _Way(task, preset)
-    if asked.rates.fp8 and task.kind == "prefill":
+    gpu = asked.machine.gpu_total_bytes is not None
+    if gpu and asked.rates.fp8 and task.kind == "prefill":
         yield _Way(task, "fp8", alone=True)
     for preset in (*_SMALLER, *_FINER):
         yield _Way(task, preset, alone=True)
+    if not gpu and task.kind == "decode":
+        yield _Way(task, "fp4", said="fp4, activations in int8", changes=_INT8, alone=True)
 
 
 def _trained(asked: Asked, task: Task) -> Iterator[_Way]:

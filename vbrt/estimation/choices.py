@@ -3,7 +3,7 @@
 import html
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,13 @@ from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
 from vbrt.estimation.speed import Speed
 from vbrt.estimation.task import Task
+from vbrt.residency.needs import machine_bytes
 from vbrt.residency.sizes import format_bytes
 
-__all__ = ["Advice", "Choice"]
+__all__ = ["Advice", "Choice", "Nearest"]
 
 _FP8_NOISE = 0.033  # that rounded activations, and weights once more, leave in a layer
+_INT8_NOISE = 0.007  # that activations in int8 leave, at most
 _ALIKE = 1.05  # times that differ by less are the same, before they are measured
 
 
@@ -55,16 +57,25 @@ class Choice:
     @property
     def lossless(self) -> bool:
         """True if results are the model's own, bit for bit."""
-        return self.found is None or self.found.plan is None or all(swap.lossless for swap in self.found.plan.swaps)
+        if self.config is None or self.found is None:
+            weights = None if self.config is None else self.config.weights
+            return weights is None or weights.fine == "exact" or FORMATS[weights.format].lossless
+        return all(swap.lossless for swap in self.found.plan.swaps)
 
     @property
     def noise(self) -> float:
-        """The relative error of rounded weights, and of activations in FP8; 0 if results are the model's own."""
+        """The relative error of rounded weights and of activations in FP8 or int8; 0 if results are the model's own."""
         if self.lossless:
             return 0.0
-        plan, fp8 = self.found.plan, self.found.config.compute.fp8
+        plan, compute = self.found.plan, self.found.config.compute
         weights = max(FORMATS[swap.format].noise for swap in plan.swaps if not swap.lossless)
-        return math.hypot(weights, _FP8_NOISE) if fp8 else weights
+        return math.hypot(weights, compute.fp8 * _FP8_NOISE, compute.int8 * _INT8_NOISE)
+
+    @property
+    def bits(self) -> int:
+        """Of the codes of rounded weights, at least; 0 without."""
+        swaps = () if self.lossless else self.found.plan.swaps
+        return min((FORMATS[swap.format].bits for swap in swaps if not swap.lossless), default=0)
 
     @property
     def rounds_moments(self) -> bool:
@@ -93,6 +104,8 @@ class Choice:
         found = [f"tiers.{tier}.budget={getattr(config.tiers, tier).budget}"]
         if config.tiers.ssd.enabled:
             found += ["tiers.ssd.enabled=true", f"tiers.ssd.path={config.tiers.ssd.path}"]
+        if config.compute.int8:
+            found.append("compute.int8=true")
         if self.rounds_moments:
             found.append(f"training.moments={config.training.moments}")
         return tuple(found)
@@ -118,8 +131,22 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Nearest:
+    """Where nothing fits, the way that lacks the least.
+
+    Attributes:
+        lacks: what the machine would need beside what it has, by tier.
+        by_task: less to do would save as much.
+    """
+
+    name: str
+    lacks: Mapping[str, int]
+    by_task: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Advice:
-    """All candidates for a goal, and which of them are worth it."""
+    """All candidates for a goal, and which of them are worth it; `nearest`: what is missing, if nothing fits."""
 
     model: str
     goal: str
@@ -127,6 +154,7 @@ class Advice:
     machine: Machine
     rates: Rates
     choices: tuple[Choice, ...]
+    nearest: Nearest | None = None
 
     @property
     def fitting(self) -> tuple[Choice, ...]:
@@ -161,18 +189,16 @@ class Advice:
         return next(choice for choice in asked if choice.speed.ms <= _ALIKE * least)
 
     def _nothing(self) -> str:
-        lacks = [c for c in self.choices if c.missing and (c.lossless or self.goal != "exact")]
-        if not lacks:
-            why = next((c.why for c in self.choices if c.why), "")
+        if self.nearest is None:
+            why = next((c.reason for c in self.choices if c.reason), "")
             return f"{self.model}: no candidate can be planned: {why}"
-        least = min(lacks, key=lambda choice: choice.missing[1])
-        tier, nbytes = least.missing
-        has = self.machine.gpu_free_bytes if tier == "gpu" else self.machine.cpu_available_bytes
-        remedy = "a shorter context or a smaller batch" if tier == "gpu" else "a drive (--ssd)"
-        return (
-            f"{self.model}: nothing fits; {least.name} comes nearest and lacks {format_bytes(nbytes)} of {tier} "
-            f"memory; {format_bytes((has or 0) + nbytes)}, or {remedy}, would do"
-        )
+        lacks, has = self.nearest.lacks, machine_bytes(self.machine)
+        missing = " and ".join(f"{format_bytes(nbytes)} of {tier} memory" for tier, nbytes in lacks.items())
+        enough = " and ".join(f"{format_bytes((has[tier] or 0) + n)} of {tier} memory" for tier, n in lacks.items())
+        drive = " (or a drive, --ssd)" if "cpu" in lacks else ""
+        other = ", or a shorter context or a smaller batch," if self.nearest.by_task else ""
+        name = self.nearest.name
+        return f"{self.model}: nothing fits; {name} comes nearest and lacks {missing}; {enough}{drive}{other} would do"
 
     def command(self, model: str) -> str:
         """Return what to do for the best choice: a command line, with a model's directory; Python, where it trains."""
@@ -258,7 +284,7 @@ def _row(choice: Choice, mark: str) -> str:
     sizes = "".join(f"{format_bytes(tiers[tier]) if tier in tiers else '-':>10}" for tier in ("gpu", "cpu"))
     if choice.speed is None:
         return f"{mark} {name:<42}{sizes}  {choice.reason}"
-    bits = "its own" if choice.lossless else f"4, {choice.noise:.0%}"
+    bits = "its own" if choice.lossless else f"{choice.bits}, {choice.noise:.0%}"
     speed = choice.speed
     return f"{mark} {name:<42}{sizes}{speed.ms:>9.1f}{speed.tokens_s:>10.1f}  {bits:<7} {speed.bound}"
 
@@ -279,7 +305,7 @@ def _sentence(choice: Choice) -> str:
     if choice.speed is None:
         return f"does not fit: {choice.reason}."
     speed, found = choice.speed, choice.found
-    bits = "The model's own bits" if choice.lossless else f"4-bit weights, {choice.noise:.1%} of noise"
+    bits = "The model's own bits" if choice.lossless else f"{choice.bits}-bit weights, {choice.noise:.1%} of noise"
     bits += ", moments of 8 bits" if choice.rounds_moments else ""
     peak = f"{format_bytes(found.peak_bytes)} in the {found.compute_tier} memory"
     what = {

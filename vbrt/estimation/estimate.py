@@ -86,8 +86,6 @@ def estimate_of(
     rows = [*weight_rows(bare, plan, machine, tier), *step_rows(traced, task, tier)]
     if tier == "gpu":
         rows.append(Row("workspace", tier, workspace_bytes(task, plan), "counted", "of cuBLAS"))
-    if traced.rows.get("offloaded"):
-        rows.append(Row("offloaded", "cpu", traced.rows["offloaded"], "traced", "inputs of blocks, of a pass"))
     steady = {row.name: row.nbytes for row in rows if row.tier == tier and row.source == "counted"}
     made = {stage: {**steady, **parts(traced, stage)} for stage in stages(traced)}
     moments = tuple((stage, sum(held.values())) for stage, held in made.items())

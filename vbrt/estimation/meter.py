@@ -27,6 +27,9 @@ _FREE = {_ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.empty_strided, _A
 #: what reads no more of its inputs than it returns
 _PICKS = {_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather, _ATEN.embedding_dense_backward}
 
+#: what reads the weights of those experts alone that tokens are routed to, which no trace knows
+_ROUTED = {getattr(_ATEN, name) for name in ("_grouped_mm",) if hasattr(_ATEN, name)}
+
 _GRANULE = 512
 _OWN, _SEGMENT, _SPLIT = 10 << 20, 2 << 20, 1 << 20
 
@@ -104,6 +107,8 @@ class Meter(TorchDispatchMode):
         """Add an operator to what ran."""
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.work["operators"] += 1
+        if operator in _ROUTED:
+            return
         if operator in flop_registry and made:
             self.add_flops(made[0].dtype, flop_registry[operator](*args, **kwargs, out_val=result))
             return

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 from vbrt.errors import ArgumentError
 from vbrt.estimation.host_experts import experts_gb_s
 from vbrt.host.files import cache_folder, read_bounded, write_file
+from vbrt.model.ran import cpu_name
 from vbrt.residency.missed import CPU_GB_PER_S
 
 __all__ = ["SHEETS", "Rates", "data_sheet", "device_name", "kept_rates", "link_gb_s", "measure_rates", "rates_file"]
@@ -31,7 +31,7 @@ class Rates:
         name: of the GPU, or of the CPU on a machine without one.
         link_gb_s: host memory to GPU, page-locked.
         memory_gb_s: of the memory that kernels read.
-        tflops: of bf16 matrix products (fp32 on a CPU).
+        tflops: of bf16 matrix products.
         launch_us: host time of one operator.
         drive_gb_s: sequential reads.
         source: "measured here" or "data sheet".
@@ -107,11 +107,11 @@ def measure_rates(*, keep: bool = True) -> Rates:
         device_name(),
         link_gb_s() if gpu else 0.0,
         _memory_gb_s(device),
-        _tflops(device, 8192, torch.bfloat16) if gpu else _tflops(device, 1024, torch.float32),
+        _tflops(device, 8192 if gpu else 1024, torch.bfloat16),
         _launch_us(device),
         _drive_gb_s(),
         "measured here",
-        _tflops(device, 4096, torch.float32) if gpu else 0.0,
+        _tflops(device, 4096 if gpu else 1024, torch.float32),
         gpu and torch.cuda.get_device_capability() >= _FP8_CAPABILITY,
         _host_gb_s(),
         experts_gb_s(),
@@ -123,8 +123,9 @@ def measure_rates(*, keep: bool = True) -> Rates:
 
 
 def device_name() -> str:
-    """Return the name of the GPU, of the CPU on a machine without one."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    """Return the name of the GPU; on a machine without one of the CPU, with the threads that compute."""
+    gpu = torch.cuda.is_available()
+    return torch.cuda.get_device_name() if gpu else f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def _best(run: Callable[[], object], device: torch.device, times: int = 5) -> float:

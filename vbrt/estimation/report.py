@@ -14,6 +14,16 @@ from vbrt.residency.sizes import format_bytes
 __all__ = ["Estimate", "Row"]
 
 _BAR = 40
+#: what bars are made of, in their order
+_SHADES = {
+    "weights": "█",
+    "optimizer": "▓",
+    "gradients": "▞",
+    "activations": "▒",
+    "KV cache": "▓",
+    "outputs": "▒",
+    "temporaries": "░",
+}
 #: what is in a device's memory and in no figure of torch's allocator
 _CONTEXT = "CUDA's context and loaded kernels, 0.4 to 0.6 GiB, come on top; torch's allocator does not count them"
 
@@ -71,11 +81,16 @@ class Estimate:
         return self.tiers[self.compute_tier]
 
     @property
+    def recorded(self) -> bool:
+        """True if `generate` records steps: of wrapped models on a GPU; on a CPU of those whose weights lose bits."""
+        plan = self.plan if self.task.kind == "decode" else None
+        return plan is not None and (self.compute_tier == "gpu" or not all(swap.lossless for swap in plan.swaps))
+
+    @property
     def again_bytes(self) -> int:
         """Bytes in the memory of what computes, at the largest moment of further calls of `generate`: recorded steps
         stay, with their KV cache and a pool for their temporaries. Other tasks: `peak_bytes`."""
-        recorded = self.task.kind == "decode" and self.plan is not None and self.compute_tier == "gpu"
-        if not recorded:
+        if not self.recorded:
             return self.peak_bytes
         moments, step = dict(self.moments), self.parts["step"]
         pool = step["temporaries"] + step.get("restored weight", 0)
@@ -122,6 +137,27 @@ class Estimate:
         return "\n".join(_lines(self, width))
 
 
+def _bars(estimate: Estimate, room: int) -> Iterator[str]:
+    """Yield a bar for each stage, shaded by what its largest moment is made of, and what the shades are."""
+    made = {stage: _shaded(estimate.parts.get(stage, {}), nbytes) for stage, nbytes in estimate.moments}
+    longest = max(1, *(nbytes for _, nbytes in estimate.moments))
+    for stage, nbytes in estimate.moments:
+        bar, drawn, total = "", 0, 0
+        for name, part in made[stage].items():
+            total += part
+            ends = round(room * total / longest)
+            bar, drawn = bar + _SHADES[name] * (ends - drawn), ends
+        yield f"  {stage:<12}{bar or _SHADES['weights']:<{room}}  {format_bytes(nbytes)}"
+    used = [name for name in _SHADES if any(made[stage].get(name) for stage in made)]
+    yield f"  {'':<12}{'  '.join(f'{_SHADES[name]} {name}' for name in used)}"
+
+
+def _shaded(parts: Mapping[str, int], total: int) -> dict[str, int]:
+    """Return the bytes of each shade; weights are all that is there before a step and after it."""
+    named = {name: parts.get(name, 0) for name in _SHADES if name != "weights"}
+    return {"weights": total - sum(named.values()), **named}
+
+
 def _lines(estimate: Estimate, width: int) -> Iterator[str]:
     task = estimate.task
     how = "unwrapped" if estimate.config is None else estimate.config.source
@@ -133,10 +169,8 @@ def _lines(estimate: Estimate, width: int) -> Iterator[str]:
             yield f"  {row.name:<26}{format_bytes(row.nbytes):>10}  {row.source}{', ' if row.note else ''}{row.note}"
     yield ""
     yield f"largest moments of a {'step' if task.trains else 'call'}, in the {estimate.compute_tier} memory"
-    longest = max(nbytes for _, nbytes in estimate.moments)
     room = max(8, min(_BAR, width - 28))
-    for stage, nbytes in estimate.moments:
-        yield f"  {stage:<12}{'█' * max(1, round(room * nbytes / longest)):<{room}}  {format_bytes(nbytes)}"
+    yield from _bars(estimate, room)
     if estimate.again_bytes > estimate.peak_bytes:
         yield f"  {'further calls':<12}{'':<{room}}  {format_bytes(estimate.again_bytes)}, as recorded steps stay"
     yield ""

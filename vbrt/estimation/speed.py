@@ -2,7 +2,8 @@
 
 A step takes as long as the slowest of three that run side by side: copies over the links, what the device reads and
 computes, and the host that launches it where no graph does. What runs is traced (`Meter.work`); weights are read as the
-plan holds them. The shares of a peak that kernels reach are those measured on an H200 (docs/benchmarks.md).
+plan holds them. `shares.py` has the shares of a peak that kernels reach. A CPU launches nothing: its host and device
+are one, so that their times add up.
 """
 
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.config.formats import FORMATS
 from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
+from vbrt.estimation.shares import SHARES, Shares
 from vbrt.estimation.task import Task
 from vbrt.model.choice import choose
 from vbrt.residency.missed import missed_gb_per_s
@@ -23,23 +25,14 @@ from vbrt.residency.token_cost import LINK_GB_PER_S, TokenCost, token_cost
 
 __all__ = ["Speed", "predict"]
 
-_READS = 0.57  # of the rate of copies, at which products of one token read dense weights
-_READS_PACKED = {"e2m1": 0.75, "table": 0.32}  # and 4-bit ones, by the family of their kernels
-_READS_CACHE = 0.25  # and attention keys and values
 _KEY_US = (
     0.13  # that a key takes in a layer, where a recorded step has several sequences: one block reads all of a head's
 )
-_MERGED_BYTES = 21  # of copies, that take as long as it takes to restore a weight from two planes and multiply by it
-_MATMUL = 0.90  # of the rate of large products, over a whole pass
-_MATMUL_TRAIN = 0.65  # and in 16 bits over a pass and its backward pass
-_PACKED = 0.93  # of that, by 4-bit weights
-#: the same with compute.fp8, from so many tokens on
-_PACKED_FP8 = ((8192, 1.7), (2048, 1.5), (512, 1.1), (0, _PACKED))
-_MOVES = 0.52  # of the rate of copies, at which all other operators read and write
+#: of the rate of products in 16 bits, by 4-bit weights with compute.fp8, from so many tokens on
+_PACKED_FP8 = ((8192, 1.7), (2048, 1.5), (512, 1.1))
 _ROUNDED_BYTES = 240  # of copies, that take as long as it takes to round a weight that trains in 4 bits, in each pass
 _STEP_MS = 0.27  # of `generate` itself, for each token: it chooses one and looks whether it is the last
 _LAUNCH_US = 1.0  # that a weight's kernels take at least, in a recorded step
-_OPERATOR = {"prefill": 2.2, "decode": 4.0, "train": 1.3}  # bare launches that an operator takes, with Python around it
 _LEASES = 15  # bare launches that take as long as a lease of pages that pass through
 _ROUTED_US = 200  # that routing and torch's products with a layer of dense experts take, in a recorded step
 _STAGED = 80 << 20  # bytes that are staged ahead
@@ -89,23 +82,24 @@ def _miss(found: Estimate) -> str:
 
 
 def _predict(model: nn.Module, found: Estimate, rates: Rates, miss: str) -> Speed:
-    task, plan = found.task, found.plan
+    task, plan, shares = found.task, found.plan, SHARES[found.compute_tier]
     tokens = task.batch if task.kind == "decode" else task.batch * task.context
     passes = _passes(task, plan)
     link = 1e3 * _link_s(plan, rates, tokens, miss) * min(passes, 2)
     host_decides = miss != "fetch" and link > 0
-    recorded = task.kind == "decode" and plan is not None and plan.compute_tier == "gpu" and not host_decides
+    recorded = found.recorded and not host_decides
     device = 1e3 * _device_s(model, found, rates, tokens, passes)
     host = 0.0
-    if recorded:
+    if recorded and shares.queued:
         routed = _ROUTED_US * sum(swap.lossless for swap in plan.routed)
         device += 1e-3 * (_LAUNCH_US * len(plan.swaps) + routed + _masked_us(model, task)) + _STEP_MS
     else:
-        launches = found.work.get("operators", 0) * _OPERATOR[task.kind]
+        launches = found.work.get("operators", 0) * shares.operator["recorded" if recorded else task.kind]
         launches += len(plan.swaps) * _LEASES * passes if plan is not None and link else 0
-        host = 1e-3 * launches * rates.launch_us
+        routed = shares.routed_us * len(plan.routed) if plan is not None and not recorded else 0.0
+        host = 1e-3 * (launches * rates.launch_us + routed)
     host += link if host_decides else 0.0  # which waits for the misses of each layer
-    update, longest = _update_ms(found, rates), max(link, device, host)
+    update, longest = _update_ms(found, rates), max(link, device, host) if shares.queued else max(link, device + host)
     return Speed(max(longest, update) + _UNHIDDEN * min(longest, update), link, device, host, tokens, update)
 
 
@@ -137,32 +131,31 @@ def _passes(task: Task, plan: Plan | None) -> int:
 
 def _device_s(model: nn.Module, found: Estimate, rates: Rates, tokens: int, passes: int) -> float:
     """Return the seconds in which the device reads its weights and computes."""
-    task, plan, rate = found.task, found.plan, 1e9 * rates.memory_gb_s
+    task, plan, rate, shares = found.task, found.plan, 1e9 * rates.memory_gb_s, SHARES[found.compute_tier]
     swaps = plan.swaps if plan is not None else _routed(model)
     packed = plan is not None and any(not swap.lossless for swap in plan.swaps)
-    products = sum(n / _flops_s(rates, dtype, task.trains) for dtype, n in _flops(found))
+    products = sum(n / _flops_s(rates, shares, dtype, task.trains) for dtype, n in _flops(found))
     experts = sum(_elements(swap, 1) for swap in swaps if swap.experts)  # whose products no trace has
-    products += 2 * tokens * passes * experts / _flops_s(rates, "bfloat16", task.trains)
-    read = _kept_bytes(model, swaps) / _READS + sum(_read_bytes(swap, tokens) for swap in swaps)
-    merged = sum(_MERGED_BYTES * _elements(swap, tokens) for swap in swaps if swap.fine == "exact")
+    products += 2 * tokens * passes * experts / _flops_s(rates, shares, "bfloat16", task.trains)
+    read = _kept_bytes(model, swaps) / shares.reads + sum(_read_bytes(swap, tokens, shares) for swap in swaps)
+    merged = sum(shares.merged_bytes * _elements(swap, tokens) for swap in swaps if swap.fine == "exact")
     if plan is not None and plan.mode == "train":
         merged = sum(_ROUNDED_BYTES * _elements(swap, tokens) for swap in swaps) * (2 + task.checkpointing) / passes
-    moved = 0 if task.kind == "decode" and plan is not None else found.work.get("moved", 0) / _MOVES
-    cache = sum(row.nbytes for row in found.rows if row.name == "KV cache") / _READS_CACHE
-    computing = products / (_packed(found.config, tokens) if packed else 1.0)
+    moved = 0 if task.kind == "decode" and plan is not None else found.work.get("moved", 0) / shares.moves
+    cache = sum(row.nbytes for row in found.rows if row.name == "KV cache") / shares.reads_cache
+    computing = products / (_packed(found.config, shares, tokens) if packed else 1.0)
     return max(read * passes / rate, computing) + (merged * passes + moved + cache) / rate
 
 
-def _flops_s(rates: Rates, dtype: str, trains: bool) -> float:
+def _flops_s(rates: Rates, shares: Shares, dtype: str, trains: bool) -> float:
     """Return the floating-point operations a second that products of a dtype reach over a whole step."""
-    return rates.flops_of(dtype) * (_MATMUL_TRAIN if trains and dtype != "float32" else _MATMUL)
+    return rates.flops_of(dtype) * (shares.matmul_train if trains and dtype != "float32" else shares.matmul)
 
 
-def _packed(config: VBConfig, tokens: int) -> float:
+def _packed(config: VBConfig, shares: Shares, tokens: int) -> float:
     """Return the rate of products with 4-bit weights, in that of dense ones."""
-    if not config.compute.fp8:
-        return _PACKED
-    return next(rate for least, rate in _PACKED_FP8 if tokens >= least)
+    fp8 = _PACKED_FP8 if config.compute.fp8 else ()
+    return next((rate for least, rate in fp8 if tokens >= least), shares.packed)
 
 
 def _flops(found: Estimate) -> Iterable[tuple[str, int]]:
@@ -194,17 +187,18 @@ def _elements(swap: Swap, tokens: int) -> float:
     return matrices * _touched(swap, tokens)
 
 
-def _read_bytes(swap: Swap, tokens: int) -> float:
+def _read_bytes(swap: Swap, tokens: int, shares: Shares) -> float:
     """Return the bytes of copies that take as long as it takes to read a swapped weight; merging it is apart."""
     if swap.fine == "exact":
         return 0.0
     held = sum(page.nbytes for page in swap.pages if not page.by_rows) or swap.dense_bytes
-    return held * _touched(swap, tokens) / _reads(swap)
+    return held * _touched(swap, tokens) / _reads(swap, shares)
 
 
-def _reads(swap: Swap) -> float:
+def _reads(swap: Swap, shares: Shares) -> float:
     """Return the share of the rate of copies at which a weight is read for products of one token."""
-    return _READS if swap.lossless else _READS_PACKED.get(FORMATS[swap.format].kernels or "", _READS)
+    kernels = None if swap.lossless else FORMATS[swap.format].kernels
+    return shares.reads_packed.get(kernels or "", shares.reads)
 
 
 # -- the links --------------------------------------------------------------------------------------------------------

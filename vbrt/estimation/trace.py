@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vbrt.errors import ArgumentError, VBError
-from vbrt.estimation.activations import HeldActivations
+from vbrt.estimation.activations import hold_
 from vbrt.estimation.blocks import cut
 from vbrt.estimation.gpu_sizes import gpu_sizes
 from vbrt.estimation.held import Held
@@ -37,8 +37,7 @@ class Trace:
 
     Attributes:
         peaks: of everything but parameters, by phase.
-        rows: what lives for longer than an operator: "KV cache", "activations", "outputs", "gradients", "optimizer";
-            "offloaded" is in host memory.
+        rows: what lives for longer than an operator: "KV cache", "activations", "outputs", "gradients", "optimizer".
         growth: of the KV cache, for a token more; it has two tokens beside the prompt's.
         work: what runs in a step (with "decode" of one token), as `Meter.work` has it.
         refused: why nothing could be traced; "": it was.
@@ -69,7 +68,8 @@ def trace(
         warnings.simplefilter("ignore")  # of hooks and of what the model says to whom trains it
         _materialize(cut_model)
         held.prepare(cut_model)
-        run = _Run(cut_model, task, held)
+        kept = hold_(cut_model, held.activations if task.trains else KEEP)  # noqa: F841  # for as long as it runs
+        run = _Run(cut_model, task, widens=held.full)
         weights = {id(weight) for weight in held.rounded(cut_model)}
         with run.watching(chosen), gpu_sizes(task.attention, weights, run.meter), run.meter:
             return run.train() if task.trains else run.infer()
@@ -107,10 +107,9 @@ def _fake(tensor: Tensor) -> Tensor:
 class _Run:
     """A model on fake tensors, and the meter beside it."""
 
-    def __init__(self, model: nn.Module, task: Task, held: Held) -> None:
+    def __init__(self, model: nn.Module, task: Task, *, widens: bool = False) -> None:
         self.model, self.task, self.meter = model, task, Meter()
-        self._widens, self._steps = held.full, 0
-        self._activations = HeldActivations(model, held.activations if task.trains else KEEP)
+        self._widens, self._steps = widens, 0
         self._stage = ""
         self.meter.leave_out((*model.parameters(), *model.buffers()))
 
@@ -232,7 +231,6 @@ class _Run:
             self._begin("forward", "activations")
             loss = self._loss()
             rows["activations"] = meter.live["activations"]
-            rows["offloaded"] = self._activations.offloaded_bytes
             self._begin("backward", "temporaries")
             loss.backward()
             del loss

@@ -18,7 +18,7 @@ from vbrt.residency.plan import format_bytes
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment
 
-__all__ = ["what_ran"]
+__all__ = ["cpu_name", "what_ran"]
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _PACKAGES = ("vbrt", "torch", "triton", "transformers")
@@ -50,14 +50,15 @@ def _model(attachment: "Attachment") -> str:
 
 
 def _machine(device: torch.device) -> str:
-    parts = [f"{_cpu_name()}, {os.cpu_count()} cores, {format_bytes(psutil.virtual_memory().total)}"]
+    parts = [f"{cpu_name()}, {os.cpu_count()} cores, {format_bytes(psutil.virtual_memory().total)}"]
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         parts.insert(0, f"{gpu.name}, {format_bytes(gpu.total_memory)}")
     return " · ".join(parts)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the name of the CPU, of its architecture where the system does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:  # not Linux
