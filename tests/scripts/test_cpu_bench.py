@@ -53,12 +53,12 @@ def test_tables_have_every_part_with_ratios_to_the_peers(tmp_path):
         "matvec": {"8x4, vbrt fp4, bf16": {"seconds": [1e-4]}},
         "ssd": {"vbrt fp4, bf16": half},
         "start": {"vbrt fp4, bf16": rows["vbrt fp4, bf16"]},
-        "encode": {"wrap fp4": {"seconds": [2.0], "weights": 500_000_000}},
+        "encode": {"wrap fp4": {"seconds": [2.0, 2.5, 2.0], "weights": 500_000_000}},
     }
     parts = {name: {"commit": "a", "rows": rows, "absent": {"x": "not installed"}} for name, rows in parts.items()}
     machine = {"cpu": "a CPU", "cores": 2, "python": "3", "versions": {"torch": "2"}}
     path.write_text(json.dumps({"machine": machine, "parts": parts}))
     lines = peers_table(path)
     assert "| vbrt fp4, bf16 | 40.0 | 25.0 | 0.50× |" in lines and "x: not installed." in lines
-    assert "| vbrt fp4, bf16 | 0.100 |" in lines and "| wrap fp4 | 2.00 | 250 |" in lines
+    assert "| vbrt fp4, bf16 | 0.100 |" in lines and "| wrap fp4 | 2.00 | 250 | 250 |" in lines
     assert "| vbrt fp4, bf16 | 400 | 200 | 1.00 | 200.0 | 40.0 | 200.0 | 1.00 |" in lines
