@@ -15,9 +15,9 @@ from vbrt.kernels.cuda.launch_table import Gpu
 from vbrt.layers import ahead
 
 
-def model(device="cpu"):
+def model(device="cpu", last=256):
     torch.manual_seed(1)
-    sizes = ((256, 512), (512, 768), (768, 256))
+    sizes = ((256, 512), (512, 768), (768, last))
     return nn.Sequential(*(nn.Linear(k, n, bias=False) for k, n in sizes)).to(device, torch.bfloat16)
 
 
@@ -87,7 +87,9 @@ def test_a_pass_compiles_no_product_that_was_compiled_ahead(tmp_path, monkeypatc
     monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: found.append(src.name))
     run = ahead._run
     monkeypatch.setattr(ahead, "_run", lambda job, **how: (threads.append(job.tokens), run(job, **how)))
-    with vbrt.wrap(model("cuda"), "fp4", weights={"min_parameters": 0}) as vb, torch.no_grad():
+    monkeypatch.setattr(ahead, "_compiled", set())
+    wide = model("cuda", last=1024)  # 200 tokens are multiplied by a fused kernel in each of its shapes
+    with vbrt.wrap(wide, "fp4", weights={"min_parameters": 0}) as vb, torch.no_grad():
         vb.materialize()
         ahead.compile_ahead(handles(vb), (200, 1), handles(vb)[0].device)
         assert sorted(threads) == [1, 1, 1, 200, 200, 200]
