@@ -45,9 +45,7 @@ def test_auto_leaves_small_experts_to_the_gpu_and_divides_large_ones():
     _logits(vb)
     assert vb.stats().layers[NAME].experts.decides == "gpu" and "the GPU decides" in str(vb.stats().fallbacks)
     vb = _wrapped("auto")
-    vb._attachment.missed.rates = MissRates(
-        1e6, 4e6
-    )  # pages that take milliseconds, as large ones do, and a CPU that pays
+    vb._attachment.missed.rates = MissRates(1e6, 4e6)  # large pages, and a CPU that pays
     _logits(vb)
     experts = vb.stats().layers[NAME].experts
     assert experts.decides == "host" and 0 < experts.computed < vb.stats().layers[NAME].misses
