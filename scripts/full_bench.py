@@ -15,9 +15,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,28 +61,41 @@ DEFAULTS = {
 }
 
 
-def in_process(run: str, seconds: float, **given: object) -> dict:
-    """Do one run in a process of its own; what went wrong is in the row, too, beside what was known by then."""
+def in_process(run: str, limit_s: float, /, **given: object) -> dict:
+    """Do one run in a process of its own, whose rows are shown as they come; what went wrong is in the last row, too,
+    beside what was known by then."""
     settings = {**DEFAULTS, **given}
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, __file__, "--run", json.dumps({"run": run, **settings})]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        process = subprocess.Popen(command, stdout=out, stderr=errors, env={**os.environ, "PYTHONPATH": path})
+        env = {**os.environ, "PYTHONPATH": path}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env, text=True)
+        found: dict = {}
+        reader = threading.Thread(target=_read, args=(process.stdout, found))
+        reader.start()
         try:
-            code: object = process.wait(seconds)
+            code: object = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            code = f"not done within {seconds:.0f} s"
-        out.seek(0)
-        lines = [line for line in out.read().splitlines() if line.startswith("{")]
+            code = f"not done within {limit_s:.0f} s"
+        reader.join()
         errors.seek(0)
         said = errors.read().strip()
-    found = json.loads(lines[-1]) if lines else {}
     if code:
         sys.stderr.write(said[-3000:] + "\n")
         found["failed"] = code if isinstance(code, str) else (said.splitlines() or ["no word"])[-1][:300]
     return {**{key: settings[key] for key in ("shape", "tokens", "limit", "activations")}, **found}
+
+
+def _read(lines: Iterable[str], found: dict) -> None:
+    """Have `found` be the last row of a process; show each at once: who stops this script has seen them."""
+    for line in lines:
+        if line.startswith("{"):
+            row = json.loads(line)
+            found.clear()
+            found.update(row)
+            shown(row)
 
 
 def shown(row: dict) -> dict:
@@ -146,7 +160,8 @@ def add(out: Path, part: str, found: object) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--part", action="append", choices=list(PARTS), default=[])
@@ -159,7 +174,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of the largest model")
     parser.add_argument("--training", type=json.loads, default={}, help="more keys of [training], as JSON")
     parser.add_argument("--seconds", type=float, default=100, help="that one measurement may take")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = arguments().parse_args()
     if options.run:
         ALL[options.run["run"]](argparse.Namespace(**options.run))
         return

@@ -136,7 +136,13 @@ def steps_of(options: argparse.Namespace) -> None:
     found = {"ready_s": round(time.perf_counter() - start, 1)}
     ids = batch(shape, options.tokens, CONTEXT)
     before = vb.stats().updates.wait_us
-    found |= measured(lambda: trained(vb, ids, parts=options.parts), steps=options.steps, warm=2)
+    found["losses"] = []
+
+    def step() -> None:
+        found["losses"].append(trained(vb, ids, parts=options.parts).item())
+        told(found)
+
+    found |= measured(step, steps=options.steps, warm=2)
     found["waited_s"] = (vb.stats().updates.wait_us - before) / 1e6 / (options.steps + 2)
     found |= {"profile": profiled(lambda: trained(vb, ids, parts=options.parts))} if options.profile else {}
     told(found | {"tokens_per_s": options.tokens / found["seconds"]} | about(vb))
@@ -182,8 +188,7 @@ def _at_once(options: argparse.Namespace, tokens: int) -> int:
 
 def largest(options: argparse.Namespace) -> None:
     """Train a model for some steps, without measuring anything apart."""
-    options.sizes, start = [options.tokens], time.perf_counter()
-    shape = SHAPES[options.shape]
+    start, shape = time.perf_counter(), SHAPES[options.shape]
     vb = wrapped(made(shape, recompute=False, dtype=torch.bfloat16), activations="offload", **options.training)
     emptied()
     limited(options.limit)
@@ -214,6 +219,7 @@ def bits(options: argparse.Namespace) -> None:
         ids = batch(shape, options.tokens, min(CONTEXT, options.tokens), seed)
         for way, step in ways.items():
             losses[way].append(step(ids).item())
+        told({"steps": seed + 1, "loss": losses["full"][-1], "as_resident": losses["resident"][-1]})
         if losses["full"][-1] != losses["resident"][-1] or time.perf_counter() - start > options.seconds:
             break
     digests = {"resident": _digest(resident.model.state_dict()), "full": _digest(vb.state_dict())}

@@ -1,12 +1,15 @@
 """scripts/full_bench.py on a tiny model of the CPU: what it runs, and what becomes of its figures."""
 
 import argparse
+import inspect
 import json
+import re
+from typing import ClassVar
 
 import pytest
 import torch
 
-from scripts import full_runs
+from scripts import full_bench, full_runs
 from scripts.full_profile import Ran, summary
 from scripts.full_tables import full_tables
 
@@ -58,3 +61,40 @@ def test_a_profile_tells_gaps_in_computing_from_copies_beside_it():
     assert found["seconds"] == 0.007 and found["gaps"] == 2
     assert found["kinds"]["copies in"] == 0.005 and found["kinds"]["products"] == 0.002
     assert found["largest"][0] == (0.004, 0.002, "vectorized_elementwise_kernel", "flash_fwd_kernel")
+
+
+class _Process:
+    """Stands for a part's process: prints one row, and keeps what it was asked."""
+
+    asked: ClassVar[list[dict]] = []
+
+    def __init__(self, command, **_) -> None:
+        self.asked.append(json.loads(command[-1]))
+        self.stdout = ['{"done": true}\n']
+
+    def wait(self, _: float) -> int:
+        """It ends at once."""
+        return 0
+
+
+@pytest.mark.parametrize("part", full_bench.PARTS)
+def test_every_part_reaches_its_process_with_all_that_its_run_reads(part, monkeypatch):
+    monkeypatch.setattr(_Process, "asked", [])
+    monkeypatch.setattr(full_bench.subprocess, "Popen", _Process)
+    found = full_bench.PARTS[part](full_bench.arguments().parse_args([]))
+    assert all(row["done"] and "failed" not in row for row in (found if isinstance(found, list) else [found]))
+    for asked in _Process.asked:
+        read = set(re.findall(r"options\.(\w+)", inspect.getsource(full_bench.ALL[asked["run"]])))
+        assert read - set(asked) == set()
+
+
+def test_rows_are_shown_while_the_process_runs(tmp_path, monkeypatch):
+    seen, child = tmp_path / "seen", tmp_path / "child.py"
+    child.write_text(
+        f"import os, time\nprint('{{\"step\": 1}}', flush=True)\nwhile not os.path.exists({str(seen)!r}):\n"
+        "    time.sleep(0.01)\nraise SystemExit('no memory')\n"
+    )
+    monkeypatch.setattr(full_bench, "__file__", str(child))
+    monkeypatch.setattr(full_bench, "shown", lambda _: seen.touch())
+    row = full_bench.in_process("largest", 30)
+    assert (row["step"], row["failed"]) == (1, "no memory")
