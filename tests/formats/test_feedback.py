@@ -53,3 +53,12 @@ def test_no_row_of_a_group_loses_more_than_it_did():
     found = compensated(fmt, w_NK, coarse, moments_of(x_TK))
     before, after = (loss(fmt, plane, w_NK.float(), x_TK) for plane in (coarse, found))
     assert (after <= before * 1.01).all() and (after < before / 2).sum() > 32
+
+
+def test_a_weight_that_is_encoded_under_autocast_has_the_codes_that_it_has_without():
+    fmt, w_NK = get_format("nvfp4"), torch.randn(9, 512, generator=torch.Generator().manual_seed(4))
+    coarse, moments = fmt.encode(w_NK), moments_of(inputs(400, 512))
+    expected = compensated(fmt, w_NK, coarse, moments)["codes"]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(moments_of(inputs(400, 512)), moments)
+        assert torch.equal(compensated(fmt, w_NK, coarse, moments)["codes"], expected)

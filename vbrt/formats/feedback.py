@@ -48,7 +48,8 @@ def moments_of(x_TK: Tensor) -> Tensor:
     k = x_TK.shape[1]
     group = min(GROUP, k)
     x_GTC = F.pad(x_TK.float(), (0, -k % group)).view(len(x_TK), -(-k // group), group).transpose(0, 1)
-    return x_GTC.mT @ x_GTC
+    with torch.autocast(x_GTC.device.type, enabled=False):
+        return x_GTC.mT @ x_GTC
 
 
 @torch.no_grad()
@@ -64,7 +65,8 @@ def compensated(format: BlockFormat, w_NK: Tensor, coarse: dict[str, Tensor], mo
     turns = _Turns(moments_GCC, format._grid(coarse), format)
     scale_NB, rows = format._scales(coarse), max(1, _WEIGHTS.get(w_NK.device.type, _WEIGHTS["cpu"]) // w_NK.shape[1])
     parts = zip(w_NK.split(rows), scale_NB.split(rows), strict=True)
-    return {**coarse, "codes": torch.cat([turns.codes(w_RK, scale_RB) for w_RK, scale_RB in parts])}
+    with torch.autocast(w_NK.device.type, enabled=False):  # a weight may be encoded in a first forward
+        return {**coarse, "codes": torch.cat([turns.codes(w_RK, scale_RB) for w_RK, scale_RB in parts])}
 
 
 class _Turns:

@@ -156,6 +156,16 @@ def test_experts_of_few_and_of_many_tokens_meet_in_one_call(spare):
 
 
 @built
+def test_autocast_around_a_call_changes_no_bit_of_experts_whose_matrices_are_decoded(monkeypatch):
+    monkeypatch.setattr(cpu_linear, "slow_dtypes", lambda: (torch.bfloat16,))  # multiplied in fp32
+    pages, tokens = bank("mxfp4", experts=2), cpu_experts.most_pairs() + 5
+    x, ids = torch.randn(tokens, 70).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
+    expected = cpu_experts.experts_up(x, ids, pages, gate=GATES["silu"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(cpu_experts.experts_up(x, ids, pages, gate=GATES["silu"]), expected)
+
+
+@built
 def test_gradients_reach_inputs_and_routing_weights():
     pages = bank("nvfp4")
     ids, weights = routed(pages, 4, 2)

@@ -217,6 +217,16 @@ def test_what_cannot_be_computed_is_refused(message):
 
 
 @built
+@pytest.mark.parametrize("multiply", [cpu_linear.linear, cpu_linear._multiply_tiles])
+def test_autocast_around_a_call_changes_no_bit_of_it(multiply):
+    planes, _ = case("nvfp4", (130, 412))
+    x = torch.randn(9, 412).bfloat16()
+    expected = multiply(x, planes)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(multiply(x, planes), expected)
+
+
+@built
 @pytest.mark.parametrize("name", cpu_linear.FORMATS)
 def test_auto_takes_the_compiled_kernels_on_pages_as_they_are(name):
     for op in ("linear", "decode_weight"):

@@ -133,11 +133,12 @@ class _Product:
         return out
 
     def _decoded(self, expert: int, pairs_p: Tensor, gate: Gate) -> Tensor:
-        """The rows of one expert's pairs, by torch's matmul."""
+        """The rows of one expert's pairs, by torch's matmul, under autocast too."""
         dtype = torch.float32 if self.x.dtype in cpu_linear.slow_dtypes() else self.x.dtype
         w_NK = cpu_linear.decode_to(part_planes(self.pages, expert, self.part), dtype)
         bias = None if self.bias_EN is None else self.bias_EN[expert].to(dtype)
-        v_pN = F.linear(self.x[pairs_p // self.ids_Tk.shape[1]].to(dtype), w_NK, bias)
+        with torch.autocast("cpu", enabled=False):  # which has cast x already, and would multiply in 16 bits
+            v_pN = F.linear(self.x[pairs_p // self.ids_Tk.shape[1]].to(dtype), w_NK, bias)
         return apply_gate(v_pN, gate).to(self.x.dtype)
 
     def _fused(self, experts: list[int], pairs: int, gate: Gate, out: Tensor) -> None:

@@ -162,12 +162,13 @@ def _multiply(
 
 
 def _multiply_tiles(x: Tensor, planes: WeightPlanes) -> Tensor:
-    """x @ w.T in fp32, by torch; the weight is never there as a whole."""
+    """x @ w.T in fp32, under autocast too, by torch; the weight is never there as a whole."""
     n, k = planes.shape
     x_MK = x.reshape(-1, k).float()
     y_MN = torch.empty(x_MK.shape[0], n, dtype=torch.float32, device="cpu")
-    for first, last, w_RK in _decoded_rows(planes, min(n, max(1, _TILE_WEIGHTS // k)), torch.float32):
-        y_MN[:, first:last] = x_MK @ w_RK.t()
+    with torch.autocast("cpu", enabled=False):  # which has cast x already, and would multiply in 16 bits
+        for first, last, w_RK in _decoded_rows(planes, min(n, max(1, _TILE_WEIGHTS // k)), torch.float32):
+            y_MN[:, first:last] = x_MK @ w_RK.t()
     return y_MN.view(*x.shape[:-1], n)
 
 
