@@ -374,7 +374,8 @@ def _row(name: str, estimated: int, peak: int) -> dict:
 
 
 def families() -> Iterator[dict]:
-    """Yield today's estimate of each case that a GPU measured, beside it; without diffusers, the one of then."""
+    """Yield today's estimate of each case that a GPU measured, beside it; what needs a library that is not installed
+    is skipped, and said."""
     known = {case.name: case for case in cases()}
     for row in json.loads(_MEASURED.read_text())["rows"]:
         case = known.get(row["case"])
@@ -382,25 +383,28 @@ def families() -> Iterator[dict]:
             continue
         try:
             yield _row(row["case"], estimated(case, _H200).peak_bytes, row["peak_bytes"])
-        except ModuleNotFoundError:
-            yield row
+        except ModuleNotFoundError as error:
+            print(f"skipped: {row['case']} ({error})", file=sys.stderr)
 
 
 _PAGE = ROOT / "docs" / "howto" / "estimating.md"
 
 
 def write_table() -> None:
-    """Put the tables of all that is measured between the marks of the page."""
-    lines = ["| case | estimated | measured | off |", "| --- | --- | --- | --- |"]
+    """Put the tables of all that is measured between the marks of the page; what is skipped keeps its line."""
+    text = _PAGE.read_text()
+    before, begin, rest = text.partition("<!-- estimates:begin -->\n")
+    old, end, after = rest.partition("<!-- estimates:end -->")
+    measured = {row["case"] for row in json.loads(_MEASURED.read_text())["rows"] if not row["error"]}
+    lines = {line.split("|")[1].strip(): line for line in old.splitlines() if line.startswith("| ")}
+    lines = {name: line for name, line in lines.items() if name in measured}  # in the page's order
     for row in (*families(), *streaming(), *training()):
         figures = (
             f"{row['estimated_bytes'] / 1e9:.3f} GB | {row['peak_bytes'] / 1e9:.3f} GB | {100 * row['off']:+.1f} %"
         )
-        lines.append(f"| {row['case']} | {figures} |")
-    text = _PAGE.read_text()
-    before, begin, rest = text.partition("<!-- estimates:begin -->\n")
-    _, end, after = rest.partition("<!-- estimates:end -->")
-    _PAGE.write_text(before + begin + "\n" + "\n".join(lines) + "\n\n" + end + after)
+        lines[row["case"]] = f"| {row['case']} | {figures} |"
+    table = ["| case | estimated | measured | off |", "| --- | --- | --- | --- |", *lines.values()]
+    _PAGE.write_text(before + begin + "\n" + "\n".join(table) + "\n\n" + end + after)
 
 
 def main() -> None:

@@ -69,9 +69,9 @@ class Row:
 class Model:
     """A model without weights on a machine, and what was traced of it."""
 
-    def __init__(self, model: nn.Module, rates: Rates, on: Machine = ON) -> None:
-        self.bare, self.rates, self.on = bare_model(model, Task()), rates, on
-        self._traces: dict[tuple[Task, bool], Trace] = {}
+    def __init__(self, model: nn.Module, rates: Rates, on: Machine = ON, lora: int = 0) -> None:
+        self.bare, self.rates, self.on = bare_model(model, Task(lora=lora)), rates, on
+        self._traces: dict[tuple[Task, str], Trace] = {}
 
     def row(self, case: str, task: Task, config: VBConfig | None, ms: float) -> Row:
         """Return what is predicted of a task under a config, beside what was measured."""
@@ -80,7 +80,7 @@ class Model:
     def found(self, task: Task, config: VBConfig | None) -> Estimate:
         """Return the estimate of a task under a config."""
         plan = None if config is None else make_plan(self.bare, config, self.on, charge_kept=False)
-        key = task, plan is None
+        key = task, "" if plan is None else plan.mode
         if key not in self._traces:
             self._traces[key] = whole_trace(self.bare, task, plan)
         return estimate_of(self.bare, task, config, self.on, plan, self._traces[key])
@@ -186,33 +186,46 @@ def training(rates: Rates) -> Iterator[Row]:
             yield row_of(f"355M, {kind}: {name}", bare_model(model, found.task), found, rates, row["ms"])
 
 
-def followed(rates: Rates) -> Iterator[tuple[dict[str, Any], Estimate, nn.Module]]:
+def config_of(row: dict[str, Any]) -> VBConfig | None:
+    """Return the config that a setting of scripts/advice.py ran under: all of it, or, as older rows have it, the preset
+    and the GPU's budget; None: unwrapped."""
+    if "config" in row:
+        return row["config"] and VBConfig.from_dict(row["config"])
+    return row["preset"] and _config(row["preset"], row["budget"])
+
+
+def followed(rates: Rates, committed: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Estimate, nn.Module]]:
     """Yield the settings that scripts/advice.py has followed, each with today's estimate and its model."""
-    committed, models = _committed("advice"), {}
+    models: dict[tuple[str, int], Model] = {}
     known = {case.name: case for case in cases(committed["layers"])}
     for row in committed["rows"]:
-        if row["model"] not in models:
+        task = Task(**row["task"])
+        key = row["model"], task.lora
+        if key not in models:
             with torch.device("meta"):
-                models[row["model"]] = Model(known[row["case"]].build(), rates)
-        model = models[row["model"]]
-        yield row, model.found(Task(**row["task"]), row["preset"] and _config(row["preset"], row["budget"])), model.bare
+                models[key] = Model(known[row["case"]].build(), rates, lora=task.lora)
+        yield row, models[key].found(task, config_of(row)), models[key].bare
+
+
+def _from_tiers(found: Estimate) -> bool:
+    return found.plan is not None and found.plan.mode == "full"
 
 
 def advice(rates: Rates) -> Iterator[Row]:
     """Yield the times of these settings, but those of steps that found no room to be recorded."""
-    for row, found, model in followed(rates):
-        if row["ms"] is not None and row["preset"] != "full" and not row["eager"]:
+    for row, found, model in followed(rates, _committed("advice")):
+        if row.get("ms") is not None and not _from_tiers(found) and not row["eager"]:
             yield row_of(f"{row['case']}: {row['name']}", model, found, rates, row["ms"])
 
 
-def advice_table(rates: Rates) -> list[str]:
+def advice_table(rates: Rates, committed: dict[str, Any]) -> list[str]:
     """Return the documentation's table of what was followed; in bold what had been the first answer."""
     lines = ["| case | GPU | setting | estimated | measured | predicted | measured |", "| --- " * 7 + "|"]
-    for row, found, model in followed(rates):
+    for row, found, model in followed(rates, committed):
         name = f"**{row['name']}**" if row["first"] else row["name"]
         start = f"| {row['case']} | {row['gpu'] / (1 << 30):.0f} GiB | {name} | {found.again_bytes / 1e9:.2f} GB | "
-        if row["ms"] is None:
-            lines.append(f"{start}out of memory | | |")
+        if row.get("ms") is None:
+            lines.append(f"{start}{'out of memory' if row['oom'] else row['error']} | | |")
         else:
             ms = f"{predict(model, found, rates).ms:.1f} ms | {row['ms']:.1f} ms{', eager' if row['eager'] else ''} |"
             lines.append(f"{start}{row['peak_bytes'] / 1e9:.2f} GB | {ms}")
@@ -272,7 +285,11 @@ def times_table(rows: Iterable[Row]) -> list[str]:
 def write_tables() -> None:
     """Put the tables between the marks of the page."""
     text = _PAGE.read_text()
-    tables = {"times": times_table(every()), "cpu": times_table(on_cpu()), "advice": advice_table(rates())}
+    tables = {
+        "times": times_table(every()),
+        "cpu": times_table(on_cpu()),
+        "advice": advice_table(rates(), _committed("advice")),
+    }
     for mark, table in tables.items():
         before, begin, rest = text.partition(f"<!-- {mark}:begin -->\n")
         _, end, after = rest.partition(f"<!-- {mark}:end -->")

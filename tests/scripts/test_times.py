@@ -1,0 +1,52 @@
+"""Predictions beside what is committed: rows of scripts/advice.py as they are written today, and as they were."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import vbrt
+from scripts import estimates, times
+
+_COMMITTED = Path("benchmarks/results/advice-nvidia-h200.json")
+
+
+def test_each_committed_row_has_the_config_that_it_ran_under():
+    for row in json.loads(_COMMITTED.read_text())["rows"]:
+        config = times.config_of(row)
+        assert (config is None) == (row["name"] == "unwrapped" or row["name"].startswith("all weights, bf16"))
+
+
+def test_a_row_is_read_by_its_config_or_by_its_preset_and_budget():
+    older = {"preset": "exact", "budget": 3 << 30}
+    config = times.config_of(older)
+    assert config.tiers.gpu.budget == 3 << 30 and config.weights == vbrt.load_config("exact").weights
+    assert times.config_of({"config": json.loads(json.dumps(config.to_dict()))}) == config
+    assert times.config_of({"config": None}) is times.config_of({"preset": None, "budget": None}) is None
+
+
+def test_a_setting_that_failed_is_in_the_table_with_its_reason(monkeypatch):
+    row = {"case": "one", "gpu": 1 << 30, "name": "fp4", "first": True, "error": "no room"}
+    rows = [(row | {"oom": oom}, SimpleNamespace(again_bytes=0), None) for oom in (True, False)]
+    monkeypatch.setattr(times, "followed", lambda rates, committed: iter(rows))
+    *_, oom, other = times.advice_table(times.rates(), {})
+    assert oom.endswith("| out of memory | | |") and other.endswith("| no room | | |")
+
+
+def test_a_family_whose_library_is_missing_is_skipped_with_a_word(monkeypatch, capsys, tmp_path):
+    def estimated(case, on):
+        if case.family.startswith("UNet"):
+            raise ModuleNotFoundError("No module named 'diffusers'", name="diffusers")
+        return SimpleNamespace(peak_bytes=1)
+
+    monkeypatch.setattr(estimates, "estimated", estimated)
+    names = [row["case"] for row in estimates.families()]
+    assert names and not any(name.startswith("UNet") for name in names)
+    said = capsys.readouterr().err
+    assert "skipped: UNet of SD 1.5, prefill" in said and "diffusers" in said
+    page = tmp_path / "page.md"
+    old = "| UNet of SD 1.5, prefill, 4 × 2048, unwrapped | 1 | 2 | 3 |"
+    page.write_text(f"<!-- estimates:begin -->\n{old}\n<!-- estimates:end -->")
+    for name, value in (("_PAGE", page), ("streaming", list), ("training", list)):
+        monkeypatch.setattr(estimates, name, value)
+    estimates.write_table()
+    assert old in page.read_text() and "| Mamba, prefill" in page.read_text()
