@@ -34,6 +34,7 @@ from vbrt.generation.kv_codes import BITS
 from vbrt.generation.kv_ring import Place
 from vbrt.generation.kv_store import Extent, KVStore
 from vbrt.generation.kv_tokens import TAIL_PAGES, LayerTokens
+from vbrt.kernels.uncompiled import uncompiled
 from vbrt.model.attachment import Attachment
 from vbrt.model.caches import give_way
 from vbrt.model.passes import pass_hook_of
@@ -94,7 +95,7 @@ class KVLayer(CacheLayerMixin):
         """Reserve the tail for tensors of these shapes."""
         self.tokens.begin(key_states, value_states)
 
-    @torch.compiler.disable
+    @uncompiled(reason="a KVCache grows, and its pages move")
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add tokens; return keys [B, H, T, K] and values [B, H, T, V] of all that they see.
 

@@ -22,6 +22,7 @@ from torch.compiler import is_compiling
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from vbrt.errors import FormatError, WrapError
+from vbrt.kernels.uncompiled import uncompiled
 from vbrt.kernels.watched import is_recorded, is_transformed, unwatched
 from vbrt.layers.experts.gradients import autocast_of
 from vbrt.layers.experts.library import ExpertsView, implementation_of
@@ -210,7 +211,7 @@ def class_of_experts(base: type[SwappedLayer], plain: type[nn.Module], name: str
     return type(name, (base, plain), {"__module__": plain.__module__, "__doc__": doc, "forward": forward})
 
 
-@torch.compiler.disable
+@uncompiled(reason="experts are called with what no operator takes")
 def _uncompiled(layer: TrainedExperts, *args: Any) -> Tensor:
     return layer._experts_forward(*args)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vbrt.errors import FormatError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.page import PageLayout, pack, unpack
+from vbrt.kernels.uncompiled import uncompiled
 from vbrt.kernels.update import GRADIENTS
 from vbrt.layers.encoding import Planes
 from vbrt.layers.paged import PagesHandle
@@ -31,7 +32,7 @@ from vbrt.training.update import Updater, WeightState, split_master
 __all__ = ["FullWeight", "graphs_end_here"]
 
 #: for what leases a weight when it runs; a graph that is compiled ends before it, and the next one begins after it
-graphs_end_here = torch.compiler.disable(
+graphs_end_here = uncompiled(
     reason='mode = "full" leases weights from the tiers when a layer runs, so a compiled graph ends there, and the '
     "next one begins behind it; compile without fullgraph=True"
 )

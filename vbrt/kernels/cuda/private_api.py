@@ -9,6 +9,7 @@
 | `never_lower` | torch._inductor.lowering | slow compilation, announced |
 | passes over graphs, their options | torch._inductor | KernelError from `vbrt.compile_options` |
 | names of dynamo's guards, `guards_attribute` | torch._dynamo | KernelError |
+| `skip_frames_of`, and the marks of `kernels/uncompiled.py` | torch._C, torch._dynamo | dynamo's import, two seconds |
 
 `TESTED` says with which versions all of it has been run. Imports Triton and inductor only when asked for their parts.
 """
@@ -41,6 +42,7 @@ __all__ = [
     "options_of_mode",
     "raw_stream",
     "renamed",
+    "skip_frames_of",
 ]
 
 #: package -> the first and the last version that vbrt has been tested with
@@ -178,3 +180,19 @@ def guards_attribute(guard: Any, attribute: str) -> bool:
         return guard.name.endswith(f".{attribute}")
     except AttributeError as error:
         raise KernelError(f"torch {torch.__version__}: {error}; expected torch {_tested('torch')}") from error
+
+
+def skip_frames_of(function: Any) -> bool:
+    """Tell dynamo, which need not be imported, to leave a function's own frames as they are, not those it calls.
+
+    False: this torch has no such thing, or one that vbrt has not been tested with.
+    """
+    try:
+        frames = torch._C._dynamo.eval_frame
+        skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        if not is_tested("torch", torch.__version__):
+            return False
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, default))
+    except AttributeError:
+        return False
+    return True

@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 
 from vbrt.kernels.experts import ExpertPages
 from vbrt.kernels.product import as_autocast
+from vbrt.kernels.uncompiled import uncompiled
 from vbrt.kernels.watched import is_bare
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.compute import Routed, plain_forward
@@ -114,7 +115,7 @@ class VBZeroExperts(_VBCalledOtherwise):
 class VBParallelExperts(_VBCalledOtherwise):
     """JetMoE: one matrix an expert; rows come sorted by expert, with the number of each expert's."""
 
-    @torch.compiler.disable
+    @uncompiled(reason="the number of each expert's rows is read on the host")
     def _vb_forward(self, *args: Any) -> Tensor:
         return super()._vb_forward(*args)
 
@@ -147,7 +148,7 @@ class VBGivenExperts(VBExperts):
             return super()._weight(name)
         return Unread.of(handle, name, handle.spec.site_of(name).kept_shape)
 
-    @torch.compiler.disable
+    @uncompiled(reason="which expert's matrices these are is read from where they lie")
     def _vb_forward(self, x_TH: Tensor, *matrices: Tensor) -> Tensor:
         expert = self._picked(matrices)
         if not self.materialized and not self._given():
