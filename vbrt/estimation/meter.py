@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 __all__ = ["Meter", "allocated_bytes"]
 
@@ -62,6 +61,9 @@ class Meter(TorchDispatchMode):
         self.peaks: dict[str, int] = {}
         self.live: Counter[str] = Counter()
         self.work: Counter[str] = Counter()
+        from torch.utils.flop_counter import flop_registry  # which imports Triton; most of who wraps measures nothing
+
+        self._flops_of = flop_registry
         self._total = 0
         self._held: dict[int, tuple[str, int]] = {}  # of each storage that lives
         self._watches: dict[int, Any] = {}
@@ -109,8 +111,8 @@ class Meter(TorchDispatchMode):
         self.work["operators"] += 1
         if operator in _ROUTED:
             return
-        if operator in flop_registry and made:
-            self.add_flops(made[0].dtype, flop_registry[operator](*args, **kwargs, out_val=result))
+        if operator in self._flops_of and made:
+            self.add_flops(made[0].dtype, self._flops_of[operator](*args, **kwargs, out_val=result))
             return
         read = made if operator in _PICKS else [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self.work["moved"] += sum(tensor.numel() * tensor.element_size() for tensor in (*read, *made))

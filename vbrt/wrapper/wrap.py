@@ -14,6 +14,7 @@ from torch import nn
 from vbrt.config import VBConfig, load_config
 from vbrt.distributed.devices import SplitModel, devices_of, split_over
 from vbrt.errors import WrapError
+from vbrt.estimation.advise import advise
 from vbrt.estimation.precision import settled
 from vbrt.estimation.statistics import with_inputs
 from vbrt.model.attach import Attempt, attach, plan_for
@@ -126,6 +127,4 @@ def _begin_training(vb: VBFullWrapper, optimizer: Any) -> None:
 
 def _advised(model: nn.Module) -> VBConfig:
     """Return the config of the first answer of `vbrt.advise`; that of a model which fits as it is, is "dense"."""
-    from vbrt.estimation.advise import advise  # with Triton, which torch's counter of operations imports
-
     return advise(model).best.config or load_config("dense")
