@@ -14,7 +14,7 @@ _WHAT = {
     "prefill": f"A prompt of 512 tokens, {_LLAMA}.",
     "moe": f"One token at a time of {_MOE}.",
     "start": "From starting a process to its first token, the same Llama. Files are in the page cache, kernels are "
-    "prebuilt as in a wheel (a checkout builds them: 1.8 s more, twice where it encodes).",
+    "prebuilt as in a wheel (a checkout's first process builds them: 1.8 s more, twice where it encodes).",
     "encode": "From bf16 into planes: the Llama, its head dense, in memory (`wrap` and `materialize`), from a "
     "checkpoint in the page cache (`vbrt.load`), and from that into a save (`vbrt convert`); experts: the Qwen3-MoE. "
     "Millions of encoded weights a second, from the call to its end, imports and kernels loaded before. What is slower "

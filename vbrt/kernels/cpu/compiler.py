@@ -26,6 +26,8 @@ __all__ = [
     "cpu_features",
     "file_name",
     "find_compiler",
+    "options_of",
+    "run",
     "served",
     "sources",
     "suitable",
@@ -148,32 +150,36 @@ def find_compiler() -> list[str]:
     return command or [found]
 
 
+def options_of(source: str, instructions: InstructionSet) -> list[str]:
+    """Return the compiler's options for a source and an instruction set."""
+    return ["-O3", "-w", "-shared", "-fPIC", *instructions.flags, *_FLAGS_OF.get(source, ())]
+
+
 def compile_library(command: list[str], source: str, wanted: Iterable[InstructionSet], library: Path) -> str:
     """Build the library of a source for the first of some instruction sets that the compiler knows; return its name.
 
     Raises CompileError, with what the compiler said last.
     """
     for each in wanted:
-        options = ["-O3", "-w", "-shared", "-fPIC", *each.flags, *_FLAGS_OF.get(source, ())]
         files = [str(HERE / f"{source}.c"), str(_THREADS)]
-        done = _run([*command, *options, *files, "-lm", "-o", str(library)])
+        done = run([*command, *options_of(source, each), *files, "-lm", "-o", str(library)])
         if done.returncode == 0 and library.exists():
             return each.name
     said = done.stderr.strip().splitlines() or [f"it made nothing, and ended with {done.returncode}"]
     raise CompileError(f"the C compiler {shlex.join(command)!r} failed: {said[-1]}")
 
 
-def _run(line: list[str]) -> subprocess.CompletedProcess[str]:
+def run(line: list[str], *, output: int = subprocess.DEVNULL) -> subprocess.CompletedProcess[str]:
     """Run a command without input, which one that is no compiler may wait for; kill it and its children if it takes too
-    long."""
-    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    long. Raises CompileError, then."""
+    options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.PIPE}
     with subprocess.Popen(line, text=True, errors="replace", start_new_session=True, **options) as process:
         try:
-            _, said = process.communicate(timeout=_LIMIT_S)
+            made, said = process.communicate(timeout=_LIMIT_S)
         except BaseException as error:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise CompileError(f"the C compiler {shlex.join(line[:1])!r} took more than {_LIMIT_S} s") from None
-    return subprocess.CompletedProcess(line, process.returncode, stderr=said)
+    return subprocess.CompletedProcess(line, process.returncode, made, said)
