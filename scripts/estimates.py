@@ -257,7 +257,7 @@ def _train(model: Any, inputs: dict[str, Any], task: Task) -> None:
     for _ in range(2):
         with torch.autocast("cuda", torch.bfloat16, enabled=task.mixed):
             if labels is None:
-                loss = model(**inputs).logits.float().sum()
+                loss = next(iter(model(**inputs).values())).float().sum()  # logits, or what diffusers calls a sample
             else:
                 loss = model(**inputs, labels=labels, use_cache=False).loss
         loss.backward()

@@ -279,3 +279,13 @@ def test_bars_are_shaded_by_what_the_largest_moments_are_made_of():
     }
     assert widths[longest] == 40 == max(widths.values())
     assert "█ weights" in found.table() and "KV cache" not in found.table()
+
+
+def test_recorded_steps_have_a_workspace_of_their_own_which_the_first_prompt_comes_before():
+    on = Machine(64 << 30, 64 << 30, 64 << 30, 64 << 30)
+    found = vbrt.estimate(model_of(), "decode", "fp4", batch=1, context=64, new=8, machine=on)
+    prompt, step = found.parts["prompt"], found.parts["step"]
+    assert 0 < 2 * prompt["workspace"] == step["workspace"]
+    again = dict(found.moments)["prompt"] + prompt["workspace"] + step["KV cache"] + step["temporaries"]
+    assert found.again_bytes == max(again, dict(found.moments)["step"] + step["temporaries"])
+    assert found.peak_bytes == max(dict(found.moments).values())

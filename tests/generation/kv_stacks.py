@@ -37,9 +37,11 @@ def layers_of(stack: TierStack, count: int = 2, *, room: int | None = None, **op
     return layers
 
 
-def tokens(count: int, *, batch: int = SHAPE[0], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+def tokens(
+    count: int, *, batch: int = SHAPE[0], dims: tuple[int, int] = SHAPE[2:], dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, ...]:
     """Random keys and values."""
-    return tuple(torch.randn(batch, SHAPE[1], count, dim).to(dtype) for dim in SHAPE[2:])
+    return tuple(torch.randn(batch, SHAPE[1], count, dim).to(dtype) for dim in dims)
 
 
 def assert_empty(stack: TierStack) -> None:

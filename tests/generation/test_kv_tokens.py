@@ -12,6 +12,7 @@ from tests.generation.kv_stacks import PAGE, SHAPE, assert_empty, layers_of, sta
 from vbrt.errors import TierError
 from vbrt.generation.kv_cache import KVLayer, KVSlidingLayer
 from vbrt.generation.kv_codes import KVShape, page_code
+from vbrt.kernels.cuda import kv_pages
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +48,8 @@ def operate(choose: random.Random, layers, plain) -> None:
         getattr(layer, name)(argument)
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_any_sequence_of_operations_gives_what_transformers_gives(home, tmp_path):
+@pytest.mark.parametrize(("home", "dims"), [*((home, SHAPE[2:]) for home in HOMES), ("both", (8, 8))])
+def test_any_sequence_of_operations_gives_what_transformers_gives(home, dims, tmp_path):
     options = dict(HOMES[home])
     stack = stack_of(tmp_path, far=options.pop("far", 1 << 30))
     layers = [KVLayer(layer) for layer in layers_of(stack, **options)]
@@ -58,7 +59,7 @@ def test_any_sequence_of_operations_gives_what_transformers_gives(home, tmp_path
         count = choose.choice([1, 1, 1, 2, PAGE, 3 * PAGE, 40]) if turn % 20 else 70
         batch = plain[0].keys.shape[0] if turn else SHAPE[0]
         for layer, other in zip(layers, plain, strict=True):
-            new = tokens(count, batch=batch)
+            new = tokens(count, batch=batch, dims=dims)
             assert layer.get_mask_sizes(count) == other.get_mask_sizes(count)
             assert_same(layer.update(*new), other.update(*new))
         if choose.random() < 0.3:
@@ -71,7 +72,7 @@ def test_any_sequence_of_operations_gives_what_transformers_gives(home, tmp_path
                 layer.reset()
             plain = [DynamicLayer() for _ in layers]
             layers = [type(layer)(layer.tokens) for layer in layers]
-            new = tokens(3)
+            new = tokens(3, dims=dims)
             for layer, other in zip(layers, plain, strict=True):
                 assert_same(layer.update(*new), other.update(*new))
     used = layers[0].tokens.store.bytes_by_tier()
@@ -227,3 +228,18 @@ def test_the_tail_is_exact_and_sealed_pages_are_rounded_once(tmp_path):
             earlier = earlier if earlier is not None else layer.read()[0][:, :, :8].clone()
     assert not torch.equal(found[0], wanted[0])
     stack.close()
+
+
+def test_keys_and_values_of_one_shape_are_copied_at_once(tmp_path, monkeypatch):
+    copied = []
+    monkeypatch.setattr(kv_pages, "serves", lambda pages, out: copied.append([x.shape[0] for x in out]))
+    layer, plain = KVLayer(layers_of(stack_of(tmp_path))[0]), DynamicLayer()
+    for count in (5 * PAGE, 1):
+        new = tokens(count, dims=(8, 8))
+        assert_same(layer.update(*new), plain.update(*new))
+    assert copied and all(each == [2 * SHAPE[0]] for each in copied)
+    for each in (layer, plain):
+        each.reorder_cache(torch.tensor([1, 0]))
+    new = tokens(1, dims=(8, 8))
+    assert_same(layer.update(*new), plain.update(*new))
+    assert copied[-1] == [SHAPE[0]] * 2

@@ -83,12 +83,17 @@ def estimate_of(
             parameter.requires_grad_(False)
     tier = _compute_tier(plan, machine)
     traced = traced or whole_trace(bare, task, plan, asked_of(config, tier))
-    rows = [*weight_rows(bare, plan, machine, tier), *step_rows(traced, task, tier)]
-    if tier == "gpu":
-        rows.append(Row("workspace", tier, workspace_bytes(task, plan), "counted", "of cuBLAS"))
-    steady = {row.name: row.nbytes for row in rows if row.tier == tier and row.source == "counted"}
+    weights = weight_rows(bare, plan, machine, tier)
+    steady = {row.name: row.nbytes for row in weights if row.tier == tier}
     made = {stage: {**steady, **parts(traced, stage)} for stage in stages(traced)}
+    if tier == "gpu":
+        for stage, held in made.items():
+            held["workspace"] = workspace_bytes(task, plan, stage)
     moments = tuple((stage, sum(held.values())) for stage, held in made.items())
+    largest = max(moments, key=lambda moment: moment[1])[0]
+    rows = [*weights, *step_rows(traced, task, tier, largest)]
+    if tier == "gpu":
+        rows.append(Row("workspace", tier, made[largest]["workspace"], "counted", "of cuBLAS"))
     name, more = type(bare).__name__, (traced.refused, made, traced.work)
     return Estimate(name, task, config, machine, tier, tuple(rows), moments, plan, *more)
 

@@ -92,9 +92,11 @@ class Estimate:
         stay, with their KV cache and a pool for their temporaries. Other tasks: `peak_bytes`."""
         if not self.recorded:
             return self.peak_bytes
-        moments, step = dict(self.moments), self.parts["step"]
+        moments, prompt, step = dict(self.moments), self.parts["prompt"], self.parts["step"]
         pool = step["temporaries"] + step.get("restored weight", 0)
-        return max(self.peak_bytes, moments["prompt"] + step["KV cache"] + pool, moments["step"] + pool)
+        workspace = step.get("workspace", 0) - prompt.get("workspace", 0)
+        again = moments["prompt"] + workspace + step["KV cache"] + pool
+        return max(self.peak_bytes, again, moments["step"] + pool)
 
     @property
     def missing(self) -> dict[str, int]:

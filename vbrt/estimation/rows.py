@@ -66,14 +66,15 @@ def _page_rows(plan: Plan, machine: Machine) -> Iterator[Row]:
             yield Row("pages", need.tier, held, "counted", share + (", others pass through" if passing else ""))
 
 
-def workspace_bytes(task: Task, plan: Plan | None) -> int:
-    """Return the bytes of cuBLAS's workspaces: one, one of the thread of backward passes, one of recorded steps."""
-    recorded = task.kind == "decode" and plan is not None
+def workspace_bytes(task: Task, plan: Plan | None, stage: str) -> int:
+    """Return the bytes of cuBLAS's workspaces: one, one of the thread of backward passes, one of recorded steps, which
+    the first prompt comes before."""
+    recorded = task.kind == "decode" and plan is not None and stage == "step"
     return _WORKSPACE * (1 + task.trains + recorded)
 
 
-def step_rows(traced: Trace, task: Task, tier: str) -> list[Row]:
-    """Return what a step adds: what lives on beside weights, and what comes and goes at its largest moment."""
+def step_rows(traced: Trace, task: Task, tier: str, stage: str) -> list[Row]:
+    """Return what a stage of a step adds: what lives on beside weights, and what comes and goes at its largest."""
     tokens = f"{task.batch} × {task.context + task.new if task.kind == 'decode' else task.context} tokens"
     notes = {
         "KV cache": f"{tokens}, by the model's own cache",
@@ -82,7 +83,6 @@ def step_rows(traced: Trace, task: Task, tier: str) -> list[Row]:
         "optimizer": f"state of {task.optimizer}",
         "outputs": "what the pass returns",
     }
-    stage = max(stages(traced).items(), key=lambda item: item[1])[0]
     *lasting, (word, temporary) = parts(traced, stage).items()
     rows = [Row(name, tier, nbytes, "traced", notes[name]) for name, nbytes in lasting]
     return [*rows, Row(word, tier, temporary, "traced", f"at the largest moment: {stage}")]

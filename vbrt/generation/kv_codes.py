@@ -115,6 +115,9 @@ class _Plain:
         self.shape = shape
         self._parts = _Parts(*((shape.dtype, (shape.batch, shape.heads, shape.page, dim)) for dim in shape.dims))
         self.page_bytes = self._parts.nbytes
+        both = _Parts((shape.dtype, (2 * shape.batch, shape.heads, shape.page, shape.key_dim)))
+        alike = shape.key_dim == shape.value_dim and both.nbytes == self.page_bytes  # nothing between the two
+        self._both = both if alike else None
 
     def encode(self, keys: Tensor, values: Tensor) -> Tensor:
         """See `PageCode.encode`."""
@@ -125,8 +128,10 @@ class _Plain:
 
     def decode(self, pages: Tensor, out: tuple[Tensor, Tensor], rows: Tensor | None = None) -> None:
         """See `PageCode.decode`."""
+        both = _joined(*out) if self._both is not None and rows is None else None
+        parts, out = (self._parts, out) if both is None else (self._both, (both,))
         fast = kv_pages.serves(pages, out)
-        for x, part in zip(out, self._parts.views(pages), strict=True):
+        for x, part in zip(out, parts.views(pages), strict=True):
             if fast and kv_pages.copy(part, x, rows):
                 continue
             part = part if rows is None else part.index_select(1, rows)
@@ -197,6 +202,19 @@ def _new_pages(like: Tensor, code: PageCode) -> Tensor:
     bytes."""
     pages = like.shape[2] // code.shape.page
     return torch.zeros(pages, code.page_bytes, dtype=torch.uint8, device=like.device)
+
+
+def _joined(keys: Tensor, values: Tensor) -> Tensor | None:
+    """Return keys and values [B, H, T, D] as one view [2 B, H, T, D]; None unless they lie in one memory, the values
+    behind the keys at the distance of a sequence more."""
+    batch, step = keys.shape[0], keys.stride(0)
+    if keys.shape != values.shape or keys.stride() != values.stride():
+        return None
+    if keys.untyped_storage().data_ptr() != values.untyped_storage().data_ptr():
+        return None
+    if values.storage_offset() - keys.storage_offset() != batch * step:
+        return None
+    return keys.as_strided((2 * batch, *keys.shape[1:]), keys.stride())
 
 
 def _by_page(x: Tensor, page: int) -> Tensor:

@@ -15,6 +15,7 @@ of its sequences each row is.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -139,7 +140,7 @@ class LayerTokens:
         if not held.parts and total:
             return tuple(torch.cat(pieces, dim=2) for pieces in zip(*self._pieces(new, past), strict=True))
         device = held.tail.rows.device
-        out = tuple(_result((shape.batch, shape.heads, total, dim), shape.dtype, device) for dim in shape.dims)
+        out = _results(shape, total, device)
         try:
             at = self._read_parts(out, past)
         except BaseException:
@@ -402,13 +403,21 @@ def _first_pages(parts: Sequence[Part], count: int) -> Iterator[Part]:
         count -= part.used
 
 
+def _results(shape: KVShape, tokens: int, device: torch.device) -> Pair:
+    """Return uninitialized keys and values, of one memory where their shapes are the same: one kernel writes both."""
+    head = (shape.batch, shape.heads, tokens)
+    if shape.key_dim == shape.value_dim:
+        return _result((2, *head, shape.key_dim), shape.dtype, device).unbind(0)
+    return tuple(_result((*head, dim), shape.dtype, device) for dim in shape.dims)
+
+
 def _result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uninitialized memory. On a GPU it has room for some more tokens than asked for: those of the next passes
     get the same memory from torch's allocator, and not each time a little more."""
-    batch, heads, tokens, dim = shape
+    *head, tokens, dim = shape
     if device.type != "cuda":
         return torch.empty(shape, dtype=dtype, device=device)
     step = max(1, (1 << tokens.bit_length()) // (2 * _ROUNDED_TOKENS))
     room = -(-tokens // step) * step
-    flat = torch.empty(batch * heads * room * dim, dtype=dtype, device=device)
-    return flat[: batch * heads * tokens * dim].view(shape)
+    flat = torch.empty(prod(head) * room * dim, dtype=dtype, device=device)
+    return flat[: prod(head) * tokens * dim].view(shape)
