@@ -195,6 +195,32 @@ def test_a_hook_within_the_model_is_named_and_called():
     assert steps(vb) == (0, 13) and len(seen) == 14
 
 
+class Counted(torch.nn.Module):
+    """A layer that counts its calls, or reads numbers as a list."""
+
+    def __init__(self, inner, how):
+        super().__init__()
+        self.inner, self.how, self.calls = inner, how, 0
+
+    def forward(self, x):
+        if self.how == "tolist":
+            return self.inner(x) * (2 if x[0, -1].tolist()[0] > 0 else 1)
+        self.calls += 1
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("tolist", r"Tensor\.tolist gives"), ("counts", r"it changes .*\.mlp\.calls")]
+)
+def test_a_layer_whose_python_a_replay_would_miss_stays_eager(how, why):
+    vb, eager = wrapped(), wrapped(compute={"captures": False})
+    for model in (vb.model, eager.model):
+        model.model.layers[1].mlp = Counted(model.model.layers[1].mlp, how)
+    with pytest.warns(UserWarning, match=why):
+        same(vb, eager)
+    assert steps(vb) == (0, 13)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_an_interrupted_replay_leaves_the_model_usable(error, monkeypatch):
     vb, eager = wrapped(), wrapped(compute={"captures": False})

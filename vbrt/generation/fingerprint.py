@@ -1,65 +1,122 @@
 """What a recording has read of a model in Python: another model state needs another recording.
 
 A graph replays launches: addresses, shapes and constants are those of the moment when it was recorded. `fingerprint` is
-what these can depend on: classes, addresses of parameters and buffers, every plain attribute of every module and
-of its config (so adapters that are switched, scaled or added), and torch's own switches.
+what these can depend on: classes and their forwards, addresses of parameters, buffers and other tensors, every attribute
+of every module and config that is a constant, a function or a container of these (so adapters that are switched, scaled
+or added), the functions that transformers has under the name of an implementation, and torch's own switches.
 """
 
-from collections.abc import Iterable
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.bound import is_wrapped_by_plan
 
-__all__ = ["fingerprint", "why_eager"]
+__all__ = ["attributes", "changed", "fingerprint", "why_eager"]
 
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_LOOKED_AT_ELSEWHERE = frozenset(("_parameters", "_buffers", "_modules"))
+_MOST_ITEMS = 4096  # of a container that is looked through
 _DIFFERENT_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 _OURS = ("vbrt.", "transformers.")  # whose hooks launch the same in every step
+#: functions by the name of an implementation, which models look up in each forward
+_INTERFACES = (
+    ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
+    ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
+    ("transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"),
+)
 
 
 def fingerprint(model: nn.Module) -> tuple:
     """Return what recordings of a model's step depend on; equal where they are good still."""
     modules = tuple(_of_module(module) for module in model.modules())
-    return modules, _of_config(getattr(model, "config", None)), _of_torch()
+    configs = {
+        id(config): config for module in model.modules() if (config := module.__dict__.get("config")) is not None
+    }
+    return modules, tuple(_of_config(config) for config in configs.values()), _of_interfaces(), _of_torch()
+
+
+def attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what tells the attributes of each module, by name, from others, but for those of layers of ours."""
+    return {name: dict(_plain_items(module.__dict__)) for name, module in model.named_modules()}
+
+
+def changed(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> str:
+    """Return the name of an attribute that is another one after a step; "" if there is none."""
+    for module, values in after.items():
+        was = before.get(module, {})
+        for name, value in values.items():
+            if not name.startswith("_vb_") and (name not in was or was[name] != value):
+                return f"{module}.{name}" if module else name
+    return ""
 
 
 def _of_module(module: nn.Module) -> tuple:
     tensors = tuple(
-        None if tensor is None else (tensor.data_ptr(), tensor.dtype, tensor.device)
+        None if tensor is None else (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride())
         for held in (module._parameters, module._buffers)
         for tensor in held.values()
     )
     handle = module.__dict__.get("_vb_handle")
     own = None if handle is None else (id(handle), handle.generation, handle.dtype)
-    return id(type(module)), tensors, own, _plain_items(module.__dict__)
+    kind = type(module)
+    return id(kind), _reference(kind.forward), tensors, own, _plain_items(module.__dict__)
 
 
 def _plain_items(values: dict[str, Any]) -> tuple:
-    """Return the items that are constants, or short containers of them."""
-    return tuple((name, plain) for name, value in values.items() if (plain := _plain(value)) is not _OTHER)
+    """Return the items that are constants, tensors, functions, or containers of them."""
+    items = ((name, value) for name, value in values.items() if name not in _LOOKED_AT_ELSEWHERE)
+    return tuple((name, plain) for name, value in items if (plain := _plain(name, value)) is not _OTHER)
 
 
 _OTHER = object()
 
 
-def _plain(value: Any) -> Any:
+def _plain(name: Any, value: Any) -> Any:
+    """Return what tells a value from another one; _OTHER for objects of other kinds, and for tensors of our layers."""
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if kind in (list, tuple) and len(value) <= 64:
-        return tuple(item if type(item) in _PLAIN else id(item) for item in value)
-    if kind is dict and len(value) <= 64 and all(type(item) in _PLAIN for item in value.values()):
-        return tuple(value.items())
-    return _OTHER
+    if kind in (list, tuple) and len(value) <= _MOST_ITEMS:
+        return tuple(_item(name, item) for item in value)
+    if kind is dict and len(value) <= _MOST_ITEMS:
+        return tuple((_item(name, key), _item(name, item)) for key, item in value.items())
+    if isinstance(value, Tensor) and not str(name).startswith("_vb_"):  # whose handle tells
+        return id(value), value.data_ptr() if kind in (Tensor, nn.Parameter) else 0
+    if kind is types.MethodType:
+        return id(value.__self__), _reference(value.__func__)
+    return _reference(value) if isinstance(value, _FUNCTIONS) else _OTHER
+
+
+def _item(name: Any, value: Any) -> Any:
+    plain = _plain(name, value)
+    return id(value) if plain is _OTHER else plain
+
+
+def _reference(function: Any) -> Any:
+    """Return what equals a function, and no other one that takes its address; it does not keep the function."""
+    return id(function) if getattr(type(function), "__weakrefoffset__", 0) == 0 else weakref.ref(function)
 
 
 def _of_config(config: Any) -> tuple:
-    return () if config is None else _plain_items(vars(config))
+    return _plain_items(vars(config)) if hasattr(config, "__dict__") else ()
+
+
+def _of_interfaces() -> tuple:
+    found = (getattr(sys.modules.get(module), name, None) for module, name in _INTERFACES)
+    return tuple((name, _reference(of[name])) for of in found if of is not None for name in of)
 
 
 def _of_torch() -> tuple:
@@ -83,7 +140,9 @@ def why_eager(model: nn.Module, own: Iterable[nn.Module]) -> str:
     Args:
         own: modules whose hooks run around a step, not within it.
     """
-    outside = set(map(id, own))
+    outside, seen_by = set(map(id, own)), next(_strangers(), None)
+    if seen_by is not None:
+        return seen_by
     for name, module in model.named_modules():
         why = _why_module(module, inside=id(module) not in outside)
         if why:
@@ -97,11 +156,28 @@ def _why_module(module: nn.Module, *, inside: bool) -> str:
     if inside and "forward" in module.__dict__ and not is_wrapped_by_plan(module):
         return "has a forward of its own on the instance, as accelerate's hooks and compilers put there"
     for hooks in _HOOKS if inside else ():
-        for hook in module.__dict__[hooks].values():
-            if not str(getattr(hook, "__module__", "")).startswith(_OURS):
-                return f"has a hook ({getattr(hook, '__qualname__', type(hook).__name__)}), which a graph does not call"
+        for hook in _strange(module.__dict__[hooks].values()):
+            return f"has a hook ({_name_of(hook)}), which a graph does not call"
     if isinstance(module, SwappedLayer) and isinstance(module, VBLayer):
         module.notice_writes()
         if module.handle.lent is not None:
             return "has lent its weight as a temporary that is still held, and may be written to"
     return ""
+
+
+def _strangers() -> Iterator[str]:
+    """What would see or change every step of an eager call of this thread, but not those that are replayed."""
+    for hooks in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+        for hook in _strange(getattr(nn.modules.module, hooks).values()):
+            yield f"all modules have a hook ({_name_of(hook)}), which a graph does not call"
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        if not isinstance(mode, DeviceContext) and not type(mode).__module__.startswith("vbrt."):
+            yield f"a mode of torch is on ({type(mode).__qualname__}), which sees nothing of a graph"
+
+
+def _strange(hooks: Iterable[Any]) -> Iterator[Any]:
+    return (hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_OURS))
+
+
+def _name_of(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)

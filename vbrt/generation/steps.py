@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from vbrt.generation.caches import NotRecordable, cache_form, length_of, why_not
 from vbrt.generation.calls import Call, cache_in, ids_in, new_tokens, take_apart
-from vbrt.generation.fingerprint import fingerprint, why_eager
+from vbrt.generation.fingerprint import attributes, changed, fingerprint, why_eager
 from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms
 from vbrt.generation.spans import span_of
 from vbrt.generation.static_cache import Statics, is_entered, leave
@@ -173,9 +173,12 @@ class Steps:
     def _made(self, plain: Plain, call: Call, kept: Kept) -> Recording:
         if call.form in self._refused:
             raise NotRecordable(self._refused[call.form])
-        begun = time.perf_counter_ns()
+        begun, before = time.perf_counter_ns(), attributes(self._model())
         try:
             recording = Recording(plain, call, kept, self._terms)
+            name = changed(before, attributes(self._model()))
+            if name:
+                raise NotRecordable(f"it changes {name}, which a replay would not")
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -35,6 +35,8 @@ __all__ = ["Form", "StepRecorder", "form_of", "kind_of", "recorder", "root_of"]
 _aten = torch.ops.aten
 #: what runs as one piece, though torch takes it apart: kernels of attention are chosen by mask, dtype and layout
 LEAVES = {F.scaled_dot_product_attention}
+#: functions that give Python the numbers in a tensor past the dispatcher
+_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 #: devices whose sums over ranks are recorded: by Gloo and NCCL, which were seen to replay
 SUMS_ON = {"cpu", "cuda"}
 #: operators that give Python what it may know: nothing of the numbers in a tensor
@@ -343,7 +345,7 @@ def _kind(func: Any) -> _Kind:
 
 
 class _Leaves(TorchFunctionMode):
-    """Makes a leaf of each call of LEAVES."""
+    """Makes a leaf of each call of LEAVES, and sees what the dispatcher does not."""
 
     def __init__(self, owner: StepRecorder) -> None:
         super().__init__()
@@ -352,6 +354,8 @@ class _Leaves(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in LEAVES and recorder() is self._owner:
             return self._owner.leaf(func, *args, **(kwargs or {}))
+        if func in _READS and recorder() is self._owner:
+            self._owner._refuse(f"Tensor.{func.__name__} gives Python the numbers in a tensor, which may decide")
         return func(*args, **(kwargs or {}))
 
 
