@@ -1,9 +1,10 @@
 """What a recording has read of a model in Python: another model state needs another recording.
 
 A graph replays launches: addresses, shapes and constants are those of the moment when it was recorded. `fingerprint` is
-what these can depend on: classes and their forwards, addresses of parameters, buffers and other tensors, every attribute
-of every module and config that is a constant, a function or a container of these (so adapters that are switched, scaled
-or added), the functions that transformers has under the name of an implementation, and torch's own switches.
+what these can depend on: classes and their forwards, addresses of parameters, buffers and other tensors, every
+attribute of every module and config that is a constant, a function or a container of these (so adapters that are
+switched, scaled or added), the functions that transformers has under the name of an implementation, and torch's own
+switches.
 """
 
 import functools
