@@ -196,22 +196,20 @@ def test_a_hook_within_the_model_is_named_and_called():
 
 
 class Counted(torch.nn.Module):
-    """A layer that counts its calls, or reads numbers as a list."""
+    """A layer that adds up what it has seen, or reads numbers as a list."""
 
     def __init__(self, inner, how):
         super().__init__()
-        self.inner, self.how, self.calls = inner, how, 0
+        self.inner, self.how, self.sum = inner, how, 0
 
     def forward(self, x):
         if self.how == "tolist":
             return self.inner(x) * (2 if x[0, -1].tolist()[0] > 0 else 1)
-        self.calls += 1
-        return self.inner(x)
+        self.sum = self.sum + x[:, -1:]
+        return self.inner(x) + 0.1 * self.sum
 
 
-@pytest.mark.parametrize(
-    ("how", "why"), [("tolist", r"Tensor\.tolist gives"), ("counts", r"it changes .*\.mlp\.calls")]
-)
+@pytest.mark.parametrize(("how", "why"), [("tolist", r"Tensor\.tolist gives"), ("sums", r"it changes .*\.mlp\.sum")])
 def test_a_layer_whose_python_a_replay_would_miss_stays_eager(how, why):
     vb, eager = wrapped(), wrapped(compute={"captures": False})
     for model in (vb.model, eager.model):
@@ -219,6 +217,31 @@ def test_a_layer_whose_python_a_replay_would_miss_stays_eager(how, why):
     with pytest.warns(UserWarning, match=why):
         same(vb, eager)
     assert steps(vb) == (0, 13)
+
+
+def test_a_cache_with_states_of_its_own_stays_eager():
+    from transformers import DynamicCache
+
+    class Own(DynamicCache):
+        pass
+
+    vb = wrapped()
+    with pytest.warns(UserWarning, match="the cache is a Own"):
+        generated(vb, past_key_values=Own())
+    assert steps(vb) == (0, 13)
+
+
+def test_layers_of_a_cache_that_hold_nothing_may_be_of_any_class():
+    from transformers.cache_utils import DummyLayer
+
+    from vbrt.generation.static_cache import Idle, _made
+
+    layer = DummyLayer()
+    layer.__class__ = _made(Idle, DummyLayer)
+    assert isinstance(layer, Idle) and isinstance(layer, DummyLayer)
+    layer.enter_(None)
+    layer.leave_()
+    assert type(layer) is DummyLayer
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])

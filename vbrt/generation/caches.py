@@ -84,6 +84,9 @@ def why_not(cache: Any) -> str:
     """Return why the steps on a cache cannot be recorded; "" if they can."""
     if any(getattr(half, "offloading", False) for half in _halves(cache)):
         return "the cache moves its layers to host memory"
+    for half in _halves(cache):
+        if type(half).__module__ != "transformers.cache_utils":
+            return f"the cache is a {type(half).__name__}, which may hold more than its layers"
     for layer in layers_of(cache):
         if _plain(layer) not in frozenset.union(*_known_kinds()):
             return f"layers of the cache are {type(layer).__name__}"

@@ -22,7 +22,7 @@ repeating rows) it does as a plain layer, which it becomes first.
 
 import contextlib
 import functools
-from abc import ABC
+from abc import ABC, ABCMeta
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,7 +50,7 @@ __all__ = ["Fixed", "Growing", "Room", "Statics", "is_entered", "leave"]
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
-class _Static(ABC):  # as transformers' layers are, or Python would refuse to change their class
+class _Static(ABC):  # as most of transformers' layers are, or Python would refuse to change their class
     """What layers of a cache have in common whose tensors are in `Statics`."""
 
     _vb_plain: type  # the class that the layer had
@@ -193,7 +193,17 @@ Idle.crop = _as_plain("crop")
 
 @functools.cache
 def _made(mixin: type[_Static], plain: type) -> type:
-    return type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {"_vb_plain": plain})
+    first = mixin if isinstance(plain, ABCMeta) else _bare(mixin)
+    return type(f"{mixin.__name__}{plain.__name__}", (first, plain), {"_vb_plain": plain})
+
+
+_OF_CLASSES = ("__dict__", "__weakref__", "__abstractmethods__", "_abc_impl")
+
+
+def _bare(mixin: type[_Static]) -> type:
+    """A mixin for a class that is no ABC: the same members, without that base, by which Python tells layouts apart."""
+    members = {name: of for kind in (_Static, mixin) for name, of in vars(kind).items() if name not in _OF_CLASSES}
+    return mixin.register(type(mixin.__name__, (), members))
 
 
 def leave(cache: Any, *, copied: bool = True) -> None:

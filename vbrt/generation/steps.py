@@ -173,12 +173,10 @@ class Steps:
     def _made(self, plain: Plain, call: Call, kept: Kept) -> Recording:
         if call.form in self._refused:
             raise NotRecordable(self._refused[call.form])
-        begun, before = time.perf_counter_ns(), attributes(self._model())
+        begun = time.perf_counter_ns()
         try:
-            recording = Recording(plain, call, kept, self._terms)
-            name = changed(before, attributes(self._model()))
-            if name:
-                raise NotRecordable(f"it changes {name}, which a replay would not")
+            with _attributes_kept(self._model()):
+                recording = Recording(plain, call, kept, self._terms)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -417,6 +415,28 @@ class Session:
             for recording in self._kept.recordings.values():
                 recording.end_call()
         self._kept = self._cache = self._last = self._recording = None
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Record a step. Raises NotRecordable, with the attributes of modules as they were, where it changes them."""
+    before, held = attributes(model), [(module, dict(module.__dict__)) for module in model.modules()]
+    name = ""
+    try:
+        yield
+    finally:
+        name = changed(before, attributes(model))
+        for module, values in held if name else ():
+            _put_back(module.__dict__, values)
+    if name:
+        raise NotRecordable(f"it changes {name}, which a replay would not")
+
+
+def _put_back(now: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Have a module's attributes be what they were, but for those of layers of ours."""
+    for name in [name for name in now if name not in before and not name.startswith("_vb_")]:
+        del now[name]
+    now.update({name: value for name, value in before.items() if not name.startswith("_vb_")})
 
 
 def _holds_tokens(cache: Any) -> bool:
