@@ -33,7 +33,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         examples="  vbrt estimate ./Llama-3.1-8B --context 8192\n"
         "  vbrt estimate ./config.json --task train --batch 4 --context 2048 --config none --options\n"
         "  vbrt estimate ./Qwen3-32B --config fp4 --gpu-memory 12GiB --ram 64GiB\n"
-        "  vbrt estimate ./Llama-3.1-8B --task train --lora 16 --checkpointing --gpu-memory 24GiB\n",
+        "  vbrt estimate ./Llama-3.1-8B --task train --lora 16 --checkpointing --gpu-memory 24GiB\n"
+        "  vbrt estimate ./Llama-3.1-70B --gpu-memory 24GiB --ram 256GiB --ranks 4\n",
     )
     parser.add_argument(
         "model", metavar="MODEL_DIR|HF_CONFIG", type=Path, help="a transformers model directory, or a config.json"
@@ -41,6 +42,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     add_task(parser)
     add_config(parser)
     add_machine(parser)
+    parser.add_argument(
+        "--ranks", metavar="N", type=positive, default=1, help="what each of N such GPUs of one host takes, by tp_plan"
+    )
     parser.add_argument("--options", action="store_true", help="also with and without each option: what each saves")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="where memory goes, .svg or .png; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="all figures as JSON")
@@ -86,8 +90,8 @@ def _estimate(args: argparse.Namespace) -> int:
         machine, config = machine_of(args, config or load_config("fp4"))
         config = None if plain else config
         say(f"tracing a {task.kind} of {type(model).__name__}")
-        found = estimate(model, task, config, machine=machine)
-        options = with_and_without(model, task, config, machine) if args.options else ()
+        found = estimate(model, task, config, machine=machine, ranks=args.ranks)
+        options = with_and_without(model, task, config, machine, args.ranks) if args.options else ()
     if args.json:
         known = {"options": [option.to_dict() for option in options]} if options else {}
         print(json.dumps({**found.to_dict(), **known}, indent=2))

@@ -16,6 +16,7 @@ from vbrt.estimation.activations import asked_of
 from vbrt.estimation.blocks import meta_copy
 from vbrt.estimation.report import Estimate, Row
 from vbrt.estimation.rows import parts, stages, step_rows, swapped_parameters, weight_rows, workspace_bytes
+from vbrt.estimation.split import part_of, rank_of
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace
 from vbrt.estimation.whole import whole_trace
@@ -33,6 +34,7 @@ def estimate(
     config: VBConfig | Mapping[str, Any] | str | os.PathLike | None = "fp4",
     *,
     machine: Machine | None = None,
+    ranks: int = 1,
     **sizes: Any,
 ) -> Estimate:
     """Estimate the memory that a model takes for a task on a machine, before it is loaded.
@@ -42,31 +44,41 @@ def estimate(
         task: "decode", "prefill" or "train", or a `Task`; `sizes` are its other attributes: `batch=8, context=4096`.
         config: as for `vbrt.wrap`; None: the model as it is, unwrapped.
         machine: its memory (default: this machine's).
+        ranks: of one host, with a GPU each, that the model's own `tp_plan` splits it over: what one of them takes, of
+            its share of the machine. 1: the whole model.
 
     Returns:
         The rows, by tier, each with the source of its figure, and the largest moments of a step. Of a model that
         cannot run without values, weights and pages alone, with a warning and `refused`.
 
     Raises:
-        ArgumentError: the task has an impossible value, or nothing says what the model's forward takes.
+        ArgumentError: the task has an impossible value, nothing says what the model's forward takes, or the model
+            cannot be split over so many ranks.
         ConfigError: the config is wrong; or budgets are impossible for this model.
         WrapError: the model is wrapped.
     """
     task = as_task(task, sizes)
-    bare = bare_model(model, task)
     asked = None if config is None else load_config(config)
     machine = machine or this_machine(asked or load_config("fp4"))
+    if ranks != 1:
+        _check_plain(model)
+        model, machine = part_of(model, ranks, asked), rank_of(machine, ranks)
+    bare = bare_model(model, task)
     plan = None if asked is None else _plan(bare, asked, machine)
     return estimate_of(bare, task, asked, machine, plan)
 
 
 def bare_model(model: nn.Module, task: Task) -> nn.Module:
     """Return a copy of a model without weights, with the adapters of the task. Raises WrapError: it is wrapped."""
+    _check_plain(model)
+    bare = meta_copy(model)
+    return lora_model(bare, task.lora) if task.lora else bare
+
+
+def _check_plain(model: nn.Module) -> None:
     wrapped = next((name for name, module in model.named_modules() if isinstance(module, SwappedLayer)), None)
     if wrapped is not None:
         raise WrapError(f"{wrapped or 'the model'} is a VB layer already; estimate a model before it is wrapped")
-    bare = meta_copy(model)
-    return lora_model(bare, task.lora) if task.lora else bare
 
 
 def estimate_of(

@@ -39,13 +39,15 @@ class Option:
 
 
 def with_and_without(
-    model: nn.Module, task: Task, config: VBConfig | None, machine: Machine | None = None
+    model: nn.Module, task: Task, config: VBConfig | None, machine: Machine | None = None, ranks: int = 1
 ) -> tuple[Option, ...]:
     """Estimate a task with and without each option that it could have. Raises as `estimate`."""
     found = []
     for name, (without, having) in _each(task, config):
         try:
-            peaks = [estimate(model, each, how, machine=machine).peak_bytes for each, how in (without, having)]
+            peaks = [
+                estimate(model, each, how, machine=machine, ranks=ranks).peak_bytes for each, how in (without, having)
+            ]
             found.append(Option(name, *peaks))
         except (ArgumentError, ConfigError) as error:
             found.append(Option(name, None, None, str(error)))

@@ -163,7 +163,9 @@ def _shaded(parts: Mapping[str, int], total: int) -> dict[str, int]:
 def _lines(estimate: Estimate, width: int) -> Iterator[str]:
     task = estimate.task
     how = "unwrapped" if estimate.config is None else estimate.config.source
-    yield f"{estimate.model}, {how}: {task.kind}, batch {task.batch}, context {task.context}"
+    ranks = estimate.machine.ranks_here
+    each = f", each of {ranks} ranks" if ranks > 1 else ""
+    yield f"{estimate.model}, {how}: {task.kind}, batch {task.batch}, context {task.context}{each}"
     for tier, total in estimate.tiers.items():
         yield ""
         yield f"{tier:<28}{format_bytes(total):>10}"
