@@ -25,7 +25,7 @@ def test_the_command_says_where_memory_goes_and_what_is_missing(config_json, cap
         row["nbytes"] for row in told["rows"] if row["tier"] == "gpu"
     )
     assert {row["source"] for row in told["rows"]} == {"counted", "traced"}
-    assert cli.main([*arguments, "--config", "none", "--task", "prefill", "--context", "8", "--ranks", "2"]) == 0
+    assert cli.main([*arguments, "--config", "none", "--task", "prefill", "--context", "8", "--ranks", "2"]) == 1
     assert "each of 2 ranks" in capsys.readouterr().out
 
 

@@ -165,9 +165,10 @@ class _Run:
             growth = 0
             if self.task.kind == "decode" and cache is not None:
                 del outputs
-                once = self._one_token(cache)  # a window lets go of what it has left behind
+                self._one_token(cache)  # a window lets go of what it has left behind
+                once = _held_bytes(cache)
                 rows["KV cache"] = self._one_token(cache)
-                growth = rows["KV cache"] - once
+                growth = _held_bytes(cache) - once  # not of blocks of the allocator, that few heads do not fill
             return Trace(self._peaks(), rows, growth, dict(self.meter.work))
 
     def _how(self) -> dict[str, Any]:
@@ -264,6 +265,11 @@ class _Run:
 
 def _kwargs(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _held_bytes(cache: Any) -> int:
+    """Return the bytes of the memory behind a cache."""
+    return sum({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in _tensors(cache))}.values())
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
