@@ -11,7 +11,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,8 @@ from scripts.calibrated import GATES, page_bytes
 from scripts.measuring import machine
 from vbrt import LayerPrecision, Precision
 from vbrt.estimation.calibration import batches_of, kl_between, logits_of, rounded, rounded_weight
+from vbrt.estimation.precision import confirmed
+from vbrt.estimation.precision_report import Way
 
 RESULT = ROOT / "benchmarks" / "results" / "precision-lm.json"
 PLOT = ROOT / "docs" / "precision-lm.svg"
@@ -82,10 +84,13 @@ def filled(layers: Iterable[LayerPrecision], order: list[str], room: int) -> dic
     return {name: by_name[name].ways[step].held for name, step in at.items()}
 
 
-def chosen_within(choice: Precision, room: int) -> dict[str, str]:
-    """What layers are held as in a choice that has so many bytes more than 4 bits take."""
-    within = choice.within(room + sum(layer.coarse_bytes for layer in choice.layers))
-    return {layer.name: layer.held for layer in within.layers}
+def within(choice: Precision, room: int) -> Precision:
+    """A choice that has so many bytes more than 4 bits take."""
+    return choice.within(room + sum(layer.coarse_bytes for layer in choice.layers))
+
+
+def held_of(choice: Precision) -> dict[str, str]:
+    return {layer.name: layer.held for layer in choice.layers}
 
 
 class Judge:
@@ -105,35 +110,89 @@ class Judge:
             return kl_between(self.model, self.batches, self.references)
 
 
-def measure(calibration: int, evaluation: int) -> dict:
-    """All curves; `calibration`, `evaluation`: windows of the held-out text, spread evenly and apart."""
-    model, context = committed.dense(), committed.shape().context
-    text = committed.held_out().long()
+def windows_of(calibration: int, evaluation: int) -> tuple[Tensor, Tensor]:
+    """Return windows of the held-out text to choose on and to measure on, spread evenly and apart."""
+    text, context = committed.held_out().long(), committed.shape().context
     windows = text[: len(text) // context * context].view(-1, context)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
-    seen, unseen = windows[order[:calibration]], windows[order[calibration : calibration + evaluation]]
-    judge, sizes = Judge(model, unseen), page_bytes()
-    measured = sized(vbrt.choose_precision(model, seen, "32 bits"), sizes)
-    hessian = sized(vbrt.choose_precision(model, seen, "32 bits", method="hessian"), sizes)
-    layers = measured.layers
-    ways: list[tuple[str, Callable[[int], dict[str, str]]]] = [
-        (name, lambda room, by=by: chosen_within(by, room))
-        for name, by in ((CHOSEN, measured), ("diagonal Hessian", hessian), (WITHOUT, without_8_bits(measured)))
-    ]
-    ways += [(name, lambda room, by=by: filled(layers, by, room)) for name, by in orders(model, layers)]
+    return windows[order[:calibration]], windows[order[calibration : calibration + evaluation]]
+
+
+class Choosers:
+    """The methods of `vbrt.choose_precision`, by what they have measured on text that figures are not taken of."""
+
+    def __init__(self, model: nn.Module, seen: Tensor, losses: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+        empty = vbrt.Precision(vbrt.load_config("fp4"), layers_of(model), "kl", 0)
+        self.model, self.batches, self.proxy = model, batches_of(seen, torch.device("cpu")), losses["hessian"]
+        self.measured, self.hessian = (sized(with_losses(empty, losses[by]), page_bytes()) for by in ("kl", "hessian"))
+
+    def choose(self, room: int) -> Iterator[tuple[str, dict[str, str]]]:
+        """Yield each method and what layers are held as with so many bytes more than 4 bits take."""
+        chosen = within(self.measured, room)
+        proxy = [self.proxy[layer.name] for layer in chosen.layers]
+        yield CHOSEN, held_of(confirmed(chosen, self.model, self.batches, proxy))
+        yield "diagonal Hessian", held_of(within(self.hessian, room))
+        yield WITHOUT, held_of(within(without_8_bits(self.measured), room))
+
+
+def layers_of(model: nn.Module) -> tuple[LayerPrecision, ...]:
+    """Return the layers of a model in fp32, with how they may be held, and nothing measured."""
+    swaps = vbrt.make_plan(model, vbrt.load_config("fp4")).swaps
+    ways = (Way("nvfp4", 0), Way("mxint8", 0), Way("exact", 0, lossless=True))
+    return tuple(LayerPrecision(swap, swap.site.parameters, ways) for swap in swaps)
+
+
+def with_losses(choice: Precision, losses: Mapping[str, Mapping[str, float]]) -> Precision:
+    return replace(choice, layers=tuple(layer.with_losses(losses[layer.name]) for layer in choice.layers))
+
+
+def losses_of(choice: Precision) -> dict[str, dict[str, float]]:
+    return {each.name: {way.held: way.loss for way in each.ways if not way.lossless} for each in choice.layers}
+
+
+def measure(calibration: int, evaluation: int) -> dict:
+    """All curves; `calibration`, `evaluation`: windows of the held-out text."""
+    model, (seen, unseen) = committed.dense(), windows_of(calibration, evaluation)
+    chosen = {by: vbrt.choose_precision(model, seen, "32 bits", method=by) for by in ("kl", "hessian")}
+    losses = {by: losses_of(choice) for by, choice in chosen.items()}
+    judge, choosers = Judge(model, unseen), Choosers(model, seen, losses)
+    layers = choosers.measured.layers
     every, coarse, rows = judge.kl(layers, {}), sum(layer.coarse_bytes for layer in layers), []
+    ranked = list(orders(model, layers))
     for more in MORE:
-        for name, take in ways:
-            held = take(int(more * coarse))
-            counts = dict(Counter(held.values()))
-            rows.append({"method": name, "more": more, "layers": counts, "kl": judge.kl(layers, held)})
-            print(json.dumps(rows[-1]), flush=True)
-    weights = sum(layer.weights for layer in layers)
+        room = int(more * coarse)
+        ways = [*choosers.choose(room), *((name, filled(layers, by, room)) for name, by in ranked)]
+        rows.extend(measured_rows(judge, layers, more, ways))
+    weights, sizes = sum(layer.weights for layer in layers), page_bytes()
     bits = {held: 8 * sum(sizes[held].values()) / weights for held in ("nvfp4", "mxint8", "exact")}
-    sums = {"sum_of_layers": measured.loss_in_4_bits, "together": Judge(model, seen).kl(layers, {})}
+    sums = {"sum_of_layers": choosers.measured.loss_in_4_bits, "together": Judge(model, seen).kl(layers, {})}
     counts = {"calibration_bytes": seen.numel(), "evaluation_bytes": unseen.numel(), "weights": weights}
     whole = {"all_in_4_bits": every, "all_in_8_bits": judge.kl(layers, {layer.name: "mxint8" for layer in layers})}
-    return {"machine": machine(), **counts, "bits": bits, "calibration": sums, **whole, "rows": rows}
+    more = {"bits": bits, "calibration": sums, **whole, "losses": losses, "rows": rows}
+    return {"machine": machine(), **counts, **more}
+
+
+def measured_rows(
+    judge: Judge, layers: tuple[LayerPrecision, ...], more: float, ways: Iterable[tuple[str, dict[str, str]]]
+) -> Iterator[dict]:
+    for name, held in ways:
+        row = {"method": name, "more": more, "layers": dict(Counter(held.values())), "kl": judge.kl(layers, held)}
+        print(json.dumps(row), flush=True)
+        yield row
+
+
+def again(result: dict, parts: Iterable[float]) -> None:
+    """Choose again for some parts, by the losses that are committed, and measure what is chosen; other rows stay."""
+    context = committed.shape().context
+    sizes = (result[f"{what}_bytes"] // context for what in ("calibration", "evaluation"))
+    model, (seen, unseen) = committed.dense(), windows_of(*sizes)
+    judge, choosers = Judge(model, unseen), Choosers(model, seen, result["losses"])
+    layers = choosers.measured.layers
+    coarse = sum(layer.coarse_bytes for layer in layers)
+    for more in parts:
+        for row in measured_rows(judge, layers, more, choosers.choose(int(more * coarse))):
+            (at,) = [n for n, old in enumerate(result["rows"]) if (old["method"], old["more"]) == (row["method"], more)]
+            result["rows"][at] = row
 
 
 def curves_of(result: dict) -> dict[str, dict[float, float]]:
@@ -190,9 +249,14 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=16, help="windows that the choice is measured on")
     parser.add_argument("--evaluation", type=int, default=24, help="windows that the KL is measured on")
     parser.add_argument("--plot", action="store_true", help="draw again, measure nothing")
+    parser.add_argument("--again", type=float, nargs="*", metavar="MORE", help="choose by committed losses, for these")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if not args.plot:
+    if args.again:
+        result = json.loads(RESULT.read_text())
+        again(result, args.again)
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    elif not args.plot:
         RESULT.write_text(json.dumps(measure(args.calibration, args.evaluation), indent=1) + "\n")
     draw()
     every = json.loads(RESULT.read_text())

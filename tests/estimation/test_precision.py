@@ -1,5 +1,6 @@
 """`vbrt.choose_precision` and `weights.formats`: what is chosen, what it costs, and that nothing changes on the way."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,9 @@ from tests.models import TOKENS, config, llama, mlp, wrap
 from vbrt.config import VBConfig, load_config
 from vbrt.config.toml_text import toml_text
 from vbrt.errors import ArgumentError, ConfigError, WrapError
-from vbrt.estimation.calibration import rounded
+from vbrt.estimation.calibration import batches_of, rounded
+from vbrt.estimation.knapsack import least_loss
+from vbrt.estimation.precision import confirmed
 from vbrt.estimation.precision_report import Way
 
 X = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(1))
@@ -77,6 +80,44 @@ def test_a_way_that_saves_little_for_its_bytes_is_passed_over():
     assert [at for _, at in step.steps()] == [1, 2] and step.loss_per_byte == 0.99 / 100
     assert [at for _, at in ways(("nvfp4", 100, 1.0), ("mxint8", 290, 0.9), ("dense", 300, 0.0)).steps()] == [2]
     assert not list(ways(("nvfp4", 100, 0.0), ("mxint8", 200, 0.1), ("exact", 300, 0.0)).steps())
+
+
+def test_the_sum_of_losses_is_the_least_that_fits_and_not_what_the_best_byte_leads_to(monkeypatch):
+    items = [[(0, 1.0), (10, 0.5)], [(0, 1.0), (7, 0.6)], [(0, 1.0), (7, 0.62), (12, 0.1)]]  # best a byte: the last
+    assert least_loss([[(0, 1.0), (6, 0.3)], *([[(0, 1.0), (5, 0.45)]] * 2)], 10) == [0, 1, 1]
+    for room in range(31):
+        held = least_loss(items, room)
+        every = (c for c in itertools.product(*(range(len(ways)) for ways in items)) if _sizes(items, c) <= room)
+        assert _sizes(items, held) <= room
+        assert _losses(items, held) == pytest.approx(min(_losses(items, c) for c in every)), room
+    monkeypatch.setattr("vbrt.estimation.knapsack._CELLS", 3)  # bytes in coarse units, and still within the room
+    assert all(_sizes(items, least_loss(items, room)) <= room for room in range(31))
+    assert least_loss(items, 29) == [1, 1, 2]
+
+
+def _sizes(items, held) -> int:
+    return sum(ways[at][0] for ways, at in zip(items, held, strict=True))
+
+
+def _losses(items, held) -> float:
+    return sum(ways[at][1] for ways, at in zip(items, held, strict=True))
+
+
+def test_of_two_choices_the_one_is_taken_that_loses_less_as_a_whole():
+    model = uneven()
+    own = [p.detach().clone() for p in model.parameters()]
+    choice = vbrt.choose_precision(model, X, "10 bits", config("nvfp4"))
+    batches = batches_of(X, torch.device("cpu"))
+    proxy = [{"nvfp4": float(layer.name == "0"), "mxint8": 0.0} for layer in choice.layers]
+    worse = confirmed(choice, model, batches, proxy)
+    assert worse.config == choice.config and [method for method, _ in worse.together] == ["kl", "hessian"]
+    wrong = choice.by_losses(proxy)
+    assert {layer.name: layer.held for layer in wrong.layers if layer.chosen} == {"0": "mxint8"}
+    better = confirmed(wrong, model, batches, [{way.held: way.loss for way in each.ways} for each in choice.layers])
+    assert better.config == choice.config and better.together[0] == ("hessian", worse.together[0][1])
+    assert "as hessian chooses, measured together; " in str(better) and not better.within("10 bits").together
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), own, strict=True))
+    assert confirmed(choice, model, batches, None) is choice
 
 
 def test_what_was_measured_is_what_the_wrapped_model_computes(tmp_path):

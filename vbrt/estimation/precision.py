@@ -1,11 +1,13 @@
 """`vbrt.choose_precision`: which layers take 8 bits or stay lossless within a budget, by what each costs in 4 bits.
 
-The loss of each layer in 4 and in 8 bits is measured alone, the others as they are. Such losses add up, so that
-whatever saves the most loss a byte comes next until the budget is spent; nothing has to be searched.
+The loss of each layer in 4 and in 8 bits is measured alone, the others as they are. Such losses add up to a percent or
+so, and their least sum within the budget is a knapsack (`knapsack.py`). Where two choices are closer than that, sums
+cannot tell them apart: what the diagonal Hessian would choose is a second proposal, and the model as a whole is
+measured as each of the two has it, on the same sequences.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -35,7 +37,7 @@ from vbrt.model.planner import make_plan, swaps_with_pages
 from vbrt.report.progress import Progress
 from vbrt.residency.plan import Swap
 
-__all__ = ["METHODS", "choose_precision", "settled"]
+__all__ = ["METHODS", "choose_precision", "confirmed", "settled"]
 
 METHODS = ("kl", "hessian")
 _COARSE, _BETWEEN = "nvfp4", "mxint8"
@@ -60,7 +62,8 @@ def choose_precision(
         budget: of all pages: bits a weight ("5 bits") or bytes (2147483648, "2GiB"). Default: `weights.budget`.
         config: as for `vbrt.wrap`: which weights are swapped, `weights.format` is the 4-bit format ("auto": nvfp4), and
             layers that `weights.formats` names stay as it says. overrides: sections of it.
-        method: "kl" measures the KL divergence of the model's outputs; "hessian" multiplies squared errors of weights
+        method: "kl" measures the KL divergence of the model's outputs, and the whole against what "hessian" chooses
+            (but of models that pass through a GPU from host memory); "hessian" multiplies squared errors of weights
             by squared inputs, in one run of the model, for linear layers only.
 
     Returns:
@@ -83,6 +86,7 @@ def choose_precision(
     if not options:
         raise WrapError(f"{type(model).__name__} has no layer to choose for: no weight is swapped into 4 bits")
     text = None if base.weights.calibrate is None else text_of(model, base)
+    lies = next(model.parameters()).device
     with evaluating(model), _placed(model, base, options) as device:
         if text is not None:
             options = _weighed(model, options, text, device)
@@ -90,10 +94,53 @@ def choose_precision(
         batches = batches_of(own_samples(model, device) if sequences is None else sequences, device)
         measure = _kl_losses if method == "kl" else _hessian_losses
         losses = measure(model, options, batches, device)
-    layers = [_with_losses(option, found) for option, found in zip(options, losses, strict=True)]
-    others = [swap for swap in swaps_with_pages(model, base) if swap.name not in {layer.name for layer in layers}]
-    named = (sum(swap.page_bytes for swap in others), sum(map(_weights_of, others)))
-    return Precision(base, tuple(layers), method, 0, named, own=sequences is None).within(room)
+        layers = tuple(option.with_losses(found) for option, found in zip(options, losses, strict=True))
+        choice = Precision(base, layers, method, 0, _named(model, base, layers), own=sequences is None).within(room)
+        if method == "kl" and device == lies:
+            choice = confirmed(choice, model, batches, _proxy(model, options, batches, device))
+    return choice
+
+
+def confirmed(
+    choice: Precision, model: nn.Module, batches: list[Any], proxy: Sequence[Mapping[str, float]] | None
+) -> Precision:
+    """Return a choice or what a proxy's losses would choose, whichever loses less as a whole on the same batches.
+
+    proxy: losses of each layer by format; None: there is no other proposal. Weights are held twice meanwhile.
+    """
+    rival = choice if proxy is None else choice.by_losses(proxy)
+    if rival.config == choice.config:
+        return choice
+    references = [logits_of(model, batch) for batch in batches]
+    found = {"kl": choice, "hessian": rival}
+    kls = {method: _together(model, each, batches, references) for method, each in found.items()}
+    ranked = sorted(kls.items(), key=lambda pair: pair[1])
+    return replace(found[ranked[0][0]], together=tuple(ranked))
+
+
+def _together(model: nn.Module, choice: Precision, batches: list[Any], references: list[Tensor]) -> float:
+    with ExitStack() as stack:
+        for layer in choice.layers:
+            if not layer.lossless:
+                stack.enter_context(rounded(model, layer.swap, layer.held))
+        return kl_between(model, batches, references)
+
+
+def _proxy(
+    model: nn.Module, options: Sequence[LayerPrecision], batches: list[Any], device: torch.device
+) -> list[dict[str, float]] | None:
+    """Return the proxy's losses; None of layers that it does not know."""
+    try:
+        return _hessian_losses(model, options, batches, device)
+    except ArgumentError:
+        return None
+
+
+def _named(model: nn.Module, base: VBConfig, layers: Sequence[LayerPrecision]) -> tuple[int, int]:
+    """Return the bytes of the pages that are not chosen for, and the number of their weights."""
+    mine = {layer.name for layer in layers}
+    others = [swap for swap in swaps_with_pages(model, base) if swap.name not in mine]
+    return sum(swap.page_bytes for swap in others), sum(map(_weights_of, others))
 
 
 def settled(model: nn.Module, config: VBConfig) -> VBConfig:
@@ -192,10 +239,6 @@ def _weights_of(swap: Swap) -> int:
 
 
 # -- what each costs --------------------------------------------------------------------------------------------------
-
-
-def _with_losses(option: LayerPrecision, losses: Mapping[str, float]) -> LayerPrecision:
-    return replace(option, ways=tuple(replace(way, loss=losses.get(way.held, 0.0)) for way in option.ways))
 
 
 def _lossy(option: LayerPrecision) -> list[str]:

@@ -1,12 +1,13 @@
 """A choice of precision by layer: what each layer loses in 4 and in 8 bits, what was chosen for it, and why."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from vbrt.config import Budget, VBConfig, parse_weights_budget
 from vbrt.config.toml_text import toml_text
 from vbrt.errors import ConfigError
+from vbrt.estimation.knapsack import least_loss
 from vbrt.residency.plan import Swap, format_bytes
 
 __all__ = ["LayerPrecision", "Precision", "Way"]
@@ -44,6 +45,10 @@ class LayerPrecision:
     weights: int
     ways: tuple[Way, ...]
     chosen: int = 0
+
+    def with_losses(self, losses: Mapping[str, float]) -> Self:
+        """Return the layer with other losses, by format; what is lossless loses nothing."""
+        return replace(self, ways=tuple(replace(way, loss=losses.get(way.held, 0.0)) for way in self.ways))
 
     @property
     def name(self) -> str:
@@ -113,6 +118,8 @@ class Precision:
         budget_bytes: of all pages.
         named: bytes of the pages of layers that the config named, and the number of their weights.
         own: True if the model was measured on text that it wrote itself.
+        together: KL of the whole as it was chosen by each method that proposed another choice, the least first, which
+            was taken; empty where nothing else was proposed, and of `within`.
     """
 
     config: VBConfig
@@ -121,6 +128,7 @@ class Precision:
     budget_bytes: int
     named: tuple[int, int] = (0, 0)
     own: bool = False
+    together: tuple[tuple[str, float], ...] = field(default=(), compare=False)
 
     def within(self, budget: int | str | Budget) -> Self:
         """Return the choice for another budget, by the same measurements.
@@ -130,12 +138,21 @@ class Precision:
         room = budget if isinstance(budget, Budget) else parse_weights_budget(budget, where="budget")
         weights = self.named[1] + sum(layer.weights for layer in self.layers)
         limit = int(room.amount * weights / 8) if room.kind == "bits" else int(room.amount)
-        layers = _spent(self.layers, limit - self.named[0])
+        return self._holding(_spent(self.layers, limit - self.named[0]), limit)
+
+    def by_losses(self, losses: Sequence[Mapping[str, float]]) -> Self:
+        """Return what other losses of the layers, by format, would choose for the same budget; its own are as here."""
+        others = [layer.with_losses(found) for layer, found in zip(self.layers, losses, strict=True)]
+        chosen = [layer.chosen for layer in _spent(others, self.budget_bytes - self.named[0])]
+        layers = [replace(layer, chosen=at) for layer, at in zip(self.layers, chosen, strict=True)]
+        return self._holding(layers, self.budget_bytes)
+
+    def _holding(self, layers: Sequence[LayerPrecision], limit: int) -> Self:
         mine = {layer.name for layer in layers}
         formats = tuple(pair for pair in self.config.weights.formats if pair[0] not in mine)
         formats += tuple((layer.name, layer.held) for layer in layers if layer.chosen)
         config = replace(self.config, weights=replace(self.config.weights, formats=formats), source="choose_precision")
-        return replace(self, config=config, layers=tuple(layers), budget_bytes=limit)
+        return replace(self, config=config, layers=tuple(layers), budget_bytes=limit, together=())
 
     @property
     def nbytes(self) -> int:
@@ -170,6 +187,10 @@ class Precision:
         yield f"pages  {format_bytes(self.nbytes)} of {format_bytes(self.budget_bytes)}"
         what = f"{unit}; {text}; a sum over layers"
         yield f"loss   {self.loss:.3g} of {self.loss_in_4_bits:.3g} with all in 4 bits ({what})"
+        if self.together:
+            (best, least), *others = self.together
+            beside = ", ".join(f"{kl:.3g} as {method} chooses" for method, kl in others)
+            yield f"whole  {least:.3g} as {best} chooses, measured together; {beside}"
         yield ""
         width = max([len(layer.name) for layer in self.layers], default=0)
         yield f"{'layer':<{width}}  {'loss':>9}  {'left':>9}  {'a MiB':>9}  {'bytes':>10}  held as"
@@ -181,7 +202,7 @@ class Precision:
 
 
 def _spent(layers: Sequence[LayerPrecision], room: int) -> list[LayerPrecision]:
-    """Return the layers, each held as a byte saves the most loss and as far as there is room. Raises ConfigError."""
+    """Return the layers, held so that the sum of their losses is least within a room. Raises ConfigError."""
     least = sum(layer.coarse_bytes for layer in layers)
     if least > room:
         short, room = least - room, max(0, room)
@@ -189,10 +210,5 @@ def _spent(layers: Sequence[LayerPrecision], room: int) -> list[LayerPrecision]:
             f"budget: in 4 bits the layers take {format_bytes(least)}, and {format_bytes(room)} are left for them: "
             f"{format_bytes(short)} too little; set a larger budget, or leave layers dense by weights.exclude"
         )
-    left, held = room - least, [0] * len(layers)
-    every = [(gain, at, to) for at, layer in enumerate(layers) for gain, to in layer.steps()]
-    for _, at, to in sorted(every, key=lambda step: -step[0]):  # of one layer in their order: each saves less
-        more = layers[at].ways[to].nbytes - layers[at].ways[held[at]].nbytes
-        if more <= left:
-            left, held[at] = left - more, to
-    return [replace(layer, chosen=chosen) for layer, chosen in zip(layers, held, strict=True)]
+    items = [[(way.nbytes, way.loss) for way in layer.ways] for layer in layers]
+    return [replace(layer, chosen=at) for layer, at in zip(layers, least_loss(items, room), strict=True)]

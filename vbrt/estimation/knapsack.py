@@ -1,0 +1,69 @@
+"""Which way each layer is held, so that the sum of losses is least within a room: a knapsack with one item a layer.
+
+Solved by dynamic programming over the room in units: exact where the sizes' common divisor is one, as it is for the
+equal layers of a model. Of units that are larger sizes are rounded up, so that the room holds; what greedy steps, by
+loss a byte, find is taken where it is better.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["least_loss"]
+
+_CELLS = 4096
+
+Items = Sequence[Sequence[tuple[int, float]]]  # of each layer its ways, the smallest first: bytes, loss
+
+
+def least_loss(items: Items, room: int) -> list[int]:
+    """Return which way of each layer has the least sum of losses; the first ways of all must fit into the room."""
+    left = room - sum(ways[0][0] for ways in items)
+    best = min((_filled(items, left, start) for start in ([0] * len(items), _solved(items, left))), key=_loss_of(items))
+    return best
+
+
+def _loss_of(items: Items):
+    return lambda held: sum(ways[at][1] for ways, at in zip(items, held, strict=True))
+
+
+def _solved(items: Items, left: int) -> list[int]:
+    """Return the best ways where bytes count in units."""
+    more = [[size - ways[0][0] for size, _ in ways] for ways in items]
+    unit = max(functools.reduce(math.gcd, (n for row in more for n in row), 0), -(-left // _CELLS), 1)
+    cells = left // unit + 1
+    saved, taken = torch.zeros(cells, dtype=torch.float64, device="cpu"), []
+    for ways, sizes in zip(items, more, strict=True):
+        options = torch.full((len(ways), cells), -math.inf, dtype=torch.float64, device="cpu")
+        for at, ((_, loss), size) in enumerate(zip(ways, sizes, strict=True)):
+            units = -(-size // unit)
+            if units < cells:
+                options[at, units:] = saved[: cells - units] + (ways[0][1] - loss)
+        saved, chosen = options.max(0)
+        taken.append((chosen.tolist(), [-(-size // unit) for size in sizes]))
+    held, cell = [], cells - 1
+    for chosen, units in reversed(taken):
+        held.append(chosen[cell])
+        cell -= units[held[-1]]
+    return held[::-1]
+
+
+def _filled(items: Items, left: int, held: Sequence[int]) -> list[int]:
+    """Return the ways after steps that fit into what is left, whichever saves the most loss a byte first."""
+    held = list(held)
+    left -= sum(ways[at][0] - ways[0][0] for ways, at in zip(items, held, strict=True))
+    while True:
+        steps = [step for at, ways in enumerate(items) for step in _steps(at, ways, held[at], left)]
+        gain, size, at, to = max(steps, default=(0.0, 0, 0, 0))
+        if gain <= 0:
+            return held
+        left, held[at] = left - size, to
+
+
+def _steps(at: int, ways: Sequence[tuple[int, float]], now: int, left: int) -> list[tuple[float, int, int, int]]:
+    """Return the loss that each larger way saves a byte, its further bytes, the layer and the way."""
+    size, loss = ways[now]
+    larger = ((n - size, loss - other, to) for to, (n, other) in enumerate(ways) if to > now)
+    return [(saves / max(1, more), more, at, to) for more, saves, to in larger if more <= left]
