@@ -210,8 +210,8 @@ def section() -> list[str]:
     sums = result["calibration"]
     what = (
         "`vbrt.choose_precision` spends bytes so that the sum of KLs is least, on layers in `mxint8` or `exact` "
-        f"instead of nvfp4, each measured alone on {result['calibration_bytes']:,} bytes of text; the KL of the whole to the "
-        f"dense model is measured on {result['evaluation_bytes']:,} others, in nats a byte: "
+        f"instead of nvfp4, each measured alone on {result['calibration_bytes']:,} bytes of text; the KL of the "
+        f"whole to the dense model is measured on {result['evaluation_bytes']:,} others, in nats a byte: "
         f"{result['all_in_4_bits']:.5f} with all layers in nvfp4, {result['all_in_8_bits']:.5f} with all in mxint8. On "
         f"the first text the single KLs of nvfp4 sum to {sums['sum_of_layers']:.5f}, and all layers together have "
         f"{sums['together']:.5f}."
