@@ -2,23 +2,38 @@
 
 Results go to stdout, everything else (progress, warnings, errors) to stderr. Exit codes: 0 done; 1 done, and the answer
 is no (the demo's results changed, the plan does not fit); 2 a wrong command, file or config; 130 interrupted.
-torch and transformers are imported by the commands that need them, after what can be checked without them.
+Only the file of the command that is called is imported; torch and transformers are imported by the commands that need
+them, after what can be checked without them.
 """
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from vbrt import __version__
-from vbrt.cli import advise, bench, chat, convert, demo, estimate, inspect, plan, precision, run, stats, top, tune
 from vbrt.cli.screen import complain
 from vbrt.errors import VBError
 
 __all__ = ["COMMANDS", "main"]
 
-#: each is one file with a function `add`, which adds the command to the parser
-COMMANDS = (advise, bench, chat, convert, demo, estimate, inspect, plan, precision, run, stats, top, tune)
+#: each is one file of vbrt.cli with a function `add`, which adds the command to the parser
+COMMANDS = (
+    "advise",
+    "bench",
+    "chat",
+    "convert",
+    "demo",
+    "estimate",
+    "inspect",
+    "plan",
+    "precision",
+    "run",
+    "stats",
+    "top",
+    "tune",
+)
 _EXAMPLES = """examples:
   vbrt demo                                          a model in a quarter of its memory, beside accelerate
   vbrt plan ./Llama-3.1-8B --gpu-memory 8GiB         what would be swapped, and what it takes
@@ -41,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from argparse, for --help, --version and wrong usage.
     """
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parser(*argv[:1]).parse_args(argv)
     try:
         code = args.command(args)
         sys.stdout.flush()
@@ -57,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(called: str = "") -> argparse.ArgumentParser:
+    """Return the parser of a command; of all of them, where none of that name is called."""
     parser = argparse.ArgumentParser(
         prog="vbrt",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -66,6 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"vbrt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add(commands)
+    for name in (called,) if called in COMMANDS else COMMANDS:
+        importlib.import_module(f"vbrt.cli.{name}").add(commands)
     return parser
