@@ -63,23 +63,23 @@ class Gradient:
         dtype: of the parameter, bf16 or fp32.
         pages: where it lies.
         hidden: from the optimizer's own step.
-        arrivals: gradients since the last step.
         version: counts its changes, but for being taken.
         whole: called, by a thread that may wait, when all gradients that are expected have arisen.
         applied: whether the gradient of this step has been taken for an update, and the step has not ended.
-        expected: forwards since then whose gradients have not arisen yet.
+        expected: forwards since the last step whose gradients have not arisen yet.
         factor: what the sum is still to be multiplied with.
         error: why a gradient could not be added; raised by `wait`.
-        settle: called before the memory of the gradient before is written over: its update reads it.
+        settle: called before the memory of a gradient may be written to: an update may still read it.
     """
 
     def __init__(self, name: str, stack: TierStack, dtype: torch.dtype, home: str, sums: Sums) -> None:
         self.name, self.dtype, self.hidden, self._sums = name, dtype, False, sums
-        self.arrivals, self.factor = 0, 1.0
+        self.factor = 1.0
         self.pages = GradientPages(name, stack, home)
         self.expected = self.version = 0
         self.whole: Callable[[], None] | None = None
         self.applied = False
+        self._stepped = -1
         self._pass = -1
         self._of_pass: Tensor | None = None  # what is not added to the sum of earlier passes yet
         self._sum: Tensor | None = None
@@ -119,7 +119,6 @@ class Gradient:
         self._sum = self.pages.room(torch.bfloat16)
         if self._sum is not None:
             self._pass = arising.number
-            self.arrivals += 1
         return self._sum
 
     def arrives(self, event: torch.cuda.Event | None) -> None:
@@ -130,14 +129,13 @@ class Gradient:
 
     def arising(self) -> "Arising":
         """Return what is known of a gradient that arises now, in autograd's thread."""
-        self.expected -= 1
+        last, self.expected = self.expected == 1, max(self.expected - 1, 0)  # a graph may be gone through again
         self.version += 1
-        return Arising(torch._C._current_graph_task_id(), self.expected < 1)
+        return Arising(torch._C._current_graph_task_id(), last)
 
     def add_(self, dw: Tensor, arising: "Arising") -> None:
         """Add a gradient, which is on the host."""
         self._synchronize()
-        self.arrivals += 1
         if arising.number == self._pass and self._of_pass is not None:
             own = self._of_pass
             out = own if own.dtype is self.dtype else torch.empty(own.shape, dtype=self.dtype, device="cpu")
@@ -200,6 +198,7 @@ class Gradient:
         if self.hidden or self.empty:
             return None
         self._fold()
+        self.settle()
         sum = self._lifted()
         if sum.dtype is not self.dtype:
             room = self.pages.room(self.dtype)
@@ -216,8 +215,9 @@ class Gradient:
             )
 
     def put(self, value: Tensor | None) -> None:
-        """Replace the sum."""
-        self.settle()
+        """Replace the sum; None drops it, though an update may still read it."""
+        if value is not None:
+            self.settle()
         self.wait()
         self._forget()
         self.version += 1
@@ -225,14 +225,19 @@ class Gradient:
             self.pages.shape = tuple(value.shape)
             self._sum, self._filed = self.pages.put(value.detach().to("cpu", self.dtype))
 
-    def take(self) -> "Taken | None":
-        """Return the sum and keep none. It is valid until the next one."""
-        taken = self.held()
-        self._forget()
-        return taken
+    @property
+    def fresh(self) -> bool:
+        """True if there is one that no step has had."""
+        return not self.empty and self.version != self._stepped
+
+    def end_step(self, divisor: float) -> None:
+        """Note that a step has had it, such as it is divided by that. It stays until it is dropped, as torch's does."""
+        self.factor /= divisor
+        self._stepped, self.expected = self.version, 0
 
     def held(self) -> "Taken | None":
-        """Return the sum as it is, once all of it is there; None if there is none."""
+        """Return the sum as it is, once all of it is there; None if there is none. It is valid until `settle` has
+        returned and something is written."""
         self.wait()
         self._fold()
         if self.empty:
@@ -243,12 +248,12 @@ class Gradient:
     def scale_(self, factor: float) -> None:
         """Multiply the sum, in fp32, as it is read next: an update does that on its way."""
         if self.factor != 1:
+            self.settle()
             self._sum, self._filed = self.pages.put(self._lifted().to(self.dtype))
         self.factor = factor
 
     def _forget(self) -> None:
         self._sum = self._filed = self._of_pass = None
-        self.arrivals = self.expected = 0
         self.factor = 1.0
         self._pass = -1
 

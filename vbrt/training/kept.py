@@ -10,7 +10,7 @@ rules that mode "full" takes work number by number.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,12 +48,18 @@ def step_kept(optimizer: torch.optim.Optimizer, plain: type[torch.optim.Optimize
         parameter.grad = None
     try:
         with _masters(optimizer):
-            plain.step(optimizer)
+            step_of(plain)(optimizer)
         for (group, parameter), gradient in zip(large, gradients, strict=True):
             _step_in_chunks(optimizer, plain, group, (parameter, gradient))
     finally:
         for (_, parameter), gradient in zip(large, gradients, strict=True):
             parameter.grad = gradient
+
+
+def step_of(plain: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return a class's step without the hooks that torch puts around it: they are run once, around the whole step."""
+    step = plain.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def _is_large(parameter: nn.Parameter) -> bool:
@@ -85,7 +91,7 @@ def _step_in_chunks(
         for name, value in state.items():
             own = value.view(-1)[part] if name in whole else value
             one.state[chunk][name] = own.clone() if isinstance(value, Tensor) and name not in whole else own
-        one.step()
+        step_of(plain)(one)
         own = one.state[chunk]
         for name, value in own.items():
             if _is_of(value, chunk) and name not in state:  # else it was changed in place

@@ -5,9 +5,10 @@ do, whose `step` runs the optimizer's own step for the parameters that stayed an
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,16 +20,17 @@ from vbrt.training.optimizer_state import load_state, state_with_moments
 from vbrt.training.streamed import StreamedParameter
 from vbrt.training.update import Rule, Scaling, Updater, rule_for
 
-__all__ = ["StreamedOptimizer", "release_optimizer", "take_optimizer"]
+__all__ = ["StreamedOptimizer", "Turn", "drop_gradients", "open_turn", "release_optimizer", "take_optimizer"]
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
     """Common part of optimizers that were taken over; a mixin in front of torch's class."""
 
     _vb_updater: Updater
-    _vb_begun = False  # the step, within the backward pass
-    _vb_begun_with: dict[int, int] | None = None  # versions of gradients of a step that has not ended
+    _vb_eight_bit = False
+    _vb_turn: "Turn | None" = None  # a step that has not ended
 
+    @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do the optimizer's step: parameters that stayed now, weights in the tiers in the background.
 
@@ -40,22 +42,63 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        begun, self._vb_begun = self._vb_begun, False
-        completed = False if begun else self._vb_updater.finish()
+        turn = self._vb_turn
+        within_pass = turn is not None and turn.versions is None
+        completed = not within_pass and self._vb_updater.finish()
         streamed = list(_streamed(self))
-        if completed and all(parameter.weight.gradient.empty for parameter in streamed):
+        if completed and not any(parameter.weight.gradient.fresh for parameter in streamed):
             return loss  # the step that had failed is what was asked for again
         divisor, overflowed = _scaled(self)
+        submitted = [] if overflowed else self._checked()
         versions = {id(parameter): parameter.weight.gradient.version for parameter in streamed}
-        if self._vb_begun_with != versions:  # else Ctrl-C has ended this very step before
+        if turn is None or turn.versions not in (None, versions):
+            turn = Turn(next(_turns))
+        if turn.versions is None:  # else Ctrl-C has ended this very step before
             self._step_kept(streamed)
-            self._vb_begun_with = versions
-        for group in self.param_groups if not overflowed else ():
-            for parameter in group["params"]:
-                if isinstance(parameter, StreamedParameter):
-                    self._submit(parameter, group, divisor)
-        self._vb_begun_with = None
+            self._vb_turn = turn = Turn(turn.number, versions)
+        for parameter, group in submitted:
+            self._submit(parameter, group, turn, divisor)
+        for parameter in streamed:
+            parameter.weight.gradient.end_step(1.0 if overflowed else divisor)
+        self._vb_turn = None
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients in the tiers are dropped while updates still read them."""
+        if set_to_none:
+            drop_gradients(_streamed(self))
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; weights in the tiers get their place there.
+
+        Raises:
+            WrapError: a weight is of another model, or the group's settings have no form that updates in chunks.
+            TierError: the state of the weights does not fit into the tiers.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        weights = [parameter.weight for parameter in group["params"] if isinstance(parameter, StreamedParameter)]
+        try:
+            for weight in weights:
+                if weight.updater is not self._vb_updater:
+                    raise WrapError(f"{weight.name}: it trains in the tiers of another model, with its own optimizer")
+                self._vb_updater.rule.check(weight.name, group)
+            _place(self, weights, self._vb_updater.rule, eight_bit=self._vb_eight_bit)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _checked(self) -> list[tuple[StreamedParameter, dict[str, Any]]]:
+        """Return the parameters in the tiers that have gradients, with their groups. Raises WrapError for settings that
+        cannot be followed: before anything is updated."""
+        found = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, StreamedParameter) and not parameter.weight.gradient.empty:
+                    self._vb_updater.rule.check(parameter.weight.name, group, parameter.weight.state.kinds)
+                    found.append((parameter, group))
+        return found
 
     def _step_kept(self, streamed: Iterable[StreamedParameter]) -> None:
         """Do torch's own step, which sees no gradients of weights in the tiers."""
@@ -65,14 +108,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
         finally:
             _hide(streamed, hidden=False)
 
-    def _submit(self, parameter: StreamedParameter, group: dict[str, Any], divisor: float) -> None:
+    def _submit(self, parameter: StreamedParameter, group: dict[str, Any], turn: "Turn", divisor: float) -> None:
         weight = parameter.weight
         gradient = weight.gradient.held()
-        if gradient is not None and parameter.requires_grad:
-            scaling = Scaling(divisor, gradient.factor)
-            mark = weight.gradient.version
-            self._vb_updater.submit(weight.state, (mark, gradient.read), group, scaling)
-        weight.gradient.take()  # now, since the update has it
+        if gradient is not None:
+            mark = turn.number, weight.gradient.version
+            self._vb_updater.submit(weight.state, (mark, gradient.read), group, Scaling(divisor, gradient.factor))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the plain optimizer, after all updates; moments of weights in the tiers are those on
@@ -84,6 +125,29 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Go on from a state dict of this optimizer or of a plain one of its class."""
         self._vb_updater.finish()
         load_state(self, state_dict, partial(load_kept, self))
+
+
+class Turn(NamedTuple):
+    """A step: its number, and the versions of gradients in the tiers once parameters that stayed have been stepped."""
+
+    number: int
+    versions: dict[int, int] | None = None
+
+
+_turns = itertools.count()
+
+
+def open_turn(optimizer: StreamedOptimizer) -> Turn:
+    """Begin a step, within the backward pass: the next `step` is its end."""
+    optimizer._vb_turn = Turn(next(_turns))
+    return optimizer._vb_turn
+
+
+def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Drop gradients in the tiers; updates that still read them go on."""
+    for parameter in parameters:
+        if isinstance(parameter, StreamedParameter):
+            parameter.grad = None
 
 
 def _scaled(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
@@ -114,13 +178,15 @@ def take_optimizer(
             f"{missing[0]}: it trains, and no param group of the optimizer has it ({len(missing)} weights in all); add "
             "it to a group, or requires_grad_(False)"
         )
+    for group in optimizer.param_groups:
+        rule.check("", group)
     plain = type(optimizer)
     updater = Updater(rule)
     _place(optimizer, weights, rule, eight_bit=eight_bit)
     for rank, weight in enumerate(weights):
         weight.updater, weight.state.rank = updater, rank
         _take_state(optimizer, weight)
-    optimizer.__dict__["_vb_updater"] = updater
+    optimizer.__dict__.update(_vb_updater=updater, _vb_eight_bit=eight_bit)
     optimizer.__class__ = _class_for(plain)
     if "step" in optimizer.__dict__:  # a scheduler has wrapped it
         optimizer.__dict__["step"] = _counted(optimizer)
@@ -139,8 +205,7 @@ def release_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWe
             }
     if isinstance(optimizer, StreamedOptimizer):
         optimizer.__class__ = type(optimizer).__mro__[2]
-        optimizer.__dict__.pop("_vb_updater", None)
-        for name in ("_vb_begun", "_vb_begun_with"):
+        for name in ("_vb_updater", "_vb_eight_bit", "_vb_turn"):
             optimizer.__dict__.pop(name, None)
         if "step" in optimizer.__dict__:
             optimizer.__dict__["step"] = _counted(optimizer)

@@ -17,11 +17,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from vbrt.errors import WrapError
 from vbrt.training.full import FullWeight
 from vbrt.training.gradients import Outlet
-from vbrt.training.optimizers import StreamedOptimizer
+from vbrt.training.optimizers import StreamedOptimizer, Turn, drop_gradients, open_turn
 from vbrt.training.update import Scaling
 
 __all__ = ["Stepping"]
@@ -38,14 +39,22 @@ class Stepping:
         self._error: BaseException | None = None
 
     def __enter__(self) -> None:
+        if self._optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
+            raise WrapError(
+                "vb.stepping(): hooks that run before an optimizer's step (register_step_pre_hook) are due before any "
+                "weight is updated: use vb.step()"
+            )
         self._optimizer._vb_updater.finish()
         groups: dict[int, Mapping[str, Any]] = {
             id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]
         }
+        turn = open_turn(self._optimizer)
         for weight in self._weights:
-            weight.gradient.whole = partial(self._update, weight, groups[id(weight.parameter)])
+            group = groups.get(id(weight.parameter))
+            if group is not None:  # else it was frozen when it was wrapped
+                weight.gradient.whole = partial(self._update, weight, group, turn)
 
-    def _update(self, weight: FullWeight, group: Mapping[str, Any]) -> None:
+    def _update(self, weight: FullWeight, group: Mapping[str, Any], turn: Turn) -> None:
         """Begin the update of a weight whose gradient is whole; in a thread that may wait for it to be on the host."""
         try:
             with self._lock:
@@ -54,14 +63,13 @@ class Stepping:
                         f"{weight.name}: a second gradient came after its update: within vb.stepping() is one backward "
                         "pass, the last one of a step; those before it belong outside"
                     )
-                gradient = weight.gradient.take()
+                gradient, updater = weight.gradient.held(), self._optimizer._vb_updater
                 if gradient is not None:
+                    updater.rule.check(weight.name, group, weight.state.kinds)
                     self._updated.add(id(weight))
                     weight.gradient.applied = True
-                    scaling = Scaling(factor=gradient.factor)
-                    self._optimizer._vb_updater.submit(
-                        weight.state, (weight.gradient.version, gradient.read), group, scaling
-                    )
+                    mark = turn.number, weight.gradient.version
+                    updater.submit(weight.state, (mark, gradient.read), group, Scaling(factor=gradient.factor))
         except BaseException as error:  # noqa: BLE001 - raised at the end of the block
             self._error = self._error or error
 
@@ -71,6 +79,8 @@ class Stepping:
             weight.gradient.whole, weight.gradient.applied = None, False
         error = error or self._error
         if error is not None:
+            self._optimizer._vb_turn = None
+            drop_gradients(weight.parameter for weight in self._weights if id(weight) in self._updated)
             if self._updated:
                 error.add_note(
                     f"vb.stepping(): {len(self._updated)} of {len(self._weights)} weights had been updated by then; "
@@ -79,6 +89,5 @@ class Stepping:
             if error is self._error:
                 raise error
             return
-        self._optimizer._vb_begun = True
         with torch.no_grad():
             self._optimizer.step()

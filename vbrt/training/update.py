@@ -42,7 +42,7 @@ from vbrt.training.update_state import HighPage, WeightState
 
 __all__ = ["HighPage", "Rule", "Scaling", "Updater", "WeightState", "join_master", "rule_for", "split_master"]
 
-Gradient = tuple[int, Callable[[], Tensor]]
+Gradient = tuple[object, Callable[[], Tensor]]
 _LOOK_SECONDS = 0.02  # a thread that waits looks this often, in case nobody rang
 
 
@@ -93,8 +93,8 @@ class Updater:
         """Begin a weight's update, unless it was begun with this very gradient before.
 
         Args:
-            grad: a number for the gradient, and what returns it (bf16 or fp32, of the weight's shape); it is called
-                when its turn comes, so it must stay as it is until then.
+            grad: what tells this gradient from all others, and what returns it (bf16 or fp32, of the weight's shape);
+                it is called when its turn comes, so it must stay as it is until then.
             group: its settings, as they are now.
 
         Raises:

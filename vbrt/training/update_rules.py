@@ -39,10 +39,25 @@ class Rule:
     settings: Callable[[Group], dict[str, Any]]
     resumes: bool = False
 
-    def step(self, group: Group, number: int, scaling: Scaling) -> Step:
-        """Return what the `number`th update of a weight does, from 1, with a group's settings as they are now."""
+    def check(self, name: str, group: Group, kinds: Mapping[str, str] | None = None) -> None:
+        """Raise WrapError for a group whose settings cannot be followed.
+
+        Args:
+            name: of a weight.
+            kinds: the moments that the weight has in the tiers.
+        """
         if group.get("differentiable"):
             raise WrapError(f"{self.optimizer.__name__}: differentiable=True; updates in the tiers have no gradients")
+        asked = self.moments(group)
+        if kinds is not None and asked != kinds:
+            raise WrapError(
+                f"{name}: its param group asks for moments {sorted(asked)}, and the weight has {sorted(kinds)} in the "
+                "tiers: amsgrad, and whether there is momentum, stay as they were when the optimizer was taken over; "
+                "give weights that come later to optimizer.add_param_group(), or unwrap() and wrap again"
+            )
+
+    def step(self, group: Group, number: int, scaling: Scaling) -> Step:
+        """Return what the `number`th update of a weight does, from 1, with a group's settings as they are now."""
         return Step(
             number=number, lr=float(group["lr"]), weight_decay=float(group["weight_decay"]),
             maximize=bool(group.get("maximize")), divisor=scaling.divisor, factor=scaling.factor,

@@ -63,7 +63,7 @@ class WeightState:
         rank: where the weight is in the model, first to last.
         steps: updates that were begun.
         has_moments: True once an update has filled them, or they were set.
-        applied: which gradient the last update was begun with, by the number that its caller has for it.
+        applied: which gradient the last update was begun with, by what its caller knows it by.
     """
 
     name: str
@@ -75,7 +75,7 @@ class WeightState:
     rank: int = 0
     steps: int = 0
     has_moments: bool = False
-    applied: int = -1
+    applied: object = None
 
     @classmethod
     def of(cls, name: str, high: HighPage, low: Tensor) -> "WeightState":

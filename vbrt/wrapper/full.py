@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vbrt.errors import WrapError
 from vbrt.model.full import FullAttachment
 from vbrt.saves.training import load_training, save_training
+from vbrt.training.optimizers import drop_gradients
 from vbrt.training.update_rules import rule_names
 from vbrt.wrapper.wrapper import VBModelWrapper
 
@@ -69,7 +70,10 @@ class VBFullWrapper(VBModelWrapper):
         return self._attachment.stepping()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters, or set them to zero."""
+        """Drop the gradients of all parameters, or set them to zero. Dropping waits for no update; the model's own
+        zero_grad() reads each gradient first, so it waits for all of them."""
+        if set_to_none:
+            drop_gradients(self.model.parameters())
         self.model.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

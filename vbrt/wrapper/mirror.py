@@ -176,10 +176,17 @@ def _blank(base: type[Facade], model_class: type[nn.Module], described: type[nn.
 @functools.cache
 def _class_for(base: type[Facade], model_class: type[nn.Module], described: type[nn.Module]) -> type[Facade]:
     """Make a subclass of a façade's class with the members that are looked up on a model's class."""
-    members = {name: _passed_on(name) for name in (*_PROTOCOLS, *_PASSED_ON) if hasattr(model_class, name)}
+    passed_on = [name for name in (*_PROTOCOLS, *_PASSED_ON) if hasattr(model_class, name) and not _is_own(base, name)]
+    members = {name: _passed_on(name) for name in passed_on}
     members["forward"] = _with_signature(base.forward, described.forward)
     members["__module__"] = base.__module__
     return type(f"Wrapped{model_class.__name__}", (base,), members)
+
+
+def _is_own(base: type[Facade], name: str) -> bool:
+    """True for what a façade's class does otherwise than the model."""
+    kinds = base.__mro__
+    return any(name in kind.__dict__ for kind in kinds[: kinds.index(nn.Module)])
 
 
 def _passed_on(name: str) -> types.FunctionType:

@@ -1,0 +1,177 @@
+"""Loops that people write around mode "full": the bits of resident training, or a refusal by name."""
+
+import contextlib
+
+import pytest
+import torch
+
+import vbrt
+from tests.training.full_models import Tiny, batches, loss_of, train
+from tests.training.test_full import adamw, assert_same_training, small_tiers
+
+BATCHES = batches(8)
+
+
+def backward(model, number: int, **given) -> float:
+    loss = loss_of(model, *BATCHES[number])
+    loss.backward(**given)
+    return loss.item()
+
+
+def parameter(model, name: str) -> torch.nn.Parameter:
+    return getattr(model, "model", model).get_parameter(name)
+
+
+class Skipping(Tiny):
+    """One of the layers is left out in each pass."""
+
+    passes = 0
+
+    def forward(self, ids):
+        x, self.passes = self.embed(ids), self.passes + 1
+        for at, layer in enumerate(self.layers):
+            if at != self.passes % 3:
+                x = x + torch.relu(layer(x))
+        return self.head(self.norm(x))
+
+
+def without_zero_grad(model, optimizer) -> list:
+    losses = []
+    for number in range(4):
+        losses.append(backward(model, number))
+        optimizer.step()
+    return losses
+
+
+def zeroed(model, optimizer) -> list:
+    losses = []
+    for number in range(5):
+        losses.append(backward(model, number))
+        optimizer.step()
+        (optimizer if number % 2 else model).zero_grad(set_to_none=False)
+    return losses
+
+
+def stepped_twice(model, optimizer) -> list:
+    """With a look at the gradients behind the step."""
+    losses = []
+    for number in range(3):
+        losses.append(backward(model, number))
+        optimizer.step()
+        optimizer.step()
+        losses += [p.grad.norm().item() for p in model.parameters()]
+        optimizer.zero_grad()
+    return losses
+
+
+def frozen_with_a_gradient(model, optimizer) -> list:
+    losses = []
+    for number in range(3):
+        losses.append(backward(model, number))
+        parameter(model, "layers.1.weight").requires_grad_(False)
+        optimizer.step()
+        optimizer.zero_grad()
+        parameter(model, "layers.1.weight").requires_grad_(True)
+    return losses
+
+
+def hooked(model, optimizer) -> list:
+    """Hooks of a step see and change all gradients, and what it has made of the weights."""
+    seen = []
+
+    def before(*_) -> None:
+        for p in model.parameters():
+            seen.append(tuple(p.shape))
+            p.grad.mul_(0.5)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda *_: seen.append(model.state_dict()["layers.0.weight"].sum().item()))
+    return train(model, optimizer, 3) + seen
+
+
+def edited(model, optimizer) -> list:
+    """Gradients are changed between backward and step, and a graph is gone through again."""
+    losses = []
+    for number in range(3):
+        losses.append(backward(model, number))
+        loss = loss_of(model, *BATCHES[number + 3])
+        loss.backward(retain_graph=True)
+        loss.backward()
+        parameter(model, "layers.0.weight").grad.mul_(0.3)
+        parameter(model, "layers.1.weight").grad = None
+        parameter(model, "head.weight").grad = parameter(model, "head.weight").grad * 2
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("loop", [without_zero_grad, zeroed, stepped_twice, frozen_with_a_gradient, hooked, edited])
+def test_it_has_the_bits_of_resident_training(loop):
+    assert_same_training(Skipping() if loop is zeroed else Tiny(tied=loop is edited), run=loop)
+
+
+def test_gradients_in_files_stay_after_a_step_too(tmp_path):
+    assert_same_training(Tiny(), small_tiers(tmp_path, 3), run=stepped_twice)
+
+
+def frozen_first() -> Tiny:
+    model = Tiny()
+    model.layers[1].weight.requires_grad_(False)
+    return model
+
+
+def trainable(parameters) -> torch.optim.Optimizer:
+    return adamw([p for p in parameters if p.requires_grad])
+
+
+def unfrozen(model, optimizer) -> list:
+    losses = train(model, optimizer, 2)
+    optimizer.add_param_group({"params": [parameter(model, "layers.1.weight")], "lr": 3e-3})
+    parameter(model, "layers.1.weight").requires_grad_(True)
+    return losses + train(model, optimizer, 3)
+
+
+def unfrozen_in_no_group(model, optimizer) -> list:
+    """The step begins within the backward pass, where it can."""
+    parameter(model, "layers.1.weight").requires_grad_(True)
+    losses, begin = [], getattr(model, "stepping", None)
+    for number in range(2):
+        loss = loss_of(model, *BATCHES[number])
+        optimizer.zero_grad()  # between forward and backward
+        with begin() if begin else contextlib.nullcontext():
+            loss.backward()
+        if begin is None:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("loop", [unfrozen, unfrozen_in_no_group])
+def test_weights_that_are_unfrozen_train_from_then_on_if_they_are_in_a_group(loop):
+    assert_same_training(frozen_first(), make=trainable, run=loop)
+
+
+def test_groups_that_ask_for_other_moments_are_refused_before_anything_is_updated():
+    vb = vbrt.wrap(Tiny(), "full", optimizer=lambda every: torch.optim.SGD(every, lr=0.1, fused=True))
+    before = {name: value.clone() for name, value in vb.state_dict().items()}
+    vb.optimizer.param_groups[0]["momentum"] = 0.9
+    backward(vb, 0)
+    with pytest.raises(vbrt.WrapError, match=r"layers.0: its param group asks for moments \['momentum_buffer'\]"):
+        vb.step()
+    assert all(torch.equal(value, before[name]) for name, value in vb.state_dict().items())
+    late = vbrt.wrap(frozen_first(), "full", optimizer=trainable)
+    late.optimizer.param_groups[0]["params"].append(parameter(late, "layers.1.weight"))  # without add_param_group
+    parameter(late, "layers.1.weight").requires_grad_(True)
+    backward(late, 0)
+    with pytest.raises(vbrt.WrapError, match=r"layers.1: its param group asks .*add_param_group"):
+        late.step()
+    with pytest.raises(vbrt.WrapError, match=r"layers.0: it trains in the tiers of another model"):
+        late.optimizer.add_param_group({"params": [parameter(vb, "layers.0.weight")]})
+    assert len(late.optimizer.param_groups) == 1
+
+
+def test_hooks_before_a_step_are_refused_within_the_backward_pass():
+    vb = vbrt.wrap(Tiny(), "full", optimizer=adamw)
+    vb.optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(vbrt.WrapError, match=r"register_step_pre_hook.*use vb.step\(\)"), vb.stepping():
+        pass
