@@ -105,7 +105,26 @@ def edited(model, optimizer) -> list:
     return losses
 
 
-@pytest.mark.parametrize("loop", [without_zero_grad, zeroed, stepped_twice, frozen_with_a_gradient, hooked, edited])
+def graded_apart(model, optimizer) -> list:
+    """Backward passes that are for some parameters only, and one whose weight is frozen before it."""
+    losses, table = [], parameter(model, "embed.weight")
+    for number in range(3):
+        losses.append(backward(model, number))
+        (found,) = torch.autograd.grad(loss_of(model, *BATCHES[number + 1]), [table])
+        loss = loss_of(model, *BATCHES[number + 2])
+        loss.backward(inputs=[table], retain_graph=True)
+        parameter(model, "layers.1.weight").requires_grad_(False)
+        loss.backward()
+        parameter(model, "layers.1.weight").requires_grad_(True)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(found.norm().item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "loop", [graded_apart, without_zero_grad, zeroed, stepped_twice, frozen_with_a_gradient, hooked, edited]
+)
 def test_it_has_the_bits_of_resident_training(loop):
     assert_same_training(Skipping() if loop is zeroed else Tiny(tied=loop is edited), run=loop)
 
@@ -175,3 +194,20 @@ def test_hooks_before_a_step_are_refused_within_the_backward_pass():
     vb.optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(vbrt.WrapError, match=r"register_step_pre_hook.*use vb.step\(\)"), vb.stepping():
         pass
+
+
+def test_what_needs_a_parameters_values_in_the_graph_is_refused_by_name():
+    model = Tiny()
+    hook = model.layers[0].weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(vbrt.WrapError, match=r"layers.0: hooks are registered on its weight"):
+        vbrt.wrap(model, "full", optimizer=adamw)
+    hook.remove()
+    vb = vbrt.wrap(model, "full", optimizer=adamw)
+    with pytest.raises(vbrt.WrapError, match=r"layers.0: register_hook"):
+        model.layers[0].weight.register_hook(lambda gradient: gradient * 2)
+    ids, _ = BATCHES[0]
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(vbrt.WrapError, match=r"layers.1: another tensor"):
+        torch.func.functional_call(model, {"layers.1.weight": torch.zeros(64, 64)}, (ids,))
+    model.layers[2].weight = torch.nn.Parameter(torch.zeros(64, 64))
+    with pytest.raises(vbrt.WrapError, match=r"layers.2: another tensor was put in the place of its weight"):
+        backward(vb, 0)

@@ -49,7 +49,6 @@ class FullWeight(PagesHandle):
         outlet: through which it leaves the computing device.
         updater: updates the weight; None before an optimizer was taken.
         wait_ns: time for which layers have waited for updates.
-        anchor: an input that makes autograd call the layers' backward.
         layers: the live layers that hold the weight.
     """
 
@@ -69,7 +68,6 @@ class FullWeight(PagesHandle):
         self.outlet = outlet
         self.updater: Updater | None = None
         self.wait_ns = 0
-        self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         self._device_before = torch.device("cpu")
 
     @property
@@ -89,6 +87,7 @@ class FullWeight(PagesHandle):
 
         Raises:
             FormatError: it has no data, or is neither bf16 nor fp32.
+            WrapError: hooks wait for its gradient.
             TierError: the pages do not fit or cannot be written; the parameter is as it was.
         """
         if parameter.is_meta:
@@ -97,6 +96,11 @@ class FullWeight(PagesHandle):
             raise FormatError(
                 f'{self.name}: its weight is {parameter.dtype}; mode = "full" trains models in float32 or bfloat16: '
                 "wrap model.to(torch.bfloat16), or model.float() under autocast"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise WrapError(
+                f"{self.name}: hooks are registered on its {self.spec.site.parameter}, and autograd has no gradient of "
+                "a weight that trains in the tiers; remove them, and change parameter.grad between backward and step"
             )
         self.stack.rewriter.prepare()
         values = parameter.detach()

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from vbrt.tiers.passes import in_backward
 from vbrt.tiers.rows import page_rows
 from vbrt.training.full import FullWeight, graphs_end_here
-from vbrt.training.full_layers import FullLayer, check_same
+from vbrt.training.full_layers import FullLayer, check_held, check_same, wanted
 
 __all__ = ["FullEmbedding"]
 
@@ -37,11 +37,12 @@ class FullEmbedding(FullLayer, nn.Embedding):
     def _rows(self, ids: Tensor) -> Tensor:
         handle = self._vb_handle
         handle.forwards += 1
+        check_held(self, handle)
         if not (torch.is_grad_enabled() and handle.trainable):
             return _taken(handle, ids)
         handle.gradient.expected += not in_backward()
         padding = -1 if self.padding_idx is None else self.padding_idx
-        return _Lookup.apply(ids, handle.anchor, handle, padding, self.scale_grad_by_freq)
+        return _Lookup.apply(handle.parameter, ids, handle, padding, self.scale_grad_by_freq)
 
     def extra_repr(self) -> str:
         """nn.Embedding's, and how it is held."""
@@ -56,10 +57,12 @@ def _taken(handle: FullWeight, ids: Tensor) -> Tensor:
 
 
 class _Lookup(Function):
-    """The rows of a table, whose gradient goes to the weight's handle."""
+    """The rows of a table, whose gradient goes to the weight's handle; `parameter` is its place in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, anchor: Tensor, handle: FullWeight, padding: int, by_frequency: bool) -> Tensor:
+    def forward(
+        ctx: Any, parameter: nn.Parameter, ids: Tensor, handle: FullWeight, padding: int, by_frequency: bool
+    ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.handle, ctx.steps, ctx.padding, ctx.by_frequency = handle, handle.state.steps, padding, by_frequency
         return _taken(handle, ids)
@@ -74,5 +77,6 @@ class _Lookup(Function):
         def compute(out: Tensor) -> None:
             out.copy_(torch.ops.aten.embedding_dense_backward(dy, ids, rows, ctx.padding, ctx.by_frequency))
 
-        ctx.handle.outlet.send(ctx.handle.gradient, ctx.handle.spec.weight_shape, compute)
+        if wanted(ctx, ctx.handle):
+            ctx.handle.outlet.send(ctx.handle.gradient, ctx.handle.spec.weight_shape, compute)
         return None, None, None, None, None

@@ -25,7 +25,7 @@ from vbrt.tiers import Lease
 from vbrt.tiers.passes import in_backward
 from vbrt.training.expert_layers import class_of_experts, compute, gradients
 from vbrt.training.full import FullWeight, graphs_end_here
-from vbrt.training.full_layers import FullLayer, check_steps
+from vbrt.training.full_layers import FullLayer, check_held, check_steps, wanted
 
 __all__ = ["ExpertsPart", "FullExperts"]
 
@@ -76,14 +76,14 @@ class FullExperts(FullLayer):
         for weight in weights.values():
             weight.forwards += 1
             weight.check_dtype(as_autocast(args[0][:0]))
+            check_held(self, weight)
         if not torch.is_grad_enabled():
             with _leased(weights) as held:
                 return compute(self, args, _read(others) | held, None)
-        trained = [weight for weight in weights.values() if weight.trainable]
-        for weight in trained:
-            weight.gradient.expected += not in_backward()  # computed again there
-        anchor = trained[0].anchor if trained else None
-        return _Routed.apply(self, tuple(others), anchor, len(args), *args, *others.values())
+        for weight in weights.values():
+            weight.gradient.expected += weight.trainable and not in_backward()  # computed again there
+        stacked = [weight.parameter for weight in weights.values()]
+        return _Routed.apply(self, tuple(others), *stacked, *args, *others.values())
 
 
 class ExpertsPart(FullLayer):
@@ -136,15 +136,14 @@ def _read(others: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _Routed(Function):
-    """A module's output, whose gradients of stacked parameters go to the weights' handles. `anchor`: None if all are
-    frozen."""
+    """A module's output, whose gradients of stacked parameters go to the weights' handles. `inputs`: these parameters,
+    which is where they are in autograd's graph, the module's arguments, and the other parameters, named."""
 
     @staticmethod
-    def forward(
-        ctx: Any, layer: FullExperts, names: tuple[str, ...], anchor: Tensor | None, count: int, *inputs: Any
-    ) -> Tensor:
-        args, ctx.others = inputs[:count], dict(zip(names, inputs[count:], strict=True))
+    def forward(ctx: Any, layer: FullExperts, names: tuple[str, ...], *inputs: Any) -> Tensor:
         ctx.layer, ctx.weights = layer, layer._held()
+        begin, end = len(ctx.weights), len(inputs) - len(names)
+        args, ctx.others = inputs[begin:end], dict(zip(names, inputs[end:], strict=True))
         ctx.steps = [weight.state.steps for weight in ctx.weights.values()]
         ctx.autocast = autocast_of(args[0].device.type)
         ctx.constants = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
@@ -155,23 +154,24 @@ class _Routed(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved = zip(ctx.saved_tensors, ctx.constants, strict=True)
+        saved, first = zip(ctx.saved_tensors, ctx.constants, strict=True), 2 + len(ctx.weights)
+        wants = {name: wanted(ctx, weight, at) for at, (name, weight) in enumerate(ctx.weights.items())}
         args = [
-            constant if t is None else t.detach().requires_grad_(ctx.needs_input_grad[4 + i])
+            constant if t is None else t.detach().requires_grad_(ctx.needs_input_grad[first + i])
             for i, (t, constant) in enumerate(saved)
         ]
         with _leased(ctx.weights) as held:
             for weight, steps in zip(ctx.weights.values(), ctx.steps, strict=True):
                 check_steps(weight, steps)
             for name, high in held.items():
-                held[name] = high.detach().requires_grad_(ctx.weights[name].trainable)
+                held[name] = high.detach().requires_grad_(wants[name])
             with ctx.autocast:
                 found = gradients(ctx.layer, args, {**ctx.others, **held}, None, dy)
         found, of_weights = found[: -len(held)], found[-len(held) :]
         for weight, dw in zip(ctx.weights.values(), of_weights, strict=True):
             if dw is not None:
                 weight.outlet.send(weight.gradient, weight.spec.weight_shape, functools.partial(_put, dw))
-        return None, None, None, None, *found
+        return None, None, *(None for _ in ctx.weights), *found
 
 
 def _put(dw: Tensor, out: Tensor) -> None:

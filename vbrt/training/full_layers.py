@@ -20,7 +20,7 @@ from vbrt.layers.swapped import SwappedLayer
 from vbrt.tiers.passes import in_backward
 from vbrt.training.full import FullWeight, graphs_end_here
 
-__all__ = ["FullLayer", "FullLinear", "check_same", "check_steps"]
+__all__ = ["FullLayer", "FullLinear", "check_held", "check_same", "check_steps", "wanted"]
 
 
 class FullLayer(SwappedLayer):
@@ -80,9 +80,10 @@ class FullLayer(SwappedLayer):
         handle.forwards += 1
         handle.gradient.expected += not in_backward()  # computed again there
         handle.check_dtype(x)
+        check_held(self, handle)
         if not torch.is_grad_enabled():
             return _multiply(handle, x, bias)
-        return _Streamed.apply(x, bias, handle.anchor if handle.trainable else None, handle)
+        return _Streamed.apply(handle.parameter, x, bias, handle)
 
     def _full_forward(self, x: Tensor) -> Tensor:
         """The forward of every kind."""
@@ -182,11 +183,11 @@ def _multiply(handle: FullWeight, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Streamed(Function):
-    """y = x Wᵀ + b, whose gradient of W goes to the weight's handle. `anchor`: None for a frozen weight."""
+    """y = x Wᵀ + b, whose gradient of W goes to the weight's handle. `parameter` is where W is in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, anchor: Tensor | None, handle: FullWeight) -> Tensor:
-        ctx.save_for_backward(None if anchor is None else x)
+    def forward(ctx: Any, parameter: nn.Parameter, x: Tensor, bias: Tensor | None, handle: FullWeight) -> Tensor:
+        ctx.save_for_backward(x if parameter.requires_grad else None)
         ctx.handle, ctx.steps = handle, handle.state.steps
         ctx.bias_dtype = None if bias is None else bias.dtype
         return whole(_multiply(handle, x, bias))
@@ -197,17 +198,38 @@ class _Streamed(Function):
         (x,) = ctx.saved_tensors
         handle = ctx.handle
         dx = dbias = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[1]:
             with handle.lease() as weight:
                 check_same(ctx)
                 dx = dy.matmul(weight.t() if handle.spec.transposed else weight)
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[0] and wanted(ctx, handle):
             dy_MN, x_MK = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
             one, two = (x_MK, dy_MN) if handle.spec.transposed else (dy_MN, x_MK)
             handle.outlet.send(handle.gradient, handle.spec.weight_shape, lambda out: torch.mm(one.t(), two, out=out))
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[2]:
             dbias = sum_rows(dy).to(ctx.bias_dtype)
-        return dx, dbias, None, None
+        return None, dx, dbias, None
+
+
+def check_held(layer: nn.Module, handle: FullWeight) -> None:
+    """Raise WrapError if a module has another tensor in the place of the parameter of its weight."""
+    name = handle.spec.site.parameter
+    if layer._parameters.get(name) is not handle.parameter:
+        raise WrapError(
+            f"{handle.name}: another tensor was put in the place of its {name} (an assignment, or functional_call), "
+            "and its forward computes with the weight in the tiers; vb.load_state_dict() gives it other values, and "
+            "unwrap() plain parameters"
+        )
+
+
+def wanted(ctx: Any, handle: FullWeight, at: int = 0) -> bool:
+    """True if the backward pass under way is to add to a weight's gradient: the weight still trains, and the pass is
+    not one for other tensors, as torch.autograd.grad and backward(inputs=...) do.
+
+    Args:
+        at: the number of the weight's parameter among the tensors that the function of `ctx` was applied to.
+    """
+    return handle.trainable and torch._C._will_engine_execute_node(ctx.next_functions[at][0])
 
 
 def check_same(ctx: Any) -> None:

@@ -270,7 +270,7 @@ class Outlet:
 
     def __init__(self, device: torch.device, largest: int) -> None:
         self._device, self._largest, self.sums = device, largest, Sums()
-        self._next = 0
+        self._next, self._here = 0, threading.Lock()
         self._buffers: list[Tensor] = []
         self._left: list[torch.cuda.Event | None] = [None] * _BUFFERS
         self._stream: torch.cuda.Stream | None = None
@@ -283,7 +283,8 @@ class Outlet:
         arising = gradient.arising()
         whole = gradient.whole if arising.last else None
         if self._device.type != "cuda":
-            self._add_here(gradient, shape, compute, arising)
+            with self._here:  # backward passes of several threads
+                self._add_here(gradient, shape, compute, arising)
             if whole is not None:
                 whole()
             return
