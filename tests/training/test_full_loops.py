@@ -78,6 +78,7 @@ def frozen_with_a_gradient(model, optimizer) -> list:
 def hooked(model, optimizer) -> list:
     """Hooks of a step see and change all gradients, and what it has made of the weights."""
     seen = []
+    optimizer.load_state_dict(optimizer.state_dict())
 
     def before(*_) -> None:
         for p in model.parameters():
@@ -205,9 +206,37 @@ def test_what_needs_a_parameters_values_in_the_graph_is_refused_by_name():
     vb = vbrt.wrap(model, "full", optimizer=adamw)
     with pytest.raises(vbrt.WrapError, match=r"layers.0: register_hook"):
         model.layers[0].weight.register_hook(lambda gradient: gradient * 2)
+    for wrong in (torch.zeros(3), torch.zeros(64, 64, dtype=torch.float64), 5):
+        with pytest.raises(vbrt.WrapError, match=r"layers.0: a gradient has to be a tensor of \(64, 64\)"):
+            model.layers[0].weight.grad = wrong
+    with pytest.raises(vbrt.WrapError, match=r"layers.0: type needs the values"):
+        model.layers[0].weight.type(torch.float64)
+    with pytest.raises(vbrt.WrapError, match=r"AdamW: this optimizer updates another model"):
+        vbrt.wrap(Tiny(), "full", optimizer=vb.optimizer)
     ids, _ = BATCHES[0]
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(vbrt.WrapError, match=r"layers.1: another tensor"):
         torch.func.functional_call(model, {"layers.1.weight": torch.zeros(64, 64)}, (ids,))
     model.layers[2].weight = torch.nn.Parameter(torch.zeros(64, 64))
     with pytest.raises(vbrt.WrapError, match=r"layers.2: another tensor was put in the place of its weight"):
         backward(vb, 0)
+
+
+def in_groups(cut: int):
+    def make(parameters) -> torch.optim.Optimizer:
+        every = list(parameters)
+        return adamw([{"params": every[cut:]}, {"params": every[:cut]}])
+
+    return make
+
+
+def test_checkpoints_of_other_groups_and_other_dtypes_are_refused_before_anything_is_loaded(tmp_path):
+    saved = vbrt.wrap(Tiny(), "full", optimizer=in_groups(6))
+    train(saved, saved.optimizer, 1)
+    saved.save_checkpoint(tmp_path)
+    turned = vbrt.wrap(Tiny(), "full", optimizer=lambda every: in_groups(6)([*every][::-1]))
+    rounded = vbrt.wrap(Tiny().to(torch.bfloat16), "full", optimizer=in_groups(6))
+    for vb, why in ((turned, "another place in its optimizer's groups"), (rounded, r"bias is torch.float32 there and")):
+        before = {name: value.clone() for name, value in vb.state_dict().items()}
+        with pytest.raises(vbrt.CheckpointError, match=rf"{why}.*nothing was loaded"):
+            vb.load_checkpoint(tmp_path)
+        assert all(torch.equal(value, before[name]) for name, value in vb.state_dict().items())

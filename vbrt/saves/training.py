@@ -33,7 +33,7 @@ def save_training(attachment: FullAttachment, directory: str | PathLike, extra: 
             model.append({"names": names, "value": tensor.detach(), "number": numbers.get(id(tensor))})
             continue
         own, piece = _weight(tensor.weight, names[0], numbers.get(id(tensor)))
-        model.append({"names": names, "value": piece.tensors[0]})
+        model.append({"names": names, "value": piece.tensors[0], "number": numbers.get(id(tensor))})
         pieces.append(piece)
         if own is not None:
             moments[numbers[id(tensor)]] = own
@@ -115,12 +115,20 @@ def _check(saved: SavedCheckpoint, attachment: FullAttachment, here: Mapping[str
             raise _other(saved, f"{name} is {'there' if name in theirs else 'here'} only")
         if tuple(here[name][1].shape) != theirs[name].shape:
             raise _other(saved, f"{name} has shape {theirs[name].shape} there and {tuple(here[name][1].shape)} here")
+        kept = not isinstance(here[name][1], StreamedParameter)  # with a low half there, or rounded here
+        if kept and here[name][1].dtype is not theirs[name].dtype:
+            raise _other(saved, f"{name} is {theirs[name].dtype} there and {here[name][1].dtype} here")
     rule, groups = attachment.updater.rule.optimizer.__name__, attachment.optimizer.param_groups
     if saved.state["class"] != rule:
         raise _other(saved, f"its optimizer is {saved.state['class']}, and {rule} here")
     sizes = [len(group["params"]) for group in saved.state["optimizer"]["param_groups"]]
     if sizes != [len(group["params"]) for group in groups]:
         raise _other(saved, f"its optimizer's groups have {sizes} parameters, other than here")
+    numbers = numbered(attachment.optimizer)
+    for entry in saved.state["model"]:
+        name = entry["names"][0]
+        if "number" in entry and entry["number"] != numbers.get(id(here[name][1])):
+            raise _other(saved, f"{name} has another place in its optimizer's groups")
 
 
 def _other(saved: SavedCheckpoint, what: str) -> CheckpointError:

@@ -127,6 +127,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         load_state(self, state_dict, partial(load_kept, self))
 
 
+StreamedOptimizer.step.hooked = True  # so that load_state_dict puts no second layer of hooks around it
+
+
 class Turn(NamedTuple):
     """A step: its number, and the versions of gradients in the tiers once parameters that stayed have been stepped."""
 
@@ -168,6 +171,8 @@ def take_optimizer(
         WrapError: its class has no rule, or it lacks a weight that trains: named.
         TierError: the state of the weights does not fit into the tiers.
     """
+    if isinstance(optimizer, StreamedOptimizer):
+        raise WrapError(f"{type(optimizer).__mro__[2].__name__}: this optimizer updates another model in the tiers")
     rule = rule_for(optimizer)
     check_kept(optimizer)
     weights = list(weights)

@@ -71,8 +71,8 @@ class StreamedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None:
-            self.weight.settle()  # an update may still read what was there
+        if value is not None and not self._fits(value):
+            raise WrapError(f"{self.weight.name}: a gradient has to be a tensor of {tuple(self.shape)} in {self.dtype}")
         self.weight.gradient.put(value)
 
     @grad.deleter
@@ -88,6 +88,9 @@ class StreamedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict) -> Any:
         raise self._refusal("copying")
 
+    def _fits(self, gradient: Any) -> bool:
+        return isinstance(gradient, Tensor) and gradient.shape == self.shape and gradient.dtype is self.dtype
+
     def _refusal(self, what: str) -> WrapError:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         ranks = '; nothing spreads such weights over ranks or sums their gradients: DDP and FSDP take mode = "train"'
@@ -100,7 +103,7 @@ class StreamedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in _ALLOWED:
+        if func in _ALLOWED and (func is not Tensor.type or len(args) == 1):  # with a dtype it is a cast
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         streamed = next((a for a in args if isinstance(a, StreamedParameter)), None)
