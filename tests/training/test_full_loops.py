@@ -1,5 +1,6 @@
 """Loops that people write around mode "full": the bits of resident training, or a refusal by name."""
 
+import collections
 import contextlib
 
 import pytest
@@ -123,8 +124,17 @@ def graded_apart(model, optimizer) -> list:
     return losses
 
 
+def begun_anew(model, optimizer) -> list:
+    """Without the moments so far, by both ways to drop them."""
+    losses = train(model, optimizer, 2)
+    optimizer.state.clear()
+    losses += train(model, optimizer, 2)
+    optimizer.state = collections.defaultdict(dict)
+    return losses + train(model, optimizer, 2)
+
+
 @pytest.mark.parametrize(
-    "loop", [graded_apart, without_zero_grad, zeroed, stepped_twice, frozen_with_a_gradient, hooked, edited]
+    "loop", [begun_anew, graded_apart, without_zero_grad, zeroed, stepped_twice, frozen_with_a_gradient, hooked, edited]
 )
 def test_it_has_the_bits_of_resident_training(loop):
     assert_same_training(Skipping() if loop is zeroed else Tiny(tied=loop is edited), run=loop)
@@ -213,6 +223,8 @@ def test_what_needs_a_parameters_values_in_the_graph_is_refused_by_name():
         model.layers[0].weight.type(torch.float64)
     with pytest.raises(vbrt.WrapError, match=r"AdamW: this optimizer updates another model"):
         vbrt.wrap(Tiny(), "full", optimizer=vb.optimizer)
+    with pytest.raises(vbrt.WrapError, match=r"layers.0: its moments are in the tiers"):
+        vb.optimizer.state[model.layers[0].weight]
     ids, _ = BATCHES[0]
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(vbrt.WrapError, match=r"layers.1: another tensor"):
         torch.func.functional_call(model, {"layers.1.weight": torch.zeros(64, 64)}, (ids,))
@@ -240,3 +252,15 @@ def test_checkpoints_of_other_groups_and_other_dtypes_are_refused_before_anythin
         with pytest.raises(vbrt.CheckpointError, match=rf"{why}.*nothing was loaded"):
             vb.load_checkpoint(tmp_path)
         assert all(torch.equal(value, before[name]) for name, value in vb.state_dict().items())
+
+
+def test_a_compiled_model_is_not_compiled_again_for_each_layer():
+    model = Tiny(4).to(torch.bfloat16)
+    vb = vbrt.wrap(model, "full", optimizer=adamw)
+    torch._dynamo.reset()
+    compiled = [torch.compile(layer, backend="eager") for layer in model.layers]
+    x = torch.ones(2, 64, dtype=torch.bfloat16)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for layer in compiled:
+            layer(x)
+    vb.close()

@@ -16,7 +16,7 @@ from vbrt.saves.checkpoint import Piece, SavedCheckpoint, write_checkpoint
 from vbrt.saves.tensorfile import TensorInfo
 from vbrt.training.full import FullWeight
 from vbrt.training.kept import load_kept
-from vbrt.training.optimizer_state import numbered, put_moments
+from vbrt.training.optimizer_state import StreamedState, numbered, put_moments
 from vbrt.training.streamed import StreamedParameter
 
 __all__ = ["load_training", "save_training"]
@@ -149,6 +149,7 @@ def _fill_optimizer(optimizer: torch.optim.Optimizer, saved: SavedCheckpoint, nu
     kept = {number: saved.filled(own) for number, own in state.items() if number not in streamed}
     groups = saved.filled(saved.state["optimizer"]["param_groups"])
     load_kept(optimizer, {"state": kept, "param_groups": groups})
+    optimizer.state = StreamedState(optimizer)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:

@@ -29,13 +29,13 @@ class FullEmbedding(FullLayer, nn.Embedding):
             IndexError: an index that the table does not have (a GPU's indices are looked at on the host).
             TierError: a page cannot be read, or the table's last update failed.
         """
-        if not self.materialized:
-            self.materialize_()
         return self._rows(input)
 
     @graphs_end_here
     def _rows(self, ids: Tensor) -> Tensor:
         handle = self._vb_handle
+        if not handle.keys:
+            self.materialize_()
         handle.forwards += 1
         check_held(self, handle)
         if not (torch.is_grad_enabled() and handle.trainable):

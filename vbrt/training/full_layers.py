@@ -76,6 +76,8 @@ class FullLayer(SwappedLayer):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K] -> [..., N] with the high half."""
         handle = self._vb_handle
+        if not handle.keys:
+            self.materialize_()
         x, bias = as_autocast(x), as_autocast(bias)
         handle.forwards += 1
         handle.gradient.expected += not in_backward()  # computed again there
@@ -86,9 +88,7 @@ class FullLayer(SwappedLayer):
         return _Streamed.apply(handle.parameter, x, bias, handle)
 
     def _full_forward(self, x: Tensor) -> Tensor:
-        """The forward of every kind."""
-        if not self._vb_handle.keys:
-            self.materialize_()
+        """The forward of every kind. A compiled one is the same for all layers: nothing of the weight is read here."""
         bias = self._parameters["bias"]
         if not self._rounds_before_bias:
             return self._product(x, bias)

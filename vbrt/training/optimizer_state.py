@@ -1,15 +1,49 @@
 """The state dict of an optimizer that was taken over: the plain one's, with the moments of weights in the tiers."""
 
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vbrt.errors import WrapError
 from vbrt.training.full import FullWeight
 from vbrt.training.streamed import StreamedParameter
 
-__all__ = ["load_state", "moments_of", "numbered", "put_moments", "state_with_moments"]
+__all__ = ["StreamedState", "load_state", "moments_of", "numbered", "put_moments", "state_with_moments", "take_state"]
+
+
+class StreamedState(defaultdict):
+    """The `state` of an optimizer that was taken over: `clear` drops moments in the tiers, too; who asks for those
+    of a weight there is told where they are."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(dict, optimizer.state)
+        self._optimizer = weakref.ref(optimizer)
+
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(key, StreamedParameter):
+            raise WrapError(f"{key.weight.name}: its moments are in the tiers; optimizer.state_dict() has them")
+        return super().__missing__(key)
+
+    def clear(self) -> None:
+        """Begin anew: no steps and no moments, of any parameter."""
+        super().clear()
+        optimizer = self._optimizer()
+        optimizer._vb_updater.finish()
+        for parameter in _streamed(optimizer):
+            put_moments(parameter.weight, {})
+
+
+def take_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have a state that was assigned to an optimizer be its own, with what it has and lacks of weights in the tiers."""
+    if not isinstance(optimizer.state, StreamedState):
+        optimizer._vb_updater.finish()
+        for parameter in _streamed(optimizer):
+            put_moments(parameter.weight, optimizer.state.pop(parameter, {}))
+        optimizer.state = StreamedState(optimizer)
 
 
 def numbered(optimizer: torch.optim.Optimizer) -> dict[int, int]:

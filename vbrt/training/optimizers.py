@@ -6,6 +6,7 @@ do, whose `step` runs the optimizer's own step for the parameters that stayed an
 
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import nn
 from vbrt.errors import WrapError
 from vbrt.training.full import FullWeight
 from vbrt.training.kept import check_kept, load_kept, step_kept
-from vbrt.training.optimizer_state import load_state, state_with_moments
+from vbrt.training.optimizer_state import StreamedState, load_state, state_with_moments, take_state
 from vbrt.training.streamed import StreamedParameter
 from vbrt.training.update import Rule, Scaling, Updater, rule_for
 
@@ -42,6 +43,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        take_state(self)
         turn = self._vb_turn
         within_pass = turn is not None and turn.versions is None
         completed = not within_pass and self._vb_updater.finish()
@@ -125,6 +127,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Go on from a state dict of this optimizer or of a plain one of its class."""
         self._vb_updater.finish()
         load_state(self, state_dict, partial(load_kept, self))
+        self.state = StreamedState(self)
 
 
 StreamedOptimizer.step.hooked = True  # so that load_state_dict puts no second layer of hooks around it
@@ -193,6 +196,7 @@ def take_optimizer(
         _take_state(optimizer, weight)
     optimizer.__dict__.update(_vb_updater=updater, _vb_eight_bit=eight_bit)
     optimizer.__class__ = _class_for(plain)
+    optimizer.state = StreamedState(optimizer)
     if "step" in optimizer.__dict__:  # a scheduler has wrapped it
         optimizer.__dict__["step"] = _counted(optimizer)
     return updater
@@ -209,6 +213,7 @@ def release_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWe
                 **moments,
             }
     if isinstance(optimizer, StreamedOptimizer):
+        optimizer.state = defaultdict(dict, optimizer.state)
         optimizer.__class__ = type(optimizer).__mro__[2]
         for name in ("_vb_updater", "_vb_eight_bit", "_vb_turn"):
             optimizer.__dict__.pop(name, None)
