@@ -6,6 +6,8 @@ import contextlib
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.contract.holdings import Subject
 from tests.contract.operation import operation
@@ -143,6 +145,37 @@ def autocast(s: Subject):
     with torch.autocast(s.holding.device, torch.bfloat16):
         y = s.whole(s.x), s.layer(s.h[0]), s.layer(s.random(40, 96))
     return y, s.whole(s.x)
+
+
+class Halving(TorchFunctionMode):
+    """Halves what layers multiply, wherever they do it."""
+
+    OF = (F.linear, torch.addmm, Tensor.matmul, Tensor.__matmul__, torch.matmul)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        y = func(*args, **(kwargs or {}))
+        return y / 2 if func in self.OF else y
+
+
+class HalvingBelow(TorchDispatchMode):
+    """The same, of torch's dispatcher."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        y = func(*args, **(kwargs or {}))
+        return y / 2 if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default) else y
+
+
+@operation(CALLS, "a `TorchFunctionMode` and a `TorchDispatchMode` that alter products, with and without gradients")
+def call_under_modes(s: Subject):
+    found = []
+    for mode in (Halving, HalvingBelow):
+        with mode(), torch.no_grad():
+            found.append(s.whole(s.x))
+        x = s.x.detach().requires_grad_()
+        with mode():
+            y = s.whole(x)
+        found += [y, torch.autograd.grad(y.float().sum(), x)]
+    return found
 
 
 @operation(CALLS, "autocast under no_grad, float32 inputs to 16-bit weights", computed_in=torch.bfloat16)

@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.contract.holdings import Subject
 from tests.contract.operation import FROZEN, ROUNDED, Documented, Refused, operation
@@ -263,6 +264,29 @@ def write_the_bias(s: Subject):
     first = now(s)
     s.layer.bias.data.mul_(2)
     return first, now(s)
+
+
+@operation(WRITES, "a bias of one value, of a wrong number, of two dimensions, expanded, on meta, and a subclass")
+def assign_any_bias(s: Subject):
+    bias, found = s.layer.bias.detach().clone(), []
+    for given in (
+        bias[:1],
+        bias[:5],
+        bias[None],
+        bias[:1].expand(len(bias)),
+        bias.repeat(2)[::2],
+        bias.to("meta"),
+        TwoTensor(bias, bias * 2),
+    ):
+        s.layer.bias = nn.Parameter(given)
+        with torch.no_grad():
+            try:
+                y = s.layer(s.h)
+                found.append([y.a, y.b] if isinstance(y, TwoTensor) else y)
+            except RuntimeError as error:
+                found.append(type(error).__name__)
+    s.layer.bias = nn.Parameter(bias)
+    return found
 
 
 @operation(WRITES, "`layer.bias = None`", only={"kind": ("Linear", "FalconLinear", "EsmFoldLinear")})

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vbrt
-from vbrt.errors import FormatError, TierError
+from vbrt.errors import FormatError, TierError, WrapError
 from vbrt.kernels import reference
 from vbrt.kernels.cuda.e2m1.linear import packing
 from vbrt.kernels.cuda.e2m1.tiles import is_tiled, unpack_tiles
@@ -275,6 +277,34 @@ def test_compiled_traced_and_mapped_lookups_are_those_of_eager_ones():
     )
     assert torch.equal(torch.jit.trace(embed, IDS)(IDS.flip(0)), rows.flip(0))
     assert torch.equal(torch.fx.symbolic_trace(vb.model)(IDS), vb(IDS))
+
+
+def test_rows_that_are_to_be_rescaled_as_they_are_read_are_refused_by_name():
+    vb = wrapped()
+    with pytest.raises(WrapError, match="embed: max_norm"):
+        vb.model.embed.max_norm = 1.0
+    vb.model.embed.max_norm = None
+    assert vb.model.embed(IDS).norm(dim=-1).max() > 1
+
+
+class Halving(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        y = func(*args, **(kwargs or {}))
+        return y / 2 if func is torch.nn.functional.embedding else y
+
+
+class HalvingBelow(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        y = func(*args, **(kwargs or {}))
+        return y / 2 if func is torch.ops.aten.embedding.default else y
+
+
+@pytest.mark.parametrize("mode", [Halving, HalvingBelow])
+def test_modes_see_the_lookup_of_a_plain_table(mode):
+    embed = wrapped().materialize().model.embed
+    rows = embed(IDS)
+    with mode():
+        assert torch.equal(embed(IDS), rows / 2)
 
 
 def test_a_table_on_meta_is_refused_by_its_name():

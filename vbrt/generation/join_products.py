@@ -67,6 +67,7 @@ def _few(handle: Any, node: Node) -> Few | None:
     few = short.few
     given = [value] if bias is None else [value, bias.meta["val"]]
     fits = all(form.dtype is few.form[2] and _is_dense(form) for form in given)
+    fits = fits and (bias is None or given[1].shape == (few.outputs,))
     return few if fits and 0 < value.numel() <= few.most else None
 
 

@@ -12,11 +12,14 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.fx import Proxy
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
     "dispatch_modes",
+    "function_modes",
+    "is_altered",
     "is_bare",
+    "is_known_memory",
     "is_memory",
     "is_recorded",
     "is_tracing",
@@ -34,16 +37,33 @@ _keys_of = torch._C._dispatch_keys
 dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 is_tracing = torch._C._is_tracing
+_function_modes = torch._C._is_torch_function_mode_enabled
+_QUIET = ("vbrt.", "torch.utils._device")  # whose modes of torch functions leave products as they are
 
 
 def is_bare(x: Tensor) -> bool:
     """True if x is plain memory and no observer is active: a kernel may read it by its address."""
-    return type(x) in _TYPES and (_keys_of(x).raw_repr() in _BARE_KEYS or is_memory(x)) and not is_watched()
+    return is_known_memory(x) and not is_watched()
+
+
+def is_known_memory(x: Tensor) -> bool:
+    """`is_memory`, quicker for kinds of tensors that it has seen."""
+    return type(x) in _TYPES and (_keys_of(x).raw_repr() in _BARE_KEYS or is_memory(x))
 
 
 def is_watched() -> bool:
     """True if a mode, a transform, a tracer or forward differentiation is active in this thread."""
+    if _function_modes() and function_modes():
+        return True
     return dispatch_modes() > 0 or _transforms() or is_tracing() or forward_ad._current_level >= 0
+
+
+def function_modes() -> bool:
+    """True if a `TorchFunctionMode` is active that is neither vbrt's nor a default device."""
+    if not _function_modes():
+        return False
+    stack = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return not all(type(mode).__module__.startswith(_QUIET) for mode in stack)
 
 
 def is_recorded() -> bool:
@@ -64,6 +84,14 @@ def is_memory(x: Tensor) -> bool:
 def is_transformed() -> bool:
     """True if a transform of torch.func or a level of forward-mode derivatives is active."""
     return _transforms() or forward_ad._current_level >= 0
+
+
+def is_altered() -> bool:
+    """True if a mode that is neither torch's own nor vbrt's may look for calls of the plain layer, to alter them."""
+    modes = _get_current_dispatch_mode_stack()
+    return function_modes() or not all(
+        getattr(mode, "_mode_key", None) or type(mode).__module__.startswith(_QUIET) for mode in modes
+    )
 
 
 @contextlib.contextmanager

@@ -36,10 +36,11 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
     if frozen and form is not None and x.numel() <= FEW_TOKENS * x.shape[-1]:
         # a GraphForm, parsed here: each function of another file that dynamo goes through is guarded at every call
         page, (format, n, _, dtype, _) = layer._vb_page, form.split()
-        if x.dtype == getattr(torch, dtype) and x.device == page.device:
+        fits = bias is None or bias.shape == (int(n),)
+        if fits and x.dtype == getattr(torch, dtype) and x.device == page.device:
             return torch.ops.vbrt.fp4_linear(x, page, None, bias, format, int(n), "none")
     handle = layer._vb_handle
-    if frozen:
+    if frozen and (bias is None or bias.shape == handle.spec.shape[:1]):
         planes = graph_planes(handle)
         if planes is not None and x.dtype == handle.dtype and x.device == handle.stack.device:
             return handle.kernels.linear(x, planes, bias)

@@ -32,7 +32,16 @@ from vbrt.formats.base import WeightPlanes
 from vbrt.kernels.product import Product, as_autocast, whole
 from vbrt.kernels.recorded import recorder
 from vbrt.kernels.reference import wants_grad
-from vbrt.kernels.watched import dispatch_modes, is_bare, is_memory, is_tracing, is_watched, unwatched
+from vbrt.kernels.watched import (
+    dispatch_modes,
+    function_modes,
+    is_bare,
+    is_known_memory,
+    is_memory,
+    is_tracing,
+    is_watched,
+    unwatched,
+)
 from vbrt.layers.fixed import keep_ready, requiring_grad
 from vbrt.layers.selection import Kernels
 from vbrt.layers.spec import HandleSpec
@@ -163,7 +172,7 @@ def linear(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor | None) -
         kernels = kernels_of_pass(handle)
     if kernels.lossless and not torch.is_grad_enabled() and not is_watched():
         return leased_linear(handle, kernels, x, bias)  # the plain layer's calls, whatever x is
-    if not is_bare(x):
+    if not is_bare(x) or not _is_plain(bias):
         return _watched_linear(handle, kernels, x, bias)
     if torch._C._is_any_autocast_enabled():
         x, bias = as_autocast(x), as_autocast(bias)
@@ -182,7 +191,7 @@ def short_linear(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor | N
         return None  # as `at_rest` says, without a call
     if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or _pass.products is not None:
         return None
-    if handle.tied or not is_bare(x) or not x.is_cpu or not (bias is None or is_memory(bias)):
+    if handle.tied or not is_bare(x) or not x.is_cpu or not (_is_plain(bias) and (bias is None or bias.is_cpu)):
         return None
     y = short(x, bias)
     if y is not None:
@@ -203,16 +212,26 @@ def _watched_linear(
     step = recorder()
     if step is not None:
         return step.leaf(linear_without_grad, handle, x, bias)
-    if _sees_no_functions() or not (is_memory(x) or torch._C._functorch.is_functorch_wrapped_tensor(x)):
+    if _sees_no_functions() or not (_is_for_functions(x) and (bias is None or _is_for_functions(bias))):
         return linear_on_weight(handle.spec, x, _weight_by_operator(handle, x.device), bias)
     snapshot = _Snapshot(handle, handle.generation, kernels)
     return Product.apply(as_autocast(x), as_autocast(bias), snapshot, False)
 
 
+def _is_plain(bias: torch.Tensor | None) -> bool:
+    return bias is None or is_known_memory(bias)
+
+
+def _is_for_functions(tensor: torch.Tensor) -> bool:
+    """True if a function of autograd's takes a tensor as it is."""
+    return is_memory(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def _sees_no_functions() -> bool:
-    """True if a tracer or transform is at work that takes a function of autograd's for one operation, or refuses it."""
+    """True if a tracer, mode or transform is at work that takes a function of autograd's for one operation, looks past
+    it, or refuses it."""
     stack = get_interpreter_stack() or ()
-    return is_tracing() or any(level.key() == TransformType.Functionalize for level in stack)
+    return is_tracing() or function_modes() or any(level.key() == TransformType.Functionalize for level in stack)
 
 
 class _Snapshot(NamedTuple):
@@ -331,7 +350,7 @@ def linear_on_planes(
 ) -> torch.Tensor:
     """x Wᵀ + bias by the kernel; for a lossless weight the very call of the original module, bit for bit."""
     if not kernels.lossless:
-        if not _fits(x, planes.dtype, bias):
+        if not _fits(x, planes, bias):
             return linear_on_weight(kernels.spec, x, _weight_of(kernels, planes), bias)  # torch says why not
         return kernels.linear(x, planes, bias)
     if kernels.spec.transposed:
@@ -354,10 +373,12 @@ def linear_on_weight(
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
 
 
-def _fits(x: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> bool:
-    """True if nn.Linear would take x and bias beside a weight of `dtype`, or beside what autocast makes of it."""
-    if bias is not None and bias.dtype is not x.dtype:
+def _fits(x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None) -> bool:
+    """True if nn.Linear would take x, and a bias of one value for each output, beside such a weight, or beside what
+    autocast makes of it."""
+    if bias is not None and not (bias.dtype is x.dtype and bias.device == x.device and bias.shape == planes.shape[:1]):
         return False
+    dtype = planes.dtype
     if x.dtype is dtype:
         return True
     kind = x.device.type

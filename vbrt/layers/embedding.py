@@ -16,11 +16,12 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.fx import Proxy
 
+from vbrt.errors import WrapError
 from vbrt.formats import get_format
 from vbrt.formats.base import WeightPlanes
 from vbrt.formats.rows import Rows, by_chunks, coarse_rows, exact_rows
 from vbrt.kernels.recorded import recorder
-from vbrt.kernels.watched import dispatch_modes, is_memory, is_watched, traced_call, unwatched
+from vbrt.kernels.watched import dispatch_modes, is_altered, is_memory, is_watched, traced_call, unwatched
 from vbrt.layers.base import VBLayer
 from vbrt.layers.compiled import refuse_given_in_graph
 from vbrt.layers.compute import kernels_of_pass
@@ -64,6 +65,14 @@ class VBEmbedding(VBLayer, nn.Embedding):
                 )
         return _lookup(self._vb_handle, input)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "max_norm" and value is not None:
+            raise WrapError(
+                f"{self._vb_handle.spec.name}: max_norm rescales rows as they are read, and pages stay as they "
+                "are: set it before wrapping, which leaves the table dense, or unwrap() first"
+            )
+        super().__setattr__(name, value)
+
     def reset_parameters(self) -> None:
         """Draw a new random table, as nn.Embedding does."""
         if self.materialized:
@@ -84,9 +93,17 @@ def _lookup(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
     if step is not None:
         return step.leaf(_counted_rows, handle, ids)
     if is_watched() or not is_memory(ids):
-        token = handle.token_at(handle.generation) if dispatch_modes() else handle.token
-        return torch.ops.vbrt.rows(ids, token, handle.spec.shape[1], handle.dtype)
+        return _watched_rows(handle, ids)
     return _counted_rows(handle, ids)
+
+
+def _watched_rows(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
+    """A lookup as an operator; somebody's modes see the plain layer's call, too, in the rows that were asked for."""
+    token = handle.token_at(handle.generation) if dispatch_modes() else handle.token
+    rows = torch.ops.vbrt.rows(ids, token, handle.spec.shape[1], handle.dtype)
+    if not is_altered():
+        return rows
+    return F.embedding(torch.arange(ids.numel(), device=rows.device).view(ids.shape), rows.reshape(-1, rows.shape[-1]))
 
 
 def _counted_rows(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:

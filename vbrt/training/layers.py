@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from vbrt.errors import FormatError, WrapError
 from vbrt.kernels.product import sum_rows, whole
-from vbrt.kernels.watched import is_recorded, is_transformed, traced_call, unwatched
+from vbrt.kernels.watched import function_modes, is_recorded, is_transformed, traced_call, unwatched
 from vbrt.layers.shards import is_sharded
 from vbrt.layers.swapped import SwappedLayer
 from vbrt.training.weight import TrainedWeight
@@ -78,7 +78,7 @@ class TrainedLayer(SwappedLayer):
             self._check_recorder()
             if is_fake(x):  # values do not count
                 return F.linear(x, weight.to(dtype).t() if handle.spec.transposed else weight.to(dtype), bias)
-        if is_transformed():
+        if is_transformed() or function_modes():
             return F.linear(x, self._transformed(weight, dtype), bias)
         return _StraightThrough.apply(x, weight, bias, handle, dtype, self.training)
 
@@ -92,8 +92,8 @@ class TrainedLayer(SwappedLayer):
             )
 
     def _transformed(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rounded weight [N, K] of a call under a transform of torch.func or with forward-mode derivatives, made of
-        what those see through. Unlike other forwards, theirs keeps it for the backward pass.
+        """The rounded weight [N, K] of a call under a transform of torch.func, forward-mode derivatives or a mode of
+        torch's functions, made of what those see through. Unlike other forwards, theirs keeps it for the backward pass.
 
         Raises:
             WrapError: there is a weight for each sample.

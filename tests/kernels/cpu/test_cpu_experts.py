@@ -189,6 +189,10 @@ def test_pages_that_nobody_is_sent_to_may_be_missing_and_others_are_named():
         cpu_experts.experts_up(x, torch.tensor([[1, 0], [2, 3]]), part)
     with pytest.raises(KernelError, match=r"up: x has shape \(2, 69\); expected \(2, 70\)"):
         cpu_experts.experts_up(x[:, 1:], ids, pages)
+    count, outputs = pages.experts, pages.shapes["up"][0]
+    for bias in (torch.ones(count, 1), torch.ones(2, outputs), torch.ones(outputs)):
+        with pytest.raises(KernelError, match=rf"up: the bias has shape .*; expected \({count}, {outputs}\)"):
+            cpu_experts.experts_up(x, ids, pages, bias_EN=bias)
 
 
 @built

@@ -8,7 +8,7 @@ from transformers.activations import ACT2FN
 from tests.matrix import matrix
 from tests.zoo.experts import DECORATED, INNER, experts_module
 from vbrt.kernels.experts import Gate, apply_gate
-from vbrt.layers.experts.gates import act_gate, gate_of, own_gate
+from vbrt.layers.experts.gates import act_gate, gate_of, kept_gate, own_gate
 
 #: classes whose gate is no Gate of the kernels, with the reason
 OWN = {"Inkling2Experts": "softcaps on both factors"}
@@ -79,6 +79,23 @@ def test_a_function_that_an_instance_or_subclass_brings_gives_none() -> None:
     module = experts_module("MixtralExperts")
     module.act_fn = Halved()
     assert gate_of(module) is None
+
+
+def test_a_kept_gate_follows_the_activation_its_hooks_and_the_modules_numbers() -> None:
+    module = experts_module("GptOssExperts")
+    assert kept_gate(module) == SPECIAL["GptOssExperts"]
+    module.limit = 7.0
+    assert kept_gate(module).limit == 7.0
+    module = experts_module("MixtralExperts")
+    assert kept_gate(module) == Gate("silu")
+    module.act_fn = nn.GELU()
+    assert kept_gate(module) == Gate("gelu") and kept_gate(module) is kept_gate(module)
+    hook = module.act_fn.register_forward_hook(lambda *args: None)
+    assert kept_gate(module) is None, "a hook that nothing would call"
+    hook.remove()
+    assert kept_gate(module) == Gate("gelu")
+    module.act_fn.forward = torch.tanh
+    assert kept_gate(module) is None
 
 
 def test_a_library_whose_function_has_changed_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,10 @@ class _Product:
         self.most = ids_Tk.numel() if TILES in pages.offsets(part) else most_pairs()
         if x.dim() != 2 or x.shape != (len(ids_Tk), self.k):
             raise KernelError(f"experts, {part}: x has shape {tuple(x.shape)}; expected {(len(ids_Tk), self.k)}")
+        if bias_EN is not None and bias_EN.shape != (pages.experts, self.n):
+            raise KernelError(
+                f"experts, {part}: the bias has shape {tuple(bias_EN.shape)}; expected {(pages.experts, self.n)}"
+            )
         self.x, self.ids_Tk = x.contiguous(), ids_Tk.long().contiguous()
         self.bias_EN = None if bias_EN is None else bias_EN.detach().contiguous()
 

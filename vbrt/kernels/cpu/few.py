@@ -49,7 +49,7 @@ class Few:
         size, numbers, dtype = x.shape, x.numel(), self.form[2]
         if x.dtype is not dtype or not size or size[-1] != self.inputs or not 0 < numbers <= self.most:
             return None
-        if not x.is_contiguous() or not (bias is None or (bias.dtype is dtype and bias.is_contiguous())):
+        if not x.is_contiguous() or not (bias is None or self._takes(bias)):
             return None
         weights, addresses = (self, *others), ctypes.c_void_p * (1 + len(others))
         ys = [x.new_empty((*size[:-1], of.outputs)) for of in weights]
@@ -61,6 +61,9 @@ class Few:
         if not call(of, len(weights), *given, self.rounded, threads):
             raise MemoryError(f"linear: no memory for {tokens} rows of {self.inputs} inputs")
         return ys
+
+    def _takes(self, bias: Tensor) -> bool:
+        return bias.dtype is self.form[2] and bias.shape == (self.outputs,) and bias.is_contiguous()
 
     def suits(self, other: "Few") -> bool:
         """True if both multiply inputs of one form, so that one call may compute both."""

@@ -42,6 +42,9 @@ def prepare_layer(
         return None
     if layer.pages.format not in FORMATS or len(ids_Tk) > most_pairs():
         return None
+    biases = (("up", layer.up), ("down", layer.down))
+    if not all(b is None or b.shape == (layer.pages.experts, layer.pages.shapes[part][0]) for part, b in biases):
+        return None
     y = empty(form)
     if not y.is_contiguous() or y.dtype is not x_TH.dtype:
         return None

@@ -55,6 +55,9 @@ def _clamped_late(module: nn.Module) -> Gate | None:
     return None if isfinite(module.limit) else _activated(module)
 
 
+#: what Gates are made of, by the names of modules' attributes
+_NUMBERS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha", "has_gate")
+
 #: the Gate of a module whose class has the function
 _GATES: dict[str, Callable[[nn.Module], Gate | None]] = {
     "transformers.integrations.moe._default_apply_gate": _activated,
@@ -93,6 +96,8 @@ def own_gate(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def gate_of(module: nn.Module) -> Gate | None:
     """Return the Gate that gives what the module's own gate gives, but for rounding; None if there is none."""
+    if _is_watched(getattr(module, "act_fn", None)):
+        return None
     if getattr(module, "has_gate", True):
         known = _GATES.get(_name_of(getattr(type(module), "_apply_gate", None)))
         gate = known(module) if known else None
@@ -116,8 +121,22 @@ def _name_of(thing: object) -> str:
     return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
 
 
+def _is_watched(act: object) -> bool:
+    """True if somebody has put hooks around an activation, or another forward in the place of its own."""
+    held = act.__dict__ if isinstance(act, nn.Module) else {}
+    return "forward" in held or bool(held and (held["_forward_hooks"] or held["_forward_pre_hooks"]))
+
+
 def kept_gate(module: nn.Module) -> Gate | None:
-    """Return `gate_of` a module, found once."""
-    if "_vb_gate" not in module.__dict__:
-        module.__dict__["_vb_gate"] = gate_of(module)
-    return module.__dict__["_vb_gate"]
+    """Return `gate_of` a module, found again where what it follows from is another."""
+    follows_from = _followed(module)
+    if "_vb_gate" not in module.__dict__ or module.__dict__["_vb_gate"][0] != follows_from:
+        module.__dict__["_vb_gate"] = follows_from, gate_of(module)
+    return module.__dict__["_vb_gate"][1]
+
+
+def _followed(module: nn.Module) -> tuple:
+    held, act = module.__dict__, getattr(module, "act_fn", None)
+    numbers = [held.get(name) for name in _NUMBERS]
+    own = held.get("_apply_gate"), getattr(type(module), "_apply_gate", None)
+    return act, type(act), getattr(act, "approximate", None), _is_watched(act), *own, *numbers

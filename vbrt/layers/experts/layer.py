@@ -129,7 +129,7 @@ class VBExperts(ExpertsShell):
 
     def __getstate__(self) -> dict:
         self.notice_writes()
-        return super().__getstate__()
+        return {name: value for name, value in super().__getstate__().items() if name != "_vb_gate"}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
