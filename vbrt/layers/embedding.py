@@ -103,7 +103,8 @@ def _watched_rows(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
     rows = torch.ops.vbrt.rows(ids, token, handle.spec.shape[1], handle.dtype)
     if not is_altered():
         return rows
-    return F.embedding(torch.arange(ids.numel(), device=rows.device).view(ids.shape), rows.reshape(-1, rows.shape[-1]))
+    places = torch.arange(ids.numel(), dtype=torch.int64, device=rows.device).view(ids.shape)
+    return F.embedding(places, rows.reshape(-1, rows.shape[-1]))
 
 
 def _counted_rows(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
