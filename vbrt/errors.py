@@ -3,6 +3,7 @@
     VBError
     ├── ArgumentError (ValueError)    a shape, dtype or value that a layer or function of vbrt cannot take
     ├── ConfigError   (ValueError)    a config file, key or value: names file, key, what came, what would do
+    │   └── NoRoomError               a model that does not fit into the memory or the budgets that there are
     ├── FormatError   (ValueError)    a weight or page that a number format cannot hold or read
     ├── TierError     (RuntimeError)  a page that cannot be stored, read or verified: names layer and file
     ├── WrapError     (ValueError)    a model, or a use of a wrapped model, that vbrt refuses
@@ -21,6 +22,7 @@ __all__ = [
     "ConfigError",
     "FormatError",
     "KernelError",
+    "NoRoomError",
     "NonfiniteError",
     "TierError",
     "VBError",
@@ -39,6 +41,10 @@ class ArgumentError(VBError, ValueError):
 
 class ConfigError(VBError, ValueError):
     """A config file, key or value is wrong, or asks for more than the machine has."""
+
+
+class NoRoomError(ConfigError):
+    """A model's pages, or what is not swapped of it, do not fit into the memory or the budgets; nothing was changed."""
 
 
 class FormatError(VBError, ValueError):

@@ -1,6 +1,7 @@
 """The command line around its commands: version and usage, interrupts, pipes, a command of one file."""
 
 import json
+import pathlib
 import signal
 import subprocess
 import sys
@@ -11,7 +12,10 @@ import pytest
 import vbrt
 from tests.cli.cases import errors, some_stats
 from vbrt.cli import main as cli
+from vbrt.cli import stats
 from vbrt.cli.options import add_command
+from vbrt.estimation import rates
+from vbrt.estimation.rates import kept_rates
 
 pytest.importorskip("transformers")
 
@@ -113,3 +117,71 @@ def test_a_command_is_one_file_with_add(monkeypatch, capsys):
     monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, "hello"))
     assert cli.main(["hello", "you"]) == 0
     assert capsys.readouterr().out == "hello you\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("plan M --gpu-memory -8GiB", "--gpu-memory -8GiB: expected bytes"),
+        ("plan M --host x", "--host x: expected gigabytes a second"),
+        ("estimate M --ram 0", "--ram 0: expected bytes"),
+        ("estimate M --plot x.txt", "--plot x.txt: ends in '.txt'; expected .svg or .png"),
+        ("estimate M --plot no/x.svg", "--plot no/x.svg: cannot be written: No such file"),
+        ("estimate M --optimizer SGD --mixed", "--optimizer, --mixed with --task decode: counts in training only"),
+        ("advise M --write no/x.toml", "--write no/x.toml: cannot be written: No such file"),
+        ("precision M --budget 8GiB --write no/x.toml", "--write no/x.toml: cannot be written: No such file"),
+        ("bench attention M", "bench attention takes no model; leave M out"),
+        ("bench attention --lengths 0,64", "a length of 0; expected 1 token or more"),
+        ("bench memory --lengths 64", "--lengths is of attention; expected --context"),
+        ("tune M --machine", "tune --machine measures this machine and nothing else; leave M out"),
+    ],
+)
+def test_what_can_be_checked_is_checked_before_a_model_is_read(command, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if "--plot" in command:
+        pytest.importorskip("matplotlib")
+    assert cli.main(command.split()) == 2
+    assert says in errors(capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_are_checked_and_not_written_leave_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "nothing", "the sea", "--timeline", "run.html"]) == 2
+    assert cli.main(["advise", "nothing", "--write", "my.toml"]) == 2
+    (tmp_path / "kept.html").write_text("kept")
+    assert cli.main(["run", "nothing", "the sea", "--timeline", "kept.html"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.html"]
+    assert (tmp_path / "kept.html").read_text() == "kept"
+
+
+def test_a_file_of_weights_is_answered_with_its_directory(llama, capsys):
+    assert cli.main(["inspect", str(llama / "model.safetensors")]) == 2
+    assert "model.safetensors: a file of weights; expected a model directory, a GGUF file" in (said := errors(capsys))
+    assert said.endswith(f"e.g. {llama}\n")
+
+
+def test_a_user_without_a_home_keeps_nothing_and_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(pathlib.Path, "home", _nobody)
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    stats.keep_stats(some_stats())
+    assert "the stats were not kept" in capsys.readouterr().err
+    assert cli.main(["stats"]) == 2
+    assert "/dev/null/.local/state/vbrt/last-stats.json: cannot be read" in errors(capsys)
+    assert kept_rates() is None
+
+
+def _nobody():
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_rates_that_cannot_be_kept_are_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "vbrt").write_text("a file in the way of the folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = rates.Rates("a CPU", 0.0, 50.0, 0.0123, source="measured here")
+    monkeypatch.setattr(rates, "measure_rates", lambda keep: found)
+    assert cli.main(["tune", "--machine"]) == 2
+    out, err = capsys.readouterr()
+    assert "a CPU: memory 50 GB/s\nproducts 0.0123 TFLOP/s" in out and "link" not in out
+    assert err.startswith(f"vbrt: error: {tmp_path}/vbrt/machine.json: the rates were not kept: ")

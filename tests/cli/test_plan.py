@@ -113,7 +113,7 @@ def test_plan_stays_within_the_terminal(columns, config_json, monkeypatch, capsy
 
 
 def test_impossible_ram_is_one_line_of_error(config_json, capsys):
-    assert cli.main(["plan", str(config_json), "--gpu-memory", "none", "--ram", "2MiB"]) == 2
+    assert cli.main(["plan", str(config_json), "--gpu-memory", "none", "--ram", "2MiB"]) == 1
     error = errors(capsys)
     assert "kept parameters of 525471744 bytes (501.1 MiB), which are not swapped, do not fit into the cpu" in error
     assert "model.embed_tokens (501.0 MiB; Embedding" in error and "norm" not in error

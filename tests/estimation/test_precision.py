@@ -204,6 +204,13 @@ def test_wrong_use_is_named(asked, error, words):
         vbrt.choose_precision(mlp(), **{"sequences": X, "budget": "8 bits", "config": config("nvfp4"), **asked})
 
 
+def test_a_budget_that_is_too_small_is_refused_before_anything_is_measured():
+    model = mlp()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("it runs"))
+    with pytest.raises(ConfigError, match="KiB too little"):
+        vbrt.choose_precision(model, X, "3 bits", config("nvfp4"))
+
+
 def test_nan_is_an_error_and_no_loss_of_nothing():
     model = mlp()
     with pytest.raises(ArgumentError, match="returns NaN or Inf for these sequences"):

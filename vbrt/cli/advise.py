@@ -4,14 +4,13 @@ import argparse
 import json
 from pathlib import Path
 
-from vbrt.cli.machine import add_machine, machine_of
-from vbrt.cli.options import add_command, integration, positive
-from vbrt.cli.screen import complain, console_for_stdout, working
+from vbrt.cli.machine import add_machine, machine_of, sizes_of
+from vbrt.cli.options import add_command, check_config_file, integration, positive, write_config
+from vbrt.cli.screen import complain, console_for_stdout, warnings_as_lines, working
 from vbrt.config import load_config
 from vbrt.config.toml_text import toml_text
-from vbrt.errors import ConfigError, VBError, describe_os_error
+from vbrt.errors import ConfigError
 from vbrt.estimation.task import GOALS
-from vbrt.host.files import write_file
 
 __all__ = ["add"]
 
@@ -43,7 +42,10 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _advise(args: argparse.Namespace) -> int:
-    with working("importing torch and transformers") as say:
+    sizes = sizes_of(args)
+    if args.write is not None:
+        check_config_file(args.write)  # before anything takes time
+    with working("importing torch and transformers") as say, warnings_as_lines():
         huggingface = integration("huggingface")
         from vbrt.estimation.advise import advise
         from vbrt.estimation.rates import data_sheet
@@ -51,9 +53,10 @@ def _advise(args: argparse.Namespace) -> int:
         rates = None if args.rates is None else data_sheet(args.rates)
         say(f"reading {args.model}")
         model = huggingface.meta_model(args.model)
-        machine, _ = machine_of(args, load_config("fp4"))
+        machine, _ = machine_of(sizes, load_config("fp4"))
         say("trying what there is")
-        advice = advise(model, args.goal, machine=machine, rates=rates, batch=args.batch, context=args.context)
+        with huggingface.unadvised():
+            advice = advise(model, args.goal, machine=machine, rates=rates, batch=args.batch, context=args.context)
     if args.json:
         print(json.dumps(advice.to_dict(), indent=2))
     else:
@@ -69,12 +72,5 @@ def _advise(args: argparse.Namespace) -> int:
     if not args.json:
         console.print(f"\n{best.name}: {advice.command(str(args.model))}", soft_wrap=True)
     if args.write is not None:
-        _write(args.write, best.found.config or load_config("dense"))
+        write_config(args.write, toml_text(best.found.config or load_config("dense")))
     return 0
-
-
-def _write(path: Path, config: object) -> None:
-    try:
-        write_file(path, toml_text(config).encode())
-    except OSError as error:
-        raise VBError(f"{path}: cannot be written: {describe_os_error(error)}") from error

@@ -1,6 +1,7 @@
 """`vbrt bench`: what attention kernels, torch.compile and options that save memory do on this machine, measured."""
 
 import argparse
+import contextlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -8,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vbrt.cli.options import add_command, integration, numbers, positive
-from vbrt.cli.pictures import bars, require_matplotlib
-from vbrt.cli.screen import add_row, console_for_stdout, table_of, working
+from vbrt.cli.pictures import bars, check_plot
+from vbrt.cli.screen import add_row, console_for_stdout, table_of, warnings_as_lines, working
+from vbrt.errors import VBError
 from vbrt.residency.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
+_LENGTHS = (256, 1024)  # of attention
 _WHY = 44  # characters of a reason in the table; --json has all
 
 
@@ -44,7 +47,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="(1)")
     parser.add_argument("--context", type=positive, default=256, metavar="N", help="tokens of each (256)")
-    parser.add_argument("--lengths", type=numbers, default=(256, 1024), metavar="N,N", help="of attention (256,1024)")
+    parser.add_argument("--lengths", type=numbers, metavar="N,N", help="of attention (256,1024)")
     parser.add_argument("--heads", type=positive, default=16, metavar="N", help="of attention (16)")
     parser.add_argument("--width", type=positive, default=64, metavar="N", help="of a head (64)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -54,10 +57,21 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--plot", metavar="FILE", type=Path, help="the rows as bars, .svg or .png; needs matplotlib")
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raise VBError for options of another measurement."""
+    if args.what == "attention" and args.model is not None:
+        raise VBError(f"bench attention takes no model; leave {args.model} out, and say --heads and --width")
+    if args.what != "attention" and args.lengths is not None:
+        raise VBError(f"bench {args.what}: --lengths is of attention; expected --context")
+    if 0 in (args.lengths or ()):
+        raise VBError("bench attention: a length of 0; expected 1 token or more")
+
+
 def _bench(args: argparse.Namespace) -> int:
+    _check(args)
     if args.plot is not None:
-        require_matplotlib()
-    with working("importing torch") as say:
+        check_plot(args.plot)
+    with working("importing torch") as say, warnings_as_lines(), _unadvised(args):
         rows = []
         for row in _rows(args):
             say(f"measured {row.case}")
@@ -71,6 +85,10 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
+def _unadvised(args: argparse.Namespace) -> "contextlib.AbstractContextManager[None]":
+    return contextlib.nullcontext() if args.what == "attention" else integration("huggingface").unadvised()
+
+
 def _rows(args: argparse.Namespace) -> "Iterable[Measured]":
     import torch
 
@@ -80,7 +98,7 @@ def _rows(args: argparse.Namespace) -> "Iterable[Measured]":
     dtype = getattr(torch, args.dtype)
     if args.what == "attention":
         sizes = {"batch": args.batch, "heads": args.heads, "width": args.width, "times": args.times}
-        return lessons.attention(args.lengths, dtype=dtype, backward=args.backward, **sizes)
+        return lessons.attention(args.lengths or _LENGTHS, dtype=dtype, backward=args.backward, **sizes)
     if args.what == "compile":
         task = Task("prefill", args.batch, args.context)
         return lessons.compiling(_model(args.model, dtype), task, times=args.times)

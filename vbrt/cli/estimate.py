@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vbrt.cli.machine import add_machine, machine_of
+from vbrt.cli.machine import add_machine, machine_of, sizes_of
 from vbrt.cli.options import add_command, add_config, config_of, integration, number, positive
-from vbrt.cli.pictures import Bars, bars, require_matplotlib
-from vbrt.cli.screen import console_for_stdout, working
+from vbrt.cli.pictures import Bars, bars, check_plot
+from vbrt.cli.screen import complain, console_for_stdout, warnings_as_lines, working
 from vbrt.config import load_config
+from vbrt.errors import NoRoomError, VBError
 
 if TYPE_CHECKING:
     from vbrt.estimation.options import Option
@@ -73,12 +74,22 @@ def task_of(args: argparse.Namespace) -> "Task":
     return Task(args.task, **{name: getattr(args, name) for name in names})
 
 
+def _check_task(args: argparse.Namespace) -> None:
+    """Raise VBError for options that say nothing about the task."""
+    asked = {"--optimizer": args.optimizer != "AdamW", "--checkpointing": args.checkpointing, "--mixed": args.mixed}
+    idle = [flag for flag, given in asked.items() if given and args.task != "train"]
+    if idle:
+        raise VBError(f"{', '.join(idle)} with --task {args.task}: counts in training only; expected --task train")
+
+
 def _estimate(args: argparse.Namespace) -> int:
+    _check_task(args)  # what can be checked comes before the work
+    sizes = sizes_of(args)
     if args.plot is not None:
-        require_matplotlib()  # before the work
+        check_plot(args.plot)
     plain = args.config == "none"
     config = None if plain else config_of(args)
-    with working("importing torch and transformers") as say:
+    with working("importing torch and transformers") as say, warnings_as_lines():
         huggingface = integration("huggingface")
         from vbrt.estimation.estimate import estimate
         from vbrt.estimation.options import with_and_without
@@ -87,11 +98,17 @@ def _estimate(args: argparse.Namespace) -> int:
         model, task = huggingface.meta_model(args.model), task_of(args)
         if task.trains and task.mixed:
             model = model.float()
-        machine, config = machine_of(args, config or load_config("fp4"))
+        machine, config = machine_of(sizes, config or load_config("fp4"))
         config = None if plain else config
         say(f"tracing a {task.kind} of {type(model).__name__}")
-        found = estimate(model, task, config, machine=machine, ranks=args.ranks)
-        options = with_and_without(model, task, config, machine, args.ranks) if args.options else ()
+        try:
+            with huggingface.unadvised():
+                found = estimate(model, task, config, machine=machine, ranks=args.ranks)
+                options = with_and_without(model, task, config, machine, args.ranks) if args.options else ()
+        except NoRoomError as error:
+            say.stop()
+            complain("error", error)
+            return 1
     if args.json:
         known = {"options": [option.to_dict() for option in options]} if options else {}
         print(json.dumps({**found.to_dict(), **known}, indent=2))

@@ -6,7 +6,10 @@ from dataclasses import replace
 from vbrt.config import Machine, VBConfig, load_config, parse_budget
 from vbrt.errors import ConfigError, VBError
 
-__all__ = ["add_machine", "machine_of"]
+__all__ = ["Sizes", "add_machine", "machine_of", "sizes_of"]
+
+Sizes = dict[str, int | None]
+"""flag -> bytes; 0 for "none", None where it was not given."""
 
 
 def add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -18,18 +21,19 @@ def add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return machine
 
 
-def machine_of(args: argparse.Namespace, config: VBConfig) -> tuple[Machine, VBConfig]:
-    """Return the machine that the options say, and the config with an ssd tier if it has a drive.
-
-    Raises VBError: a size that is none.
-    """
-    from vbrt.model.machine import this_machine
-
-    sizes = {
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    """Return the sizes that the options say. Raises VBError: a size that is none."""
+    return {
         flag: _size(getattr(args, flag.lstrip("-").replace("-", "_")), flag)
         for flag in ("--gpu-memory", "--ram", "--ssd")
     }
-    if args.ssd is not None:
+
+
+def machine_of(sizes: Sizes, config: VBConfig) -> tuple[Machine, VBConfig]:
+    """Return the machine that the options say, and the config with an ssd tier if it has a drive."""
+    from vbrt.model.machine import this_machine
+
+    if sizes["--ssd"] is not None:
         path = config.tiers.ssd.path or "~/.cache/vbrt/pages"
         config = load_config(config, tiers={"ssd": {"enabled": True, "path": path}})
     return _machine(this_machine(config), sizes), config
@@ -51,7 +55,7 @@ def _size(text: str | None, flag: str) -> int | None:
     return int(budget.amount)
 
 
-def _machine(machine: Machine, sizes: dict[str, int | None]) -> Machine:
+def _machine(machine: Machine, sizes: Sizes) -> Machine:
     gpu, ram, ssd = sizes["--gpu-memory"], sizes["--ram"], sizes["--ssd"]
     if gpu is not None:
         machine = replace(machine, gpu_total_bytes=gpu or None, gpu_free_bytes=gpu or None)

@@ -2,14 +2,27 @@
 
 import argparse
 import importlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from vbrt.config import VBConfig, assign, load_config, preset_names
-from vbrt.errors import VBError
+from vbrt.errors import VBError, describe_os_error
+from vbrt.host.files import check_writable, write_file
 
-__all__ = ["add_command", "add_config", "config_of", "integration", "number", "numbers", "positive"]
+__all__ = [
+    "add_command",
+    "add_config",
+    "check_config_file",
+    "config_of",
+    "integration",
+    "number",
+    "numbers",
+    "positive",
+    "write_config",
+]
 
 
 def add_command(
@@ -24,6 +37,7 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(command=run)
+    parser._negative_number_matcher = re.compile(r"-\d")  # "-8GiB" is the value of an option, to be refused as such
     return parser
 
 
@@ -46,6 +60,29 @@ def add_config(parser: argparse.ArgumentParser, default: str = "fp4") -> None:
 def config_of(args: argparse.Namespace) -> VBConfig:
     """Return the config that --config and --set name."""
     return assign(load_config(args.config), args.settings)
+
+
+def check_config_file(path: Path) -> None:
+    """Raise VBError: a config cannot be written there."""
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def write_config(path: Path, text: str) -> None:
+    """Write a config as TOML. Raises VBError: it cannot be written."""
+    try:
+        write_file(path, text.encode())
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> VBError:
+    return VBError(
+        f"--write {path}: cannot be written: {describe_os_error(error)}; name a file in a directory that is there and "
+        "can be written"
+    )
 
 
 def positive(text: str) -> int:

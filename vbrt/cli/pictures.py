@@ -4,28 +4,41 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vbrt.errors import VBError
+from vbrt.errors import VBError, describe_os_error
+from vbrt.host.files import check_writable
 
-__all__ = ["bars", "require_matplotlib"]
+__all__ = ["bars", "check_plot"]
 
 Bars = Mapping[str, Mapping[str, float]]
 """label of a bar -> what it is made of -> length."""
 
 
-def require_matplotlib() -> None:
-    """Raise VBError: matplotlib is not there."""
+def check_plot(path: Path) -> None:
+    """Raise VBError: matplotlib is not there, another suffix, or a file that cannot be written."""
+    if path.suffix not in (".svg", ".png"):
+        raise VBError(f"--plot {path}: ends in {path.suffix!r}; expected .svg or .png")
     try:
         import matplotlib  # noqa: F401 - optional
+
+        check_writable(path)
     except ModuleNotFoundError as error:
         raise VBError("--plot needs matplotlib; pip install matplotlib") from error
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> VBError:
+    return VBError(
+        f"--plot {path}: cannot be written: {describe_os_error(error)}; name a file in a directory that is there and "
+        "can be written"
+    )
 
 
 def bars(path: Path, panels: Sequence[tuple[str, Bars]], unit: str) -> None:
     """Draw panels of horizontal bars, each made of parts side by side; write them to `path`, .svg or .png.
 
-    Raises VBError: matplotlib is not there, or the file cannot be written.
+    Raises VBError: the file cannot be written.
     """
-    require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -37,8 +50,8 @@ def bars(path: Path, panels: Sequence[tuple[str, Bars]], unit: str) -> None:
             _panel(axes, title, rows, unit)
         try:
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        except (OSError, ValueError) as error:
-            raise VBError(f"{path}: the plot cannot be written: {error}") from error
+        except OSError as error:
+            raise _unwritable(path, error) from error
 
 
 def _panel(axes: Any, title: str, rows: Bars, unit: str) -> None:

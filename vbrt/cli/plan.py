@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from vbrt.cli.expert_tables import ExpertReport
-from vbrt.cli.machine import add_machine, machine_of
+from vbrt.cli.machine import add_machine, machine_of, sizes_of
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.plan_tables import print_plan
 from vbrt.cli.rank_tables import print_ways, ways_on
-from vbrt.cli.screen import console_for_stdout, working
+from vbrt.cli.screen import complain, console_for_stdout, working
 from vbrt.config import DEFAULT_PRESET, Machine, VBConfig
-from vbrt.errors import ConfigError, VBError
+from vbrt.errors import NoRoomError, VBError
 from vbrt.residency.missed import CPU_GB_PER_S
 from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import Plan
@@ -65,25 +65,28 @@ def add(commands: Any) -> None:
 def _plan(args: argparse.Namespace) -> int:
     config = config_of(args)
     rates = {**LINK_GB_PER_S, **_rate(args.link, "--link"), **_rate(args.drive, "--drive")}
+    host, sizes = _rate(args.host, "--host").get("host"), sizes_of(args)
     with working("importing torch and transformers") as say:
         huggingface = integration("huggingface")
         from vbrt.model.planner import make_plan
 
         say(f"reading {args.model}")
         model = huggingface.meta_model(args.model)
-        machine, config = machine_of(args, config)
+        machine, config = machine_of(sizes, config)
         try:
             plan, refusal = make_plan(model, config, machine), None
-        except ConfigError as error:
+        except NoRoomError as error:
             plan, refusal = _too_large(make_plan, model, config, machine), error
-            if plan is None:
-                raise
+    if plan is None:
+        complain("error", refusal)
+        return 1
     needs = tier_needs(plan, machine)
     experts = ExpertReport.of(plan, rates, args.routing)
     if experts is not None:
-        host = _rate(args.host, "--host").get("host") or _measured_host()
         fetches = any(swap.lossless for swap in plan.routed)
-        experts = replace(experts, miss="fetch" if fetches else config.experts.miss, cpu_gb_per_s=host)
+        experts = replace(
+            experts, miss="fetch" if fetches else config.experts.miss, cpu_gb_per_s=host or _measured_host()
+        )
     ways = None if args.ranks is None else ways_on(args.ranks, plan, rates["cpu"], given=args.link is not None)
     if args.json:
         head = {"model": type(model).__name__, "config": config.to_dict(), "machine": asdict(machine)}
@@ -106,7 +109,7 @@ def _too_large(make_plan: Callable[..., Plan], model: Any, config: VBConfig, mac
     """A plan that does not fit and shows by how much, or None where budgets forbid any."""
     try:
         plan = make_plan(model, config, machine, charge_kept=False)
-    except ConfigError:
+    except NoRoomError:
         return None
     return None if all(need.fits for need in tier_needs(plan, machine)) else plan
 

@@ -4,11 +4,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vbrt.cli.options import add_command, add_config, config_of, integration, positive
+from vbrt.cli.options import add_command, add_config, check_config_file, config_of, integration, positive, write_config
 from vbrt.cli.screen import console_for_stdout, working
 from vbrt.config import VBConfig, parse_weights_budget
 from vbrt.errors import VBError, describe_os_error
-from vbrt.host.files import read_bounded, write_file
+from vbrt.host.files import read_bounded
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,8 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _precision(args: argparse.Namespace) -> int:
     config = config_of(args)
     _budget(args, config)
+    if args.write is not None:
+        check_config_file(args.write)  # before anything takes time
     text = None if args.text is None else _text(args.text)
     with working("importing torch and transformers") as say:
         from vbrt.estimation.precision import choose_precision
@@ -58,10 +60,7 @@ def _precision(args: argparse.Namespace) -> int:
         choice = choose_precision(model, sequences, args.budget, config, method=args.method)
     console_for_stdout().print(str(choice), soft_wrap=True, markup=False)
     if args.write is not None:
-        try:
-            write_file(args.write, choice.to_toml().encode())
-        except OSError as error:
-            raise VBError(f"{args.write}: cannot be written: {describe_os_error(error)}") from error
+        write_config(args.write, choice.to_toml())
     return 0
 
 

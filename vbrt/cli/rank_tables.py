@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from vbrt.cli.screen import add_row, table_of
-from vbrt.errors import VBError
+from vbrt.errors import VBError, describe_os_error
 from vbrt.residency.plan import Plan
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def measure_ranks(console: Console) -> None:
             + (f"{found.link_gb_s:.1f} GB/s each" if found.link_gb_s else "none: no GPU")
         )
         console.print(f"kept in {group_rates_file(count)}", soft_wrap=True)
+    except OSError as error:
+        raise VBError(f"{group_rates_file(count)}: the rates were not kept: {describe_os_error(error)}") from error
     finally:
         dist.destroy_process_group()
 

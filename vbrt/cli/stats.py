@@ -10,7 +10,7 @@ from typing import Any
 from vbrt.cli.options import add_command
 from vbrt.cli.screen import complain, console_for_stdout
 from vbrt.errors import VBError
-from vbrt.host.files import expanded, read_bounded, write_file
+from vbrt.host.files import expanded, home_folder, read_bounded, write_file
 from vbrt.report.stats import Stats
 
 __all__ = ["add", "keep_stats", "stats_path"]
@@ -42,7 +42,7 @@ def stats_path() -> Path:
     """Where the last run's stats are kept: $XDG_STATE_HOME/vbrt/last-stats.json, by default below ~/.local/state."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not base.is_absolute():  # unset, or to be ignored, says the XDG base directory specification
-        base = Path("~/.local/state").expanduser()
+        base = home_folder() / ".local/state"
     return base / "vbrt" / "last-stats.json"
 
 

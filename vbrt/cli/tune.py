@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vbrt.cli.options import add_command, add_config, config_of, integration, number, numbers
 from vbrt.cli.rank_tables import measure_ranks
 from vbrt.cli.screen import add_row, console_for_stdout, table_of, warnings_as_lines, working
-from vbrt.errors import VBError
+from vbrt.errors import VBError, describe_os_error
 
 if TYPE_CHECKING:
     from vbrt.kernels.cuda.e2m1.tuning import Found
@@ -63,6 +63,9 @@ _TUNE_LINE = "{:>14} {:6} {:>6} {:>13} {:>7} {:>13} {:>7} {:>6}"  # 79 columns
 
 def _tune(args: argparse.Namespace) -> int:
     if args.machine:
+        if args.show or args.model is not None:
+            other = "--show" if args.show else args.model
+            raise VBError(f"tune --machine measures this machine and nothing else; leave {other} out")
         return _measure_machine()
     config = config_of(args)
     if args.model is None and not args.show:
@@ -95,16 +98,21 @@ def _measure_machine() -> int:
         measure_ranks(console_for_stdout())
         return 0
     with working("importing torch") as say:
-        from vbrt.estimation.rates import measure_rates, rates_file
+        from vbrt.estimation.rates import keep_rates, measure_rates, rates_file
 
         say("measuring link, memory, products, launches and drive")
-        found = measure_rates()
+        found = measure_rates(keep=False)
     console = console_for_stdout()
-    console.print(f"{found.name}: link {found.link_gb_s:.1f} GB/s, memory {found.memory_gb_s:.0f} GB/s")
+    link = f"link {found.link_gb_s:.1f} GB/s, " if found.link_gb_s else ""
+    console.print(f"{found.name}: {link}memory {found.memory_gb_s:.0f} GB/s")
     console.print(
-        f"products {found.tflops:.2f} TFLOP/s, {found.launch_us:.1f} µs a launch, drive {found.drive_gb_s:.1f} GB/s"
+        f"products {found.tflops:.3g} TFLOP/s, {found.launch_us:.1f} µs a launch, drive {found.drive_gb_s:.1f} GB/s"
     )
     console.print(f"missed experts computed by the CPU: {found.experts_gb_s:.1f} GB/s of their pages")
+    try:
+        keep_rates(found)
+    except OSError as error:
+        raise VBError(f"{rates_file()}: the rates were not kept: {describe_os_error(error)}") from error
     console.print(f"kept in {rates_file()}", soft_wrap=True)
     return 0
 

@@ -7,6 +7,7 @@ kept with the reason (`choices.py`). Nothing is loaded.
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from vbrt.config import Machine, load_config
@@ -14,7 +15,7 @@ from vbrt.errors import ArgumentError
 from vbrt.estimation.candidates import Asked, candidates, nearest
 from vbrt.estimation.choices import Advice
 from vbrt.estimation.estimate import as_task
-from vbrt.estimation.rates import SHEETS, Rates, kept_rates, measure_rates
+from vbrt.estimation.rates import SHEETS, Rates, device_name, kept_rates, measure_rates
 from vbrt.estimation.task import GOALS, Task
 from vbrt.model.machine import this_machine
 
@@ -50,7 +51,7 @@ def advise(
         raise ArgumentError(f"goal = {goal!r}; expected one of {', '.join(map(repr, GOALS))}")
     task = as_task(task or ("train" if goal == "train" else "decode"), sizes)
     machine = machine or this_machine(load_config("fp4"))
-    rates = rates or kept_rates() or measure_rates(keep=False)
+    rates = rates or kept_rates() or _measured(machine)
     _check(machine, rates)
     asked = Asked(model, machine, rates)
     choices = tuple(candidates(asked, task, longest=goal == "longest"))
@@ -58,14 +59,25 @@ def advise(
     return advice if advice.fitting else replace(advice, nearest=nearest(asked, task, lossless=goal == "exact"))
 
 
+def _measured(machine: Machine) -> Rates:
+    """Measure this machine, which takes seconds. Raises ArgumentError: another one, with a GPU, is asked about."""
+    if machine.gpu_total_bytes is not None and not torch.cuda.is_available():
+        raise _no_rates(device_name())
+    return measure_rates(keep=False)
+
+
+def _no_rates(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"a machine with a GPU, and the rates of one without, {name}; name a GPU whose data sheet says how fast it is "
+        f"(--rates): {', '.join(SHEETS)}"
+    )
+
+
 def _check(machine: Machine, rates: Rates) -> None:
     """Raise ArgumentError if the rates are those of a GPU and the machine has none, or the other way round."""
     gpu = machine.gpu_total_bytes is not None
     if gpu and not rates.link_gb_s:
-        raise ArgumentError(
-            f"a machine with a GPU, and the rates of one without, {rates.name}; name a GPU whose data sheet says how "
-            f"fast it is (--rates): {', '.join(SHEETS)}"
-        )
+        raise _no_rates(rates.name)
     if not gpu and rates.link_gb_s:
         raise ArgumentError(
             f"the rates of a GPU, {rates.name}, and a machine without one; say how much memory it has (--gpu-memory "

@@ -262,7 +262,8 @@ def _merits(choice: Choice) -> tuple[float, ...]:
 def _lines(advice: Advice) -> Iterator[str]:
     task, rates = advice.task, advice.rates
     yield f"{advice.model}: {task.kind}, batch {task.batch}, context {task.context}, goal {advice.goal}"
-    link = f"link {rates.link_gb_s:.0f}, memory {rates.memory_gb_s:.0f}, drive {rates.drive_gb_s:.1f} GB/s"
+    link = f"link {rates.link_gb_s:.0f}, " if rates.link_gb_s else ""
+    link += f"memory {rates.memory_gb_s:.0f}, drive {rates.drive_gb_s:.1f} GB/s"
     refused = next((choice.found.refused for choice in advice.choices if choice.found and choice.found.refused), "")
     if refused:
         yield f"NOT TRACED, weights alone are counted: {refused}"

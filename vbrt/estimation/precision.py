@@ -85,6 +85,8 @@ def choose_precision(
     options = _options(model, base)
     if not options:
         raise WrapError(f"{type(model).__name__} has no layer to choose for: no weight is swapped into 4 bits")
+    unmeasured = Precision(base, tuple(options), method, 0, _named(model, base, options))
+    unmeasured.within(room)  # a budget that is too small is refused before anything takes time
     text = None if base.weights.calibrate is None else text_of(model, base)
     lies = next(model.parameters()).device
     with evaluating(model), _placed(model, base, options) as device:

@@ -16,7 +16,17 @@ from vbrt.host.files import cache_folder, read_bounded, write_file
 from vbrt.model.ran import cpu_name
 from vbrt.residency.missed import CPU_GB_PER_S
 
-__all__ = ["SHEETS", "Rates", "data_sheet", "device_name", "kept_rates", "link_gb_s", "measure_rates", "rates_file"]
+__all__ = [
+    "SHEETS",
+    "Rates",
+    "data_sheet",
+    "device_name",
+    "keep_rates",
+    "kept_rates",
+    "link_gb_s",
+    "measure_rates",
+    "rates_file",
+]
 
 _MAX_BYTES = 1 << 16
 _FP8_CAPABILITY = (8, 9)  # the first with products in FP8
@@ -117,9 +127,14 @@ def measure_rates(*, keep: bool = True) -> Rates:
         experts_gb_s(),
     )
     if keep:
-        rates_file().parent.mkdir(parents=True, exist_ok=True)
-        write_file(rates_file(), json.dumps(asdict(found), indent=1).encode())
+        keep_rates(found)
     return found
+
+
+def keep_rates(rates: Rates) -> None:
+    """Keep what was measured for later processes. Raises OSError: it cannot be written."""
+    rates_file().parent.mkdir(parents=True, exist_ok=True)
+    write_file(rates_file(), json.dumps(asdict(rates), indent=1).encode())
 
 
 def device_name() -> str:

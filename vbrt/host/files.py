@@ -46,11 +46,19 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         raise OSError(errno.EINVAL, f"no file can have this name ({error})", repr(os.fspath(path))) from error
 
 
+def home_folder() -> Path:
+    """Return the user's home; /dev/null, below which nothing is read or written, for a user who has none."""
+    try:
+        return Path.home()
+    except RuntimeError:  # no HOME, and a number that is nobody's, as in a container
+        return Path(os.devnull)
+
+
 def cache_folder() -> Path:
     """Return the folder that keeps what vbrt has measured: below $XDG_CACHE_HOME or ~/.cache; it need not exist."""
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not root.is_absolute():  # unset, or to be ignored, says the XDG base directory specification
-        root = Path("~/.cache").expanduser()
+        root = home_folder() / ".cache"
     return root / "vbrt"
 
 
@@ -75,6 +83,14 @@ def open_regular(
         os.close(fd)
         raise
     return fd
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise OSError if a file cannot be written; what is there stays as it is, and nothing new is left behind."""
+    is_new = not os.path.lexists(path)
+    os.close(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    if is_new:
+        os.unlink(path)
 
 
 def read_bounded(path: str | os.PathLike[str], limit_bytes: int) -> bytes:

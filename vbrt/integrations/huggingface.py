@@ -40,9 +40,25 @@ __all__ = [
     "no_dtype",
     "quiet",
     "take_generation_config_",
+    "unadvised",
 ]
 
 _MAX_CONFIG_BYTES = 16 << 20
+_EXPECTED = "a model directory, a GGUF file or, where no weights are needed, a config.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+
+
+@contextlib.contextmanager
+def unadvised() -> Iterator[None]:
+    """Hide what transformers and PEFT say of calls that are not the user's while the block runs."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"(transformers|peft)\.")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 @contextlib.contextmanager
@@ -125,7 +141,9 @@ def _config_file(path: Path) -> Path:
     if not path.exists():
         is_hub_name = not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists()
         hint = f"; to fetch a model of that name: hf download {path} --local-dir {path.name}" if is_hub_name else ""
-        raise VBError(f"{path}: no such file or directory; expected a model directory or a config.json{hint}")
+        raise VBError(f"{path}: no such file or directory; expected {_EXPECTED}{hint}")
+    if path.suffix in _WEIGHTS:
+        raise VBError(f"{path}: a file of weights; expected {_EXPECTED}, e.g. {path.parent}")
     return path
 
 
@@ -137,9 +155,7 @@ def looked_at(path: Path) -> tuple[Path, bool]:
         (path / "config.json" if is_directory else path).exists()  # raises where nobody may look
         return path, is_directory
     except OSError as error:
-        raise VBError(
-            f"{error.filename}: cannot be read: {describe_os_error(error)}; expected a model directory or a config.json"
-        ) from error
+        raise VBError(f"{error.filename}: cannot be read: {describe_os_error(error)}; expected {_EXPECTED}") from error
 
 
 def _config(file: Path) -> PreTrainedConfig:

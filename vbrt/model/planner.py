@@ -13,7 +13,7 @@ from torch import nn
 
 from vbrt.config import FORMATS, Machine, VBConfig, compute_tier, parse_budget, resolve_budgets
 from vbrt.config.tiers import TIERS
-from vbrt.errors import ConfigError, WrapError
+from vbrt.errors import ConfigError, NoRoomError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.experts import join_layouts
 from vbrt.formats.fine import estimate_fine_bytes
@@ -52,7 +52,8 @@ def make_plan(
 
     Raises:
         WrapError: the model is wrapped already.
-        ConfigError: the budgets are impossible for this model or this machine, or what is not swapped does not fit.
+        NoRoomError: the budgets are impossible for this model or this machine, or what is not swapped does not fit.
+        ConfigError: tiers that cannot be together.
     """
     wrapped = [name for name, module in model.named_modules() if isinstance(module, SwappedLayer)]
     if wrapped:
@@ -212,7 +213,7 @@ def _after_wrapping(
         tier = compute_tier(config, machine)
         kept = sum(skip.nbytes for skip in skipped.values())
         if kept > free[tier]:
-            raise ConfigError(_kept_does_not_fit(tier, kept, free[tier], config, skipped))
+            raise NoRoomError(_kept_does_not_fit(tier, kept, free[tier], config, skipped))
         free[tier] -= kept
     return replace(machine, gpu_free_bytes=free["gpu"], cpu_available_bytes=free["cpu"])
 
@@ -251,11 +252,11 @@ def _homes(
     """Return the home of each page; where there is none, the error also names what else takes the memory."""
     try:
         return place(layers, budgets, source=config.source)
-    except ConfigError as error:
+    except NoRoomError as error:
         tier, kept = next(iter(budgets)), sum(skip.nbytes for skip in skipped.values())
         if not kept or getattr(config.tiers, tier).budget != "auto":
             raise
-        raise ConfigError(
+        raise NoRoomError(
             f"{error}. The {tier} also holds kept parameters of {format_bytes(kept)}, which are not "
             f"swapped; the largest are {_largest(skipped)}"
         ) from error

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from vbrt.errors import ConfigError
-from vbrt.host.files import open_regular
+from vbrt.host.files import check_writable
 from vbrt.report.chrome import chrome_trace
 from vbrt.report.html import html_page
 from vbrt.report.timeline import Timeline
@@ -35,7 +35,7 @@ def check_timeline_path(path: str | os.PathLike) -> Path:
     path = Path(path)
     _check_suffix(path)
     try:
-        os.close(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))  # leaves what is there as it is
+        check_writable(path)
     except OSError as error:
         raise _unwritable(path, error) from error
     return path

@@ -12,7 +12,7 @@ from typing import Any
 
 from vbrt.config.formats import FORMATS
 from vbrt.config.tiers import TIERS
-from vbrt.errors import ConfigError
+from vbrt.errors import NoRoomError
 from vbrt.residency.division import spread
 from vbrt.residency.plan_text import plan_lines
 from vbrt.residency.site import WeightSite
@@ -295,7 +295,7 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
         source: what to name in an error: the config's file or preset.
 
     Raises:
-        ConfigError: a tier is smaller than the largest layer that must pass through it, or all of them together
+        NoRoomError: a tier is smaller than the largest layer that must pass through it, or all of them together
             are too small.
     """
     pages = {page.key: page for layer in layers for page in layer}
@@ -371,9 +371,9 @@ def _place(
     return homes
 
 
-def _too_small(sizes: Mapping[str, int], budgets: Mapping[str, int], source: str) -> ConfigError:
+def _too_small(sizes: Mapping[str, int], budgets: Mapping[str, int], source: str) -> NoRoomError:
     have = " + ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in budgets.items())
-    return ConfigError(
+    return NoRoomError(
         f"{source}: the pages take {format_bytes(sum(sizes.values()))}, the tiers hold {have}; raise tiers.*.budget, "
         "enable a further tier (tiers.ssd with a path), or choose a smaller weights.format"
     )
@@ -407,7 +407,7 @@ def _check_passage(
         if budgets[tier] < lease:
             largest = leased_pages(max(layers, key=_lease_bytes))
             token = f", those of the {largest[0].top_k} experts that one token goes to" if largest[0].top_k else ""
-            raise ConfigError(
+            raise NoRoomError(
                 f"{source}: tiers.{tier}.budget = {budgets[tier]} bytes is smaller than the largest "
                 f"layer's pages ({largest[0].key}{token}: {lease} bytes); give it at least that, better "
                 f"three times that, or exclude the layer in weights.exclude"

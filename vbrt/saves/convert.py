@@ -69,6 +69,7 @@ def convert(
     pieces = Pieces(source, model, config)
     files = _divided(list(pieces))
     head = {"vbrt": sys.modules["vbrt"].__version__, "source": _fingerprint(source.path), "config": config.to_dict()}
+    _make(directory)
     head["dtypes"] = sorted({str(parameter.dtype) for parameter in model.parameters()})
     try:
         journal = open_journal(directory, {**head, "files": len(files)}, overwrite=overwrite)
@@ -104,6 +105,16 @@ def _target(directory: Path, source: Source) -> Path:
     if is_own:
         raise CheckpointError(f"{directory}: is what is converted; name another directory")
     return directory
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "a file is there" if directory.is_file() else describe_os_error(error)
+        raise CheckpointError(
+            f"{directory}: cannot be made: {why}; name a new directory, on a drive that can be written"
+        ) from error
 
 
 def _fingerprint(path: Path) -> list[list[Any]]:
