@@ -1,5 +1,6 @@
 """The command line around its commands: version and usage, interrupts, pipes, a command of one file."""
 
+import io
 import json
 import pathlib
 import signal
@@ -185,3 +186,19 @@ def test_rates_that_cannot_be_kept_are_said(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert "a CPU: memory 50 GB/s\nproducts 0.0123 TFLOP/s" in out and "link" not in out
     assert err.startswith(f"vbrt: error: {tmp_path}/vbrt/machine.json: the rates were not kept: ")
+
+
+def test_stdout_that_cannot_take_the_result_is_said(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "stats.json"
+    file.write_text(json.dumps(some_stats().to_dict()))
+    with monkeypatch.context() as patch, open("/dev/full", "w", encoding="utf-8") as full:
+        patch.setattr(sys, "stdout", full)
+        assert cli.main(["stats", str(file)]) == 2
+    assert errors(capsys) == "vbrt: error: stdout: the result cannot be written: the disk is full\n"
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    for stdout in (None, ascii_only):  # closed by `>&-`; LANG=C
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stdout)
+            assert cli.main(["stats", str(file)]) == 0
+    assert b"q_proj ? 3" in ascii_only.buffer.getvalue()
+    assert capsys.readouterr() == ("", "")

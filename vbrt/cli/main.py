@@ -7,16 +7,20 @@ them, after what can be checked without them.
 """
 
 import argparse
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 from vbrt import __version__
 from vbrt.cli.screen import complain
-from vbrt.errors import VBError
+from vbrt.errors import VBError, describe_os_error
 
 __all__ = ["COMMANDS", "main"]
+
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)  # of a stream, where no file is named
 
 #: each is one file of vbrt.cli with a function `add`, which adds the command to the parser
 COMMANDS = (
@@ -56,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from argparse, for --help, --version and wrong usage.
     """
+    _take_any_text()
     argv = sys.argv[1:] if argv is None else argv
     args = _parser(*argv[:1]).parse_args(argv)
     try:
@@ -69,8 +74,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain("interrupted", "")
         return 130
     except BrokenPipeError:  # `vbrt plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails to flush at exit
+        _drop_stdout()
         return 141
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITTEN:
+            raise
+        _drop_stdout()
+        complain("error", f"stdout: the result cannot be written: {describe_os_error(error)}")
+        return 2
+
+
+def _take_any_text() -> None:
+    """Have stdout and stderr take what they cannot encode as "?", and nothing where they are closed."""
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
+def _drop_stdout() -> None:
+    """Let go of what stdout still holds, or the interpreter fails to flush it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser(called: str = "") -> argparse.ArgumentParser:
