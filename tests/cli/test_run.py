@@ -72,6 +72,12 @@ def test_run_from_files_within_a_budget(llama, tmp_path, capsys):
     assert list((tmp_path / "pages").iterdir()) == []
 
 
+def test_text_that_is_not_utf_8_is_refused(llama, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"sea \xff"), "utf-8", "surrogateescape"))
+    assert cli.main(["run", str(llama), "-", "--config", "dense"]) == 2
+    assert "vbrt: error: user: not UTF-8 at character 4; expected text in UTF-8" in capsys.readouterr().err
+
+
 def test_run_reads_the_prompt_from_stdin(llama, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the sky\n"))
     assert cli.main(["run", str(llama), "-", "--max-new-tokens", "1", "--json"]) == 0

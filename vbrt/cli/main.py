@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _take_any_text() -> None:
-    """Have stdout and stderr take what they cannot encode as "?", and nothing where they are closed."""
+    """Have stdout and stderr take what they cannot encode as "?"; streams that are closed give and take nothing."""
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):

@@ -8,6 +8,7 @@ far is continued. Importing this module imports transformers, which vbrt does no
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -125,9 +126,11 @@ class Conversation:
         """Say something; return the model's reply. Both become turns; an exception leaves the turns as they were.
 
         Raises:
-            VBError: no tokens, or tokens that the model does not know; the chat template does not take the turns.
+            VBError: no text; no tokens, or tokens that the model does not know; the chat template does not take the
+                turns.
         """
         turns = [*self.turns, {"role": "user", "content": text}]
+        _check_texts(turns)
         inputs = self._inputs(turns)
         listener = listener or _Silence()
         stop = _Stop(listener)
@@ -175,3 +178,12 @@ class Conversation:
                 f"the model's chat template does not take these turns: {str(error) or type(error).__name__}; "
                 "--raw continues the text as it is"
             ) from error
+
+
+def _check_texts(turns: Sequence[Mapping[str, str]]) -> None:
+    """Raise VBError for bytes that were no UTF-8, which tokenizers do not take: Python reads them as half characters."""
+    for turn in turns:
+        try:
+            turn["content"].encode()
+        except UnicodeEncodeError as error:
+            raise VBError(f"{turn['role']}: not UTF-8 at character {error.start}; expected text in UTF-8") from error
