@@ -181,7 +181,7 @@ class Conversation:
 
 
 def _check_texts(turns: Sequence[Mapping[str, str]]) -> None:
-    """Raise VBError for bytes that were no UTF-8, which tokenizers do not take: Python reads them as half characters."""
+    """Raise VBError for text that was not UTF-8: Python holds it as half characters, which tokenizers do not take."""
     for turn in turns:
         try:
             turn["content"].encode()
