@@ -104,6 +104,12 @@ def test_planned_pages_are_the_pages_that_are_made(format):
     assert vb.stats().tiers["cpu"].held_bytes == vb.plan.home_bytes("cpu") == vb.plan.page_bytes
 
 
+def test_a_plan_takes_what_wrap_takes():
+    assert vbrt.make_plan(mlp(), "dense").swaps == vbrt.make_plan(mlp(), load_config("dense")).swaps
+    with pytest.raises(ConfigError, match='did you mean "exact"'):
+        vbrt.make_plan(mlp(), "exat")
+
+
 def test_the_plan_of_a_fine_plane_is_an_upper_estimate():
     vb = wrap(llama(dtype=torch.bfloat16), "exact").materialize()
     planned = {page.key: page.nbytes for swap in vb.plan.swaps for page in swap.pages}

@@ -3,15 +3,17 @@
 Works on real models and on models built under `torch.device("meta")`, so that a plan needs no weights.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
-from vbrt.config import FORMATS, Machine, VBConfig, compute_tier, parse_budget, resolve_budgets
+from vbrt.config import FORMATS, Machine, VBConfig, compute_tier, load_config, parse_budget, resolve_budgets
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError, NoRoomError, WrapError
 from vbrt.formats import get_format
@@ -34,7 +36,7 @@ _KEPT_SHARE = 10  # kept parameters of at least a tenth of the model are worth a
 
 def make_plan(
     model: nn.Module,
-    config: VBConfig,
+    config: VBConfig | Mapping[str, Any] | str | os.PathLike[str],
     machine: Machine | None = None,
     *,
     charge_kept: bool = True,
@@ -44,6 +46,7 @@ def make_plan(
     """Return the plan for a model under a config on a machine (default: this one).
 
     Args:
+        config: as for `vbrt.wrap`.
         machine: its memory and room on disk.
         charge_kept: take what is not swapped off the memory that "auto" budgets share out. False shows by how much a
             model is too large.
@@ -55,6 +58,7 @@ def make_plan(
         NoRoomError: the budgets are impossible for this model or this machine, or what is not swapped does not fit.
         ConfigError: tiers that cannot be together.
     """
+    config = load_config(config)
     wrapped = [name for name, module in model.named_modules() if isinstance(module, SwappedLayer)]
     if wrapped:
         raise WrapError(f"{wrapped[0] or ROOT} is a VB layer already: this model is wrapped; unwrap() it first")
