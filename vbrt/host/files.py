@@ -15,7 +15,9 @@ from pathlib import Path
 
 __all__ = [
     "cache_folder",
+    "check_writable",
     "expanded",
+    "home_folder",
     "open_regular",
     "read_bounded",
     "read_into",
