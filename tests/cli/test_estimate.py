@@ -36,5 +36,5 @@ def test_where_memory_goes_is_a_picture(config_json, tmp_path):
     drawn = (tmp_path / "where.svg").read_text()
     for said in ("prompt", "KV cache", "not swapped", "flash attention: without"):
         assert f">{said}<" in drawn, said
-    with pytest.raises(VBError, match="where.svg: cannot be written"):
+    with pytest.raises(VBError, match="cannot be written"):
         bars(tmp_path / "no" / "where.svg", [("", {"a": {"b": 1.0}})], "GiB")
