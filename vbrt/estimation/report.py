@@ -11,7 +11,7 @@ from vbrt.residency.needs import machine_bytes
 from vbrt.residency.plan import Plan
 from vbrt.residency.sizes import format_bytes
 
-__all__ = ["Estimate", "Row"]
+__all__ = ["Estimate", "Row", "records"]
 
 _BAR = 40
 #: what bars are made of, in their order
@@ -26,6 +26,13 @@ _SHADES = {
 }
 #: what is in a device's memory and in no figure of torch's allocator
 _CONTEXT = "CUDA's context and loaded kernels, 0.4 to 0.6 GiB, come on top; torch's allocator does not count them"
+
+
+def records(task: Task, plan: Plan | None, tier: str) -> bool:
+    """True if `generate` records steps: of wrapped models on a GPU; on a CPU of those whose weights lose bits."""
+    if task.kind != "decode" or plan is None:
+        return False
+    return tier == "gpu" or not all(swap.lossless for swap in plan.swaps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +89,8 @@ class Estimate:
 
     @property
     def recorded(self) -> bool:
-        """True if `generate` records steps: of wrapped models on a GPU; on a CPU of those whose weights lose bits."""
-        plan = self.plan if self.task.kind == "decode" else None
-        return plan is not None and (self.compute_tier == "gpu" or not all(swap.lossless for swap in plan.swaps))
+        """True if `generate` records steps."""
+        return records(self.task, self.plan, self.compute_tier)
 
     @property
     def again_bytes(self) -> int:

@@ -84,7 +84,8 @@ def _grown(traced: Trace, task: Task, *, by_blocks: bool) -> Trace:
     tokens = -(-tokens // _BLOCK) * _BLOCK if by_blocks else tokens
     further = traced.growth * max(0, tokens - task.context - 2)
     steps = {phase: n + further * phase.startswith("step") for phase, n in traced.peaks.items()}
-    rows = dict(traced.rows) | {"KV cache": traced.rows["KV cache"] + further}
+    once = traced.rows["KV cache"]
+    rows = dict(traced.rows) | {"KV cache": once + further, "prompt's cache": once - 2 * traced.growth}
     return replace(traced, peaks=steps, rows=rows)
 
 
