@@ -214,8 +214,8 @@ def test_predicted_times_hold_against_every_committed_one():
     assert not [row for row in far if row.bound == "link"]
 
 
-#: measured cases that no estimate holds against yet: recorded steps of these take 20 to 90 MB more than is counted, T5's
-#: products in 4 bits less, and experts that pass through fill no budget that is larger than they need
+#: measured cases that no estimate holds against yet: recorded steps of these take 20 to 90 MB more than is counted,
+#: T5's products in 4 bits less, and experts that pass through fill no budget that is larger than they need
 FAR = {
     "Llama 1B, decode, 1 × 1024, fp4, gpu 300MiB",
     "GPT-2 large, decode, 8 × 512, fp4",
