@@ -206,28 +206,41 @@ def largest(options: argparse.Namespace) -> None:
 
 
 def bits(options: argparse.Namespace) -> None:
-    """Train the same model both ways, step by step: with weights of blocks updated by torch on the CPU, and in the
-    tiers. It ends early when its time is over."""
+    """Train the same model step by step, twice with weights of blocks updated by torch on the CPU, and in the tiers. It
+    ends when its time is over, or where losses differ, and names weights that do."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.enable_cudnn_sdp(False)  # whose backward pass is not deterministic
     shape, start = SHAPES[options.shape], time.perf_counter()
-    resident = _Resident(made(shape, recompute=True))
+    resident, again = (_Resident(made(shape, recompute=True)) for _ in range(2))
     vb = wrapped(made(shape, recompute=False), activations=options.activations, **options.training)
-    ways = {"resident": resident.trained, "full": lambda ids: trained(vb, ids)}
+    ways = {"resident": resident.trained, "resident again": again.trained, "full": lambda ids: trained(vb, ids)}
     losses: dict[str, list[float]] = {way: [] for way in ways}
     for seed in range(options.steps):
         ids = batch(shape, options.tokens, min(CONTEXT, options.tokens), seed)
         for way, step in ways.items():
             losses[way].append(step(ids).item())
-        told({"steps": seed + 1, "loss": losses["full"][-1], "as_resident": losses["resident"][-1]})
-        if losses["full"][-1] != losses["resident"][-1] or time.perf_counter() - start > options.seconds:
+        told({"steps": seed + 1, **{way: found[-1] for way, found in losses.items()}})
+        if len({found[-1] for found in losses.values()}) > 1 or time.perf_counter() - start > options.seconds:
             break
-    digests = {"resident": _digest(resident.model.state_dict()), "full": _digest(vb.state_dict())}
-    found = {way: {"losses": losses[way], "digest": digests[way]} for way in ways}
-    equal = found["resident"] == found["full"]
-    seconds = round(time.perf_counter() - start, 1)
-    made_of = {"steps": len(losses["full"]), "parameters": shape.parameters, "tokens": options.tokens}
-    told({**found, **made_of, "seconds": seconds, "equal": equal})
+    states = {"resident": resident.model, "resident again": again.model, "full": vb}
+    digests = {way: _digests(model.state_dict()) for way, model in states.items()}
+    other = {
+        way: [name for name, digest in digests["resident"].items() if found[name] != digest]
+        for way, found in digests.items()
+    }
+    equal = {way: found == losses["resident"] and not other[way] for way, found in losses.items()}
+    told(
+        {
+            "full": {"losses": losses["full"]},
+            "steps": len(losses["full"]),
+            "parameters": shape.parameters,
+            "tokens": options.tokens,
+            "seconds": round(time.perf_counter() - start, 1),
+            "equal": equal["full"],
+            "resident_equals_itself": equal["resident again"],  # if not, it is the GPU's kernels that differ
+            "other": {way: names[:8] for way, names in other.items() if names},
+        }
+    )
 
 
 class _Resident:
@@ -266,11 +279,11 @@ def _host(tensor: Tensor, *, pinned: bool) -> Tensor:
     return out.copy_(tensor.detach())
 
 
-def _digest(state: dict[str, Tensor]) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    for name in sorted(state):
-        found.update(state[name].detach().float().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+def _digests(state: dict[str, Tensor]) -> dict[str, str]:
+    return {
+        name: hashlib.blake2b(tensor.detach().float().cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+        for name, tensor in state.items()
+    }
 
 
 RUNS = {"steps": steps_of, "large": large, "largest": largest, "bits": bits}
