@@ -1,6 +1,7 @@
 """What the site of mkdocs.yml has beside the files in docs/: the help of every command, the messages of all errors."""
 
 import argparse
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ def commands_help() -> str:
     parser = argparse.ArgumentParser(prog="vbrt")
     commands = parser.add_subparsers()
     for command in COMMANDS:
-        command.add(commands)
+        importlib.import_module(f"vbrt.cli.{command}").add(commands)
     return "\n\n".join(_section(name, command) for name, command in sorted(commands.choices.items()))
 
 
