@@ -383,7 +383,7 @@ def main() -> None:
     args = parser.parse_args()
     start, known = time.monotonic(), {case.name: case for case in cases(args.layers)}
     wanted = [case for case in known.values() if args.cases is None or case.name in args.cases]
-    rates = measure_rates(keep=False) if args.ask is None else _H200
+    rates = measure_rates() if args.ask is None else _H200
     print(f"{rates}, in {time.monotonic() - start:.1f} s")
     if args.run is None:
         settings = [setting for case in wanted for setting in settings_of(case, rates)]

@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=_RESULTS)
     args = parser.parse_args()
     known = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
-    rates = measure_rates(keep=False) if args.rates or "rates" not in known else Rates(**known["rates"])
+    rates = measure_rates() if args.rates or "rates" not in known else Rates(**known["rates"])
     start, found = time.perf_counter(), []
     try:
         found.extend(rows(args.files, args.shape, args.only))

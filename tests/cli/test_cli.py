@@ -181,7 +181,7 @@ def test_rates_that_cannot_be_kept_are_said(tmp_path, monkeypatch, capsys):
     (tmp_path / "vbrt").write_text("a file in the way of the folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = rates.Rates("a CPU", 0.0, 50.0, 0.0123, source="measured here")
-    monkeypatch.setattr(rates, "measure_rates", lambda keep: found)
+    monkeypatch.setattr(rates, "measure_rates", lambda: found)
     assert cli.main(["tune", "--machine"]) == 2
     out, err = capsys.readouterr()
     assert "a CPU: memory 50 GB/s\nproducts 0.0123 TFLOP/s" in out and "link" not in out

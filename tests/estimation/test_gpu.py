@@ -33,7 +33,7 @@ def llama(device: str = "cuda") -> nn.Module:
 
 @pytest.fixture(scope="module")
 def rates() -> vbrt.Rates:
-    return measure_rates(keep=False)
+    return measure_rates()
 
 
 @pytest.fixture

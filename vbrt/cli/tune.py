@@ -101,7 +101,7 @@ def _measure_machine() -> int:
         from vbrt.estimation.rates import keep_rates, measure_rates, rates_file
 
         say("measuring link, memory, products, launches and drive")
-        found = measure_rates(keep=False)
+        found = measure_rates()
     console = console_for_stdout()
     link = f"link {found.link_gb_s:.1f} GB/s, " if found.link_gb_s else ""
     console.print(f"{found.name}: {link}memory {found.memory_gb_s:.0f} GB/s")

@@ -63,7 +63,7 @@ def _measured(machine: Machine) -> Rates:
     """Measure this machine, which takes seconds. Raises ArgumentError: another one, with a GPU, is asked about."""
     if machine.gpu_total_bytes is not None and not torch.cuda.is_available():
         raise _no_rates(device_name())
-    return measure_rates(keep=False)
+    return measure_rates()
 
 
 def _no_rates(name: str) -> ArgumentError:

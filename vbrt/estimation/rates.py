@@ -94,7 +94,7 @@ def data_sheet(name: str) -> Rates:
 
 
 def rates_file() -> Path:
-    """Return the file that keeps what `measure_rates` found; it need not exist."""
+    """Return the file that keeps the rates of this machine; it need not exist."""
     return cache_folder() / "machine.json"
 
 
@@ -107,14 +107,11 @@ def kept_rates() -> Rates | None:
     return found if found.name == device_name() else None
 
 
-def measure_rates(*, keep: bool = True) -> Rates:
-    """Measure this machine, in some seconds; keep the result for later processes.
-
-    Raises OSError: the result cannot be kept.
-    """
+def measure_rates() -> Rates:
+    """Measure this machine, in some seconds; `vbrt tune --machine` also keeps the result for later processes."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
-    found = Rates(
+    return Rates(
         device_name(),
         link_gb_s() if gpu else 0.0,
         _memory_gb_s(device),
@@ -127,9 +124,6 @@ def measure_rates(*, keep: bool = True) -> Rates:
         _host_gb_s(),
         experts_gb_s(),
     )
-    if keep:
-        keep_rates(found)
-    return found
 
 
 def keep_rates(rates: Rates) -> None:
