@@ -27,7 +27,9 @@ CPU = torch.device("cpu")
 
 
 class WatchedTier(MemoryTier):
-    """Notes each moment at which the buffers that are really alive exceed the budget."""
+    """Notes each reservation at which the buffers that are really alive are not those that are counted, and each one
+    that is granted beyond the budget. One that is refused may find more held than a budget that was lowered while pages
+    were leased or copied: their room goes when that ends."""
 
     def __init__(self, name: str, units: int) -> None:
         super().__init__(name, CPU, units * UNIT)
@@ -42,7 +44,8 @@ class WatchedTier(MemoryTier):
     def reserve(self, nbytes, **options):
         buffer = super().reserve(nbytes, **options)
         alive = sum(b.nbytes for b in self.alive)
-        if not alive == self.held_bytes <= self.peak_bytes <= self.capacity_bytes:
+        most = self.held_bytes if buffer is None else self.capacity_bytes
+        if not alive == self.held_bytes <= min(most, self.peak_bytes):
             self.violations.append(f"alive {alive}, held {self.held_bytes}, peak {self.peak_bytes}")
         return buffer
 

@@ -1,6 +1,7 @@
 """Pages that live in a tier: room for them, their owners, and their homes when budgets change."""
 
 import os
+import threading
 
 import pytest
 
@@ -356,3 +357,30 @@ def test_a_page_that_a_lower_budget_evicts_while_a_lease_waits_for_it_gets_room(
     within(10, lambda: use(stack, "d"))
     run(stack, [("a",), ("b",), ("c",)])
     assert_at_rest(stack)
+
+
+def test_a_lower_budget_is_kept_once_set_budget_returns_although_a_page_was_on_its_way(tmp_path, monkeypatch):
+    stack, policy, ssd = scripted(tmp_path, 6, {"a": 1, "b": 2, "c": 3})
+    level, resized = stack.levels[0], threading.Event()
+    ssd.close_gate("c")
+    policy.script = ["b", "c"]
+    use(stack, "a")
+    assert ssd.began["c"].wait(30)  # a worker has the room of c and waits for its bytes
+    resize = level.resize
+
+    def lower(nbytes):
+        resize(nbytes)
+        resized.set()
+
+    monkeypatch.setattr(level, "resize", lower)
+    with in_background(lambda: stack.set_budget("cpu", 2 * UNIT)) as lowering:
+        assert resized.wait(30)
+        with stack.guard.lock:
+            assert level.tier.held_bytes > level.tier.capacity_bytes
+            assert level.tier.reserve(UNIT) is None
+        assert lowering.is_alive()
+        ssd.gates["c"].set()
+    assert level.tier.held_bytes <= level.tier.peak_bytes <= 2 * UNIT
+    run(stack, [("a",), ("b",)])
+    assert_at_rest(stack)
+    stack.close()

@@ -170,10 +170,20 @@ class Homes:
                 ledger.begin()
                 level.resize(nbytes)
                 level.tier.trim(nbytes)
-                level.tier.peak_bytes = level.tier.held_bytes
                 self._guard.deciding = False
                 self._guard.ring()
+            self._settle(level)
             self._rehome_on_top()
+
+    def _settle(self, level: Level) -> None:
+        """Wait until copies that were under way have left the room that a lowered budget takes; begin a new peak."""
+        while True:
+            with self._guard.entered:
+                if not level.exceeds_until_copied():
+                    level.tier.peak_bytes = level.tier.held_bytes
+                    return
+                bell = self._guard.listen()
+            bell.acquire(timeout=LOOK_SECONDS)
 
     def rehome(self, homes: Mapping[str, str]) -> None:
         """Give pages other homes; see TierStack.rehome."""
