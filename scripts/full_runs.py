@@ -208,8 +208,8 @@ def largest(options: argparse.Namespace) -> None:
 def bits(options: argparse.Namespace) -> None:
     """Train the same model step by step, twice with weights of blocks updated by torch on the CPU, and in the tiers. It
     ends when its time is over, or where losses differ, and names weights that do."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # whose backward pass is not deterministic
+    torch.use_deterministic_algorithms(True)  # with warn_only, attention's backward pass would not be deterministic
+    torch.backends.cuda.enable_cudnn_sdp(False)  # whose backward pass is not either
     shape, start = SHAPES[options.shape], time.perf_counter()
     resident, again = (_Resident(made(shape, recompute=True)) for _ in range(2))
     vb = wrapped(made(shape, recompute=False), activations=options.activations, **options.training)
