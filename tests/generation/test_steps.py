@@ -13,6 +13,7 @@ from tests import models
 from tests.generation.families import FAMILIES, MASK, PROMPT, generated, tiny
 from tests.matrix import matrix
 from vbrt.generation.recording import Counted
+from vbrt.generation.static_cache import Room
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore:vbrt.wrap"), pytest.mark.usefixtures("tapes")]
@@ -119,6 +120,50 @@ def test_a_cache_that_the_caller_keeps_is_transformers_own_and_goes_on():
         again = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
         turns.append((first.sequences.tolist(), again.tolist()))
     assert turns[0] == turns[1]
+
+
+def test_a_further_call_computes_its_prompt_where_recordings_attend_to_it(monkeypatch):
+    """There is one cache then, not two; one that the caller keeps after its prompt has memory of its own."""
+    vb, plain, taken = wrapped(), tiny("llama"), []
+    take = Room.take
+    monkeypatch.setattr(Room, "take", lambda room, *held: taken.append(take(room, *held)) or taken[-1])
+    same(vb, plain)
+    assert not taken
+    for model in (vb, plain):
+        kept = generated(model, max_new_tokens=1).past_key_values
+        held = [layer.keys.clone() for layer in kept.layers]
+        again = model.generate(PROMPT.flip(1), max_new_tokens=5, do_sample=False, pad_token_id=0)
+        assert all(torch.equal(layer.keys, keys) for layer, keys in zip(kept.layers, held, strict=True))
+    same(vb, plain)
+    assert len(taken) == 3 * len(kept.layers) and None not in taken
+    assert torch.equal(vb.generate(PROMPT.flip(1), max_new_tokens=5, do_sample=False, pad_token_id=0), again)
+    same(vb, plain, num_beams=3)  # another form: its memory is another
+    assert None in taken
+    vb.generate(PROMPT[1:].repeat(1, 12), max_new_tokens=2)  # longer than what there is
+    same(vb, plain)
+
+
+def test_two_caches_in_one_call_do_not_share_memory():
+    """A processor that decodes beside the call, on a cache of the same form."""
+    found = []
+    for model in (tiny("llama"), wrapped()):
+        target = getattr(model, "model", model) if isinstance(model, vbrt.VBModelWrapper) else model
+        for _ in range(2):
+            beside = Beside(target)
+            found.append(generated(model, logits_processor=[beside]).sequences.tolist())
+            beside.cache = None
+    assert found[2:] == found[:2]
+
+
+class Beside(transformers.LogitsProcessor):
+    """Subtracts what a model says of another prompt, followed by the same tokens."""
+
+    def __init__(self, model) -> None:
+        self.model, self.cache = model, transformers.DynamicCache(config=model.config)
+
+    def __call__(self, ids, scores):
+        new = PROMPT.flip(1) if self.cache.get_seq_length() == 0 else ids[:, -1:]
+        return 2 * scores - self.model(input_ids=new, past_key_values=self.cache).logits[:, -1]
 
 
 def test_assisted_decoding_records_what_the_assistant_does():

@@ -112,7 +112,7 @@ class Asked:
         plan = None if config is None else make_plan(bare, config, much, charge_kept=False)
         found = self._found(bare, way.task, config, plan)
         counted = [row for row in found.rows if row.tier == found.compute_tier and row.source == "counted"]
-        steady = sum(row.nbytes for row in counted if row.name not in ("workspace", "prompt's cache"))
+        steady = sum(row.nbytes for row in counted if row.name != "workspace")
         workspaces = max(held.get("workspace", 0) for held in found.parts.values())
         passing = found.again_bytes - steady - workspaces  # what comes and goes leaves scraps
         pages = sum(row.nbytes for row in counted if row.name == "pages")

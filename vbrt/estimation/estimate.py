@@ -15,7 +15,7 @@ from vbrt.errors import ArgumentError, ConfigError, WrapError
 from vbrt.estimation.activations import asked_of
 from vbrt.estimation.blocks import meta_copy
 from vbrt.estimation.report import Estimate, Row
-from vbrt.estimation.rows import more_parts, parts, stages, step_rows, swapped_parameters, weight_rows
+from vbrt.estimation.rows import parts, stages, step_rows, swapped_parameters, weight_rows, workspace_bytes
 from vbrt.estimation.split import part_of, rank_of
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace
@@ -98,14 +98,13 @@ def estimate_of(
     weights = weight_rows(bare, plan, machine, tier)
     steady = {row.name: row.nbytes for row in weights if row.tier == tier}
     made = {stage: {**steady, **parts(traced, stage)} for stage in stages(traced)}
-    more = {stage: more_parts(task, plan, tier, stage, traced) for stage in made}
-    made = {stage: held | more[stage] for stage, held in made.items()}
+    for stage, held in made.items():
+        held["workspace"] = workspace_bytes(task, plan, tier, stage)
     moments = tuple((stage, sum(held.values())) for stage, held in made.items())
     largest = max(moments, key=lambda moment: moment[1])[0]
-    rows = [*weights, *step_rows(traced, task, tier, largest)]
-    notes = {"workspace": "of cuBLAS", "prompt's cache": "until the first recorded step has copied it"}
-    rows += [Row(name, tier, nbytes, "counted", notes[name]) for name, nbytes in more[largest].items()]
-    rest = (traced.refused, made, traced.work)
+    workspace = Row("workspace", tier, made[largest]["workspace"], "counted", "of cuBLAS")
+    rows = [*weights, *step_rows(traced, task, tier, largest), workspace]
+    rest = (traced.refused, made, traced.work, traced.rows.get("prompt in place", 0))
     return Estimate(type(bare).__name__, task, config, machine, tier, tuple(rows), moments, plan, *rest)
 
 

@@ -60,6 +60,7 @@ class Estimate:
         refused: why nothing could be traced, so that weights and pages alone are counted; "": everything is.
         parts: of each stage, what its largest moment is made of: rows that are always there, what lasts, temporaries.
         work: what runs in a step of the plain model, as `Meter.work` has it.
+        in_place_bytes: of the prompt's KV cache, what further calls of `generate` compute where recorded steps have it.
     """
 
     model: str
@@ -73,6 +74,7 @@ class Estimate:
     refused: str = ""
     parts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     work: Mapping[str, int] = field(default_factory=dict)
+    in_place_bytes: int = 0
 
     @property
     def tiers(self) -> dict[str, int]:
@@ -101,7 +103,7 @@ class Estimate:
         moments, prompt, step = dict(self.moments), self.parts["prompt"], self.parts["step"]
         pool = step["temporaries"] + step.get("restored weight", 0)
         workspace = step.get("workspace", 0) - prompt.get("workspace", 0)
-        again = moments["prompt"] + workspace + step["KV cache"] + pool
+        again = moments["prompt"] - self.in_place_bytes + workspace + step["KV cache"] + pool
         return max(self.peak_bytes, again, moments["step"] + pool)
 
     @property

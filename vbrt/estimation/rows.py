@@ -12,7 +12,7 @@ from vbrt.estimation.trace import Trace
 from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import Plan
 
-__all__ = ["more_parts", "parts", "stages", "step_rows", "swapped_parameters", "weight_rows"]
+__all__ = ["parts", "stages", "step_rows", "swapped_parameters", "weight_rows", "workspace_bytes"]
 
 _WORKSPACE = 32 << 20  # of cuBLAS for a thread and a stream, on sm_90: ATen/cuda/CUDABlas.cpp
 #: what of all that lasts is there in a stage
@@ -66,13 +66,11 @@ def _page_rows(plan: Plan, machine: Machine) -> Iterator[Row]:
             yield Row("pages", need.tier, held, "counted", share + (", others pass through" if passing else ""))
 
 
-def more_parts(task: Task, plan: Plan | None, tier: str, stage: str, traced: Trace) -> dict[str, int]:
-    """Return what a stage has beside what was traced: cuBLAS's workspaces on a GPU, one, one of the thread of backward
-    passes, and one of recorded steps, which the first prompt comes before; and the prompt's own cache, which is there
-    until the first recorded step has copied it."""
+def workspace_bytes(task: Task, plan: Plan | None, tier: str, stage: str) -> int:
+    """Return the bytes of cuBLAS's workspaces on a GPU: one, one of the thread of backward passes, and one of recorded
+    steps, which the first prompt comes before."""
     recorded = records(task, plan, tier) and stage == "step"
-    found = {"workspace": _WORKSPACE * (1 + task.trains + recorded)} if tier == "gpu" else {}
-    return found | ({"prompt's cache": traced.rows.get("prompt's cache", 0)} if recorded else {})
+    return _WORKSPACE * (1 + task.trains + recorded) if tier == "gpu" else 0
 
 
 def step_rows(traced: Trace, task: Task, tier: str, stage: str) -> list[Row]:

@@ -162,6 +162,7 @@ class _Run:
             self._name(outputs, "outputs")
             cache = self._cache(outputs)
             rows = {"outputs": self.meter.live["outputs"], "KV cache": self.meter.live["KV cache"]}
+            rows["prompt in place"] = _filled_bytes(cache)
             growth = 0
             if self.task.kind == "decode" and cache is not None:
                 del outputs
@@ -265,6 +266,12 @@ class _Run:
 
 def _kwargs(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _filled_bytes(cache: Any) -> int:
+    """Return the bytes of a prompt that further calls of `generate` compute where recorded steps attend to them."""
+    layers = [layer for layer in getattr(cache, "layers", ()) if type(layer).__name__ == "DynamicLayer"]
+    return sum(_held_bytes(layer) for layer in layers)
 
 
 def _held_bytes(cache: Any) -> int:

@@ -85,7 +85,7 @@ def _grown(traced: Trace, task: Task, *, by_blocks: bool) -> Trace:
     further = traced.growth * max(0, tokens - task.context - 2)
     steps = {phase: n + further * phase.startswith("step") for phase, n in traced.peaks.items()}
     once = traced.rows["KV cache"]
-    rows = dict(traced.rows) | {"KV cache": once + further, "prompt's cache": once - 2 * traced.growth}
+    rows = dict(traced.rows) | {"KV cache": once + further}
     return replace(traced, peaks=steps, rows=rows)
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "OWN",
     "NotRecordable",
     "cache_form",
+    "fills",
     "grows",
     "is_empty",
     "layers_of",
@@ -78,6 +79,13 @@ def grows(cache: Any, layer: Any) -> bool:
     """True for keys and values that a step appends to: not those of cross attention, and of layers that began."""
     crossing = _is_pair(cache) and any(layer is other for other in cache.cross_attention_cache.layers)
     return not crossing and _plain(layer) in _known_kinds()[0] and not is_empty(layer)
+
+
+def fills(layer: Any) -> bool:
+    """True for a layer that holds nothing yet, and will append all keys and values of a prompt."""
+    from transformers import cache_utils
+
+    return type(layer) is cache_utils.DynamicLayer and is_empty(layer)
 
 
 def why_not(cache: Any) -> str:

@@ -15,6 +15,7 @@ the new token is written at `statics.position`, which the device reads, and mode
 | keys and values that grow (full attention, sliding windows, chunks) | a part of a longer tensor, see `Growing` |
 | states of one size (linear attention, convolutions, cross attention) | copies at fixed addresses, see `Fixed` |
 | layers that hold nothing (shared keys and values) | stay, and refuse to begin (`Idle`) |
+| layers before the prompt, where memory is left from an earlier call | compute it there (`Filling`) |
 
 A layer changes class in place, to one made of a mixin and its own class. What it does not know how to do (cropping,
 repeating rows) it does as a plain layer, which it becomes first.
@@ -23,7 +24,7 @@ repeating rows) it does as a plain layer, which it becomes first.
 import contextlib
 import functools
 from abc import ABC, ABCMeta
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor
 from vbrt.generation.caches import (
     OWN,
     NotRecordable,
+    fills,
     grows,
     is_empty,
     layers_of,
@@ -44,7 +46,7 @@ from vbrt.generation.caches import (
 )
 from vbrt.generation.spans import Span, span_of
 
-__all__ = ["Fixed", "Growing", "Room", "Statics", "is_entered", "leave"]
+__all__ = ["Fixed", "Growing", "Room", "Statics", "is_entered", "leave", "offer", "own", "withdraw"]
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
@@ -159,6 +161,26 @@ class Growing(_Static):
             linear_layer().reorder_cache(self, beam_idx)
 
 
+class Filling(ABC):
+    """A layer that holds nothing yet, of a cache whose prompt comes: a mixin before DynamicLayer.
+
+    Its first tokens are written where recorded steps of an earlier call attend to them, so that there is one cache, not
+    two. From then on it is the plain layer that it was, whose tensors are parts of that memory.
+    """
+
+    _vb_plain: type
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hold the first tokens; return them, as contiguous as a plain layer does."""
+        self.__class__, rooms = self._vb_plain, self.__dict__.pop("_vb_rooms")
+        taken = next(filter(None, (room.take(key_states, value_states) for room in rooms)), None)
+        if taken is None or torch.is_grad_enabled():
+            return self.update(key_states, value_states, *args, **kwargs)
+        self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = taken
+        return key_states.contiguous(), value_states.contiguous()
+
+
 class Idle(_Static):
     """A layer that holds nothing, and will not begin to within a recorded step."""
 
@@ -224,22 +246,77 @@ def is_entered(cache: Any) -> bool:
     return any(isinstance(layer, _Static) or "_vb_fixed" in layer.__dict__ for layer in layers_of(cache))
 
 
+def offer(cache: Any, memory: Sequence["Statics"]) -> None:
+    """Have the layers of a cache that holds nothing put their first tokens where recorded steps will want them.
+
+    memory: of caches that have ended, the best first; layers of other shapes, or longer prompts, leave it alone.
+    """
+    for index, layer in enumerate(layers_of(cache)):
+        rooms = [statics.rooms[index] for statics in memory if index in statics.rooms]
+        if rooms and fills(layer):
+            layer.__class__ = _made(Filling, type(layer))
+            layer.__dict__["_vb_rooms"] = rooms
+
+
+def withdraw(cache: Any) -> None:
+    """Have layers that still hold nothing be plain again."""
+    for layer in layers_of(cache):
+        if layer.__dict__.pop("_vb_rooms", None) is not None:
+            layer.__class__ = layer._vb_plain
+
+
+def own(cache: Any, memory: Sequence["Statics"]) -> None:
+    """Give plain layers of a cache tensors of their own, where theirs are parts of what was offered."""
+    rooms = {tensor.data_ptr() for statics in memory for room in statics.rooms.values() for tensor in room.tensors}
+    for layer in layers_of(cache):
+        if not isinstance(layer, _Static) and not is_empty(layer) and layer.__dict__.get("keys") is not None:
+            layer.keys, layer.values = (
+                tensor.clone() if tensor.data_ptr() in rooms else tensor for tensor in (layer.keys, layer.values)
+            )
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
 class Room:
-    """Memory of one layer that grows. Attributes: keys, values: [B, H, room, D]; first: the position of place 0."""
+    """Memory of one layer that grows, made when it is filled first: of two caches no more than a layer is there twice.
 
-    def __init__(self, keys: Tensor, values: Tensor, room: int) -> None:
-        self.keys, self.values, self.first = _longer(keys, room), _longer(values, room), 0
+    Attributes:
+        keys, values: [B, H, room, D].
+        first: the position of place 0.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, room: int) -> None:
+        self._room, self.first = room, 0
 
     def fill(self, held: tuple[Tensor, Tensor], first: int, length: int) -> None:
         """Hold the last of `length` tokens, with position `first` in place 0; what lies beyond is zero."""
+        if not self.tensors:
+            self.keys, self.values = (_longer(tensor, self._room) for tensor in held)
         self.first = first
         begin, end = length - held[0].shape[-2] - first, length - first
-        for tensor, now in zip((self.keys, self.values), held, strict=True):
-            tensor[:, :, max(begin, 0) : end] = now[:, :, max(-begin, 0) :]
+        for tensor, now in zip(self.tensors, held, strict=True):
+            if now.data_ptr() != tensor.data_ptr():  # else it was computed here, see `Filling`
+                tensor[:, :, max(begin, 0) : end] = now[:, :, max(-begin, 0) :]
             tensor[:, :, end:] = 0
+
+    def take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Hold the first tokens of a sequence; return where they are. None, and nothing done, if they do not fit."""
+        new, size = (keys, values), keys.shape[-2]
+        if not self.tensors or size > self._room or not all(map(_suits, new, self.tensors)):
+            return None
+        self.first = 0
+        for tensor, now in zip(self.tensors, new, strict=True):
+            tensor[:, :, :size] = now
+        return self.keys[:, :, :size], self.values[:, :, :size]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys and values; none before the first `fill`."""
+        return (self.keys, self.values) if "keys" in self.__dict__ else ()
 
     def shift(self, first: int, length: int) -> None:
         """Move what is held so that place 0 is position `first`, up to `length`."""
@@ -257,6 +334,13 @@ class Room:
         return block_keys, block_values
 
 
+def _suits(tensor: Tensor, room: Tensor) -> bool:
+    """True if a tensor [B, H, tokens, D] can lie in memory [B, H, room, D]."""
+    shape = (*tensor.shape[:2], room.shape[2], *tensor.shape[3:])
+    return shape == room.shape and tensor.dtype is room.dtype and tensor.device == room.device
+
+
+@torch.inference_mode(False)  # what is made in inference mode could be written there only
 def _longer(tensor: Tensor, room: int) -> Tensor:
     shape = (*tensor.shape[:2], room, tensor.shape[3])
     return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)  # what is masked is multiplied, too: no NaN
@@ -313,6 +397,7 @@ class Statics:
         position: int64 [1], the place of the new token, read by the device.
         recording: whether layers behave as a static cache's.
         steady: whether steps on it attend as `steady.py` does.
+        rooms: memory of growing layers, by their index.
     """
 
     @torch.inference_mode(False)  # what is made in inference mode could be written there only
@@ -325,7 +410,7 @@ class Statics:
         self.position = torch.full((1,), length or 0, dtype=torch.int64, device=device)
         self._growing: list[Any] = []
         self._at: int | None = None  # what `position` holds, if that is known
-        self._rooms: dict[int, Room] = {}
+        self.rooms: dict[int, Room] = {}
         self._fixed: dict[int, Fixed] = {}
         for index, layer in enumerate(layers_of(cache)):
             self._add(cache, index, layer)
@@ -336,7 +421,7 @@ class Statics:
         if growing:
             window = layer.__dict__.get("sliding_window")
             room = self.room if window is None else min(self.room, room_for_window(window, self.room))
-            self._rooms[index] = Room(layer.keys, layer.values, room)
+            self.rooms[index] = Room(room)
         if names and not is_empty(layer):
             self._fixed[index] = Fixed(layer, names)
 
@@ -348,9 +433,9 @@ class Statics:
         for index, layer in enumerate(layers_of(cache)):
             if index in self._fixed:
                 self._fixed[index].enter_(layer)
-            if index in self._rooms:
+            if index in self.rooms:
                 layer.__class__ = _made(Growing, type(layer))
-                layer.enter_(self, self._rooms[index], length)
+                layer.enter_(self, self.rooms[index], length)
                 self._growing.append(layer)
             elif index not in self._fixed and hasattr(layer, "keys"):
                 layer.__class__ = _made(Idle, type(layer))
@@ -438,7 +523,7 @@ class Statics:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = [t for room in self._rooms.values() for t in (room.keys, room.values)] + self.states()
+        tensors = [t for room in self.rooms.values() for t in room.tensors] + self.states()
         return sum(t.numel() * t.element_size() for t in tensors)
 
 

@@ -30,7 +30,7 @@ from vbrt.generation.calls import Call, cache_in, ids_in, new_tokens, take_apart
 from vbrt.generation.fingerprint import attributes, changed, fingerprint, why_eager
 from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms
 from vbrt.generation.spans import span_of
-from vbrt.generation.static_cache import Statics, is_entered, leave
+from vbrt.generation.static_cache import Statics, is_entered, leave, offer, own, withdraw
 from vbrt.generation.worth import Worth
 from vbrt.report.stats import StepCounts
 
@@ -159,6 +159,17 @@ class Steps:
         kept.statics.enter(cache)
         return kept
 
+    def offer(self, cache: Any) -> None:
+        """Have a cache that holds nothing compute its prompt in the memory of an earlier call."""
+        offer(cache, self._memory())
+
+    def take_back(self, cache: Any) -> None:
+        """Give a cache that took what it was offered tensors of its own."""
+        own(cache, self._memory())
+
+    def _memory(self) -> list[Statics]:
+        return [kept.statics for kept in reversed(self.kept)]
+
     def recording(self, plain: Plain, call: Call, kept: Kept) -> Recording:
         """Return the recording of a step, made now if there is none.
 
@@ -243,6 +254,7 @@ class Session:
         self.thread = threading.get_ident()
         self._kept: Kept | None = None
         self._cache: weakref.ref[Any] | None = None
+        self._offered: weakref.ref[Any] | None = None  # a cache that may have its prompt where recordings find it
         self.prompted, self._masks = False, None  # whether the prompt has been computed
         self._begin: Callable[[], None] | None = None
         self._last: Call | None = None  # a step, and its recording, that the next one may be like
@@ -262,8 +274,8 @@ class Session:
             return plain(*args, **kwargs)
         found = None if args else cache_in(kwargs)
         if not self.prompted or (found is not None and not _holds_tokens(found[1])):
-            self.prompted = True
-            return self._prompt(plain, args, kwargs)
+            begins, self.prompted = not self.prompted, True
+            return self._prompt(plain, args, kwargs, found[1] if found is not None and begins else None)
         try:
             out = self._step(plain, found, kwargs)
         except NotRecordable as error:
@@ -351,6 +363,7 @@ class Session:
     def _place(self, cache: Any, length: int) -> None:
         """Have the cache lie in static memory that reaches to the end of the span of a length."""
         if not self._holds(cache) or self._kept.statics.room < span_of(length).end:
+            self._let_go_others(cache)
             self._let_go(cache)
             self._kept, self._cache = self._steps.kept_for(cache, self._limit), weakref.ref(cache)
             self._last = None  # its recording is of other memory
@@ -383,13 +396,21 @@ class Session:
             self._steps.worth.note(time.perf_counter() - begun)
         return out
 
-    def _prompt(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def _prompt(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any], cache: Any | None) -> Any:
+        """Compute a prompt. `cache`: the only one of this call so far, which may use the memory of an earlier one."""
         self._steps.compile_ahead(kwargs)
+        offered = cache is not None and self._why is None and not torch.is_grad_enabled()
+        if offered:
+            self._steps.offer(cache)
+            self._offered = weakref.ref(cache)
         try:
             out = self._plainly(plain, args, kwargs)
         except torch.OutOfMemoryError:
             self._steps.release()  # the next call has that much more
             raise
+        finally:
+            if offered:
+                withdraw(cache)
         if not self._steps.worth.is_weighed:
             self._look()  # while the device computes the prompt
         return out
@@ -405,16 +426,22 @@ class Session:
             leave(cache, copied=copied)
         self._cache = None
 
+    def _let_go_others(self, cache: Any | None) -> None:
+        """Give other caches of this call, which may lie where this one will, tensors of their own."""
+        for kept in (self._cache, self._offered):
+            other = None if kept is None else kept()
+            if other is not None and other is not cache:
+                self._let_go(other)
+                self._steps.take_back(other)
+
     def end(self) -> None:
         """Give the cache tensors of its own, if somebody has kept it."""
-        cache = None if self._cache is None else self._cache()
-        if cache is not None:
-            self._let_go(cache)
+        self._let_go_others(None)
         if self._kept is not None:
             self._kept.statics.forget()
             for recording in self._kept.recordings.values():
                 recording.end_call()
-        self._kept = self._cache = self._last = self._recording = None
+        self._kept = self._cache = self._offered = self._last = self._recording = None
 
 
 @contextmanager
