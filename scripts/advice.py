@@ -186,7 +186,7 @@ def _setting(case: Case, choice: Choice, *, first: bool, rival: bool) -> Setting
     task = {key: value for key, value in asdict(choice.task).items() if key != "step"}
     config = None if choice.found.config is None else choice.found.config.to_dict()
     what = (case.name, case.model, case.goal, case.gpu, choice.name, task, config, first, rival, choice.lossless)
-    return Setting(*what, choice.speed.tokens, choice.speed.ms, choice.speed.bound, choice.found.peak_bytes)
+    return Setting(*what, choice.speed.tokens, choice.speed.ms, choice.speed.bound, choice.found.again_bytes)
 
 
 class Subject:
@@ -294,7 +294,7 @@ def measured(subject: Subject, setting: Setting) -> dict[str, Any]:
         row["seconds"] = time.perf_counter() - start
         row["eager"] = dict(subject.vb.stats().steps.reasons) if subject.vb is not None else {}
     except torch.OutOfMemoryError as error:
-        row |= {"oom": True, "error": str(error)[:200]}
+        row |= {"oom": True, "error": str(error)[:600]}
     except Exception as error:  # noqa: BLE001 - one setting does not lose the others; it is printed and in the results
         traceback.print_exc()
         row["error"] = f"{type(error).__name__}: {error}"[:300]
@@ -304,6 +304,8 @@ def measured(subject: Subject, setting: Setting) -> dict[str, Any]:
             for parameter in subject.model.parameters():
                 parameter.grad = None
     _say(row)
+    if row["oom"]:
+        print(row["error"], flush=True)
     return row
 
 

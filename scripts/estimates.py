@@ -212,8 +212,9 @@ def _further() -> Iterator[Case]:
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case) -> int:
-    """Run a case on the GPU; return the most bytes that torch's allocator had given out."""
+def measure(case: Case) -> dict[str, int]:
+    """Run a case on the GPU; return the most bytes that torch's allocator had given out, in further calls of `generate`
+    too."""
     torch._C._cuda_clearCublasWorkspaces()
     gc.collect()
     torch.cuda.empty_cache()
@@ -227,12 +228,15 @@ def measure(case: Case) -> int:
     config = case.vbconfig()
     if config is not None:
         model = vbrt.wrap(model, config).materialize()
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    _run(model, case.task)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    peaks = {}
+    for name in ("peak_bytes", *(["further_bytes"] if case.task.kind == "decode" and config is not None else [])):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        _run(model, case.task)
+        torch.cuda.synchronize()
+        peaks[name] = torch.cuda.max_memory_allocated() - before
+    return peaks
 
 
 def _run(model: Any, task: Task) -> None:
@@ -282,7 +286,7 @@ def on_gpu(wanted: Iterable[Case], seconds: float) -> Iterator[dict]:
             continue
         start = time.perf_counter()
         try:
-            row = {"peak_bytes": measure(case), "error": None}
+            row = {**measure(case), "error": None}
         except Exception as error:  # noqa: BLE001 - one case does not lose the others; it is printed and in the results
             traceback.print_exc()
             row = {"error": f"{type(error).__name__}: {error}"[:300]}
@@ -382,7 +386,10 @@ def families() -> Iterator[dict]:
         if row["error"] or case is None:
             continue
         try:
-            yield _row(row["case"], estimated(case, _H200).peak_bytes, row["peak_bytes"])
+            found = estimated(case, _H200)
+            yield _row(row["case"], found.peak_bytes, row["peak_bytes"])
+            if "further_bytes" in row:
+                yield _row(f"{row['case']}, further calls", found.again_bytes, row["further_bytes"])
         except ModuleNotFoundError as error:
             print(f"skipped: {row['case']} ({error})", file=sys.stderr)
 
@@ -396,6 +403,7 @@ def write_table() -> None:
     before, begin, rest = text.partition("<!-- estimates:begin -->\n")
     old, end, after = rest.partition("<!-- estimates:end -->")
     measured = {row["case"] for row in json.loads(_MEASURED.read_text())["rows"] if not row["error"]}
+    measured |= {f"{name}, further calls" for name in measured}
     lines = {line.split("|")[1].strip(): line for line in old.splitlines() if line.startswith("| ")}
     lines = {name: line for name, line in lines.items() if name in measured}  # in the page's order
     for row in (*families(), *streaming(), *training()):
@@ -413,6 +421,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="no GPU: write the table of the docs")
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no case after this")
     parser.add_argument("--further", action="store_true", help="only the cases that are not in the results yet")
+    parser.add_argument("--named", metavar="TEXT", help="only the cases whose names have this, again")
     parser.add_argument("--out", type=Path, default=_MEASURED)
     args = parser.parse_args()
     if args.committed:
@@ -425,12 +434,14 @@ def main() -> None:
     if args.table:
         write_table()
         return
-    known = json.loads(_MEASURED.read_text())["rows"] if args.further else []
-    done, rows = {row["case"] for row in known}, []
+    known = json.loads(_MEASURED.read_text())["rows"] if args.further or args.named else []
+    done, rows = {row["case"] for row in known if not (args.named and args.named in row["case"])}, []
     try:
         rows.extend(on_gpu((case for case in cases() if case.name not in done), args.seconds))
     finally:
-        args.out.write_text(json.dumps({"machine": machine(), "rows": known + rows}, indent=1) + "\n")
+        new = {row["case"]: row for row in rows}
+        rows = [new.pop(row["case"], row) for row in known] + list(new.values())
+        args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
