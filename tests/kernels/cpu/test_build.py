@@ -12,6 +12,8 @@ import vbrt
 from vbrt.kernels.cpu import build, compiler, encode
 
 CPU = torch.device("cpu")
+#: writes its last argument, where that is a path
+MAKES_TEXT = "sh -c 'for last do :; done; case $last in /*) echo text > \"$last\"; esac' x"
 WHY = build.refusal(CPU)
 built = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 
@@ -38,10 +40,11 @@ def cc(monkeypatch):
      ("'x", 'CC is "\'x", which is no command (No closing quotation)'),
      ("sh -c 'printf \"\\377\" >&2; exit 1'", "failed: \ufffd"),
      ("sh -c 'sleep 60'", "the C compiler 'sh' took more than 0.2 s"),
-     ("sh -c 'for last do :; done; echo text > \"$last\"' x", "what the C compiler made cannot be loaded: "),
+     (MAKES_TEXT, "what the C compiler made cannot be loaded: "),
      ("cc --no-such-option", "the C compiler 'cc --no-such-option' failed: ")],
 )  # fmt: skip
-def test_a_machine_that_cannot_compile_says_so_once_and_takes_the_reference(cc, command, reason, monkeypatch):
+def test_a_machine_that_cannot_compile_says_so_once_and_takes_the_reference(cc, command, reason, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     cc(command)
     if "sleep" in command:
         monkeypatch.setattr(compiler, "_LIMIT_S", 0.2)
@@ -55,6 +58,7 @@ def test_a_machine_that_cannot_compile_says_so_once_and_takes_the_reference(cc, 
     assert len(said) == 1 and "plain torch" in said[0]
     assert any(reason in line for line in stats.fallbacks)
     assert {layer.kernel for layer in stats.layers.values()} == {"reference"}
+    assert not list(tmp_path.iterdir())
 
 
 @built
