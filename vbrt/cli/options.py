@@ -1,9 +1,10 @@
 """Options that commands share, and their values."""
 
 import argparse
+import contextlib
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = [
     "numbers",
     "positive",
     "write_config",
+    "writing",
 ]
 
 
@@ -64,25 +66,26 @@ def config_of(args: argparse.Namespace) -> VBConfig:
 
 def check_config_file(path: Path) -> None:
     """Raise VBError: a config cannot be written there."""
-    try:
+    with writing("--write", path):
         check_writable(path)
-    except OSError as error:
-        raise _unwritable(path, error) from error
 
 
 def write_config(path: Path, text: str) -> None:
     """Write a config as TOML. Raises VBError: it cannot be written."""
-    try:
+    with writing("--write", path):
         write_file(path, text.encode())
+
+
+@contextlib.contextmanager
+def writing(flag: str, path: Path) -> Iterator[None]:
+    """Raise VBError, which names the flag and the path, if the block cannot write the file."""
+    try:
+        yield
     except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> VBError:
-    return VBError(
-        f"--write {path}: cannot be written: {describe_os_error(error)}; name a file in a directory that is there and "
-        "can be written"
-    )
+        raise VBError(
+            f"{flag} {path}: cannot be written: {describe_os_error(error)}; name a file in a directory that is there "
+            "and can be written"
+        ) from error
 
 
 def positive(text: str) -> int:

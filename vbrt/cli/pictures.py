@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vbrt.errors import VBError, describe_os_error
+from vbrt.cli.options import writing
+from vbrt.errors import VBError
 from vbrt.host.files import check_writable
 
 __all__ = ["bars", "check_plot"]
@@ -19,19 +20,10 @@ def check_plot(path: Path) -> None:
         raise VBError(f"--plot {path}: ends in {path.suffix!r}; expected .svg or .png")
     try:
         import matplotlib  # noqa: F401 - optional
-
-        check_writable(path)
     except ModuleNotFoundError as error:
         raise VBError("--plot needs matplotlib; pip install matplotlib") from error
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> VBError:
-    return VBError(
-        f"--plot {path}: cannot be written: {describe_os_error(error)}; name a file in a directory that is there and "
-        "can be written"
-    )
+    with writing("--plot", path):
+        check_writable(path)
 
 
 def bars(path: Path, panels: Sequence[tuple[str, Bars]], unit: str) -> None:
@@ -48,10 +40,8 @@ def bars(path: Path, panels: Sequence[tuple[str, Bars]], unit: str) -> None:
         every = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
         for axes, (title, rows) in zip(every, panels, strict=True):
             _panel(axes, title, rows, unit)
-        try:
+        with writing("--plot", path):
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        except OSError as error:
-            raise _unwritable(path, error) from error
 
 
 def _panel(axes: Any, title: str, rows: Bars, unit: str) -> None:
