@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from vbrt.kernels.watched import is_quiet
 from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.bound import is_wrapped_by_plan
 
@@ -172,7 +172,7 @@ def _strangers() -> Iterator[str]:
         for hook in _strange(getattr(nn.modules.module, hooks).values()):
             yield f"all modules have a hook ({_name_of(hook)}), which a graph does not call"
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
-        if not isinstance(mode, DeviceContext) and not type(mode).__module__.startswith("vbrt."):
+        if not is_quiet(mode):
             yield f"a mode of torch is on ({type(mode).__qualname__}), which sees nothing of a graph"
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.fx import Proxy
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "is_bare",
     "is_known_memory",
     "is_memory",
+    "is_quiet",
     "is_recorded",
     "is_tracing",
     "is_transformed",
@@ -38,7 +40,7 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 is_tracing = torch._C._is_tracing
 _function_modes = torch._C._is_torch_function_mode_enabled
-_QUIET = ("vbrt.", "torch.utils._device")  # whose modes of torch functions leave products as they are
+_QUIET = ("vbrt.", "torch.utils._device")  # whose modes leave products as they are
 
 
 def is_bare(x: Tensor) -> bool:
@@ -62,8 +64,12 @@ def function_modes() -> bool:
     """True if a `TorchFunctionMode` is active that is neither vbrt's nor a default device."""
     if not _function_modes():
         return False
-    stack = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return not all(type(mode).__module__.startswith(_QUIET) for mode in stack)
+    return not all(map(is_quiet, _get_current_function_mode_stack()))
+
+
+def is_quiet(mode: object) -> bool:
+    """True if a mode is vbrt's or a default device: it sees and changes nothing of products."""
+    return type(mode).__module__.startswith(_QUIET)
 
 
 def is_recorded() -> bool:
@@ -89,9 +95,7 @@ def is_transformed() -> bool:
 def is_altered() -> bool:
     """True if a mode that is neither torch's own nor vbrt's may look for calls of the plain layer, to alter them."""
     modes = _get_current_dispatch_mode_stack()
-    return function_modes() or not all(
-        getattr(mode, "_mode_key", None) or type(mode).__module__.startswith(_QUIET) for mode in modes
-    )
+    return function_modes() or not all(getattr(mode, "_mode_key", None) or is_quiet(mode) for mode in modes)
 
 
 @contextlib.contextmanager
