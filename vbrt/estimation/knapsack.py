@@ -21,12 +21,8 @@ Items = Sequence[Sequence[tuple[int, float]]]  # of each layer its ways, the sma
 def least_loss(items: Items, room: int) -> list[int]:
     """Return which way of each layer has the least sum of losses; the first ways of all must fit into the room."""
     left = room - sum(ways[0][0] for ways in items)
-    best = min((_filled(items, left, start) for start in ([0] * len(items), _solved(items, left))), key=_loss_of(items))
-    return best
-
-
-def _loss_of(items: Items):
-    return lambda held: sum(ways[at][1] for ways, at in zip(items, held, strict=True))
+    found = (_filled(items, left, start) for start in ([0] * len(items), _solved(items, left)))
+    return min(found, key=lambda held: sum(ways[at][1] for ways, at in zip(items, held, strict=True)))
 
 
 def _solved(items: Items, left: int) -> list[int]:
