@@ -60,18 +60,19 @@ def estimate(
     task = as_task(task, sizes)
     asked = None if config is None else load_config(config)
     machine = machine or this_machine(asked or load_config("fp4"))
-    if ranks != 1:
-        _check_plain(model)
-        model, machine = part_of(model, ranks, asked), rank_of(machine, ranks)
-    bare = bare_model(model, task)
+    bare = bare_model(model, task, ranks, asked)
+    machine = machine if ranks == 1 else rank_of(machine, ranks)
     plan = None if asked is None else _plan(bare, asked, machine)
     return estimate_of(bare, task, asked, machine, plan)
 
 
-def bare_model(model: nn.Module, task: Task) -> nn.Module:
-    """Return a copy of a model without weights, with the adapters of the task. Raises WrapError: it is wrapped."""
+def bare_model(model: nn.Module, task: Task, ranks: int = 1, config: VBConfig | None = None) -> nn.Module:
+    """Return a copy of a model without weights, with the adapters of the task; of several ranks what one of them has.
+
+    Raises WrapError: it is wrapped; and what `part_of` raises, of several ranks.
+    """
     _check_plain(model)
-    bare = meta_copy(model)
+    bare = meta_copy(model) if ranks == 1 else part_of(model, ranks, config)
     return lora_model(bare, task.lora) if task.lora else bare
 
 
