@@ -9,7 +9,19 @@ from torch import nn
 import vbrt
 from vbrt.config import load_config
 
-__all__ = ["FORMATS", "TOKENS", "config", "dtype_of", "gpt2", "llama", "mlp", "qwen3_moe", "wrap", "wrap_streamed"]
+__all__ = [
+    "FORMATS",
+    "TOKENS",
+    "config",
+    "dtype_of",
+    "gpt2",
+    "llama",
+    "llama_of",
+    "mlp",
+    "qwen3_moe",
+    "wrap",
+    "wrap_streamed",
+]
 
 #: weights.format, or "exact" for nvfp4 with a fine plane
 FORMATS = ("dense", "nvfp4", "exact")
@@ -68,6 +80,14 @@ def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Modul
         "max_position_embeddings": 64,
     }
     return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied)).to(dtype).eval()
+
+
+def llama_of(device: str = "meta", **sizes: int) -> nn.Module:
+    """A LlamaForCausalLM in bfloat16 made on a device, with sizes as transformers names them."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16).eval()
 
 
 def gpt2(*, dtype: torch.dtype = torch.float32) -> nn.Module:

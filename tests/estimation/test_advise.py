@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import vbrt
+from tests.models import llama_of
 from vbrt.config import Machine
 from vbrt.errors import ArgumentError, ConfigError
 from vbrt.estimation import candidates
@@ -40,12 +41,10 @@ def traces() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    settings = transformers.LlamaConfig(
+    return llama_of(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2,
         vocab_size=4096,
     )  # fmt: skip
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
 
 
 def machine(gpu: int, cpu: int, ssd: int | None = None) -> Machine:
@@ -93,11 +92,9 @@ def test_the_longest_context_is_the_last_that_fits(model):
 
 
 def test_training_gives_up_no_more_than_it_must():
-    settings = transformers.LlamaConfig(
+    model = llama_of(
         hidden_size=512, intermediate_size=2048, num_hidden_layers=3, num_attention_heads=4, vocab_size=512
     )
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
     advice = asked(model, "train", machine(4000, 4000), context=64)
     assert advice.best.name == "all weights"
     peaks = {choice.name: choice.found.peak_bytes for choice in advice.choices}

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import vbrt
+from tests.models import llama_of
 from vbrt.config import Machine
 from vbrt.estimation import lessons
 from vbrt.estimation.inputs import inputs_of
@@ -15,20 +16,18 @@ from vbrt.estimation.rates import measure_rates
 from vbrt.estimation.task import Task
 
 pytestmark = pytest.mark.gpu
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 GiB = 1 << 30
 ON = Machine(64 * GiB, 64 * GiB, 64 * GiB, 64 * GiB)
 
 
 def llama(device: str = "cuda") -> nn.Module:
-    settings = transformers.LlamaConfig(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
-        vocab_size=8192,
-    )  # fmt: skip
     torch.manual_seed(0)
-    with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).eval()
+    return llama_of(
+        device, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=2, vocab_size=8192,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 import vbrt
-from tests.models import qwen3_moe
+from tests.models import llama_of, qwen3_moe
 from vbrt.config import Machine, load_config
 from vbrt.errors import ArgumentError, ConfigError
 from vbrt.estimation.split import part_of
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 GiB = 1 << 30
 ON = Machine(GiB, GiB, 16 * GiB, 16 * GiB)
@@ -22,12 +22,10 @@ def rows(found: vbrt.Estimate) -> dict[str, int]:
 
 
 def meta_llama() -> nn.Module:
-    config = transformers.LlamaConfig(
+    return llama_of(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4,
         vocab_size=1024,
     )  # fmt: skip
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def test_a_rank_holds_its_part_of_pages_parameters_and_keys_and_its_share_of_host_memory():

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -36,19 +37,22 @@ class Skipping(Tiny):
         return self.head(self.norm(x))
 
 
-def without_zero_grad(model, optimizer) -> list:
-    losses = []
-    for number in range(4):
-        losses.append(backward(model, number))
+def stepped(model, optimizer, count: int) -> Iterator[float]:
+    """Yield the loss of each batch after its step; gradients are there still."""
+    for number in range(count):
+        loss = backward(model, number)
         optimizer.step()
-    return losses
+        yield loss
+
+
+def without_zero_grad(model, optimizer) -> list:
+    return list(stepped(model, optimizer, 4))
 
 
 def zeroed(model, optimizer) -> list:
     losses = []
-    for number in range(5):
-        losses.append(backward(model, number))
-        optimizer.step()
+    for number, loss in enumerate(stepped(model, optimizer, 5)):
+        losses.append(loss)
         (optimizer if number % 2 else model).zero_grad(set_to_none=False)
     return losses
 
@@ -56,11 +60,9 @@ def zeroed(model, optimizer) -> list:
 def stepped_twice(model, optimizer) -> list:
     """With a look at the gradients behind the step."""
     losses = []
-    for number in range(3):
-        losses.append(backward(model, number))
+    for loss in stepped(model, optimizer, 3):
         optimizer.step()
-        optimizer.step()
-        losses += [p.grad.norm().item() for p in model.parameters()]
+        losses += [loss, *(p.grad.norm().item() for p in model.parameters())]
         optimizer.zero_grad()
     return losses
 
