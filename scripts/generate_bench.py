@@ -33,7 +33,7 @@ import torch  # after the checkout is on the path
 
 import vbrt
 from scripts.experts_decode import build
-from scripts.measuring import llama_8b, machine
+from scripts.measuring import llama_8b, machine, moved_bytes
 from vbrt.estimation.rates import link_gb_s
 
 PROMPT, NEW = 128, 128
@@ -178,10 +178,6 @@ def unrecorded(vb) -> Iterator[None]:
         yield
     finally:
         attachment._settings = before
-
-
-def moved_bytes(vb) -> int:
-    return sum(sum(page.bytes_moved.values()) for page in vb.stack.pages.values())
 
 
 class Bench:

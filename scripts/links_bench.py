@@ -33,7 +33,7 @@ import torch  # after the checkout is on the path
 from torch import nn
 
 import vbrt
-from scripts.measuring import llama_8b, machine
+from scripts.measuring import llama_8b, machine, moved_bytes
 from scripts.programme_bench import captured, decoder, median_ms
 from vbrt.tiers.device_copy import copying, cuda_runtime, reach
 from vbrt.tiers.lanes import Lanes
@@ -165,7 +165,7 @@ def peer(options: argparse.Namespace) -> dict:
     rows["one"], outs["one"] = times_of(vb)
     vb.set_budget("gpu", int(pages / 1.8))
     rows["two"], outs["two"] = times_of(vb)
-    before = moved(vb)
+    before = moved_bytes(vb)
     step = prompt(vb.model, 1)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -180,8 +180,8 @@ def peer(options: argparse.Namespace) -> dict:
         "share": {
             key: rows["one"][key] / rows["two"][key] for key in ("T1_ms", "T2048_ms", "graph_ms") if key in rows["two"]
         },
-        "peer_bytes_a_pass": (moved(vb) - before) // 4,
-        "peer_gb_s_in_passes_of_one_token": (moved(vb) - before) / span / 1e9,
+        "peer_bytes_a_pass": (moved_bytes(vb) - before) // 4,
+        "peer_gb_s_in_passes_of_one_token": (moved_bytes(vb) - before) / span / 1e9,
         "tiers": {name: tier.peak_bytes for name, tier in vb.stats().tiers.items()},
         "fallbacks": list(vb.stats().fallbacks),
     }
@@ -249,10 +249,6 @@ def shared(options: argparse.Namespace) -> dict:
         }
     dist.destroy_process_group()
     return result
-
-
-def moved(vb: vbrt.VBModelWrapper) -> int:
-    return sum(sum(page.bytes_moved.values()) for page in vb.stack.pages.values())
 
 
 PARTS = {"raw": raw, "links": links, "peer": peer, "devices": devices, "shared": shared}

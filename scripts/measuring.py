@@ -71,6 +71,11 @@ def drop_page_cache() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("1\n")
 
 
+def moved_bytes(vb) -> int:
+    """Bytes that the pages of a wrapped model have moved, over all links."""
+    return sum(sum(page.bytes_moved.values()) for page in vb.stack.pages.values())
+
+
 def llama_8b(layers: int):
     """A random bf16 Llama of the 8B shape, on the GPU."""
     import torch

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vbrt
-from scripts.measuring import llama_8b, machine
+from scripts.measuring import llama_8b, machine, moved_bytes
 from scripts.stream import training_step
 from vbrt.estimation.rates import link_gb_s
 from vbrt.layers import VBLinear
@@ -128,10 +128,6 @@ def captured(
     torch.cuda.synchronize()
     print(f"# prepared in {prepared - start:.3f} s, captured in {time.perf_counter() - prepared:.3f} s", flush=True)
     return lambda: recording.replay(graph), out, time.perf_counter() - start
-
-
-def moved_bytes(vb: vbrt.VBModelWrapper) -> int:
-    return sum(sum(page.bytes_moved.values()) for page in vb.stack.pages.values())
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------

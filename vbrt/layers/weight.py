@@ -21,7 +21,7 @@ from torch import nn
 
 from vbrt.config import FORMATS
 from vbrt.formats.base import WeightPlanes
-from vbrt.formats.page import Incoming, PageLayout, new_page, pack, unpack
+from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
 from vbrt.kernels import resolves_late
 from vbrt.layers.compute import decoded_weight, precision_notes
@@ -163,7 +163,7 @@ class WeightHandle(PagesHandle):
         try:
             for layout, tensors in planes:
                 key, home = _free_key(self, layout.plane), self.spec.home(layout.plane, self.stack.names[0])
-                page = self.stack.add(key, layout, home, functools.partial(_fill, tensors, layout), owner)
+                page = self.stack.add(key, layout, home, functools.partial(pack, tensors, layout), owner)
                 page.passes = not self.spec.by_rows
                 keys.append(key)
             self.own(tuple(keys), owner)
@@ -255,10 +255,6 @@ def _free_key(handle: WeightHandle, plane: str) -> str:
     """The plan's key, unless a copy of the layer has taken it."""
     key = handle.spec.site.page_key(plane)
     return key if key not in handle.stack.pages else f"{key}@{handle.id}.{handle.generation}"
-
-
-def _fill(tensors: Mapping[str, torch.Tensor | Incoming], layout: PageLayout, out: torch.Tensor) -> None:
-    pack(tensors, layout, out)
 
 
 def register_handle(handle: Any) -> None:

@@ -109,7 +109,7 @@ class FullWeight(PagesHandle):
         owner = Owner(self.stack)
         home = self.spec.home("dense", self.stack.names[-1])
         key = self.spec.site.page_key("dense")
-        page = self.stack.add(key, layout, home, functools.partial(_fill, {"weight": high}, layout), owner)
+        page = self.stack.add(key, layout, home, functools.partial(pack, {"weight": high}, layout), owner)
         self.dtype = self.gradient.dtype = parameter.dtype
         self._device_before = parameter.device
         self.gradient.put(parameter.grad)
@@ -215,10 +215,6 @@ def _settle(weight: "weakref.ref[FullWeight]") -> None:
     found = weight()
     if found is not None:
         found.settle()
-
-
-def _fill(tensors: Mapping[str, Tensor], layout, out: Tensor) -> None:
-    pack(tensors, layout, out)
 
 
 class _High:

@@ -51,12 +51,8 @@ def _add(
     stack, spec = handle.stack, handle.spec
     planned = spec.site.expert_key(layout.plane, expert)
     key = planned if planned not in stack.pages else f"{planned}@{handle.id}.{handle.generation}"
-    stack.add(key, layout, spec.homes.get(planned, stack.names[0]), functools.partial(_fill, tensors, layout), owner)
+    stack.add(key, layout, spec.homes.get(planned, stack.names[0]), functools.partial(pack, tensors, layout), owner)
     return key
-
-
-def _fill(tensors: Mapping[str, torch.Tensor], layout: PageLayout, out: torch.Tensor) -> None:
-    pack(tensors, layout, out)
 
 
 # -- pickles ----------------------------------------------------------------------------------------------------------
