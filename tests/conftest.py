@@ -62,6 +62,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that a test writes has to outlive the machine; disks take their time to be sure."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiled kernels, for tests that compare bits with torch's own layers on the decoded weight."""
     from vbrt.kernels import registry

@@ -13,6 +13,7 @@ from torch import nn
 import vbrt
 from vbrt.errors import ArgumentError, TierError, WrapError
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
 PROMPT = 41
 NEW = 30
 TINY = {
@@ -25,12 +26,6 @@ TINY = {
     "max_position_embeddings": 512,
     "pad_token_id": 0,
 }
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch):
-    """Nothing here outlives the process."""
-    monkeypatch.setattr("os.fsync", lambda fd: None)
 
 
 def model_of(family: str) -> nn.Module:

@@ -15,9 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 @pytest.mark.parametrize("step", [1511, pytest.param(53, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("options", [{"room": 42_000}, {"room": 42_000, "far": 0}], ids=["memory", "files"])
-def test_tokens_are_there_or_not(options, step, tmp_path, monkeypatch):
+def test_tokens_are_there_or_not(options, step, tmp_path, monkeypatch, no_fsync):
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
-    monkeypatch.setattr("os.fsync", lambda fd: None)
     far = options.get("far", 1 << 30)
     stack = stack_of(tmp_path, far=far)
     first, more = tokens(60), [tokens(1) for _ in range(PAGE + 1)]

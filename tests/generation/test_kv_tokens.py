@@ -14,13 +14,7 @@ from vbrt.generation.kv_cache import KVLayer, KVSlidingLayer
 from vbrt.generation.kv_codes import KVShape, page_code
 from vbrt.kernels.cuda import kv_pages
 
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch):
-    """Nothing here outlives the process."""
-    monkeypatch.setattr("os.fsync", lambda fd: None)
-
-
+pytestmark = pytest.mark.usefixtures("no_fsync")
 HOMES = {
     "near": {},
     "far": {"room": 42_000},

@@ -3,11 +3,7 @@
 import torch
 from torch import nn
 
-from tests.models import mlp, wrap, wrap_streamed
-
-
-def dtype_of(format):
-    return torch.bfloat16 if format == "exact" else torch.float32
+from tests.models import dtype_of, mlp, wrap, wrap_streamed
 
 
 def held(format, how, path):

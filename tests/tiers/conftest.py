@@ -1,6 +1,7 @@
 """For tests of tiers."""
 
-import os
+import gc
+import sys
 
 import pytest
 
@@ -8,9 +9,11 @@ from tests.tiers.pages import NamedSsd
 
 
 @pytest.fixture
-def no_fsync(monkeypatch):
-    """What a disk needs to be sure is not what is tested here."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+def quick_to_look(monkeypatch, request):
+    """What a `__del__` prints is expected, and what is there already need not be collected each time."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    request.addfinalizer(gc.unfreeze)
+    gc.freeze()
 
 
 @pytest.fixture

@@ -21,14 +21,6 @@ from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
-@pytest.fixture
-def quick_to_look(monkeypatch, request):
-    """What a `__del__` prints is expected, and what is there already need not be collected each time."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
-    request.addfinalizer(gc.unfreeze)
-    gc.freeze()
-
-
 def interrupt_each(
     step: int, make: Callable[[Path], TierStack], work: Callable[[TierStack], object], trace: list
 ) -> None:

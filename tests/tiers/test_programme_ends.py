@@ -1,7 +1,6 @@
 """How the run of a programme ends: other pages, other leases, budgets, pages that come and go, threads, Ctrl-C."""
 
 import gc
-import sys
 import threading
 
 import pytest
@@ -123,13 +122,6 @@ def test_threads_that_run_the_same_passes_get_their_pages():
         within(60, work)
     assert_at_rest(stack)
     stack.close()
-
-
-@pytest.fixture
-def quick_to_look(monkeypatch, request):
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
-    request.addfinalizer(gc.unfreeze)
-    gc.freeze()
 
 
 FEW = {f"page{i}": 1 + i % 2 for i in range(6)}

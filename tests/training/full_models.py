@@ -40,6 +40,10 @@ def resident(model: nn.Module) -> nn.Module:
     return model
 
 
+def adamw(parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
 class Masters:
     """Updates a model in bf16 by an optimizer on fp32 masters of all parameters: what mode "full" does, resident."""
 

@@ -13,7 +13,7 @@ import vbrt
 from tests.matrix import matrix
 from tests.models import TOKENS, qwen3_moe
 from tests.training.reference import FOUR_BIT, counts, rounded, steps, wrap
-from tests.zoo.experts import DECORATED, SPECIAL, called, experts_module, routed, special_module
+from tests.zoo.experts import DECORATED, SPECIAL, Holder, called, experts_module, routed, special_module
 from vbrt.errors import WrapError
 from vbrt.training import TrainedExperts
 
@@ -21,17 +21,6 @@ from vbrt.training import TrainedExperts
 CLASSES = ("Qwen3MoeExperts", "GptOssExperts", "AriaExperts", "NemotronHExperts", "MuseSparkExperts")
 NAME = "model.layers.0.mlp.experts"
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-
-
-class Holder(nn.Module):
-    """Calls its experts."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        return self.experts(*args)
 
 
 class StraightThrough(nn.Module):

@@ -7,15 +7,11 @@ import pytest
 import torch
 
 import vbrt
-from tests.training.full_models import Masters, Tiny, batches, loss_of, resident, train
+from tests.training.full_models import Masters, Tiny, adamw, batches, loss_of, resident, train
 from vbrt.training.full import FullWeight
 from vbrt.training.update import Updater
 
 STEPS = 4
-
-
-def adamw(parameters) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
 def assert_same_training(model, tiers=None, make=adamw, run=train):

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 import threading
 
 import pytest
@@ -10,13 +9,14 @@ import torch
 
 import vbrt
 from tests.tiers.stacks import within
-from tests.training.full_models import Tiny, batches, loss_of, resident, train
+from tests.training.full_models import Tiny, adamw, batches, loss_of, resident, train
 from vbrt.tiers.decider import Decider
 from vbrt.tiers.mover import Mover
 from vbrt.tiers.rewriting import Rewriter
 from vbrt.training.gradients import Gradient, Outlet
 from vbrt.training.update import Updater
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
 KIB = 1024
 POINTS = {
     "lease, asked for": (Decider, "acquire"),
@@ -28,16 +28,6 @@ POINTS = {
     "update, under way": (Updater, "_compute"),
     "high half, being rewritten": (Rewriter, "_refresh"),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch):
-    """What a disk needs to be sure is not what is tested here."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
 @contextlib.contextmanager

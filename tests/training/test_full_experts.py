@@ -12,7 +12,7 @@ import vbrt
 from scripts.full_models import _HalfUp
 from tests.models import qwen3_moe
 from tests.training.full_models import Masters
-from tests.zoo.experts import DECORATED, SPECIAL, called, experts_module, routed, special_module
+from tests.zoo.experts import DECORATED, SPECIAL, Holder, called, experts_module, routed, special_module
 from vbrt.layers.experts.library import ExpertsView
 from vbrt.training.full_experts import FullExperts
 
@@ -74,8 +74,7 @@ MODELS = {
         ("gpt-oss", "", 250 * KIB),
     ],
 )
-def test_models_train_as_with_resident_masters(tmp_path, monkeypatch, name, loop, budget):
-    monkeypatch.setattr("os.fsync", lambda fd: None)
+def test_models_train_as_with_resident_masters(tmp_path, no_fsync, name, loop, budget):
     model = MODELS[name]().train()
     if loop == "recomputed":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -102,17 +101,6 @@ def test_experts_without_tokens_decay_as_rows_of_a_stacked_parameter_do():
             assert torch.equal(layer.gate_up_proj.weight.master()[2:], before[2:] * (1 - 1e-2 * 0.1))
         vb.zero_grad()
     assert vb.stats().updates.steps == 2
-
-
-class Holder(nn.Module):
-    """Calls its experts."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, *args) -> torch.Tensor:
-        return self.experts(*args)
 
 
 def _sampled(names, sample):

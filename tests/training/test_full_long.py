@@ -105,8 +105,7 @@ def check(made: Tiny, make, loop: str, budget: str, path: Path) -> None:
 @pytest.mark.parametrize("budget", HOMES.values(), ids=HOMES)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_a_hundred_steps_of_every_loop_and_model_in_every_home(tmp_path, monkeypatch, model, loop, budget):
-    monkeypatch.setattr("os.fsync", lambda fd: None)
+def test_a_hundred_steps_of_every_loop_and_model_in_every_home(tmp_path, no_fsync, model, loop, budget):
     if model is MODELS["bf16"] and "clipped" in loop:
         pytest.skip("torch clips gradients in bf16 and rounds them; those in the tiers are scaled in fp32")
     check(model(), OPTIMIZERS["adamw"], loop, budget, tmp_path)
@@ -115,6 +114,5 @@ def test_a_hundred_steps_of_every_loop_and_model_in_every_home(tmp_path, monkeyp
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("budget", HOMES.values(), ids=HOMES)
-def test_a_hundred_steps_of_every_optimizer_in_every_home(tmp_path, monkeypatch, make, budget):
-    monkeypatch.setattr("os.fsync", lambda fd: None)
+def test_a_hundred_steps_of_every_optimizer_in_every_home(tmp_path, no_fsync, make, budget):
     check(Tiny(8), make, "two passes, clipped", budget, tmp_path)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import vbrt
-from tests.training.full_models import Tiny, batches, loss_of, train
-from tests.training.test_full import adamw, assert_same_training, small_tiers
+from tests.training.full_models import Tiny, adamw, batches, loss_of, train
+from tests.training.test_full import assert_same_training, small_tiers
 
 BATCHES = batches(8)
 

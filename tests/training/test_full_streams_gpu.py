@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import itertools
-import os
 import threading
 
 import pytest
@@ -20,15 +19,9 @@ from tests.training.test_full_gpu import OnHost, Wide, run
 from vbrt.training.gradients import Outlet
 from vbrt.training.update import split_master
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_fsync")]
 MIB = 1 << 20
 SLOW = 40_000_000  # cycles of a GPU: about 20 ms
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch):
-    """What a disk needs to be sure is not what is tested here."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch import nn
 
 import vbrt
 from tests.matrix import matrix
-from tests.models import TOKENS, config, llama, mlp
+from tests.models import TOKENS, config, dtype_of, llama, mlp
 from vbrt.config import load_config
 from vbrt.errors import WrapError
 
@@ -16,10 +16,6 @@ peft = pytest.importorskip("peft")
 
 HOLDINGS = ("dense", "nvfp4", "mxfp4", "nf4", "quantile", "exact")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def dtype_of(format):
-    return torch.bfloat16 if format == "exact" else torch.float32
 
 
 def wrapped(format, path=None, **sections):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import vbrt
-from tests.training.full_models import Tiny, batches, loss_of, resident, train
+from tests.training.full_models import Tiny, adamw, batches, loss_of, resident, train
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu import update as compiled
 from vbrt.tiers import ssd
@@ -22,10 +22,6 @@ KIB = 1024
 LAYERS = 12
 #: room for all high halves and gradients, and for some of the rest of the state, in host memory
 HALF = 2 * (LAYERS + 1) * 8 * KIB + (4 * 8 + 3 * 40 + 6 * 40) * KIB
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
 def grouped(parameters):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.matrix import matrix
-from tests.models import FORMATS, gpt2, llama, mlp, wrap, wrap_streamed
+from tests.models import FORMATS, dtype_of, gpt2, llama, mlp, wrap, wrap_streamed
 from vbrt.errors import WrapError
 
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without its compiler
@@ -26,10 +26,6 @@ def fresh_dynamo():
 
 def compiled(module):
     return torch.compile(module, fullgraph=True, backend=BACKEND)
-
-
-def dtype_of(format):
-    return torch.bfloat16 if format == "exact" else torch.float32
 
 
 @matrix(format=FORMATS, held=["shell", "materialized", "streamed"])

@@ -20,6 +20,7 @@ __all__ = [
     "INNER",
     "SPECIAL",
     "TOP_K",
+    "Holder",
     "called",
     "experts_module",
     "may_route",
@@ -123,6 +124,17 @@ def _filled(module: nn.Module, seed: int) -> nn.Module:
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return module.requires_grad_(False).eval()
+
+
+class Holder(nn.Module):
+    """Calls its experts."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.experts(*args)
 
 
 def called(name: str, tokens: int, *, dtype: torch.dtype = torch.float32, seed: int = 1) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from torch import nn
 import vbrt
 from tests.matrix import matrix
 from tests.models import config
-from tests.zoo.experts import DECORATED, experts_module, routed
+from tests.zoo.experts import DECORATED, Holder, experts_module, routed
 from vbrt.layers.experts import VBExperts
 
 #: a class for each layout, gate and sum that there is
@@ -29,15 +29,6 @@ LIKE = sorted(set(DECORATED) - set(UNLIKE))
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 #: tokens, experts of each
 SIZES = ((1, 2), (12, 2), (3, 4), (9, 3))
-
-
-class Holder(nn.Module):
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        return self.experts(*args)
 
 
 def settings(model: nn.Module, format: str, path: Path | None = None) -> dict[str, Any]:

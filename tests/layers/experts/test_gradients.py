@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import vbrt
 from tests.matrix import matrix
 from tests.models import TOKENS, config, qwen3_moe, wrap
-from tests.zoo.experts import DECORATED, experts_module, routed
+from tests.zoo.experts import DECORATED, Holder, experts_module, routed
 from vbrt.config import load_config
 from vbrt.errors import TierError
 from vbrt.layers.experts import VBExperts, compute
@@ -20,17 +20,6 @@ peft = pytest.importorskip("peft")
 
 #: plain, interleaved with bias, transposed, without gate, with a norm behind
 CLASSES = ("Qwen3MoeExperts", "GptOssExperts", "AriaExperts", "NemotronHExperts", "MuseSparkExperts")
-
-
-class Holder(nn.Module):
-    """Calls its experts."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        return self.experts(*args)
 
 
 def pair(name: str, format: str, *, kept: bool = True, **how) -> tuple[nn.Module, nn.Module]:

@@ -13,7 +13,7 @@ from tests.layers.experts.beside_gpu import wrap_beside
 from tests.matrix import matrix
 from tests.models import TOKENS, config, qwen3_moe, wrap
 from tests.tiers.stacks import assert_at_rest
-from tests.zoo.experts import EXPERTS, experts_module, routed
+from tests.zoo.experts import EXPERTS, Holder, experts_module, routed
 from vbrt.errors import KernelError
 from vbrt.kernels.cpu import build
 from vbrt.kernels.experts import Gate
@@ -28,14 +28,6 @@ WHY = build.refusal(torch.device("cpu"), "experts")
 pytestmark = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 NAME = "model.layers.0.mlp.experts"
 EVEN = MissRates(1e9, 1e9)  # as fast as the link: half of the misses each
-
-
-class Holder(torch.nn.Module):
-    """A module around experts."""
-
-    def __init__(self, experts):
-        super().__init__()
-        self.experts = experts
 
 
 def _layer(vb):

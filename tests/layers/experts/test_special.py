@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import vbrt
-from tests.layers.experts.test_classes import Holder, settings
+from tests.layers.experts.test_classes import settings
 from tests.matrix import matrix
-from tests.zoo.experts import EXPERTS, SPECIAL, called, special_module
+from tests.zoo.experts import EXPERTS, SPECIAL, Holder, called, special_module
 from vbrt.layers.experts import VBExperts
 
 TOKENS = (1, 12, 3)
