@@ -1,7 +1,8 @@
 """`vbrt.estimate`: figures beside what torch allocates, one code path with plan and runtime, and wrong use."""
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from vbrt.errors import ArgumentError, WrapError
 from vbrt.estimation import host_experts
 from vbrt.estimation.activations import asked_of
 from vbrt.estimation.options import with_and_without
+from vbrt.estimation.rates import device_name, keep_rates, kept_rates, rates_file
 from vbrt.estimation.speed import predict
 from vbrt.estimation.whole import STAGES
+from vbrt.kernels.cpu.experts import most_pairs
 
 transformers = pytest.importorskip("transformers")
 
@@ -281,6 +284,36 @@ def test_the_rate_of_experts_on_a_cpu_is_measured(monkeypatch):
     monkeypatch.setattr(host_experts, "_SHAPES", {"up": (64, 128), "down": (128, 32)})
     monkeypatch.setattr(host_experts, "_TIMES", 1)
     assert host_experts.experts_gb_s() > 0
+    plain, decoded, most = host_experts.few_rows()
+    assert plain > 0 and decoded > 0 and most == most_pairs()
+
+
+@pytest.mark.parametrize("preset", ["fp4", "dense", None])
+def test_products_of_few_rows_take_experts_longer_on_a_cpu_and_only_where_matrices_are_decoded(preset):
+    model = qwen3_moe(count=16)
+    asked = preset and load_config(preset, weights={"min_parameters": 0})
+    found = vbrt.estimate(model, "prefill", asked, machine=ON, context=512)  # 64 tokens for each expert
+    even = vbrt.Rates("a CPU", 0.0, 30.0, 0.4, few_tflops=0.4, few_decoded_tflops=0.4)
+    rate, other = "few_tflops", "few_decoded_tflops"
+    if preset == "fp4":
+        rate, other = other, rate
+
+    def ms(**changes: float) -> float:
+        return predict(model, found, replace(even, **changes)).ms
+
+    assert ms() == ms(**{other: 0.1}) < ms(**{rate: 0.1}) < ms(**{rate: 0.05})
+    assert ms() < ms(**{rate: 0.0}) < ms(**{rate: 0.05})  # 0: not measured
+    assert ms() == ms(**{rate: 0.1}, most_pairs=64) < ms(**{rate: 0.1}, most_pairs=63)
+
+
+def test_rates_that_were_kept_before_few_rows_were_measured_are_read(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = vbrt.Rates(device_name(), 0.0, 30.0, 0.4)
+    keep_rates(found)
+    before = {name: value for name, value in asdict(found).items() if not name.startswith(("few", "most"))}
+    rates_file().write_text(json.dumps(before))
+    kept = kept_rates()
+    assert kept == found and kept.repack_s(decoded=True) > kept.repack_s(decoded=False) > 0
 
 
 def test_bars_are_shaded_by_what_the_largest_moments_are_made_of():

@@ -108,6 +108,9 @@ def _measure_machine() -> int:
     console.print(
         f"products {found.tflops:.3g} TFLOP/s, {found.launch_us:.1f} µs a launch, drive {found.drive_gb_s:.1f} GB/s"
     )
+    if found.few_tflops:
+        few = f"{found.few_tflops:.3g} TFLOP/s, with 4-bit matrices {found.few_decoded_tflops:.3g}"
+        console.print(f"products of few rows, as of experts in prompts: {few}")
     console.print(f"missed experts computed by the CPU: {found.experts_gb_s:.1f} GB/s of their pages")
     try:
         keep_rates(found)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from vbrt.errors import ArgumentError
-from vbrt.estimation.host_experts import experts_gb_s
+from vbrt.estimation.host_experts import FEW_ROWS, experts_gb_s, few_rows
 from vbrt.host.files import cache_folder, read_bounded, write_file
 from vbrt.model.ran import cpu_name
 from vbrt.residency.missed import CPU_GB_PER_S
@@ -31,6 +31,9 @@ __all__ = [
 _MAX_BYTES = 1 << 16
 _LONG_S = 1.0  # runs that take so long together tell enough
 _FP8_CAPABILITY = (8, 9)  # the first with products in FP8
+#: of `tflops`, that products of few rows reach with matrices as they are, and with 4-bit ones: of two Zen 5 cores,
+#: where it was not measured
+_FEW, _FEW_DECODED = 0.52, 0.38
 _PCIE4, _PCIE5 = 25.0, 55.0  # GB/s that page-locked copies reach over 16 lanes
 
 
@@ -50,6 +53,10 @@ class Rates:
         fp8: the GPU multiplies in FP8.
         host_gb_s: of host memory, read and written by all cores; by default what a host of 16 reaches.
         experts_gb_s: of 4-bit pages with which the CPU computes experts that the GPU lacks; by default assumed.
+        few_tflops: of bf16 products of `FEW_ROWS` rows on a CPU; 0, as rates that were kept before have it: a share of
+            `tflops`.
+        few_decoded_tflops: of those with 4-bit matrices, which are decoded first; 0: a share of `tflops`.
+        most_pairs: tokens of an expert that the CPU multiplies by its codes; of more the matrix is decoded first.
     """
 
     name: str
@@ -63,10 +70,20 @@ class Rates:
     fp8: bool = False
     host_gb_s: float = 90.0
     experts_gb_s: float = CPU_GB_PER_S
+    few_tflops: float = 0.0
+    few_decoded_tflops: float = 0.0
+    most_pairs: int = 16
 
     def flops_of(self, dtype: str) -> float:
         """Return the floating-point operations a second of products of a dtype, by torch's name."""
         return 1e12 * (self.fp32_tflops or self.tflops if dtype == "float32" else self.tflops)
+
+    def repack_s(self, *, decoded: bool) -> float:
+        """Return the seconds for each weight of a matrix in which torch's products repack it, however many rows they
+        have; decoded: and in which it is decoded first."""
+        measured, share = (self.few_decoded_tflops, _FEW_DECODED) if decoded else (self.few_tflops, _FEW)
+        few = measured or share * self.tflops
+        return max(0.0, 2e-12 * FEW_ROWS * (1 / few - 1 / self.tflops))
 
 
 #: memory GB/s, dense bf16 TFLOP/s with fp32 sums, fp32 TFLOP/s and FP8, by NVIDIA's data sheets; what the link reaches
@@ -123,6 +140,7 @@ def measure_rates() -> Rates:
         gpu and torch.cuda.get_device_capability() >= _FP8_CAPABILITY,
         _host_gb_s(),
         experts_gb_s(),
+        *(() if gpu else few_rows()),
     )
 
 

@@ -25,6 +25,7 @@ class Shares:
             replays.
         routed_us: host time of a layer of routed experts in a step that is not recorded.
         queued: the device works while the host launches what comes next.
+        repacks: products of experts take the time in which matrices are made ready for them, `Rates.repack_s`.
     """
 
     reads: float
@@ -38,6 +39,7 @@ class Shares:
     operator: Mapping[str, float] = field(default_factory=dict)
     routed_us: float = 0.0
     queued: bool = True
+    repacks: bool = False
 
 
 #: by the tier that computes
@@ -65,5 +67,6 @@ SHARES = {
         operator={"prefill": 5.5, "decode": 5.5, "recorded": 0.7, "train": 5.5},
         routed_us=600,
         queued=False,
+        repacks=True,
     ),
 }

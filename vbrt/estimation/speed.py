@@ -18,6 +18,7 @@ from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
 from vbrt.estimation.shares import SHARES, Shares
 from vbrt.estimation.task import Task
+from vbrt.kernels.cpu.experts import is_decoded
 from vbrt.model.choice import choose
 from vbrt.residency.missed import missed_gb_per_s
 from vbrt.residency.plan import Plan, Swap
@@ -137,6 +138,7 @@ def _device_s(model: nn.Module, found: Estimate, rates: Rates, tokens: int, pass
     products = sum(n / _flops_s(rates, shares, dtype, task.trains) for dtype, n in _flops(found))
     experts = sum(_elements(swap, 1) for swap in swaps if swap.experts)  # whose products no trace has
     products += 2 * tokens * passes * experts / _flops_s(rates, shares, "bfloat16", task.trains)
+    products += passes * sum(_repack_s(swap, rates, tokens) for swap in swaps if swap.experts and shares.repacks)
     read = _kept_bytes(model, swaps) / shares.reads + sum(_read_bytes(swap, tokens, shares) for swap in swaps)
     merged = sum(shares.merged_bytes * _elements(swap, tokens) for swap in swaps if swap.fine == "exact")
     if plan is not None and plan.mode == "train":
@@ -185,6 +187,14 @@ def _elements(swap: Swap, tokens: int) -> float:
     """Return how many weights some of the tokens are multiplied by."""
     matrices = sum(site.shape[0] * site.shape[1] for site in (swap.site, *swap.parts)) * max(1, swap.experts)
     return matrices * _touched(swap, tokens)
+
+
+def _repack_s(swap: Swap, rates: Rates, tokens: int) -> float:
+    """Return the seconds in which matrices of routed experts are made ready for products of more than a few rows."""
+    pairs = tokens * swap.top_k / (swap.experts * _touched(swap, tokens))
+    if not is_decoded(pairs, rates.most_pairs):
+        return 0.0
+    return _elements(swap, tokens) * rates.repack_s(decoded=not swap.lossless)
 
 
 def _read_bytes(swap: Swap, tokens: int, shares: Shares) -> float:

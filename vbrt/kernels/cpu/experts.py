@@ -33,7 +33,7 @@ from vbrt.kernels.cpu.teams import team
 from vbrt.kernels.cuda.e2m1.tiles import ROWS, TILES
 from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, pairs_of_experts, part_planes
 
-__all__ = ["FORMATS", "experts_down", "experts_up", "most_pairs", "takes_tiles", "weigh_and_sum"]
+__all__ = ["FORMATS", "experts_down", "experts_up", "is_decoded", "most_pairs", "takes_tiles", "weigh_and_sum"]
 
 FORMATS = (*cpu_linear.FORMATS, *cpu_linear.LEVELS, *cpu_linear.BYTES)
 _THREAD_WORK = 1 << 16  # products that are worth a thread
@@ -45,6 +45,14 @@ _RAW = Gate("none", gated=False)
 def most_pairs() -> int:
     """The most pairs of an expert that the C code multiplies itself."""
     return library("experts").vbrt_experts_most()
+
+
+def is_decoded(pairs: float, most: int) -> bool:
+    """True if the matrix of an expert that so many pairs go to is decoded once, for torch's matmul.
+
+    most: `most_pairs` of the CPU.
+    """
+    return pairs > most
 
 
 def takes_tiles(pages: ExpertPages, dtype: torch.dtype, gate: Gate) -> bool:
@@ -126,11 +134,11 @@ class _Product:
         """Return gate(W x + b), [P, columns]."""
         out = self.x.new_zeros(self.ids_Tk.numel(), gate.columns(self.n))
         counts = Counter(self.ids_Tk.view(-1).tolist())
-        most, touched = self.most, [e for e in counts if 0 <= e < self.pages.experts]
-        few = [e for e in touched if counts[e] <= most]
+        touched = [e for e in counts if 0 <= e < self.pages.experts]
+        few = [e for e in touched if not is_decoded(counts[e], self.most)]
         if len(few) < len(touched):
             for expert, pairs_p in pairs_of_experts(self.ids_Tk, self.pages.experts):
-                if len(pairs_p) > most:
+                if is_decoded(len(pairs_p), self.most):
                     out[pairs_p] = self._decoded(expert, pairs_p, gate)
         if few:
             self._fused(few, sum(counts[e] for e in few), gate, out)
