@@ -17,6 +17,7 @@ from vbrt.estimation import host_experts
 from vbrt.estimation.activations import asked_of
 from vbrt.estimation.options import with_and_without
 from vbrt.estimation.rates import device_name, keep_rates, kept_rates, rates_file
+from vbrt.estimation.shares import SHARES
 from vbrt.estimation.speed import predict
 from vbrt.estimation.whole import STAGES
 from vbrt.kernels.cpu.experts import most_pairs
@@ -25,6 +26,7 @@ transformers = pytest.importorskip("transformers")
 
 GiB = 1 << 30
 ON = Machine(None, None, 32 * GiB, 32 * GiB)
+GPU = replace(ON, gpu_total_bytes=32 * GiB, gpu_free_bytes=32 * GiB)
 
 
 def model_of(layers: int = 5) -> nn.Module:
@@ -304,6 +306,18 @@ def test_products_of_few_rows_take_experts_longer_on_a_cpu_and_only_where_matric
     assert ms() == ms(**{other: 0.1}) < ms(**{rate: 0.1}) < ms(**{rate: 0.05})
     assert ms() < ms(**{rate: 0.0}) < ms(**{rate: 0.05})  # 0: not measured
     assert ms() == ms(**{rate: 0.1}, most_pairs=64) < ms(**{rate: 0.1}, most_pairs=63)
+
+
+def test_attention_is_bound_by_its_softmax_in_fp32_on_a_cpu_and_counts_as_other_products_on_a_gpu():
+    model, slow = model_of(2).bfloat16(), {"fp32_tflops": 0.01}
+    for on, rates in ((ON, vbrt.Rates("a CPU", 0.0, 3000.0, 0.4, fp32_tflops=0.2)), (GPU, vbrt.data_sheet("H100"))):
+        found = vbrt.estimate(model, "prefill", None, machine=on, context=512)
+        scores = found.work["attention bfloat16"]
+        assert scores == 2 * 4 * 512 * 512 * 128 // 2  # layers; two products for each, of which half is masked
+        more = predict(model, found, replace(rates, **slow)).device_ms - predict(model, found, rates).device_ms
+        share = SHARES[found.compute_tier].attention
+        expected = 1e3 * scores / share * (1 / 0.01e12 - 1 / 0.2e12) if on is ON else 0.0
+        assert more == pytest.approx(expected)
 
 
 def test_rates_that_were_kept_before_few_rows_were_measured_are_read(monkeypatch, tmp_path):

@@ -31,7 +31,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, meter: Meter, causal: bool) -> Tensor:
         ctx.meter, ctx.flops = meter, 4 * q.numel() * k.shape[-2] // (2 if causal else 1)
-        meter.add_flops(q.dtype, ctx.flops)
+        meter.add_flops(q.dtype, ctx.flops, "attention")
         heads, rows = q.shape[-3:-1]  # results lie as [B, S, H, D] do: side by side for the projection that follows
         out = q.new_empty((*q.shape[:-3], rows, heads, v.shape[-1])).transpose(-3, -2)
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -41,7 +41,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, _ = ctx.saved_tensors
-        ctx.meter.add_flops(q.dtype, 5 * ctx.flops // 2)  # five products, two of them once more
+        ctx.meter.add_flops(q.dtype, 5 * ctx.flops // 2, "attention")  # five products, two of them once more
         grad = grad.contiguous()
         rows = -(-q.shape[-2] // _ROWS) * _ROWS
         _sums = q.new_empty((*q.shape[:-2], rows, q.shape[-1]), dtype=torch.float32)

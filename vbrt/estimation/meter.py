@@ -52,7 +52,7 @@ class Meter(TorchDispatchMode):
         kind: what storages that are made now are.
         peaks: bytes of the largest moment of each phase.
         work: what ran: "operators", the bytes that they read and wrote ("moved"), and of products the floating-point
-            operations by dtype ("flops bfloat16").
+            operations by dtype ("flops bfloat16"), those of fused attention apart ("attention bfloat16").
     """
 
     def __init__(self) -> None:
@@ -117,9 +117,9 @@ class Meter(TorchDispatchMode):
         read = made if operator in _PICKS else [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self.work["moved"] += sum(tensor.numel() * tensor.element_size() for tensor in (*read, *made))
 
-    def add_flops(self, dtype: torch.dtype, flops: int) -> None:
-        """Add floating-point operations of products that no operator shows."""
-        self.work[f"flops {str(dtype).removeprefix('torch.')}"] += flops
+    def add_flops(self, dtype: torch.dtype, flops: int, of: str = "flops") -> None:
+        """Add floating-point operations of products, "flops", or of fused "attention", which no operator shows."""
+        self.work[f"{of} {str(dtype).removeprefix('torch.')}"] += flops
 
     def _add(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()

@@ -20,6 +20,7 @@ class Shares:
         moves: at which all other operators read and write.
         matmul: of the rate of large products, over a whole pass; matmul_train: in 16 bits with its backward pass;
             packed: of that, by 4-bit weights.
+        attention: of the rate of products in fp32, of fused attention in any dtype; 0: it is as fast as other products.
         merged_bytes: of copies, that take as long as it takes to restore a weight from two planes and multiply by it.
         operator: bare launches that an operator takes by task, with Python around it; "recorded": in a step that C
             replays.
@@ -36,6 +37,7 @@ class Shares:
     matmul_train: float
     packed: float
     merged_bytes: float
+    attention: float = 0.0
     operator: Mapping[str, float] = field(default_factory=dict)
     routed_us: float = 0.0
     queued: bool = True
@@ -60,10 +62,11 @@ SHARES = {
         reads_packed={"e2m1": 1.0, "table": 0.67, "int8": 1.0},
         reads_cache=0.25,
         moves=0.52,
-        matmul=0.90,
+        matmul=1.0,
         matmul_train=0.65,
         packed=1.0,
         merged_bytes=10,
+        attention=0.35,
         operator={"prefill": 5.5, "decode": 5.5, "recorded": 0.7, "train": 5.5},
         routed_us=600,
         queued=False,

@@ -135,7 +135,10 @@ def _device_s(model: nn.Module, found: Estimate, rates: Rates, tokens: int, pass
     task, plan, rate, shares = found.task, found.plan, 1e9 * rates.memory_gb_s, SHARES[found.compute_tier]
     swaps = plan.swaps if plan is not None else _routed(model)
     packed = plan is not None and any(not swap.lossless for swap in plan.swaps)
-    products = sum(n / _flops_s(rates, shares, dtype, task.trains) for dtype, n in _flops(found))
+    products = sum(n / _flops_s(rates, shares, dtype, task.trains) for dtype, n in _flops(found, "flops"))
+    products += sum(
+        n / _attention_flops_s(rates, shares, dtype, task.trains) for dtype, n in _flops(found, "attention")
+    )
     experts = sum(_elements(swap, 1) for swap in swaps if swap.experts)  # whose products no trace has
     products += 2 * tokens * passes * experts / _flops_s(rates, shares, "bfloat16", task.trains)
     products += passes * sum(_repack_s(swap, rates, tokens) for swap in swaps if swap.experts and shares.repacks)
@@ -154,15 +157,21 @@ def _flops_s(rates: Rates, shares: Shares, dtype: str, trains: bool) -> float:
     return rates.flops_of(dtype) * (shares.matmul_train if trains and dtype != "float32" else shares.matmul)
 
 
+def _attention_flops_s(rates: Rates, shares: Shares, dtype: str, trains: bool) -> float:
+    """Return the floating-point operations a second of fused attention in a dtype, of which the softmax is in fp32."""
+    own = shares.attention * rates.flops_of("float32")
+    return own or _flops_s(rates, shares, dtype, trains)
+
+
 def _packed(config: VBConfig, shares: Shares, tokens: int) -> float:
     """Return the rate of products with 4-bit weights, in that of dense ones."""
     fp8 = _PACKED_FP8 if config.compute.fp8 else ()
     return next((rate for least, rate in fp8 if tokens >= least), shares.packed)
 
 
-def _flops(found: Estimate) -> Iterable[tuple[str, int]]:
-    """Yield dtypes and the floating-point operations of products in them."""
-    return ((name.partition(" ")[2], n) for name, n in found.work.items() if name.startswith("flops"))
+def _flops(found: Estimate, of: str) -> Iterable[tuple[str, int]]:
+    """Yield dtypes and the floating-point operations in them of products ("flops") or fused "attention"."""
+    return ((name.partition(" ")[2], n) for name, n in found.work.items() if name.startswith(f"{of} "))
 
 
 def _routed(model: nn.Module) -> tuple[Swap, ...]:
