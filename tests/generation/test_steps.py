@@ -19,8 +19,8 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore:vbrt.wrap"), pytest.mark.usefixtures("tapes")]
 
 
-def wrapped(family: str = "llama") -> vbrt.VBModelWrapper:
-    return models.wrap(tiny(family))
+def wrapped(family: str = "llama", **sizes) -> vbrt.VBModelWrapper:
+    return models.wrap(tiny(family, **sizes))
 
 
 def same(vb, plain, **kwargs) -> None:
@@ -255,6 +255,34 @@ def test_a_model_that_counts_in_python_is_found_and_stays_eager():
     with pytest.warns(UserWarning, match="computes something else than an eager one"):
         generated(vb)
     assert steps(vb)[0] <= 1
+
+
+@pytest.mark.parametrize("window", [6, 10, 16])
+def test_a_model_that_leaves_it_to_the_cache_to_forget_is_found_behind_its_window(window):
+    """As Moshi does: its mask is causal, and its cache holds as many tokens as the window has."""
+    vb, plain = (make("llama", sliding_window=window) for make in (wrapped, tiny))
+    with pytest.warns(UserWarning, match="computes something else than an eager one"):
+        same(vb, plain)
+    assert steps(vb) == (window - 5, 18 - window)  # the prompt has five tokens
+    same(vb, plain, attention_mask=torch.ones_like(MASK))
+    same(vb, plain, max_new_tokens=20)
+
+
+def test_a_model_that_takes_the_size_of_a_mask_for_the_length_is_found_in_the_block_where_it_matters():
+    class Scaled(transformers.LlamaForCausalLM):
+        def forward(self, *args, attention_mask=None, **kwargs):
+            out = super().forward(*args, attention_mask=attention_mask, **kwargs)
+            out.logits = out.logits * (1 + (attention_mask.shape[1] > 12))
+            return out
+
+    def scaled(model):
+        model.__class__ = Scaled
+        return model
+
+    vb, plain = models.wrap(scaled(tiny("llama"))), scaled(tiny("llama"))
+    with pytest.warns(UserWarning, match="computes something else than an eager one"):
+        same(vb, plain)
+    assert steps(vb) == (3, 10)  # up to length 8
 
 
 def test_a_step_that_waits_for_the_device_stays_eager():

@@ -127,6 +127,7 @@ class Recording:
         again: launches the step once more, on what the inputs and the cache hold; False, and nothing done, where pages
             are not any more where they were.
         report: what was joined.
+        compared: whether it was compared with eager steps within windows (False) and behind them (True).
     """
 
     @torch.inference_mode(False)  # tensors of inference mode could be written there only
@@ -134,6 +135,7 @@ class Recording:
     def __init__(self, plain: Plain, call: Call, kept: "Kept", terms: Terms) -> None:
         statics, self._terms, self._counted = kept.statics, terms, Counted()
         self.inputs = call.inputs(statics.span.end)
+        self.compared: set[bool] = set()
         self._last: Call | None = None
         self._results: Results | None = None
         statics.put_at(call.length or 0)
@@ -179,6 +181,12 @@ class Recording:
         self._counted.passes += 1
         statics.advance(call.length or 0)
         return self._results.copied(call, self.inputs)
+
+    def tried(self, call: Call, statics: Statics) -> Any:
+        """Do as `replay`, and count no pass."""
+        out = self.replay(call, statics)
+        self._counted.passes -= 1
+        return out
 
     @property
     def nbytes(self) -> int:

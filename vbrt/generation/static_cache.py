@@ -23,6 +23,7 @@ repeating rows) it does as a plain layer, which it becomes first.
 
 import contextlib
 import functools
+import math
 from abc import ABC, ABCMeta
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -47,6 +48,9 @@ from vbrt.generation.caches import (
 from vbrt.generation.spans import Span, span_of
 
 __all__ = ["Fixed", "Growing", "Room", "Statics", "is_entered", "leave", "offer", "own", "withdraw"]
+
+#: thousands of times what values are, and finite in 16 bits: what is masked is multiplied by zero
+_SPOILED = 1e4
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
@@ -135,6 +139,10 @@ class Growing(_Static):
     def first(self) -> int:
         """The position of the first place of `block`."""
         return self._vb_room.first
+
+    def passed(self) -> slice:
+        """Return the places of the room that the window has passed: a plain layer has dropped what is there."""
+        return slice(0, self._held().start)
 
     def block(self) -> tuple[Tensor, Tensor]:
         """Return all places that a step recorded for this span attends to, keys and values [B, H, places, D]."""
@@ -409,6 +417,7 @@ class Statics:
         device = next(memory_of(cache)).device
         self.position = torch.full((1,), length or 0, dtype=torch.int64, device=device)
         self._growing: list[Any] = []
+        self._passed_at: int | float = math.inf  # the length at which a window passes the first place of a room
         self._at: int | None = None  # what `position` holds, if that is known
         self.rooms: dict[int, Room] = {}
         self._fixed: dict[int, Fixed] = {}
@@ -440,6 +449,31 @@ class Statics:
             elif index not in self._fixed and hasattr(layer, "keys"):
                 layer.__class__ = _made(Idle, type(layer))
                 layer.enter_(self)
+        self._note_windows()
+
+    def _note_windows(self) -> None:
+        windows = ((layer._vb_window, layer._vb_room.first) for layer in self._growing)
+        self._passed_at = min((window + first for window, first in windows if window is not None), default=math.inf)
+
+    @property
+    def passes_windows(self) -> bool:
+        """True if the next step finds places that a window has passed, which a recorded one must mask."""
+        return (self.length or 0) >= self._passed_at
+
+    @contextlib.contextmanager
+    def spoiled(self) -> Iterator[None]:
+        """Have places that windows have passed hold, in the block, values that no step could attend to unnoticed."""
+        found = [(layer._vb_room, layer.passed()) for layer in self._growing]
+        parts = [part[:, :, at] for room, at in found for part in (room.keys, room.values) if at.stop > at.start]
+        before = [part.clone() for part in parts]
+        try:
+            for keys, values in zip(parts[::2], parts[1::2], strict=True):
+                keys.zero_()
+                values.fill_(_SPOILED)
+            yield
+        finally:
+            for part, held in zip(parts, before, strict=True):
+                part.copy_(held)
 
     def put_at(self, position: int) -> None:
         """Have the device write the next token at a position; a replay leaves it behind its own."""
@@ -467,6 +501,7 @@ class Statics:
         for layer in self._growing:
             if layer._vb_room.first != span.first(layer._vb_window):
                 layer._vb_room.shift(span.first(layer._vb_window), layer._vb_length)
+        self._note_windows()
 
     def settle(self) -> None:
         """Have states that were put in the place of those at fixed addresses lie there again."""

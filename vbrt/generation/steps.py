@@ -7,9 +7,11 @@ A *step* is a forward on a filled cache with one new token a sequence. The first
 is recorded for the lengths of a block, and each later one loads the inputs, replays, and copies the results out.
 Recordings outlive the call: the next one with the same shapes replays at once.
 
-The first two replays of a kind of step are checked: the same step is computed eagerly, by the plain forward on the
-plain cache. Where the results differ by more than rounding, steps of this kind stay eager, and `stats()` says so: a
-model that keeps a count in Python, or that takes the size of a cache for its length, is found rather than believed.
+The first two replays of a kind of step, the first one of each recording, and the first one behind a sliding window are
+checked: the same step is computed eagerly, by the plain forward on the plain cache. Where the results differ by more
+than rounding, steps of this kind stay eager, and `stats()` says so: a model that keeps a count in Python, that takes
+the size of a cache for its length, or that leaves it to the cache to forget what lies before a window, is found rather
+than believed.
 """
 
 import inspect
@@ -54,6 +56,14 @@ WAITS = "making a recording would take longer than the steps known to come would
 EXPECTED = (NO_CACHE, SEVERAL, CUSTOM, OFF, KEEPS_BITS, WAITS)
 
 Plain = Callable[..., Any]
+
+
+class Differs(NotRecordable):
+    """A replay gives something else than the step. Attributes: out: what the step itself has given."""
+
+    def __init__(self, why: str, out: Any) -> None:
+        super().__init__(why)
+        self.out = out
 
 
 class Steps:
@@ -176,14 +186,14 @@ class Steps:
         Raises:
             NotRecordable: the step computes something else when it is recorded, or cannot be recorded.
         """
+        if call.form in self._refused:
+            raise NotRecordable(self._refused[call.form])
         key = call.form, kept.statics.span
         if key not in kept.recordings:
             kept.recordings[key] = self._made(plain, call, kept)
         return kept.recordings[key]
 
     def _made(self, plain: Plain, call: Call, kept: Kept) -> Recording:
-        if call.form in self._refused:
-            raise NotRecordable(self._refused[call.form])
         begun = time.perf_counter_ns()
         try:
             with _attributes_kept(self._model()):
@@ -203,24 +213,29 @@ class Steps:
     def replayed(self, plain: Plain, call: Call, kept: Kept) -> tuple[Any, Recording]:
         """Compute a step by its recording, beside an eager one where it has not been compared often enough."""
         recording = self.recording(plain, call, kept)
-        if self.is_checked(call):
-            return recording.replay(call, kept.statics), recording
+        if not self.is_checked(call, recording, kept.statics):
+            self._check(plain, call, kept.statics, recording)
+        return recording.replay(call, kept.statics), recording
+
+    def is_checked(self, call: Call, recording: Recording, statics: Statics) -> bool:
+        """True if replays like this one have been compared with eager steps."""
+        return statics.passes_windows in recording.compared and self._checks[call.form] >= _CHECKS
+
+    def _check(self, plain: Plain, call: Call, statics: Statics, recording: Recording) -> None:
+        """Compare a replay with the eager step, and undo both. Raises Differs, with the eager step done."""
+        behind = statics.passes_windows
+        with statics.undone(), statics.spoiled():
+            out = recording.tried(call, statics)
         self._terms.begin_pass()
-        with kept.statics.undone():
+        with statics.undone() as undo:
             expected = plain(**call.kwargs(call.given()))
-        with kept.statics.undone() as undo:
-            out = recording.replay(call, kept.statics)
             error = _difference(out, expected, joined=recording.report.error or 0.0)
-            undo.wanted = bool(error)
+            undo.wanted = not error
         if error:
             self._refused[call.form] = f"a recorded step computes something else than an eager one: {error}"
-            raise NotRecordable(self._refused[call.form])
+            raise Differs(self._refused[call.form], expected)
         self._checks[call.form] += 1
-        return out, recording
-
-    def is_checked(self, call: Call) -> bool:
-        """True if steps like this one have been compared with eager ones."""
-        return self._checks[call.form] >= _CHECKS
+        recording.compared.add(behind)
 
     def release(self) -> None:
         """Free all graphs and caches; the next step makes others."""
@@ -278,6 +293,10 @@ class Session:
             return self._prompt(plain, args, kwargs, found[1] if found is not None and begins else None)
         try:
             out = self._step(plain, found, kwargs)
+        except Differs as error:
+            self._steps.note(str(error))
+            self._let_go(found[1])
+            return error.out
         except NotRecordable as error:
             return self._eager(str(error), found, plain, args, kwargs)
         except torch.OutOfMemoryError as error:
@@ -312,6 +331,8 @@ class Session:
         call, span = last.next(kwargs, self._kept.statics.length), self._kept.statics.span
         if call is None or not span.start <= (call.length or 0) < span.end:
             return None
+        if self._kept.statics.passes_windows not in self._recording.compared:
+            return None
         self._last = call
         return call
 
@@ -320,7 +341,7 @@ class Session:
             raise NotRecordable(WAITS)
         call = self._call(plain, found, kwargs)
         out, self._recording = self._steps.replayed(plain, call, self._kept)
-        self._last = call if self._steps.is_checked(call) else None
+        self._last = call if self._steps.is_checked(call, self._recording, self._kept.statics) else None
         return out
 
     def _call(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Call:
