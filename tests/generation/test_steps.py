@@ -14,6 +14,7 @@ from tests.generation.families import FAMILIES, MASK, PROMPT, generated, tiny
 from tests.matrix import matrix
 from vbrt.generation.recording import Counted
 from vbrt.generation.static_cache import Room
+from vbrt.kernels.recorded import recorder
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore:vbrt.wrap"), pytest.mark.usefixtures("tapes")]
@@ -255,6 +256,46 @@ def test_a_model_that_counts_in_python_is_found_and_stays_eager():
     with pytest.warns(UserWarning, match="computes something else than an eager one"):
         generated(vb)
     assert steps(vb)[0] <= 1
+
+
+class Stateful(torch.nn.Module):
+    """Scales by a count of forwards, which a buffer holds."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("last", torch.zeros(1, 1))
+        self.how = how
+
+    def forward(self, x):
+        if self.how == "another buffer":
+            self.count = self.count + 1
+        else:
+            self.count.add_(1)
+        before = self.last[0].clone()
+        self.last[torch.zeros(1, dtype=torch.int64)] = self.count[:, None]
+        if self.how == "refused":
+            assert self.count.item()
+        if self.how == "raises":
+            assert recorder() is None
+        return x * (1 + 0.05 * self.count + 0.02 * before)
+
+
+@pytest.mark.parametrize("how", ["in place", "another buffer", "refused", "raises", "differs"])
+def test_states_in_buffers_advance_once_a_step_whether_it_is_recorded_or_not(how, monkeypatch):
+    vb, plain = wrapped(), tiny("llama")
+    for model in (vb.model, plain):
+        layer = model.model.layers[0]
+        layer.input_layernorm = torch.nn.Sequential(layer.input_layernorm, Stateful(how))
+    if how == "differs":
+        monkeypatch.setattr("vbrt.generation.steps._difference", lambda *args, **kwargs: "it is off")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        same(vb, plain)
+    assert steps(vb) == ((13, 0) if how == "in place" else (0, 13)), vb.stats().steps.reasons
+    same(vb, plain)
+    counts = [model.model.layers[0].input_layernorm[1].count for model in (vb.model, plain)]
+    assert torch.equal(*counts) and counts[0] == 28
 
 
 @pytest.mark.parametrize("window", [6, 10, 16])

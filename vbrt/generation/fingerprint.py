@@ -50,8 +50,12 @@ def fingerprint(model: nn.Module) -> tuple:
 
 
 def attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what tells the attributes of each module, by name, from others, but for those of layers of ours."""
-    return {name: dict(_plain_items(module.__dict__)) for name, module in model.named_modules()}
+    """Return what tells the attributes and buffers of each module, by name, from others, but for those of layers of
+    ours."""
+    return {
+        name: dict(_plain_items(module.__dict__) + _plain_items(module._buffers))
+        for name, module in model.named_modules()
+    }
 
 
 def changed(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> str:

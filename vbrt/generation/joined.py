@@ -180,6 +180,7 @@ def joined(
     without: Collection[str] = (),
     check: bool = True,
     program: Callable[[StepGraph, Sequence[Any]], Any] = Program,
+    before_write: Callable[[Tensor], object] | None = None,
 ) -> Joined:
     """Run a step once and return it with its launches joined.
 
@@ -193,11 +194,12 @@ def joined(
         check: run the joined step too and compare, from the same state: counters that the step advances are put back
             before, and caches get the same entries once more.
         program: makes of a graph, and the example inputs, what runs it.
+        before_write: called with each tensor that was there before and that the step is about to write to.
 
-    Raises: whatever the step raises.
+    Raises: whatever the step raises, and StepRefused where `before_write` is given and the step cannot be recorded.
     """
     with without_collections():
-        return _joined(step, example_inputs, _How(same_bits, frozenset(without), check, program))
+        return _joined(step, example_inputs, _How(same_bits, frozenset(without), check, program, before_write))
 
 
 class _How(NamedTuple):
@@ -207,11 +209,12 @@ class _How(NamedTuple):
     without: frozenset[str]
     check: bool
     program: Callable[[StepGraph, Sequence[Any]], Any]
+    before_write: Callable[[Tensor], object] | None
 
 
 def _joined(step: Callable[..., Any], inputs: Sequence[Any], how: _How) -> Joined:
     start = time.perf_counter()
-    with torch.no_grad(), StepRecorder(inputs) as recorder:
+    with torch.no_grad(), StepRecorder(inputs, before_write=how.before_write) as recorder:
         first = step(*inputs)
     recorder.finish(first)
     if recorder.refused:

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from vbrt.generation.caches import NotRecordable, room_wanted
 from vbrt.generation.calls import Call, Results, cache_in, take_apart
-from vbrt.generation.joined import joined
+from vbrt.generation.joined import Joined, joined
 from vbrt.generation.recorders import Recorder
 from vbrt.generation.spans import Span
 from vbrt.generation.static_cache import Statics
 from vbrt.generation.steady import steady_attention
+from vbrt.generation.written import Written
+from vbrt.kernels.recorded import StepRefused
 from vbrt.layers.compute import pass_precision
 
 __all__ = ["Counted", "Kept", "PagesMoved", "Recording", "Terms", "computed_as_recorded"]
@@ -127,6 +129,7 @@ class Recording:
         again: launches the step once more, on what the inputs and the cache hold; False, and nothing done, where pages
             are not any more where they were.
         report: what was joined.
+        written: what the step writes to beside its cache: states of the model.
         compared: whether it was compared with eager steps within windows (False) and behind them (True).
     """
 
@@ -139,22 +142,34 @@ class Recording:
         self._last: Call | None = None
         self._results: Results | None = None
         statics.put_at(call.length or 0)
+        self.written = Written((*statics.tensors(), *self.inputs))
         with statics.undone():
-            step = functools.partial(self._step, plain, call, statics)
-            keeps = None if terms.joins else True
-            run = joined(lambda *inputs: step(inputs), self.inputs, same_bits=keeps, program=kept.recorder.program)
-            self.report = run.report
-            if run.report.from_host:
-                raise NotRecordable(run.report.from_host)
-            self._run, run.first = run, None  # which holds constants that the graph reads
+            try:
+                self._run = run = self._joined(plain, call, kept)  # which holds constants that the graph reads
 
-            def body() -> None:
-                tensors = run(*self.inputs)
-                self._results.put(tensors)
-                statics.position.add_(1)  # for the next replay
+                def body() -> None:
+                    tensors = run(*self.inputs)
+                    self._results.put(tensors)
+                    statics.position.add_(1)  # for the next replay
 
-            self.again = terms.recorded(kept.recorder, body)
+                self.again = terms.recorded(kept.recorder, body)
+            finally:
+                self.written.undo()
         self._results.drop_cache()
+
+    def _joined(self, plain: Plain, call: Call, kept: "Kept") -> Joined:
+        """Run the step and return it with its launches joined."""
+        step, keeps = functools.partial(self._step, plain, call, kept.statics), None if self._terms.joins else True
+        how = {"same_bits": keeps, "program": kept.recorder.program, "before_write": self.written.note}
+        try:
+            run = joined(lambda *inputs: step(inputs), self.inputs, **how)
+        except StepRefused as error:
+            raise NotRecordable(str(error)) from error
+        self.report = run.report
+        if run.report.from_host:
+            raise NotRecordable(run.report.from_host)
+        run.first = None
+        return run
 
     def _step(self, plain: Plain, call: Call, statics: Statics, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Run the model's forward on tensors at fixed addresses."""
@@ -183,8 +198,9 @@ class Recording:
         return self._results.copied(call, self.inputs)
 
     def tried(self, call: Call, statics: Statics) -> Any:
-        """Do as `replay`, and count no pass."""
-        out = self.replay(call, statics)
+        """Do as `replay`, undone again, and count no pass."""
+        with statics.undone(), statics.spoiled(), self.written.undone():
+            out = self.replay(call, statics)
         self._counted.passes -= 1
         return out
 

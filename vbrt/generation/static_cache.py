@@ -47,7 +47,7 @@ from vbrt.generation.caches import (
 )
 from vbrt.generation.spans import Span, span_of
 
-__all__ = ["Fixed", "Growing", "Room", "Statics", "is_entered", "leave", "offer", "own", "withdraw"]
+__all__ = ["Fixed", "Growing", "Room", "Statics", "Undo", "is_entered", "leave", "offer", "own", "withdraw"]
 
 #: thousands of times what values are, and finite in 16 bits: what is masked is multiplied by zero
 _SPOILED = 1e4
@@ -508,6 +508,11 @@ class Statics:
         for fixed in self._fixed.values():
             fixed.settle()
 
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors."""
+        rooms = [tensor for room in self.rooms.values() for tensor in room.tensors]
+        return [self.position, *rooms, *self.states()]
+
     def states(self) -> list[Tensor]:
         """Return the tensors of one size, which a step may overwrite."""
         return [tensor for fixed in self._fixed.values() for tensor in fixed.tensors]
@@ -558,8 +563,7 @@ class Statics:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = [t for room in self.rooms.values() for t in room.tensors] + self.states()
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
 
 def room_for_window(window: int, room: int) -> int:

@@ -224,10 +224,9 @@ class Steps:
     def _check(self, plain: Plain, call: Call, statics: Statics, recording: Recording) -> None:
         """Compare a replay with the eager step, and undo both. Raises Differs, with the eager step done."""
         behind = statics.passes_windows
-        with statics.undone(), statics.spoiled():
-            out = recording.tried(call, statics)
+        out = recording.tried(call, statics)
         self._terms.begin_pass()
-        with statics.undone() as undo:
+        with statics.undone() as undo, recording.written.undone(undo):
             expected = plain(**call.kwargs(call.given()))
             error = _difference(out, expected, joined=recording.report.error or 0.0)
             undo.wanted = not error
@@ -468,20 +467,21 @@ class Session:
 @contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Record a step. Raises NotRecordable, with the attributes of modules as they were, where it changes them."""
-    before, held = attributes(model), [(module, dict(module.__dict__)) for module in model.modules()]
+    before, modules = attributes(model), list(model.modules())
+    held = [(of, dict(of)) for module in modules for of in (module.__dict__, module._buffers)]
     name = ""
     try:
         yield
     finally:
         name = changed(before, attributes(model))
-        for module, values in held if name else ():
-            _put_back(module.__dict__, values)
+        for now, values in held if name else ():
+            _put_back(now, values)
     if name:
         raise NotRecordable(f"it changes {name}, which a replay would not")
 
 
 def _put_back(now: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Have a module's attributes be what they were, but for those of layers of ours."""
+    """Have a module's attributes, or buffers, be what they were, but for those of layers of ours."""
     for name in [name for name in now if name not in before and not name.startswith("_vb_")]:
         del now[name]
     now.update({name: value for name, value in before.items() if not name.startswith("_vb_")})

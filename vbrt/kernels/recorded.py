@@ -102,6 +102,10 @@ class _Kind(NamedTuple):
 _KINDS: dict[Any, _Kind] = {}
 
 
+class StepRefused(Exception):
+    """A step ended where it was found that it cannot be recorded."""
+
+
 class StepRecorder(TorchDispatchMode):
     """Records what runs within the `with`, once; what cannot be recorded runs all the same.
 
@@ -117,9 +121,16 @@ class StepRecorder(TorchDispatchMode):
         refused: why the graph is not what the function does; "" if it is.
     """
 
-    def __init__(self, inputs: Iterable[Any] = ()) -> None:
-        """inputs: tensors that are others, or hold other numbers, when what is recorded runs again."""
+    def __init__(self, inputs: Iterable[Any] = (), *, before_write: Callable[[Tensor], object] | None = None) -> None:
+        """Record what runs within.
+
+        Args:
+            inputs: tensors that are others, or hold other numbers, when what is recorded runs again.
+            before_write: called with each tensor that was there before, or a view of it, when something is about to
+                write to it. Where that cannot be told any more, at a refusal, the run ends with StepRefused.
+        """
         super().__init__()
+        self._before_write = before_write
         self._inputs = {id(tensor) for tensor in inputs}
         self.graph, self.random, self.refused = Graph(), False, ""
         self.given: dict[Node, Tensor] = {}
@@ -194,6 +205,15 @@ class StepRecorder(TorchDispatchMode):
 
     def _refuse(self, why: str) -> None:
         self.refused = self.refused or why
+        if self._before_write is not None:
+            raise StepRefused(self.refused)
+
+    def _writes(self, tensor: Tensor) -> None:
+        """Note that an operator is about to write to a tensor."""
+        root = root_of(self.node_of(tensor))
+        self.written.add(root)
+        if root in self.given and self._before_write is not None:
+            self._before_write(tensor)
 
     # -- nodes --------------------------------------------------------------------------------------------------------
 
@@ -275,7 +295,7 @@ class StepRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         (tensor,), before = args[0], self.node_of(args[0][0])
         if root_of(before) is not before or before in self.given:  # others may see what is written there
-            self.written.add(root_of(before))
+            self._writes(tensor)
             if root_of(before) in self.given:
                 self.saved.append((tensor, tensor.clone()))
         again = partial(_reduced, func=func, rest=args[1:], kwargs=kwargs)
@@ -290,9 +310,8 @@ class StepRecorder(TorchDispatchMode):
         tensors = [t for target in targets for t in _flat(target) if isinstance(t, Tensor)]
         node = self._call(func, args, kwargs)
         for tensor in tensors:
-            root = root_of(self.node_of(tensor))
-            self.written.add(root)
-            if root in self.given and func not in _REPEATABLE:
+            self._writes(tensor)
+            if root_of(self.node_of(tensor)) in self.given and func not in _REPEATABLE:
                 self.saved.append((tensor, tensor.clone()))
         out = func(*args, **kwargs)
         node.meta["effect"] = True
