@@ -9,8 +9,13 @@ import torch
 from torch import nn
 
 import vbrt
+from tests.kernels.cuda.compiling_cases import asked  # noqa: F401  # a fixture
+from vbrt.formats import WeightPlanes
+from vbrt.formats.page import new_page, unpack
 from vbrt.kernels.cuda import devices
-from vbrt.kernels.cuda.e2m1 import linear
+from vbrt.kernels.cuda.compiling import FIRST, noters
+from vbrt.kernels.cuda.e2m1 import launches, linear
+from vbrt.kernels.cuda.e2m1.tiles import tile_layout, weight_of
 from vbrt.kernels.cuda.launch_table import Gpu
 from vbrt.layers import ahead
 
@@ -25,45 +30,67 @@ def handles(vb):
     return list(vb._attachment.registry.handles)
 
 
-def compiling(vb, code_of, run):
-    """The handles, with kernels that say what they compile, and multiply by `run`."""
+def compiling(vb, code_of, run, decode=linear.decode_weight):
+    """The handles, with kernels that say what they compile, multiply by `run`, and decode by `decode`."""
     for handle in handles(vb):
         kernels = handle.kernels or handle.take_kernels()
         record = replace(kernels.kernel, code_of=code_of)
-        handle.kernels = replace(kernels, kernel=record, linear=run, packing=linear.Packing("nvfp4"))
+        handle.kernels = replace(kernels, kernel=record, linear=run, decode=decode, packing=linear.Packing("nvfp4"))
     return handles(vb)
 
 
-def test_a_product_of_each_kind_runs_once_on_zeros_and_all_at_the_same_time(monkeypatch):
-    monkeypatch.setattr(ahead, "_compiled", set())
-    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 9)
-    together, ran = threading.Barrier(5), []
+def test_a_product_of_each_kind_is_asked_for_once(monkeypatch):
+    monkeypatch.setattr(ahead, "_asked", set())
+    ran, decoded = [], []
 
     def run(x, planes, bias):
-        together.wait(10)
-        words = [tensor.any() for tensor in planes.coarse.values()]
-        ran.append((planes.shape, len(x), x.shape[1], bool(x.any()), any(words), bias))
+        ran.append((planes.shape, *x.shape, bias, threading.get_ident() in noters, torch.is_grad_enabled()))
 
     def code_of(shape, dtype, tokens, device):
         return None if (tokens, shape) == (1, (512, 256)) else min(tokens, 4)
 
     with vbrt.wrap(model(), "fp4", tiers={"gpu": {"enabled": False}}, weights={"min_parameters": 0}) as vb:
-        every = compiling(vb, code_of, run)
+        every = compiling(vb, code_of, run, lambda planes: decoded.append((planes.shape, planes.dtype)))
         ahead.compile_ahead(every, (5, 1, 0, 5), torch.device("cpu"))
         shapes = [(n, k, tokens) for n, k in ((256, 768), (512, 256), (768, 512)) for tokens in (1, 5)]
         shapes.remove((512, 256, 1))
-        assert sorted(ran) == [((n, k), tokens, k, False, False, None) for n, k, tokens in shapes]
+        assert sorted(ran) == [((n, k), tokens, k, None, True, False) for n, k, tokens in shapes]
+        assert [call[1] for call in ran] == [5, 5, 5, 1, 1]  # those of the next pass first
+        assert decoded == [((512, 256), torch.bfloat16)]
         ahead.compile_ahead(every, (7, 1), torch.device("cpu"))  # the same code
-        assert len(ran) == 5
+        assert len(ran) == 5 and len(decoded) == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 13, 100, 700])
+def test_a_product_launches_nothing_that_was_not_compiled_ahead(tokens, asked, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(ahead, "_asked", set())
+
+    def run(x, planes, bias):
+        return linear.multiply(x, weight_of(planes), bias, "none")
+
+    def decode(planes):
+        return launches.decode(weight_of(planes), planes.dtype)
+
+    with vbrt.wrap(model(), "fp4", tiers={"gpu": {"enabled": False}}, weights={"min_parameters": 0}) as vb:
+        every = compiling(vb, linear.code_of, run, decode)
+        found = ahead.compile_ahead(every, (tokens,), torch.device("cpu"))
+        assert len(found) >= len(every) == 3
+        for handle in every:
+            layout = tile_layout("nvfp4", handle.spec.shape)
+            planes = unpack(new_page(layout, "cpu"), layout)
+            x = torch.empty(tokens, handle.spec.shape[1], dtype=torch.bfloat16)
+            run(x, WeightPlanes("nvfp4", handle.spec.shape, torch.bfloat16, planes), None)
+        assert asked.ahead and not asked.by_launches
+        assert {launch.how for launch in FIRST} <= {"ready", "waited", "compiled"} and len(FIRST) == len(set(found))
 
 
 def test_nothing_is_compiled_ahead_by_kernels_that_do_not_say_what_and_for_weights_in_all_their_bits():
     for preset in ("fp4", "exact"):
         with vbrt.wrap(model(), preset, tiers={"gpu": {"enabled": False}}, weights={"min_parameters": 0}) as vb:
             assert not any(ahead._takes(handle, handle.device) for handle in handles(vb))
-            before = set(ahead._compiled)
-            ahead.compile_ahead(handles(vb), (5, 1), handles(vb)[0].device)
-            assert ahead._compiled == before
+            before = set(ahead._asked)
+            assert not ahead.compile_ahead(handles(vb), (5, 1), handles(vb)[0].device)
+            assert ahead._asked == before
 
 
 def test_counts_that_run_the_same_code_are_of_one_kind(monkeypatch):
@@ -82,20 +109,21 @@ def test_counts_that_run_the_same_code_are_of_one_kind(monkeypatch):
 def test_a_pass_compiles_no_product_that_was_compiled_ahead(tmp_path, monkeypatch):
     from triton import knobs
 
-    found, threads = [], []
+    compiled = []
     monkeypatch.setattr(knobs.cache, "dir", os.fspath(tmp_path))
-    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: found.append(src.name))
-    run = ahead._run
-    monkeypatch.setattr(ahead, "_run", lambda job, **how: (threads.append(job.tokens), run(job, **how)))
-    monkeypatch.setattr(ahead, "_compiled", set())
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: compiled.append(threading.get_ident()))
+    monkeypatch.setattr(ahead, "_asked", set())
     wide = model("cuda", last=1024)  # 200 tokens are multiplied by a fused kernel in each of its shapes
     with vbrt.wrap(wide, "fp4", weights={"min_parameters": 0}) as vb, torch.no_grad():
         vb.materialize()
-        ahead.compile_ahead(handles(vb), (200, 1), handles(vb)[0].device)
-        assert sorted(threads) == [1, 1, 1, 200, 200, 200]
-        found.clear()
+        torch.cuda.synchronize()
+        found = ahead.compile_ahead(handles(vb), (200, 1), handles(vb)[0].device)
+        for each in found:
+            each.finish()
+        FIRST.clear()
+        compiled.clear()
         for tokens in (1, 200):
             vb(torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16))
-        assert not found
-        ahead.compile_ahead(handles(vb), (200, 1), handles(vb)[0].device)
-        assert len(threads) == 6
+        torch.cuda.synchronize()
+        assert not compiled and {launch.how for launch in FIRST} <= {"ready"}
+        assert not ahead.compile_ahead(handles(vb), (200, 1), handles(vb)[0].device)

@@ -27,6 +27,7 @@ from vbrt.generation.static_cache import Statics
 from vbrt.generation.steady import is_steady_on
 from vbrt.generation.steps import CUSTOM, KEEPS_BITS, OFF, Session, Steps
 from vbrt.generation.verifying import Passes
+from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.kernels.recorded import recorder
 from vbrt.layers import WeightHandle
 from vbrt.layers.ahead import compile_ahead
@@ -126,6 +127,11 @@ class Generating:
 
     def _recorder(self) -> Recorder | None:
         return recorder_for(self._attachment().stack.device)
+
+    def prepare(self) -> None:
+        """See `Followed`."""
+        if self._attachment().stack.device.type == "cuda":
+            self.steps.compile_ahead(1, soon=False)
 
     def counts(self) -> StepCounts:
         """What was captured, and what not."""
@@ -295,9 +301,9 @@ class Terms:
         else:
             step.leaf(self._begin)
 
-    def compile_ahead(self, tokens: tuple[int, ...]) -> None:
-        """Compile the kernels of 4-bit layers for passes of so many tokens."""
-        compile_ahead(self._attachment().registry.handles, tokens, self._stack.device)
+    def compile_ahead(self, tokens: int, *, soon: bool) -> list[Compilation]:
+        """Begin to compile the kernels of 4-bit layers for passes of so many tokens; `soon`: for the next one."""
+        return compile_ahead(self._attachment().registry.handles, (tokens,), self._stack.device, soon=soon)
 
     def _begin(self) -> None:
         if not self._stack.capturing():
@@ -385,6 +391,11 @@ class Followed:
         """Have a call of generate begin the pass that a forward of the model is, if this thread is in one."""
         forward = model.__dict__.get("forward")
         return isinstance(forward, _Forward) and forward.session.defer(begin)
+
+    def prepare(self) -> None:
+        """Begin to compile what steps of one sequence will launch, while weights are encoded."""
+        for each in self.generating:
+            each.prepare()
 
     def counts(self) -> StepCounts:
         """What they captured together."""

@@ -44,6 +44,7 @@ from vbrt.generation.join_norms import eager_forms, join_norms
 from vbrt.generation.join_plain import join_repeated, say_plainly
 from vbrt.generation.join_products import join_gates, join_products, join_projections
 from vbrt.generation.join_routers import join_routers
+from vbrt.generation.launches_ahead import compile_launches
 from vbrt.generation.recorders import without_collections
 from vbrt.generation.step_graph import Program, StepGraph
 from vbrt.kernels.cpu import build
@@ -224,7 +225,8 @@ def _joined(step: Callable[..., Any], inputs: Sequence[Any], how: _How) -> Joine
         how = how._replace(same_bits=not _has_rounded_layers(recorder))
     from_host, graph = _from_host(recorder), StepGraph(recorder, same_bits=how.same_bits)
     before = len(recorder.graph.nodes) - len(recorder.given)
-    _change(graph, how.without)
+    if _change(graph, how.without) == "cuda":
+        compile_launches(graph)
     program = how.program(graph, inputs)
     error = _error_of(program, recorder, inputs, first) if how.check else None
     if error is not None and not (error == 0.0 if how.same_bits else error < _TOLERANCE):
@@ -291,14 +293,15 @@ def _has_rounded_layers(recorder: StepRecorder) -> bool:
     return any(not (spec.lossless or spec.fine) for spec in specs)
 
 
-def _change(graph: StepGraph, without: Collection[str]) -> None:
-    """Apply the patterns that serve where the step computes."""
+def _change(graph: StepGraph, without: Collection[str]) -> str:
+    """Apply the patterns that serve where the step computes; return where that is, see `_kind_of_device`."""
     graph.drop_unused()
     device = _kind_of_device(graph)
     for pattern in PATTERNS:
         if device in pattern.on and pattern.name not in without and (pattern.same_bits or not graph.same_bits):
             pattern.apply(graph)
             graph.drop_unused()
+    return device
 
 
 def _kind_of_device(graph: StepGraph) -> str:

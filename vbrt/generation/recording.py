@@ -18,6 +18,7 @@ from vbrt.generation.spans import Span
 from vbrt.generation.static_cache import Statics
 from vbrt.generation.steady import steady_attention
 from vbrt.generation.written import Written
+from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.kernels.recorded import StepRefused
 from vbrt.layers.compute import pass_precision
 
@@ -53,8 +54,8 @@ class Terms(Protocol):
     def begin_pass(self) -> None:
         """Begin a pass that is not replayed."""
 
-    def compile_ahead(self, tokens: tuple[int, ...]) -> None:
-        """Compile kernels for passes of so many tokens."""
+    def compile_ahead(self, tokens: int, *, soon: bool) -> list[Compilation]:
+        """Begin to compile kernels for passes of so many tokens; `soon`: for the next one."""
 
     def recorded(self, recorder: Recorder, body: Callable[[], None]) -> Callable[[], bool]:
         """Record a pass and return what replays it: False, with nothing done, once that must not be."""

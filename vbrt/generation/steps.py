@@ -34,6 +34,7 @@ from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms
 from vbrt.generation.spans import span_of
 from vbrt.generation.static_cache import Statics, is_entered, leave, offer, own, withdraw
 from vbrt.generation.worth import Worth
+from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.report.stats import StepCounts
 
 __all__ = ["CUSTOM", "KEEPS_BITS", "OFF", "Session", "Steps"]
@@ -87,6 +88,8 @@ class Steps:
         self.eager: Counter[str] = Counter()
         self.joined: Counter[str] = Counter()
         self.unjoined: Counter[str] = Counter()
+        self._begun: list[Compilation] = []
+        self._not_begun: Counter[str] = Counter()
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
@@ -131,11 +134,25 @@ class Steps:
         """What is kept, the last used at the end."""
         return list(self._kept.values())
 
-    def compile_ahead(self, kwargs: Mapping[str, Any]) -> None:
-        """Compile what a prompt, and the steps behind it, will launch."""
+    def compile_for(self, kwargs: Mapping[str, Any]) -> None:
+        """Begin to compile what a prompt, and the steps behind it, will launch."""
         ids = ids_in(kwargs)
         if ids is not None and ids.ndim > 1:
-            self._terms.compile_ahead((ids.shape[0] * ids.shape[1], ids.shape[0]))
+            self.compile_ahead(ids.shape[0] * ids.shape[1], soon=True)
+            self.compile_ahead(ids.shape[0], soon=False)
+
+    def compile_ahead(self, tokens: int, *, soon: bool) -> None:
+        """Begin to compile what passes of so many tokens will launch: the next one, if `soon`.
+
+        What fails here is counted, and compiled when it is launched.
+        """
+        try:
+            self._begun += self._terms.compile_ahead(tokens, soon=soon)
+        except Exception as error:  # noqa: BLE001 - a pass does without
+            why = f"{type(error).__name__}: {_first_line(error)}"
+            if why not in self._not_begun:
+                warnings.warn(f"vbrt: nothing is compiled ahead, launches compile: {why}", stacklevel=2)
+            self._not_begun[why] += 1
 
     def still_good(self) -> bool:
         """True if the recordings are of the model as it is, by what changes within a call."""
@@ -257,7 +274,8 @@ class Steps:
         """Return the counters."""
         numbers = self.captured, sum(self.eager.values()), self.recordings, self.record_us
         held = sum(kept.nbytes for kept in self.kept)
-        return StepCounts(*numbers, dict(self.eager), dict(self.joined), dict(self.unjoined), held)
+        late = self._not_begun + Counter(each.error for each in self._begun if each.error)
+        return StepCounts(*numbers, dict(self.eager), dict(self.joined), dict(self.unjoined), held, dict(late))
 
 
 class Session:
@@ -418,7 +436,7 @@ class Session:
 
     def _prompt(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any], cache: Any | None) -> Any:
         """Compute a prompt. `cache`: the only one of this call so far, which may use the memory of an earlier one."""
-        self._steps.compile_ahead(kwargs)
+        self._steps.compile_for(kwargs)
         offered = cache is not None and self._why is None and not torch.is_grad_enabled()
         if offered:
             self._steps.offer(cache)

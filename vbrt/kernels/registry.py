@@ -80,7 +80,7 @@ class Kernel:
         turned: decodes to [K, N], contiguous, in one step; None: `run`, then a transposed copy.
         prepare: makes on a device what must be there before a CUDA graph records the kernel.
         code_of: (shape (N, K), dtype, tokens, device) -> what decides which code a product compiles on a GPU, beside
-            format and shape; None where that is little, or nothing is known of it.
+            format and shape; None where it only decodes the weight. Without one, nothing is compiled ahead.
         few: prepares, for planes that never move, products of few tokens by `run`, see `layers/short.py`; None where it
             does not serve them. It takes a key of `rounded`, too.
         by_address: True if it computes from pages of a layout of which it has the addresses alone, on a device.

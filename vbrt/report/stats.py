@@ -96,7 +96,8 @@ class StepCounts:
 
     `recordings` were made, in `record_us` microseconds; `reasons` counts eager steps by why they were. `joined` counts,
     over all recordings, what became one launch or call, and `unjoined` what looked like it and did not, by the reason.
-    `held_bytes`: of the caches that recordings know by address, and of the results of tapes.
+    `held_bytes`: of the caches that recordings know by address, and of the results of tapes. `not_ahead` counts what
+    could not be compiled ahead of its first launch, by why.
     """
 
     captured: int = 0
@@ -107,17 +108,18 @@ class StepCounts:
     joined: Mapping[str, int] = field(default_factory=dict)
     unjoined: Mapping[str, int] = field(default_factory=dict)
     held_bytes: int = 0
+    not_ahead: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: "StepCounts") -> "StepCounts":
         numbers = (a + b for a, b in zip(self._numbers(), other._numbers(), strict=True))
-        counts = (dict(Counter(a) + Counter(b)) for a, b in zip(self._counts(), other._counts(), strict=True))
-        return StepCounts(*numbers, *counts, self.held_bytes + other.held_bytes)
+        *counts, late = (dict(Counter(a) + Counter(b)) for a, b in zip(self._counts(), other._counts(), strict=True))
+        return StepCounts(*numbers, *counts, self.held_bytes + other.held_bytes, late)
 
     def _numbers(self) -> tuple[int, int, int, int]:
         return self.captured, self.eager, self.recordings, self.record_us
 
     def _counts(self) -> tuple[Mapping[str, int], ...]:
-        return self.reasons, self.joined, self.unjoined
+        return self.reasons, self.joined, self.unjoined, self.not_ahead
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

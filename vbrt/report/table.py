@@ -146,7 +146,8 @@ def _step_lines(stats: "Stats") -> list[str]:
     lines += [f"eager decode steps: {count} ({reason})" for reason, count in steps.reasons.items()]
     if steps.joined:
         lines.append("joined in recordings: " + ", ".join(f"{n} {what}" for what, n in steps.joined.items()))
-    return lines + [f"not joined: {count} ({reason})" for reason, count in steps.unjoined.items()]
+    lines += [f"not joined: {count} ({reason})" for reason, count in steps.unjoined.items()]
+    return lines + [f"not compiled ahead: {count} ({reason})" for reason, count in steps.not_ahead.items()]
 
 
 def _tier_lines(stats: "Stats") -> Iterator[str]:

@@ -2,8 +2,12 @@
 
 Triton binds arguments, specializes them and looks up its cache on every call. A `Launcher` does so once for all
 arguments that compile to one kernel, and then hands pointers straight to it. A kernel's constants are given by name.
+What a launch will need can be compiled before it, see `compiling`.
 """
 
+import functools
+import threading
+import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -12,6 +16,7 @@ from torch import Tensor
 
 from vbrt.errors import KernelError
 from vbrt.kernels.cuda import private_api
+from vbrt.kernels.cuda.compiling import FIRST, Compilation, FirstLaunch, noters
 
 __all__ = ["Launcher", "cuda_op", "pairs_are_aligned", "rows_are_aligned"]
 
@@ -31,13 +36,14 @@ def pairs_are_aligned(x_MK: Tensor) -> bool:
 class Launcher:
     """A jitted kernel whose signature has tensors first, then numbers, then constants."""
 
-    __slots__ = ("_compiled", "_kernel", "_options")
+    __slots__ = ("_ahead", "_compiled", "_kernel", "_options")
 
     def __init__(self, kernel: Any, *, dependent: bool = False) -> None:
         """dependent: may start before the stream's last kernel has ended, for which it waits itself (sm_90)."""
         self._kernel = kernel
         self._options = {"launch_pdl": True} if dependent else {}
         self._compiled: dict[Hashable, private_api.Launch | None] = {}
+        self._ahead: dict[Hashable, Compilation] = {}  # not launched yet
 
     def __call__(
         self,
@@ -67,13 +73,48 @@ class Launcher:
             unaligned = unaligned << 1 | (address & 15 != 0)
         key = (device, unaligned, specialized, *constants.values())
         launch = self._compiled.get(key)
-        if launch is None:
-            self._check(constants)
-            compiled = self._kernel[grid](*tensors, *numbers, **constants, num_warps=warps, **self._options)
-            self._compiled[key] = private_api.direct_launch(compiled)
-            return
+        if launch is None or noters:
+            arguments, options = (*tensors, *numbers), {**constants, "num_warps": warps, **self._options}
+            if threading.get_ident() in noters:
+                self._check(constants)
+                self._note(key, device, arguments, options)
+                return
+            if launch is None:
+                self._check(constants)
+                launch = self._launch_first(key, grid, arguments, options)
+                if launch is None:
+                    return
         # a compiled kernel takes constants for their number alone, so any order does
         launch(grid[0], grid[1], private_api.raw_stream(device), addresses, numbers, constants.values())
+
+    def _note(self, key: Hashable, device: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Note what a launch needs, unless it is there."""
+        if key in self._compiled:
+            return
+        compile = functools.partial(self._compile, device, arguments, options)
+        noters[threading.get_ident()].append(self._ahead.setdefault(key, Compilation(self._kernel.__name__, compile)))
+
+    def _compile(self, device: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What a launch with these arguments has Triton compile."""
+        with torch.cuda.device(device):
+            return self._kernel.warmup(*arguments, grid=(1, 1), **options)
+
+    def _launch_first(
+        self, key: Hashable, grid: tuple[int, int], arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> private_api.Launch | None:
+        """What was compiled ahead, to be launched; None if Triton has launched, and compiled if it had to."""
+        begun, ahead = time.perf_counter_ns(), self._ahead.pop(key, None)
+        how, compiled, compile_us = ("unforeseen", None, None) if ahead is None else ahead.finished()
+        launch = None if compiled is None else private_api.direct_launch(compiled)
+        if launch is None:
+            compiled = self._kernel[grid](*arguments, **options)
+        if key not in self._compiled:  # else these are Triton's own launches, each time
+            self._compiled[key] = launch or private_api.direct_launch(compiled)
+            now = time.perf_counter_ns()
+            wait_us = (now - begun) // 1000
+            compile_us = wait_us if compile_us is None else compile_us
+            FIRST.append(FirstLaunch(self._kernel.__name__, how, wait_us, compile_us, now))
+        return launch
 
     def _check(self, constants: dict[str, Any]) -> None:
         wanted = private_api.constant_names(self._kernel)

@@ -1,0 +1,110 @@
+"""What decoding launches is what was compiled ahead of it, down to what Triton specializes code for."""
+
+import pytest
+import torch
+
+from tests import models
+from tests.generation.families import MASK, PROMPT, tiny
+from tests.kernels.cuda.compiling_cases import asked  # noqa: F401  # a fixture
+from tests.kernels.cuda.graph_cases import show, wrapped
+from vbrt.generation import generating, joined, launches_ahead
+from vbrt.kernels.cuda import compiling
+from vbrt.kernels.cuda.e2m1 import joined as launches
+from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.model import attachment
+
+pytest.importorskip("transformers")
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 256}
+
+
+@pytest.fixture
+def as_on_a_gpu(asked, recorded, monkeypatch):  # noqa: F811
+    """Steps are joined as on a GPU, and their launches asked for; what they give is garbage."""
+    on = []
+
+    def gpu(function):
+        def called(*args):
+            on.append(1)
+            try:
+                return function(*args)
+            finally:
+                on.pop()
+
+        return called
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: bool(on)))
+    monkeypatch.setattr(joined, "_kind_of_device", lambda graph: "cuda")
+    monkeypatch.setattr(joined, "compile_launches", gpu(launches_ahead.compile_launches))
+    monkeypatch.setattr(joined.Joined, "__call__", gpu(joined.Joined.__call__))
+    monkeypatch.setattr(joined, "_error_of", gpu(lambda program, recorder, inputs, first: program(*inputs) and 0.0))
+    with torch.library._scoped_library("vbrt", "IMPL") as library:
+        library.impl("fp4_linear", e2m1_linear._fp4_linear, "CPU")
+        library.impl("fp4_gated", launches._gated, "CPU")
+        library.impl("fp4_linears", launches._siblings, "CPU")
+        library.impl("fp4_residual", launches._residual, "CPU")
+        library.impl("normed_sum", launches.normed_sum, "CPU")
+        yield asked
+
+
+def generate(batch):
+    """Launch what the first recorded step of a Llama does; return what stats() says of it."""
+    vb = wrapped(tiny("llama", **SIZES))
+    for _, _, layer in vb._attachment.registry.swapped():
+        if isinstance(layer, torch.nn.Linear):
+            show(layer)
+    vb.generate(torch.ones(batch, 5, dtype=torch.int64), max_new_tokens=2, do_sample=False)
+    return vb.stats().steps
+
+
+KERNELS = {"norm_kernel", "siblings_kernel", "rotate_kernel", "attend_kernel", "gather_kernel", "gated_kernel"}
+
+
+@pytest.mark.parametrize(("batch", "more"), [(1, "residual_kernel"), (3, "linear_kernel")])
+def test_a_step_launches_nothing_that_was_not_compiled_ahead(batch, more, as_on_a_gpu):
+    steps = generate(batch)
+    assert steps.recordings == 1 and steps.joined["attention"] == 2 and not steps.unjoined and not steps.not_ahead
+    assert not as_on_a_gpu.by_launches
+    assert {launch.how for launch in compiling.FIRST} <= {"ready", "waited", "compiled"}
+    assert {launch.name for launch in compiling.FIRST} >= KERNELS | {more}
+
+
+def test_a_step_of_which_nothing_is_compiled_ahead_compiles_what_it_launches(as_on_a_gpu, monkeypatch):
+    def no_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(launches_ahead, "noting", no_memory)
+    steps = generate(1)
+    assert steps.recordings == 1 and steps.unjoined == {"nothing was compiled ahead: OutOfMemoryError: no memory": 1}
+    assert not as_on_a_gpu.ahead and set(as_on_a_gpu.by_launches) >= KERNELS
+    assert {launch.how for launch in compiling.FIRST} == {"unforeseen"}
+
+
+def test_weights_that_are_encoded_have_products_of_one_token_compiled_meanwhile(tapes, monkeypatch):
+    wanted, cuda = [], torch.device("cuda", 0)
+    monkeypatch.setattr(generating, "compile_ahead", lambda *given, **how: wanted.append((*given[1:], how)) or [])
+    vb = models.wrap(tiny("llama"), "nvfp4", min_parameters=0)
+    vb.materialize()
+    assert not wanted  # on a CPU
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(type(vb._attachment.stack), "device", cuda)
+        on_a_gpu.setattr(vb._attachment.registry, "materialize_", lambda progress: wanted.append("encoding"))
+        on_a_gpu.setattr(attachment, "move_rest_", lambda *given: None)
+        vb.materialize()
+    assert wanted == [((1,), cuda, {"soon": False}), "encoding"]
+
+
+def test_a_call_compiles_for_its_prompt_and_for_its_steps_and_goes_on_without(tapes, monkeypatch):
+    wanted = []
+
+    def fails(handles, tokens, device, *, soon):
+        wanted.append((*tokens, soon))
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(generating, "compile_ahead", fails)
+    vb = models.wrap(tiny("llama"), "nvfp4", min_parameters=0)
+    with pytest.warns(UserWarning, match="nothing is compiled ahead, launches compile: OutOfMemoryError: no memory"):
+        vb.generate(PROMPT, attention_mask=MASK, max_new_tokens=3, do_sample=False)
+    assert wanted == [(10, True), (2, False)]
+    steps = vb.stats().steps
+    assert steps.captured + steps.eager == 2 and steps.not_ahead == {"OutOfMemoryError: no memory": 2}
+    assert "not compiled ahead: 2 (OutOfMemoryError: no memory)" in str(vb.stats())
