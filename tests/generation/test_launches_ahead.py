@@ -1,5 +1,7 @@
 """What decoding launches is what was compiled ahead of it, down to what Triton specializes code for."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from tests.generation.families import MASK, PROMPT, tiny
 from tests.kernels.cuda.compiling_cases import asked  # noqa: F401  # a fixture
 from tests.kernels.cuda.graph_cases import show, wrapped
 from vbrt.generation import generating, joined, launches_ahead
+from vbrt.kernels import step
 from vbrt.kernels.cuda import compiling
 from vbrt.kernels.cuda.e2m1 import joined as launches
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
@@ -77,6 +80,14 @@ def test_a_step_of_which_nothing_is_compiled_ahead_compiles_what_it_launches(as_
     assert steps.recordings == 1 and steps.unjoined == {"nothing was compiled ahead: OutOfMemoryError: no memory": 1}
     assert not as_on_a_gpu.ahead and set(as_on_a_gpu.by_launches) >= KERNELS
     assert {launch.how for launch in compiling.FIRST} == {"unforeseen"}
+
+
+def test_every_call_that_joins_make_and_that_launches_is_compiled_ahead():
+    functions = {getattr(step, name) for name in step.__all__}
+    launching = {each for each in functions if "step_ops." in inspect.getsource(each)}
+    assert len(launching) == 6 and launching == launches_ahead._FUNCTIONS
+    operators = {f"vbrt::{name}" for name in ("fp4_linear", *joined._LAYER_JOINS)}
+    assert operators == set(launches_ahead._OPERATORS)
 
 
 def test_weights_that_are_encoded_have_products_of_one_token_compiled_meanwhile(tapes, monkeypatch):

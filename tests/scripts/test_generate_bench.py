@@ -8,12 +8,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from scripts import generate_bench
+from scripts import generate_bench, generate_cold
 from scripts.generate_bench import Bench, wrapped_row
 from scripts.generate_tables import curves, generate_table
 from tests import models
 from tests.generation.families import tiny
 from tests.generation.tape import TapeRecorder
+from vbrt.kernels.cuda import compiling
 
 MACHINE = {"gpu": "a GPU", "versions": {"torch": "2"}, "python": "3", "commit": "abc"}
 
@@ -66,3 +67,22 @@ def test_the_table_has_every_case_and_the_plot_every_share(tmp_path):
     assert (tmp_path / "generate-gpu.svg").exists()
     assert "| fp4 | 50 | 40.6 | 36.0 | 37.0 | 1.00 | 0.97 |" in lines and "| fp4 | 950 | 4 | 300 | 9 |" in lines
     assert curves(rows)["fp4"] == {50: 40.6}
+
+
+def test_each_first_launch_is_told_with_what_it_waited_for():
+    launch = {"name": "wgmma_kernel", "how": "waited", "at_ms": 1900.0, "wait_ms": 1700.0, "compile_ms": 1800.0}
+    row = {"case": "cold: fp4", "first_ms": 2100.0, "later_ms": [900.0, 80.0], "load_s": 9.0, "launches": [launch]}
+    head, line, hows, row_again = generate_cold.told(row)
+    assert head == "cold: fp4: tokens after 2100 900 80 ms, loaded in 9.0 s" and json.loads(hows) == {"waited": 1}
+    assert line.split() == (
+        "wgmma_kernel launched at 1900 ms, waited compiling took 1800 ms, the launch waited 1700 ms".split()
+    )
+    assert json.loads(row_again) == row
+    assert generate_cold.told({"case": "cold: fp4", "error": "exit 1"}) == ["cold: fp4: exit 1"]
+
+
+def test_launches_are_those_behind_the_moment(monkeypatch):
+    both = [compiling.FirstLaunch("norm_kernel", "ready", 20, 90_000, at) for at in (1_000_000_000, 3_000_000_000)]
+    monkeypatch.setattr(compiling, "FIRST", both)
+    (launch,) = generate_cold.launches(2.5)
+    assert launch == {"name": "norm_kernel", "how": "ready", "at_ms": 500.0, "wait_ms": 0.02, "compile_ms": 90.0}
