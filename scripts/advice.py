@@ -6,7 +6,7 @@
 A case is a model of random weights, a task, a goal and the memory that torch may reserve of the GPU
 (`set_per_process_memory_fraction`). `vbrt.advise` answers for a machine of that memory, with rates measured here; then
 its first answer runs, the front, and some of what it passed over: most bytes, milliseconds, out of memory or not.
-The model is built and wrapped with all of the GPU; a budget is set before the limit is, and the limit before the run.
+Each setting has a model of its own, in host memory where it is wrapped: its pages come to a GPU that is small already.
 """
 
 import argparse
@@ -145,16 +145,6 @@ class Setting:
     bound: str
     estimated_bytes: int
 
-    @property
-    def budget(self) -> int | None:
-        return None if self.config is None else self.config["tiers"]["gpu"]["budget"]
-
-    @property
-    def held(self) -> tuple[Any, ...]:
-        """What settings must share to share a model: the model, adapters, how weights are held."""
-        weights = None if self.config is None else json.dumps(self.config["weights"], sort_keys=True)
-        return self.model, self.task["lora"], weights
-
 
 def settings_of(case: Case, rates: Rates) -> Iterator[Setting]:
     """Ask for advice; yield its first answer and what comes next, of what could have been the answer first."""
@@ -190,33 +180,29 @@ def _setting(case: Case, choice: Choice, *, first: bool, rival: bool) -> Setting
 
 
 class Subject:
-    """A model of a case, with its weights held in one way, that runs under one setting after the other."""
+    """A model of a case, for one setting."""
 
     def __init__(self, case: Case, setting: Setting) -> None:
-        free()
-        with torch.device("cuda"):
+        with torch.device("cuda"):  # where random weights are quick
             model = case.build()
         if setting.task["lora"]:
             model = lora_model(model, setting.task["lora"], device="cuda")
         self.model, self.vb = model, None
         if setting.config is not None:
-            with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:  # as `vbrt advise --write` writes it
-                file.write(toml_text(vbrt.VBConfig.from_dict(setting.config)))
-                file.flush()
-                trains = {"optimizer": torch.optim.AdamW} if setting.config["mode"] == "full" else {}
-                self.model = self.vb = vbrt.wrap(model, file.name, **trains)
-            if not trains:
-                self.vb.materialize(progress=False)
+            self.model = model.cpu()
         free()
 
-    def set(self, setting: Setting) -> None:
-        """Give pages the budget of a setting; forget what was recorded under the one before."""
-        if self.vb is not None and setting.config["mode"] != "full":
-            for each in self.vb._attachment.follower.generating:
-                each.steps.release()
-            torch._C._cuda_clearCublasWorkspaces()  # not while recorded steps have them
-            self.vb.set_budget("gpu", setting.budget)
-        free()
+    def wrap(self, setting: Setting) -> None:
+        """Wrap it as the setting says, and encode its weights."""
+        if setting.config is None:
+            return
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:  # as `vbrt advise --write` writes it
+            file.write(toml_text(vbrt.VBConfig.from_dict(setting.config)))
+            file.flush()
+            trains = {"optimizer": torch.optim.AdamW} if setting.config["mode"] == "full" else {}
+            self.model = self.vb = vbrt.wrap(self.model, file.name, **trains)
+        if not trains:
+            self.vb.materialize(progress=False)
 
     def close(self) -> None:
         if self.vb is not None:
@@ -279,15 +265,17 @@ def _train(model: Any, inputs: dict[str, Any], task: Task) -> float:
     return 1e3 * interleaved({"step": run}, times=3)["step"]
 
 
-def measured(subject: Subject, setting: Setting) -> dict[str, Any]:
-    """Run a setting within its case's memory; return its row."""
+def measured(case: Case, setting: Setting) -> dict[str, Any]:
+    """Wrap and run a model within its case's memory; return its row."""
     total = torch.cuda.get_device_properties(0).total_memory
     row = asdict(setting) | {"error": None, "oom": False}
+    subject = Subject(case, setting)
     try:
-        subject.set(setting)
         torch.cuda.set_per_process_memory_fraction(setting.gpu / total)
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
+        subject.wrap(setting)
+        row["ready_s"] = time.perf_counter() - start
         row["held_bytes"] = torch.cuda.memory_allocated()
         row["ms"] = subject.run(Task(**setting.task))
         row |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
@@ -300,9 +288,7 @@ def measured(subject: Subject, setting: Setting) -> dict[str, Any]:
         row["error"] = f"{type(error).__name__}: {error}"[:300]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-        if setting.goal == "train" and not isinstance(subject.model, VBFullWrapper):
-            for parameter in subject.model.parameters():
-                parameter.grad = None
+        subject.close()
     _say(row)
     if row["oom"]:
         print(row["error"], flush=True)
@@ -323,34 +309,12 @@ def _pairs(row: dict[str, Any]) -> tuple[tuple[float, float], tuple[float, float
 
 
 def run(known: dict[str, Case], settings: list[Setting], end: float) -> Iterator[dict[str, Any]]:
-    """Yield the rows of settings, until the time is over; those that hold weights alike share a model."""
-    groups: dict[Any, list[Setting]] = {}
-    for setting in settings:
-        groups.setdefault(setting.held, []).append(setting)
-    for group in groups.values():
-        group.sort(key=lambda each: -(each.budget or 0))  # pages leave one after the other
+    """Yield the rows of settings, first answers first, until the time is over."""
+    for setting in sorted(settings, key=lambda each: not each.first):
         if time.monotonic() > end:
-            print("not reached:", "; ".join(f"{each.case}: {each.name}" for each in group))
-            continue
-        try:
-            yield from _group(known[group[0].case], group, end)
-        except Exception:  # noqa: BLE001 - one group does not lose the others; it is printed
-            traceback.print_exc()
-            free()
-
-
-def _group(case: Case, group: list[Setting], end: float) -> Iterator[dict[str, Any]]:
-    start = time.perf_counter()
-    subject = Subject(case, group[0])
-    print(f"  {group[0].name} ready in {time.perf_counter() - start:.1f} s", flush=True)
-    try:
-        for setting in group:
-            if time.monotonic() > end:
-                print("not reached:", setting.case, setting.name)
-                continue
-            yield measured(subject, setting)
-    finally:
-        subject.close()
+            print("not reached:", setting.case, setting.name)
+        else:
+            yield measured(known[setting.case], setting)
 
 
 # -- verdicts ---------------------------------------------------------------------------------------------------------
@@ -394,6 +358,7 @@ def main() -> None:
     if args.ask is not None:
         args.ask.write_text(json.dumps([asdict(setting) for setting in settings], indent=1) + "\n")
         return
+    settings = [setting for setting in settings if args.cases is None or setting.case in args.cases]
     rows = []
     try:
         rows.extend(row for row in run(known, settings, start + args.seconds))

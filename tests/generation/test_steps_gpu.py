@@ -181,7 +181,7 @@ def test_a_step_that_waits_for_the_device_stays_eager_and_sampling_goes_on():
     assert other.stats().steps.captured == 11
 
 
-def test_a_further_call_has_one_cache_and_takes_no_more_memory_than_is_estimated():
+def test_a_further_call_has_one_cache_and_takes_the_memory_of_the_first():
     """Its prompt is computed where recorded steps have their cache; the first call has a layer of two at a time."""
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
     config = transformers.LlamaConfig(**SIZES | sizes | {"num_key_value_heads": 8, "max_position_embeddings": 8192})
@@ -196,9 +196,8 @@ def test_a_further_call_has_one_cache_and_takes_no_more_memory_than_is_estimated
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        out = vb.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        vb.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
         peaks.append(torch.cuda.max_memory_allocated())
     held = vb.stats().steps.held_bytes
     assert cache <= held < 1.1 * cache
-    assert max(peaks) < torch.cuda.memory_allocated() + cache / 2, (peaks, held)
-    del out
+    assert max(peaks) < peaks[0] + cache / 4, (peaks, held)
