@@ -14,7 +14,6 @@ from vbrt.kernels import step
 from vbrt.kernels.cuda import compiling
 from vbrt.kernels.cuda.e2m1 import joined as launches
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
-from vbrt.model import attachment
 
 pytest.importorskip("transformers")
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 256}
@@ -90,18 +89,41 @@ def test_every_call_that_joins_make_and_that_launches_is_compiled_ahead():
     assert operators == set(launches_ahead._OPERATORS)
 
 
-def test_weights_that_are_encoded_have_products_of_one_token_compiled_meanwhile(tapes, monkeypatch):
+def test_a_model_that_generates_has_products_of_one_token_compiled_from_the_beginning(tapes, monkeypatch):
     wanted, cuda = [], torch.device("cuda", 0)
     monkeypatch.setattr(generating, "compile_ahead", lambda *given, **how: wanted.append((*given[1:], how)) or [])
     vb = models.wrap(tiny("llama"), "nvfp4", min_parameters=0)
-    vb.materialize()
     assert not wanted  # on a CPU
-    with monkeypatch.context() as on_a_gpu:
-        on_a_gpu.setattr(type(vb._attachment.stack), "device", cuda)
-        on_a_gpu.setattr(vb._attachment.registry, "materialize_", lambda progress: wanted.append("encoding"))
-        on_a_gpu.setattr(attachment, "move_rest_", lambda *given: None)
-        vb.materialize()
-    assert wanted == [((1,), cuda, {"soon": False}), "encoding"]
+    vb._attachment.follower.end()
+    vb._attachment.follower = None
+    monkeypatch.setattr(type(vb._attachment.stack), "device", cuda)
+    generating.follow(vb._attachment, vb.model)
+    assert wanted == [((1,), cuda, {"soon": False})]
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [
+        ({}, [(10, True), (2, False)]),
+        ({"max_new_tokens": 1, "num_beams": 2}, [(20, True), (4, False)]),
+        ({"num_return_sequences": 3, "do_sample": True}, [(30, True), (6, False)]),
+    ],
+)
+def test_a_call_says_what_it_will_compute_once(options, first, tapes, monkeypatch):
+    wanted, forward = [], []
+
+    def compile_ahead(handles, tokens, device, *, soon):
+        wanted.append((*tokens, soon))
+        forward.append(len(prompted))
+        return []
+
+    prompted, vb = [], models.wrap(tiny("llama"), "nvfp4", min_parameters=0)
+    monkeypatch.setattr(generating, "compile_ahead", compile_ahead)
+    vb.model.model.register_forward_pre_hook(lambda *given: prompted.append(1))
+    given = {"max_new_tokens": 2, "do_sample": False} | options
+    for _ in range(2):
+        vb.generate(PROMPT, attention_mask=MASK, **given)
+    assert wanted == first and forward == [0, 0]
 
 
 def test_a_call_compiles_for_its_prompt_and_for_its_steps_and_goes_on_without(tapes, monkeypatch):
@@ -115,7 +137,7 @@ def test_a_call_compiles_for_its_prompt_and_for_its_steps_and_goes_on_without(ta
     vb = models.wrap(tiny("llama"), "nvfp4", min_parameters=0)
     with pytest.warns(UserWarning, match="nothing is compiled ahead, launches compile: OutOfMemoryError: no memory"):
         vb.generate(PROMPT, attention_mask=MASK, max_new_tokens=3, do_sample=False)
-    assert wanted == [(10, True), (2, False)]
+    assert wanted == [(10, True), (2, False)] * 2  # by the call, and by its first forward
     steps = vb.stats().steps
-    assert steps.captured + steps.eager == 2 and steps.not_ahead == {"OutOfMemoryError: no memory": 2}
-    assert "not compiled ahead: 2 (OutOfMemoryError: no memory)" in str(vb.stats())
+    assert steps.captured + steps.eager == 2 and steps.not_ahead == {"OutOfMemoryError: no memory": 4}
+    assert "not compiled ahead: 4 (OutOfMemoryError: no memory)" in str(vb.stats())

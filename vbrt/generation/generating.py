@@ -40,7 +40,7 @@ from vbrt.report.stats import StepCounts
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment
 
-__all__ = ["Followed", "Generating", "Recordable", "follow", "generating_modules", "limit_of"]
+__all__ = ["Followed", "Generating", "Recordable", "follow", "generating_modules", "limit_of", "prompt_of"]
 
 
 class Generating:
@@ -97,6 +97,7 @@ class Generating:
             with mine.nested():
                 return generate(*args, **kwargs)
         move_rest_(model, attachment.stack.device)  # before transformers asks where the model is
+        self.steps.compile_for(prompt_of(model, args, kwargs))
         with self.steps.session(limit_of(model, args, kwargs)) as session:
             return _with_forward(model, session, generate, args, kwargs)
 
@@ -129,7 +130,7 @@ class Generating:
         return recorder_for(self._attachment().stack.device)
 
     def prepare(self) -> None:
-        """See `Followed`."""
+        """Begin to compile what steps of one sequence will launch, while others encode weights or read a prompt."""
         if self._attachment().stack.device.type == "cuda":
             self.steps.compile_ahead(1, soon=False)
 
@@ -209,15 +210,31 @@ class Recordable(Passes):
 
 def limit_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | None:
     """Return the length at which a call of generate stops at the latest, if its arguments say so."""
-    given = [kwargs, kwargs.get("generation_config"), getattr(model, "generation_config", None)]
-    prompt = next((t for t in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if torch.is_tensor(t)), None)
-    for source in given:
+    prompt = _given(args, kwargs)
+    for source in _sources(model, kwargs):
         new, length = _read(source, "max_new_tokens"), _read(source, "max_length")
         if isinstance(new, int) and not getattr(model.config, "is_encoder_decoder", False):
             return None if prompt is None else prompt.shape[-1] + new
         if isinstance(new, int) or isinstance(length, int):
             return new if isinstance(new, int) else length
     return None
+
+
+def prompt_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the token ids of a call's first forward; None if that will compute another number of them."""
+    ids, names = _given(args, kwargs), ("num_beams", "num_return_sequences", "past_key_values")
+    others = (_read(source, name) for source in _sources(model, kwargs) for name in names)
+    is_another = ids is None or ids.is_floating_point() or any(value not in (None, 1) for value in others)
+    return None if is_another else ids
+
+
+def _given(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    return next((t for t in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if torch.is_tensor(t)), None)
+
+
+def _sources(model: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Where options of a call may stand, the first one wins."""
+    return kwargs, kwargs.get("generation_config"), getattr(model, "generation_config", None)
 
 
 def _read(source: Any, name: str) -> Any:
@@ -379,6 +396,8 @@ def follow(attachment: "Attachment", model: nn.Module) -> None:
     for module in modules:
         module.__dict__["generate"] = Generating(module, attachment)
     attachment.follower = Followed([module.__dict__["generate"] for module in modules])
+    for each in attachment.follower.generating:
+        each.prepare()
 
 
 class Followed:
@@ -391,11 +410,6 @@ class Followed:
         """Have a call of generate begin the pass that a forward of the model is, if this thread is in one."""
         forward = model.__dict__.get("forward")
         return isinstance(forward, _Forward) and forward.session.defer(begin)
-
-    def prepare(self) -> None:
-        """Begin to compile what steps of one sequence will launch, while weights are encoded."""
-        for each in self.generating:
-            each.prepare()
 
     def counts(self) -> StepCounts:
         """What they captured together."""

@@ -88,6 +88,7 @@ class Steps:
         self.eager: Counter[str] = Counter()
         self.joined: Counter[str] = Counter()
         self.unjoined: Counter[str] = Counter()
+        self._foreseen: set[int] = set()  # tokens of passes
         self._begun: list[Compilation] = []
         self._not_begun: Counter[str] = Counter()
 
@@ -134,9 +135,8 @@ class Steps:
         """What is kept, the last used at the end."""
         return list(self._kept.values())
 
-    def compile_for(self, kwargs: Mapping[str, Any]) -> None:
-        """Begin to compile what a prompt, and the steps behind it, will launch."""
-        ids = ids_in(kwargs)
+    def compile_for(self, ids: Tensor | None) -> None:
+        """Begin to compile what a prompt [B, S], and the steps behind it, will launch."""
         if ids is not None and ids.ndim > 1:
             self.compile_ahead(ids.shape[0] * ids.shape[1], soon=True)
             self.compile_ahead(ids.shape[0], soon=False)
@@ -146,8 +146,11 @@ class Steps:
 
         What fails here is counted, and compiled when it is launched.
         """
+        if tokens in self._foreseen:
+            return
         try:
             self._begun += self._terms.compile_ahead(tokens, soon=soon)
+            self._foreseen.add(tokens)
         except Exception as error:  # noqa: BLE001 - a pass does without
             why = f"{type(error).__name__}: {_first_line(error)}"
             if why not in self._not_begun:
@@ -436,7 +439,7 @@ class Session:
 
     def _prompt(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any], cache: Any | None) -> Any:
         """Compute a prompt. `cache`: the only one of this call so far, which may use the memory of an earlier one."""
-        self._steps.compile_for(kwargs)
+        self._steps.compile_for(ids_in(kwargs))
         offered = cache is not None and self._why is None and not torch.is_grad_enabled()
         if offered:
             self._steps.offer(cache)

@@ -44,9 +44,6 @@ __all__ = ["Attachment", "Follower", "Terms"]
 class Follower(Protocol):
     """Something of a model's that lasts as long as its attachment: what records its decode steps."""
 
-    def prepare(self) -> None:
-        """Begin what steps will need, in the background: weights are about to be encoded."""
-
     def counts(self) -> StepCounts:
         """What the model's stats say of it."""
 
@@ -203,8 +200,6 @@ class Attachment:
 
     def materialize(self, *, progress: bool | None = None) -> None:
         """Encode every layer now. See `VBModelWrapper.materialize`."""
-        if self.follower is not None:
-            self.follower.prepare()
         encoded = self.registry.materialize_(progress=progress)
         move_rest_(self.model, self.stack.device)
         if encoded:
