@@ -87,7 +87,9 @@ def _plan(args: argparse.Namespace) -> int:
         experts = replace(
             experts, miss="fetch" if fetches else config.experts.miss, cpu_gb_per_s=host or _measured_host()
         )
-    ways = None if args.ranks is None else ways_on(args.ranks, plan, rates["cpu"], given=args.link is not None)
+    ways, of = None, (model, config, machine)
+    if args.ranks is not None:
+        ways = ways_on(args.ranks, plan, of, rates["cpu"], given=args.link is not None)
     if args.json:
         head = {"model": type(model).__name__, "config": config.to_dict(), "machine": asdict(machine)}
         tiers = [{**asdict(need), "fits": need.fits} for need in needs]

@@ -10,15 +10,21 @@ from vbrt.errors import VBError, describe_os_error
 from vbrt.residency.plan import Plan
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from vbrt.config import Machine, VBConfig
     from vbrt.estimation.ranks import Comparison
 
 __all__ = ["measure_ranks", "print_ways", "ways_on"]
 
 
-def ways_on(ranks: int, plan: Plan, link_gb_s: float, *, given: bool) -> "Comparison":
+def ways_on(
+    ranks: int, plan: Plan, of: "tuple[nn.Module, VBConfig, Machine]", link_gb_s: float, *, given: bool
+) -> "Comparison":
     """Compare the ways on N GPUs: by what was measured on this machine, or by the figures of H200s.
 
     Args:
+        of: what was planned.
         link_gb_s: of one GPU; `given` by the user, else what was measured goes before it.
 
     Raises:
@@ -29,6 +35,7 @@ def ways_on(ranks: int, plan: Plan, link_gb_s: float, *, given: bool) -> "Compar
     from vbrt.estimation.group_rates import kept_group_rates, nvlink_rates
     from vbrt.estimation.ranks import compare_ways
     from vbrt.estimation.rates import SHEETS, device_name, kept_rates
+    from vbrt.estimation.split import rank_plan
 
     if ranks < 2:
         raise VBError(f"--ranks {ranks}: expected 2 or more; one GPU is among the ways that are compared")
@@ -44,7 +51,9 @@ def ways_on(ranks: int, plan: Plan, link_gb_s: float, *, given: bool) -> "Compar
         rates = replace(SHEETS["H200"], link_gb_s=max(link_gb_s, kept.link_gb_s) if usable and not given else link_gb_s)
     elif given:
         rates = replace(rates, link_gb_s=link_gb_s)
-    return compare_ways(plan, rates, replace(group, link_gb_s=min(group.link_gb_s, rates.link_gb_s)))
+    model, config, machine = of
+    part = rank_plan(model, ranks, config, machine)
+    return compare_ways(plan, part, rates, replace(group, link_gb_s=min(group.link_gb_s, rates.link_gb_s)))
 
 
 def measure_ranks(console: Console) -> None:
@@ -104,6 +113,8 @@ def print_ways(console: Console, found: "Comparison") -> None:
         )
     console.print()
     console.print(table)
+    if found.refused:
+        console.print(f"tensor parallel: {found.refused}", highlight=False, soft_wrap=True)
     console.print(f"rates: {found.source}", style="dim")
     for line in found.advice:
         console.print(line, highlight=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from vbrt.config import Machine, VBConfig, load_config
-from vbrt.errors import ArgumentError, ConfigError, WrapError
+from vbrt.errors import ArgumentError, WrapError
 from vbrt.estimation.activations import asked_of
 from vbrt.estimation.blocks import meta_copy
 from vbrt.estimation.report import Estimate, Row
@@ -22,7 +22,7 @@ from vbrt.estimation.trace import Trace
 from vbrt.estimation.whole import whole_trace
 from vbrt.layers import SwappedLayer
 from vbrt.model.machine import this_machine
-from vbrt.model.planner import make_plan
+from vbrt.model.planner import shown_plan
 from vbrt.residency.plan import Plan
 
 __all__ = ["as_task", "bare_model", "estimate", "estimate_of", "lora_model"]
@@ -62,7 +62,7 @@ def estimate(
     machine = machine or this_machine(asked or load_config("fp4"))
     bare = bare_model(model, task, ranks, asked)
     machine = machine if ranks == 1 else rank_of(machine, ranks)
-    plan = None if asked is None else _plan(bare, asked, machine)
+    plan = None if asked is None else shown_plan(bare, asked, machine)
     return estimate_of(bare, task, asked, machine, plan)
 
 
@@ -113,14 +113,6 @@ def _compute_tier(plan: Plan | None, machine: Machine) -> str:
     if plan is not None:
         return plan.compute_tier
     return "cpu" if machine.gpu_total_bytes is None else "gpu"
-
-
-def _plan(model: nn.Module, config: VBConfig, machine: Machine) -> Plan:
-    """Return the plan that wrapping would follow; where it would refuse, one that shows what is missing."""
-    try:
-        return make_plan(model, config, machine)
-    except ConfigError:
-        return make_plan(model, config, machine, charge_kept=False)
 
 
 def lora_model(model: nn.Module, rank: int, *, device: str = "meta") -> nn.Module:

@@ -10,10 +10,11 @@ S bytes of them that stream from below, H hidden size.
 | data parallel | S | shared by N | all, N times as many tokens | none |
 | neighbours | S, what the others' memory holds from there | alone | all | none |
 | link-sharded | S / N | shared by N, then gathered | all, N times as many tokens | none |
-| tensor parallel, in turn | what P / N has beyond the budget | shared by N | 1 / N | T x H, twice a block |
+| tensor parallel, in turn | what its part has beyond the budget | shared by N | its part | T x H, twice a block |
 | columns alone, rows alone | the same | the same | the same | the outputs of every layer |
 
-"In turn": layers are cut by columns and by rows one after the other, so that what one gives is what the next one takes.
+A rank's part is what the model's own plan gives it (`split.py`), planned as any model. "In turn": layers are cut by
+columns and by rows one after the other, so that what one gives is what the next one takes.
 
 So compute against communication: splitting a product of weight (N, K) by n ranks saves 2 T N K (1 - 1/n) operations and
 costs a sum of 2 T N bytes. It pays while K (1 - 1/n) / rate > 1 / sum rate (many tokens), and while the bytes that a
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass
 
 from vbrt.estimation.group_rates import GroupRates
 from vbrt.estimation.rates import Rates
+from vbrt.estimation.speed import streamed_share
 from vbrt.residency.plan import Plan, Swap
 
 __all__ = ["Comparison", "Way", "compare_ways"]
@@ -55,13 +57,15 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All ways, and what they say: `advice` is one line for a single stream of tokens, and one for many."""
+    """All ways, and what they say: `advice` is one line for a single stream of tokens, and one for many; `refused`: why
+    tensor parallel ways are not among them, or empty."""
 
     ranks: int
     tokens: int
     ways: tuple[Way, ...]
     advice: tuple[str, str]
     source: str
+    refused: str = ""
 
     def to_dict(self) -> dict:
         """Return plain data."""
@@ -81,15 +85,29 @@ class _Load:
     passes: int = 1  # of the whole, at once
 
 
-def compare_ways(plan: Plan, rates: Rates, group: GroupRates, tokens: int = 2048) -> Comparison:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is compared: plans of the whole model on one GPU, and of one rank's part of it, and the rates."""
+
+    plan: Plan
+    part: Plan
+    rates: Rates
+    group: GroupRates
+
+
+def compare_ways(plan: Plan, part: Plan | str, rates: Rates, group: GroupRates, *, tokens: int = 2048) -> Comparison:
     """Compare the ways to run a planned model on `group.ranks` GPUs like this one.
 
     Args:
         plan: of the whole model on one GPU.
+        part: of what one rank has of it (`split.rank_plan`); why the model cannot be split, else.
         tokens: of a pass of many.
     """
-    ways = tuple(_way(name, plan, rates, group, tokens) for name in _WAYS)
-    return Comparison(group.ranks, tokens, ways, _advice(ways), _source(rates, group))
+    refused = part if isinstance(part, str) else ""
+    asked = _Asked(plan, plan if isinstance(part, str) else part, rates, group)
+    names = [name for name in _WAYS if not (refused and name in _SPLIT)]
+    ways = tuple(_way(name, asked, tokens) for name in names)
+    return Comparison(group.ranks, tokens, ways, _advice(ways), _source(rates, group), refused)
 
 
 def _source(rates: Rates, group: GroupRates) -> str:
@@ -104,15 +122,16 @@ def _source(rates: Rates, group: GroupRates) -> str:
     )
 
 
-def _way(name: str, plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> Way:
-    loads = [_WAYS[name](plan, rates, group, count) for count in (1, tokens)]
-    costs = [_costs(load, rates, group) for load in loads]
+def _way(name: str, asked: _Asked, tokens: int) -> Way:
+    plan, ranks = asked.plan, asked.group.ranks
+    loads = [_WAYS[name](asked, count) for count in (1, tokens)]
+    costs = [_costs(load, asked.rates, asked.group) for load in loads]
     spans = [max(c["link"], c["memory"], c["matmul"]) + c["sums"] for c in costs]
     together = tuple(load.passes * count / span for load, count, span in zip(loads, (1, tokens), spans, strict=True))
     bounds = tuple(max(cost, key=cost.__getitem__) for cost in costs)
-    host = _below_on_each(plan, group.ranks) if name.startswith("tensor") else _below(plan)
-    host /= group.ranks if name == "link-sharded" else 1
-    host = max(0.0, host - (group.ranks - 1) * next(iter(plan.budgets.values()))) if name == "neighbours" else host
+    host = _below(asked.part if name in _SPLIT else plan)
+    host /= ranks if name == "link-sharded" else 1
+    host = max(0.0, host - (ranks - 1) * next(iter(plan.budgets.values()))) if name == "neighbours" else host
     return Way(name, tuple(1e3 * s for s in spans), together, bounds, loads[0].streamed / 1e9, host / 1e9)
 
 
@@ -136,9 +155,8 @@ def _below(plan: Plan) -> float:
 
 def _streamed(plan: Plan) -> float:
     """Bytes that every pass copies: of routed experts, those that a token goes to."""
-    return sum(
-        page.nbytes * _share(swap) for swap in plan.swaps for page in swap.pages if page.home != plan.compute_tier
-    )
+    below = ((swap, page) for swap in plan.swaps for page in swap.pages if page.home != plan.compute_tier)
+    return streamed_share(plan) * sum(page.nbytes * _share(swap) for swap, page in below)
 
 
 def _share(swap: Swap) -> float:
@@ -171,24 +189,28 @@ def _rowwise(plan: Plan, tokens: int) -> list[float]:
     return [2.0 * tokens * hidden for _ in (narrow or back)]
 
 
-def _one(plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> _Load:
-    return _Load(_streamed(plan), rates.link_gb_s or 1.0, _read(plan), _operations(plan, tokens))
+def _one(asked: _Asked, tokens: int) -> _Load:
+    plan = asked.plan
+    return _Load(_streamed(plan), asked.rates.link_gb_s or 1.0, _read(plan), _operations(plan, tokens))
 
 
-def _data(plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> _Load:
+def _data(asked: _Asked, tokens: int) -> _Load:
+    plan, group = asked.plan, asked.group
     work = _read(plan), _operations(plan, tokens)
     return _Load(_streamed(plan), group.link_gb_s, *work, passes=group.ranks)
 
 
-def _neighbours(plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> _Load:
+def _neighbours(asked: _Asked, tokens: int) -> _Load:
     """One GPU computes; pages that its budget has no room for are in the others' memory as far as that goes."""
+    plan, group = asked.plan, asked.group
     streamed, below = _streamed(plan), _below(plan)
     near = min(1.0, (group.ranks - 1) * next(iter(plan.budgets.values())) / below) if below else 0.0
-    s_a_gb = near / group.neighbour_gb_s + (1 - near) / (rates.link_gb_s or 1.0)
+    s_a_gb = near / group.neighbour_gb_s + (1 - near) / (asked.rates.link_gb_s or 1.0)
     return _Load(streamed, 1 / s_a_gb, _read(plan), _operations(plan, tokens))
 
 
-def _link_sharded(plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> _Load:
+def _link_sharded(asked: _Asked, tokens: int) -> _Load:
+    plan, group = asked.plan, asked.group
     streamed = _streamed(plan)
     gathers = [streamed / max(1, len(plan.swaps))] * len(plan.swaps) if streamed else []
     work = _read(plan), _operations(plan, tokens)
@@ -197,40 +219,31 @@ def _link_sharded(plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> _
     return _Load(streamed / group.ranks, group.link_gb_s, *work, gathers=late, passes=group.ranks)
 
 
-def _below_on_each(plan: Plan, ranks: int) -> float:
-    """Bytes of a rank's part of the pages that the budget of the computing tier has no room for."""
-    pages = sum(page.nbytes for swap in plan.swaps for page in swap.pages)
-    return max(0.0, pages / ranks - next(iter(plan.budgets.values()))) if _below(plan) else 0.0
+def _tensor(asked: _Asked, tokens: int) -> tuple[float, float, float, float]:
+    """What a rank streams, over which link, and what it reads and computes, with its part of each weight."""
+    part = asked.part
+    return _streamed(part), asked.group.link_gb_s, _read(part), _operations(part, tokens)
 
 
-def _tensor(plan: Plan, group: GroupRates, tokens: int) -> tuple[float, float, float, float]:
-    """What a rank streams, over which link, and what it reads and computes, with a part of each weight."""
-    below = _below_on_each(plan, group.ranks)
-    streamed = _streamed(plan) * below / _below(plan) if below else 0.0
-    return streamed, group.link_gb_s, _read(plan) / group.ranks, _operations(plan, tokens) / group.ranks
+def _in_turn(asked: _Asked, tokens: int) -> _Load:
+    return _Load(*_tensor(asked, tokens), sums=_rowwise(asked.plan, tokens))
 
 
-def _in_turn(plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> _Load:
-    return _Load(*_tensor(plan, group, tokens), sums=_rowwise(plan, tokens))
+def _columns(asked: _Asked, tokens: int) -> _Load:
+    return _Load(*_tensor(asked, tokens), gathers=_outputs(asked.plan, tokens))
 
 
-def _columns(plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> _Load:
-    return _Load(*_tensor(plan, group, tokens), gathers=_outputs(plan, tokens))
+def _rows(asked: _Asked, tokens: int) -> _Load:
+    return _Load(*_tensor(asked, tokens), sums=_outputs(asked.plan, tokens))
 
 
-def _rows(plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> _Load:
-    return _Load(*_tensor(plan, group, tokens), sums=_outputs(plan, tokens))
-
-
-_WAYS = {
-    "one GPU": _one,
-    "neighbours": _neighbours,
-    "data parallel": _data,
-    "link-sharded": _link_sharded,
+#: ways in which a rank has a part of each weight
+_SPLIT = {
     "tensor parallel, columns and rows in turn": _in_turn,
     "tensor parallel, columns": _columns,
     "tensor parallel, rows": _rows,
 }
+_WAYS = {"one GPU": _one, "neighbours": _neighbours, "data parallel": _data, "link-sharded": _link_sharded, **_SPLIT}
 _HOW = {
     "one GPU": "leave the others to other work",
     "neighbours": "one process, tiers.peer.enabled = true",

@@ -24,7 +24,7 @@ from vbrt.residency.missed import missed_gb_per_s
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.token_cost import LINK_GB_PER_S, TokenCost, token_cost
 
-__all__ = ["Speed", "predict"]
+__all__ = ["Speed", "predict", "streamed_share"]
 
 _KEY_US = (
     0.13  # that a key takes in a layer, where a recorded step has several sequences: one block reads all of a head's
@@ -236,13 +236,16 @@ def _link_s(plan: Plan | None, rates: Rates, tokens: int, miss: str) -> float:
         experts = by_tier | {"cpu": missed_gb_per_s(miss, by_tier["cpu"], rates.experts_gb_s)}
         missed = sum(nbytes / (experts[tier] * 1e9) for tier, nbytes in loaded.items())
         return missed + sum(nbytes / (by_tier[tier] * 1e9) for tier, nbytes in cost.streamed_bytes.items())
-    else:
-        top = plan.compute_tier
-        below = {tier: _bytes_at(plan, tier) for tier in plan.budgets if tier != top}
-        total = sum(below.values())
-        room = max(0, plan.budgets[top] - plan.home_bytes(top) - _passing_bytes(plan))
-        moved = {tier: nbytes * max(0.0, 1 - room / total) for tier, nbytes in below.items() if total}
-    return sum(nbytes / (by_tier[tier] * 1e9) for tier, nbytes in moved.items())
+    moved = sum(_bytes_at(plan, tier) / (by_tier[tier] * 1e9) for tier in plan.budgets if tier != plan.compute_tier)
+    return moved * streamed_share(plan)
+
+
+def streamed_share(plan: Plan) -> float:
+    """Return the share of the pages at home below the computing tier that it has no room for: each pass copies them."""
+    top = plan.compute_tier
+    below = sum(_bytes_at(plan, tier) for tier in plan.budgets if tier != top)
+    room = max(0, plan.budgets[top] - plan.home_bytes(top) - _passing_bytes(plan))
+    return max(0.0, 1 - room / below) if below else 0.0
 
 
 def _hit_rate(plan: Plan, cost: TokenCost, tokens: int) -> float:

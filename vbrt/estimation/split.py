@@ -16,8 +16,10 @@ from vbrt.config import Machine, VBConfig
 from vbrt.errors import ArgumentError, ConfigError
 from vbrt.estimation.blocks import meta_copy
 from vbrt.model.blocks import configs_of
+from vbrt.model.planner import shown_plan
+from vbrt.residency.plan import Plan
 
-__all__ = ["part_of", "rank_of"]
+__all__ = ["part_of", "rank_of", "rank_plan"]
 
 _GATHERED = ("colwise_gather_output", "colwise_rep", "embedding_colwise")  # outputs, which are whole again
 _ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_rowwise")
@@ -57,6 +59,14 @@ def part_of(model: nn.Module, ranks: int, config: VBConfig | None) -> nn.Module:
         raise ArgumentError(f"ranks = {ranks}: the tp_plan of {name} has {unknown[0]} {unknown[1]!r}, not known here")
     _cut_(part, styles, ranks)
     return part
+
+
+def rank_plan(model: nn.Module, ranks: int, config: VBConfig, machine: Machine) -> Plan | str:
+    """Return the plan of one of several ranks on its share of a machine, or why there is none."""
+    try:
+        return shown_plan(part_of(model, ranks, config), config, rank_of(machine, ranks))
+    except (ArgumentError, ConfigError) as error:
+        return str(error)
 
 
 def _check_heads(model: nn.Module, ranks: int) -> None:

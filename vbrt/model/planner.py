@@ -29,7 +29,7 @@ from vbrt.residency.plan import Beside, PageSpec, Plan, Skip, Swap, format_bytes
 from vbrt.residency.site import ROOT
 from vbrt.residency.training import with_state
 
-__all__ = ["make_plan", "swaps_with_pages"]
+__all__ = ["make_plan", "shown_plan", "swaps_with_pages"]
 
 _KEPT_SHARE = 10  # kept parameters of at least a tenth of the model are worth a warning
 
@@ -96,6 +96,17 @@ def make_plan(
         notes += (f"beside its budget and activations the gpu holds {format_bytes(beside_gpu)}: {said}",)
     warnings = _kept_warning(placed, skipped, budgets, left) if placed else notes[-1:]
     return Plan(placed, skipped, budgets, notes, config.mode, warnings=warnings)
+
+
+def shown_plan(model: nn.Module, config: VBConfig, machine: Machine) -> Plan:
+    """Return the plan that wrapping would follow; where it would refuse, one that shows what is missing.
+
+    Raises ConfigError: budgets are impossible for this model.
+    """
+    try:
+        return make_plan(model, config, machine)
+    except ConfigError:
+        return make_plan(model, config, machine, charge_kept=False)
 
 
 def swaps_with_pages(model: nn.Module, config: VBConfig) -> list[Swap]:
