@@ -1,6 +1,7 @@
 """What recordings depend on in Python: each change of it is seen, and what would see each step is named."""
 
 import functools
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -61,6 +62,72 @@ def test_functions_of_a_class_and_of_transformers_tables_belong_to_it(monkeypatc
         patched.setitem(utils.ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, **kwargs: None)
         found.append(fingerprint(model))
     assert found[0] not in found[1:]
+
+
+FACTOR = 2.0
+
+
+def innermost(x):
+    return FACTOR * x
+
+
+def inner(x):
+    return [innermost(part) for part in x]
+
+
+def tokens(value=1, *, other=2):
+    return value + other
+
+
+def wrapping(forward):
+    @functools.wraps(forward)
+    def wrapper(self, *args):
+        return forward(self, *args)
+
+    return wrapper
+
+
+class Looking(nn.Module):
+    @torch.no_grad()
+    @wrapping
+    def forward(self, x):
+        return self.method(x)
+
+    def method(self, x):
+        return torch.relu(inner(tokens() or x)[0])
+
+    def unnamed(self, x):
+        return x
+
+
+HERE = sys.modules[__name__]
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "value", "matters"),
+    [
+        (HERE, "inner", lambda x: innermost(x), True),
+        (HERE, "innermost", lambda x: x, True),
+        (HERE, "FACTOR", 3.0, True),
+        (Looking, "method", lambda self, x: x, True),
+        (inner, "__code__", innermost.__code__, True),
+        (tokens, "__defaults__", (3,), True),
+        (tokens, "__kwdefaults__", {"other": 3}, True),
+        (torch, "relu", torch.abs, True),
+        (torch, "erf", torch.abs, False),
+        (Looking, "unnamed", lambda self, x: 2 * x, False),
+        (HERE, "hooked", None, False),
+    ],
+    ids=str,
+)
+def test_functions_and_constants_that_forwards_look_up_belong_to_the_model(of, name, value, matters, monkeypatch):
+    model = nn.Sequential(Looking())
+    before = fingerprint(model)
+    assert fingerprint(model) == before
+    monkeypatch.setattr(of, name, value)
+    assert (fingerprint(model) != before) is matters
+    monkeypatch.undo()
+    assert fingerprint(model) == before
 
 
 class Counting(TorchFunctionMode):

@@ -1,6 +1,7 @@
 """Decode steps by recordings: the tokens of transformers' generate, whatever the model, the cache and the call."""
 
 import itertools
+import sys
 import threading
 import warnings
 from types import SimpleNamespace
@@ -54,6 +55,15 @@ def test_a_second_call_replays_what_the_first_one_recorded():
     made = vb.stats().steps.recordings
     assert torch.equal(generated(vb).sequences, first.sequences)
     assert vb.stats().steps.recordings == made == 3  # lengths 5 to 17 lie in three blocks of 8
+
+
+def test_what_the_first_recording_of_a_process_puts_into_transformers_is_no_change_of_the_model(monkeypatch):
+    monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: False)
+    vb = wrapped()
+    generated(vb)
+    made = vb.stats().steps.recordings
+    generated(vb)
+    assert vb.stats().steps.recordings == made > 0
 
 
 def test_layers_count_what_is_replayed():
@@ -256,6 +266,26 @@ def test_a_model_that_counts_in_python_is_found_and_stays_eager():
     with pytest.warns(UserWarning, match="computes something else than an eager one"):
         generated(vb)
     assert steps(vb)[0] <= 1
+
+
+@pytest.mark.parametrize("name", ["rotate_half", "apply_rotary_pos_emb", "eager_attention_forward"])
+def test_a_function_that_a_forward_looks_up_may_be_replaced_between_calls(name, monkeypatch):
+    vb, plain = wrapped(), tiny("llama")
+    for model in (vb, plain):
+        model.set_attn_implementation("eager")
+    same(vb, plain)
+    functions = sys.modules[type(plain).__module__]
+    real = getattr(functions, name)
+
+    def other(*args, **kwargs):
+        out = real(*args, **kwargs)
+        return -out if torch.is_tensor(out) else (0.5 * out[0], out[1])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(functions, name, other)
+        same(vb, plain)
+    same(vb, plain)
+    assert steps(vb) == (39, 0), vb.stats().steps.reasons
 
 
 class Stateful(torch.nn.Module):

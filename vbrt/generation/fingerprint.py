@@ -3,14 +3,13 @@
 A graph replays launches: addresses, shapes and constants are those of the moment when it was recorded. `fingerprint` is
 what these can depend on: classes and their forwards, addresses of parameters, buffers and other tensors, every
 attribute of every module and config that is a constant, a function or a container of these (so adapters that are
-switched, scaled or added), the functions that transformers has under the name of an implementation, and torch's own
-switches.
+switched, scaled or added), the functions that forwards look up by name, those that transformers has under the name of
+an implementation, and torch's own switches.
 """
 
 import functools
 import sys
 import types
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,13 +18,13 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from vbrt.generation.functions import PLAIN, looked_up, reference
 from vbrt.kernels.watched import is_quiet
 from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.bound import is_wrapped_by_plan
 
 __all__ = ["attributes", "changed", "fingerprint", "why_eager"]
 
-_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _LOOKED_AT_ELSEWHERE = frozenset(("_parameters", "_buffers", "_modules"))
@@ -42,11 +41,10 @@ _INTERFACES = (
 
 def fingerprint(model: nn.Module) -> tuple:
     """Return what recordings of a model's step depend on; equal where they are good still."""
-    modules = tuple(_of_module(module) for module in model.modules())
-    configs = {
-        id(config): config for module in model.modules() if (config := module.__dict__.get("config")) is not None
-    }
-    return modules, tuple(_of_config(config) for config in configs.values()), _of_interfaces(), _of_torch()
+    modules = list(model.modules())
+    configs = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
+    functions = looked_up(dict.fromkeys(map(type, modules)), _of_interfaces())
+    return tuple(map(_of_module, modules)), tuple(map(_of_config, configs.values())), functions, _of_torch()
 
 
 def attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -77,7 +75,7 @@ def _of_module(module: nn.Module) -> tuple:
     handle = module.__dict__.get("_vb_handle")
     own = None if handle is None else (id(handle), handle.generation, handle.dtype)
     kind = type(module)
-    return id(kind), _reference(kind.forward), tensors, own, _plain_items(module.__dict__)
+    return id(kind), reference(kind.forward), tensors, own, _plain_items(module.__dict__)
 
 
 def _plain_items(values: dict[str, Any]) -> tuple:
@@ -92,7 +90,7 @@ _OTHER = object()
 def _plain(name: Any, value: Any) -> Any:
     """Return what tells a value from another one; _OTHER for objects of other kinds, and for tensors of our layers."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return value
     if kind in (list, tuple) and len(value) <= _MOST_ITEMS:
         return tuple(_item(name, item) for item in value)
@@ -101,8 +99,8 @@ def _plain(name: Any, value: Any) -> Any:
     if isinstance(value, Tensor) and not str(name).startswith("_vb_"):  # whose handle tells
         return id(value), value.data_ptr() if kind in (Tensor, nn.Parameter) else 0
     if kind is types.MethodType:
-        return id(value.__self__), _reference(value.__func__)
-    return _reference(value) if isinstance(value, _FUNCTIONS) else _OTHER
+        return id(value.__self__), reference(value.__func__)
+    return reference(value) if isinstance(value, _FUNCTIONS) else _OTHER
 
 
 def _item(name: Any, value: Any) -> Any:
@@ -110,18 +108,13 @@ def _item(name: Any, value: Any) -> Any:
     return id(value) if plain is _OTHER else plain
 
 
-def _reference(function: Any) -> Any:
-    """Return what equals a function, and no other one that takes its address; it does not keep the function."""
-    return id(function) if getattr(type(function), "__weakrefoffset__", 0) == 0 else weakref.ref(function)
-
-
 def _of_config(config: Any) -> tuple:
     return _plain_items(vars(config)) if hasattr(config, "__dict__") else ()
 
 
-def _of_interfaces() -> tuple:
+def _of_interfaces() -> list:
     found = (getattr(sys.modules.get(module), name, None) for module, name in _INTERFACES)
-    return tuple((name, _reference(of[name])) for of in found if of is not None for name in of)
+    return [of[name] for of in found if of is not None for name in of]
 
 
 def _of_torch() -> tuple:

@@ -22,7 +22,7 @@ from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.kernels.recorded import StepRefused
 from vbrt.layers.compute import pass_precision
 
-__all__ = ["Counted", "Kept", "PagesMoved", "Recording", "Terms", "computed_as_recorded"]
+__all__ = ["Counted", "Kept", "PagesMoved", "Recording", "Terms", "answer_captures", "computed_as_recorded"]
 
 Plain = Callable[..., Any]
 
@@ -71,13 +71,18 @@ class _Captured(threading.local):
 _captured = _Captured()
 
 
-@contextmanager
-def as_captured() -> Iterator[None]:
-    """Have transformers take the block, in this thread, for one that a CUDA graph captures: it then reads no masks."""
-    utils = sys.modules["transformers.utils.import_utils"]
+def answer_captures() -> None:
+    """Have transformers ask here whether a CUDA graph captures. Idempotent."""
+    utils = sys.modules.get("transformers.utils.import_utils")
     asked = getattr(utils, "is_cuda_stream_capturing", None)
     if asked is not None and not hasattr(asked, "vbrt"):
         utils.is_cuda_stream_capturing = _or_captured(asked)
+
+
+@contextmanager
+def as_captured() -> Iterator[None]:
+    """Have transformers take the block, in this thread, for one that a CUDA graph captures: it then reads no masks."""
+    answer_captures()
     before, _captured.now = _captured.now, True
     try:
         yield

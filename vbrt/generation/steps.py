@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from vbrt.generation.caches import NotRecordable, cache_form, length_of, why_not
 from vbrt.generation.calls import Call, cache_in, ids_in, new_tokens, take_apart
 from vbrt.generation.fingerprint import attributes, changed, fingerprint, why_eager
-from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms
+from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms, answer_captures
 from vbrt.generation.spans import span_of
 from vbrt.generation.static_cache import Statics, is_entered, leave, offer, own, withdraw
 from vbrt.generation.worth import Worth
@@ -122,6 +122,7 @@ class Steps:
         why = self.refusal()
         if why:
             return why
+        answer_captures()  # before functions are looked at, or the first recording would change one
         self._follow((fingerprint(self._model()), self._terms.moment()))
         return ""
 
