@@ -169,7 +169,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", help="of the peers, or of the ways to train from the tiers")
     parser.add_argument("--profile", action="store_true", help="a step more for each of these: what the GPU did")
     parser.add_argument("--sizes", type=int, nargs="+", help="tokens a step of the 8 B shape")
-    parser.add_argument("--at-once", type=int, default=16 * K, help="tokens of one pass of it")
+    parser.add_argument("--at-once", type=int, default=32 * K, help="tokens of one pass of it")
     parser.add_argument("--shape", default="13b", choices=list(SHAPES), help="of the largest model")
     parser.add_argument("--steps", type=int, default=10, help="of the largest model")
     parser.add_argument("--training", type=json.loads, default={}, help="more keys of [training], as JSON")

@@ -12,13 +12,13 @@ _LARGE = """\
 The 8B shape, {parameters:.2f} B parameters in bf16 with fp32 masters, AdamW, sequences of 2048, on {limit:.0f}
 GB of GPU memory; {host:.0f} GB of host memory. Link, update and compute were measured by themselves: the bytes
 of a pass at the rate of a copy, the optimizer's step alone, and forward and backward with all weights on the
-GPU. A step of several passes streams its weights for each."""
+GPU."""
 _LARGEST = """\
 The largest: {parameters:.1f} B parameters{moments}, on {limit:.0f} GB of GPU memory, of which {peak:.1f} were in use,
 {host:.0f} GB of host memory and {drive:.1f} GB of a drive: {steps} steps{rate}, losses {first:.3f} to {last:.3f}."""
 _BITS = """\
 {parameters:.0f} M parameters, {steps} steps: losses and all weights have {found} as the same model trained
-resident with torch's fused AdamW on the CPU in fp32."""
+resident with torch's fused AdamW on the CPU in fp32, under `torch.use_deterministic_algorithms(True)`{again}."""
 
 _THREADS = """\
 How many threads update: the first table's model, {tokens:,} tokens a step, at commit {commit}, on 16 cores. {chosen}
@@ -174,7 +174,8 @@ def _bits(result: dict) -> list[str]:
     if "full" not in bits:
         return []
     found = "the same bits" if bits["equal"] else "other bits"
-    said = _BITS.format(parameters=bits["parameters"] / 1e6, steps=bits["steps"], found=found)
+    again = ", and so has a second resident one" if bits.get("resident_equals_itself") else ""
+    said = _BITS.format(parameters=bits["parameters"] / 1e6, steps=bits["steps"], found=found, again=again)
     return [_flat(said), ""]
 
 
