@@ -9,6 +9,7 @@ import torch
 import vbrt
 from tests.generation.families import FAMILIES, MASK, PROMPT, SIZES, tiny
 from tests.matrix import matrix
+from vbrt.kernels.cuda import compiling
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:vbrt.wrap")]
@@ -57,6 +58,19 @@ def test_fp4_steps_are_captured_and_follow_a_new_weight(formats):
     after = generated(vb)
     assert not torch.equal(after.logits[5], first.logits[5])
     assert vb.stats().steps.eager == 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_call_launches_nothing_that_was_not_compiled_ahead(batch):
+    sizes = {"hidden_size": 384, "intermediate_size": 640, "num_attention_heads": 6}  # of no other test
+    vb = wrapped(tiny("llama", **sizes).to(torch.bfloat16).cuda(), "fp4").materialize(progress=False)
+    compiling.FIRST.clear()
+    vb.generate(torch.full((batch, 70), 5, device="cuda"), max_new_tokens=4, do_sample=False)
+    steps, firsts = vb.stats().steps, list(compiling.FIRST)
+    assert steps.captured == 3 and not steps.not_ahead
+    assert not any("compiled ahead" in reason for reason in steps.unjoined), steps.unjoined
+    assert {launch.how for launch in firsts} <= {"ready", "waited", "compiled"}, firsts
+    assert batch > 1 or {launch.name for launch in firsts} >= {"wgmma_kernel", "siblings_kernel", "attend_kernel"}
 
 
 def mixed() -> torch.nn.Module:
