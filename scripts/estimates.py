@@ -421,7 +421,9 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="no GPU: write the table of the docs")
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no case after this")
     parser.add_argument("--further", action="store_true", help="only the cases that are not in the results yet")
-    parser.add_argument("--named", metavar="TEXT", help="only the cases whose names have this, again")
+    parser.add_argument(
+        "--named", metavar="TEXT", nargs="+", help="only the cases whose names have one of these, again"
+    )
     parser.add_argument("--out", type=Path, default=_MEASURED)
     args = parser.parse_args()
     if args.committed:
@@ -435,9 +437,13 @@ def main() -> None:
         write_table()
         return
     known = json.loads(_MEASURED.read_text())["rows"] if args.further or args.named else []
-    done, rows = {row["case"] for row in known if not (args.named and args.named in row["case"])}, []
+    if args.named:
+        wanted = [case for case in cases() if any(text in case.name for text in args.named)]
+    else:
+        wanted = [case for case in cases() if case.name not in {row["case"] for row in known}]
+    rows: list[dict] = []
     try:
-        rows.extend(on_gpu((case for case in cases() if case.name not in done), args.seconds))
+        rows.extend(on_gpu(wanted, args.seconds))
     finally:
         new = {row["case"]: row for row in rows}
         rows = [new.pop(row["case"], row) for row in known] + list(new.values())
