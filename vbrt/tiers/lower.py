@@ -120,6 +120,12 @@ class LowerLease:
         level.leased.add(page.key)
         return decider.place(level, page, decision)
 
+    def views(self) -> dict[str, torch.Tensor] | None:
+        """Return the bytes of each page, by key; None while some are not there yet."""
+        if any(slot.state is not State.READY for slot in self.slots):
+            return None
+        return {slot.page.key: slot.view for slot in self.slots}
+
     def wait(self) -> dict[str, torch.Tensor]:
         """Return the bytes of each page, by key, when they are there. Raises TierError: one cannot be read."""
         missing = [slot for slot in self.slots if slot.state is not State.READY]

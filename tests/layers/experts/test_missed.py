@@ -1,6 +1,7 @@
 """Missed experts that the CPU computes where they lie, beside a memory that stands for a GPU's."""
 
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -58,12 +59,18 @@ def test_experts_that_are_computed_where_they_lie_give_what_fetched_ones_give(mo
     assert counts.hits + counts.misses == counts.experts.touched == 12
 
 
+def _in_a_thread(monkeypatch):
+    """Have no team compute: a thread of Python's does."""
+    monkeypatch.setattr(HostLayer, "product", lambda *args: None)
+
+
 @torch.no_grad()
 def test_experts_are_computed_in_a_thread_and_move_nothing(monkeypatch):
     threads, compute = [], host_work.HostWork._compute
     monkeypatch.setattr(
         host_work.HostWork, "_compute", lambda self: threads.append(threading.get_ident()) or compute(self)
     )
+    _in_a_thread(monkeypatch)
     vb = wrap_beside(monkeypatch, qwen3_moe(), room=2, miss="compute")
     _outputs(vb, [[0, 1], [0, 1], [2, 3], [4, 5], [0, 1]])
     stats = vb.stats()
@@ -107,8 +114,40 @@ def test_pages_on_a_drive_are_read_into_host_memory_and_computed_there(monkeypat
     vb.close()
 
 
+@matrix(format=("nvfp4", "mxint8"))
+@torch.no_grad()
+def test_a_team_gives_the_bits_of_a_thread_and_holds_no_page_when_it_is_done(monkeypatch, format):
+    trace, works, run = [[0, 1], [1, 2], [3, 4], [0, 1]], [], host_work.HostWork.run
+    monkeypatch.setattr(host_work.HostWork, "run", lambda self: works.append(self) or run(self))
+    vb = wrap_beside(monkeypatch, qwen3_moe(), format, room=2, miss="compute")
+    found = _outputs(vb, trace, tokens=3)
+    assert_at_rest(vb.stack)
+    assert not works and vb.stats().layers[NAME].experts.computed == 7
+    _in_a_thread(monkeypatch)
+    want = _outputs(wrap_beside(monkeypatch, qwen3_moe(), format, room=2, miss="compute"), trace, tokens=3)
+    assert works and all(map(torch.equal, found, want))
+
+
+@torch.no_grad()
+def test_pages_of_a_pass_that_is_interrupted_beside_a_team_are_released(monkeypatch):
+    vb = wrap_beside(monkeypatch, qwen3_moe(), room=2, miss="compute")
+    slots = vb.stack.levels[1].slots
+    with monkeypatch.context() as patched:
+        patched.setattr(host_work.TeamWork, "rows", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt) as kept:
+            _outputs(vb, [[2, 3]])
+    limit = time.monotonic() + 10
+    while slots[f"{NAME}#coarse.2"].holders and time.monotonic() < limit:  # 20 ms and what the machine has to do
+        time.sleep(0.001)
+    assert kept and not slots[f"{NAME}#coarse.2"].holders
+    assert _outputs(vb, [[2, 3], [6, 7]])[0].isfinite().all()
+    assert_at_rest(vb.stack)
+    vb.close()
+
+
 @torch.no_grad()
 def test_what_fails_on_the_cpu_names_the_layer_and_the_experts_and_the_next_pass_runs(monkeypatch):
+    _in_a_thread(monkeypatch)
     vb = wrap_beside(monkeypatch, qwen3_moe(), room=2, miss="compute")
     with monkeypatch.context() as broken:
         broken.setattr(host_work, "host_pages", lambda *args: 1 / 0)
@@ -120,6 +159,7 @@ def test_what_fails_on_the_cpu_names_the_layer_and_the_experts_and_the_next_pass
 
 @torch.no_grad()
 def test_an_interrupt_while_the_cpu_computes_leaves_pages_to_their_thread(monkeypatch):
+    _in_a_thread(monkeypatch)
     vb = wrap_beside(monkeypatch, qwen3_moe(), room=2, miss="compute")
     going, entered, compute = threading.Event(), threading.Event(), host_work.HostWork._compute
 

@@ -285,6 +285,14 @@ def _declare_experts(library: ctypes.CDLL) -> None:
     library.vbrt_experts_product.argtypes = (*structures, ctypes.c_int)
     library.vbrt_experts_sum.argtypes = (*[pointer] * 3, number, pointer, pointer, ctypes.c_int, ctypes.c_int)
     library.vbrt_experts_sum.restype = None
+    bank, gating, task = map(ctypes.POINTER, (Bank, Gating, Task))
+    library.vbrt_team_new.argtypes, library.vbrt_team_new.restype = (ctypes.c_int,), pointer
+    library.vbrt_team_experts.argtypes = (pointer, bank, bank, gating, task, task)
+    library.vbrt_team_finish.argtypes, library.vbrt_team_experts.restype = (pointer, number), number
+    library.vbrt_team_serve.argtypes, library.vbrt_team_times.argtypes = (pointer, ctypes.c_int), (pointer, pointer)
+    library.vbrt_team_stop.argtypes = library.vbrt_team_free.argtypes = (pointer,)
+    for name in ("finish", "stop", "free", "times"):
+        getattr(library, f"vbrt_team_{name}").restype = None
 
 
 def _declare_update(library: ctypes.CDLL) -> None:

@@ -1,5 +1,6 @@
 /* Products of tokens with the matrices of routed experts in 4 or 8 bits, for few tokens an expert: decoded in registers and
- * multiplied there, gated before they are stored. Compiled by build.py.
+ * multiplied there, gated before they are stored: by OpenMP's threads, or by a team (team.h) while the caller does something
+ * else. Compiled by build.py.
  * Each result is computed by one thread, in an order that depends on the matrix alone: neither on the number of threads
  * nor on the other tokens.
  * Legend: T tokens, k experts a token, P = T k pairs, E experts, N rows, K columns padded to the block.
@@ -7,6 +8,7 @@
 #include <math.h>
 #include "dots.h"
 #include "shares.h"
+#include "team.h"
 #include "tiled.h"
 #define CHUNK 32     /* results that a thread takes at a time */
 enum { NONE, RELU, RELU2, GELU, GELU_TANH, SILU };
@@ -74,6 +76,7 @@ typedef struct {
     Group *groups;
     Tables *tables;  /* by group; not for tiles */
     int64_t count;  /* of groups */
+    int64_t chunks;  /* of results, by group */
 } Plan;
 
 static void *taken(char **memory, int64_t bytes) {
@@ -82,10 +85,11 @@ static void *taken(char **memory, int64_t bytes) {
     return here;
 }
 
+/* The pairs of experts that have a page. */
 static void sort_pairs(const Bank *b, const Task *t, Plan *plan, int64_t *starts) {
     memset(starts, 0, (b->experts + 1) * sizeof *starts);
     for (int64_t p = 0; p < t->pairs; p++)
-        if (t->ids[p] >= 0 && t->ids[p] < b->experts) starts[t->ids[p] + 1]++;
+        if (t->ids[p] >= 0 && t->ids[p] < b->experts && b->pages[t->ids[p]]) starts[t->ids[p] + 1]++;
     plan->count = 0;
     for (int64_t e = 0; e < b->experts; e++) {
         const int64_t count = starts[e + 1];
@@ -93,18 +97,19 @@ static void sort_pairs(const Bank *b, const Task *t, Plan *plan, int64_t *starts
         starts[e + 1] += starts[e];
     }
     for (int64_t p = 0; p < t->pairs; p++)
-        if (t->ids[p] >= 0 && t->ids[p] < b->experts) plan->order[starts[t->ids[p]]++] = p;
+        if (t->ids[p] >= 0 && t->ids[p] < b->experts && b->pages[t->ids[p]]) plan->order[starts[t->ids[p]]++] = p;
 }
 
-static void spread(const Bank *b, const Task *t, const Plan *plan) {
-    const int64_t rows = t->pairs / t->pairs_per_row;
+/* row r of x, as the products read it */
+static void spread(const Bank *b, const Task *t, const Plan *plan, int64_t r) {
 #ifdef PAIRS
-    for (int64_t r = 0; r < rows && b->tiled; r++)
+    if (b->tiled) {
         spread_tiles((const uint16_t *)t->x + r * t->inputs, t->inputs, tiles_across(b->columns),
                      (uint16_t *)(plan->x + r * plan->pitch));
+        return;
+    }
 #endif
-    for (int64_t r = 0; r < rows && !b->tiled; r++)
-        spread_row(t->x, t->x_type, r * t->inputs, t->inputs, b->columns, plan->form, plan->x + r * plan->pitch);
+    spread_row(t->x, t->x_type, r * t->inputs, t->inputs, b->columns, plan->form, plan->x + r * plan->pitch);
 }
 
 static void fill_tables(const Bank *b, const Plan *plan) {
@@ -117,6 +122,29 @@ static void fill_tables(const Bank *b, const Plan *plan) {
                              &of->scales);
         of->dots.columns = b->columns;
     }
+}
+
+static int64_t most_groups(const Bank *b, const Task *t) { return t->pairs < b->experts ? t->pairs : b->experts; }
+
+/* Bytes that a plan takes. */
+static int64_t plan_bytes(const Bank *b, const Task *t) {
+    return t->pairs / t->pairs_per_row * row_bytes(b->columns) + t->pairs * 8 + (b->experts + 1) * 8 +
+           most_groups(b, t) * (sizeof(Group) + sizeof(Tables)) + 6 * 64;
+}
+
+/* All of a plan but the rows of x; `memory` begins at a whole cache line. */
+static Plan planned(const Bank *b, const Gate *g, const Task *t, char **memory) {
+    const int64_t pitch = row_bytes(b->columns), most = most_groups(b, t);
+    const int64_t results = g->gated ? b->rows / 2 : b->rows, at_once = b->tiled ? TILE_ROWS : CHUNK;
+    Plan plan = {.x = taken(memory, t->pairs / t->pairs_per_row * pitch), .pitch = pitch};
+    plan.form = form_of(b->levels, b->level_step ? 16 * b->experts : 16, b->bits, t->x_type, t->rounded);
+    plan.order = taken(memory, t->pairs * 8);
+    plan.groups = taken(memory, most * sizeof(Group));
+    plan.tables = taken(memory, most * sizeof(Tables));
+    plan.chunks = (results + at_once - 1) / at_once;
+    sort_pairs(b, t, &plan, taken(memory, (b->experts + 1) * 8));
+    fill_tables(b, &plan);
+    return plan;
 }
 
 /* results first to last - 1 of the pairs of a group */
@@ -195,41 +223,96 @@ static void multiply_tiles(const Bank *b, const Gate *g, const Task *t, const Pl
 }
 #endif
 
-/* Returns 0 where there was no memory. Rows of sentinels, and of experts with more than `most` pairs, are not written. */
+/* One chunk of the results of one expert: item i of `count` times `chunks`. */
+static void multiply_item(const Bank *b, const Gate *g, const Task *t, const Plan *plan, int64_t i) {
+    const Group *group = plan->groups + i / plan->chunks;
+    const int64_t results = g->gated ? b->rows / 2 : b->rows;
+#ifdef PAIRS
+    if (b->tiled) {
+        multiply_tiles(b, g, t, plan, group, i % plan->chunks);
+        return;
+    }
+#endif
+    const int64_t first = i % plan->chunks * CHUNK, end = first + CHUNK;
+    multiply(b, g, t, plan, group, first, end < results ? end : results);
+}
+
+/* Returns 0 where there was no memory. Rows of sentinels, of experts without a page, and of those with more than `most`
+ * pairs, are not written. */
 int vbrt_experts_product(const Bank *b, const Gate *g, const Task *t, int threads) {
-    const int64_t pitch = row_bytes(b->columns), rows = t->pairs / t->pairs_per_row;
-    const int64_t most = t->pairs < b->experts ? t->pairs : b->experts;  /* groups */
-    const int64_t wanted = rows * pitch + t->pairs * 8 + (b->experts + 1) * 8 + most * (sizeof(Group) + sizeof(Tables)) + 6 * 64;
-    char *memory = malloc(wanted), *at = (char *)(((uintptr_t)memory + 63) / 64 * 64);
+    char *memory = malloc(plan_bytes(b, t)), *at = (char *)(((uintptr_t)memory + 63) / 64 * 64);
     if (!memory) return 0;
-    Plan plan = {.x = taken(&at, rows * pitch), .pitch = pitch};
-    plan.form = form_of(b->levels, b->level_step ? 16 * b->experts : 16, b->bits, t->x_type, t->rounded);
-    plan.order = taken(&at, t->pairs * 8);
-    plan.groups = taken(&at, most * sizeof(Group));
-    plan.tables = taken(&at, most * sizeof(Tables));
-    sort_pairs(b, t, &plan, taken(&at, (b->experts + 1) * 8));
-    spread(b, t, &plan);
-    fill_tables(b, &plan);
-    const int64_t results = g->gated ? b->rows / 2 : b->rows, at_once = b->tiled ? TILE_ROWS : CHUNK;
-    const int64_t chunks = (results + at_once - 1) / at_once;
+    const Plan plan = planned(b, g, t, &at);
+    for (int64_t r = 0; r < t->pairs / t->pairs_per_row; r++) spread(b, t, &plan, r);
     Range ranges[threads];
-    share_out(ranges, threads, plan.count * chunks);
+    share_out(ranges, threads, plan.count * plan.chunks);
 #pragma omp parallel num_threads(threads)
     {
         Taker mine = taker(ranges, threads);
-        for (int64_t i; (i = take(&mine)) >= 0;) {
-            const int64_t first = i % chunks * CHUNK, end = first + CHUNK;
-#ifdef PAIRS
-            if (b->tiled) {
-                multiply_tiles(b, g, t, &plan, plan.groups + i / chunks, i % chunks);
-                continue;
-            }
-#endif
-            multiply(b, g, t, &plan, plan.groups + i / chunks, first, end < results ? end : results);
-        }
+        for (int64_t i; (i = take(&mine)) >= 0;) multiply_item(b, g, t, &plan, i);
     }
     free(memory);
     return 1;
+}
+
+/* -- both products, by a team --------------------------------------------------------------------------------------- */
+
+/* W_down g(W_up x) of some pairs. An expert's second product begins when its first one is done, whatever others do. */
+typedef struct {
+    Bank up_bank, down_bank;
+    Gate up_gate, down_gate;
+    Task up_task, down_task;
+    Plan up, down;
+    Range *up_ranges, *down_ranges;  /* by place */
+    int64_t *up_left, *waits;  /* by group: items of "up" that are not done; 1 until "down" may begin */
+} Job;
+
+static void take_part(Team *t, int place) {
+    Job *j = t->memory;
+    Taker up = {j->up_ranges, (int)t->places, place, 0}, down = {j->down_ranges, (int)t->places, place, 0};
+    for (int64_t i; (i = take(&up)) >= 0;) {
+        const int64_t group = i / j->up.chunks;
+        multiply_item(&j->up_bank, &j->up_gate, &j->up_task, &j->up, i);
+        if (__atomic_sub_fetch(&j->up_left[group], 1, __ATOMIC_ACQ_REL)) continue;
+        const Group *of = j->down.groups + group;
+        for (int64_t p = 0; p < of->count; p++) spread(&j->down_bank, &j->down_task, &j->down, j->down.order[of->first + p]);
+        __atomic_store_n(&j->waits[group], 0, __ATOMIC_RELEASE);
+    }
+    for (int64_t i; (i = take(&down)) >= 0;) {
+        spin_while(&j->waits[i / j->down.chunks], 1);
+        multiply_item(&j->down_bank, &j->down_gate, &j->down_task, &j->down, i);
+        tick(t);
+    }
+}
+
+/* Begin W_down g(W_up x) of the pairs whose experts have pages; rows of others are 0. `down` has the ids of `up`, one row
+ * of inputs a pair, and no x. Returns the job's number, and 0 where there was no memory. */
+int64_t vbrt_team_experts(Team *t, const Bank *up_bank, const Bank *down_bank, const Gate *gate, const Task *up, const Task *down) {
+    static const Gate none;
+    const int64_t pairs = up->pairs, groups = most_groups(up_bank, up), h_bytes = pairs * down->inputs * 4;
+    const int64_t wanted = sizeof(Job) + plan_bytes(up_bank, up) + plan_bytes(down_bank, down) + h_bytes +
+                           2 * t->places * sizeof(Range) + 2 * groups * 8 + 8 * 64;
+    int64_t number = 0;
+    pthread_mutex_lock(&t->posting);
+    Job *j = job_memory(t, wanted);
+    if (j) {
+        char *at = (char *)j;
+        taken(&at, sizeof(Job));
+        *j = (Job){*up_bank, *down_bank, *gate, none, *up, *down};
+        j->up_task.out = taken(&at, h_bytes), j->down_task.x = j->up_task.out;
+        j->up = planned(&j->up_bank, &j->up_gate, &j->up_task, &at);
+        j->down = planned(&j->down_bank, &j->down_gate, &j->down_task, &at);
+        j->up_ranges = taken(&at, t->places * sizeof(Range)), j->down_ranges = taken(&at, t->places * sizeof(Range));
+        j->up_left = taken(&at, groups * 8), j->waits = taken(&at, groups * 8);
+        for (int64_t i = 0; i < j->up.count; i++) j->up_left[i] = j->up.chunks, j->waits[i] = 1;
+        share_out(j->up_ranges, (int)t->places, j->up.count * j->up.chunks);
+        share_out(j->down_ranges, (int)t->places, j->down.count * j->down.chunks);
+        for (int64_t r = 0; r < pairs / up->pairs_per_row; r++) spread(&j->up_bank, &j->up_task, &j->up, r);
+        memset(down->out, 0, pairs * down_bank->rows * (down->out_type == FP32 ? 4 : 2));
+        number = open_job(t, j->down.count * j->down.chunks);
+    }
+    pthread_mutex_unlock(&t->posting);
+    return number;
 }
 
 #define PART 256  /* results of a token that a thread adds up at a time */

@@ -37,7 +37,7 @@ from vbrt.layers.experts.turns import InTurn
 if TYPE_CHECKING:
     from vbrt.layers.experts.deciding import CachedLayer
     from vbrt.layers.experts.handle import ExpertsHandle
-    from vbrt.layers.experts.host_work import HostWork
+    from vbrt.layers.experts.host_work import HostWork, Operands, TeamWork
     from vbrt.layers.experts.layer import VBExperts
     from vbrt.layers.experts.leased import Leased
 
@@ -83,14 +83,15 @@ def run_experts(layer: "VBExperts", routed: Routed, *, fetches: bool = False) ->
         raise TierError(f"{handle.spec.name}: the host leases its experts, and cannot hear which in a CUDA graph")
     missed = None if scan or fetches or precision != "full" else handle.deciding.missed
     operands = None if missed is None else missed.operands(layer, as_autocast(routed.x), routed.ids)
-    touched = touched_experts(routed.ids if operands is None else operands.ids, handle.spec.experts)
+    experts = handle.spec.experts
+    touched = touched_experts(routed.ids, experts) if operands is None else list(operands.pairs(experts))
     if scan:
         handle.routing.scan(touched)
     else:
         handle.routing.decode(touched, len(routed.x))
     work = None if operands is None else missed.begin(layer, operands)
     if work is not None:
-        return _beside_host(layer, routed, [e for e in touched if e not in work.experts], work)
+        return _beside_host(layer, routed, operands, work)
     lossless = handle.spec.lossless and not (handle.spec.fine and precision == "coarse")
     compute = _Library(layer, routed) if lossless else _Kernels(layer, routed)
     chunks = list(chunks_of(handle, touched, scan=scan, precision=precision))
@@ -118,12 +119,15 @@ def _by_device(layer: "VBExperts", routed: Routed, cached: "CachedLayer", *, sca
     return compute.result()
 
 
-def _beside_host(layer: "VBExperts", routed: Routed, experts: Sequence[int], work: "HostWork") -> Tensor:
-    """`run_experts` where the CPU computes some experts, and the device meanwhile these."""
+def _beside_host(layer: "VBExperts", routed: Routed, operands: "Operands", work: "TeamWork | HostWork") -> Tensor:
+    """`run_experts` where the CPU computes some experts, and the device meanwhile the others."""
     handle, compute = layer.handle, _Kernels(layer, routed)
+    experts = [e for e in operands.pairs(handle.spec.experts) if e not in work.experts]
     for chunk in chunks_of(handle, experts, scan=False, precision="full"):
         with handle.lease(chunk) as leased:  # without any experts the policy hears of a lease, too
-            if chunk:
+            if chunk and routed.x.is_cuda:  # kernels are chosen by the number of tokens, as where the device decides
+                compute.add_rows(operands.sent(chunk, routed.ids), leased.pages())
+            elif chunk:
                 compute.add(leased)
     compute.add_host(work)
     return compute.result()
@@ -333,7 +337,7 @@ class _Kernels:
             rows = rows.masked_fill(ids_Tk.reshape(-1, 1) < 0, 0.0)
         self.rows = rows if self.rows is None else self.rows.add_(rows)
 
-    def add_host(self, work: "HostWork") -> None:
+    def add_host(self, work: "TeamWork | HostWork") -> None:
         """Add the rows that the CPU computes, when they are there."""
         rows = work.rows()
         if _has_norm(self.layer):

@@ -1,10 +1,13 @@
 """Rows of missed experts, computed by the CPU where their pages lie, while the computing device does the others.
 
-The work is given to a thread, which holds the pages until it is done: whoever waits for it may be interrupted. The C
-code that computes lets other Python threads run, so that the launches of the device go on meanwhile.
+Work on pages that are in host memory is posted to a team of threads that stay in C (`TeamWork`): it costs the thread
+that launches the device's kernels one call, and none of them waits for Python's lock. What such a team cannot compute
+is given to a thread of Python's (`HostWork`): pages that have to be read first or put in order, backends without C
+code, more pairs than the C code multiplies. Both hold the pages until they are done: whoever waits may be interrupted.
 """
 
 from _thread import allocate_lock
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,9 +15,11 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import KernelError, TierError, VBError
+from vbrt.formats.page import PageLayout
 from vbrt.kernels import resolve
+from vbrt.kernels.cpu.expert_team import ExpertTeam, HostProduct, TeamForm, team_form
 from vbrt.kernels.cpu.experts import takes_tiles
-from vbrt.kernels.cpu.teams import leaving
+from vbrt.kernels.cpu.teams import leaving, team
 from vbrt.kernels.cpu.tiles import in_rows
 from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.layers.experts.coding import ExpertOps
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle
     from vbrt.tiers.lower import LowerLease
 
-__all__ = ["HostLayer", "HostWork", "Operands", "host_ops", "host_pages"]
+__all__ = ["HostLayer", "HostWork", "Operands", "TeamWork", "host_ops", "host_pages", "new_team"]
 
 CPU = torch.device("cpu")
 _OTHERS = 2  # threads that work meanwhile: the one that launches kernels, and the one that copies pages
@@ -39,15 +44,15 @@ class Operands(NamedTuple):
     def of(cls, x: Tensor, ids: Tensor) -> "Operands":
         """Copy them from the computing device; waits for it, once for both."""
         if not x.is_cuda:
-            return cls(x.detach().cpu(), ids.cpu().long())
-        host = torch.empty(x.shape, dtype=x.dtype, device=CPU, pin_memory=True)
+            return cls(x.detach().cpu().contiguous(), ids.cpu().long().contiguous())
+        host = torch.empty(tuple(x.shape), dtype=x.dtype, device=CPU, pin_memory=True)
         host.copy_(x.detach(), non_blocking=True)
-        return cls(host, ids.cpu().long())  # behind x in the same stream: both are there
+        return cls(host, ids.cpu().long().contiguous())  # behind x in the same stream: both are there
 
     def pairs(self, experts: int) -> dict[int, int]:
         """Return how many pairs go to each expert that has any, ascending; ids of no expert are left out."""
-        counts = torch.bincount(self.ids.reshape(-1).clamp(-1, experts) + 1, minlength=experts + 2).tolist()
-        return {e: n for e, n in enumerate(counts[1 : experts + 1]) if n}
+        counts = Counter(self.ids.view(-1).tolist())
+        return {e: counts[e] for e in sorted(counts) if 0 <= e < experts}
 
     def only(self, experts: Sequence[int]) -> "Operands":
         """Return them with the ids of other experts masked."""
@@ -55,15 +60,35 @@ class Operands(NamedTuple):
             ids=self.ids.masked_fill(~torch.isin(self.ids, torch.tensor(experts, dtype=torch.int64, device=CPU)), -1)
         )
 
+    def sent(self, experts: Sequence[int], ids: Tensor) -> Tensor:
+        """Return `ids`, which are on a GPU, with those of other experts masked; waits for nothing."""
+        chosen = set(experts)
+        masked = [[e if e in chosen else -1 for e in row] for row in self.ids.tolist()]
+        return torch.tensor(masked, dtype=ids.dtype, device=CPU).pin_memory().to(ids.device, non_blocking=True)
+
 
 class HostLayer(NamedTuple):
-    """How the CPU computes experts of a layer: the ops, the gate that they apply, the biases [E, N] in host memory."""
+    """How the CPU computes experts of a layer.
+
+    Attributes:
+        ops: of a CPU.
+        gate: what they apply.
+        up, down: the biases [E, N] in host memory, or None.
+        forms: of the pages as a team takes them, by dtype and layout, with the layout; None: no team computes them.
+    """
 
     handle: "ExpertsHandle"
     ops: ExpertOps
     gate: Gate
     up: Tensor | None
     down: Tensor | None
+    forms: dict[tuple, tuple[PageLayout, TeamForm | None]] | None = None
+
+    @classmethod
+    def of(cls, handle: "ExpertsHandle", gate: Gate) -> "HostLayer":
+        """A layer without biases."""
+        ops, backend = host_ops(handle)
+        return cls(handle, ops, gate, None, None, {} if backend == "compiled" else None)
 
     @torch.no_grad()
     def rows(self, operands: Operands, views: Mapping[int, Tensor]) -> Tensor:
@@ -82,6 +107,28 @@ class HostLayer(NamedTuple):
         rows = self.rows(operands, views)
         return rows.pin_memory() if self.handle.device.type == "cuda" else rows
 
+    def product(self, operands: Operands, views: Mapping[int, Tensor], most: int) -> HostProduct | None:
+        """Return `to_send` as a job for a team, with memory for the rows; None where no team can compute it.
+
+        Args:
+            most: pairs of an expert.
+        """
+        form = None if self.forms is None else self._form(operands.x.dtype)
+        if form is None or (form.most and most > form.most):
+            return None
+        rows, pinned = operands.ids.numel(), self.handle.device.type == "cuda"
+        out = torch.empty((rows, self.handle.spec.columns), dtype=operands.x.dtype, device=CPU, pin_memory=pinned)
+        return HostProduct(form, self.gate, (self.up, self.down), operands.x, operands.ids, views, out)
+
+    def _form(self, dtype: torch.dtype) -> TeamForm | None:
+        """What is the same in all jobs on x of a dtype, worked out once for a layout of the pages."""
+        handle = self.handle
+        layout = handle.pages[0].layout
+        key = dtype, id(layout)
+        if key not in self.forms:
+            self.forms[key] = layout, team_form(handle.form([None] * handle.spec.experts), dtype, self.gate)
+        return self.forms[key][1]
+
 
 def host_pages(layer: HostLayer, views: Mapping[int, Tensor], dtype: torch.dtype) -> ExpertPages:
     """Return pages in host memory, by expert, as the CPU's kernels take them for x of a dtype."""
@@ -99,6 +146,12 @@ def host_ops(handle: "ExpertsHandle") -> tuple[ExpertOps, str]:
     backend = "reference" if spec.backend == "reference" else "auto"
     found = [resolve(op, backend, CPU, spec.format) for op in ("experts_up", "experts_down", "experts_sum")]
     return ExpertOps(*(kernel.run for kernel in found)), found[0].backend
+
+
+def new_team() -> ExpertTeam:
+    """Return a team of as many threads as kernels have, less those that work meanwhile."""
+    with leaving(_OTHERS):
+        return ExpertTeam(team(torch.get_num_threads()))
 
 
 class HostWork:
@@ -157,3 +210,35 @@ class HostWork:
         who = ", ".join(map(str, self.experts))
         what = str(error) or type(error).__name__
         return kind(f"{self._layer.handle.spec.name}: computing experts {who} on the CPU failed: {what}")
+
+
+class TeamWork:
+    """The rows of some experts, computed by a team.
+
+    Attributes:
+        experts: which, ascending.
+    """
+
+    def __init__(self, team: ExpertTeam, product: HostProduct, lower: "LowerLease", device: torch.device) -> None:
+        self.experts = tuple(product.pages)
+        self._team, self._product, self._lower, self._device = team, product, lower, device
+        self._number = 0  # any job that the team has: none of this one until it is posted
+
+    def post(self) -> "TeamWork":
+        """Have the team begin. Raises MemoryError."""
+        self._number = self._team.post(self, self._product)
+        return self
+
+    def end(self) -> None:
+        """Return when the rows are there, and release the pages. Idempotent."""
+        self._team.finish(self._number)
+        self._lower.end()
+
+    def rows(self) -> Tensor:
+        """Return the rows on the computing device, [P, N], zeros for other experts; take part until they are there."""
+        self.end()
+        return self._product.out.to(self._device, non_blocking=True)
+
+    def ids(self) -> Tensor:
+        """Return the ids [T, k] in host memory, those of other experts masked."""
+        return Operands(self._product.x, self._product.ids).only(self.experts).ids

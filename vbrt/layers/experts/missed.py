@@ -1,14 +1,15 @@
 """Missed experts that the CPU computes where they lie: which, by what rates, and why others are fetched.
 
 `experts.miss` names one of three ways. A pass that takes few experts from the cache, and whose experts the host leases,
-asks here (`MissedExperts.begin`). What it gets computes in a thread of its own (`HostWork`), while the pass leases and
-computes the other experts; then the rows of both are summed in the order of the ids. So the same experts on the
-computing device give the same bits, and where a row was computed changes its rounding only.
+asks here (`MissedExperts.begin`). What it gets computes in threads of its own (`TeamWork`, `HostWork`), while the pass
+leases and computes the other experts; then the rows of both are summed in the order of the ids. So the same experts on
+the computing device give the same bits, and where a row was computed changes its rounding only.
 
 Fetched as ever: prompts, passes with gradients, experts that are merged or dense, gates and calls that are a module's
 own, and everything that the device decides by itself. Reasons are in `fallbacks`.
 """
 
+import os
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from vbrt.host.crew import Crew
 from vbrt.kernels.cpu import build
+from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.layers.experts.gates import kept_gate
-from vbrt.layers.experts.host_work import HostLayer, HostWork, Operands, host_ops
+from vbrt.layers.experts.host_work import HostLayer, HostWork, Operands, TeamWork, host_ops, new_team
 from vbrt.layers.experts.rating import measured_rates
 from vbrt.residency.missed import Missed, MissRates, computed_experts, expected_misses, host_pays
 from vbrt.tiers.lower import LowerLease, has_host_below, missing_worth
@@ -53,6 +55,7 @@ class MissedExperts:
         self.rates: MissRates | None = None
         self.fallbacks: list[str] = []
         self._crew = Crew(1)
+        self._team: ExpertTeam | None = None
         self._layers: weakref.WeakKeyDictionary[VBExperts, HostLayer | None] = weakref.WeakKeyDictionary()
         self._biases: weakref.WeakKeyDictionary[VBExperts, dict[str, _Bias]] = weakref.WeakKeyDictionary()
 
@@ -71,10 +74,12 @@ class MissedExperts:
             return None  # every expert is computed where it lies, then
         return None if self._layer(layer) is None else Operands.of(x, ids)
 
-    def begin(self, layer: "VBExperts", operands: Operands) -> HostWork | None:
+    def begin(self, layer: "VBExperts", operands: Operands) -> TeamWork | HostWork | None:
         """Begin to compute the missed experts that the CPU is to compute; None if there are none.
 
-        Raises TierError: the model was closed.
+        Raises:
+            TierError: the model was closed.
+            MemoryError: there is none for the work.
         """
         handle, pairs = layer.handle, operands.pairs(layer.handle.spec.experts)
         keys = dict(zip(handle.keys_of(list(pairs), "full"), pairs, strict=True))
@@ -84,9 +89,11 @@ class MissedExperts:
         if not missed:
             return None
         experts = computed_experts(missed, self.rates_of(layer) if self.mode == "auto" else None)
-        return self._begin(layer, operands, experts) if experts else None
+        return self._begin(layer, operands, experts, max(map(pairs.get, experts))) if experts else None
 
-    def _begin(self, layer: "VBExperts", operands: Operands, experts: Sequence[int]) -> HostWork | None:
+    def _begin(
+        self, layer: "VBExperts", operands: Operands, experts: Sequence[int], most: int
+    ) -> TeamWork | HostWork | None:
         handle = layer.handle
         lower = LowerLease(handle.stack, handle.keys_of(experts, "full"))
         held = set(lower.begin())
@@ -94,9 +101,20 @@ class MissedExperts:
         if not experts:
             return None
         handle.routing.computed += len(experts)
-        work = HostWork(self._with_biases(layer), operands, lower, experts)
+        host, views = self._with_biases(layer), lower.views()
+        pages = None if views is None else dict(zip(experts, views.values(), strict=True))
+        product = None if pages is None else host.product(operands, pages, most)
+        if product is not None:
+            return TeamWork(self._awake(), product, lower, handle.device).post()
+        work = HostWork(host, operands, lower, experts)
         self._crew.give(work.run)
         return work
+
+    def _awake(self) -> ExpertTeam:
+        """The team of this process."""
+        if self._team is None or self._team.pid != os.getpid():
+            self._team = new_team()
+        return self._team
 
     # -- who decides --------------------------------------------------------------------------------------------------
 
@@ -151,8 +169,7 @@ class MissedExperts:
             why = self.why_fetched(layer)
             if why:
                 self.announce(f"{layer.handle.spec.name}: {why}")
-            ops = None if why else host_ops(layer.handle)[0]
-            self._layers[layer] = None if ops is None else HostLayer(layer.handle, ops, kept_gate(layer), None, None)
+            self._layers[layer] = None if why else HostLayer.of(layer.handle, kept_gate(layer))
         return self._layers[layer]
 
     def announce(self, why: str) -> None:
@@ -183,5 +200,5 @@ class MissedExperts:
     def rates_of(self, layer: "VBExperts") -> MissRates | None:
         """Return the measured rates; None, to compute all misses, while no page of the layer lies in host memory."""
         if self.rates is None:
-            self.rates = measured_rates(self._with_biases(layer), self._crew)
+            self.rates = measured_rates(self._with_biases(layer), self._awake(), self._crew)
         return self.rates

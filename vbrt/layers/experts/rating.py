@@ -5,12 +5,13 @@ import itertools
 import statistics
 import time
 from _thread import allocate_lock
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from vbrt.host.crew import Crew
+from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.layers.experts.host_work import HostLayer, Operands
 from vbrt.residency.missed import OPERATORS, MissRates
 from vbrt.tiers.lower import LowerLease, missing_worth
@@ -21,11 +22,12 @@ _TURNS = 5  # of each measurement, of which the median counts
 _MOST_BYTES = 512 << 20  # of pages that are read to measure
 
 
-def measured_rates(host: HostLayer, crew: Crew) -> MissRates | None:
+def measured_rates(host: HostLayer, team: ExpertTeam, crew: Crew) -> MissRates | None:
     """Return the rates of link and CPU for a layer; None while no page of it lies in host memory.
 
     Args:
-        crew: whose thread computes missed experts.
+        team: which computes missed experts.
+        crew: whose thread computes those that the team cannot.
     """
     handle = host.handle
     most = max(handle.spec.top_k, _MOST_BYTES // handle.pages[0].nbytes)
@@ -33,19 +35,19 @@ def measured_rates(host: HostLayer, crew: Crew) -> MissRates | None:
     lower = LowerLease(handle.stack, tuple(keys), looks=True)
     try:
         views = {keys[key]: view for key, view in lower.wait().items()} if lower.begin() else {}
-        return _rates(host, crew, views) if views else None
+        return _rates(host, (team, crew), views) if views else None
     finally:
         lower.end()
 
 
-def _rates(host: HostLayer, crew: Crew, views: Mapping[int, Tensor]) -> MissRates:
+def _rates(host: HostLayer, threads: tuple[ExpertTeam, Crew], views: Mapping[int, Tensor]) -> MissRates:
     handle, nbytes = host.handle, host.handle.pages[0].nbytes
     count = min(handle.spec.top_k, len(views))
     starts = range(0, len(views) - count + 1, count)
     groups = itertools.cycle([list(views)[at : at + count] for at in starts])  # never what caches still have
 
     def computed(experts: int, tokens: int) -> float:
-        return _median(lambda: _in_thread(crew, _call(host, views, next(groups)[:experts], tokens)))
+        return _median(lambda: _compute(host, threads, {e: views[e] for e in next(groups)[:experts]}, tokens))
 
     computed(count, 1)  # builds the kernels, and starts the thread and its team
     one, all_, four = computed(1, 1), computed(count, 1), computed(count, 4)
@@ -54,17 +56,21 @@ def _rates(host: HostLayer, crew: Crew, views: Mapping[int, Tensor]) -> MissRate
         link_bytes_s=count * nbytes / _copy_seconds(handle.device, views, groups),
         cpu_bytes_s=nbytes / each,
         more=max(0.0, four / all_ - 1) / 3,
-        call_s=max(0.0, one - each) or _median(lambda: _in_thread(crew, int)),
+        call_s=max(0.0, one - each) or _median(lambda: _in_thread(threads[1], int)),
         host_s=_host_seconds(host),
     )
 
 
-def _call(host: HostLayer, views: Mapping[int, Tensor], experts: Sequence[int], tokens: int) -> Callable[[], object]:
-    """Return what computes some experts for some tokens."""
-    handle = host.handle
+def _compute(host: HostLayer, threads: tuple[ExpertTeam, Crew], pages: Mapping[int, Tensor], tokens: int) -> None:
+    """Compute some experts for some tokens, as a pass has them computed."""
+    handle, (team, crew) = host.handle, threads
     x = torch.zeros(tokens, handle.spec.sites[0].shape[1], dtype=handle.dtype, device="cpu")
-    ids = torch.tensor([list(experts)] * tokens, dtype=torch.int64, device="cpu")
-    return lambda: host.to_send(Operands(x, ids), {expert: views[expert] for expert in experts})
+    operands = Operands(x, torch.tensor([list(pages)] * tokens, dtype=torch.int64, device="cpu"))
+    product = host.product(operands, pages, tokens)
+    if product is None:
+        _in_thread(crew, lambda: host.to_send(operands, pages))
+    else:
+        team.finish(team.post(None, product))
 
 
 def _in_thread(crew: Crew, call: Callable[[], object]) -> None:
