@@ -6,14 +6,16 @@ missing. Experts are routed to by a generated trace with published reuse; router
 what they say is replaced. The limit of a step is that of the resident one and the missing bytes at 50 GB/s.
 
 With several ways of `experts.miss` each share has a row for each: missed experts are fetched, computed by the CPU, or
-divided. Where the host decides, steps are eager, and hits, misses and bytes are the host's counts.
+divided. Where the host decides, steps are eager, and hits, misses and bytes are the host's counts. With `--breakdown`
+rows in which it does say where a layer's time goes, in microseconds of the host (`missed_breakdown.py`).
 
     python3 scripts/experts_decode.py [--layers 48] [--shares 50 25 10] [--how joined] [--out results.json]
-    python3 scripts/experts_decode.py --shares 10 --miss fetch compute auto
+    python3 scripts/experts_decode.py --shares 10 --miss fetch compute auto [--breakdown]
     python3 scripts/experts_decode.py --shape large --layers 8 --shares 50 25 --miss fetch compute auto
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import re
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 
 import vbrt
 from scripts.measuring import machine
+from scripts.missed_breakdown import Spans, breakdown
 from vbrt.config import MISSES
 from vbrt.generation.joined import joined
 from vbrt.layers import handles_in
@@ -173,8 +176,12 @@ class Run:
     computed: float = 0.0
 
 
-def decode(model: nn.Module, trace: Trace, *, how: str) -> Run:
-    """Decode along the trace: WARM tokens, then COUNTED ones by the clock, nobody waiting in between."""
+def decode(model: nn.Module, trace: Trace, *, how: str, spans: Spans | None = None) -> Run:
+    """Decode along the trace: WARM tokens, then COUNTED ones by the clock, nobody waiting in between.
+
+    Args:
+        spans: which forget what was timed before the counted tokens.
+    """
     device, tokens = trace.rows.device, iter(range(len(trace.rows)))
     decoder = Decoder(model, device, how=how)
     replay = decoder.recorded(lambda: trace.turn(next(tokens)))
@@ -189,6 +196,8 @@ def decode(model: nn.Module, trace: Trace, *, how: str) -> Run:
             torch.cuda.synchronize()
 
     run(WARM)
+    if spans is not None:
+        spans.forget()
     before, start = counts_of(model), time.perf_counter()
     run(COUNTED)
     seconds = (time.perf_counter() - start) / COUNTED
@@ -296,9 +305,20 @@ def use_miss(vb: vbrt.VBModelWrapper, miss: str) -> None:
 
 
 def cached_row(
-    vb: vbrt.VBModelWrapper, trace: Trace, share: float, resident: Run, *, how: str, miss: str = "fetch"
+    vb: vbrt.VBModelWrapper,
+    trace: Trace,
+    share: float,
+    resident: Run,
+    *,
+    how: str,
+    miss: str = "fetch",
+    parts: bool = False,
 ) -> dict[str, object]:
-    """Decode with a share of the expert pages on the GPU."""
+    """Decode with a share of the expert pages on the GPU.
+
+    Args:
+        parts: the row says where a layer's time goes, if the host decides.
+    """
     forget_graphs(vb)
     use_miss(vb, miss)
     vb.set_budget("gpu", budget_of(vb, share))
@@ -306,7 +326,8 @@ def cached_row(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    run = decode(vb, trace, how=how)
+    with breakdown() if parts else contextlib.nullcontext() as spans:
+        run = decode(vb, trace, how=how, spans=spans)
     stats = vb.stats()
     kept = sum(p.nbytes for p in vb.model.parameters()) + sum(b.nbytes for b in vb.model.buffers())
     budget = stats.tiers[stats.compute_tier].budget_bytes
@@ -328,6 +349,10 @@ def cached_row(
         "beyond_budget_and_kept_gb": (peak - budget - kept) / 1e9,
         "fallbacks": list(stats.fallbacks),
     }
+    if parts and host_decides(vb):
+        layers = len(expert_handles(vb))
+        found = spans.row(layers, COUNTED)
+        row |= {"layer_us": found | {"rest of the step": run.seconds / layers * 1e6 - found["layer, in all"]}}
     if device_caches(vb):
         hits, misses, *_ = counts_of(vb)
         row |= {"slots": device_caches(vb)[0].slots(0)}
@@ -352,6 +377,7 @@ def rows(
     gpu: str = "24GiB",
     how: str = "eager",
     misses: Sequence[str] = ("fetch",),
+    parts: bool = False,
     **shape: int,
 ) -> Iterator[dict[str, object]]:
     """Yield the row of each case."""
@@ -384,7 +410,7 @@ def rows(
         put_below(vb)
         note("put below", start)
     for share, miss in itertools.product(shares, misses):
-        yield cached_row(vb, trace, share, resident, how=how, miss=miss)
+        yield cached_row(vb, trace, share, resident, how=how, miss=miss, parts=parts)
         note(f"{share:.0%}, {miss}", start)
     vb.close()
 
@@ -395,7 +421,11 @@ def note(what: str, start: float) -> None:
 
 
 def say(row: dict[str, object]) -> None:
-    print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+    parts = row.get("layer_us", {})
+    shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "layer_us"}
+    print(
+        "\n".join([json.dumps(shown), *(f"    {us:9.1f} us a layer: {line}" for line, us in parts.items())]), flush=True
+    )
 
 
 def main() -> None:
@@ -406,12 +436,15 @@ def main() -> None:
         "--how", choices=("joined", "eager", "compiled"), default="joined", help="compiled takes minutes"
     )
     parser.add_argument("--miss", nargs="+", choices=MISSES, default=["fetch"], help="what becomes of missed experts")
+    parser.add_argument("--breakdown", action="store_true", help="where a layer's time goes, in microseconds")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     done = []
     shares, shape = [share / 100 for share in args.shares], SHAPES[args.shape]
-    for row in rows(args.layers, shares, torch.device("cuda", 0), how=args.how, misses=args.miss, **shape):
+    for row in rows(
+        args.layers, shares, torch.device("cuda", 0), how=args.how, misses=args.miss, parts=args.breakdown, **shape
+    ):
         say(row)
         done.append(row)
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")

@@ -63,6 +63,12 @@ def test_missed_experts_are_fetched_computed_or_divided_side_by_side(monkeypatch
     trace.lead(model)
     vb = wrap_beside(monkeypatch, model, room=4)
     monkeypatch.setattr(type(vb), "set_budget", lambda self, tier, nbytes: nbytes)  # the memory that stands for a GPU's
-    found = {miss: cached_row(vb, trace, 0.25, Run(1e-3), how="joined", miss=miss) for miss in MISSES}
+    found = {miss: cached_row(vb, trace, 0.25, Run(1e-3), how="joined", miss=miss, parts=True) for miss in MISSES}
     assert {row["decides"][0] for row in found.values()} == {"host"} and found["fetch"]["missed_mb"] > 0
     assert found["compute"]["computed"] > found["fetch"]["computed"] == 0 and "GB/s" in found["auto"]["rates"]
+    parts = found["compute"]["layer_us"]
+    whole = parts["layer, in all"]
+    assert (
+        0 < parts["the team: from the post until it is done"] < whole and parts[". of that waiting for the CPU"] < whole
+    )
+    assert whole + parts["rest of the step"] == pytest.approx(found["compute"]["ms"] * 1e3 / 2)

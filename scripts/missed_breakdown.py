@@ -1,0 +1,147 @@
+"""Where a layer of experts spends the host's time while the CPU computes its missed experts, in microseconds a layer.
+
+    with breakdown() as spans:
+        ...                  # passes
+    spans.row(layers=48, tokens=128)
+
+Functions of vbrt's are timed by their wall clock, in the thread that runs the model. `experts_decode.py --breakdown`
+prints it for each way of `experts.miss`.
+"""
+
+import contextlib
+import functools
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from vbrt.kernels.cpu.expert_team import ExpertTeam  # after the checkout is on the path
+from vbrt.layers.experts import compute, gradients, handle, host_work
+from vbrt.layers.experts.missed import MissedExperts
+from vbrt.tiers.lower import LowerLease
+from vbrt.tiers.mover import Mover
+
+__all__ = ["Spans", "breakdown"]
+
+#: what is timed: the name of its line, whose attribute, which
+TIMED = (
+    ("layer, in all", gradients, "run_experts"),
+    ("waits for x and ids", host_work.Operands, "of"),
+    ("decides and posts", MissedExperts, "begin"),
+    (". of that the lower lease", LowerLease, "begin"),
+    (". of that the post", ExpertTeam, "post"),
+    ("leases, and launches on the GPU", compute, "_beside_host"),
+    (". of that leasing and releasing", handle.ExpertsHandle, "lease"),
+    (". of that the GPU's experts", compute._Kernels, "_rows"),
+    (". of that waiting for the CPU", host_work.TeamWork, "end"),
+    (". of that waiting for a thread of Python's", host_work.HostWork, "rows"),
+    (". of that the weighted sum", compute._Kernels, "result"),
+    ("pages staged by threads", Mover, "_load_ahead"),
+)
+
+
+class Spans:
+    """Seconds and calls by line; of jobs of the team: until a thread joined, and from then until they were done."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+        self._posted_ns = 0
+
+    def add(self, line: str, seconds: float) -> None:
+        self.seconds[line] += seconds
+        self.calls[line] += 1
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.seconds.clear()
+        self.calls.clear()
+
+    def row(self, layers: int, tokens: int) -> dict[str, float]:
+        """Microseconds a layer by line, and of pages staged by threads their number a layer."""
+        found = {line: self.seconds[line] / (layers * tokens) * 1e6 for line in self.seconds}
+        return found | {f"{line}, calls": n / (layers * tokens) for line, n in self.calls.items() if "staged" in line}
+
+    def timed(self, line: str, function: Any) -> Any:
+        """A function that adds its time to a line."""
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.add(line, time.perf_counter() - start)
+
+        return run
+
+    def entered(self, line: str, function: Any) -> Any:
+        """A context manager whose ends, not its block, add to a line."""
+
+        @contextlib.contextmanager
+        def run(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            manager, start = function(*args, **kwargs), time.perf_counter()
+            with contextlib.ExitStack() as stack:
+                given = stack.enter_context(manager)
+                self.add(line, time.perf_counter() - start)
+                try:
+                    yield given
+                finally:
+                    start = time.perf_counter()
+            self.add(line, time.perf_counter() - start)
+
+        return run
+
+    def posted(self, function: Any) -> Any:
+        """`ExpertTeam.post`, with the moment at which it returns."""
+
+        @functools.wraps(function)
+        def run(team: ExpertTeam, *args: Any) -> int:
+            number = function(team, *args)
+            self._posted_ns = time.monotonic_ns()
+            return number
+
+        return run
+
+    def finished(self, function: Any) -> Any:
+        """`ExpertTeam.finish`, with when the job began and ended."""
+
+        @functools.wraps(function)
+        def run(team: ExpertTeam, number: int) -> None:
+            function(team, number)
+            begun, done = team.span()
+            first = max(0, begun - self._posted_ns) if begun else 0
+            self.add("the team: from the post until a thread has it", first / 1e9)
+            self.add("the team: from the post until it is done", max(0, done - self._posted_ns) / 1e9)
+
+        return run
+
+
+@contextlib.contextmanager
+def breakdown() -> Iterator[Spans]:
+    """Time the functions of TIMED inside the block."""
+    spans, before = Spans(), []
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        before.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, value)
+
+    try:
+        for line, owner, name in TIMED:
+            plain = vars(owner)[name]
+            if name == "lease":
+                put(owner, name, spans.entered(line, plain))
+            elif isinstance(plain, classmethod):
+                put(owner, name, classmethod(spans.timed(line, plain.__func__)))
+            else:
+                put(owner, name, spans.timed(line, plain))
+        put(ExpertTeam, "post", spans.posted(ExpertTeam.post))
+        put(ExpertTeam, "finish", spans.finished(ExpertTeam.finish))
+        yield spans
+    finally:
+        for owner, name, plain in reversed(before):
+            setattr(owner, name, plain)
