@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.cpu import test_int8
+from tests.kernels.cpu import test_expert_team, test_int8
 from tests.kernels.cpu.test_cpu_encode import BLOCKS, check_bits, hard
 from tests.kernels.cpu.test_cpu_experts import GATES, bank, routed, rows
 from tests.kernels.cpu.test_cpu_linear import BOUND, bits, case, exact_case
@@ -16,6 +16,7 @@ from vbrt.kernels.cpu import encode
 from vbrt.kernels.cpu import experts as cpu_experts
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cpu import update as cpu_update
+from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.kernels.experts import apply_gate
 
 __all__ = ["CHECKS"]
@@ -56,6 +57,17 @@ def check_experts():
             want = (rows(h, ids.view(-1, 1), pages, "down").view(tokens, 3, -1) * weights.double().unsqueeze(-1)).sum(1)
             assert error(cpu_experts.experts_down(h, ids, weights, pages), want) <= 1e-5
     test_int8.check_experts()
+    check_team()
+
+
+def check_team():
+    """The bits of the two products one after the other."""
+    for name in ("nvfp4", "nf4", "mxint8"):
+        pages, gate = test_expert_team.pages_of(name, {"up": (96, 160), "down": (72, 48)}), GATES["silu"]
+        product = test_expert_team.product_of(pages, torch.randn(1, 160), torch.tensor([[1, 3, 4]]), gate)
+        team = ExpertTeam(2)
+        team.finish(team.post(None, product))
+        assert torch.equal(product.out, test_expert_team.expected(product, pages))
 
 
 def check_encode():

@@ -118,14 +118,19 @@ class _Memory:
 class ExpertTeam:
     """Threads that compute experts, started with the first job. A forked child makes a team of its own.
 
+    Args:
+        threads: that compute, the one that finishes a job among them.
+
     Attributes:
         pid: of the process that the threads are in.
     """
 
     def __init__(self, threads: int) -> None:
         self.pid, self._lock = os.getpid(), allocate_lock()
-        self._memory, self._threads, self._started = _Memory(max(1, threads)), threads, False
+        self._places, self._started = max(2, threads), False  # one at least looks after what nobody comes for
+        self._memory = _Memory(self._places)
         self._posted: tuple[Work | None, HostProduct, tuple] | None = None
+        self._number = 0
         self._stop = weakref.finalize(self, _stop, self._memory, self.pid)
         self._stop.atexit = False  # `_stop_all`: before the interpreter's own end
         _teams.add(self)
@@ -146,7 +151,7 @@ class ExpertTeam:
         with self._lock:
             memory.library.vbrt_team_finish(memory.address, 0)
             self._posted = work, product, held  # before the job: threads read it from then on
-            number = memory.library.vbrt_team_experts(
+            number = self._number = memory.library.vbrt_team_experts(
                 memory.address, up_bank, down_bank, gating_of(product.gate), up, down
             )
         if not number:
@@ -158,6 +163,9 @@ class ExpertTeam:
     def finish(self, number: int) -> None:
         """Return when a job is done; this thread takes part in it until then. Idempotent."""
         self._memory.library.vbrt_team_finish(self._memory.address, number)
+        with self._lock:
+            if number == self._number:
+                self._posted = None  # no thread reads it any more
 
     def span(self) -> Span:
         """Return when the last job began and ended."""
@@ -167,7 +175,7 @@ class ExpertTeam:
 
     def _start(self) -> None:
         self._started = True
-        for place in range(1, self._threads):
+        for place in range(1, self._places):
             try:
                 start_new_thread(_serve, (self._memory, place, weakref.ref(self)))
             except RuntimeError:  # no more threads: those that are there do the work, and whoever finishes it

@@ -1,8 +1,9 @@
 /* Threads that compute what one thread posts, while that one does something else: jobs of many items, one job at a time.
  *
  * A job is done when its items are, not when all threads have come: one that wakes late, or shares its core, holds nobody
- * up, and who waits for the job takes items too. Threads spin for a while after a job, so that the next one finds them
- * awake, and sleep then. No thread of the team needs Python's lock: in a process whose main thread launches kernels, one
+ * up, and who waits for the job takes items too. Threads spin after a job for twice as long as the last one let them wait,
+ * so that the next one finds them awake, and sleep then; jobs that come seldom find them asleep, as spinning threads slow
+ * down whoever else has work. No thread of the team needs Python's lock: in a process whose main thread launches kernels, one
  * that waits for that lock costs it a call of the system at each launch.
  *
  * The threads are those of the caller, which call `serve`. A job lies in memory of the team and is replaced by the next
@@ -13,7 +14,8 @@
 #include <stdlib.h>
 #include <time.h>
 
-#define SPIN_NS 3000000  /* as long as gcc's OpenMP spins */
+#define LONGEST_NS 3000000  /* that threads spin for, about as long as gcc's OpenMP does */
+#define SHORTEST_NS 50000
 #define ABANDONED_NS 20000000  /* a job that is done and that nobody has come for by then */
 #define SPINS 256  /* between two looks at the clock, and before a thread that waits gives its core away */
 
@@ -23,6 +25,7 @@ typedef struct {
     _Alignas(64) int64_t left;  /* of its items */
     _Alignas(64) int64_t sleepers, stop, places, next_place, number, fetched, told;
     int64_t begun_ns, done_ns;  /* when the first thread joined the last job, and when its last item was done */
+    int64_t spin_ns;  /* for which threads spin after a job */
     pthread_mutex_t lock, posting;
     pthread_cond_t bell;
     void *memory;  /* of the job */
@@ -112,7 +115,8 @@ static void *job_memory(Team *t, int64_t bytes) {
 
 /* Have threads join the job that was written into the team's memory; return its number. */
 static int64_t open_job(Team *t, int64_t items) {
-    const int64_t number = ++t->number;
+    const int64_t number = ++t->number, waited = t->done_ns ? now_ns() - t->done_ns : 0;
+    __atomic_store_n(&t->spin_ns, 2 * waited > LONGEST_NS ? SHORTEST_NS : 2 * waited + SHORTEST_NS, __ATOMIC_RELAXED);
     t->begun_ns = t->done_ns = 0;
     __atomic_store_n(&t->left, items, __ATOMIC_RELAXED);
     __atomic_store_n(&t->open, number, __ATOMIC_SEQ_CST);
@@ -165,7 +169,7 @@ int vbrt_team_serve(Team *t, int place) {
             continue;
         }
         for (int i = 0; i < SPINS && __atomic_load_n(&t->open, __ATOMIC_RELAXED) == open; i++) pause_core();
-        if (now_ns() - last < SPIN_NS) {
+        if (now_ns() - last < __atomic_load_n(&t->spin_ns, __ATOMIC_RELAXED)) {
             sched_yield();  /* where cores are few, to those that have work */
             continue;
         }

@@ -1,5 +1,5 @@
-"""Measures what `experts.miss = "auto"` goes by, on a layer's own pages and as its passes compute: by their thread, its
-team and its memory."""
+"""Measures what `experts.miss = "auto"` goes by, on a layer's own pages and as its passes compute: by their threads
+and in their memory."""
 
 import itertools
 import statistics
