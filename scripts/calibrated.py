@@ -26,6 +26,7 @@ import vbrt
 from scripts import committed
 from scripts.measuring import machine
 from vbrt.estimation.calibration import batches_of, kl_between, logits_of, rounded
+from vbrt.estimation.knapsack import least_loss
 from vbrt.estimation.statistics import input_statistics
 from vbrt.estimation.texts import Text
 from vbrt.formats.feedback import Inputs
@@ -135,24 +136,11 @@ def losses_alone(judge: Judge, format: str, way: str) -> dict[str, float]:
 def spent(
     losses: Mapping[str, Mapping[str, float]], sizes: Mapping[str, Mapping[str, int]], room: int
 ) -> dict[str, str]:
-    """Return the format of each weight within a room in bytes: from the cheapest on, whichever exchange saves the most
-    loss a byte comes next."""
+    """Return the format of each weight, so that the sum of losses is least within a room in bytes."""
     losses = {**losses, "exact": dict.fromkeys(sizes["exact"], 0.0)}
-    held = {
-        name: min(losses, key=lambda format: (sizes[format][name], losses[format][name])) for name in sizes["exact"]
-    }
-    left = room - sum(sizes[format][name] for name, format in held.items())
-    while True:
-        best, gain = None, 0.0
-        for name, now in held.items():
-            for format in losses:
-                more = sizes[format][name] - sizes[now][name]
-                saves = (losses[now][name] - losses[format][name]) / max(more, 1)
-                if format != now and more <= left and saves > gain:
-                    best, gain = (name, format, more), saves
-        if best is None:
-            return held
-        held[best[0]], left = best[1], left - best[2]
+    ways = [sorted((sizes[f][name], loss[name], f) for f, loss in losses.items()) for name in sizes["exact"]]
+    held = least_loss([[(size, loss) for size, loss, _ in row] for row in ways], room)
+    return {name: row[at][2] for name, row, at in zip(sizes["exact"], ways, held, strict=True)}
 
 
 def measure_budgets(judge: Judge) -> list[dict]:
