@@ -349,6 +349,9 @@ def cached_row(
         "beyond_budget_and_kept_gb": (peak - budget - kept) / 1e9,
         "fallbacks": list(stats.fallbacks),
     }
+    missed = vb._attachment.missed
+    if missed is not None and missed.rates is not None:  # of a call of the CPU, and of a layer where the host decides
+        row |= {"call_us": missed.rates.call_s * 1e6, "host_us": missed.rates.host_s * 1e6}
     if parts and host_decides(vb):
         layers = len(expert_handles(vb))
         found = spans.row(layers, COUNTED)

@@ -42,10 +42,12 @@ TIMED = (
     (". of that the weighted sum", compute._Kernels, "result"),
     ("pages staged by threads", Mover, "_load_ahead"),
 )
+BEGUN, DONE = "the team: from the post until a thread has it", "the team: from the post until it is done"
+LINES = (*(line for line, *_ in TIMED), BEGUN, DONE)
 
 
 class Spans:
-    """Seconds and calls by line; of jobs of the team: until a thread joined, and from then until they were done."""
+    """Seconds and calls by line."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -63,7 +65,8 @@ class Spans:
 
     def row(self, layers: int, tokens: int) -> dict[str, float]:
         """Microseconds a layer by line, and of pages staged by threads their number a layer."""
-        found = {line: self.seconds[line] / (layers * tokens) * 1e6 for line in self.seconds}
+        lines = [line for line in LINES if line in self.seconds]
+        found = {line: self.seconds[line] / (layers * tokens) * 1e6 for line in lines}
         return found | {f"{line}, calls": n / (layers * tokens) for line, n in self.calls.items() if "staged" in line}
 
     def timed(self, line: str, function: Any) -> Any:
@@ -115,8 +118,8 @@ class Spans:
             function(team, number)
             begun, done = team.span()
             first = max(0, begun - self._posted_ns) if begun else 0
-            self.add("the team: from the post until a thread has it", first / 1e9)
-            self.add("the team: from the post until it is done", max(0, done - self._posted_ns) / 1e9)
+            self.add(BEGUN, first / 1e9)
+            self.add(DONE, max(0, done - self._posted_ns) / 1e9)
 
         return run
 

@@ -66,6 +66,7 @@ def test_missed_experts_are_fetched_computed_or_divided_side_by_side(monkeypatch
     found = {miss: cached_row(vb, trace, 0.25, Run(1e-3), how="joined", miss=miss, parts=True) for miss in MISSES}
     assert {row["decides"][0] for row in found.values()} == {"host"} and found["fetch"]["missed_mb"] > 0
     assert found["compute"]["computed"] > found["fetch"]["computed"] == 0 and "GB/s" in found["auto"]["rates"]
+    assert found["auto"]["call_us"] > 0 and found["auto"]["host_us"] > 0 and "host_us" not in found["compute"]
     parts = found["compute"]["layer_us"]
     whole = parts["layer, in all"]
     assert (

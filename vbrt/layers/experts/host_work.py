@@ -45,7 +45,7 @@ class Operands(NamedTuple):
         """Copy them from the computing device; waits for it, once for both."""
         if not x.is_cuda:
             return cls(x.detach().cpu().contiguous(), ids.cpu().long().contiguous())
-        host = torch.empty(tuple(x.shape), dtype=x.dtype, device=CPU, pin_memory=True)
+        host = torch.empty(x.shape, dtype=x.dtype, device=CPU, pin_memory=True)
         host.copy_(x.detach(), non_blocking=True)
         return cls(host, ids.cpu().long().contiguous())  # behind x in the same stream: both are there
 
