@@ -89,16 +89,20 @@ def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Te
     if torch.is_grad_enabled():
         weights = (q @ k.mT + bias).softmax(-1).to(v.dtype)
         return F.dropout(weights, dropout) @ v if dropout else weights @ v
-    return _by_definition(*(x.float() for x in (q, k, v, bias))).to(v.dtype)
+    return _by_definition(q, k, v, bias)
 
 
 def _by_definition(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Attention as torch's definition computes it without gradients, in fp32: rows that are masked as a whole are found
-    in a mask of all scores (aten's _safe_softmax)."""
-    scores = (q @ k.mT).add_(bias)
+    """Attention as torch's definition computes it without gradients: 16 bits in fp32, queries once more as they are
+    scaled, a bias of any dtype added in place (aten's _scaled_dot_product_attention_math); rows that are masked as a
+    whole are found in a mask of all scores (_safe_softmax)."""
+    wide_q, wide_k, wide_v = (x.float() for x in (q, k, v))
+    scaled = wide_q * 1.0
+    scores = (scaled @ (wide_k.mT * 1.0)).add_(bias)
     weights = scores.softmax(-1)
     masked_rows = scores.eq(float("-inf")).all(-1, keepdim=True)
-    return weights.masked_fill_(masked_rows, 0.0) @ v
+    del scores
+    return (weights.masked_fill_(masked_rows, 0.0) @ wide_v).to(v.dtype)
 
 
 def _sized_attention(plain: Callable[..., Tensor], kernel: str, meter: Meter) -> Callable[..., Tensor]:
