@@ -21,11 +21,16 @@ from vbrt.residency.passed import Passed
 from vbrt.residency.policy import FORWARD, Decision
 from vbrt.residency.scheduled import ScheduledPolicy
 
-__all__ = ["SCOPES", "ExpertsPolicy"]
+__all__ = ["SCOPES", "ExpertsPolicy", "pages_of_scan"]
 
 SCOPES = ("layer", "model")
 _SCAN_PART = 6  # a lease of a scan takes one part in so many of the room, the pages that are staged another one
 _FORGET = 8  # room that was kept for a wide lease shrinks by this part of it with each pass without one
+
+
+def pages_of_scan(most: int, capacity_bytes: int, largest_bytes: int) -> int:
+    """Return the pages that a lease of a scan should take, of `most` that the config allows and in so much room."""
+    return max(1, min(most, capacity_bytes // (_SCAN_PART * largest_bytes))) if largest_bytes else 1
 
 
 class ExpertsPolicy:
@@ -86,8 +91,7 @@ class ExpertsPolicy:
     def scan_pages(self) -> int:
         """The pages that a lease of a scan should take: the next ones as many find room then, and decoding keeps most
         of its own."""
-        largest = self._experts.largest_bytes
-        return max(1, min(self._scan, self.capacity_bytes // (_SCAN_PART * largest))) if largest else 1
+        return pages_of_scan(self._scan, self.capacity_bytes, self._experts.largest_bytes)
 
     @property
     def group(self) -> int:

@@ -33,6 +33,7 @@ from vbrt.layers.experts.leased import resident_pages
 from vbrt.layers.experts.library import ExpertsView, implementation_of
 from vbrt.layers.experts.routing import local_ids, pairs_of, touched_experts
 from vbrt.layers.experts.turns import InTurn
+from vbrt.residency.expert_leases import ExpertLeases
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.deciding import CachedLayer
@@ -45,7 +46,6 @@ __all__ = ["Routed", "chunks_of", "plain_forward", "run_experts"]
 
 #: the dtypes of x for which kernels take pages by address alone
 BY_ADDRESS = (torch.bfloat16, torch.float16, torch.float32)
-_CHUNK_BYTES = 256 << 20  # of decoded weights, which are outside of the budgets
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +145,14 @@ def chunks_of(
 
 
 def _experts_at_once(handle: "ExpertsHandle", *, scan: bool) -> int:
-    """How many experts one lease takes: what the tier has room for, in a scan what its policy wants, or else a third of
-    that, so that the pages of the chunk before and of the one behind have room too."""
-    spec, stack = handle.spec, handle.stack
-    decoded = max(1, spec.weight_bytes // spec.experts)
-    at_once = max(1, _CHUNK_BYTES // decoded) if spec.lossless else spec.experts
-    moving = [page.nbytes for page in handle.pages[: handle.planes]] if handle.pages else []
+    """How many experts one lease takes."""
+    spec, policy = handle.spec, handle.stack.levels[0].policy
+    moving = tuple(page.nbytes for page in handle.pages[: handle.planes])
+    leases = ExpertLeases(spec.experts, spec.top_k, spec.weight_bytes // spec.experts, moving, spec.lossless)
     if not handle.streams:
-        return max(at_once, spec.top_k)
-    policy = stack.levels[0].policy
-    room = policy.capacity_bytes // max(1, sum(moving))
-    if scan and getattr(policy, "scan_pages", 0):
-        return min(at_once, max(1, policy.scan_pages // len(moving)))
-    return min(at_once, max(1, room // 3)) if scan and room < spec.experts else min(max(at_once, spec.top_k), room)
+        return leases.at_once(scan=scan, room_bytes=None)
+    wanted = getattr(policy, "scan_pages", 0)
+    return leases.at_once(scan=scan, room_bytes=policy.capacity_bytes, scan_pages=wanted)
 
 
 # -- lossless ---------------------------------------------------------------------------------------------------------
