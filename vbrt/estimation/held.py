@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vbrt.estimation.experts import HeldExperts, pairs_among
+from vbrt.estimation.task import Task
 from vbrt.kernels.product import as_autocast
 from vbrt.residency.activations import KEEP
 from vbrt.residency.plan import Plan
@@ -38,13 +40,13 @@ class Held:
     activations: str = KEEP
 
 
-def held_by(model: nn.Module, plan: Plan | None) -> Held:
+def held_by(model: nn.Module, plan: Plan | None, task: Task) -> Held:
     """Return how a plan holds the weights of a model; None: as they are."""
     if plan is None:
         return Held()
     if plan.mode == "full":
         return Held(prepare=_streamed(model, plan), full=True)
-    return Held(_rounded(plan), _fused_experts(model, plan))
+    return Held(_rounded(plan), _fused_experts(model, plan, task))
 
 
 def _rounded(plan: Plan) -> Callable[[nn.Module], list[Tensor]]:
@@ -58,14 +60,15 @@ def _rounded(plan: Plan) -> Callable[[nn.Module], list[Tensor]]:
     return rounded
 
 
-def _fused_experts(model: nn.Module, plan: Plan) -> Callable[[nn.Module], None]:
-    """Return what gives swapped experts of a copy the sizes of vbrt's kernels: outputs, and nothing for each pair."""
-    kinds = {type(model.get_submodule(swap.site.module)) for swap in plan.routed}
+def _fused_experts(model: nn.Module, plan: Plan, task: Task) -> Callable[[nn.Module], None]:
+    """Return what gives swapped experts of a copy the sizes of vbrt's kernels, see `experts.py`."""
+    swaps = {type(model.get_submodule(swap.site.module)): swap for swap in plan.routed}
+    held = {kind: HeldExperts.of(swap, plan, task) for kind, swap in swaps.items()}
 
     def prepare(model: nn.Module) -> None:
         for module in model.modules():
-            if type(module) in kinds:
-                module.forward = lambda hidden_states, *args, **kwargs: hidden_states * 1
+            if type(module) in held:
+                module.forward = partial(held[type(module)].forward, module, module.forward)
 
     return prepare
 
@@ -112,8 +115,7 @@ def _multiplied(module: nn.Module, name: str, transposed: bool, leaving: "_Leavi
 
 def _routed(module: nn.Module, leaving: "_Leaving", x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The output of routed experts: what their products take and give is counted, nothing is computed."""
-    ids = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and not arg.is_floating_point()), x)
-    pairs = ids.numel() if ids is not x else x.numel() // x.shape[-1]
+    pairs = pairs_among((*args, *kwargs.values())) or x.numel() // x.shape[-1]
     stacked = [p for p in module.parameters(recurse=False) if p.dim() > 2 and not p.requires_grad]
     return _Routed.apply(x, leaving.anchor, stacked, pairs, leaving)
 

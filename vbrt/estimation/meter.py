@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Meter", "allocated_bytes"]
+from vbrt.estimation.allocator import allocated_bytes
+
+__all__ = ["Meter"]
 
 _ATEN = torch.ops.aten
 #: what runs no kernel, or one of no size
@@ -28,20 +30,6 @@ _PICKS = {_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather, _ATEN.
 
 #: what reads the weights of those experts alone that tokens are routed to, which no trace knows
 _ROUTED = {getattr(_ATEN, name) for name in ("_grouped_mm",) if hasattr(_ATEN, name)}
-
-_GRANULE = 512
-_OWN, _SEGMENT, _SPLIT = 10 << 20, 2 << 20, 1 << 20
-
-
-def allocated_bytes(nbytes: int) -> int:
-    """Return what torch's CUDA allocator gives away for a tensor, and counts (c10/cuda/CUDACachingAllocator.cpp).
-
-    Multiples of 512 bytes; from 10 MiB on a segment of the tensor's own, of whole 2 MiB, whose rest is split off only
-    if it is larger than 1 MiB.
-    """
-    whole = -(-nbytes // _GRANULE) * _GRANULE
-    segment = -(-nbytes // _SEGMENT) * _SEGMENT
-    return segment if nbytes >= _OWN and segment - whole <= _SPLIT else whole
 
 
 class Meter(TorchDispatchMode):

@@ -8,7 +8,7 @@ from typing import Any
 from vbrt.config import Machine, VBConfig
 from vbrt.estimation.task import Task
 from vbrt.residency.needs import machine_bytes
-from vbrt.residency.plan import Plan
+from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.sizes import format_bytes
 
 __all__ = ["Estimate", "Row", "records"]
@@ -21,6 +21,7 @@ _SHADES = {
     "gradients": "▞",
     "activations": "▒",
     "KV cache": "▓",
+    "cache's copy": "▒",
     "outputs": "▒",
     "temporaries": "░",
 }
@@ -29,10 +30,18 @@ _CONTEXT = "CUDA's context and loaded kernels, 0.4 to 0.6 GiB, come on top; torc
 
 
 def records(task: Task, plan: Plan | None, tier: str) -> bool:
-    """True if `generate` records steps: of wrapped models on a GPU; on a CPU of those whose weights lose bits."""
+    """True if `generate` records steps: of wrapped models on a GPU, unless the host hears which experts tokens are sent
+    to; on a CPU of those whose weights lose bits."""
     if task.kind != "decode" or plan is None:
         return False
-    return tier == "gpu" or not all(swap.lossless for swap in plan.swaps)
+    if tier != "gpu":
+        return not all(swap.lossless for swap in plan.swaps)
+    return not any(swap.lossless and (swap.fine or not _at_home(swap, tier)) for swap in plan.routed)
+
+
+def _at_home(swap: Swap, tier: str) -> bool:
+    """True if all pages of a weight live in a tier."""
+    return all(page.home == tier for page in swap.pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,7 @@ class Estimate:
         pool = step["temporaries"] + step.get("restored weight", 0)
         workspace = step.get("workspace", 0) - prompt.get("workspace", 0)
         again = moments["prompt"] - self.in_place_bytes + workspace + step["KV cache"] + pool
-        return max(self.peak_bytes, again, moments["step"] + pool)
+        return max(self.peak_bytes, again, moments["step"] + pool, moments["end"] + pool)
 
     @property
     def missing(self) -> dict[str, int]:

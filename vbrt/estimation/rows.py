@@ -1,19 +1,21 @@
 """The rows of an estimate: weights as the plan has them, and what a step adds at its largest moment."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
 from vbrt.config import Machine
-from vbrt.estimation.meter import allocated_bytes
+from vbrt.estimation.allocator import Blocks, allocated_bytes
+from vbrt.estimation.experts import HeldExperts
 from vbrt.estimation.report import Row, records
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace
-from vbrt.residency.needs import tier_needs
+from vbrt.residency.needs import TierNeed, tier_needs
 from vbrt.residency.plan import Plan
 
-__all__ = ["parts", "stages", "step_rows", "swapped_parameters", "weight_rows", "workspace_bytes"]
+__all__ = ["RESTORED", "held_parts", "more_parts", "parts", "stages", "step_rows", "swapped_parameters", "weight_rows"]
 
+RESTORED = "restored weight"  # while a layer multiplies by it
 _WORKSPACE = 32 << 20  # of cuBLAS for a thread and a stream, on sm_90: ATen/cuda/CUDABlas.cpp
 #: what of all that lasts is there in a stage
 _THERE = {
@@ -26,7 +28,7 @@ _THERE = {
 }
 
 
-def weight_rows(model: nn.Module, plan: Plan | None, machine: Machine, tier: str) -> list[Row]:
+def weight_rows(model: nn.Module, plan: Plan | None, machine: Machine, tier: str, task: Task) -> list[Row]:
     """Return what weights and buffers take, in each tier; `tier` is that of what computes."""
     sized = allocated_bytes if tier == "gpu" else int
     parameters = {id(p): sized(p.numel() * p.element_size()) for p in model.parameters()}
@@ -38,7 +40,7 @@ def weight_rows(model: nn.Module, plan: Plan | None, machine: Machine, tier: str
         kept = [p for p in model.parameters() if id(p) not in swapped]
         rounded = sum(parameters[id(p)] - p.numel() * p.element_size() for p in kept)
         nbytes = plan.unbudgeted_bytes + rounded
-        rows = [*_page_rows(plan, machine), Row("not swapped", tier, nbytes, "counted", "parameters")]
+        rows = [*_page_rows(plan, machine, task), Row("not swapped", tier, nbytes, "counted", "parameters")]
     return [*rows, *_merged_row(plan, tier), Row("buffers", tier, sum(buffers.values()), "counted")]
 
 
@@ -54,38 +56,92 @@ def _merged_row(plan: Plan | None, tier: str) -> Iterator[Row]:
     exact = [swap for swap in plan.swaps if swap.fine == "exact"] if plan is not None and plan.mode == "infer" else []
     if exact:
         largest = max(swap.dense_bytes // max(1, swap.experts) for swap in exact)
-        yield Row("restored weight", tier, largest, "counted", "from two planes, one at a time")
+        yield Row(RESTORED, tier, largest, "counted", "from two planes, one at a time")
 
 
-def _page_rows(plan: Plan, machine: Machine) -> Iterator[Row]:
+def _page_rows(plan: Plan, machine: Machine, task: Task) -> Iterator[Row]:
     for depth, need in enumerate(tier_needs(plan, machine)):
-        held = need.most_bytes - (plan.unbudgeted_bytes if depth == 0 else 0)
+        held = need.most_bytes if depth else need.home_bytes + _passing_bytes(plan, need, task)
         share = f"{100 * need.home_bytes / max(1, plan.page_bytes):.0f} % live here"
         passing = held > need.home_bytes
         if held:
             yield Row("pages", need.tier, held, "counted", share + (", others pass through" if passing else ""))
 
 
-def workspace_bytes(task: Task, plan: Plan | None, tier: str, stage: str) -> int:
-    """Return the bytes of cuBLAS's workspaces on a GPU: one, one of the thread of backward passes, and one of recorded
-    steps, which the first prompt comes before."""
-    recorded = records(task, plan, tier) and stage == "step"
-    return _WORKSPACE * (1 + task.trains + recorded) if tier == "gpu" else 0
+def _passing_bytes(plan: Plan, need: TierNeed, task: Task) -> int:
+    """Return the bytes of the pages that pass through the computing tier and are held there at once: as many as find
+    room, and of routed experts no more than one prompt touches, if that is all."""
+    room = need.most_bytes - plan.unbudgeted_bytes - need.home_bytes
+    if task.kind != "prefill":
+        return room
+    touched = 0.0
+    for swap in plan.swaps:
+        below = sum(page.nbytes for page in swap.pages if page.home != need.tier and not page.by_rows)
+        pairs = task.batch * task.context * swap.top_k
+        share = HeldExperts.of(swap, plan, task).touched(pairs) / swap.experts if swap.experts else 1.0
+        touched += share * below
+    return min(room, round(touched))
 
 
-def step_rows(traced: Trace, task: Task, tier: str, stage: str) -> list[Row]:
+def held_parts(traced: Trace, task: Task, plan: Plan | None, tier: str) -> dict[str, Mapping[str, int]]:
+    """Return what is there at the largest moment of each stage. Where `generate` records steps it ends with one more:
+    the cache that was moved into their memory gets tensors of its own again, while that is still there."""
+    made = {stage: parts(traced, stage) for stage in stages(traced)}
+    if records(task, plan, tier) and traced.rows:
+        held = traced.rows["KV cache"]
+        made["end"] = {"KV cache": held, "cache's copy": sum(traced.cache_bytes(task.new - 3))}
+    return made
+
+
+def more_parts(
+    task: Task, plan: Plan | None, machine: Machine, tier: str, stages: Iterable[str], traced: Trace
+) -> dict[str, dict[str, int]]:
+    """Return what each stage has beside that on a GPU: cuBLAS's workspaces, one, one of the thread of backward passes,
+    and one of recorded steps, which the first prompt comes before; and the rests of the allocator's blocks."""
+    if tier != "gpu":
+        return {stage: {} for stage in stages}
+    blocks = Blocks()
+    pages = _rests(blocks, _top_pages(plan, machine, task)) if plan is not None else 0
+    cache = _rests(blocks, traced.cache_bytes(traced.room)) if records(task, plan, tier) else 0
+    recorded = {"step": cache, "end": cache + _rests(blocks, traced.cache_bytes(task.new - 3)) if cache else 0}
+    found = {}
+    for stage in stages:
+        workspaces = 1 + task.trains + (records(task, plan, tier) and stage in recorded)
+        found[stage] = {"workspace": _WORKSPACE * workspaces, "rests": pages + recorded.get(stage, 0)}
+    return found
+
+
+def _top_pages(plan: Plan, machine: Machine, task: Task) -> Iterator[int]:
+    """Yield the bytes of the pages that the computing tier holds at once: its own, and as many as find room of those
+    that pass through, in their order."""
+    need = tier_needs(plan, machine)[0]
+    room = _passing_bytes(plan, need, task)
+    for page in (page for swap in plan.swaps for page in swap.pages):
+        if page.home == need.tier:
+            yield page.nbytes
+        elif not page.by_rows and page.nbytes <= room:
+            room -= page.nbytes
+            yield page.nbytes
+
+
+def _rests(blocks: Blocks, tensors: Iterable[int]) -> int:
+    """Return the bytes that tensors get beyond their own, in whole granules."""
+    return sum(blocks.take(nbytes) - nbytes for nbytes in tensors)
+
+
+def step_rows(held: Mapping[str, int], task: Task, tier: str, stage: str) -> list[Row]:
     """Return what a stage of a step adds: what lives on beside weights, and what comes and goes at its largest."""
     tokens = f"{task.batch} × {task.context + task.new if task.kind == 'decode' else task.context} tokens"
     notes = {
         "KV cache": f"{tokens}, by the model's own cache",
+        "cache's copy": "as a call of generate ends, beside that of recorded steps",
         "activations": "kept from the forward to the backward pass",
         "gradients": "of what trains",
         "optimizer": f"state of {task.optimizer}",
         "outputs": "what the pass returns",
+        "temporaries": f"at the largest moment: {stage}",
     }
-    *lasting, (word, temporary) = parts(traced, stage).items()
-    rows = [Row(name, tier, nbytes, "traced", notes[name]) for name, nbytes in lasting]
-    return [*rows, Row(word, tier, temporary, "traced", f"at the largest moment: {stage}")]
+    return [Row(name, tier, nbytes, "traced", notes[name]) for name, nbytes in held.items()]
 
 
 def stages(traced: Trace) -> dict[str, int]:

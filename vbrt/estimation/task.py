@@ -29,6 +29,8 @@ class Task:
         mixed: bf16 autocast over fp32 parameters.
         attention: "flash": torch's fused kernels; "math": the definition, with all scores.
         lora: rank of PEFT's adapters on all linear layers; 0: what requires a gradient trains.
+        experts: of each layer of routed experts, how many the tokens of a prompt are sent to at most; 0: as many as
+            tokens name that are sent anywhere.
         step: run instead of what the model's config suggests: takes the model, returns outputs, with "train" the loss.
 
     Raises:
@@ -44,6 +46,7 @@ class Task:
     mixed: bool = False
     attention: str = "flash"
     lora: int = 0
+    experts: int = 0
     step: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -51,7 +54,7 @@ class Task:
             if getattr(self, name) not in among:
                 known = ", ".join(map(repr, among))
                 raise ArgumentError(f"{name} = {getattr(self, name)!r}; expected one of {known}")
-        for name, least in (("batch", 1), ("context", 1), ("new", 1), ("lora", 0)):
+        for name, least in (("batch", 1), ("context", 1), ("new", 1), ("lora", 0), ("experts", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ArgumentError(f"{name} = {value!r}; expected a whole number of at least {least}")

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,8 @@ class Trace:
         peaks: of everything but parameters, by phase.
         rows: what lives for longer than an operator: "KV cache", "activations", "outputs", "gradients", "optimizer".
         growth: of the KV cache, for a token more; it has two tokens beside the prompt's.
+        cache: how many of its tensors are of so many bytes then, and grow by so many with a token.
+        room: tokens more that it will have room for.
         work: what runs in a step (with "decode" of one token), as `Meter.work` has it.
         refused: why nothing could be traced; "": it was.
     """
@@ -48,6 +51,12 @@ class Trace:
     growth: int = 0
     work: Mapping[str, int] = field(default_factory=dict)
     refused: str = ""
+    cache: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    room: int = 0
+
+    def cache_bytes(self, tokens: int) -> list[int]:
+        """Return the bytes of each tensor of the KV cache with so many tokens more."""
+        return [nbytes + each * tokens for (nbytes, each), count in self.cache.items() for _ in range(count)]
 
 
 def trace(
@@ -163,14 +172,16 @@ class _Run:
             cache = self._cache(outputs)
             rows = {"outputs": self.meter.live["outputs"], "KV cache": self.meter.live["KV cache"]}
             rows["prompt in place"] = _filled_bytes(cache)
-            growth = 0
+            once, twice = [], []  # bytes, not blocks of the allocator, that few heads do not fill
             if self.task.kind == "decode" and cache is not None:
                 del outputs
                 self._one_token(cache)  # a window lets go of what it has left behind
                 once = _held_bytes(cache)
                 rows["KV cache"] = self._one_token(cache)
-                growth = _held_bytes(cache) - once  # not of blocks of the allocator, that few heads do not fill
-            return Trace(self._peaks(), rows, growth, dict(self.meter.work))
+                twice = _held_bytes(cache)
+            held = Counter((now, now - before) for before, now in zip(once, twice, strict=False))
+            growth = sum(twice) - sum(once)
+            return Trace(self._peaks(), rows, growth, dict(self.meter.work), cache=held)
 
     def _how(self) -> dict[str, Any]:
         known = inspect.signature(self.model.forward).parameters
@@ -271,12 +282,12 @@ def _kwargs(parameters: Mapping[str, inspect.Parameter]) -> bool:
 def _filled_bytes(cache: Any) -> int:
     """Return the bytes of a prompt that further calls of `generate` compute where recorded steps attend to them."""
     layers = [layer for layer in getattr(cache, "layers", ()) if type(layer).__name__ == "DynamicLayer"]
-    return sum(_held_bytes(layer) for layer in layers)
+    return sum(sum(_held_bytes(layer)) for layer in layers)
 
 
-def _held_bytes(cache: Any) -> int:
-    """Return the bytes of the memory behind a cache."""
-    return sum({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in _tensors(cache))}.values())
+def _held_bytes(cache: Any) -> list[int]:
+    """Return the bytes of each piece of the memory behind a cache, in its order."""
+    return list({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in _tensors(cache))}.values())
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:

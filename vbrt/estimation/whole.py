@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -51,7 +52,7 @@ def _bounded(model: nn.Module, task: Task, plan: Plan | None, room: int) -> Trac
 
 
 def _traced(model: nn.Module, task: Task, plan: Plan | None, activations: str) -> Trace:
-    held = replace(held_by(model, plan), activations=activations)
+    held = replace(held_by(model, plan, task), activations=activations)
     stacks = stacks_of(model)
     least = {stack.name: {kind: min(n, _TRACED) for kind, n in stack.count.items()} for stack in stacks}
     base = total = trace(model, task, _chosen(stacks, least), held)
@@ -67,13 +68,13 @@ def _traced(model: nn.Module, task: Task, plan: Plan | None, activations: str) -
 def _further(total: Trace, base: Trace, other: Trace, times: int) -> Trace:
     """Add the difference between two traces some times."""
 
-    def added(to: Mapping[str, int], before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    def added(to: Mapping[Any, int], before: Mapping[Any, int], after: Mapping[Any, int]) -> dict[Any, int]:
         return {key: n + times * (after.get(key, before[key]) - before[key]) for key, n in to.items()}
 
-    work = added(total.work, base.work, other.work)
-
     growth = total.growth + times * (other.growth - base.growth)
-    return Trace(added(total.peaks, base.peaks, other.peaks), added(total.rows, base.rows, other.rows), growth, work)
+    named = ("peaks", "rows", "work", "cache")
+    sums = {name: added(*(getattr(of, name) for of in (total, base, other))) for name in named}
+    return replace(total, growth=growth, **sums)
 
 
 def _grown(traced: Trace, task: Task, *, by_blocks: bool) -> Trace:
@@ -86,7 +87,7 @@ def _grown(traced: Trace, task: Task, *, by_blocks: bool) -> Trace:
     steps = {phase: n + further * phase.startswith("step") for phase, n in traced.peaks.items()}
     once = traced.rows["KV cache"]
     rows = dict(traced.rows) | {"KV cache": once + further}
-    return replace(traced, peaks=steps, rows=rows)
+    return replace(traced, peaks=steps, rows=rows, room=tokens - task.context - 2)
 
 
 def _chosen(stacks: Iterable[Stack], counts: Mapping[str, dict[int, int]]) -> dict[str, tuple[Stack, list[int]]]:

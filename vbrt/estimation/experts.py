@@ -1,0 +1,109 @@
+"""What routed experts allocate on a GPU while their layer computes, as a plan holds them, on a copy that is traced.
+
+Lossless ones: the experts of one lease, decoded together, and what the model's own implementation makes; where a prompt
+takes several leases, that for their part of the pairs, and the rows of all pairs. Those in 4 bits: inputs and outputs
+of both products for each pair, and where pages pass through, the rows of the leases before. See
+`layers/experts/compute.py`.
+
+Tokens are taken to be sent to experts at random: T of them touch E (1 - (1 - k / E)^T) of E.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from vbrt.estimation.task import Task
+from vbrt.kernels.cuda.launch_table import are_few
+from vbrt.residency.division import auto_scan
+from vbrt.residency.expert_leases import ExpertLeases
+from vbrt.residency.experts import pages_of_scan
+from vbrt.residency.plan import Plan, Swap
+
+__all__ = ["HeldExperts", "pairs_among"]
+
+
+def pairs_among(values: Iterable[Any]) -> int:
+    """Return the pairs of tokens and experts that arguments name by their ids; 0 if none are ids."""
+    ids = next((v for v in values if isinstance(v, Tensor) and not v.is_floating_point()), None)
+    return 0 if ids is None else ids.numel()
+
+
+class HeldExperts(NamedTuple):
+    """A layer's experts as a plan holds them.
+
+    Attributes:
+        on_gpu: whether a GPU computes.
+        room_bytes: for the pages that move; None: none does.
+        most: experts that the tokens of a prompt name; 0: any.
+    """
+
+    leases: ExpertLeases
+    on_gpu: bool
+    room_bytes: int | None
+    most: int
+
+    @classmethod
+    def of(cls, swap: Swap, plan: Plan, task: Task) -> Self:
+        """Of a swap of the plan."""
+        top = next(iter(plan.budgets))
+        planes = len(swap.pages) // swap.experts
+        pages = tuple(page.nbytes for page in swap.pages[:planes])
+        decoded = swap.dense_bytes // swap.experts
+        moves = any(page.home != top for page in swap.pages)
+        room = plan.budgets[top] - plan.home_bytes(top) if moves else None
+        leases = ExpertLeases(swap.experts, swap.top_k, decoded, pages, swap.lossless)
+        return cls(leases, plan.compute_tier == "gpu", room, task.experts)
+
+    def forward(self, module: nn.Module, own: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The output of a layer: nothing of it is computed that the model's own implementation does not compute."""
+        pairs = pairs_among((*args, *kwargs.values()))
+        if torch.is_grad_enabled() or not self.on_gpu or not pairs:
+            return x * 1
+        stacked = [p for p in module.parameters(recurse=False) if p.dim() > 2]
+        if self.leases.lossless:
+            return self._by_library(stacked, own, pairs, (x, *args), kwargs)
+        return self._by_kernels(stacked, pairs, x)
+
+    def touched(self, pairs: int) -> int:
+        """Return the experts that so many pairs are expected to name."""
+        experts, k = self.leases.experts, self.leases.top_k
+        touched = math.ceil(experts * (1 - (1 - k / experts) ** (pairs / k)))
+        return min(touched, max(k, self.most)) if self.most else touched
+
+    def at_once(self, pairs: int) -> int:
+        """Return the experts that a lease of so many pairs takes at most."""
+        scan, pages, wanted = pairs >= self.leases.experts, self.leases.page_bytes, 0
+        if self.room_bytes is not None:
+            wanted = pages_of_scan(auto_scan(max(pages)), self.room_bytes, max(pages))
+        return max(1, self.leases.at_once(scan=scan, room_bytes=self.room_bytes, scan_pages=wanted))
+
+    def _by_library(
+        self, stacked: list[nn.Parameter], own: Callable[..., Tensor], pairs: int, args: tuple, kwargs: dict[str, Any]
+    ) -> Tensor:
+        touched, x = self.touched(pairs), args[0]
+        leased = min(touched, self.at_once(pairs))
+        decoded = [p.new_empty((leased, *p.shape[1:])) for p in stacked]
+        if leased == touched:
+            return own(*args, **kwargs)
+        rows = x.new_zeros(pairs, x.shape[-1])
+        tokens = max(1, len(x) * leased // touched)
+        some = [v[:tokens] if isinstance(v, Tensor) and len(v) == len(x) else v for v in (*args, *kwargs.values())]
+        own(*some[: len(args)], **dict(zip(kwargs, some[len(args) :], strict=True)))
+        del decoded
+        weighted = rows * 1
+        return weighted.view(len(x), -1, x.shape[-1]).sum(dim=1)
+
+    def _by_kernels(self, stacked: list[nn.Parameter], pairs: int, x: Tensor) -> Tensor:
+        sorted_pairs = not are_few(pairs, self.leases.experts)
+        inner = min(size for p in stacked for size in p.shape[1:])
+        before = x.new_empty(pairs, x.shape[-1]) if self.touched(pairs) > self.at_once(pairs) else None
+        gathered = x.new_empty(pairs, x.shape[-1]) if sorted_pairs else None
+        h = x.new_empty(pairs, inner)
+        del gathered
+        gathered = torch.empty_like(h) if sorted_pairs else None
+        rows = x.new_empty(pairs, x.shape[-1])
+        del gathered, h, before, rows
+        return x * 1
