@@ -21,6 +21,7 @@ from vbrt.estimation.gpu_sizes import _by_definition
 from vbrt.estimation.meter import Meter
 from vbrt.estimation.options import with_and_without
 from vbrt.estimation.rates import device_name, keep_rates, kept_rates, rates_file
+from vbrt.estimation.report import records
 from vbrt.estimation.shares import SHARES
 from vbrt.estimation.speed import predict
 from vbrt.estimation.whole import STAGES
@@ -401,9 +402,31 @@ def test_leased_experts_are_decoded_beside_their_pages_and_a_prompt_holds_no_mor
     pages = [{(r.name, r.tier): r.nbytes for r in of.rows}["pages", "gpu"] for of in (few, all_of_them)]
     assert pages[1] - pages[0] >= 3 * 4 * expert  # of three layers
     assert experts_bytes(few) > 2 * expert
-    pairs = 2 * 1024
-    rows = 2 * pairs * (model.config.hidden_size + model.config.moe_intermediate_size)
-    assert experts_bytes(found("fp4", context=1024)) > rows
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 32), (32, 64)])
+def test_products_of_experts_in_4_bits_make_rows_for_all_pairs(hidden, inner):
+    leases = ExpertLeases(experts=16, top_k=2, decoded_bytes=1 << 20, page_bytes=(1 << 18,), lossless=False)
+    held, pairs = HeldExperts(leases, on_gpu=True, room_bytes=None, most=0), 2 * 1024
+    with FakeTensorMode(), torch.no_grad():
+        module, x = nn.Module(), torch.empty(1024, hidden, dtype=torch.bfloat16)
+        module.up = nn.Parameter(torch.empty(16, 2 * inner, hidden, dtype=torch.bfloat16))
+        module.down = nn.Parameter(torch.empty(16, hidden, inner, dtype=torch.bfloat16))
+        ids, meter = torch.empty(1024, 2, dtype=torch.long), Meter()
+        with meter:
+            held.forward(module, lambda *_: x, x, ids)
+    at_once = max(hidden + inner, 2 * inner + hidden)  # of each product: inputs in their experts' order, outputs
+    assert max(meter.peaks.values()) == 2 * pairs * at_once
+
+
+@pytest.mark.parametrize(
+    ("preset", "budget", "recorded"),
+    [("dense", "1GiB", True), ("dense", "500KiB", False), ("exact", "1GiB", False), ("fp4", "500KiB", True)],
+)
+def test_steps_are_recorded_unless_the_host_hears_which_experts_they_take(preset, budget, recorded):
+    config = load_config(preset, weights={"min_parameters": 0}, tiers={"gpu": {"budget": budget}})
+    plan = vbrt.make_plan(qwen3_moe(count=16, layers=3).bfloat16(), config, Machine(GiB, GiB, 32 * GiB, 32 * GiB))
+    assert records(vbrt.Task("decode"), plan, "gpu") is recorded
 
 
 def test_tokens_touch_as_many_experts_as_random_ones_would():

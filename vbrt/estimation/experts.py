@@ -98,7 +98,7 @@ class HeldExperts(NamedTuple):
 
     def _by_kernels(self, stacked: list[nn.Parameter], pairs: int, x: Tensor) -> Tensor:
         sorted_pairs = not are_few(pairs, self.leases.experts)
-        inner = min(size for p in stacked for size in p.shape[1:])
+        inner = min(p.shape[1] * p.shape[2] // x.shape[-1] for p in stacked)  # of gates and values there are two
         before = x.new_empty(pairs, x.shape[-1]) if self.touched(pairs) > self.at_once(pairs) else None
         gathered = x.new_empty(pairs, x.shape[-1]) if sorted_pairs else None
         h = x.new_empty(pairs, inner)

@@ -36,7 +36,7 @@ def records(task: Task, plan: Plan | None, tier: str) -> bool:
         return False
     if tier != "gpu":
         return not all(swap.lossless for swap in plan.swaps)
-    return not any(swap.lossless and (swap.fine or not _at_home(swap, tier)) for swap in plan.routed)
+    return not any(swap.lossless and (swap.fine == "exact" or not _at_home(swap, tier)) for swap in plan.routed)
 
 
 def _at_home(swap: Swap, tier: str) -> bool:
