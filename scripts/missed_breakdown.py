@@ -19,7 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vbrt.kernels.cpu.expert_team import ExpertTeam  # after the checkout is on the path
+import torch  # after the checkout is on the path
+
+from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.layers.experts import compute, gradients, handle, host_work
 from vbrt.layers.experts.missed import MissedExperts
 from vbrt.tiers.lower import LowerLease
@@ -43,7 +45,12 @@ TIMED = (
     ("pages staged by threads", Mover, "_load_ahead"),
 )
 BEGUN, DONE = "the team: from the post until a thread has it", "the team: from the post until it is done"
-LINES = (*(line for line, *_ in TIMED), BEGUN, DONE)
+#: small copies, by the GPU's clock: a few microseconds, unless they wait behind pages on the link
+CROSSING = (
+    ("on the GPU: ids over the link", host_work.Operands, "sent"),
+    ("on the GPU: rows over the link", host_work.TeamWork, "sent"),
+)
+LINES = (*(line for line, *_ in TIMED), BEGUN, DONE, *(line for line, *_ in CROSSING))
 
 
 class Spans:
@@ -53,6 +60,7 @@ class Spans:
         self.seconds: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
         self._posted_ns = 0
+        self._crossings: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def add(self, line: str, seconds: float) -> None:
         self.seconds[line] += seconds
@@ -62,9 +70,13 @@ class Spans:
         """Begin anew."""
         self.seconds.clear()
         self.calls.clear()
+        self._crossings.clear()
 
     def row(self, layers: int, tokens: int) -> dict[str, float]:
-        """Microseconds a layer by line, and of pages staged by threads their number a layer."""
+        """Microseconds a layer by line, and of pages staged by threads their number a layer. The GPU must be done."""
+        for line, begun, done in self._crossings:
+            self.add(line, begun.elapsed_time(done) / 1e3)
+        self._crossings.clear()
         lines = [line for line in LINES if line in self.seconds]
         found = {line: self.seconds[line] / (layers * tokens) * 1e6 for line in lines}
         return found | {f"{line}, calls": n / (layers * tokens) for line, n in self.calls.items() if "staged" in line}
@@ -79,6 +91,22 @@ class Spans:
                 return function(*args, **kwargs)
             finally:
                 self.add(line, time.perf_counter() - start)
+
+        return run
+
+    def crossed(self, line: str, function: Any) -> Any:
+        """A function whose copies add to a line by the GPU's clock, where there is one."""
+
+        @functools.wraps(function)
+        def run(*args: Any) -> Any:
+            if not torch.cuda.is_available():
+                return function(*args)
+            begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record()
+            result = function(*args)
+            done.record()
+            self._crossings.append((line, begun, done))
+            return result
 
         return run
 
@@ -119,7 +147,7 @@ class Spans:
             begun, done = team.span()
             first = max(0, begun - self._posted_ns) if begun else 0
             self.add(BEGUN, first / 1e9)
-            self.add(DONE, max(0, done - self._posted_ns) / 1e9)
+            self.add(DONE, max(0, (done or time.monotonic_ns()) - self._posted_ns) / 1e9)
 
         return run
 
@@ -142,6 +170,8 @@ def breakdown() -> Iterator[Spans]:
                 put(owner, name, classmethod(spans.timed(line, plain.__func__)))
             else:
                 put(owner, name, spans.timed(line, plain))
+        for line, owner, name in CROSSING:
+            put(owner, name, spans.crossed(line, vars(owner)[name]))
         put(ExpertTeam, "post", spans.posted(ExpertTeam.post))
         put(ExpertTeam, "finish", spans.finished(ExpertTeam.finish))
         yield spans

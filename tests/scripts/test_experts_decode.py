@@ -7,6 +7,7 @@ pytest.importorskip("transformers")
 
 from scripts import experts_decode
 from scripts.experts_decode import Run, Trace, build, cached_row, limit_seconds, routing_of, rows
+from scripts.missed_breakdown import CROSSING, Spans
 from tests.layers.experts.beside_gpu import wrap_beside
 from vbrt.config import MISSES
 
@@ -73,3 +74,23 @@ def test_missed_experts_are_fetched_computed_or_divided_side_by_side(monkeypatch
         0 < parts["the team: from the post until it is done"] < whole and parts[". of that waiting for the CPU"] < whole
     )
     assert whole + parts["rest of the step"] == pytest.approx(found["compute"]["ms"] * 1e3 / 2)
+
+
+def test_small_copies_are_timed_by_the_gpus_clock(monkeypatch):
+    clock = iter((5.0, 5.25))
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.ms = next(clock)
+
+        def elapsed_time(self, later):
+            return later.ms - self.ms
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    spans, (line, *_) = Spans(), CROSSING[0]
+    assert spans.crossed(line, abs)(-2) == 2
+    assert spans.row(layers=5, tokens=1) == {line: pytest.approx(50)}

@@ -23,7 +23,7 @@ typedef struct {
     _Alignas(64) int64_t open;  /* number of the job that threads may join, 0: none */
     _Alignas(64) int64_t inside;  /* threads that have joined it */
     _Alignas(64) int64_t left;  /* of its items */
-    _Alignas(64) int64_t sleepers, stop, places, next_place, number, fetched, told;
+    _Alignas(64) int64_t sleepers, stop, places, number, fetched, told;
     int64_t begun_ns, done_ns;  /* when the first thread joined the last job, and when its last item was done */
     int64_t spin_ns;  /* for which threads spin after a job */
     pthread_mutex_t lock, posting;
@@ -117,7 +117,8 @@ static void *job_memory(Team *t, int64_t bytes) {
 static int64_t open_job(Team *t, int64_t items) {
     const int64_t number = ++t->number, waited = t->done_ns ? now_ns() - t->done_ns : 0;
     __atomic_store_n(&t->spin_ns, 2 * waited > LONGEST_NS ? SHORTEST_NS : 2 * waited + SHORTEST_NS, __ATOMIC_RELAXED);
-    t->begun_ns = t->done_ns = 0;
+    __atomic_store_n(&t->begun_ns, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&t->done_ns, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&t->left, items, __ATOMIC_RELAXED);
     __atomic_store_n(&t->open, number, __ATOMIC_SEQ_CST);
     ring(t, 1);
@@ -143,7 +144,8 @@ static void sleep_after(Team *t, int64_t seen) {
     for (int late = 0; !late && !__atomic_load_n(&t->stop, __ATOMIC_SEQ_CST);) {
         const int64_t open = __atomic_load_n(&t->open, __ATOMIC_SEQ_CST);
         if (open && open != seen) break;
-        const int awaited = open && __atomic_load_n(&t->fetched, __ATOMIC_ACQUIRE) != open && t->told != open;
+        const int awaited = open && __atomic_load_n(&t->fetched, __ATOMIC_ACQUIRE) != open &&
+                            __atomic_load_n(&t->told, __ATOMIC_ACQUIRE) != open;
         if (awaited) late = pthread_cond_timedwait(&t->bell, &t->lock, &until) == ETIMEDOUT;
         else pthread_cond_wait(&t->bell, &t->lock);
     }
@@ -160,8 +162,8 @@ int vbrt_team_serve(Team *t, int place) {
             seen = open;
             ring(t, 2);
             if (enter(t, open)) {
-                int64_t none = 0;
-                if (!t->begun_ns) __atomic_compare_exchange_n(&t->begun_ns, &none, now_ns(), 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+                int64_t none = 0;  /* if this is the first thread */
+                __atomic_compare_exchange_n(&t->begun_ns, &none, now_ns(), 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
                 take_part(t, place);
                 leave(t);
             }
