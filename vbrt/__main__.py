@@ -1,10 +1,8 @@
 """`python -m vbrt` is the command `vbrt`."""
 
-import sys
-
-from vbrt.cli.main import main
+from vbrt.cli.main import program
 
 __all__: list[str] = []
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

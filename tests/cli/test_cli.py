@@ -1,7 +1,10 @@
 """The command line around its commands: version and usage, interrupts, pipes, a command of one file."""
 
+import atexit
+import gc
 import io
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -186,6 +189,37 @@ def test_rates_that_cannot_be_kept_are_said(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert "a CPU: memory 50 GB/s\nproducts 0.0123 TFLOP/s" in out and "link" not in out
     assert err.startswith(f"vbrt: error: {tmp_path}/vbrt/machine.json: the rates were not kept: ")
+
+
+@pytest.mark.parametrize(("command", "brief"), [("estimate", True), ("plan", True), ("run", False)])
+def test_brief_commands_collect_no_garbage_and_end_at_once_with_their_exit_code(command, brief, monkeypatch):
+    seen = []
+
+    def ends(code: int) -> None:
+        seen.append("at once")
+        raise SystemExit(code)
+
+    monkeypatch.setattr(sys, "argv", ["vbrt", command])
+    monkeypatch.setattr(cli, "main", lambda: seen.append(gc.isenabled()) or 1)
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: seen.append("registered"))
+    monkeypatch.setattr(os, "_exit", ends)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.program()
+    finally:
+        gc.enable()
+    assert ended.value.code == 1
+    assert seen == ([False, "registered", "at once"] if brief else [True])
+
+
+def test_estimates_import_nothing_of_the_compiler_but_what_a_trace_does():
+    code = """
+import sys, vbrt.estimation.estimate, vbrt.estimation.options, vbrt.estimation.speed
+found = {"torch._dynamo", "torch._inductor", "sympy", "scipy", "triton", "transformers"} & sys.modules.keys()
+assert not found, found
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_stdout_that_cannot_take_the_result_is_said(tmp_path, monkeypatch, capsys):
