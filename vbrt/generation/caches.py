@@ -10,6 +10,7 @@ from vbrt.errors import VBError
 from vbrt.generation.spans import room_for
 
 __all__ = [
+    "EMPTY",
     "OWN",
     "NotRecordable",
     "cache_form",
@@ -27,6 +28,7 @@ __all__ = [
     "write_to",
 ]
 
+EMPTY = "the cache is empty"
 #: tensors of layers that grow; the last one is a constant
 OWN = ("keys", "values", "_sliding_window_tensor")
 
@@ -77,15 +79,18 @@ def _plain(layer: Any) -> type:
 
 def grows(cache: Any, layer: Any) -> bool:
     """True for keys and values that a step appends to: not those of cross attention, and of layers that began."""
-    crossing = _is_pair(cache) and any(layer is other for other in cache.cross_attention_cache.layers)
-    return not crossing and _plain(layer) in _known_kinds()[0] and not is_empty(layer)
+    return not _crosses(cache, layer) and _plain(layer) in _known_kinds()[0] and not is_empty(layer)
 
 
-def fills(layer: Any) -> bool:
+def fills(cache: Any, layer: Any) -> bool:
     """True for a layer that holds nothing yet, and will append all keys and values of a prompt."""
     from transformers import cache_utils
 
-    return type(layer) is cache_utils.DynamicLayer and is_empty(layer)
+    return type(layer) is cache_utils.DynamicLayer and is_empty(layer) and not _crosses(cache, layer)
+
+
+def _crosses(cache: Any, layer: Any) -> bool:
+    return _is_pair(cache) and any(layer is other for other in cache.cross_attention_cache.layers)
 
 
 def why_not(cache: Any) -> str:
@@ -100,7 +105,7 @@ def why_not(cache: Any) -> str:
             return f"layers of the cache are {type(layer).__name__}"
         if getattr(layer, "record_past", False):
             return "the cache keeps past states, to be cropped"
-    return "" if any(True for _ in memory_of(cache)) else "the cache is empty"
+    return "" if any(True for _ in memory_of(cache)) else EMPTY
 
 
 def length_of(cache: Any) -> int | None:

@@ -246,6 +246,12 @@ class Kept:
         """Bytes of the cache's memory and of the results of tapes."""
         return self.statics.nbytes + sum(recording.nbytes for recording in list(self.recordings.values()))
 
+    def end_call(self) -> None:
+        """Keep nothing of the caller's; see `Recording.end_call`."""
+        self.statics.forget()
+        for recording in self.recordings.values():
+            recording.end_call()
+
     def release(self) -> None:
         """Free graphs and memory."""
         for recording in self.recordings.values():

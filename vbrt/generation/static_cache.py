@@ -76,9 +76,11 @@ class Growing(_Static):
 
     def enter_(self, statics: "Statics", room: "Room", length: int) -> None:
         """Copy what the layer holds, the last of `length` tokens, into the room."""
-        held = self.__dict__.pop("keys"), self.__dict__.pop("values")
+        held = self.__dict__["keys"], self.__dict__["values"]
+        room.fill(held, statics.span.first(self.__dict__.get("sliding_window")), length)  # or it stays a plain layer
+        del self.__dict__["keys"], self.__dict__["values"]
         self.__dict__.update(_vb_statics=statics, _vb_room=room, _vb_length=length)
-        room.fill(held, statics.span.first(self._vb_window), length)
+        self.__class__ = _made(Growing, type(self))
 
     def leave_(self, *, copied: bool = True) -> None:
         keys, values, length = self.keys, self.values, self._vb_length
@@ -103,20 +105,32 @@ class Growing(_Static):
 
     @property
     def keys(self) -> Tensor:
-        """What a plain layer holds: [B, H, tokens, D]."""
+        """What a plain layer holds: [B, H, tokens, D]. To put others in their place makes it one."""
         return self._vb_room.keys[:, :, self._held()]
+
+    @keys.setter
+    def keys(self, keys: Tensor) -> None:
+        self.leave_()
+        self.keys = keys
 
     @property
     def values(self) -> Tensor:
-        """What a plain layer holds: [B, H, tokens, D]."""
+        """What a plain layer holds: [B, H, tokens, D]. To put others in their place makes it one."""
         return self._vb_room.values[:, :, self._held()]
+
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        self.leave_()
+        self.values = values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append tokens; return what the queries attend to, the whole block while a step is recorded."""
         statics, room, tokens = self._vb_statics, self._vb_room, key_states.shape[-2]
         if statics.recording:
+            if _has_history(key_states, value_states):
+                raise NotRecordable("the forward enables gradients")
             return room.write(key_states, value_states, statics)
-        if self._vb_length + tokens > room.first + room.keys.shape[-2]:
+        if self._vb_length + tokens > room.first + room.keys.shape[-2] or _has_history(key_states, value_states):
             self.leave_()
             return self.update(key_states, value_states, *args, **kwargs)
         held, at = self._held(), self._vb_length - room.first
@@ -181,8 +195,9 @@ class Filling(ABC):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hold the first tokens; return them, as contiguous as a plain layer does."""
         self.__class__, rooms = self._vb_plain, self.__dict__.pop("_vb_rooms")
+        rooms = () if _has_history(key_states, value_states) else rooms
         taken = next(filter(None, (room.take(key_states, value_states) for room in rooms)), None)
-        if taken is None or torch.is_grad_enabled():
+        if taken is None:
             return self.update(key_states, value_states, *args, **kwargs)
         self.lazy_initialization(key_states, value_states)
         self.keys, self.values = taken
@@ -245,7 +260,7 @@ def leave(cache: Any, *, copied: bool = True) -> None:
     for layer in layers_of(cache):
         if isinstance(layer, _Static):
             layer.leave_(copied=copied)
-        elif "_vb_fixed" in layer.__dict__:
+        if "_vb_fixed" in layer.__dict__:  # of a layer that has both, too
             layer.__dict__.pop("_vb_fixed").leave_(copied=copied)
 
 
@@ -261,7 +276,7 @@ def offer(cache: Any, memory: Sequence["Statics"]) -> None:
     """
     for index, layer in enumerate(layers_of(cache)):
         rooms = [statics.rooms[index] for statics in memory if index in statics.rooms]
-        if rooms and fills(layer):
+        if rooms and fills(cache, layer):
             layer.__class__ = _made(Filling, type(layer))
             layer.__dict__["_vb_rooms"] = rooms
 
@@ -273,14 +288,20 @@ def withdraw(cache: Any) -> None:
             layer.__class__ = layer._vb_plain
 
 
-def own(cache: Any, memory: Sequence["Statics"]) -> None:
-    """Give plain layers of a cache tensors of their own, where theirs are parts of what was offered."""
-    rooms = {tensor.data_ptr() for statics in memory for room in statics.rooms.values() for tensor in room.tensors}
-    for layer in layers_of(cache):
-        if not isinstance(layer, _Static) and not is_empty(layer) and layer.__dict__.get("keys") is not None:
-            layer.keys, layer.values = (
-                tensor.clone() if tensor.data_ptr() in rooms else tensor for tensor in (layer.keys, layer.values)
-            )
+def own(cache: Any, memory: Sequence["Statics"], *, but: "Statics | None" = None) -> None:
+    """Give plain layers of a cache tensors of their own, where theirs are parts of what was offered.
+
+    but: memory that the cache is about to enter: what already lies at its place there stays.
+    """
+    rooms = {_storage(tensor) for statics in memory for room in statics.rooms.values() for tensor in room.tensors}
+    for index, layer in enumerate(layers_of(cache)):
+        stay = but.rooms[index].tensors if but is not None and index in but.rooms else ()
+        for name in OWN[:2]:
+            tensor = layer.__dict__.get(name)
+            if not isinstance(tensor, Tensor) or _storage(tensor) not in rooms:
+                continue
+            if not any(tensor.data_ptr() == place.data_ptr() and tensor.stride() == place.stride() for place in stay):
+                layer.__dict__[name] = tensor.clone()
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -307,7 +328,7 @@ class Room:
         self.first = first
         begin, end = length - held[0].shape[-2] - first, length - first
         for tensor, now in zip(self.tensors, held, strict=True):
-            if now.data_ptr() != tensor.data_ptr():  # else it was computed here, see `Filling`
+            if _storage(now) != _storage(tensor):  # else it was computed here, see `Filling`
                 tensor[:, :, max(begin, 0) : end] = now[:, :, max(-begin, 0) :]
             tensor[:, :, end:] = 0
 
@@ -346,6 +367,16 @@ def _suits(tensor: Tensor, room: Tensor) -> bool:
     """True if a tensor [B, H, tokens, D] can lie in memory [B, H, room, D]."""
     shape = (*tensor.shape[:2], room.shape[2], *tensor.shape[3:])
     return shape == room.shape and tensor.dtype is room.dtype and tensor.device == room.device
+
+
+def _storage(tensor: Tensor) -> int:
+    """The address of the memory that a tensor is a part of."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _has_history(*tensors: Tensor) -> bool:
+    """True if a copy of a tensor would have gradients flow back through it."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 @torch.inference_mode(False)  # what is made in inference mode could be written there only
@@ -437,14 +468,14 @@ class Statics:
     def enter(self, cache: Any) -> None:
         """Have the layers of a cache of this form keep their tensors here, and copy them."""
         self.forget()
+        own(cache, [self], but=self)  # a room is filled before layers behind it are read
         length = length_of(cache) or 0
         self.span = self.span_at(length)
         for index, layer in enumerate(layers_of(cache)):
             if index in self._fixed:
                 self._fixed[index].enter_(layer)
             if index in self.rooms:
-                layer.__class__ = _made(Growing, type(layer))
-                layer.enter_(self, self.rooms[index], length)
+                Growing.enter_(layer, self, self.rooms[index], length)
                 self._growing.append(layer)
             elif index not in self._fixed and hasattr(layer, "keys"):
                 layer.__class__ = _made(Idle, type(layer))

@@ -22,12 +22,13 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vbrt.generation.caches import NotRecordable, cache_form, length_of, why_not
+from vbrt.generation.caches import EMPTY, NotRecordable, cache_form, layers_of, length_of, why_not
 from vbrt.generation.calls import Call, cache_in, ids_in, new_tokens, take_apart
 from vbrt.generation.fingerprint import attributes, changed, fingerprint, why_eager
 from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms, answer_captures
@@ -257,6 +258,11 @@ class Steps:
         self._checks[call.form] += 1
         recording.compared.add(behind)
 
+    def end_call(self) -> None:
+        """Keep nothing of what a call's steps ran on."""
+        for kept in self.kept:
+            kept.end_call()
+
     def release(self) -> None:
         """Free all graphs and caches; the next step makes others."""
         while self._kept:
@@ -290,7 +296,7 @@ class Session:
         self.thread = threading.get_ident()
         self._kept: Kept | None = None
         self._cache: weakref.ref[Any] | None = None
-        self._offered: weakref.ref[Any] | None = None  # a cache that may have its prompt where recordings find it
+        self._lying: list[weakref.ref[Any]] = []  # layers that may lie where recordings find them; of one cache
         self.prompted, self._masks = False, None  # whether the prompt has been computed
         self._begin: Callable[[], None] | None = None
         self._last: Call | None = None  # a step, and its recording, that the next one may be like
@@ -407,6 +413,7 @@ class Session:
         if not self._holds(cache) or self._kept.statics.room < span_of(length).end:
             self._let_go_others(cache)
             self._let_go(cache)
+            self._lying = list(map(weakref.ref, layers_of(cache)))
             self._kept, self._cache = self._steps.kept_for(cache, self._limit), weakref.ref(cache)
             self._last = None  # its recording is of other memory
         statics = self._kept.statics
@@ -441,10 +448,10 @@ class Session:
     def _prompt(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any], cache: Any | None) -> Any:
         """Compute a prompt. `cache`: the only one of this call so far, which may use the memory of an earlier one."""
         self._steps.compile_for(ids_in(kwargs))
-        offered = cache is not None and self._why is None and not torch.is_grad_enabled()
+        offered = cache is not None and why_not(cache) == EMPTY and self._why is None and not torch.is_grad_enabled()
         if offered:
             self._steps.offer(cache)
-            self._offered = weakref.ref(cache)
+            self._lying = list(map(weakref.ref, layers_of(cache)))
         try:
             out = self._plainly(plain, args, kwargs)
         except torch.OutOfMemoryError:
@@ -466,24 +473,30 @@ class Session:
     def _let_go(self, cache: Any, *, copied: bool = True) -> None:
         if is_entered(cache):
             leave(cache, copied=copied)
-        self._cache = None
+        if self._cache is not None and self._cache() is cache:
+            self._cache = None
 
-    def _let_go_others(self, cache: Any | None) -> None:
-        """Give other caches of this call, which may lie where this one will, tensors of their own."""
-        for kept in (self._cache, self._offered):
-            other = None if kept is None else kept()
-            if other is not None and other is not cache:
-                self._let_go(other)
-                self._steps.take_back(other)
+    def _let_go_others(self, cache: Any | None, *, copied: bool = True) -> None:
+        """Give layers of other caches of this call, which may lie where this one will, tensors of their own."""
+        mine = set() if cache is None else set(map(id, layers_of(cache)))
+        alive = [layer for kept in self._lying if (layer := kept()) is not None and id(layer) not in mine]
+        if alive:
+            self._cache = None
+        others = SimpleNamespace(layers=alive)
+        leave(others, copied=copied)
+        self._steps.take_back(others)
 
     def end(self) -> None:
         """Give the cache tensors of its own, if somebody has kept it."""
-        self._let_go_others(None)
+        try:
+            self._let_go_others(None)
+        except torch.OutOfMemoryError:
+            self._steps.release()
+            self._let_go_others(None, copied=False)  # its memory is its own now
         if self._kept is not None:
-            self._kept.statics.forget()
-            for recording in self._kept.recordings.values():
-                recording.end_call()
-        self._kept = self._cache = self._offered = self._last = self._recording = None
+            self._steps.end_call()
+        self._kept = self._cache = self._last = self._recording = None
+        self._lying = []
 
 
 @contextmanager
@@ -511,7 +524,7 @@ def _put_back(now: dict[str, Any], before: Mapping[str, Any]) -> None:
 
 def _holds_tokens(cache: Any) -> bool:
     """True after a prompt: a layer of the cache holds something."""
-    return is_entered(cache) or why_not(cache) != "the cache is empty"
+    return is_entered(cache) or why_not(cache) != EMPTY
 
 
 def _difference(out: Any, expected: Any, *, joined: float) -> str:
