@@ -25,7 +25,6 @@ from vbrt.estimation.report import records
 from vbrt.estimation.shares import SHARES
 from vbrt.estimation.speed import predict
 from vbrt.estimation.whole import STAGES
-from vbrt.generation.static_cache import leave
 from vbrt.kernels.cpu.experts import most_pairs
 from vbrt.residency.expert_leases import ExpertLeases
 
@@ -341,31 +340,13 @@ def test_bars_are_shaded_by_what_the_largest_moments_are_made_of():
 def test_recorded_steps_have_a_workspace_of_their_own_which_the_first_prompt_comes_before():
     on = Machine(64 << 30, 64 << 30, 64 << 30, 64 << 30)
     found = vbrt.estimate(model_of(), "decode", "fp4", batch=1, context=64, new=8, machine=on)
-    prompt, step, end = (found.parts[stage] for stage in ("prompt", "step", "end"))
-    assert 0 < 2 * prompt["workspace"] == step["workspace"] == end["workspace"]
+    prompt, step = found.parts["prompt"], found.parts["step"]
+    assert 0 < 2 * prompt["workspace"] == step["workspace"]
     assert 4 * found.in_place_bytes == step["KV cache"]  # of 64 tokens and of 256: further calls have no other cache
     further = prompt["workspace"] + step["KV cache"] - found.in_place_bytes
     again = dict(found.moments)["prompt"] + further + step["temporaries"]
-    later = max(dict(found.moments)[stage] for stage in ("step", "end")) + step["temporaries"]
-    assert found.again_bytes == max(again, later)
+    assert found.again_bytes == max(again, dict(found.moments)["step"] + step["temporaries"])
     assert found.peak_bytes == max(dict(found.moments).values())
-
-
-def test_a_call_of_generate_ends_with_a_copy_of_the_cache_beside_that_of_recorded_steps(monkeypatch):
-    seen = []
-
-    def left(cache, **options):
-        leave(cache, **options)
-        tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-        seen.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
-
-    monkeypatch.setattr("vbrt.generation.steps.leave", left)
-    vb = wrap(model_of(), "nvfp4").materialize(progress=False)
-    vb.generate(input_ids=IDS[:1, :64], max_new_tokens=64, min_new_tokens=64, do_sample=False, pad_token_id=0)
-    assert vb.stats().steps.captured > 0
-    found = vbrt.estimate(model_of(), "decode", config("nvfp4"), machine=ON, context=64, new=64)
-    assert seen == [found.parts["end"]["cache's copy"]]
-    assert 256 * seen[0] == (64 + 63) * found.parts["end"]["KV cache"]
 
 
 def test_attention_with_a_bias_is_counted_as_torch_computes_it():

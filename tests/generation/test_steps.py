@@ -14,7 +14,7 @@ from tests import models
 from tests.generation.families import FAMILIES, MASK, PROMPT, generated, tiny
 from tests.matrix import matrix
 from vbrt.generation.recording import Counted
-from vbrt.generation.static_cache import Room
+from vbrt.generation.static_cache import Room, leave
 from vbrt.kernels.recorded import recorder
 
 transformers = pytest.importorskip("transformers")
@@ -152,6 +152,17 @@ def test_a_further_call_computes_its_prompt_where_recordings_attend_to_it(monkey
     assert None in taken
     vb.generate(PROMPT[1:].repeat(1, 12), max_new_tokens=2)  # longer than what there is
     same(vb, plain)
+
+
+def test_a_cache_that_nobody_keeps_is_not_copied_as_a_call_ends(monkeypatch):
+    left = []
+    monkeypatch.setattr("vbrt.generation.steps.leave", lambda cache, **how: left.append(how) or leave(cache, **how))
+    vb = wrapped()
+    for _ in range(2):
+        vb.generate(PROMPT, attention_mask=MASK, max_new_tokens=14)
+    assert steps(vb) == (26, 0) and not left
+    generated(vb)  # returns it
+    assert left == [{"copied": True}]
 
 
 def test_two_caches_in_one_call_do_not_share_memory():

@@ -15,7 +15,7 @@ from vbrt.errors import ArgumentError, WrapError
 from vbrt.estimation.activations import asked_of
 from vbrt.estimation.blocks import meta_copy
 from vbrt.estimation.report import Estimate, Row
-from vbrt.estimation.rows import RESTORED, held_parts, more_parts, step_rows, swapped_parameters, weight_rows
+from vbrt.estimation.rows import more_parts, parts, stages, step_rows, swapped_parameters, weight_rows
 from vbrt.estimation.split import part_of, rank_of
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace
@@ -97,14 +97,13 @@ def estimate_of(
     tier = _compute_tier(plan, machine)
     traced = traced or whole_trace(bare, task, plan, asked_of(config, tier))
     weights = weight_rows(bare, plan, machine, tier, task)
-    held = held_parts(traced, task, plan, tier)
+    held = {stage: parts(traced, stage) for stage in stages(traced)}
     more = more_parts(task, plan, machine, tier, held, traced)
-    steady = {stage: [row for row in weights if row.name != RESTORED or stage != "end"] for stage in held}
-    top = {stage: {row.name: row.nbytes for row in rows if row.tier == tier} for stage, rows in steady.items()}
-    made = {stage: {**top[stage], **held[stage], **more[stage]} for stage in held}
+    steady = {row.name: row.nbytes for row in weights if row.tier == tier}
+    made = {stage: {**steady, **held[stage], **more[stage]} for stage in held}
     moments = tuple((stage, sum(of.values())) for stage, of in made.items())
     largest = max(moments, key=lambda moment: moment[1])[0]
-    rows = [*steady[largest], *step_rows(held[largest], task, tier, largest)]
+    rows = [*weights, *step_rows(held[largest], task, tier, largest)]
     notes = {"workspace": "of cuBLAS", "rests": "of 1 MiB and less, which torch's allocator does not split off"}
     rows += [Row(name, tier, nbytes, "counted", notes[name]) for name, nbytes in more[largest].items()]
     rest = (traced.refused, made, traced.work, traced.rows.get("prompt in place", 0))

@@ -21,7 +21,6 @@ _SHADES = {
     "gradients": "▞",
     "activations": "▒",
     "KV cache": "▓",
-    "cache's copy": "▒",
     "outputs": "▒",
     "temporaries": "░",
 }
@@ -113,7 +112,7 @@ class Estimate:
         pool = step["temporaries"] + step.get("restored weight", 0)
         workspace = step.get("workspace", 0) - prompt.get("workspace", 0)
         again = moments["prompt"] - self.in_place_bytes + workspace + step["KV cache"] + pool
-        return max(self.peak_bytes, again, moments["step"] + pool, moments["end"] + pool)
+        return max(self.peak_bytes, again, moments["step"] + pool)
 
     @property
     def missing(self) -> dict[str, int]:

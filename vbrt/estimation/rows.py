@@ -13,9 +13,8 @@ from vbrt.estimation.trace import Trace
 from vbrt.residency.needs import TierNeed, tier_needs
 from vbrt.residency.plan import Plan
 
-__all__ = ["RESTORED", "held_parts", "more_parts", "parts", "stages", "step_rows", "swapped_parameters", "weight_rows"]
+__all__ = ["more_parts", "parts", "stages", "step_rows", "swapped_parameters", "weight_rows"]
 
-RESTORED = "restored weight"  # while a layer multiplies by it
 _WORKSPACE = 32 << 20  # of cuBLAS for a thread and a stream, on sm_90: ATen/cuda/CUDABlas.cpp
 #: what of all that lasts is there in a stage
 _THERE = {
@@ -56,7 +55,7 @@ def _merged_row(plan: Plan | None, tier: str) -> Iterator[Row]:
     exact = [swap for swap in plan.swaps if swap.fine == "exact"] if plan is not None and plan.mode == "infer" else []
     if exact:
         largest = max(swap.dense_bytes // max(1, swap.experts) for swap in exact)
-        yield Row(RESTORED, tier, largest, "counted", "from two planes, one at a time")
+        yield Row("restored weight", tier, largest, "counted", "from two planes, one at a time")
 
 
 def _page_rows(plan: Plan, machine: Machine, task: Task) -> Iterator[Row]:
@@ -83,16 +82,6 @@ def _passing_bytes(plan: Plan, need: TierNeed, task: Task) -> int:
     return min(room, round(touched))
 
 
-def held_parts(traced: Trace, task: Task, plan: Plan | None, tier: str) -> dict[str, Mapping[str, int]]:
-    """Return what is there at the largest moment of each stage. Where `generate` records steps it ends with one more:
-    the cache that was moved into their memory gets tensors of its own again, while that is still there."""
-    made = {stage: parts(traced, stage) for stage in stages(traced)}
-    if records(task, plan, tier) and traced.rows:
-        held = traced.rows["KV cache"]
-        made["end"] = {"KV cache": held, "cache's copy": sum(traced.cache_bytes(task.new - 3))}
-    return made
-
-
 def more_parts(
     task: Task, plan: Plan | None, machine: Machine, tier: str, stages: Iterable[str], traced: Trace
 ) -> dict[str, dict[str, int]]:
@@ -103,11 +92,11 @@ def more_parts(
     blocks = Blocks()
     pages = _rests(blocks, _top_pages(plan, machine, task)) if plan is not None else 0
     cache = _rests(blocks, traced.cache_bytes(traced.room)) if records(task, plan, tier) else 0
-    recorded = {"step": cache, "end": cache + _rests(blocks, traced.cache_bytes(task.new - 3)) if cache else 0}
     found = {}
     for stage in stages:
-        workspaces = 1 + task.trains + (records(task, plan, tier) and stage in recorded)
-        found[stage] = {"workspace": _WORKSPACE * workspaces, "rests": pages + recorded.get(stage, 0)}
+        recorded = records(task, plan, tier) and stage == "step"
+        workspaces = 1 + task.trains + recorded
+        found[stage] = {"workspace": _WORKSPACE * workspaces, "rests": pages + cache * recorded}
     return found
 
 
@@ -134,7 +123,6 @@ def step_rows(held: Mapping[str, int], task: Task, tier: str, stage: str) -> lis
     tokens = f"{task.batch} × {task.context + task.new if task.kind == 'decode' else task.context} tokens"
     notes = {
         "KV cache": f"{tokens}, by the model's own cache",
-        "cache's copy": "as a call of generate ends, beside that of recorded steps",
         "activations": "kept from the forward to the backward pass",
         "gradients": "of what trains",
         "optimizer": f"state of {task.optimizer}",

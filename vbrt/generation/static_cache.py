@@ -261,7 +261,7 @@ def leave(cache: Any, *, copied: bool = True) -> None:
         if isinstance(layer, _Static):
             layer.leave_(copied=copied)
         if "_vb_fixed" in layer.__dict__:  # of a layer that has both, too
-            layer.__dict__.pop("_vb_fixed").leave_(copied=copied)
+            layer.__dict__.pop("_vb_fixed").leave_(layer, copied=copied)
 
 
 def is_entered(cache: Any) -> bool:
@@ -409,11 +409,11 @@ class Fixed:
                 fixed.copy_(now)
                 write_to(self._layer, name, fixed)
 
-    def leave_(self, *, copied: bool = True) -> None:
-        """Give the layer tensors of its own."""
+    def leave_(self, layer: Any, *, copied: bool = True) -> None:
+        """Give the layer that was entered tensors of its own."""
         for name, fixed in zip(self._names, self.tensors, strict=True):
-            if copied and read(self._layer, name) is fixed:
-                write_to(self._layer, name, fixed.clone())
+            if copied and read(layer, name) is fixed:
+                write_to(layer, name, fixed.clone())
         self.forget()
 
     def forget(self) -> None:

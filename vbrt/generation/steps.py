@@ -488,14 +488,15 @@ class Session:
 
     def end(self) -> None:
         """Give the cache tensors of its own, if somebody has kept it."""
+        self._last = self._recording = self._begin = None  # they know the cache, too
+        if self._kept is not None:
+            self._steps.end_call()
         try:
             self._let_go_others(None)
         except torch.OutOfMemoryError:
             self._steps.release()
             self._let_go_others(None, copied=False)  # its memory is its own now
-        if self._kept is not None:
-            self._steps.end_call()
-        self._kept = self._cache = self._last = self._recording = None
+        self._kept = self._cache = None
         self._lying = []
 
 
