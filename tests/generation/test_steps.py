@@ -156,13 +156,13 @@ def test_a_further_call_computes_its_prompt_where_recordings_attend_to_it(monkey
 
 def test_a_cache_that_nobody_keeps_is_not_copied_as_a_call_ends(monkeypatch):
     left = []
-    monkeypatch.setattr("vbrt.generation.steps.leave", lambda cache, **how: left.append(how) or leave(cache, **how))
+    monkeypatch.setattr("vbrt.generation.steps.leave", lambda of, **how: left.extend(of.layers) or leave(of, **how))
     vb = wrapped()
     for _ in range(2):
         vb.generate(PROMPT, attention_mask=MASK, max_new_tokens=14)
     assert steps(vb) == (26, 0) and not left
-    generated(vb)  # returns it
-    assert left == [{"copied": True}]
+    cache = generated(vb).past_key_values
+    assert left == cache.layers
 
 
 def test_two_caches_in_one_call_do_not_share_memory():
