@@ -218,3 +218,17 @@ def test_layers_are_their_own_though_the_cache_that_they_were_in_is_gone(tokens)
     other(vb)
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(layers, kept, strict=True))
     assert {type(layer) for layer in layers} == {transformers.cache_utils.DynamicLayer}
+
+
+def test_a_call_that_is_interrupted_before_its_prompt_leaves_the_caller_a_plain_cache(monkeypatch):
+    vb, cache = wrapped(), empty(tiny("llama"))
+    generated(vb)
+
+    def interrupted(*given):
+        static_cache.offer(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("vbrt.generation.steps.offer", interrupted)
+        generated(vb, past_key_values=cache)
+    assert {type(layer) for layer in cache.layers} == {transformers.cache_utils.DynamicLayer}

@@ -449,10 +449,10 @@ class Session:
         """Compute a prompt. `cache`: the only one of this call so far, which may use the memory of an earlier one."""
         self._steps.compile_for(ids_in(kwargs))
         offered = cache is not None and why_not(cache) == EMPTY and self._why is None and not torch.is_grad_enabled()
-        if offered:
-            self._steps.offer(cache)
-            self._lying = list(map(weakref.ref, layers_of(cache)))
         try:
+            if offered:
+                self._lying = list(map(weakref.ref, layers_of(cache)))
+                self._steps.offer(cache)
             out = self._plainly(plain, args, kwargs)
         except torch.OutOfMemoryError:
             self._steps.release()  # the next call has that much more
