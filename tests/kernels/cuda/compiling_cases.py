@@ -16,13 +16,14 @@ DEVICE = 77  # as Triton knows it
 
 
 class Asked:
-    """What Triton was asked to compile, by (name of the kernel, thread, ahead of a launch), and what was launched.
+    """What Triton was asked to compile, by (name of the kernel, thread, ahead of a launch), what launches it, by (name,
+    thread), and what was launched.
 
     What stands for compiled code can be launched, and does nothing. Kernels in `failing` cannot be compiled ahead.
     """
 
     def __init__(self):
-        self.compiled, self.launched, self.failing, self.kernels = [], [], (), set()
+        self.compiled, self.launchers, self.launched, self.failing, self.kernels = [], [], [], (), set()
 
     def compile(self, kernel, key, signature, device, constexprs, options, attrs, warmup):
         name = kernel.fn.__name__
@@ -31,7 +32,7 @@ class Asked:
         if name in self.failing and warmup:
             raise RuntimeError("no room")
         made = types.SimpleNamespace(run=lambda *args: self.launched.append(name), function=0, packed_metadata=0)
-        made.launch_metadata = lambda *args: None
+        made.launch_metadata, made.src, made.metadata = lambda *args: None, name, None
         kernel.device_caches[DEVICE][0][key] = made
         return made
 
@@ -60,6 +61,7 @@ def asked(monkeypatch, request):
     kernels = (step_ops._kernels, joined._kernels, launches._decoder, *products)
     device = {"get_current_device": DEVICE, "get_current_stream": 0, "get_current_target": GPUTarget("cuda", 90, 32)}
     said = {name: lambda *args, value=value: value for name, value in device.items()}
+    said["launcher_cls"] = lambda name, metadata: found.launchers.append((name, threading.get_ident()))
     monkeypatch.setattr(driver, "_active", types.SimpleNamespace(**said))
     monkeypatch.setattr(JITFunction, "_do_compile", lambda kernel, *given: found.compile(kernel, *given))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

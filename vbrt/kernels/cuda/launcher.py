@@ -95,9 +95,11 @@ class Launcher:
         noters[threading.get_ident()].append(self._ahead.setdefault(key, Compilation(self._kernel.__name__, compile)))
 
     def _compile(self, device: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """What a launch with these arguments has Triton compile."""
+        """What a launch with these arguments has Triton compile, and what launches it."""
         with torch.cuda.device(device):
-            return self._kernel.warmup(*arguments, grid=(1, 1), **options)
+            compiled = self._kernel.warmup(*arguments, grid=(1, 1), **options)
+        private_api.make_launcher(compiled)
+        return compiled
 
     def _launch_first(
         self, key: Hashable, grid: tuple[int, int], arguments: tuple[Any, ...], options: dict[str, Any]

@@ -3,6 +3,7 @@
 | what | private to | without it |
 | --- | --- | --- |
 | calling a compiled kernel again, `direct_launch` | Triton 3.6 to 3.9 | Triton's own launch each time, announced |
+| C code that launches a kernel, `make_launcher` | Triton 3.6 | compiled by the first launch |
 | names of a kernel's constants, `constant_names` | Triton | KernelError |
 | names in Gluon that differ by version, `renamed` | Triton | KernelError |
 | the current device and stream | torch._C | torch.cuda's, which take longer |
@@ -38,6 +39,7 @@ __all__ = [
     "guards_attribute",
     "hash_of_files",
     "is_tested",
+    "make_launcher",
     "never_lower",
     "options_of_mode",
     "raw_stream",
@@ -96,6 +98,16 @@ def direct_launch(compiled: Any) -> Launch | None:
         run(x, y, 1, stream, function, metadata, None, None, None, *addresses, *numbers, *constants)
 
     return launch
+
+
+def make_launcher(compiled: Any) -> None:
+    """Have Triton make what launches a compiled kernel, which then is on disk: 3.6 compiles C code for each signature
+    when a kernel is launched first, for .3 s. Does not touch the device; does nothing where Triton has no such part."""
+    from triton.runtime import driver
+
+    make = getattr(driver.active, "launcher_cls", None)
+    if make is not None and hasattr(compiled, "src"):
+        make(compiled.src, compiled.metadata)
 
 
 def constant_names(kernel: Any) -> tuple[str, ...]:
