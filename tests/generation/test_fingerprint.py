@@ -118,7 +118,7 @@ HERE = sys.modules[__name__]
         (Looking, "unnamed", lambda self, x: 2 * x, False),
         (HERE, "hooked", None, False),
     ],
-    ids=str,
+    ids=["global", "further", "constant", "method", "code", "defaults", "named", "torch", "unused", "unnamed", "other"],
 )
 def test_functions_and_constants_that_forwards_look_up_belong_to_the_model(of, name, value, matters, monkeypatch):
     model = nn.Sequential(Looking())
