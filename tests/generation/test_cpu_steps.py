@@ -110,7 +110,7 @@ def test_experts_whose_pages_never_move_are_counted_as_if_leased(experts, comput
     given = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     found = []
     for captures in (False, True):
-        model = tiny("qwen3_moe", num_experts=experts).to(torch.bfloat16)
+        model = tiny("qwen3_moe", num_experts=experts)
         vb = vbrt.wrap(model, "fp4", weights={"min_parameters": 1}, compute={"captures": captures, **compute})
         vb.generate(PROMPT[1:], **given)
         before = counts(vb)

