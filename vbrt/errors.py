@@ -28,6 +28,7 @@ __all__ = [
     "VBError",
     "WrapError",
     "describe_os_error",
+    "first_line",
 ]
 
 
@@ -74,3 +75,8 @@ class CheckpointError(VBError, RuntimeError):
 def describe_os_error(error: OSError) -> str:
     """The reason for people: "the disk is full", or what the system says."""
     return "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+
+
+def first_line(error: BaseException, most: int = 200) -> str:
+    """What an error says, as far as its first line goes, and no more than so many characters."""
+    return next(iter(str(error).splitlines()), "")[:most]

@@ -22,13 +22,18 @@ from vbrt.residency.expert_leases import ExpertLeases
 from vbrt.residency.experts import pages_of_scan
 from vbrt.residency.plan import Plan, Swap
 
-__all__ = ["HeldExperts", "pairs_among"]
+__all__ = ["HeldExperts", "pairs_among", "touched_share"]
 
 
 def pairs_among(values: Iterable[Any]) -> int:
     """Return the pairs of tokens and experts that arguments name by their ids; 0 if none are ids."""
     ids = next((v for v in values if isinstance(v, Tensor) and not v.is_floating_point()), None)
     return 0 if ids is None else ids.numel()
+
+
+def touched_share(experts: int, top_k: int, tokens: float) -> float:
+    """Return the share of a layer's experts that some of so many tokens are expected to go to."""
+    return 1 - (1 - top_k / experts) ** tokens
 
 
 class HeldExperts(NamedTuple):
@@ -70,7 +75,7 @@ class HeldExperts(NamedTuple):
     def touched(self, pairs: int) -> int:
         """Return the experts that so many pairs are expected to name."""
         experts, k = self.leases.experts, self.leases.top_k
-        touched = math.ceil(experts * (1 - (1 - k / experts) ** (pairs / k)))
+        touched = math.ceil(experts * touched_share(experts, k, pairs / k))
         return min(touched, max(k, self.most)) if self.most else touched
 
     def at_once(self, pairs: int) -> int:

@@ -91,12 +91,10 @@ def more_parts(
         return {stage: {} for stage in stages}
     blocks = Blocks()
     pages = _rests(blocks, _top_pages(plan, machine, task)) if plan is not None else 0
-    cache = _rests(blocks, traced.cache_bytes(traced.room)) if records(task, plan, tier) else 0
-    found = {}
-    for stage in stages:
-        recorded = records(task, plan, tier) and stage == "step"
-        workspaces = 1 + task.trains + recorded
-        found[stage] = {"workspace": _WORKSPACE * workspaces, "rests": pages + cache * recorded}
+    found = {stage: {"workspace": _WORKSPACE * (1 + task.trains), "rests": pages} for stage in stages}
+    if records(task, plan, tier):
+        found["step"]["workspace"] += _WORKSPACE
+        found["step"]["rests"] += _rests(blocks, traced.cache_bytes(traced.room))
     return found
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from vbrt.config import VBConfig, load_config
 from vbrt.config.formats import FORMATS
+from vbrt.estimation.experts import touched_share
 from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
 from vbrt.estimation.shares import SHARES, Shares
@@ -189,7 +190,7 @@ def _kept_bytes(model: nn.Module, swaps: Iterable[Swap]) -> int:
 
 def _touched(swap: Swap, tokens: int) -> float:
     """Return the share of a layer's experts that some of the tokens go to; 1 without experts."""
-    return 1 - (1 - swap.top_k / swap.experts) ** tokens if swap.experts else 1.0
+    return touched_share(swap.experts, swap.top_k, tokens) if swap.experts else 1.0
 
 
 def _elements(swap: Swap, tokens: int) -> float:

@@ -35,9 +35,8 @@ def looked_up(kinds: Iterable[type[nn.Module]], functions: Iterable[Any] = ()) -
         search.add(function)
     for kind in kinds:
         classes = _own_classes(kind)
-        ours = (
-            _package(getattr(kind.forward, "__globals__", {})) == "vbrt"
-        )  # which may call any method of the plain class
+        # a forward of ours may call any method of the plain class
+        ours = _package(getattr(kind.forward, "__globals__", {})) == "vbrt"
         for name in {name for of in classes for name in of.__dict__} if ours else ("forward",):
             search.add_method(name, classes)
     return search.found()

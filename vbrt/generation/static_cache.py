@@ -47,7 +47,19 @@ from vbrt.generation.caches import (
 )
 from vbrt.generation.spans import Span, span_of
 
-__all__ = ["Fixed", "Growing", "Room", "Statics", "Undo", "is_entered", "leave", "offer", "own", "withdraw"]
+__all__ = [
+    "Fixed",
+    "Growing",
+    "Room",
+    "Statics",
+    "Undo",
+    "is_entered",
+    "leave",
+    "offer",
+    "own",
+    "storage_of",
+    "withdraw",
+]
 
 #: thousands of times what values are, and finite in 16 bits: what is masked is multiplied by zero
 _SPOILED = 1e4
@@ -293,12 +305,12 @@ def own(cache: Any, memory: Sequence["Statics"], *, but: "Statics | None" = None
 
     but: memory that the cache is about to enter: what already lies at its place there stays.
     """
-    rooms = {_storage(tensor) for statics in memory for room in statics.rooms.values() for tensor in room.tensors}
+    rooms = {storage_of(tensor) for statics in memory for room in statics.rooms.values() for tensor in room.tensors}
     for index, layer in enumerate(layers_of(cache)):
         stay = but.rooms[index].tensors if but is not None and index in but.rooms else ()
         for name in OWN[:2]:
             tensor = layer.__dict__.get(name)
-            if not isinstance(tensor, Tensor) or _storage(tensor) not in rooms:
+            if not isinstance(tensor, Tensor) or storage_of(tensor) not in rooms:
                 continue
             if not any(tensor.data_ptr() == place.data_ptr() and tensor.stride() == place.stride() for place in stay):
                 layer.__dict__[name] = tensor.clone()
@@ -328,7 +340,7 @@ class Room:
         self.first = first
         begin, end = length - held[0].shape[-2] - first, length - first
         for tensor, now in zip(self.tensors, held, strict=True):
-            if _storage(now) != _storage(tensor):  # else it was computed here, see `Filling`
+            if storage_of(now) != storage_of(tensor):  # else it was computed here, see `Filling`
                 tensor[:, :, max(begin, 0) : end] = now[:, :, max(-begin, 0) :]
             tensor[:, :, end:] = 0
 
@@ -369,7 +381,7 @@ def _suits(tensor: Tensor, room: Tensor) -> bool:
     return shape == room.shape and tensor.dtype is room.dtype and tensor.device == room.device
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """The address of the memory that a tensor is a part of."""
     return tensor.untyped_storage().data_ptr()
 

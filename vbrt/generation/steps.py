@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vbrt.errors import first_line
 from vbrt.generation.caches import EMPTY, NotRecordable, cache_form, layers_of, length_of, why_not
 from vbrt.generation.calls import Call, cache_in, ids_in, new_tokens, take_apart
 from vbrt.generation.fingerprint import attributes, changed, fingerprint, why_eager
@@ -154,7 +155,7 @@ class Steps:
             self._begun += self._terms.compile_ahead(tokens, soon=soon)
             self._foreseen.add(tokens)
         except Exception as error:  # noqa: BLE001 - a pass does without
-            why = f"{type(error).__name__}: {_first_line(error)}"
+            why = f"{type(error).__name__}: {first_line(error)}"
             if why not in self._not_begun:
                 warnings.warn(f"vbrt: nothing is compiled ahead, launches compile: {why}", stacklevel=2)
             self._not_begun[why] += 1
@@ -223,7 +224,7 @@ class Steps:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            why = error if isinstance(error, NotRecordable) else f"{type(error).__name__}: {_first_line(error)}"
+            why = error if isinstance(error, NotRecordable) else f"{type(error).__name__}: {first_line(error)}"
             self._refused[call.form] = f"a step cannot be recorded: {why}"
             raise NotRecordable(self._refused[call.form]) from error
         self.recordings += 1
@@ -327,7 +328,7 @@ class Session:
         except NotRecordable as error:
             return self._eager(str(error), found, plain, args, kwargs)
         except torch.OutOfMemoryError as error:
-            why = f"no memory for it: {_first_line(error)}"
+            why = f"no memory for it: {first_line(error)}"
         else:
             self._steps.captured += 1
             return out
@@ -544,7 +545,3 @@ def _difference(out: Any, expected: Any, *, joined: float) -> str:
         if error > max(2 * joined, _ROUNDING.get(wanted.dtype, _COARSE_ROUNDING)):
             return f"{name} is {error:.1e} off"
     return ""
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "")[:200]

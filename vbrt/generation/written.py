@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from vbrt.generation.static_cache import Undo
+from vbrt.generation.static_cache import Undo, storage_of
 
 __all__ = ["Written"]
 
@@ -18,13 +18,13 @@ class Written:
 
     def __init__(self, apart: Iterable[Tensor]) -> None:
         """apart: tensors whose memory somebody else looks after."""
-        self._apart = {_storage(tensor) for tensor in apart}
+        self._apart = {storage_of(tensor) for tensor in apart}
         self._before: list[tuple[Tensor, Tensor]] = []
         self._tensors: list[Tensor] = []
 
     def note(self, tensor: Tensor) -> None:
         """Copy what is in a tensor that was there before the step, which is about to write to it."""
-        if _storage(tensor) not in self._apart:
+        if storage_of(tensor) not in self._apart:
             self._before.append((tensor, tensor.clone()))
 
     def undo(self) -> None:
@@ -43,7 +43,3 @@ class Written:
         finally:
             for tensor, before in zip(self._tensors, held, strict=True) if undo is None or undo.wanted else ():
                 tensor.copy_(before)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -209,19 +209,14 @@ def _tasks(product: HostProduct) -> tuple[Task, Task]:
     """Both products; the second one's inputs are the team's own."""
     form, ids, number = product.form, product.ids, NUMBERS[product.x.dtype]
     pairs, (up, down), shapes = ids.numel(), product.biases, form.pages.shapes
-    head, most = (ids.data_ptr(), pairs), form.most or pairs
-    return (
-        Task(*head, ids.shape[1], most, product.x.data_ptr(), *_bias(up), None, shapes["up"][1], *_types(number, up)),
-        Task(*head, 1, most, None, *_bias(down), product.out.data_ptr(), shapes["down"][1], *_types(number, down)),
-    )
+    most = form.most or pairs
 
+    def task(part: str, per_row: int, x: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Task:
+        places = (None if tensor is None else tensor.data_ptr() for tensor in (x, bias, out))
+        kind = 0 if bias is None else NUMBERS[bias.dtype]
+        return Task(ids.data_ptr(), pairs, per_row, most, *places, shapes[part][1], number, kind, number, False)
 
-def _bias(bias: Tensor | None) -> tuple[int | None]:
-    return (None if bias is None else bias.data_ptr(),)
-
-
-def _types(number: int, bias: Tensor | None) -> tuple[int, int, int, bool]:
-    return number, 0 if bias is None else NUMBERS[bias.dtype], number, False
+    return task("up", ids.shape[1], product.x, up, None), task("down", 1, None, down, product.out)
 
 
 def _serve(memory: _Memory, place: int, team: "weakref.ref[ExpertTeam]") -> None:

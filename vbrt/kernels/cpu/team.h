@@ -46,12 +46,15 @@ static inline void pause_core(void) {
 #endif
 }
 
+/* One turn, from 1 on, of a loop that waits. */
+static inline void spin(int64_t turn) {
+    pause_core();
+    if (turn % SPINS == 0) sched_yield();
+}
+
 /* Spin while `*word` has a value. */
 static void spin_while(const int64_t *word, int64_t value) {
-    for (int64_t i = 1; __atomic_load_n(word, __ATOMIC_ACQUIRE) == value; i++) {
-        pause_core();
-        if (i % SPINS == 0) sched_yield();
-    }
+    for (int64_t i = 1; __atomic_load_n(word, __ATOMIC_ACQUIRE) == value; i++) spin(i);
 }
 
 /* Join a job; 0 where it is no longer open. */
@@ -82,10 +85,7 @@ static void take_part(Team *t, int place);
 
 static void close_job(Team *t) {
     __atomic_store_n(&t->open, 0, __ATOMIC_SEQ_CST);
-    for (int64_t i = 1; __atomic_load_n(&t->inside, __ATOMIC_SEQ_CST); i++) {
-        pause_core();
-        if (i % SPINS == 0) sched_yield();
-    }
+    for (int64_t i = 1; __atomic_load_n(&t->inside, __ATOMIC_SEQ_CST); i++) spin(i);
 }
 
 /* Return when a job is done: number, or 0 for the one that is open. Any thread may, again and again. */
@@ -93,10 +93,7 @@ void vbrt_team_finish(Team *t, int64_t number) {
     if (!number) number = __atomic_load_n(&t->open, __ATOMIC_SEQ_CST);
     if (!number || !enter(t, number)) return;  /* what is closed is done */
     take_part(t, 0);
-    for (int64_t i = 1; __atomic_load_n(&t->left, __ATOMIC_ACQUIRE) > 0; i++) {
-        pause_core();
-        if (i % SPINS == 0) sched_yield();
-    }
+    for (int64_t i = 1; __atomic_load_n(&t->left, __ATOMIC_ACQUIRE) > 0; i++) spin(i);
     __atomic_store_n(&t->fetched, number, __ATOMIC_RELEASE);
     leave(t);
 }

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from vbrt.errors import first_line
 from vbrt.host.crew import Crew
 
 __all__ = ["FIRST", "Compilation", "FirstLaunch", "begin", "noters", "noting"]
@@ -78,7 +79,7 @@ class Compilation:
             try:
                 self.compiled = self._compile()
             except Exception as error:  # noqa: BLE001 - the launch compiles again, and raises
-                self.error = f"{self.name}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+                self.error = f"{self.name}: {type(error).__name__}: {first_line(error)}"
                 warnings.warn(f"vbrt: compiling ahead failed, the first launch compiles: {self.error}", stacklevel=2)
             self._compile = None  # and the arguments with it
             self.took_us = (time.perf_counter_ns() - begun) // 1000
