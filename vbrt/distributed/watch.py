@@ -24,7 +24,7 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
-from vbrt.errors import ArgumentError, TierError, VBError, first_line
+from vbrt.errors import ArgumentError, TierError, VBError
 from vbrt.host.memory import bytes_view
 from vbrt.host.ticker import Ticker
 from vbrt.layers.shards import group_of
@@ -131,8 +131,7 @@ class Watch:
         try:
             failed = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
         except RuntimeError as error:
-            said = first_line(error, 100)
-            self.verdict = f"rank 0 has ended: the store of torch.distributed, which it had, is gone ({said})"
+            self.verdict = f"rank 0 has ended: the store of torch.distributed, which it had, is gone ({_line(error)})"
             return self.verdict
         if failed:
             what = json.loads(failed)
@@ -181,8 +180,7 @@ class Watch:
             for rank in range(self.count) if not self.verdict else ():
                 self._see(rank)
         except RuntimeError as error:
-            said = first_line(error, 100)
-            self.verdict = self.verdict or f"the store of torch.distributed is gone, with rank 0 ({said})"
+            self.verdict = self.verdict or f"the store of torch.distributed is gone, with rank 0 ({_line(error)})"
         if self.verdict:
             self._abort()
 
@@ -210,7 +208,7 @@ class Watch:
         try:
             nccl.abort()
         except RuntimeError as error:
-            why = f"its collectives cannot be aborted ({first_line(error, 100)}), and end with their timeout"
+            why = f"its collectives cannot be aborted ({_line(error)}), and end with their timeout"
             print(f"vbrt: rank {self.rank}: {why}", file=sys.stderr, flush=True)
 
 
@@ -225,6 +223,10 @@ def _nccl_of(group: Any) -> Any:
 
 def _at(layer: str) -> str:
     return f" at {layer}" if layer else ""
+
+
+def _line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")[:100]
 
 
 def _beat(watch: Watch) -> float | None:
