@@ -197,7 +197,7 @@ def loaded_parts(path: str, format: str, dtype: str) -> dict[str, Any]:
 
 
 def broken(path: str, how: str, whose: int, device: str = "cpu") -> str:
-    """Run passes that a rank fails in: a page of it is damaged, it ends, or hangs."""
+    """Run passes that a rank fails in: a page of it is damaged, it ends, hangs, or wakes up while others ask."""
     vb = vbrt.wrap(parallel(llama(torch.float32).to(device)), streamed(path, device))
     tokens = TOKENS.to(device)
     with torch.no_grad():
@@ -244,7 +244,8 @@ def _break(vb: vbrt.VBModelWrapper, path: str, how: str) -> None:
     elif how == "end":
         layer.register_forward_pre_hook(lambda *args: os._exit(1))
     else:
-        layer.register_forward_pre_hook(lambda *args: time.sleep(_timeout_s() + 2))
+        longer = {"hang": 4, "wake": 0.7}[how]
+        layer.register_forward_pre_hook(lambda *args: time.sleep(_timeout_s() + longer))
 
 
 def _timeout_s() -> float:
@@ -258,7 +259,7 @@ def asleep_between_recorded_steps(path: str, whose: int) -> dict[str, Any]:
     tokens, given = TOKENS.to(vb.model.device), {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     vb.generate(tokens, max_new_tokens=24, **given)
     replays = vb._attachment.replays
-    sleeper = [_Sleeper(12, _timeout_s() + 2)] if dist.get_rank() == whose else []
+    sleeper = [_Sleeper(12, _timeout_s() + 4)] if dist.get_rank() == whose else []
     told = _stopped(lambda: vb.generate(tokens, max_new_tokens=24, **given, stopping_criteria=sleeper)[0, -1].item())
     return {"told": told, "replays": replays}
 

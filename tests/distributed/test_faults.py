@@ -24,9 +24,10 @@ def test_a_damaged_page_stops_all_ranks_with_its_rank_and_layer(ranks: Ranks, tm
         assert other.startswith(f"rank {whose} has failed: TierError: model.layers.1.mlp.up_proj#dense: ")
 
 
-def test_a_rank_that_hangs_is_named_with_the_layer_where_it_does(ranks: Ranks, tmp_path: Path):
+@pytest.mark.parametrize("how", ["hang", "wake"])
+def test_a_rank_that_hangs_is_named_with_the_layer_where_it_does(ranks: Ranks, tmp_path: Path, how: str):
     whose = len(ranks.processes) - 1
-    ranks.begin(cases.broken, path=str(tmp_path), how="hang", whose=whose)
+    ranks.begin(cases.broken, path=str(tmp_path), how=how, whose=whose)
     *others, own = ranks.end()
     for other in others:
         assert other == f"rank {whose} has ended or hangs; it was last seen in pass 2 at model.layers.1.mlp.up_proj"

@@ -145,7 +145,8 @@ class Watch:
         others, who wait for it or for this rank.
 
         Who is furthest behind, once those that go on have been heard again: one that hangs tells where it is, and of
-        one that has ended the last place is known. Where they are level it is one that tells nothing more.
+        one that has ended the last place is known. Where they are level it is one that tells nothing more, and where
+        all do it is who was behind when it was not yet listened to: one that hung has woken up meanwhile.
         """
         text = f"another rank of {self.count} has ended or hangs"
         with contextlib.suppress(RuntimeError):
@@ -154,9 +155,12 @@ class Watch:
             if self.look():
                 return self.verdict
             after = self._places()
-            if after:
-                rank = min(after, key=lambda rank: (after[rank][1:3], after[rank] != before.get(rank)))
-                _, passes, _, layer = after[rank]
+            heard = {rank: told != before.get(rank) for rank, told in after.items()}
+            level = all(heard.values()) and len({told[1:3] for told in after.values()} | {self._place()[:2]}) == 1
+            places = (before or after) if level else after
+            if places:
+                rank = min(places, key=lambda rank: (places[rank][1:3], heard[rank]))
+                _, passes, _, layer = places[rank]
                 text = f"rank {rank} has ended or hangs; it was last seen in pass {passes}{_at(layer)}"
                 self._store.compare_set("failed", "", json.dumps({"rank": rank, "text": text}))
         return text
