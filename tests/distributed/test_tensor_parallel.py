@@ -17,6 +17,7 @@ BLOCKED = ("nvfp4", "quantile", pytest.param("mxfp4", marks=MORE), pytest.param(
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     cases.llama().save_pretrained(path / "llama")
+    cases.llama(tie_word_embeddings=True).save_pretrained(path / "tied")
     qwen3_moe().save_pretrained(path / "moe")
     return path
 
@@ -52,7 +53,7 @@ def test_four_ranks_hold_a_quarter_each(four_ranks: Ranks, format: str):
     check_parallel(results, (256, 256), exact=format == "exact")
 
 
-@pytest.mark.parametrize("model", ["llama", "moe"])
+@pytest.mark.parametrize("model", ["llama", "tied", "moe"])
 def test_transformers_loads_a_split_model_into_planes_with_the_plans_own_outputs(
     two_ranks: Ranks, saved: Path, model: str
 ):

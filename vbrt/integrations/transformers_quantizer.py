@@ -317,7 +317,6 @@ class VBQuantizer(TakesGGUF):
         for name, parameter in model.named_parameters():
             if name in self._read_in:
                 parameter.data = parameter.data.to(self._read_in[name])
-        model.tie_weights()
         if self._holds_planes:
             _ignore_(model, saved.plane_patterns())
         self._begin = partial(_begin_filling, self, saved)
@@ -455,8 +454,10 @@ class VBQuantizer(TakesGGUF):
 
 
 def _begin_filling(quantizer: VBQuantizer, saved: Any, model: PreTrainedModel) -> None:
-    """Plan a model, of which this rank's part is there by now where transformers splits it over ranks."""
+    """Plan a model, of which this rank's part is there by now where transformers splits it over ranks: it looks up
+    parameters by all names of its plan, those that share a weight included, so they are tied only now."""
     quantizer._begin = None
+    model.tie_weights()
     quantizer.filling = quantizer.quantization_config.filling(model, saved)
     warn_of_plan(quantizer.filling.plan, "from_pretrained", stacklevel=6)
 
