@@ -33,6 +33,44 @@ def test_they_have_the_bits_of_resident_masters_also_in_chunks(tmp_path, monkeyp
     assert all(torch.equal(p, m) for p, (_, m) in zip(vb.unwrap().parameters(), by.pairs, strict=True))
 
 
+def clamped(parameter) -> None:
+    parameter.data.clamp_(-0.02, 0.02)
+
+
+def scaled(parameter) -> None:
+    with torch.no_grad():
+        parameter.mul_(1.5)
+
+
+def drawn(parameter) -> None:
+    nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+
+
+def replaced(parameter) -> None:
+    parameter.data = parameter.data.flip(0)
+
+
+@pytest.mark.parametrize("chunk", [1024, 1 << 24])
+@pytest.mark.parametrize("write", [clamped, scaled, drawn, replaced])
+def test_numbers_that_are_written_are_the_new_masters_and_the_others_stay(monkeypatch, write, chunk):
+    monkeypatch.setattr(kept, "_CHUNK", chunk)
+    model = Tiny(1).to(torch.bfloat16)
+    twin = copy.deepcopy(model)
+    by = Masters(twin, OPTIMIZERS["Adam"])
+    vb = vbrt.wrap(model, "full", optimizer=OPTIMIZERS["Adam"], weights={"embeddings": False})
+    assert in_bf16(vb, vb.optimizer) == in_bf16(twin, by)
+    write(model.embed.weight)
+    parameter, master = by.pairs[0]
+    before = parameter.clone()
+    write(parameter)
+    with torch.no_grad():
+        master.copy_(master.where(parameter == before, parameter.float()))
+    assert (parameter != before).any() and ((parameter == before).any() or write is not clamped)
+    assert torch.equal(kept.master_of(vb.optimizer, model.embed.weight), master)
+    assert in_bf16(vb, vb.optimizer) == in_bf16(twin, by)
+    assert all(torch.equal(p, m) for p, (_, m) in zip(vb.unwrap().parameters(), by.pairs, strict=True))
+
+
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()

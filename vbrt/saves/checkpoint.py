@@ -30,8 +30,7 @@ from vbrt.report.progress import Progress
 from vbrt.saves.manifest import SHARD, content_digest, text_of
 from vbrt.saves.nested import taken_apart, together
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, TensorWriter, digest, in_order
-from vbrt.training.kept import LOW
-from vbrt.training.update import join_master
+from vbrt.training.kept import take_master
 
 __all__ = ["CHECKPOINT", "Piece", "SavedCheckpoint", "TrainingCheckpoint", "read_checkpoint", "write_checkpoint"]
 
@@ -237,6 +236,6 @@ def read_checkpoint(directory: str | PathLike) -> TrainingCheckpoint:
     model, optimizer = dict[str, Tensor](), saved.filled(saved.state["optimizer"])
     for entry in saved.state["model"]:
         tensor = saved.read(entry["value"])
-        low = optimizer["state"].get(entry.get("number"), {}).pop(LOW, None)
-        model |= dict.fromkeys(entry["names"], tensor if low is None else join_master(tensor, low))
+        own = optimizer["state"].get(entry.get("number"), {})
+        model |= dict.fromkeys(entry["names"], take_master(tensor, own))
     return TrainingCheckpoint(model, optimizer, saved.filled(saved.state["extra"]))

@@ -2,7 +2,8 @@
 
 A step in bf16 would lose every change below a 256th of a weight. So a parameter in bf16 is its high half, as a weight
 in the tiers is: the low half is in the optimizer's state, as "low", and the step is done on the fp32 master that both
-make.
+make. The state has the high half, too, as "high": a number that is another one now was written by the user (copy_,
+mul_, nn.init, a state dict), and what was written is its master.
 
 The masters of all parameters are there for the length of a step. One that is large, such as an output head, is stepped
 in chunks, each by an optimizer of its own on a part of the state, so that a step needs no room for a whole master: the
@@ -20,9 +21,9 @@ from vbrt.errors import WrapError
 from vbrt.training.streamed import StreamedParameter
 from vbrt.training.update import join_master, split_master
 
-__all__ = ["LOW", "check_kept", "load_kept", "master_of", "step_kept", "widen_kept"]
+__all__ = ["check_kept", "load_kept", "master_of", "step_kept", "take_master", "widen_kept"]
 
-LOW = "low"  #: in the optimizer's state of a parameter
+_LOW, _HIGH = "low", "high"  # in the optimizer's state of a parameter: its halves as the last step left them
 _CHUNK = 1 << 24  # numbers that are stepped at a time, of parameters that have more
 
 
@@ -79,12 +80,14 @@ def _step_in_chunks(
     """Do the step of one parameter in bf16 with its gradient, a chunk at a time."""
     parameter, gradient = held
     state, high = dict(optimizer.state.get(parameter, {})), parameter.data.view(-1)
-    low = state.pop(LOW, None)
+    low, last = state.pop(_LOW, None), state.pop(_HIGH, None)
     whole = {name: value for name, value in state.items() if _is_of(value, parameter)}
     new_low = torch.empty(parameter.shape, dtype=torch.int16, device=parameter.device) if low is None else low
+    new_high = torch.empty_like(parameter.data) if last is None else last
     for begin in range(0, high.numel(), _CHUNK):
         part = slice(begin, min(begin + _CHUNK, high.numel()))
-        chunk = nn.Parameter(high[part].float() if low is None else join_master(high[part], low.view(-1)[part]))
+        halves = {name: half.view(-1)[part] for name, half in ((_LOW, low), (_HIGH, last)) if half is not None}
+        chunk = nn.Parameter(_joined(high[part], halves))
         chunk.grad = gradient.view(-1)[part].float()
         one = plain([{**group, "params": [chunk]}])
         one.__dict__.update({name: optimizer.__dict__[name] for name in _SCALING if name in optimizer.__dict__})
@@ -98,9 +101,11 @@ def _step_in_chunks(
                 if name not in whole:
                     whole[name] = value.new_empty(parameter.shape)
                 whole[name].view(-1)[part] = value
-        new_high, new = split_master(chunk.detach())
-        high[part], new_low.view(-1)[part] = new_high, new
-    optimizer.state[parameter] = {name: whole.get(name, value) for name, value in own.items()} | {LOW: new_low}
+        new = split_master(chunk.detach())
+        new_low.view(-1)[part], new_high.view(-1)[part] = new.low, new.high
+        high[part] = new.high
+    halves = {_LOW: new_low, _HIGH: new_high}
+    optimizer.state[parameter] = {name: whole.get(name, value) for name, value in own.items()} | halves
 
 
 _SCALING = ("grad_scale", "found_inf")  # what torch's GradScaler puts on an optimizer
@@ -138,15 +143,34 @@ def _master(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterat
         parameter.data = high.copy_(new_high)
         parameter.grad = gradient
         if stepped or optimizer.state.get(parameter):  # else torch would take it for a state that was begun
-            optimizer.state[parameter][LOW] = low
+            optimizer.state[parameter].update({_LOW: low, _HIGH: new_high})
 
 
 def master_of(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> Tensor:
     """Return a copy of a parameter that stayed, in fp32, with the bits that bf16 does not hold; others as they are."""
     if parameter.dtype is not torch.bfloat16:
         return parameter.detach()
-    low = None if optimizer is None else optimizer.state.get(parameter, {}).get(LOW)
-    return parameter.detach().float() if low is None else join_master(parameter.detach(), low)
+    return _joined(parameter.detach(), {} if optimizer is None else optimizer.state.get(parameter, {}))
+
+
+def take_master(value: Tensor, state: dict[str, Any]) -> Tensor:
+    """Return the fp32 master of a parameter's value, where its state has one, else the value; and leave in the state
+    what a plain optimizer has."""
+    master = _joined(value, state) if _LOW in state else value
+    for half in (_LOW, _HIGH):
+        state.pop(half, None)
+    return master
+
+
+def _joined(high: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """Return the fp32 masters of numbers in bf16: with the low half where the high one is the last step's, and
+    elsewhere the number that was written."""
+    low, last = state.get(_LOW), state.get(_HIGH)
+    if low is None:
+        return high.float()
+    if last is not None:  # an older checkpoint has none
+        low = low.where(high.view(torch.int16) == last.view(torch.int16), -0x8000)
+    return join_master(high, low)
 
 
 def widen_kept(optimizer: torch.optim.Optimizer) -> None:
@@ -154,9 +178,8 @@ def widen_kept(optimizer: torch.optim.Optimizer) -> None:
     for parameter in _kept(optimizer):
         if parameter.dtype is torch.bfloat16:
             gradient, parameter.grad = parameter.grad, None
-            parameter.data = master_of(optimizer, parameter)
+            parameter.data = take_master(parameter.detach(), optimizer.state.get(parameter, {})).float()
             parameter.grad = None if gradient is None else gradient.float()
-            optimizer.state.get(parameter, {}).pop(LOW, None)
 
 
 def load_kept(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -168,8 +191,9 @@ def load_kept(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -
                 narrowing.enter_context(_as_fp32(parameter))
         torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
     for own in optimizer.state.values():
-        if LOW in own:
-            own[LOW] = own[LOW].to(torch.int16)  # torch casts it, too: fp32 holds its values
+        for half, dtype in ((_LOW, torch.int16), (_HIGH, torch.bfloat16)):
+            if half in own:
+                own[half] = own[half].to(dtype)  # torch casts it, too: fp32 holds its values
 
 
 @contextlib.contextmanager
