@@ -17,6 +17,7 @@ from tests.tiers.stacks import assert_at_rest
 from tests.zoo.experts import EXPERTS, Holder, experts_module, routed
 from vbrt.errors import KernelError
 from vbrt.kernels.cpu import build
+from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.kernels.experts import Gate
 from vbrt.layers.experts import host_work
 from vbrt.layers.experts.host_work import HostLayer, Operands
@@ -143,6 +144,84 @@ def test_pages_of_a_pass_that_is_interrupted_beside_a_team_are_released(monkeypa
     assert _outputs(vb, [[2, 3], [6, 7]])[0].isfinite().all()
     assert_at_rest(vb.stack)
     vb.close()
+
+
+def _interrupted_after(call):
+    """A function that is interrupted once, when it has done its work."""
+    left = [KeyboardInterrupt]
+
+    def run(*args):
+        result = call(*args)
+        if left:
+            raise left.pop()
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["post", "finish"])
+@torch.no_grad()
+def test_an_interrupt_within_a_call_of_the_team_leaves_no_page_held(monkeypatch, name):
+    vb = wrap_beside(monkeypatch, qwen3_moe(), room=2, miss="compute")
+    _outputs(vb, [[0, 1]])
+    with monkeypatch.context() as patched:
+        patched.setattr(ExpertTeam, name, _interrupted_after(getattr(ExpertTeam, name)))
+        with pytest.raises(KeyboardInterrupt) as kept:
+            _outputs(vb, [[2, 3]])
+    assert kept  # with whoever held the pages
+    assert_at_rest(vb.stack)  # at once: nobody looks after what was fetched
+    vb.close()
+
+
+@torch.no_grad()
+def test_a_job_without_memory_holds_no_page(monkeypatch):
+    vb = wrap_beside(monkeypatch, qwen3_moe(), room=2, miss="compute")
+    team = vb._attachment.missed._awake()
+    with monkeypatch.context() as patched:
+        patched.setattr(team._memory, "library", _WithoutMemory(team._memory.library))
+        with pytest.raises(MemoryError, match="2 pairs") as kept:
+            _outputs(vb, [[2, 3]])
+    assert kept and team._posted is None
+    assert_at_rest(vb.stack)
+    assert _outputs(vb, [[2, 3]])[0].isfinite().all()
+
+
+class _WithoutMemory:
+    def __init__(self, library):
+        self._library = library
+
+    def __getattr__(self, name):
+        return (lambda *args: 0) if name == "vbrt_team_experts" else getattr(self._library, name)
+
+
+@torch.no_grad()
+def test_a_team_has_the_threads_that_torch_has_now(monkeypatch):
+    vb = wrap_beside(monkeypatch, qwen3_moe(), room=2, miss="compute")
+    missed, places = vb._attachment.missed, []
+    for threads in (8, 8, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        team = missed._awake()
+        places.append(team._places)
+        assert missed._awake() is team
+    assert places == [6, 6, 3]  # less those that work meanwhile
+
+
+@torch.no_grad()
+def test_biases_are_read_in_their_own_order_and_computed_in_fp64_without_a_team(monkeypatch):
+    x, ids, weights = routed(experts_module("GptOssExperts"), tokens=1)
+    want = None
+    for change in (lambda bias: bias, lambda bias: bias.t().contiguous().t(), lambda bias: bias.double()):
+        vb = wrap_beside(monkeypatch, Holder(experts_module("GptOssExperts")), room=3, miss="compute")
+        experts = vb.model.experts
+        for name in ("gate_up_proj_bias", "down_proj_bias"):
+            torch.manual_seed(2)
+            bias = torch.randn(experts._parameters[name].shape, dtype=x.dtype)
+            experts._parameters[name] = torch.nn.Parameter(change(bias))
+        host = vb._attachment.missed._with_biases(experts)
+        assert host.up.is_contiguous() and host.down.is_contiguous()
+        got = experts(x, ids, weights)
+        want = got if want is None else want
+        torch.testing.assert_close(got.to(want.dtype), want, rtol=2e-2, atol=2e-3)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ handed to `work.end`, in a thread of the team.
 """
 
 import atexit
+import contextlib
 import ctypes
 import os
 import weakref
@@ -127,7 +128,7 @@ class ExpertTeam:
 
     def __init__(self, threads: int) -> None:
         self.pid, self._lock = os.getpid(), allocate_lock()
-        self._places, self._started = max(2, threads), False  # one at least looks after what nobody comes for
+        self._places, self._started = max(2, threads), 1  # one at least looks after what nobody comes for
         self._memory = _Memory(self._places)
         self._posted: tuple[Work | None, HostProduct, tuple] | None = None
         self._number = 0
@@ -149,6 +150,7 @@ class ExpertTeam:
         (up_bank, down_bank), held = _banks(product)
         up, down = _tasks(product)
         with self._lock:
+            self._start()  # before the job: Ctrl-C between both would leave it to nobody
             memory.library.vbrt_team_finish(memory.address, 0)
             self._posted = work, product, held  # before the job: threads read it from then on
             number = self._number = memory.library.vbrt_team_experts(
@@ -156,8 +158,6 @@ class ExpertTeam:
             )
         if not number:
             raise MemoryError(f"experts: no memory for {product.ids.numel()} pairs")
-        if not self._started:
-            self._start()
         return number
 
     def finish(self, number: int) -> None:
@@ -174,12 +174,11 @@ class ExpertTeam:
         return Span(*times)
 
     def _start(self) -> None:
-        self._started = True
-        for place in range(1, self._places):
-            try:
-                start_new_thread(_serve, (self._memory, place, weakref.ref(self)))
-            except RuntimeError:  # no more threads: those that are there do the work, and whoever finishes it
-                return
+        """Start the threads that are not there yet."""
+        with contextlib.suppress(RuntimeError):  # no more threads: those that are there and who finishes it compute
+            while self._started < self._places:
+                start_new_thread(_serve, (self._memory, self._started, weakref.ref(self)))
+                self._started += 1
 
     def look_after(self) -> None:
         """End the work that nobody has come for."""

@@ -24,7 +24,7 @@ typedef struct {
     _Alignas(64) int64_t inside;  /* threads that have joined it */
     _Alignas(64) int64_t left;  /* of its items */
     _Alignas(64) int64_t sleepers, stop, places, number, fetched, told;
-    int64_t begun_ns, done_ns;  /* when the first thread joined the last job, and when its last item was done */
+    int64_t begun_ns, done_ns;  /* when the first thread joined the last job, and when its last item was done; 0: not yet */
     int64_t spin_ns;  /* for which threads spin after a job */
     pthread_mutex_t lock, posting;
     pthread_cond_t bell;
@@ -67,9 +67,9 @@ static int enter(Team *t, int64_t number) {
 
 static void leave(Team *t) { __atomic_sub_fetch(&t->inside, 1, __ATOMIC_SEQ_CST); }
 
-/* One item is done. */
+/* One item is done; the last one's time says that the job is. */
 static void tick(Team *t) {
-    if (__atomic_sub_fetch(&t->left, 1, __ATOMIC_ACQ_REL) == 0) __atomic_store_n(&t->done_ns, now_ns(), __ATOMIC_RELAXED);
+    if (__atomic_sub_fetch(&t->left, 1, __ATOMIC_ACQ_REL) == 0) __atomic_store_n(&t->done_ns, now_ns(), __ATOMIC_RELEASE);
 }
 
 /* Wake sleepers: each of them wakes two more. */
@@ -93,7 +93,7 @@ void vbrt_team_finish(Team *t, int64_t number) {
     if (!number) number = __atomic_load_n(&t->open, __ATOMIC_SEQ_CST);
     if (!number || !enter(t, number)) return;  /* what is closed is done */
     take_part(t, 0);
-    for (int64_t i = 1; __atomic_load_n(&t->left, __ATOMIC_ACQUIRE) > 0; i++) spin(i);
+    spin_while(&t->done_ns, 0);
     __atomic_store_n(&t->fetched, number, __ATOMIC_RELEASE);
     leave(t);
 }
@@ -115,7 +115,7 @@ static int64_t open_job(Team *t, int64_t items) {
     const int64_t number = ++t->number, waited = t->done_ns ? now_ns() - t->done_ns : 0;
     __atomic_store_n(&t->spin_ns, 2 * waited > LONGEST_NS ? SHORTEST_NS : 2 * waited + SHORTEST_NS, __ATOMIC_RELAXED);
     __atomic_store_n(&t->begun_ns, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&t->done_ns, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&t->done_ns, items ? 0 : now_ns(), __ATOMIC_RELAXED);
     __atomic_store_n(&t->left, items, __ATOMIC_RELAXED);
     __atomic_store_n(&t->open, number, __ATOMIC_SEQ_CST);
     ring(t, 1);

@@ -17,6 +17,7 @@ from torch import Tensor
 from vbrt.errors import KernelError, TierError, VBError
 from vbrt.formats.page import PageLayout
 from vbrt.kernels import resolve
+from vbrt.kernels.cpu.build import NUMBERS
 from vbrt.kernels.cpu.expert_team import ExpertTeam, HostProduct, TeamForm, team_form
 from vbrt.kernels.cpu.experts import takes_tiles
 from vbrt.kernels.cpu.teams import leaving, team
@@ -115,6 +116,8 @@ class HostLayer(NamedTuple):
         """
         form = None if self.forms is None else self._form(operands.x.dtype)
         if form is None or (form.most and most > form.most):
+            return None
+        if any(bias is not None and bias.dtype not in NUMBERS for bias in (self.up, self.down)):
             return None
         rows, pinned = operands.ids.numel(), self.handle.device.type == "cuda"
         out = torch.empty((rows, self.handle.spec.columns), dtype=operands.x.dtype, device=CPU, pin_memory=pinned)
@@ -226,11 +229,22 @@ class TeamWork:
 
     def post(self) -> "TeamWork":
         """Have the team begin. Raises MemoryError."""
-        self._number = self._team.post(self, self._product)
+        try:
+            self._number = self._team.post(self, self._product)
+        except BaseException:
+            self.end()  # the number may be lost, where Ctrl-C came, but not the job
+            raise
         return self
 
     def end(self) -> None:
         """Return when the rows are there, and release the pages. Idempotent."""
+        try:
+            self._end()
+        except BaseException:
+            self._end()  # what Ctrl-C left: nobody looks after a job that was finished
+            raise
+
+    def _end(self) -> None:
         self._team.finish(self._number)
         self._lower.end()
 

@@ -56,6 +56,7 @@ class MissedExperts:
         self.fallbacks: list[str] = []
         self._crew = Crew(1)
         self._team: ExpertTeam | None = None
+        self._made_for = (0, 0)
         self._layers: weakref.WeakKeyDictionary[VBExperts, HostLayer | None] = weakref.WeakKeyDictionary()
         self._biases: weakref.WeakKeyDictionary[VBExperts, dict[str, _Bias]] = weakref.WeakKeyDictionary()
 
@@ -111,9 +112,10 @@ class MissedExperts:
         return work
 
     def _awake(self) -> ExpertTeam:
-        """The team of this process."""
-        if self._team is None or self._team.pid != os.getpid():
-            self._team = new_team()
+        """The team of this process, for the number of threads that torch has now."""
+        made_for = os.getpid(), torch.get_num_threads()
+        if self._team is None or self._made_for != made_for:
+            self._team, self._made_for = new_team(), made_for
         return self._team
 
     # -- who decides --------------------------------------------------------------------------------------------------
@@ -185,14 +187,14 @@ class MissedExperts:
         return self._layer(layer)._replace(handle=layer.handle, up=up, down=down)
 
     def _bias(self, layer: "VBExperts", name: str) -> Tensor | None:
-        """A bias in host memory; a copy of it is made again only after it was written."""
+        """A bias in host memory, contiguous; a copy of it is made again only after it was written."""
         bias = layer._parameters.get(name)
         if bias is None or not bias.is_cuda:
-            return None if bias is None else bias.detach()
+            return None if bias is None else bias.detach().contiguous()
         stamp = bias.data_ptr(), bias.dtype, -1 if bias.is_inference() else bias._version
         kept = self._biases.setdefault(layer, {})
         if name not in kept or kept[name].stamp != stamp:
-            kept[name] = _Bias(stamp, bias.detach().cpu())
+            kept[name] = _Bias(stamp, bias.detach().cpu().contiguous())
         return kept[name].copy
 
     # -- rates --------------------------------------------------------------------------------------------------------
