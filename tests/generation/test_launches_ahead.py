@@ -10,10 +10,13 @@ from tests.generation.families import MASK, PROMPT, tiny
 from tests.kernels.cuda.compiling_cases import asked  # noqa: F401  # a fixture
 from tests.kernels.cuda.graph_cases import show, wrapped
 from vbrt.generation import generating, joined, launches_ahead
+from vbrt.generation.static_cache import storage_of
+from vbrt.generation.step_graph import StepGraph
 from vbrt.kernels import step
 from vbrt.kernels.cuda import compiling
 from vbrt.kernels.cuda.e2m1 import joined as launches
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.recorded import StepRecorder, root_of
 
 pytest.importorskip("transformers")
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 256}
@@ -79,6 +82,19 @@ def test_a_step_of_which_nothing_is_compiled_ahead_compiles_what_it_launches(as_
     assert steps.recordings == 1 and steps.unjoined == {"nothing was compiled ahead: OutOfMemoryError: no memory": 1}
     assert not as_on_a_gpu.ahead and set(as_on_a_gpu.by_launches) >= KERNELS
     assert {launch.how for launch in compiling.FIRST} == {"unforeseen"}
+
+
+def test_what_stands_for_a_view_of_a_cache_is_no_memory_of_its_own():
+    whole = torch.zeros(2, 64)
+    with torch.no_grad(), StepRecorder() as recorder:
+        whole[:, 16:48].add(1)
+    graph = StepGraph(recorder, same_bits=False)
+    stand_in = launches_ahead._stand_in(graph)
+    view = next(node for node in reversed(graph.graph.nodes) if root_of(node) in graph.given)
+    (total,) = graph.calls(torch.ops.aten.add.Tensor)
+    part, other = stand_in(view), stand_in(total)
+    assert (part.shape, part.stride(), storage_of(part)) == ((2, 32), (64, 1), storage_of(whole))
+    assert other.shape == (2, 32) and storage_of(other) != storage_of(whole)
 
 
 def test_every_call_that_joins_make_and_that_launches_is_compiled_ahead():

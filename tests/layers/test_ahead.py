@@ -108,8 +108,10 @@ def test_counts_that_run_the_same_code_are_of_one_kind(monkeypatch):
 @pytest.mark.gpu
 def test_a_pass_compiles_no_product_that_was_compiled_ahead(tmp_path, monkeypatch):
     from triton import knobs
+    from triton.runtime import build
 
-    compiled = []
+    compiled, in_c, compile_c = [], [], build._build
+    monkeypatch.setattr(build, "_build", lambda *given: in_c.append(given[0]) or compile_c(*given))
     monkeypatch.setattr(knobs.cache, "dir", os.fspath(tmp_path))
     monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: compiled.append(threading.get_ident()))
     monkeypatch.setattr(ahead, "_asked", set())
@@ -120,10 +122,12 @@ def test_a_pass_compiles_no_product_that_was_compiled_ahead(tmp_path, monkeypatc
         found = ahead.compile_ahead(handles(vb), (200, 1), handles(vb)[0].device)
         for each in found:
             each.finish()
+        assert not [each.error for each in found if each.error]
         FIRST.clear()
         compiled.clear()
+        in_c.clear()
         for tokens in (1, 200):
             vb(torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16))
         torch.cuda.synchronize()
-        assert not compiled and {launch.how for launch in FIRST} <= {"ready"}
+        assert not compiled and not in_c and {launch.how for launch in FIRST} <= {"ready"}
         assert not ahead.compile_ahead(handles(vb), (200, 1), handles(vb)[0].device)

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from vbrt.generation.step_graph import StepGraph
 from vbrt.kernels import step as kernels
 from vbrt.kernels.cuda.compiling import Compilation, begin, noting
-from vbrt.kernels.recorded import form_of
+from vbrt.kernels.recorded import form_of, root_of
 from vbrt.kernels.watched import unwatched
 
 __all__ = ["compile_launches"]
@@ -54,12 +54,15 @@ def _kind(step: StepGraph) -> Callable[[Node], str]:
 
 
 def _stand_in(step: StepGraph) -> Callable[[Node], Tensor]:
-    """A given tensor itself, or memory of the form of a result."""
+    """A given tensor itself, memory of it for a view, which may be of a whole cache, or memory of a result's form."""
 
     def made(node: Node) -> Tensor:
         if node in step.given:
             return step.given[node]
-        form = form_of(node)
+        form, root = form_of(node), step.given.get(root_of(node))
+        if root is not None:
+            flat = torch.empty(0, dtype=form.dtype, device=form.device).set_(root.untyped_storage())
+            return flat.as_strided(form.shape, form.strides)
         return torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=form.device)
 
     return made

@@ -61,10 +61,11 @@ def asked(monkeypatch, request):
     kernels = (step_ops._kernels, joined._kernels, launches._decoder, *products)
     device = {"get_current_device": DEVICE, "get_current_stream": 0, "get_current_target": GPUTarget("cuda", 90, 32)}
     said = {name: lambda *args, value=value: value for name, value in device.items()}
-    said["launcher_cls"] = lambda name, metadata: found.launchers.append((name, threading.get_ident()))
     monkeypatch.setattr(driver, "_active", types.SimpleNamespace(**said))
     monkeypatch.setattr(JITFunction, "_do_compile", lambda kernel, *given: found.compile(kernel, *given))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    made = lambda compiled: found.launchers.append((compiled.src, threading.get_ident()))  # noqa: E731
+    monkeypatch.setattr(private_api, "make_launcher", made)
     monkeypatch.setattr(private_api, "current_device", lambda: None)  # the index of the CPU
     monkeypatch.setattr(private_api, "raw_stream", lambda device: 0)
     if getattr(request, "param", "") != "direct":

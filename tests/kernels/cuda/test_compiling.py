@@ -1,6 +1,8 @@
 """Kernels that are compiled ahead of their first launch."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -37,6 +39,18 @@ def test_a_launch_finds_what_was_compiled_ahead_and_compiles_what_was_not(asked)
     norm(k=250)
     norm()
     assert hows()[2:] == ["unforeseen"] and asked.by_launches == ["norm_kernel"] and len(asked.launched) == 4
+
+
+def test_what_waits_to_be_compiled_holds_no_memory_of_a_launch(asked):  # noqa: F811
+    with noting() as found:
+        total, y = norm()
+        held = weakref.ref(total), weakref.ref(y)
+        del total, y
+    gc.collect()
+    assert not any(tensor() is not None for tensor in held)
+    found[0].finish()
+    norm()
+    assert hows() == ["ready"] and not asked.by_launches
 
 
 def test_a_kernel_that_was_launched_is_not_compiled_again(asked):  # noqa: F811

@@ -1,6 +1,9 @@
 """What is private to Triton and to torch's compiler is there in the installed versions, and missing it is announced."""
 
+import hashlib
 import inspect
+import pathlib
+import sysconfig
 import types
 
 import pytest
@@ -43,6 +46,38 @@ def test_a_compiled_kernel_is_called_as_triton_calls_it():
     compiled = types.SimpleNamespace(run=lambda *args: given.append(args), function="f", packed_metadata="m")
     private_api.direct_launch(compiled)(3, 2, 7, [16, 32], (5,), (True,))
     assert given == [(3, 2, 1, 7, "f", "m", None, None, None, 16, 32, 5, True)]
+
+
+def test_what_launches_a_kernel_is_made_once_for_a_signature_and_not_imported(tmp_path, monkeypatch):
+    """As Triton 3.6 makes it: the launch finds the file by a hash of the source."""
+    from triton import knobs
+    from triton.backends.nvidia import driver
+    from triton.runtime import build, cache
+
+    made = []
+
+    def compile_c(name, source, folder, *given):
+        made.append(pathlib.Path(source).read_text())
+        so = pathlib.Path(folder, "made.so")
+        so.write_bytes(b"no library")
+        return str(so)
+
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(
+        driver, "make_launcher", lambda constants, signature, meta: f"{signature} {meta}", raising=False
+    )
+    monkeypatch.setattr(driver, "library_dirs", list)
+    monkeypatch.setattr(build, "_build", compile_c)
+    one, other = (types.SimpleNamespace(signature={"x": kind}) for kind in ("*bf16", "*fp32"))
+    for source in (one, other, one):
+        private_api.make_launcher(types.SimpleNamespace(src=source, metadata=types.SimpleNamespace(tensordesc_meta=[])))
+    assert made == ["{'x': '*bf16'} []", "{'x': '*fp32'} []"]
+    key = hashlib.sha256((made[0] + build.platform_key()).encode()).hexdigest()
+    file = "__triton_launcher" + sysconfig.get_config_var("EXT_SUFFIX")
+    assert pathlib.Path(cache.get_cache_manager(key).get_file(file)).read_bytes() == b"no library"
+    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    private_api.make_launcher(None)
 
 
 def test_constants_are_known_by_the_names_of_the_signature():

@@ -5,6 +5,7 @@ arguments that compile to one kernel, and then hands pointers straight to it. A 
 What a launch will need can be compiled before it, see `compiling`.
 """
 
+import copy
 import functools
 import threading
 import time
@@ -31,6 +32,29 @@ def pairs_are_aligned(x_MK: Tensor) -> bool:
     """True if 16-bit rows are whole words of 4 bytes."""
     aligned = x_MK.stride(1) == 1 and x_MK.stride(0) % 2 == 0 and x_MK.shape[1] % 2 == 0
     return aligned and x_MK.data_ptr() % 4 == 0
+
+
+class _Pointer:
+    """What Triton asks of a tensor to compile code for it; does not hold the tensor's memory."""
+
+    __slots__ = ("_address", "dtype")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._address, self.dtype = tensor.data_ptr(), tensor.dtype
+
+    def data_ptr(self) -> int:
+        """The address of the first element."""
+        return self._address
+
+
+def _without_memory(argument: Any) -> Any:
+    """An argument for which Triton compiles the same code, of a launch that is not made."""
+    if isinstance(argument, Tensor):
+        return _Pointer(argument)
+    if isinstance(getattr(argument, "base", None), Tensor):  # a descriptor
+        argument = copy.copy(argument)
+        argument.base = _Pointer(argument.base)
+    return argument
 
 
 class Launcher:
@@ -91,7 +115,7 @@ class Launcher:
         """Note what a launch needs, unless it is there."""
         if key in self._compiled:
             return
-        compile = functools.partial(self._compile, device, arguments, options)
+        compile = functools.partial(self._compile, device, tuple(map(_without_memory, arguments)), options)
         noters[threading.get_ident()].append(self._ahead.setdefault(key, Compilation(self._kernel.__name__, compile)))
 
     def _compile(self, device: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

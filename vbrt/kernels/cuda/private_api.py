@@ -16,9 +16,14 @@
 """
 
 import functools
+import hashlib
 import importlib
+import os
+import pathlib
 import re
 import sys
+import sysconfig
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,13 +106,32 @@ def direct_launch(compiled: Any) -> Launch | None:
 
 
 def make_launcher(compiled: Any) -> None:
-    """Have Triton make what launches a compiled kernel, which then is on disk: 3.6 compiles C code for each signature
-    when a kernel is launched first, for .3 s. Does not touch the device; does nothing where Triton has no such part."""
-    from triton.runtime import driver
+    """Have the C code compiled that launches a compiled kernel, where no launch of its signature was: Triton 3.6 does
+    that when a kernel is launched first, for .3 s. Does not touch the device; does nothing with another Triton.
 
-    make = getattr(driver.active, "launcher_cls", None)
-    if make is not None and hasattr(compiled, "src"):
-        make(compiled.src, compiled.metadata)
+    What is made lies on disk, where the launch looks for it, and is not imported here. All of these modules have one
+    name, so that Python gives one module object for all that it imports again: while one thread imports a launcher and
+    takes its function, others must not.
+    """
+    import triton
+
+    if not triton.__version__.startswith("3.6."):
+        return
+    from triton.backends.nvidia import driver
+    from triton.runtime import build, cache
+
+    name, described = "__triton_launcher", getattr(compiled.metadata, "tensordesc_meta", None)
+    source = driver.make_launcher({}, dict(compiled.src.signature), described)
+    kept = cache.get_cache_manager(hashlib.sha256((source + build.platform_key()).encode()).hexdigest())
+    file = f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if kept.get_file(file) is not None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, f"{name}.c")
+        path.write_text(source)
+        libraries = driver.library_dirs(), driver.include_dirs, driver.libraries
+        made = build._build(name, os.fspath(path), folder, *libraries, [])
+        kept.put(pathlib.Path(made).read_bytes(), file, binary=True)
 
 
 def constant_names(kernel: Any) -> tuple[str, ...]:
