@@ -285,6 +285,14 @@ def test_a_plan_that_swaps_nothing_says_so_with_the_most_frequent_reason(model, 
     assert not plan_of(mlp()).notes
 
 
+def test_patterns_that_no_module_matches_are_noted():
+    notes = plan_of(mlp(), include=["0", "3.*"], exclude=["lm_haed", "2"]).notes
+    assert notes == (
+        "weights.include has '3.*', which no module matches",
+        "weights.exclude has 'lm_haed', which no module matches",
+    )
+
+
 # -- ties --------------------------------------------------------------------------------------------------------------
 
 

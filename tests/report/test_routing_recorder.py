@@ -1,5 +1,8 @@
 """Recording of routing: passes, sentinels, layers of other models."""
 
+import pytest
+
+from vbrt.errors import ArgumentError
 from vbrt.report.routing import RoutingRecorder
 from vbrt.residency.routing import Routed, RoutedLayer
 from vbrt.residency.routing_file import read_routing
@@ -30,8 +33,17 @@ def test_what_layers_note_is_written_in_order(tmp_path):
     )
 
 
-def test_without_marks_a_pass_begins_when_a_layer_runs_again():
-    recorder = RoutingRecorder(LAYERS, "unused")
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_recorded(tmp_path, monkeypatch):
+    with pytest.raises(ArgumentError, match=r"missing/x: cannot write the routing: No such file.*name a file"):
+        RoutingRecorder(LAYERS, tmp_path / "missing" / "x")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    RoutingRecorder(LAYERS, "~/trace").write()
+    assert read_routing("~/trace").layers == LAYERS
+    assert [path.name for path in tmp_path.iterdir()] == ["trace"]
+
+
+def test_without_marks_a_pass_begins_when_a_layer_runs_again(tmp_path):
+    recorder = RoutingRecorder(LAYERS, tmp_path / "unused")
     for _ in range(2):
         recorder.note("a", [[0, 1]])
         recorder.note("b", [[0, 1]])
@@ -39,8 +51,8 @@ def test_without_marks_a_pass_begins_when_a_layer_runs_again():
     assert isinstance(recorder.routing.records[3], Pass)
 
 
-def test_a_recording_of_nothing_is_empty():
-    recorder = RoutingRecorder(LAYERS, "unused")
+def test_a_recording_of_nothing_is_empty(tmp_path):
+    recorder = RoutingRecorder(LAYERS, tmp_path / "unused")
     assert recorder.routing.records == ()
     recorder.begin_pass()
     assert recorder.routing.records == ()

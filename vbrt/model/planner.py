@@ -285,6 +285,10 @@ def _notes(
     idle = [pattern for pattern, _ in config.weights.formats if not any(fnmatchcase(n, pattern) for n in names)]
     notes = [f"{count} layers: {note}" for note, count in others.items()]
     notes += [f"weights.formats has {pattern!r}, which no swapped layer matches" for pattern in idle]
+    for key in ("include", "exclude"):
+        patterns = getattr(config.weights, key)
+        idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in modules)]
+        notes += [f"weights.{key} has {pattern!r}, which no module matches" for pattern in idle]
     if not swaps:
         saves = " and saves no memory" if config.mode == "infer" else ""
         notes.append(f"nothing is swapped, the model stays as it is{saves}: {why_none(modules, skipped)}")

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from vbrt.errors import ConfigError
-from vbrt.host.files import check_writable
+from vbrt.host.files import check_writable, expanded
 from vbrt.report.chrome import chrome_trace
 from vbrt.report.html import html_page
 from vbrt.report.timeline import Timeline
@@ -27,18 +27,18 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
 
 
 def check_timeline_path(path: str | os.PathLike) -> Path:
-    """Return the path of a timeline if it can be written.
+    """Return the path of a timeline, without `~`, if it can be written.
 
     Raises:
         ConfigError: a suffix other than .html and .json, or a file that cannot be written.
     """
-    path = Path(path)
-    _check_suffix(path)
+    _check_suffix(Path(path))
     try:
-        check_writable(path)
+        target = expanded(path)
+        check_writable(target)
     except OSError as error:
-        raise _unwritable(path, error) from error
-    return path
+        raise _unwritable(Path(path), error) from error
+    return target
 
 
 def _check_suffix(path: Path) -> str:

@@ -10,7 +10,7 @@ from os import PathLike
 
 from vbrt.residency.policy import FORWARD
 from vbrt.residency.routing import Routed, RoutedLayer, Routing
-from vbrt.residency.routing_file import write_routing
+from vbrt.residency.routing_file import check_routing_path, write_routing
 from vbrt.residency.trace import Pass
 
 __all__ = ["RoutingRecorder"]
@@ -23,10 +23,13 @@ class RoutingRecorder:
         layers: the layers of routed experts, in the order of the model.
         path: of the file to write.
         prefix: what names of layers and phases have in front where they are told.
+
+    Raises:
+        ArgumentError: the file cannot be written.
     """
 
     def __init__(self, layers: Sequence[RoutedLayer], path: str | PathLike[str], *, prefix: str = "") -> None:
-        self.layers, self.path = tuple(layers), path
+        self.layers, self.path = tuple(layers), check_routing_path(path)
         self._numbers = {prefix + layer.name: number for number, layer in enumerate(self.layers)}
         self._prefix = prefix
         self._records: list[Pass | Routed] = []

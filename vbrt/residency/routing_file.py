@@ -21,15 +21,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vbrt.errors import ArgumentError, describe_os_error
+from vbrt.host.files import check_writable, expanded, write_file
 from vbrt.residency.routing import Routed, RoutedLayer, Routing
 from vbrt.residency.trace import Pass
 
-__all__ = ["VERSION", "read_routing", "write_routing"]
+__all__ = ["VERSION", "check_routing_path", "read_routing", "write_routing"]
 
 VERSION = 1
 _MAGIC = b"vbrt-routing "
 _COLUMNS = 3
 _MOST_BYTES = 1 << 30  # of a column: a small file may unpack to any size
+
+
+def check_routing_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file of routing, without `~`, if it can be written.
+
+    Raises:
+        ArgumentError: it cannot.
+    """
+    try:
+        target = expanded(path)
+        check_writable(target)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return target
 
 
 def write_routing(routing: Routing, path: str | os.PathLike[str]) -> None:
@@ -38,18 +53,23 @@ def write_routing(routing: Routing, path: str | os.PathLike[str]) -> None:
     Raises:
         ArgumentError: it cannot be written.
     """
-    target = Path(path)
     layers = [
         {"name": each.name, "experts": each.experts, "top_k": each.top_k, "page_bytes": dict(each.page_bytes)}
         for each in routing.layers
     ]
     head = _MAGIC + str(VERSION).encode() + b"\n" + json.dumps({"layers": layers}).encode() + b"\n"
-    partial = target.with_name(f"{target.name}.partial")
+    data = head + b"".join(zlib.compress(column, 9) for column in _packed(routing))
     try:
-        partial.write_bytes(head + b"".join(zlib.compress(column, 9) for column in _packed(routing)))
-        partial.replace(target)
+        write_file(expanded(path), data)
     except OSError as error:
-        raise ArgumentError(f"{target}: cannot write the routing: {describe_os_error(error)}") from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str | os.PathLike[str], error: OSError) -> ArgumentError:
+    return ArgumentError(
+        f"{os.fspath(path)}: cannot write the routing: {describe_os_error(error)}; name a file in a directory that is "
+        "there and can be written"
+    )
 
 
 def read_routing(path: str | os.PathLike[str]) -> Routing:
@@ -58,8 +78,8 @@ def read_routing(path: str | os.PathLike[str]) -> Routing:
     Raises:
         ArgumentError: it cannot be read, is not such a file or one of a newer version, or is damaged.
     """
-    path = Path(path)
     try:
+        path = expanded(path)
         data = path.read_bytes()
     except OSError as error:
         raise ArgumentError(f"{path}: cannot read the routing: {describe_os_error(error)}") from error

@@ -105,8 +105,8 @@ def write_checkpoint(
     except OSError as error:
         _remove(Path(directory), lambda name: token in name)
         raise CheckpointError(
-            f"{error.filename or directory}: the checkpoint cannot be written to {directory}: "
-            f"{describe_os_error(error)}; one that was there is as it was, and training may go on"
+            f"{error.filename or directory}: the checkpoint cannot be written: {describe_os_error(error)}; "
+            "one that was there is as it was, and training may go on"
         ) from error
     except BaseException:
         _remove(Path(directory), lambda name: token in name)

@@ -99,8 +99,8 @@ def save_model(model: nn.Module, config: VBConfig, directory: Path, *, progress:
     except OSError as error:
         remove_files(directory, lambda name: token in name or name.endswith(".tmp"))
         raise CheckpointError(
-            f"{error.filename or directory}: the model cannot be saved to {directory}: "
-            f"{describe_os_error(error)}; a save that was there is as it was"
+            f"{error.filename or directory}: the model cannot be saved: {describe_os_error(error)}; "
+            "a save that was there is as it was"
         ) from error
     except BaseException:
         remove_files(directory, lambda name: token in name or name.endswith(".tmp"))
