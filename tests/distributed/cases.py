@@ -5,6 +5,7 @@ import copy
 import errno
 import io
 import os
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -197,13 +198,17 @@ def loaded_parts(path: str, format: str, dtype: str) -> dict[str, Any]:
 
 
 def broken(path: str, how: str, whose: int, device: str = "cpu") -> str:
-    """Run passes that a rank fails in: a page of it is damaged, it ends, hangs, or wakes up while others ask."""
+    """Run passes that a rank fails in: a page of it is damaged, it raises something of its own, ends, hangs, or wakes
+    up while others ask."""
     vb = vbrt.wrap(parallel(llama(torch.float32).to(device)), streamed(path, device))
     tokens = TOKENS.to(device)
     with torch.no_grad():
         vb(tokens)
         if dist.get_rank() == whose:
             _break(vb, path, how)
+            if how == "raise":
+                with contextlib.suppress(ValueError):
+                    vb(tokens)
         return _stopped(lambda: vb(tokens).logits.sum().item())
 
 
@@ -241,11 +246,18 @@ def _break(vb: vbrt.VBModelWrapper, path: str, how: str) -> None:
             data = bytearray(file.read_bytes())
             data[-100] ^= 255
             file.write_bytes(data)
+    elif how == "raise":
+        once = iter([True])
+        layer.register_forward_pre_hook(lambda *args: _raise_own() if next(once, False) else None)
     elif how == "end":
         layer.register_forward_pre_hook(lambda *args: os._exit(1))
     else:
         longer = {"hang": 4, "wake": 0.7}[how]
         layer.register_forward_pre_hook(lambda *args: time.sleep(_timeout_s() + longer))
+
+
+def _raise_own() -> None:
+    raise ValueError("a user's own")
 
 
 def _timeout_s() -> float:
@@ -333,9 +345,63 @@ def aborted(how: str) -> dict[str, Any]:
     with contextlib.redirect_stderr(said):
         for _ in range(3):
             watch.beat()
-            time.sleep(0.02)
-    dist.barrier()
+            dist.barrier()
     return {"verdict": watch.verdict, "calls": fake.calls, "said": said.getvalue()}
+
+
+def refused_then_right(config_of_rank: dict[int, str]) -> dict[str, Any]:
+    """A pass that all ranks refuse, and one that is right behind it; ranks may have other configs."""
+    vb = vbrt.wrap(parallel(llama(torch.float32)), config(config_of_rank[dist.get_rank()]))
+    with torch.no_grad():
+        try:
+            want = vb(TOKENS).logits
+        except vbrt.VBError as error:
+            return {"told": f"{type(error).__name__}: {error}"}
+        with contextlib.suppress(IndexError):
+            vb(TOKENS + 1000)
+        return {"equal": torch.equal(vb(TOKENS).logits, want), "left": vb._attachment.watcher._left}
+
+
+def listened(how: str) -> list[str]:
+    """What rank 0 makes of another that is closed, silent for ten beats, and for ten more."""
+    vb = vbrt.wrap(parallel(llama(torch.float32)), config("dense"))
+    with torch.no_grad():
+        vb(TOKENS)
+    watch, told = vb._attachment.watcher, []
+    watch._ticker.stop()
+    watch.beat()
+    dist.barrier()
+    if how == "closed" and dist.get_rank() == 1:
+        watch._ticker = SimpleNamespace(running=True, stop=lambda: None)
+        vb.close()
+    dist.barrier()
+    for _ in range(2 if dist.get_rank() == 0 else 0):
+        for _ in range(10):
+            watch.beat()
+        told.append(watch.verdict)
+    dist.barrier()
+    return told if dist.get_rank() == 0 else [watch.look()]
+
+
+def beats_beside_a_wait_for_another_rank() -> bool:
+    """True if a rank tells that it is there while it waits in torch's own store for another one."""
+    vb = vbrt.wrap(parallel(llama(torch.float32)), config("dense"))
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    other = store.clone()
+    with mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=store):
+        watch = vb._attachment.watcher
+        watch._begin()
+    watch._ticker.stop()
+    waiting = threading.Thread(target=store.get, args=("later",))
+    waiting.start()
+    beat = threading.Thread(target=watch.beat)
+    beat.start()
+    beat.join(5)
+    answered = not beat.is_alive()
+    other.set("later", "now")
+    waiting.join()
+    beat.join()
+    return answered
 
 
 def counted() -> dict[str, Any]:

@@ -60,7 +60,11 @@ class Generating:
         given = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if isinstance(given, Tensor):
             watcher.compare(given, "inputs")
-        out = self._generate(*args, **kwargs)
+        try:
+            out = self._generate(*args, **kwargs)
+        except Exception as error:
+            watcher.leave(error)
+            raise
         tokens = getattr(out, "sequences", out)
         watcher.compare(
             tokens, "tokens, from the same inputs; where they are drawn, torch.manual_seed is needed on all"

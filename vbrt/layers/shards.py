@@ -100,9 +100,18 @@ def shard_refusal(tensor: Any) -> str | None:
         return f"it is cut along {len(cut)} dimensions of its mesh, {tuple(tensor.placements)}"
     if any(placement.is_partial() for placement in cut):
         return "it is a partial sum, of which no rank has the values"
-    if not tensor._local_tensor.numel():
-        return "this rank holds nothing of it: there are more ranks than it can be cut for"
+    if any(_leaves_one_nothing(tensor, mesh_dim) for mesh_dim in range(len(tensor.placements))):
+        return "the last rank holds nothing of it: there are more ranks than it can be cut for"
     return None
+
+
+def _leaves_one_nothing(tensor: Any, mesh_dim: int) -> bool:
+    """True if a cut has no part for the last rank. Every rank finds the same, since they encode together."""
+    placement, count = tensor.placements[mesh_dim], tensor.device_mesh.size(mesh_dim)
+    if placement.is_replicate():
+        return False
+    each = tensor.shape[_dim_of(placement, tensor.dim())] // getattr(placement, "split_factor", 1)
+    return -(-each // count) * (count - 1) >= each
 
 
 def matrix_shard(tensor: Any, *, stacked: bool, transposed: bool) -> Shard | None:

@@ -60,6 +60,9 @@ class Watcher(Protocol):
     def stop(self) -> None:
         """Look no more. Idempotent."""
 
+    def leave(self, error: BaseException) -> None:
+        """Note that this rank has left what ranks compute together by an error; the others may have met it, too."""
+
     def compare(self, tensor: Tensor, what: str) -> None:
         """Raise ArgumentError, on all ranks, if one of them calls this with another tensor."""
 
