@@ -7,7 +7,8 @@ import torch
 
 import vbrt
 from vbrt.errors import CheckpointError, ConfigError
-from vbrt.saves.sources import describe, gguf_file
+from vbrt.saves.paths import gguf_file
+from vbrt.saves.sources import describe
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")

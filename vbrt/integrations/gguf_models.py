@@ -4,7 +4,6 @@ The file's header is checked before transformers follows any count in it. Import
 """
 
 import importlib
-import json
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-from vbrt.host.files import read_bounded
 from vbrt.integrations.gguf_rope import scale_rope_
 from vbrt.saves.gguf import GGUFTensors
 from vbrt.saves.gguf_file import ArrayOf
@@ -21,9 +19,8 @@ from vbrt.saves.gguf_file import ArrayOf
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TOKENIZERS", "config_beside", "gguf_config", "gguf_tokenizer"]
+__all__ = ["TOKENIZERS", "gguf_config", "gguf_tokenizer"]
 
-_MAX_CONFIG_BYTES = 16 << 20
 #: files of which any makes a tokenizer
 TOKENIZERS = (
     "tokenizer.json",
@@ -42,18 +39,6 @@ _LEFT_OUT = {
 }
 #: architectures whose output layer is always the embedding
 _TIED = ("falcon", "bloom")
-
-
-def config_beside(file: Path) -> Path | None:
-    """Return the config.json beside a GGUF file, if it is one of a whole model: some have nothing but a model_type."""
-    path = file.parent / "config.json"
-    try:
-        data = json.loads(read_bounded(path, _MAX_CONFIG_BYTES).decode())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError):
-        return path  # whoever reads it says what is wrong
-    return path if isinstance(data, dict) and data.get("architectures") else None
 
 
 def gguf_config(tensors: GGUFTensors) -> PreTrainedConfig:

@@ -25,10 +25,9 @@ from transformers.utils import logging as transformers_logging
 
 from vbrt.errors import ConfigError, VBError, describe_os_error
 from vbrt.host.files import expanded, read_bounded
-from vbrt.integrations.gguf_models import config_beside, gguf_config
-from vbrt.saves.gguf import GGUFTensors
+from vbrt.integrations.registering import Deferred
 from vbrt.saves.gguf_file import GGUF_SUFFIX
-from vbrt.saves.sources import gguf_file
+from vbrt.saves.paths import gguf_file
 
 __all__ = [
     "gguf_at",
@@ -46,6 +45,9 @@ __all__ = [
 _MAX_CONFIG_BYTES = 16 << 20
 _EXPECTED = "a model directory, a GGUF file or, where no weights are needed, a config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+# what reads weights takes as long to import as a model to build, and a config.json needs none of it
+_gguf_config = Deferred("vbrt.integrations.gguf_models", "gguf_config")
+_gguf_tensors = Deferred("vbrt.saves.gguf", "GGUFTensors")
 
 
 @contextlib.contextmanager
@@ -94,15 +96,15 @@ def meta_model(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
     gguf = gguf_at(path)
     if dtype is not None and gguf is None:
         raise no_dtype(path, dtype)
-    file = _config_file(path) if gguf is None else config_beside(gguf)
+    file = _config_file(path) if gguf is None else _config_beside(gguf)
     if file is not None:
         config = _config(file)
         dtype = dtype or config.dtype or _dtype_of_weights(file.parent)
     else:
-        tensors, file = GGUFTensors(gguf), gguf
+        tensors, file = _gguf_tensors(gguf), gguf
         what = f"transformers {transformers.__version__} makes no config of its metadata"
         with quiet(), loading(f"{gguf}: {what}; the model's config.json beside the file would do"):
-            config = gguf_config(tensors)
+            config = _gguf_config(tensors)
         dtype = dtype or tensors.dtype
     dtype = dtype or torch.float32
     with quiet(), torch.device("meta"), loading(f"{file}: transformers cannot build this model"):
@@ -145,6 +147,18 @@ def _config_file(path: Path) -> Path:
     if path.suffix in _WEIGHTS:
         raise VBError(f"{path}: a file of weights; expected {_EXPECTED}, e.g. {path.parent}")
     return path
+
+
+def _config_beside(file: Path) -> Path | None:
+    """Return the config.json beside a GGUF file, if it is one of a whole model: some have nothing but a model_type."""
+    path = file.parent / "config.json"
+    try:
+        data = json.loads(read_bounded(path, _MAX_CONFIG_BYTES).decode())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        return path  # whoever reads it says what is wrong
+    return path if isinstance(data, dict) and data.get("architectures") else None
 
 
 def looked_at(path: Path) -> tuple[Path, bool]:

@@ -34,7 +34,7 @@ from vbrt.report.progress import Progress
 from vbrt.saves.ahead import reading_ahead
 from vbrt.saves.dense import DenseCheckpoint
 from vbrt.saves.fit import first_names
-from vbrt.saves.manifest import MANIFEST
+from vbrt.saves.paths import MANIFEST
 from vbrt.saves.sources import open_source
 from vbrt.wrapper.load import load_from
 from vbrt.wrapper.of import of

@@ -20,7 +20,8 @@ from vbrt.report.progress import Progress
 from vbrt.saves.companions import copy_companions
 from vbrt.saves.gguf_file import shard_paths
 from vbrt.saves.journal import Journal, open_journal
-from vbrt.saves.manifest import MANIFEST, Manifest, SavedTensor, text_of, to_json
+from vbrt.saves.manifest import Manifest, SavedTensor, text_of, to_json
+from vbrt.saves.paths import MANIFEST
 from vbrt.saves.pieces import Piece, Pieces
 from vbrt.saves.save import remove_files, sync_in_place
 from vbrt.saves.sources import Source

@@ -17,7 +17,8 @@ from typing import Any
 
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.files import open_regular, read_bounded, sync_directory, write_at
-from vbrt.saves.manifest import MANIFEST, SHARD, SavedTensor, text_of
+from vbrt.saves.manifest import SHARD, SavedTensor, text_of
+from vbrt.saves.paths import MANIFEST
 from vbrt.saves.tensorfile import TensorFile, digest
 
 __all__ = ["JOURNAL", "Journal", "open_journal"]

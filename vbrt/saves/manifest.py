@@ -23,10 +23,10 @@ from vbrt.formats.fine import WIDTH, fine_fields
 from vbrt.host.files import read_bounded
 from vbrt.layers.kinds import KINDS
 from vbrt.residency.site import WeightSite
+from vbrt.saves.paths import MANIFEST
 from vbrt.saves.tensorfile import TENSOR_DTYPES
 
 __all__ = [
-    "MANIFEST",
     "SHARD",
     "KeptTensor",
     "Manifest",
@@ -40,7 +40,6 @@ __all__ = [
     "to_json",
 ]
 
-MANIFEST = "vbrt.json"
 SHARD = re.compile(r"vbrt-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
 _KIND, _VERSION = "vbrt save", 3
 _MAX_BYTES = 64 << 20  # of about 50,000 layers

@@ -42,8 +42,9 @@ from vbrt.saves.companions import write_companions
 from vbrt.saves.fit import check_names
 from vbrt.saves.json_file import read_json
 from vbrt.saves.landing import Landing
-from vbrt.saves.manifest import MANIFEST, KeptTensor, SavedLayer, content_digest, read_manifest_bytes
+from vbrt.saves.manifest import KeptTensor, SavedLayer, content_digest, read_manifest_bytes
 from vbrt.saves.parts import Held, Matrix, cut_between_blocks, join_parts, planes_of_part
+from vbrt.saves.paths import MANIFEST
 from vbrt.saves.save import remove_files, save_attached, save_model
 from vbrt.saves.saved import SavedModel, saved_swaps
 from vbrt.saves.tensorfile import TensorFile

@@ -27,7 +27,8 @@ from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.assign import assign_, on_meta, with_values
 from vbrt.saves.fit import check_names, has_fraction, misfit, other_kinds, other_shapes, refuse_any
 from vbrt.saves.landing import Fill, Landing, fresh, into
-from vbrt.saves.manifest import MANIFEST, KeptTensor, Manifest, SavedLayer, read_manifest, text_of
+from vbrt.saves.manifest import KeptTensor, Manifest, SavedLayer, read_manifest, text_of
+from vbrt.saves.paths import MANIFEST
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, digest
 
 __all__ = ["SavedModel", "for_this_machine", "saved_swaps"]

@@ -9,28 +9,24 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig
-from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.host.files import expanded
+from vbrt.errors import CheckpointError
 from vbrt.layers import WeightHandle
 from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.saves.embedded import embedded_model, has_planes
-from vbrt.saves.fit import first_names
 from vbrt.saves.gguf import GGUFTensors, describe_gguf, gguf_checkpoint
-from vbrt.saves.gguf_file import GGUF_SUFFIX, GGUFFile, shard_paths
+from vbrt.saves.gguf_file import GGUFFile
 from vbrt.saves.json_file import read_json
 from vbrt.saves.landing import Landing
-from vbrt.saves.manifest import MANIFEST
+from vbrt.saves.paths import INDEX, MANIFEST, SINGLE, gguf_file, looked_at
 from vbrt.saves.published import Description, checkpoint_of, describe_files
 from vbrt.saves.ranked import RANKS, open_ranked
 from vbrt.saves.saved import SavedModel
 from vbrt.saves.tensorfile import TensorFile
 
-__all__ = ["Source", "describe", "gguf_file", "open_source"]
+__all__ = ["Source", "describe", "open_source"]
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # not read here, but what a directory is then
 _MAX_INDEX_BYTES = 64 << 20
 
 
@@ -71,7 +67,7 @@ class Source(Protocol):
 
 def open_source(path: Path) -> Source:
     """Return what a path is the files of. Raises CheckpointError."""
-    path = _looked_at(path)
+    path = looked_at(path)
     if path.is_dir() and (path / MANIFEST).exists():
         return SavedModel(path)
     if path.is_dir() and (path / RANKS).exists():
@@ -81,25 +77,6 @@ def open_source(path: Path) -> Source:
         return gguf_checkpoint(GGUFTensors(file))
     files = list(map(TensorFile, _files_of(path)))
     return embedded_model(files) if has_planes(files) else checkpoint_of(path, files)
-
-
-def gguf_file(path: str | PathLike) -> Path | None:
-    """Return the GGUF file that a path stands for, the first part of one that is split: a file, or the only one of a
-    directory without other weights; None for other checkpoints.
-
-    Raises CheckpointError: a path that cannot be read, or several such files in a directory.
-    """
-    path = _looked_at(Path(path))
-    if not path.is_dir():
-        return shard_paths(path)[0] if path.suffix == GGUF_SUFFIX else None
-    if any((path / name).exists() for name in (MANIFEST, _INDEX, _SINGLE, *_PICKLED)):
-        return None
-    firsts = sorted({shard_paths(file)[0] for file in path.glob(f"*{GGUF_SUFFIX}")})
-    if len(firsts) > 1:
-        raise CheckpointError(
-            f"{path}: {len(firsts)} GGUF files, such as {first_names([f.name for f in firsts])}; name one"
-        )
-    return firsts[0] if firsts else None
 
 
 def describe(path: str | PathLike) -> Description:
@@ -112,41 +89,22 @@ def describe(path: str | PathLike) -> Description:
     Raises:
         CheckpointError: files missing, damaged, or of a layout that vbrt does not read.
     """
-    path = _looked_at(Path(path))
+    path = looked_at(Path(path))
     if path.is_dir() and (path / MANIFEST).exists():
         raise CheckpointError(f"{path}: a save of vbrt, whose {MANIFEST} says what it is")
     file = gguf_file(path)
     return describe_files(path, map(TensorFile, _files_of(path))) if file is None else describe_gguf(file)
 
 
-def _looked_at(path: Path) -> Path:
-    """Return the path without "~". Raises CheckpointError where nobody may look, or nothing is there."""
-    try:
-        path = expanded(path)
-        for name in (MANIFEST, _INDEX, _SINGLE):
-            (path / name).exists()
-        is_file, is_directory = path.is_file(), path.is_dir()
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename}: cannot be read: {describe_os_error(error)}; expected a directory "
-            f"that vb.save() wrote, a checkpoint with {_SINGLE}, or a GGUF file"
-        ) from error
-    if not is_directory and not (is_file and path.suffix in (".safetensors", GGUF_SUFFIX)):
-        raise CheckpointError(
-            f"{path}: no such directory; expected one that vb.save() wrote, a checkpoint with {_SINGLE}, or a GGUF file"
-        )
-    return path
-
-
 def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    if (path / _INDEX).exists():
-        return [path / name for name in _shard_names(path / _INDEX)]
-    if (path / _SINGLE).exists():
-        return [path / _SINGLE]
+    if (path / INDEX).exists():
+        return [path / name for name in _shard_names(path / INDEX)]
+    if (path / SINGLE).exists():
+        return [path / SINGLE]
     raise CheckpointError(
-        f"{path}: neither {MANIFEST}, as vb.save() writes it, nor {_SINGLE} or {_INDEX} in it; "
+        f"{path}: neither {MANIFEST}, as vb.save() writes it, nor {SINGLE} or {INDEX} in it; "
         "expected a save, a safetensors checkpoint or a GGUF file"
     )
 
