@@ -16,7 +16,7 @@ import pytest
 import vbrt
 from tests.cli.cases import errors, some_stats
 from vbrt.cli import main as cli
-from vbrt.cli import stats
+from vbrt.cli import start, stats
 from vbrt.cli.options import add_command
 from vbrt.estimation import rates
 from vbrt.estimation.rates import kept_rates
@@ -67,6 +67,49 @@ def test_an_interrupt_is_130_and_no_traceback(llama, monkeypatch, capsys):
     monkeypatch.setattr(vbrt.wrapper.wrapper.VBModelWrapper, "materialize", interrupted)
     assert cli.main(["run", str(llama), "hello"]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "vbrt: interrupted"
+
+
+@pytest.mark.parametrize(
+    ("command", "importing"), [("stats", "vbrt.cli.main"), ("estimate", "vbrt.cli.main"), ("estimate", "torch")]
+)
+def test_an_interrupt_while_it_imports_ends_it_without_a_traceback(command, importing, tmp_path):
+    code = textwrap.dedent(f"""
+        import signal, sys
+        class Interrupting:
+            def find_spec(self, name, path=None, target=None):
+                if name == {importing!r}:
+                    sys.meta_path.remove(self)
+                    signal.raise_signal(signal.SIGINT)
+        sys.meta_path.insert(0, Interrupting())
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        from vbrt.cli.start import program
+        sys.argv = ["vbrt", {command!r}, {str(tmp_path)!r}]
+        program()
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "vbrt: interrupted\n")
+
+
+def test_an_interrupt_of_a_command_that_cleans_up_waits_for_the_end_of_an_import(tmp_path):
+    (tmp_path / "stats_of_mine.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nwhole = True\n")
+    code = textwrap.dedent(f"""
+        import importlib, signal, sys, threading
+        import vbrt.cli.stats as stats
+        from vbrt.cli.start import program
+        def command(args):
+            try:
+                importlib.import_module("stats_of_mine")
+                threading.Event().wait(50)
+            finally:
+                print(sys.modules["stats_of_mine"].whole)
+        stats._stats = command
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.path.append({str(tmp_path)!r})
+        sys.argv = ["vbrt", "stats"]
+        program()
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "True\n", "vbrt: interrupted\n")
 
 
 def test_an_interrupt_while_it_generates_leaves_no_files(llama, tmp_path):
@@ -205,7 +248,7 @@ def test_brief_commands_collect_no_garbage_and_end_at_once_with_their_exit_code(
     monkeypatch.setattr(os, "_exit", ends)
     try:
         with pytest.raises(SystemExit) as ended:
-            cli.program()
+            start.program()
     finally:
         gc.enable()
     assert ended.value.code == 1

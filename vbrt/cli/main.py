@@ -7,21 +7,18 @@ them, after what can be checked without them.
 """
 
 import argparse
-import atexit
 import errno
-import gc
 import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from vbrt import __version__
 from vbrt.cli.screen import complain
 from vbrt.errors import VBError, describe_os_error
 
-__all__ = ["COMMANDS", "main", "program"]
+__all__ = ["COMMANDS", "main"]
 
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)  # of a stream, where no file is named
 
@@ -41,8 +38,6 @@ COMMANDS = (
     "top",
     "tune",
 )
-#: commands that import and say something, and leave nothing behind
-_BRIEF = ("estimate", "inspect", "plan")
 _EXAMPLES = """examples:
   vbrt demo                                          a model in a quarter of its memory, beside accelerate
   vbrt plan ./Llama-3.1-8B --gpu-memory 8GiB         what would be swapped, and what it takes
@@ -59,30 +54,6 @@ _EXAMPLES = """examples:
 """
 
 
-def program() -> NoReturn:
-    """Be the process `vbrt`, whose exit code is what `main` returns.
-
-    Of imports of transformers two fifths of the time were the collection of garbage: while the modules came, which
-    found nothing, and of the modules themselves at exit. Brief commands do without either.
-    """
-    brief = sys.argv[1:2] and sys.argv[1] in _BRIEF
-    if brief:
-        gc.disable()
-    code = main()
-    if brief:
-        _end(code)
-    sys.exit(code)
-
-
-def _end(code: int) -> NoReturn:
-    """End the process without taking the interpreter apart; what is registered for its end runs, and streams are
-    written."""
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit code.
 
@@ -91,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _take_any_text()
     argv = sys.argv[1:] if argv is None else argv
-    args = _parser(*argv[:1]).parse_args(argv)
     try:
+        args = _parser(*argv[:1]).parse_args(argv)
         code = args.command(args)
         sys.stdout.flush()
         return code

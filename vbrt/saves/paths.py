@@ -27,7 +27,8 @@ def gguf_file(path: str | PathLike) -> Path | None:
         return None
     firsts = sorted({shard_paths(file)[0] for file in path.glob(f"*{GGUF_SUFFIX}")})
     if len(firsts) > 1:
-        raise CheckpointError(f"{path}: {len(firsts)} GGUF files, such as {firsts[0].name}; name one")
+        shown = ", ".join(file.name for file in firsts[:3])
+        raise CheckpointError(f"{path}: {len(firsts)} GGUF files, such as {shown}; name one")
     return firsts[0] if firsts else None
 
 
