@@ -114,11 +114,23 @@ HERE = sys.modules[__name__]
         (tokens, "__defaults__", (3,), True),
         (tokens, "__kwdefaults__", {"other": 3}, True),
         (torch, "relu", torch.abs, True),
-        (torch, "erf", torch.abs, False),
+        (torch, "erf", torch.abs, True),
         (Looking, "unnamed", lambda self, x: 2 * x, False),
         (HERE, "hooked", None, False),
     ],
-    ids=["global", "further", "constant", "method", "code", "defaults", "named", "torch", "unused", "unnamed", "other"],
+    ids=[
+        "global",
+        "further",
+        "constant",
+        "method",
+        "code",
+        "defaults",
+        "named",
+        "torch",
+        "unnamed in torch",
+        "unnamed",
+        "other",
+    ],
 )
 def test_functions_and_constants_that_forwards_look_up_belong_to_the_model(of, name, value, matters, monkeypatch):
     model = nn.Sequential(Looking())

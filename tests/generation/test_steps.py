@@ -1,5 +1,6 @@
 """Decode steps by recordings: the tokens of transformers' generate, whatever the model, the cache and the call."""
 
+import functools
 import itertools
 import sys
 import threading
@@ -239,6 +240,30 @@ def test_modes_of_torch_are_those_of_eager_steps(mode):
     assert torch.equal(want.sequences, got.sequences)
     assert steps(vb) == ((26, 0) if mode == "inference" else (13, 13))
     same(vb, plain)
+
+
+@pytest.mark.parametrize("of", ["DynamicLayer", "Cache"])
+def test_a_cache_whose_methods_somebody_replaced_stays_eager(of, monkeypatch):
+    """As tools do that forget keys: between calls, and only beyond a length."""
+    kind = getattr(transformers.cache_utils, of)
+    real, (vb, plain) = kind.update, (wrapped(), tiny("llama"))
+
+    def forgetting(self, *args, **kwargs):
+        keys, values = real(self, *args, **kwargs)
+        return (keys, values) if keys.shape[2] < 12 else (keys, values.index_fill(2, torch.arange(3), 0))
+
+    same(vb, plain)
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "update", forgetting)
+        with pytest.warns(UserWarning, match=rf"{of}\.update of the cache is not transformers' own"):
+            same(vb, plain)
+    same(vb, plain)
+    assert steps(vb) == (26, 13)
+    cache = transformers.DynamicCache(config=vb.config)
+    owner = cache if of == "Cache" else cache.layers[0]
+    owner.update = functools.partial(real, owner)
+    with pytest.warns(UserWarning, match="update of the cache is not transformers' own"):
+        generated(vb, past_key_values=cache)
 
 
 def test_the_reason_is_warned_of_once():

@@ -28,6 +28,7 @@ __all__ = [
     "write_to",
 ]
 
+_MODULE = "transformers.cache_utils"
 EMPTY = "the cache is empty"
 #: tensors of layers that grow; the last one is a constant
 OWN = ("keys", "values", "_sliding_window_tensor")
@@ -98,14 +99,27 @@ def why_not(cache: Any) -> str:
     if any(getattr(half, "offloading", False) for half in _halves(cache)):
         return "the cache moves its layers to host memory"
     for half in _halves(cache):
-        if type(half).__module__ != "transformers.cache_utils":
+        if type(half).__module__ != _MODULE:
             return f"the cache is a {type(half).__name__}, which may hold more than its layers"
+    for name in _replaced((cache, *_halves(cache), *layers_of(cache))):
+        return f"{name} of the cache is not transformers' own, and recorded steps might not call it"
     for layer in layers_of(cache):
         if _plain(layer) not in frozenset.union(*_known_kinds()):
             return f"layers of the cache are {type(layer).__name__}"
         if getattr(layer, "record_past", False):
             return "the cache keeps past states, to be cropped"
     return "" if any(True for _ in memory_of(cache)) else EMPTY
+
+
+def _replaced(objects: tuple[Any, ...]) -> Iterator[str]:
+    """Yield the names of methods of caches, or of their layers, that somebody has replaced."""
+    for kind in dict.fromkeys(of for each in objects for of in _plain(each).__mro__ if of.__module__ == _MODULE):
+        for name, value in vars(kind).items():
+            is_method = callable(value) and not isinstance(value, type)
+            if is_method and getattr(value, "__globals__", {}).get("__name__") != _MODULE:
+                yield f"{kind.__name__}.{name}"
+    for each in objects:
+        yield from (name for name in vars(each) if callable(getattr(_plain(each), name, None)))
 
 
 def length_of(cache: Any) -> int | None:

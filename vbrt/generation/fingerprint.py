@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from vbrt.generation.functions import PLAIN, looked_up, reference
+from vbrt.generation.functions import PLAIN, looked_up, reference, replaced_in_torch
 from vbrt.kernels.watched import is_quiet
 from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.bound import is_wrapped_by_plan
@@ -26,8 +26,11 @@ from vbrt.layers.bound import is_wrapped_by_plan
 __all__ = ["attributes", "changed", "fingerprint", "why_eager"]
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
+_WITH_CODE = (types.FunctionType, types.MethodType, functools.partial)
+_CALLED = ("forward", "__call__", "_call_impl")  # of a class, when a module is called
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_LOOKED_AT_ELSEWHERE = frozenset(("_parameters", "_buffers", "_modules"))
+#: attributes that every module has: tensors, modules and hooks are looked at elsewhere
+_OF_ALL = frozenset(vars(nn.Module())) - {"training"}
 _MOST_ITEMS = 4096  # of a container that is looked through
 _DIFFERENT_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 _OURS = ("vbrt.", "transformers.")  # whose hooks launch the same in every step
@@ -43,8 +46,10 @@ def fingerprint(model: nn.Module) -> tuple:
     """Return what recordings of a model's step depend on; equal where they are good still."""
     modules = list(model.modules())
     configs = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
-    functions = looked_up(dict.fromkeys(map(type, modules)), _of_interfaces())
-    return tuple(map(_of_module, modules)), tuple(map(_of_config, configs.values())), functions, _of_torch()
+    kinds = dict.fromkeys(map(type, modules))
+    called = tuple(tuple(reference(getattr(kind, name)) for name in _CALLED) for kind in kinds)
+    of_modules, of_configs = tuple(map(_of_module, modules)), tuple(map(_of_config, configs.values()))
+    return of_modules, of_configs, called, looked_up(kinds, _functions_of(modules)), _of_torch()
 
 
 def attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -74,14 +79,16 @@ def _of_module(module: nn.Module) -> tuple:
     )
     handle = module.__dict__.get("_vb_handle")
     own = None if handle is None else (id(handle), handle.generation, handle.dtype)
-    kind = type(module)
-    return id(kind), reference(kind.forward), tensors, own, _plain_items(module.__dict__)
+    return id(type(module)), tensors, own, _plain_items(module.__dict__)
 
 
 def _plain_items(values: dict[str, Any]) -> tuple:
     """Return the items that are constants, tensors, functions, or containers of them."""
-    items = ((name, value) for name, value in values.items() if name not in _LOOKED_AT_ELSEWHERE)
-    return tuple((name, plain) for name, value in items if (plain := _plain(name, value)) is not _OTHER)
+    return tuple(
+        (name, plain)
+        for name, value in values.items()
+        if name not in _OF_ALL and (plain := value if type(value) in PLAIN else _plain(name, value)) is not _OTHER
+    )
 
 
 _OTHER = object()
@@ -112,20 +119,25 @@ def _of_config(config: Any) -> tuple:
     return _plain_items(vars(config)) if hasattr(config, "__dict__") else ()
 
 
-def _of_interfaces() -> list:
-    found = (getattr(sys.modules.get(module), name, None) for module, name in _INTERFACES)
-    return [of[name] for of in found if of is not None for name in of]
+def _functions_of(modules: Iterable[nn.Module]) -> list:
+    """Return functions that forwards find without a name: in attributes of modules, and in transformers' tables."""
+    held = [value for module in modules for value in module.__dict__.values() if isinstance(value, _WITH_CODE)]
+    tables = (getattr(sys.modules.get(module), name, None) for module, name in _INTERFACES)
+    return held + [of[name] for of in tables if of is not None for name in of]
 
 
 def _of_torch() -> tuple:
-    cuda = torch.backends.cuda
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
     return (
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
-        torch.get_float32_matmul_precision(),
+        replaced_in_torch(),
+        *(getattr(of, "fp32_precision", None) for of in (cuda.matmul, cudnn.conv, mkldnn.matmul)),
         cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_num_threads(),
         *(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cuda", "cpu")),
