@@ -218,6 +218,19 @@ def test_what_is_not_a_plain_linear_is_refused_with_a_reason(change, says, forma
     vbrt.wrap(model, config(format)).materialize()
 
 
+def test_layers_whose_class_has_a_forward_of_somebody_elses_stay(monkeypatch):
+    """As tracing and quantization tools put it there, for all layers of a class."""
+
+    def traced(self, x):
+        return 2 * x
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Embedding(64, 64))
+    monkeypatch.setattr(nn.Linear, "forward", traced)
+    assert "Linear.forward was replaced by " in reason(model, "0")
+    monkeypatch.undo()
+    assert [swap.name for swap in plan_of(model).swaps] == ["0"]
+
+
 def test_a_weight_of_integers_is_refused():
     model = nn.Sequential(nn.Linear(64, 64))
     model[0].weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)

@@ -272,7 +272,12 @@ def _why_kept_head(held: Held, module: nn.Module, survey: _Survey) -> str | None
 def _why_kept_module(module: nn.Module) -> str | None:
     if "forward" in module.__dict__ and not is_wrapped_by_plan(module):
         return "its forward was replaced on the instance (accelerate's hooks do: remove_hook_from_submodules first)"
-    return kind_of(module).refuse(module)
+    kind = kind_of(module)
+    of = next(of for of in type(module).__mro__ if "forward" in vars(of))
+    if not kind.routed and getattr(of.forward, "__globals__", {}).get("__name__") != of.__module__:
+        by = getattr(of.forward, "__qualname__", of.forward)
+        return f"{of.__name__}.forward was replaced by {by}, which a layer of vbrt would not call"
+    return kind.refuse(module)
 
 
 def _why_kept_weight(held: Held, weight: nn.Parameter, survey: _Survey) -> str | None:
