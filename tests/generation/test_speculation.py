@@ -31,6 +31,18 @@ def mistral(window=8):
     return MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=window)).to(BF16).eval()
 
 
+def forgetful():
+    """A model that masks nothing before its window, as Moshi: its cache forgets that."""
+    from transformers import LlamaForCausalLM
+
+    class Forgetful(LlamaForCausalLM):
+        pass
+
+    model = llama(dtype=BF16)
+    model.__class__, model.config.sliding_window = Forgetful, 12
+    return model
+
+
 def prompts(batch, length=9):
     ids = torch.arange(3, 3 + batch * length).reshape(batch, length) % 120
     mask = torch.ones_like(ids)
@@ -263,6 +275,41 @@ def test_tokens_and_logits_are_those_of_recorded_steps_where_plain_decoding_repl
         assert (
             run(vb, prompts(2), **how, speculate=3, exactness="distribution").sequences.shape == plain.sequences.shape
         )
+
+
+@pytest.mark.parametrize("exactness", ["tokens", "distribution"])
+@pytest.mark.parametrize("steps", ["recorded", "eager"])
+def test_a_model_that_leaves_it_to_its_cache_to_forget_is_decoded_plainly(steps, exactness, request):
+    if steps == "recorded":
+        request.getfixturevalue("recorded")
+    with wrap(forgetful(), "exact") as vb, warnings.catch_warnings(record=True) as said:
+        plain = run(vb, prompts(2), **SAMPLED)
+        got = run(vb, prompts(2), **SAMPLED, speculate=3, exactness=exactness)
+        assert torch.equal(got.sequences, plain.sequences) and vb.stats().speculation is None
+        assert run(vb, prompts(2), max_new_tokens=2, speculate=3).sequences.shape == (2, 11)
+        assert vb.stats().speculation.rounds  # the window is not passed by then
+    assert sum("Forgetful leaves it to its cache to forget" in str(each.message) for each in said) == 1
+
+
+def test_a_model_that_steps_compute_otherwise_where_they_are_recorded_is_decoded_plainly(recorded):
+    from transformers import LlamaForCausalLM
+
+    class ByMask(LlamaForCausalLM):
+        def forward(self, *args, attention_mask=None, **kwargs):
+            out = super().forward(*args, attention_mask=attention_mask, **kwargs)
+            out.logits = out.logits * (1 + (attention_mask.shape[1] > 18))
+            return out
+
+    found, how = [], SAMPLED | {"max_new_tokens": 20}
+    for further in ({}, {"speculate": 3}):
+        model = llama(dtype=BF16)
+        model.__class__ = ByMask
+        with wrap(model, "exact") as vb, warnings.catch_warnings(record=True) as said:
+            found.append(run(vb, prompts(2), **how, **further))
+    assert_same(*found)
+    assert vb.stats().speculation.rounds  # in the blocks where they are alike
+    why = "a recorded step computes something else than an eager one"
+    assert [each for each in said if f"speculate: {why}" in str(each.message)]
 
 
 def test_recorded_steps_one_after_the_other_verify_what_no_pass_can_token_by_token(recorded, monkeypatch):

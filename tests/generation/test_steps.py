@@ -354,7 +354,7 @@ def test_states_in_buffers_advance_once_a_step_whether_it_is_recorded_or_not(how
         layer = model.model.layers[0]
         layer.input_layernorm = torch.nn.Sequential(layer.input_layernorm, Stateful(how))
     if how == "differs":
-        monkeypatch.setattr("vbrt.generation.steps._difference", lambda *args, **kwargs: "it is off")
+        monkeypatch.setattr("vbrt.generation.steps.difference", lambda *args, **kwargs: "it is off")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         same(vb, plain)

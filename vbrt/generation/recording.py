@@ -22,7 +22,20 @@ from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.kernels.recorded import StepRefused
 from vbrt.layers.compute import pass_precision
 
-__all__ = ["Counted", "Kept", "PagesMoved", "Recording", "Terms", "answer_captures", "computed_as_recorded"]
+__all__ = [
+    "Counted",
+    "Kept",
+    "PagesMoved",
+    "Recording",
+    "Terms",
+    "answer_captures",
+    "computed_as_recorded",
+    "difference",
+]
+
+#: the largest difference, over the norm of the result, that is rounding
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+_COARSE_ROUNDING = 0.06
 
 Plain = Callable[..., Any]
 
@@ -258,3 +271,21 @@ class Kept:
             recording.end_call()
         self.recordings.clear()
         self.recorder.release()
+
+
+def difference(out: Any, expected: Any, *, joined: float = 0.0) -> str:
+    """Return how a result differs from the expected one by more than rounding; "" if it does not.
+
+    joined: how far rounding elsewhere took the joined step from the step itself, at one place.
+    """
+    for name, wanted in expected.items() if hasattr(expected, "items") else enumerate(expected):
+        got = out[name]
+        if not isinstance(wanted, Tensor) or not wanted.is_floating_point():
+            continue
+        if got.shape != wanted.shape:
+            return f"{name} has the shape {tuple(got.shape)}, not {tuple(wanted.shape)}"
+        scale = wanted.float().nan_to_num(0, 0, 0).norm()
+        error = float((got.float() - wanted.float()).nan_to_num(0, 0, 0).norm() / scale.clamp_min(1e-30))
+        if error > max(2 * joined, _ROUNDING.get(wanted.dtype, _COARSE_ROUNDING)):
+            return f"{name} is {error:.1e} off"
+    return ""

@@ -37,7 +37,7 @@ from vbrt.generation.static_cache import Statics
 from vbrt.generation.steady import steady_attention
 from vbrt.layers.compute import products_by, shared_product
 
-__all__ = ["NotByToken", "one_by_one"]
+__all__ = ["NotByToken", "masks_windows", "one_by_one"]
 
 NAME = "vbrt_one_by_one"
 
@@ -90,6 +90,7 @@ class NotByToken(VBError):
 
 class _Here(threading.local):
     now: "_Pass | None" = None
+    asked: set[bool] | None = None  # whether masks that were asked for have a window
 
 
 _here = _Here()
@@ -119,6 +120,23 @@ def one_by_one(model: Any, cache: Any, shape: tuple[int, int], statics: Statics 
             yield
     finally:
         _here.now = before
+
+
+def masks_windows(model: Any, token: torch.Tensor) -> bool:
+    """True if a model masks what lies before a window, False if it leaves it to its cache to forget that.
+
+    token: [1, 1], for a pass that has no cache. Attention that is none of torch's is told the window, and masks it.
+    """
+    _register()
+    _here.asked = asked = set()
+    try:
+        with _attention_of(model):
+            model(input_ids=token, use_cache=False)
+    except NotByToken:
+        return True
+    finally:
+        _here.asked = None
+    return True in asked
 
 
 class _Pass:
@@ -269,6 +287,8 @@ def _masks(*args: Any, **kwargs: Any) -> Any:
 
     here = _here.now
     make = ALL_MASK_ATTENTION_FUNCTIONS[_names[id(kwargs["config"])]]
+    if _here.asked is not None:
+        _here.asked.add(kwargs.get("local_size") is not None)
     if here is None:  # another thread, in a pass of its own
         return make(*args, **kwargs)
     if args or kwargs["q_length"] != here.tokens:

@@ -30,7 +30,7 @@ from vbrt.generation.sequences import Sequences
 from vbrt.generation.shadow import shadow_refusal
 from vbrt.generation.static_cache import leave
 from vbrt.generation.timing import Marks
-from vbrt.generation.verifying import Decoding, Draft, announce, can_verify, verified
+from vbrt.generation.verifying import Decoding, Draft, announce, can_verify, verified, window_refusal
 from vbrt.report.timeline import ROUND
 
 __all__ = ["EXACTNESS", "speculate"]
@@ -51,15 +51,21 @@ def speculate(decoding: Decoding, sequences: Sequences, outputs: Any, kwargs: di
     kwargs = decoding.after(outputs, kwargs)
     sequences.look(sequences.append(outputs.logits[:, -1]))
     cache = kwargs.get("past_key_values")
-    refusal = shadow_refusal(cache) if decoding.pace.fixed != 0 else None
-    if refusal is not None:
-        announce(decoding.counts, refusal)
-    elif decoding.pace.fixed != 0:
-        kwargs = _in_rounds(decoding, sequences, kwargs)
+    if decoding.pace.fixed != 0:
+        refusal = _refusal(decoding, sequences, cache)
+        if refusal is None:
+            kwargs = _in_rounds(decoding, sequences, kwargs)
+        else:
+            announce(decoding.counts, refusal)
     if sequences.finished:
         return kwargs
     with decoding.recordable() as passes:
         return passes.run(functools.partial(_plainly, decoding, sequences, kwargs))
+
+
+def _refusal(decoding: Decoding, sequences: Sequences, cache: Any) -> str | None:
+    with decoding.attachment.phase(VERIFY, None):
+        return shadow_refusal(cache) or window_refusal(decoding, cache, sequences.ids)
 
 
 def _plainly(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from vbrt.errors import first_line
 from vbrt.generation.caches import EMPTY, NotRecordable, cache_form, layers_of, length_of, why_not
 from vbrt.generation.calls import Call, cache_in, ids_in, new_tokens, take_apart
 from vbrt.generation.fingerprint import attributes, changed, fingerprint, why_eager
-from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms, answer_captures
+from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms, answer_captures, difference
 from vbrt.generation.spans import span_of
 from vbrt.generation.static_cache import Statics, is_entered, leave, offer, own, withdraw
 from vbrt.generation.worth import Worth
@@ -45,9 +45,6 @@ __all__ = ["CUSTOM", "KEEPS_BITS", "OFF", "Session", "Steps"]
 _KEPT = 2
 #: replays of one kind of step that are compared with eager ones
 _CHECKS = 2
-#: the largest difference, over the norm of the result, that is rounding
-_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
-_COARSE_ROUNDING = 0.06
 
 NO_CACHE = "there is no cache (use_cache=False)"
 SEVERAL = "several tokens a sequence in one forward, as assisted decoding verifies them"
@@ -251,7 +248,7 @@ class Steps:
         self._terms.begin_pass()
         with statics.undone() as undo, recording.written.undone(undo):
             expected = plain(**call.kwargs(call.given()))
-            error = _difference(out, expected, joined=recording.report.error or 0.0)
+            error = difference(out, expected, joined=recording.report.error or 0.0)
             undo.wanted = not error
         if error:
             self._refused[call.form] = f"a recorded step computes something else than an eager one: {error}"
@@ -527,21 +524,3 @@ def _put_back(now: dict[str, Any], before: Mapping[str, Any]) -> None:
 def _holds_tokens(cache: Any) -> bool:
     """True after a prompt: a layer of the cache holds something."""
     return is_entered(cache) or why_not(cache) != EMPTY
-
-
-def _difference(out: Any, expected: Any, *, joined: float) -> str:
-    """Return how a result differs from the expected one by more than rounding; "" if it does not.
-
-    joined: how far rounding elsewhere took the joined step from the step itself, at one place.
-    """
-    for name, wanted in expected.items() if hasattr(expected, "items") else enumerate(expected):
-        got = out[name]
-        if not isinstance(wanted, Tensor) or not wanted.is_floating_point():
-            continue
-        if got.shape != wanted.shape:
-            return f"{name} has the shape {tuple(got.shape)}, not {tuple(wanted.shape)}"
-        scale = wanted.float().nan_to_num(0, 0, 0).norm()
-        error = float((got.float() - wanted.float()).nan_to_num(0, 0, 0).norm() / scale.clamp_min(1e-30))
-        if error > max(2 * joined, _ROUNDING.get(wanted.dtype, _COARSE_ROUNDING)):
-            return f"{name} is {error:.1e} off"
-    return ""

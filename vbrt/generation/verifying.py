@@ -31,15 +31,16 @@ import torch
 from vbrt.generation.agreement import comparisons
 from vbrt.generation.caches import NotRecordable
 from vbrt.generation.pace import MOST, Pace
-from vbrt.generation.recording import computed_as_recorded
-from vbrt.generation.rowwise import one_by_one
+from vbrt.generation.recording import computed_as_recorded, difference
+from vbrt.generation.rowwise import masks_windows, one_by_one
 from vbrt.generation.shadow import shadow_of
+from vbrt.generation.spans import Span
 from vbrt.generation.static_cache import Statics
 from vbrt.layers.lockstep import in_lockstep
 from vbrt.model.attachment import Attachment
 from vbrt.report.speculation import SpeculationCounts
 
-__all__ = ["Decoding", "Draft", "Passes", "Rows", "announce", "can_verify", "verified"]
+__all__ = ["Decoding", "Draft", "Passes", "Rows", "announce", "can_verify", "verified", "window_refusal"]
 
 _CHECKS = 2  # rounds of a batch size that are computed by both
 _TOKENS = "tokens"
@@ -165,6 +166,8 @@ class _Certain(NamedTuple):
 def _as_decoded(decoding: Decoding, draft: Draft, certain: _Certain) -> Rows:
     """Compute the rows with the bits of plain decoding: token by token where that gives them."""
     known, batch, tokens = _known_of(decoding), len(draft.ids), draft.k + 1
+    if decoding.statics is not None:
+        _compare_recorded(decoding, draft, known)
     if not draft.k or draft.k in known.refused or (certain.name, batch) in known.unlike:
         return certain.rows(decoding, draft, tokens)
     before, few, wanted = draft.cache.get_seq_length(), min(tokens, certain.few), None
@@ -191,6 +194,23 @@ def _as_decoded(decoding: Decoding, draft: Draft, certain: _Certain) -> Rows:
     return certain.rows(decoding, draft, tokens)._replace(compared=True)
 
 
+def _compare_recorded(decoding: Decoding, draft: Draft, known: "_Known") -> None:
+    """Compare a step as it is recorded with an eager one, where plain decoding would. Raises NotRecordable."""
+    statics, batch = decoding.statics, len(draft.ids)
+    case = batch, statics.span, statics.passes_windows
+    if case in known.as_eager:
+        return
+    inputs = {**decoding.inputs(draft.ids[:, : draft.start], 1, draft.kwargs[0]), "return_dict": True}
+    with statics.undone(), statics.spoiled():
+        got = computed_as_recorded(decoding.model, inputs, statics)
+    with statics.undone():
+        error = difference(got, decoding.model(**inputs))
+    if error:
+        known.unlike.add((_AS_RECORDED.name, batch))
+        raise NotRecordable(f"a recorded step computes something else than an eager one: {error}")
+    known.as_eager.add(case)
+
+
 @dataclass(slots=True)
 class _Known:
     """What is known of `token_by_token` for a model.
@@ -199,11 +219,16 @@ class _Known:
         checks: rounds in which it was right, by what it was compared with and by batch size.
         refused: numbers of drafts for which it does not serve.
         unlike: what it has given other bits than, and at which batch size.
+        masks_windows: whether the model does; None before it was looked at.
+        as_eager: where steps as they are recorded were found to be like eager ones: batch size, span of the cache, and
+            whether a window has moved on.
     """
 
     checks: Counter[tuple[str, int]] = field(default_factory=Counter)
     refused: set[int] = field(default_factory=set)
     unlike: set[tuple[str, int]] = field(default_factory=set)
+    masks_windows: bool | None = None
+    as_eager: set[tuple[int, Span, bool]] = field(default_factory=set)
 
 
 _all_known: "weakref.WeakKeyDictionary[Attachment, _Known]" = weakref.WeakKeyDictionary()
@@ -211,6 +236,18 @@ _all_known: "weakref.WeakKeyDictionary[Attachment, _Known]" = weakref.WeakKeyDic
 
 def _known_of(decoding: Decoding) -> _Known:
     return _all_known.setdefault(decoding.attachment, _Known())
+
+
+def window_refusal(decoding: Decoding, cache: Any, ids: torch.Tensor) -> str | None:
+    """Return why several tokens of a model cannot share a pass once its window has moved; None if they can."""
+    windows = [layer.sliding_window for layer in cache.layers if getattr(layer, "is_sliding", False)]
+    if not windows or decoding.limit <= min(windows):
+        return None
+    known = _known_of(decoding)
+    if known.masks_windows is None:
+        known.masks_windows = masks_windows(decoding.model, ids[:1, -1:])
+    kind = type(decoding.model).__name__
+    return None if known.masks_windows else f"{kind} leaves it to its cache to forget what its window has passed"
 
 
 def can_verify(decoding: Decoding, batch: int, k: int | None = None) -> bool:
