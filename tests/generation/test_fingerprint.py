@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vbrt.generation import functions
 from vbrt.generation.fingerprint import attributes, changed, fingerprint, why_eager
 
 
@@ -171,6 +172,19 @@ def test_what_would_see_each_step_is_named(around, why):
         assert why_eager(model, [model]) == ""
     with around(), pytest.raises(AssertionError, match=why):
         assert why_eager(model, [model]) == ""
+
+
+def test_what_long_code_names_is_found_as_in_short_code():
+    body = "from somewhere import some; return module.part.function"
+    names = []
+    for many in (0, 300):
+        lines = [*(f"n{at}.a{at}" for at in range(many)), *body.split("; ")]
+        made = {}
+        exec("def code():\n    " + "\n    ".join(lines), made)
+        names.append(functions._names(made["code"].__code__))
+    short, long = names
+    assert short.paths == (("module", "part", "function"),) and short.imports
+    assert long.paths[-1:] == short.paths and long.imports == short.imports and len(long.paths) == 301
 
 
 def test_the_attribute_that_a_step_changes_is_named():

@@ -143,6 +143,8 @@ def _names(code: types.CodeType) -> _Names:
     path: tuple[str, ...] = ()
     before: tuple[Any, Any] = (0, None)  # constants in front of an import: its level, and the names
     for step in dis.get_instructions(code):
+        if step.opname == "EXTENDED_ARG":  # a part of the next one, where code names many things
+            continue
         is_attribute = step.opname in _ATTRIBUTE
         if path and not is_attribute:
             paths[path], path = None, ()
