@@ -173,6 +173,23 @@ def saved(path: str, format: str, dtype: str, *, full: int | None = None) -> Non
     vb.close()
 
 
+def saved_pretrained(path: str, to: str) -> str:
+    """Save a model that transformers has cut as it saves models: dense weights; and what is said of planes."""
+    from transformers import AutoModelForCausalLM, DistributedConfig
+
+    def load(stored: str) -> nn.Module:
+        given = vbrt.QuantizationConfig(config("exact"), stored=stored)
+        distributed = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+        return AutoModelForCausalLM.from_pretrained(path, distributed_config=distributed, quantization_config=given)
+
+    load("dense").save_pretrained(to)
+    try:
+        load("planes").save_pretrained(f"{to}-planes")
+    except vbrt.CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
 def loaded_parts(path: str, format: str, dtype: str) -> dict[str, Any]:
     """Load a save into a split model; compare each weight with the part of what one process decodes."""
     original = llama(getattr(torch, dtype))

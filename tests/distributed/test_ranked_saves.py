@@ -84,3 +84,13 @@ def test_gate_and_up_in_one_weight_are_cut_each_for_itself_and_loaded_whole(two_
     vb = vbrt.load(tmp_path, torch.nn.Module.to(cases.gated(), "meta"))
     for name, weight in cases.gated().named_parameters():
         assert torch.equal(vb.state_dict()[name], weight), name
+
+
+def test_save_pretrained_writes_whole_weights_and_refuses_planes_in_parts(two_ranks: Ranks, tmp_path: Path):
+    model = cases.llama()
+    model.save_pretrained(tmp_path / "model")
+    for said in two_ranks(cases.saved_pretrained, path=str(tmp_path / "model"), to=str(tmp_path / "saved")):
+        assert said.startswith("save_pretrained: model.layers.0.self_attn.q_proj: each rank has a part of its planes")
+    again = type(model).from_pretrained(tmp_path / "saved")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name

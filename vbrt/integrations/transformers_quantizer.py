@@ -411,7 +411,10 @@ class VBQuantizer(TakesGGUF):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor] | None, dict]:
         """Return what `save_pretrained` writes, planes or dense weights, and the files' metadata; None where that is
-        the model's own state dict. With an ssd tier, host memory holds one shard of `max_shard_size` at a time."""
+        the model's own state dict. With an ssd tier, host memory holds one shard of `max_shard_size` at a time.
+
+        Raises CheckpointError: planes, of which ranks have parts.
+        """
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}  # adapters only
         model._weight_conversions = self._conversions
@@ -426,6 +429,14 @@ class VBQuantizer(TakesGGUF):
         if config.settings.mode == "train":
             config.stored = "dense"
             return None, {}
+        cut = next((swap.name for swap in attachment.plan.swaps if swap.site.shard is not None), None)
+        if cut is not None and config.stored == "planes":
+            raise CheckpointError(
+                f"save_pretrained: {cut}: each rank has a part of its planes, and only one would write; call "
+                'vbrt.of(model).save(path) on every rank, or load with QuantizationConfig(..., stored="dense")'
+            )
+        if cut is not None:
+            return None, {}  # transformers gathers what a state dict has parts of
         if config.stored == "dense":
             return dense_tensors(attachment), {}
         model._weight_conversions = []  # planes have the names of the model, so does the rest
