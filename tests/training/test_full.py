@@ -229,10 +229,13 @@ def test_a_save_has_the_masters(tmp_path):
     assert all(torch.equal(value, expected[name]) for name, value in loaded.unwrap().state_dict().items())
 
 
-def test_casts_are_refused_by_name():
+def test_casts_are_refused_by_name_before_anything_is_cast():
     vb = vbrt.wrap(Tiny(), "full", optimizer=adamw)
-    with pytest.raises(vbrt.WrapError, match=r"layers.0: a cast from torch.float32 to torch.float64"):
-        vb.double()
+    for cast in (vb.double, vb.model.double):
+        with pytest.raises(vbrt.WrapError, match=r"layers.0: a cast from torch.float32 to torch.float64"):
+            cast()
+    assert {p.dtype for p in vb.parameters()} == {torch.float32}
+    assert vb.unwrap().double().embed.weight.dtype is torch.float64
 
 
 @pytest.mark.parametrize("call", [0, 4, 7, 9])

@@ -2,6 +2,8 @@
 
 import collections
 import contextlib
+import copy
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -126,6 +128,52 @@ def graded_apart(model, optimizer) -> list:
     return losses
 
 
+def kept_gradients(model, optimizer) -> list:
+    """Who keeps a gradient sees what is added to it, and has it still when it was dropped."""
+    losses, kept = [], []
+    for number in range(3):
+        losses.append(backward(model, number))
+        kept.append([p.grad for p in model.parameters()])
+        views = [gradient.view(-1)[::2].detach() for gradient in kept[-1]]
+        losses += [backward(model, number + 3), *(view.norm().item() for view in views)]
+        kept[-1][-1].mul_(0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses + [gradient.norm().item() for gradients in kept for gradient in gradients]
+
+
+def written_after_the_step(model, optimizer) -> list:
+    losses = []
+    for number in range(3):
+        losses.append(backward(model, number))
+        gradients = [p.grad for p in model.parameters()]
+        optimizer.step()
+        for gradient in gradients:
+            gradient.mul_(0.5)
+    return losses
+
+
+def assigned(model, optimizer) -> list:
+    """Gradients in a buffer of the loop's, one that is two weights', and two that change places."""
+    losses, flat = [], torch.zeros(2, 64, 64)
+    first, second, third, head = (
+        parameter(model, f"{name}.weight") for name in ("layers.0", "layers.1", "layers.2", "head")
+    )
+    for number in range(3):
+        first.grad, head.grad = flat[0], flat.new_ones(50, 64)
+        losses += [backward(model, number), flat.norm().item(), head.grad.norm().item()]
+        third.grad, second.grad = second.grad, third.grad
+        losses += [backward(model, number + 3), flat.norm().item(), head.grad.norm().item()]
+        assert first.grad.data_ptr() == flat.data_ptr()
+        second.grad *= 2
+        third.grad = first.grad
+        third.grad.add_(1e-3)
+        optimizer.step()
+        flat.zero_()
+        model.zero_grad()
+    return losses
+
+
 def begun_anew(model, optimizer) -> list:
     """Without the moments so far, by both ways to drop them."""
     losses = train(model, optimizer, 2)
@@ -135,15 +183,39 @@ def begun_anew(model, optimizer) -> list:
     return losses + train(model, optimizer, 2)
 
 
+def put_back(model, optimizer) -> list:
+    """A state dict that is not copied goes on with the moments."""
+    losses = train(model, optimizer, 2)
+    before = optimizer.state_dict()
+    losses += train(model, optimizer, 1)
+    optimizer.load_state_dict(before)
+    return losses + train(model, optimizer, 2)
+
+
 @pytest.mark.parametrize(
-    "loop", [begun_anew, graded_apart, without_zero_grad, zeroed, stepped_twice, frozen_with_a_gradient, hooked, edited]
+    "loop",
+    [
+        assigned,
+        begun_anew,
+        edited,
+        frozen_with_a_gradient,
+        graded_apart,
+        hooked,
+        kept_gradients,
+        put_back,
+        stepped_twice,
+        without_zero_grad,
+        written_after_the_step,
+        zeroed,
+    ],
 )
 def test_it_has_the_bits_of_resident_training(loop):
-    assert_same_training(Skipping() if loop is zeroed else Tiny(tied=loop is edited), run=loop)
+    assert_same_training(Skipping() if loop is zeroed else Tiny(tied=loop in (edited, kept_gradients)), run=loop)
 
 
-def test_gradients_in_files_stay_after_a_step_too(tmp_path):
-    assert_same_training(Tiny(), small_tiers(tmp_path, 3), run=stepped_twice)
+@pytest.mark.parametrize("loop", [stepped_twice, assigned, kept_gradients, written_after_the_step])
+def test_gradients_in_files_stay_and_are_their_owners_too(tmp_path, loop):
+    assert_same_training(Tiny(), small_tiers(tmp_path, 3), run=loop)
 
 
 def frozen_first() -> Tiny:
@@ -163,6 +235,15 @@ def unfrozen(model, optimizer) -> list:
     return losses + train(model, optimizer, 3)
 
 
+def regrouped(model, optimizer) -> list:
+    """A weight that leaves its group rests, and goes on in another one with the moments that it has."""
+    losses, weight, (group,) = train(model, optimizer, 2), parameter(model, "layers.2.weight"), optimizer.param_groups
+    group["params"] = [p for p in group["params"] if p is not weight]
+    losses += train(model, optimizer, 1)
+    optimizer.add_param_group({"params": [weight], "lr": 3e-3})
+    return losses + train(model, optimizer, 2)
+
+
 def unfrozen_in_no_group(model, optimizer) -> list:
     """The step begins within the backward pass, where it can."""
     parameter(model, "layers.1.weight").requires_grad_(True)
@@ -178,7 +259,7 @@ def unfrozen_in_no_group(model, optimizer) -> list:
     return losses
 
 
-@pytest.mark.parametrize("loop", [unfrozen, unfrozen_in_no_group])
+@pytest.mark.parametrize("loop", [regrouped, unfrozen, unfrozen_in_no_group])
 def test_weights_that_are_unfrozen_train_from_then_on_if_they_are_in_a_group(loop):
     assert_same_training(frozen_first(), make=trainable, run=loop)
 
@@ -233,6 +314,24 @@ def test_what_needs_a_parameters_values_in_the_graph_is_refused_by_name():
     model.layers[2].weight = torch.nn.Parameter(torch.zeros(64, 64))
     with pytest.raises(vbrt.WrapError, match=r"layers.2: another tensor was put in the place of its weight"):
         backward(vb, 0)
+
+
+def test_what_would_leave_two_owners_or_mix_two_weights_is_refused_by_name():
+    vb = vbrt.wrap(Tiny(), "full", optimizer=adamw)
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(vbrt.WrapError, match=r"AdamW: an optimizer of weights that train in the tiers cannot be"):
+            copied(vb.optimizer)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(vbrt.WrapError, match=r"cannot be copied or pickled"):
+            copied(vb.model)
+    table, saved = vb.model.embed.weight, {name: value + 1 for name, value in vb.state_dict().items()}
+    with pytest.raises(vbrt.WrapError, match=r"layers.0: load_state_dict\(assign=True\)"):
+        vb.load_state_dict(saved, assign=True)
+    assert vb.model.embed.weight is table
+    loss = loss_of(vb, *BATCHES[0])
+    vb.model.head.load_state_dict({"weight": saved["head.weight"]})
+    with pytest.raises(vbrt.WrapError, match=r"head: its weight was updated between forward and backward"):
+        loss.backward()
 
 
 def in_groups(cut: int):

@@ -12,7 +12,7 @@ import weakref
 
 import torch
 
-__all__ = ["ALIGNMENT_BYTES", "PinError", "aligned", "bytes_view", "map_memory", "pin", "trim_heap"]
+__all__ = ["ALIGNMENT_BYTES", "Loan", "PinError", "aligned", "bytes_view", "map_memory", "pin", "trim_heap"]
 
 ALIGNMENT_BYTES = 4096  # of memory for direct I/O
 _HUGE_PAGE_BYTES = 2 << 20
@@ -26,6 +26,38 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, writable, without a copy; the tensor must outlive the view."""
     nbytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class Loan:
+    """Memory of a contiguous CPU tensor that others are given, and whether they still have it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._buffer: weakref.ref[ctypes.Array] | None = None
+        self._tensor: weakref.ref[torch.Tensor] | None = None
+
+    @property
+    def alive(self) -> bool:
+        """True while a tensor that was given, a view of one or an array on one is there."""
+        return self._buffer is not None and self._buffer() is not None
+
+    @property
+    def last(self) -> torch.Tensor | None:
+        """The tensor that was given last, if it is there."""
+        return None if self._tensor is None else self._tensor()
+
+    def tensor(self) -> torch.Tensor:
+        """Return a tensor on the memory, the one before if it is there; it keeps the memory."""
+        found = self.last
+        if found is None:
+            buffer = None if self._buffer is None else self._buffer()
+            if buffer is None:
+                buffer = (ctypes.c_ubyte * self.memory.nbytes).from_address(self.memory.data_ptr())
+                buffer.memory = self.memory
+                self._buffer = weakref.ref(buffer)
+            found = torch.frombuffer(buffer, dtype=self.memory.dtype).view(self.memory.shape)
+            self._tensor = weakref.ref(found)
+        return found
 
 
 def aligned(nbytes: int) -> torch.Tensor:

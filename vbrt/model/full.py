@@ -1,8 +1,9 @@
 """A model that trains from the tiers, on a runtime."""
 
 import contextlib
+import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os import PathLike
 
@@ -18,6 +19,7 @@ from vbrt.report.stats import Stats
 from vbrt.report.training import UpdateStats
 from vbrt.training import FullLayer, FullWeight
 from vbrt.training.clipping import clip_grad_norm_
+from vbrt.training.full_layers import check_assigns
 from vbrt.training.gradients import Outlet
 from vbrt.training.kept import widen_kept
 from vbrt.training.optimizers import release_optimizer, take_optimizer
@@ -44,6 +46,8 @@ class FullAttachment(Attachment):
         self.updater: Updater | None = None
         self._outlet = outlet
         self.clip_ns = 0
+        model.__dict__["_apply"] = functools.partial(self._apply_to_all, model)
+        self._loads = model.register_load_state_dict_pre_hook(self._before_load)
 
     @property
     def weights(self) -> list[FullWeight]:
@@ -67,6 +71,18 @@ class FullAttachment(Attachment):
         self.materialize()
         self.updater = take_optimizer(optimizer, self.weights, eight_bit=self._settings.training.moments == "8bit")
         self.optimizer = optimizer
+
+    def _apply_to_all(self, model: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """nn.Module's `_apply`, which begins with the check that all weights in the tiers can follow: WrapError."""
+        for weight in self.weights:
+            if weight.state is not None:
+                weight.check_cast(fn(torch.zeros((), dtype=weight.dtype, device="cpu")).dtype)
+        return type(model)._apply(model, fn, recurse)
+
+    def _before_load(self, model: nn.Module, state_dict: Mapping, prefix: str, metadata: Mapping, *_: object) -> None:
+        """Raise WrapError for a load that is refused, before any of it is done."""
+        for weight in self.weights[:1]:
+            check_assigns(weight, metadata)
 
     def need(self, what: str) -> torch.optim.Optimizer:
         """Return the optimizer. Raises WrapError if there is none."""
@@ -141,6 +157,8 @@ class FullAttachment(Attachment):
             self.optimizer = None
         self.registry.release_()
         self._hook.remove()
+        self._loads.remove()
+        self.model.__dict__.pop("_apply", None)
         self.close()
         return self.model
 
@@ -150,6 +168,9 @@ class FullAttachment(Attachment):
         if self.updater is not None:
             self.updater.close()
         super().close()
+
+    def __reduce_ex__(self, protocol: int) -> Seed:
+        return self.seed()
 
     def seed(self) -> Seed:
         """Raise WrapError: a copy would train the same pages."""

@@ -130,6 +130,7 @@ class FullWeight(PagesHandle):
             raise WrapError(f"{self.name}: the new weight has shape {tuple(values.shape)}; expected {self.state.shape}")
         self.settle()
         new_high, new_low = split_master(values.detach().to("cpu", torch.float32))
+        self.state.loads += 1
         with self.state.high.rewriting() as high:
             high.copy_(new_high)
             self.state.set_low(new_low)

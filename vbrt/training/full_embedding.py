@@ -64,7 +64,7 @@ class _Lookup(Function):
         ctx: Any, parameter: nn.Parameter, ids: Tensor, handle: FullWeight, padding: int, by_frequency: bool
     ) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.handle, ctx.steps, ctx.padding, ctx.by_frequency = handle, handle.state.steps, padding, by_frequency
+        ctx.handle, ctx.version, ctx.padding, ctx.by_frequency = handle, handle.state.version, padding, by_frequency
         return _taken(handle, ids)
 
     @staticmethod

@@ -25,7 +25,7 @@ from vbrt.tiers import Lease
 from vbrt.tiers.passes import in_backward
 from vbrt.training.expert_layers import class_of_experts, compute, gradients
 from vbrt.training.full import FullWeight, graphs_end_here
-from vbrt.training.full_layers import FullLayer, check_held, check_steps, wanted
+from vbrt.training.full_layers import FullLayer, check_held, check_version, wanted
 
 __all__ = ["ExpertsPart", "FullExperts"]
 
@@ -144,7 +144,7 @@ class _Routed(Function):
         ctx.layer, ctx.weights = layer, layer._held()
         begin, end = len(ctx.weights), len(inputs) - len(names)
         args, ctx.others = inputs[begin:end], dict(zip(names, inputs[end:], strict=True))
-        ctx.steps = [weight.state.steps for weight in ctx.weights.values()]
+        ctx.versions = [weight.state.version for weight in ctx.weights.values()]
         ctx.autocast = autocast_of(args[0].device.type)
         ctx.constants = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
         ctx.save_for_backward(*(arg if isinstance(arg, Tensor) else None for arg in args))
@@ -161,8 +161,8 @@ class _Routed(Function):
             for i, (t, constant) in enumerate(saved)
         ]
         with _leased(ctx.weights) as held:
-            for weight, steps in zip(ctx.weights.values(), ctx.steps, strict=True):
-                check_steps(weight, steps)
+            for weight, version in zip(ctx.weights.values(), ctx.versions, strict=True):
+                check_version(weight, version)
             for name, high in held.items():
                 held[name] = high.detach().requires_grad_(wants[name])
             with ctx.autocast:

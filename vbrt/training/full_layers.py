@@ -5,7 +5,7 @@ pass leases the page again, so it refuses a weight that was updated after the fo
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from vbrt.layers.swapped import SwappedLayer
 from vbrt.tiers.passes import in_backward
 from vbrt.training.full import FullWeight, graphs_end_here
 
-__all__ = ["FullLayer", "FullLinear", "check_held", "check_same", "check_steps", "wanted"]
+__all__ = ["FullLayer", "FullLinear", "check_assigns", "check_held", "check_same", "check_version", "wanted"]
 
 
 class FullLayer(SwappedLayer):
@@ -104,7 +104,7 @@ class FullLayer(SwappedLayer):
     @contextlib.contextmanager
     def _without_weights(self) -> Iterator[None]:
         """Have the module lack the parameters that live in the tiers, for the length of a block."""
-        lacking = {name: self._parameters.pop(name) for name in self._held()}
+        lacking = {name: self._parameters.pop(name) for name in self._held() if name in self._parameters}
         try:
             yield
         finally:
@@ -137,6 +137,7 @@ class FullLayer(SwappedLayer):
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
             return
+        check_assigns(self._vb_handle, local_metadata)
         own = {f"{prefix}{name}": handle for name, handle in self._held().items()}
         for key, handle in own.items():
             if key in state_dict:
@@ -188,7 +189,7 @@ class _Streamed(Function):
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, x: Tensor, bias: Tensor | None, handle: FullWeight) -> Tensor:
         ctx.save_for_backward(x if parameter.requires_grad else None)
-        ctx.handle, ctx.steps = handle, handle.state.steps
+        ctx.handle, ctx.version = handle, handle.state.version
         ctx.bias_dtype = None if bias is None else bias.dtype
         return whole(_multiply(handle, x, bias))
 
@@ -222,6 +223,15 @@ def check_held(layer: nn.Module, handle: FullWeight) -> None:
         )
 
 
+def check_assigns(handle: FullWeight, metadata: Mapping[str, Any]) -> None:
+    """Raise WrapError for `load_state_dict(assign=True)`, by the metadata that torch hands down."""
+    if metadata.get("assign_to_params_buffers"):
+        raise WrapError(
+            f"{handle.name}: load_state_dict(assign=True) puts other parameters in the place of those that the "
+            "optimizer updates; without assign it fills these, or load before vbrt.wrap()"
+        )
+
+
 def wanted(ctx: Any, handle: FullWeight, at: int = 0) -> bool:
     """True if the backward pass under way is to add to a weight's gradient: the weight still trains, and the pass is
     not one for other tensors, as torch.autograd.grad and backward(inputs=...) do.
@@ -234,10 +244,10 @@ def wanted(ctx: Any, handle: FullWeight, at: int = 0) -> bool:
 
 def check_same(ctx: Any) -> None:
     """Raise WrapError if the weight of a backward pass was updated after its forward."""
-    check_steps(ctx.handle, ctx.steps)
+    check_version(ctx.handle, ctx.version)
 
 
-def check_steps(handle: FullWeight, steps: int) -> None:
-    """Raise WrapError if a weight was updated since it had made so many steps."""
-    if handle.state.steps != steps:
+def check_version(handle: FullWeight, version: tuple[int, int]) -> None:
+    """Raise WrapError if a weight was updated, or loaded, since its state had a version."""
+    if handle.state.version != version:
         raise WrapError(f"{handle.name}: its weight was updated between forward and backward; run the forward again")

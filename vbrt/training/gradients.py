@@ -7,6 +7,9 @@ was computed: that holds the same values.
 On a GPU a gradient is computed into one of two buffers, and leaves on a stream of its own while the next one is
 computed: the first of a step goes straight into its page in host memory, others into a staging buffer, from which a
 thread adds them. The device waits for a buffer where it must, the host does not.
+
+`parameter.grad` is the memory itself, as torch's is: who keeps it sees what is added, and writes to it count. Memory
+that somebody still has as the gradient is dropped is theirs from then on. A tensor that is assigned is the gradient.
 """
 
 import math
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import TierError, WrapError
-from vbrt.host.memory import PinError, map_memory, pin
+from vbrt.host.memory import Loan, PinError, map_memory, pin
 from vbrt.tiers import TierStack
 from vbrt.tiers.slots import Page
 from vbrt.training.gradient_pages import GradientPages
@@ -84,6 +87,8 @@ class Gradient:
         self._of_pass: Tensor | None = None  # what is not added to the sum of earlier passes yet
         self._sum: Tensor | None = None
         self._filed: Page | None = None
+        self._assigned = False  # the sum is a tensor of the user's
+        self._loan: Loan | None = None  # of the memory of the sum
         self._event: torch.cuda.Event | None = None
         self._adding: list[threading.Event] = []
         self.error: BaseException | None = None
@@ -95,12 +100,21 @@ class Gradient:
         """Return the sum, from its file if it lies in one, and scaled."""
         summed = self.pages.read(self._filed) if self._sum is None else self._sum
         factor, self.factor = self.factor, 1.0
-        return summed if factor == 1 else summed.float() * _fp32(factor)
+        if factor == 1:
+            return summed
+        scaled = summed.detach().float() * _fp32(factor)
+        return summed.detach().copy_(scaled) if self.exposed else scaled
 
     def retire(self) -> None:
         """Retire the pages of the gradient, which is gone. Idempotent."""
         self.pages.retire()
-        self._sum = self._filed = None
+        self._sum = self._filed = self._loan = None
+        self._assigned = False
+
+    @property
+    def exposed(self) -> bool:
+        """True if others may read and write the sum: they have what `tensor` has returned, or gave it to `put`."""
+        return self._assigned or (self._loan is not None and self._loan.alive)
 
     # -- arriving -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +145,14 @@ class Gradient:
         """Return what is known of a gradient that arises now, in autograd's thread."""
         last, self.expected = self.expected == 1, max(self.expected - 1, 0)  # a graph may be gone through again
         self.version += 1
+        if self.exposed:
+            torch.autograd.Variable._execution_engine.queue_callback(self._arrived)
         return Arising(torch._C._current_graph_task_id(), last)
+
+    def _arrived(self) -> None:
+        """Have the sum whole at the end of a backward pass, for others who have it."""
+        self.wait()
+        self._fold()
 
     def add_(self, dw: Tensor, arising: "Arising") -> None:
         """Add a gradient, which is on the host."""
@@ -159,12 +180,24 @@ class Gradient:
 
     def _add(self, more: Tensor) -> None:
         """Add a value to the sum, in the parameter's dtype from now on."""
+        if self.exposed:
+            self._add_in_place(more)
+            return
         held = self.pages.read(self._filed) if self._sum is None else self._sum
         room = self.pages.room(self.dtype)
         out = torch.empty(held.shape, dtype=self.dtype, device="cpu") if room is None else room
         self._sums(held, more, out, self.factor)
         self.factor = 1.0
         self._sum, self._filed = self.pages.put(out)
+
+    def _add_in_place(self, more: Tensor) -> None:
+        """Add a value to a sum that others have."""
+        self._lifted()
+        held = self._sum.detach()
+        if held.is_contiguous():
+            self._sums(held, more, held)
+        else:
+            held.add_(more)
 
     def adding(self) -> threading.Event:
         """Note that a gradient is on its way that a thread will add; it sets the event then."""
@@ -187,11 +220,11 @@ class Gradient:
         self._synchronize()
         error, self.error = self.error, None
         if error is not None:
-            self._sum = self._filed = self._of_pass = None
+            self._forget()
             raise TierError(f"{self.name}: its gradient could not be added ({error}); drop all gradients") from error
 
     def tensor(self) -> Tensor | None:
-        """Return the sum in the parameter's dtype; writes to it count. Raises WrapError for one that was applied."""
+        """Return the sum in the parameter's dtype, the memory itself. Raises WrapError for one that was applied."""
         self.wait()
         if not self.hidden:
             self.check_here()
@@ -200,11 +233,15 @@ class Gradient:
         self._fold()
         self.settle()
         sum = self._lifted()
+        if self._assigned:
+            return self._sum
         if sum.dtype is not self.dtype:
             room = self.pages.room(self.dtype)
             sum = sum.to(self.dtype) if room is None else room.copy_(sum)
         self._sum, self._filed = sum, None
-        return sum
+        if self._loan is None or self._loan.memory is not sum:
+            self._loan = Loan(sum)
+        return self._loan.tensor()
 
     def check_here(self) -> None:
         """Raise WrapError for a gradient that was applied as it arose."""
@@ -215,15 +252,20 @@ class Gradient:
             )
 
     def put(self, value: Tensor | None) -> None:
-        """Replace the sum; None drops it, though an update may still read it."""
+        """Replace the sum: by the tensor itself, if it is on the host. None drops it, and an update may still read it."""
         if value is not None:
             self.settle()
         self.wait()
-        self._forget()
         self.version += 1
+        if value is not None and self._loan is not None and value is self._loan.last:
+            return  # p.grad *= 2
+        self._forget()
         if value is not None:
             self.pages.shape = tuple(value.shape)
-            self._sum, self._filed = self.pages.put(value.detach().to("cpu", self.dtype))
+            if value.is_cpu and value.layout is torch.strided and value.dtype is self.dtype:
+                self._sum, self._assigned = value, True
+            else:
+                self._sum, self._filed = self.pages.put(value.detach().to("cpu", self.dtype))
 
     @property
     def fresh(self) -> bool:
@@ -234,6 +276,12 @@ class Gradient:
         """Note that a step has had it, such as it is divided by that. It stays until it is dropped, as torch's does."""
         self.factor /= divisor
         self._stepped, self.expected = self.version, 0
+
+    def expose(self) -> None:
+        """Have others who have the sum be free to write to it, and see it as it is, once a step has had it."""
+        if self.exposed:
+            self.settle()
+            self._lifted()
 
     def held(self) -> "Taken | None":
         """Return the sum as it is, once all of it is there; None if there is none. It is valid until `settle` has
@@ -249,11 +297,18 @@ class Gradient:
         """Multiply the sum, in fp32, as it is read next: an update does that on its way."""
         if self.factor != 1:
             self.settle()
-            self._sum, self._filed = self.pages.put(self._lifted().to(self.dtype))
+            lifted = self._lifted().to(self.dtype)
+            if not self.exposed:
+                self._sum, self._filed = self.pages.put(lifted)
         self.factor = factor
+        if self.exposed and self.dtype is torch.float32:  # in bf16 that would round
+            self._lifted()
 
     def _forget(self) -> None:
-        self._sum = self._filed = self._of_pass = None
+        if self._loan is not None and self._loan.alive:
+            self.pages.retire()  # its memory stays while others have it
+        self._sum = self._filed = self._of_pass = self._loan = None
+        self._assigned = False
         self.factor = 1.0
         self._pass = -1
 

@@ -60,7 +60,7 @@ def moments_of(weight: FullWeight) -> dict[str, Tensor]:
     state = weight.state
     if not (state.steps or state.has_moments):
         return {}
-    return {"step": torch.tensor(float(state.steps), dtype=torch.float32, device="cpu"), **state.moments}
+    return {"step": state.step, **state.moments}
 
 
 def put_moments(weight: FullWeight, own: Mapping[str, Any]) -> None:

@@ -63,6 +63,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for parameter in streamed:
             parameter.weight.gradient.end_step(1.0 if overflowed else divisor)
         self._vb_turn = None
+        for parameter in streamed:
+            parameter.weight.gradient.expose()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -85,7 +87,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             for weight in weights:
                 if weight.updater is not self._vb_updater:
                     raise WrapError(f"{weight.name}: it trains in the tiers of another model, with its own optimizer")
-                self._vb_updater.rule.check(weight.name, group)
+                kinds = weight.state.kinds if weight.state.placed else None  # of one that was in another group
+                self._vb_updater.rule.check(weight.name, group, kinds)
             _place(self, weights, self._vb_updater.rule, eight_bit=self._vb_eight_bit)
         except Exception:
             self.param_groups.pop()
@@ -116,6 +119,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if gradient is not None:
             mark = turn.number, weight.gradient.version
             self._vb_updater.submit(weight.state, (mark, gradient.read), group, Scaling(divisor, gradient.factor))
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise WrapError(
+            f"{type(self).__mro__[2].__name__}: an optimizer of weights that train in the tiers cannot be copied or "
+            "pickled; its state_dict() can, and unwrap() makes it a plain one again"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the plain optimizer, after all updates; moments of weights in the tiers are those on
@@ -235,7 +244,7 @@ def _place(optimizer: torch.optim.Optimizer, weights: list[FullWeight], rule: Ru
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for weight in weights:
         group = groups.get(id(weight.parameter))
-        if group is not None:
+        if group is not None and not weight.state.placed:
             home = weight.spec.home("state", weight.stack.names[-1])
             weight.state.place((weight.stack, weight.owner), rule.moments(group), home, eight_bit=eight_bit)
 

@@ -110,6 +110,8 @@ class Updater:
         update = _Update(state, read, step)
         self._open[id(state)] = update
         state.steps, state.has_moments, state.applied = number, True, mark  # no call in between
+        if state.shown is not None and state.memory.in_memory:
+            state.shown.fill_(float(number))
         self._give(update)
         state.high.expect(update, unless=lambda: update.rewritten)
 

@@ -62,8 +62,10 @@ class WeightState:
         eight_bit: True if moments have 8 bits.
         rank: where the weight is in the model, first to last.
         steps: updates that were begun.
+        shown: the same in a tensor, which state dicts have beside moments that are no copies; None before there is one.
         has_moments: True once an update has filled them, or they were set.
         applied: which gradient the last update was begun with, by what its caller knows it by.
+        loads: how often other values were loaded.
     """
 
     name: str
@@ -74,8 +76,10 @@ class WeightState:
     eight_bit: bool = False
     rank: int = 0
     steps: int = 0
+    shown: Tensor | None = None
     has_moments: bool = False
     applied: object = None
+    loads: int = 0
 
     @classmethod
     def of(cls, name: str, high: HighPage, low: Tensor) -> "WeightState":
@@ -134,6 +138,23 @@ class WeightState:
     def low(self) -> Tensor:
         """The low half, int16 in the weight's shape; a copy where it lies in a file."""
         return self._fields()["low"].view(self.shape)
+
+    @property
+    def placed(self) -> bool:
+        """True once it has a place in the tiers, with its moments."""
+        return isinstance(self.memory, StatePage)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """What is another one once the values are others."""
+        return self.steps, self.loads
+
+    @property
+    def step(self) -> Tensor:
+        """The steps as torch's optimizers have them, fp32; it goes on with the moments, unless they are copies."""
+        if self.eight_bit or not self.memory.in_memory or self.shown is None:
+            self.shown = torch.empty((), dtype=torch.float32, device="cpu")
+        return self.shown.fill_(float(self.steps))
 
     def set_low(self, low: Tensor) -> None:
         """Replace the low half. Raises TierError."""
