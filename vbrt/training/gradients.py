@@ -252,7 +252,7 @@ class Gradient:
             )
 
     def put(self, value: Tensor | None) -> None:
-        """Replace the sum: by the tensor itself, if it is on the host. None drops it, and an update may still read it."""
+        """Replace the sum, by the tensor itself if it is on the host; None drops it: an update may still read it."""
         if value is not None:
             self.settle()
         self.wait()
