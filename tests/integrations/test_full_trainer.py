@@ -24,11 +24,16 @@ def rows():
     return [{"input_ids": row, "labels": row} for row in drawn]
 
 
-def trained(folder, *, steps=4, resume=None, **settings):
-    """Losses and the fp32 weights of a run of Trainer, with accumulation, clipping and a schedule."""
+def made(**given):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64))
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64, **given)
+    return transformers.LlamaForCausalLM(config)
+
+
+def trained(folder, *, steps=4, resume=None, **settings):
+    """Losses and the fp32 weights of a run of Trainer, with accumulation, clipping and a schedule."""
+    model = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     with vbrt.wrap(model, "full", optimizer=optimizer, training=settings) as vb:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -62,3 +67,20 @@ def test_activations_change_nothing_in_a_run_of_trainer(tmp_path):
     again, others = trained(tmp_path / "recomputed", steps=2, activations="recompute")
     assert again == losses
     assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+def test_trainer_smooths_the_labels_of_the_next_tokens_and_saves_tied_embeddings(tmp_path):
+    model = made(tie_word_embeddings=True)
+    own = {"label_smoothing_factor": 0.1, "bf16": True, "use_cpu": not torch.cuda.is_available(), "report_to": []}
+    arguments = transformers.TrainingArguments(str(tmp_path), **own)
+    batch = transformers.default_data_collator(rows()[:2])
+    with torch.no_grad():
+        plain = transformers.Trainer(model=model, args=arguments)
+        expected = plain.compute_loss(model.eval(), {key: value.to(model.device) for key, value in batch.items()})
+    vb = vbrt.wrap(model, "full", optimizer=torch.optim.AdamW)
+    trainer = transformers.Trainer(model=vb, args=arguments, optimizers=(vb.optimizer, None))
+    with torch.no_grad(), torch.autocast(vb.device.type, torch.bfloat16):
+        found = trainer.compute_loss(vb, {key: value.to(vb.device) for key, value in batch.items()})
+    assert found.item() == pytest.approx(expected.item(), rel=1e-2)
+    trainer.save_model()
+    assert (tmp_path / "model.safetensors").exists()

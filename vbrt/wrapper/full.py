@@ -14,6 +14,7 @@ from vbrt.errors import WrapError
 from vbrt.model.full import FullAttachment
 from vbrt.saves.training import load_training, save_training
 from vbrt.training.optimizers import drop_gradients
+from vbrt.training.streamed import StreamedParameter
 from vbrt.training.update_rules import rule_names
 from vbrt.wrapper.wrapper import VBModelWrapper
 
@@ -26,7 +27,7 @@ class VBFullWrapper(VBModelWrapper):
     """A model whose weights, gradients and optimizer state live in the tiers: `wrap` with mode = "full".
 
     `parameters()` are the model's own objects; those of weights in the tiers have no values, only `grad`, on the host.
-    `state_dict()` has fp32 masters. The optimizer that was given to `wrap` updates all of them.
+    `state_dict()` has copies, of fp32 masters. The optimizer that was given to `wrap` updates all of them.
     """
 
     _attachment: FullAttachment
@@ -85,6 +86,18 @@ class VBFullWrapper(VBModelWrapper):
         """
         return self._attachment.clip(max_norm, norm_type)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return copies on the host of the values under the model's names, fp32 masters of weights in the tiers among
+        them; tied names have one each. `keep_vars=True`: parameters that stay, and buffers, are themselves."""
+        found = super().state_dict(*args, **kwargs)
+        if kwargs.get("keep_vars") or (len(args) > 2 and args[2]):
+            return found
+        held = (*self.model.parameters(), *self.model.buffers())
+        kept = {_memory_of(tensor) for tensor in held if not isinstance(tensor, StreamedParameter)}
+        copies = {name: v.to("cpu", copy=True) for name, v in found.items() if _memory_of(v) in kept}
+        found.update(copies)
+        return found
+
     def settle(self) -> None:
         """Wait until all updates are done. Raises TierError for one that failed."""
         self._attachment.settle()
@@ -129,6 +142,11 @@ class VBFullWrapper(VBModelWrapper):
         """Turn the model back into a plain one, in place, with its own parameter objects and their fp32 masters, and
         close the wrapper. The optimizer goes on as the plain one that it was, with its moments."""
         return super().unwrap()
+
+
+def _memory_of(value: Any) -> object:
+    """Return what two tensors that share memory have in common; other values are themselves."""
+    return (value.device, value.untyped_storage().data_ptr()) if isinstance(value, Tensor) else id(value)
 
 
 def _made(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:

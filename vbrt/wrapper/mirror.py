@@ -5,7 +5,8 @@ and modules are the model's, under the model's names, in walks as in state dicts
 something larger: the wrapper shares the dicts that hold them, so that adapters and optimizers find what they would
 find in the model. Casts are the model's, and so are hooks, which run in `vb.generate()` too. What Python and libraries
 look up on the class (the signature of `forward`, `len()`, indexing) is put on a class made for the model's: `Trainer`
-chooses the columns of a batch by that signature, and `for layer in vb` must find `__iter__` there.
+chooses the columns of a batch by that signature and how labels are smoothed by `_get_name()`, and `for layer in vb`
+must find `__iter__` there.
 
 The roads not taken: a subclass of the model's own class, on which everything that is defined there and calls `self`
 would run, with hooks, caches and ties that only the model has; and the model as a child called "model", whose names
@@ -79,6 +80,7 @@ _PASSED_ON = (
     "share_memory",
     "zero_grad",
     "extra_repr",
+    "_get_name",
 )
 
 
