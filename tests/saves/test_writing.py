@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import vbrt
 from tests.models import llama, mlp, wrap
 from tests.saves.cases import files, logits, on_meta
 from vbrt.errors import CheckpointError
+from vbrt.saves import save
 from vbrt.saves.tensorfile import TensorFile
 
 
@@ -181,3 +184,23 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path):
         wrap(mlp(), "nvfp4").save(tmp_path / "file")
     with pytest.raises(CheckpointError, match="file/below"):
         wrap(mlp(), "nvfp4").save(tmp_path / "file" / "below")
+
+
+def test_saves_to_one_directory_at_once_come_one_after_the_other(tmp_path, monkeypatch):
+    inside, most, write = [], [], save._write_shards
+
+    def watched(*args):
+        inside.append(1)
+        time.sleep(0.05)
+        most.append(len(inside))
+        inside.pop()
+        return write(*args)
+
+    monkeypatch.setattr(save, "_write_shards", watched)
+    threads = [threading.Thread(target=wrap(mlp(), "dense").save, args=(tmp_path,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1] and len(files(tmp_path)) == 2
+    vbrt.load(tmp_path, on_meta(mlp)).close()

@@ -7,6 +7,7 @@ is there as a whole, or as it was before, and nothing is written through a link.
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import stat
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
+    "alone_in",
     "cache_folder",
     "check_writable",
     "expanded",
@@ -155,6 +157,20 @@ def replacing(path: Path, *, mode: int = 0o666, dir_fd: int | None = None) -> It
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=dir_fd)
         raise
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Make a directory, and hold off whoever enters it by this call, in any process, until the `with` block ends. On
+    file systems without locks nobody is held off. Raises OSError: there can be no such directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:

@@ -8,6 +8,7 @@ has the weight's own name. The files of a save have a name that no other save ha
 last, is what makes them the save: until then the directory holds the one before.
 """
 
+import contextlib
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.host.files import expanded, sync_directory, write_file
+from vbrt.host.files import alone_in, expanded, sync_directory, write_file
 from vbrt.layers import SwappedLayer, WeightHandle, site_of
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.shards import local_of
@@ -86,6 +87,19 @@ def save_model(model: nn.Module, config: VBConfig, directory: Path, *, progress:
         directory = expanded(directory)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: the model cannot be saved there: {error.strerror}") from error
+    with contextlib.ExitStack() as alone:
+        try:
+            alone.enter_context(alone_in(directory))  # each save removes what it does not know
+        except OSError as error:
+            raise CheckpointError(
+                f"{error.filename or directory}: the model cannot be saved: {describe_os_error(error)}; "
+                "a save that was there is as it was"
+            ) from error
+        _write_model(model, config, directory, progress=progress)
+    return directory
+
+
+def _write_model(model: nn.Module, config: VBConfig, directory: Path, *, progress: bool | None) -> None:
     layers, kept = find_layers(model), find_kept(model)
     parts = [part for layer, handle in layers for part in layer_parts(layer, handle)]
     parts += [_kept_part(entry, tensor) for entry, tensor in kept]
@@ -107,12 +121,10 @@ def save_model(model: nn.Module, config: VBConfig, directory: Path, *, progress:
         raise
     sync_in_place(directory)
     remove_files(directory, lambda name: token not in name and name != MANIFEST)
-    return directory
 
 
 def _write_shards(directory: Path, token: str, parts: list[Part], work: Progress) -> dict[str, SavedTensor]:
     """Write the files of a save, all but the manifest; return where each tensor is."""
-    directory.mkdir(parents=True, exist_ok=True)
     shards, tensors = in_order(parts, _SHARD_BYTES), {}
     for number, shard in enumerate(shards, 1):
         name = f"vbrt-{token}-{number:05d}-of-{len(shards):05d}.safetensors"
