@@ -47,9 +47,9 @@ def stops(number, error):
 @pytest.mark.parametrize("preset", ["exact", "fp4"])
 @pytest.mark.filterwarnings("ignore")
 def test_it_writes_what_save_writes_and_run_takes_it(kind, preset, request, tmp_path, capsys, small_files):
-    model, out = request.getfixturevalue(kind), tmp_path / "out"
+    model, out = request.getfixturevalue(kind), tmp_path / "out of it"
     assert cli.main(["convert", str(model), str(out), "--config", preset]) == 0
-    assert str(out) in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(f"; vbrt run '{out}' 'The sea is'\n")
     with vbrt.load(model, huggingface.meta_model(model), preset) as vb:
         assert contents(vb.save(tmp_path / "saved")) == contents(out)
     assert len(list(out.glob("*.safetensors"))) > 3 and not (out / JOURNAL).exists()

@@ -112,6 +112,12 @@ def test_plan_stays_within_the_terminal(columns, config_json, monkeypatch, capsy
     assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
 
 
+def test_no_columns_are_not_a_width(config_json, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "0")
+    assert cli.main(["plan", str(config_json), "--gpu-memory", "8GiB", "--ram", "16GiB"]) == 0
+    assert "swapped in" in capsys.readouterr().out
+
+
 def test_impossible_ram_is_one_line_of_error(config_json, capsys):
     assert cli.main(["plan", str(config_json), "--gpu-memory", "none", "--ram", "2MiB"]) == 1
     error = errors(capsys)

@@ -1,6 +1,7 @@
 """`vbrt convert`: a checkpoint into a save of planes, weight by weight; interrupted, it goes on where it stopped."""
 
 import argparse
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -59,5 +60,6 @@ def _convert(args: argparse.Namespace) -> int:
         raise
     written = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     seconds = time.perf_counter() - start
-    sys.stdout.write(f"{out}: {format_bytes(written)} of weights in {seconds:.1f} s; vbrt run {out} 'The sea is'\n")
+    then = shlex.join(["vbrt", "run", str(out), "The sea is"])
+    sys.stdout.write(f"{out}: {format_bytes(written)} of weights in {seconds:.1f} s; {then}\n")
     return 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -50,9 +51,10 @@ def warnings_as_lines() -> Iterator[None]:
 
 
 def console_for_stdout() -> Console:
-    """Return a console as wide as the terminal, or 132 columns for a file or a pipe."""
+    """Return a console as wide as the terminal, or 132 columns for a file or a pipe; COLUMNS=0 is no width."""
     is_narrow_enough = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if is_narrow_enough else _PIPE_WIDTH, highlight=False, markup=False, emoji=False)
+    width = shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns if is_narrow_enough else _PIPE_WIDTH
+    return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 class Spinner:
