@@ -1,0 +1,156 @@
+"""The figures that README and docs/figures.md put into sentences are those of the committed results.
+
+docs/benchmarks.md is generated; these sentences are not. Each row below is a sentence of a page with places for
+figures, and the figures, as the results have them.
+"""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT
+
+
+@cache
+def results(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+
+
+def row(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    (found,) = (row for row in rows if wanted.items() <= row.items())
+    return found
+
+
+def generated(case: str, batch: int = 1) -> dict[str, Any]:
+    return row(results("generate-nvidia-h200")["rows"], case=case, batch=batch)
+
+
+def streamed(case: str) -> tuple[float, float]:
+    """GB of the GPU, ms of a forward of one token."""
+    found = row(results("stream-nvidia-h200")["rows"], case=case)
+    return found["gpu_peak_bytes"] / 1e9, found["T1_ms"]
+
+
+def budgeted(case: str) -> list[float]:
+    """GB and ms a token at each budget, the largest first."""
+    rows = [row for row in results("memory-nvidia-h200")["rows"] if row["case"] == case]
+    return [value for row in reversed(rows) for value in (row["peak_gb"], row["ms"])]
+
+
+def experts(case: str) -> dict[str, Any]:
+    return row(results("experts-decode-nvidia-h200")["rows"], case=case)
+
+
+def trained(way: str) -> tuple[float, float]:
+    """GB of the GPU, tokens a second in hundreds."""
+    full = results("full-nvidia-h200")
+    found = row(full["peers"] + full["full"], way=way)
+    return found["peak_bytes"] / 1e9, round(found["tokens_per_s"], -2)
+
+
+def medium(kind: str, case: str) -> float:
+    """GB at GPT-2-medium's shape."""
+    return row(results("training-nvidia-h200")[kind], case=case)["peak_bytes"] / 1e9
+
+
+def large() -> dict[str, Any]:
+    """The 8B shape, trained from the tiers."""
+    return row(results("full-nvidia-h200")["large"]["rows"], tokens=16384)
+
+
+def story(name: str, *keys: str) -> list[float]:
+    return [results("stories-nvidia-h200")[name][key] for key in keys]
+
+
+#: page, sentence, figures
+SENTENCES: tuple[tuple[str, str, Callable[[], list[float] | tuple[float, ...]]], ...] = (
+    (
+        "README.md",
+        "**{:.1f} ms a token in {:.1f} GB** of GPU memory, where bf16 takes {:.0f} GB and {:.1f} ms at best",
+        lambda: [
+            generated("fp4")["ms"],
+            generated("fp4")["peak_gb"],
+            generated("bf16, eager")["peak_gb"],
+            generated("dense")["ms"],
+        ],
+    ),
+    ("README.md", "same bits as bf16 in {:.1f} GB**, at {:.0f} ms a token", lambda: streamed("exact")),
+    ("README.md", "ready in {:.0f} s, **{:.0f} ms a token**", lambda: story("generate", "ready_s", "ms")),
+    ("README.md", "given away {:.1f} GB in all", lambda: story("generate", "device_gb")),
+    ("README.md", "**{:.2f} s a step** of {} tokens", lambda: story("lora", "step_s", "tokens_a_step")),
+    (
+        "README.md",
+        "**{:.0f} and {:.0f} tokens a second** with 25 and 10 % of the expert pages on the GPU ({:.1f} and {:.1f} GB)",
+        lambda: [
+            experts(f"{share}% of the expert pages")[key] for key in ("tokens_s", "peak_gb") for share in (25, 10)
+        ],
+    ),
+    ("README.md", "{:.1f} GB: {:.1f}; {:.1f} GB: {:.0f}; {:.1f} GB: {:.0f}", lambda: preset_fp4()),
+    ("README.md", "{:.1f} GB: {:.0f}; {:.1f} GB: {:.0f} | the same outputs |", lambda: budgeted("exact")),
+    (
+        "README.md",
+        ": {:.1f}; {:.1f} GB: {:.0f}; {:.1f} GB: {:.0f} | fp32 models",
+        lambda: [generated("dense")["ms"], *streamed("dense-half"), *streamed("dense-ring")],
+    ),
+    (
+        "README.md",
+        "{:.2f} of what forward and backward alone would allow with all weights on the GPU, in {:.1f} GB of GPU",
+        lambda: [
+            results("full-nvidia-h200")["large"]["compute_s"]["16384"] / large()["seconds"],
+            large()["peak_bytes"] / 1e9,
+        ],
+    ),
+    ("README.md", "**{1:,.0f} tokens a second in {0:.1f} GB**", lambda: trained("vbrt, recomputed")),
+    ("README.md", "**{:,.0f} tokens a second**", lambda: [round(16384 / large()["seconds"], -2)]),
+    ("README.md", "`exact` streams {:.2f} times as fast as on one", lambda: [faster("exact", "T1_ms")]),
+    (
+        "README.md",
+        "where resident training takes {:.1f} GB for {:,.0f}, torchao's CPU offloading {:.1f} GB for {:,.0f}, and",
+        lambda: [*trained("resident"), *trained("torchao CPUOffloadOptimizer")],
+    ),
+    ("README.md", "FSDP2's {:.1f} GB for {:,.0f}", lambda: trained("FSDP2, CPUOffloadPolicy")),
+    (
+        "docs/figures.md",
+        "{:.1f} ms a token in `fp4` by `vb.generate`, {:.1f} in `dense`; one bf16 step captured by hand takes {:.1f}",
+        lambda: [generated(case)["ms"] for case in ("fp4", "dense", "bf16, captured by hand")],
+    ),
+    ("docs/figures.md", "Sixteen prompts at a time take {:.1f} ms in `fp4`", lambda: [generated("fp4", 16)["ms"]]),
+    ("docs/figures.md", "`fp4` all in host memory takes {:.0f} ms", lambda: streamed("fp4-ring")[1:]),
+    (
+        "docs/figures.md",
+        "{:.0f}, {:.0f} and {:.0f} with 50, 25 and 10 % of the expert pages",
+        lambda: [experts(f"{share}% of the expert pages")["tokens_s"] for share in (50, 25, 10)],
+    ),
+    (
+        "docs/figures.md",
+        "{:.1f} GB in fp32 with all attention scores, at {:.1f} GB with bf16 and flash attention, and at {:.1f} GB",
+        lambda: [
+            medium("training", case)
+            for case in ("torch, fp32", "vbrt, bf16, flash", "vbrt, bf16, flash, checkpointing")
+        ],
+    ),
+    (
+        "docs/figures.md",
+        "({:.2f} GB where bf16 takes {:.2f})",
+        lambda: [medium("inference", case) for case in ("vbrt, FP4, flash", "vbrt, bf16, flash")],
+    ),
+)
+
+
+def preset_fp4() -> list[float]:
+    """The first by a whole call of `generate`, the others at smaller budgets."""
+    return [generated("fp4")["peak_gb"], generated("fp4")["ms"], *budgeted("fp4")[2:]]
+
+
+def faster(what: str, figure: str) -> float:
+    return results("ranks-nvidia-h200")[what]["times_faster"][figure] + 1e-9  # 1.945 is written 1.95
+
+
+@pytest.mark.parametrize(("page", "sentence", "figures"), SENTENCES)
+def test_a_sentence_has_the_figures_of_the_results(page, sentence, figures):
+    says = sentence.format(*figures())
+    text = " ".join(PAGES[page].read_text("utf-8").split())
+    assert says in text, f"{page} does not say: {says}"
