@@ -16,6 +16,8 @@ from tests.generation.families import FAMILIES, MASK, PROMPT, generated, tiny
 from tests.matrix import matrix
 from vbrt.generation.recording import Counted
 from vbrt.generation.static_cache import Room, leave
+from vbrt.generation.steps import CHANGED
+from vbrt.generation.watched import calls_others
 from vbrt.kernels.recorded import recorder
 
 transformers = pytest.importorskip("transformers")
@@ -322,6 +324,88 @@ def test_a_function_that_a_forward_looks_up_may_be_replaced_between_calls(name, 
         same(vb, plain)
     same(vb, plain)
     assert steps(vb) == (39, 0), vb.stats().steps.reasons
+
+
+class Changing(transformers.LogitsProcessor):
+    """Changes a model between its fifth and its ninth token."""
+
+    def __init__(self, model, change):
+        self.model, self.change, self.calls, self.undo = model, change, 0, None
+
+    def __call__(self, ids, scores):
+        self.calls += 1
+        if self.calls == 5:
+            self.undo = self.change(self.model)
+        if self.calls == 9:
+            self.undo()
+        return scores
+
+
+def set_attribute(layer):
+    before, layer.self_attn.scaling = layer.self_attn.scaling, 0.01
+    return lambda: setattr(layer.self_attn, "scaling", before)
+
+
+def set_data(layer):
+    norm, before = layer.input_layernorm.weight, layer.input_layernorm.weight.data
+    norm.data = before * torch.linspace(0, 3, 32)
+    return lambda: setattr(norm, "data", before)
+
+
+def set_forward(layer):
+    layer.mlp.forward = torch.zeros_like
+    return lambda: layer.mlp.__dict__.pop("forward")
+
+
+CHANGES = {
+    "attribute": set_attribute,
+    "data": set_data,
+    "forward": set_forward,
+    "hook": lambda layer: layer.mlp.register_forward_hook(lambda module, args, out: 0 * out).remove,
+    "container": lambda layer: set_scale(layer.mlp.act_fn, 3.0),
+}
+
+
+def set_scale(module, value):
+    module.scales["now"], before = value, module.scales["now"]
+    return lambda: module.scales.update(now=before)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scales = {"now": 1.0}
+
+    def forward(self, x):
+        return torch.relu(x) * self.scales["now"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_a_callback_changes_within_a_call_is_eager_while_it_is_another(change):
+    vb, plain = wrapped(), tiny("llama")
+    for model in (vb.model, plain):
+        for layer in model.model.layers:
+            layer.mlp.act_fn = Scaled()
+    for _ in range(2):
+        found = []
+        for model, inner in ((vb, vb.model), (plain, plain)):
+            changing = Changing(inner.model.layers[0], CHANGES[change])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found.append(generated(model, logits_processor=[changing]))
+        for one, other in zip(*(out.logits for out in found), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert steps(vb) == (2 * 9, 2 * 4), vb.stats().steps.reasons
+    assert CHANGED in vb.stats().steps.reasons
+
+
+def test_only_callbacks_of_others_have_a_model_watched():
+    processors = transformers.LogitsProcessorList([transformers.TopKLogitsWarper(3)])
+    known = {"logits_processor": processors, "streamer": transformers.TextStreamer(None)}
+    assert not calls_others((PROMPT,), known | {"assistant_model": tiny("llama"), "max_new_tokens": 3})
+    for other in ({"streamer": SimpleNamespace()}, {"prefix_allowed_tokens_fn": steps}, {"logits_processor": [steps]}):
+        assert calls_others((PROMPT,), known | other)
+    assert calls_others((PROMPT, None, [functools.partial(steps)]), {})
 
 
 class Stateful(torch.nn.Module):

@@ -27,6 +27,7 @@ from vbrt.generation.static_cache import Statics
 from vbrt.generation.steady import is_steady_on
 from vbrt.generation.steps import CUSTOM, KEEPS_BITS, OFF, Session, Steps
 from vbrt.generation.verifying import Passes
+from vbrt.generation.watched import calls_others
 from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.kernels.recorded import recorder
 from vbrt.layers import WeightHandle
@@ -102,7 +103,8 @@ class Generating:
                 return generate(*args, **kwargs)
         move_rest_(model, attachment.stack.device)  # before transformers asks where the model is
         self.steps.compile_for(prompt_of(model, args, kwargs))
-        with self.steps.session(limit_of(model, args, kwargs)) as session:
+        watched = calls_others(args, kwargs)
+        with self.steps.session(limit_of(model, args, kwargs), watched=watched) as session:
             return _with_forward(model, session, generate, args, kwargs)
 
     @contextlib.contextmanager

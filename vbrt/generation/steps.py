@@ -35,6 +35,7 @@ from vbrt.generation.fingerprint import attributes, changed, fingerprint, why_ea
 from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms, answer_captures, difference
 from vbrt.generation.spans import span_of
 from vbrt.generation.static_cache import Statics, is_entered, leave, offer, own, withdraw
+from vbrt.generation.watched import Watch
 from vbrt.generation.worth import Worth
 from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.report.stats import StepCounts
@@ -48,6 +49,7 @@ _CHECKS = 2
 
 NO_CACHE = "there is no cache (use_cache=False)"
 SEVERAL = "several tokens a sequence in one forward, as assisted decoding verifies them"
+CHANGED = "a callback of the call has changed the model since its first step"
 OFF = "compute.captures = false"
 KEEPS_BITS = "weights that lose no bits keep those of eager attention on a CPU"
 CUSTOM = "custom_generate decodes in its own way"
@@ -94,14 +96,15 @@ class Steps:
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def session(self, limit: int | None) -> Iterator["Session"]:
+    def session(self, limit: int | None, *, watched: bool = False) -> Iterator["Session"]:
         """Run a call of generate; the recordings are its own until it ends.
 
         Args:
             limit: the length at which it will stop, if that is known.
+            watched: callbacks of the call may change the model.
         """
         owns = self._lock.acquire(blocking=False)
-        session = Session(self, limit, None if owns else "another thread generates with this model")
+        session = Session(self, limit, None if owns else "another thread generates with this model", watched=watched)
         try:
             yield session
         finally:
@@ -160,6 +163,10 @@ class Steps:
     def still_good(self) -> bool:
         """True if the recordings are of the model as it is, by what changes within a call."""
         return self._good_for is not None and self._good_for[1] == self._terms.moment()
+
+    def watch(self) -> Watch:
+        """Return what sees whether the model changes from now on."""
+        return Watch(self._model())
 
     def renew(self) -> str:
         """Forget recordings of pages that have moved; return why no others can be made, "" if they can."""
@@ -289,8 +296,9 @@ class Steps:
 class Session:
     """One call of generate."""
 
-    def __init__(self, steps: Steps, limit: int | None, why_not: str | None) -> None:
+    def __init__(self, steps: Steps, limit: int | None, why_not: str | None, *, watched: bool) -> None:
         self._steps, self._limit, self._why = steps, limit, why_not
+        self._watched, self._watch = watched, None
         self.thread = threading.get_ident()
         self._kept: Kept | None = None
         self._cache: weakref.ref[Any] | None = None
@@ -351,7 +359,7 @@ class Session:
         last, self._last = self._last, None
         if last is None or found is None or torch.is_grad_enabled():
             return None
-        if not self._steps.still_good() or not self._holds(found[1]):
+        if not self._steps.still_good() or not self._holds(found[1]) or self._is_changed():
             return None
         call, span = last.next(kwargs, self._kept.statics.length), self._kept.statics.span
         if call is None or not span.start <= (call.length or 0) < span.end:
@@ -391,11 +399,17 @@ class Session:
         """Look at the model, once: whether steps can be recorded, and whether recordings are of it as it is now."""
         if self._why is None:
             self._why = self._steps.why_not_now()
+            self._watch = self._steps.watch() if self._watched and not self._why else None
+
+    def _is_changed(self) -> bool:
+        return self._watch is not None and self._watch.sees_changes()
 
     def _why_eager(self, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> str:
         self._look()
         if self._why:
             return self._why
+        if self._is_changed():
+            return CHANGED
         if torch.is_grad_enabled():
             return "gradients are enabled"
         if found is None:

@@ -1,0 +1,62 @@
+"""What callbacks of a call of `generate` may change in a model between two steps.
+
+Recordings are good for the model as it was when the call began to decode; to look at all of it before each step would
+take as long as some steps. So that is done only for calls that run code of others between steps: processors of logits,
+stopping criteria, streamers. It is compared in C, object by object: attributes, hooks, submodules, configs, and where
+parameters lie. Functions of Python modules are not looked at.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Watch", "calls_others"]
+
+_CONTAINERS = (dict, list)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_KNOWN = ("transformers", "vbrt")  # whose callbacks leave models as they are
+
+
+def calls_others(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if arguments of a call of generate have it call code that may change the model."""
+    given = [kwargs.get("streamer"), *_called(args), *_called(kwargs.values())]
+    return any(_package(one) not in _KNOWN for one in given if one is not None)
+
+
+def _package(of: Any) -> str:
+    return str(getattr(of, "__module__", None) or type(of).__module__).partition(".")[0]
+
+
+def _called(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        for one in value if isinstance(value, list) else (value,):
+            if callable(one) and not isinstance(one, (Tensor, nn.Module, type)):
+                yield one
+
+
+class Watch:
+    """A model as it was when the watch began, for the length of one call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        configs = {id(config): vars(config) for of in modules if hasattr(config := vars(of).get("config"), "__dict__")}
+        self._dicts = [*map(vars, modules), *configs.values()]
+        self._before = [{name: _copied(name, value) for name, value in of.items()} for of in self._dicts]
+        self._held = [held for of in modules for held in (of._parameters, of._buffers) if held]
+        self._places = self._places_now()
+
+    def sees_changes(self) -> bool:
+        """True if the model is not as it was."""
+        try:
+            same = self._dicts == self._before
+        except (RuntimeError, ValueError, TypeError):  # tensors and arrays, which are others, have no one truth
+            return True
+        return not same or self._places != self._places_now()
+
+    def _places_now(self) -> list[tuple[int, int]]:
+        return [(id(t), t.data_ptr()) for held in self._held for t in held.values() if t is not None]
+
+
+def _copied(name: str, value: Any) -> Any:
+    return value.copy() if type(value) in _CONTAINERS or name in _HOOKS else value
