@@ -6,6 +6,7 @@ from torch import nn
 
 import vbrt
 from tests.models import llama_of, qwen3_moe
+from tests.zoo.zoo import build
 from vbrt.config import Machine, load_config
 from vbrt.errors import ArgumentError, ConfigError
 from vbrt.estimation.split import part_of
@@ -67,6 +68,20 @@ def test_outputs_that_are_gathered_are_whole_and_experts_are_cut_within():
     experts, rows, width = routed.gate_up_proj.shape
     assert cut.gate_up_proj.shape == (experts, rows // 2, width)
     assert cut.down_proj.shape == (experts, width, rows // 4)
+
+
+@pytest.mark.parametrize("kind", ["phi", "cohere", "glm4_moe_lite"])
+def test_names_with_digits_heads_tied_to_whole_tables_and_what_plans_leave_whole_are_as_ranks_have_them(kind):
+    model, _ = build("causal", kind, dtype=torch.bfloat16)
+    part, cut = part_of(model, 2, None), {}
+    for (name, one), other in zip(model.named_parameters(), part.parameters(), strict=True):
+        cut[name.replace("layers.0.", "")] = one.numel() // other.numel()
+    wanted = {
+        "phi": {"model.mlp.fc1.weight": 2, "model.mlp.fc2.weight": 2, "lm_head.weight": 2},
+        "cohere": {"model.mlp.up_proj.weight": 2, "model.embed_tokens.weight": 2},
+        "glm4_moe_lite": {"model.self_attn.kv_a_proj_with_mqa.weight": 1, "model.self_attn.kv_b_proj.weight": 2},
+    }[kind]
+    assert {name: cut[name] for name in wanted} == wanted
 
 
 @pytest.mark.parametrize(

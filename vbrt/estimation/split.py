@@ -24,7 +24,11 @@ __all__ = ["part_of", "rank_of", "rank_plan"]
 _GATHERED = ("colwise_gather_output", "colwise_rep", "embedding_colwise")  # outputs, which are whole again
 _ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_rowwise")
 _COLUMNS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise", "embedding_colwise")
-_WHOLE = ("replicate", "replicated_with_grad_allreduce", "moe_tp_experts", "all_reduce", "sequence_parallel")
+#: parameters, and modules of which a plan names parameters besides
+_WHOLE = (
+    "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "moe_identity_expert",
+    "local_params", "all_reduce", "sequence_parallel",
+)  # fmt: skip
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
@@ -80,19 +84,24 @@ def _check_heads(model: nn.Module, ranks: int) -> None:
 def _styles(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield the parameters that a plan names, by themselves or by their module, and how each is cut."""
     for name, _ in model.named_parameters(remove_duplicate=False):
-        general = re.sub(r"\d+", "*", name)
+        general = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)  # numbers of layers, and no digits of names
         style = plan.get(general) or plan.get(general.rpartition(".")[0])
         if style is not None:
             yield name, style
 
 
 def _cut_(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
-    """Give a model the part of a rank, in place; tied parameters stay tied."""
+    """Give a model the part of a rank, in place; tied parameters stay tied, and are cut as the first of them is."""
     parts: dict[int, nn.Parameter] = {}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(parameter), name)
     for name, style in styles.items():
         module, _, own = name.rpartition(".")
         owner = model.get_submodule(module)
         whole = owner._parameters[own]
+        if first[id(whole)] not in styles:
+            continue
         if id(whole) not in parts:
             parts[id(whole)] = _part(whole, style, ranks)
         owner._parameters[own] = parts[id(whole)]
