@@ -8,6 +8,7 @@ import torch
 
 import vbrt
 from tests.training.full_models import Masters, Tiny, adamw, batches, loss_of, resident, train
+from vbrt.training import optimizers
 from vbrt.training.full import FullWeight
 from vbrt.training.update import Updater
 
@@ -294,6 +295,27 @@ def test_an_interrupted_step_is_completed_by_the_next_call(monkeypatch, call):
     vb.zero_grad()
     twin.zero_grad()
     assert train(vb, vb.optimizer) == train(twin, theirs)
+
+
+def test_an_interrupt_behind_the_step_of_what_stays_does_not_repeat_it(monkeypatch):
+    model = Tiny()
+    twin = resident(model)
+    vb = vbrt.wrap(model, "full", optimizer=adamw)
+    theirs = adamw(twin.parameters())
+    for one in (twin, vb):
+        loss_of(one, *batches(1)[0]).backward()
+
+    def hide(parameters, *, hidden, plain=optimizers._hide):
+        plain(parameters, hidden=hidden)
+        if not hidden:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optimizers, "_hide", hide)
+        vb.step()
+    vb.step()
+    theirs.step()
+    assert all(torch.equal(value, vb.state_dict()[name]) for name, value in twin.state_dict().items())
 
 
 class Block(torch.nn.Module):

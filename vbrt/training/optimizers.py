@@ -56,8 +56,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if turn is None or turn.versions not in (None, versions):
             turn = Turn(next(_turns))
         if turn.versions is None:  # else Ctrl-C has ended this very step before
-            self._step_kept(streamed)
-            self._vb_turn = turn = Turn(turn.number, versions)
+            turn = self._step_kept(streamed, Turn(turn.number, versions))
         for parameter, group in submitted:
             self._submit(parameter, group, turn, divisor)
         for parameter in streamed:
@@ -105,13 +104,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
                     found.append((parameter, group))
         return found
 
-    def _step_kept(self, streamed: Iterable[StreamedParameter]) -> None:
-        """Do torch's own step, which sees no gradients of weights in the tiers."""
+    def _step_kept(self, streamed: Iterable[StreamedParameter], turn: "Turn") -> "Turn":
+        """Do torch's own step, which sees no gradients of weights in the tiers; the turn is the optimizer's then."""
         _hide(streamed, hidden=True)
         try:
             step_kept(self, type(self).__mro__[2])
+            self._vb_turn = turn
         finally:
             _hide(streamed, hidden=False)
+        return turn
 
     def _submit(self, parameter: StreamedParameter, group: dict[str, Any], turn: "Turn", divisor: float) -> None:
         weight = parameter.weight
