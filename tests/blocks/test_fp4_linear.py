@@ -170,7 +170,7 @@ def test_a_weight_that_cannot_be_encoded_leaves_the_layer_dense(spoil):
 
 
 def test_an_unknown_activation_is_named():
-    with pytest.raises(ArgumentError, match="activation 'swish'; expected one of none, relu"):
+    with pytest.raises(ArgumentError, match="activation = 'swish'; expected one of 'none', 'relu'"):
         FusedFP4Linear(4, 4, activation="swish")
 
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from vbrt.config.arguments import check_instance, check_number, check_whole
 from vbrt.errors import ArgumentError
 
 __all__ = ["AttentionChoice", "FlashAttention", "attention"]
@@ -278,6 +279,7 @@ def _each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _check_mask(mask: Tensor | None, shape: tuple[int, int, int, int]) -> None:
     if mask is None:
         return
+    check_instance(mask, Tensor, "attention: the mask", "a Tensor, or None")
     if mask.dtype is not torch.bool and not mask.is_floating_point():
         raise ArgumentError(f"attention: the mask is {mask.dtype}; expected bool (True: attend) or floating (added)")
     fits = mask.ndim in (2, 4) and all(
@@ -319,6 +321,9 @@ class FlashAttention(nn.Module):
     ) -> None:
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        for name, size in (("d_model", d_model), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
+            check_whole(size, f"FlashAttention: {name}")
+        check_number(dropout, "FlashAttention: dropout")
         if n_heads < 1 or d_model < 1 or d_model % n_heads:
             raise ArgumentError(f"FlashAttention: n_heads = {n_heads}; expected a divisor of d_model = {d_model}")
         if n_kv_heads < 1 or n_heads % n_kv_heads:
@@ -362,6 +367,7 @@ class FlashAttention(nn.Module):
 
     def _check(self, x: Tensor, context: Tensor | None) -> None:
         for name, given in (("x", x), ("context", context)):
+            check_instance(given, Tensor if name == "x" else Tensor | None, f"FlashAttention: {name}", "a Tensor")
             if given is not None and (given.ndim != 3 or given.shape[2] != self.d_model):
                 raise ArgumentError(
                     f"FlashAttention: {name} has shape {tuple(given.shape)}; expected (B, S, {self.d_model})"

@@ -26,7 +26,8 @@ from torch.fx import Proxy
 
 from vbrt.blocks.page import PageForm, frozen_linear, frozen_weight
 from vbrt.config import FORMATS, chosen_formats
-from vbrt.errors import ArgumentError, FormatError, WrapError
+from vbrt.config.arguments import check_instance, check_one_of, check_whole
+from vbrt.errors import FormatError, WrapError
 from vbrt.formats import PageLayout, get_format, new_page, pack, unpack
 from vbrt.kernels.decoded import DecodedWeight
 from vbrt.kernels.product import Product, as_autocast
@@ -71,8 +72,9 @@ class FusedFP4Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if activation not in ACTIVATIONS:
-            raise ArgumentError(f"FusedFP4Linear: activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
+        check_one_of(activation, ACTIVATIONS, "FusedFP4Linear: activation")
+        check_whole(in_features, "FusedFP4Linear: in_features")
+        check_whole(out_features, "FusedFP4Linear: out_features")
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation, self.format = activation, None
         self._dtype, self._form = self._parameters["weight"].dtype, None  # of the page, once there is one
@@ -314,6 +316,7 @@ def quantize(model: nn.Module, format: str = "nvfp4") -> int:
         FormatError: a format that is not one of the 4-bit ones, or a weight that it cannot hold, with its name.
         WrapError: the model has such layers, and all are frozen already.
     """
+    check_instance(model, nn.Module, "quantize(): model", "a torch.nn.Module")
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FusedFP4Linear)}
     dense = {name: layer for name, layer in layers.items() if layer.format is None}
     if layers and not dense:

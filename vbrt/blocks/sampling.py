@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from vbrt.config.arguments import check_instance
 from vbrt.errors import ArgumentError
 
 __all__ = ["gumbel_max_sample"]
@@ -50,6 +51,8 @@ def gumbel_max_sample(
     if temperature == 0:
         drawn = logits.argmax(-1)
     else:
+        check_instance(generator, torch.Generator | None, "gumbel_max_sample: generator", "a torch.Generator, or None")
+        check_instance(noise, Tensor | None, "gumbel_max_sample: noise", "a Tensor of the logits' shape, or None")
         if noise is None:
             noise = torch.empty(logits.shape, dtype=torch.float64, device=logits.device).exponential_(
                 generator=generator
@@ -61,10 +64,11 @@ def gumbel_max_sample(
 def _perturbed(logits: Tensor, top: Tensor, temperature: float, noise: Tensor) -> Tensor:
     """(logits - top) / temperature + Gumbel noise; with the largest at zero no temperature overflows it."""
     noise.clamp_(min=_SMALLEST).log_()
-    return (logits.double() - top.double().unsqueeze(-1)).div_(temperature).sub_(noise)
+    return (logits.double() - top.double().unsqueeze(-1)).div_(float(temperature)).sub_(noise)
 
 
 def _check_arguments(logits: Tensor, temperature: float) -> None:
+    check_instance(logits, Tensor, "gumbel_max_sample: logits", "a Tensor")
     if not logits.is_floating_point():
         raise ArgumentError(f"gumbel_max_sample: logits are {logits.dtype}; expected floating point")
     if logits.ndim == 0 or logits.shape[-1] == 0:

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vbrt.blocks.attention import FlashAttention
 from vbrt.blocks.fp4_linear import FusedFP4Linear
-from vbrt.errors import ArgumentError
+from vbrt.config.arguments import check_whole
 
 __all__ = ["OptimizedTransformerBlock"]
 
@@ -42,8 +42,8 @@ class OptimizedTransformerBlock(nn.Module):
         causal: bool = False,
     ) -> None:
         super().__init__()
-        if d_ff < 1:
-            raise ArgumentError(f"OptimizedTransformerBlock: d_ff = {d_ff}; expected at least 1")
+        check_whole(d_model, "OptimizedTransformerBlock: d_model")
+        check_whole(d_ff, "OptimizedTransformerBlock: d_ff")
         linear = FusedFP4Linear if use_fp4 else nn.Linear
         self.attention_norm, self.mlp_norm = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
         self.attention = FlashAttention(d_model, n_heads, dropout=dropout, causal=causal, linear=linear)

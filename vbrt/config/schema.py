@@ -362,6 +362,8 @@ class VBConfig:
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Self:
         """Read a config from a TOML file. Raises ConfigError if it cannot be read, parsed or accepted."""
+        if not isinstance(path, str | os.PathLike):
+            raise wrong("path", path, "expected the path of a TOML file")
         source = os.fsdecode(path)
         return cls.from_dict(read_toml(Path(os.path.expanduser(source)), source), source=source)
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vbrt.config.arguments import check_instance
+from vbrt.errors import ArgumentError
 from vbrt.report.groups import of_ranks
 from vbrt.report.stats import Stats
 
@@ -17,6 +19,9 @@ def merged(own: Stats, group: Any) -> Stats:
         own: this rank's snapshot.
         group: a process group; True for the default one.
     """
+    check_instance(group, dist.ProcessGroup | bool, "stats(): group", "a process group, or True for the default one")
+    if not dist.is_initialized():
+        raise ArgumentError(f"stats(): group = {group}; expected torch.distributed.init_process_group() before")
     group = None if group is True else group
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, own.to_dict(), group=group)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vbrt.config import Machine, load_config
+from vbrt.config.arguments import check_instance, check_one_of
 from vbrt.errors import ArgumentError
 from vbrt.estimation.candidates import Asked, candidates, nearest
 from vbrt.estimation.choices import Advice
@@ -47,8 +48,10 @@ def advise(
             round).
         WrapError: the model is wrapped.
     """
-    if goal not in GOALS:
-        raise ArgumentError(f"goal = {goal!r}; expected one of {', '.join(map(repr, GOALS))}")
+    check_instance(model, nn.Module, "advise(): model", "a torch.nn.Module")
+    check_instance(machine, Machine | None, "advise(): machine", "a Machine, or None for this one")
+    check_instance(rates, Rates | None, "advise(): rates", "Rates, or None for those that were measured")
+    check_one_of(goal, GOALS, "advise(): goal")
     task = as_task(task or ("train" if goal == "train" else "decode"), sizes)
     machine = machine or this_machine(load_config("fp4"))
     rates = rates or kept_rates() or _measured(machine)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vbrt.config import load_config
+from vbrt.config.arguments import check_instance, check_whole
 from vbrt.errors import ArgumentError
 from vbrt.estimation.meter import Meter
 from vbrt.model.machine import this_machine
@@ -32,6 +33,10 @@ def fit_batch(step: Callable[[int], Any], *, room_bytes: int | None = None, at_m
         ArgumentError: not even a batch of 1 fits; or `room_bytes` is missing.
         torch.OutOfMemoryError: never; whatever else the step raises is passed on.
     """
+    check_instance(step, Callable, "fit_batch(): step", "a function of the batch that runs one step")
+    check_whole(at_most, "fit_batch(): at_most")
+    if room_bytes is not None:
+        check_whole(room_bytes, "fit_batch(): room_bytes")
     gpu = torch.cuda.is_available()
     if room_bytes is None and not gpu:
         raise ArgumentError("fit_batch needs room_bytes on a machine without a GPU: host memory has no such limit")
@@ -94,4 +99,4 @@ def _on_cpu(step: Callable[[int], Any], batch: int) -> int:
     meter = Meter()
     with meter:
         step(batch)
-    return max(meter.peaks.values())
+    return max(meter.peaks.values(), default=0)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from vbrt.config import Machine, VBConfig, load_config
+from vbrt.config.arguments import check_instance, check_whole
 from vbrt.errors import ArgumentError, WrapError
 from vbrt.estimation.activations import asked_of
 from vbrt.estimation.blocks import meta_copy
@@ -57,6 +58,9 @@ def estimate(
         ConfigError: the config is wrong; or budgets are impossible for this model.
         WrapError: the model is wrapped.
     """
+    check_instance(model, nn.Module, "estimate(): model", "a torch.nn.Module")
+    check_instance(machine, Machine | None, "estimate(): machine", "a Machine, or None for this one")
+    check_whole(ranks, "estimate(): ranks")
     task = as_task(task, sizes)
     asked = None if config is None else load_config(config)
     machine = machine or this_machine(asked or load_config("fp4"))

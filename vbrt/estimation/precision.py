@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.config import FORMATS, VBConfig, load_config, parse_weights_budget
+from vbrt.config.arguments import check_instance
 from vbrt.errors import ArgumentError, ConfigError, WrapError
 from vbrt.estimation.calibration import (
     Sequences,
@@ -160,6 +161,7 @@ def settled(model: nn.Module, config: VBConfig) -> VBConfig:
 
 
 def _check_model(model: nn.Module) -> None:
+    check_instance(model, nn.Module, "choose_precision(): model", "a torch.nn.Module")
     wrapped = next((name for name, module in model.named_modules() if isinstance(module, SwappedLayer)), None)
     if wrapped is not None:
         raise WrapError(f"{wrapped or 'the model'} is a VB layer already; choose the precision before it is wrapped")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from vbrt.config.arguments import check_instance
 from vbrt.errors import ArgumentError
 from vbrt.estimation.host_experts import FEW_ROWS, experts_gb_s, few_rows
 from vbrt.host.files import cache_folder, read_bounded, write_file
@@ -100,6 +101,7 @@ SHEETS = {
 
 def data_sheet(name: str) -> Rates:
     """Return the rates of a GPU by name, in any case. Raises ArgumentError: an unknown GPU; the known ones."""
+    check_instance(name, str, "data_sheet(): name", f"one of {', '.join(SHEETS)}")
     wanted = name.lower().replace("nvidia", "").replace("geforce", "").strip()
     found = next((rates for known, rates in SHEETS.items() if known.lower() == wanted), None)
     if found is None:

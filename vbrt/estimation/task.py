@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vbrt.config.arguments import check_instance, check_whole
 from vbrt.errors import ArgumentError
 
 __all__ = ["ATTENTION", "CHECKPOINTS", "GOALS", "TASKS", "Task"]
@@ -55,9 +56,10 @@ class Task:
                 known = ", ".join(map(repr, among))
                 raise ArgumentError(f"{name} = {getattr(self, name)!r}; expected one of {known}")
         for name, least in (("batch", 1), ("context", 1), ("new", 1), ("lora", 0), ("experts", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ArgumentError(f"{name} = {value!r}; expected a whole number of at least {least}")
+            check_whole(getattr(self, name), name, least=least)
+        check_instance(self.optimizer, str, "optimizer", "the name of a class of torch.optim, such as 'AdamW'")
+        check_instance(self.mixed, bool, "mixed", "True or False")
+        check_instance(self.step, Callable | None, "step", "a function of the model, or None")
 
     @property
     def trains(self) -> bool:

@@ -41,7 +41,10 @@ _KINDS = {
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path that a person wrote, without `~`. Raises OSError: no such user, or a name that no file can have."""
+    """A path that a person wrote, without `~`. Raises OSError: no path at all, no such user, or a name that no file
+    can have."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise OSError(errno.EINVAL, f"{type(path).__name__}, and not a path; expected a str or Path", repr(path)[:80])
     try:
         if b"\0" in os.fsencode(path):
             raise ValueError("it has a NUL")

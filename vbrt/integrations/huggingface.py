@@ -14,6 +14,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -161,7 +162,7 @@ def _config_beside(file: Path) -> Path | None:
     return path if isinstance(data, dict) and data.get("architectures") else None
 
 
-def looked_at(path: Path) -> tuple[Path, bool]:
+def looked_at(path: str | PathLike) -> tuple[Path, bool]:
     """Return the path without "~", and True if it is a directory. Raises VBError: it cannot be read."""
     try:
         path = expanded(path)

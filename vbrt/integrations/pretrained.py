@@ -21,6 +21,7 @@ from vbrt.errors import CheckpointError
 from vbrt.integrations.huggingface import (
     gguf_at,
     loading,
+    looked_at,
     meta_model,
     method_of,
     model_config,
@@ -81,7 +82,7 @@ def from_pretrained(
         FormatError, TierError: as from `vbrt.load`.
         VBError: a config.json that is missing, damaged, or of a model that transformers cannot build.
     """
-    return Reader(Path(directory).expanduser(), dtype, progress=progress).read(config, overrides, runtime=runtime)
+    return Reader(looked_at(directory)[0], dtype, progress=progress).read(config, overrides, runtime=runtime)
 
 
 class Reader:

@@ -47,6 +47,10 @@ class VBLayer(SwappedLayer):
     _vb_form: str | None
     _vb_twin: int  # which of the parameters on one storage the layer had
 
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        name = type(self).__name__
+        raise WrapError(f"{name}(): made of a module that has weights, by vbrt.wrap; expected no call of {name} itself")
+
     @classmethod
     def adopt_(cls, module: nn.Module, handle: WeightHandle) -> "VBLayer":
         """Turn `module` into a VB layer in place; nothing is encoded yet."""

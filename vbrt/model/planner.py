@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vbrt.config import FORMATS, Machine, VBConfig, compute_tier, load_config, parse_budget, resolve_budgets
+from vbrt.config.arguments import check_instance
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError, NoRoomError, WrapError
 from vbrt.formats import get_format
@@ -58,6 +59,8 @@ def make_plan(
         NoRoomError: the budgets are impossible for this model or this machine, or what is not swapped does not fit.
         ConfigError: tiers that cannot be together.
     """
+    check_instance(model, nn.Module, "make_plan(): model", "a torch.nn.Module")
+    check_instance(machine, Machine | None, "make_plan(): machine", "a Machine, or None for this one")
     config = load_config(config)
     wrapped = [name for name, module in model.named_modules() if isinstance(module, SwappedLayer)]
     if wrapped:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vbrt.config import VBConfig, load_config, resolve_budget
+from vbrt.config.arguments import check_instance
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.kernels import libraries
@@ -189,6 +190,7 @@ class Runtime:
     def set_budget(self, tier: str, budget: int | str) -> int:
         """Change the budget of a tier for all models, while they run. See `VBModelWrapper.set_budget`."""
         self.check_open("set_budget")
+        check_instance(tier, str, "set_budget(): tier", "the name of a tier, such as 'cpu'")
         config = load_config(self.settings, tiers={tier: {"budget": budget}})
         nbytes = self._resize(tier, config, keep_settings=False)
         if tier == "gpu":

@@ -32,12 +32,12 @@ def check_timeline_path(path: str | os.PathLike) -> Path:
     Raises:
         ConfigError: a suffix other than .html and .json, or a file that cannot be written.
     """
-    _check_suffix(Path(path))
     try:
         target = expanded(path)
+        _check_suffix(target)
         check_writable(target)
     except OSError as error:
-        raise _unwritable(Path(path), error) from error
+        raise _unwritable(path, error) from error
     return target
 
 
@@ -51,7 +51,7 @@ def _check_suffix(path: Path) -> str:
     return path.suffix
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
+def _unwritable(path: object, error: OSError) -> ConfigError:
     return ConfigError(
         f"timeline: cannot write {str(path)!r}: {error.strerror or error}; name a file in a directory "
         "that is there and can be written"

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self, get_origin
 
+from vbrt.config.arguments import check_whole
 from vbrt.errors import ArgumentError, FormatError
 from vbrt.report.activations import ActivationStats
 from vbrt.report.caches import CacheStats
@@ -282,6 +283,7 @@ class Stats:
         """Return the snapshot as text: with `each` a row for every layer instead of one for each kind."""
         from rich.console import Console, Group
 
+        check_whole(width, "table(): width")
         out = io.StringIO()
         Console(file=out, width=width, color_system=None).print(Group(*_rendered(table_lines(self, width, each=each))))
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from vbrt.config.arguments import check_whole
 from vbrt.config.formats import FORMATS
 from vbrt.config.tiers import TIERS
 from vbrt.errors import NoRoomError
@@ -186,6 +187,7 @@ class Plan:
 
     def table(self, *, width: int = 80, each: bool = False) -> str:
         """Return the plan as text: with `each` a line for every layer instead of one for each kind."""
+        check_whole(width, "table(): width")
         return "\n".join(plan_lines(self, width, each=each))
 
     def _repr_html_(self) -> str:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from vbrt.config.arguments import check_instance, check_whole
 from vbrt.residency.plan import Plan
 from vbrt.residency.policy import FORWARD
 from vbrt.residency.trace import Announce, Pass
@@ -139,6 +140,12 @@ def generate_routing(layers: Sequence[RoutedLayer], *, tokens: int, seed: int = 
     goes to others, favourites of the layer more often. Where a layer has few experts, more is reused than that. The
     same arguments give the same routing on every machine.
     """
+    check_instance(layers, Sequence, "generate_routing(): layers", "a list of RoutedLayer")
+    for layer in layers:
+        check_instance(layer, RoutedLayer, "generate_routing(): a layer", "a RoutedLayer, as plan_layers() has them")
+    check_whole(tokens, "generate_routing(): tokens", most=1 << 24)
+    check_whole(seed, "generate_routing(): seed", least=-(1 << 64), most=1 << 64)
+    check_instance(phase, str, "generate_routing(): phase", "the name of a phase")
     selections = [_layer_routing(layer, tokens, random.Random(f"{seed} {n}")) for n, layer in enumerate(layers)]
     records: list[Pass | Routed] = []
     for token in range(tokens):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vbrt.errors import ArgumentError, describe_os_error
-from vbrt.host.files import check_writable, expanded, write_file
+from vbrt.host.files import check_writable, expanded, read_bounded, write_file
 from vbrt.residency.routing import Routed, RoutedLayer, Routing
 from vbrt.residency.trace import Pass
 
@@ -67,7 +67,7 @@ def write_routing(routing: Routing, path: str | os.PathLike[str]) -> None:
 
 def _unwritable(path: str | os.PathLike[str], error: OSError) -> ArgumentError:
     return ArgumentError(
-        f"{os.fspath(path)}: cannot write the routing: {describe_os_error(error)}; name a file in a directory that is "
+        f"{path}: cannot write the routing: {describe_os_error(error)}; name a file in a directory that is "
         "there and can be written"
     )
 
@@ -80,7 +80,7 @@ def read_routing(path: str | os.PathLike[str]) -> Routing:
     """
     try:
         path = expanded(path)
-        data = path.read_bytes()
+        data = read_bounded(path, _MOST_BYTES)
     except OSError as error:
         raise ArgumentError(f"{path}: cannot read the routing: {describe_os_error(error)}") from error
     magic, _, rest = data.partition(b"\n")

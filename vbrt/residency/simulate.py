@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from vbrt.config.arguments import check_instance, check_one_of, check_whole
+from vbrt.errors import ArgumentError
 from vbrt.residency.counts import PhaseCounts
+from vbrt.residency.custom import check_policy
 from vbrt.residency.expert_room import largest_pages
 from vbrt.residency.experts import ExpertsPolicy
 from vbrt.residency.lru import LRUPolicy
@@ -48,8 +51,8 @@ def make_policy(
 
     scan, scope, layers: of "experts" only, see `ExpertsPolicy`.
     """
-    if kind not in _KINDS:
-        raise ValueError(f"policy.kind = {kind!r}; expected 'lru', 'scheduled' or 'experts'")
+    check_one_of(kind, _KINDS, "policy.kind")
+    check_whole(capacity_bytes, "capacity_bytes", least=0)
     return _KINDS[kind](capacity_bytes, _Options(prefetch, scan, group, scope, layers))
 
 
@@ -104,21 +107,32 @@ def simulate(
         scope: of "experts", see `ExpertsPolicy`.
 
     Raises:
-        ArgumentError: the file of a routing cannot be read, or is damaged.
-        ValueError: one lease does not fit into the capacity.
+        ArgumentError: the file of a routing cannot be read, or is damaged; one lease does not fit into the capacity.
     """
+    _check_arguments(trace, sizes, prefetch, group, scope)
     routing = read_routing(trace) if isinstance(trace, str | os.PathLike) else trace
     if isinstance(routing, Routing):
         sizes = sizes or routing.sizes
     if isinstance(policy, str):
         layers = largest_pages(sizes or {})
         policy = make_policy(policy, capacity_bytes, prefetch=prefetch, group=group, scope=scope, layers=layers)
+    else:
+        check_policy(policy)
     if isinstance(routing, Routing):
         trace = routing.leases(policy.capacity_bytes, at_once=getattr(policy, "scan_pages", 1))
     run = _Run(policy, sizes)
     for item in trace:
         run.take(item)
     return run.counts
+
+
+def _check_arguments(trace: object, sizes: object, prefetch: object, group: object, scope: object) -> None:
+    expected = "page keys in order, a Routing, or the path of its file"
+    check_instance(trace, (Routing, Iterable, os.PathLike), "simulate(): trace", expected)
+    check_instance(sizes, Mapping | None, "simulate(): sizes", "the bytes of each page by its key, or None")
+    check_whole(prefetch, "simulate(): prefetch", least=0)
+    check_whole(group, "simulate(): group")
+    check_one_of(scope, ("layer", "model"), "simulate(): scope")
 
 
 class _Run:
@@ -142,18 +156,22 @@ class _Run:
             self.policy.ahead(())
 
     def lease(self, keys: tuple[str, ...]) -> None:
-        """Lease pages. Raises ValueError: they do not fit."""
+        """Lease pages. Raises ArgumentError: they do not fit."""
         for key in keys:
             size = self.size(key)
             decision = self.policy.access(key, size, keys)
             if decision is None:
-                raise ValueError(f"{keys}: does not fit into {self.policy.capacity_bytes} bytes")
+                raise ArgumentError(f"{keys}: does not fit into {self.policy.capacity_bytes} bytes")
             self.counts.count(decision, size, self.phase)
         self.policy.ahead(keys)
 
     def size(self, key: str) -> int:
         """Return the bytes of a page."""
-        return 1 if self.sizes is None else self.sizes[key]
+        if self.sizes is None:
+            return 1
+        if key not in self.sizes:
+            raise ArgumentError(f"simulate(): the trace has a page {key!r}, and sizes has none; expected its bytes")
+        return self.sizes[key]
 
 
 def best_scope(routing: Routing, capacity_bytes: int, *, prefetch: int = 2) -> str:

@@ -92,9 +92,8 @@ def write_checkpoint(
     tensors: dict[str, Tensor] = {}
     plain = {key: taken_apart(value, key, tensors) for key, value in state.items()}
     pieces = [*pieces, *(Piece.of({name: tensor}) for name, tensor in tensors.items())]
-    token = secrets.token_hex(4)
+    token, folder = secrets.token_hex(4), _folder_of(directory)
     try:
-        folder = expanded(directory)
         folder.mkdir(parents=True, exist_ok=True)
         with Progress("saving", sum(piece.nbytes for piece in pieces), show=progress) as work:
             entries = _write_files(folder, token, pieces, work)
@@ -103,13 +102,13 @@ def write_checkpoint(
         write_file(folder / CHECKPOINT, json.dumps(content | {"digest": content_digest(content)}).encode())
         sync_directory(folder)
     except OSError as error:
-        _remove(Path(directory), lambda name: token in name)
+        _remove(folder, lambda name: token in name)
         raise CheckpointError(
             f"{error.filename or directory}: the checkpoint cannot be written: {describe_os_error(error)}; "
             "one that was there is as it was, and training may go on"
         ) from error
     except BaseException:
-        _remove(Path(directory), lambda name: token in name)
+        _remove(folder, lambda name: token in name)
         raise
     _remove(folder, lambda name: token not in name and name != CHECKPOINT)
     return folder
@@ -153,6 +152,14 @@ def _remove(folder: Path, unwanted: Callable[[str], bool]) -> None:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
+def _folder_of(directory: str | PathLike) -> Path:
+    try:
+        return expanded(directory)
+    except OSError as error:
+        what = f"{error.filename}: {describe_os_error(error)}"
+        raise CheckpointError(f"{what}; expected the path of a checkpoint's directory") from error
+
+
 class SavedCheckpoint:
     """A checkpoint in a directory; its tensors are read one at a time.
 
@@ -165,7 +172,7 @@ class SavedCheckpoint:
     """
 
     def __init__(self, directory: str | PathLike) -> None:
-        self.directory = Path(directory).expanduser()
+        self.directory = _folder_of(directory)
         path = self.directory / CHECKPOINT
         try:
             content = json.loads(read_bounded(path, _MAX_BYTES))

@@ -66,7 +66,7 @@ def convert(
     """
     if config.mode == "train":
         raise ConfigError(f'{config.source}: mode = "train"; a conversion writes the planes of an inference model')
-    directory = _target(Path(directory), source)
+    directory = _target(directory, source)
     pieces = Pieces(source, model, config)
     files = _divided(list(pieces))
     head = {"vbrt": sys.modules["vbrt"].__version__, "source": _fingerprint(source.path), "config": config.to_dict()}
@@ -97,7 +97,7 @@ def _is_foreign(name: str, token: str) -> bool:
     return token not in name and name != MANIFEST
 
 
-def _target(directory: Path, source: Source) -> Path:
+def _target(directory: str | PathLike, source: Source) -> Path:
     try:
         directory = expanded(directory)
         is_own = directory.exists() and directory.resolve() == source.path.resolve()

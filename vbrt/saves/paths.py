@@ -20,7 +20,7 @@ def gguf_file(path: str | PathLike) -> Path | None:
 
     Raises CheckpointError: a path that cannot be read, or several such files in a directory.
     """
-    path = looked_at(Path(path))
+    path = looked_at(path)
     if not path.is_dir():
         return shard_paths(path)[0] if path.suffix == GGUF_SUFFIX else None
     if any((path / name).exists() for name in (MANIFEST, INDEX, SINGLE, *_PICKLED)):
@@ -32,7 +32,7 @@ def gguf_file(path: str | PathLike) -> Path | None:
     return firsts[0] if firsts else None
 
 
-def looked_at(path: Path) -> Path:
+def looked_at(path: str | PathLike) -> Path:
     """Return the path without "~". Raises CheckpointError where nobody may look, or nothing is there."""
     try:
         path = expanded(path)

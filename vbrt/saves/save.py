@@ -78,10 +78,10 @@ class Part:
 def save_attached(attachment: Attachment, directory: str | PathLike, *, progress: bool | None = None) -> Path:
     """Write a model that is attached to a runtime. See `VBModelWrapper.save`."""
     config = attachment.ready_to_save()
-    return save_model(attachment.model, config, Path(directory), progress=progress)
+    return save_model(attachment.model, config, directory, progress=progress)
 
 
-def save_model(model: nn.Module, config: VBConfig, directory: Path, *, progress: bool | None) -> Path:
+def save_model(model: nn.Module, config: VBConfig, directory: str | PathLike, *, progress: bool | None) -> Path:
     """Write a model whose VB layers are all encoded."""
     try:
         directory = expanded(directory)

@@ -65,7 +65,7 @@ class Source(Protocol):
         """Assign all other parameters and buffers, on the landing's device."""
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: str | PathLike) -> Source:
     """Return what a path is the files of. Raises CheckpointError."""
     path = looked_at(path)
     if path.is_dir() and (path / MANIFEST).exists():
@@ -89,7 +89,7 @@ def describe(path: str | PathLike) -> Description:
     Raises:
         CheckpointError: files missing, damaged, or of a layout that vbrt does not read.
     """
-    path = looked_at(Path(path))
+    path = looked_at(path)
     if path.is_dir() and (path / MANIFEST).exists():
         raise CheckpointError(f"{path}: a save of vbrt, whose {MANIFEST} says what it is")
     file = gguf_file(path)

@@ -1,11 +1,14 @@
 """Lion, for parameters that stay on the device and as the reference of the update in the tiers."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vbrt.config.arguments import check_instance
 from vbrt.errors import ArgumentError
 
 __all__ = ["Lion"]
@@ -34,9 +37,13 @@ class Lion(torch.optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+        check_instance(betas, Sequence, "Lion: betas", "two numbers")
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), *(("betas", beta) for beta in betas)):
+            check_instance(value, (Real, Tensor), f"Lion: {name}", "a number")
+        is_finite = 0 <= lr < math.inf and 0 <= weight_decay < math.inf
+        if not is_finite or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ArgumentError(
-                f"Lion(lr={lr}, betas={betas}, weight_decay={weight_decay}): expected none negative, betas below 1"
+                f"Lion(lr={lr}, betas={betas}, weight_decay={weight_decay}): expected none negative, two betas below 1"
             )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 

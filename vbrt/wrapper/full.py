@@ -43,6 +43,7 @@ class VBFullWrapper(VBModelWrapper):
         Raises:
             WrapError: its class cannot update in chunks, it lacks a weight that trains, or there is one already.
         """
+        _check_optimizer(optimizer)
         made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made(optimizer, self.model)
         self._attachment.take(made)
         return made
@@ -171,9 +172,15 @@ def take_optimizer_of(overrides: dict[str, Any]) -> Optimizer | None:
         WrapError: it is neither an optimizer nor makes one.
     """
     given = overrides.pop("optimizer", None)
-    if given is not None and not isinstance(given, torch.optim.Optimizer) and not callable(given):
+    if given is not None:
+        _check_optimizer(given)
+    return given
+
+
+def _check_optimizer(given: Any) -> None:
+    """Raise WrapError: it is neither an optimizer nor makes one."""
+    if not isinstance(given, torch.optim.Optimizer) and not callable(given):
         raise WrapError(
             f"optimizer = {type(given).__name__}; expected a torch.optim.Optimizer over the model's parameters, or a "
             "function of parameters that returns one"
         )
-    return given

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ def load(
         raise WrapError(f"load() got {type(model).__name__}; expected a torch.nn.Module that is not wrapped")
     if any(isinstance(module, SwappedLayer) for module in model.modules()):
         raise WrapError('load(): the model is wrapped already; build a new one, under torch.device("meta") for one')
-    source = for_ranks(open_source(Path(directory)), model)
+    source = for_ranks(open_source(directory), model)
     with reading_ahead(source.files):
         return load_from(source, model, config, runtime=runtime, progress=progress, **overrides)
 

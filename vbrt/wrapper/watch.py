@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from vbrt.config.arguments import check_instance
 from vbrt.errors import NonfiniteError
 from vbrt.residency.site import ROOT
 from vbrt.wrapper.mirror import Facade
@@ -69,6 +70,7 @@ def watch_nonfinite(model: nn.Module) -> Iterator[NonfiniteWatch]:
     Returns:
         A context manager; it yields the watch, whose `first` says what was found.
     """
+    check_instance(model, nn.Module, "watch_nonfinite(): model", "a torch.nn.Module")
     watch, root = NonfiniteWatch(), model.model if isinstance(model, Facade) else model
     hooks = [
         module.register_forward_hook(partial(_look, watch, name or ROOT), with_kwargs=True)

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from vbrt.config.arguments import check_one_of
 from vbrt.errors import KernelError
 
 __all__ = [
@@ -196,7 +197,9 @@ def decompositions() -> dict[Any, Any]:
 def options_of_mode(mode: str) -> dict[str, Any]:
     """The options of torch.compile that a mode stands for."""
     _of_inductor("config", PASS_OPTION)
-    return _of_inductor("", "list_mode_options")(mode)
+    modes = _of_inductor("", "list_mode_options")()
+    check_one_of(mode, modes, "compile_options(): mode")
+    return modes[mode]
 
 
 def _of_inductor(module: str, name: str) -> Any:

@@ -59,12 +59,13 @@ class Found:
 
 def check(tokens: Sequence[int], device: int) -> None:
     """Raises KernelError for numbers of tokens or a device that `tune` cannot serve."""
-    if not tokens or not all(0 < m <= 16 for m in tokens):
-        raise KernelError(f"tune: tokens = {tuple(tokens)}; expected numbers from 1 to 16")
+    tokens = tuple(tokens) if isinstance(tokens, Sequence) else (tokens,)
+    if not tokens or not all(isinstance(m, int) and 0 < m <= 16 for m in tokens):
+        raise KernelError(f"tune: tokens = {tokens}; expected numbers from 1 to 16")
     if not torch.cuda.is_available():
         raise KernelError("tune: no CUDA device; expected one from sm_80 on, the kernels run nowhere else")
     count = torch.cuda.device_count()
-    if not 0 <= device < count:
+    if not isinstance(device, int) or not 0 <= device < count:
         raise KernelError(f"tune: device = {device}; expected 0 to {count - 1}, the CUDA devices of this machine")
     if devices.major(device) < devices.MIN_MAJOR:
         raise KernelError(f"tune: device {device} is older than sm_80; the kernels need that or newer")
