@@ -185,6 +185,36 @@ def test_processors_criteria_and_streamers_are_called_as_plain_decoding_calls_th
     assert results[0] == results[1] and results[0][3] == 1
 
 
+class Rescaling(LogitsProcessor):
+    """Changes how a layer scales what it attends to, at some tokens."""
+
+    def __init__(self, layer):
+        self.layer, self.calls = layer, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls in (6, 11):
+            self.layer.scaling = 4 - self.layer.scaling
+        return scores
+
+
+def test_rows_behind_a_token_whose_callback_changes_the_model_are_computed_anew(wrapped):
+    layer, found = wrapped.model.model.layers[0].self_attn, []
+    before = layer.scaling
+    for further in ({}, {"speculate": K}):
+        found.append(run(wrapped, prompts(2), logits_processor=LogitsProcessorList([Rescaling(layer)]), **further))
+        layer.scaling = before
+    assert_same(*found)
+
+
+def test_autocast_is_that_of_plain_decoding(recorded):
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        with torch.autocast("cpu", BF16):
+            assert_same(run(vb, prompts(2), speculate=K), run(vb, prompts(2)))
+        assert vb.stats().steps.reasons.keys() == {"autocast is on"} and vb.stats().speculation.rounds < TOKENS - 1
+        assert_same(run(vb, prompts(2), speculate=K), run(vb, prompts(2)))
+
+
 def test_a_batch_whose_rows_accept_different_counts_keeps_what_a_row_has_right(wrapped):
     rows = prompts(3)
     before = wrapped.stats().speculation

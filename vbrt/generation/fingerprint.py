@@ -177,6 +177,8 @@ def _why_module(module: nn.Module, *, inside: bool) -> str:
 
 def _strangers() -> Iterator[str]:
     """What would see or change every step of an eager call of this thread, but not those that are replayed."""
+    if torch._C._is_any_autocast_enabled():
+        yield "autocast is on"
     for hooks in ("_global_forward_hooks", "_global_forward_pre_hooks"):
         for hook in _strange(getattr(nn.modules.module, hooks).values()):
             yield f"all modules have a hook ({_name_of(hook)}), which a graph does not call"

@@ -15,6 +15,7 @@ from vbrt.generation.pace import MOST, Pace
 from vbrt.generation.sequences import Sequences
 from vbrt.generation.speculation import EXACTNESS, speculate
 from vbrt.generation.verifying import Decoding, announce
+from vbrt.generation.watched import calls_others
 from vbrt.layers import VBLayer
 from vbrt.model.attachment import Attachment
 
@@ -167,6 +168,7 @@ class _Method:
             self._how.exactness,
             counts,
             generation_config.max_length,
+            watched=calls_others((logits_processor, stopping_criteria), {"streamer": self._streamer}),
         )
         with _link_bytes(self._attachment):
             outputs = model._prefill(input_ids, generation_config, model_kwargs)

@@ -108,16 +108,16 @@ class Generating:
             return _with_forward(model, session, generate, args, kwargs)
 
     @contextlib.contextmanager
-    def passes(self, limit: int) -> Iterator["Passes"]:
+    def passes(self, limit: int, *, watched: bool) -> Iterator["Passes"]:
         """Run a call of passes of one phase and precision, behind a prompt, that may be recorded.
 
         To be entered in that phase and precision.
-        `limit`: tokens of a sequence at most.
+        `limit`: tokens of a sequence at most. `watched`: callbacks of the call may change the model.
         """
         if self._recorder() is None:
             yield Passes()
             return
-        with self.steps.session(limit) as session:
+        with self.steps.session(limit, watched=watched) as session:
             session.prompted = True
             yield Recordable(self._model(), session)
 

@@ -31,6 +31,7 @@ from vbrt.generation.shadow import shadow_refusal
 from vbrt.generation.static_cache import leave
 from vbrt.generation.timing import Marks
 from vbrt.generation.verifying import Decoding, Draft, announce, can_verify, verified, window_refusal
+from vbrt.generation.watched import Watch
 from vbrt.report.timeline import ROUND
 
 __all__ = ["EXACTNESS", "speculate"]
@@ -136,7 +137,7 @@ def _round(
     with _phase_of_rows(decoding, k):
         rows = verified(decoding, draft)
     marks.mark()
-    taken, right = _take(sequences, draft, rows.logits)
+    taken, right = _take(sequences, draft, rows.logits, decoding.watch())
     cache.crop(taken - k - 1)
     draft_s, verify_s = marks.seconds()
     confirmed = taken if right else taken - 1
@@ -178,12 +179,15 @@ def _draft(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any], k: 
     return Draft(sequences.length, ids, passes)
 
 
-def _take(sequences: Sequences, draft: Draft, rows: Sequence[torch.Tensor]) -> tuple[int, bool]:
-    """Take tokens up to the first wrong draft. Returns how many, and whether the last one was a right draft."""
+def _take(sequences: Sequences, draft: Draft, rows: Sequence[torch.Tensor], watch: Watch | None) -> tuple[int, bool]:
+    """Take tokens up to the first wrong draft. Returns how many, and whether the last one was a right draft.
+
+    watch: of the model since the rows were computed: behind a token whose callbacks change it, rows are of another one.
+    """
     for row, logits_BV in enumerate(rows):
         tokens = sequences.append(logits_BV)
         right = sequences.look(tokens, draft.ids[:, draft.start + row] if row < draft.k else None)
-        if sequences.finished or not right:
+        if sequences.finished or not right or (watch is not None and watch.sees_changes()):
             break
     return row + 1, right
 

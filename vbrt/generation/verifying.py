@@ -36,6 +36,7 @@ from vbrt.generation.rowwise import masks_windows, one_by_one
 from vbrt.generation.shadow import shadow_of
 from vbrt.generation.spans import Span
 from vbrt.generation.static_cache import Statics
+from vbrt.generation.watched import Watch
 from vbrt.layers.lockstep import in_lockstep
 from vbrt.model.attachment import Attachment
 from vbrt.report.speculation import SpeculationCounts
@@ -70,6 +71,7 @@ class Decoding:
         limit: tokens of a sequence at most.
         passes: run the drafts.
         statics: where the cache lies, if plain decoding replays recorded steps; None if it is eager.
+        watched: callbacks of the call may change the model.
     """
 
     model: Any
@@ -80,11 +82,16 @@ class Decoding:
     limit: int
     passes: Passes | None = None
     statics: Statics | None = None
+    watched: bool = False
 
     def recordable(self) -> AbstractContextManager[Passes]:
         """Return a context manager that gives `passes` of the current phase and precision."""
         own = getattr(self.model.__dict__.get("generate"), "passes", None)
-        return contextlib.nullcontext(Passes()) if own is None else own(self.limit)
+        return contextlib.nullcontext(Passes()) if own is None else own(self.limit, watched=self.watched)
+
+    def watch(self) -> Watch | None:
+        """Return what sees whether callbacks change the model from now on, if they may."""
+        return Watch(self.model) if self.watched else None
 
     def replays_plain(self, k: int) -> bool:
         """True if a round of k drafts is a recorded step of plain decoding."""

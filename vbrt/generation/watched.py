@@ -39,17 +39,19 @@ class Watch:
     """A model as it was when the watch began, for the length of one call."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        configs = {id(config): vars(config) for of in modules if hasattr(config := vars(of).get("config"), "__dict__")}
-        self._dicts = [*map(vars, modules), *configs.values()]
-        self._before = [{name: _copied(name, value) for name, value in of.items()} for of in self._dicts]
-        self._held = [held for of in modules for held in (of._parameters, of._buffers) if held]
+        modules = [module for module in model.modules() if module is not model]
+        everything = [model, *modules]
+        configs = (vars(of).get("config") for of in everything)
+        of_configs = {id(config): vars(config) for config in configs if hasattr(config, "__dict__")}
+        self._model, self._dicts = model, [*map(vars, modules), *of_configs.values()]
+        self._before, self._own = [_copies(of) for of in self._dicts], _copies(_own(model))
+        self._held = [held for of in everything for held in (of._parameters, of._buffers) if held]
         self._places = self._places_now()
 
     def sees_changes(self) -> bool:
         """True if the model is not as it was."""
         try:
-            same = self._dicts == self._before
+            same = self._dicts == self._before and _own(self._model) == self._own
         except (RuntimeError, ValueError, TypeError):  # tensors and arrays, which are others, have no one truth
             return True
         return not same or self._places != self._places_now()
@@ -58,5 +60,14 @@ class Watch:
         return [(id(t), t.data_ptr()) for held in self._held for t in held.values() if t is not None]
 
 
-def _copied(name: str, value: Any) -> Any:
-    return value.copy() if type(value) in _CONTAINERS or name in _HOOKS else value
+def _own(model: nn.Module) -> dict[str, Any]:
+    """A model's attributes, but for the forward that stands in front of its own within a call."""
+    return {name: value for name, value in vars(model).items() if name != "forward"}
+
+
+def _copies(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes, and copies of those that may be written into."""
+    return {
+        name: value.copy() if type(value) in _CONTAINERS or name in _HOOKS else value
+        for name, value in attributes.items()
+    }
