@@ -316,6 +316,15 @@ def test_what_needs_a_parameters_values_in_the_graph_is_refused_by_name():
         backward(vb, 0)
 
 
+def test_moments_that_are_copies_are_of_the_step_that_their_state_dict_says():
+    vb = vbrt.wrap(Tiny(), "full", optimizer=adamw, training={"moments": "8bit"})
+    train(vb, vb.optimizer, 1)
+    kept, streamed = (vb.optimizer.state_dict()["state"][at] for at in (0, 1))
+    before = streamed["exp_avg"].clone()
+    train(vb, vb.optimizer, 1)
+    assert kept["step"] == 2 and streamed["step"] == 1 and torch.equal(streamed["exp_avg"], before)
+
+
 def test_what_would_leave_two_owners_or_mix_two_weights_is_refused_by_name():
     vb = vbrt.wrap(Tiny(), "full", optimizer=adamw)
     for copied in (copy.deepcopy, copy.copy, pickle.dumps):

@@ -152,9 +152,11 @@ class WeightState:
     @property
     def step(self) -> Tensor:
         """The steps as torch's optimizers have them, fp32; it goes on with the moments, unless they are copies."""
-        if self.eight_bit or not self.memory.in_memory or self.shown is None:
-            self.shown = torch.empty((), dtype=torch.float32, device="cpu")
-        return self.shown.fill_(float(self.steps))
+        now = torch.tensor(float(self.steps), dtype=torch.float32, device="cpu")
+        if self.eight_bit or not self.memory.in_memory:
+            return now
+        self.shown = now if self.shown is None else self.shown.copy_(now)
+        return self.shown
 
     def set_low(self, low: Tensor) -> None:
         """Replace the low half. Raises TierError."""
