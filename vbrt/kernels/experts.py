@@ -172,7 +172,8 @@ def experts_down(
 def weigh_and_sum(rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: int) -> Tensor:
     """Return the sum over each token's experts, [T, H] in the rows' dtype; sentinels weigh nothing."""
     routed = (ids_Tk >= 0) & (ids_Tk < experts)
-    weighted = rows_PH.view(*ids_Tk.shape, -1).float() * weights_Tk.float().masked_fill(~routed, 0.0).unsqueeze(-1)
+    rows_TkH, weights_Tk = rows_PH.view(*ids_Tk.shape, rows_PH.shape[1]), weights_Tk.float().masked_fill(~routed, 0.0)
+    weighted = rows_TkH.float() * weights_Tk.unsqueeze(-1)
     return weighted.sum(dim=1).to(rows_PH.dtype)
 
 

@@ -197,11 +197,12 @@ def test_pages_that_nobody_is_sent_to_may_be_missing_and_others_are_named():
 
 @built
 @pytest.mark.parametrize("shape", [(0, 2), (3, 0)])
-def test_no_pairs_give_empty_results(shape):
+@pytest.mark.parametrize("ops", [cpu_experts, reference], ids=lambda ops: ops.__name__)
+def test_no_pairs_give_empty_results(shape, ops):
     pages = bank("nf4")
     ids = torch.zeros(shape, dtype=torch.int64)
-    assert cpu_experts.experts_up(torch.randn(shape[0], 70), ids, pages).shape == (0, 44)
-    y = cpu_experts.experts_down(torch.randn(0, 22), ids, torch.zeros(shape), pages)
+    assert ops.experts_up(torch.randn(shape[0], 70), ids, pages).shape == (0, 44)
+    y = ops.experts_down(torch.randn(0, 22), ids, torch.zeros(shape), pages)
     assert torch.equal(y, torch.zeros(shape[0], 70))
 
 
