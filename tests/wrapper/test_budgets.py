@@ -47,7 +47,12 @@ def test_impossible_budgets_are_refused_and_the_model_runs_on(tmp_path):
         ("cpu", 4096, ConfigError, "smaller than the largest layer's pages"),
         ("cpu", "lots", ConfigError, 'tiers.cpu.budget = "lots"'),
         ("cpu", "900TiB", ConfigError, "this machine has"),
-        ("ssd", "1GiB", TierError, "tiers.ssd: this model has the tiers cpu"),
+        (
+            "ssd",
+            "1GiB",
+            TierError,
+            "tiers.ssd: this model has the tiers cpu; name one of them, or wrap it again with ssd",
+        ),
         ("tpu", "1GiB", ConfigError, "tiers.tpu is not a known section"),
         ("cpu", vb.plan.page_bytes - 4096, TierError, "no tier below cpu has room"),
     ]:

@@ -64,9 +64,9 @@ def _inspect(args: argparse.Namespace) -> int:
 def _print(console: Console, head: dict[str, Any], config: str, found: "Inspection") -> None:
     dtypes = ", ".join(f"{format_bytes(nbytes)} {dtype}" for dtype, nbytes in found.dtypes.items())
     console.print(f"{head['model']} ({head['model_type']}), {head['parameters'] / 1e6:,.1f} million parameters")
+    files = "1 file" if found.files == 1 else f"{found.files} files"
     console.print(
-        f"{found.layout}: {found.files} files, {found.tensors} tensors, {format_bytes(found.nbytes)}: {dtypes}",
-        soft_wrap=True,
+        f"{found.layout}: {files}, {found.tensors} tensors, {format_bytes(found.nbytes)}: {dtypes}", soft_wrap=True
     )
     if any(kind.becomes != "dense" for kind in found.weights):
         console.print()

@@ -200,7 +200,10 @@ class Runtime:
     def _resize(self, tier: str, config: VBConfig, *, keep_settings: bool) -> int:
         """Give a tier the budget that `config` asks for, and note that in `settings` unless they are kept."""
         if tier not in self.budgets:
-            raise TierError(f"tiers.{tier}: this model has the tiers {', '.join(self.budgets)}")
+            has = ", ".join(self.budgets)
+            raise TierError(
+                f"tiers.{tier}: this model has the tiers {has}; name one of them, or wrap it again with {tier}"
+            )
         attachments = self.attachments
         for attachment in attachments:
             attachment.materialize()
