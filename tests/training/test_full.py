@@ -58,6 +58,19 @@ def test_an_optimizer_without_a_rule_is_refused_by_name():
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_step_that_was_replaced_on_the_instance_is_refused_by_name_and_one_put_on_later_runs():
+    model, called = Tiny(), []
+    optimizer = adamw(model.parameters())
+    optimizer.step = lambda: called.append("before")
+    with pytest.raises(vbrt.WrapError, match=r"AdamW: its step was replaced on the instance"):
+        vbrt.wrap(model, "full", optimizer=optimizer)
+    del optimizer.step
+    vb = vbrt.wrap(model, "full", optimizer=optimizer)
+    optimizer.step = lambda closure, plain=optimizer.step: (called.append("later"), plain(closure))
+    train(vb, vb, 1)
+    assert called == ["later"]
+
+
 def test_a_model_in_another_dtype_is_refused_by_name():
     model = Tiny().half()
     with pytest.raises(vbrt.FormatError, match=r"layers.0: its weight is torch.float16; .*float32 or bfloat16"):

@@ -187,6 +187,11 @@ def take_optimizer(
     if isinstance(optimizer, StreamedOptimizer):
         raise WrapError(f"{type(optimizer).__mro__[2].__name__}: this optimizer updates another model in the tiers")
     rule = rule_for(optimizer)
+    if not _is_counted(optimizer):
+        raise WrapError(
+            f"{type(optimizer).__name__}: its step was replaced on the instance, and updates in the tiers would leave "
+            "that out; wrap first, and replace the step that the optimizer has then, or use register_step_pre_hook"
+        )
     check_kept(optimizer)
     weights = list(weights)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -227,7 +232,7 @@ def release_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWe
         optimizer.__class__ = type(optimizer).__mro__[2]
         for name in ("_vb_updater", "_vb_eight_bit", "_vb_turn"):
             optimizer.__dict__.pop(name, None)
-        if "step" in optimizer.__dict__:
+        if "step" in optimizer.__dict__ and _is_counted(optimizer):
             optimizer.__dict__["step"] = _counted(optimizer)
 
 
@@ -265,6 +270,12 @@ def _counted(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
     step._wrapped_by_lr_sched = True
     return step
+
+
+def _is_counted(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the step is the class's, but for the count of a scheduler."""
+    own = optimizer.__dict__.get("step")
+    return own is None or getattr(own, "_wrapped_by_lr_sched", False)
 
 
 def _streamed(optimizer: torch.optim.Optimizer) -> Iterable[StreamedParameter]:
