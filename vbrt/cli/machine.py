@@ -4,7 +4,7 @@ import argparse
 from dataclasses import replace
 
 from vbrt.config import Machine, VBConfig, load_config, parse_budget
-from vbrt.errors import ConfigError, VBError
+from vbrt.errors import VBError
 
 __all__ = ["Sizes", "add_machine", "machine_of", "sizes_of"]
 
@@ -48,8 +48,8 @@ def _size(text: str | None, flag: str) -> int | None:
     expected = "expected bytes, or a size such as 8GiB" + (', or "none"' if flag == "--gpu-memory" else "")
     try:
         budget = parse_budget(int(text) if text.isdecimal() else text, where=flag)
-    except ConfigError as error:
-        raise VBError(f"{flag} {text}: {expected}") from error
+    except ValueError as error:  # ConfigError, or a number of thousands of digits
+        raise VBError(f"{flag} {text[:80]}: {expected}") from error
     if budget.kind != "bytes":
         raise VBError(f"{flag} {text}: {expected}")
     return int(budget.amount)
