@@ -101,6 +101,7 @@ def on_a_terminal(pid, stop):
         code = 1
         try:
             os.environ.update(TERM="xterm", COLUMNS="80", LINES="24")
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
             sys.__stdout__ = sys.stdout = open(1, "w", closefd=False)
             sys.__stderr__ = sys.stderr = open(2, "w", closefd=False)
             code = cli.main(["top", str(pid), "--every", "0.1"])
@@ -119,6 +120,8 @@ def on_a_terminal(pid, stop):
             stopped = True
             after = termios.tcgetattr(terminal)
             stop(terminal, top_pid)
+    else:
+        os.kill(top_pid, signal.SIGKILL)
     status = os.waitpid(top_pid, 0)[1]
     os.close(terminal)
     return seen.decode(), os.waitstatus_to_exitcode(status), before == after

@@ -151,7 +151,7 @@ def test_training_from_the_tiers_leaves_gradients_and_state_of_kept_parameters_a
     swapped = sum(swap.site.parameters for swap in full.plan.swaps)
     kept = sum(p.numel() for p in model.parameters()) - swapped
     assert rows["gradients", "gpu"] == pytest.approx(2 * kept, rel=0.05)
-    assert rows["optimizer", "gpu"] == pytest.approx(10 * kept, rel=0.05)  # moments, low halves
+    assert rows["optimizer", "gpu"] == pytest.approx(12 * kept, rel=0.05)  # moments, halves
     assert rows["pages", "gpu"] == 4 << 20 and rows["pages", "cpu"] >= 14 * swapped
     largest = max(swap.site.parameters for swap in full.plan.swaps)
     counted = sum(row.nbytes for row in full.rows if row.tier == "gpu" and row.source == "counted")
