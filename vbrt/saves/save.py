@@ -91,10 +91,7 @@ def save_model(model: nn.Module, config: VBConfig, directory: str | PathLike, *,
         try:
             alone.enter_context(alone_in(directory))  # each save removes what it does not know
         except OSError as error:
-            raise CheckpointError(
-                f"{error.filename or directory}: the model cannot be saved: {describe_os_error(error)}; "
-                "a save that was there is as it was"
-            ) from error
+            raise _unsaved(directory, error) from error
         _write_model(model, config, directory, progress=progress)
     return directory
 
@@ -112,15 +109,19 @@ def _write_model(model: nn.Module, config: VBConfig, directory: Path, *, progres
         write_file(directory / MANIFEST, to_json(manifest))
     except OSError as error:
         remove_files(directory, lambda name: token in name or name.endswith(".tmp"))
-        raise CheckpointError(
-            f"{error.filename or directory}: the model cannot be saved: {describe_os_error(error)}; "
-            "a save that was there is as it was"
-        ) from error
+        raise _unsaved(directory, error) from error
     except BaseException:
         remove_files(directory, lambda name: token in name or name.endswith(".tmp"))
         raise
     sync_in_place(directory)
     remove_files(directory, lambda name: token not in name and name != MANIFEST)
+
+
+def _unsaved(directory: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{error.filename or directory}: the model cannot be saved: {describe_os_error(error)}; "
+        "a save that was there is as it was"
+    )
 
 
 def _write_shards(directory: Path, token: str, parts: list[Part], work: Progress) -> dict[str, SavedTensor]:
