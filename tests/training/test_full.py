@@ -284,21 +284,26 @@ def test_an_interrupted_pass_loses_nothing(monkeypatch, call):
     assert train(vb, vb.optimizer) == expected
 
 
-@pytest.mark.parametrize("call", [0, 3])
-def test_an_interrupted_step_is_completed_by_the_next_call(monkeypatch, call):
+def with_gradients():
+    """A resident model, one in the tiers and the optimizer of the first, behind a backward pass of both."""
     model = Tiny()
     twin = resident(model)
     vb = vbrt.wrap(model, "full", optimizer=adamw)
-    theirs, calls = adamw(twin.parameters()), iter(range(100))
-    batch = batches(1)[0]
+    for one in (twin, vb):
+        loss_of(one, *batches(1)[0]).backward()
+    return twin, vb, adamw(twin.parameters())
+
+
+@pytest.mark.parametrize("call", [0, 3])
+def test_an_interrupted_step_is_completed_by_the_next_call(monkeypatch, call):
+    twin, vb, theirs = with_gradients()
+    calls = iter(range(100))
 
     def submit(self, *args, plain=Updater.submit):
         if next(calls) == call:
             raise KeyboardInterrupt
         plain(self, *args)
 
-    for one in (twin, vb):
-        loss_of(one, *batch).backward()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Updater, "submit", submit)
         vb.step()
@@ -311,12 +316,7 @@ def test_an_interrupted_step_is_completed_by_the_next_call(monkeypatch, call):
 
 
 def test_an_interrupt_behind_the_step_of_what_stays_does_not_repeat_it(monkeypatch):
-    model = Tiny()
-    twin = resident(model)
-    vb = vbrt.wrap(model, "full", optimizer=adamw)
-    theirs = adamw(twin.parameters())
-    for one in (twin, vb):
-        loss_of(one, *batches(1)[0]).backward()
+    twin, vb, theirs = with_gradients()
 
     def hide(parameters, *, hidden, plain=optimizers._hide):
         plain(parameters, hidden=hidden)
