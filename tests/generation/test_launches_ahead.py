@@ -10,8 +10,8 @@ from tests.generation.families import MASK, PROMPT, tiny
 from tests.kernels.cuda.compiling_cases import asked  # noqa: F401  # a fixture
 from tests.kernels.cuda.graph_cases import show, wrapped
 from vbrt.generation import generating, joined, launches_ahead
-from vbrt.generation.static_cache import storage_of
 from vbrt.generation.step_graph import StepGraph
+from vbrt.host.memory import storage_of
 from vbrt.kernels import step
 from vbrt.kernels.cuda import compiling
 from vbrt.kernels.cuda.e2m1 import joined as launches

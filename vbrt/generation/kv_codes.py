@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vbrt.errors import ArgumentError
 from vbrt.formats.rounding import divided
+from vbrt.host.memory import storage_of
 from vbrt.kernels.cuda import kv_pages
 
 __all__ = ["BITS", "KVShape", "PageCode", "page_code"]
@@ -210,7 +211,7 @@ def _joined(keys: Tensor, values: Tensor) -> Tensor | None:
     batch, step = keys.shape[0], keys.stride(0)
     if keys.shape != values.shape or keys.stride() != values.stride():
         return None
-    if keys.untyped_storage().data_ptr() != values.untyped_storage().data_ptr():
+    if storage_of(keys) != storage_of(values):
         return None
     if values.storage_offset() - keys.storage_offset() != batch * step:
         return None

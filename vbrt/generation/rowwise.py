@@ -35,6 +35,7 @@ from vbrt.generation.agreement import first_that_agrees, form_of
 from vbrt.generation.shadow import layer_ahead
 from vbrt.generation.static_cache import Statics
 from vbrt.generation.steady import steady_attention
+from vbrt.host.memory import storage_of
 from vbrt.layers.compute import products_by, shared_product
 
 __all__ = ["NotByToken", "masks_windows", "one_by_one"]
@@ -403,7 +404,7 @@ def _keys_until(here: _Pass, layer: Any, key: Any, value: Any) -> list[tuple[Any
 def _block_of(layer: Any, key: Any) -> tuple[Any, Any]:
     """The keys and values that each token attends to as a recorded step does."""
     block = layer.block()
-    if key.untyped_storage().data_ptr() != block[0].untyped_storage().data_ptr():
+    if storage_of(key) != storage_of(block[0]):
         raise NotByToken(f"{type(layer).__name__}: the model attends to other keys than its cache holds")
     return block
 

@@ -46,20 +46,9 @@ from vbrt.generation.caches import (
     write_to,
 )
 from vbrt.generation.spans import Span, span_of
+from vbrt.host.memory import storage_of
 
-__all__ = [
-    "Fixed",
-    "Growing",
-    "Room",
-    "Statics",
-    "Undo",
-    "is_entered",
-    "leave",
-    "offer",
-    "own",
-    "storage_of",
-    "withdraw",
-]
+__all__ = ["Fixed", "Growing", "Room", "Statics", "Undo", "is_entered", "leave", "offer", "own", "withdraw"]
 
 #: thousands of times what values are, and finite in 16 bits: what is masked is multiplied by zero
 _SPOILED = 1e4
@@ -379,11 +368,6 @@ def _suits(tensor: Tensor, room: Tensor) -> bool:
     """True if a tensor [B, H, tokens, D] can lie in memory [B, H, room, D]."""
     shape = (*tensor.shape[:2], room.shape[2], *tensor.shape[3:])
     return shape == room.shape and tensor.dtype is room.dtype and tensor.device == room.device
-
-
-def storage_of(tensor: Tensor) -> int:
-    """The address of the memory that a tensor is a part of."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def _has_history(*tensors: Tensor) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from vbrt.generation.static_cache import Undo, storage_of
+from vbrt.generation.static_cache import Undo
+from vbrt.host.memory import storage_of
 
 __all__ = ["Written"]
 

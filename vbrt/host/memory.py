@@ -12,7 +12,17 @@ import weakref
 
 import torch
 
-__all__ = ["ALIGNMENT_BYTES", "Loan", "PinError", "aligned", "bytes_view", "map_memory", "pin", "trim_heap"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "Loan",
+    "PinError",
+    "aligned",
+    "bytes_view",
+    "map_memory",
+    "pin",
+    "storage_of",
+    "trim_heap",
+]
 
 ALIGNMENT_BYTES = 4096  # of memory for direct I/O
 _HUGE_PAGE_BYTES = 2 << 20
@@ -26,6 +36,11 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, writable, without a copy; the tensor must outlive the view."""
     nbytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of the memory that a tensor is a part of."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class Loan:

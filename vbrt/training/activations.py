@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vbrt.host.memory import storage_of
 from vbrt.report.activations import ActivationStats
 from vbrt.residency.activations import KEEP, OFFLOAD, RECOMPUTE, choose
 from vbrt.training.offload import Offload
@@ -205,7 +206,7 @@ class _Meter:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Count a tensor's memory once."""
-        address = tensor.untyped_storage().data_ptr()
+        address = storage_of(tensor)
         if address not in self._known and not self._is_parameter(address):
             self._known.add(address)
             self.nbytes += tensor.untyped_storage().nbytes()
@@ -214,7 +215,7 @@ class _Meter:
     def _is_parameter(self, address: int) -> bool:
         """True for memory that a parameter has now: a layer's first forward frees that of its weight."""
         held = (p for p in self._block.parameters() if not isinstance(p, StreamedParameter))  # which has no memory
-        return any(parameter.untyped_storage().data_ptr() == address for parameter in held)
+        return any(storage_of(parameter) == address for parameter in held)
 
 
 def _input_bytes(args: tuple, kwargs: dict[str, Any]) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.errors import WrapError
+from vbrt.host.memory import storage_of
 from vbrt.model.full import FullAttachment
 from vbrt.saves.training import load_training, save_training
 from vbrt.training.optimizers import drop_gradients
@@ -147,7 +148,7 @@ class VBFullWrapper(VBModelWrapper):
 
 def _memory_of(value: Any) -> object:
     """Return what two tensors that share memory have in common; other values are themselves."""
-    return (value.device, value.untyped_storage().data_ptr()) if isinstance(value, Tensor) else id(value)
+    return (value.device, storage_of(value)) if isinstance(value, Tensor) else id(value)
 
 
 def _made(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
