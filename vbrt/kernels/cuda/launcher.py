@@ -115,6 +115,7 @@ class Launcher:
         """Note what a launch needs, unless it is there."""
         if key in self._compiled:
             return
+        private_api.open_cache(self._kernel)
         compile = functools.partial(self._compile, device, tuple(map(_without_memory, arguments)), options)
         noters[threading.get_ident()].append(self._ahead.setdefault(key, Compilation(self._kernel.__name__, compile)))
 

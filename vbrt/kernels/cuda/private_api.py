@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | calling a compiled kernel again, `direct_launch` | Triton 3.6 to 3.9 | Triton's own launch each time, announced |
 | C code that launches a kernel, `make_launcher` | Triton 3.6 | compiled by the first launch |
+| a kernel's cache of compiled code, `open_cache` | Triton | what threads compile first may be compiled again |
 | names of a kernel's constants, `constant_names` | Triton | KernelError |
 | names in Gluon that differ by version, `renamed` | Triton | KernelError |
 | the current device and stream | torch._C | torch.cuda's, which take longer |
@@ -47,6 +48,7 @@ __all__ = [
     "is_tested",
     "make_launcher",
     "never_lower",
+    "open_cache",
     "options_of_mode",
     "raw_stream",
     "renamed",
@@ -104,6 +106,16 @@ def direct_launch(compiled: Any) -> Launch | None:
         run(x, y, 1, stream, function, metadata, None, None, None, *addresses, *numbers, *constants)
 
     return launch
+
+
+def open_cache(kernel: Any) -> None:
+    """Have Triton make a jitted kernel's cache of compiled code for the current device, before threads fill it: two
+    that come first at once make one each, and what one of them compiles is lost."""
+    from triton.runtime import driver
+
+    caches = getattr(kernel, "device_caches", None)
+    if caches is not None:
+        caches[driver.active.get_current_device()]
 
 
 def make_launcher(compiled: Any) -> None:
