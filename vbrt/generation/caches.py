@@ -116,7 +116,8 @@ def _replaced(objects: tuple[Any, ...]) -> Iterator[str]:
     for kind in dict.fromkeys(of for each in objects for of in _plain(each).__mro__ if of.__module__ == _MODULE):
         for name, value in vars(kind).items():
             is_method = callable(value) and not isinstance(value, type)
-            if is_method and getattr(value, "__globals__", {}).get("__name__") != _MODULE:
+            module = str(getattr(value, "__globals__", {}).get("__name__"))
+            if is_method and module.partition(".")[0] != "transformers":  # its decorators have a module of their own
                 yield f"{kind.__name__}.{name}"
     for each in objects:
         yield from (name for name in vars(each) if callable(getattr(_plain(each), name, None)))
