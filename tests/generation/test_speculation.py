@@ -9,6 +9,7 @@ import vbrt
 from tests.matrix import matrix
 from tests.models import gpt2, llama, qwen3_moe, wrap, wrap_streamed
 from vbrt.errors import ArgumentError
+from vbrt.generation import shadow
 from vbrt.generation.recording import Recording
 from vbrt.generation.rowwise import NotByToken
 from vbrt.generation.verifying import in_one_pass
@@ -93,6 +94,15 @@ def test_keys_in_the_tiers_are_drafted_on_and_rewound(model):
         assert vb.stats().speculation.rounds < TOKENS - 1 and not vb.stats().fallbacks
         with pytest.warns(UserWarning, match="its cache rounds to 8 bits what it holds"):
             run(vb, prompts(2), past_key_values=vbrt.KVCache(vb, page=4, bits=8), speculate=K)
+
+
+def test_windows_of_a_transformers_whose_past_does_not_fit_its_masks_are_decoded_plainly(monkeypatch):
+    monkeypatch.setattr(shadow, "_keeps_past", lambda: False)
+    with wrap(mistral(), "exact") as vb:
+        plain = run(vb, prompts(2))
+        with pytest.warns(UserWarning, match="gives more past keys than its masks have"):
+            assert_same(run(vb, prompts(2), speculate=K), plain)
+        assert vb.stats().speculation is None
 
 
 def test_passes_in_lockstep_verify_what_no_pass_can_token_by_token(monkeypatch):

@@ -268,6 +268,17 @@ def test_a_cache_whose_methods_somebody_replaced_stays_eager(of, monkeypatch):
         generated(vb, past_key_values=cache)
 
 
+def test_methods_of_caches_that_transformers_decorates_are_its_own(monkeypatch):
+    from transformers.utils.deprecation import deprecate_kwarg
+
+    decorated = deprecate_kwarg("max_length", new_name="tokens_to_remove", version="5.18")  # as in 5.17
+    kind = transformers.cache_utils.DynamicLayer
+    monkeypatch.setattr(kind, "crop", decorated(kind.crop))
+    vb = wrapped()
+    same(vb, tiny("llama"))
+    assert steps(vb) == (13, 0), vb.stats().steps.reasons
+
+
 def test_the_reason_is_warned_of_once():
     vb = wrapped()
     vb.model.model.layers[1].register_forward_hook(lambda module, args, out: None)

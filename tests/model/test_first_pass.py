@@ -9,6 +9,7 @@ import torch
 
 import vbrt
 from tests.models import TOKENS, mlp, qwen3_moe, wrap
+from vbrt.model.passes import move_rest_
 from vbrt.report import progress
 
 
@@ -42,6 +43,23 @@ def test_the_first_forward_shows_how_much_is_encoded_and_later_ones_show_nothing
     with torch.no_grad():
         vb(x)
     assert capsys.readouterr().err == ""
+
+
+def test_a_model_that_is_on_its_device_is_not_moved_there_again():
+    """torch would read its gradients, which another thread may be dropping: a budget may change at any time."""
+
+    class Trained(torch.nn.Parameter):
+        grad = property(lambda self: pytest.fail("its gradient was read"))
+
+    here, there = torch.device("meta"), torch.device("cpu")
+    for device in (here, there):
+        layer = torch.nn.Linear(2, 2, device=device)
+        layer.weight = Trained(layer.weight.data)
+        if device == there:
+            with pytest.raises(pytest.fail.Exception):
+                move_rest_(layer, here)
+        else:
+            move_rest_(layer, here)
 
 
 def test_a_model_that_trains_has_nothing_to_encode(capsys):

@@ -10,9 +10,11 @@ import copy
 import functools
 from typing import Any
 
+import torch
+
 from vbrt.errors import WrapError
 
-__all__ = ["layer_ahead", "shadow_of", "shadow_refusal"]
+__all__ = ["layer_ahead", "past_refusal", "shadow_of", "shadow_refusal"]
 
 #: layers whose masks follow from how many tokens they have seen, and from their window
 _KNOWN = ("DynamicLayer", "DynamicSlidingWindowLayer", "KVLayer", "KVSlidingLayer")
@@ -31,6 +33,27 @@ def shadow_refusal(cache: Any) -> str | None:
     if getattr(cache, "bits", 16) != 16:
         return f"its cache rounds to {cache.bits} bits what it holds, and drafts beside it"
     return None
+
+
+def past_refusal(cache: Any) -> str | None:
+    """Return why several drafts in a row cannot be eager steps on a cache that keeps what windows leave behind, to be
+    rewound; None if they can."""
+    if not any(type(layer).__name__ == "DynamicSlidingWindowLayer" for layer in cache.layers) or _keeps_past():
+        return None
+    return "DynamicSlidingWindowLayer of this transformers gives more past keys than its masks have; a newer does not"
+
+
+@functools.cache
+def _keeps_past() -> bool:
+    """True if windows of transformers that keep their past give as many keys as their masks have: 5.17's do not."""
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    layer, key = DynamicSlidingWindowLayer(sliding_window=2), torch.zeros(1, 1, 1, 1, device="cpu")
+    layer.activate_past_recording()
+    for _ in range(3):
+        wanted = layer.get_mask_sizes(1)[0]
+        got = layer.update(key, key)[0].shape[-2]
+    return got == wanted
 
 
 def shadow_of(cache: Any, tokens: int) -> Any:

@@ -27,7 +27,7 @@ import torch
 
 from vbrt.generation.caches import NotRecordable
 from vbrt.generation.sequences import Sequences
-from vbrt.generation.shadow import shadow_refusal
+from vbrt.generation.shadow import past_refusal, shadow_refusal
 from vbrt.generation.static_cache import leave
 from vbrt.generation.timing import Marks
 from vbrt.generation.verifying import Decoding, Draft, announce, can_verify, verified, window_refusal
@@ -85,6 +85,9 @@ def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any])
             decoding = replace(decoding, passes=opened.enter_context(decoding.recordable()))
             decoding = _placed(decoding, cache) if recorded else decoding
         if decoding.statics is None:
+            if refusal := past_refusal(cache):
+                announce(decoding.counts, refusal)
+                return kwargs
             cache.activate_past_recording()
         elif decoding.pace.fixed is None:
             decoding.pace.tries_plain = not decoding.attachment.stack.ledger.travellers

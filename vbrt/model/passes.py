@@ -136,8 +136,9 @@ def pass_hook_of(model: nn.Module) -> PassHook | None:
 
 def move_rest_(model: nn.Module, device: torch.device) -> None:
     """Move what was not swapped to a GPU that computes; pages stay where they are. Not as a part of what is traced,
-    transformed or run in inference mode around it."""
-    if device.type != "cpu":
+    transformed or run in inference mode around it. A model that is there is left alone: torch would read gradients,
+    which another thread may be dropping."""
+    if device.type != "cpu" and any(each.device != device for each in (*model.parameters(), *model.buffers())):
         with unwatched(), torch.inference_mode(False):
             model.to(device)
 

@@ -84,8 +84,9 @@ def _step_in_chunks(
     whole = {name: value for name, value in state.items() if _is_of(value, parameter)}
     new_low = torch.empty(parameter.shape, dtype=torch.int16, device=parameter.device) if low is None else low
     new_high = torch.empty_like(parameter.data) if last is None else last
-    for begin in range(0, high.numel(), _CHUNK):
-        part = slice(begin, min(begin + _CHUNK, high.numel()))
+
+    def step(part: slice) -> dict[str, Any]:
+        """Step a chunk; return what its state has beside numbers for each of the chunk's."""
         halves = {name: half.view(-1)[part] for name, half in ((_LOW, low), (_HIGH, last)) if half is not None}
         chunk = nn.Parameter(_joined(high[part], halves))
         chunk.grad = gradient.view(-1)[part].float()
@@ -95,17 +96,20 @@ def _step_in_chunks(
             own = value.view(-1)[part] if name in whole else value
             one.state[chunk][name] = own.clone() if isinstance(value, Tensor) and name not in whole else own
         step_of(plain)(one)
-        own = one.state[chunk]
-        for name, value in own.items():
+        for name, value in one.state[chunk].items():
             if _is_of(value, chunk) and name not in state:  # else it was changed in place
                 if name not in whole:
                     whole[name] = value.new_empty(parameter.shape)
                 whole[name].view(-1)[part] = value
+        chunk.grad = None  # splitting needs its room
         new = split_master(chunk.detach())
         new_low.view(-1)[part], new_high.view(-1)[part] = new.low, new.high
         high[part] = new.high
-    halves = {_LOW: new_low, _HIGH: new_high}
-    optimizer.state[parameter] = {name: whole.get(name, value) for name, value in own.items()} | halves
+        return {name: value for name, value in one.state[chunk].items() if name not in whole}
+
+    for begin in range(0, high.numel(), _CHUNK):
+        rest = step(slice(begin, min(begin + _CHUNK, high.numel())))
+    optimizer.state[parameter] = {**rest, **whole, _LOW: new_low, _HIGH: new_high}
 
 
 _SCALING = ("grad_scale", "found_inf")  # what torch's GradScaler puts on an optimizer
