@@ -146,11 +146,18 @@ def load(group: bench.Group, asked: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def whole_tables() -> dict[str, str] | str:
+    """Return the plan of transformers' by which each rank holds whole tables of embeddings: torch looks up in one that
+    is cut by DTensor's operators. Older versions (5.17) cut none and know no such style."""
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    return {"model.embed_tokens": "replicate"} if "replicate" in ALL_PARALLEL_STYLES else "auto"
+
+
 def seconds(path: str, fine: str, ranks: int) -> float:
     from transformers import AutoModelForCausalLM, DistributedConfig
 
-    whole_table = {"model.embed_tokens": "replicate"}
-    cut = {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan=whole_table)} if ranks > 1 else {}
+    cut = {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan=whole_tables())} if ranks > 1 else {}
     quantization = vbrt.QuantizationConfig(bench.settings("nvfp4", fine))
     bench.finish()
     start = time.perf_counter()

@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import vbrt
+from scripts.ranks_beside import whole_tables
 from tests.models import config
 from vbrt.generation.joined import joined
 from vbrt.generation.pace import Pace
@@ -312,10 +313,9 @@ def _loaded(path: str, format: str, **compute: Any) -> nn.Module:
 
     settings = {**config(format), "compute": compute}
     settings["tiers"] = {} if _backend() == "nccl" else settings["tiers"]
-    whole_table = {"model.embed_tokens": "replicate"}  # torch looks up in a table that is cut by DTensor's operators
     return AutoModelForCausalLM.from_pretrained(
         path,
-        distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan=whole_table),
+        distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan=whole_tables()),
         quantization_config=vbrt.QuantizationConfig(settings),
     ).eval()
 
