@@ -1,5 +1,6 @@
 """Decode steps by recordings: the tokens of transformers' generate, whatever the model, the cache and the call."""
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -407,6 +408,28 @@ def test_a_model_that_a_callback_changes_within_a_call_is_eager_while_it_is_anot
         for one, other in zip(*(out.logits for out in found), strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
     assert steps(vb) == (2 * 9, 2 * 4), vb.stats().steps.reasons
+    assert CHANGED in vb.stats().steps.reasons
+
+
+def test_steps_are_recorded_where_transformers_changes_how_experts_compute_in_front_of_them(monkeypatch):
+    vb, plain = wrapped("qwen3_moe"), tiny("qwen3_moe")
+
+    @contextlib.contextmanager
+    def switched(self):  # as transformers does it on devices other than CPUs
+        before = self.get_experts_implementation()
+        self.set_experts_implementation("batched_mm")
+        yield
+        self.set_experts_implementation(before)
+
+    for model in (vb.model, plain):
+        model.set_experts_implementation("grouped_mm")
+        monkeypatch.setattr(type(model), "_optimize_model_for_decode", switched)
+    same(vb, plain, logits_processor=[lambda ids, scores: scores])
+    assert steps(vb) == (13, 0), vb.stats().steps.reasons
+    change = Changing(vb.model, lambda model: model.set_experts_implementation("eager") or vb.model.eval)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        generated(vb, logits_processor=[change])
     assert CHANGED in vb.stats().steps.reasons
 
 

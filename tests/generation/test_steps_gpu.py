@@ -99,7 +99,7 @@ def test_steps_with_routed_experts_in_4_bits_are_captured(where):
         below = [key for key in vb.stack.pages if where == "streamed" or "experts" in key]
         vb.set_budget("gpu", int(vb.plan.page_bytes * 0.75))
         vb.stack.rehome(dict.fromkeys(below, "cpu"))
-    got = generated(vb)
+    got = generated(vb, logits_processor=[lambda ids, scores: scores])  # a callback, for which the model is watched
     steps = vb.stats().steps
     assert torch.equal(got.sequences, resident)
     assert (steps.captured, steps.eager) == (22, 0), steps.reasons

@@ -48,7 +48,7 @@ def _keeps_past() -> bool:
     """True if windows of transformers that keep their past give as many keys as their masks have: 5.17's do not."""
     from transformers.cache_utils import DynamicSlidingWindowLayer
 
-    layer, key = DynamicSlidingWindowLayer(sliding_window=2), torch.zeros(1, 1, 1, 1, device="cpu")
+    layer, key = DynamicSlidingWindowLayer(sliding_window=2), torch.zeros(1, 1, 1, 1, dtype=torch.float32, device="cpu")
     layer.activate_past_recording()
     for _ in range(3):
         wanted = layer.get_mask_sizes(1)[0]

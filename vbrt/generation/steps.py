@@ -303,7 +303,8 @@ class Session:
         self._kept: Kept | None = None
         self._cache: weakref.ref[Any] | None = None
         self._lying: list[weakref.ref[Any]] = []  # layers that may lie where recordings find them; of one cache
-        self.prompted, self._masks = False, None  # whether the prompt has been computed
+        self.prompted, self._stepped = False, False  # whether the prompt has been computed, and looked at for a step
+        self._masks: bool | None = None
         self._begin: Callable[[], None] | None = None
         self._last: Call | None = None  # a step, and its recording, that the next one may be like
         self._recording: Recording | None = None
@@ -408,6 +409,9 @@ class Session:
         self._look()
         if self._why:
             return self._why
+        if self._watch is not None and not self._stepped:
+            self._watch.begin_steps()
+        self._stepped = True
         if self._is_changed():
             return CHANGED
         if torch.is_grad_enabled():

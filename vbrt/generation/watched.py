@@ -11,11 +11,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vbrt.layers.experts import VBExperts
+from vbrt.layers.experts.gates import kept_gate
+
 __all__ = ["Watch", "calls_others"]
 
 _CONTAINERS = (dict, list)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _KNOWN = ("transformers", "vbrt")  # whose callbacks leave models as they are
+#: what transformers itself changes in configs between a prompt and the first step, on devices other than CPUs
+_OF_STEPS = ("_experts_implementation_internal",)
 
 
 def calls_others(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -40,6 +45,9 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         modules = [module for module in model.modules() if module is not model]
+        for module in modules:
+            if isinstance(module, VBExperts):
+                kept_gate(module)  # which a first step would find and keep
         everything = [model, *modules]
         configs = (vars(of).get("config") for of in everything)
         of_configs = {id(config): vars(config) for config in configs if hasattr(config, "__dict__")}
@@ -47,6 +55,11 @@ class Watch:
         self._before, self._own = [_copies(of) for of in self._dicts], _copies(_own(model))
         self._held = [held for of in everything for held in (of._parameters, of._buffers) if held]
         self._places = self._places_now()
+
+    def begin_steps(self) -> None:
+        """Take as it is now what transformers changes in front of the first step."""
+        for now, before in zip(self._dicts, self._before, strict=True):
+            before.update((name, now[name]) for name in _OF_STEPS if name in now and name in before)
 
     def sees_changes(self) -> bool:
         """True if the model is not as it was."""
