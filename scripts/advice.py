@@ -12,6 +12,7 @@ Each setting has a model of its own, in host memory where it is wrapped: its pag
 import argparse
 import gc
 import json
+import os
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as advice says
 
 import torch  # after the checkout is on the path
 import transformers

@@ -1,5 +1,6 @@
 """The command line around its commands: version and usage, interrupts, pipes, a command of one file."""
 
+import ast
 import atexit
 import gc
 import io
@@ -243,6 +244,7 @@ def test_brief_commands_collect_no_garbage_and_end_at_once_with_their_exit_code(
         raise SystemExit(code)
 
     monkeypatch.setattr(sys, "argv", ["vbrt", command])
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     monkeypatch.setattr(cli, "main", lambda: seen.append(gc.isenabled()) or 1)
     monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: seen.append("registered"))
     monkeypatch.setattr(os, "_exit", ends)
@@ -253,6 +255,21 @@ def test_brief_commands_collect_no_garbage_and_end_at_once_with_their_exit_code(
         gc.enable()
     assert ended.value.code == 1
     assert seen == ([False, "registered", "at once"] if brief else [True])
+
+
+def test_segments_grow_where_nobody_has_said_what_the_allocator_does(tmp_path):
+    code = (
+        "import os; from vbrt.cli import main, start; main.main = lambda: print(dict(os.environ)) or 0; start.program()"
+    )
+    name, own = "PYTORCH_CUDA_ALLOC_CONF", {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    for environment, found in (
+        ({}, "expandable_segments:True"),
+        ({name: "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, None),
+        ({"LOCAL_RANK": "1"}, None),
+    ):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=own | environment)
+        assert ast.literal_eval(done.stdout).get(name) == found, done.stderr
 
 
 def test_estimates_import_nothing_of_the_compiler_but_what_a_trace_does():

@@ -36,7 +36,7 @@ def test_a_family_whose_library_is_missing_is_skipped_with_a_word(monkeypatch, c
     def estimated(case, on):
         if case.family.startswith("UNet"):
             raise ModuleNotFoundError("No module named 'diffusers'", name="diffusers")
-        return SimpleNamespace(peak_bytes=1)
+        return SimpleNamespace(peak_bytes=1, again_bytes=1)
 
     monkeypatch.setattr(estimates, "estimated", estimated)
     names = [row["case"] for row in estimates.families()]

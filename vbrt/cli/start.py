@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import MutableMapping
 from types import FrameType
 from typing import NoReturn
 
@@ -13,6 +14,8 @@ __all__ = ["program"]
 
 #: commands that import and say something, and leave nothing behind
 _BRIEF = ("estimate", "inspect", "plan")
+#: how torch's allocator is told what to do, by its older and its newer name
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SHOW_CURSOR = b"\x1b[?25h"
 _AGAIN_SECONDS = 0.002
 
@@ -30,6 +33,7 @@ def program() -> NoReturn:
         signal.signal(signal.SIGINT, _leave)
     if brief:
         gc.disable()
+    _grow_segments(os.environ)
     from vbrt.cli.main import main
 
     if interruptible and not brief:
@@ -43,6 +47,13 @@ def program() -> NoReturn:
     if brief:
         _end(code)
     sys.exit(code)
+
+
+def _grow_segments(environment: MutableMapping[str, str]) -> None:
+    """Have the segments of torch's allocator grow, unless somebody has said what it does, or several processes share
+    GPUs: pages that come while temporaries go split the blocks of these, and up to a fifth of a GPU stayed unused."""
+    if "LOCAL_RANK" not in environment and not any(name in environment for name in _ALLOCATOR):
+        environment[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def _leave(_signal: int, _frame: FrameType | None) -> None:

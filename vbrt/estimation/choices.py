@@ -19,6 +19,7 @@ from vbrt.residency.sizes import format_bytes
 
 __all__ = ["Advice", "Choice", "Nearest"]
 
+_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"  # as `vbrt` sets it for itself
 _FP8_NOISE = 0.033  # that rounded activations, and weights once more, leave in a layer
 _INT8_NOISE = 0.007  # that activations in int8 leave, at most
 _ALIKE = 1.05  # times that differ by less are the same, before they are measured
@@ -277,6 +278,8 @@ def _lines(advice: Advice) -> Iterator[str]:
             yield _row(choice, "*" if id(choice) in front else " ")
     yield ""
     yield "* beaten by no other in time, tokens a second, memory, noise of rounding, context and what trains"
+    if any("gpu" in choice.found.tiers for choice in advice.choices if choice.found):
+        yield f"in Python of your own, set {_SEGMENTS} first: budgets fill the GPU"
 
 
 def _row(choice: Choice, mark: str) -> str:
