@@ -27,9 +27,8 @@ from vbrt.residency.token_cost import LINK_GB_PER_S, TokenCost, token_cost
 
 __all__ = ["Speed", "predict", "streamed_share"]
 
-_KEY_US = (
-    0.13  # that a key takes in a layer, where a recorded step has several sequences: one block reads all of a head's
-)
+#: of the rate at which torch's products in 16 bits read weights for one row, that for several rows on a GPU
+_FEW_ROWS, _READS_FEW_ROWS = range(2, 65), 0.7
 #: of the rate of products in 16 bits, by 4-bit weights with compute.fp8, from so many tokens on
 _PACKED_FP8 = ((8192, 1.7), (2048, 1.5), (512, 1.1))
 _ROUNDED_BYTES = 240  # of copies, that take as long as it takes to round a weight that trains in 4 bits, in each pass
@@ -94,7 +93,7 @@ def _predict(model: nn.Module, found: Estimate, rates: Rates, miss: str) -> Spee
     host = 0.0
     if recorded and shares.queued:
         routed = _ROUTED_US * sum(swap.lossless for swap in plan.routed)
-        device += 1e-3 * (_LAUNCH_US * len(plan.swaps) + routed + _masked_us(model, task)) + _STEP_MS
+        device += 1e-3 * (_LAUNCH_US * len(plan.swaps) + routed) + _STEP_MS
     else:
         launches = found.work.get("operators", 0) * shares.operator["recorded" if recorded else task.kind]
         launches += len(plan.swaps) * _LEASES * passes if plan is not None and link else 0
@@ -112,12 +111,6 @@ def _update_ms(found: Estimate, rates: Rates) -> float:
         return 0.0
     nbytes = _UPDATE_BYTES[found.config.training.moments] * sum(swap.site.parameters for swap in plan.swaps)
     return nbytes / (1e6 * rates.host_gb_s)
-
-
-def _masked_us(model: nn.Module, task: Task) -> float:
-    """Return the microseconds of attention in a recorded step of several sequences, beyond reading the cache."""
-    layers = getattr(getattr(model, "config", None), "num_hidden_layers", 0) or 0
-    return _KEY_US * layers * (task.context + task.new) if task.batch > 1 else 0.0
 
 
 def _passes(task: Task, plan: Plan | None) -> int:
@@ -143,7 +136,9 @@ def _device_s(model: nn.Module, found: Estimate, rates: Rates, tokens: int, pass
     experts = sum(_elements(swap, 1) for swap in swaps if swap.experts)  # whose products no trace has
     products += 2 * tokens * passes * experts / _flops_s(rates, shares, "bfloat16", task.trains)
     products += passes * sum(_repack_s(swap, rates, tokens) for swap in swaps if swap.experts and shares.repacks)
-    read = _kept_bytes(model, swaps) / shares.reads + sum(_read_bytes(swap, tokens, shares) for swap in swaps)
+    few = _READS_FEW_ROWS if shares.queued and tokens in _FEW_ROWS else 1.0
+    read = _kept_bytes(model, swaps) / shares.reads / few
+    read += sum(_read_bytes(swap, tokens, shares) / (few if swap.lossless else 1.0) for swap in swaps)
     merged = sum(shares.merged_bytes * _elements(swap, tokens) for swap in swaps if swap.fine == "exact")
     if plan is not None and plan.mode == "train":
         merged = sum(_ROUNDED_BYTES * _elements(swap, tokens) for swap in swaps) * (2 + task.checkpointing) / passes
