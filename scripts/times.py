@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -32,6 +32,7 @@ from scripts.experts_decode import build
 from scripts.lm import LanguageModel, Shape
 from vbrt.config import Machine, VBConfig
 from vbrt.estimation.estimate import bare_model, estimate_of
+from vbrt.estimation.held import held_alike
 from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
 from vbrt.estimation.speed import predict
@@ -71,7 +72,7 @@ class Model:
 
     def __init__(self, model: nn.Module, rates: Rates, on: Machine = ON, lora: int = 0) -> None:
         self.bare, self.rates, self.on = bare_model(model, Task(lora=lora)), rates, on
-        self._traces: dict[tuple[Task, str], Trace] = {}
+        self._traces: dict[tuple[Task, Hashable], Trace] = {}
 
     def row(self, case: str, task: Task, config: VBConfig | None, ms: float) -> Row:
         """Return what is predicted of a task under a config, beside what was measured."""
@@ -80,7 +81,7 @@ class Model:
     def found(self, task: Task, config: VBConfig | None) -> Estimate:
         """Return the estimate of a task under a config."""
         plan = None if config is None else make_plan(self.bare, config, self.on, charge_kept=False)
-        key = task, "" if plan is None else plan.mode
+        key = task, held_alike(self.bare, plan, task)
         if key not in self._traces:
             self._traces[key] = whole_trace(self.bare, task, plan)
         return estimate_of(self.bare, task, config, self.on, plan, self._traces[key])

@@ -13,6 +13,7 @@ from tests.models import llama_of
 from vbrt.config import Machine
 from vbrt.errors import ArgumentError, ConfigError
 from vbrt.estimation import candidates
+from vbrt.estimation.held import held_alike
 from vbrt.estimation.whole import whole_trace
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +30,7 @@ def traces() -> Iterator[None]:
     known: dict = {}
 
     def once(bare: nn.Module, task: vbrt.Task, plan: object) -> object:
-        key = bare.config.hidden_size, bare.dtype, task, plan and plan.mode
+        key = bare.config.hidden_size, bare.dtype, task, held_alike(bare, plan, task)
         if key not in known:
             known[key] = whole_trace(bare, task, plan)
         return known[key]
@@ -80,6 +81,20 @@ def test_a_drive_is_used_where_host_memory_ends_and_only_there(model):
     with_drive = asked(model, "exact", machine(200, 60, 4000)).best
     assert with_drive.found.config.tiers.ssd.enabled and with_drive.found.plan.home_bytes("ssd")
     assert not asked(model, "exact", machine(200, 4000, 4000)).best.found.config.tiers.ssd.enabled
+
+
+def test_what_advice_says_of_a_candidate_is_what_its_estimate_says():
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 96, "num_experts_per_tok": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 1}
+    config = transformers.Qwen3MoeConfig(vocab_size=1024, intermediate_size=512, **sizes, **heads)
+    with torch.device("meta"):
+        moe = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    on = machine(130, 800)
+    found = {c.found.plan.swaps[-1].format: c for c in asked(moe, "fastest", on).fitting if c.config is not None}
+    assert len(found) > 2
+    for choice in found.values():
+        alone = vbrt.estimate(moe, choice.task, choice.config, machine=on)
+        assert alone.moments == choice.found.moments, choice.name
 
 
 def test_the_longest_context_is_the_last_that_fits(model):

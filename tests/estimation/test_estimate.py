@@ -16,7 +16,7 @@ from vbrt.config import Machine, load_config
 from vbrt.errors import ArgumentError, WrapError
 from vbrt.estimation import host_experts
 from vbrt.estimation.activations import asked_of
-from vbrt.estimation.experts import HeldExperts
+from vbrt.estimation.experts import HeldExperts, experts_at_once
 from vbrt.estimation.gpu_sizes import _by_definition
 from vbrt.estimation.meter import Meter
 from vbrt.estimation.options import with_and_without
@@ -389,7 +389,7 @@ def test_leased_experts_are_decoded_beside_their_pages_and_a_prompt_holds_no_mor
 @pytest.mark.parametrize(("hidden", "inner"), [(64, 32), (32, 64)])
 def test_products_of_experts_in_4_bits_make_rows_for_all_pairs(hidden, inner):
     leases = ExpertLeases(experts=16, top_k=2, decoded_bytes=1 << 20, page_bytes=(1 << 18,), lossless=False)
-    held, pairs = HeldExperts(leases, on_gpu=True, room_bytes=None, most=0), 2 * 1024
+    held, pairs = HeldExperts(leases, on_gpu=True, at_once=experts_at_once(leases, None), most=0), 2 * 1024
     with FakeTensorMode(), torch.no_grad():
         module, x = nn.Module(), torch.empty(1024, hidden, dtype=torch.bfloat16)
         module.up = nn.Parameter(torch.empty(16, 2 * inner, hidden, dtype=torch.bfloat16))
@@ -413,8 +413,8 @@ def test_steps_are_recorded_unless_the_host_hears_which_experts_they_take(preset
 
 def test_tokens_touch_as_many_experts_as_random_ones_would():
     leases = ExpertLeases(experts=16, top_k=2, decoded_bytes=1 << 20, page_bytes=(1 << 20,), lossless=True)
-    held = HeldExperts(leases, on_gpu=True, room_bytes=8 << 20, most=0)
+    held = HeldExperts(leases, on_gpu=True, at_once=experts_at_once(leases, 8 << 20), most=0)
     assert [held.touched(2 * tokens) for tokens in (1, 2, 1024)] == [2, 4, 16]
     assert held._replace(most=4).touched(2048) == 4
-    assert held.at_once(2) == 8 and held.at_once(2048) == 1  # what finds room; a sixth of it in a scan
-    assert held._replace(room_bytes=None).at_once(2048) == 256
+    assert held.leased(2) == 8 and held.leased(2048) == 1  # what finds room; a sixth of it in a scan
+    assert experts_at_once(leases, None) == (256, 256)

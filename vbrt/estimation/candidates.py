@@ -4,7 +4,7 @@ Formats, shares of the pages that the computing device holds, batches, contexts,
 model is traced once for each task; budgets and shares are then arithmetic.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from vbrt.config import Machine, VBConfig, load_config
 from vbrt.errors import ConfigError
 from vbrt.estimation.choices import Choice, Nearest
 from vbrt.estimation.estimate import bare_model, estimate_of
+from vbrt.estimation.held import held_alike
 from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
 from vbrt.estimation.speed import predict
@@ -78,7 +79,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         self._bare: dict[int, nn.Module] = {}
-        self._traces: dict[tuple[Task, str], Trace] = {}
+        self._traces: dict[tuple[Task, Hashable], Trace] = {}
 
     def on(self, machine: Machine) -> "Asked":
         """Return the same model on another machine, with what was traced of it."""
@@ -154,8 +155,7 @@ class Asked:
         return self._found(bare, task, config, make_plan(bare, config, self.machine, charge_kept=False))
 
     def _found(self, bare: nn.Module, task: Task, config: VBConfig | None, plan: Any) -> Estimate:
-        frozen = task.trains and plan is not None and plan.mode == "infer"  # PEFT freezes all that is swapped, and more
-        key = (task, "" if plan is None or frozen else plan.mode)
+        key = task, held_alike(bare, plan, task)
         if key not in self._traces:
             self._traces[key] = whole_trace(bare, task, plan)
         return estimate_of(bare, task, config, self.machine, plan, self._traces[key])

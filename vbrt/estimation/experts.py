@@ -22,7 +22,7 @@ from vbrt.residency.expert_leases import ExpertLeases
 from vbrt.residency.experts import pages_of_scan
 from vbrt.residency.plan import Plan, Swap
 
-__all__ = ["HeldExperts", "pairs_among", "touched_share"]
+__all__ = ["HeldExperts", "experts_at_once", "pairs_among", "touched_share"]
 
 
 def pairs_among(values: Iterable[Any]) -> int:
@@ -36,18 +36,26 @@ def touched_share(experts: int, top_k: int, tokens: float) -> float:
     return 1 - (1 - top_k / experts) ** tokens
 
 
+def experts_at_once(leases: ExpertLeases, room_bytes: int | None) -> tuple[int, int]:
+    """Return the experts that a lease takes at most, of few tokens and in a scan, with room for pages that move."""
+    largest = max(leases.page_bytes)
+    wanted = 0 if room_bytes is None else pages_of_scan(auto_scan(largest), room_bytes, largest)
+    few, scan = (leases.at_once(scan=scan, room_bytes=room_bytes, scan_pages=wanted) for scan in (False, True))
+    return max(1, few), max(1, scan)
+
+
 class HeldExperts(NamedTuple):
     """A layer's experts as a plan holds them.
 
     Attributes:
         on_gpu: whether a GPU computes.
-        room_bytes: for the pages that move; None: none does.
+        at_once: see `experts_at_once`.
         most: experts that the tokens of a prompt name; 0: any.
     """
 
     leases: ExpertLeases
     on_gpu: bool
-    room_bytes: int | None
+    at_once: tuple[int, int]
     most: int
 
     @classmethod
@@ -60,7 +68,7 @@ class HeldExperts(NamedTuple):
         moves = any(page.home != top for page in swap.pages)
         room = plan.budgets[top] - plan.home_bytes(top) if moves else None
         leases = ExpertLeases(swap.experts, swap.top_k, decoded, pages, swap.lossless)
-        return cls(leases, plan.compute_tier == "gpu", room, task.experts)
+        return cls(leases, plan.compute_tier == "gpu", experts_at_once(leases, room), task.experts)
 
     def forward(self, module: nn.Module, own: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The output of a layer: nothing of it is computed that the model's own implementation does not compute."""
@@ -78,18 +86,15 @@ class HeldExperts(NamedTuple):
         touched = math.ceil(experts * touched_share(experts, k, pairs / k))
         return min(touched, max(k, self.most)) if self.most else touched
 
-    def at_once(self, pairs: int) -> int:
+    def leased(self, pairs: int) -> int:
         """Return the experts that a lease of so many pairs takes at most."""
-        scan, pages, wanted = pairs >= self.leases.experts, self.leases.page_bytes, 0
-        if self.room_bytes is not None:
-            wanted = pages_of_scan(auto_scan(max(pages)), self.room_bytes, max(pages))
-        return max(1, self.leases.at_once(scan=scan, room_bytes=self.room_bytes, scan_pages=wanted))
+        return self.at_once[pairs >= self.leases.experts]
 
     def _by_library(
         self, stacked: list[nn.Parameter], own: Callable[..., Tensor], pairs: int, args: tuple, kwargs: dict[str, Any]
     ) -> Tensor:
         touched, x = self.touched(pairs), args[0]
-        leased = min(touched, self.at_once(pairs))
+        leased = min(touched, self.leased(pairs))
         decoded = [p.new_empty((leased, *p.shape[1:])) for p in stacked]
         if leased == touched:
             return own(*args, **kwargs)
@@ -104,7 +109,7 @@ class HeldExperts(NamedTuple):
     def _by_kernels(self, stacked: list[nn.Parameter], pairs: int, x: Tensor) -> Tensor:
         sorted_pairs = not are_few(pairs, self.leases.experts)
         inner = min(p.shape[1] * p.shape[2] // x.shape[-1] for p in stacked)  # of gates and values there are two
-        before = x.new_empty(pairs, x.shape[-1]) if self.touched(pairs) > self.at_once(pairs) else None
+        before = x.new_empty(pairs, x.shape[-1]) if self.touched(pairs) > self.leased(pairs) else None
         gathered = x.new_empty(pairs, x.shape[-1]) if sorted_pairs else None
         h = x.new_empty(pairs, inner)
         del gathered

@@ -3,7 +3,7 @@
 The copy has fewer blocks than the plan knows, so that weights are found by their class and shape, not by name.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from vbrt.kernels.product import as_autocast
 from vbrt.residency.activations import KEEP
 from vbrt.residency.plan import Plan
 
-__all__ = ["Held", "held_by"]
+__all__ = ["Held", "held_alike", "held_by"]
 
 _BUFFERS = 2  # of gradients on their way from the device, see vbrt.training.gradients
 
@@ -49,6 +49,13 @@ def held_by(model: nn.Module, plan: Plan | None, task: Task) -> Held:
     return Held(_rounded(plan), _fused_experts(model, plan, task))
 
 
+def held_alike(model: nn.Module, plan: Plan | None, task: Task) -> Hashable:
+    """Return what is equal for plans of one model under which a task allocates the same."""
+    if plan is None or (task.trains and plan.mode == "infer" and not plan.routed):
+        return ""  # what is frozen trains nothing, wrapped or not: PEFT freezes all that is swapped, and more
+    return plan.mode, frozenset(_held_experts(model, plan, task).items())
+
+
 def _rounded(plan: Plan) -> Callable[[nn.Module], list[Tensor]]:
     """Return which weights of a copy train in 4 bits: those of the shapes that are swapped."""
     shapes = {swap.shape for swap in plan.swaps} if plan.mode == "train" else set()
@@ -62,8 +69,7 @@ def _rounded(plan: Plan) -> Callable[[nn.Module], list[Tensor]]:
 
 def _fused_experts(model: nn.Module, plan: Plan, task: Task) -> Callable[[nn.Module], None]:
     """Return what gives swapped experts of a copy the sizes of vbrt's kernels, see `experts.py`."""
-    swaps = {type(model.get_submodule(swap.site.module)): swap for swap in plan.routed}
-    held = {kind: HeldExperts.of(swap, plan, task) for kind, swap in swaps.items()}
+    held = _held_experts(model, plan, task)
 
     def prepare(model: nn.Module) -> None:
         for module in model.modules():
@@ -71,6 +77,11 @@ def _fused_experts(model: nn.Module, plan: Plan, task: Task) -> Callable[[nn.Mod
                 module.forward = partial(held[type(module)].forward, module, module.forward)
 
     return prepare
+
+
+def _held_experts(model: nn.Module, plan: Plan, task: Task) -> dict[type[nn.Module], HeldExperts]:
+    swaps = {type(model.get_submodule(swap.site.module)): swap for swap in plan.routed}
+    return {kind: HeldExperts.of(swap, plan, task) for kind, swap in swaps.items()}
 
 
 # -- weights that train from the tiers --------------------------------------------------------------------------------
