@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from vbrt.estimation.estimate import bare_model, estimate_of
 from vbrt.estimation.held import held_alike
 from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
-from vbrt.estimation.speed import predict
+from vbrt.estimation.speed import STEP_MS, predict
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace
 from vbrt.estimation.whole import whole_trace
@@ -127,20 +127,30 @@ def generating(model: Model) -> Iterator[Row]:
 
 
 def experts(rates: Rates) -> Iterator[Row]:
-    """Yield times of a token by `generate`, of layers of Qwen3-30B-A3B, whose random weights route at random."""
+    """Yield times of a token by `generate`, of layers of Qwen3-30B-A3B that are all resident: of random weights nobody
+    knows the hit rate."""
     model = Model(build(12, torch.device("meta")), rates)
     for row in _committed("generate")["rows"]:
         layers, _, preset = row["case"].partition(": ")
-        if layers.startswith("12 layers of Qwen3") and preset in (
-            "bf16, eager",
-            "dense",
-            "fp4",
-            "fp4, half of the pages",
-        ):
-            plain, half = preset.startswith("bf16"), "half" in preset
-            pages = None if plain else make_plan(model.bare, _config(preset.partition(",")[0]), ON).page_bytes
-            config = None if plain else _config(preset.partition(",")[0], pages / 2 if half else None)
+        if layers.startswith("12 layers of Qwen3") and preset in ("bf16, eager", "dense", "fp4"):
+            config = None if preset.startswith("bf16") else _config(preset)
             yield model.row(row["case"], Task("decode", 1, 128, row.get("new", 128)), config, row["ms"])
+
+
+def missed_experts(rates: Rates) -> Iterator[Row]:
+    """Yield times of steps whose routing is reused as published routing is: scripts/experts_decode.py, which replays
+    steps without `generate`."""
+    task, name = Task("decode", 1, 128, 128), "48 layers of Qwen3-30B-A3B"
+    model = Model(build(48, torch.device("meta")), rates)
+    others = [row for row in _committed("experts-missed")["rows"] if row.get("miss", "fetch") != "fetch"]
+    for row in (*_committed("experts-decode")["rows"], *others):
+        if row["case"].startswith("bf16"):
+            continue
+        miss = row.get("miss", "fetch")
+        case = row["case"].replace("% of the expert pages", " % of the experts") + (miss != "fetch") * f", {miss}"
+        config = _config("fp4", row["budget_gb"] * 1e9 if "budget_gb" in row else None)
+        found = model.row(f"{name}: {case}", task, vbrt.load_config(config, experts={"miss": miss}), row["ms"])
+        yield replace(found, predicted_ms=found.predicted_ms - STEP_MS)
 
 
 def _one_token(model: nn.Module) -> Any:
@@ -213,9 +223,9 @@ def _from_tiers(found: Estimate) -> bool:
 
 
 def advice(rates: Rates) -> Iterator[Row]:
-    """Yield the times of these settings, but those of steps that found no room to be recorded."""
+    """Yield the times of these settings, but those of steps that should have been recorded and were not."""
     for row, found, model in followed(rates, _committed("advice")):
-        if row.get("ms") is not None and not _from_tiers(found) and not row["eager"]:
+        if row.get("ms") is not None and not _from_tiers(found) and not (row["eager"] and found.recorded):
             yield row_of(f"{row['case']}: {row['name']}", model, found, rates, row["ms"])
 
 
@@ -240,6 +250,7 @@ def every() -> Iterator[Row]:
     yield from generating(model)
     yield from streaming(model)
     yield from experts(known)
+    yield from missed_experts(known)
     yield from advice(known)
     yield from training(known)
 

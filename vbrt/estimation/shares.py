@@ -48,14 +48,15 @@ class Shares:
 SHARES = {
     "gpu": Shares(
         reads=0.57,
-        reads_packed={"e2m1": 0.75, "table": 0.32},
+        reads_packed={"e2m1": 0.75, "table": 0.28, "int8": 0.50},
         reads_cache=0.25,
         moves=0.52,
         matmul=0.90,
         matmul_train=0.65,
         packed=0.93,
         merged_bytes=21,
-        operator={"prefill": 2.2, "decode": 4.0, "train": 1.3},
+        operator={"prefill": 2.2, "decode": 4.0, "train": 4.5},
+        routed_us=2600,
     ),
     "cpu": Shares(
         reads=0.52,

@@ -1,9 +1,9 @@
 """Milliseconds of a step, predicted from a plan, from what was traced, and from the rates of a machine.
 
 A step takes as long as the slowest of three that run side by side: copies over the links, what the device reads and
-computes, and the host that launches it where no graph does. What runs is traced (`Meter.work`); weights are read as the
-plan holds them. `shares.py` has the shares of a peak that kernels reach. A CPU launches nothing: its host and device
-are one, so that their times add up.
+computes, and the host that launches it where no graph does. Experts that a step misses are waited for. What runs is
+traced (`Meter.work`); weights are read as the plan holds them. `shares.py` has the shares of a peak that kernels reach.
+A CPU launches nothing: its host and device are one, so that their times add up.
 """
 
 from collections.abc import Iterable
@@ -25,17 +25,21 @@ from vbrt.residency.missed import missed_gb_per_s
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.token_cost import LINK_GB_PER_S, TokenCost, token_cost
 
-__all__ = ["Speed", "predict", "streamed_share"]
+__all__ = ["STEP_MS", "Speed", "predict", "streamed_share"]
 
+#: milliseconds of `generate` itself, for each token: it chooses one and looks whether it is the last
+STEP_MS = 0.27
 #: of the rate at which torch's products in 16 bits read weights for one row, that for several rows on a GPU
 _FEW_ROWS, _READS_FEW_ROWS = range(2, 65), 0.7
 #: of the rate of products in 16 bits, by 4-bit weights with compute.fp8, from so many tokens on
 _PACKED_FP8 = ((8192, 1.7), (2048, 1.5), (512, 1.1))
 _ROUNDED_BYTES = 240  # of copies, that take as long as it takes to round a weight that trains in 4 bits, in each pass
-_STEP_MS = 0.27  # of `generate` itself, for each token: it chooses one and looks whether it is the last
-_LAUNCH_US = 1.0  # that a weight's kernels take at least, in a recorded step
+_LAUNCH_US = 2.5  # that a weight's kernels and those around it take beside reading, in a recorded step
+_FETCH_US = 15  # that a layer of routed experts takes to find out what it misses, in a recorded step
 _LEASES = 15  # bare launches that take as long as a lease of pages that pass through
-_ROUTED_US = 200  # that routing and torch's products with a layer of dense experts take, in a recorded step
+#: microseconds that routing takes in a layer of 4-bit experts, and with torch's products in one of dense ones, in a
+#: recorded step
+_ROUTED_US, _ROUTED_DENSE_US = 12, 200
 _STAGED = 80 << 20  # bytes that are staged ahead
 _FINE_MARGIN = 1.1  # by which plans take fine planes for larger than they are
 #: bytes that take as long as it takes to update a weight: two halves, two moments, the gradient; moments of 8 bits
@@ -86,21 +90,23 @@ def _predict(model: nn.Module, found: Estimate, rates: Rates, miss: str) -> Spee
     task, plan, shares = found.task, found.plan, SHARES[found.compute_tier]
     tokens = task.batch if task.kind == "decode" else task.batch * task.context
     passes = _passes(task, plan)
-    link = 1e3 * _link_s(plan, rates, tokens, miss) * min(passes, 2)
-    host_decides = miss != "fetch" and link > 0
-    recorded = found.recorded and not host_decides
+    streamed, missed = (1e3 * seconds * min(passes, 2) for seconds in _link_s(plan, rates, tokens, miss))
+    waited = missed if task.kind == "decode" else 0.0  # a prompt's are staged ahead
+    link = streamed + missed
+    recorded = found.recorded and not (miss != "fetch" and missed > 0)
     device = 1e3 * _device_s(model, found, rates, tokens, passes)
     host = 0.0
     if recorded and shares.queued:
-        routed = _ROUTED_US * sum(swap.lossless for swap in plan.routed)
-        device += 1e-3 * (_LAUNCH_US * len(plan.swaps) + routed) + _STEP_MS
+        routed = sum(_ROUTED_DENSE_US if swap.lossless else _ROUTED_US for swap in plan.routed)
+        routed += _FETCH_US * len(plan.routed) if missed else 0
+        device += 1e-3 * (_LAUNCH_US * len(plan.swaps) + routed) + STEP_MS
     else:
         launches = found.work.get("operators", 0) * shares.operator["recorded" if recorded else task.kind]
         launches += len(plan.swaps) * _LEASES * passes if plan is not None and link else 0
         routed = shares.routed_us * len(plan.routed) if plan is not None and not recorded else 0.0
         host = 1e-3 * (launches * rates.launch_us + routed)
-    host += link if host_decides else 0.0  # which waits for the misses of each layer
-    update, longest = _update_ms(found, rates), max(link, device, host) if shares.queued else max(link, device + host)
+    beside = max(link - waited, device, host) if shares.queued else max(link - waited, device + host)
+    update, longest = _update_ms(found, rates), beside + waited
     return Speed(max(longest, update) + _UNHIDDEN * min(longest, update), link, device, host, tokens, update)
 
 
@@ -219,10 +225,11 @@ def _reads(swap: Swap, shares: Shares) -> float:
 # -- the links --------------------------------------------------------------------------------------------------------
 
 
-def _link_s(plan: Plan | None, rates: Rates, tokens: int, miss: str) -> float:
-    """Return the seconds of the copies of one pass, and of the CPU with experts that it computes."""
+def _link_s(plan: Plan | None, rates: Rates, tokens: int, miss: str) -> tuple[float, float]:
+    """Return the seconds of the copies of one pass: of pages that are staged ahead, and of experts that are missed, or
+    of the CPU that computes those."""
     if plan is None or plan.mode == "train" or len(plan.budgets) == 1:
-        return 0.0
+        return 0.0, 0.0
     by_tier = {**LINK_GB_PER_S, "cpu": rates.link_gb_s or float("inf"), "ssd": rates.drive_gb_s}
     cost = token_cost(plan)
     if cost is not None:
@@ -231,9 +238,9 @@ def _link_s(plan: Plan | None, rates: Rates, tokens: int, miss: str) -> float:
         loaded = {tier: nbytes * touched / share * (1 - hits) for tier, nbytes in cost.cold_bytes.items()}
         experts = by_tier | {"cpu": missed_gb_per_s(miss, by_tier["cpu"], rates.experts_gb_s)}
         missed = sum(nbytes / (experts[tier] * 1e9) for tier, nbytes in loaded.items())
-        return missed + sum(nbytes / (by_tier[tier] * 1e9) for tier, nbytes in cost.streamed_bytes.items())
+        return sum(nbytes / (by_tier[tier] * 1e9) for tier, nbytes in cost.streamed_bytes.items()), missed
     moved = sum(_bytes_at(plan, tier) / (by_tier[tier] * 1e9) for tier in plan.budgets if tier != plan.compute_tier)
-    return moved * streamed_share(plan)
+    return moved * streamed_share(plan), 0.0
 
 
 def streamed_share(plan: Plan) -> float:
