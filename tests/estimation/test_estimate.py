@@ -259,16 +259,20 @@ def test_routed_experts_that_train_from_the_tiers_are_counted_with_their_gradien
     assert found[64] - found[32] >= 2 * pair * 2 * 32
 
 
-def test_missed_experts_count_as_the_link_brings_them_or_as_the_cpu_computes_them():
+def quarter_of_the_experts(task: str, miss: str = "fetch") -> tuple[nn.Module, vbrt.Estimate]:
+    """A model, and the estimate of a task with all its other pages on the GPU and a quarter of its routed experts."""
     model, on = qwen3_moe(count=16, layers=3), Machine(GiB, GiB, 32 * GiB, 32 * GiB)
-    options = {"weights": {"min_parameters": 0}}
+    options = {"weights": {"min_parameters": 0}, "experts": {"miss": miss}}
     plan = vbrt.make_plan(model, load_config("fp4", **options), on)
     experts = sum(swap.page_bytes for swap in plan.routed)
     budget = plan.page_bytes - experts + 2 * plan.largest_layer_bytes + experts // 4
+    config = load_config("fp4", **options, tiers={"gpu": {"budget": budget}})
+    return model, vbrt.estimate(model, task, config, machine=on, context=8)
 
+
+def test_missed_experts_count_as_the_link_brings_them_or_as_the_cpu_computes_them():
     def ms(miss: str, **rates: float) -> float:
-        options["tiers"], options["experts"] = {"gpu": {"budget": budget}}, {"miss": miss}
-        found = vbrt.estimate(model, "decode", load_config("fp4", **options), machine=on, context=8)
+        model, found = quarter_of_the_experts("decode", miss)
         return predict(model, found, replace(vbrt.data_sheet("RTX 4090"), **rates)).ms
 
     slow = {"link_gb_s": 1e-5, "experts_gb_s": 2e-5}
@@ -279,9 +283,7 @@ def test_missed_experts_count_as_the_link_brings_them_or_as_the_cpu_computes_the
 
 @pytest.mark.parametrize(("task", "waits"), [("decode", True), ("prefill", False)])
 def test_a_step_waits_for_the_experts_that_it_misses_and_a_prompt_has_them_staged(task, waits):
-    model, on = qwen3_moe(count=16, layers=3), Machine(GiB, GiB, 32 * GiB, 32 * GiB)
-    config = load_config("fp4", weights={"min_parameters": 0}, tiers={"gpu": {"budget": "500KiB"}})
-    found = vbrt.estimate(model, task, config, machine=on, context=8)
+    model, found = quarter_of_the_experts(task)
     rates = replace(vbrt.data_sheet("RTX 4090"), link_gb_s=1e-3)  # the link takes longer than all else
     speed = predict(model, found, rates)
     assert speed.link_ms > speed.device_ms > 0
