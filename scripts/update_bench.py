@@ -4,15 +4,23 @@
 
 Reports, for each number of threads, parameters and bytes a second (those that an update has to read and write), beside
 what memory gives to an in-place sum of two arrays. First the bits of all rules are compared with torch's.
+
+    python -m scripts.update_bench --beside [--weight 3145728]
+
+Reports what updates of weights of that size and a main thread that calls small layers, as one that launches a GPU's
+work does, cost each other: both alone, and beside each other.
 """
 
 import argparse
 import json
+import statistics
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scripts.measuring import interleaved, machine, seconds
 from vbrt.kernels import update as reference
@@ -48,6 +56,18 @@ class Arrays:
     def ours(self, step: Step, helpers: Helpers, moments: dict, gradient: Tensor) -> Callable[[], None]:
         def run() -> None:
             helpers.run(self.count, compiled.update(self.halves, moments, gradient, step))
+
+        return run
+
+    def one_by_one(self, helpers: Helpers, size: int) -> Callable[[], None]:
+        """AdamW of weights of `size` parameters, one after the other."""
+
+        def run() -> None:
+            for at in range(0, self.count, size):
+                of = slice(at, at + size)
+                halves = Halves(*(half[of] for half in self.halves))
+                moments = {"first": self.first[of], "second": self.second[of]}
+                helpers.run(halves.high.numel(), compiled.update(halves, moments, self.gradient[of], ADAMW))
 
         return run
 
@@ -128,6 +148,42 @@ def measure(arrays: Arrays, threads: int, times: int) -> dict[str, dict[str, flo
     }
 
 
+class Launcher:
+    """A main thread: calls of small layers, until it is told that it is enough."""
+
+    def __init__(self) -> None:
+        self._layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(16)))
+        self._x = torch.zeros(1, 16)
+
+    @torch.no_grad()
+    def calls_per_s(self, enough: Callable[[], bool]) -> float:
+        calls, began = 0, time.perf_counter()
+        while not enough():
+            self._layers(self._x)
+            calls += len(self._layers)
+        return calls / (time.perf_counter() - began)
+
+
+def beside(arrays: Arrays, threads: int, weight: int, times: int) -> dict[str, float]:
+    """Medians of updates and of a main thread, alone and beside each other, taking turns."""
+    torch.set_num_threads(1)
+    helpers, launcher = Helpers(threads), Launcher()
+    update, found = arrays.one_by_one(helpers, weight), []
+    update()
+    for _ in range(times):
+        row = {"update alone, s": seconds(update)}
+        until = time.perf_counter() + row["update alone, s"]
+        row["calls a second alone"] = launcher.calls_per_s(lambda until=until: time.perf_counter() > until)
+        spans: list[float] = []
+        updating = threading.Thread(target=lambda spans=spans: spans.append(seconds(update)))
+        updating.start()
+        row["calls a second beside"] = launcher.calls_per_s(lambda thread=updating: not thread.is_alive())
+        row["update beside, s"] = spans[0]
+        found.append(row)
+    helpers.stop()
+    return {name: statistics.median(row[name] for row in found) for name in found[0]}
+
+
 def same_bits() -> dict[str, bool]:
     """Compare a step of each rule with torch's own, at lengths with all rests."""
     same = {}
@@ -152,6 +208,8 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=1 << 26)
     parser.add_argument("--threads", type=int, nargs="*", default=[cores()])
     parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--beside", action="store_true", help="time updates and a main thread beside each other")
+    parser.add_argument("--weight", type=int, default=3 << 20, help="parameters of a weight, of --beside")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     refused = compiled.refusal(torch.device("cpu"))
@@ -162,6 +220,10 @@ def main() -> None:
     print(f"refused: {refused}; same bits: {result['same bits as torch']}")
     arrays = Arrays(options.parameters)
     for threads in options.threads:
+        if options.beside:
+            figures = result["threads"][threads] = beside(arrays, threads, options.weight, options.times)
+            print(f"{threads:3} threads  " + "  ".join(f"{name} {one:.4g}" for name, one in figures.items()))
+            continue
         figures = result["threads"][threads] = measure(arrays, threads, options.times)
         for name, one in figures.items():
             rates = f"{one['parameters_s'] / 1e9:7.2f} G parameters/s {one['bytes_s'] / 1e9:7.1f} GB/s"

@@ -3,6 +3,7 @@
 import errno
 import functools
 import itertools
+import os
 import threading
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 
 import vbrt
+from tests.tiers.pages import forked
 from tests.training.full_models import Tiny, adamw, batches, loss_of, resident, train
+from vbrt.kernels import update
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu import update as compiled
+from vbrt.kernels.update import Step
 from vbrt.tiers import ssd
 from vbrt.training.lion import Lion
 from vbrt.training.update_pages import StatePage
@@ -175,6 +179,30 @@ def test_parts_cover_a_weight_once_and_the_first_error_is_raised(threads):
     assert sorted(done) == [(at, at) for at in range(20)]
     with pytest.raises(ZeroDivisionError):
         helpers.run(700 * KIB, lambda begin, end: 1 // (begin - begin))
+    helpers.stop()
+
+
+def compiled_step(helpers, count=31 * KIB + 3):
+    """Do a compiled update of ones; return the masters. Of so few that torch, in a forked child, takes one thread."""
+    halves, moments = update.split_master(torch.ones(count)), {"first": torch.ones(count), "second": torch.ones(count)}
+    helpers.run(count, compiled.update(halves, moments, torch.ones(count), Step("adam", 1, 0.1, 0.9, 0.99)))
+    return update.join_master(*halves)
+
+
+@pytest.mark.skipif(build.refusal(torch.device("cpu"), "update") is not None, reason="no C compiler")
+def test_a_compiled_update_is_one_call_for_all_threads_and_a_forked_child_has_its_own(monkeypatch):
+    monkeypatch.setattr(compiled.TeamPart, "__call__", lambda *part: pytest.fail("a part came through Python"))
+    helpers = Helpers(3)
+    expected = compiled_step(helpers)
+    assert expected.unique().numel() == 1 and expected[0] < 1
+
+    def child():
+        assert torch.equal(compiled_step(helpers), expected)
+        assert helpers._team.pid == os.getpid()
+        helpers.stop()
+
+    assert os.waitpid(forked(child), 0)[1] == 0
+    assert torch.equal(compiled_step(helpers), expected)
     helpers.stop()
 
 

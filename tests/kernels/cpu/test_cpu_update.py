@@ -2,6 +2,9 @@
 
 import dataclasses
 import platform
+import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ CPU = torch.device("cpu")
 #: not for other bits than torch's, which the tests are about: on x86, torch is built alike everywhere
 WHY = build.refusal(CPU, "update") or (None if platform.machine() in ("x86_64", "AMD64") else "not an x86 CPU")
 built = pytest.mark.skipif(WHY is not None, reason=str(WHY))
+TEAM_PART = 16 * update.TILE  # that a thread of a team takes at a time
 ADAMW = Step("adam", 3, 1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True)
 SGD = Step("sgd", 2, 1e-2, 0.9, weight_decay=0.1)
 STEPS = {
@@ -180,6 +184,78 @@ def test_sums_of_gradients_have_the_bits_of_torchs(factor, inside):
         part(2048, out.numel())
         part(0, 2048)
         assert torch.equal(out, expected)
+
+
+class Job:
+    """A step of a weight and a sum of its gradient, by a team; and the same in one thread."""
+
+    def __init__(self, count, step=ADAMW):
+        master, self.gradient, first = torch.randn(count), torch.randn(count), torch.randn(count)
+        moments = {"first": update.encode_first(first), "second": update.encode_second(first.square())}
+        moments = moments if step is ADAMW else {"first": first}
+        self.count, self.step, self.sum = count, step, torch.ones(count)
+        self.halves, self.moments = update.split_master(master), moments
+        halves, own, total = update.Halves(*(half.clone() for half in self.halves)), copied(moments), self.sum.clone()
+        compiled.update(halves, own, self.gradient, step)(0, count)
+        compiled.gradient_sum(total, self.gradient, total, 0.5)(0, count)
+        self.expected = bits(*halves, *flat(own), total)
+
+    def run(self, team):
+        compiled.update(self.halves, self.moments, self.gradient, self.step).by_team(team, self.count)
+        compiled.gradient_sum(self.sum, self.gradient, self.sum, 0.5).by_team(team, self.count)
+
+    def check(self):
+        assert all(map(torch.equal, bits(*self.halves, *flat(self.moments), self.sum), self.expected))
+
+
+@built
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_team_has_the_bits_of_one_thread_at_every_number_of_parts(threads):
+    team = compiled.UpdateTeam(threads)
+    for parts in (0, 1, 2, 7, 23):
+        for rest in (0, 1, 1500):
+            job = Job(parts * TEAM_PART + rest, step=SGD if rest else ADAMW)
+            job.run(team)
+            job.check()
+    team.stop()
+
+
+@built
+def test_a_team_returns_when_the_last_number_is_written():
+    team, held, more = compiled.UpdateTeam(2), torch.zeros(2 * TEAM_PART + 1), torch.ones(2 * TEAM_PART + 1)
+    part, last = compiled.gradient_sum(held, more, held), held[-2:-1].numpy()  # of the second part, which ends last
+    for number in range(1, 1000):
+        part.by_team(team, held.numel())
+        assert last[0] == number
+    team.stop()
+
+
+@built
+def test_weights_of_several_callers_are_updated_one_after_the_other_and_after_a_stop_by_the_caller():
+    team, jobs = compiled.UpdateTeam(3), [Job(5 * TEAM_PART + at) for at in range(24)]
+
+    def update_all(some):
+        for job in some:
+            job.run(team)
+
+    callers = [threading.Thread(target=update_all, args=(jobs[at:-1:3],)) for at in range(3)]
+    [caller.start() for caller in callers]
+    [caller.join() for caller in callers]
+    team.stop()
+    jobs[-1].run(team)
+    [job.check() for job in jobs]
+
+
+@built
+def test_a_team_that_is_gone_leaves_no_threads():
+    team, job = compiled.UpdateTeam(3), Job(5 * TEAM_PART)
+    job.run(team)
+    memory, limit = weakref.ref(team._memory), time.monotonic() + 30
+    del team
+    while memory() is not None and time.monotonic() < limit:  # until its threads have seen it
+        time.sleep(0.001)
+    assert memory() is None
+    job.check()
 
 
 @pytest.mark.parametrize("run", [compiled.gradient_sum, update.gradient_sum], ids=["compiled", "reference"])

@@ -30,6 +30,7 @@ __all__ = [
     "Order",
     "Product",
     "Step",
+    "Sum",
     "Task",
     "Weight",
     "libraries",
@@ -152,6 +153,16 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("maximize", "nesterov", "begins", "pad")),
         *((name, ctypes.c_float) for name in ("divisor", "factor", "decay", "lerp", "beta1", "beta2")),
         *((name, ctypes.c_float) for name in ("rest1", "rest2", "root", "epsilon", "rate")),
+    )
+
+
+class Sum(ctypes.Structure):
+    """`Sum` of update.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("held", "more", "out")),
+        *((name, ctypes.c_int32) for name in ("held_type", "more_type", "out_type")),
+        ("factor", ctypes.c_float),
     )
 
 
@@ -286,9 +297,15 @@ def _declare_experts(library: ctypes.CDLL) -> None:
     library.vbrt_experts_sum.argtypes = (*[pointer] * 3, number, pointer, pointer, ctypes.c_int, ctypes.c_int)
     library.vbrt_experts_sum.restype = None
     bank, gating, task = map(ctypes.POINTER, (Bank, Gating, Task))
-    library.vbrt_team_new.argtypes, library.vbrt_team_new.restype = (ctypes.c_int,), pointer
     library.vbrt_team_experts.argtypes = (pointer, bank, bank, gating, task, task)
-    library.vbrt_team_finish.argtypes, library.vbrt_team_experts.restype = (pointer, number), number
+    library.vbrt_team_experts.restype = number
+    _declare_team(library)
+
+
+def _declare_team(library: ctypes.CDLL) -> None:
+    pointer = ctypes.c_void_p
+    library.vbrt_team_new.argtypes, library.vbrt_team_new.restype = (ctypes.c_int,), pointer
+    library.vbrt_team_finish.argtypes = (pointer, ctypes.c_int64)
     library.vbrt_team_serve.argtypes, library.vbrt_team_times.argtypes = (pointer, ctypes.c_int), (pointer, pointer)
     library.vbrt_team_stop.argtypes = library.vbrt_team_free.argtypes = (pointer,)
     for name in ("finish", "stop", "free", "times"):
@@ -297,15 +314,18 @@ def _declare_experts(library: ctypes.CDLL) -> None:
 
 def _declare_update(library: ctypes.CDLL) -> None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.vbrt_update.argtypes = (ctypes.POINTER(HalvedWeight), ctypes.POINTER(Step), number, number)
+    weight, total = (ctypes.POINTER(HalvedWeight), ctypes.POINTER(Step)), ctypes.POINTER(Sum)
+    library.vbrt_update.argtypes = (*weight, number, number)
+    library.vbrt_add.argtypes = (total, number, number)
+    library.vbrt_team_update.argtypes = (pointer, *weight, number)
+    library.vbrt_team_add.argtypes = (pointer, total, number)
     library.vbrt_join.argtypes = (pointer, pointer, number, pointer)
     library.vbrt_split.argtypes = (pointer, number, pointer, pointer)
     library.vbrt_norm.argtypes = (pointer, ctypes.c_int32, number, ctypes.c_float)
-    kind = ctypes.c_int32
-    library.vbrt_add.argtypes = (pointer, kind, pointer, kind, ctypes.c_float, pointer, kind, number, number)
-    library.vbrt_add.restype = None
-    library.vbrt_update.restype = library.vbrt_join.restype = library.vbrt_split.restype = None
+    for name in ("update", "add", "team_update", "team_add", "join", "split"):
+        getattr(library, f"vbrt_{name}").restype = None
     library.vbrt_norm.restype = ctypes.c_float
+    _declare_team(library)
 
 
 def _declare_encode(library: ctypes.CDLL) -> None:

@@ -5,18 +5,13 @@
     team.finish(job)                   # the caller takes part until the rows are there
 
 `team.h` and `experts.c` have the computation: both products of a layer are one job, whose results are those of
-`experts_up` and `experts_down`, bit for bit. The threads are Python's, and stay in C.
+`experts_up` and `experts_down`, bit for bit.
 
 What is posted is kept until it is done, whatever becomes of the caller; a job that nobody comes for within 20 ms is
 handed to `work.end`, in a thread of the team.
 """
 
-import atexit
-import contextlib
 import ctypes
-import os
-import weakref
-from _thread import allocate_lock, start_new_thread
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -24,8 +19,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from vbrt.kernels.cpu.build import NUMBERS, Bank, Task, library
+from vbrt.kernels.cpu.build import NUMBERS, Bank, Task
 from vbrt.kernels.cpu.experts import FORMATS, bank_of, gating_of, most_pairs, takes_tiles
+from vbrt.kernels.cpu.team import Team
 from vbrt.kernels.cuda.e2m1.tiles import TILES
 from vbrt.kernels.experts import ExpertPages, Gate
 
@@ -102,39 +98,18 @@ class Span(NamedTuple):
     done_ns: int
 
 
-class _Memory:
-    """The team in C. Its threads hold it while they serve."""
-
-    def __init__(self, places: int) -> None:
-        self.library = library("experts")
-        self.address = self.library.vbrt_team_new(places)
-        if not self.address:
-            raise MemoryError("experts: no memory for a team of threads")
-
-    def __del__(self) -> None:
-        if getattr(self, "address", None):
-            self.library.vbrt_team_free(self.address)
-
-
-class ExpertTeam:
-    """Threads that compute experts, started with the first job. A forked child makes a team of its own.
+class ExpertTeam(Team):
+    """Threads that compute experts.
 
     Args:
-        threads: that compute, the one that finishes a job among them.
-
-    Attributes:
-        pid: of the process that the threads are in.
+        threads: that compute, the one that finishes a job among them; one more at least looks after what nobody comes
+            for.
     """
 
     def __init__(self, threads: int) -> None:
-        self.pid, self._lock = os.getpid(), allocate_lock()
-        self._places, self._started = max(2, threads), 1  # one at least looks after what nobody comes for
-        self._memory = _Memory(self._places)
+        super().__init__("experts", max(2, threads))
         self._posted: tuple[Work | None, HostProduct, tuple] | None = None
         self._number = 0
-        self._stop = weakref.finalize(self, _stop, self._memory, self.pid)
-        self._stop.atexit = False  # `_stop_all`: before the interpreter's own end
-        _teams.add(self)
 
     def post(self, work: Work | None, product: HostProduct) -> int:
         """Have the team compute; return the number of the job, for `finish`. Waits for an earlier one, if there is any.
@@ -173,13 +148,6 @@ class ExpertTeam:
         self._memory.library.vbrt_team_times(self._memory.address, times)
         return Span(*times)
 
-    def _start(self) -> None:
-        """Start the threads that are not there yet."""
-        with contextlib.suppress(RuntimeError):  # no more threads: those that are there and who finishes it compute
-            while self._started < self._places:
-                start_new_thread(_serve, (self._memory, self._started, weakref.ref(self)))
-                self._started += 1
-
     def look_after(self) -> None:
         """End the work that nobody has come for."""
         posted = self._posted
@@ -216,26 +184,3 @@ def _tasks(product: HostProduct) -> tuple[Task, Task]:
         return Task(ids.data_ptr(), pairs, per_row, most, *places, shapes[part][1], number, kind, number, False)
 
     return task("up", ids.shape[1], product.x, up, None), task("down", 1, None, down, product.out)
-
-
-def _serve(memory: _Memory, place: int, team: "weakref.ref[ExpertTeam]") -> None:
-    while memory.library.vbrt_team_serve(memory.address, place):
-        found = team()
-        if found is not None:
-            found.look_after()
-        del found
-
-
-def _stop(memory: _Memory, pid: int) -> None:
-    if pid == os.getpid():  # a forked child has none of the threads, and perhaps half of a job
-        memory.library.vbrt_team_stop(memory.address)
-
-
-_teams: "weakref.WeakSet[ExpertTeam]" = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Finish what is under way: memory goes while the interpreter ends."""
-    for team in list(_teams):
-        team._stop()

@@ -8,13 +8,15 @@
  * The order of operations is that of torch's fused optimizers on x86 (FusedAdamKernel.cpp, FusedSGDKernel.cpp), and so
  * are the bits: of the vectors of LANES numbers, and of the numbers after the last whole vector, for which its compiler
  * chose other products to fuse. Work is done in tiles that stay in the first cache, one loop for each thing that is done,
- * which compilers turn into vectors. Who calls divides a weight into parts of whole tiles: the bits are the same.
+ * which compilers turn into vectors. Threads divide a weight into parts of whole tiles: the bits are the same.
  */
 #include <math.h>
 #include "numbers.h"
+#include "team.h"
 
 #define INLINE static inline __attribute__((always_inline))
 #define TILE 1024
+#define PART (16 * TILE)  /* that a thread of a team takes at a time: some tens of microseconds */
 #define BLOCK 256    /* moments that share a scale */
 #define LANES 8
 #define HALF 0x8000u
@@ -39,6 +41,14 @@ typedef struct {
     float lerp, beta1, beta2, rest1, rest2;  /* rest: 1 - beta */
     float root, epsilon, rate;  /* root of the second bias correction; rate: signed, of the step */
 } Step;
+
+/* out = held * factor + more */
+typedef struct {
+    const void *held, *more;
+    void *out;  /* may be `held` */
+    int32_t held_type, more_type, out_type;
+    float factor;
+} Sum;
 
 INLINE float of_bits(uint32_t bits) {
     float value;
@@ -275,25 +285,67 @@ float vbrt_norm(const void *gradient, int32_t type, int64_t count, float factor)
     return sqrtf(sum);
 }
 
-/* out = sum * factor + more for the numbers from `begin` to `end`, rounded to the type of `out` after each of the two, as
- * torch does; `more` is bf16 or of that type. `out` may be `sum`. */
-void vbrt_add(const void *sum, int32_t sum_type, const void *more, int32_t more_type, float factor, void *out,
-              int32_t out_type, int64_t begin, int64_t end) {
+/* Of the numbers from `begin` to `end`, rounded to the type of `out` after the product and after the sum, as torch does;
+ * `more` is bf16 or of that type. */
+void vbrt_add(const Sum *sum, int64_t begin, int64_t end) {
     float a[TILE], b[TILE];
-    const Weight one = {.gradient = sum}, two = {.gradient = more};
-    const Step scaled = {.gradient_type = sum_type, .divisor = 1, .factor = factor};
-    const Step plain = {.gradient_type = more_type, .divisor = 1, .factor = 1};
+    const Weight held = {.gradient = sum->held}, more = {.gradient = sum->more};
+    const Step scaled = {.gradient_type = sum->held_type, .divisor = 1, .factor = sum->factor};
+    const Step plain = {.gradient_type = sum->more_type, .divisor = 1, .factor = 1};
     for (int64_t at = begin; at < end; at += TILE) {
         const int64_t n = end - at < TILE ? end - at : TILE;
-        read_gradient(&one, &scaled, at, n, a);
-        read_gradient(&two, &plain, at, n, b);
-        if (out_type == FP32) {
-            float *to = (float *)out + at;
+        read_gradient(&held, &scaled, at, n, a);
+        read_gradient(&more, &plain, at, n, b);
+        if (sum->out_type == FP32) {
+            float *to = (float *)sum->out + at;
             for (int64_t i = 0; i < n; i++) to[i] = a[i] + b[i];
             continue;
         }
-        uint16_t *to = (uint16_t *)out + at;
-        if (factor != 1) for (int64_t i = 0; i < n; i++) a[i] = bf16_value((uint16_t)bf16_bits(a[i]));
+        uint16_t *to = (uint16_t *)sum->out + at;
+        if (sum->factor != 1) for (int64_t i = 0; i < n; i++) a[i] = bf16_value((uint16_t)bf16_bits(a[i]));
         for (int64_t i = 0; i < n; i++) to[i] = (uint16_t)bf16_bits(a[i] + b[i]);
     }
 }
+
+/* -- by a team: whoever is there takes the next part; the caller too, which returns when all are done */
+
+typedef struct {
+    Weight weight;
+    Step step;
+    Sum sum;  /* without `out`, the job is an update */
+    int64_t count;
+    _Alignas(64) int64_t next;  /* where the next part begins */
+} Job;
+
+static void do_numbers(const Job *j, int64_t begin, int64_t end) {
+    if (j->sum.out) vbrt_add(&j->sum, begin, end);
+    else vbrt_update(&j->weight, &j->step, begin, end);
+}
+
+static void take_part(Team *t, int place) {
+    Job *j = t->memory;
+    for (int64_t at; (at = __atomic_fetch_add(&j->next, PART, __ATOMIC_RELAXED)) < j->count;) {
+        do_numbers(j, at, j->count - at < PART ? j->count : at + PART);
+        tick(t);
+    }
+}
+
+static void share(Team *t, const Job *job) {
+    int64_t number = 0;
+    if (job->count > PART) {
+        pthread_mutex_lock(&t->posting);
+        Job *own = job_memory(t, sizeof *own);
+        if (own) *own = *job, number = open_job(t, (job->count + PART - 1) / PART);
+        pthread_mutex_unlock(&t->posting);
+    }
+    if (number) vbrt_team_finish(t, number);
+    else do_numbers(job, 0, job->count);
+}
+
+/* Of a whole weight. */
+void vbrt_team_update(Team *t, const Weight *weight, const Step *step, int64_t count) {
+    share(t, &(Job){.weight = *weight, .step = *step, .count = count});
+}
+
+/* Of all numbers. */
+void vbrt_team_add(Team *t, const Sum *sum, int64_t count) { share(t, &(Job){.sum = *sum, .count = count}); }

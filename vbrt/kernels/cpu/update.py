@@ -2,27 +2,81 @@
 
 One pass over memory, with the bits of torch's fused optimizers. Those depend on how torch was compiled (which products
 are fused with sums), so the first call for a process compares a few thousand numbers with the reference, and refuses to
-serve where a bit differs. Calls hold no lock of Python's, and use one thread: callers divide a weight into chunks.
+serve where a bit differs. Calls hold no lock of Python's. A part is done in the caller's thread; a whole weight by the
+caller and an `UpdateTeam`, in one call: threads that come back between parts wait for Python's lock, and hold up a main
+thread that launches kernels.
 """
 
+import ctypes
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from vbrt.kernels import update as reference
 from vbrt.kernels.cpu import build
-from vbrt.kernels.update import TILE, Coded, Halves, Part, Step
+from vbrt.kernels.cpu.team import Team
+from vbrt.kernels.update import TILE, Coded, Halves, Step
 
-__all__ = ["gradient_norm", "gradient_sum", "join_master", "refusal", "split_master", "update"]
+__all__ = [
+    "TeamPart",
+    "UpdateTeam",
+    "gradient_norm",
+    "gradient_sum",
+    "join_master",
+    "refusal",
+    "split_master",
+    "update",
+]
 
 _RULES = {"adam": 0, "sgd": 1, "lion": 2}
 _TYPES = {torch.bfloat16: 0, torch.float32: 1}
 
 
-def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> Part:
+class UpdateTeam(Team):
+    """Threads that update weights and add gradients, beside the one that asks for it; one weight at a time.
+
+    Args:
+        threads: the caller's included.
+    """
+
+    def __init__(self, threads: int) -> None:
+        super().__init__("update", threads)
+
+    def run(self, job: Callable[..., None], *arguments: object) -> None:
+        """Do a job of update.c; return when it is done and no thread touches what it is about."""
+        if self._started < self._places:
+            with self._lock:
+                self._start()
+        job(self._memory.address, *arguments)
+
+
+class TeamPart:
+    """A `Part` whose work a team can do as a whole.
+
+    Args:
+        name: of the function in update.c that does a part; "team_" before it: of the one that does all.
+        arguments: of both.
+        held: what the arguments point to.
+    """
+
+    def __init__(self, name: str, arguments: tuple[ctypes.Structure, ...], held: object) -> None:
+        library = build.library("update")
+        self._part, self._whole = (getattr(library, f"vbrt_{which}") for which in (name, f"team_{name}"))
+        self._arguments, self._held = arguments, held
+
+    def __call__(self, begin: int, end: int) -> None:
+        """Do the part in this thread."""
+        self._part(*self._arguments, begin, end)
+
+    def by_team(self, team: UpdateTeam, count: int) -> None:
+        """Do all of [0, count), this thread and those of a team together."""
+        team.run(self._whole, *self._arguments, count)
+
+
+def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> TeamPart:
     """See `vbrt.kernels.update.update`."""
     reference.check(halves, moments, gradient, step)
     weight = build.HalvedWeight(halves.high.data_ptr(), halves.low.data_ptr(), gradient=gradient.data_ptr())
@@ -32,14 +86,8 @@ def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tens
             moment = moment.codes
         setattr(weight, name, moment.data_ptr())
     eight_bit = any(isinstance(moment, Coded) for moment in moments.values())
-    run, own = build.library("update").vbrt_update, _step(step, _TYPES[gradient.dtype], eight_bit)
-    held = halves, moments, gradient  # as long as the addresses are in use
-
-    def part(begin: int, end: int) -> None:
-        run(weight, own, begin, end)
-        assert held
-
-    return part
+    own = _step(step, _TYPES[gradient.dtype], eight_bit)
+    return TeamPart("update", (weight, own), held=(halves, moments, gradient))
 
 
 @functools.lru_cache(maxsize=64)
@@ -64,17 +112,12 @@ def gradient_norm(gradient: Tensor, factor: float = 1.0) -> float:
     return build.library("update").vbrt_norm(gradient.data_ptr(), _TYPES[gradient.dtype], gradient.numel(), factor)
 
 
-def gradient_sum(held: Tensor, more: Tensor, out: Tensor, factor: float = 1.0) -> Part:
+def gradient_sum(held: Tensor, more: Tensor, out: Tensor, factor: float = 1.0) -> TeamPart:
     """See `vbrt.kernels.update.gradient_sum`."""
     reference.check_sum(held, more, out)
-    one, two, to = ((tensor.data_ptr(), _TYPES[tensor.dtype]) for tensor in (held, more, out))
-    run, kept = build.library("update").vbrt_add, (held, more, out)  # as long as the addresses are in use
-
-    def part(begin: int, end: int) -> None:
-        run(*one, *two, factor, *to, begin, end)
-        assert kept
-
-    return part
+    tensors = held, more, out
+    addresses, types = (tensor.data_ptr() for tensor in tensors), (_TYPES[tensor.dtype] for tensor in tensors)
+    return TeamPart("add", (build.Sum(*addresses, *types, factor),), held=tensors)
 
 
 def join_master(high: Tensor, low: Tensor) -> Tensor:
