@@ -133,7 +133,8 @@ class Attachment:
         self.expert_cache = ExpertCache(runtime.stack, self.registry.layers_now, self.missed)
         for layer in layers.values():
             if isinstance(layer, VBExperts):
-                layer.handle.deciding.ask_with(self.expert_cache.follow)
+                if runtime.stack.device.type == "cuda":
+                    layer.handle.deciding.ask_with(self.expert_cache.follow)
                 layer.handle.deciding.missed = self.missed
         self.timed: TimelineTotals | None = None
         self.speculation = SpeculationCounts()

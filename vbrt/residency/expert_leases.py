@@ -2,9 +2,14 @@
 
 from typing import NamedTuple
 
-__all__ = ["ExpertLeases"]
+__all__ = ["ExpertLeases", "gathered_at_once"]
 
-_CHUNK_BYTES = 256 << 20  # of decoded weights, which are outside of the budgets
+_CHUNK_BYTES = 256 << 20  # of decoded or gathered weights, which are outside of the budgets
+
+
+def gathered_at_once(page_bytes: int) -> int:
+    """Return of how many experts the device copies the pages together at most."""
+    return _CHUNK_BYTES // max(1, page_bytes)
 
 
 class ExpertLeases(NamedTuple):

@@ -3,7 +3,7 @@
 | weights | how |
 | --- | --- |
 | `dense`, `exact` | the experts implementation that the model's config names, on the leased experts: its very bits |
-| `dense`, few tokens, all pages on the GPU | the same, on experts that the device gathers: see `gathered.py` |
+| `dense`, all pages on the GPU (few tokens) or in a cache of which it decides | the same, on experts that the device gathers: see `gathered.py` |
 | 4 bits | the ops `experts_up` and `experts_down` on the leased pages |
 | 4 bits, experts that are missing on the device | the same by the CPU, where `experts.miss` has it: see `missed.py` |
 | tracers, transforms, weights that somebody has put in their place | the module's own forward on decoded temporaries |
@@ -28,12 +28,12 @@ from vbrt.kernels.experts import ExpertPages
 from vbrt.kernels.product import as_autocast
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.gates import kept_gate, own_gate
-from vbrt.layers.experts.gathered import fits_gathered, gathered, may_gather
+from vbrt.layers.experts.gathered import Gathered, fits_gathered, gathered, may_gather, why_not_gathered
 from vbrt.layers.experts.leased import resident_pages
 from vbrt.layers.experts.library import ExpertsView, implementation_of
 from vbrt.layers.experts.routing import local_ids, pairs_of, touched_experts
 from vbrt.layers.experts.turns import InTurn
-from vbrt.residency.expert_leases import ExpertLeases
+from vbrt.residency.expert_leases import ExpertLeases, gathered_at_once
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.deciding import CachedLayer
@@ -69,9 +69,11 @@ def run_experts(layer: "VBExperts", routed: Routed, *, fetches: bool = False) ->
         recorder.note(handle.spec.name, routed.ids.tolist())
     precision = pass_precision()
     scan = routed.ids.numel() >= handle.spec.experts
-    cached = handle.deciding.asked() if routed.x.is_cuda else None
-    if cached is not None and routed.x.device == handle.device and routed.x.dtype in BY_ADDRESS:
+    cached = handle.deciding.asked() if routed.x.device == handle.device else None
+    if cached is not None and not handle.spec.dense and routed.x.dtype in BY_ADDRESS:
         return _by_device(layer, routed, cached, scan=scan)
+    if cached is not None and handle.spec.dense and not why_not_gathered(handle):
+        return _dense_by_device(layer, routed, cached, scan=scan)
     pages = resident_pages(handle, routed.x.device) if precision == "full" else None
     if pages is not None and not handle.spec.dense:
         handle.routing.unlease()
@@ -79,8 +81,7 @@ def run_experts(layer: "VBExperts", routed: Routed, *, fetches: bool = False) ->
     if pages is not None and fits_gathered(handle, routed.ids) and may_gather(handle):
         handle.routing.unlease()
         return gathered(layer, routed, pages)
-    if routed.ids.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise TierError(f"{handle.spec.name}: the host leases its experts, and cannot hear which in a CUDA graph")
+    _refuse_captures(handle, routed.ids)
     missed = None if scan or fetches or precision != "full" else handle.deciding.missed
     operands = None if missed is None else missed.operands(layer, as_autocast(routed.x), routed.ids)
     experts = handle.spec.experts
@@ -119,6 +120,39 @@ def _by_device(layer: "VBExperts", routed: Routed, cached: "CachedLayer", *, sca
     return compute.result()
 
 
+def _dense_by_device(layer: "VBExperts", routed: Routed, cached: "CachedLayer", *, scan: bool) -> Tensor:
+    """`_by_device` of experts held dense. Of few ids nobody but the device knows the experts; which ones more ids name
+    the host hears, and the device leases and gathers a part of them at a time."""
+    handle, whole = layer.handle, not scan and cached.whole(routed.ids)
+    if whole and fits_gathered(handle, routed.ids):
+        with cached.lease(routed.ids) as addresses:
+            return gathered(layer, routed, cached.at(addresses))
+    _refuse_captures(handle, routed.ids)
+    touched, most = touched_experts(routed.ids, handle.spec.experts), gathered_at_once(handle.pages[0].nbytes)
+    compute = _Library(layer, routed)
+    if whole:
+        with cached.lease(routed.ids) as addresses:
+            pages = cached.at(addresses)
+            return compute.all([Gathered(handle, pages, chunk) for chunk in _cut(touched, most)])
+    handle.routing.scan_unseen()
+    parts = cached.parts(routed.ids, touched, most)
+    for experts, part in parts:
+        with cached.lease_part(part) as addresses:
+            some = Gathered(handle, cached.at(addresses), experts)
+            if len(parts) == 1:
+                return compute.whole(some)
+            compute.add(some)
+    return compute.result()
+
+
+def _refuse_captures(handle: "ExpertsHandle", ids_Tk: Tensor) -> None:
+    """Raise TierError within a CUDA graph's capture."""
+    if ids_Tk.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise TierError(
+            f"{handle.spec.name}: the host hears which experts {ids_Tk.numel()} ids name, and cannot in a CUDA graph"
+        )
+
+
 def _beside_host(layer: "VBExperts", routed: Routed, operands: "Operands", work: "TeamWork | HostWork") -> Tensor:
     """`run_experts` where the CPU computes some experts, and the device meanwhile the others."""
     handle, compute = layer.handle, _Kernels(layer, routed)
@@ -138,10 +172,13 @@ def chunks_of(
 ) -> Iterator[Sequence[int]]:
     """Yield the experts of each lease, ascending."""
     count = max(1, _experts_at_once(handle, scan=scan))
-    for first in range(0, len(touched), count):
+    yield from _cut(touched, count)
+
+
+def _cut(touched: Sequence[int], count: int) -> Iterator[Sequence[int]]:
+    """Yield so many of the experts at a time; once none, if there are none."""
+    for first in range(0, max(1, len(touched)), count):
         yield touched[first : first + count]
-    if not touched:
-        yield []
 
 
 def _experts_at_once(handle: "ExpertsHandle", *, scan: bool) -> int:
@@ -167,19 +204,27 @@ class _Library:
         self.in_order, self.only_in_turn = self.name is None, getattr(layer, "only_in_turn", False)
         self.rows: Tensor | None = None
 
-    def _view(self, leased: "Leased") -> ExpertsView:
+    def _view(self, leased: "Leased | Gathered") -> ExpertsView:
         return ExpertsView(self.layer, leased.parameters(), leased.experts)
 
-    def _local(self, leased: "Leased") -> Tensor:
+    def _local(self, leased: "Leased | Gathered") -> Tensor:
         return local_ids(self.routed.ids, self.handle.spec.experts, list(leased.experts))
 
-    def whole(self, leased: "Leased") -> Tensor:
+    def whole(self, leased: "Leased | Gathered") -> Tensor:
         """All touched experts at once."""
         if not leased.experts:
             return self.routed.x.new_zeros(len(self.routed.x), self.handle.spec.columns)
         return self.forward(self._view(leased), self.routed.x, self._local(leased), self.routed.weights)
 
-    def add(self, leased: "Leased") -> None:
+    def all(self, leased: Sequence["Leased | Gathered"]) -> Tensor:
+        """All touched experts, some at a time."""
+        if len(leased) == 1:
+            return self.whole(leased[0])
+        for some in leased:
+            self.add(some)
+        return self.result()
+
+    def add(self, leased: "Leased | Gathered") -> None:
         """Some of them."""
         self._add_rows(self._view(leased), self._local(leased), len(leased.experts))
 

@@ -1,7 +1,7 @@
 """Who decides which experts are resident: the host by leases, or the device, by a layer's part of a `DeviceCache`."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from vbrt.kernels import resolve
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.compute import pass_precision
-from vbrt.layers.experts.device_cache import DeviceCache
-from vbrt.layers.experts.gathered import may_gather
+from vbrt.layers.experts.device_cache import DeviceCache, Part
+from vbrt.layers.experts.gathered import may_gather, why_not_gathered
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle
@@ -44,8 +44,16 @@ class CachedLayer(NamedTuple):
     def each_part(self, ids_Tk: Tensor, compute: Callable[[Tensor, ExpertPages], None]) -> None:
         """Call `compute` with the ids of each part of a scan, others masked, and the pages of its experts."""
         for part in self.cache.scan(self.number, ids_Tk):
-            with self.cache.lease_part(self.number, part) as addresses:
+            with self.lease_part(part) as addresses:
                 compute(part.ids, self.at(addresses))
+
+    def parts(self, ids_Tk: Tensor, touched: Sequence[int], most: int) -> list[tuple[Sequence[int], Part]]:
+        """See `DeviceCache.scan_touched`."""
+        return self.cache.scan_touched(self.number, ids_Tk, touched, most)
+
+    def lease_part(self, part: Part) -> AbstractContextManager[Tensor]:
+        """See `DeviceCache.lease_part`."""
+        return self.cache.lease_part(self.number, part)
 
     def at(self, addresses: Tensor) -> ExpertPages:
         """Return the pages at the addresses that a lease gives."""
@@ -90,8 +98,10 @@ class Deciding:
 def why_host(handle: "ExpertsHandle") -> str:
     """Return why the device cannot decide which experts are resident; "" if it can."""
     name, spec = handle.spec.name, handle.spec.first
+    if spec.dense:
+        return why_not_gathered(handle)
     if handle.planes > 1 or spec.lossless:
-        return f"{name}: held as {spec.label}; the GPU fetches experts of one 4-bit plane by itself"
+        return f"{name}: held as {spec.label}; the GPU fetches experts of one plane by itself"
     kernel = resolve("experts_up", spec.backend, handle.device, spec.format)
     if not kernel.by_address(handle.pages[0].layout, handle.device):
         return f"{name}: the {kernel.backend} kernels of {spec.label} do not take pages by address here"
@@ -101,7 +111,11 @@ def why_host(handle: "ExpertsHandle") -> str:
 def why_waits(handle: "ExpertsHandle") -> str:
     """Return why a pass waits for the device, to hear which experts tokens are sent to; "" if it does not."""
     name, label = handle.spec.name, handle.spec.first.label
-    if handle.deciding.cache is not None or may_gather(handle):
+    cached = handle.deciding.cache is not None
+    if handle.spec.dense:
+        decides = cached or may_gather(handle)
+        return why_not_gathered(handle) or ("" if decides else f"{name}: its pages move, and the host decides which")
+    if cached:
         return ""
     if handle.spec.lossless or pass_precision() == "coarse":
         return f"{name}: held as {label}: the host leases the experts that tokens are sent to"

@@ -180,11 +180,30 @@ class DeviceCache:
         Each pair (token, expert) is in one part: `lease_part` it, and add the rows of its pairs. A part takes half of
         the slots at most: the pages in the others, those that decoding needs most, stay.
         """
-        count, slots = self._tables.layers[layer].count, self.slots(layer)
-        if count <= slots:
+        count, step = self._tables.layers[layer].count, self._scanned(layer)
+        if step >= count:
             return [Part(ids_Tk)]
-        step = max(1, slots // 2)
-        return [Part(ids_Tk.where((ids_Tk >= first) & (ids_Tk < first + step), -1)) for first in range(0, count, step)]
+        return [_between(ids_Tk, first, first + step) for first in range(0, count, step)]
+
+    def scan_touched(
+        self, layer: int, ids_Tk: Tensor, touched: Sequence[int], most: int
+    ) -> list[tuple[Sequence[int], Part]]:
+        """`scan` where the host knows the experts that ids name: return those of each part with it, one part at least.
+
+        Args:
+            touched: these experts, ascending.
+            most: of them in a part.
+        """
+        step = min(most, self._scanned(layer))
+        chunks = [touched[first : first + step] for first in range(0, len(touched), step)] or [[]]
+        if len(chunks) == 1:
+            return [(touched, Part(ids_Tk))]
+        return [(chunk, _between(ids_Tk, chunk[0], chunk[-1] + 1)) for chunk in chunks]
+
+    def _scanned(self, layer: int) -> int:
+        """How many experts a part of a scan takes at most."""
+        count, slots = self._tables.layers[layer].count, self.slots(layer)
+        return count if count <= slots else max(1, slots // 2)
 
     @contextlib.contextmanager
     def _entered(self, layer: int) -> Iterator[None]:
@@ -266,6 +285,10 @@ class DeviceCache:
             if arena is not None:
                 arena.close()
                 self._arena = None
+
+
+def _between(ids_Tk: Tensor, first: int, end: int) -> Part:
+    return Part(ids_Tk.where((ids_Tk >= first) & (ids_Tk < end), -1))
 
 
 def _page_bytes(stack: TierStack, name: str, keys: Sequence[str]) -> int:

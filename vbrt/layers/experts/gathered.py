@@ -1,10 +1,12 @@
-"""Experts held dense, all on the GPU: the device gathers those that tokens are sent to; nothing waits to hear which.
+"""Experts held dense that the device gathers: where it alone knows which experts are touched, nothing waits to hear it.
 
-A module's implementation reads its weights as one tensor [n, ...], and pages lie apart. So the pages of as many experts
-as there are pairs are copied together, ascending and each once; what is left over repeats and has no rows. That is what
-a lease of the touched experts gives, in shapes that do not depend on them: a CUDA graph can record it.
+A module's implementation reads its weights as one tensor [n, ...], and pages lie apart: where all live on the GPU, and
+in the slots of a cache of which it decides. So the pages of as many experts as there are pairs are copied together,
+ascending and each once; what is left over repeats and has no rows. That is what a lease of the touched experts gives,
+in shapes that do not depend on them: a CUDA graph can record it.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +17,8 @@ from vbrt.formats.page import PageLayout, unpack
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.experts.residency import gather_pages
 from vbrt.layers.experts.library import ExpertsView, implementation_of
+from vbrt.residency.expert_leases import gathered_at_once
+from vbrt.residency.sizes import format_bytes
 
 if TYPE_CHECKING:
     from vbrt.kernels.experts import ExpertPages
@@ -22,41 +26,74 @@ if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle
     from vbrt.layers.experts.layer import VBExperts
 
-__all__ = ["fits_gathered", "gathered", "may_gather", "ranked"]
+__all__ = ["Gathered", "fits_gathered", "gathered", "may_gather", "ranked", "why_not_gathered"]
 
 _IMPLEMENTATIONS = ("batched_mm", "grouped_mm")  # of transformers: none of them waits
-_MOST_BYTES = 256 << 20  # of gathered pages, which are outside of the budgets
 
 
 def may_gather(handle: "ExpertsHandle") -> bool:
-    """True if the device may gather a layer's experts, where there are few enough tokens."""
-    if (
-        not (handle.spec.dense and handle.keys)
-        or handle.streams
-        or handle.device.type != "cuda"
-        or handle.dtype is not handle.spec.dtype
-    ):
-        return False
-    named = all(implementation_of(layer)[0] in _IMPLEMENTATIONS for layer in handle.layers)
-    return named and devices.available() and handle.spec.top_k * handle.pages[0].nbytes <= _MOST_BYTES
+    """True if the device may gather a layer's experts from where they live, where there are few enough tokens."""
+    return not handle.streams and handle.device.type == "cuda" and not why_not_gathered(handle)
+
+
+def why_not_gathered(handle: "ExpertsHandle") -> str:
+    """Return why the device cannot gather the experts that one token is sent to; "" if it can."""
+    spec, waits = handle.spec, "the host leases the experts that tokens are sent to"
+    name, nbytes = f"{spec.name}: held as {spec.label}", handle.pages[0].nbytes if handle.keys else 0
+    if not (spec.dense and handle.keys):
+        return f"{name}: {waits}"
+    if handle.dtype is not spec.dtype:
+        return f"{name} in {spec.dtype}, and cast to {handle.dtype}: {waits}"
+    others = {implementation_of(layer)[0] or "eager" for layer in handle.layers} - set(_IMPLEMENTATIONS)
+    if others:
+        return f"{name}: the implementation {min(others)} asks which experts are touched: {waits}"
+    if not devices.available():
+        return f"{name}: there is no Triton for this torch: {waits}"
+    if spec.top_k > gathered_at_once(nbytes):
+        return f"{name}: the experts of one token take {format_bytes(spec.top_k * nbytes)}: {waits}"
+    return ""
 
 
 def fits_gathered(handle: "ExpertsHandle", ids_Tk: Tensor) -> bool:
     """True if so many ids name few of the experts, and these take little room."""
     pairs = ids_Tk.numel()
-    return pairs < handle.spec.experts and pairs * handle.pages[0].nbytes <= _MOST_BYTES
+    return pairs < handle.spec.experts and pairs <= gathered_at_once(handle.pages[0].nbytes)
+
+
+class Gathered:
+    """The pages of some experts, for an implementation: as `Leased` is, where only the device knows where they lie.
+
+    Attributes:
+        experts: the experts, ascending.
+    """
+
+    def __init__(self, handle: "ExpertsHandle", pages: "ExpertPages", experts: Sequence[int]) -> None:
+        self.experts, self._handle, self._pages = experts, handle, pages
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return copies of the weights of every part, [n, ...], under the names of the module's parameters."""
+        experts_n = torch.tensor(self.experts, dtype=torch.int64, device="cpu").to(self._pages.addresses.device)
+        return _weights(self._handle, self._pages, experts_n)
 
 
 def gathered(layer: "VBExperts", routed: "Routed", pages: "ExpertPages") -> Tensor:
-    """Return the output of a layer of which `may_gather` and `fits_gathered` hold. pages: of all experts."""
-    spec, layout = layer.handle.spec, pages.layout
-    experts_P, local_Tk = ranked(routed.ids, spec.experts)
-    memory = gather_pages(pages.addresses, experts_P, layer.handle.pages[0].nbytes)
-    weights = {
-        parameter: _stacked(memory, layout, part) for parameter, part in zip(spec.parameters, spec.parts, strict=True)
-    }
+    """Return the output of a layer of which `why_not_gathered` and `fits_gathered` hold.
+
+    Args:
+        pages: of all experts that are touched; the addresses of others may be of any pages.
+    """
+    experts_P, local_Tk = ranked(routed.ids, layer.handle.spec.experts)
+    weights = _weights(layer.handle, pages, experts_P)
     _, forward = implementation_of(layer)
     return forward(ExpertsView(layer, weights, experts_P), routed.x, local_Tk, routed.weights)
+
+
+def _weights(handle: "ExpertsHandle", pages: "ExpertPages", experts_P: Tensor) -> dict[str, Tensor]:
+    """The weights of every part, [P, ...], from pages that are copied together."""
+    spec = handle.spec
+    memory = gather_pages(pages.addresses, experts_P, handle.pages[0].nbytes)
+    names = zip(spec.parameters, spec.parts, strict=True)
+    return {name: _stacked(memory, pages.layout, part) for name, part in names}
 
 
 def ranked(ids_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -76,7 +76,8 @@ class ResidentTables:
         self._clocks = list(self._all_clocks)
         self._all_routed = table(len(layers), _ROUTED)
         self._routed = list(self._all_routed)
-        self._addresses = [table(layer.count) for layer in layers]
+        places = [self._arenas[layer.pool].data_ptr() for layer in layers]  # may be read before the first lease
+        self._addresses = [table(layer.count).fill_(at) for layer, at in zip(layers, places, strict=True)]
         self._fetch = table(1 + 2 * max(_power_of_two(layer.count) for layer in layers))
         self.forget()
 
@@ -96,7 +97,7 @@ class ResidentTables:
     def lease(self, layer: int, ids: Tensor, *, scan: bool = False) -> Tensor:
         """Lease the experts that `ids` names; return the addresses of the layer's experts, int64 [E].
 
-        Those of other experts are anything. The tensor is the same each time; what it says holds until the next lease
+        Those of other experts are of any slots. The tensor is the same each time; what it says holds until the next lease
         of the layer's pool. Call `fits` first: the device does not notice that there are too few slots.
 
         Args:
