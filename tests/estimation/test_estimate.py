@@ -414,13 +414,47 @@ def test_products_of_experts_in_4_bits_make_rows_for_all_pairs(hidden, inner):
 
 
 @pytest.mark.parametrize(
-    ("preset", "budget", "recorded"),
-    [("dense", "1GiB", True), ("dense", "500KiB", False), ("exact", "1GiB", False), ("fp4", "500KiB", True)],
+    ("preset", "budget", "batch", "recorded"),
+    [
+        ("dense", "1GiB", 1, True),
+        ("dense", "1GiB", 7, True),
+        ("dense", "1GiB", 8, False),  # as many pairs as experts
+        ("dense", "500KiB", 1, True),
+        ("dense", "500KiB", 7, False),  # more than the cache has slots
+        ("exact", "1GiB", 1, False),
+        ("fp4", "500KiB", 8, True),
+    ],
 )
-def test_steps_are_recorded_unless_the_host_hears_which_experts_they_take(preset, budget, recorded):
+def test_steps_are_recorded_unless_the_host_hears_which_experts_they_take(preset, budget, batch, recorded):
     config = load_config(preset, weights={"min_parameters": 0}, tiers={"gpu": {"budget": budget}})
     plan = vbrt.make_plan(qwen3_moe(count=16, layers=3).bfloat16(), config, Machine(GiB, GiB, 32 * GiB, 32 * GiB))
-    assert records(vbrt.Task("decode"), plan, "gpu") is recorded
+    assert records(vbrt.Task("decode", batch=batch), plan, "gpu") is recorded
+
+
+def test_steps_whose_experts_lie_on_a_drive_are_not_recorded(tmp_path):
+    drive = {"enabled": True, "path": str(tmp_path)}
+    tiers = {"gpu": {"budget": "500KiB"}, "cpu": {"budget": "100KiB"}, "ssd": drive}
+    machine, model = Machine(GiB, GiB, 32 * GiB, 32 * GiB, ssd_free_bytes=GiB), qwen3_moe(count=16, layers=3).bfloat16()
+    for preset in ("dense", "fp4"):
+        plan = vbrt.make_plan(model, load_config(preset, weights={"min_parameters": 0}, tiers=tiers), machine)
+        assert any(page.home == "ssd" for swap in plan.routed for page in swap.pages)
+        assert not records(vbrt.Task("decode"), plan, "gpu")
+
+
+def test_experts_of_which_the_gpu_decides_are_gathered_by_pair_and_scanned_by_half_of_the_slots():
+    mib = 1 << 20
+    leases = ExpertLeases(experts=64, top_k=2, decoded_bytes=mib, page_bytes=(mib,), lossless=True)
+    held, peaks = HeldExperts(leases, on_gpu=True, room_bytes=48 * mib, most=0, slots=12), {}
+    for tokens in (1, 6, 200):
+        with FakeTensorMode(), torch.no_grad():
+            module, x = nn.Module(), torch.empty(tokens, 1024, dtype=torch.bfloat16)
+            module.up = nn.Parameter(torch.empty(64, 512, 1024, dtype=torch.bfloat16))
+            ids, meter = torch.empty(tokens, 2, dtype=torch.long), Meter()
+            with meter:
+                held.forward(module, lambda *_: x, x, ids)
+        peaks[tokens] = max(meter.peaks.values()) // mib
+    assert peaks[1] == 2 and peaks[6] == 12 and 6 <= peaks[200] < 9  # rows of 400 pairs and their sum with weights
+    assert held._replace(slots=None).at_once(400) != held.at_once(400) == 6
 
 
 def test_tokens_touch_as_many_experts_as_random_ones_would():

@@ -118,6 +118,56 @@ def test_experts_held_dense_on_the_gpu_are_gathered_by_it_and_keep_their_bits(im
     assert (steps.captured, steps.eager) == (11, 0), steps.reasons
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("slots", [5, 13])
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_experts_held_dense_of_which_the_gpu_decides_are_recorded_and_keep_their_bits(implementation, slots, batch):
+    """13 slots take the pairs of three sequences in one lease; with 5 these are scanned, in parts that the host hears."""
+    plain = mixed()
+    plain.config._experts_implementation = implementation
+    vb = streamed(copy.deepcopy(plain), slots)
+    for tokens in (1, 2, 3, 4, 60, 1):
+        x = torch.randn(1, tokens, 256, device="cuda", dtype=torch.bfloat16)
+        assert torch.equal(vb.model.model.layers[1].mlp(x), plain.model.layers[1].mlp(x)), tokens
+    ids = torch.randint(0, 128, (batch, 9), device="cuda")
+    resident = wrapped(copy.deepcopy(plain)).materialize()
+    for _ in range(2):
+        got, want = (m.generate(ids, max_new_tokens=12, do_sample=False) for m in (vb, resident))
+        assert torch.equal(got, want)
+    stats = vb.stats()
+    assert stats.layers["model.layers.1.mlp.experts"].experts.decides == "gpu" and not stats.fallbacks
+    if batch == 1 or slots == 13:
+        assert (stats.steps.captured, stats.steps.eager) == (22, 0), stats.steps.reasons
+    else:
+        assert stats.steps.captured == 0 and "the host hears which experts" in str(stats.steps.reasons)
+
+
+def streamed(model, slots: int) -> vbrt.VBModelWrapper:
+    """Experts live in host memory; a device cache has so many slots for each layer of them."""
+    weights = {"min_parameters": 0}
+    plan = vbrt.make_plan(model, vbrt.load_config("dense", weights=weights))
+    page, layers = plan.routed[0].pages[0].nbytes, len(plan.routed)
+    rest = plan.page_bytes - sum(swap.page_bytes for swap in plan.routed)
+    budget = rest + (plan.routed[0].top_k + slots * layers) * page
+    vb = vbrt.wrap(model, "dense", weights=weights, tiers={"gpu": {"budget": budget}}, policy={"kind": "experts"})
+    assert all(page.home == "cpu" for swap in vb.plan.routed for page in swap.pages)
+    return vb.materialize()
+
+
+def test_a_budget_and_another_implementation_end_and_begin_that_the_gpu_decides():
+    plain = mixed()
+    vb, ids = streamed(copy.deepcopy(plain), 9), torch.randint(0, 128, (1, 9), device="cuda")
+    first = vb.generate(ids, max_new_tokens=12, do_sample=False)
+    vb.set_budget("gpu", int(vb.plan.budgets["gpu"] * 0.9))
+    assert torch.equal(vb.generate(ids, max_new_tokens=12, do_sample=False), first)
+    steps = vb.stats().steps
+    assert (steps.captured, steps.eager) == (22, 0), steps.reasons
+    for model in (vb.model, plain):
+        model.set_experts_implementation("eager")
+    x = torch.randn(1, 3, 256, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(vb.model.model.layers[1].mlp(x), plain.model.layers[1].mlp(x))
+
+
 def test_experts_that_the_host_leases_keep_steps_eager_and_are_named():
     vb = wrapped(mixed(), "exact")
     with pytest.warns(UserWarning, match="the host leases the experts that tokens are sent to"):

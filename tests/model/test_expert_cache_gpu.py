@@ -9,11 +9,12 @@ from tests.models import qwen3_moe
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 NAME = "model.layers.0.mlp.experts"
 EXPERTS = 16
+FORMATS = ["nvfp4", "dense"]
 
 
-def _wrapped(*, policy: str = "experts", share: float = 0.5) -> vbrt.VBModelWrapper:
+def _wrapped(format: str = "nvfp4", *, policy: str = "experts", share: float = 0.5) -> vbrt.VBModelWrapper:
     """Experts live in host memory; a share of them finds room on the GPU beside everything else."""
-    settings = {"weights": {"format": "nvfp4", "min_parameters": 0}, "policy": {"kind": policy}}
+    settings = {"weights": {"format": format, "min_parameters": 0}, "policy": {"kind": policy}}
     model = qwen3_moe(count=EXPERTS, layers=3)
     plan = vbrt.make_plan(model, vbrt.config.load_config(settings))
     experts = sum(swap.page_bytes for swap in plan.swaps if swap.experts)
@@ -28,11 +29,12 @@ def _tokens(model: torch.nn.Module) -> list[torch.Tensor]:
     return [prompt, *(torch.randint(0, 128, (1, 1), device="cuda") for _ in range(40))]
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
-def test_the_gpu_and_the_host_give_the_same_bits_and_the_same_counts():
+def test_the_gpu_and_the_host_give_the_same_bits_and_the_same_counts(format):
     outputs, stats = {}, {}
     for policy in ("experts", "lru"):
-        vb = _wrapped(policy=policy)
+        vb = _wrapped(format, policy=policy)
         outputs[policy] = [vb(tokens).logits for tokens in _tokens(vb.model)]
         stats[policy] = vb.stats(experts=True).layers[NAME]
         vb.close()
@@ -44,9 +46,10 @@ def test_the_gpu_and_the_host_give_the_same_bits_and_the_same_counts():
     assert sum(stats["experts"].experts.each.hits) == stats["experts"].hits
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
-def test_a_decode_step_is_one_graph_that_follows_its_routing():
-    vb, other = _wrapped(), _wrapped(policy="lru")
+def test_a_decode_step_is_one_graph_that_follows_its_routing(format):
+    vb, other = _wrapped(format), _wrapped(format, policy="lru")
     steps = _tokens(vb.model)
     want = [other(tokens).logits for tokens in steps]
     for tokens in steps[:3]:
@@ -72,9 +75,10 @@ def test_a_decode_step_is_one_graph_that_follows_its_routing():
         vb.set_budget("gpu", vb.plan.budgets["gpu"] + (1 << 20))
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
-def test_budgets_new_weights_and_reads_leave_the_outputs_right():
-    vb = _wrapped()
+def test_budgets_new_weights_and_reads_leave_the_outputs_right(format):
+    vb = _wrapped(format)
     steps = _tokens(vb.model)
     want = [vb(tokens).logits for tokens in steps[:4]]
     vb.set_budget("gpu", int(vb.plan.budgets["gpu"] * 0.8))

@@ -1,7 +1,7 @@
 """What routed experts allocate on a GPU while their layer computes, as a plan holds them, on a copy that is traced.
 
-Lossless ones: the experts of one lease, decoded together, and what the model's own implementation makes; where a prompt
-takes several leases, that for their part of the pairs, and the rows of all pairs. Those in 4 bits: inputs and outputs
+Lossless ones: the experts of one lease, decoded or gathered together, and what the model's own implementation makes;
+where a pass takes several leases, that for their part of the pairs, and the rows of all pairs. Those in 4 bits: inputs and outputs
 of both products for each pair, and where pages pass through, the rows of the leases before. See
 `layers/experts/compute.py`.
 
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from vbrt.estimation.task import Task
 from vbrt.kernels.cuda.launch_table import are_few
 from vbrt.residency.division import auto_scan
-from vbrt.residency.expert_leases import ExpertLeases
+from vbrt.residency.expert_leases import ExpertLeases, gathered_at_once
 from vbrt.residency.experts import pages_of_scan
 from vbrt.residency.plan import Plan, Swap
 
-__all__ = ["HeldExperts", "experts_at_once", "pairs_among", "touched_share"]
+__all__ = ["HeldExperts", "experts_at_once", "heard_by_host", "pairs_among", "slots_of", "touched_share"]
 
 
 def pairs_among(values: Iterable[Any]) -> int:
@@ -44,6 +44,40 @@ def experts_at_once(leases: ExpertLeases, room_bytes: int | None) -> tuple[int, 
     return max(1, few), max(1, scan)
 
 
+def slots_of(swap: Swap, plan: Plan) -> int | None:
+    """Return how many experts of a layer held dense the cache has room for of which the GPU decides; None without one:
+    they are held otherwise, or do not all live in host memory."""
+    if plan.compute_tier != "gpu" or not _is_dense(swap) or {page.home for page in swap.pages} != {"cpu"}:
+        return None
+    moving = [one for one in plan.routed if any(page.home != "gpu" for page in one.pages)]
+    room = plan.budgets["gpu"] - plan.home_bytes("gpu") - max(sum(page.nbytes for page in one.leased) for one in moving)
+    slots = room // sum(max(page.nbytes for page in one.pages) for one in moving)
+    return min(slots, swap.experts) if slots > 0 else None
+
+
+def _parts(leases: ExpertLeases, slots: int) -> tuple[int, int]:
+    """Return the experts that are gathered together at most, of few tokens and in a scan, from so many slots."""
+    gathered = gathered_at_once(max(leases.page_bytes))
+    return gathered, gathered if slots == leases.experts else min(gathered, max(1, slots // 2))
+
+
+def heard_by_host(swap: Swap, plan: Plan, pairs: int) -> bool:
+    """True if the host hears, on a GPU, which routed experts of a layer so many pairs name, and leases these."""
+    homes = {page.home for page in swap.pages}
+    if swap.fine == "exact" or not (homes <= {"gpu"} or homes == {"cpu"}):
+        return True
+    at_once = (slots_of(swap, plan) or 0) if homes == {"cpu"} else gathered_at_once(_page_bytes(swap))
+    return _is_dense(swap) and (pairs >= swap.experts or pairs > at_once)
+
+
+def _is_dense(swap: Swap) -> bool:
+    return swap.lossless and swap.fine != "exact"
+
+
+def _page_bytes(swap: Swap) -> int:
+    return max((page.nbytes for page in swap.pages), default=0)
+
+
 class HeldExperts(NamedTuple):
     """A layer's experts as a plan holds them.
 
@@ -51,12 +85,14 @@ class HeldExperts(NamedTuple):
         on_gpu: whether a GPU computes.
         at_once: see `experts_at_once`.
         most: experts that the tokens of a prompt name; 0: any.
+        unheard: pairs of which nobody but the device knows the experts, held dense: it gathers one for each.
     """
 
     leases: ExpertLeases
     on_gpu: bool
     at_once: tuple[int, int]
     most: int
+    unheard: int = 0
 
     @classmethod
     def of(cls, swap: Swap, plan: Plan, task: Task) -> Self:
@@ -68,7 +104,10 @@ class HeldExperts(NamedTuple):
         moves = any(page.home != top for page in swap.pages)
         room = plan.budgets[top] - plan.home_bytes(top) if moves else None
         leases = ExpertLeases(swap.experts, swap.top_k, decoded, pages, swap.lossless)
-        return cls(leases, plan.compute_tier == "gpu", experts_at_once(leases, room), task.experts)
+        slots, step = slots_of(swap, plan), task.batch * swap.top_k
+        at_once = experts_at_once(leases, room) if slots is None else _parts(leases, slots)
+        unheard = step if slots is not None and not heard_by_host(swap, plan, step) else 0
+        return cls(leases, plan.compute_tier == "gpu", at_once, task.experts, unheard)
 
     def forward(self, module: nn.Module, own: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The output of a layer: nothing of it is computed that the model's own implementation does not compute."""
@@ -93,7 +132,7 @@ class HeldExperts(NamedTuple):
     def _by_library(
         self, stacked: list[nn.Parameter], own: Callable[..., Tensor], pairs: int, args: tuple, kwargs: dict[str, Any]
     ) -> Tensor:
-        touched, x = self.touched(pairs), args[0]
+        touched, x = pairs if pairs <= self.unheard else self.touched(pairs), args[0]
         leased = min(touched, self.leased(pairs))
         decoded = [p.new_empty((leased, *p.shape[1:])) for p in stacked]
         if leased == touched:

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vbrt.config import Machine, VBConfig
+from vbrt.estimation.experts import heard_by_host
 from vbrt.estimation.task import Task
 from vbrt.residency.needs import machine_bytes
-from vbrt.residency.plan import Plan, Swap
+from vbrt.residency.plan import Plan
 from vbrt.residency.sizes import format_bytes
 
 __all__ = ["Estimate", "Row", "records"]
@@ -30,17 +31,12 @@ _CONTEXT = "CUDA's context and loaded kernels, 0.4 to 0.6 GiB, come on top; torc
 
 def records(task: Task, plan: Plan | None, tier: str) -> bool:
     """True if `generate` records steps: of wrapped models on a GPU, unless the host hears which experts tokens are sent
-    to; on a CPU of those whose weights lose bits."""
+    to (see `layers.experts.why_waits`); on a CPU of those whose weights lose bits."""
     if task.kind != "decode" or plan is None:
         return False
     if tier != "gpu":
         return not all(swap.lossless for swap in plan.swaps)
-    return not any(swap.lossless and (swap.fine == "exact" or not _at_home(swap, tier)) for swap in plan.routed)
-
-
-def _at_home(swap: Swap, tier: str) -> bool:
-    """True if all pages of a weight live in a tier."""
-    return all(page.home == tier for page in swap.pages)
+    return not any(heard_by_host(swap, plan, task.batch * swap.top_k) for swap in plan.routed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ _CHUNK_BYTES = 256 << 20  # of decoded or gathered weights, which are outside of
 
 def gathered_at_once(page_bytes: int) -> int:
     """Return of how many experts the device copies the pages together at most."""
-    return _CHUNK_BYTES // max(1, page_bytes)
+    return max(1, _CHUNK_BYTES // max(1, page_bytes))
 
 
 class ExpertLeases(NamedTuple):

@@ -91,7 +91,7 @@ def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3):
                 check(experts, layer, ids, addresses)
         else:
             of_layers[layer].scan_unseen()
-            for part in cache.scan(layer, ids):
+            for part in parts_of(choose, cache, layer, ids):
                 trace += [Announce(experts.keys(layer, part.ids)), experts.keys(layer, part.ids)]
                 with cache.lease_part(layer, part) as addresses:
                     check(experts, layer, part.ids, addresses)
@@ -105,6 +105,19 @@ def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3):
     cache.close()
     experts.stack.close()
     return evictions
+
+
+def parts_of(choose, cache, layer, ids):
+    """The parts of a scan whose experts the device knows, or the host, too."""
+    if choose.random() < 0.5:
+        return cache.scan(layer, ids)
+    count = len(cache.keys[f"layer{layer}"])
+    touched = sorted({e for e in ids.flatten().tolist() if 0 <= e < count})
+    parts = cache.scan_touched(layer, ids, touched, choose.choice((1, 2, count)))
+    assert [e for experts, _ in parts for e in experts] == touched
+    for experts, part in parts:
+        assert {e for e in part.ids.flatten().tolist() if 0 <= e < count} == set(experts)
+    return [part for _, part in parts]
 
 
 def check(experts, layer, ids, addresses):

@@ -17,7 +17,9 @@ def launch(name: str) -> Any:
     return {"resolve": _resolve, "fetch": _fetch}[name]
 
 
-def _resolve(programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, SCAN: bool, **others: Any) -> None:
+def _resolve(
+    programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, SCAN: bool, **others: Any
+) -> None:
     ids, pages, slots, clock, sources, addresses, fetch, arena, _ = tensors
     _, experts, first_page, _, first_slot, room, _, page_bytes, _, _ = numbers
     named = sorted({e for e in ids.flatten().tolist() if 0 <= e < experts})

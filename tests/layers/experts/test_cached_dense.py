@@ -4,18 +4,20 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
+import vbrt
 from tests.layers.experts import tables
 from tests.layers.experts.beside_gpu import wrap_beside
 from tests.models import qwen3_moe
 from vbrt.errors import TierError
 from vbrt.kernels.cuda.experts import residency
-from vbrt.layers.experts import gathered, why_waits
+from vbrt.layers.experts import compute, gathered, why_waits
 from vbrt.layers.experts.compute import Routed, run_experts
 from vbrt.tiers.memory import Buffer
 
 pytest.importorskip("transformers")
-EXPERTS = 16
+EXPERTS, PAGE = 16, 12288
 IMPLEMENTATIONS = ["batched_mm", "grouped_mm"]
 
 
@@ -28,40 +30,190 @@ def decided(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def wrapped(model, slots, scope="layer"):
-        layers = model.config.num_hidden_layers
-        vb = wrap_beside(monkeypatch, model, "dense", room=slots * layers + model.config.num_experts_per_tok)
+        room = slots * model.config.num_hidden_layers + model.config.num_experts_per_tok
+        vb = wrap_beside(monkeypatch, model, "dense", room=room)
         vb.stack.levels[0].policy.scope = scope
         vb._attachment.expert_cache.follow()
-        assert vb._attachment.expert_cache.fallbacks == []
+        assert vb._attachment.expert_cache.fallbacks == [] and layer_of(vb.model).handle.deciding.by == "gpu"
         return vb
 
     return wrapped
+
+
+@pytest.fixture
+def unheard(monkeypatch):
+    """Nobody may ask which experts are touched."""
+
+    def refused(*_):
+        raise AssertionError("the host hears which experts are touched")
+
+    return lambda: monkeypatch.setattr(compute, "touched_experts", refused)
 
 
 def layer_of(model):
     return model.model.layers[0].mlp.experts
 
 
-def routed(tokens, top_k=2, experts=EXPERTS, dtype=torch.bfloat16):
-    """Hidden states, ids with a sentinel among them, and weights."""
+def routed(tokens, top_k=2, dtype=torch.bfloat16):
+    """Hidden states, ids, weights."""
     torch.manual_seed(tokens)
-    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
+    ids = torch.stack([torch.randperm(EXPERTS)[:top_k] for _ in range(tokens)])
     return Routed(torch.randn(tokens, 64, dtype=dtype), ids, torch.rand(tokens, top_k).to(dtype))
+
+
+def both(layer, module, given):
+    return tuple(one(given.x, given.ids, given.weights) for one in (layer, module))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scope", ["layer", "model"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("together", [256 << 20, 3 * PAGE])
+def test_passes_of_any_size_give_the_bits_of_the_plain_module(decided, monkeypatch, scope, implementation, together):
+    monkeypatch.setattr("vbrt.residency.expert_leases._CHUNK_BYTES", together)
+    plain = qwen3_moe(count=EXPERTS, experts=implementation)
+    for slots in (2, 5, EXPERTS):
+        vb = decided(copy.deepcopy(plain), slots, scope)
+        layer = layer_of(vb.model)
+        passes = (1, 2, 1, 3, 7, 1, 8, 40, 1)
+        for tokens in passes:
+            assert torch.equal(*both(layer, layer_of(plain), routed(tokens))), (slots, tokens)
+        stats = vb.stats()
+        experts = stats.layers[layer.handle.spec.name].experts
+        assert experts.decides == "gpu" and why_waits(layer.handle) == "" and not stats.fallbacks
+        at_once = min(EXPERTS - 1, slots * (1 if scope == "layer" else 2))
+        assert experts.scans == sum(2 * tokens > at_once for tokens in passes), slots
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("slots", [2, 5, EXPERTS])
-@pytest.mark.parametrize("together", [256 << 20, 3 * 12288])
-def test_passes_of_any_size_give_the_bits_of_the_plain_module(decided, monkeypatch, implementation, slots, together):
+@pytest.mark.parametrize("together", [256 << 20, 5 * PAGE, PAGE])
+def test_the_host_hears_no_experts_where_one_lease_takes_them(decided, unheard, monkeypatch, implementation, together):
     monkeypatch.setattr("vbrt.residency.expert_leases._CHUNK_BYTES", together)
     plain = qwen3_moe(count=EXPERTS, experts=implementation)
-    vb, module = decided(copy.deepcopy(plain), slots), layer_of(plain)
-    layer = layer_of(vb.model)
-    for tokens in (1, 2, 1, 3, 7, 1, 8, 40, 1):
+    layer = layer_of(decided(copy.deepcopy(plain), EXPERTS).model)
+    unheard()
+    for tokens in (1, 3, 7):
+        assert torch.equal(*both(layer, layer_of(plain), routed(tokens))), tokens
+    with pytest.raises(AssertionError, match="the host hears"):
+        run_experts(layer, routed(8))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slots", [3, EXPERTS])
+@pytest.mark.parametrize("together", [256 << 20, 3 * PAGE])
+def test_ids_of_no_expert_are_passed_over(decided, monkeypatch, slots, together):
+    monkeypatch.setattr("vbrt.residency.expert_leases._CHUNK_BYTES", together)
+    plain = qwen3_moe(count=EXPERTS)
+    layer = layer_of(decided(copy.deepcopy(plain), slots).model)
+    layer._is_expert_parallel = layer_of(plain)._is_expert_parallel = True  # which have such ids
+    for tokens in (1, 3, 7, 20):
         given = routed(tokens)
-        want = module(given.x, given.ids, given.weights)
-        assert torch.equal(run_experts(layer, given), want), tokens
-    experts = vb.stats().layers[layer.handle.spec.name].experts
-    assert experts.decides == "gpu" and why_waits(layer.handle) == "" and not vb.stats().fallbacks
-    assert experts.scans == (2 if slots == EXPERTS else 4 if slots == 5 else 5)
+        given.ids[-1] = given.ids[0, 1] = EXPERTS
+        given.weights[-1] = given.weights[0, 1] = 0
+        assert torch.equal(*both(layer, layer_of(plain), given)), tokens
+
+
+@torch.no_grad()
+def test_biases_and_norms_of_rows_are_applied(decided, monkeypatch):
+    monkeypatch.setattr("vbrt.residency.expert_leases._CHUNK_BYTES", 3 * PAGE)
+    for implementation in IMPLEMENTATIONS:
+        plain = qwen3_moe(count=EXPERTS, experts=implementation)
+        vb = decided(copy.deepcopy(plain), 7)
+        for module in (layer_of(vb.model), layer_of(plain)):
+            torch.manual_seed(1)
+            module.has_bias, module.has_post_expert_norm = True, True
+            module.gate_up_proj_bias = nn.Parameter(torch.randn(EXPERTS, 64).bfloat16(), requires_grad=False)
+            module.down_proj_bias = nn.Parameter(torch.randn(EXPERTS, 64).bfloat16(), requires_grad=False)
+            module.post_expert_norm = nn.RMSNorm(64, dtype=torch.bfloat16)
+        for tokens in (1, 3, 20):
+            assert torch.equal(*both(layer_of(vb.model), layer_of(plain), routed(tokens))), (implementation, tokens)
+
+
+@torch.no_grad()
+def test_autocast_and_other_dtypes_compute_as_the_plain_module_does(decided):
+    for implementation in IMPLEMENTATIONS:
+        plain = qwen3_moe(count=EXPERTS, experts=implementation)
+        layer = layer_of(decided(copy.deepcopy(plain), 6).model)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for tokens in (1, 5, 20):
+                assert torch.equal(*both(layer, layer_of(plain), routed(tokens, dtype=torch.float32))), tokens
+
+
+@torch.no_grad()
+def test_what_the_device_cannot_gather_the_host_leases_beside_its_cache_and_names(decided):
+    plain = qwen3_moe(count=EXPERTS)
+    vb = decided(copy.deepcopy(plain), 4)
+    layer, module = layer_of(vb.model), layer_of(plain)
+    run_experts(layer, routed(1))
+    for model in (vb.model, plain):
+        model.set_experts_implementation("eager")
+    assert "the implementation eager asks which experts are touched: the host leases" in why_waits(layer.handle)
+    for tokens in (1, 3, 20):
+        assert torch.equal(*both(layer, module, routed(tokens))), tokens
+    for model in (vb.model, plain):
+        model.set_experts_implementation("grouped_mm")
+        model.float()
+    assert "held as dense in torch.bfloat16, and cast to torch.float32" in why_waits(layer.handle)
+    for tokens in (1, 20):
+        assert torch.equal(*both(layer, module, routed(tokens, dtype=torch.float32))), tokens
+
+
+def test_gradients_flow_where_the_device_decides(decided):
+    plain = qwen3_moe(count=EXPERTS)
+    vb = decided(copy.deepcopy(plain), 5)
+    for tokens in (1, 20):
+        found = []
+        for module in (layer_of(vb.model), layer_of(plain)):
+            given = routed(tokens)
+            x, weights = given.x.requires_grad_(), given.weights.requires_grad_()
+            y = module(x, given.ids, weights)
+            found.append((y.detach(), *torch.autograd.grad(y.float().square().sum(), (x, weights))))
+        assert torch.equal(found[0][0], found[1][0])
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@torch.no_grad()
+def test_budgets_reads_and_new_weights_leave_outputs_right(decided):
+    plain = qwen3_moe(count=EXPERTS)
+    vb = decided(copy.deepcopy(plain), 6)
+    layer, module, cache = layer_of(vb.model), layer_of(plain), vb._attachment.expert_cache
+    run_experts(layer, routed(7))
+    assert torch.equal(layer.down_proj, module.down_proj)
+    before = vb.stats().layers[layer.handle.spec.name]
+    cache.reset()
+    assert layer.handle.deciding.by == "host" and torch.equal(*both(layer, module, routed(7)))
+    cache.follow()
+    assert layer.handle.deciding.by == "gpu" and torch.equal(*both(layer, module, routed(7)))
+    assert vb.stats().layers[layer.handle.spec.name].misses > before.misses > 0
+    for one in (layer, module):
+        one.down_proj.mul_(2)
+    assert torch.equal(*both(layer, module, routed(7)))
+    cache.follow()
+    assert layer.handle.deciding.by == "gpu" and torch.equal(*both(layer, module, routed(7)))
+    assert torch.equal(vb.unwrap().model.layers[0].mlp.experts.down_proj, module.down_proj)
+
+
+@torch.no_grad()
+def test_scans_are_refused_within_a_capture(decided, monkeypatch):
+    layer = layer_of(decided(qwen3_moe(count=EXPERTS), 6).model)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    given = routed(20)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(TierError, match="the host hears which experts 40 ids name, and cannot in a CUDA graph"):
+        run_experts(layer, Routed(given.x, given.ids.as_subclass(OnGpu), given.weights))
+
+
+@torch.no_grad()
+def test_exact_experts_stay_with_the_host_which_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    vb = wrap_beside(monkeypatch, qwen3_moe(count=EXPERTS), "exact", room=8)
+    cache, handle = vb._attachment.expert_cache, layer_of(vb.model).handle
+    cache.follow()
+    assert handle.deciding.by == "host" and "one plane" in cache.fallbacks[0]
+    assert "the host leases the experts that tokens are sent to" in why_waits(handle)
+    assert isinstance(vb, vbrt.VBModelWrapper)

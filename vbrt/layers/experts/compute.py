@@ -3,7 +3,7 @@
 | weights | how |
 | --- | --- |
 | `dense`, `exact` | the experts implementation that the model's config names, on the leased experts: its very bits |
-| `dense`, all pages on the GPU (few tokens) or in a cache of which it decides | the same, on experts that the device gathers: see `gathered.py` |
+| `dense`, few tokens, all pages on the GPU; those of which it decides | the same, on experts that it gathers: see `gathered.py` |
 | 4 bits | the ops `experts_up` and `experts_down` on the leased pages |
 | 4 bits, experts that are missing on the device | the same by the CPU, where `experts.miss` has it: see `missed.py` |
 | tracers, transforms, weights that somebody has put in their place | the module's own forward on decoded temporaries |
@@ -28,7 +28,15 @@ from vbrt.kernels.experts import ExpertPages
 from vbrt.kernels.product import as_autocast
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.gates import kept_gate, own_gate
-from vbrt.layers.experts.gathered import Gathered, fits_gathered, gathered, may_gather, why_not_gathered
+from vbrt.layers.experts.gathered import (
+    Gathered,
+    fits_gathered,
+    gathered,
+    gathered_weights,
+    may_gather,
+    ranked,
+    why_not_gathered,
+)
 from vbrt.layers.experts.leased import resident_pages
 from vbrt.layers.experts.library import ExpertsView, implementation_of
 from vbrt.layers.experts.routing import local_ids, pairs_of, touched_experts
@@ -121,21 +129,22 @@ def _by_device(layer: "VBExperts", routed: Routed, cached: "CachedLayer", *, sca
 
 
 def _dense_by_device(layer: "VBExperts", routed: Routed, cached: "CachedLayer", *, scan: bool) -> Tensor:
-    """`_by_device` of experts held dense. Of few ids nobody but the device knows the experts; which ones more ids name
-    the host hears, and the device leases and gathers a part of them at a time."""
-    handle, whole = layer.handle, not scan and cached.whole(routed.ids)
-    if whole and fits_gathered(handle, routed.ids):
-        with cached.lease(routed.ids) as addresses:
-            return gathered(layer, routed, cached.at(addresses))
-    _refuse_captures(handle, routed.ids)
-    touched, most = touched_experts(routed.ids, handle.spec.experts), gathered_at_once(handle.pages[0].nbytes)
-    compute = _Library(layer, routed)
-    if whole:
+    """`_by_device` of experts held dense. In a lease of all that are touched nobody but the device knows which these
+    are; what a scan touches the host hears, and has parts of it leased."""
+    handle = layer.handle
+    if routed.ids.numel() and not scan and cached.whole(routed.ids):
         with cached.lease(routed.ids) as addresses:
             pages = cached.at(addresses)
-            return compute.all([Gathered(handle, pages, chunk) for chunk in _cut(touched, most)])
+            if fits_gathered(handle, routed.ids):
+                return gathered(layer, routed, pages)
+            return _Library(layer, routed).unheard(pages)
+    _refuse_captures(handle, routed.ids)
     handle.routing.scan_unseen()
-    parts = cached.parts(routed.ids, touched, most)
+    touched = touched_experts(routed.ids, handle.spec.experts)
+    compute, parts = (
+        _Library(layer, routed),
+        cached.parts(routed.ids, touched, gathered_at_once(handle.pages[0].nbytes)),
+    )
     for experts, part in parts:
         with cached.lease_part(part) as addresses:
             some = Gathered(handle, cached.at(addresses), experts)
@@ -216,14 +225,6 @@ class _Library:
             return self.routed.x.new_zeros(len(self.routed.x), self.handle.spec.columns)
         return self.forward(self._view(leased), self.routed.x, self._local(leased), self.routed.weights)
 
-    def all(self, leased: Sequence["Leased | Gathered"]) -> Tensor:
-        """All touched experts, some at a time."""
-        if len(leased) == 1:
-            return self.whole(leased[0])
-        for some in leased:
-            self.add(some)
-        return self.result()
-
     def add(self, leased: "Leased | Gathered") -> None:
         """Some of them."""
         self._add_rows(self._view(leased), self._local(leased), len(leased.experts))
@@ -236,25 +237,59 @@ class _Library:
             stacks = {parameter: turns.stack(part) for parameter, part in zip(spec.parameters, spec.parts, strict=True)}
             return self.forward(ExpertsView(self.layer, stacks, None), x, ids, weights)
 
+    def unheard(self, pages: ExpertPages) -> Tensor:
+        """All touched experts, of which only the device knows which they are, some at a time."""
+        experts_P, local_Tk = ranked(self.routed.ids, self.handle.spec.experts)
+        most, pairs = gathered_at_once(self.handle.pages[0].nbytes), len(experts_P)
+        for first in range(0, pairs, most):
+            if self.name == "batched_mm":
+                self._put_pairs_from(first, min(pairs, first + most), pages)
+                continue
+            some_n = experts_P[first : first + most]
+            view = ExpertsView(self.layer, gathered_weights(self.handle, pages, some_n), some_n)
+            ahead_Tk = local_Tk - first
+            self._put_unheard(view, ahead_Tk.where((ahead_Tk >= 0) & (ahead_Tk < len(some_n)), len(some_n)))
+        return self.result()
+
     def _add_rows(self, view: ExpertsView, local_Tk: Tensor, count: int) -> None:
         """The rows of pairs, before they are weighed."""
-        x, k = self.routed.x, local_Tk.shape[1]
-        if self.rows is None:
-            self.rows = x.new_zeros(local_Tk.numel(), self.handle.spec.columns)
-        if self.name in ("batched_mm", "grouped_mm"):
-            (self._add_pairs if self.name == "batched_mm" else self._add_groups)(view, local_Tk, count)
+        if self.name == "grouped_mm":
+            self._add_groups(view, local_Tk, count)
             return
         pairs_P = pairs_of(local_Tk, count)
-        ones_P1 = x.new_ones(len(pairs_P), 1)
-        self.rows[pairs_P] = self.forward(view, x[pairs_P // k], local_Tk.reshape(-1, 1)[pairs_P], ones_P1)
-
-    def _add_pairs(self, view: ExpertsView, local_Tk: Tensor, count: int) -> None:
-        """The rows of pairs as "batched_mm" computes them."""
-        library, k = sys.modules["transformers.integrations.moe"], local_Tk.shape[1]
-        pairs_P = pairs_of(local_Tk, count)
-        if len(pairs_P) == 1 < local_Tk.numel():  # torch multiplies a batch of one in another order
-            pairs_P = pairs_P.expand(2)
         ids_P = local_Tk.reshape(-1)[pairs_P]
+        if self.name == "batched_mm":
+            self._put_pairs(view, pairs_P, ids_P)
+            return
+        x, k = self.routed.x, local_Tk.shape[1]
+        ones_P1 = x.new_ones(len(pairs_P), 1)
+        self._put(pairs_P, self.forward(view, x[pairs_P // k], ids_P.unsqueeze(1), ones_P1))
+
+    def _put(self, pairs_P: Tensor, y: Tensor) -> None:
+        """Keep rows of pairs, in the dtype that they are computed in."""
+        self._begun(y)[pairs_P] = y
+
+    def _begun(self, y: Tensor) -> Tensor:
+        """The rows of all pairs, zeros at first."""
+        if self.rows is None:
+            self.rows = y.new_zeros(self.routed.ids.numel(), self.handle.spec.columns)
+        return self.rows
+
+    def _put_pairs_from(self, first: int, end: int, pages: ExpertPages) -> None:
+        """The rows of the pairs from one to another as "batched_mm" computes them."""
+        ids_P, experts = self.routed.ids.reshape(-1)[first:end].long(), self.handle.spec.experts
+        outside_P1 = ((ids_P < 0) | (ids_P >= experts)).unsqueeze(1)
+        ids_P = ids_P.clamp(0, experts - 1)
+        view = ExpertsView(self.layer, gathered_weights(self.handle, pages, ids_P), ids_P)
+        places_P = torch.arange(end - first, dtype=torch.int64, device=ids_P.device)
+        self._put_pairs(view, places_P + first, places_P)
+        self.rows[first:end].masked_fill_(outside_P1, 0.0)
+
+    def _put_pairs(self, view: ExpertsView, pairs_P: Tensor, ids_P: Tensor) -> None:
+        """The rows of pairs, whose experts have these ids in the view, as "batched_mm" computes them."""
+        library, k = sys.modules["transformers.integrations.moe"], self.routed.ids.shape[1]
+        if len(pairs_P) == 1 < self.routed.ids.numel():  # torch multiplies a batch of one in another order
+            pairs_P, ids_P = pairs_P.expand(2), ids_P.expand(2)
 
         def product(v: Tensor, name: str) -> Tensor:
             bias = getattr(view, f"{name}_bias")[ids_P] if view.has_bias else None
@@ -262,17 +297,33 @@ class _Library:
 
         up, down = self.handle.spec.parameters
         y = product(self._gated(view, product(self.routed.x[pairs_P // k], up), pairs_P), down)
-        self.rows[pairs_P] = view.post_expert_norm(y) if _has_norm(view) else y
+        self._put(pairs_P, view.post_expert_norm(y) if _has_norm(view) else y)
 
     def _add_groups(self, view: ExpertsView, local_Tk: Tensor, count: int) -> None:
         """The rows of pairs as "grouped_mm" computes them: what a row gives depends on its place among those of its
         expert, and its sort is not stable."""
-        library, k = sys.modules["transformers.integrations.moe"], local_Tk.shape[1]
         perm_P = torch.sort(self.routed.ids.reshape(-1)).indices
         ids_P = local_Tk.reshape(-1)[perm_P]
         places_P = (ids_P < count).nonzero().squeeze(1)
         pairs_P, ids_P = perm_P[places_P], ids_P[places_P]
         ends_n = torch.bincount(ids_P, minlength=count).cumsum(0, dtype=torch.int32)
+        self._put(pairs_P, self._groups(view, pairs_P, ids_P, places_P, ends_n))
+
+    def _put_unheard(self, view: ExpertsView, local_Tk: Tensor) -> None:
+        """`_add_groups` without a wait: rows of other experts come last, belong to no group, and are dropped."""
+        perm_P, count = torch.sort(self.routed.ids.reshape(-1)).indices, view.num_experts
+        ids_P = local_Tk.reshape(-1)[perm_P]
+        places_P = (ids_P >= count).int().sort(stable=True).indices
+        pairs_P, ids_P = perm_P[places_P], ids_P[places_P]
+        here_P1, experts_n = (ids_P < count).unsqueeze(1), torch.arange(count, dtype=torch.int64, device=ids_P.device)
+        ends_n = torch.searchsorted(ids_P, experts_n, right=True, out_int32=True)
+        y = self._groups(view, pairs_P, ids_P.clamp(max=count - 1), places_P, ends_n)
+        self._put(pairs_P, torch.where(here_P1, y, self._begun(y)[pairs_P]))
+
+    def _groups(self, view: ExpertsView, pairs_P: Tensor, ids_P: Tensor, places_P: Tensor, ends_n: Tensor) -> Tensor:
+        """What "grouped_mm" gives for pairs in the order of the view's experts, of which each one's rows end at
+        `ends_n`; `places_P`: theirs among all pairs."""
+        library, k = sys.modules["transformers.integrations.moe"], self.routed.ids.shape[1]
 
         def product(v: Tensor, name: str) -> Tensor:
             bias = getattr(view, f"{name}_bias")[ids_P] if view.has_bias else None
@@ -280,7 +331,7 @@ class _Library:
 
         up, down = self.handle.spec.parameters
         y = product(self._gated(view, product(self.routed.x[pairs_P // k], up), places_P), down)
-        self.rows[pairs_P] = view.post_expert_norm(y) if _has_norm(view) else y
+        return view.post_expert_norm(y) if _has_norm(view) else y
 
     def _gated(self, view: ExpertsView, v_pN: Tensor, places_p: Tensor) -> Tensor:
         """g(v) of the rows that have these places among those of all pairs.

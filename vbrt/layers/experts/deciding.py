@@ -113,9 +113,10 @@ def why_waits(handle: "ExpertsHandle") -> str:
     name, label = handle.spec.name, handle.spec.first.label
     cached = handle.deciding.cache is not None
     if handle.spec.dense:
-        decides = cached or may_gather(handle)
-        return why_not_gathered(handle) or ("" if decides else f"{name}: its pages move, and the host decides which")
-    if cached:
+        why = why_not_gathered(handle)
+        if why or cached or may_gather(handle):
+            return why
+    elif cached:
         return ""
     if handle.spec.lossless or pass_precision() == "coarse":
         return f"{name}: held as {label}: the host leases the experts that tokens are sent to"

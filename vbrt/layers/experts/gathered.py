@@ -18,7 +18,6 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.experts.residency import gather_pages
 from vbrt.layers.experts.library import ExpertsView, implementation_of
 from vbrt.residency.expert_leases import gathered_at_once
-from vbrt.residency.sizes import format_bytes
 
 if TYPE_CHECKING:
     from vbrt.kernels.experts import ExpertPages
@@ -26,20 +25,22 @@ if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle
     from vbrt.layers.experts.layer import VBExperts
 
-__all__ = ["Gathered", "fits_gathered", "gathered", "may_gather", "ranked", "why_not_gathered"]
+__all__ = ["Gathered", "fits_gathered", "gathered", "gathered_weights", "may_gather", "ranked", "why_not_gathered"]
 
 _IMPLEMENTATIONS = ("batched_mm", "grouped_mm")  # of transformers: none of them waits
 
 
 def may_gather(handle: "ExpertsHandle") -> bool:
     """True if the device may gather a layer's experts from where they live, where there are few enough tokens."""
-    return not handle.streams and handle.device.type == "cuda" and not why_not_gathered(handle)
+    if handle.streams or handle.device.type != "cuda" or why_not_gathered(handle):
+        return False
+    return handle.spec.top_k <= gathered_at_once(handle.pages[0].nbytes)
 
 
 def why_not_gathered(handle: "ExpertsHandle") -> str:
-    """Return why the device cannot gather the experts that one token is sent to; "" if it can."""
+    """Return why the device cannot gather a layer's experts; "" if it can."""
     spec, waits = handle.spec, "the host leases the experts that tokens are sent to"
-    name, nbytes = f"{spec.name}: held as {spec.label}", handle.pages[0].nbytes if handle.keys else 0
+    name = f"{spec.name}: held as {spec.label}"
     if not (spec.dense and handle.keys):
         return f"{name}: {waits}"
     if handle.dtype is not spec.dtype:
@@ -49,15 +50,13 @@ def why_not_gathered(handle: "ExpertsHandle") -> str:
         return f"{name}: the implementation {min(others)} asks which experts are touched: {waits}"
     if not devices.available():
         return f"{name}: there is no Triton for this torch: {waits}"
-    if spec.top_k > gathered_at_once(nbytes):
-        return f"{name}: the experts of one token take {format_bytes(spec.top_k * nbytes)}: {waits}"
     return ""
 
 
 def fits_gathered(handle: "ExpertsHandle", ids_Tk: Tensor) -> bool:
     """True if so many ids name few of the experts, and these take little room."""
     pairs = ids_Tk.numel()
-    return pairs < handle.spec.experts and pairs <= gathered_at_once(handle.pages[0].nbytes)
+    return 0 < pairs < handle.spec.experts and pairs <= gathered_at_once(handle.pages[0].nbytes)
 
 
 class Gathered:
@@ -73,7 +72,7 @@ class Gathered:
     def parameters(self) -> dict[str, Tensor]:
         """Return copies of the weights of every part, [n, ...], under the names of the module's parameters."""
         experts_n = torch.tensor(self.experts, dtype=torch.int64, device="cpu").to(self._pages.addresses.device)
-        return _weights(self._handle, self._pages, experts_n)
+        return gathered_weights(self._handle, self._pages, experts_n)
 
 
 def gathered(layer: "VBExperts", routed: "Routed", pages: "ExpertPages") -> Tensor:
@@ -83,13 +82,13 @@ def gathered(layer: "VBExperts", routed: "Routed", pages: "ExpertPages") -> Tens
         pages: of all experts that are touched; the addresses of others may be of any pages.
     """
     experts_P, local_Tk = ranked(routed.ids, layer.handle.spec.experts)
-    weights = _weights(layer.handle, pages, experts_P)
+    weights = gathered_weights(layer.handle, pages, experts_P)
     _, forward = implementation_of(layer)
     return forward(ExpertsView(layer, weights, experts_P), routed.x, local_Tk, routed.weights)
 
 
-def _weights(handle: "ExpertsHandle", pages: "ExpertPages", experts_P: Tensor) -> dict[str, Tensor]:
-    """The weights of every part, [P, ...], from pages that are copied together."""
+def gathered_weights(handle: "ExpertsHandle", pages: "ExpertPages", experts_P: Tensor) -> dict[str, Tensor]:
+    """Return the weights of every part of some experts, [P, ...], by parameter, from pages that are copied together."""
     spec = handle.spec
     memory = gather_pages(pages.addresses, experts_P, handle.pages[0].nbytes)
     names = zip(spec.parameters, spec.parts, strict=True)
