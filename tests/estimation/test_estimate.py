@@ -431,14 +431,14 @@ def test_steps_are_recorded_unless_the_host_hears_which_experts_they_take(preset
     assert records(vbrt.Task("decode", batch=batch), plan, "gpu") is recorded
 
 
-def test_steps_whose_experts_lie_on_a_drive_are_not_recorded(tmp_path):
-    drive = {"enabled": True, "path": str(tmp_path)}
-    tiers = {"gpu": {"budget": "500KiB"}, "cpu": {"budget": "100KiB"}, "ssd": drive}
-    machine, model = Machine(GiB, GiB, 32 * GiB, 32 * GiB, ssd_free_bytes=GiB), qwen3_moe(count=16, layers=3).bfloat16()
-    for preset in ("dense", "fp4"):
-        plan = vbrt.make_plan(model, load_config(preset, weights={"min_parameters": 0}, tiers=tiers), machine)
-        assert any(page.home == "ssd" for swap in plan.routed for page in swap.pages)
-        assert not records(vbrt.Task("decode"), plan, "gpu")
+@pytest.mark.parametrize(("preset", "gpu", "cpu"), [("dense", "500KiB", "300KiB"), ("fp4", "150KiB", "100KiB")])
+def test_steps_whose_experts_lie_on_a_drive_are_not_recorded(preset, gpu, cpu, tmp_path):
+    tiers = {"gpu": {"budget": gpu}, "cpu": {"budget": cpu}, "ssd": {"enabled": True, "path": str(tmp_path)}}
+    config = load_config(preset, weights={"min_parameters": 0}, tiers=tiers)
+    machine = Machine(GiB, GiB, 32 * GiB, 32 * GiB, ssd_free_bytes=GiB)
+    plan = vbrt.make_plan(qwen3_moe(count=16, layers=3).bfloat16(), config, machine)
+    assert {page.home for swap in plan.routed for page in swap.pages} >= {"ssd"}
+    assert not records(vbrt.Task("decode"), plan, "gpu")
 
 
 def test_experts_of_which_the_gpu_decides_are_gathered_by_pair_and_scanned_by_half_of_the_slots():
@@ -451,7 +451,7 @@ def test_experts_of_which_the_gpu_decides_are_gathered_by_pair_and_scanned_by_ha
             module.up = nn.Parameter(torch.empty(64, 512, 1024, dtype=torch.bfloat16))
             ids, meter = torch.empty(tokens, 2, dtype=torch.long), Meter()
             with meter:
-                held.forward(module, lambda *_: x, x, ids)
+                held.forward(module, lambda given, _: given, x, ids)
         peaks[tokens] = max(meter.peaks.values()) // mib
     assert peaks[1] == 2 and peaks[6] == 12 and 6 <= peaks[200] < 9  # rows of 400 pairs and their sum with weights
     assert held._replace(slots=None).at_once(400) != held.at_once(400) == 6

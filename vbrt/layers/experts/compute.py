@@ -3,7 +3,7 @@
 | weights | how |
 | --- | --- |
 | `dense`, `exact` | the experts implementation that the model's config names, on the leased experts: its very bits |
-| `dense`, few tokens, all pages on the GPU; those of which it decides | the same, on experts that it gathers: see `gathered.py` |
+| `dense`, few tokens with all pages on the GPU; all where it decides | the same, on gathered pages: see `gathered.py` |
 | 4 bits | the ops `experts_up` and `experts_down` on the leased pages |
 | 4 bits, experts that are missing on the device | the same by the CPU, where `experts.miss` has it: see `missed.py` |
 | tracers, transforms, weights that somebody has put in their place | the module's own forward on decoded temporaries |

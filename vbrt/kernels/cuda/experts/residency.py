@@ -97,8 +97,8 @@ class ResidentTables:
     def lease(self, layer: int, ids: Tensor, *, scan: bool = False) -> Tensor:
         """Lease the experts that `ids` names; return the addresses of the layer's experts, int64 [E].
 
-        Those of other experts are of any slots. The tensor is the same each time; what it says holds until the next lease
-        of the layer's pool. Call `fits` first: the device does not notice that there are too few slots.
+        Those of other experts are of any slots. The tensor is the same each time; what it says holds until the next
+        lease of the layer's pool. Call `fits` first: the device does not notice that there are too few slots.
 
         Args:
             ids: int32 or int64 on the device; what is not in 0 .. E - 1 is a sentinel.
