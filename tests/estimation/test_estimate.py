@@ -442,19 +442,25 @@ def test_steps_whose_experts_lie_on_a_drive_are_not_recorded(preset, gpu, cpu, t
 
 
 def test_experts_of_which_the_gpu_decides_are_gathered_by_pair_and_scanned_by_half_of_the_slots():
-    mib = 1 << 20
-    leases = ExpertLeases(experts=64, top_k=2, decoded_bytes=mib, page_bytes=(mib,), lossless=True)
-    held, peaks = HeldExperts(leases, on_gpu=True, room_bytes=48 * mib, most=0, slots=12), {}
-    for tokens in (1, 6, 200):
+    model = qwen3_moe(count=16, layers=3).bfloat16()
+    held, page = {}, 12288
+    for tokens, budget in ((1, "500KiB"), (4, "500KiB"), (7, "500KiB"), (4, "1GiB")):
+        config = load_config("dense", weights={"min_parameters": 0}, tiers={"gpu": {"budget": budget}})
+        plan = vbrt.make_plan(model, config, Machine(GiB, GiB, 32 * GiB, 32 * GiB))
+        held[tokens, budget] = HeldExperts.of(plan.routed[0], plan, vbrt.Task("decode", batch=tokens))
+    assert [of.unheard for of in held.values()] == [2, 8, 0, 0]  # 14 pairs are more than there are slots
+    slots = held[1, "500KiB"].at_once[1] * 2
+    assert 8 <= slots < 14 and held[1, "500KiB"].at_once[0] == (256 << 20) // page
+    peaks = []
+    for tokens in (1, 4):
         with FakeTensorMode(), torch.no_grad():
-            module, x = nn.Module(), torch.empty(tokens, 1024, dtype=torch.bfloat16)
-            module.up = nn.Parameter(torch.empty(64, 512, 1024, dtype=torch.bfloat16))
+            module, x = nn.Module(), torch.empty(tokens, 64, dtype=torch.bfloat16)
+            module.up = nn.Parameter(torch.empty(16, 96, 64, dtype=torch.bfloat16))
             ids, meter = torch.empty(tokens, 2, dtype=torch.long), Meter()
             with meter:
-                held.forward(module, lambda given, _: given, x, ids)
-        peaks[tokens] = max(meter.peaks.values()) // mib
-    assert peaks[1] == 2 and peaks[6] == 12 and 6 <= peaks[200] < 9  # rows of 400 pairs and their sum with weights
-    assert held._replace(slots=None).at_once(400) != held.at_once(400) == 6
+                held[4, "500KiB"].forward(module, lambda given, _: given, x, ids)
+        peaks.append(max(meter.peaks.values()) // page)
+    assert peaks == [2, 8]
 
 
 def test_tokens_touch_as_many_experts_as_random_ones_would():
