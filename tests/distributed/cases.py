@@ -7,6 +7,7 @@ import io
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,7 @@ from vbrt.generation.joined import joined
 from vbrt.generation.pace import Pace
 from vbrt.generation.recording import as_captured
 from vbrt.generation.worth import Worth
+from vbrt.layers.shards import is_sharded
 
 TOKENS = torch.arange(3, 15).reshape(1, 12)
 #: how torch's styles cut a Llama
@@ -148,6 +150,7 @@ def loaded_like_unwrapped(path: str, format: str, plan: Any = "auto", **sizes: i
         "equal": torch.equal(got, want),
         "error": float((got - want).abs().max() / want.abs().max()),
         "sites": sites,
+        "skipped": {name: skip.reason for name, skip in vb.plan.skipped.items()},
         "reads": weight_reads(vb),
         "tokens": model.generate(TOKENS, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
         == plain.generate(TOKENS, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist(),
@@ -492,3 +495,18 @@ def generated_apart(path: str, what: str) -> str:
         assert model.generate(TOKENS, do_sample=False, **given).shape == (1, 20)
         return f"{type(error).__name__}: {error}"
     return "generated"
+
+
+def summed_where_parts_are_seen(path: str) -> dict[str, Any]:
+    """`loaded_like_unwrapped` with experts whose outputs are added only while their module has DTensors, as
+    transformers 5.17 does it; and why experts are not swapped."""
+    from transformers.distributed.tensor_parallel import MoeExpertsParallel
+
+    plain = MoeExpertsParallel.transform_output_post_forward
+
+    def adds(self: Any, module: nn.Module, output: Any, mesh: Any) -> Any:
+        return plain(self, module, output, mesh) if any(map(is_sharded, module.parameters())) else output
+
+    with mock.patch.object(MoeExpertsParallel, "transform_output_post_forward", adds), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return loaded_like_unwrapped(path, "exact")

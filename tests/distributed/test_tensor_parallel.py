@@ -69,6 +69,15 @@ def test_experts_are_spread_over_ranks_whole(two_ranks: Ranks, saved: Path):
         assert r["sites"]["model.layers.0.mlp.experts"] == ((64, 64), (64, 64))
 
 
+def test_experts_whose_outputs_are_added_only_where_their_parts_are_seen_stay_in_the_model(
+    two_ranks: Ranks, saved: Path
+):
+    for r in two_ranks(cases.summed_where_parts_are_seen, path=str(saved / "moe")):
+        assert r["equal"] and r["tokens"] and r["reads"][1] == 0
+        assert "model.layers.0.self_attn.q_proj" in r["sites"] and "model.layers.0.mlp.experts" not in r["sites"]
+        assert any("adds their outputs only while it sees the parts" in why for why in r["skipped"].values())
+
+
 def test_a_step_is_recorded_with_its_sums_over_ranks_as_calls_that_run_again(two_ranks: Ranks, saved: Path):
     for r in two_ranks(cases.recorded_like_eager, path=str(saved / "llama")):
         assert r == {"equal": True, "refused": ""}

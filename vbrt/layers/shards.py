@@ -12,6 +12,7 @@ kernel at batch 1, and no operator but the product is ever called on planes.
 """
 
 import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "matrix_shard",
     "restore_sharded_",
     "shard_refusal",
+    "sum_refusal",
     "take_local_",
 ]
 
@@ -103,6 +105,27 @@ def shard_refusal(tensor: Any) -> str | None:
     if any(_leaves_one_nothing(tensor, mesh_dim) for mesh_dim in range(len(tensor.placements))):
         return "the last rank holds nothing of it: there are more ranks than it can be cut for"
     return None
+
+
+def sum_refusal(tensors: Iterable[Any]) -> str | None:
+    """Return why the outputs of routed experts with these weights would not be added up over ranks if their module did
+    not hold them; None if they are. transformers 5.17 adds them only where it sees a part among its parameters."""
+    cut = any(is_sharded(tensor) and Sharding.of(tensor).dim is not None for tensor in tensors)
+    library = sys.modules.get("transformers.distributed.tensor_parallel")
+    style = getattr(library, "MoeExpertsParallel", None)
+    if not cut or style is None:
+        return None
+    output = torch.empty(0)
+    try:
+        added = style.transform_output_post_forward(style.__new__(style), nn.Identity(), output, None)
+    except AttributeError:  # it asks for the ranks that it adds over
+        return None
+    if added is not output:
+        return None
+    return (
+        "it is cut over ranks, and this version of transformers adds their outputs only while it sees the parts; "
+        "update transformers (5.23 always adds them)"
+    )
 
 
 def _leaves_one_nothing(tensor: Any, mesh_dim: int) -> bool:

@@ -20,7 +20,7 @@ from vbrt.errors import ConfigError
 from vbrt.layers import KINDS, Kind, kind_of
 from vbrt.layers.bound import is_wrapped_by_plan
 from vbrt.layers.experts.routing import top_k_of
-from vbrt.layers.shards import is_sharded, local_of, shard_refusal
+from vbrt.layers.shards import is_sharded, local_of, shard_refusal, sum_refusal
 from vbrt.model.heads import find_heads
 from vbrt.residency.plan import Skip, Swap
 from vbrt.residency.site import ROOT, WeightSite
@@ -244,7 +244,7 @@ def _why_kept_experts(module: nn.Module, kind: Kind) -> str | None:
     facts = zip(counts, weights, strict=True)
     if len({(matrices, weight.dtype, weight.requires_grad) for matrices, weight in facts}) > 1:
         return f"{', '.join(kind.parameters)} differ in the number of experts, in dtype or in requires_grad"
-    return None
+    return sum_refusal(module._parameters[name] for name in kind.parameters)
 
 
 def _why_no_parameter(module: nn.Module, parameter: str) -> str:
