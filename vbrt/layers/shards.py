@@ -115,7 +115,7 @@ def sum_refusal(tensors: Iterable[Any]) -> str | None:
     style = getattr(library, "MoeExpertsParallel", None)
     if not cut or style is None:
         return None
-    output = torch.empty(0)
+    output = torch.empty(0, dtype=torch.float32, device="cpu")
     try:
         added = style.transform_output_post_forward(style.__new__(style), nn.Identity(), output, None)
     except AttributeError:  # it asks for the ranks that it adds over
