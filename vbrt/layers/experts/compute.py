@@ -29,7 +29,8 @@ from vbrt.kernels.product import as_autocast
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.gates import kept_gate, own_gate
 from vbrt.layers.experts.gathered import (
-    Gathered,
+    Heard,
+    HeardPart,
     fits_gathered,
     gathered,
     gathered_weights,
@@ -132,7 +133,9 @@ def _dense_by_device(layer: "VBExperts", routed: Routed, cached: "CachedLayer", 
     """`_by_device` of experts held dense. In a lease of all that are touched nobody but the device knows which these
     are; what a scan touches the host hears, and has parts of it leased."""
     handle = layer.handle
-    if routed.ids.numel() and not scan and cached.whole(routed.ids):
+    if not routed.ids.numel():
+        return routed.x.new_zeros(len(routed.x), handle.spec.columns)
+    if not scan and cached.whole(routed.ids):
         with cached.lease(routed.ids) as addresses:
             pages = cached.at(addresses)
             if fits_gathered(handle, routed.ids):
@@ -140,17 +143,16 @@ def _dense_by_device(layer: "VBExperts", routed: Routed, cached: "CachedLayer", 
             return _Library(layer, routed).unheard(pages)
     _refuse_captures(handle, routed.ids)
     handle.routing.scan_unseen()
-    touched = touched_experts(routed.ids, handle.spec.experts)
-    compute, parts = (
-        _Library(layer, routed),
-        cached.parts(routed.ids, touched, gathered_at_once(handle.pages[0].nbytes)),
-    )
+    heard, compute, first = Heard(routed.ids, handle.spec.experts), _Library(layer, routed), 0
+    parts = cached.parts(routed.ids, heard.touched, gathered_at_once(handle.pages[0].nbytes))
     for experts, part in parts:
+        some = heard.part(first, first + len(experts))
+        first += len(experts)
         with cached.lease_part(part) as addresses:
-            some = Gathered(handle, cached.at(addresses), experts)
+            pages = cached.at(addresses)
             if len(parts) == 1:
-                return compute.whole(some)
-            compute.add(some)
+                return compute.whole_heard(some, heard.local_Tk, pages)
+            compute.add_heard(some, pages)
     return compute.result()
 
 
@@ -213,19 +215,19 @@ class _Library:
         self.in_order, self.only_in_turn = self.name is None, getattr(layer, "only_in_turn", False)
         self.rows: Tensor | None = None
 
-    def _view(self, leased: "Leased | Gathered") -> ExpertsView:
+    def _view(self, leased: "Leased") -> ExpertsView:
         return ExpertsView(self.layer, leased.parameters(), leased.experts)
 
-    def _local(self, leased: "Leased | Gathered") -> Tensor:
+    def _local(self, leased: "Leased") -> Tensor:
         return local_ids(self.routed.ids, self.handle.spec.experts, list(leased.experts))
 
-    def whole(self, leased: "Leased | Gathered") -> Tensor:
+    def whole(self, leased: "Leased") -> Tensor:
         """All touched experts at once."""
         if not leased.experts:
             return self.routed.x.new_zeros(len(self.routed.x), self.handle.spec.columns)
         return self.forward(self._view(leased), self.routed.x, self._local(leased), self.routed.weights)
 
-    def add(self, leased: "Leased | Gathered") -> None:
+    def add(self, leased: "Leased") -> None:
         """Some of them."""
         self._add_rows(self._view(leased), self._local(leased), len(leased.experts))
 
@@ -246,7 +248,7 @@ class _Library:
                 self._put_pairs_from(first, min(pairs, first + most), pages)
                 continue
             some_n = experts_P[first : first + most]
-            view = ExpertsView(self.layer, gathered_weights(self.handle, pages, some_n), some_n)
+            view = self._gathered(some_n, pages)
             ahead_Tk = local_Tk - first
             self._put_unheard(view, ahead_Tk.where((ahead_Tk >= 0) & (ahead_Tk < len(some_n)), len(some_n)))
         return self.result()
@@ -275,12 +277,29 @@ class _Library:
             self.rows = y.new_zeros(self.routed.ids.numel(), self.handle.spec.columns)
         return self.rows
 
+    def whole_heard(self, some: HeardPart, local_Tk: Tensor, pages: ExpertPages) -> Tensor:
+        """All touched experts at once, from pages that the device has put where it likes."""
+        if not some.experts:
+            return self.routed.x.new_zeros(len(self.routed.x), self.handle.spec.columns)
+        return self.forward(self._gathered(some.experts_n, pages), self.routed.x, local_Tk, self.routed.weights)
+
+    def add_heard(self, some: HeardPart, pages: ExpertPages) -> None:
+        """Some of them; nothing waits."""
+        view = self._gathered(some.experts_n, pages)
+        if self.name == "batched_mm":
+            self._put_pairs(view, some.pairs_P, some.ids_P)
+            return
+        self._put(some.pairs_P, self._groups(view, some.pairs_P, some.ids_P, some.places_P, some.ends_n))
+
+    def _gathered(self, experts_n: Tensor, pages: ExpertPages) -> ExpertsView:
+        return ExpertsView(self.layer, gathered_weights(self.handle, pages, experts_n), experts_n)
+
     def _put_pairs_from(self, first: int, end: int, pages: ExpertPages) -> None:
         """The rows of the pairs from one to another as "batched_mm" computes them."""
         ids_P, experts = self.routed.ids.reshape(-1)[first:end].long(), self.handle.spec.experts
         outside_P1 = ((ids_P < 0) | (ids_P >= experts)).unsqueeze(1)
         ids_P = ids_P.clamp(0, experts - 1)
-        view = ExpertsView(self.layer, gathered_weights(self.handle, pages, ids_P), ids_P)
+        view = self._gathered(ids_P, pages)
         places_P = torch.arange(end - first, dtype=torch.int64, device=ids_P.device)
         self._put_pairs(view, places_P + first, places_P)
         self.rows[first:end].masked_fill_(outside_P1, 0.0)

@@ -7,7 +7,8 @@ in shapes that do not depend on them: a CUDA graph can record it.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,16 @@ if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle
     from vbrt.layers.experts.layer import VBExperts
 
-__all__ = ["Gathered", "fits_gathered", "gathered", "gathered_weights", "may_gather", "ranked", "why_not_gathered"]
+__all__ = [
+    "Heard",
+    "HeardPart",
+    "fits_gathered",
+    "gathered",
+    "gathered_weights",
+    "may_gather",
+    "ranked",
+    "why_not_gathered",
+]
 
 _IMPLEMENTATIONS = ("batched_mm", "grouped_mm")  # of transformers: none of them waits
 
@@ -59,20 +69,52 @@ def fits_gathered(handle: "ExpertsHandle", ids_Tk: Tensor) -> bool:
     return 0 < pairs < handle.spec.experts and pairs <= gathered_at_once(handle.pages[0].nbytes)
 
 
-class Gathered:
-    """The pages of some experts, for an implementation: as `Leased` is, where only the device knows where they lie.
+class Heard:
+    """The pairs of a pass in the order of their experts, of which the host hears how many go to each: it waits once.
 
     Attributes:
-        experts: the experts, ascending.
+        touched: the experts that ids name, ascending.
+        local_Tk: the place of each id's expert among them; their number for an id of no expert.
     """
 
-    def __init__(self, handle: "ExpertsHandle", pages: "ExpertPages", experts: Sequence[int]) -> None:
-        self.experts, self._handle, self._pages = experts, handle, pages
+    def __init__(self, ids_Tk: Tensor, experts: int) -> None:
+        ids_P = ids_Tk.reshape(-1)
+        self._experts_n, local_Tk = ranked(ids_Tk, experts)
+        self._perm_P = torch.sort(ids_P).indices  # which is not stable: the very one of "grouped_mm"
+        self._ranks_P = local_Tk.reshape(-1)[self._perm_P]
+        counts = torch.bincount(ids_P.long().clamp(-1, experts) + 1, minlength=experts + 2)
+        self._ends_E, numbers = counts.cumsum(0), counts.tolist()
+        self._ends = list(accumulate(numbers))
+        self.touched = [expert for expert, pairs in enumerate(numbers[1:-1]) if pairs]
+        self.local_Tk = local_Tk.clamp(max=len(self.touched))
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Return copies of the weights of every part, [n, ...], under the names of the module's parameters."""
-        experts_n = torch.tensor(self.experts, dtype=torch.int64, device="cpu").to(self._pages.addresses.device)
-        return gathered_weights(self._handle, self._pages, experts_n)
+    def part(self, first: int, end: int) -> "HeardPart":
+        """Return some of the touched experts, by their places among them."""
+        experts_n = self._experts_n[first:end]
+        start, stop = (self._ends[self.touched[first]], self._ends[self.touched[end - 1] + 1]) if end else (0, 0)
+        ends_n = (self._ends_E[experts_n + 1] - start).int()
+        places_P = torch.arange(start, stop, dtype=torch.int64, device=ends_n.device)
+        pairs_P, ids_P = self._perm_P[start:stop], self._ranks_P[start:stop] - first
+        return HeardPart(self.touched[first:end], experts_n, ends_n, places_P, pairs_P, ids_P)
+
+
+class HeardPart(NamedTuple):
+    """Some experts of a pass, ascending, and their pairs in the order of the experts.
+
+    Attributes:
+        experts, experts_n: the experts, and the same on the device.
+        ends_n: where each one's pairs end among those of the part, int32.
+        places_P: of the pairs among all in this order.
+        pairs_P: their numbers.
+        ids_P: the places of their experts in the part.
+    """
+
+    experts: Sequence[int]
+    experts_n: Tensor
+    ends_n: Tensor
+    places_P: Tensor
+    pairs_P: Tensor
+    ids_P: Tensor
 
 
 def gathered(layer: "VBExperts", routed: "Routed", pages: "ExpertPages") -> Tensor:
