@@ -250,13 +250,18 @@ def test_gradients_of_streamed_experts_are_those_of_the_plain_module_any_number_
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["nvfp4", "dense"])
 @pytest.mark.parametrize("tokens", [2, 40])
-def test_gradients_on_a_gpu_are_those_of_the_plain_module(format, tokens):
+@pytest.mark.parametrize("share", [2.0, 0.75], ids=["resident", "cached"])
+def test_gradients_on_a_gpu_are_those_of_the_plain_module(format, tokens, share):
     """The forward is the kernels', resident or leased; the backward pass decodes."""
     plain = experts_module("Qwen3MoeExperts", dtype=torch.bfloat16)
     settings = {"weights": config(format)["weights"]}
+    pages = vbrt.make_plan(Holder(plain), load_config(settings)).page_bytes
+    settings["tiers"] = {"gpu": {"budget": int(share * pages)}}
     vb = vbrt.wrap(Holder(copy.deepcopy(plain)), settings).materialize()
     plain.load_state_dict(vb.model.experts.state_dict())
     args = tuple(tensor.cuda() for tensor in routed(plain, tokens, dtype=torch.bfloat16))
     got, want = gradients(vb.model.experts, args), gradients(plain.cuda(), args)
     assert_close(got, want, 2e-2)
+    if format == "dense" and share < 1:
+        assert next(iter(vb.stats().layers.values())).experts.decides == "gpu"
     vb.close()
