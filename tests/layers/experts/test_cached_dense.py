@@ -51,7 +51,7 @@ def unheard(monkeypatch):
 
 
 def layer_of(model):
-    return model.model.layers[0].mlp.experts
+    return model.model.layers[1].mlp.experts  # whose slots do not begin where the arena does
 
 
 def routed(tokens, top_k=2, dtype=torch.bfloat16):
@@ -192,7 +192,7 @@ def test_budgets_reads_and_new_weights_leave_outputs_right(decided):
     assert torch.equal(*both(layer, module, routed(7)))
     cache.follow()
     assert layer.handle.deciding.by == "gpu" and torch.equal(*both(layer, module, routed(7)))
-    assert torch.equal(vb.unwrap().model.layers[0].mlp.experts.down_proj, module.down_proj)
+    assert torch.equal(vb.unwrap().model.layers[1].mlp.experts.down_proj, module.down_proj)
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ from vbrt.layers.experts.gates import kept_gate, own_gate
 from vbrt.layers.experts.gathered import (
     Heard,
     HeardPart,
+    batched,
     fits_gathered,
     gathered,
     gathered_weights,
@@ -137,10 +138,10 @@ def _dense_by_device(layer: "VBExperts", routed: Routed, cached: "CachedLayer", 
         return routed.x.new_zeros(len(routed.x), handle.spec.columns)
     if not scan and cached.whole(routed.ids):
         with cached.lease(routed.ids) as addresses:
-            pages = cached.at(addresses)
-            if fits_gathered(handle, routed.ids):
-                return gathered(layer, routed, pages)
-            return _Library(layer, routed).unheard(pages)
+            few, pages = fits_gathered(handle, routed.ids), cached.at(addresses)
+            if few and implementation_of(layer)[0] == "batched_mm" and not layer.has_bias:
+                return batched(layer, routed, *cached.slots(addresses, routed.ids))
+            return gathered(layer, routed, pages) if few else _Library(layer, routed).unheard(pages)
     _refuse_captures(handle, routed.ids)
     handle.routing.scan_unseen()
     heard, compute, first = Heard(routed.ids, handle.spec.experts), _Library(layer, routed), 0

@@ -55,6 +55,14 @@ class CachedLayer(NamedTuple):
         """See `DeviceCache.lease_part`."""
         return self.cache.lease_part(self.number, part)
 
+    def slots(self, addresses: Tensor, ids_Tk: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slots that a lease has given ids, int64 [T, k], their number for an id of no expert; and the
+        memory of all, uint8 [slots, bytes of a page]."""
+        memory, ids_Tk = self.cache.memory(self.number), ids_Tk.long()
+        outside = (ids_Tk < 0) | (ids_Tk >= len(addresses))
+        slots_Tk = (addresses[ids_Tk.masked_fill(outside, 0)] - memory.data_ptr()) // memory.shape[1]
+        return slots_Tk.masked_fill(outside, len(memory)), memory
+
     def at(self, addresses: Tensor) -> ExpertPages:
         """Return the pages at the addresses that a lease gives."""
         form = self.form

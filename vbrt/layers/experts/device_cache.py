@@ -142,6 +142,10 @@ class DeviceCache:
         tables = self._tables
         return tables.pools[tables.layers[layer].pool].slots
 
+    def memory(self, layer: int) -> Tensor:
+        """Return the slots of the layer's pool, uint8 [slots, bytes of a page]; a lease says which is whose."""
+        return self._tables.memory(layer)
+
     def fits(self, layer: int, ids_Tk: Tensor) -> bool:
         """True if one lease takes so many routed ids, whichever they are; otherwise `scan` them."""
         return self._tables.fits(layer, ids_Tk)

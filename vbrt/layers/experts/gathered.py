@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Heard",
     "HeardPart",
+    "batched",
     "fits_gathered",
     "gathered",
     "gathered_weights",
@@ -129,6 +130,21 @@ def gathered(layer: "VBExperts", routed: "Routed", pages: "ExpertPages") -> Tens
     return forward(ExpertsView(layer, weights, experts_P), routed.x, local_Tk, routed.weights)
 
 
+def batched(layer: "VBExperts", routed: "Routed", slots_Tk: Tensor, memory: Tensor) -> Tensor:
+    """Return the output of a layer without biases by "batched_mm", which copies the weights of each pair: from slots.
+
+    Args:
+        slots_Tk: of the pages of each id's expert; their number for an id of no expert.
+        memory: the slots, uint8 [slots, bytes of a page].
+    """
+    spec, layout = layer.handle.spec, layer.handle.pages[0].layout
+    weights = {name: _stacked(memory, layout, part) for name, part in zip(spec.parameters, spec.parts, strict=True)}
+    view = ExpertsView(layer, weights, None)
+    view.num_experts = len(memory)
+    _, forward = implementation_of(layer)
+    return forward(view, routed.x, slots_Tk, routed.weights)
+
+
 def gathered_weights(handle: "ExpertsHandle", pages: "ExpertPages", experts_P: Tensor) -> dict[str, Tensor]:
     """Return the weights of every part of some experts, [P, ...], by parameter, from pages that are copied together."""
     spec = handle.spec
@@ -155,4 +171,5 @@ def _stacked(memory: Tensor, layout: PageLayout, part: str) -> Tensor:
     first = part_fields(unpack(memory[0], layout), part)["weight"]
     size, start = first.element_size(), first.data_ptr() - memory.data_ptr()
     strides = (memory.stride(0) // size, *first.stride())
-    return memory.view(-1).view(first.dtype).as_strided((len(memory), *first.shape), strides, start // size)
+    items = memory.view(-1).view(first.dtype)
+    return items.as_strided((len(memory), *first.shape), strides, items.storage_offset() + start // size)

@@ -146,6 +146,13 @@ class ResidentTables:
         _launch("fetch")(_PROGRAMS, (self._fetch, arena), (units,), warps=_WARPS, **constants)
         return addresses
 
+    def memory(self, layer: int) -> Tensor:
+        """Return the slots of the layer's pool, uint8 [slots, bytes of a page]."""
+        number = self.layers[layer].pool
+        pool = self.pools[number]
+        words = self._arenas[number][: pool.slots * pool.page_bytes // 8]
+        return words.view(torch.uint8).view(pool.slots, pool.page_bytes)
+
     def counts(self) -> Tensor:
         """Return hits and misses of each page, int64 [2, pages] on the CPU; waits for the device."""
         return self._pages[_HITS : _HITS + 2].cpu()
