@@ -8,13 +8,19 @@ from itertools import count
 from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["launch"]
 
 
 def launch(name: str) -> Any:
     """In the place of `residency._launch`."""
-    return {"resolve": _resolve, "fetch": _fetch}[name]
+
+    def launched(*args: Any, **constants: Any) -> None:
+        with _disable_current_modes():  # as a kernel, unseen
+            {"resolve": _resolve, "fetch": _fetch}[name](*args, **constants)
+
+    return launched
 
 
 def _resolve(
