@@ -31,6 +31,7 @@ import transformers
 from torch import nn
 
 import vbrt
+from scripts.experts_decode import counts_of
 from scripts.generate_bench import Clock
 from scripts.measuring import interleaved, machine
 from vbrt.config import Machine
@@ -213,12 +214,12 @@ class Subject:
         torch._C._cuda_clearCublasWorkspaces()
         free()
 
-    def run(self, task: Task) -> float:
-        """Return the milliseconds of a step."""
+    def run(self, task: Task) -> dict[str, float | None]:
+        """Return the milliseconds of a step, and the hit rate of routed experts."""
         inputs = inputs_of(self.vb.model if self.vb is not None else self.model, task, device="cuda")
         if task.kind == "decode":
             return _decode(self.model, task, inputs["input_ids"])
-        return _prefill(self.model, inputs) if task.kind == "prefill" else _train(self.model, inputs, task)
+        return {"ms": _prefill(self.model, inputs) if task.kind == "prefill" else _train(self.model, inputs, task)}
 
 
 def free() -> None:
@@ -226,14 +227,32 @@ def free() -> None:
     torch.cuda.empty_cache()
 
 
-def _decode(model: Any, task: Task, ids: torch.Tensor) -> float:
+class _Counting(Clock):
+    """A clock that counts hits and misses of routed experts while it goes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model, self._early = model, (0, 0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(self.moments) == 1:
+            self._early = counts_of(self._model)[:2]
+        return super().__call__(*args, **kwargs)
+
+    @property
+    def hit_rate(self) -> float | None:
+        hits, misses = (now - early for now, early in zip(counts_of(self._model), self._early, strict=False))
+        return hits / (hits + misses) if hits + misses else None
+
+
+def _decode(model: Any, task: Task, ids: torch.Tensor) -> dict[str, float | None]:
     torch.manual_seed(3)
     ids = torch.randint(10, 30000, ids.shape, device="cuda")
     for new in (6, task.new):  # the first call records its step
-        clock = Clock()
+        clock = _Counting(model)
         lengths = {"max_new_tokens": new, "min_new_tokens": new}
         model.generate(ids, **lengths, do_sample=False, pad_token_id=0, stopping_criteria=[clock])
-    return clock.ms
+    return {"ms": clock.ms, "hit_rate": clock.hit_rate}
 
 
 def _prefill(model: Any, inputs: dict[str, Any]) -> float:
@@ -279,7 +298,7 @@ def measured(case: Case, setting: Setting) -> dict[str, Any]:
         subject.wrap(setting)
         row["ready_s"] = time.perf_counter() - start
         row["held_bytes"] = torch.cuda.memory_allocated()
-        row["ms"] = subject.run(Task(**setting.task))
+        row |= subject.run(Task(**setting.task))
         row |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
         row["seconds"] = time.perf_counter() - start
         row["eager"] = dict(subject.vb.stats().steps.reasons) if subject.vb is not None else {}

@@ -87,8 +87,8 @@ class Model:
         return estimate_of(self.bare, task, config, self.on, plan, self._traces[key])
 
 
-def row_of(case: str, model: nn.Module, found: Estimate, rates: Rates, ms: float) -> Row:
-    speed = predict(model, found, rates)
+def row_of(case: str, model: nn.Module, found: Estimate, rates: Rates, ms: float, hit_rate: float | None = None) -> Row:
+    speed = predict(model, found, rates, hit_rate=hit_rate)
     return Row(case, speed.ms, ms, speed.bound)
 
 
@@ -226,7 +226,7 @@ def advice(rates: Rates) -> Iterator[Row]:
     """Yield the times of these settings, but those of steps that should have been recorded and were not."""
     for row, found, model in followed(rates, _committed("advice")):
         if row.get("ms") is not None and not _from_tiers(found) and not (row["eager"] and found.recorded):
-            yield row_of(f"{row['case']}: {row['name']}", model, found, rates, row["ms"])
+            yield row_of(f"{row['case']}: {row['name']}", model, found, rates, row["ms"], row.get("hit_rate"))
 
 
 def advice_table(rates: Rates, committed: dict[str, Any]) -> list[str]:
@@ -238,7 +238,8 @@ def advice_table(rates: Rates, committed: dict[str, Any]) -> list[str]:
         if row.get("ms") is None:
             lines.append(f"{start}{'out of memory' if row['oom'] else row['error']} | | |")
         else:
-            ms = f"{predict(model, found, rates).ms:.1f} ms | {row['ms']:.1f} ms{', eager' if row['eager'] else ''} |"
+            speed = predict(model, found, rates, hit_rate=row.get("hit_rate"))
+            ms = f"{speed.ms:.1f} ms | {row['ms']:.1f} ms{', eager' if row['eager'] else ''} |"
             lines.append(f"{start}{row['peak_bytes'] / 1e9:.2f} GB | {ms}")
     return lines
 

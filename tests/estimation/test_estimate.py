@@ -288,6 +288,7 @@ def test_a_step_waits_for_the_experts_that_it_misses_and_a_prompt_has_them_stage
     speed = predict(model, found, rates)
     assert speed.link_ms > speed.device_ms > 0
     assert speed.ms == pytest.approx(speed.link_ms + waits * max(speed.device_ms, speed.host_ms))
+    assert predict(model, found, rates, hit_rate=1.0).link_ms == 0
 
 
 def test_the_rate_of_experts_on_a_cpu_is_measured(monkeypatch):

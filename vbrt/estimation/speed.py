@@ -72,10 +72,14 @@ class Speed:
         return max(of, key=of.__getitem__)
 
 
-def predict(model: nn.Module, found: Estimate, rates: Rates) -> Speed:
-    """Predict a step of an estimated task: one token a sequence with "decode", else the whole batch."""
+def predict(model: nn.Module, found: Estimate, rates: Rates, *, hit_rate: float | None = None) -> Speed:
+    """Predict a step of an estimated task: one token a sequence with "decode", else the whole batch.
+
+    Args:
+        hit_rate: of routed experts, where it is known; by default as published routing has it.
+    """
     ways = {"fetch": ("fetch",), "compute": ("compute",), "auto": ("fetch", "auto")}[_miss(found)]
-    return min((_predict(model, found, rates, miss) for miss in ways), key=lambda speed: speed.ms)
+    return min((_predict(model, found, rates, miss, hit_rate) for miss in ways), key=lambda speed: speed.ms)
 
 
 def _miss(found: Estimate) -> str:
@@ -86,11 +90,11 @@ def _miss(found: Estimate) -> str:
     return "fetch" if not plan.routed or any(s.lossless for s in plan.routed) else found.config.experts.miss
 
 
-def _predict(model: nn.Module, found: Estimate, rates: Rates, miss: str) -> Speed:
+def _predict(model: nn.Module, found: Estimate, rates: Rates, miss: str, hit_rate: float | None) -> Speed:
     task, plan, shares = found.task, found.plan, SHARES[found.compute_tier]
     tokens = task.batch if task.kind == "decode" else task.batch * task.context
     passes = _passes(task, plan)
-    streamed, missed = (1e3 * seconds * min(passes, 2) for seconds in _link_s(plan, rates, tokens, miss))
+    streamed, missed = (1e3 * seconds * min(passes, 2) for seconds in _link_s(plan, rates, tokens, miss, hit_rate))
     waited = missed if task.kind == "decode" else 0.0  # a prompt's are staged ahead
     link = streamed + missed
     recorded = found.recorded and not (miss != "fetch" and missed > 0)
@@ -225,7 +229,7 @@ def _reads(swap: Swap, shares: Shares) -> float:
 # -- the links --------------------------------------------------------------------------------------------------------
 
 
-def _link_s(plan: Plan | None, rates: Rates, tokens: int, miss: str) -> tuple[float, float]:
+def _link_s(plan: Plan | None, rates: Rates, tokens: int, miss: str, hit_rate: float | None) -> tuple[float, float]:
     """Return the seconds of the copies of one pass: of pages that are staged ahead, and of experts that are missed, or
     of the CPU that computes those."""
     if plan is None or plan.mode == "train" or len(plan.budgets) == 1:
@@ -233,7 +237,8 @@ def _link_s(plan: Plan | None, rates: Rates, tokens: int, miss: str) -> tuple[fl
     by_tier = {**LINK_GB_PER_S, "cpu": rates.link_gb_s or float("inf"), "ssd": rates.drive_gb_s}
     cost = token_cost(plan)
     if cost is not None:
-        hits, touched = _hit_rate(plan, cost, tokens), max(_touched(swap, tokens) for swap in plan.routed)
+        hits = _hit_rate(plan, cost, tokens) if hit_rate is None else hit_rate
+        touched = max(_touched(swap, tokens) for swap in plan.routed)
         share = max(swap.top_k / swap.experts for swap in plan.routed)
         loaded = {tier: nbytes * touched / share * (1 - hits) for tier, nbytes in cost.cold_bytes.items()}
         experts = by_tier | {"cpu": missed_gb_per_s(miss, by_tier["cpu"], rates.experts_gb_s)}
