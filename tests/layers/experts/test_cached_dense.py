@@ -11,9 +11,11 @@ from tests.generation.tape import Tape
 from tests.layers.experts import tables
 from tests.layers.experts.beside_gpu import wrap_beside
 from tests.models import qwen3_moe
+from tests.zoo import experts as zoo
+from tests.zoo.experts import DECORATED, Holder, experts_module
 from vbrt.errors import TierError
 from vbrt.kernels.cuda.experts import residency
-from vbrt.layers.experts import compute, gathered, why_waits
+from vbrt.layers.experts import VBExperts, compute, gathered, why_waits
 from vbrt.layers.experts.compute import Routed, run_experts
 from vbrt.tiers.memory import Buffer
 
@@ -30,12 +32,12 @@ def decided(monkeypatch):
     monkeypatch.setattr(gathered.devices, "available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    def wrapped(model, slots, scope="layer"):
-        room = slots * model.config.num_hidden_layers + model.config.num_experts_per_tok
-        vb = wrap_beside(monkeypatch, model, "dense", room=room)
+    def wrapped(model, slots, scope="layer", layers=2):
+        vb = wrap_beside(monkeypatch, model, "dense", room=slots * layers + 2)  # one token's experts pass through
         vb.stack.levels[0].policy.scope = scope
         vb._attachment.expert_cache.follow()
-        assert vb._attachment.expert_cache.fallbacks == [] and layer_of(vb.model).handle.deciding.by == "gpu"
+        assert vb._attachment.expert_cache.fallbacks == []
+        assert all(layer.handle.deciding.by == "gpu" for layer in vb.model.modules() if isinstance(layer, VBExperts))
         return vb
 
     return wrapped
@@ -116,6 +118,24 @@ def test_ids_of_no_expert_are_passed_over(decided, monkeypatch, implementation, 
         given = routed(tokens)
         given.ids[-1] = given.ids[0, 1] = EXPERTS
         assert torch.equal(*both(layer, layer_of(plain), given)), tokens
+
+
+#: plain, interleaved with bias, transposed, without gate, with a norm behind
+CLASSES = ("Qwen3MoeExperts", "GptOssExperts", "AriaExperts", "NemotronHExperts", "MuseSparkExperts")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", [name for name in CLASSES if name in DECORATED])
+def test_experts_of_every_layout_give_the_bits_of_the_plain_module(decided, monkeypatch, name, implementation):
+    plain = experts_module(name, dtype=torch.bfloat16, implementation=implementation)
+    for slots in (4, 8):
+        layer = decided(Holder(copy.deepcopy(plain)), slots, layers=1).model.experts
+        for together in (256 << 20, 3 * layer.handle.pages[0].nbytes):
+            monkeypatch.setattr("vbrt.residency.expert_leases._CHUNK_BYTES", together)
+            for tokens in (1, 2, 3, 20):
+                args = zoo.routed(plain, tokens, dtype=torch.bfloat16)
+                assert torch.equal(layer(*args), plain(*args)), (slots, together, tokens)
 
 
 @torch.no_grad()
