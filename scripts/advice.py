@@ -382,7 +382,7 @@ def main() -> None:
     settings = [setting for setting in settings if args.cases is None or setting.case in args.cases]
     rows = []
     try:
-        rows.extend(row for row in run(known, settings, start + args.seconds))
+        rows.extend(row | {"rates": asdict(rates)} for row in run(known, settings, start + args.seconds))
     finally:
         about = {"machine": machine(), "layers": args.layers, "rates": asdict(rates)}
         args.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")

@@ -35,7 +35,7 @@ from vbrt.estimation.estimate import bare_model, estimate_of
 from vbrt.estimation.held import held_alike
 from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
-from vbrt.estimation.speed import STEP_MS, predict
+from vbrt.estimation.speed import STEP_MS, Speed, predict
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace
 from vbrt.estimation.whole import whole_trace
@@ -205,8 +205,9 @@ def config_of(row: dict[str, Any]) -> VBConfig | None:
     return row["preset"] and _config(row["preset"], row["budget"])
 
 
-def followed(rates: Rates, committed: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Estimate, nn.Module]]:
-    """Yield the settings that scripts/advice.py has followed, each with today's estimate and its model."""
+def followed(committed: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Estimate, Speed]]:
+    """Yield the settings that scripts/advice.py has followed, each with today's estimate, and with what is predicted
+    from the rates of its run and the hit rate that its experts had."""
     models: dict[tuple[str, int], Model] = {}
     known = {case.name: case for case in cases(committed["layers"])}
     for row in committed["rows"]:
@@ -214,31 +215,27 @@ def followed(rates: Rates, committed: dict[str, Any]) -> Iterator[tuple[dict[str
         key = row["model"], task.lora
         if key not in models:
             with torch.device("meta"):
-                models[key] = Model(known[row["case"]].build(), rates, lora=task.lora)
-        yield row, models[key].found(task, config_of(row)), models[key].bare
+                models[key] = Model(known[row["case"]].build(), rates(), lora=task.lora)
+        found, own = models[key].found(task, config_of(row)), Rates(**row["rates"])
+        yield row, found, predict(models[key].bare, found, own, hit_rate=row.get("hit_rate"))
 
 
-def _from_tiers(found: Estimate) -> bool:
-    return found.plan is not None and found.plan.mode == "full"
-
-
-def advice(rates: Rates) -> Iterator[Row]:
+def advice() -> Iterator[Row]:
     """Yield the times of these settings, but those of steps that should have been recorded and were not."""
-    for row, found, model in followed(rates, _committed("advice")):
-        if row.get("ms") is not None and not _from_tiers(found) and not (row["eager"] and found.recorded):
-            yield row_of(f"{row['case']}: {row['name']}", model, found, rates, row["ms"], row.get("hit_rate"))
+    for row, found, speed in followed(_committed("advice")):
+        if row.get("ms") is not None and not (row["eager"] and found.recorded):
+            yield Row(f"{row['case']}: {row['name']}", speed.ms, row["ms"], speed.bound)
 
 
-def advice_table(rates: Rates, committed: dict[str, Any]) -> list[str]:
+def advice_table(committed: dict[str, Any]) -> list[str]:
     """Return the documentation's table of what was followed; in bold what had been the first answer."""
     lines = ["| case | GPU | setting | estimated | measured | predicted | measured |", "| --- " * 7 + "|"]
-    for row, found, model in followed(rates, committed):
+    for row, found, speed in followed(committed):
         name = f"**{row['name']}**" if row["first"] else row["name"]
         start = f"| {row['case']} | {row['gpu'] / (1 << 30):.0f} GiB | {name} | {found.again_bytes / 1e9:.2f} GB | "
         if row.get("ms") is None:
             lines.append(f"{start}{'out of memory' if row['oom'] else row['error']} | | |")
         else:
-            speed = predict(model, found, rates, hit_rate=row.get("hit_rate"))
             ms = f"{speed.ms:.1f} ms | {row['ms']:.1f} ms{', eager' if row['eager'] else ''} |"
             lines.append(f"{start}{row['peak_bytes'] / 1e9:.2f} GB | {ms}")
     return lines
@@ -252,7 +249,7 @@ def every() -> Iterator[Row]:
     yield from streaming(model)
     yield from experts(known)
     yield from missed_experts(known)
-    yield from advice(known)
+    yield from advice()
     yield from training(known)
 
 
@@ -298,11 +295,7 @@ def times_table(rows: Iterable[Row]) -> list[str]:
 def write_tables() -> None:
     """Put the tables between the marks of the page."""
     text = _PAGE.read_text()
-    tables = {
-        "times": times_table(every()),
-        "cpu": times_table(on_cpu()),
-        "advice": advice_table(rates(), _committed("advice")),
-    }
+    tables = {"times": times_table(every()), "cpu": times_table(on_cpu()), "advice": advice_table(_committed("advice"))}
     for mark, table in tables.items():
         before, begin, rest = text.partition(f"<!-- {mark}:begin -->\n")
         _, end, after = rest.partition(f"<!-- {mark}:end -->")

@@ -27,8 +27,8 @@ def test_a_row_is_read_by_its_config_or_by_its_preset_and_budget():
 def test_a_setting_that_failed_is_in_the_table_with_its_reason(monkeypatch):
     row = {"case": "one", "gpu": 1 << 30, "name": "fp4", "first": True, "error": "no room"}
     rows = [(row | {"oom": oom}, SimpleNamespace(again_bytes=0), None) for oom in (True, False)]
-    monkeypatch.setattr(times, "followed", lambda rates, committed: iter(rows))
-    *_, oom, other = times.advice_table(times.rates(), {})
+    monkeypatch.setattr(times, "followed", lambda committed: iter(rows))
+    *_, oom, other = times.advice_table({})
     assert oom.endswith("| out of memory | | |") and other.endswith("| no room | | |")
 
 

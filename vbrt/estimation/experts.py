@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from vbrt.config.formats import FORMATS
 from vbrt.estimation.task import Task
 from vbrt.kernels.cuda.launch_table import are_few
 from vbrt.residency.division import auto_scan
@@ -66,8 +67,10 @@ def heard_by_host(swap: Swap, plan: Plan, pairs: int) -> bool:
     homes = {page.home for page in swap.pages}
     if swap.fine == "exact" or not (homes <= {"gpu"} or homes == {"cpu"}):
         return True
+    if not _is_dense(swap):
+        return homes == {"cpu"} and FORMATS[swap.format].kernels != "e2m1"  # others take no pages by address
     at_once = (slots_of(swap, plan) or 0) if homes == {"cpu"} else gathered_at_once(_page_bytes(swap))
-    return _is_dense(swap) and (pairs >= swap.experts or pairs > at_once)
+    return pairs >= swap.experts or pairs > at_once
 
 
 def _is_dense(swap: Swap) -> bool:

@@ -35,7 +35,9 @@ _FEW_ROWS, _READS_FEW_ROWS = range(2, 65), 0.7
 _PACKED_FP8 = ((8192, 1.7), (2048, 1.5), (512, 1.1))
 _ROUNDED_BYTES = 240  # of copies, that take as long as it takes to round a weight that trains in 4 bits, in each pass
 _LAUNCH_US = 2.5  # that a weight's kernels and those around it take beside reading, in a recorded step
-_FETCH_US = 15  # that a layer of routed experts takes to find out what it misses, in a recorded step
+#: microseconds that a layer of routed experts in 4 bits, and dense, takes to find what it misses, in a recorded step
+_FETCH_US, _FETCH_DENSE_US = 15, 110
+_UPDATES = 150  # bare launches that take as long as what Python does to begin and to end a weight's update on the host
 _LEASES = 15  # bare launches that take as long as a lease of pages that pass through
 #: microseconds that routing takes in a layer of 4-bit experts, and with torch's products in one of dense ones, in a
 #: recorded step
@@ -82,6 +84,13 @@ def predict(model: nn.Module, found: Estimate, rates: Rates, *, hit_rate: float 
     return min((_predict(model, found, rates, miss, hit_rate) for miss in ways), key=lambda speed: speed.ms)
 
 
+def _routed_us(swap: Swap, *, fetches: bool) -> int:
+    """Return the microseconds that a layer of routed experts takes beside its weights, in a recorded step."""
+    if swap.lossless:
+        return _ROUTED_DENSE_US + _FETCH_DENSE_US * fetches
+    return _ROUTED_US + _FETCH_US * fetches
+
+
 def _miss(found: Estimate) -> str:
     """Return what becomes of experts that are missing on the GPU in the steps of a task, as `experts.miss` has it."""
     plan = found.plan
@@ -95,18 +104,18 @@ def _predict(model: nn.Module, found: Estimate, rates: Rates, miss: str, hit_rat
     tokens = task.batch if task.kind == "decode" else task.batch * task.context
     passes = _passes(task, plan)
     streamed, missed = (1e3 * seconds * min(passes, 2) for seconds in _link_s(plan, rates, tokens, miss, hit_rate))
-    waited = missed if task.kind == "decode" else 0.0  # a prompt's are staged ahead
-    link = streamed + missed
-    recorded = found.recorded and not (miss != "fetch" and missed > 0)
+    link, recorded = streamed + missed, found.recorded and not (miss != "fetch" and missed > 0)
+    # those of a prompt are staged ahead, and where the host leases them they come while it launches what is next
+    waited = missed if task.kind == "decode" and (recorded or miss != "fetch") else 0.0
     device = 1e3 * _device_s(model, found, rates, tokens, passes)
     host = 0.0
     if recorded and shares.queued:
-        routed = sum(_ROUTED_DENSE_US if swap.lossless else _ROUTED_US for swap in plan.routed)
-        routed += _FETCH_US * len(plan.routed) if missed else 0
+        routed = sum(_routed_us(swap, fetches=missed > 0) for swap in plan.routed)
         device += 1e-3 * (_LAUNCH_US * len(plan.swaps) + routed) + STEP_MS
     else:
         launches = found.work.get("operators", 0) * shares.operator["recorded" if recorded else task.kind]
         launches += len(plan.swaps) * _LEASES * passes if plan is not None and link else 0
+        launches += len(plan.swaps) * _UPDATES if plan is not None and plan.mode == "full" else 0
         routed = shares.routed_us * len(plan.routed) if plan is not None and not recorded else 0.0
         host = 1e-3 * (launches * rates.launch_us + routed)
     beside = max(link - waited, device, host) if shares.queued else max(link - waited, device + host)
