@@ -38,7 +38,7 @@ _LAUNCH_US = 2.5  # that a weight's kernels and those around it take beside read
 #: microseconds that a layer of routed experts in 4 bits, and dense, takes to find what it misses, in a recorded step
 _FETCH_US, _FETCH_DENSE_US = 15, 110
 _UPDATES = 150  # bare launches that take as long as what Python does to begin and to end a weight's update on the host
-_LEASES = 15  # bare launches that take as long as a lease of pages that pass through
+_LEASES = 20  # bare launches that take as long as a lease of pages that pass through
 #: microseconds that routing takes in a layer of 4-bit experts, and with torch's products in one of dense ones, in a
 #: recorded step
 _ROUTED_US, _ROUTED_DENSE_US = 12, 200
