@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 import vbrt
 from scripts import estimates, times
 
@@ -15,6 +17,13 @@ def test_each_committed_row_has_the_config_that_it_ran_under():
         config = times.config_of(row)
         plain = row["name"] == "unwrapped" or "on the plain model" in row["name"]
         assert (config is None) == (plain or row["name"].startswith("all weights, bf16"))
+
+
+@pytest.mark.exhaustive
+def test_estimates_hold_against_every_first_answer_that_was_followed():
+    rows = times.followed(json.loads(_COMMITTED.read_text()))
+    off = {row["case"]: found.again_bytes / row["peak_bytes"] - 1 for row, found, _ in rows if row["first"]}
+    assert len(off) == 12 and all(-0.02 <= one <= 0.05 for one in off.values()), off
 
 
 def test_a_row_is_read_by_its_config_or_by_its_preset_and_budget():
