@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -31,14 +31,12 @@ from scripts.estimates import estimated_355m, last_logits, llama_8b_meta
 from scripts.experts_decode import build
 from scripts.lm import LanguageModel, Shape
 from vbrt.config import Machine, VBConfig
-from vbrt.estimation.estimate import bare_model, estimate_of
-from vbrt.estimation.held import held_alike
+from vbrt.estimation.candidates import Asked
+from vbrt.estimation.estimate import bare_model
 from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
 from vbrt.estimation.speed import STEP_MS, Speed, predict
 from vbrt.estimation.task import Task
-from vbrt.estimation.trace import Trace
-from vbrt.estimation.whole import whole_trace
 from vbrt.model.planner import make_plan
 
 _RESULTS = ROOT / "benchmarks" / "results"
@@ -70,25 +68,24 @@ class Row:
 class Model:
     """A model without weights on a machine, and what was traced of it."""
 
-    def __init__(self, model: nn.Module, rates: Rates, on: Machine = ON, lora: int = 0) -> None:
-        self.bare, self.rates, self.on = bare_model(model, Task(lora=lora)), rates, on
-        self._traces: dict[tuple[Task, Hashable], Trace] = {}
+    def __init__(self, model: nn.Module, rates: Rates, on: Machine = ON) -> None:
+        self.rates, self._asked = rates, Asked(model, on, rates)
 
     def row(self, case: str, task: Task, config: VBConfig | None, ms: float) -> Row:
         """Return what is predicted of a task under a config, beside what was measured."""
-        return row_of(case, self.bare, self.found(task, config), self.rates, ms)
+        return row_of(case, self.bare(task), self.found(task, config), self.rates, ms)
+
+    def bare(self, task: Task) -> nn.Module:
+        """Return the model with the task's adapters."""
+        return self._asked.bare(task)
 
     def found(self, task: Task, config: VBConfig | None) -> Estimate:
-        """Return the estimate of a task under a config."""
-        plan = None if config is None else make_plan(self.bare, config, self.on, charge_kept=False)
-        key = task, held_alike(self.bare, plan, task)
-        if key not in self._traces:
-            self._traces[key] = whole_trace(self.bare, task, plan)
-        return estimate_of(self.bare, task, config, self.on, plan, self._traces[key])
+        """Return the estimate of a task under a config, as advice has it."""
+        return self._asked.found(task, config)
 
 
-def row_of(case: str, model: nn.Module, found: Estimate, rates: Rates, ms: float, hit_rate: float | None = None) -> Row:
-    speed = predict(model, found, rates, hit_rate=hit_rate)
+def row_of(case: str, model: nn.Module, found: Estimate, rates: Rates, ms: float) -> Row:
+    speed = predict(model, found, rates)
     return Row(case, speed.ms, ms, speed.bound)
 
 
@@ -115,7 +112,7 @@ def generating(model: Model) -> Iterator[Row]:
         elif ":" in preset:
             continue  # see experts()
         elif "of the pages" in rest:
-            pages = make_plan(model.bare, _config(preset), ON).page_bytes
+            pages = make_plan(model.bare(task), _config(preset), ON).page_bytes
             yield model.row(row["case"], task, _config(preset, pages * row["share"] / 100), row["ms"])
         elif row["case"] in ("dense", "fp4", "exact") and row.get("captured"):
             yield model.row(f"{preset}, batch {row['batch']}", task, _config(preset), row["ms"])
@@ -208,16 +205,16 @@ def config_of(row: dict[str, Any]) -> VBConfig | None:
 def followed(committed: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Estimate, Speed]]:
     """Yield the settings that scripts/advice.py has followed, each with today's estimate, and with what is predicted
     from the rates of its run and the hit rate that its experts had."""
-    models: dict[tuple[str, int], Model] = {}
+    models: dict[str, Model] = {}
     known = {case.name: case for case in cases(committed["layers"])}
     for row in committed["rows"]:
         task = Task(**row["task"])
-        key = row["model"], task.lora
-        if key not in models:
+        if row["model"] not in models:
             with torch.device("meta"):
-                models[key] = Model(known[row["case"]].build(), rates(), lora=task.lora)
-        found, own = models[key].found(task, config_of(row)), Rates(**row["rates"])
-        yield row, found, predict(models[key].bare, found, own, hit_rate=row.get("hit_rate"))
+                models[row["model"]] = Model(known[row["case"]].build(), rates())
+        model = models[row["model"]]
+        found, own = model.found(task, config_of(row)), Rates(**row["rates"])
+        yield row, found, predict(model.bare(task), found, own, hit_rate=row.get("hit_rate"))
 
 
 def advice() -> Iterator[Row]:

@@ -107,6 +107,12 @@ class Asked:
             return replace(found, found=estimate, missing=next(iter(estimate.missing.items())))
         return replace(found, found=estimate, speed=predict(self.bare(way.task), estimate, self.rates))
 
+    def found(self, task: Task, config: VBConfig | None) -> Estimate:
+        """Return the estimate of a task under a config; None: unwrapped. Raises ConfigError: budgets are impossible."""
+        bare = self.bare(task)
+        plan = None if config is None else make_plan(bare, config, self.machine, charge_kept=False)
+        return self._found(bare, task, config, plan)
+
     def beside(self, way: _Way) -> tuple[Plan | None, int]:
         """Return the plan on a machine with room for anything, and the bytes that the task takes beside pages."""
         bare, config, much = self.bare(way.task), way.config, _endless(self.machine)
@@ -126,19 +132,19 @@ class Asked:
         return ("cpu", int(self.machine.cpu_available_bytes * _ROOM)) if gpu is None else ("gpu", int(gpu * _ROOM))
 
     def _estimate(self, way: _Way) -> Estimate:
-        bare, config = self.bare(way.task), way.config
+        config = way.config
         if config is None:
-            return self._found(bare, way.task, None, None)
+            return self.found(way.task, None)
         plan, beside = self.beside(way)
         config = self._with_budget(config, plan, beside, way.share)
         try:
-            found = self._planned(bare, way.task, config)
+            found = self.found(way.task, config)
         except ConfigError:
             if not self.machine.ssd_free_bytes:
                 raise
             found = None
         if self.machine.ssd_free_bytes and (found is None or found.missing):  # more than host memory takes
-            found = self._planned(bare, way.task, load_config(config, tiers=_SSD))
+            found = self.found(way.task, load_config(config, tiers=_SSD))
         return found
 
     def _with_budget(self, config: VBConfig, plan: Plan, beside: int, share: float | None) -> VBConfig:
@@ -150,9 +156,6 @@ class Asked:
         if share is not None:
             budget = min(budget, max(int(share * _leased_bytes(plan)), _PASSING * largest))
         return load_config(config, tiers={plan.compute_tier: {"budget": budget}})
-
-    def _planned(self, bare: nn.Module, task: Task, config: VBConfig) -> Estimate:
-        return self._found(bare, task, config, make_plan(bare, config, self.machine, charge_kept=False))
 
     def _found(self, bare: nn.Module, task: Task, config: VBConfig | None, plan: Any) -> Estimate:
         key = task, held_alike(bare, plan, task)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from vbrt.config.formats import FORMATS
 from vbrt.estimation.task import Task
+from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILE_FORMATS
 from vbrt.kernels.cuda.launch_table import are_few
 from vbrt.residency.division import auto_scan
 from vbrt.residency.expert_leases import ExpertLeases, gathered_at_once
@@ -52,7 +52,7 @@ def slots_of(swap: Swap, plan: Plan) -> int | None:
         return None
     moving = [one for one in plan.routed if any(page.home != "gpu" for page in one.pages)]
     room = plan.budgets["gpu"] - plan.home_bytes("gpu") - max(sum(page.nbytes for page in one.leased) for one in moving)
-    slots = room // sum(max(page.nbytes for page in one.pages) for one in moving)
+    slots = room // sum(map(_page_bytes, moving))
     return min(slots, swap.experts) if slots > 0 else None
 
 
@@ -68,7 +68,7 @@ def heard_by_host(swap: Swap, plan: Plan, pairs: int) -> bool:
     if swap.fine == "exact" or not (homes <= {"gpu"} or homes == {"cpu"}):
         return True
     if not _is_dense(swap):
-        return homes == {"cpu"} and FORMATS[swap.format].kernels != "e2m1"  # others take no pages by address
+        return homes == {"cpu"} and swap.format not in TILE_FORMATS  # whose kernels take pages by address
     at_once = (slots_of(swap, plan) or 0) if homes == {"cpu"} else gathered_at_once(_page_bytes(swap))
     return pairs >= swap.experts or pairs > at_once
 

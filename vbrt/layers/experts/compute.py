@@ -184,12 +184,7 @@ def chunks_of(
 ) -> Iterator[Sequence[int]]:
     """Yield the experts of each lease, ascending."""
     count = max(1, _experts_at_once(handle, scan=scan))
-    yield from _cut(touched, count)
-
-
-def _cut(touched: Sequence[int], count: int) -> Iterator[Sequence[int]]:
-    """Yield so many of the experts at a time; once none, if there are none."""
-    for first in range(0, max(1, len(touched)), count):
+    for first in range(0, max(1, len(touched)), count):  # once none, if there are none
         yield touched[first : first + count]
 
 
