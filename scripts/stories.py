@@ -136,7 +136,7 @@ def rows_of_text(where: str, length: int, count: int) -> list[dict[str, torch.Te
 def lora(args: argparse.Namespace) -> dict:
     """Train adapters with transformers' Trainer."""
     try:
-        from peft import LoraConfig
+        from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise SystemExit(f"this story needs peft ({error}); pip install '.[all]'") from error
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -155,7 +155,7 @@ def lora(args: argparse.Namespace) -> dict:
     room, ends = Room(args), Ends()
     vb, row = ready(args, room.tiers())
     row["loading"] = figures(vb.device)
-    vb.model.add_adapter(LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
+    model = get_peft_model(vb, LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
     with tempfile.TemporaryDirectory() as directory:
         settings = TrainingArguments(
             output_dir=directory,
@@ -171,7 +171,7 @@ def lora(args: argparse.Namespace) -> dict:
             disable_tqdm=True,
         )
         data = rows_of_text(args.where, args.length, 4)
-        trainer = Trainer(model=vb, args=settings, train_dataset=data, callbacks=[ends])
+        trainer = Trainer(model=model, args=settings, train_dataset=data, callbacks=[ends])
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     spans = [b - a for a, b in zip(ends.moments[1:], ends.moments[2:], strict=False)]

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "vbrt"
 
 # (row, files and folders of vbrt/ in order): docs/design.md has the table and what each is for
 LINES = (
-    (0, ("errors", "host", "config", "residency", "report")),
+    (0, ("errors", "host", "config", "residency", "report", "libraries")),
     (1, ("formats",)),
     (2, ("kernels",)),
     (2, ("tiers",)),

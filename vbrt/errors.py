@@ -8,6 +8,7 @@
     ├── TierError     (RuntimeError)  a page that cannot be stored, read or verified: names layer and file
     ├── WrapError     (ValueError)    a model, or a use of a wrapped model, that vbrt refuses
     ├── KernelError   (RuntimeError)  no implementation of an op for this backend and device
+    ├── LibraryError  (RuntimeError)  an installed library lacks a part that is needed: names its version
     ├── NonfiniteError (ArithmeticError)  NaN or Inf that a module has computed: names the first one
     └── CheckpointError (RuntimeError)  a save or checkpoint that cannot be written, read, or does not fit the model
 
@@ -22,6 +23,7 @@ __all__ = [
     "ConfigError",
     "FormatError",
     "KernelError",
+    "LibraryError",
     "NoRoomError",
     "NonfiniteError",
     "TierError",
@@ -62,6 +64,10 @@ class WrapError(VBError, ValueError):
 
 class KernelError(VBError, RuntimeError):
     """No implementation of an op exists for the asked backend and device."""
+
+
+class LibraryError(VBError, RuntimeError):
+    """An installed version of another library lacks a part that a feature needs; nothing was changed."""
 
 
 class NonfiniteError(VBError, ArithmeticError):

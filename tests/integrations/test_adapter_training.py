@@ -62,20 +62,45 @@ def train(model, path):
     return losses[0], losses[-1]
 
 
+def add_by_transformers(model):
+    try:
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=TARGETS))
+    except ValueError as error:  # 5.24 wants a PEFT that is not out
+        assert "PEFT" in str(error)
+        pytest.skip(str(error))
+    return model
+
+
+def add_by_peft(model):
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS))
+
+
+def load_by_transformers(model, path):
+    model.load_adapter(path)
+    return model
+
+
+WAYS = {
+    "peft": (add_by_peft, peft.PeftModel.from_pretrained),
+    "transformers": (add_by_transformers, load_by_transformers),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrapper", [False, True])
-def test_only_adapters_train_and_another_process_loads_them(load, tmp_path, wrapper):
-    model = load("fp4")
-    before, plain = weights(model), {name: p.detach().clone() for name, p in model.named_parameters()}
-    model.add_adapter(peft.LoraConfig(r=4, target_modules=TARGETS))
-    first, last = train(vbrt.of(model) if wrapper else model, tmp_path)
+def test_only_adapters_train_and_another_process_loads_them(load, tmp_path, wrapper, way):
+    (add, load_onto), model = WAYS[way], load("fp4")
+    vb = vbrt.of(model)
+    before, plain = weights(model), {id(p): p.detach().clone() for p in model.parameters()}
+    adapted = add(vb if wrapper and way == "peft" else model)
+    first, last = train(vb if wrapper and way == "transformers" else adapted, tmp_path)
     assert last < first
     assert all(torch.equal(weight, before[name]) for name, weight in weights(model).items())
-    assert all(torch.equal(p, plain[name]) for name, p in model.named_parameters() if name in plain)
-    model.save_pretrained(tmp_path / "adapters")
+    assert all(torch.equal(p, plain[id(p)]) for p in model.parameters() if id(p) in plain)
+    adapted.save_pretrained(tmp_path / "adapters")
     assert not list((tmp_path / "adapters").glob("model*.safetensors"))  # the planes are where they were
-    fresh = load("fp4")
-    fresh.load_adapter(str(tmp_path / "adapters"))
-    assert torch.equal(logits(fresh), logits(model))
+    fresh = load_onto(load("fp4"), str(tmp_path / "adapters"))
+    assert torch.equal(logits(fresh), logits(adapted))
 
 
 @pytest.mark.parametrize("preset", ["exact", "fp4"])

@@ -8,7 +8,6 @@ the queries' gradient, and where heads share keys, gradients of keys and values 
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vbrt.estimation.meter import Meter
+from vbrt.libraries.probe import loaded
 
 __all__ = ["gpu_sizes"]
 
@@ -147,7 +147,7 @@ _FP32 = tuple(
 def _of_transformers() -> list[tuple[Any, str, Callable[..., Any]]]:
     """What transformers would look up in values: sequences are not packed, and masks hide nothing; else it makes more
     masks."""
-    masks = sys.modules.get("transformers.masking_utils")
+    masks = loaded("transformers", "masking_utils")
     packed, skips = (
         getattr(masks, name, None) for name in ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa")
     )

@@ -21,6 +21,7 @@ from vbrt.estimation.held import Held
 from vbrt.estimation.inputs import inputs_of
 from vbrt.estimation.meter import Meter
 from vbrt.estimation.task import Task
+from vbrt.libraries.transformers_api import cache_argument, cache_of
 from vbrt.model.blocks import Stack
 from vbrt.residency.activations import KEEP
 from vbrt.training.kept import step_kept
@@ -201,8 +202,7 @@ class _Run:
         return inputs | more
 
     def _cache(self, outputs: Any) -> Any:
-        cache = getattr(outputs, "past_key_values", None)
-        cache = getattr(outputs, "cache_params", None) if cache is None else cache
+        cache = cache_of(outputs)
         self._name(cache, "KV cache")
         return cache
 
@@ -218,7 +218,7 @@ class _Run:
         inputs = {k: v for k, v in inputs.items() if k != "input_ids" or "decoder_input_ids" not in inputs}
         inputs = self._generated(inputs, past=self.task.context + self._steps)
         self._steps += 1
-        name = "past_key_values" if hasattr(cache, "get_seq_length") else "cache_params"
+        name = cache_argument(self.model.forward)
         outputs = self.model(**inputs, **{name: cache}, use_cache=True)
         cache = self._cache(outputs)
         return self.meter.live["KV cache"]

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from vbrt.errors import VBError
 from vbrt.generation.spans import room_for
+from vbrt.libraries import transformers_api
+from vbrt.libraries.transformers_api import CACHES, cache_kinds
 
 __all__ = [
     "EMPTY",
@@ -57,21 +59,15 @@ def is_empty(layer: Any) -> bool:
 
 @functools.cache
 def linear_layer() -> type:
-    from transformers import cache_utils
-
-    return cache_utils.LinearAttentionLayer
+    return transformers_api.LinearAttentionLayer
 
 
 @functools.cache
 def _known_kinds() -> tuple[frozenset[type], frozenset[type]]:
     """Return transformers' classes of layers that grow by a token, and of those that keep their size."""
-    from transformers import cache_utils
-
-    def named(*names: str) -> frozenset[type]:
-        return frozenset(kind for name in names if (kind := getattr(cache_utils, name, None)) is not None)
-
     mixed = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
-    return named("DynamicLayer", "DynamicSlidingWindowLayer", *mixed), named("LinearAttentionLayer", "DummyLayer")
+    growing = cache_kinds("DynamicLayer", "DynamicSlidingWindowLayer", *mixed)
+    return growing, cache_kinds("LinearAttentionLayer", "DummyLayer")
 
 
 def _plain(layer: Any) -> type:
@@ -85,9 +81,7 @@ def grows(cache: Any, layer: Any) -> bool:
 
 def fills(cache: Any, layer: Any) -> bool:
     """True for a layer that holds nothing yet, and will append all keys and values of a prompt."""
-    from transformers import cache_utils
-
-    return type(layer) is cache_utils.DynamicLayer and is_empty(layer) and not _crosses(cache, layer)
+    return type(layer) in cache_kinds("DynamicLayer") and is_empty(layer) and not _crosses(cache, layer)
 
 
 def _crosses(cache: Any, layer: Any) -> bool:
@@ -96,6 +90,8 @@ def _crosses(cache: Any, layer: Any) -> bool:
 
 def why_not(cache: Any) -> str:
     """Return why the steps on a cache cannot be recorded; "" if they can."""
+    if missing := CACHES.refusal():
+        return missing
     if any(getattr(half, "offloading", False) for half in _halves(cache)):
         return "the cache moves its layers to host memory"
     for half in _halves(cache):

@@ -17,6 +17,8 @@ from vbrt.generation.speculation import EXACTNESS, speculate
 from vbrt.generation.verifying import Decoding, announce
 from vbrt.generation.watched import calls_others
 from vbrt.layers import VBLayer
+from vbrt.libraries import transformers_api
+from vbrt.libraries.transformers_api import DRAFTS, cache_argument, cache_of
 from vbrt.model.attachment import Attachment
 
 __all__ = ["Speculation", "generate"]
@@ -74,9 +76,11 @@ def generate(
     Raises:
         ArgumentError: a seed for a call that draws no tokens one by one, such as beam search.
     """
-    config, _ = model._prepare_generation_config(kwargs.get("generation_config"), **kwargs)
-    refusal = _refusal(model, config, kwargs)
-    if refusal is not None:
+    refusal = DRAFTS.refusal()
+    if not refusal:
+        config, _ = model._prepare_generation_config(kwargs.get("generation_config"), **kwargs)
+        refusal = _refusal(model, config, kwargs)
+    if refusal:
         if how.seed is not None:
             raise ArgumentError(f"generate: seed = {how.seed}: {refusal}; use torch.manual_seed")
         announce(attachment.speculation, refusal)
@@ -93,8 +97,8 @@ def generate(
     return own(*args, custom_generate=method, stopping_criteria=criteria, **kwargs)
 
 
-def _refusal(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
-    """Return why a call does not decode token by token, by itself, with a cache; None if it does."""
+def _refusal(model: Any, config: Any, kwargs: dict[str, Any]) -> str:
+    """Return why a call does not decode token by token, by itself, with a cache; "" if it does."""
     mode = str(getattr(config.get_generation_mode(kwargs.get("assistant_model")), "value", ""))
     if kwargs.get("custom_generate") is not None:
         return "custom_generate decodes in its own way"
@@ -108,7 +112,7 @@ def _refusal(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
         return "use_cache = False"
     if model.generation_config.stop_strings is not None:
         return "the model's generation_config has stop_strings; give them to generate instead"
-    return None
+    return ""
 
 
 def _can_draft(attachment: Attachment) -> bool:
@@ -121,7 +125,7 @@ def _with_stop_strings(kwargs: dict[str, Any]) -> Any:
 
     transformers gives the tokenizer that they need to its own methods only.
     """
-    from transformers import StoppingCriteriaList, StopStringCriteria
+    from transformers import StoppingCriteriaList
 
     criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
     tokenizer, strings = kwargs.pop("tokenizer", None), kwargs.pop("stop_strings", None)
@@ -130,7 +134,7 @@ def _with_stop_strings(kwargs: dict[str, Any]) -> Any:
         strings, config = config.stop_strings, copy.deepcopy(config)
         kwargs["generation_config"], config.stop_strings = config, None
     if strings is not None:
-        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
+        criteria.append(transformers_api.StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
     return criteria
 
 
@@ -203,11 +207,10 @@ def _link_bytes(attachment: Attachment) -> Iterator[None]:
 def _result(sequences: Sequences, kwargs: dict[str, Any], config: Any) -> Any:
     if not config.return_dict_in_generate:
         return sequences.ids
-    from transformers.generation import GenerateDecoderOnlyOutput
-
-    return GenerateDecoderOnlyOutput(
+    made = transformers_api.GenerateDecoderOnlyOutput
+    return made(
         sequences=sequences.ids,
         scores=sequences.scores,
         logits=sequences.logits,
-        past_key_values=kwargs.get("past_key_values"),
+        **{cache_argument(made): cache_of(kwargs)},
     )

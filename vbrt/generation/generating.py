@@ -9,7 +9,6 @@ the length of a call the instance has a `forward` of ours in front of the class'
 import contextlib
 import functools
 import inspect
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from vbrt.layers import WeightHandle
 from vbrt.layers.ahead import compile_ahead
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts import ExpertsHandle, why_waits
+from vbrt.libraries import transformers_api
 from vbrt.model.passes import move_rest_
 from vbrt.model.phase import DECODE, phase_name
 from vbrt.report.stats import StepCounts
@@ -228,7 +228,7 @@ def limit_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | Non
 
 def prompt_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     """Return the token ids of a call's first forward; None if that will compute another number of them."""
-    ids, names = _given(args, kwargs), ("num_beams", "num_return_sequences", "past_key_values")
+    ids, names = _given(args, kwargs), ("num_beams", "num_return_sequences", *transformers_api.CACHE_ARGUMENTS[:2])
     others = (_read(source, name) for source in _sources(model, kwargs) for name in names)
     is_another = ids is None or ids.is_floating_point() or any(value not in (None, 1) for value in others)
     return None if is_another else ids
@@ -388,10 +388,8 @@ class Terms:
 
 def generating_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that transformers can generate with: the model, or models in it."""
-    utils = sys.modules.get("transformers.generation.utils")  # a model of transformers has imported it
-    if utils is None:
-        return []
-    return [module for module in model.modules() if isinstance(module, utils.GenerationMixin)]
+    mixin = transformers_api.generation_mixin()
+    return [] if mixin is None else [module for module in model.modules() if isinstance(module, mixin)]
 
 
 def follow(attachment: "Attachment", model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """`vbrt.KVCache`: a cache of keys and values for transformers' models, in the tiers of a wrapped model.
 
     cache = vbrt.KVCache(vb)                      # or bits=8, bits=4, room="4GiB"
-    vb.generate(ids, past_key_values=cache)
+    vb.generate(ids, cache=cache)
 
 A drop-in for `transformers.DynamicCache`: what a layer's `update` returns is what that returns, with `bits = 16` bit
 for bit. It is gathered anew for each layer, as DynamicCache concatenates its tensors anew: one layer's keys and values
@@ -19,14 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
-)
 
 from vbrt.config import parse_budget
 from vbrt.errors import ArgumentError, WrapError
@@ -35,6 +27,14 @@ from vbrt.generation.kv_ring import Place
 from vbrt.generation.kv_store import Extent, KVStore
 from vbrt.generation.kv_tokens import TAIL_PAGES, LayerTokens
 from vbrt.kernels.uncompiled import uncompiled
+from vbrt.libraries.transformers_api import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 from vbrt.model.attachment import Attachment
 from vbrt.model.caches import give_way
 from vbrt.model.passes import pass_hook_of

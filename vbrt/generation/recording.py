@@ -1,7 +1,6 @@
 """Recorded decode steps: one for each form of inputs and block of lengths, on the memory of one cache."""
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from vbrt.generation.written import Written
 from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.kernels.recorded import StepRefused
 from vbrt.layers.compute import pass_precision
+from vbrt.libraries.transformers_api import replace_capture_query
 
 __all__ = [
     "Counted",
@@ -86,10 +86,7 @@ _captured = _Captured()
 
 def answer_captures() -> None:
     """Have transformers ask here whether a CUDA graph captures. Idempotent."""
-    utils = sys.modules.get("transformers.utils.import_utils")
-    asked = getattr(utils, "is_cuda_stream_capturing", None)
-    if asked is not None and not hasattr(asked, "vbrt"):
-        utils.is_cuda_stream_capturing = _or_captured(asked)
+    replace_capture_query(lambda asked: asked if hasattr(asked, "vbrt") else _or_captured(asked))
 
 
 @contextmanager

@@ -37,6 +37,8 @@ from vbrt.generation.static_cache import Statics
 from vbrt.generation.steady import steady_attention
 from vbrt.host.memory import storage_of
 from vbrt.layers.compute import products_by, shared_product
+from vbrt.libraries import transformers_api
+from vbrt.libraries.transformers_api import ROWS, attention_of, set_attention
 
 __all__ = ["NotByToken", "masks_windows", "one_by_one"]
 
@@ -246,7 +248,7 @@ class _Sums(TorchFunctionMode):
 def _attention_of(model: Any) -> Iterator[None]:
     """Have the model's attention computed by `_attention`, with masks by `_masks`."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    held = {key: getattr(config, "_attn_implementation", None) for key, config in configs.items()}
+    held = {key: attention_of(config) for key, config in configs.items()}
     unknown = {name for name in held.values() if name is not None} - _KNOWN
     if unknown:
         raise NotByToken(f"attention by {', '.join(sorted(unknown))}")
@@ -254,20 +256,19 @@ def _attention_of(model: Any) -> Iterator[None]:
     try:
         for key, name in taken.items():
             _names[key] = name
-            configs[key]._attn_implementation_internal = NAME
+            set_attention(configs[key], NAME)
         yield
     finally:
         for key, name in taken.items():
-            configs[key]._attn_implementation_internal = name
+            set_attention(configs[key], name)
 
 
 def _register() -> None:
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    if NAME not in AttentionInterface._global_mapping:
-        AttentionInterface.register(NAME, _attention)
-        AttentionMaskInterface.register(NAME, _masks)
+    if missing := ROWS.refusal():
+        raise NotByToken(missing)
+    if NAME not in transformers_api.AttentionInterface._global_mapping:
+        transformers_api.AttentionInterface.register(NAME, _attention)
+        transformers_api.AttentionMaskInterface.register(NAME, _masks)
 
 
 class _Masks(list):
@@ -284,10 +285,8 @@ class _Masks(list):
 
 def _masks(*args: Any, **kwargs: Any) -> Any:
     """Make masks as transformers does, for each token of the pass."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
     here = _here.now
-    make = ALL_MASK_ATTENTION_FUNCTIONS[_names[id(kwargs["config"])]]
+    make = transformers_api.ALL_MASK_ATTENTION_FUNCTIONS[_names[id(kwargs["config"])]]
     if _here.asked is not None:
         _here.asked.add(kwargs.get("local_size") is not None)
     if here is None:  # another thread, in a pass of its own
@@ -410,9 +409,7 @@ def _block_of(layer: Any, key: Any) -> tuple[Any, Any]:
 
 
 def _attention_named(name: str, module: Any) -> Callable[..., Any]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    found = ALL_ATTENTION_FUNCTIONS.get(name)
+    found = transformers_api.ALL_ATTENTION_FUNCTIONS.get(name)
     if found is None:  # of the file that has the model
         found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if found is None:

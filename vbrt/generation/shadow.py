@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vbrt.errors import WrapError
+from vbrt.libraries import transformers_api
 
 __all__ = ["layer_ahead", "past_refusal", "shadow_of", "shadow_refusal"]
 
@@ -46,9 +47,8 @@ def past_refusal(cache: Any) -> str | None:
 @functools.cache
 def _keeps_past() -> bool:
     """True if windows of transformers that keep their past give as many keys as their masks have: 5.17's do not."""
-    from transformers.cache_utils import DynamicSlidingWindowLayer
-
-    layer, key = DynamicSlidingWindowLayer(sliding_window=2), torch.zeros(1, 1, 1, 1, dtype=torch.float32, device="cpu")
+    layer = transformers_api.DynamicSlidingWindowLayer(sliding_window=2)
+    key = torch.zeros(1, 1, 1, 1, dtype=torch.float32, device="cpu")
     layer.activate_past_recording()
     for _ in range(3):
         wanted = layer.get_mask_sizes(1)[0]

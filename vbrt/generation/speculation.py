@@ -32,6 +32,7 @@ from vbrt.generation.static_cache import leave
 from vbrt.generation.timing import Marks
 from vbrt.generation.verifying import Decoding, Draft, announce, can_verify, verified, window_refusal
 from vbrt.generation.watched import Watch
+from vbrt.libraries.transformers_api import cache_of, stop_keeping_past
 from vbrt.report.timeline import ROUND
 
 __all__ = ["EXACTNESS", "speculate"]
@@ -51,7 +52,7 @@ def speculate(decoding: Decoding, sequences: Sequences, outputs: Any, kwargs: di
     """
     kwargs = decoding.after(outputs, kwargs)
     sequences.look(sequences.append(outputs.logits[:, -1]))
-    cache = kwargs.get("past_key_values")
+    cache = cache_of(kwargs)
     if decoding.pace.fixed != 0:
         refusal = _refusal(decoding, sequences, cache)
         if refusal is None:
@@ -79,7 +80,7 @@ def _plainly(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -
 
 def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Decode in rounds, until all sequences are finished or drafts are of no use."""
-    cache, hint, recorded = kwargs["past_key_values"], None, decoding.is_recorded()
+    cache, hint, recorded = cache_of(kwargs), None, decoding.is_recorded()
     with contextlib.ExitStack() as opened:
         with decoding.attachment.phase(DRAFT, "coarse"):
             decoding = replace(decoding, passes=opened.enter_context(decoding.recordable()))
@@ -97,9 +98,7 @@ def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any])
         except NotRecordable as error:  # before a token was taken: no memory for graphs any more, say
             announce(decoding.counts, str(error))
             cache.crop(sequences.length - 1 - cache.get_seq_length())
-    for layer in cache.layers:
-        if hasattr(layer, "record_past"):
-            layer.record_past = False  # as transformers leaves a cache
+    stop_keeping_past(cache)
     return kwargs
 
 
@@ -121,7 +120,7 @@ def _round(
     decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any], hint: _Hint | None
 ) -> tuple[dict[str, Any], _Hint | None]:
     """Draft, verify, take what is right. Returns the next pass's arguments, and what is known beyond."""
-    cache, marks = kwargs["past_key_values"], Marks(sequences.ids.device)
+    cache, marks = cache_of(kwargs), Marks(sequences.ids.device)
     recorder = decoding.attachment.stack.guard.recorder
     began = None if recorder is None else recorder.mark()
     marks.mark()
@@ -170,7 +169,7 @@ def _reach(decoding: Decoding, sequences: Sequences, cache: Any) -> int:
 
 
 def _draft(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any], k: int, hint: _Hint | None) -> Draft:
-    ids, passes, cache = sequences.ids, [kwargs], kwargs["past_key_values"]
+    ids, passes, cache = sequences.ids, [kwargs], cache_of(kwargs)
     with decoding.attachment.phase(DRAFT, "coarse"):
         for place in range(k):
             outputs = decoding.step(ids, 1, passes[-1])

@@ -38,6 +38,7 @@ from vbrt.generation.spans import Span
 from vbrt.generation.static_cache import Statics
 from vbrt.generation.watched import Watch
 from vbrt.layers.lockstep import in_lockstep
+from vbrt.libraries.transformers_api import cache_of, with_cache
 from vbrt.model.attachment import Attachment
 from vbrt.report.speculation import SpeculationCounts
 
@@ -114,7 +115,7 @@ class Decoding:
         """Return the arguments of the pass after one token more; `cache`: in the place of the one in `outputs`."""
         encoder_decoder = self.model.config.is_encoder_decoder
         updated = self.model._update_model_kwargs_for_generation(outputs, dict(kwargs), encoder_decoder)
-        return updated if cache is None else {**updated, "past_key_values": cache}
+        return updated if cache is None else with_cache(updated, cache)
 
 
 class Draft(NamedTuple):
@@ -132,7 +133,7 @@ class Draft(NamedTuple):
     @property
     def cache(self) -> Any:
         """The call's cache."""
-        return self.kwargs[0]["past_key_values"]
+        return cache_of(self.kwargs[0])
 
 
 class Rows(NamedTuple):
@@ -269,8 +270,7 @@ def in_step(decoding: Decoding, draft: Draft, rows: int) -> Rows:
     """Compute the rows, all of them, by passes of one token in lockstep."""
     calls = []
     for row, kwargs in enumerate(draft.kwargs):
-        cache = kwargs["past_key_values"]
-        own = {**kwargs, "past_key_values": shadow_of(cache, row)} if row else kwargs
+        own = with_cache(kwargs, shadow_of(draft.cache, row)) if row else kwargs
         inputs = decoding.inputs(draft.ids[:, : draft.start + row], 1, own)
         calls.append(functools.partial(decoding.model, **inputs, return_dict=True))
     outputs = in_lockstep(calls)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vbrt.layers.experts import VBExperts
 from vbrt.layers.experts.gates import kept_gate
+from vbrt.libraries import transformers_api
 
 __all__ = ["Watch", "calls_others"]
 
@@ -20,7 +21,7 @@ _CONTAINERS = (dict, list)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _KNOWN = ("transformers", "vbrt")  # whose callbacks leave models as they are
 #: what transformers itself changes in configs between a prompt and the first step, on devices other than CPUs
-_OF_STEPS = ("_experts_implementation_internal",)
+_OF_STEPS = transformers_api.CHANGED_BY_STEPS
 
 
 def calls_others(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -8,7 +8,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from vbrt.config import VBConfig
 from vbrt.errors import VBError
@@ -16,6 +15,7 @@ from vbrt.host.files import read_bounded, write_file
 from vbrt.integrations.gguf_models import TOKENIZERS, gguf_tokenizer
 from vbrt.integrations.huggingface import gguf_at, loading, looked_at, meta_model, model_config, quiet
 from vbrt.integrations.pretrained import WEIGHTS, Reader
+from vbrt.libraries.transformers_api import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 if TYPE_CHECKING:

@@ -3,16 +3,15 @@
 The file's header is checked before transformers follows any count in it. Importing this module imports transformers.
 """
 
-import importlib
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
-from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from vbrt.integrations.gguf_rope import scale_rope_
+from vbrt.libraries.transformers_api import GGUF_CONFIG_MAPPING, newer_gguf_architectures
 from vbrt.saves.gguf import GGUFTensors
 from vbrt.saves.gguf_file import ArrayOf
 
@@ -62,7 +61,7 @@ def _config_of(tensors: GGUFTensors) -> PreTrainedConfig:
     """Have transformers make a config. For most architectures it takes seconds for the vocabulary, of which it wants
     nothing but the length, so it gets a file without one."""
     path = tensors.path
-    if tensors.architecture in _newer_architectures():
+    if tensors.architecture in newer_gguf_architectures():
         return _config_in(path)
     with tempfile.TemporaryDirectory(prefix="vbrt-gguf-") as directory:
         short = Path(directory) / path.name
@@ -72,13 +71,6 @@ def _config_of(tensors: GGUFTensors) -> PreTrainedConfig:
 
 def _config_in(path: Path) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False)
-
-
-def _newer_architectures() -> Collection[str]:
-    try:
-        return importlib.import_module("transformers.integrations.gguf").GGUF_CONFIG_ARCHS
-    except (ImportError, AttributeError):
-        return ()
 
 
 def _taken(config: PreTrainedConfig, tensors: GGUFTensors) -> Collection[str]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.quantizers import HfQuantizer
 
 from vbrt.host.read_ahead import ReadAhead
 from vbrt.integrations.gguf_rope import check_rope
+from vbrt.libraries.transformers_api import HfQuantizer
 from vbrt.saves.ahead import read_ahead
 from vbrt.saves.dense import DenseCheckpoint
 from vbrt.saves.filling import Filling

@@ -22,11 +22,11 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
-from transformers.utils import logging as transformers_logging
 
 from vbrt.errors import ConfigError, VBError, describe_os_error
 from vbrt.host.files import expanded, read_bounded
 from vbrt.integrations.registering import Deferred
+from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.saves.gguf_file import GGUF_SUFFIX
 from vbrt.saves.paths import gguf_file
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import CheckpointError
@@ -30,6 +29,7 @@ from vbrt.integrations.huggingface import (
     take_generation_config_,
 )
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
+from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.model.runtime import Runtime
 from vbrt.report.progress import Progress
 from vbrt.saves.ahead import reading_ahead

@@ -31,10 +31,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from vbrt.config import load_config
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
+from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.saves.tensorfile import TensorInfo, TensorWriter
 from vbrt.wrapper.of import of
 from vbrt.wrapper.wrap import wrap

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from vbrt.layers.experts.encoding import MatricesOnDemand
+from vbrt.libraries.transformers_api import WeightConverter, WeightTransform
 from vbrt.saves.conversion import merges_experts
 
 __all__ = ["by_expert"]

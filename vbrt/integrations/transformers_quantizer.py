@@ -20,9 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps, build_glob_alternation
-from transformers.quantizers import auto
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vbrt.config import VBConfig, load_config
 from vbrt.distributed.watch import watch
@@ -31,6 +28,13 @@ from vbrt.generation.generating import follow
 from vbrt.integrations.gguf_quantizer import TakesGGUF
 from vbrt.integrations.split_models import is_split, share_of_files
 from vbrt.integrations.transformers_experts import by_expert
+from vbrt.libraries.transformers_api import (
+    ConversionOps,
+    QuantizationConfigMixin,
+    adapters_only,
+    keep_loading_attributes_of,
+    own_dtypes_of,
+)
 from vbrt.model.attach import attach
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
@@ -208,7 +212,7 @@ class QuantizationConfig(QuantizationConfigMixin):
 
 
 # so that a config that is named for a directory that has one is merged into it, and not dropped
-auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, QuantizationConfig)
+keep_loading_attributes_of(QuantizationConfig)
 
 
 class _Encode(ConversionOps):
@@ -415,7 +419,7 @@ class VBQuantizer(TakesGGUF):
 
         Raises CheckpointError: planes, of which ranks have parts.
         """
-        if getattr(model, "_hf_peft_config_loaded", False):
+        if adapters_only(model):
             return None, {}  # adapters only
         model._weight_conversions = self._conversions
         try:
@@ -494,13 +498,9 @@ def _dtypes_read_in(model: PreTrainedModel) -> dict[str, torch.dtype]:
     """Return the dtypes in which transformers reads parameters that a quantizer takes, by name. Those of which the
     model's class has made others are not in it: such weights are read in the dtype of the model and would lose bits."""
     dtype = model.config.dtype
-    plan = model._get_dtype_plan(dtype)
-    pattern, groups, _ = build_glob_alternation(list(plan)) if plan else (None, {}, None)
-    found = {}
+    own, found = own_dtypes_of(model, dtype), {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        match = pattern.search(name) if pattern is not None else None
-        if match is not None:
-            found[name] = plan[groups[match.lastgroup]]
-        elif parameter.dtype is dtype:
-            found[name] = dtype
+        wanted = own(name)
+        if wanted is not None or parameter.dtype is dtype:
+            found[name] = wanted or dtype
     return found

@@ -5,10 +5,10 @@ Imported only once a model holds such a layer, so transformers stays optional.
 
 import torch
 from torch.compiler import is_compiling
-from transformers.pytorch_utils import Conv1D
 
 from vbrt.layers.base import VBLayer
 from vbrt.layers.compiled import compiled_linear
+from vbrt.libraries.transformers_api import Conv1D
 
 __all__ = ["VBConv1D"]
 

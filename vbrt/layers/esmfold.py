@@ -4,9 +4,8 @@ its own.
 Imported only once a model holds such a layer, so transformers stays optional.
 """
 
-from transformers.models.esm.modeling_esmfold import EsmFoldLinear
-
 from vbrt.layers.linear import VBLinear
+from vbrt.libraries.transformers_api import EsmFoldLinear
 
 __all__ = ["VBEsmFoldLinear"]
 

@@ -7,11 +7,11 @@ Imported only once a model holds such a layer, so transformers stays optional.
 import torch
 from torch.compiler import is_compiling
 from torch.fx import Proxy
-from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from vbrt.kernels.watched import traced_call
 from vbrt.layers.compiled import compiled_linear
 from vbrt.layers.linear import VBLinear
+from vbrt.libraries.transformers_api import FalconLinear
 
 __all__ = ["VBFalconLinear"]
 

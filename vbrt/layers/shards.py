@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vbrt.errors import WrapError
+from vbrt.libraries.transformers_api import loaded_part
 from vbrt.residency.site import EXPERTS, Shard
 
 __all__ = [
@@ -111,8 +112,7 @@ def sum_refusal(tensors: Iterable[Any]) -> str | None:
     """Return why the outputs of routed experts with these weights would not be added up over ranks if their module did
     not hold them; None if they are. transformers 5.17 adds them only where it sees a part among its parameters."""
     cut = any(is_sharded(tensor) and Sharding.of(tensor).dim is not None for tensor in tensors)
-    library = sys.modules.get("transformers.distributed.tensor_parallel")
-    style = getattr(library, "MoeExpertsParallel", None)
+    style = loaded_part("distributed.tensor_parallel", "MoeExpertsParallel")
     if not cut or style is None:
         return None
     output = torch.empty(0, dtype=torch.float32, device="cpu")

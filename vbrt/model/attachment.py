@@ -15,6 +15,7 @@ from vbrt.kernels import libraries
 from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.experts import VBExperts
 from vbrt.layers.experts.missed import MissedExperts
+from vbrt.libraries.probe import losses
 from vbrt.model.activations import activations_of
 from vbrt.model.caches import cache_stats
 from vbrt.model.expert_cache import ExpertCache
@@ -237,7 +238,7 @@ class Attachment:
         fallbacks += balance.fallbacks if balance else []
         fallbacks += self.expert_cache.fallbacks + (self.missed.fallbacks if self.missed else [])
         fallbacks += [reason for cache in list(self.runtime.caches) for reason in cache.fallbacks]
-        fallbacks += self.speculation.reasons + self.activations.fallbacks
+        fallbacks += self.speculation.reasons + self.activations.fallbacks + losses()
         return Stats(
             stack.levels[0].policy.kind,
             stack.names[0],

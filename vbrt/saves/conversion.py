@@ -5,8 +5,6 @@ at a time, when its value is wanted, and to meta tensors before, to know its sha
 """
 
 import copy
-import importlib
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +15,7 @@ import torch
 from torch import nn
 
 from vbrt.errors import CheckpointError
+from vbrt.libraries import transformers_api
 from vbrt.saves.landing import Fill, fresh
 from vbrt.saves.tensorfile import TensorInfo
 
@@ -100,28 +99,24 @@ class _Rules:
 
 
 def _rules_for(model: nn.Module) -> _Rules | None:
-    """Return the rules of a transformers model; None for any other, and for versions that convert nothing."""
-    library = sys.modules.get("transformers")
-    if library is None or not isinstance(model, library.PreTrainedModel):
+    """Return the rules of a transformers model; None for any other, and for versions that have none."""
+    if not transformers_api.is_pretrained(model) or not transformers_api.CHECKPOINTS.is_there():
         return None
-    try:
-        loading = importlib.import_module("transformers.core_model_loading")
-        mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
-    except (ImportError, AttributeError):
-        return None
-    renamings = [rule for rule in mapping if isinstance(rule, loading.WeightRenaming)]
-    converters = [rule for rule in mapping if isinstance(rule, loading.WeightConverter)]
+    mapping = transformers_api.get_model_conversion_mapping(model)
+    renamings, converters = transformers_api.rules_of(mapping)
     names = model.state_dict(keep_vars=True)
 
     def rename(name: str) -> tuple[str, str | None]:
         prefix = model.base_model_prefix
-        new, pattern = loading.rename_source_key(name, renamings, converters, prefix, names)
+        new, pattern = transformers_api.rename_source_key(name, renamings, converters, prefix, names)
         if new not in names and name in names:
-            return loading.rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=names)
+            return transformers_api.rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=names)
         return new, pattern
 
     return _Rules(
-        rename, {pattern: rule for rule in converters for pattern in rule.source_patterns}, loading.dot_natural_key
+        rename,
+        {pattern: rule for rule in converters for pattern in rule.source_patterns},
+        transformers_api.dot_natural_key,
     )
 
 
@@ -263,20 +258,13 @@ def own_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
         model: as it is built, before any dtype of a file is taken.
         dtype: of most weights in the files.
     """
-    library = sys.modules.get("transformers")
-    if library is None or not isinstance(model, library.PreTrainedModel) or not hasattr(model, "_get_dtype_plan"):
+    if not transformers_api.is_pretrained(model):
         return {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     sizes: dict[torch.dtype, int] = {}
     for parameter in parameters.values():
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     usual = max(sizes, key=lambda held: sizes[held], default=dtype)
-    plan = model._get_dtype_plan(dtype)
-    loading = importlib.import_module("transformers.core_model_loading")
-    pattern, groups, _ = loading.build_glob_alternation(list(plan)) if plan else (None, {}, None)
+    own = transformers_api.own_dtypes_of(model, dtype)
     found = {name: p.dtype for name, p in parameters.items() if p.dtype is not usual and p.dtype.is_floating_point}
-    for name in parameters if pattern is not None else ():
-        match = pattern.search(name)
-        if match is not None:
-            found[name] = plan[groups[match.lastgroup]]
-    return found
+    return found | {name: wanted for name in parameters if (wanted := own(name)) is not None}

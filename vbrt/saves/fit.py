@@ -9,6 +9,7 @@ from torch import nn
 
 from vbrt.errors import CheckpointError
 from vbrt.layers import kind_of
+from vbrt.libraries.transformers_api import ignored_patterns
 from vbrt.residency.site import WeightSite
 from vbrt.saves.manifest import KeptTensor, text_of
 from vbrt.saves.tensorfile import TensorInfo
@@ -102,5 +103,5 @@ def non_persistent(model: nn.Module) -> Iterator[str]:
 
 def ignored_names(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Names in a checkpoint that a transformers model says it does not need."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = ignored_patterns(model)
     return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}

@@ -9,7 +9,6 @@ any order, the bytes of quantized rows can be moved in the same way, without dec
 
 import copy
 import importlib
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.errors import CheckpointError
+from vbrt.libraries import transformers_api
+from vbrt.libraries.probe import version_of
 from vbrt.saves.gguf_experts import expert_sources
 
 __all__ = ["Recipe", "RowOrder", "recipes_for", "rows_of"]
@@ -59,8 +60,7 @@ def recipes_for(path: Path, architecture: str, model: nn.Module, names: Iterable
     Raises:
         CheckpointError: no model of transformers, or an architecture that transformers does not know from GGUF.
     """
-    library = sys.modules.get("transformers")
-    if library is None or not isinstance(model, library.PreTrainedModel):
+    if not transformers_api.is_pretrained(model):
         raise CheckpointError(
             f"{path}: GGUF has names of llama.cpp, which only transformers translates; expected one of its models, not "
             f"{type(model).__name__}"
@@ -72,8 +72,8 @@ def recipes_for(path: Path, architecture: str, model: nn.Module, names: Iterable
         return found | {made[0]: Recipe(*made) for made in expert_sources(model, names)}
     except (NotImplementedError, *_ODD) as error:
         raise CheckpointError(
-            f"{path}: transformers {library.__version__} does not read GGUF files of architecture {architecture!r} "
-            f"into a {type(model).__name__}: {str(error).partition(chr(10))[0]}"
+            f"{path}: transformers {version_of('transformers')} does not read GGUF files of architecture "
+            f"{architecture!r} into a {type(model).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
 
 
@@ -82,23 +82,16 @@ def recipes_for(path: Path, architecture: str, model: nn.Module, names: Iterable
 
 def _newer_rules(architecture: str, model: nn.Module) -> list[Any] | None:
     """Return the rules of an architecture; None where this version of transformers has none for it."""
-    try:
-        utils = importlib.import_module("transformers.integrations.gguf.utils")
-    except ImportError:
-        return None
-    known = utils.is_gguf_arch_supported(architecture)
-    return utils.get_gguf_conversion_mapping(architecture, model.config) if known else None
+    return transformers_api.newer_gguf_rules(architecture, model.config)
 
 
 def _of_rules(rules: list[Any], model: nn.Module, names: Iterable[str]) -> dict[str, Recipe]:
-    loading = importlib.import_module("transformers.core_model_loading")
-    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    renamings, converters = transformers_api.rules_of(rules)
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     found: dict[str, list[tuple[str | None, str]]] = {}
     known = model.state_dict(keep_vars=True)
     for name in names:
-        new, pattern = loading.rename_source_key(name, renamings, converters)
+        new, pattern = transformers_api.rename_source_key(name, renamings, converters)
         if new in known:
             found.setdefault(new, []).append((pattern, name))
     return {
@@ -127,12 +120,12 @@ def _run_rule(
 
 
 def _of_processors(architecture: str, model: nn.Module, names: Iterable[str]) -> dict[str, Recipe]:
-    legacy = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-    if _plain(architecture) not in map(_plain, legacy.GGUF_SUPPORTED_ARCHITECTURES):
-        raise ValueError(f"it knows {', '.join(sorted(legacy.GGUF_SUPPORTED_ARCHITECTURES))}")
-    make = legacy.TENSOR_PROCESSORS.get(architecture, legacy.TensorProcessor)
+    known = transformers_api.GGUF_SUPPORTED_ARCHITECTURES
+    if _plain(architecture) not in map(_plain, known):
+        raise ValueError(f"it knows {', '.join(sorted(known))}")
+    make = transformers_api.TENSOR_PROCESSORS.get(architecture, transformers_api.TensorProcessor)
     processor = make(config=model.config.to_dict())
-    names_of = legacy.get_gguf_hf_weights_map(_Named(model), processor, model_type=architecture)
+    names_of = transformers_api.get_gguf_hf_weights_map(_Named(model), processor, model_type=architecture)
     found: dict[str, list[str]] = {}
     for name in names:
         new = _translated(names_of, name)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vbrt.host.memory import storage_of
+from vbrt.libraries.transformers_api import CACHE_ARGUMENTS, is_cache
 from vbrt.report.activations import ActivationStats
 from vbrt.residency.activations import KEEP, OFFLOAD, RECOMPUTE, choose
 from vbrt.training.offload import Offload
@@ -31,7 +32,6 @@ from vbrt.training.streamed import StreamedParameter
 
 __all__ = ["Activations", "HeldBlock"]
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")  # a block's argument, by transformers' names
 _ATTRIBUTE = "_vb_activations"
 
 
@@ -100,7 +100,10 @@ class Activations:
         """Run a block as its mode has it."""
         index, nbytes = self._index[id(block)], _input_bytes(args, kwargs)
         self._begin(index, nbytes)
-        mode = self._modes[index] if self._without_cache(kwargs) else KEEP
+        mode = self._modes[index]
+        if mode != KEEP:
+            args, kwargs, again = self._without_cache(args, kwargs)
+            mode = mode if again else KEEP
         if mode == KEEP:
             return self._kept(block, nbytes, call, args, kwargs)
         if mode == OFFLOAD and self.offload is not None and not torch.compiler.is_compiling():
@@ -178,19 +181,19 @@ class Activations:
         self._measured[kind] = nbytes, meter.nbytes
         return out
 
-    def _without_cache(self, kwargs: dict[str, Any]) -> bool:
-        """True if a block may run twice: without the empty cache of keys and values that transformers makes for a pass
-        of training, too. A cache that holds something stays, and the block with it."""
-        for name in _CACHES:
-            cache = kwargs.get(name)
-            if cache is None:
-                continue
-            if not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0:
-                self._note(f"activations: a block that is given a cache with keys and values ({name}) keeps everything")
-                return False
-            kwargs[name] = None
+    def _without_cache(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], bool]:
+        """The arguments of a block without the KV cache that transformers makes for a pass of training, into which a
+        block that runs twice would append twice; False beside them for a cache that holds tokens, with which it cannot."""
+        found = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+        odd = [name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None and not is_cache(kwargs[name])]
+        if odd or any(cache.get_seq_length() > 0 for cache in found):
+            self._note("activations: a block that is given a cache with keys and values keeps everything")
+            return args, kwargs, False
+        if found:
             self._note("activations: blocks that run twice fill no cache of keys and values while they train")
-        return True
+            args = tuple(None if is_cache(value) else value for value in args)
+            kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
+        return args, kwargs, True
 
     def _note(self, text: str) -> None:
         if text not in self._notes:

@@ -1,11 +1,12 @@
 """How transformers computes routed experts: the functions that a module's config names, and what they read of it."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from vbrt.libraries.transformers_api import experts_function, experts_implementation
 
 __all__ = ["ExpertsView", "implementation_of"]
 
@@ -35,9 +36,8 @@ def implementation_of(layer: nn.Module) -> tuple[str | None, Callable[..., Tenso
     plain, own = type(layer).plain_class(), getattr(type(layer), "own_rows", None)
     if own is not None:
         return getattr(type(layer), "own_name", "rows"), own
-    name = getattr(getattr(layer, "config", None), "_experts_implementation", None)
-    library = sys.modules.get("transformers.integrations.moe")
-    known = library is not None and name in library.ALL_EXPERTS_FUNCTIONS
-    if known and hasattr(plain.forward, "__wrapped__"):
-        return name, library.ALL_EXPERTS_FUNCTIONS[name]
+    name = experts_implementation(getattr(layer, "config", None))
+    function = experts_function(name)
+    if function is not None and hasattr(plain.forward, "__wrapped__"):
+        return name, function
     return None, plain.forward

@@ -1,0 +1,376 @@
+"""transformers: the parts that may change from version to version, by what vbrt does with them.
+
+| feature | without it |
+| --- | --- |
+| `DRAFTS` | `generate(speculate=...)` decodes without drafts, a `seed` is refused |
+| `ROWS` | drafts are verified by passes of one token |
+| `CACHES` | decode steps are not recorded |
+| `KV_CACHE` | `vbrt.KVCache` is refused |
+| `EXPERTS` | routed experts are computed one after the other |
+| `CHECKPOINTS` | a checkpoint that needs renamed or merged tensors is refused |
+| `LOADING` | `from_pretrained` with `vbrt.QuantizationConfig` is refused |
+| `GGUF` | GGUF files are refused |
+
+The classes, functions and tables that a feature asks for can be imported from here by name:
+`from vbrt.libraries.transformers_api import ConversionOps`. Importing this module imports nothing of transformers.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from vbrt.errors import LibraryError
+from vbrt.libraries.probe import Feature, find, loaded, version_of
+
+__all__ = [
+    "CACHES",
+    "CACHE_ARGUMENTS",
+    "CHANGED_BY_STEPS",
+    "CHECKPOINTS",
+    "DRAFTS",
+    "EXPERTS",
+    "FEATURES",
+    "GGUF",
+    "KV_CACHE",
+    "LOADING",
+    "ROWS",
+    "adapters_only",
+    "as_generate_names_it",
+    "attention_of",
+    "cache_argument",
+    "cache_kinds",
+    "cache_of",
+    "experts_function",
+    "experts_implementation",
+    "generation_mixin",
+    "ignored_patterns",
+    "is_cache",
+    "is_pretrained",
+    "keep_loading_attributes_of",
+    "loaded_part",
+    "newer_gguf_architectures",
+    "newer_gguf_rules",
+    "own_dtypes_of",
+    "replace_capture_query",
+    "rules_of",
+    "set_attention",
+    "stop_keeping_past",
+    "with_cache",
+]
+
+_NAME = "transformers"
+_MIXIN = "generation.utils:GenerationMixin"
+
+DRAFTS = Feature(
+    _NAME,
+    (
+        f"{_MIXIN}._prepare_generation_config(generation_config)",
+        f"{_MIXIN}._prefill(input_ids, generation_config, model_kwargs)",
+        f"{_MIXIN}._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder)",
+        f"{_MIXIN}.prepare_inputs_for_generation(input_ids, next_sequence_length)",
+        "generation.utils:GenerateDecoderOnlyOutput",
+        "generation.stopping_criteria:StopStringCriteria",
+    ),
+    without="generate() of a wrapped model has no drafts (speculate=) and no noise by a seed (seed=)",
+)
+ROWS = Feature(
+    _NAME,
+    (
+        "masking_utils:AttentionMaskInterface.register",
+        "masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
+        "modeling_utils:AttentionInterface._global_mapping",
+        "modeling_utils:AttentionInterface.register",
+        "modeling_utils:ALL_ATTENTION_FUNCTIONS",
+        "configuration_utils:PreTrainedConfig._attn_implementation",
+    ),
+    without="drafts are verified by passes of one token",
+)
+CACHES = Feature(
+    _NAME,
+    (
+        "cache_utils:Cache",
+        "cache_utils:DynamicLayer.lazy_initialization",
+        "cache_utils:DynamicLayer.update",
+        "cache_utils:DynamicLayer.get_seq_length",
+        "cache_utils:DynamicLayer.get_mask_sizes",
+        "cache_utils:DynamicSlidingWindowLayer",
+        "cache_utils:LinearAttentionLayer",
+    ),
+    without="decode steps of generate() are not recorded",
+)
+KV_CACHE = Feature(
+    _NAME,
+    (
+        "cache_utils:Cache",
+        "cache_utils:CacheLayerMixin",
+        "cache_utils:DynamicCache",
+        "cache_utils:DynamicLayer",
+        "cache_utils:DynamicSlidingWindowLayer",
+        "cache_utils:EncoderDecoderCache",
+    ),
+    without="vbrt.KVCache has nothing to take the place of; use transformers' own caches",
+)
+EXPERTS = Feature(
+    _NAME,
+    ("integrations.moe:ALL_EXPERTS_FUNCTIONS",),
+    without="routed experts are computed one after the other, as their module's own forward does",
+)
+CHECKPOINTS = Feature(
+    _NAME,
+    (
+        "core_model_loading:WeightRenaming",
+        "core_model_loading:WeightConverter",
+        "core_model_loading:rename_source_key",
+        "core_model_loading:dot_natural_key",
+        "core_model_loading:build_glob_alternation",
+        "conversion_mapping:get_model_conversion_mapping",
+    ),
+    without="tensors of checkpoints are read by the names that the files have, as this version's from_pretrained does",
+)
+LOADING = Feature(
+    _NAME,
+    (
+        "core_model_loading:ConversionOps",
+        "core_model_loading:WeightConverter",
+        "core_model_loading:WeightTransform",
+        "core_model_loading:build_glob_alternation",
+        "quantizers:HfQuantizer",
+        "quantizers.auto:AUTO_QUANTIZATION_CONFIG_MAPPING",
+        "quantizers.auto:AUTO_QUANTIZER_MAPPING",
+        "quantizers.auto:LOADING_ATTRIBUTES_CONFIG_TYPES",
+        "utils.quantization_config:QuantizationConfigMixin",
+        "modeling_utils:PreTrainedModel._get_dtype_plan(dtype)",
+    ),
+    without="from_pretrained(quantization_config=vbrt.QuantizationConfig(...)) needs another version; vbrt.load, and "
+    "vbrt.wrap of a model that was loaded, work with this one",
+)
+GGUF = Feature(
+    _NAME,
+    (
+        "integrations.ggml:GGUF_CONFIG_MAPPING",
+        "modeling_gguf_pytorch_utils:GGUF_SUPPORTED_ARCHITECTURES",
+        "modeling_gguf_pytorch_utils:TENSOR_PROCESSORS",
+        "modeling_gguf_pytorch_utils:TensorProcessor",
+        "modeling_gguf_pytorch_utils:get_gguf_hf_weights_map",
+    ),
+    without="GGUF files need another version",
+)
+#: classes and tables that vbrt looks up without depending on them
+OTHERS = Feature(
+    _NAME,
+    (
+        "pytorch_utils:Conv1D",
+        "models.falcon.modeling_falcon:FalconLinear",
+        "models.esm.modeling_esmfold:EsmFoldLinear",
+        "models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+        "utils:logging",
+    ),
+    without="models of these classes cannot be swapped",
+)
+FEATURES = (DRAFTS, ROWS, CACHES, KV_CACHE, EXPERTS, CHECKPOINTS, LOADING, GGUF, OTHERS)
+
+
+def _of_module(ask: str) -> str:
+    """`module:Name` of an ask for a part of that name, whatever is asked of it."""
+    module, _, names = ask.partition("(")[0].partition(":")
+    return f"{module}:{names.partition('.')[0]}"
+
+
+_PARTS = {path.rpartition(":")[2]: (path, feature) for feature in FEATURES for path in map(_of_module, feature.asks)}
+
+
+def __getattr__(name: str) -> Any:
+    """A part that a feature asks for. Raises LibraryError, with version and what is off, where there is none."""
+    if name not in _PARTS:
+        raise AttributeError(name)
+    path, feature = _PARTS[name]
+    found = find(_NAME, path)
+    if found is None:
+        raise LibraryError(f"{_NAME} {version_of(_NAME)} has no {name} ({path}): {feature.without}")
+    return found
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """True for a model of transformers."""
+    library = loaded(_NAME)  # which made the model, if it did
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def ignored_patterns(model: nn.Module) -> Collection[str]:
+    """Patterns of names in checkpoints that a model says it does not need."""
+    return getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+
+
+def adapters_only(model: nn.Module) -> bool:
+    """True if `save_pretrained` of a model writes its adapters and nothing else: `add_adapter` has been called."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def own_dtypes_of(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+    """The dtype that a model's class wants for a parameter whatever that of the rest, by the parameter's name.
+
+    Args:
+        dtype: of the rest.
+    """
+    ask = getattr(model, "_get_dtype_plan", None)
+    plan = ask(dtype) if ask is not None else {}
+    if not plan:
+        return lambda name: None
+    pattern, groups, _ = __getattr__("build_glob_alternation")(list(plan))
+
+    def wanted(name: str) -> torch.dtype | None:
+        match = pattern.search(name)
+        return None if match is None else plan[groups[match.lastgroup]]
+
+    return wanted
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------
+
+#: names of the argument that takes a cache of keys and values: of forwards, blocks, outputs and `generate`
+CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
+
+
+def generation_mixin() -> type | None:
+    """The class that models inherit `generate` from; None before a model has imported it."""
+    module = loaded(_NAME, "generation.utils")
+    return None if module is None else getattr(module, "GenerationMixin", None)
+
+
+def cache_of(holder: Any) -> Any:
+    """The cache in the arguments of a pass (a mapping) or in a model's outputs; None without one."""
+    if isinstance(holder, Mapping) and not hasattr(holder, "to_tuple"):
+        return next((holder[name] for name in CACHE_ARGUMENTS if holder.get(name) is not None), None)
+    found = (vars(holder).get(name) for name in CACHE_ARGUMENTS)  # properties of older names warn
+    return next((cache for cache in found if cache is not None), None)
+
+
+def is_cache(value: Any) -> bool:
+    """True for a cache of keys and values, whatever the argument is called that it is given by."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def with_cache(kwargs: Mapping[str, Any], cache: Any) -> dict[str, Any]:
+    """The arguments of a pass with another cache, under the name that they have for it."""
+    (name,) = (name for name in CACHE_ARGUMENTS if name in kwargs)
+    return {**kwargs, name: cache}
+
+
+def cache_argument(function: Callable[..., Any]) -> str:
+    """The name by which a forward takes its cache."""
+    known = inspect.signature(function).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in known), CACHE_ARGUMENTS[1])
+
+
+@functools.cache
+def _name_in_generate(mixin: type) -> str:
+    return cache_argument(mixin.prepare_inputs_for_generation)
+
+
+def as_generate_names_it(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `generate` with the cache, if they have one, under this version's name for it: "cache"
+    from 5.24 on, "past_key_values" before."""
+    mixin = generation_mixin()
+    given = [name for name in CACHE_ARGUMENTS[:2] if name in kwargs]
+    if mixin is None or len(given) != 1:
+        return dict(kwargs)
+    name = _name_in_generate(mixin)
+    return {name if key == given[0] else key: value for key, value in kwargs.items()}
+
+
+@functools.cache
+def cache_kinds(*names: str) -> frozenset[type]:
+    """The classes of cache layers of these names, as far as there are any."""
+    return frozenset(kind for name in names if (kind := find(_NAME, f"cache_utils:{name}")) is not None)
+
+
+def stop_keeping_past(cache: Any) -> None:
+    """Leave a cache as `generate` leaves one that it need not rewind any more."""
+    for layer in cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = False
+
+
+#: what transformers changes in configs between a prompt and the first step, on devices other than CPUs
+CHANGED_BY_STEPS = ("_experts_implementation_internal",)
+
+
+def replace_capture_query(replaced: Callable[[Callable[[], bool]], Callable[[], bool]]) -> None:
+    """Put another function in the place of the one that tells transformers whether a CUDA graph captures."""
+    module = loaded(_NAME, "utils.import_utils")
+    asked = getattr(module, "is_cuda_stream_capturing", None)
+    if asked is not None:
+        setattr(module, "is_cuda_stream_capturing", replaced(asked))  # noqa: B010 (the module's own name)
+
+
+# -- attention and experts --------------------------------------------------------------------------------------------
+
+
+def attention_of(config: Any) -> str | None:
+    """The name of the attention that a config asks for."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Have a config ask for another attention, unchecked."""
+    config._attn_implementation_internal = name
+
+
+def experts_implementation(config: Any) -> str | None:
+    """The name of the implementation of routed experts that a config asks for."""
+    return getattr(config, "_experts_implementation", None)
+
+
+def experts_function(name: str | None) -> Callable[..., Any] | None:
+    """The implementation of routed experts of a name; None where this version has none."""
+    module = loaded(_NAME, "integrations.moe")  # which decorates the classes of experts
+    table = getattr(module, "ALL_EXPERTS_FUNCTIONS", ())
+    return table[name] if name in table else None
+
+
+def loaded_part(module: str, name: str) -> Any:
+    """An attribute of a module that this process has imported; None otherwise."""
+    return getattr(loaded(_NAME, module), name, None)
+
+
+# -- from_pretrained --------------------------------------------------------------------------------------------------
+
+
+def keep_loading_attributes_of(config: type) -> None:
+    """Have what is asked of `from_pretrained` merged into the config of this class that a directory has."""
+    LOADING.check()
+    auto = find(_NAME, "quantizers.auto")
+    auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, config)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def rules_of(mapping: Collection[Any]) -> tuple[list[Any], list[Any]]:
+    """The rules that rename tensors, and those that convert them."""
+    renaming, converting = __getattr__("WeightRenaming"), __getattr__("WeightConverter")
+    of_kind = ([rule for rule in mapping if isinstance(rule, kind)] for kind in (renaming, converting))
+    return next(of_kind), next(of_kind)
+
+
+# -- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def newer_gguf_architectures() -> Collection[str]:
+    """Architectures whose config this version makes of a GGUF file's metadata without its vocabulary."""
+    return find(_NAME, "integrations.gguf:GGUF_CONFIG_ARCHS", ())
+
+
+def newer_gguf_rules(architecture: str, config: Any) -> list[Any] | None:
+    """The conversion rules of an architecture; None where this version has none for it."""
+    known = find(_NAME, "integrations.gguf.utils:is_gguf_arch_supported")
+    if known is None or not known(architecture):
+        return None
+    return find(_NAME, "integrations.gguf.utils:get_gguf_conversion_mapping")(architecture, config)
