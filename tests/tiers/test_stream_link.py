@@ -47,8 +47,8 @@ def world(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(3))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: runtime.capturing)
-    names = {"_raw_stream": lambda index: 3, "_is_capturing": lambda: runtime.capturing}
-    names |= {"_current_device": lambda: runtime.device, "_set_stream": lambda *name: None}
+    names = {"raw_stream": lambda index: 3, "is_capturing": lambda: runtime.capturing}
+    names |= {"current_device": lambda: runtime.device, "set_stream": lambda *name: None}
     for name, function in names.items():
         monkeypatch.setattr(stream_link, name, function)
     return runtime

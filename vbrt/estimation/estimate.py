@@ -12,7 +12,7 @@ from torch import nn
 
 from vbrt.config import Machine, VBConfig, load_config
 from vbrt.config.arguments import check_instance, check_whole
-from vbrt.errors import ArgumentError, WrapError
+from vbrt.errors import ArgumentError, LibraryError, WrapError
 from vbrt.estimation.activations import asked_of
 from vbrt.estimation.blocks import meta_copy
 from vbrt.estimation.report import Estimate, Row
@@ -22,6 +22,7 @@ from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace
 from vbrt.estimation.whole import whole_trace
 from vbrt.layers import SwappedLayer
+from vbrt.libraries.peft_api import lora_on
 from vbrt.model.machine import this_machine
 from vbrt.model.planner import shown_plan
 from vbrt.residency.plan import Plan
@@ -126,12 +127,9 @@ def lora_model(model: nn.Module, rank: int, *, device: str = "meta") -> nn.Modul
     Raises ArgumentError: peft is not installed, or it finds nothing to adapt.
     """
     try:
-        import peft
-    except ModuleNotFoundError as error:
-        raise ArgumentError(f"lora = {rank} needs peft ({error}); pip install peft") from error
-    how = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    try:
-        return peft.get_peft_model(model, how, low_cpu_mem_usage=device == "meta")
+        return lora_on(model, rank, meta=device == "meta")
+    except LibraryError as error:
+        raise ArgumentError(f"lora = {rank}: {error}") from error
     except ValueError as error:
         raise ArgumentError(f"lora = {rank}: peft has nothing to adapt in {type(model).__name__}: {error}") from error
 

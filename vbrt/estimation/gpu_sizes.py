@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vbrt.estimation.meter import Meter
 from vbrt.libraries.probe import loaded
+from vbrt.libraries.torch_api import FakeTensor
 
 __all__ = ["gpu_sizes"]
 

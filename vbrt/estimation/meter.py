@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from vbrt.estimation.allocator import allocated_bytes
+from vbrt.libraries.torch_api import TorchDispatchMode, tree_leaves
 
 __all__ = ["Meter"]
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vbrt.config import FORMATS, VBConfig
 from vbrt.errors import ArgumentError, ConfigError
@@ -24,6 +23,7 @@ from vbrt.estimation.calibration import evaluating, own_samples
 from vbrt.estimation.streamed import Reader, streamed
 from vbrt.estimation.texts import Text, text_of
 from vbrt.formats.feedback import Inputs, moments_of
+from vbrt.libraries.torch_api import TorchDispatchMode
 from vbrt.model.choice import named_modules
 from vbrt.report.progress import Progress
 from vbrt.residency.plan import Plan, Swap

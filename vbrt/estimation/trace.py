@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vbrt.errors import ArgumentError, VBError
 from vbrt.estimation.activations import hold_
@@ -21,6 +20,7 @@ from vbrt.estimation.held import Held
 from vbrt.estimation.inputs import inputs_of
 from vbrt.estimation.meter import Meter
 from vbrt.estimation.task import Task
+from vbrt.libraries.torch_api import FakeTensorMode
 from vbrt.libraries.transformers_api import cache_argument, cache_of
 from vbrt.model.blocks import Stack
 from vbrt.residency.activations import KEEP

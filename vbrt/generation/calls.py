@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vbrt.generation.caches import NotRecordable
 from vbrt.layers.compute import pass_precision
+from vbrt.libraries.torch_api import TreeSpec, tree_flatten, tree_unflatten
 
 __all__ = ["Call", "Results", "cache_in", "ids_in", "new_tokens", "take_apart"]
 

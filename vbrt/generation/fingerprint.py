@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from vbrt.generation.functions import PLAIN, looked_up, reference, replaced_in_torch
 from vbrt.kernels.watched import is_quiet
 from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.bound import is_wrapped_by_plan
+from vbrt.libraries.torch_api import is_any_autocast_enabled, mode_stack
 
 __all__ = ["attributes", "changed", "fingerprint", "why_eager"]
 
@@ -177,12 +177,12 @@ def _why_module(module: nn.Module, *, inside: bool) -> str:
 
 def _strangers() -> Iterator[str]:
     """What would see or change every step of an eager call of this thread, but not those that are replayed."""
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         yield "autocast is on"
     for hooks in ("_global_forward_hooks", "_global_forward_pre_hooks"):
         for hook in _strange(getattr(nn.modules.module, hooks).values()):
             yield f"all modules have a hook ({_name_of(hook)}), which a graph does not call"
-    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+    for mode in (*_get_current_function_mode_stack(), *mode_stack()):
         if not is_quiet(mode):
             yield f"a mode of torch is on ({type(mode).__qualname__}), which sees nothing of a graph"
 

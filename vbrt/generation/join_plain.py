@@ -7,6 +7,7 @@ from torch.fx import Node
 
 from vbrt.generation.step_graph import StepGraph
 from vbrt.kernels.recorded import root_of
+from vbrt.libraries.torch_api import OpOverload
 
 __all__ = ["join_repeated", "say_plainly"]
 
@@ -60,7 +61,7 @@ def join_repeated(step: StepGraph) -> None:
     """Compute once what the step computes several times from the same: positions, casts, views of the same tensors."""
     first: dict[Any, Node] = {}
     for node in step.graph.nodes:
-        if node.op != "call_function" or node.meta.get("effect") or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or node.meta.get("effect") or not isinstance(node.target, OpOverload):
             continue
         if not step.is_fixed(node, *node.all_input_nodes):
             continue

@@ -37,7 +37,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from vbrt.generation.join_attention import join_attention, join_cache_writes, join_rotary, share_heads
 from vbrt.generation.join_norms import eager_forms, join_norms
@@ -54,6 +53,7 @@ from vbrt.kernels.recorded import Form, StepRecorder, form_of
 from vbrt.layers.compiled import FEW_TOKENS, tiles_of_pass
 from vbrt.layers.compute import kernels_of_pass, linear_without_grad
 from vbrt.layers.experts.layer import encoded_forward
+from vbrt.libraries.torch_api import tree_leaves
 
 __all__ = ["PATTERNS", "JoinReport", "Joined", "joined"]
 

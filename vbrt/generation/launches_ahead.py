@@ -17,6 +17,7 @@ from vbrt.kernels import step as kernels
 from vbrt.kernels.cuda.compiling import Compilation, begin, noting
 from vbrt.kernels.recorded import form_of, root_of
 from vbrt.kernels.watched import unwatched
+from vbrt.libraries.torch_api import OpOverload
 
 __all__ = ["compile_launches"]
 
@@ -43,7 +44,7 @@ def compile_launches(step: StepGraph) -> list[Compilation]:
 
 
 def _launches(target: Any) -> bool:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target._schema.name in _OPERATORS
     return target in _FUNCTIONS
 

@@ -17,6 +17,7 @@ import torch
 
 from vbrt.generation.step_graph import Program, StepGraph
 from vbrt.generation.tape import Tape
+from vbrt.libraries.torch_api import end_allocate_to_pool
 
 __all__ = ["CpuRecorder", "CudaRecorder", "Recorded", "Recorder", "recorder_for", "without_collections"]
 
@@ -107,7 +108,7 @@ class CudaRecorder:
         """Undo what a capture that did not end leaves: torch's allocator and random numbers take it for running."""
         index = self._device.index if self._device.index is not None else torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, self._pool)
+            end_allocate_to_pool(index, self._pool)
         empty = torch.cuda.CUDAGraph()
         empty.capture_begin(capture_error_mode="thread_local")
         empty.capture_end()

@@ -38,6 +38,7 @@ from vbrt.generation.steady import steady_attention
 from vbrt.host.memory import storage_of
 from vbrt.layers.compute import products_by, shared_product
 from vbrt.libraries import transformers_api
+from vbrt.libraries.torch_api import DisableTorchFunction
 from vbrt.libraries.transformers_api import ROWS, attention_of, set_attention
 
 __all__ = ["NotByToken", "masks_windows", "one_by_one"]
@@ -181,7 +182,7 @@ class _Pass:
         """x Wᵀ + bias for x [B, T, K], a token at a time, on one lease."""
         if x.dim() != 3 or x.shape[1] != self.tokens:
             raise NotByToken(f"{handle.name} gets tokens that are not a dimension of their own")
-        with torch._C.DisableTorchFunction(), shared_product(handle, kernels, x.device) as product:
+        with DisableTorchFunction(), shared_product(handle, kernels, x.device) as product:
             ways = [functools.partial(product, x, bias)]
             form = "linear", form_of(x), form_of(product.weight), form_of(bias), kernels.precision
             return first_that_agrees(form, ways, functools.partial(_cat_by_token, product, (x, bias), {}))
@@ -336,7 +337,7 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
     layer = here.cache.layers[module.layer_idx]
     if here.statics is not None and here.statics.steady:
         return _steadily(here, attend, module, (query, _block_of(layer, key), attention_mask), kwargs), None
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if here.statics is None:
             pairs, ways = _keys_until(here, layer, key, value), []
         else:

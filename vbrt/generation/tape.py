@@ -23,6 +23,7 @@ from vbrt.generation.step_graph import StepGraph
 from vbrt.kernels.cpu.step import prepare
 from vbrt.kernels.recorded import Form, form_of, kind_of
 from vbrt.layers.experts.resting import experts_at_rest, prepare_experts
+from vbrt.libraries.torch_api import OpOverload
 
 __all__ = ["Tape"]
 
@@ -70,7 +71,7 @@ class Tape:
 
     def _add(self, node: Node) -> None:
         args, kwargs = (map_arg(given, self._values.__getitem__) for given in (node.args, node.kwargs))
-        target, is_operator = node.target, isinstance(node.target, torch._ops.OpOverload)
+        target, is_operator = node.target, isinstance(node.target, OpOverload)
         if (is_operator and _is_view(target)) or _takes_part(node):
             self._values[node] = target(*args, **kwargs)
             return
@@ -143,7 +144,7 @@ def _takes_part(node: Node) -> bool:
 @functools.cache
 def _out_variant(operator: Any) -> Any:
     """Return the overload of an operator of torch that writes its one result to `out`, if there is one."""
-    if not isinstance(operator, torch._ops.OpOverload) or len(operator._schema.returns) != 1:
+    if not isinstance(operator, OpOverload) or len(operator._schema.returns) != 1:
         return None
     mine = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
     for name in operator.overloadpacket.overloads():
@@ -218,6 +219,6 @@ def _groups_of_aliases(nodes: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _may_alias(node: Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return _is_view(node.target) or bool(kind_of(node.target).writes)
     return _takes_part(node)

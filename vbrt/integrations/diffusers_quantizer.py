@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.quantizers.base import DiffusersQuantizer
 from torch import nn
 
 from vbrt.errors import ConfigError, WrapError
+from vbrt.libraries.diffusers_api import DiffusersQuantizer
 from vbrt.model.attachment import Attachment
 from vbrt.saves.embedded import dense_tensors, embedded_tensors, open_embedded
 from vbrt.saves.filling import Filling

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from vbrt.libraries import accelerate_api, diffusers_api
 from vbrt.wrapper.holders import HolderKind
 
 __all__ = ["DIFFUSERS", "TRANSFORMERS"]
@@ -13,9 +14,6 @@ _TIERS = (
 )
 
 
-_MOVING = ("AlignDevicesHook", "CpuOffload", "SequentialHook")
-
-
 def _components(pipeline: Any) -> Mapping[str, Any]:
     """Return the components of a diffusers pipeline: models, schedulers, tokenizers, None."""
     return pipeline.components
@@ -24,12 +22,9 @@ def _components(pipeline: Any) -> Mapping[str, Any]:
 def _moved_by(model: Any) -> str:
     """Return what moves a model between devices: a hook of accelerate, or group offloading of diffusers."""
     for module in model.modules():
-        hook = type(vars(module).get("_hf_hook")).__name__
-        if hook in _MOVING:
-            return f"{hook} of accelerate"
-        registry = vars(module).get("_diffusers_hook")
-        if registry is not None and registry.get_hook("group_offloading") is not None:
-            return "group offloading"
+        by = accelerate_api.mover_of(module) or diffusers_api.mover_of(module)
+        if by:
+            return by
     return ""
 
 
@@ -51,7 +46,7 @@ DIFFUSERS = HolderKind(
     refused=dict.fromkeys(
         ("enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload"), _TIERS
     ),
-    entry_hook="_hf_hook",
+    entry_hook=accelerate_api.HOOK,
     moved_by=_moved_by,
 )
 

@@ -24,6 +24,7 @@ import xxhash
 from torch import nn
 
 from vbrt.host.memory import bytes_view
+from vbrt.libraries.torch_api import disabled_torch_function, has_storage
 
 __all__ = ["DecodedWeight", "Owner"]
 
@@ -84,7 +85,7 @@ class DecodedWeight(torch.Tensor):
     """A decoded weight, or a view of one. Results of operations that share no memory with it, its copies and its
     pickles are plain tensors; `nn.Parameter` of it is a parameter of its own."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
     _owner: Callable[[], "Owner | None"]
     _root: "torch.Tensor | None"  # what this is a view of, which lives as long
     _seen: int  # the version that the owner knows
@@ -274,7 +275,7 @@ class _Memory:
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return all(map(torch._C._has_storage, (one, other))) and _storage(one)._cdata == _storage(other)._cdata
+    return all(map(has_storage, (one, other))) and _storage(one)._cdata == _storage(other)._cdata
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

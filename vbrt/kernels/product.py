@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function
+
+from vbrt.libraries.torch_api import plain_autograd_function
 
 __all__ = ["FrozenWeight", "Product", "as_autocast", "mapped", "sum_rows", "whole"]
 
@@ -65,7 +66,7 @@ class Product(Function):
     @classmethod
     def at_this_level(cls, *args: Any) -> Tensor:
         """`apply` for an operator, which torch.func calls once at each level of its transforms."""
-        with enable_single_level_autograd_function():
+        with plain_autograd_function():
             return cls.here(*args)
 
 

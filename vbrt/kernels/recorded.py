@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from vbrt.kernels.watched import dispatch_modes
+from vbrt.libraries.torch_api import TorchDispatchMode, disable_current_modes, dispatch_mode_at, is_any_autocast_enabled
 
 __all__ = ["Form", "StepRecorder", "form_of", "kind_of", "recorder", "root_of"]
 
@@ -144,7 +144,7 @@ class StepRecorder(TorchDispatchMode):
     def __enter__(self) -> "StepRecorder":
         if torch.is_grad_enabled():
             self._refuse("derivatives are wanted: no torch.no_grad()")
-        if torch._C._is_any_autocast_enabled():
+        if is_any_autocast_enabled():
             self._refuse("autocast is on")
         self._functions.__enter__()
         return super().__enter__()
@@ -159,7 +159,7 @@ class StepRecorder(TorchDispatchMode):
 
     def leaf(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function unseen and record the call: it runs again whenever the graph does."""
-        with _disable_current_modes():
+        with disable_current_modes():
             out = function(*args, **kwargs)
         if not self.refused:
             self._note(function, args, kwargs, out).meta["effect"] = function not in LEAVES
@@ -381,5 +381,5 @@ class _Leaves(TorchFunctionMode):
 def recorder() -> StepRecorder | None:
     """The recorder that sees what this thread computes, if it is the innermost mode; None otherwise."""
     count = dispatch_modes()
-    mode = torch._C._get_dispatch_stack_at(count - 1) if count else None
+    mode = dispatch_mode_at(count - 1) if count else None
     return mode if isinstance(mode, StepRecorder) else None

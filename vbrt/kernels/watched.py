@@ -9,11 +9,24 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from vbrt.libraries.torch_api import (
+    DisableTorchFunction,
+    disable_current_modes,
+    dispatch_keys,
+    dispatch_modes,
+    function_modes_enabled,
+    functorch_enabled,
+    is_functorch_wrapped,
+    is_tracing,
+    mode_stack,
+    set_tracing_state,
+    tracing_state,
+    without_functorch,
+)
 
 __all__ = [
     "dispatch_modes",
@@ -35,11 +48,6 @@ _TYPES = (Tensor, torch.nn.Parameter)
 _BARE_KEYS: set[int] = set()  # of dense tensors that are their memory; a few for each kind of device
 
 # no functions around them: forwards that take microseconds ask them each time
-_keys_of = torch._C._dispatch_keys
-dispatch_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._are_functorch_transforms_active
-is_tracing = torch._C._is_tracing
-_function_modes = torch._C._is_torch_function_mode_enabled
 _QUIET = ("vbrt.", "torch.utils._device")  # whose modes leave products as they are
 
 
@@ -50,19 +58,19 @@ def is_bare(x: Tensor) -> bool:
 
 def is_known_memory(x: Tensor) -> bool:
     """`is_memory`, quicker for kinds of tensors that it has seen."""
-    return type(x) in _TYPES and (_keys_of(x).raw_repr() in _BARE_KEYS or is_memory(x))
+    return type(x) in _TYPES and (dispatch_keys(x).raw_repr() in _BARE_KEYS or is_memory(x))
 
 
 def is_watched() -> bool:
     """True if a mode, a transform, a tracer or forward differentiation is active in this thread."""
-    if _function_modes() and function_modes():
+    if function_modes_enabled() and function_modes():
         return True
-    return dispatch_modes() > 0 or _transforms() or is_tracing() or forward_ad._current_level >= 0
+    return dispatch_modes() > 0 or functorch_enabled() or is_tracing() or forward_ad._current_level >= 0
 
 
 def function_modes() -> bool:
     """True if a `TorchFunctionMode` is active that is neither vbrt's nor a default device."""
-    if not _function_modes():
+    if not function_modes_enabled():
         return False
     return not all(map(is_quiet, _get_current_function_mode_stack()))
 
@@ -81,42 +89,42 @@ def is_memory(x: Tensor) -> bool:
     """True if x is plain memory: no subclass, no wrapper of torch.func, not sparse, nested, or negated when read."""
     if type(x) not in _TYPES or x.layout is not torch.strided or x.is_nested or x.is_quantized:
         return False
-    if x.is_neg() or x.is_conj() or x._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if x.is_neg() or x.is_conj() or x._is_zerotensor() or is_functorch_wrapped(x):
         return False
-    _BARE_KEYS.add(_keys_of(x).raw_repr())
+    _BARE_KEYS.add(dispatch_keys(x).raw_repr())
     return True
 
 
 def is_transformed() -> bool:
     """True if a transform of torch.func or a level of forward-mode derivatives is active."""
-    return _transforms() or forward_ad._current_level >= 0
+    return functorch_enabled() or forward_ad._current_level >= 0
 
 
 def is_altered() -> bool:
     """True if a mode that is neither torch's own nor vbrt's may look for calls of the plain layer, to alter them."""
-    modes = _get_current_dispatch_mode_stack()
+    modes = mode_stack()
     return function_modes() or not all(getattr(mode, "_mode_key", None) or is_quiet(mode) for mode in modes)
 
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """Suspend all observers and default devices in the block: for work that is not the observed function's own."""
-    with _untraced(), _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad():
-        with torch._C.DisableTorchFunction():
+    with _untraced(), disable_current_modes(), without_functorch(), torch.no_grad():
+        with DisableTorchFunction():
             yield
 
 
 @contextlib.contextmanager
 def _untraced() -> Iterator[None]:
-    tracing = torch._C._get_tracing_state()
+    tracing = tracing_state()
     if tracing is None:  # what sets it is refused in some states
         yield
         return
-    torch._C._set_tracing_state(None)
+    set_tracing_state(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(tracing)
+        set_tracing_state(tracing)
 
 
 def traced_call(module: torch.nn.Module, x: Proxy) -> Proxy:

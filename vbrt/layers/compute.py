@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.compiler import is_compiling
 
 from vbrt.errors import ArgumentError, WrapError
@@ -45,6 +44,7 @@ from vbrt.kernels.watched import (
 from vbrt.layers.fixed import keep_ready, requiring_grad
 from vbrt.layers.selection import Kernels
 from vbrt.layers.spec import HandleSpec
+from vbrt.libraries.torch_api import TransformType, interpreter_stack, is_any_autocast_enabled, is_functorch_wrapped
 from vbrt.tiers import LeasedTensors
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def linear(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor | None) -
         return leased_linear(handle, kernels, x, bias)  # the plain layer's calls, whatever x is
     if not is_bare(x) or not _is_plain(bias):
         return _watched_linear(handle, kernels, x, bias)
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         x, bias = as_autocast(x), as_autocast(bias)
     if not torch.is_grad_enabled():
         return leased_linear(handle, kernels, x, bias)
@@ -189,7 +189,7 @@ def short_linear(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor | N
     short, ledger = handle.short, handle.stack.ledger
     if short is None or ledger.travellers or ledger.retired or ledger.lost or ledger.guard.recorder:
         return None  # as `at_rest` says, without a call
-    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or _pass.products is not None:
+    if torch.is_grad_enabled() or is_any_autocast_enabled() or _pass.products is not None:
         return None
     if handle.tied or not is_bare(x) or not x.is_cpu or not (_is_plain(bias) and (bias is None or bias.is_cpu)):
         return None
@@ -224,13 +224,13 @@ def _is_plain(bias: torch.Tensor | None) -> bool:
 
 def _is_for_functions(tensor: torch.Tensor) -> bool:
     """True if a function of autograd's takes a tensor as it is."""
-    return is_memory(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_memory(tensor) or is_functorch_wrapped(tensor)
 
 
 def _sees_no_functions() -> bool:
     """True if a tracer, mode or transform is at work that takes a function of autograd's for one operation, looks past
     it, or refuses it."""
-    stack = get_interpreter_stack() or ()
+    stack = interpreter_stack() or ()
     return is_tracing() or function_modes() or any(level.key() == TransformType.Functionalize for level in stack)
 
 

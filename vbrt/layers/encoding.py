@@ -17,6 +17,7 @@ from vbrt.host.mapped import populate
 from vbrt.kernels import PageOrder, resolve
 from vbrt.layers.shards import agreed_amax, gathered
 from vbrt.layers.spec import HandleSpec
+from vbrt.libraries.torch_api import has_overlap
 from vbrt.residency.site import EXPERTS
 from vbrt.tiers import Level
 
@@ -210,5 +211,5 @@ def uploaded(weight: torch.Tensor, level: Level) -> torch.Tensor:
 
 def strides_of(weight: torch.Tensor) -> tuple[int, ...] | None:
     """The strides of a weight that is not contiguous and whose elements do not overlap; else None."""
-    plain = weight.is_contiguous() or torch._debug_has_internal_overlap(weight) == 1
+    plain = weight.is_contiguous() or has_overlap(weight) == 1
     return None if plain else weight.stride()

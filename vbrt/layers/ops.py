@@ -14,6 +14,7 @@ from vbrt.errors import WrapError
 from vbrt.kernels.product import Product, mapped, whole
 from vbrt.layers.compute import input_gradient, linear_as_cast, linear_without_grad, refuse_coarse
 from vbrt.layers.weight import WeightHandle, find_handle
+from vbrt.libraries.torch_api import AutoDispatchBelowAutograd
 
 __all__ = ["TAGS", "handle_of", "library", "materialized"]
 
@@ -68,7 +69,7 @@ class _Named(NamedTuple):
 @contextlib.contextmanager
 def _below_autograd() -> Iterator[None]:
     """For the operator itself; what torch.func's outer transforms differentiate comes after it, so grad stays on."""
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), AutoDispatchBelowAutograd():
         yield
 
 

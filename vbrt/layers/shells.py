@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake
 
 from vbrt.formats.separation import identity
 from vbrt.host.mapped import page_out
@@ -15,6 +14,7 @@ from vbrt.kernels.watched import unwatched
 from vbrt.layers.lending import is_lent, lend_again, show_stored
 from vbrt.layers.ties import adopt, detach_moved, holds, holds_values, own_weight, owns, pass_on, tie, untie
 from vbrt.layers.weight import WeightHandle
+from vbrt.libraries.torch_api import is_fake
 
 if TYPE_CHECKING:
     from vbrt.layers.base import VBLayer

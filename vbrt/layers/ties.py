@@ -10,6 +10,7 @@ from torch import nn
 from vbrt.formats.separation import identity
 from vbrt.layers.graphs import show_to_graphs
 from vbrt.layers.swapped import SwappedLayer
+from vbrt.libraries.torch_api import has_storage
 
 if TYPE_CHECKING:
     from vbrt.layers.weight import WeightHandle
@@ -120,6 +121,6 @@ def handle_of_parameter(weight: torch.Tensor) -> "WeightHandle | None":
 
 def _place(weight: torch.Tensor) -> tuple[object, ...]:
     """The memory of a dense weight; its id if it has none."""
-    if weight.is_meta or not torch._C._has_storage(weight) or not weight.numel():
+    if weight.is_meta or not has_storage(weight) or not weight.numel():
         return (id(weight),)
     return (weight.device, weight.data_ptr(), *weight.shape, *weight.stride(), weight.dtype)

@@ -4,3 +4,5 @@ One file for each library. Enters: features that rooms below want. Leaves: funct
 installed version, or a refusal that names version and missing part. Nothing here imports a library before it is asked
 for one of its parts.
 """
+
+__all__: list[str] = []

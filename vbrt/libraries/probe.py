@@ -14,6 +14,7 @@ must take by that name.
 
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import sys
 import warnings
@@ -28,7 +29,7 @@ __all__ = ["Feature", "find", "loaded", "losses", "takes", "version_of"]
 
 
 def version_of(library: str) -> str:
-    """Version of an installed library; "(not installed)" without one."""
+    """Version of an installed library; "of no version" where nothing says it."""
     module = sys.modules.get(library)
     found = getattr(module, "__version__", None)  # what runs, whatever was installed since
     if isinstance(found, str):
@@ -36,7 +37,7 @@ def version_of(library: str) -> str:
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
+        return "of no version"
 
 
 def loaded(library: str, module: str = "") -> ModuleType | None:
@@ -94,7 +95,19 @@ class Feature:
     def refusal(self) -> str:
         """Which part is missing, with the version; "" if none is."""
         absent = self.absent()
+        if absent and importlib.util.find_spec(self.library) is None:
+            return f"{self.library} is not installed"
         return absent and f"{self.library} {version_of(self.library)} has no {_written(self.library, absent)}"
+
+    def part(self, path: str) -> Any:
+        """The object at `module:name`. Raises LibraryError where there is none, ModuleNotFoundError without the
+        library."""
+        importlib.import_module(self.library)
+        found = find(self.library, path, _ABSENT)
+        if found is _ABSENT:
+            named = f"{self.library} {version_of(self.library)} has no {_written(self.library, path)}"
+            raise LibraryError(f"{named}: {self.without}")
+        return found
 
     def is_there(self) -> bool:
         """False where a part is missing, which is then said once in a warning and kept for `stats().fallbacks`."""

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vbrt.errors import LibraryError
-from vbrt.libraries.probe import Feature, find, loaded, version_of
+from vbrt.libraries.probe import Feature, find, loaded
 
 __all__ = [
     "CACHES",
@@ -80,10 +79,10 @@ DRAFTS = Feature(
 ROWS = Feature(
     _NAME,
     (
-        "masking_utils:AttentionMaskInterface.register",
+        "masking_utils:AttentionMaskInterface.register(key, value)",
         "masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
         "modeling_utils:AttentionInterface._global_mapping",
-        "modeling_utils:AttentionInterface.register",
+        "modeling_utils:AttentionInterface.register(key, value)",
         "modeling_utils:ALL_ATTENTION_FUNCTIONS",
         "configuration_utils:PreTrainedConfig._attn_implementation",
     ),
@@ -188,10 +187,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PARTS:
         raise AttributeError(name)
     path, feature = _PARTS[name]
-    found = find(_NAME, path)
-    if found is None:
-        raise LibraryError(f"{_NAME} {version_of(_NAME)} has no {name} ({path}): {feature.without}")
-    return found
+    return feature.part(path)
 
 
 # -- models -----------------------------------------------------------------------------------------------------------

@@ -5,12 +5,12 @@ the next pass of the model says which layer it is, and what would do.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
 from vbrt.errors import WrapError
 from vbrt.layers.experts import VBExperts
+from vbrt.libraries.peft_api import targeted_parameters
 
 __all__ = ["check_adapters"]
 
@@ -21,17 +21,10 @@ def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     Args:
         layers: the VB layers of the model by name.
     """
-    configs = model.__dict__.get("peft_config")  # where PEFT leaves its configs, by adapter
-    if not isinstance(configs, dict):
-        return
-    targets = {target for config in configs.values() for target in _targets(config)}
+    targets = targeted_parameters(model)
     for name, layer in layers.items() if targets else ():
         if isinstance(layer, VBExperts) and layer.materialized:
             _check_layer(name.replace(".base_layer", ""), layer, targets)
-
-
-def _targets(config: Any) -> tuple[str, ...]:
-    return tuple(getattr(config, "target_parameters", None) or ())
 
 
 def _check_layer(name: str, layer: VBExperts, targets: set[str]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from vbrt.kernels.recorded import recorder
 from vbrt.kernels.watched import unwatched
 from vbrt.layers.lockstep import is_following
+from vbrt.libraries.peft_api import has_adapters
 from vbrt.model.adapters import check_adapters
 from vbrt.model.first_pass import show_encoding
 from vbrt.model.machine import release_host_memory
@@ -49,7 +50,7 @@ class PassHook:
                 if not self._rest_is_moved:
                     move_rest_(model, self.stack.device)
                     self._rest_is_moved = True
-        if "peft_config" in model.__dict__:
+        if has_adapters(model):
             check_adapters(model, self.attachment.layers)
         passes = self.attachment.passes
         if not passes and wanted():

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-import torch
-
+from vbrt.libraries.torch_api import current_graph_task
 from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.policy import FORWARD
 from vbrt.tiers.ledger import Ledger
@@ -63,4 +62,4 @@ class Passes:
 
 def in_backward() -> bool:
     """True if autograd's engine runs this thread's computation."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task() != -1

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vbrt.libraries.torch_api import current_device, is_capturing, raw_stream, set_stream
 from vbrt.tiers.device_copy import checked, copying, cuda_runtime
 from vbrt.tiers.lanes import Carrier
 from vbrt.tiers.memory import Buffer
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
     from vbrt.tiers.slots import Slot
 
 __all__ = ["HostLink", "StreamLink", "link_of"]
-
-# none of these functions are there without CUDA; leases ask them each time
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-_set_stream = getattr(torch._C, "_cuda_setStream", None)
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 Started = Callable[[], object]
 
@@ -113,7 +108,7 @@ class StreamLink(HostLink):
         self.follow()
 
     def follows(self) -> bool:
-        return _raw_stream(self._index) == self._raw and _is_capturing() is self._capturing
+        return raw_stream(self._index) == self._raw and is_capturing() is self._capturing
 
     def follow(self) -> None:
         self.compute = torch.cuda.current_stream(self._device)
@@ -146,11 +141,11 @@ class StreamLink(HostLink):
 
     def _copy(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
         event = self._arrived[slot] = self._own[slot]
-        _set_stream(*self._on_link)
+        set_stream(*self._on_link)
         try:
             target.copy_(source, True)  # without blocking
         finally:
-            _set_stream(*self._on_compute)
+            set_stream(*self._on_compute)
         event.record(self._stream)
 
     def arrived(self, slot: int) -> torch.cuda.Event | None:
@@ -227,8 +222,8 @@ class DirectLink(StreamLink):
         self._note_done, self._waits = functools.partial(runtime.cudaEventRecord, self._done_event, compute), waits
 
     def follows(self) -> bool:
-        self._direct = self._outside is None and _current_device() == self._index
-        return _raw_stream(self._index) == self._raw and _is_capturing() is self._capturing
+        self._direct = self._outside is None and current_device() == self._index
+        return raw_stream(self._index) == self._raw and is_capturing() is self._capturing
 
     def wait(self, slot: int) -> None:
         event = self._arrived[slot]
@@ -240,7 +235,7 @@ class DirectLink(StreamLink):
             event.wait(self.compute)
 
     def computed(self) -> None:
-        self._direct = self._outside is None and _current_device() == self._index
+        self._direct = self._outside is None and current_device() == self._index
         if not self._direct:
             super().computed()
             return

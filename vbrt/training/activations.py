@@ -182,8 +182,8 @@ class Activations:
         return out
 
     def _without_cache(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], bool]:
-        """The arguments of a block without the KV cache that transformers makes for a pass of training, into which a
-        block that runs twice would append twice; False beside them for a cache that holds tokens, with which it cannot."""
+        """The arguments of a block without the empty KV cache that transformers makes for a pass of training: a block
+        that runs twice would append twice. False as the third: a cache holds tokens, so the block must run once."""
         found = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         odd = [name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None and not is_cache(kwargs[name])]
         if odd or any(cache.get_seq_length() > 0 for cache in found):

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -27,6 +26,7 @@ from vbrt.kernels.watched import is_recorded, is_transformed, unwatched
 from vbrt.layers.experts.gradients import autocast_of
 from vbrt.layers.experts.library import ExpertsView, implementation_of
 from vbrt.layers.swapped import SwappedLayer
+from vbrt.libraries.torch_api import get_unwrapped, is_batchedtensor, is_functorch_wrapped, is_tracing
 from vbrt.training.experts import TrainedExpertsWeight, TrainedStack
 
 __all__ = ["TrainedExperts", "class_of_experts", "compute", "gradients", "trained_experts_class"]
@@ -84,7 +84,7 @@ class TrainedExperts(SwappedLayer):
 
     def _check_recorder(self) -> None:
         """Raise WrapError for a tracer that would keep the weights as they are rounded now, as constants."""
-        if torch._C._is_tracing() or get_proxy_mode() is not None:
+        if is_tracing() or get_proxy_mode() is not None:
             raise WrapError(
                 f"{self._vb_handle.spec.name}: torch.jit.trace and make_fx cannot record experts in training, whose "
                 "weights are rounded again in each step; use torch.compile, or trace the model after unwrap()"
@@ -100,7 +100,7 @@ class TrainedExperts(SwappedLayer):
         found = {}
         for name, stack in self._vb_handle.stacks.items():
             weight = values = self._parameters[name]
-            while is_functorch_wrapped_tensor(values):
+            while is_functorch_wrapped(values):
                 if is_batchedtensor(values):
                     raise WrapError(
                         f"{stack.spec.name}: vmap over the weights of experts in training would need scales for each; "

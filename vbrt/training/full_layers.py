@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from vbrt.errors import WrapError
 from vbrt.kernels.product import as_autocast, sum_rows, whole
 from vbrt.layers.swapped import SwappedLayer
+from vbrt.libraries.torch_api import will_execute
 from vbrt.tiers.passes import in_backward
 from vbrt.training.full import FullWeight, graphs_end_here
 
@@ -239,7 +240,7 @@ def wanted(ctx: Any, handle: FullWeight, at: int = 0) -> bool:
     Args:
         at: the number of the weight's parameter among the tensors that the function of `ctx` was applied to.
     """
-    return handle.trainable and torch._C._will_engine_execute_node(ctx.next_functions[at][0])
+    return handle.trainable and will_execute(ctx.next_functions[at][0])
 
 
 def check_same(ctx: Any) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from vbrt.errors import TierError, WrapError
 from vbrt.host.memory import Loan, PinError, map_memory, pin
+from vbrt.libraries.torch_api import current_graph_task
 from vbrt.tiers import TierStack
 from vbrt.tiers.slots import Page
 from vbrt.training.gradient_pages import GradientPages
@@ -147,7 +148,7 @@ class Gradient:
         self.version += 1
         if self.exposed:
             torch.autograd.Variable._execution_engine.queue_callback(self._arrived)
-        return Arising(torch._C._current_graph_task_id(), last)
+        return Arising(current_graph_task(), last)
 
     def _arrived(self) -> None:
         """Have the sum whole at the end of a backward pass, for others who have it."""

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.fx import Proxy
@@ -25,6 +23,7 @@ from vbrt.kernels.product import sum_rows, whole
 from vbrt.kernels.watched import function_modes, is_recorded, is_transformed, traced_call, unwatched
 from vbrt.layers.shards import is_sharded
 from vbrt.layers.swapped import SwappedLayer
+from vbrt.libraries.torch_api import get_unwrapped, is_batchedtensor, is_fake, is_functorch_wrapped, is_tracing
 from vbrt.training.weight import TrainedWeight
 
 __all__ = ["TrainedLayer", "TrainedLinear", "weight_gradient"]
@@ -84,7 +83,7 @@ class TrainedLayer(SwappedLayer):
 
     def _check_recorder(self) -> None:
         """Raise WrapError for a tracer that would keep the weight as it is rounded now, as a constant."""
-        if torch._C._is_tracing() or get_proxy_mode() is not None:
+        if is_tracing() or get_proxy_mode() is not None:
             raise WrapError(
                 f"{self._vb_handle.spec.name}: torch.jit.trace and make_fx cannot record a layer in "
                 "training, whose weight is rounded again in each step; use torch.compile or torch.export, "
@@ -99,7 +98,7 @@ class TrainedLayer(SwappedLayer):
             WrapError: there is a weight for each sample.
         """
         values = weight
-        while is_functorch_wrapped_tensor(values):
+        while is_functorch_wrapped(values):
             if is_batchedtensor(values):
                 raise WrapError(
                     f"{self._vb_handle.spec.name}: vmap over the weight of a layer in training would need "

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vbrt.errors import WrapError
+from vbrt.libraries.torch_api import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
     from vbrt.training.full import FullWeight
@@ -104,7 +105,7 @@ class StreamedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in _ALLOWED and (func is not Tensor.type or len(args) == 1):  # with a dtype it is a cast
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         streamed = next((a for a in args if isinstance(a, StreamedParameter)), None)
         what = getattr(func, "__name__", str(func))

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from vbrt.config.arguments import check_instance
 from vbrt.errors import NonfiniteError
+from vbrt.libraries.torch_api import tree_leaves
 from vbrt.residency.site import ROOT
 from vbrt.wrapper.mirror import Facade
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vbrt.libraries.torch_api import DisableTorchFunctionSubclass
+
 __all__ = ["FACTS", "Bank"]
 
 
@@ -47,7 +49,7 @@ class Bank(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func in FACTS:
                 return func(*args)
             found = _READS[func](*args, **kwargs or {}) if func in _READS else NotImplemented

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vbrt.layers.experts.bank import FACTS
 from vbrt.layers.experts.lending import lend
+from vbrt.libraries.torch_api import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle
@@ -57,7 +58,7 @@ class Unread(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func in FACTS:
                 return func(*args)
             picked = _PICKS[func](*args) if func in _PICKS and not kwargs else None
