@@ -45,7 +45,7 @@ def test_a_model_without_checkpointing_is_a_row_that_says_so():
             return super().forward(pixel_values)
 
     rows = {row.case: row for row in lessons.memory(Plain(8, 8).to(lessons.device()), Task("train"), times=1)}
-    assert "no gradient_checkpointing_enable" in rows["+ checkpointing"].why and rows["as it is"].ms > 0
+    assert "_checkpointing_enable" in rows["+ checkpointing"].why and rows["as it is"].ms > 0
 
 
 def test_the_command_prints_a_table_json_and_a_plot(tmp_path, capsys):

@@ -22,6 +22,7 @@ from vbrt.estimation.speed import predict
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace
 from vbrt.estimation.whole import whole_trace
+from vbrt.libraries.transformers_api import checkpointing_switch
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Plan
 
@@ -305,7 +306,7 @@ def _options(model: nn.Module, task: Task) -> Iterator[tuple[str, Task]]:
     """Yield the options of training that a model has: words for them, and the task with them."""
     fp32 = any(p.dtype == torch.float32 for p in model.parameters())
     for mixed in (False, True) if fp32 and not task.mixed else (task.mixed,):
-        for saves in (False, True) if hasattr(model, "gradient_checkpointing_enable") else (False,):
+        for saves in (False, True) if checkpointing_switch(model) is not None else (False,):
             word = (", bf16 autocast" if mixed else "") + (", checkpointing" if saves else "")
             yield word, task.but(mixed=mixed, checkpointing=saves or task.checkpointing)
 

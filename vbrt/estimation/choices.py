@@ -14,6 +14,7 @@ from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
 from vbrt.estimation.speed import Speed
 from vbrt.estimation.task import Task
+from vbrt.libraries.transformers_api import checkpointing_name
 from vbrt.residency.needs import machine_bytes
 from vbrt.residency.sizes import format_bytes
 
@@ -240,7 +241,7 @@ def _steps(choice: Choice) -> Iterator[str]:
         optimizer = f", optimizer=torch.optim.{task.optimizer}" if config.mode == "full" else ""
         yield f'model = vbrt.wrap(model, "{choice.preset}", tiers={tiers}{moments}{optimizer})'
     if task.checkpointing:
-        yield 'model.gradient_checkpointing_enable({"use_reentrant": False})'
+        yield f'model.{checkpointing_name()}({{"use_reentrant": False}})'
     if task.mixed:
         yield "with torch.autocast(model.device.type, torch.bfloat16): loss = model(**batch).loss"
     if not (task.lora or config or task.checkpointing or task.mixed):

@@ -17,6 +17,7 @@ from vbrt.errors import ArgumentError
 from vbrt.estimation.inputs import inputs_of
 from vbrt.estimation.meter import Meter
 from vbrt.estimation.task import Task
+from vbrt.libraries.transformers_api import checkpointing_name, checkpointing_switch
 
 __all__ = ["KERNELS", "Measured", "attention", "compiling", "memory"]
 
@@ -103,8 +104,8 @@ def memory(model: nn.Module, task: Task, *, times: int = 3) -> Iterator[Measured
     }
     for name, changes in steps.items():
         task = task.but(**changes)
-        if task.checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
-            yield Measured(name, why=f"{type(model).__name__} has no gradient_checkpointing_enable()")
+        if task.checkpointing and checkpointing_switch(model) is None:
+            yield Measured(name, why=f"{type(model).__name__} has no {checkpointing_name()}()")
             continue
         trained = copy.deepcopy(model).train()
         yield _measured(name, _training_step(trained, task), times)
@@ -116,8 +117,9 @@ def _training_step(model: nn.Module, task: Task) -> Callable[[], None]:
     if kind is None:
         raise ArgumentError(f"optimizer = {task.optimizer!r}; expected a class of torch.optim, such as 'AdamW'")
     optimizer = kind(model.parameters(), lr=1e-4)
-    if task.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    switch = checkpointing_switch(model) if task.checkpointing else None
+    if switch is not None:
+        switch({"use_reentrant": False})
     inputs = inputs_of(model, task, device=device())
 
     def run() -> None:

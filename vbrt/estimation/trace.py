@@ -5,7 +5,7 @@ import copy
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from vbrt.estimation.inputs import inputs_of
 from vbrt.estimation.meter import Meter
 from vbrt.estimation.task import Task
 from vbrt.libraries.torch_api import FakeTensorMode
-from vbrt.libraries.transformers_api import cache_argument, cache_of
+from vbrt.libraries.transformers_api import cache_argument, cache_of, checkpointing_name, checkpointing_switch
 from vbrt.model.blocks import Stack
 from vbrt.residency.activations import KEEP
 from vbrt.training.kept import step_kept
@@ -306,12 +306,12 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
 
 def _checkpoint(model: nn.Module) -> None:
     """Switch activation checkpointing on. Raises ArgumentError: the model has no switch for it."""
-    switch: Callable[..., None] | None = getattr(model, "gradient_checkpointing_enable", None)
+    switch = checkpointing_switch(model)
     if switch is None:
         raise ArgumentError(
-            f"{type(model).__name__} has no gradient_checkpointing_enable(); give a model that checkpoints by itself"
+            f"{type(model).__name__} has no {checkpointing_name()}(); give a model that checkpoints by itself"
         )
-    switch(gradient_checkpointing_kwargs={"use_reentrant": False})
+    switch({"use_reentrant": False})
 
 
 def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -43,6 +43,8 @@ __all__ = [
     "cache_argument",
     "cache_kinds",
     "cache_of",
+    "checkpointing_name",
+    "checkpointing_switch",
     "experts_function",
     "experts_implementation",
     "generation_mixin",
@@ -226,6 +228,20 @@ def own_dtypes_of(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch
         return None if match is None else plan[groups[match.lastgroup]]
 
     return wanted
+
+
+_SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second warns from 5.24 on
+
+
+def checkpointing_switch(model: nn.Module) -> Callable[[dict[str, Any]], None] | None:
+    """The method of a model that switches activation checkpointing on, with options; None without one."""
+    return next((getattr(model, name) for name in _SWITCHES if hasattr(model, name)), None)
+
+
+def checkpointing_name() -> str:
+    """How this version calls that method."""
+    module = loaded(_NAME, "modeling_utils")
+    return _SWITCHES[0] if hasattr(getattr(module, "PreTrainedModel", None), _SWITCHES[0]) else _SWITCHES[1]
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------
