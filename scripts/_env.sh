@@ -1,7 +1,8 @@
 # Sourced by the other scripts. Goes to the repository root and leaves $PY: a Python with vbrt and what its tests need.
 #
-# Makes .venv on the first run (some minutes, most of it torch), again after pyproject.toml changed, and is done in an
-# instant otherwise. To use a Python that has everything, and install nothing: VBRT_PYTHON=python3 scripts/test
+# Makes .venv on the first run (some minutes, most of it torch), again after pyproject.toml or constraints/tested.txt
+# changed, and is done in an instant otherwise. To use a Python that has everything, and install nothing:
+# VBRT_PYTHON=python3 scripts/test
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
@@ -31,11 +32,27 @@ _find_python() {
     _die "no Python 3.11 or newer on PATH (python3 is: $(python3 --version 2>&1 || true)). Install one, or set VBRT_PYTHON."
 }
 
+# constraints/tested.txt, with the torch and the Triton that are installed: a torch for CUDA asks for one Triton alone
+_constraints() {
+    "$PY" - constraints/tested.txt <<'END'
+import importlib.metadata, sys
+
+for line in open(sys.argv[1], encoding="utf-8"):
+    name = line.partition("==")[0]
+    if name in ("torch", "triton"):
+        try:
+            line = f"{name}=={importlib.metadata.version(name)}\n"
+        except importlib.metadata.PackageNotFoundError:
+            pass  # it comes in the tested version
+    print(line, end="")
+END
+}
+
 _set_up_venv() {
-    local stamp=.venv/.vbrt-stamp want python
+    local stamp=.venv/.vbrt-stamp pins=.venv/.vbrt-constraints want python
     PY="$ROOT/.venv/bin/python"
     # the path is part of it: a copied .venv still has vbrt installed from where it was copied
-    want="$ROOT $(cksum <pyproject.toml)"
+    want="$ROOT $(cat pyproject.toml constraints/tested.txt | cksum)"
     if [[ -x "$PY" && -f "$stamp" && "$(<"$stamp")" == "$want" ]]; then
         return
     fi
@@ -50,9 +67,10 @@ _set_up_venv() {
             _die "$python cannot make a venv; on Debian and Ubuntu: apt install python3-venv"
     fi
     rm -f "$stamp"
-    # torch first and pinned: what follows must fit it, not replace it; one that is there stays (CPU-only, nightly)
-    "$PY" -c 'import torch' >/dev/null 2>&1 || _pip torch==2.13.0
-    _pip -e '.[test]'
+    # torch first: what follows must fit it, not replace it; one that is there stays (CPU-only, nightly)
+    "$PY" -c 'import torch' >/dev/null 2>&1 || _pip "$(grep '^torch==' constraints/tested.txt)"
+    _constraints >"$pins"
+    _pip -c "$pins" -e '.[test]'
     echo "$want" >"$stamp" # last, so that an interrupted run is taken up again
 }
 
