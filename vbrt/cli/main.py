@@ -13,10 +13,12 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from vbrt import __version__
 from vbrt.cli.screen import complain
 from vbrt.errors import VBError, describe_os_error
+from vbrt.libraries.versions import newer_than_tested
 
 __all__ = ["COMMANDS", "main"]
 
@@ -99,6 +101,16 @@ def _drop_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _Version(argparse.Action):
+    """`--version`: the version; on stderr, each library that is newer than vbrt was tested with."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> NoReturn:
+        print(f"vbrt {__version__}")
+        for newer in newer_than_tested():
+            complain("note", newer)
+        parser.exit()
+
+
 def _parser(called: str = "") -> argparse.ArgumentParser:
     """Return the parser of a command; of all of them, where none of that name is called."""
     parser = argparse.ArgumentParser(
@@ -107,7 +119,7 @@ def _parser(called: str = "") -> argparse.ArgumentParser:
         description="Run PyTorch models that are larger than the memory they run in.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("--version", action="version", version=f"vbrt {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and what is newer than tested")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in (called,) if called in COMMANDS else COMMANDS:
         importlib.import_module(f"vbrt.cli.{name}").add(commands)

@@ -16,6 +16,7 @@ from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.experts import VBExperts
 from vbrt.layers.experts.missed import MissedExperts
 from vbrt.libraries.probe import losses
+from vbrt.libraries.versions import newer_than_tested
 from vbrt.model.activations import activations_of
 from vbrt.model.caches import cache_stats
 from vbrt.model.expert_cache import ExpertCache
@@ -258,6 +259,7 @@ class Attachment:
             activations=self.activations.stats(),
             libraries=libraries(),
             missed=self.missed.told() if self.missed else "",
+            untested=newer_than_tested(loaded=True),
         )
 
     @property

@@ -23,6 +23,7 @@ from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.kernels import libraries
 from vbrt.kernels.cpu import recycle
 from vbrt.layers import WeightHandle, handles_in
+from vbrt.libraries.versions import newer_than_tested
 from vbrt.model.balance import GpuBalance
 from vbrt.model.caches import TieredCache, cache_stats
 from vbrt.model.live import know
@@ -152,6 +153,7 @@ class Runtime:
             leases=self.stack.ledger.programmes.told(),
             caches=cache_stats(self.caches),
             libraries=libraries(),
+            untested=newer_than_tested(loaded=True),
         )
 
     # -- CUDA graphs --------------------------------------------------------------------------------------------------

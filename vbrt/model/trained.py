@@ -8,6 +8,7 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import WrapError
+from vbrt.libraries.versions import newer_than_tested
 from vbrt.model.attachment import Attachment
 from vbrt.model.passes import move_rest_
 from vbrt.model.snapshot import trained_layer_stats
@@ -76,6 +77,7 @@ class TrainingAttachment(Attachment):
             dense_bytes + kept_for_scales,
             tuple(self.activations.fallbacks),
             activations=self.activations.stats(),
+            untested=newer_than_tested(loaded=True),
         )
 
     def _layer_stats(self, swap: Swap, layer: TrainedLayer) -> LayerStats:

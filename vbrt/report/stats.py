@@ -145,6 +145,8 @@ class Stats:
     `updates`: what updates cost a model that trains from the tiers.
     `libraries`: the C kernels that this process has loaded, and for which CPUs: {"linear": "prebuilt (avx2)"}, or
         "built here (avx2)"; empty before the first was needed.
+    `untested`: libraries that this process has imported and that are newer than vbrt was tested with; nothing is off
+        because of that.
     """
 
     policy: str
@@ -166,6 +168,7 @@ class Stats:
     updates: UpdateStats | None = None
     libraries: Mapping[str, str] = field(default_factory=dict)
     missed: str = ""
+    untested: tuple[str, ...] = field(default=())
 
     @property
     def hits(self) -> int:
@@ -242,6 +245,7 @@ class Stats:
             "activations": asdict(self.activations) if self.activations else None,
             "updates": asdict(self.updates) if self.updates else None,
             "libraries": dict(self.libraries),
+            "untested": list(self.untested),
         }
 
     @classmethod
@@ -253,7 +257,9 @@ class Stats:
         """
         data = _mapping(data, "stats")
         values = _values(
-            cls, {"phases": {}, "caches": {}, "leases": "", "missed": "", "libraries": {}, **data}, "stats"
+            cls,
+            {"phases": {}, "caches": {}, "leases": "", "missed": "", "libraries": {}, "untested": (), **data},
+            "stats",
         )
         values["layers"] = {
             name: LayerStats.read(_mapping(item, f"stats.layers.{name}"), f"stats.layers.{name}")
@@ -264,7 +270,8 @@ class Stats:
                 name: part(**_values(part, _mapping(item, f"stats.{key}.{name}"), f"stats.{key}.{name}"))
                 for name, item in values[key].items()
             }
-        values["fallbacks"] = tuple(map(str, values["fallbacks"]))
+        for key in ("fallbacks", "untested"):
+            values[key] = tuple(map(str, values[key]))
         values["steps"] = _part(StepCounts, data.get("steps", {}), "stats.steps")
         values["timeline"] = _part(TimelineTotals, data.get("timeline"), "stats.timeline")
         values["activations"] = _part(ActivationStats, data.get("activations"), "stats.activations")

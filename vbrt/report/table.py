@@ -125,7 +125,8 @@ def _summary(stats: "Stats") -> list[str]:
     if stats.libraries:
         named = (f"{', '.join(names)} {origin}" for origin, names in _by_value(stats.libraries).items())
         lines.append(f"C kernels: {'; '.join(named)}")
-    return lines + _step_lines(stats) + [f"fallback: {reason}" for reason in stats.fallbacks]
+    lines += _step_lines(stats) + [f"fallback: {reason}" for reason in stats.fallbacks]
+    return lines + [f"note: {newer}" for newer in stats.untested]
 
 
 def _by_value(of: Mapping[str, str]) -> dict[str, list[str]]:

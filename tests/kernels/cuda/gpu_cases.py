@@ -4,6 +4,7 @@ import torch
 
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels.cuda.e2m1.linear import packing
+from vbrt.kernels.cuda.private_api import fp_fusion
 
 
 def tiled(name, shape, dtype=torch.bfloat16, device="cuda"):
@@ -39,7 +40,9 @@ def compiled(kernel, types, constants, capability, *, warps=4, aligned=(), gluon
         constexprs={(names.index(key),): value for key, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, **fp_fusion(True)}
+    )
 
 
 def compiled_gated(capability, groups, squares, warps, format="nvfp4"):

@@ -48,8 +48,8 @@ def test_the_second_launch_goes_around_triton(kernel):
     launcher, x = Launcher(kernel, dependent=True), torch.zeros(64)
     for number in (4, 5, 6):
         launch(launcher, x, number)
-    constants = {"BLOCK": 64, "MASKED": True}
-    assert kernel.by_triton == [((x, 4), {**constants, "num_warps": 4, "launch_pdl": True})]
+    options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True}
+    assert kernel.by_triton == [((x, 4), {"BLOCK": 64, "MASKED": True, **options})]
     address = x.data_ptr()
     assert [args[:4] + args[9:] for args in kernel.direct] == [(3, 2, 1, 7, address, n, 64, True) for n in (5, 6)]
 

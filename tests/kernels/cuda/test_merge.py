@@ -14,6 +14,7 @@ from vbrt.kernels import resolve
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILED
 from vbrt.kernels.cuda.e2m1.tiles import pack_tiles
 from vbrt.kernels.cuda.fine import merge
+from vbrt.kernels.cuda.private_api import fp_fusion
 
 FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
 
@@ -102,7 +103,8 @@ def test_the_kernel_compiles(capability, width, words):
     source = triton.compiler.ASTSource(
         fn=merge_kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants
     )
-    assert "st.global" in triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(fp_fusion(True)))
+    assert "st.global" in compiled.asm["ptx"]
 
 
 def test_what_the_kernel_does_not_serve_goes_to_the_reference():

@@ -98,7 +98,7 @@ class Launcher:
         key = (device, unaligned, specialized, *constants.values())
         launch = self._compiled.get(key)
         if launch is None or noters:
-            arguments, options = (*tensors, *numbers), {**constants, "num_warps": warps, **self._options}
+            arguments, options = (*tensors, *numbers), self._with_options(constants, warps)
             if threading.get_ident() in noters:
                 self._check(constants)
                 self._note(key, device, arguments, options)
@@ -110,6 +110,9 @@ class Launcher:
                     return
         # a compiled kernel takes constants for their number alone, so any order does
         launch(grid[0], grid[1], private_api.raw_stream(device), addresses, numbers, constants.values())
+
+    def _with_options(self, constants: dict[str, Any], warps: int) -> dict[str, Any]:
+        return {**constants, "num_warps": warps, **private_api.fp_fusion(True), **self._options}
 
     def _note(self, key: Hashable, device: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note what a launch needs, unless it is there."""

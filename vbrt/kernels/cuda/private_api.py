@@ -11,41 +11,43 @@
 | `never_lower` | torch._inductor.lowering | slow compilation, announced |
 | passes over graphs, their options | torch._inductor | KernelError from `vbrt.compile_options` |
 | names of dynamo's guards, `guards_attribute` | torch._dynamo | KernelError |
-| `skip_frames_of`, and the marks of `kernels/uncompiled.py` | torch._C, torch._dynamo | dynamo's import, two seconds |
+| `skip_frames_of`, and the marks of `kernels/uncompiled.py` | torch._C, torch._dynamo | dynamo's import, announced |
+| a launch's option `fp_fusion` | Triton | Triton's own default, announced |
 
-`TESTED` says with which versions all of it has been run. Imports Triton and inductor only when asked for their parts.
+`vbrt.libraries.versions` says with which versions all of it has been run. Imports Triton and inductor only when asked
+for their parts.
 """
 
 import functools
 import hashlib
 import importlib
+import inspect
 import os
 import pathlib
-import re
 import sys
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from vbrt.config.arguments import check_one_of
 from vbrt.errors import KernelError
+from vbrt.libraries.versions import is_tested, tested_range
 
 __all__ = [
     "GUARD_OPTION",
     "PASS_OPTION",
-    "TESTED",
     "constant_names",
     "current_device",
     "decompositions",
     "direct_launch",
+    "fp_fusion",
     "graph_pass_base",
     "guards_attribute",
     "hash_of_files",
-    "is_tested",
     "make_launcher",
     "never_lower",
     "open_cache",
@@ -55,24 +57,11 @@ __all__ = [
     "skip_frames_of",
 ]
 
-#: package -> the first and the last version that vbrt has been tested with
-TESTED = {"torch": ((2, 11), (2, 13)), "triton": ((3, 6), (3, 9))}
 #: options of torch.compile: a pass over graphs after autograd, and which of dynamo's guards to keep
 PASS_OPTION, GUARD_OPTION = "post_grad_custom_pre_pass", "guard_filter_fn"
 
 Launch = Callable[[int, int, int, Sequence[int], Sequence[Any], Sequence[Any]], object]
 """Launch a compiled kernel: (programs along x, along y, stream, addresses, numbers, constants)."""
-
-
-def is_tested(package: str, version: str) -> bool:
-    """True if vbrt has been tested with this version of "torch" or "triton"; patch releases do not matter."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    first, last = TESTED[package]
-    return found is not None and first <= (int(found[1]), int(found[2])) <= last
-
-
-def _tested(package: str) -> str:
-    return " to ".join(".".join(map(str, version)) for version in TESTED[package])
 
 
 @functools.cache
@@ -95,8 +84,8 @@ def direct_launch(compiled: Any) -> Launch | None:
     parts = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
     if not is_tested("triton", triton.__version__) or None in parts:
         _announce(
-            f"Triton {triton.__version__}: vbrt's direct launches are tested with {_tested('triton')}; kernels are "
-            "launched by Triton itself, which takes the host longer"
+            f"Triton {triton.__version__}: vbrt's direct launches are tested with {tested_range('triton')}; kernels "
+            "are launched by Triton itself, which takes the host longer"
         )
         return None
     run, function, metadata = parts
@@ -147,12 +136,29 @@ def make_launcher(compiled: Any) -> None:
         kept.put(pathlib.Path(made).read_bytes(), file, binary=True)
 
 
+@functools.cache
+def fp_fusion(fused: bool, /) -> Mapping[str, bool]:
+    """The option of a launch by which Triton fuses multiplications with additions, or does not: bits depend on it, and
+    Triton 3.10 changes what it does by default. Empty, and announced, where there is no such option."""
+    import triton
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    name = "enable_fp_fusion"
+    if name in inspect.signature(CUDAOptions).parameters:
+        return {name: fused}
+    _announce(
+        f"Triton {triton.__version__} has no option {name}; tested with {tested_range('triton')}. Kernels that "
+        "multiply and add may round otherwise than they are documented to"
+    )
+    return {}
+
+
 def constant_names(kernel: Any) -> tuple[str, ...]:
     """The names of a jitted kernel's constants (`constexpr` parameters), in the order of its signature."""
     try:
         return tuple(parameter.name for parameter in kernel.params if parameter.is_constexpr)
     except AttributeError as error:
-        raise KernelError(f"{kernel}: {error}; expected a jitted kernel of Triton {_tested('triton')}") from error
+        raise KernelError(f"{kernel}: {error}; expected a jitted kernel of Triton {tested_range('triton')}") from error
 
 
 def renamed(module: Any, *names: str) -> Any:
@@ -160,7 +166,7 @@ def renamed(module: Any, *names: str) -> Any:
     for name in names:
         if hasattr(module, name):
             return getattr(module, name)
-    raise KernelError(f"{module.__name__} has no {' or '.join(names)}; expected Triton {_tested('triton')}")
+    raise KernelError(f"{module.__name__} has no {' or '.join(names)}; expected Triton {tested_range('triton')}")
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------
@@ -186,8 +192,8 @@ def never_lower(op: torch._ops.OpOverload) -> None:
             lowering.make_fallback(op, lowering.tag_to_layout_constraint(tag))
     except AttributeError as error:
         _announce(
-            f"torch {torch.__version__}: {error}; tested with {_tested('torch')}. torch.compile may take minutes on "
-            "models with 4-bit layers"
+            f"torch {torch.__version__}: {error}; tested with {tested_range('torch')}. torch.compile may take minutes "
+            "on models with 4-bit layers"
         )
 
 
@@ -220,7 +226,7 @@ def _of_inductor(module: str, name: str) -> Any:
         return getattr(importlib.import_module(f"torch._inductor.{module}".rstrip(".")), name)
     except (ImportError, AttributeError) as error:
         raise KernelError(
-            f"vbrt.compile_options: torch {torch.__version__}: {error}; expected torch {_tested('torch')}. "
+            f"vbrt.compile_options: torch {torch.__version__}: {error}; expected torch {tested_range('torch')}. "
             "torch.compile(model) without these options works, in more launches"
         ) from error
 
@@ -230,20 +236,22 @@ def guards_attribute(guard: Any, attribute: str) -> bool:
     try:
         return guard.name.endswith(f".{attribute}")
     except AttributeError as error:
-        raise KernelError(f"torch {torch.__version__}: {error}; expected torch {_tested('torch')}") from error
+        raise KernelError(f"torch {torch.__version__}: {error}; expected torch {tested_range('torch')}") from error
 
 
 def skip_frames_of(function: Any) -> bool:
     """Tell dynamo, which need not be imported, to leave a function's own frames as they are, not those it calls.
 
-    False: this torch has no such thing, or one that vbrt has not been tested with.
+    False: this torch has no such thing, which is announced.
     """
     try:
         frames = torch._C._dynamo.eval_frame
-        skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-        if not is_tested("torch", torch.__version__):
-            return False
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, default))
-    except AttributeError:
+        own, called = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(own, called))
+    except (AttributeError, TypeError) as error:  # a name, or the arguments of one
+        _announce(
+            f"torch {torch.__version__}: {error}; tested with {tested_range('torch')}. Importing vbrt imports torch's "
+            "compiler, which takes two seconds"
+        )
         return False
     return True

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vbrt.formats.page import PAGE_ALIGN
+from vbrt.kernels.cuda import private_api
 from vbrt.kernels.cuda.launcher import Launcher
 
 __all__ = ["Experts", "PoolRoom", "ResidentTables", "gather_pages"]
@@ -201,7 +202,7 @@ class _Launch:
             dtype = (tensors[0].dtype,)
             self._launcher(device.index, (programs, 1), tensors, numbers, warps=warps, specialized=dtype, **constants)
         else:
-            self._kernel[(programs,)](*tensors, *numbers, **constants)
+            self._kernel[(programs,)](*tensors, *numbers, **constants, **private_api.fp_fusion(True))
 
 
 @functools.cache

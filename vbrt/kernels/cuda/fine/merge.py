@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.fine import SPAN, WIDTH
+from vbrt.kernels.cuda import private_api
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, is_tiled, relative_values
 
 __all__ = ["merge", "serves", "serves_shape"]
@@ -59,6 +60,7 @@ def launch(planes: WeightPlanes, out: Tensor) -> None:
         WIDTH=width,
         TILE_WORDS=coarse.tile_words,
         num_warps=8,
+        **private_api.fp_fusion(True),
     )
 
 

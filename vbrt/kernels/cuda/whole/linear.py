@@ -18,7 +18,7 @@ from torch import Tensor
 from vbrt.config.formats import formats_of
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda import devices, private_api
 from vbrt.kernels.cuda.launcher import Launcher, cuda_op, rows_are_aligned
 
 __all__ = ["FORMATS", "FUSED_TOKENS", "decode_weight", "linear", "route"]
@@ -134,7 +134,16 @@ def _decode_codes(codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype) -> 
     w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
     with torch.cuda.device(codes.device):
         _decode_kernels().decode_kernel[(n, -(-blocks // _BLOCKS))](
-            codes, scales, w_NK, n, k, blocks, ROWS=1, BLOCKS=_BLOCKS, num_warps=_DECODE_WARPS
+            codes,
+            scales,
+            w_NK,
+            n,
+            k,
+            blocks,
+            ROWS=1,
+            BLOCKS=_BLOCKS,
+            num_warps=_DECODE_WARPS,
+            **private_api.fp_fusion(True),
         )
     return w_NK
 

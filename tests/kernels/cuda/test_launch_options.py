@@ -1,0 +1,76 @@
+"""Options that every launch names, because Triton's defaults for them change from version to version."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import vbrt
+from vbrt.kernels.cuda import private_api
+
+triton = pytest.importorskip("triton")
+from triton.backends.nvidia import compiler  # noqa: E402 - needs it
+
+PACKAGE = Path(vbrt.__file__).parent
+
+
+def launches(source):
+    """Calls of `kernel[grid](...)`: name of the kernel and the options that are spread into the call."""
+    for call in ast.walk(ast.parse(source)):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript):
+            name = ast.unparse(call.func.value)
+            if name.endswith("kernel"):
+                yield name, {ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None}
+
+
+FILES = {path: list(launches(path.read_text("utf-8"))) for path in sorted(PACKAGE.rglob("*.py"))}
+FOUND = {path.relative_to(PACKAGE).as_posix(): found for path, found in FILES.items() if found}
+
+
+def test_launches_are_found():
+    assert sum(map(len, FOUND.values())) >= 12 and "kernels/cuda/launcher.py" in FOUND
+
+
+@pytest.mark.parametrize("file", FOUND)
+def test_every_launch_says_whether_multiplications_are_fused_with_additions(file):
+    options = {f"private_api.fp_fusion({fused})" for fused in (True, False)}
+    for name, spread in FOUND[file]:
+        assert spread & options or (file, spread) == ("kernels/cuda/launcher.py", {"options"}), name
+
+
+def test_the_option_is_one_that_triton_knows(monkeypatch):
+    assert private_api.fp_fusion(True) == {"enable_fp_fusion": True}
+    assert private_api.fp_fusion(False) == {"enable_fp_fusion": False}
+
+    @dataclasses.dataclass
+    class Fewer:
+        num_warps: int = 4
+
+    private_api.fp_fusion.cache_clear()
+    private_api._announce.cache_clear()
+    monkeypatch.setattr(compiler, "CUDAOptions", Fewer)
+    with pytest.warns(UserWarning, match="has no option enable_fp_fusion.*may round otherwise"):
+        assert private_api.fp_fusion(True) == {}
+    private_api.fp_fusion.cache_clear()
+
+
+@triton.jit
+def multiply_add_kernel(x_ptr, y_ptr):
+    x = triton.language.load(x_ptr)
+    triton.language.store(y_ptr, x * x + x)
+
+
+@pytest.mark.parametrize("default", ["0", "1"])
+def test_what_is_said_counts_and_not_the_default_of_triton(default, monkeypatch):
+    """TRITON_DEFAULT_FP_FUSION has Triton 3.9 do as 3.10 does; versions without it take what is said, too."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", default)
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    source = ASTSource(multiply_add_kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {})
+    for fused in (True, False):
+        options = dict(private_api.fp_fusion(fused))
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        assert ("fma.rn.f32" in ptx) == fused
