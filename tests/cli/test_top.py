@@ -15,6 +15,7 @@ import torch
 
 from tests.cli.cases import errors
 from tests.models import mlp, wrap
+from tests.patience import LONG_S
 from vbrt.cli import main as cli
 from vbrt.cli import top
 from vbrt.host import offer
@@ -25,6 +26,8 @@ from vbrt.model import live
 def own_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(offer, "directories", lambda: [tmp_path / "offers"])
     monkeypatch.setattr(top, "_LINE_S", 0.02)
+    monkeypatch.setattr(offer, "_SEND_S", LONG_S)
+    monkeypatch.setattr(offer, "_TIMEOUT_S", LONG_S)
 
 
 def work(ready):
@@ -109,7 +112,7 @@ def on_a_terminal(pid, stop):
         finally:
             os._exit(code)
     before, seen, stopped = termios.tcgetattr(terminal), b"", False
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LONG_S
     while time.monotonic() < deadline:
         if select.select([terminal], [], [], 0.05)[0]:
             try:

@@ -26,6 +26,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 import vbrt
 from scripts.ranks_beside import whole_tables
 from tests.models import config
+from tests.patience import LONG_S
 from vbrt.generation.joined import joined
 from vbrt.generation.pace import Pace
 from vbrt.generation.recording import as_captured
@@ -416,7 +417,7 @@ def beats_beside_a_wait_for_another_rank() -> bool:
     waiting.start()
     beat = threading.Thread(target=watch.beat)
     beat.start()
-    beat.join(5)
+    beat.join(LONG_S)
     answered = not beat.is_alive()
     other.set("later", "now")
     waiting.join()

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.patience import LONG_S, eventually
 from vbrt.host import offer
 from vbrt.host.offer import Offer, ask, directories, pids
 
@@ -74,11 +75,7 @@ def test_an_offer_ends_with_stop_and_with_its_object_and_a_new_one_takes_its_pla
     path = third.path
     del third
     assert not path.exists()
-    for _ in range(100):
-        if len(os.listdir("/proc/self/task")) <= threads:
-            return
-        time.sleep(0.01)
-    raise AssertionError("a thread goes on")
+    eventually(lambda: len(os.listdir("/proc/self/task")) <= threads, "the end of its thread")
 
 
 def test_a_forked_child_neither_answers_for_its_parent_nor_removes_its_socket():
@@ -95,12 +92,24 @@ def test_a_forked_child_neither_answers_for_its_parent_nor_removes_its_socket():
 
 
 def test_who_does_not_read_stops_nobody(monkeypatch):
-    monkeypatch.setattr(offer, "_SEND_S", 0.05)
-    large = Offer(lambda: bytes(4 << 20))
-    directory = os.open(large.path.parent, os.O_RDONLY)
+    """The first connection runs into its limit whatever the machine does; the second has none that counts."""
+    monkeypatch.setattr(offer, "_SEND_S", 0.01)
+    monkeypatch.setattr(offer, "_TIMEOUT_S", LONG_S)
     with socket.socket(socket.AF_UNIX) as silent:
+        answer = b"x" * (4 * silent.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) + (1 << 20))  # no buffer holds it
+
+        def answered():
+            monkeypatch.setattr(offer, "_SEND_S", LONG_S)  # of the next connection: this one has its limit
+            return answer
+
+        large = Offer(answered)
+        directory = os.open(large.path.parent, os.O_RDONLY)
         silent.connect(f"/proc/self/fd/{directory}/{large.path.name}")
-        assert len(ask(os.getpid())) == 4 << 20
+        assert ask(os.getpid()) == answer
+        cut = bytearray()
+        while more := silent.recv(1 << 20):
+            cut += more
+        assert len(cut) < len(answer)
     os.close(directory)
     large.stop()
 

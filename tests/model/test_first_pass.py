@@ -9,6 +9,7 @@ import torch
 
 import vbrt
 from tests.models import TOKENS, mlp, qwen3_moe, wrap
+from tests.patience import LONG_S, eventually
 from vbrt.model.passes import move_rest_
 from vbrt.report import progress
 
@@ -22,13 +23,12 @@ def quick(monkeypatch):
 
 def until(seen, capsys):
     """Wait until stderr has got `seen`; return what came."""
-    err = ""
-    for _ in range(500):
+    err, limit = "", time.monotonic() + LONG_S
+    while seen not in err:
+        assert time.monotonic() < limit, f"{seen!r} is not in {err!r}"
         err += capsys.readouterr().err
-        if seen in err:
-            return err
         time.sleep(0.01)
-    raise AssertionError(f"{seen!r} is not in {err!r}")
+    return err
 
 
 def test_the_first_forward_shows_how_much_is_encoded_and_later_ones_show_nothing(capsys):
@@ -71,21 +71,28 @@ def test_a_model_that_trains_has_nothing_to_encode(capsys):
 
 
 def test_an_interrupted_first_forward_leaves_a_model_that_can_be_copied_and_goes_on(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "_STALLED_S", 0.05)
-    vb, x = wrap(mlp(), "nvfp4"), torch.randn(1, 64)
+    vb, x, stalled, draw = wrap(mlp(), "nvfp4"), torch.randn(1, 64), [], progress._Painter.draw
 
     def interrupt(*_):
         until("encoding", capsys)
+        monkeypatch.setattr(progress, "_STALLED_S", 0.0)
         raise KeyboardInterrupt
+
+    def drawn(self, work):
+        stalled.append(work.stalls)
+        return draw(self, work)
+
+    monkeypatch.setattr(progress._Painter, "draw", drawn)
 
     hook = vb.model[6].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         vb(x)
     hook.remove()
-    time.sleep(0.3)
+    eventually(lambda: stalled[-2:] == [True, True], "a look at work that has stalled")
     capsys.readouterr()
-    time.sleep(0.1)
-    assert capsys.readouterr().err == ""  # nothing more: it has stalled
+    looks = len(stalled)
+    eventually(lambda: len(stalled) > looks + 2, "further looks")
+    assert capsys.readouterr().err == "" and all(stalled[looks:])  # nothing more
     copied = copy.deepcopy(vb.model)
     pickle.loads(pickle.dumps(vb.model))
     with torch.no_grad():

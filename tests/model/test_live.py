@@ -141,18 +141,21 @@ def test_models_of_one_runtime_are_told_apart(tmp_path):
 
 
 def test_samples_that_take_long_are_given_again(monkeypatch):
-    taken, slow = [], live.sample
+    taken, slow, clock = [], live.sample, [100.0]
 
     def sample():
-        taken.append(1)
-        time.sleep(0.002)
+        taken.append(clock[0])
+        clock[0] += 0.002
         return slow()
 
     monkeypatch.setattr(live, "sample", sample)
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(live._offered, "again", 0.0)
-    assert live._answer() == live._answer() == live._answer() and len(taken) == 1
-    assert live._offered.again > time.monotonic() + 0.05
-    live._offered.again = time.monotonic()
+    for now in (100.0, 100.003, 100.15):  # samples take a hundredth of the time
+        clock[0] = max(clock[0], now)
+        live._answer()
+    assert taken == [100.0] and live._offered.again == pytest.approx(100.002 + live.REST * 0.002)
+    clock[0] = live._offered.again
     live._answer()
     assert len(taken) == 2
 

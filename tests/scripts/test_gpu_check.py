@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -138,9 +139,9 @@ class Fake(torch.nn.Module):
     def forward(self, x):
         if x.shape[0] == 4:
             raise RuntimeError("no configuration\nof any kind")
-        for _ in range(1000 if x.shape[0] == 64 else 0):
+        while x.shape[0] == 64:
             try:
-                time.sleep(0.01)
+                signal.raise_signal(signal.SIGALRM)  # as if its time were over
             except Exception:  # noqa: BLE001  # what a search does with a configuration that fails
                 pass
         return x
@@ -156,12 +157,11 @@ def fake(script, monkeypatch):
 
 
 def test_a_peer_out_of_time_leaves_the_names_of_what_was_not_timed(fake):
-    absent, began = {}, time.perf_counter()
-    rows = list(fake.peer_rows("fake", CASES, 1.0, absent))
-    assert time.perf_counter() - began < 5
+    absent = {}
+    rows = list(fake.peer_rows("fake", CASES, 900.0, absent))
     assert [(row["k"], row["m"]) for row in rows] == [(64, 1), (64, 16)]
     assert absent == {
-        "fake": "64→32 M=4: RuntimeError: no configuration; 64→32 M=64, 32→32 M=1,4,16,64: not timed within 1 s"
+        "fake": "64→32 M=4: RuntimeError: no configuration; 64→32 M=64, 32→32 M=1,4,16,64: not timed within 900 s"
     }
 
 
@@ -180,8 +180,8 @@ def test_a_row_says_how_it_was_tuned_and_what_the_first_call_took(fake, monkeypa
     ahead = []
     monkeypatch.setattr(fake, "compile_ahead", lambda name, cases, until: ahead.append((name, cases)))
     absent = {}
-    [row] = fake.peer_rows("fake", CASES[:1], 1.0, absent)
-    assert row.pop("first_call_s") < 1 and absent == {} and ahead == [("fake", CASES[:1])]
+    [row] = fake.peer_rows("fake", CASES[:1], 900.0, absent)
+    assert row.pop("first_call_s") >= 0 and absent == {} and ahead == [("fake", CASES[:1])]
     assert row == {
         "peer": "fake",
         "k": 64,

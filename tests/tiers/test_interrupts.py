@@ -5,12 +5,12 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.patience import eventually
 from tests.tiers.stacks import CPU, UNIT, WatchedTier, add_all, assert_at_rest, run, scripted, use, within
 from tests.torture.interrupting import Interrupts, interrupted
 from vbrt.errors import TierError
@@ -141,7 +141,7 @@ def test_ctrl_c_during_a_read_reaches_this_thread_and_others_get_an_error(tmp_pa
     class Interrupted(SsdTier):
         def get(self, room, out, *, key):
             others.start()
-            time.sleep(0.05)
+            eventually(lambda: stack.guard.bells, "a thread that waits for this read")
             raise KeyboardInterrupt
 
     def wait():

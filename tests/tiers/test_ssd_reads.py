@@ -13,6 +13,7 @@ import pytest
 import torch
 import xxhash
 
+from tests.patience import LONG_S
 from tests.tiers.pages import CHUNK, PAGE, NamedSsd, buffer, file_of, page, read
 from vbrt.errors import TierError
 from vbrt.host.crew import Crew
@@ -21,11 +22,12 @@ from vbrt.host.crew import Crew
 def test_helpers_read_parts_of_a_page(helped, monkeypatch):
     nbytes = 5 * CHUNK + 3 * PAGE
     helped.write("layer", page(nbytes))
-    real, threads = os.preadv, set()
+    real, threads, all_here = os.preadv, set(), threading.Barrier(4)
 
     def preadv(fd, views, offset):
-        threads.add(threading.current_thread().name)
-        time.sleep(0.005)
+        if threading.current_thread().name not in threads:
+            threads.add(threading.current_thread().name)
+            all_here.wait(LONG_S)
         return real(fd, views, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
@@ -50,13 +52,15 @@ def test_a_small_page_is_read_by_whoever_needs_it_alone(helped, monkeypatch):
 def test_nobody_writes_into_the_buffer_after_a_read_has_failed(helped, monkeypatch, accident, where):
     nbytes = 20 * CHUNK
     helped.write("layer", page(nbytes))
-    real, caller = os.preadv, threading.current_thread()
+    real, caller, happened = os.preadv, threading.current_thread(), threading.Event()
 
     def preadv(fd, views, offset):
-        mine = threading.current_thread() is caller
-        time.sleep(0.001 if mine else 0.01)
-        if offset > 4 * CHUNK and mine == (where == "caller"):
-            raise accident
+        if offset > 4 * CHUNK:  # more pieces than threads: one comes to whom it happens, while others read
+            if (threading.current_thread() is caller) == (where == "caller"):
+                happened.set()
+                raise accident
+            assert happened.wait(LONG_S)
+            time.sleep(0.01)
         return real(fd, views, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.models import mlp, wrap
+from tests.patience import LONG_S
 from vbrt.errors import ArgumentError, TierError
 from vbrt.host import offer
 from vbrt.wrapper import live
@@ -20,12 +21,12 @@ def test_off_a_terminal_there_are_lines_on_stderr_the_last_one_at_the_end(capsys
         vb(torch.randn(1, 64))
         print("an output")
         out, err = "", ""
-        for _ in range(500):
+        limit = time.monotonic() + LONG_S
+        while err.count("\n") < 2:
+            assert time.monotonic() < limit, f"no lines come: {err!r}"
             time.sleep(0.01)
             more = capsys.readouterr()
             out, err = out + more.out, err + more.err
-            if err.count("\n") == 2:
-                break
     err += capsys.readouterr().err
     assert out == "an output\n" and "\x1b" not in err
     lines = err.splitlines()
