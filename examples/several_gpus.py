@@ -54,7 +54,7 @@ def adapt(vb: vbrt.VBModelWrapper, rank: int, world: int) -> None:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    model = get_peft_model(vb.model, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    model = get_peft_model(vb.module, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
     for row in small.rows(8, 64)[rank::world]:

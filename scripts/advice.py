@@ -216,7 +216,7 @@ class Subject:
 
     def run(self, task: Task) -> dict[str, float | None]:
         """Return the milliseconds of a step, and the hit rate of routed experts."""
-        inputs = inputs_of(self.vb.model if self.vb is not None else self.model, task, device="cuda")
+        inputs = inputs_of(self.vb.module if self.vb is not None else self.model, task, device="cuda")
         if task.kind == "decode":
             return _decode(self.model, task, inputs["input_ids"])
         return {"ms": _prefill(self.model, inputs) if task.kind == "prefill" else _train(self.model, inputs, task)}

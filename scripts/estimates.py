@@ -241,7 +241,7 @@ def measure(case: Case) -> dict[str, int]:
 
 
 def _run(model: Any, task: Task) -> None:
-    plain = getattr(model, "model", model) if isinstance(model, vbrt.VBModelWrapper) else model
+    plain = model.module if isinstance(model, vbrt.VBModelWrapper) else model
     inputs = inputs_of(plain, task, device="cuda")
     if task.kind == "decode":
         more = {"max_new_tokens": task.new, "min_new_tokens": task.new, "do_sample": False, "pad_token_id": 0}

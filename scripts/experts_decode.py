@@ -121,7 +121,7 @@ class Decoder:
         from transformers import StaticCache
 
         self._model, self._how = model, how
-        config = getattr(model, "model", model).config if isinstance(model, vbrt.VBModelWrapper) else model.config
+        config = model.config
         self._cache = StaticCache(config=config, max_cache_len=CACHE_TOKENS)
         self._token = torch.ones(1, 1, dtype=torch.int64, device=device)
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -329,7 +329,7 @@ def cached_row(
     with breakdown() if parts else contextlib.nullcontext() as spans:
         run = decode(vb, trace, how=how, spans=spans)
     stats = vb.stats()
-    kept = sum(p.nbytes for p in vb.model.parameters()) + sum(b.nbytes for b in vb.model.buffers())
+    kept = sum(p.nbytes for p in vb.module.parameters()) + sum(b.nbytes for b in vb.module.buffers())
     budget = stats.tiers[stats.compute_tier].budget_bytes
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     row = {

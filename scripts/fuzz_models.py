@@ -85,9 +85,9 @@ def bits(tensor: torch.Tensor) -> tuple:
 def content(vb: Any) -> dict[str, Any]:
     """All values of a loaded model, and what of it trains."""
     with vb:
-        values = {name: bits(tensor) for name, tensor in vb.model.state_dict().items()}
-        values |= {f"{name} (buffer)": bits(tensor) for name, tensor in vb.model.named_buffers()}
-        values["trains"] = sorted(name for name, p in vb.model.named_parameters() if p.requires_grad)
+        values = {name: bits(tensor) for name, tensor in vb.module.state_dict().items()}
+        values |= {f"{name} (buffer)": bits(tensor) for name, tensor in vb.module.named_buffers()}
+        values["trains"] = sorted(name for name, p in vb.module.named_parameters() if p.requires_grad)
         values["layers"] = {
             name: (layer.handle.spec.format, layer.handle.spec.fine, layer.handle.trainable)
             for name, layer in vb.registry.items()
@@ -244,7 +244,7 @@ def embedded_part(directory: Path, dice: random.Random) -> Part:
     path = directory / "model.safetensors"
     weights = {"format": "nvfp4", "fine": "exact", "min_parameters": 0, "keep_head": False}
     with vbrt.wrap(Net().bfloat16().eval(), weights=weights, tiers={"cpu": {"budget": "64MiB"}}) as vb:
-        tensors, metadata = embedded_tensors(attachment_of(vb.materialize().model))
+        tensors, metadata = embedded_tensors(attachment_of(vb.materialize().module))
         save_file(tensors, path, metadata)
     load = loading(directory)
     return Part(

@@ -152,7 +152,7 @@ def dispatch() -> dict[str, float]:
     planes, x = planes_of("nvfp4", weight), torch.randn(1, 128, device=CUDA, dtype=BF16)
     layer = torch.nn.Linear(128, 64, bias=False, device=CUDA, dtype=BF16)
     vb = vbrt.wrap(torch.nn.Sequential(layer), "fp4", weights={"keep_head": False, "min_parameters": 1}).materialize()
-    wrapped = vb.model[0]
+    wrapped = vb.module[0]
     with torch.no_grad():
         wrapped(x)
         out = {

@@ -171,8 +171,8 @@ def measure(layers: int, *, eager: bool = False) -> dict[str, object]:
         wrapped.append(vb)
         result |= {f"{name}_{what}": value for what, value in figures.items()}
         if eager:
-            result |= decode_ms({f"{name}_eager": decoder(vb.model, compiled=False)})
-        calls[name] = decoder(vb.model, compiled=True)
+            result |= decode_ms({f"{name}_eager": decoder(vb.module, compiled=False)})
+        calls[name] = decoder(vb.module, compiled=True)
     result |= decode_ms(calls)
     result |= {f"{name}_profile": profile(call) for name, call in calls.items()}
     result["fallbacks"] = [reason for vb in wrapped for reason in vb.stats().fallbacks]

@@ -111,13 +111,13 @@ def times_of(
     """Milliseconds and outputs: one token eager and as a graph, 2,048 tokens."""
     row, out = {}, {}
     for tokens in (1, 2048):
-        step = prompt(vb.model, tokens, device)
+        step = prompt(vb.module, tokens, device)
         out[f"T{tokens}"] = step().clone()
         row[f"T{tokens}_ms"], row[f"T{tokens}_host_ms"] = median_ms(step, 4, warm=4)
         row[f"T{tokens}_leases"] = vb.stats().leases
     if graph:
         try:
-            step, rewind = decoder(vb.model)
+            step, rewind = decoder(vb.module)
             for _ in range(4):
                 rewind()
                 step()
@@ -166,7 +166,7 @@ def peer(options: argparse.Namespace) -> dict:
     vb.set_budget("gpu", int(pages / 1.8))
     rows["two"], outs["two"] = times_of(vb)
     before = moved_bytes(vb)
-    step = prompt(vb.model, 1)
+    step = prompt(vb.module, 1)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(4):

@@ -152,7 +152,7 @@ def load(args: argparse.Namespace) -> dict:
             config = vbrt.QuantizationConfig(args.format)
             model = AutoModelForCausalLM.from_pretrained(directory, quantization_config=config)
         else:
-            model = vbrt.from_pretrained(directory).model
+            model = vbrt.from_pretrained(directory).module
         marks["loaded"] = time.time()
         device = vbrt.of(model).stack.device
         with torch.no_grad():

@@ -137,7 +137,7 @@ def check(options: argparse.Namespace) -> dict:
     """Raise AssertionError where bits differ."""
     model = llama_8b(4)
     vb = vbrt.wrap(model, "fp4", weights={"keep_head": True}).materialize()
-    step, rewind = decoder(vb.model)
+    step, rewind = decoder(vb.module)
     want, done, pages = step().clone(), [], vb.plan.page_bytes
 
     def same(what: str, got: torch.Tensor) -> None:
@@ -158,7 +158,7 @@ def check(options: argparse.Namespace) -> dict:
             assert replay(), "the recording has ended"
             same(f"graph {percent} {turn}", out)
             if turn == 2:  # other passes between replays
-                vb.model(input_ids=torch.zeros(1, 40, dtype=torch.long, device=DEVICE), use_cache=False)
+                vb.module(input_ids=torch.zeros(1, 40, dtype=torch.long, device=DEVICE), use_cache=False)
                 same(f"eager between {percent}", step())
             if turn == 3:  # leases in another order
                 for handle in [layer.handle for layer in list(vb.runtime.attachments[0].layers.values())[5:9]]:
@@ -190,7 +190,7 @@ def wrapped(options: argparse.Namespace) -> vbrt.VBModelWrapper:
 def decode(options: argparse.Namespace) -> dict:
     """A table over the budget."""
     link, vb = 1e9 * link_gb_s(), wrapped(options)
-    pages, (step, rewind) = vb.plan.page_bytes, decoder(vb.model)
+    pages, (step, rewind) = vb.plan.page_bytes, decoder(vb.module)
     vb.set_budget("gpu", int(pages * 1.1))
     eager, _ = median_ms(step, 4)
     replay, _, _ = captured(vb, step)
@@ -228,7 +228,7 @@ def decode(options: argparse.Namespace) -> dict:
 def lease(options: argparse.Namespace) -> dict:
     """Half of the pages, eager; all of the host's time for a lease, and for one of a page that stays."""
     vb, result = wrapped(options), {}
-    step, rewind = decoder(vb.model)
+    step, rewind = decoder(vb.module)
     for turn, name in enumerate(("torch", "direct", "torch", "direct")):
         with mock.patch("vbrt.tiers.stream_link.cuda_runtime", lambda: None) if name == "torch" else nullcontext():
             vb.set_budget("gpu", vb.plan.page_bytes * (49 + turn) // 100)  # another programme, and so another link
@@ -286,7 +286,7 @@ def exact(options: argparse.Namespace) -> dict:
     coarse = vbrt.make_plan(model, vbrt.load_config("fp4", weights={"keep_head": True})).page_bytes
     tiers = {"gpu": {"budget": coarse + (900 << 20)}}
     vb = vbrt.wrap(model, "exact", weights={"keep_head": True}, tiers=tiers).materialize()
-    step, rewind = decoder(vb.model)
+    step, rewind = decoder(vb.module)
     result: dict[str, float] = {}
     for name, enabled in (("policy", False), ("programme", True)):
         vb.stack.ledger.programmes.enabled = enabled
@@ -319,7 +319,7 @@ def lora(options: argparse.Namespace) -> dict:
     """Steps with planes on the GPU, and in host memory: decided lease by lease, and by a programme."""
     link, vb = 1e9 * link_gb_s(), wrapped(options)
     options.shared = None  # changed from here on
-    model, pages = vb.model.requires_grad_(False).train(), vb.plan.page_bytes
+    model, pages = vb.module.requires_grad_(False).train(), vb.plan.page_bytes
     vb.set_budget("gpu", int(pages * 1.1))
     for layer in model.model.layers:
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
@@ -356,9 +356,9 @@ def dense(options: argparse.Namespace) -> dict:
     plain = llama_8b(options.layers)
     vb = vbrt.wrap(copy.deepcopy(plain), "dense", weights={"keep_head": True}).materialize()
     ids = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
-    models = {"unwrapped": plain, "wrapped": vb.model, "unhooked": vb.model, "bare": vb.model}
+    models = {"unwrapped": plain, "wrapped": vb.module, "unhooked": vb.module, "bare": vb.module}
     spans: dict[str, list[float]] = {f"{name}{part}": [] for name in models for part in ("_ms", "_host_ms")}
-    hooks = vb.model._forward_pre_hooks
+    hooks = vb.module._forward_pre_hooks
     with torch.no_grad():
         for turn in range(40):
             for name, model in models.items():

@@ -243,7 +243,7 @@ class Bench:
             gc.collect()
             torch.cuda.empty_cache()
             vb = vbrt.wrap(share(self.model), "fp4", weights={"keep_head": True}, tiers={"gpu": gpu}).materialize()
-            model = get_peft_model(vb.model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"])).train()
+            model = get_peft_model(vb.module, LoraConfig(r=16, target_modules=["q_proj", "v_proj"])).train()
             step = training_step(model)
             torch.cuda.reset_peak_memory_stats()
             span, _ = time_ms(step, self.times)

@@ -79,7 +79,7 @@ def lora(model: nn.Module, tier: str, write: Callable) -> None:
     with wrapped(model, "fp4", tier) as vb:
         device, dtype = vb.stack.device, torch.bfloat16
         adapters = []
-        for name, module in vb.model.named_modules():
+        for name, module in vb.module.named_modules():
             if name.endswith("q_proj"):
                 down = nn.Parameter(0.01 * torch.randn(RANK, module.in_features, device=device, dtype=dtype))
                 up = nn.Parameter(torch.zeros(module.out_features, RANK, device=device, dtype=dtype))

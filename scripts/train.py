@@ -183,7 +183,7 @@ class Trainer:
 
     def plain(self) -> nn.Module:
         """The model, without what wraps it."""
-        return self.model.model if self.config.options.fp4 or self.config.options.full else self.model
+        return self.model.module if self.config.options.fp4 or self.config.options.full else self.model
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Of a batch, in nats a byte."""

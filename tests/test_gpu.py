@@ -316,7 +316,7 @@ def test_a_cpu_input_meets_gpu_pages_with_a_fallback_that_is_announced():
 def test_compiled_with_the_gpu_tier_gives_the_eager_result():
     model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
     vb = vbrt.wrap(model, "dense").materialize()
-    compiled = torch.compile(vb.model, fullgraph=True)
+    compiled = torch.compile(vb.module, fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(x), vb(x))
 
@@ -331,6 +331,6 @@ def test_nvfp4_pages_lie_in_the_order_of_the_kernel_that_runs(streamed):
         for y in outputs(vb, x):
             assert (y.cpu().float() - want).norm() / want.norm() < 2e-2
         assert {layer.kernel for layer in vb.stats().layers.values()} == {"triton"}
-        again = pickle.loads(pickle.dumps(vb.model)).cpu().float()
+        again = pickle.loads(pickle.dumps(vb.module)).cpu().float()
         y = again(x.cpu().float())
         assert (y - want).norm() / want.norm() < 2e-3

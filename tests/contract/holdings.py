@@ -232,7 +232,7 @@ class Subject:
 
 def model_of(whole: nn.Module) -> Any:
     """The model in a wrapper, or a plain one itself."""
-    return whole.model if isinstance(whole, vbrt.VBModelWrapper) else whole
+    return whole.module if isinstance(whole, vbrt.VBModelWrapper) else whole
 
 
 def held(holding: Holding, path: Path) -> Iterator[Subject]:

@@ -102,7 +102,7 @@ def make_fx_(s: Subject):
 
 @operation(TRACING, "`torch.fx.symbolic_trace(model)`")
 def fx(s: Subject):
-    return torch.fx.symbolic_trace(s.model)(s.x)
+    return torch.fx.symbolic_trace(s.whole)(s.x)
 
 
 @operation(TRACING, "`FakeTensorMode`: shapes without computing")
@@ -114,7 +114,7 @@ def fake_tensors(s: Subject):
 
 @operation(TRACING, "`torch.export.export(model, (x,))`, run on another x", sample=6)
 def export(s: Subject):
-    return torch.export.export(s.model, (s.x,)).module()(2 * s.x)
+    return torch.export.export(s.whole, (s.x,)).module()(2 * s.x)
 
 
 @operation(TRACING, "`torch.export.export(..., strict=True)`", sample=2)

@@ -262,7 +262,7 @@ def streamed(path: str, device: str) -> dict[str, Any]:
 
 
 def _break(vb: vbrt.VBModelWrapper, path: str, how: str) -> None:
-    layer = vb.model.model.layers[1].mlp.up_proj
+    layer = vb.module.model.layers[1].mlp.up_proj
     if how == "damage":
         for file in Path(path, str(dist.get_rank())).rglob("*layers.1.mlp.up_proj*"):
             data = bytearray(file.read_bytes())
@@ -290,7 +290,7 @@ def _timeout_s() -> float:
 def asleep_between_recorded_steps(path: str, whose: int) -> dict[str, Any]:
     """Generate by recorded steps, between two of which one rank sleeps for longer than the others wait."""
     vb = vbrt.of(_loaded(path, "nvfp4"))
-    tokens, given = TOKENS.to(vb.model.device), {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    tokens, given = TOKENS.to(vb.module.device), {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     vb.generate(tokens, max_new_tokens=24, **given)
     replays = vb._attachment.replays
     sleeper = [_Sleeper(12, _timeout_s() + 4)] if dist.get_rank() == whose else []

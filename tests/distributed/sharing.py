@@ -93,7 +93,7 @@ def other_order() -> None:
     vb, _, _ = wrapped("dense", share=0.3)
     logits(vb)
     if dist.get_rank() == 1:
-        layers = vb.model.model.layers
+        layers = vb.module.model.layers
         layers[0].mlp.up_proj, layers[0].mlp.gate_proj = layers[0].mlp.gate_proj, layers[0].mlp.up_proj
     logits(vb)
 

@@ -212,7 +212,7 @@ def test_models_that_cannot_be_estimated_say_what_would_do():
     assert found.peak_bytes == 4 * (64 * 64 + 64) and "NOT TRACED" in str(found) and "It fits" not in str(found)
     found = vbrt.estimate(nn.Linear(64, 64), "prefill", None, machine=ON, step=lambda model: model(torch.ones(3, 64)))
     assert {row.name: row.nbytes for row in found.rows}["parameters"] == 4 * (64 * 64 + 64)
-    wrapped = wrap(model_of(3), "nvfp4").model
+    wrapped = wrap(model_of(3), "nvfp4").module
     for ranks in (1, 2):
         with pytest.raises(WrapError, match="before it is wrapped"):
             vbrt.estimate(wrapped, "prefill", ranks=ranks)

@@ -49,7 +49,7 @@ def limit() -> Iterator[int]:
 
 
 def ran(model: nn.Module, task: Task) -> None:
-    inputs = inputs_of(getattr(model, "model", model), task, device="cuda")
+    inputs = inputs_of(model.module if isinstance(model, vbrt.VBModelWrapper) else model, task, device="cuda")
     if task.kind == "decode":
         model.generate(**inputs, max_new_tokens=task.new, min_new_tokens=task.new, do_sample=False, pad_token_id=0)
     elif task.kind == "prefill":

@@ -223,6 +223,6 @@ def test_nan_is_an_error_and_no_loss_of_nothing():
 
 def test_wrapped_models_and_models_without_data_are_refused():
     with pytest.raises(WrapError, match="VB layer already"):
-        vbrt.choose_precision(wrap(mlp(), "dense").model, X, "8 bits")
+        vbrt.choose_precision(wrap(mlp(), "dense").module, X, "8 bits")
     with pytest.raises(WrapError, match="meta device"):
         vbrt.choose_precision(mlp().to("meta"), X, "8 bits")

@@ -34,7 +34,7 @@ def wrap(made, **options):
 def test_a_model_computes_with_the_weights_that_the_new_format_decodes():
     plain = model()
     with wrap(model()) as vb:
-        layer, x = vb.model[0], torch.randn(3, 70)
+        layer, x = vb.module[0], torch.randn(3, 70)
         y = layer(x)
         fmt = get_format("int4")
         decoded = fmt.decode(fmt.encode(plain[0].weight.detach()), (64, 70), torch.float32)

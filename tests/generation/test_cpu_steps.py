@@ -99,7 +99,7 @@ def test_layers_and_their_pages_count_what_is_replayed():
 @matrix(experts=[4, 8], compute={"exact": {}, "int8": {"int8": True}})
 def test_experts_whose_pages_never_move_are_counted_as_if_leased(experts, compute):
     def counts(vb):
-        layers = [m for m in vb.model.modules() if hasattr(m, "_vb_handle") and hasattr(m._vb_handle, "routing")]
+        layers = [m for m in vb.module.modules() if hasattr(m, "_vb_handle") and hasattr(m._vb_handle, "routing")]
         handles = [layer._vb_handle for layer in layers]
         assert len(handles) == 2
         routed = [
@@ -144,10 +144,10 @@ def test_layers_whose_pages_move_are_leased_within_a_tape(tmp_path):
 def test_a_changed_model_is_recorded_again():
     vb, eager = wrapped(), wrapped(compute={"captures": False})
     same(vb, eager)
-    for model in (vb.model, eager.model):
+    for model in (vb.module, eager.module):
         model.load_state_dict({name: 1.5 * tensor for name, tensor in model.state_dict().items()})
     same(vb, eager)
-    for model in (vb.model, eager.model):
+    for model in (vb.module, eager.module):
         model.model.layers[0].self_attn.scaling = 0.1
     same(vb, eager)
     assert vb.stats().steps.recordings == 3
@@ -189,7 +189,7 @@ def test_lossless_weights_keep_the_bits_of_eager_steps():
 
 def test_a_hook_within_the_model_is_named_and_called():
     vb, seen = wrapped(), []
-    vb.model.model.layers[1].register_forward_hook(lambda module, args, out: seen.append(1))
+    vb.module.model.layers[1].register_forward_hook(lambda module, args, out: seen.append(1))
     with pytest.warns(UserWarning, match=r"without recordings: model\.layers\.1 has a hook"):
         generated(vb)
     assert steps(vb) == (0, 13) and len(seen) == 14
@@ -212,7 +212,7 @@ class Counted(torch.nn.Module):
 @pytest.mark.parametrize(("how", "why"), [("tolist", r"Tensor\.tolist gives"), ("sums", r"it changes .*\.mlp\.sum")])
 def test_a_layer_whose_python_a_replay_would_miss_stays_eager(how, why):
     vb, eager = wrapped(), wrapped(compute={"captures": False})
-    for model in (vb.model, eager.model):
+    for model in (vb.module, eager.module):
         model.model.layers[1].mlp = Counted(model.model.layers[1].mlp, how)
     with pytest.warns(UserWarning, match=why):
         same(vb, eager)

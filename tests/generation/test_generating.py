@@ -25,9 +25,9 @@ def tokens(model) -> list:
 def test_lossless_weights_on_a_cpu_are_decoded_by_transformers_own_generate():
     plain, vb = tiny("llama"), models.wrap(tiny("llama"))
     assert vb.stats().steps == StepCounts()
-    assert tokens(vb) == tokens(vb.model) == tokens(plain)
+    assert tokens(vb) == tokens(vb.module) == tokens(plain)
     assert vb.stats().steps == StepCounts(eager=10, reasons={KEEPS_BITS: 10})
-    assert inspect.signature(vb.model.generate) == inspect.signature(plain.generate)
+    assert inspect.signature(vb.module.generate) == inspect.signature(plain.generate)
 
 
 def test_unwrap_and_close_leave_nothing_on_the_instance():
@@ -44,8 +44,8 @@ def test_copies_and_pickles_generate_by_themselves(tapes):
     vb = models.wrap(tiny("llama"))
     want = tokens(vb)
     copied = copy.deepcopy(vb)
-    bare = copy.deepcopy(vb.model)
-    assert tokens(copied) == tokens(bare) == tokens(pickle.loads(pickle.dumps(vb.model))) == want
+    bare = copy.deepcopy(vb.module)
+    assert tokens(copied) == tokens(bare) == tokens(pickle.loads(pickle.dumps(vb.module))) == want
     assert copied.stats().steps.captured == 5
     vb.close()
     assert tokens(copied) == want
@@ -55,7 +55,7 @@ def test_a_model_that_nobody_holds_is_freed_at_once(tapes):
     vb = models.wrap(tiny("llama"))
     tokens(vb)
     assert any(tape.made for tape in tapes)
-    gone = weakref.ref(vb.model)
+    gone = weakref.ref(vb.module)
     gc.disable()
     try:
         del vb
@@ -99,7 +99,7 @@ def test_adapters_that_are_switched_off_or_scaled_are_recorded_again(tapes):
         return model.generate(input_ids=PROMPT[1:], max_new_tokens=6, do_sample=False).tolist()
 
     vb = models.wrap(tiny("llama"))
-    plain, mine = adapted(tiny("llama")), adapted(vb.model)
+    plain, mine = adapted(tiny("llama")), adapted(vb.module)
     assert generated(mine) == generated(plain)
     with plain.disable_adapter(), mine.disable_adapter():
         assert generated(mine) == generated(plain)

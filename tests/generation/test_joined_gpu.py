@@ -39,7 +39,7 @@ def test_layers_in_4_bits_are_joined_and_captured():
     vb = vbrt.wrap(built("Llama", torch.bfloat16, **WIDE), "fp4", weights={"min_parameters": 1}).materialize()
     weight, x = torch.randn(2, 1, 256, dtype=torch.bfloat16), torch.randn(2, 1, 256, dtype=torch.bfloat16)
     with torch.no_grad():
-        layer = vb.model.model.layers[0]
+        layer = vb.module.model.layers[0]
         layer.mlp(layer.input_layernorm(x))  # planes that never move are known after a forward
 
         def step():

@@ -180,7 +180,7 @@ def test_threads_decode_with_caches_of_their_own_while_budgets_change(tmp_path):
     with wrapped(model, tmp_path, budget="1MiB") as vb:
 
         def work(name: int) -> None:
-            found[name] = generated(vb.model, past_key_values=vbrt.KVCache(vb, page=4)).sequences
+            found[name] = generated(vb.module, past_key_values=vbrt.KVCache(vb, page=4)).sequences
 
         threads = [threading.Thread(target=work, args=(name,)) for name in range(3)]
         for thread in threads:

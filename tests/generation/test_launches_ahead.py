@@ -113,7 +113,7 @@ def test_a_model_that_generates_has_products_of_one_token_compiled_from_the_begi
     vb._attachment.follower.end()
     vb._attachment.follower = None
     monkeypatch.setattr(type(vb._attachment.stack), "device", cuda)
-    generating.follow(vb._attachment, vb.model)
+    generating.follow(vb._attachment, vb.module)
     assert wanted == [((1,), cuda, {"soon": False})]
 
 
@@ -135,7 +135,7 @@ def test_a_call_says_what_it_will_compute_once(options, first, tapes, monkeypatc
 
     prompted, vb = [], models.wrap(tiny("llama"), "nvfp4", min_parameters=0)
     monkeypatch.setattr(generating, "compile_ahead", compile_ahead)
-    vb.model.model.register_forward_pre_hook(lambda *given: prompted.append(1))
+    vb.module.model.register_forward_pre_hook(lambda *given: prompted.append(1))
     given = {"max_new_tokens": 2, "do_sample": False} | options
     for _ in range(2):
         vb.generate(PROMPT, attention_mask=MASK, **given)

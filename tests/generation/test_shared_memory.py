@@ -73,7 +73,7 @@ def test_a_cache_that_is_recorded_keeps_its_memory_while_another_one_runs_eagerl
 def test_nothing_holds_the_caches_of_a_call_that_has_ended():
     """Those of two forms, too: the last one recorded is not the only one."""
     vb = wrapped()
-    beside = Beside(vb.model, rows=1)
+    beside = Beside(vb.module, rows=1)
     caches = [generated(vb, logits_processor=[beside]).past_key_values, beside.caches[0]]
     refs = [weakref.ref(of) for cache in caches for of in (cache, *cache.layers)]
     del beside, caches
@@ -141,18 +141,18 @@ def test_a_forward_that_enables_gradients_leaves_no_history_in_memory():
                 return super().forward(hidden_states, *args, **kwargs)
 
     vb, plain = wrapped(), tiny("llama")
-    for model in (vb.model, plain):
+    for model in (vb.module, plain):
         attention = model.model.layers[0].self_attn
         attention.__class__, attention.always = Enabling, False
         model.model.layers[0].input_layernorm.requires_grad_(True)
         attention.q_proj.weight.requires_grad_(True)
         model.get_input_embeddings().weight.requires_grad_(True)
     for always in (False, False, True, False):
-        for model in (vb.model, plain):
+        for model in (vb.module, plain):
             model.model.layers[0].self_attn.always = always
         want, got = generated(plain), generated(vb)
         assert torch.equal(want.sequences, got.sequences)
-        rooms = [room for kept in vb.model.generate.steps.kept for room in kept.statics.rooms.values()]
+        rooms = [room for kept in vb.module.generate.steps.kept for room in kept.statics.rooms.values()]
         assert not any(tensor.requires_grad for room in rooms for tensor in room.tensors)
 
 
@@ -211,7 +211,7 @@ def test_layers_are_their_own_though_the_cache_that_they_were_in_is_gone(tokens)
         again = transformers.DynamicCache()
         again.layers = layers
         new = PROMPT if again.get_seq_length() == 0 else ids[:, -1:]
-        return scores - vb.model(input_ids=new, past_key_values=again).logits[:, -1]
+        return scores - vb.module(input_ids=new, past_key_values=again).logits[:, -1]
 
     generated(vb, max_new_tokens=tokens + 1, logits_processor=[beside])
     kept = [layer.keys.clone() for layer in layers]

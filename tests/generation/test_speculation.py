@@ -209,7 +209,7 @@ class Rescaling(LogitsProcessor):
 
 
 def test_rows_behind_a_token_whose_callback_changes_the_model_are_computed_anew(wrapped):
-    layer, found = wrapped.model.model.layers[0].self_attn, []
+    layer, found = wrapped.module.model.layers[0].self_attn, []
     before = layer.scaling
     for further in ({}, {"speculate": K}):
         found.append(run(wrapped, prompts(2), logits_processor=LogitsProcessorList([Rescaling(layer)]), **further))
@@ -266,7 +266,7 @@ class Interrupting(LogitsProcessor):
 
 @pytest.mark.parametrize("where", ["processor", "row"])
 def test_ctrl_c_leaves_the_model_as_it_was(wrapped, where):
-    inputs, norm = prompts(1), wrapped.model.model.layers[1].mlp
+    inputs, norm = prompts(1), wrapped.module.model.layers[1].mlp
     plain, calls = run(wrapped, inputs), []
 
     def interrupt(*args):

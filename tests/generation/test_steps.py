@@ -173,7 +173,7 @@ def test_two_caches_in_one_call_do_not_share_memory():
     """A processor that decodes beside the call, on a cache of the same form."""
     found = []
     for model in (tiny("llama"), wrapped()):
-        target = getattr(model, "model", model) if isinstance(model, vbrt.VBModelWrapper) else model
+        target = model.module if isinstance(model, vbrt.VBModelWrapper) else model
         for _ in range(2):
             beside = Beside(target)
             found.append(generated(model, logits_processor=[beside]).sequences.tolist())
@@ -196,7 +196,7 @@ def test_assisted_decoding_records_what_the_assistant_does():
     plain, helper = tiny("llama"), wrapped()
     want = plain.generate(PROMPT[1:], max_new_tokens=14, do_sample=False)
     vb = wrapped()
-    got = vb.generate(PROMPT[1:], max_new_tokens=14, do_sample=False, assistant_model=helper.model)
+    got = vb.generate(PROMPT[1:], max_new_tokens=14, do_sample=False, assistant_model=helper.module)
     assert torch.equal(got, want)
     assert sum(steps(vb)) > 0
 
@@ -282,7 +282,7 @@ def test_methods_of_caches_that_transformers_decorates_are_its_own(monkeypatch):
 
 def test_the_reason_is_warned_of_once():
     vb = wrapped()
-    vb.model.model.layers[1].register_forward_hook(lambda module, args, out: None)
+    vb.module.model.layers[1].register_forward_hook(lambda module, args, out: None)
     with pytest.warns(UserWarning, match=r"model\.layers\.1 has a hook .*, which a graph does not call"):
         generated(vb)
     with warnings.catch_warnings():
@@ -395,12 +395,12 @@ class Scaled(torch.nn.Module):
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_a_callback_changes_within_a_call_is_eager_while_it_is_another(change):
     vb, plain = wrapped(), tiny("llama")
-    for model in (vb.model, plain):
+    for model in (vb.module, plain):
         for layer in model.model.layers:
             layer.mlp.act_fn = Scaled()
     for _ in range(2):
         found = []
-        for model, inner in ((vb, vb.model), (plain, plain)):
+        for model, inner in ((vb, vb.module), (plain, plain)):
             changing = Changing(inner.model.layers[0], CHANGES[change])
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -421,12 +421,12 @@ def test_steps_are_recorded_where_transformers_changes_how_experts_compute_in_fr
         yield
         self.set_experts_implementation(before)
 
-    for model in (vb.model, plain):
+    for model in (vb.module, plain):
         model.set_experts_implementation("grouped_mm")
         monkeypatch.setattr(type(model), "_optimize_model_for_decode", switched)
     same(vb, plain, logits_processor=[lambda ids, scores: scores])
     assert steps(vb) == (13, 0), vb.stats().steps.reasons
-    change = Changing(vb.model, lambda model: model.set_experts_implementation("eager") or vb.model.eval)
+    change = Changing(vb.module, lambda model: model.set_experts_implementation("eager") or vb.module.eval)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         generated(vb, logits_processor=[change])
@@ -468,7 +468,7 @@ class Stateful(torch.nn.Module):
 @pytest.mark.parametrize("how", ["in place", "another buffer", "refused", "raises", "differs"])
 def test_states_in_buffers_advance_once_a_step_whether_it_is_recorded_or_not(how, monkeypatch):
     vb, plain = wrapped(), tiny("llama")
-    for model in (vb.model, plain):
+    for model in (vb.module, plain):
         layer = model.model.layers[0]
         layer.input_layernorm = torch.nn.Sequential(layer.input_layernorm, Stateful(how))
     if how == "differs":
@@ -478,7 +478,7 @@ def test_states_in_buffers_advance_once_a_step_whether_it_is_recorded_or_not(how
         same(vb, plain)
     assert steps(vb) == ((13, 0) if how == "in place" else (0, 13)), vb.stats().steps.reasons
     same(vb, plain)
-    counts = [model.model.layers[0].input_layernorm[1].count for model in (vb.model, plain)]
+    counts = [model.model.layers[0].input_layernorm[1].count for model in (vb.module, plain)]
     assert torch.equal(*counts) and counts[0] == 28
 
 
@@ -516,7 +516,7 @@ def test_a_step_that_waits_for_the_device_stays_eager():
             return x * (1 if x.sum().item() > 0 else 1.5)
 
     vb, plain = wrapped(), tiny("llama")
-    for model in (vb.model, plain):
+    for model in (vb.module, plain):
         model.model.layers[0].input_layernorm = torch.nn.Sequential(model.model.layers[0].input_layernorm, Waiting())
     with pytest.warns(UserWarning, match="a step cannot be recorded"):
         same(vb, plain)
@@ -540,7 +540,7 @@ def test_an_interrupted_recording_leaves_the_model_usable(error, monkeypatch):
         else:
             with pytest.warns(UserWarning, match="no memory for it"):
                 same(vb, plain)
-    assert "forward" not in vars(vb.model)
+    assert "forward" not in vars(vb.module)
     same(vb, plain)
 
 
@@ -548,13 +548,13 @@ def test_a_changed_model_is_recorded_again():
     """Weights, plain attributes and config: what a recording has read in Python or by address."""
     vb, plain = wrapped(), tiny("llama")
     same(vb, plain)
-    for model in (vb.model, plain):
+    for model in (vb.module, plain):
         model.load_state_dict({name: 1.5 * tensor for name, tensor in model.state_dict().items()})
     same(vb, plain)
-    for model in (vb.model, plain):
+    for model in (vb.module, plain):
         model.model.layers[0].self_attn.scaling = 0.1
     same(vb, plain)
-    for model in (vb.model, plain):
+    for model in (vb.module, plain):
         torch.manual_seed(7)
         model.lm_head = torch.nn.Linear(32, 97, bias=False).requires_grad_(False)
     same(vb, plain)

@@ -112,7 +112,7 @@ def test_experts_held_dense_on_the_gpu_are_gathered_by_it_and_keep_their_bits(im
     vb = wrapped(copy.deepcopy(plain)).materialize()
     for tokens in (1, 2, 3, 4, 60):
         x = torch.randn(1, tokens, 256, device="cuda", dtype=torch.bfloat16)
-        assert torch.equal(vb.model.model.layers[1].mlp(x), plain.model.layers[1].mlp(x)), tokens
+        assert torch.equal(vb.module.model.layers[1].mlp(x), plain.model.layers[1].mlp(x)), tokens
     generated(vb)
     steps = vb.stats().steps
     assert (steps.captured, steps.eager) == (11, 0), steps.reasons
@@ -132,7 +132,7 @@ def test_experts_held_dense_of_which_the_gpu_decides_are_recorded_with_their_bit
     assert vb.plan.routed[0].pages[0].nbytes == 196608
     for tokens in (1, 2, 3, 4, 60, 1):
         x = torch.randn(1, tokens, 256, device="cuda", dtype=torch.bfloat16)
-        assert torch.equal(vb.model.model.layers[1].mlp(x), plain.model.layers[1].mlp(x)), tokens
+        assert torch.equal(vb.module.model.layers[1].mlp(x), plain.model.layers[1].mlp(x)), tokens
     for _ in range(2):
         got = generated(vb, ids=ids, attention_mask=None)
         assert torch.equal(got.sequences, want.sequences)
@@ -170,10 +170,10 @@ def test_a_budget_and_another_implementation_are_followed_where_the_gpu_decides(
     assert torch.equal(generated(vb).sequences, first.sequences)
     steps = vb.stats().steps
     assert (steps.captured, steps.eager) == (22, 0), steps.reasons
-    for model in (vb.model, plain):
+    for model in (vb.module, plain):
         model.set_experts_implementation("eager")
     x = torch.randn(1, 3, 256, device="cuda", dtype=torch.bfloat16)
-    assert torch.equal(vb.model.model.layers[1].mlp(x), plain.model.layers[1].mlp(x))
+    assert torch.equal(vb.module.model.layers[1].mlp(x), plain.model.layers[1].mlp(x))
 
 
 def test_experts_that_the_host_leases_keep_steps_eager_and_are_named():

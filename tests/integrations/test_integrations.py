@@ -43,7 +43,7 @@ def test_save_pretrained_writes_the_weights_that_from_pretrained_reads(make, for
     if materialized:
         vb.materialize()
     vb.save_pretrained(tmp_path)
-    loaded = type(vb.model).from_pretrained(tmp_path).eval()
+    loaded = type(vb.module).from_pretrained(tmp_path).eval()
     state = vb.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
     if materialized or format == "dense":
@@ -65,7 +65,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant):
     for wrapped in (False, True):
         model = llama().train().requires_grad_(not wrapped)
         if wrapped:
-            model = wrap(model).model
+            model = wrap(model).module
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         x = torch.linspace(-1, 1, 12 * 64).reshape(1, 12, 64).requires_grad_()
         model(inputs_embeds=x, labels=TOKENS).loss.backward()
@@ -100,7 +100,7 @@ def test_lora_gradients_are_those_of_a_dense_model_with_the_decoded_weights(form
     vb = wrap_streamed(model, format, tmp_path) if streamed else wrap(model, format)
     if materialized:
         vb.materialize()
-    tuned = with_lora(vb.model)
+    tuned = with_lora(vb.module)
     grads = lora_grads(tuned)
     dense = llama(dtype=dtype_of(format))
     dense.load_state_dict(
@@ -116,7 +116,7 @@ def test_a_lora_training_step_changes_the_loss_and_no_page():
     vb = wrap(llama(), "nvfp4").materialize()
     layer = vb.registry["model.layers.0.self_attn.q_proj"]
     before = layer.weight
-    tuned = with_lora(vb.model)
+    tuned = with_lora(vb.module)
     optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=0.5)
     losses = []
     for _ in range(5):
@@ -130,7 +130,7 @@ def test_a_lora_training_step_changes_the_loss_and_no_page():
 @pytest.mark.parametrize("safe_merge", [False, True])
 def test_merging_an_adapter_reaches_the_weights(safe_merge):
     vb = wrap(llama()).materialize()
-    tuned = with_lora(vb.model).eval()
+    tuned = with_lora(vb.module).eval()
     y = logits(tuned)
     base = logits(llama())
     merged = tuned.merge_and_unload(safe_merge=safe_merge)
@@ -141,7 +141,7 @@ def test_merging_an_adapter_reaches_the_weights(safe_merge):
 
 def test_merging_and_unmerging_gives_the_base_back():
     vb = wrap(llama()).materialize()
-    tuned = with_lora(vb.model).eval()
+    tuned = with_lora(vb.module).eval()
     y = logits(tuned)
     tuned.merge_adapter()
     torch.testing.assert_close(logits(tuned), y, atol=1e-4, rtol=1e-4)
@@ -156,7 +156,7 @@ def test_wrapping_a_model_with_adapters_swaps_the_base_and_leaves_the_adapters_t
     vb = wrap(tuned, "nvfp4")
     assert all("base_layer" in name or "lora" not in name for name in vb.registry)
     assert any("trains (requires_grad)" in skip.reason for name, skip in vb.plan.skipped.items() if "lora_A" in name)
-    assert len(lora_grads(vb.model)) == 18
+    assert len(lora_grads(vb.module)) == 18
 
 
 # -- accelerate --------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_accelerate_can_place_a_wrapped_model(how):
         "cpu_offload": lambda m: accelerate.cpu_offload(m, execution_device=torch.device("cpu")),
         "prepare": accelerate.Accelerator(cpu=True).prepare,
     }
-    assert torch.equal(logits(place[how](vb.model)), y)
+    assert torch.equal(logits(place[how](vb.module)), y)
 
 
 def test_layers_that_accelerate_hooked_before_are_refused_with_what_to_do():

@@ -21,7 +21,7 @@ def test_a_dense_checkpoint_comes_back_wrapped_and_bit_equal(tmp_path):
     model.save_pretrained(tmp_path)
     with vbrt.from_pretrained(tmp_path, "exact", **QUIET) as vb:
         assert torch.equal(logits(vb), logits(model))
-        assert vb.model.generation_config.max_new_tokens == 3
+        assert vb.module.generation_config.max_new_tokens == 3
         assert not vb.training
 
 
@@ -31,7 +31,7 @@ def test_a_published_checkpoint_is_wrapped_without_naming_its_layout(tmp_path, l
     model.load_state_dict(publish(tmp_path, model, layout))
     with vbrt.from_pretrained(tmp_path, **QUIET) as vb:
         assert torch.equal(logits(vb), logits(model))
-        assert not hasattr(vb.model.config, "quantization_config")
+        assert not hasattr(vb.module.config, "quantization_config")
 
 
 def test_planes_come_back_however_they_were_saved(tmp_path):
@@ -62,7 +62,7 @@ def test_a_save_has_the_configs_and_the_tokenizer_that_a_model_was_loaded_with(t
     assert found.architectures == ["LlamaForCausalLM"] and not hasattr(found, "quantization_config")
     assert not list((tmp_path / "saved").glob("model*"))
     with vbrt.from_pretrained(tmp_path / "saved", **QUIET) as vb:
-        assert torch.equal(logits(vb), expected) and vb.model.generation_config.max_new_tokens == 3
+        assert torch.equal(logits(vb), expected) and vb.module.generation_config.max_new_tokens == 3
 
 
 def test_a_dense_checkpoint_is_calibrated_on_a_text_by_its_own_tokenizer(tmp_path):

@@ -220,7 +220,7 @@ def test_a_copy_of_a_wrapped_model_has_a_wrapper_of_its_own(saved):
     model = load(saved[0], "exact")
     copied = copy.deepcopy(model)
     vbrt.of(model).close()
-    assert vbrt.of(copied).model is copied
+    assert vbrt.of(copied).module is copied
     assert torch.equal(copied(IDS).logits, saved[1])
 
 

@@ -131,7 +131,7 @@ def test_a_new_kernel_is_one_record_and_runs_in_wrapped_models(monkeypatch):
     options = {"weights": {"keep_head": False}, "tiers": {"gpu": {"enabled": False}}}
     with vbrt.wrap(model, "nf4", **options) as vb:
         x = torch.randn(2, 64)
-        assert torch.equal(vb(x), torch.nn.functional.linear(x, vb.model[0].weight, vb.model[0].bias))
+        assert torch.equal(vb(x), torch.nn.functional.linear(x, vb.module[0].weight, vb.module[0].bias))
         assert calls == ["nf4"] and [layer.kernel for layer in vb.stats().layers.values()] == ["compiled"]
 
 

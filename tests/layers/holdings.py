@@ -14,14 +14,14 @@ def held(format, how, path):
 
 def dense_twin(vb, model=None):
     """A plain model with the decoded weights."""
-    twin = model or mlp(dtype=vb.model[0].weight.dtype)
+    twin = model or mlp(dtype=vb.module[0].weight.dtype)
     twin.load_state_dict(vb.state_dict())
     return twin
 
 
 def inputs(vb, rows=3):
     torch.manual_seed(7)
-    return torch.randn(rows, 64, dtype=vb.model[0].weight.dtype)
+    return torch.randn(rows, 64, dtype=vb.module[0].weight.dtype)
 
 
 def tied(dtype=torch.float32):

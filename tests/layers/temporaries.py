@@ -21,7 +21,7 @@ def holding(how, format, path):
 
 def inputs(vb, rows=2):
     torch.manual_seed(7)
-    return torch.randn(rows, 64, dtype=vb.model[0].bias.dtype)
+    return torch.randn(rows, 64, dtype=vb.module[0].bias.dtype)
 
 
 def tied(format="dense"):

@@ -47,7 +47,7 @@ def test_the_weight_reads_and_assigns_as_in_out(format):
     dtype = torch.bfloat16 if format == "exact" else torch.float32
     plain = layer(dtype=dtype)
     vb, x = wrap(copy.deepcopy(plain), format).materialize(), torch.randn(3, 40, dtype=dtype)
-    conv = vb.model
+    conv = vb.module
     assert isinstance(conv, Conv1D) and type(conv) is VBConv1D and conv.weight.shape == (40, 24)
     assert torch.equal(conv.weight, plain.weight) or format == "nvfp4"
     torch.testing.assert_close(conv(x), x @ conv.weight + conv.bias)
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_a_dense_layer(format):
         model(x).square().sum().backward()
         grads.append(x.grad)
     torch.testing.assert_close(*grads)
-    torch.testing.assert_close(vb.model.bias.grad, plain.bias.grad)
+    torch.testing.assert_close(vb.module.bias.grad, plain.bias.grad)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -80,7 +80,7 @@ def test_casts_copies_and_pickles_keep_the_orientation(format, when):
     vb.float()
     x = torch.randn(2, 40)
     y = vb(x)
-    torch.testing.assert_close(y, x @ vb.model.weight + vb.model.bias)
+    torch.testing.assert_close(y, x @ vb.module.weight + vb.module.bias)
     for clone in (copy.deepcopy(vb), pickle.loads(pickle.dumps(vb))):
-        assert torch.equal(clone(x), y) and torch.equal(clone.model.weight, vb.model.weight)
+        assert torch.equal(clone(x), y) and torch.equal(clone.module.weight, vb.module.weight)
     assert torch.equal(vb.unwrap()(x), y) or format == "nvfp4"

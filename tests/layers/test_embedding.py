@@ -76,11 +76,11 @@ def test_rows_are_those_of_the_table_as_it_is_held(holding, tied):
     model = Model(tied=tied).to(holding[1]).eval()
     rows, logits, table = model.embed(IDS).detach(), model(IDS).detach(), model.embed.weight.detach().clone()
     vb = wrapped(holding, model=model)
-    assert type(vb.model.embed) is VBEmbedding and set(vb.registry) == {"embed", "up"} | (
+    assert type(vb.module.embed) is VBEmbedding and set(vb.registry) == {"embed", "up"} | (
         {"lm_head"} if tied else set()
     )
-    held = vb.model.embed(IDS)
-    assert torch.equal(held, vb.model.embed.weight[IDS]) and held.dtype is holding[1] and not held.requires_grad
+    held = vb.module.embed(IDS)
+    assert torch.equal(held, vb.module.embed.weight[IDS]) and held.dtype is holding[1] and not held.requires_grad
     if lossless(holding):
         assert torch.equal(held, rows) and torch.equal(vb(IDS), logits)
         assert torch.equal(vb.unwrap().embed.weight, table) and type(model.embed) is nn.Embedding
@@ -89,18 +89,18 @@ def test_rows_are_those_of_the_table_as_it_is_held(holding, tied):
 
 @pytest.mark.parametrize("holding", [HOLDINGS[0], EXACT, FP4])
 def test_a_table_larger_than_the_budget_is_read_by_rows_from_its_file(tmp_path, holding):
-    expected = wrapped(holding).model.embed(IDS)
+    expected = wrapped(holding).module.embed(IDS)
     vb = wrapped(holding, tmp_path, cpu={"budget": "12KiB" if holding is FP4 else "40KiB"})
     table = next(swap for swap in vb.plan.swaps if swap.name == "embed")
     assert (
         table.by_rows and table.page_bytes > vb.plan.budgets["cpu"] and {page.home for page in table.pages} == {"ssd"}
     )
-    assert torch.equal(vb.model.embed(IDS), expected) and torch.equal(vb.model.embed(IDS), expected)
+    assert torch.equal(vb.module.embed(IDS), expected) and torch.equal(vb.module.embed(IDS), expected)
     stats = vb.stats().layers["embed"]
     assert (stats.hits, stats.misses, stats.home) == (0, 2 * len(table.pages), "ssd")
     assert 0 < stats.bytes_moved["ssd>cpu"] < 2 * table.page_bytes
     assert sum(counts.misses for counts in vb.stats().phases.values()) == vb.stats().misses
-    assert torch.equal(vb.model.state_dict()["embed.weight"][IDS], expected)  # copied, beside the budget
+    assert torch.equal(vb.module.state_dict()["embed.weight"][IDS], expected)  # copied, beside the budget
     assert torch.equal(vb.unwrap().embed.weight[IDS], expected)
 
 
@@ -109,7 +109,7 @@ def test_a_tied_table_has_one_set_of_pages_for_its_rows_and_for_the_heads_produc
         model = Model(tied=True).to(EXACT[1]).eval()
         (swap,) = [swap for swap in vb.plan.swaps if swap.name == "embed"]
         assert swap.aliases == ("lm_head",) and not swap.by_rows and "weights.keep_head keeps no head" in swap.note
-        assert vb.model.embed.handle is vb.model.lm_head.handle and type(vb.model.lm_head) is VBLinear
+        assert vb.module.embed.handle is vb.module.lm_head.handle and type(vb.module.lm_head) is VBLinear
         assert torch.equal(vb(IDS), model(IDS)) and len(vb.stack.pages) == 4
 
 
@@ -118,7 +118,7 @@ def test_a_tied_table_has_one_set_of_pages_for_its_rows_and_for_the_heads_produc
 def test_rows_are_found_in_the_order_that_a_heads_kernel_wants(format, fine, monkeypatch):
     """As on a GPU, whose kernel decodes tiles of 16 rows and merges them with a fine plane."""
     holding = ({"format": format, "fine": fine}, torch.bfloat16)
-    expected = wrapped(holding, tied=True).model.embed(IDS)
+    expected = wrapped(holding, tied=True).module.embed(IDS)
 
     def decode(planes):
         coarse = planes.coarse
@@ -130,11 +130,11 @@ def test_rows_are_found_in_the_order_that_a_heads_kernel_wants(format, fine, mon
         for key, kernel in list(_REGISTRY[op].items()):
             monkeypatch.setitem(_REGISTRY[op], key, replace(kernel, **changes))
     vb = wrapped(holding, tied=True)
-    assert torch.equal(vb.model.embed(IDS), expected)
+    assert torch.equal(vb.module.embed(IDS), expected)
     with vb.registry["embed"].handle.lease() as (page, *_):
         assert is_tiled(page)
     alone = wrapped(holding)  # no kernel multiplies it: in the format's own order
-    assert torch.equal(alone.model.embed(IDS), expected)
+    assert torch.equal(alone.module.embed(IDS), expected)
     with alone.registry["embed"].handle.lease() as (page, *_):
         assert "codes" in page
 
@@ -147,7 +147,7 @@ def test_a_head_stays_dense_and_keeps_its_table_where_the_user_excludes_it():
 def test_tables_stay_dense_unless_they_are_asked_for():
     with vbrt.wrap(Model(tied=True).eval(), weights={"min_parameters": 0}, tiers=NO_GPU) as vb:
         assert "weights.embeddings = true swaps it" in vb.plan.skipped["embed"].reason
-        assert type(vb.model.embed) is nn.Embedding
+        assert type(vb.module.embed) is nn.Embedding
 
 
 class WithDevice(nn.Sequential):
@@ -160,7 +160,7 @@ def test_a_model_keeps_one_parameter_to_tell_its_device_by():
     model = WithDevice(nn.Embedding(60, 64), nn.Embedding(50, 64), nn.Linear(64, 64, bias=False)).eval()
     vb = wrapped(model=model).materialize()
     plan = vb.plan
-    assert vb.device == vb.model.device
+    assert vb.device == vb.module.device
     assert [swap.name for swap in plan.swaps] == ["0", "2"] and "no parameter left" in plan.skipped["1"].reason
 
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_read_by_rows_stays_with_the_reason(table, mode, words):
 def test_indices_of_any_shape_give_what_the_plain_table_gives(shape, dtype):
     model, ids = Model().eval(), torch.randint(0, ROWS, shape).to(dtype)
     expected = model.embed(ids)
-    assert torch.equal(wrapped(HOLDINGS[0], model=model).model.embed(ids), expected)
+    assert torch.equal(wrapped(HOLDINGS[0], model=model).module.embed(ids), expected)
 
 
 @pytest.mark.parametrize("ids", [[300], [-1], [0.5], [True]])
@@ -206,7 +206,7 @@ def test_other_indices_are_refused_in_torchs_words(ids):
     with pytest.raises((IndexError, RuntimeError)) as plain:
         model.embed(torch.tensor(ids))
     with pytest.raises(type(plain.value)) as held:
-        wrapped(model=model).model.embed(torch.tensor(ids))
+        wrapped(model=model).module.embed(torch.tensor(ids))
     assert str(held.value) == str(plain.value)
 
 
@@ -214,39 +214,40 @@ def test_what_only_counts_for_gradients_says_nothing():
     model = Model(padding_idx=7, scale_grad_by_freq=True, sparse=True).eval()
     expected = model.embed(IDS).detach()
     vb = wrapped(HOLDINGS[0], model=model)
-    assert torch.equal(vb.model.embed(IDS), expected) and "padding_idx=7" in repr(vb.model.embed)
+    assert torch.equal(vb.module.embed(IDS), expected) and "padding_idx=7" in repr(vb.module.embed)
 
 
 def test_autocast_leaves_lookups_alone():
     vb = wrapped(HOLDINGS[0])
     with torch.autocast("cpu", torch.bfloat16):
-        assert vb.model.embed(IDS).dtype is torch.float32
+        assert vb.module.embed(IDS).dtype is torch.float32
 
 
 @pytest.mark.parametrize("holding", [HOLDINGS[0], EXACT, FP4])
 def test_casts_show_in_the_rows(holding):
     vb = wrapped(holding).materialize()
-    vb.model.to(torch.float64)
-    assert torch.equal(vb.model.embed(IDS), vb.model.embed.weight[IDS]) and vb.model.embed(IDS).dtype is torch.float64
+    vb.module.to(torch.float64)
+    embed = vb.module.embed
+    assert torch.equal(embed(IDS), embed.weight[IDS]) and embed(IDS).dtype is torch.float64
 
 
 @pytest.mark.parametrize("holding", [EXACT, FP4])
 def test_copies_and_pickles_give_the_same_rows(holding, tmp_path):
     vb = wrapped(holding, tmp_path, cpu={"budget": "40KiB"})
-    rows = vb.model.embed(IDS)
-    assert torch.equal(copy.deepcopy(vb.model).embed(IDS), rows)
-    assert torch.equal(pickle.loads(pickle.dumps(vb.model.embed))(IDS), rows)
+    rows = vb.module.embed(IDS)
+    assert torch.equal(copy.deepcopy(vb.module).embed(IDS), rows)
+    assert torch.equal(pickle.loads(pickle.dumps(vb.module.embed))(IDS), rows)
 
 
 def test_a_table_can_be_written_assigned_and_loaded():
     vb = wrapped(EXACT).materialize()
-    embed, new = vb.model.embed, torch.randn(ROWS, WIDTH).bfloat16()
+    embed, new = vb.module.embed, torch.randn(ROWS, WIDTH).bfloat16()
     with torch.no_grad():
         embed.weight[5] = 2.0
     assert torch.equal(embed(IDS)[0, 1], torch.full((WIDTH,), 2.0).bfloat16())
     embed.weight = nn.Parameter(new)
     assert torch.equal(embed(IDS), new[IDS])
-    vb.model.load_state_dict(vb.model.state_dict() | {"embed.weight": -new})
+    vb.module.load_state_dict(vb.module.state_dict() | {"embed.weight": -new})
     assert torch.equal(embed(IDS), -new[IDS]) and embed.materialized
     embed.reset_parameters()
     assert not torch.equal(embed(IDS), -new[IDS])
@@ -254,7 +255,7 @@ def test_a_table_can_be_written_assigned_and_loaded():
 
 def test_functional_call_gives_another_table():
     vb, new = wrapped(tied=True).materialize(), torch.randn(ROWS, WIDTH, requires_grad=True)
-    rows = torch.func.functional_call(vb.model.embed, {"weight": new}, (IDS,))
+    rows = torch.func.functional_call(vb.module.embed, {"weight": new}, (IDS,))
     assert torch.equal(rows, new[IDS])
     rows.sum().backward()
     assert new.grad[7].eq(2).all()
@@ -263,28 +264,28 @@ def test_functional_call_gives_another_table():
 def test_requires_grad_makes_a_plain_table_that_trains():
     vb = wrapped(HOLDINGS[0]).materialize()
     with pytest.warns(UserWarning, match="embed left the tiers to train"):
-        vb.model.embed.requires_grad_(True)
-    assert type(vb.model.embed) is nn.Embedding and vb.model.embed(IDS).requires_grad
+        vb.module.embed.requires_grad_(True)
+    assert type(vb.module.embed) is nn.Embedding and vb.module.embed(IDS).requires_grad
 
 
 def test_compiled_traced_and_mapped_lookups_are_those_of_eager_ones():
     vb = wrapped(tied=True).materialize()
-    embed, rows = vb.model.embed, vb.model.embed(IDS)
+    embed, rows = vb.module.embed, vb.module.embed(IDS)
     compiled = torch.compile(embed, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(IDS), rows) and torch.equal(compiled(IDS.T), rows.transpose(0, 1))
     assert torch.equal(torch.vmap(embed)(IDS), rows) and torch.equal(
         torch.vmap(embed, in_dims=1, out_dims=1)(IDS), rows
     )
     assert torch.equal(torch.jit.trace(embed, IDS)(IDS.flip(0)), rows.flip(0))
-    assert torch.equal(torch.fx.symbolic_trace(vb.model)(IDS), vb(IDS))
+    assert torch.equal(torch.fx.symbolic_trace(vb.module)(IDS), vb(IDS))
 
 
 def test_rows_that_are_to_be_rescaled_as_they_are_read_are_refused_by_name():
     vb = wrapped()
     with pytest.raises(WrapError, match="embed: max_norm"):
-        vb.model.embed.max_norm = 1.0
-    vb.model.embed.max_norm = None
-    assert vb.model.embed(IDS).norm(dim=-1).max() > 1
+        vb.module.embed.max_norm = 1.0
+    vb.module.embed.max_norm = None
+    assert vb.module.embed(IDS).norm(dim=-1).max() > 1
 
 
 class Halving(TorchFunctionMode):
@@ -301,7 +302,7 @@ class HalvingBelow(TorchDispatchMode):
 
 @pytest.mark.parametrize("mode", [Halving, HalvingBelow])
 def test_modes_see_the_lookup_of_a_plain_table(mode):
-    embed = wrapped().materialize().model.embed
+    embed = wrapped().materialize().module.embed
     rows = embed(IDS)
     with mode():
         assert torch.equal(embed(IDS), rows / 2)
@@ -311,12 +312,12 @@ def test_a_table_on_meta_is_refused_by_its_name():
     with torch.device("meta"):
         model = Model().eval()
     with pytest.raises(FormatError, match="embed: its weight is on the meta device"):
-        wrapped(model=model).model.embed(IDS)
+        wrapped(model=model).module.embed(IDS)
 
 
 def test_a_closed_table_says_so():
     vb = wrapped().materialize()
-    embed = vb.model.embed
+    embed = vb.module.embed
     vb.close()
     with pytest.raises(TierError, match="embed: its pages are gone"):
         embed(IDS)
@@ -331,8 +332,8 @@ def test_a_save_brings_tables_back_tied_as_they_were(tmp_path, holding, tied):
     with torch.device("meta"):
         model = Model(tied=tied).eval()
     loaded = vbrt.load(tmp_path, model, tiers=NO_GPU)
-    assert type(loaded.model.embed) is VBEmbedding and torch.equal(loaded(IDS), logits)
-    assert (loaded.model.lm_head.weight is loaded.model.embed.weight) == tied
+    assert type(loaded.module.embed) is VBEmbedding and torch.equal(loaded(IDS), logits)
+    assert (loaded.module.lm_head.weight is loaded.module.embed.weight) == tied
 
 
 def test_a_table_of_a_checkpoint_is_encoded_as_it_is_read(tmp_path):
@@ -345,7 +346,7 @@ def test_a_table_of_a_checkpoint_is_encoded_as_it_is_read(tmp_path):
         warnings.simplefilter("ignore")
         options = {"embeddings": True, "min_parameters": 0}
         vb = vbrt.load(tmp_path, empty, "exact", weights=options, tiers=NO_GPU)
-    assert type(vb.model.embed) is VBEmbedding and torch.equal(vb(IDS), model(IDS))
+    assert type(vb.module.embed) is VBEmbedding and torch.equal(vb(IDS), model(IDS))
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -370,9 +371,9 @@ def on_gpu(holding, *, tied, resident):
 @pytest.mark.parametrize("holding", HOLDINGS)
 def test_rows_on_a_gpu_are_those_of_the_table_as_it_is_held(holding, tied, resident):
     vb, ids = on_gpu(holding, tied=tied, resident=resident), IDS.cuda()
-    rows = vb.model.embed(ids)
-    assert rows.is_cuda and torch.equal(rows, vb.model.embed.weight[ids])
-    assert torch.equal(vb.model.embed(IDS), rows.cpu())  # indices from the host
+    rows = vb.module.embed(ids)
+    assert rows.is_cuda and torch.equal(rows, vb.module.embed.weight[ids])
+    assert torch.equal(vb.module.embed(IDS), rows.cpu())  # indices from the host
     if lossless(holding):
         assert torch.equal(rows.cpu(), Model(tied=tied).to(holding[1]).embed(IDS))
     if not resident and not tied:
@@ -384,10 +385,10 @@ def test_rows_on_a_gpu_are_those_of_the_table_as_it_is_held(holding, tied, resid
 @pytest.mark.parametrize("holding", [HOLDINGS[0], EXACT, FP4])
 def test_a_cuda_graph_records_lookups_in_a_table_on_the_gpu(holding, tied):
     vb, ids = on_gpu(holding, tied=tied, resident=True), IDS.cuda()
-    rows = vb.materialize().model.embed(ids)
+    rows = vb.materialize().module.embed(ids)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        recorded = vb.model.embed(ids)
+        recorded = vb.module.embed(ids)
     ids.copy_(IDS.flip(0))
     graph.replay()
     assert torch.equal(recorded, rows.flip(0))

@@ -48,14 +48,14 @@ def test_a_plain_subclass_gives_the_very_outputs_and_gradients_of_the_original(
             y_original.float().square().sum().backward()
             assert torch.equal(y, y_original) and torch.equal(x.grad, x_original.grad)
             assert torch.equal(copy.deepcopy(vb)(x), y) and torch.equal(pickle.loads(pickle.dumps(vb))(x), y)
-        assert isinstance(vb.model[0], cls) and isinstance(vb.model[0], VBLinear)
+        assert isinstance(vb.module[0], cls) and isinstance(vb.module[0], VBLinear)
         assert type(vb.unwrap()[0]) is cls
 
 
 @pytest.mark.parametrize("cls", SUBCLASSES)
 def test_a_plain_subclass_runs_in_a_compiled_graph(cls):
     vb, x = wrap(layers(cls, count=2)).materialize(), torch.randn(3, 64)
-    assert torch.equal(torch.compile(vb.model, backend="aot_eager", fullgraph=True)(x), vb(x))
+    assert torch.equal(torch.compile(vb.module, backend="aot_eager", fullgraph=True)(x), vb(x))
 
 
 def test_a_falcon_is_swapped_and_writes_what_it_wrote():

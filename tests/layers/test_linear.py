@@ -45,7 +45,7 @@ def test_gradients_of_input_and_bias_are_those_of_a_dense_layer(vb):
     vb(x).square().sum().backward()
     twin(x_twin).square().sum().backward()
     assert torch.equal(x.grad, x_twin.grad)
-    for layer, plain in zip(vb.model[::2], twin[::2], strict=True):
+    for layer, plain in zip(vb.module[::2], twin[::2], strict=True):
         assert torch.equal(layer.bias.grad, plain.bias.grad)
 
 
@@ -58,7 +58,7 @@ def test_any_leading_shape_runs_forward_and_backward(shape):
     y.sum().backward()
     y_plain.sum().backward()
     assert torch.equal(y, y_plain) and torch.equal(x.grad, x_plain.grad)
-    assert torch.equal(vb.model[0].bias.grad, plain[0].bias.grad)
+    assert torch.equal(vb.module[0].bias.grad, plain[0].bias.grad)
 
 
 def test_a_frozen_input_and_bias_make_no_graph(some_vb):
@@ -102,7 +102,7 @@ def test_a_transposed_input_of_four_dimensions_gives_the_bits_of_the_original(fo
             for mode, y in zip(MODES, expected, strict=True):
                 for same in (vb, copy.deepcopy(vb), pickle.loads(pickle.dumps(vb))):
                     with mode():
-                        got = same.model[0](x)
+                        got = same.module[0](x)
                     assert torch.equal(got, y) and got.requires_grad == (bias and trainable and mode is MODES[0])
             assert not model[0].weight.requires_grad
             assert vb.unwrap()[0].weight.requires_grad == trainable
@@ -112,7 +112,7 @@ def test_a_transposed_input_of_four_dimensions_gives_the_bits_of_the_original(fo
 def test_the_weight_that_is_multiplied_requires_grad_where_the_original_did(format):
     for trainable in (True, False):
         vb, seen = wrap(mlp(depth=1, dtype=dtype_of(format)).requires_grad_(trainable), format).materialize(), []
-        handle = vb.model[0].handle
+        handle = vb.module[0].handle
         if handle.kernels is None:
             handle.take_kernels()
         handle.kernels = replace(
@@ -165,7 +165,7 @@ def test_activation_checkpointing_gives_the_same_gradients(some_vb, use_reentran
 
     some_vb.materialize()
     grads = []
-    for run in (some_vb.model, lambda x: checkpoint(some_vb.model, x, use_reentrant=use_reentrant)):
+    for run in (some_vb.module, lambda x: checkpoint(some_vb.module, x, use_reentrant=use_reentrant)):
         x = inputs(some_vb).requires_grad_()
         run(x).square().sum().backward()
         grads.append(x.grad)
@@ -192,7 +192,7 @@ def test_weights_encoded_under_inference_mode_can_be_differentiated_through_late
             vb(inputs(vb))
     x = inputs(vb).requires_grad_()
     vb(x).sum().backward()
-    F.linear(x, vb.model[0].weight).sum().backward()
+    F.linear(x, vb.module[0].weight).sum().backward()
 
 
 # -- casts -------------------------------------------------------------------------------------------------------------
@@ -202,15 +202,15 @@ def test_weights_encoded_under_inference_mode_can_be_differentiated_through_late
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_casting_the_model_casts_what_the_layer_computes_and_shows(some_vb, dtype, when):
-    original = mlp(dtype=some_vb.model[0].weight.dtype).to(dtype)
+    original = mlp(dtype=some_vb.module[0].weight.dtype).to(dtype)
     if when == "after":
         some_vb.materialize()
     some_vb.to(dtype)
     x = inputs(some_vb)
     y = some_vb(x)
-    assert y.dtype is x.dtype is dtype is some_vb.model[0].weight.dtype
+    assert y.dtype is x.dtype is dtype is some_vb.module[0].weight.dtype
     assert all(value.dtype is dtype for value in some_vb.state_dict().values())
-    if some_vb.model[0].handle.spec.lossless:
+    if some_vb.module[0].handle.spec.lossless:
         assert torch.equal(y, original(x))
     model = some_vb.unwrap()
     assert all(parameter.dtype is dtype for parameter in model.parameters()) and torch.equal(model(x), y)
@@ -218,9 +218,9 @@ def test_casting_the_model_casts_what_the_layer_computes_and_shows(some_vb, dtyp
 
 def test_casts_back_and_forth_lose_nothing_of_the_pages(some_vb):
     some_vb.materialize()
-    before = some_vb.model[0].weight
+    before = some_vb.module[0].weight
     some_vb.half().to(before.dtype)
-    assert torch.equal(some_vb.model[0].weight, before)
+    assert torch.equal(some_vb.module[0].weight, before)
 
 
 def test_moving_to_the_device_it_is_on_changes_nothing(some_vb):
@@ -228,7 +228,7 @@ def test_moving_to_the_device_it_is_on_changes_nothing(some_vb):
     y = some_vb(x)
     some_vb.to("cpu")
     some_vb.to(torch.device("cpu"), non_blocking=True)
-    some_vb.model.share_memory()
+    some_vb.module.share_memory()
     assert torch.equal(some_vb(x), y)
 
 
@@ -252,7 +252,7 @@ def test_hooks_on_a_layer_survive_wrapping_and_unwrapping():
 def test_training_mode_warns_that_weights_are_frozen_once_and_only_if_they_were_trainable():
     model = mlp().train()
     with pytest.warns(UserWarning, match=r"frozen planes.*weights\.exclude") as caught:
-        wrap(model).model(torch.randn(1, 64))
+        wrap(model).module(torch.randn(1, 64))
     assert {str(w.message) for w in caught} == {str(caught[0].message)}
     with pytest.warns(UserWarning, match="frozen planes"):
         wrap(mlp().train()).materialize()

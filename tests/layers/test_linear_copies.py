@@ -26,10 +26,10 @@ torchs_bits = pytest.mark.usefixtures("plain_torch")
 def test_state_dict_has_the_keys_shapes_and_order_of_the_dense_model(some_vb, materialized):
     if materialized:
         some_vb.materialize()
-    plain = mlp(dtype=some_vb.model[0].weight.dtype).state_dict()
+    plain = mlp(dtype=some_vb.module[0].weight.dtype).state_dict()
     got = [(name, value.shape, value.dtype) for name, value in some_vb.state_dict().items()]
     assert got == [(name, value.shape, value.dtype) for name, value in plain.items()]
-    assert list(some_vb.model.state_dict(prefix="a.")) == [f"a.{k}" for k in plain]
+    assert list(some_vb.module.state_dict(prefix="a.")) == [f"a.{k}" for k in plain]
     assert type(some_vb.state_dict()["0.weight"]) is torch.Tensor
 
 
@@ -74,15 +74,15 @@ def test_loading_ones_own_state_changes_nothing(format):
 def test_a_state_dict_of_another_dtype_is_cast(some_vb):
     some_vb.materialize()
     state = {k: v.to(torch.float16) for k, v in mlp().state_dict().items()}
-    dtype = some_vb.model[0].weight.dtype
+    dtype = some_vb.module[0].weight.dtype
     some_vb.load_state_dict(state)
-    assert some_vb.model[0].weight.dtype is dtype
+    assert some_vb.module[0].weight.dtype is dtype
     assert torch.equal(some_vb(inputs(some_vb)), dense_twin(some_vb)(inputs(some_vb)))
 
 
 def test_missing_unexpected_and_misshapen_keys_are_reported_as_by_a_dense_model(some_vb):
     some_vb.materialize()
-    plain, x = mlp(dtype=some_vb.model[0].weight.dtype), inputs(some_vb)
+    plain, x = mlp(dtype=some_vb.module[0].weight.dtype), inputs(some_vb)
     y = some_vb(x)
     state = some_vb.state_dict()
     del state["2.weight"], state["4.bias"]
@@ -108,7 +108,7 @@ def test_loading_nan_is_refused_by_name_and_the_old_weight_stays():
     state["2.weight"] = torch.full((64, 64), float("nan"))
     with pytest.raises(FormatError, match=r"^2: "):
         vb.load_state_dict(state)
-    assert vb.model[2].materialized and torch.equal(vb(x), y)
+    assert vb.module[2].materialized and torch.equal(vb(x), y)
 
 
 def test_loading_needs_no_room_beside_the_old_pages(format):
@@ -134,25 +134,25 @@ def test_a_deep_copy_computes_the_same_and_is_independent(some_vb, materialized,
     x = inputs(some_vb)
     if materialized:
         some_vb.materialize()
-    clone = copy.deepcopy(some_vb) if how == "wrapper" else copy.deepcopy(some_vb.model)
-    clone_layers = clone.model if how == "wrapper" else clone
+    clone = copy.deepcopy(some_vb) if how == "wrapper" else copy.deepcopy(some_vb.module)
+    clone_layers = clone.module if how == "wrapper" else clone
     y = some_vb(x)
     assert torch.equal(clone(x), y) and clone_layers[0].materialized
     state = {k: torch.zeros_like(v) for k, v in some_vb.state_dict().items()}
     clone.load_state_dict(state)
-    some_vb.model[2].weight = torch.eye(64, dtype=x.dtype)
+    some_vb.module[2].weight = torch.eye(64, dtype=x.dtype)
     clone_layers[2].weight = 2 * torch.eye(64, dtype=x.dtype)
     some_vb(x), clone(x)
-    assert torch.equal(some_vb.model[2].weight, torch.eye(64, dtype=x.dtype))
+    assert torch.equal(some_vb.module[2].weight, torch.eye(64, dtype=x.dtype))
     assert torch.equal(clone_layers[2].weight, 2 * torch.eye(64, dtype=x.dtype))
-    assert not clone_layers[0].weight.any() and some_vb.model[0].weight.any()
+    assert not clone_layers[0].weight.any() and some_vb.module[0].weight.any()
 
 
 @torchs_bits
 def test_a_copy_can_go_without_hurting_the_original_and_the_reverse(vb, format):
     x = inputs(vb)
     y = vb(x)
-    first, second, third = copy.deepcopy(vb), copy.deepcopy(vb.model), copy.deepcopy(vb)
+    first, second, third = copy.deepcopy(vb), copy.deepcopy(vb.module), copy.deepcopy(vb)
     first.close()
     del second
     gc.collect()
@@ -169,10 +169,10 @@ def test_pages_go_when_their_last_owner_goes(some_vb):
     x = inputs(some_vb)
     some_vb(x)
     pages = len(some_vb.stack.pages)
-    clone = copy.deepcopy(some_vb.model)
+    clone = copy.deepcopy(some_vb.module)
     clone[0].weight = torch.zeros(64, 64, dtype=x.dtype)
     clone(x)
-    assert len(some_vb.stack.pages) == pages + len(some_vb.model[0].handle.keys)
+    assert len(some_vb.stack.pages) == pages + len(some_vb.module[0].handle.keys)
     del clone
     gc.collect()
     some_vb(x)
@@ -185,10 +185,10 @@ def test_wrapper_and_model_can_be_pickled_and_saved(vb, materialized):
     if materialized:
         vb.materialize()
     file = io.BytesIO()
-    torch.save(vb.model, file)
+    torch.save(vb.module, file)
     copies = [
         pickle.loads(pickle.dumps(vb)),
-        pickle.loads(pickle.dumps(vb.model)),
+        pickle.loads(pickle.dumps(vb.module)),
         torch.load(io.BytesIO(file.getvalue()), weights_only=False),
     ]
     y = vb(x)
@@ -218,7 +218,7 @@ def test_tied_layers_share_one_page_under_both_names(format):
     swap = vb.plan.swaps[0]
     assert (swap.name, swap.aliases, set(vb.registry)) == ("0", ("3",), {"0", "2", "3"})
     assert torch.equal(vb(x), y) or format == "nvfp4"
-    assert vb.model[0].handle is vb.model[3].handle
+    assert vb.module[0].handle is vb.module[3].handle
     assert len(vb.stack.pages) == 2 * len(swap.pages)
     assert vb.stats().layers["0"].forwards == 2
     unwrapped = vb.unwrap()
@@ -230,22 +230,22 @@ def test_one_tied_layer_running_frees_the_dense_weight_of_all(format):
     dead = weakref.ref(model[0].weight)
     vb = wrap(model, format)
     with torch.no_grad():
-        vb.model[3](torch.randn(1, 64, dtype=dtype_of(format)))
+        vb.module[3](torch.randn(1, 64, dtype=dtype_of(format)))
     gc.collect()
-    assert dead() is None and vb.model[0].materialized
+    assert dead() is None and vb.module[0].materialized
 
 
 def test_loading_keeps_a_tie_and_assigning_cuts_it(format):
     vb = wrap(tied(dtype_of(format)), format).materialize()
     vb.load_state_dict(vb.state_dict())
-    assert vb.model[0].handle is vb.model[3].handle and len(vb.stack.pages) == 2 * len(vb.plan.swaps[0].pages)
-    vb.model[3].weight = torch.zeros(64, 64, dtype=dtype_of(format))
+    assert vb.module[0].handle is vb.module[3].handle and len(vb.stack.pages) == 2 * len(vb.plan.swaps[0].pages)
+    vb.module[3].weight = torch.zeros(64, 64, dtype=dtype_of(format))
     vb(torch.randn(1, 64, dtype=dtype_of(format)))
-    assert vb.model[0].weight.any() and not vb.model[3].weight.any()
+    assert vb.module[0].weight.any() and not vb.module[3].weight.any()
 
 
 def test_a_tie_survives_casts_copies_and_pickles(format):
     vb, x = wrap(tied(dtype_of(format)), format), torch.randn(2, 64, dtype=torch.float16)
     y = vb.half()(x)
     for clone in (copy.deepcopy(vb), pickle.loads(pickle.dumps(vb))):
-        assert clone.model[0].handle is clone.model[3].handle and torch.equal(clone(x), y)
+        assert clone.module[0].handle is clone.module[3].handle and torch.equal(clone(x), y)

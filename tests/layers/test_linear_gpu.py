@@ -85,7 +85,7 @@ def test_outputs_and_gradients_are_those_of_a_dense_layer(format, how):
 def test_weights_are_read_assigned_and_loaded_on_the_device(format, how):
     vb, x = wrap(model(), format, how), inputs()
     vb(x)
-    layer = vb.model[0]
+    layer = vb.module[0]
     assert layer.weight.device == x.device
     assert_same(layer(x), F.linear(x, layer.weight, layer.bias), format)
     layer.weight = torch.eye(WIDTH, dtype=torch.bfloat16)
@@ -107,8 +107,8 @@ def test_copies_pickles_and_unwrap_leave_the_device_right(format, how):
     assert torch.equal(clone(x), y)
     clone.close()
     unpickled = pickle.loads(pickle.dumps(vb))
-    assert unpickled.device.type == "cpu" and unpickled.model[0].weight.device.type == "cpu"
-    assert torch.equal(unpickled.model[0].weight, vb.model[0].weight.cpu())
+    assert unpickled.device.type == "cpu" and unpickled.module[0].weight.device.type == "cpu"
+    assert torch.equal(unpickled.module[0].weight, vb.module[0].weight.cpu())
     plain = vb.unwrap()
     assert {p.device.type for p in plain.parameters()} == {"cuda"} and type(plain[0]) is nn.Linear
     assert_same(plain(x), y, format)
@@ -117,9 +117,9 @@ def test_copies_pickles_and_unwrap_leave_the_device_right(format, how):
 @pytest.mark.parametrize("options", [{}, {"backend": "aot_eager"}], ids=str)
 def test_compiled_layers_compute_what_eager_ones_do(how, options):
     vb, x = wrap(model(), "nvfp4", how).materialize(), inputs().requires_grad_()
-    run = torch.compile(vb.model, fullgraph=True, **options)
+    run = torch.compile(vb.module, fullgraph=True, **options)
     grads = []
-    for call in (run, run, vb.model):
+    for call in (run, run, vb.module):
         y = call(x)
         y.float().square().sum().backward()
         grads.append((y.detach().clone(), x.grad.clone()))
@@ -130,11 +130,11 @@ def test_compiled_layers_compute_what_eager_ones_do(how, options):
 
 def test_cuda_graphs_leave_the_layers_out(how):
     vb, x = wrap(model(), "nvfp4", how).materialize(), inputs()
-    run = torch.compile(vb.model, fullgraph=True, mode="reduce-overhead")
+    run = torch.compile(vb.module, fullgraph=True, mode="reduce-overhead")
     with torch.no_grad():
         for step in range(5):
             got = run(x + step).clone()
-            torch.testing.assert_close(got, vb.model(x + step), atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(got, vb.module(x + step), atol=2e-2, rtol=2e-2)
 
 
 def test_moving_a_wrapped_model_keeps_pages_where_the_tiers_put_them(how):
@@ -161,7 +161,7 @@ def test_the_dense_weights_leave_the_gpu():
 @pytest.mark.parametrize("format", ["nf4", "quantile", "mxfp4", "mxint8"])
 def test_other_formats_run_on_kernels_and_match_their_decoded_weight(format):
     vb, x = wrap(model(), format).materialize(), inputs()
-    layer = vb.model[0]
+    layer = vb.module[0]
     assert layer.handle.kernel == "triton" and not vb.stats().fallbacks
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), atol=2e-2, rtol=2e-2)
     run = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
@@ -172,7 +172,7 @@ def test_other_formats_run_on_kernels_and_match_their_decoded_weight(format):
 
 def test_the_fp8_preset_rounds_long_inputs_and_no_others():
     vb = vbrt.wrap(model(), "fp8").materialize()
-    layer = vb.model[0]
+    layer = vb.module[0]
     x = torch.randn(1024, WIDTH, device="cuda", dtype=torch.bfloat16)
     exact = F.linear(x, layer.weight, layer.bias)
     error = ((layer(x) - exact).double().norm() / exact.double().norm()).item()
@@ -185,13 +185,13 @@ def test_fp4_rounds_long_inputs_where_it_is_served_and_is_announced_elsewhere(mo
     if fp4_refusal(torch.device("cuda", 0)):
         vb = vbrt.wrap(model(), compute={"fp4": True}).materialize()
         assert ["compute.fp4" in reason for reason in vb.stats().fallbacks] == [True]
-        layer = vb.model[0]
+        layer = vb.module[0]
         torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), atol=2e-2, rtol=2e-2)
         monkeypatch.setattr(selection, "fp4_refusal", lambda device: None)  # with the vendor's call emulated
         monkeypatch.setattr(fp4_scaled, "_MIN_MAJOR", 8)
         monkeypatch.setattr(fp4_scaled, "_scaled_matmul", emulated)
     vb = vbrt.wrap(model(), compute={"fp4": True}).materialize()
-    layer = vb.model[0]
+    layer = vb.module[0]
     exact = F.linear(x, layer.weight, layer.bias)
     assert ["experimental" in reason for reason in vb.stats().fallbacks] == [True]
     assert 5e-2 < ((layer(x) - exact).double().norm() / exact.double().norm()).item() < 0.1
@@ -207,7 +207,7 @@ def test_a_large_weight_in_host_memory_comes_through_the_relay_as_it_is(monkeypa
     vb = wrap(model(), "exact").materialize()
     relay = vb.stack.levels[0].relay
     assert relay._mine.chunks
-    for layer, plain in zip(vb.model, model(), strict=True):
+    for layer, plain in zip(vb.module, model(), strict=True):
         if isinstance(plain, nn.Linear):
             assert torch.equal(layer.weight.cpu(), plain.weight)
     vb.close()
@@ -215,7 +215,7 @@ def test_a_large_weight_in_host_memory_comes_through_the_relay_as_it_is(monkeypa
 
 def test_input_on_another_device_runs_and_is_announced():
     vb = wrap(model(), "nvfp4").materialize()
-    layer = vb.model[0]
+    layer = vb.module[0]
     layer.bias = None
     x = inputs().cpu()
     torch.testing.assert_close(layer(x), layer(x.cuda()).cpu(), atol=0.05, rtol=0.05)

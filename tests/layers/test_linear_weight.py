@@ -25,9 +25,9 @@ torchs_bits = pytest.mark.usefixtures("plain_torch")
 
 
 def test_weight_decodes_in_the_original_shape_dtype_and_device(vb, format):
-    before = vb.model[0].weight.detach().clone()
+    before = vb.module[0].weight.detach().clone()
     vb.materialize()
-    weight = vb.model[0].weight
+    weight = vb.module[0].weight
     assert (weight.shape, weight.dtype, weight.device) == (before.shape, before.dtype, before.device)
     assert not weight.requires_grad and weight.grad is None
     assert torch.equal(weight, before) or format == "nvfp4"
@@ -36,14 +36,14 @@ def test_weight_decodes_in_the_original_shape_dtype_and_device(vb, format):
 @torchs_bits
 def test_reading_the_weight_directly_gives_what_the_layer_computes(vb):
     vb.materialize()
-    layer, x = vb.model[0], inputs(vb)
+    layer, x = vb.module[0], inputs(vb)
     assert torch.equal(F.linear(x, layer.weight, layer.bias), layer(x))
     assert torch.equal(x @ layer.weight.T, F.linear(x, layer.weight))
 
 
 def test_what_is_made_of_the_decoded_weight_is_a_plain_tensor(some_vb):
     some_vb.materialize()
-    weight = some_vb.model[0].weight
+    weight = some_vb.module[0].weight
     for derived in (
         weight + 0,
         weight.clone(),
@@ -64,29 +64,29 @@ def test_assigning_a_weight_takes_effect_in_the_next_forward(vb, made):
     x = inputs(vb)
     vb(x)
     new = torch.eye(64, dtype=x.dtype)
-    vb.model[0].weight = made(new)
-    assert not vb.model[0].materialized
-    assert torch.equal(vb.model[0](x), F.linear(x, new, vb.model[0].bias))
-    assert vb.model[0].materialized and torch.equal(vb.model[0].weight, new)
+    vb.module[0].weight = made(new)
+    assert not vb.module[0].materialized
+    assert torch.equal(vb.module[0](x), F.linear(x, new, vb.module[0].bias))
+    assert vb.module[0].materialized and torch.equal(vb.module[0].weight, new)
 
 
 def test_assigning_weight_data_takes_effect_too(some_vb):
     x = inputs(some_vb)
     some_vb(x)
     eye = torch.eye(64, dtype=x.dtype)
-    some_vb.model[0].weight.data = 2 * eye
-    assert torch.equal(some_vb.model[0].weight, 2 * eye)
+    some_vb.module[0].weight.data = 2 * eye
+    assert torch.equal(some_vb.module[0].weight, 2 * eye)
     some_vb(x)
     with warnings.catch_warnings(record=True) as caught:  # raised in __del__, an error would go unseen
-        some_vb.model[0].weight.data += eye
+        some_vb.module[0].weight.data += eye
     assert not caught
-    assert torch.equal(some_vb.model[0](x), F.linear(x, 3 * eye, some_vb.model[0].bias))
+    assert torch.equal(some_vb.module[0](x), F.linear(x, 3 * eye, some_vb.module[0].bias))
 
 
 def test_reading_the_weight_warns_of_nothing(some_vb):
     some_vb.materialize()
     with warnings.catch_warnings(record=True) as caught:
-        weight = some_vb.model[0].weight
+        weight = some_vb.module[0].weight
         assert weight.data.sum() == weight.sum()
         del weight
     assert not caught
@@ -106,40 +106,40 @@ def test_a_weight_of_the_wrong_kind_is_refused_and_the_old_one_stays(some_vb, ba
     x = inputs(some_vb)
     y = some_vb(x)
     with pytest.raises(error, match=says):
-        some_vb.model[0].weight = bad
+        some_vb.module[0].weight = bad
     assert torch.equal(some_vb(x), y)
 
 
 def test_removing_the_weight_is_refused_with_what_to_do(some_vb):
     some_vb.materialize()
     with pytest.raises(WrapError, match="unwrap"):
-        del some_vb.model[0].weight
+        del some_vb.module[0].weight
     with pytest.raises(WrapError, match="before wrapping"):
-        nn.utils.parametrizations.weight_norm(some_vb.model[0])
+        nn.utils.parametrizations.weight_norm(some_vb.module[0])
 
 
 @torchs_bits
 def test_a_new_bias_is_used(some_vb):
     x = inputs(some_vb)
     some_vb(x)
-    some_vb.model[0].bias = nn.Parameter(torch.ones(64, dtype=x.dtype))
-    assert torch.equal(some_vb.model[0](x), F.linear(x, some_vb.model[0].weight, torch.ones(64, dtype=x.dtype)))
-    some_vb.model[0].bias = None
-    assert torch.equal(some_vb.model[0](x), F.linear(x, some_vb.model[0].weight))
+    some_vb.module[0].bias = nn.Parameter(torch.ones(64, dtype=x.dtype))
+    assert torch.equal(some_vb.module[0](x), F.linear(x, some_vb.module[0].weight, torch.ones(64, dtype=x.dtype)))
+    some_vb.module[0].bias = None
+    assert torch.equal(some_vb.module[0](x), F.linear(x, some_vb.module[0].weight))
 
 
 def test_reset_parameters_draws_a_new_weight(some_vb):
     some_vb.materialize()
-    before = some_vb.model[0].weight.clone()
+    before = some_vb.module[0].weight.clone()
     torch.manual_seed(5)
-    some_vb.model[0].reset_parameters()
+    some_vb.module[0].reset_parameters()
     torch.manual_seed(5)
     expected = nn.Linear(64, 64, dtype=before.dtype).weight
-    assert torch.equal(some_vb.model[0].weight, expected)
+    assert torch.equal(some_vb.module[0].weight, expected)
 
 
 def test_the_layer_is_an_nn_linear_by_class_attributes_and_repr(some_vb):
-    layer = some_vb.model[0]
+    layer = some_vb.module[0]
     assert isinstance(layer, nn.Linear) and type(layer) is VBLinear
     assert (layer.in_features, layer.out_features) == (64, 64)
     assert repr(layer).startswith("VBLinear(in_features=64, out_features=64, bias=True, format=")
@@ -149,10 +149,10 @@ def test_the_layer_is_an_nn_linear_by_class_attributes_and_repr(some_vb):
 
 
 def test_after_its_first_forward_a_layer_keeps_no_reference_to_the_dense_weight(vb):
-    dead = weakref.ref(vb.model[0].weight)
-    other = weakref.ref(vb.model[2].weight)
+    dead = weakref.ref(vb.module[0].weight)
+    other = weakref.ref(vb.module[2].weight)
     with torch.no_grad():
-        vb.model[0](inputs(vb))
+        vb.module[0](inputs(vb))
     gc.collect()
     assert dead() is None and other() is not None
     vb.materialize()
@@ -161,10 +161,10 @@ def test_after_its_first_forward_a_layer_keeps_no_reference_to_the_dense_weight(
 
 
 def test_the_parameters_that_are_left_are_the_biases(some_vb):
-    names = [name for name, _ in some_vb.model.named_parameters()]
+    names = [name for name, _ in some_vb.module.named_parameters()]
     assert len(names) == 12
     some_vb.materialize()
-    assert [name for name, _ in some_vb.model.named_parameters()] == [name for name in names if "bias" in name]
+    assert [name for name, _ in some_vb.module.named_parameters()] == [name for name in names if "bias" in name]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -179,8 +179,8 @@ def test_a_weight_with_nan_or_inf_is_refused_by_name_and_can_be_repaired(format,
     for attempt in (vb.materialize, lambda: vb(x)):
         with pytest.raises(FormatError, match=r"^2: .*NaN.*Inf.*weights\.exclude"):
             attempt()
-    assert vb.model[0].materialized and not vb.model[2].materialized
-    vb.model[2].weight = good
+    assert vb.module[0].materialized and not vb.module[2].materialized
+    vb.module[2].weight = good
     assert vb(x).isfinite().all()
 
 
@@ -188,7 +188,7 @@ def test_dense_holds_nan_as_it_is():
     model = mlp()
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
-    assert wrap(model, "dense").materialize().model[0].weight.isnan().sum() == 1
+    assert wrap(model, "dense").materialize().module[0].weight.isnan().sum() == 1
 
 
 def test_a_weight_without_data_is_refused_until_it_is_loaded(format):

@@ -79,7 +79,7 @@ def test_an_error_in_one_call_ends_all_and_gives_the_weights_back(error):
             if len(calls) == 3:
                 raise error("stop")
 
-        hook = vb.model[3].register_forward_pre_hook(fail)
+        hook = vb.module[3].register_forward_pre_hook(fail)
         with pytest.raises(error, match="stop"):
             in_lockstep([functools.partial(vb, x) for x in xs])
         hook.remove()

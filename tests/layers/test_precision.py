@@ -126,7 +126,7 @@ def test_layers_held_dense_compute_in_full_and_stats_say_so_once():
 
 
 def test_compiled_graphs_follow_the_precision_of_the_call_and_refuse_a_coarse_gradient_by_name(exact):
-    run = torch.compile(exact.model, backend="aot_eager", fullgraph=True)
+    run = torch.compile(exact.module, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         full = run(x)
@@ -139,7 +139,7 @@ def test_compiled_graphs_follow_the_precision_of_the_call_and_refuse_a_coarse_gr
 @torch.no_grad()
 def test_a_traced_graph_refuses_by_name(exact):
     x = torch.randn(2, 64, dtype=torch.bfloat16)
-    traced = make_fx(exact.model)(x)
+    traced = make_fx(exact.module)(x)
     torch.testing.assert_close(traced(x), exact(x))
     with precision("coarse"), pytest.raises(WrapError, match=r'^0: a graph that reads .* precision\("coarse"\)'):
         traced(x)
@@ -150,7 +150,7 @@ def test_a_block_in_a_compiled_function_is_not_compiled_into_full_precision(exac
     class Draft(nn.Module):
         def forward(self, x):
             with precision("coarse"):
-                return exact.model(x)
+                return exact.module(x)
 
     x = torch.randn(2, 64, dtype=torch.bfloat16)
     got = torch.compile(Draft(), backend="eager")(x)

@@ -50,7 +50,7 @@ def vb(request):
 def alone(vb, x):
     """What each layer gives by itself."""
     with torch.enable_grad():
-        return [layer(x).detach() for layer in (vb.model.q, vb.model.k, vb.model.v)]
+        return [layer(x).detach() for layer in (vb.module.q, vb.module.k, vb.module.v)]
 
 
 def same(ys, wanted):
@@ -68,11 +68,11 @@ def test_layers_that_get_the_same_tensor_are_computed_in_one_call_from_then_on(v
 @torch.no_grad()
 def test_an_input_that_changed_in_between_is_computed_anew_though_no_version_says_so(vb):
     vb(torch.randn(1, 64))
-    vb.model.between = lambda x: x.data.mul_(2)
+    vb.module.between = lambda x: x.data.mul_(2)
     x = torch.randn(1, 64)
     doubled = alone(vb, 2 * x)
     assert same(vb(x)[1:], doubled[1:])
-    vb.model.between = lambda x: x.data.mul_(2)
+    vb.module.between = lambda x: x.data.mul_(2)
     with torch.inference_mode():
         assert same(vb(torch.ones(1, 64))[1:], [y.clone() for y in alone(vb, 2 * torch.ones(1, 64))[1:]])
 
@@ -80,7 +80,7 @@ def test_an_input_that_changed_in_between_is_computed_anew_though_no_version_say
 @torch.no_grad()
 def test_results_that_nobody_asks_for_end_the_group(vb, calls):
     vb(torch.randn(1, 64))
-    vb.model.left_out = (vb.model.v,)
+    vb.module.left_out = (vb.module.v,)
     for x in torch.randn(30, 1, 64):
         assert same(vb(x), alone(vb, x)[:2])
     assert 3 in calls and calls[-2:] == [1, 1]
@@ -91,9 +91,9 @@ def test_a_weight_that_is_replaced_between_layers_is_the_one_that_counts(vb):
     vb(torch.randn(1, 64))
 
     def replace(x):
-        vb.model.k.weight = nn.Parameter(torch.eye(16, 64))
+        vb.module.k.weight = nn.Parameter(torch.eye(16, 64))
 
-    vb.model.between = replace
+    vb.module.between = replace
     x = torch.randn(1, 64)
     assert torch.allclose(vb(x)[1], x[:, :16], atol=0.2)
 
@@ -117,9 +117,9 @@ def test_threads_get_their_own_results(vb):
 @torch.no_grad()
 def test_a_resident_layer_takes_few_calls_of_python(vb):
     x, entered = torch.randn(1, 64), []
-    vb.model.q(x)
+    vb.module.q(x)
     sys.setprofile(lambda frame, event, arg: entered.append(arg or frame) if event in ("call", "c_call") else None)
-    vb.model.v(x.clone())
+    vb.module.v(x.clone())
     sys.setprofile(None)
     assert len(entered) < 75
 

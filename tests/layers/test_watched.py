@@ -336,7 +336,7 @@ def test_functional_call_gives_a_weight_to_all_tied_layers(tmp_path):
     model[1].weight = model[0].weight
     twin, x, given = copy.deepcopy(model), torch.randn(2, K), {"1.weight": torch.eye(K).mul(3)}
     vb = wrap(model).materialize()
-    check_same(functional_call(vb.model, given, (x,)), functional_call(twin, given, (x,)))
+    check_same(functional_call(vb.module, given, (x,)), functional_call(twin, given, (x,)))
     check_same(vb(x), twin(x))
 
 

@@ -72,7 +72,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_through_weight_is_the_layers_from_the_next_use_on(vb, write):
-    layer, x = vb.model[0], inputs(vb)
+    layer, x = vb.module[0], inputs(vb)
     if write == "out" and x.dtype is not torch.float32:
         pytest.skip("the result has another dtype: torch refuses it")
     with torch.no_grad():
@@ -93,9 +93,9 @@ def test_a_write_through_weight_is_the_layers_from_the_next_use_on(vb, write):
 @pytest.mark.parametrize("write", ["mul_", "numpy", "rows", "a graph"])
 def test_a_write_is_seen_by_whatever_comes_next_while_the_temporary_is_held(use, write, tmp_path):
     vb, plain = wrap(mlp(depth=2)).materialize(), mlp(depth=2)
-    x, held = inputs(vb), vb.model[0].weight
+    x, held = inputs(vb), vb.module[0].weight
     with torch.no_grad():
-        WRITES[write](vb.model[0])
+        WRITES[write](vb.module[0])
         WRITES[write](plain[0])
     if use == "state_dict":
         assert torch.equal(vb.state_dict()["0.weight"], plain[0].weight)
@@ -117,7 +117,7 @@ def test_a_write_is_seen_by_whatever_comes_next_while_the_temporary_is_held(use,
 
 
 def test_a_temporary_stays_the_layers_weight_over_forwards_and_loads(vb):
-    layer, x = vb.model[0], inputs(vb)
+    layer, x = vb.module[0], inputs(vb)
     vb.materialize()
     held = layer.weight
     memory = held.detach().view(torch.uint8).numpy()
@@ -134,7 +134,7 @@ def test_a_temporary_stays_the_layers_weight_over_forwards_and_loads(vb):
 
 
 def test_a_layer_that_was_given_another_weight_hears_no_more_of_the_old_temporary(vb):
-    layer = vb.materialize().model[0]
+    layer = vb.materialize().module[0]
     held = layer.weight
     layer.weight = torch.ones(64, 64, dtype=held.dtype)
     with torch.no_grad():
@@ -145,18 +145,18 @@ def test_a_layer_that_was_given_another_weight_hears_no_more_of_the_old_temporar
 def test_a_written_temporary_needs_no_more_memory_than_the_weight_and_goes_when_it_is_encoded(format):
     vb = wrap(mlp(depth=1, dtype=dtype_of(format)), format).materialize()
     with torch.no_grad():
-        vb.model[0].weight.mul_(2)
-    kept = weakref.ref(vb.model[0].weight)
-    assert vb.model[0]._parameters["weight"] is kept()
+        vb.module[0].weight.mul_(2)
+    kept = weakref.ref(vb.module[0].weight)
+    assert vb.module[0]._parameters["weight"] is kept()
     with torch.no_grad():
         vb(inputs(vb))
     gc.collect()
-    assert kept() is None and len(vb.stack.pages) == len(vb.model[0].handle.keys)
+    assert kept() is None and len(vb.stack.pages) == len(vb.module[0].handle.keys)
 
 
 def test_a_written_temporary_that_cannot_be_encoded_says_so_by_name_until_it_is_repaired():
     vb = wrap(mlp(depth=1), "nvfp4").materialize()
-    weight = vb.model[0].weight
+    weight = vb.module[0].weight
     weight.data[3, 4] = float("nan")
     for _ in range(2):
         with pytest.raises(FormatError, match=r"^0: .*NaN"):
@@ -166,7 +166,7 @@ def test_a_written_temporary_that_cannot_be_encoded_says_so_by_name_until_it_is_
 
 
 def test_a_data_of_another_shape_is_refused_by_name_and_one_of_another_dtype_is_taken(vb):
-    layer, x = vb.materialize().model[0], inputs(vb)
+    layer, x = vb.materialize().module[0], inputs(vb)
     before = layer.handle.weight()
     with pytest.raises(WrapError, match=r"^0\.weight: the new weight has shape \(3, 64\)"):
         layer.weight.data = torch.zeros(3, 64)
@@ -178,12 +178,12 @@ def test_a_data_of_another_shape_is_refused_by_name_and_one_of_another_dtype_is_
 
 def test_two_threads_that_write_and_read_one_temporary_agree_in_the_end():
     vb, x = wrap(mlp(depth=1)).materialize(), torch.randn(2, 64)
-    held, seen = vb.model[0].weight, []
+    held, seen = vb.module[0].weight, []
 
     def write():
         for _ in range(50):
             with torch.no_grad():
-                vb.model[0].weight.add_(1)
+                vb.module[0].weight.add_(1)
 
     def read():
         for _ in range(50):
@@ -197,7 +197,7 @@ def test_two_threads_that_write_and_read_one_temporary_agree_in_the_end():
     for thread in threads:
         thread.join()
     with torch.no_grad():
-        assert len(seen) == 50 and torch.equal(vb(x), F.tanh(F.linear(x, held, vb.model[0].bias)))
+        assert len(seen) == 50 and torch.equal(vb(x), F.tanh(F.linear(x, held, vb.module[0].bias)))
     assert torch.allclose(held, before + 50, atol=1e-3)
 
 
@@ -215,21 +215,21 @@ def test_two_threads_that_write_and_read_one_temporary_agree_in_the_end():
 )
 def test_a_view_that_outlives_the_temporary_is_written_through(view):
     vb, x = wrap(mlp(depth=1)).materialize(), torch.randn(2, 64)
-    before, held = vb.model[0].weight.clone(), view(vb.model[0].weight)
+    before, held = vb.module[0].weight.clone(), view(vb.module[0].weight)
     gc.collect()
     with torch.no_grad():
         held.zero_()
-        y = vb.model[0](x)
-        assert torch.equal(y, F.linear(x, vb.model[0].weight, vb.model[0].bias))
-    assert not torch.equal(vb.model[0].weight, before)
+        y = vb.module[0](x)
+        assert torch.equal(y, F.linear(x, vb.module[0].weight, vb.module[0].bias))
+    assert not torch.equal(vb.module[0].weight, before)
     del held
     gc.collect()
-    assert torch.equal(vb.model[0](x), y) and (vb.model[0].weight == 0).sum() >= 64
+    assert torch.equal(vb.module[0](x), y) and (vb.module[0].weight == 0).sum() >= 64
 
 
 @pytest.mark.parametrize("made", [lambda w: w.detach(), lambda w: w.T, lambda w: w.numpy(), lambda w: w[0].data])
 def test_reading_through_views_and_numpy_changes_nothing(vb, made):
-    layer = vb.materialize().model[0]
+    layer = vb.materialize().module[0]
     handle = layer.handle
     made(layer.weight.float() if layer.weight.dtype is torch.bfloat16 else layer.weight)
     gc.collect()
@@ -243,16 +243,16 @@ def test_reading_through_views_and_numpy_changes_nothing(vb, made):
 
 def test_the_weight_is_one_object_while_somebody_holds_it_for_tied_layers_too(format):
     vb = wrap(tied(format), format)
-    assert vb.model[0].weight is vb.model[2].weight
+    assert vb.module[0].weight is vb.module[2].weight
     vb.materialize()
-    assert vb.model[0].weight is vb.model[2].weight
-    held = vb.model[0].weight
+    assert vb.module[0].weight is vb.module[2].weight
+    held = vb.module[0].weight
     with torch.no_grad():
         held.mul_(2)
-    assert vb.model[2].weight is held
+    assert vb.module[2].weight is held
     with torch.no_grad():
         vb(inputs(vb))
-    assert vb.model[2].weight is held and vb.model[0].handle is vb.model[2].handle
+    assert vb.module[2].weight is held and vb.module[0].handle is vb.module[2].handle
     assert vb.unwrap()[2].weight is held and type(held) is nn.Parameter
 
 
@@ -261,11 +261,11 @@ def test_assigning_one_layers_weight_to_another_ties_them_and_encodes_nothing_ag
     vb = wrap(mlp(depth=3, dtype=dtype_of(format)), format)
     if materialized:
         vb.materialize()
-    first, second = vb.model[0], vb.model[2]
+    first, second = vb.module[0], vb.module[2]
     second.weight = first.weight
     assert second.handle is first.handle and second.materialized == materialized
     vb.materialize().stack.retire_unowned()
-    assert len(vb.stack.pages) == len(first.handle.keys) + len(vb.model[4].handle.keys)
+    assert len(vb.stack.pages) == len(first.handle.keys) + len(vb.module[4].handle.keys)
     with torch.no_grad():
         second.weight.zero_()
     assert not first.weight.any()
@@ -274,7 +274,7 @@ def test_assigning_one_layers_weight_to_another_ties_them_and_encodes_nothing_ag
 
 
 def test_a_parameter_of_the_weight_is_a_plain_one_of_its_own(vb):
-    layer = vb.materialize().model[0]
+    layer = vb.materialize().module[0]
     for requires_grad in (True, False):
         made = nn.Parameter(layer.weight, requires_grad=requires_grad)
         assert type(made) is nn.Parameter and made.requires_grad == requires_grad and made.is_leaf
@@ -288,8 +288,8 @@ def test_a_parameter_of_the_weight_is_a_plain_one_of_its_own(vb):
 
 def test_a_saved_state_dict_of_variables_holds_the_temporary_itself(vb):
     vb.materialize()
-    state = vb.model.state_dict(keep_vars=True)
-    assert state["0.weight"] is vb.model[0].weight
+    state = vb.module.state_dict(keep_vars=True)
+    assert state["0.weight"] is vb.module[0].weight
     file = io.BytesIO()
     torch.save(state, file)
     assert type(torch.load(io.BytesIO(file.getvalue()))["0.weight"]) is torch.Tensor

@@ -43,7 +43,7 @@ def test_a_copy_outlives_the_end_of_the_original_and_the_reverse(stage, end):
             vb.materialize()
         if stage == "written":
             with torch.no_grad():
-                vb.model[0].weight.mul_(2), plain[0].weight.mul_(2)
+                vb.module[0].weight.mul_(2), plain[0].weight.mul_(2)
         copies = [vb, copy.deepcopy(vb)]
         ends, stays = copies[::-1] if first_is_copy else copies
         getattr(ends, end)()
@@ -56,7 +56,7 @@ def test_a_copy_outlives_the_end_of_the_original_and_the_reverse(stage, end):
 @pytest.mark.parametrize("stage", STAGES)
 def test_copies_and_pickles_of_single_layers_compute_the_same_and_are_their_own(stage):
     vb, x = wrap(mlp(depth=2)), torch.randn(2, 64)
-    layer = vb.model[0] if stage == "shell" else vb.materialize().model[0]
+    layer = vb.module[0] if stage == "shell" else vb.materialize().module[0]
     if stage == "written":
         layer.weight.data.mul_(2)
     expected = F.linear(x, layer.weight, layer.bias)
@@ -71,9 +71,9 @@ def test_layers_that_were_tied_by_memory_alone_come_back_as_two_parameters_on_on
     model = tied(format)
     model[2].weight = nn.Parameter(model[0].weight.detach())
     vb, x = wrap(model, format), torch.randn(2, 64, dtype=dtype_of(format))
-    assert vb.model[0].handle is vb.model[2].handle
+    assert vb.module[0].handle is vb.module[2].handle
     vb(x)
-    assert vb.model[2].materialized
+    assert vb.module[2].materialized
     model = vb.unwrap()
     assert model[0].weight is not model[2].weight and model[0].weight.data_ptr() == model[2].weight.data_ptr()
     assert len(list(model.parameters())) == 4
@@ -83,9 +83,9 @@ def test_a_tie_by_memory_that_was_cut_before_the_first_forward_stays_cut():
     model, x = tied(), torch.randn(2, 64)
     model[2].weight = nn.Parameter(model[0].weight.detach())
     vb = wrap(model)
-    vb.model[2].weight.data = torch.eye(64)
+    vb.module[2].weight.data = torch.eye(64)
     vb(x)
-    assert torch.equal(vb.model[2](x), x + vb.model[2].bias) and not torch.equal(vb.model[0].weight, torch.eye(64))
+    assert torch.equal(vb.module[2](x), x + vb.module[2].bias) and not torch.equal(vb.module[0].weight, torch.eye(64))
 
 
 # -- memory order ------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def lying(how, dtype):
 def test_a_weight_that_is_not_contiguous_gives_the_same_bits_and_comes_back_as_it_lay(how, format):
     plain = lying(how, dtype_of(format))
     vb, strides = wrap(lying(how, dtype_of(format)), format), plain[0].weight.stride()
-    assert vb.materialize().model[0].weight.stride() == strides
+    assert vb.materialize().module[0].weight.stride() == strides
     copies = [vb, copy.deepcopy(vb), pickle.loads(pickle.dumps(vb))]
     for rows in (1, 2, 3, 17):
         x = torch.randn(rows, 512, dtype=dtype_of(format))
@@ -128,14 +128,14 @@ def test_a_weight_that_is_not_contiguous_gives_the_same_bits_and_comes_back_as_i
 def test_a_state_dict_that_is_assigned_gives_its_dtype_and_tensors_as_to_a_plain_layer(vb):
     plain = nn.Linear(64, 64)
     state = {name: torch.randn_like(value).half() for name, value in plain.state_dict().items()}
-    for layer in (vb.model[0], plain):
+    for layer in (vb.module[0], plain):
         layer.load_state_dict(state, assign=True)
-    assert vb.model[0].weight.dtype is torch.float16 and torch.equal(vb.model[0].weight, plain.weight)
+    assert vb.module[0].weight.dtype is torch.float16 and torch.equal(vb.module[0].weight, plain.weight)
     x = torch.randn(2, 64).half()
     with torch.no_grad():
-        vb.model[0](x)
-    assert vb.model[0].materialized
-    assert torch.allclose(vb.model[0](x), plain(x), atol=0 if vb.model[0].handle.spec.lossless else 3)
+        vb.module[0](x)
+    assert vb.module[0].materialized
+    assert torch.allclose(vb.module[0](x), plain(x), atol=0 if vb.module[0].handle.spec.lossless else 3)
 
 
 def test_loading_its_own_state_leaves_a_fitted_codebooks_weight_as_it_is():
@@ -183,18 +183,18 @@ def test_a_warm_model_hands_a_spawned_process_no_file_that_is_closed_before_it_b
 def test_accelerate_gives_a_shell_its_weight_and_materialize_encodes_it():
     utils = pytest.importorskip("accelerate.utils")
     vb, eye = wrap(mlp(depth=1)), torch.eye(64)
-    utils.set_module_tensor_to_device(vb.model[0], "weight", "cpu", value=eye)
+    utils.set_module_tensor_to_device(vb.module[0], "weight", "cpu", value=eye)
     x = torch.randn(2, 64)
-    assert torch.equal(vb(x), torch.tanh(F.linear(x, eye, vb.model[0].bias)))
+    assert torch.equal(vb(x), torch.tanh(F.linear(x, eye, vb.module[0].bias)))
     vb.materialize()
-    assert vb.model[0].materialized and torch.equal(vb.model[0].weight, eye)
+    assert vb.module[0].materialized and torch.equal(vb.module[0].weight, eye)
 
 
 @pytest.mark.parametrize("name", ["DeloraConfig", "HiraConfig", "LoraConfig"])
 def test_adapters_that_peft_merges_in_place_are_merged(name):
     peft = pytest.importorskip("peft")
     outputs, x = [], torch.randn(2, 64)
-    for model in (mlp(depth=2), wrap(mlp(depth=2)).materialize().model):
+    for model in (mlp(depth=2), wrap(mlp(depth=2)).materialize().module):
         torch.manual_seed(1)
         adapted = peft.get_peft_model(model, getattr(peft, name)(r=4, target_modules=["0", "2"]))
         for parameter in adapted.parameters():
@@ -213,7 +213,7 @@ def test_modules_that_peft_saves_train(format):
     peft = pytest.importorskip("peft")
     vb = wrap(mlp(depth=2, dtype=dtype_of(format)), format).materialize()
     with pytest.warns(UserWarning, match="left the tiers to train"):
-        adapted = peft.get_peft_model(vb.model, peft.LoraConfig(r=4, target_modules=["0"], modules_to_save=["2"]))
+        adapted = peft.get_peft_model(vb.module, peft.LoraConfig(r=4, target_modules=["0"], modules_to_save=["2"]))
     x = inputs(vb)
     before = adapted(x).detach()
     (saved,) = (p for n, p in adapted.named_parameters() if "modules_to_save" in n and n.endswith("weight"))

@@ -40,7 +40,7 @@ def ask_model(layer):
 @pytest.mark.parametrize("ask", [ask_weight, ask_attribute, ask_layer, ask_model])
 def test_a_layer_that_is_asked_to_train_says_so_and_trains(vb, ask):
     vb.materialize().requires_grad_(False)
-    layer, x = vb.model[2], inputs(vb)
+    layer, x = vb.module[2], inputs(vb)
     y, before = layer(x), layer.weight
     with pytest.warns(UserWarning, match=r"requires_grad_\(True\).*: 2 left the tiers to train.*mode=\"train\""):
         ask(layer)
@@ -60,27 +60,27 @@ def test_a_layer_that_is_asked_to_train_says_so_and_trains(vb, ask):
 
 def test_a_frozen_shell_that_is_asked_to_train_before_its_first_forward_trains():
     vb = wrap(mlp(depth=2).requires_grad_(False))
-    vb.model[0].weight.requires_grad_(True)
+    vb.module[0].weight.requires_grad_(True)
     vb(inputs(vb)).sum().backward()
-    assert type(vb.model[0]) is nn.Linear and vb.model[0].weight.grad is not None
-    assert type(vb.model[2]) is VBLinear
+    assert type(vb.module[0]) is nn.Linear and vb.module[0].weight.grad is not None
+    assert type(vb.module[2]) is VBLinear
 
 
 def test_freezing_a_layer_changes_nothing(vb):
     vb.materialize()
     vb.requires_grad_(False)
-    vb.model[0].requires_grad_(False)
-    vb.model[0].weight.requires_grad_(False)
-    vb.model[0].weight.detach().requires_grad_(True)  # a leaf of somebody else's
-    assert all(isinstance(layer, VBLinear) for layer in vb.model[::2])
+    vb.module[0].requires_grad_(False)
+    vb.module[0].weight.requires_grad_(False)
+    vb.module[0].weight.detach().requires_grad_(True)  # a leaf of somebody else's
+    assert all(isinstance(layer, VBLinear) for layer in vb.module[::2])
 
 
 def test_a_compiled_model_computes_with_what_was_written():
     vb, x = wrap(mlp(depth=2)).materialize(), torch.randn(2, 64)
-    run = torch.compile(vb.model, backend="eager")
+    run = torch.compile(vb.module, backend="eager")
     with torch.no_grad():
         run(x)
-        held = vb.model[0].weight
+        held = vb.module[0].weight
         for write in (held.zero_, lambda: held.copy_(torch.eye(64)), lambda: held.numpy().fill(0.5)):
             write()
             assert torch.allclose(run(x), vb(x), atol=1e-6)
@@ -92,20 +92,20 @@ def test_a_compiled_model_computes_with_what_was_written():
 def test_tied_layers_train_together():
     vb = wrap(tied()).materialize()
     with pytest.warns(UserWarning, match="left the tiers"):
-        vb.model[2].requires_grad_(True)
-    assert vb.model[0].weight is vb.model[2].weight and vb.model[0].weight.requires_grad
+        vb.module[2].requires_grad_(True)
+    assert vb.module[0].weight is vb.module[2].weight and vb.module[0].weight.requires_grad
 
 
 def test_a_copy_that_is_asked_to_train_leaves_the_original_alone(vb):
     vb.materialize()
     x = inputs(vb)
-    y = vb.model[0](x)
+    y = vb.module[0](x)
     with pytest.warns(UserWarning, match="left the tiers"):
-        clone = copy.deepcopy(vb.model[0]).requires_grad_(True)
+        clone = copy.deepcopy(vb.module[0]).requires_grad_(True)
     assert type(clone) is nn.Linear and clone.weight.requires_grad
     with torch.no_grad():
         clone.weight.zero_()
-    assert type(vb.model[0]) is VBLinear and torch.equal(vb.model[0](x), y)
+    assert type(vb.module[0]) is VBLinear and torch.equal(vb.module[0](x), y)
 
 
 # -- what would replace the weight -------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_a_copy_that_is_asked_to_train_leaves_the_original_alone(vb):
     ],
 )
 def test_pruning_and_norms_are_refused_by_name_and_the_layer_is_as_it_was(vb, change):
-    layer, x = vb.materialize().model[0], inputs(vb)
+    layer, x = vb.materialize().module[0], inputs(vb)
     before = dict(layer._parameters)
     with torch.no_grad():
         y = vb(x)
@@ -140,24 +140,24 @@ def test_pruning_and_norms_are_refused_by_name_and_the_layer_is_as_it_was(vb, ch
 def test_pruning_and_old_norms_are_refused_for_shells_too_and_parametrizations_get_a_plain_layer():
     for change in (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), nn.utils.weight_norm):
         vb, x = wrap(mlp(depth=1)), torch.randn(2, 64)
-        before = dict(vb.model[0]._parameters)
+        before = dict(vb.module[0]._parameters)
         with pytest.raises(WrapError, match=r"^0: .*before wrapping"):
-            change(vb.model[0])
-        assert list(vb.model[0]._parameters.items()) == list(before.items())
-        assert torch.equal(vb(x), mlp(depth=1)(x)) and vb.model[0].materialized
+            change(vb.module[0])
+        assert list(vb.module[0]._parameters.items()) == list(before.items())
+        assert torch.equal(vb(x), mlp(depth=1)(x)) and vb.module[0].materialized
     for change in (nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm):
         vb, plain = wrap(mlp(depth=1)), mlp(depth=1)
         with pytest.warns(UserWarning, match="parametrization: 0 left the tiers"):
             torch.manual_seed(1)
-            change(vb.model[0])
+            change(vb.module[0])
         torch.manual_seed(1)
         change(plain[0])
         assert torch.equal(vb(x), plain(x)) and not vb.registry
 
 
 def test_a_layer_lists_its_weight_among_its_own_parameters_and_a_model_does_not(vb):
-    layer = vb.materialize().model[0]
+    layer = vb.materialize().module[0]
     held = layer.weight
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
     assert next(layer.parameters()) is held
-    assert "0.weight" not in dict(vb.model.named_parameters())
+    assert "0.weight" not in dict(vb.module.named_parameters())

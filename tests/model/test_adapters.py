@@ -30,7 +30,7 @@ def step(model: nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.filterwarnings("ignore:target_parameters")
 def test_adapters_on_experts_in_the_tiers_are_refused_by_name_at_the_next_pass():
     vb = wrap(qwen3_moe(dtype=torch.float32), "nvfp4").materialize()
-    model = adapted(vb.model, "q_proj")
+    model = adapted(vb.module, "q_proj")
     with pytest.raises(WrapError, match=rf"{NAME}\.gate_up_proj: target_parameters of PEFT .*weights\.exclude"):
         step(model)
 
@@ -45,7 +45,7 @@ def test_experts_of_a_model_that_has_adapters_are_refused_by_name_once_they_are_
 
 def test_excluded_experts_take_adapters_as_in_a_plain_model():
     vb = wrap(qwen3_moe(dtype=torch.float32), "dense", exclude=["*.experts"]).materialize()
-    loss, grads = step(adapted(vb.model, "q_proj"))
+    loss, grads = step(adapted(vb.module, "q_proj"))
     want_loss, want = step(adapted(qwen3_moe(dtype=torch.float32), "q_proj"))
     assert loss == pytest.approx(want_loss, rel=1e-6) and grads.keys() == want.keys()
     assert any("experts" in name for name in grads)
@@ -57,13 +57,13 @@ def test_excluded_experts_take_adapters_as_in_a_plain_model():
 def test_experts_that_are_not_encoded_yet_leave_the_tiers_for_adapters():
     vb = wrap(qwen3_moe(dtype=torch.float32), "dense")
     with pytest.warns(UserWarning, match=f"{NAME}: left the tiers"):
-        loss, grads = step(adapted(vb.model))
+        loss, grads = step(adapted(vb.module))
     want_loss, want = step(adapted(qwen3_moe(dtype=torch.float32)))
     assert loss == pytest.approx(want_loss, rel=1e-6) and grads.keys() == want.keys()
-    assert not any(isinstance(module, VBExperts) for module in vb.model.modules())
+    assert not any(isinstance(module, VBExperts) for module in vb.module.modules())
 
 
 def test_other_adapters_pass():
     vb = wrap(qwen3_moe(dtype=torch.float32), "nvfp4").materialize()
-    model = peft.get_peft_model(vb.model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model = peft.get_peft_model(vb.module, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     assert step(model)[1]

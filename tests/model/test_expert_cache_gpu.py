@@ -35,7 +35,7 @@ def test_the_gpu_and_the_host_give_the_same_bits_and_the_same_counts(format):
     outputs, stats = {}, {}
     for policy in ("experts", "lru"):
         vb = _wrapped(format, policy=policy)
-        outputs[policy] = [vb(tokens).logits for tokens in _tokens(vb.model)]
+        outputs[policy] = [vb(tokens).logits for tokens in _tokens(vb.module)]
         stats[policy] = vb.stats(experts=True).layers[NAME]
         vb.close()
     assert stats["experts"].experts.decides == "gpu" and stats["lru"].experts.decides == "host"
@@ -50,7 +50,7 @@ def test_the_gpu_and_the_host_give_the_same_bits_and_the_same_counts(format):
 @torch.no_grad()
 def test_a_decode_step_is_one_graph_that_follows_its_routing(format):
     vb, other = _wrapped(format), _wrapped(format, policy="lru")
-    steps = _tokens(vb.model)
+    steps = _tokens(vb.module)
     want = [other(tokens).logits for tokens in steps]
     for tokens in steps[:3]:
         vb(tokens)
@@ -58,11 +58,11 @@ def test_a_decode_step_is_one_graph_that_follows_its_routing(format):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        vb.model(token, use_cache=False)
+        vb.module(token, use_cache=False)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        logits = vb.model(token, use_cache=False).logits
+        logits = vb.module(token, use_cache=False).logits
     before = vb.stats().layers[NAME].experts
     for tokens, expected in zip(steps[1:], want[1:], strict=True):
         token.copy_(tokens)
@@ -79,12 +79,12 @@ def test_a_decode_step_is_one_graph_that_follows_its_routing(format):
 @torch.no_grad()
 def test_budgets_new_weights_and_reads_leave_the_outputs_right(format):
     vb = _wrapped(format)
-    steps = _tokens(vb.model)
+    steps = _tokens(vb.module)
     want = [vb(tokens).logits for tokens in steps[:4]]
     vb.set_budget("gpu", int(vb.plan.budgets["gpu"] * 0.8))
     assert all(torch.equal(vb(tokens).logits, logits) for tokens, logits in zip(steps, want, strict=False))
     assert vb.stats().layers[NAME].experts.decides == "gpu"
-    layer = vb.model.get_submodule(NAME)
+    layer = vb.module.get_submodule(NAME)
     before = layer.down_proj.clone()
     layer.down_proj.mul_(2)
     changed = vb(steps[0]).logits

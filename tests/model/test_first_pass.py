@@ -33,13 +33,13 @@ def until(seen, capsys):
 
 def test_the_first_forward_shows_how_much_is_encoded_and_later_ones_show_nothing(capsys):
     vb, x = wrap(mlp(), "nvfp4"), torch.randn(1, 64)
-    handle = vb.model[6].handle
+    handle = vb.module[6].handle
     store = handle.store
     handle.store = lambda planes: (until("vbrt: encoding: 50 %, 48.0 KiB of 96.0 KiB, ", capsys), store(planes))
     with torch.no_grad():
         vb(x)
     assert capsys.readouterr().err.splitlines()[-1].startswith("vbrt: encoding: 96.0 KiB in ")
-    assert not vb.model._forward_hooks
+    assert not vb.module._forward_hooks
     with torch.no_grad():
         vb(x)
     assert capsys.readouterr().err == ""
@@ -67,7 +67,7 @@ def test_a_model_that_trains_has_nothing_to_encode(capsys):
     vb, routed = vbrt.wrap(mlp().train(), "train", **settings), vbrt.wrap(qwen3_moe().train(), "train", **settings)
     vb(torch.randn(1, 64)).sum().backward()
     routed(TOKENS)
-    assert capsys.readouterr().err == "" and not vb.model._forward_hooks and not routed.model._forward_hooks
+    assert capsys.readouterr().err == "" and not vb.module._forward_hooks and not routed.module._forward_hooks
 
 
 def test_an_interrupted_first_forward_leaves_a_model_that_can_be_copied_and_goes_on(capsys, monkeypatch):
@@ -84,7 +84,7 @@ def test_an_interrupted_first_forward_leaves_a_model_that_can_be_copied_and_goes
 
     monkeypatch.setattr(progress._Painter, "draw", drawn)
 
-    hook = vb.model[6].register_forward_pre_hook(interrupt)
+    hook = vb.module[6].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         vb(x)
     hook.remove()
@@ -93,8 +93,8 @@ def test_an_interrupted_first_forward_leaves_a_model_that_can_be_copied_and_goes
     looks = len(stalled)
     eventually(lambda: len(stalled) > looks + 2, "further looks")
     assert capsys.readouterr().err == "" and all(stalled[looks:])  # nothing more
-    copied = copy.deepcopy(vb.model)
-    pickle.loads(pickle.dumps(vb.model))
+    copied = copy.deepcopy(vb.module)
+    pickle.loads(pickle.dumps(vb.module))
     with torch.no_grad():
         assert torch.equal(vb(x), vb(x)) and copied(x).shape == x.shape
-    assert not vb.model._forward_hooks
+    assert not vb.module._forward_hooks

@@ -107,7 +107,7 @@ def test_work_is_counted_in_tokens_read_written_and_trained():
         "decodes": 0,
     }
     with torch.no_grad():
-        vb(inputs_embeds=torch.randn(2, 7, vb.model.config.hidden_size))
+        vb(inputs_embeds=torch.randn(2, 7, vb.module.config.hidden_size))
     assert live.runtime_now(vb.runtime).work["tokens read"] == 26
     vb(TOKENS)
     assert live.runtime_now(vb.runtime).work["tokens trained"] == 12

@@ -370,7 +370,7 @@ def test_one_module_under_two_names_is_one_swap():
     y = model(x)
     vb = wrap(model)
     assert list(vb.registry) == ["0"] and vb.plan.dense_bytes == bytes_of(model)
-    assert torch.equal(vb(x), y) and vb.model[0] is vb.model[2]
+    assert torch.equal(vb(x), y) and vb.module[0] is vb.module[2]
     assert vb.unwrap()[2] is shared and type(shared) is nn.Linear
 
 
@@ -380,9 +380,9 @@ def test_one_module_under_two_names_is_one_swap():
 def test_a_wrapped_model_is_not_planned_again():
     vb = wrap(mlp())
     with pytest.raises(WrapError, match=r"0 is a VB layer already.*unwrap"):
-        plan_of(vb.model)
+        plan_of(vb.module)
     with pytest.raises(WrapError, match=r"\(root\) is a VB layer already"):
-        plan_of(vb.model[0])
+        plan_of(vb.module[0])
 
 
 GPU = Machine(gpu_total_bytes=1 << 20, gpu_free_bytes=1 << 20, cpu_total_bytes=8 << 20, cpu_available_bytes=4 << 20)

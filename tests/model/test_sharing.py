@@ -315,7 +315,7 @@ def test_what_a_second_config_says_otherwise_of_tiers_and_policy_is_refused_by_n
 
 def test_a_wrapper_in_the_place_of_its_runtime_is_refused():
     a, two = vbrt.wrap(mlp(depth=2), config("dense")), mlp(depth=2)
-    with pytest.raises(vbrt.ArgumentError, match=r"runtime = WrappedSequential; expected `vb\.runtime`"):
+    with pytest.raises(vbrt.ArgumentError, match=r"runtime = Sequential; expected `vb\.runtime`"):
         vbrt.wrap(two, weights(), runtime=a)
     assert type(two[0]) is nn.Linear
     a.close()
@@ -334,7 +334,7 @@ def test_errors_of_a_further_model_name_it(tmp_path):
     a, b, _ = pair(tmp_path, 4, second="nvfp4")
     with pytest.raises(vbrt.FormatError, match=r"Sequential-2/2: "):
         with torch.no_grad():
-            b.model[2].weight.fill_(float("nan"))
+            b.module[2].weight.fill_(float("nan"))
         b.materialize()
     assert len({key for key in a.stack.pages if key.startswith("Sequential-2/")}) == 1
     a.runtime.close()
@@ -360,7 +360,7 @@ def test_a_copy_of_a_model_is_another_one_on_its_runtime(tmp_path):
 def test_a_runtime_is_a_runtime_of_its_stack():
     a = vbrt.wrap(mlp(depth=2), config("dense"))
     assert isinstance(a.runtime, Runtime) and a.runtime.stack is a.stack
-    assert type(a.model[0]) is VBLinear
+    assert type(a.module[0]) is VBLinear
     a.close()
 
 
@@ -441,6 +441,6 @@ def test_pages_that_a_closed_copy_leaves_do_not_take_the_room_of_layers_that_are
     vb, x = wrap_streamed(mlp(), "nf4", tmp_path), torch.randn(3, 64)
     clone = copy.deepcopy(vb)
     expected = clone(x)
-    layers = [copy.deepcopy(clone.model[at]) for at in (0, 2, 4, 6)]
+    layers = [copy.deepcopy(clone.module[at]) for at in (0, 2, 4, 6)]
     clone.close()
     assert torch.equal(vb(x), expected) and len(layers) == 4

@@ -245,7 +245,7 @@ def test_passes_have_the_names_of_their_phases_and_leases_their_bytes(slow, tmp_
 
 def test_a_compiled_model_is_recorded_by_its_leases(tmp_path):
     vb = wrap(mlp()).materialize()
-    compiled = torch.compile(vb.model, fullgraph=True, backend="eager")
+    compiled = torch.compile(vb.module, fullgraph=True, backend="eager")
     with torch.no_grad(), vb.timeline(tmp_path / "out.json") as recording:
         compiled(X)
     assert len(of_row(recording.timeline, COMPUTE)) == 6 and recording.timeline.totals.recorded_us > 0
@@ -280,7 +280,7 @@ def test_an_exception_leaves_what_was_recorded_and_is_raised(tmp_path):
     events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     assert {e["name"] for e in events if e["ph"] == "X"} - {"model", "idle"} == {"prompt", "0", "2", "4"}
     assert recording.timeline is not None and vb.stack.guard.recorder is None
-    assert len(vb.model._forward_pre_hooks) == 1 and not vb.model._forward_hooks
+    assert len(vb.module._forward_pre_hooks) == 1 and not vb.module._forward_hooks
 
 
 def test_a_lease_that_fails_is_not_recorded_as_a_wait_and_the_error_is_raised(slow, tmp_path, monkeypatch):

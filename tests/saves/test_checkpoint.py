@@ -28,7 +28,7 @@ def test_a_dense_checkpoint_is_encoded_as_wrap_would(tmp_path, make, shards):
     vb = vbrt.load(tmp_path, on_meta(make, dtype=torch.bfloat16), settings("nvfp4", "exact"))
     assert all(layer.materialized and layer.handle.spec.fine for layer in vb.registry.values()) and vb.registry
     want = copy.deepcopy(dense)
-    for name, buffer in vb.model.named_buffers():
+    for name, buffer in vb.module.named_buffers():
         assert not buffer.is_meta
         want.get_buffer(name).data = buffer  # llama(dtype=bf16) has cast inv_freq, from_config has not
     assert torch.equal(logits(vb), logits(want))
@@ -45,7 +45,7 @@ def test_a_meta_model_of_a_config_gets_its_rotary_frequencies(tmp_path):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(reference.config).eval()
     vb = vbrt.load(tmp_path, model, settings("dense"))
-    assert torch.equal(vb.model.model.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq)
+    assert torch.equal(vb.module.model.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq)
     assert torch.equal(logits(vb), logits(reference))
     assert torch.equal(vb.generate(TOKENS, max_new_tokens=4), reference.generate(TOKENS, max_new_tokens=4))
 
@@ -156,7 +156,7 @@ def test_large_weights_of_a_checkpoint_that_are_kept_stay_mapped_from_its_file(t
     save_file(model.state_dict(), file)
     expected = model(ids)
     vb = vbrt.load(tmp_path, on_meta(Lookup).eval(), settings("dense"))
-    storages = {name: p.untyped_storage() for name, p in vb.model.named_parameters()}
+    storages = {name: p.untyped_storage() for name, p in vb.module.named_parameters()}
     assert {name: storage.resizable() for name, storage in storages.items()} == {"embed.weight": False, "up.bias": True}
     assert storages["embed.weight"].nbytes() == 8192 * 64 * 4 and page_out(vb.embed.weight) > 0
     assert torch.equal(vb(ids), expected)

@@ -66,7 +66,7 @@ def test_what_is_no_save_is_named(tmp_path):
 
 def test_what_cannot_be_loaded_into_or_saved_is_named(saved):
     vb = wrap(mlp(), "nvfp4")
-    for model in (vb, vb.model, [vb]):
+    for model in (vb, vb.module, [vb]):
         with pytest.raises(WrapError, match=r"wrapped"):
             vbrt.load(saved, model)
     vb.unwrap()

@@ -60,7 +60,7 @@ def test_a_file_of_the_library_gives_the_logits_of_its_own_decoding(tmp_path, ar
     path = tmp_path / "model.gguf"
     write(path, model_of(architecture), architecture, mixed(*types))
     vb = loaded(path, "dense", dtype=torch.float32)
-    assert torch.equal(logits(vb), logits(reference(path, vb.model, torch.float32)))
+    assert torch.equal(logits(vb), logits(reference(path, vb.module, torch.float32)))
     assert {swap.format for swap in vb.plan.swaps} == formats
     vb.close()
 
@@ -80,7 +80,7 @@ def test_types_of_superblocks_are_taken_or_decoded_by_the_same_rule(tmp_path):
     model = model_of("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     write(path, model, "llama", lambda name: next((t for part, t in held.items() if part in name), Type.Q8_0))
     vb = loaded(path, dtype=torch.bfloat16)
-    assert torch.equal(logits(vb), logits(reference(path, vb.model, torch.bfloat16)))
+    assert torch.equal(logits(vb), logits(reference(path, vb.module, torch.bfloat16)))
     found = {swap.name.split(".")[-1]: (swap.format, swap.fine) for swap in vb.plan.swaps}
     assert found["q_proj"] == ("levels32-float32", "none")
     assert found["k_proj"] == ("levels16-float32", "none")
@@ -104,12 +104,12 @@ def test_a_file_of_plain_floats_is_a_dense_checkpoint_in_its_own_dtype(tmp_path)
     path = tmp_path / "model.gguf"
     write(path, model_of("llama").bfloat16().float(), "llama", lambda name: Type.BF16)
     vb = loaded(tmp_path)  # a directory with one such file
-    assert vb.model.dtype is torch.bfloat16
+    assert vb.module.dtype is torch.bfloat16
     assert {swap.format for swap in vb.plan.swaps} == {"nvfp4"}, "the default of dense checkpoints"
     vb.close()
     exact = loaded(path, "exact")
     assert exact.lossless
-    assert torch.equal(logits(exact), logits(reference(path, exact.model, torch.bfloat16)))
+    assert torch.equal(logits(exact), logits(reference(path, exact.module, torch.bfloat16)))
     exact.close()
 
 
@@ -118,13 +118,13 @@ def test_a_config_beside_the_file_counts_and_one_of_a_name_alone_does_not(tmp_pa
     write(path, model, "qwen3", mixed(Type.Q4_0), tokens=False)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     vb = loaded(path)
-    assert vb.model.config.rope_parameters["rope_theta"] == 10000.0, "that of the metadata"
+    assert vb.module.config.rope_parameters["rope_theta"] == 10000.0, "that of the metadata"
     vb.close()
     model.config.architectures = ["Qwen3ForCausalLM"]
     model.config.dtype = torch.bfloat16
     model.config.save_pretrained(tmp_path)
     vb = loaded(path)
-    assert (vb.model.dtype, vb.model.config.rope_parameters["rope_theta"]) == (torch.bfloat16, 500.0)
+    assert (vb.module.dtype, vb.module.config.rope_parameters["rope_theta"]) == (torch.bfloat16, 500.0)
     vb.close()
 
 
@@ -136,7 +136,7 @@ def test_load_takes_a_file_and_decodes_to_the_dtypes_of_the_model(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         vb = vbrt.load(path, empty, **QUIET)
-    assert torch.equal(logits(vb), logits(reference(path, vb.model, torch.float16)))
+    assert torch.equal(logits(vb), logits(reference(path, vb.module, torch.float16)))
     vb.close()
 
 

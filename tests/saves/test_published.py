@@ -197,7 +197,7 @@ def test_models_that_libraries_wrote_compute_with_the_weights_that_they_decode(n
     digests = json.loads((directory / "decoded.json").read_text())
     assert {key: published_models.digest_of(state[key]) for key in digests} == digests
     assert {value.dtype for value in state.values()} == {dtype}
-    plain = transformers.LlamaForCausalLM._from_config(vb.model.config, dtype=dtype).eval()
+    plain = transformers.LlamaForCausalLM._from_config(vb.module.config, dtype=dtype).eval()
     plain.load_state_dict(state)
     assert torch.equal(logits(vb), logits(plain))
     cast = "5 tensors become torch.float16, the dtype of the config, such as lm_head.weight"

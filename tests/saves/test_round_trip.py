@@ -49,7 +49,7 @@ def test_a_loaded_model_gives_the_bits_of_the_saved_one_and_encodes_nothing(tmp_
             assert (again.plan.home_bytes("ssd") > 0) is bool(tiers)
             assert all(torch.equal(logits(again, x), expected) for _ in range(2))
             assert all(layer.materialized for layer in again.registry.values())
-            assert {p.dtype for p in again.model.parameters()} == {dtype}
+            assert {p.dtype for p in again.module.parameters()} == {dtype}
 
 
 @pytest.mark.parametrize(("make", "fine"), [(llama, "exact"), (gpt2, "none"), (gpt2, "exact")])
@@ -63,7 +63,7 @@ def test_transformers_models_load_into_real_ones_and_into_meta_ones(tmp_path, no
     model = make() if real else on_meta(make)
     embedding = model.get_input_embeddings()
     with vbrt.load(tmp_path, model) as again:
-        assert again.model is model and model.get_input_embeddings() is embedding
+        assert again.module is model and model.get_input_embeddings() is embedding
         assert torch.equal(logits(again), expected)
         assert again.plan.swaps == counted.swaps and dict(again.plan.skipped) == dict(counted.skipped)
         assert again.settings == counted_settings(again)
@@ -117,7 +117,7 @@ def test_a_tied_head_of_transformers_stays_tied(tmp_path):
     expected = logits(vb)
     vb.save(tmp_path)
     again = vbrt.load(tmp_path, on_meta(llama, tied=True))
-    assert again.model.lm_head.weight is again.model.model.embed_tokens.weight
+    assert again.module.lm_head.weight is again.module.model.embed_tokens.weight
     assert torch.equal(logits(again), expected)
 
 
@@ -128,8 +128,8 @@ def test_a_bare_linear_casts_and_frozen_layers_survive(tmp_path):
     expected = logits(vb, x.half())
     vb.save(tmp_path)
     again = vbrt.load(tmp_path, on_meta(nn.Linear, in_features=64, out_features=64))
-    assert torch.equal(logits(again, x.half()), expected) and again.model.weight.dtype is torch.float16
-    assert not again.model.bias.requires_grad and not again.unwrap().weight.requires_grad
+    assert torch.equal(logits(again, x.half()), expected) and again.module.weight.dtype is torch.float16
+    assert not again.module.bias.requires_grad and not again.unwrap().weight.requires_grad
 
 
 @pytest.mark.parametrize("format", ["dense", "nvfp4", "exact"])
@@ -138,7 +138,7 @@ def test_a_layer_that_was_cast_after_encoding_computes_in_what_it_was_cast_to(tm
     x = torch.randn(2, 64)
     vb.save(tmp_path)
     again = vbrt.load(tmp_path, on_meta(mlp))
-    assert torch.equal(logits(again, x), logits(vb, x)) and again.model[0].weight.dtype is torch.float32
+    assert torch.equal(logits(again, x), logits(vb, x)) and again.module[0].weight.dtype is torch.float32
     assert again.registry["0"].handle.spec == vb.registry["0"].handle.spec
 
 
@@ -160,8 +160,8 @@ def test_buffers_come_back_persistent_or_not(tmp_path):
     expected = logits(vb, x)
     vb.save(tmp_path)
     again = vbrt.load(tmp_path, on_meta(Buffered).eval())
-    assert torch.equal(logits(again, x), expected) and again.model.empty.shape == (0, 3)
-    assert again.model[1].num_batches_tracked.shape == ()
+    assert torch.equal(logits(again, x), expected) and again.module.empty.shape == (0, 3)
+    assert again.module[1].num_batches_tracked.shape == ()
     assert list(again.state_dict()) == list(Buffered().state_dict())
 
 
@@ -183,7 +183,7 @@ def test_a_loaded_model_is_a_wrapped_one(tmp_path):
 
 def test_what_is_not_encoded_yet_is_encoded_by_saving(tmp_path):
     vb = wrap(mlp(), "nvfp4")
-    vb.model[2].weight = nn.Parameter(torch.randn(64, 64))
+    vb.module[2].weight = nn.Parameter(torch.randn(64, 64))
     vb.save(tmp_path)
     x = torch.randn(2, 64)
     assert torch.equal(logits(vbrt.load(tmp_path, mlp()), x), logits(vb, x))
@@ -242,5 +242,5 @@ def test_models_of_many_architectures_come_back_from_meta(tmp_path, kind, name):
     assert all(torch.equal(got[key].nan_to_num(), want[key].nan_to_num()) for key in want)
     encoded = vbrt.load(tmp_path / "dense.safetensors", architecture(), config("nvfp4"))
     built = dict(type(model)(model.config).named_buffers())
-    for key, buffer in encoded.model.named_buffers():
+    for key, buffer in encoded.module.named_buffers():
         assert torch.equal(buffer, built[key].to(buffer.dtype)), key

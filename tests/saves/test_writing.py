@@ -32,7 +32,7 @@ def test_the_files_are_plain_safetensors_with_the_dense_models_names(tmp_path):
     with vb.registry["model.layers.0.mlp.up_proj"].handle.lease() as (coarse,):
         assert torch.equal(codes, coarse["codes"])
         assert tensors["model.layers.0.mlp.up_proj.weight.scales"].dtype is torch.float8_e4m3fn
-    assert torch.equal(tensors["model.norm.weight"], vb.model.model.norm.weight)
+    assert torch.equal(tensors["model.norm.weight"], vb.module.model.norm.weight)
     with safe_open(shard, "pt") as file:
         assert set(file.keys()) == set(manifest["tensors"])
 

@@ -110,7 +110,7 @@ def test_what_cannot_be_recorded_is_refused_with_the_reason():
     recording, graph = vb.runtime.recording("decode"), torch.cuda.CUDAGraph()
     with pytest.raises(TierError, match="the recorded pass ended before its order"):
         with torch.cuda.graph(graph), recording:
-            vb.model[:4](x)
+            vb.module[:4](x)
     assert torch.equal(vb(x), want)
     vb.close()
     vb = vbrt.wrap(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).bfloat16(), "fp4", policy={"kind": "lru"})

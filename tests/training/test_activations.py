@@ -166,12 +166,12 @@ def test_the_faster_way_is_taken_where_it_fits():
 
 def test_copies_pickles_and_unwrapped_models_have_plain_blocks():
     vb = wrapped("recompute")
-    block = vb.model.blocks[0]
+    block = vb.module.blocks[0]
     assert isinstance(block, HeldBlock)
     assert isinstance(block, Block)
     assert type(copy.deepcopy(block)) is type(pickle.loads(pickle.dumps(block))) is Block
     twin = copy.deepcopy(vb)
-    assert twin.model.blocks[0].__dict__["_vb_activations"] is not block.__dict__["_vb_activations"]
+    assert twin.module.blocks[0].__dict__["_vb_activations"] is not block.__dict__["_vb_activations"]
     assert same(step(twin), step(vb))
     plain = vb.unwrap()
     assert type(plain.blocks[0]) is Block
@@ -191,12 +191,12 @@ def test_compiled_blocks_and_compiled_models_give_the_same_bits(monkeypatch):
     monkeypatch.setattr(F, "dropout", lambda x, p, training: x)  # compiled, it draws otherwise
     kept = step(wrapped("keep", "train"))
     vb = wrapped("recompute", "train")
-    for block in vb.model.blocks:
+    for block in vb.module.blocks:
         block.compile(backend="aot_eager")
     assert same(step(vb), kept)
     assert vb.stats().activations.modes == {"recompute": 4}
     vb = wrapped("recompute", "train")
-    vb.model.compile(backend="aot_eager")
+    vb.module.compile(backend="aot_eager")
     assert same(step(vb), kept)
 
 

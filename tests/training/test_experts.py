@@ -47,9 +47,9 @@ def pair(name: str, format: str, **how) -> tuple[nn.Module, nn.Module]:
     """Experts in training, and a plain twin."""
     plain = experts_module(name, **how).requires_grad_().train()
     vb = wrap(Holder(copy.deepcopy(plain)), format)
-    assert isinstance(vb.model.experts, TrainedExperts)
+    assert isinstance(vb.module.experts, TrainedExperts)
     plain.__dict__["vb"] = vb  # it lives as long as its twin
-    return vb.model.experts, plain
+    return vb.module.experts, plain
 
 
 def gradients(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
@@ -85,7 +85,7 @@ def test_gradients_are_those_at_the_rounded_weights(name, format, implementation
 def test_dense_trains_bit_for_bit_as_the_unwrapped_model():
     plain = qwen3_moe(dtype=torch.float32, experts="eager").train()
     vb = wrap(copy.deepcopy(plain), "dense")
-    assert isinstance(vb.model.get_submodule(NAME), TrainedExperts)
+    assert isinstance(vb.module.get_submodule(NAME), TrainedExperts)
     assert steps(vb, 2) == steps(plain, 2)
     for one, other in zip(vb.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -155,7 +155,7 @@ def test_weights_that_change_between_forward_and_backward_are_named():
 def test_a_save_loads_as_an_inference_model_of_what_the_forward_computed(format, tmp_path):
     vb = wrap(qwen3_moe(dtype=torch.float32).train(), format)
     steps(vb, 2)
-    vb.model.eval()
+    vb.module.eval()
     with torch.no_grad():
         want = vb(TOKENS).logits
     vb.save(tmp_path)
@@ -196,7 +196,7 @@ def test_states_of_dense_models_load_strictly_and_those_of_other_formats_are_ref
         vb(TOKENS)
         other(TOKENS)
     vb.load_state_dict(qwen3_moe(dtype=torch.float32).state_dict())
-    assert vb.model.get_submodule(NAME).handle.separation.counters.refreshes == 0
+    assert vb.module.get_submodule(NAME).handle.separation.counters.refreshes == 0
     with pytest.raises(RuntimeError, match=r"experts\.gate_up_proj\.separation: .* saved with another weights\.format"):
         vb.load_state_dict(other.state_dict())
 
@@ -207,8 +207,8 @@ def test_a_copy_trains_on_as_the_original_and_apart_from_it(copied):
     optimizer = torch.optim.SGD(vb.parameters(), lr=0.1)
     steps(vb, 2, optimizer=optimizer)
     clone = copied(vb)
-    layer = clone.model.get_submodule(NAME)
-    assert isinstance(layer, TrainedExperts) and layer.handle is not vb.model.get_submodule(NAME).handle
+    layer = clone.module.get_submodule(NAME)
+    assert isinstance(layer, TrainedExperts) and layer.handle is not vb.module.get_submodule(NAME).handle
     losses = steps(clone, 2, optimizer=torch.optim.SGD(clone.parameters(), lr=0.1))
     assert losses == steps(vb, 2, optimizer=optimizer) and counts(clone, NAME) == counts(vb, NAME)
 
@@ -228,7 +228,7 @@ def test_a_cast_model_goes_on_in_its_new_dtype():
     vb = wrap(qwen3_moe(dtype=torch.float32).train())
     steps(vb, 1)
     vb.to(torch.bfloat16)
-    assert vb.model.get_submodule(NAME).handle.dtype is torch.bfloat16
+    assert vb.module.get_submodule(NAME).handle.dtype is torch.bfloat16
     assert all(torch.isfinite(torch.tensor(steps(vb, 2))))
 
 
@@ -282,7 +282,7 @@ def test_experts_that_are_called_otherwise_train_too(name, format, tmp_path):
     if name == "DbrxExperts":
         assert "stay dense in mode" in vb.plan.skipped["experts.mlp"].reason
         return
-    layer = vb.model.experts
+    layer = vb.module.experts
     assert isinstance(layer, TrainedExperts)
     names = set(layer.trained_parameters)
     with torch.no_grad():
@@ -319,7 +319,7 @@ def test_compiled_experts_train_as_eager_ones(name, format):
     args = routed(plain)
     want = gradients(layer, args)
     torch._dynamo.reset()
-    compiled = torch.compile(plain.vb.model, backend="aot_eager", fullgraph=format != "dense")
+    compiled = torch.compile(plain.vb.module, backend="aot_eager", fullgraph=format != "dense")
     x, weights = args[0].clone().requires_grad_(), args[2].clone().requires_grad_()
     y = compiled(x, args[1], weights)
     y.square().sum().backward()

@@ -227,8 +227,8 @@ def test_gradients_that_were_applied_are_not_none_but_refused():
     loss = loss_of(vb, *batches(1)[0])
     with pytest.raises(vbrt.WrapError, match=r"head: its gradient was applied within vb.stepping"), vb.stepping():
         loss.backward()
-        assert vb.model.layers[0].bias.grad is not None
-        vb.model.head.weight.grad  # noqa: B018 - raises
+        assert vb.module.layers[0].bias.grad is not None
+        vb.module.head.weight.grad  # noqa: B018 - raises
     with pytest.raises(vbrt.WrapError, match="second gradient"), vb.stepping():
         for ids, target in batches(2):
             loss_of(vb, ids, target).backward()
@@ -251,12 +251,12 @@ def test_a_state_dict_stays_what_it_was_and_takes_a_model_back():
     train(vb, vb.optimizer, 1)
     vb.load_state_dict(best)
     assert all(torch.equal(value, expected[name]) for name, value in vb.state_dict().items())
-    assert vb.state_dict(keep_vars=True)["embed.weight"] is vb.model.embed.weight
+    assert vb.state_dict(keep_vars=True)["embed.weight"] is vb.module.embed.weight
 
 
 def test_casts_are_refused_by_name_before_anything_is_cast():
     vb = vbrt.wrap(Tiny(), "full", optimizer=adamw)
-    for cast in (vb.double, vb.model.double):
+    for cast in (vb.double, vb.module.double):
         with pytest.raises(vbrt.WrapError, match=r"layers.0: a cast from torch.float32 to torch.float64"):
             cast()
     assert {p.dtype for p in vb.parameters()} == {torch.float32}

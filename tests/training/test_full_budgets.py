@@ -88,7 +88,7 @@ def test_budgets_change_between_forward_and_backward_in_its_hooks_and_after_the_
             for step, (ids, target) in enumerate(batches(6)):  # two passes a step
                 loss = loss_of(vb, ids, target)
                 change()
-                hooks = [layer.register_full_backward_hook(change) for layer in vb.model.layers[::3]]
+                hooks = [layer.register_full_backward_hook(change) for layer in vb.module.layers[::3]]
                 loss.backward()
                 [hook.remove() for hook in hooks]
                 if step % 2:

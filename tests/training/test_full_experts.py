@@ -81,7 +81,7 @@ def test_models_train_as_with_resident_masters(tmp_path, no_fsync, name, loop, b
     twin = copy.deepcopy(model)
     by = Masters(twin, adamw)
     vb = wrap(model, tmp_path if budget else None, budget)
-    assert isinstance(vb.model.get_submodule(EXPERTS), FullExperts) and f"{EXPERTS}.down_proj" in vb.registry
+    assert isinstance(vb.module.get_submodule(EXPERTS), FullExperts) and f"{EXPERTS}.down_proj" in vb.registry
     assert "qwen3" not in name or not any("experts" in skipped for skipped in vb.plan.skipped)
     assert train(vb, vb.optimizer, loop) == train(twin, by, loop)
     assert all(torch.equal(p, m) for p, (_, m) in zip(vb.unwrap().parameters(), by.pairs, strict=True))

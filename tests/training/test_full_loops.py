@@ -23,7 +23,7 @@ def backward(model, number: int, **given) -> float:
 
 
 def parameter(model, name: str) -> torch.nn.Parameter:
-    return getattr(model, "model", model).get_parameter(name)
+    return model.get_parameter(name)
 
 
 class Skipping(Tiny):
@@ -332,13 +332,13 @@ def test_what_would_leave_two_owners_or_mix_two_weights_is_refused_by_name():
             copied(vb.optimizer)
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(vbrt.WrapError, match=r"cannot be copied or pickled"):
-            copied(vb.model)
-    table, saved = vb.model.embed.weight, {name: value + 1 for name, value in vb.state_dict().items()}
+            copied(vb.module)
+    table, saved = vb.module.embed.weight, {name: value + 1 for name, value in vb.state_dict().items()}
     with pytest.raises(vbrt.WrapError, match=r"layers.0: load_state_dict\(assign=True\)"):
         vb.load_state_dict(saved, assign=True)
-    assert vb.model.embed.weight is table
+    assert vb.module.embed.weight is table
     loss = loss_of(vb, *BATCHES[0])
-    vb.model.head.load_state_dict({"weight": saved["head.weight"]})
+    vb.module.head.load_state_dict({"weight": saved["head.weight"]})
     with pytest.raises(vbrt.WrapError, match=r"head: its weight was updated between forward and backward"):
         loss.backward()
 

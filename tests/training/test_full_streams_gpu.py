@@ -68,7 +68,7 @@ def test_the_hosts_budget_falls_while_gradients_are_still_being_copied(tmp_path,
             vb.set_budget("cpu", next(budgets))
 
         def work():
-            hooks = [layer.register_full_backward_hook(change) for layer in vb.model.ups[::2]]
+            hooks = [layer.register_full_backward_hook(change) for layer in vb.module.ups[::2]]
             found = run(vb, vb.optimizer, 3, 2, within=within_pass)
             [hook.remove() for hook in hooks]
             assert found == run(twin, OnHost(twin, lr=1e-3), 3, 2)
@@ -126,7 +126,7 @@ def test_a_head_of_the_8b_shape_is_stepped_in_chunks():
     peaks = []
     for _ in range(3):
         vb(torch.randn(64, sizes[0], device=DEVICE, dtype=torch.bfloat16)).float().square().mean().backward()
-        head.weight.grad = vb.model.head.weight.grad.clone()
+        head.weight.grad = vb.module.head.weight.grad.clone()
         by.step()
         if DEVICE == "cuda":
             torch.cuda.synchronize()
@@ -135,7 +135,7 @@ def test_a_head_of_the_8b_shape_is_stepped_in_chunks():
         vb.step()
         peaks.append(torch.cuda.max_memory_allocated() - before if DEVICE == "cuda" else 0)
         vb.zero_grad()
-        assert torch.equal(vb.model.head.weight, head.weight)
+        assert torch.equal(vb.module.head.weight, head.weight)
     assert peaks[-1] < 400 * MIB  # its master and the master's gradient would take 4.2 GB
     ((_, master),) = by.pairs
     assert torch.equal(vb.unwrap().head.weight, master)

@@ -235,7 +235,7 @@ def test_tied_layers_share_one_engine():
     assert counts(vb) == (2, 2)
     other = wrap(Tied(), every=3)
     other.load_state_dict(vb.state_dict())
-    assert other.model.a.weight is other.model.b.weight
+    assert other.module.a.weight is other.module.b.weight
     other(torch.randn(4, 64))
     assert counts(other) == (3, 2)
     model.b.weight = nn.Parameter(torch.randn(64, 64))  # untied

@@ -89,7 +89,7 @@ def test_a_second_derivative_is_the_reference_one():
     reference.__class__ = StraightThrough
     x = torch.randn(4, 64)
     penalties = []
-    for one in (vb.model, reference):
+    for one in (vb.module, reference):
         inputs = x.clone().requires_grad_()
         (dx,) = torch.autograd.grad(one(inputs).square().sum(), inputs, create_graph=True)
         dx.square().sum().backward()
@@ -113,15 +113,15 @@ def test_steps_with_fresh_scales_are_those_of_the_reference(format, autocast):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_changes_nothing(use_reentrant):
     plain, other = wrap(llama().train(), every=2), wrap(llama().train(), every=2)
-    other.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    other.model.enable_input_require_grads()
+    other.module.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    other.module.enable_input_require_grads()
     assert steps(plain, 5) == steps(other, 5)
     assert counts(plain) == counts(other) == (2, 3)
 
 
 def test_conv1d_layers_train_in_blocks_along_their_inputs():
     vb = wrap(gpt2().train())
-    conv = vb.model.transformer.h[0].mlp.c_fc
+    conv = vb.module.transformer.h[0].mlp.c_fc
     conv(torch.randn(2, 40)).sum()
     w_hat = conv.handle.rounded_as_before(conv.weight, torch.float32)
     assert torch.equal(w_hat, rounded("nvfp4", conv.weight.detach().t().contiguous()))
@@ -158,7 +158,7 @@ def test_a_weight_that_changes_between_forward_and_backward_is_named():
     for change in (step, load, swap_memory):
         vb = wrap(mlp().train())
         loss = vb(torch.randn(2, 64)).sum()
-        change(vb.model)
+        change(vb.module)
         with pytest.raises(WrapError, match=r"^\d+: its weight was changed or loaded anew between forward and"):
             loss.backward()
 
@@ -170,9 +170,9 @@ def test_a_weight_that_is_not_finite_shows_and_is_named_at_the_next_refresh(form
     x = torch.randn(2, 64)
     vb(x)
     with torch.no_grad():
-        vb.model[2].weight[3, 5] = value
-        assert vb.model[2](x)[:, 3].isnan().all()
-        vb.model[2].weight[4, 6] = value
+        vb.module[2].weight[3, 5] = value
+        assert vb.module[2](x)[:, 3].isnan().all()
+        vb.module[2].weight[4, 6] = value
     with pytest.raises(FormatError, match=rf"^2: {format}: weight of shape \(64, 64\) holds \d NaN and \d Inf"):
         vb(x)
 
@@ -188,7 +188,7 @@ def test_what_has_no_meaning_in_training_says_so(tmp_path):
     with pytest.raises(ConfigError, match="load"):
         vbrt.load(tmp_path / "saved", mlp(), mode="train")
     with pytest.raises(WrapError, match="wrapped"):
-        vbrt.wrap(vb.model)
+        vbrt.wrap(vb.module)
     with pytest.raises(FormatError, match="meta device"):
         wrap(mlp().to("meta"))(torch.randn(2, 64))
     assert issubclass(WrapError, VBError)
@@ -221,7 +221,7 @@ def test_stats_show_the_engine_and_survive_json():
 def test_a_compiled_model_trains_as_the_eager_one(make, format):
     torch._dynamo.reset()
     eager, other = wrap(make().train(), format, every=2), wrap(make().train(), format, every=2)
-    compiled = torch.compile(other.model, backend="aot_eager")
+    compiled = torch.compile(other.module, backend="aot_eager")
     losses = steps(compiled, 4)
     torch.testing.assert_close(losses, steps(eager, 4), rtol=1e-5, atol=0)
     assert counts(eager) == counts(other)

@@ -69,7 +69,7 @@ def test_lora_steps_are_those_of_a_dense_model(format, way, kernels, tmp_path, r
         request.getfixturevalue("plain_torch")
     vb = wrapped(format, tmp_path if streamed else None)
     dense = dense_twin(vb, format)
-    losses, grads = train(with_lora(vb.model), checkpointing=checkpointing, autocast=autocast)
+    losses, grads = train(with_lora(vb.module), checkpointing=checkpointing, autocast=autocast)
     want_losses, want = train(with_lora(dense), checkpointing=checkpointing, autocast=autocast)
     assert losses[-1] < losses[0] and len(grads) == 2 * 7 * 3 and grads.keys() == want.keys()
     if kernels == "reference" or format in ("dense", "exact"):
@@ -89,7 +89,7 @@ def test_compiled_lora_gradients_are_those_of_a_dense_model(format, streamed, tm
     vb = wrapped(format, tmp_path if streamed else None)
     dense = dense_twin(vb, format)
     grads = []
-    for model in (with_lora(vb.model), with_lora(dense)):
+    for model in (with_lora(vb.module), with_lora(dense)):
         compiled = torch.compile(model, backend="aot_eager")
         compiled(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -101,7 +101,7 @@ def test_compiled_lora_gradients_are_those_of_a_dense_model(format, streamed, tm
 
 def test_the_reverse_pass_is_fetched_ahead_in_reverse(tmp_path):
     vb = wrapped("dense", tmp_path)
-    model = with_lora(vb.model)
+    model = with_lora(vb.module)
     for _ in range(3):
         model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
     before = vb.stats()
@@ -119,7 +119,7 @@ def test_no_dense_weight_is_kept_for_the_backward_pass():
     vb = wrapped("nvfp4")
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(tuple(t.shape)), t)[1], lambda t: t):
-        loss = with_lora(vb.model)(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+        loss = with_lora(vb.module)(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
     weights = {swap.shape for swap in vb.plan.swaps} | {swap.shape[::-1] for swap in vb.plan.swaps}
     assert saved and not weights & set(saved)
     loss.backward()

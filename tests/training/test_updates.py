@@ -73,11 +73,11 @@ def test_state_that_lives_partly_in_files_trains_with_the_same_bits(tmp_path):
     twin = resident(model)
     with vbrt.wrap(model, "full", optimizer=adamw(model.parameters()), tiers=partly_in_files(tmp_path)) as vb:
         assert train(vb, vb.optimizer) == train(twin, adamw(twin.parameters()))
-        homes = [layer.handle.state.memory.in_memory for layer in vb.model.layers]
+        homes = [layer.handle.state.memory.in_memory for layer in vb.module.layers]
         assert_same(vb, twin)
         assert any(homes) and not all(homes)
         files = list(tmp_path.glob("run-*/*state*.page"))
-        assert len(files) == homes.count(False) + (not vb.model.head.handle.state.memory.in_memory)
+        assert len(files) == homes.count(False) + (not vb.module.head.handle.state.memory.in_memory)
 
 
 class Broken:
@@ -354,7 +354,7 @@ def test_moments_of_8_bits_train_alike_from_memory_and_files_and_come_back_from_
             exact = train(twin, adamw(twin.parameters()))
             assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) < 0.02
             vb.settle()
-            states = [layer.handle.state for layer in vb.model.layers]
+            states = [layer.handle.state for layer in vb.module.layers]
             held = [
                 state._fields()[name].clone() for state in states for name in ("first", "first_scales", "second_scales")
             ]

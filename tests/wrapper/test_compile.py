@@ -35,12 +35,12 @@ def test_a_compiled_model_computes_outputs_and_gradients_of_the_eager_one(format
     if held == "materialized":
         vb.materialize()
     got = []
-    for run in (compiled(vb.model), vb.model):
+    for run in (compiled(vb.module), vb.module):
         x = torch.linspace(-1, 1, 192, dtype=dtype_of(format)).reshape(3, 64).requires_grad_()
         for _ in range(2):
             y = run(x)
         y.square().sum().backward()
-        got.append((y, x.grad, vb.model[0].bias.grad.clone()))
+        got.append((y, x.grad, vb.module[0].bias.grad.clone()))
         vb.zero_grad()
     for one, other in zip(*got, strict=True):
         torch.testing.assert_close(one, other)
@@ -54,7 +54,7 @@ def test_a_streamed_model_that_is_compiled_after_its_first_call_is_still_fetched
     vb = wrap_streamed(mlp(depth=12), "dense", tmp_path)
     x = torch.randn(2, 64)
     vb(x)
-    run = compiled(vb.model)
+    run = compiled(vb.module)
     for _ in range(4):
         run(x)
     before = vb.stats().layers.values()
@@ -84,7 +84,7 @@ def test_layers_share_one_graph_however_many_there_are():
     model, x = nn.Sequential(*[Block() for _ in range(12)]).eval(), torch.randn(2, 64)
     y = model(x)
     vb = wrap(model)
-    for block in vb.model:
+    for block in vb.module:
         block.compile(backend=count, fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(vb(x), y)
@@ -95,18 +95,18 @@ def test_layers_share_one_graph_however_many_there_are():
 def test_a_copy_that_has_not_run_yet_can_be_compiled(copied):
     vb, x = wrap(mlp(depth=1)), torch.randn(2, 64)
     clone = copied(vb)
-    torch.testing.assert_close(torch.compile(clone, fullgraph=True, backend=BACKEND)(x), vb.model(x))
-    assert clone.model[0].materialized
+    torch.testing.assert_close(torch.compile(clone, fullgraph=True, backend=BACKEND)(x), vb.module(x))
+    assert clone.module[0].materialized
 
 
 def test_a_new_weight_is_used_without_compiling_again():
     vb, x = wrap(mlp(depth=1)), torch.randn(2, 64)
-    run = compiled(vb.model)
+    run = compiled(vb.module)
     run(x)
     with torch.compiler.set_stance("fail_on_recompile"):
         vb.load_state_dict({"0.weight": torch.eye(64), "0.bias": torch.zeros(64)})
         torch.testing.assert_close(run(x), x.tanh())
-        vb.model[0].weight = 2 * torch.eye(64)
+        vb.module[0].weight = 2 * torch.eye(64)
         torch.testing.assert_close(run(x), (2 * x).tanh())
 
 
@@ -122,13 +122,13 @@ def test_reading_the_weight_is_part_of_the_graph():
     model, x = Reader().eval(), torch.randn(2, 64)
     y = model(x)
     vb = wrap(model).materialize()
-    torch.testing.assert_close(compiled(vb.model)(x), y)
+    torch.testing.assert_close(compiled(vb.module)(x), y)
 
 
 def test_a_compiled_model_under_autocast_computes_as_the_eager_one():
     vb, x = wrap(mlp()).materialize(), torch.randn(2, 64)
     with torch.autocast("cpu", torch.bfloat16):
-        y, expected = compiled(vb.model)(x), vb.model(x)
+        y, expected = compiled(vb.module)(x), vb.module(x)
     assert y.dtype is expected.dtype is torch.bfloat16
     torch.testing.assert_close(y, expected)
 
@@ -150,15 +150,15 @@ TRANSFORMS = {
 def test_a_transform_of_a_layer_gives_compiled_what_it_gives_the_plain_one(format, transform):
     vb, x = wrap(nn.Sequential(nn.Linear(16, 8)).eval(), format).materialize(), torch.randn(2, 16)
     plain = nn.Linear(16, 8)
-    plain.load_state_dict({"weight": vb.model[0].weight, "bias": vb.model[0].bias})
+    plain.load_state_dict({"weight": vb.module[0].weight, "bias": vb.module[0].bias})
     expected = TRANSFORMS[transform](plain)(x)
-    torch.testing.assert_close(compiled(TRANSFORMS[transform](vb.model))(x), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(compiled(TRANSFORMS[transform](vb.module))(x), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_operator_has_every_derivative_by_itself():
     vb, x = wrap(mlp(depth=1)).materialize(), torch.randn(2, 64)
-    handle = vb.model[0].handle
-    weight = torch.Tensor(vb.model[0].weight)
+    handle = vb.module[0].handle
+    weight = torch.Tensor(vb.module[0].weight)
     for transform in (*TRANSFORMS.values(), gradient):
         got = transform(lambda x: torch.ops.vbrt.linear(x, None, handle.token, 64))(x)
         torch.testing.assert_close(got, transform(lambda x: F.linear(x, weight))(x), atol=1e-5, rtol=1e-5)
@@ -166,20 +166,20 @@ def test_the_operator_has_every_derivative_by_itself():
 
 def test_second_derivatives_of_a_graph_are_those_of_the_eager_model():
     vb, x = wrap(mlp(depth=1), "nvfp4").materialize(), torch.randn(2, 64)
-    run = torch.compile(vb.model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(gradient(run)(x), gradient(vb.model)(x))
+    run = torch.compile(vb.module, fullgraph=True, backend="eager")
+    torch.testing.assert_close(gradient(run)(x), gradient(vb.module)(x))
 
 
 @pytest.mark.parametrize("format", ["dense", "nvfp4"])
 def test_a_dtype_that_the_plain_layer_refuses_is_refused_compiled_too(format):
     vb = wrap(mlp(depth=1), format).materialize()
     with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
-        compiled(vb.model)(torch.randn(2, 64).half())
+        compiled(vb.module)(torch.randn(2, 64).half())
 
 
 def test_a_weight_loaded_between_compiled_forward_and_backward_is_an_error():
     vb, x = wrap(mlp(depth=1)).materialize(), torch.randn(2, 64, requires_grad=True)
-    loss = compiled(vb.model)(x).sum()
+    loss = compiled(vb.module)(x).sum()
     vb.load_state_dict({"0.weight": torch.eye(64), "0.bias": torch.zeros(64)})
     with pytest.raises(WrapError, match="between forward and backward"):
         loss.backward()
@@ -187,8 +187,8 @@ def test_a_weight_loaded_between_compiled_forward_and_backward_is_an_error():
 
 def test_a_program_that_is_loaded_elsewhere_names_what_it_lacks_and_never_takes_another_models_layer(tmp_path):
     vb, x = wrap(mlp(depth=1), "nvfp4").materialize(), torch.randn(2, 64)
-    program = torch.export.export(vb.model, (x,))
-    torch.testing.assert_close(program.module()(x), vb.model(x))
+    program = torch.export.export(vb.module, (x,))
+    torch.testing.assert_close(program.module()(x), vb.module(x))
     torch.export.save(program, tmp_path / "program.pt2")
     code = f"""
 import torch, vbrt
@@ -205,12 +205,12 @@ except vbrt.errors.WrapError as error:
 
 def test_dynamic_batches_compile_once_more_at_most():
     vb = wrap(mlp(depth=2)).materialize()
-    run = torch.compile(vb.model, fullgraph=True, backend=BACKEND)
+    run = torch.compile(vb.module, fullgraph=True, backend=BACKEND)
     run(torch.randn(2, 64)), run(torch.randn(3, 64))
     with torch.compiler.set_stance("fail_on_recompile"):
         for rows in (4, 7, 9):
             x = torch.randn(rows, 64)
-            torch.testing.assert_close(run(x), vb.model(x))
+            torch.testing.assert_close(run(x), vb.module(x))
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
@@ -218,13 +218,13 @@ def test_a_whole_transformer_is_one_graph(make):
     vb = wrap(make(), "dense", keep_head=False)
     tokens = torch.arange(8)[None]
     with torch.no_grad():
-        logits = compiled(vb.model)(tokens).logits
-        torch.testing.assert_close(logits, vb.model(tokens).logits)
+        logits = compiled(vb.module)(tokens).logits
+        torch.testing.assert_close(logits, vb.module(tokens).logits)
 
 
 def test_an_unwrapped_model_compiles_anew_and_dense():
     vb, x = wrap(mlp()), torch.randn(2, 64)
-    run = compiled(vb.model)
+    run = compiled(vb.module)
     y = run(x)
     model = vb.unwrap()
     torch.testing.assert_close(run(x), y)
@@ -233,7 +233,7 @@ def test_an_unwrapped_model_compiles_anew_and_dense():
 
 def test_a_graph_of_layers_that_are_gone_says_so():
     vb, x = wrap(mlp(depth=1)), torch.randn(2, 64)
-    handle = vb.model[0].handle
+    handle = vb.module[0].handle
     token, out_features = handle.token, 64
     assert torch.ops.vbrt.linear(x, None, token, out_features).shape == (2, 64)
     vb.unwrap()
@@ -244,7 +244,7 @@ def test_a_graph_of_layers_that_are_gone_says_so():
 
 def test_the_ops_pass_torchs_own_checks():
     vb = wrap(mlp(depth=1)).materialize()
-    handle, x = vb.model[0].handle, torch.randn(2, 64, requires_grad=True)
+    handle, x = vb.module[0].handle, torch.randn(2, 64, requires_grad=True)
     bias = torch.randn(64, requires_grad=True)
     torch.library.opcheck(torch.ops.vbrt.linear, (x, bias, handle.token, 64))
     torch.library.opcheck(torch.ops.vbrt.linear_backward, (x.detach(), handle.token, 64))

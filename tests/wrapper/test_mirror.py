@@ -29,7 +29,7 @@ def test_what_is_set_on_a_wrapper_is_the_models():
     ours, head, norm = copy.deepcopy(vb.generation_config), nn.Linear(64, 128, bias=False), nn.Parameter(torch.ones(3))
     ours.max_new_tokens = 3
     vb.generation_config, vb.lm_head, vb.gain, vb.note = ours, head, norm, "mine"
-    model = vb.model
+    model = vb.module
     assert (model.generation_config, model.lm_head, model.gain, model.note) == (ours, head, norm, "mine")
     assert vb.generation_config is ours and vb.lm_head is head and vb.note == "mine"
     assert vb.generate(TOKENS, do_sample=False).shape[1] == TOKENS.shape[1] + 3
@@ -46,17 +46,17 @@ def test_modules_parameters_and_buffers_that_are_registered_are_the_models():
     vb.register_parameter("gain", nn.Parameter(torch.ones(2)))
     vb.add_module("extra", nn.ReLU())
     vb.register_module("other", nn.ReLU())
-    assert {"scale"} == dict(vb.model.named_buffers()).keys() and "gain" in vb.state_dict()
-    assert vb.model.extra is vb.extra and vb.other is vb.model.other and "scale" not in vb.state_dict()
+    assert {"scale"} == dict(vb.module.named_buffers()).keys() and "gain" in vb.state_dict()
+    assert vb.module.extra is vb.extra and vb.other is vb.module.other and "scale" not in vb.state_dict()
 
 
 def test_the_wrappers_own_attributes_stay_its_own():
     model = llama()
     vb = wrap(model)
     assert vb.config is model.config
-    assert vb.model is model
-    for name in ("model", "plan", "settings", "stack"):
-        with pytest.raises(WrapError, match=rf"vb\.{name} belongs to the wrapper.*vb\.model\.{name}"):
+    assert vb.module is model
+    for name in ("module", "plan", "settings", "stack", "stats", "save"):
+        with pytest.raises(WrapError, match=rf"vb\.{name} belongs to the wrapper.*vb\.vbrt\.module\.{name}"):
             setattr(vb, name, mlp())
         with pytest.raises(WrapError, match=rf"vb\.{name} belongs to the wrapper"):
             delattr(vb, name)
@@ -86,12 +86,12 @@ def test_a_whole_life_leaves_nothing_on_the_model(tmp_path):
 def test_training_and_eval_mode_are_the_models(make):
     vb = make(mlp().eval())
     assert vb.training is False
-    vb.model.train()
+    vb.module.train()
     assert vb.training is True
     vb.eval()
-    assert (vb.training, vb.model.training, vb.model[0].training) == (False, False, False)
+    assert (vb.training, vb.module.training, vb.module[0].training) == (False, False, False)
     vb.train(vb.training)  # what leaves a block in which a model was in eval mode
-    assert not vb.model.training
+    assert not vb.module.training
 
 
 @pytest.fixture
@@ -108,12 +108,12 @@ def test_accelerate_prepares_a_wrapper_and_hands_it_back_as_it_was(accelerate_st
     from accelerate import Accelerator
 
     vb, plain = wrap(llama(dtype=torch.float32)), llama(dtype=torch.float32)
-    before, accelerator = set(vars(vb.model)), Accelerator(mixed_precision="bf16", cpu=True)
+    before, accelerator = set(vars(vb.module)), Accelerator(mixed_precision="bf16", cpu=True)
     prepared = [accelerator.prepare(model) for model in (plain, vb)]
     assert torch.equal(*(model(TOKENS).logits for model in prepared))
     accelerator.unwrap_model(prepared[1], keep_fp32_wrapper=False)
-    assert set(vars(vb.model)) - before == {"_is_accelerate_prepared"} and "_original_forward" not in vars(vb)
-    assert torch.equal(vb(TOKENS).logits, vb.model(TOKENS).logits)
+    assert set(vars(vb.module)) - before == {"_is_accelerate_prepared"} and "_original_forward" not in vars(vb)
+    assert torch.equal(vb(TOKENS).logits, vb.module(TOKENS).logits)
 
 
 def test_hooks_run_in_generate_too():
@@ -145,14 +145,14 @@ def test_forward_has_the_models_signature(make):
     vb = make(model)
     assert inspect.signature(vb.forward) == expected and "labels" in expected.parameters
     assert inspect.signature(type(vb).forward) == inspect.signature(type(model).forward)
-    assert isinstance(vb, vbrt.VBModelWrapper) and type(vb).__name__ == "WrappedLlamaForCausalLM"
+    assert isinstance(vb, vbrt.VBModelWrapper) and type(vb).__name__ == "LlamaForCausalLM"
     assert type(make(llama())) is type(vb)
 
 
 @pytest.mark.parametrize("make", [wrap, train])
 def test_a_wrapped_sequence_has_length_items_and_order(make):
     vb = make(mlp())
-    model = vb.model
+    model = vb.module
     assert len(vb) == 12 and bool(vb) and vb[0] is model[0] and vb[-1] is model[-1]
     assert list(vb) == list(model) and list(reversed(list(vb))) == list(model)[::-1]
     assert torch.equal(vb[:2](X), model[1](model[0](X)))
@@ -162,7 +162,7 @@ def test_a_wrapped_sequence_has_length_items_and_order(make):
     vb += nn.Sequential(nn.Identity())
     assert isinstance(vb, vbrt.VBModelWrapper) and len(vb) == len(model) == 12
     layers = make(nn.ModuleDict({"a": nn.Linear(64, 64)}))
-    assert "a" in layers and list(layers) == ["a"] and layers["a"] is layers.model["a"]
+    assert "a" in layers and list(layers) == ["a"] and layers["a"] is layers.module["a"]
 
 
 def test_a_model_that_is_no_container_does_not_become_one():
@@ -181,11 +181,11 @@ def test_a_model_that_is_no_container_does_not_become_one():
 def test_names_are_the_models_in_every_walk(make, model):
     vb = make(model())
     for walk in ("named_parameters", "named_buffers", "named_children", "named_modules"):
-        assert list(getattr(vb, walk)()) == list(getattr(vb.model, walk)())
-    assert list(vb.parameters(recurse=False)) == list(vb.model.parameters(recurse=False))
+        assert list(getattr(vb, walk)()) == list(getattr(vb.module, walk)())
+    assert list(vb.parameters(recurse=False)) == list(vb.module.parameters(recurse=False))
     names = [name for name, _ in vb.named_parameters()]
     assert names == [name for name in vb.state_dict() if not name.endswith("separation")]
-    assert all(vb.get_parameter(name) is vb.model.get_parameter(name) for name in names)
+    assert all(vb.get_parameter(name) is vb.module.get_parameter(name) for name in names)
     outer = nn.ModuleDict({"net": vb})
     assert [name for name, _ in outer.named_parameters()] == [f"net.{name}" for name in names]
 
@@ -193,7 +193,7 @@ def test_names_are_the_models_in_every_walk(make, model):
 def test_casts_and_walks_reach_a_model_that_is_one_layer():
     vb = wrap(nn.Linear(64, 64)).materialize()
     assert vb.half() is vb and vb(X.half()).dtype is torch.float16 and vb.bias.dtype is torch.float16
-    assert [type(module) for module in vb.modules()] == [type(vb.model)] and "in_features=64" in repr(vb)
+    assert [type(module) for module in vb.modules()] == [type(vb.module)] and "in_features=64" in repr(vb)
 
 
 class Outer(nn.Module):
@@ -233,11 +233,11 @@ def test_copies_are_of_the_same_kind_and_count_for_themselves(make, materialized
     if materialized:
         vb.materialize()
     for again in (copy.deepcopy(vb), pickle.loads(pickle.dumps(vb))):
-        assert type(again) is type(vb) and len(again) == 12 and again.model is not vb.model
-        assert torch.equal(again(X), vb.model(X))
+        assert type(again) is type(vb) and len(again) == 12 and again.module is not vb.module
+        assert torch.equal(again(X), vb.module(X))
         again.note = "the copy's"
-        assert again.model.note == "the copy's" and not hasattr(vb, "note")
-        assert (again.stats().passes, len(again.model._forward_pre_hooks)) == (1, 1)
+        assert again.module.note == "the copy's" and not hasattr(vb, "note")
+        assert (again.stats().passes, len(again.module._forward_pre_hooks)) == (1, 1)
     assert vb.stats().passes == 2
 
 

@@ -29,7 +29,7 @@ def test_an_exception_in_the_middle_of_a_forward_leaves_the_model_usable(wrapped
         if failing:
             raise accident("in a hook")
 
-    register = vb.model[4].register_forward_pre_hook if when == "before" else vb.model[4].register_forward_hook
+    register = vb.module[4].register_forward_pre_hook if when == "before" else vb.module[4].register_forward_hook
     register(fail)
     for _ in range(3):
         failing.append(True)
@@ -43,11 +43,11 @@ def test_an_exception_in_the_middle_of_a_forward_leaves_the_model_usable(wrapped
 @pytest.mark.parametrize("accident", [RuntimeError, KeyboardInterrupt])
 def test_an_exception_while_a_layer_encodes_leaves_it_a_shell(accident, monkeypatch, format):
     vb, x = wrap(mlp(dtype=dtype_of(format)), format), torch.randn(2, 64, dtype=dtype_of(format))
-    handle, add = vb.model[2].handle, vb.stack.add
+    handle, add = vb.module[2].handle, vb.stack.add
     monkeypatch.setattr(vb.stack, "add", lambda *args: (_ for _ in ()).throw(accident("no")))
     with pytest.raises(accident):
-        vb.model[2](x)
-    assert not vb.model[2].materialized and not handle.keys
+        vb.module[2](x)
+    assert not vb.module[2].materialized and not handle.keys
     monkeypatch.setattr(vb.stack, "add", add)
     assert vb.materialize()(x).isfinite().all()
 
@@ -203,9 +203,9 @@ def test_live_hits_are_those_of_the_simulation(policy, tmp_path):
 def test_direct_reads_and_shells_show_in_the_stats():
     vb = wrap(mlp(), "nvfp4")
     assert vb.stats().virtual_capacity == 1
-    _ = vb.model[0].weight
+    _ = vb.module[0].weight
     vb.materialize()
-    _ = vb.model[0].weight
+    _ = vb.module[0].weight
     stats = vb.stats()
     assert stats.layers["0"].weight_reads == 1 and stats.layers["0"].hits == 1
     kept = vb.plan.kept_bytes

@@ -55,7 +55,7 @@ def test_wrapped_models_are_watched_under_their_own_names():
         vbrt.wrap(llama(), mode="train", weights={"min_parameters": 0}, tiers={"gpu": {"enabled": False}}),
     ):
         with torch.no_grad():
-            vb.model.model.embed_tokens.weight[5] = torch.nan
+            vb.module.model.embed_tokens.weight[5] = torch.nan
         with vbrt.watch_nonfinite(vb) as watch:
             vb(input_ids=TOKENS)
         assert (watch.first.module, watch.first.cause) == ("model.embed_tokens", "weight")

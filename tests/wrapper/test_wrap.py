@@ -27,8 +27,8 @@ def test_wrap_moves_no_byte_and_keeps_every_object():
     modules = list(model.modules())
     before = [(id(p), p.data_ptr(), p._version) for p in model.parameters()]
     vb = wrap(model, "nvfp4", keep_head=False)
-    assert [(id(p), p.data_ptr(), p._version) for p in vb.model.parameters()] == before
-    assert list(vb.model.modules()) == modules and vb.model is model
+    assert [(id(p), p.data_ptr(), p._version) for p in vb.module.parameters()] == before
+    assert list(vb.module.modules()) == modules and vb.module is model
     assert vb.stats().tiers["cpu"].held_bytes == 0 and not any(x.materialized for x in vb.registry.values())
 
 
@@ -64,7 +64,7 @@ def test_wrapping_twice_is_refused():
     with pytest.raises(WrapError, match="wrapped already"):
         vbrt.wrap(vb)
     with pytest.raises(WrapError, match=r"VB layer already.*unwrap"):
-        vbrt.wrap(vb.model)
+        vbrt.wrap(vb.module)
     with pytest.raises(WrapError, match=r"list; expected a torch\.nn\.Module"):
         vbrt.wrap([vb])
 
@@ -190,7 +190,7 @@ def test_giving_memory_back_collects_no_garbage():
 
 def test_unwrap_gives_the_same_objects_classes_flags_and_bits_back(wrapped, format):
     vb, original, x = wrapped
-    model, layers = vb.model, list(vb.model)
+    model, layers = vb.module, list(vb.module)
     layers[2].weight.requires_grad_(False)
     y = vb(x)
     unwrapped = vb.unwrap()
@@ -212,7 +212,7 @@ def test_unwrap_gives_the_same_objects_classes_flags_and_bits_back(wrapped, form
 
 def test_unwrapping_shells_gives_the_very_parameters_back(wrapped):
     vb, _, _ = wrapped
-    before = [id(p) for p in vb.model.parameters()]
+    before = [id(p) for p in vb.module.parameters()]
     assert [id(p) for p in vb.unwrap().parameters()] == before
 
 
@@ -227,7 +227,7 @@ def test_after_close_a_forward_is_an_error_that_says_what_to_do(wrapped):
     vb(x)
     vb.close()
     vb.close()
-    for use in (lambda: vb(x), vb.state_dict, vb.unwrap, lambda: vb.model[0].weight):
+    for use in (lambda: vb(x), vb.state_dict, vb.unwrap, lambda: vb.module[0].weight):
         with pytest.raises(TierError, match="closed"):
             use()
     assert vb.stats().tiers["cpu"].held_bytes == 0
@@ -283,7 +283,7 @@ def test_a_dropped_wrapper_frees_pages_files_and_threads(tmp_path):
     vb = wrap_streamed(mlp(), "dense", tmp_path)
     for _ in range(3):
         vb(torch.randn(1, 64))
-    stack, layer = weakref.ref(vb.stack), weakref.ref(vb.model[0])
+    stack, layer = weakref.ref(vb.stack), weakref.ref(vb.module[0])
     del vb
     gc.collect()
     assert layer() is None

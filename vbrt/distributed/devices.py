@@ -116,12 +116,12 @@ class SplitModel:
     """A model over several devices: call it, or use anything of the model.
 
     Attributes:
-        model: the model itself.
+        module: the model itself; `model` too, where the model has none of its own.
         parts: by device, in the order of its blocks.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[_Part]) -> None:
-        self.model, self.parts = model, tuple(parts)
+        self.module, self.parts = model, tuple(parts)
         self._hooks = [model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)]
         self._hooks.append(model.register_forward_hook(self._end, always_call=True))
         self._before: list[int] = []
@@ -133,12 +133,12 @@ class SplitModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
-        return self.model(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "model" not in self.__dict__:
+        if name.startswith("__") or "module" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.model, name)
+        return getattr(self.module, name, self.module) if name == "model" else getattr(self.module, name)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -180,7 +180,7 @@ class SplitModel:
             with _current(part.device):
                 part.attachment.detach()
         self._remove_hooks()
-        return self.model
+        return self.module
 
     def close(self) -> None:
         """Free all pages and tiers. Idempotent."""

@@ -73,6 +73,8 @@ class Generating:
         return out
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        if self._model() is None:
+            raise WrapError("generate: the model is gone; keep it in a variable for as long as its generate is called")
         how, kwargs = Speculation.taken(with_asked_cache(self._model(), kwargs))
         if how.asked:
             attachment = self._attached(how)

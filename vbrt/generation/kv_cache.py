@@ -408,7 +408,7 @@ def _made(cls: type[KVCache], vb: nn.Module, **options: Any) -> KVCache:
 
 def _attachment_of(vb: nn.Module) -> Attachment:
     """Return the place on a runtime of a wrapped model, or of the first one in it."""
-    model = getattr(vb, "model", vb) if hasattr(vb, "runtime") else vb
+    model = vb if isinstance(vb, nn.Module) else getattr(vb, "model", None)  # a pipeline's
     for module in model.modules() if isinstance(model, nn.Module) else ():
         hook = pass_hook_of(module)
         if hook is not None:

@@ -156,7 +156,7 @@ class Conversation:
         ids = inputs["input_ids"]
         if ids.numel() == 0:
             raise VBError("the prompt has no tokens; expected some text")
-        rows = self._vb.model.get_input_embeddings().num_embeddings
+        rows = self._vb.get_input_embeddings().num_embeddings
         if int(ids.max()) >= rows:
             raise VBError(
                 f"the tokenizer gives token {int(ids.max())}, the model knows {rows}: they do not belong together"

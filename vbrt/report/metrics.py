@@ -9,7 +9,7 @@ and seconds, and the text ends with `# EOF`. Counters begin at zero with the mod
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from vbrt.report.stats import Stats
@@ -39,11 +39,13 @@ class Family(NamedTuple):
 
 
 class Scraped:
-    """Mixin of what has `stats()`."""
+    """Mixin of what has `vbrt.stats()`."""
+
+    vbrt: Any
 
     def metrics(self) -> str:
         """Return `stats()` as OpenMetrics text, for Prometheus and others that scrape it."""
-        return self.stats().metrics()
+        return self.vbrt.stats().metrics()
 
 
 def metrics_lines(stats: "Stats") -> Iterator[str]:

@@ -45,7 +45,7 @@ class VBFullWrapper(VBModelWrapper):
             WrapError: its class cannot update in chunks, it lacks a weight that trains, or there is one already.
         """
         _check_optimizer(optimizer)
-        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made(optimizer, self.model)
+        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made(optimizer, self._vb_model)
         self._attachment.take(made)
         return made
 
@@ -56,7 +56,7 @@ class VBFullWrapper(VBModelWrapper):
         Raises:
             TierError, WrapError: an update failed, this one or the last.
         """
-        return self.optimizer.step(closure)
+        return self._attachment.need("optimizer").step(closure)
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """Do the optimizer's step within a `with` block around the last backward pass of a step: each weight in the
@@ -76,8 +76,8 @@ class VBFullWrapper(VBModelWrapper):
         """Drop the gradients of all parameters, or set them to zero. Dropping waits for no update; the model's own
         zero_grad() reads each gradient first, so it waits for all of them."""
         if set_to_none:
-            drop_gradients(self.model.parameters())
-        self.model.zero_grad(set_to_none)
+            drop_gradients(self._vb_model.parameters())
+        self._vb_model.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return what it was. It waits for all gradients.
@@ -94,7 +94,7 @@ class VBFullWrapper(VBModelWrapper):
         found = super().state_dict(*args, **kwargs)
         if kwargs.get("keep_vars") or (len(args) > 2 and args[2]):
             return found
-        held = (*self.model.parameters(), *self.model.buffers())
+        held = (*self._vb_model.parameters(), *self._vb_model.buffers())
         kept = {_memory_of(tensor) for tensor in held if not isinstance(tensor, StreamedParameter)}
         copies = {name: v.to("cpu", copy=True) for name, v in found.items() if _memory_of(v) in kept}
         found.update(copies)

@@ -4,7 +4,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vbrt.errors import ArgumentError, TierError
 from vbrt.host.ticker import Ticker
@@ -23,9 +23,9 @@ _LINE_S = 1.0
 
 
 class Watched:
-    """Mixin of what has a runtime."""
+    """Mixin of what has a `vbrt.runtime`."""
 
-    runtime: "Runtime"
+    vbrt: Any
 
     def live(self, *, offer: bool = False, every_s: float = 0.5) -> contextlib.AbstractContextManager[None]:
         """Show, while a `with` block runs, how tiers fill, hit rates, GB/s of each link, waits and tokens a second.
@@ -44,7 +44,7 @@ class Watched:
         """
         if not every_s > 0:
             raise ArgumentError(f"live: every_s = {every_s}; expected seconds, more than 0")
-        return _offered() if offer else Live(self.runtime, every_s)
+        return _offered() if offer else Live(self.vbrt.runtime, every_s)
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def _models_of(holder: object, kind: HolderKind) -> dict[str, nn.Module]:
     """Return the models of an object, each once. Raises WrapError: none, not one only, or one that is wrapped or moved
     by somebody else."""
     parts = {name: part for name, part in kind.parts(holder).items() if isinstance(part, nn.Module)}
-    models = {name: part.model if isinstance(part, VBModelWrapper) else part for name, part in parts.items()}
+    models = {name: part.vbrt.module if isinstance(part, VBModelWrapper) else part for name, part in parts.items()}
     first = {id(model): name for name, model in reversed(models.items())}
     models = {name: model for name, model in models.items() if first[id(model)] == name}
     what = type(holder).__name__

@@ -1,18 +1,24 @@
 """A façade: a module that stands for a model and passes on everything that is not its own.
 
-Attributes are read from, written to and deleted from the model unless the façade has them itself. Parameters, buffers
-and modules are the model's, under the model's names, in walks as in state dicts, also where the wrapper is a part of
-something larger: the wrapper shares the dicts that hold them, so that adapters and optimizers find what they would
-find in the model. Casts are the model's, and so are hooks, which run in `vb.generate()` too. What Python and libraries
-look up on the class (the signature of `forward`, `len()`, indexing) is put on a class made for the model's: `Trainer`
-chooses the columns of a batch by that signature and how labels are smoothed by `_get_name()`, and `for layer in vb`
-must find `__iter__` there.
+Attributes are read from, written to and deleted from the model. Where a public name of the façade's API is one of the
+model's too (LlamaForCausalLM.model, SentenceTransformer.save), it is the model's: names in state dicts and walks are
+attribute paths, by which torch.distributed.checkpoint, torch.export and others find parameters. `vb.vbrt` has the API
+under its own names, whatever the model has. `FIXED` lists what no model takes over; private are `_attachment` and what
+begins with `_vb_`.
+
+Parameters, buffers and modules are the model's, under the model's names, in walks as in state dicts, also where the
+wrapper is a part of something larger: the wrapper shares the dicts that hold them, so that adapters and optimizers
+find what they would find in the model. Casts are the model's, and so are hooks, which run in `vb.generate()` too. What
+Python and libraries look up on the class (its name, the signature of `forward`, `len()`, indexing) is put on a class
+made for the model's: `Trainer` chooses the columns of a batch by that signature and how labels are smoothed by
+`_get_name()`, pipelines look the class's name up in lists, and `for layer in vb` must find `__iter__` there.
 
 The roads not taken: a subclass of the model's own class, on which everything that is defined there and calls `self`
 would run, with hooks, caches and ties that only the model has; and the model as a child called "model", whose names
 are those of no checkpoint: PEFT then saved no adapter of a wrapped model and loaded none, in silence.
 """
 
+import contextlib
 import functools
 import inspect
 import types
@@ -22,7 +28,11 @@ from torch import nn
 
 from vbrt.errors import WrapError
 
-__all__ = ["Facade"]
+__all__ = ["FIXED", "Facade", "Own", "own_names"]
+
+#: names of the API that are never the model's: they do for the wrapped model what its own do for a plain one; `vbrt` is
+#: the way to all of the API
+FIXED = ("device", "forward", "load_state_dict", "state_dict", "vbrt", "zero_grad")
 
 _PROTOCOLS = (
     "__len__",
@@ -42,7 +52,8 @@ _PROTOCOLS = (
     "__ior__",
     "__ror__",
 )
-_FIXED = ("model", "plan", "runtime", "settings", "stack")
+_ABSENT = object()
+_ANY_ARGUMENTS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_load_state_dict_post_hooks")
 _PASSED_ON = (
     "add_module",
@@ -84,8 +95,33 @@ _PASSED_ON = (
 )
 
 
+class Own:
+    """`vb.vbrt`: the façade's API, under its own names, whatever attributes the model has."""
+
+    def __init__(self, facade: "Facade") -> None:
+        self.__dict__["_facade"] = facade
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in dir(self):
+            raise AttributeError(f"vb.vbrt has no {name!r}; it has {', '.join(dir(self))}")
+        return inspect.getattr_static(self._facade._vb_base, name).__get__(self._facade, type(self._facade))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"vb.vbrt.{name} is the wrapper's; attributes of the model are set on vb, or vb.vbrt.module"
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted(own_names(self._facade._vb_base))
+
+    def __repr__(self) -> str:
+        return f"<vbrt's side of a wrapped {self._facade._get_name()}: {', '.join(dir(self))}>"
+
+
 class Facade(nn.Module):
     """A module that stands for `model`. `own`: the façade's attributes; all others are the model's."""
+
+    _vb_base: type["Facade"]  # of the class that was made for a model's
 
     def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> "Facade":
         return _blank(cls, type(model), type(_described(model)))
@@ -93,76 +129,103 @@ class Facade(nn.Module):
     def __init__(self, model: nn.Module, **own: Any) -> None:
         super().__init__()
         del self.__dict__["training"]  # the model's is the only one
-        self.__dict__.update(own, model=model)
-        self._share()
-
-    def _share(self) -> None:
-        self.__dict__.update((name, self.model.__dict__[name]) for name in _SHARED)
+        self.__dict__.update(own, _vb_model=model)
+        _share(self)
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._share()
+        _share(self)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, with VB layers in it, for `isinstance` and what must not see a wrapper."""
+        return self._vb_model
+
+    @property
+    def model(self) -> nn.Module:
+        """The same as `module`. Most models of transformers have a `model` of their own, which this is then."""
+        return self._vb_model
+
+    @property
+    def vbrt(self) -> Own:
+        """What the wrapper adds, for models that use such a name themselves: `vb.vbrt.save(...)`."""
+        return Own(self)
 
     # -- attributes ---------------------------------------------------------------------------------------------------
 
-    def _owns(self, name: str, value: Any = None) -> bool:
-        """True for the façade's own attributes, and for its own methods under another name, as accelerate keeps
-        `forward`."""
-        of_self = isinstance(value, types.MethodType) and value.__self__ is self
-        return of_self or name in self.__dict__ or hasattr(type(self), name)
-
     def __getattr__(self, name: str) -> Any:
-        model = self.__dict__.get("model")  # absent in one that is being unpickled
+        model = self.__dict__.get("_vb_model")  # absent in one that is being unpickled
         if model is None or name.startswith("__"):
             return super().__getattr__(name)
         return getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _refuse_fixed(name)
-        if self._owns(name, value):
+        if _keeps(self, name, value):
             super().__setattr__(name, value)
         else:
-            setattr(self.model, name, value)
+            setattr(self._vb_model, name, value)
 
     def __delattr__(self, name: str) -> None:
-        _refuse_fixed(name)
-        if self._owns(name):
+        if _keeps(self, name):
             super().__delattr__(name)
         else:
-            delattr(self.model, name)
+            delattr(self._vb_model, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.model)})
+        return sorted({*super().__dir__(), *dir(self._vb_model)})
 
     # -- state dicts --------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict:
         """Return the model's state dict: decoded weights under the dense model's names."""
-        return self.model.state_dict(*args, **kwargs)
+        return self._vb_model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load dense weights; one at a time is encoded."""
-        return self.model.load_state_dict(*args, **kwargs)
+        return self._vb_model.load_state_dict(*args, **kwargs)
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def __copy__(self) -> "Facade":
         raise WrapError(
             "copy.copy() of a wrapped model would make two owners of one model; copy.deepcopy() makes a "
-            "model of its own, and `vb.model` is the model itself"
+            "model of its own, and `vb.module` is the model itself"
         )
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        kinds = type(self).__bases__[0], type(self.model), type(_described(self.model))
+        kinds = self._vb_base, type(self._vb_model), type(_described(self._vb_model))
         return _blank, kinds, self.__getstate__()
 
 
-def _refuse_fixed(name: str) -> None:
-    if name in _FIXED:
+def _share(facade: Facade) -> None:
+    facade.__dict__.update((name, facade._vb_model.__dict__[name]) for name in _SHARED)
+
+
+def _keeps(facade: Facade, name: str, value: Any = None) -> bool:
+    """True for what is set on a façade and not on its model: what it has already, and its own methods under another
+    name, as accelerate keeps `forward`. Raises WrapError: a name of the API that the model does not use."""
+    if isinstance(value, types.MethodType) and value.__self__ is facade:
+        return True
+    if name in FIXED or name not in own_names(facade._vb_base):
+        return name in facade.__dict__ or hasattr(facade._vb_base, name)
+    if not _has(facade._vb_model, name):
         raise WrapError(
-            f"vb.{name} belongs to the wrapper and to the pages of its model, and stays: unwrap() and wrap "
-            f"again for another one. A model's own attribute of this name is vb.model.{name}"
+            f"vb.{name} belongs to the wrapper and to the pages of its model, and stays: unwrap() and wrap again for "
+            f"another one. To give the model an attribute of this name, set vb.vbrt.module.{name}; vb.{name} is the "
+            "model's then"
         )
+    return False
+
+
+@functools.cache
+def own_names(base: type[Facade]) -> frozenset[str]:
+    """Return the public names of a façade's API: what its classes define themselves."""
+    kinds = (kind for kind in base.__mro__ if kind not in (nn.Module, object))
+    return frozenset(name for kind in kinds for name in vars(kind) if not name.startswith("_"))
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    return getattr(model, name, _ABSENT) is not _ABSENT
 
 
 def _described(model: nn.Module) -> nn.Module:
@@ -177,12 +240,37 @@ def _blank(base: type[Facade], model_class: type[nn.Module], described: type[nn.
 
 @functools.cache
 def _class_for(base: type[Facade], model_class: type[nn.Module], described: type[nn.Module]) -> type[Facade]:
-    """Make a subclass of a façade's class with the members that are looked up on a model's class."""
-    passed_on = [name for name in (*_PROTOCOLS, *_PASSED_ON) if hasattr(model_class, name) and not _is_own(base, name)]
-    members = {name: _passed_on(name) for name in passed_on}
+    """Make a subclass of a façade's class with the members that are looked up on a model's class, and its name."""
+    there = [name for name in (*_PROTOCOLS, *_PASSED_ON, *_overridden(model_class)) if hasattr(model_class, name)]
+    members: dict[str, Any] = {
+        name: _passed_on(name, getattr(model_class, name)) for name in there if not _is_own(base, name)
+    }
+    members |= {name: _yielding(name, base) for name in own_names(base).difference(FIXED)}
     members["forward"] = _with_signature(base.forward, described.forward)
-    members["__module__"] = base.__module__
-    return type(f"Wrapped{model_class.__name__}", (base,), members)
+    members |= {"__module__": base.__module__, "__qualname__": f"{base.__qualname__}.{model_class.__name__}"}
+    return type(model_class.__name__, (base,), members | {"_vb_base": base})
+
+
+def _overridden(model_class: type[nn.Module]) -> list[str]:
+    """Return the public names of torch.nn.Module that a model's class has in a way of its own; and `generate`, which is
+    a method of the façade's class so that, read in a line with `vbrt.wrap`, it keeps the façade."""
+    names = [name for name in vars(nn.Module) if not name.startswith("_")]
+    own = [name for name in names if getattr(model_class, name, None) is not getattr(nn.Module, name)]
+    return [*(name for name in own if isinstance(getattr(model_class, name), types.FunctionType)), "generate"]
+
+
+def _yielding(name: str, base: type[Facade]) -> property:
+    """Return a member of a façade's class that is the model's attribute of its name, if the model has one."""
+    own = inspect.getattr_static(base, name)
+    read_own = own.fget if isinstance(own, property) else None  # torch.compile traces neither own.__get__ nor own.fget
+
+    def read(self: Facade) -> Any:
+        theirs = getattr(self._vb_model, name, _ABSENT)
+        if theirs is not _ABSENT:
+            return theirs
+        return types.MethodType(getattr(base, name), self) if read_own is None else read_own(self)
+
+    return property(read, doc=own.__doc__)
 
 
 def _is_own(base: type[Facade], name: str) -> bool:
@@ -191,17 +279,19 @@ def _is_own(base: type[Facade], name: str) -> bool:
     return any(name in kind.__dict__ for kind in kinds[: kinds.index(nn.Module)])
 
 
-def _passed_on(name: str) -> types.FunctionType:
+def _passed_on(name: str, of_class: Any) -> types.FunctionType:
     def method(self: Facade, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self.model, name)(*args, **kwargs)
-        return self if result is self.model else result
+        result = getattr(self._vb_model, name)(*args, **kwargs)
+        return self if result is self._vb_model else result
 
-    method.__name__, method.__doc__ = name, "The model's."
+    method.__name__, method.__doc__ = name, of_class.__doc__
+    with contextlib.suppress(TypeError, ValueError):  # what is made in C may have none
+        method.__signature__ = inspect.signature(of_class)
     return method
 
 
 def _with_signature(forward: types.FunctionType, other: Any) -> types.FunctionType:
-    """Return a copy of `forward` with the signature of `other`."""
+    """Return a copy of `forward` with the signature of `other`, which torch.fx finds by unwrapping it."""
     copied = types.FunctionType(
         forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -210,4 +300,7 @@ def _with_signature(forward: types.FunctionType, other: Any) -> types.FunctionTy
         copied.__signature__ = inspect.signature(other)
     except (TypeError, ValueError):  # compiled modules have none
         copied.__annotations__ = forward.__annotations__
+    innermost = inspect.unwrap(other)
+    if isinstance(innermost, types.FunctionType) and not innermost.__code__.co_flags & _ANY_ARGUMENTS:
+        copied.__wrapped__ = innermost  # for others, torch.fx would give `forward` other parameters than it has
     return copied

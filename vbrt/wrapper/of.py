@@ -15,7 +15,7 @@ def of(model: nn.Module) -> VBModelWrapper:
     """Return the wrapper of a wrapped model: stats, budgets, timeline, save, unwrap.
 
     Args:
-        model: from `from_pretrained` with a `vbrt.QuantizationConfig`, `vb.model`, or a module that has one of these
+        model: from `from_pretrained` with a `vbrt.QuantizationConfig`, `vb.module`, or a module that has one of these
             in it, such as a model with adapters. A wrapper is returned as it is.
 
     Raises WrapError: no wrapped model in it, or it was unwrapped.

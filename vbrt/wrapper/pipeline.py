@@ -37,7 +37,8 @@ class VBPipelineWrapper(Scraped, Watched):
     statistics of each begin with its name in the pipeline, such as "transformer/".
 
     Attributes:
-        pipeline: the object itself, for `isinstance`; what it calls is what the wrapper calls.
+        pipeline: the object itself, with all attributes that it has, for `isinstance`; what it calls is what the
+            wrapper calls.
         runtime: stack, budgets and balance of all its models.
     """
 
@@ -96,6 +97,11 @@ class VBPipelineWrapper(Scraped, Watched):
             f"copies and pickles of a wrapped {type(self.pipeline).__name__} are not made: copy its models, or write "
             "them with save_pretrained()"
         )
+
+    @property
+    def vbrt(self) -> "VBPipelineWrapper":
+        """The wrapper, under the name that it has for models: what is its own here goes before the pipeline's."""
+        return self
 
     # -- its models ---------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def watch_nonfinite(model: nn.Module) -> Iterator[NonfiniteWatch]:
         A context manager; it yields the watch, whose `first` says what was found.
     """
     check_instance(model, nn.Module, "watch_nonfinite(): model", "a torch.nn.Module")
-    watch, root = NonfiniteWatch(), model.model if isinstance(model, Facade) else model
+    watch, root = NonfiniteWatch(), model.vbrt.module if isinstance(model, Facade) else model
     hooks = [
         module.register_forward_hook(partial(_look, watch, name or ROOT), with_kwargs=True)
         for name, module in root.named_modules()

@@ -63,7 +63,7 @@ def wrap(
             function of parameters that returns one.
 
     Returns:
-        The wrapper. Everything of the model is reachable through it; `vb.model` is the same model, swapped. With
+        The wrapper. Everything of the model is reachable through it; `vb.module` is the same model, swapped. With
         mode = "train" it is a VBTrainingWrapper: weights stay parameters, and the forward sees them in 4 bits. Of an
         object that holds models, a VBPipelineWrapper, through which everything of the object is reachable. With
         `tiers.gpu.devices` it is a `vbrt.distributed.devices.SplitModel`, whose layers are encoded already.
@@ -117,11 +117,11 @@ def _split(model: nn.Module, config: VBConfig, devices: Sequence[torch.device], 
 def _begin_training(vb: VBFullWrapper, optimizer: Any) -> None:
     """Take the weights into the tiers and the optimizer over; undone if that fails."""
     try:
-        vb.materialize()
+        vb.vbrt.materialize()
         if optimizer is not None:
-            vb.take_optimizer(optimizer)
+            vb.vbrt.take_optimizer(optimizer)
     except BaseException:
-        vb.unwrap()
+        vb.vbrt.unwrap()
         raise
 
 

@@ -13,36 +13,35 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.distributed.stats import merged
 from vbrt.distributed.watch import watch, watched
+from vbrt.errors import WrapError
 from vbrt.generation.generating import follow
 from vbrt.layers import VBLayer
 from vbrt.model.attachment import Attachment
 from vbrt.model.passes import is_plain_data
+from vbrt.model.runtime import Runtime
 from vbrt.report.metrics import Scraped
 from vbrt.report.routing import RoutingRecorder
 from vbrt.report.stats import Stats
 from vbrt.residency.plan import Plan
 from vbrt.saves.ranked import save_on_ranks
-from vbrt.tiers import Recorder
+from vbrt.tiers import Recorder, TierStack
 from vbrt.wrapper.live import Watched
 from vbrt.wrapper.mirror import Facade
 
 __all__ = ["VBModelWrapper"]
 
+_TRACED = "the wrapper's forward passes on any arguments, as its model's takes them; trace the model, vb.module"
+
 
 class VBModelWrapper(Facade, Scraped, Watched):
     """A wrapped model: call it, or use anything of the model, as before; attributes set on it are the model's.
 
-    Attributes:
-        model: the model itself, with VB layers in it.
-        runtime: stack, budgets and balance, which several models may share.
-        stack: the runtime's.
-        settings, plan: the config, and the decisions made under it. (`config` is the model's own, where it has one.)
-        registry: name -> VB layer, aliases of tied weights included.
+    Where the model has an attribute of a name below, `vb.name` is the model's, and `vb.vbrt.name` is this one. Always
+    these: `device`, `forward`, `state_dict`, `load_state_dict` and `zero_grad`. `config` is the model's own.
     """
 
     def __init__(self, model: nn.Module, attachment: Attachment) -> None:
-        held = {"runtime": attachment.runtime, "stack": attachment.stack, "_attachment": attachment}
-        super().__init__(model, **held, _watch=watch(attachment, model))
+        super().__init__(model, _attachment=attachment, _vb_watch=watch(attachment, model))
         follow(attachment, model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,16 +53,31 @@ class VBModelWrapper(Facade, Scraped, Watched):
         """
         while True:
             try:
-                if self._watch is None:
-                    return self.model(*args, **kwargs)
-                with watched(self._watch):
-                    return self.model(*args, **kwargs)
+                if self._vb_watch is None:
+                    return self._vb_model(*args, **kwargs)
+                with watched(self._vb_watch):
+                    return self._vb_model(*args, **kwargs)
             except torch.OutOfMemoryError as error:
-                if self.runtime.balance is None or self.model.training or not is_plain_data((args, kwargs)):
+                runtime = self._attachment.runtime
+                if runtime.balance is None or self._vb_model.training or not is_plain_data((args, kwargs)):
                     raise
                 why = str(error)  # the error itself holds the tensors of the pass
-            if not self.runtime.make_room():
+            except torch.fx.proxy.TraceError as error:
+                if isinstance(args, torch.fx.Proxy):  # the forward that it has analysed takes any arguments
+                    raise WrapError(f"torch.fx.symbolic_trace: {_TRACED}") from error
+                raise
+            if not runtime.make_room():
                 raise torch.OutOfMemoryError(why)
+
+    @property
+    def runtime(self) -> Runtime:
+        """Stack, budgets and balance, which several models may share."""
+        return self._attachment.runtime
+
+    @property
+    def stack(self) -> TierStack:
+        """The runtime's stack of tiers."""
+        return self._attachment.stack
 
     @property
     def settings(self) -> VBConfig:
@@ -77,13 +91,13 @@ class VBModelWrapper(Facade, Scraped, Watched):
 
     @property
     def registry(self) -> Mapping[str, VBLayer]:
-        """Name -> VB layer."""
+        """Name -> VB layer, aliases of tied weights included."""
         return MappingProxyType(self._attachment.layers)
 
     @property
     def device(self) -> torch.device:
         """Where kernels compute and inputs belong."""
-        return self.stack.device
+        return self._attachment.stack.device
 
     def materialize(self, *, progress: bool | None = None) -> "VBModelWrapper":
         """Encode every layer now instead of on its first forward; a second call does nothing.
@@ -96,7 +110,7 @@ class VBModelWrapper(Facade, Scraped, Watched):
             FormatError: a weight holds NaN or Inf, named. Layers before it are encoded, the model stays usable.
             TierError: a page cannot be stored, or the wrapper was closed.
         """
-        with watched(self._watch):
+        with watched(self._vb_watch):
             self._attachment.materialize(progress=progress)
         return self
 
@@ -240,15 +254,15 @@ class VBModelWrapper(Facade, Scraped, Watched):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        self._attachment.close()
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_attachment": self._attachment.seed(), "_watch": None}
+        return {**self.__dict__, "_attachment": self._attachment.seed(), "_vb_watch": None}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        attachment = self.__dict__["_attachment"] = state["_attachment"].attach_to(self.model)
-        self.__dict__["_watch"] = watch(attachment, self.model)
-        follow(attachment, self.model)
+        attachment = self.__dict__["_attachment"] = state["_attachment"].attach_to(self._vb_model)
+        self.__dict__["_vb_watch"] = watch(attachment, self._vb_model)
+        follow(attachment, self._vb_model)

@@ -184,7 +184,7 @@ def test_exact_layers_give_the_very_outputs_of_the_original_through_the_compiled
                                     weights={"keep_head": False, "min_parameters": 1}) as vb:  # fmt: skip
         for input in (x, x[0], x[0, 0], x[:, :0], x.transpose(0, 1), x.expand(2, *x.shape)):
             assert torch.equal(vb(input), plain(input))
-        assert torch.equal(vb.model[0].weight, plain.weight)
+        assert torch.equal(vb.module[0].weight, plain.weight)
         assert {layer.kernel for layer in vb.stats().layers.values()} == {"compiled"}
 
 

@@ -54,7 +54,7 @@ def test_layers_compute_the_same_in_memory_that_is_used_again(mode, monkeypatch)
     with mode(), vbrt.wrap(copy.deepcopy(plain), "exact", weights={"min_parameters": 1}) as vb:
         for _ in range(3):
             assert torch.equal(vb(x), plain(x))
-        weights = [layer.weight for layer in vb.model]
+        weights = [layer.weight for layer in vb.module]
         vb(x)
         assert all(torch.equal(weight, layer.weight) for weight, layer in zip(weights, plain, strict=True))
 

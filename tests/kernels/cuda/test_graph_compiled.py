@@ -159,13 +159,13 @@ def test_a_layer_of_planes_that_stay_is_checked_no_longer_than_a_linear_one(kern
 
 
 CHANGES = {
-    "moved": lambda vb: show(vb.model[1].inner),
-    "another format": lambda vb: show(vb.model[1].inner, "mxfp4"),
-    "moving": lambda vb: show_to_graphs(vb.model[1].inner.handle, None),
+    "moved": lambda vb: show(vb.module[1].inner),
+    "another format": lambda vb: show(vb.module[1].inner, "mxfp4"),
+    "moving": lambda vb: show_to_graphs(vb.module[1].inner.handle, None),
     "a budget": lambda vb: vb.set_budget("cpu", "1GiB"),
-    "assigned": lambda vb: setattr(vb.model[1].inner, "weight", torch.nn.Parameter(vb.model[0].inner.weight.clone())),
-    "loaded": lambda vb: vb.model[1].load_state_dict(vb.model[0].state_dict()),
-    "retyped": lambda vb: vb.model[1].inner.to(torch.float16).to(torch.bfloat16),
+    "assigned": lambda vb: setattr(vb.module[1].inner, "weight", torch.nn.Parameter(vb.module[0].inner.weight.clone())),
+    "loaded": lambda vb: vb.module[1].load_state_dict(vb.module[0].state_dict()),
+    "retyped": lambda vb: vb.module[1].inner.to(torch.float16).to(torch.bfloat16),
     "unwrapped": lambda vb: vb.unwrap(),
 }
 
@@ -221,13 +221,13 @@ def test_a_copy_does_not_compute_with_the_planes_of_the_original(kernel_on_cpu):
     show(model[0].inner)
     copied, pickled = copy.deepcopy(vb), pickle.loads(pickle.dumps(vb))
     assert model[0].inner._vb_page is not None
-    assert all(one.model[0].inner._vb_page is one.model[0].inner._vb_form is None for one in (copied, pickled))
+    assert all(one.module[0].inner._vb_page is one.module[0].inner._vb_form is None for one in (copied, pickled))
     vb.close()
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_layers_get_planes_that_stay_once_and_again_when_they_lie_elsewhere(format, monkeypatch):
-    model = wrapped(torch.nn.Sequential(Block())).model
+    model = wrapped(torch.nn.Sequential(Block())).module
     layer, layout, pages = model[0].inner, tile_layout(format, (128, 128)), []
     monkeypatch.setattr(layer.handle, "shows_planes", True)
     memory = [new_page(layout) for _ in range(2)]

@@ -37,7 +37,7 @@ def decided(monkeypatch):
         vb.stack.levels[0].policy.scope = scope
         vb._attachment.expert_cache.follow()
         assert vb._attachment.expert_cache.fallbacks == []
-        assert all(layer.handle.deciding.by == "gpu" for layer in vb.model.modules() if isinstance(layer, VBExperts))
+        assert all(layer.handle.deciding.by == "gpu" for layer in vb.module.modules() if isinstance(layer, VBExperts))
         return vb
 
     return wrapped
@@ -77,7 +77,7 @@ def test_passes_of_any_size_give_the_bits_of_the_plain_module(decided, monkeypat
     plain = qwen3_moe(count=EXPERTS, experts=implementation)
     for slots in (2, 5, EXPERTS):
         vb = decided(copy.deepcopy(plain), slots, scope)
-        layer = layer_of(vb.model)
+        layer = layer_of(vb.module)
         passes = (1, 2, 1, 3, 7, 1, 8, 40, 1)
         for tokens in passes:
             assert torch.equal(*both(layer, layer_of(plain), routed(tokens))), (slots, tokens)
@@ -94,7 +94,7 @@ def test_passes_of_any_size_give_the_bits_of_the_plain_module(decided, monkeypat
 def test_the_host_hears_no_experts_where_one_lease_takes_them(decided, unheard, monkeypatch, implementation, together):
     monkeypatch.setattr("vbrt.residency.expert_leases._CHUNK_BYTES", together)
     plain = qwen3_moe(count=EXPERTS, experts=implementation)
-    layer = layer_of(decided(copy.deepcopy(plain), EXPERTS).model)
+    layer = layer_of(decided(copy.deepcopy(plain), EXPERTS).module)
     unheard()
     for tokens in (0, 1, 3, 7):
         given = routed(tokens)
@@ -112,7 +112,7 @@ def test_the_host_hears_no_experts_where_one_lease_takes_them(decided, unheard, 
 def test_ids_of_no_expert_are_passed_over(decided, monkeypatch, implementation, slots, together):
     monkeypatch.setattr("vbrt.residency.expert_leases._CHUNK_BYTES", together)
     plain = qwen3_moe(count=EXPERTS, experts=implementation)
-    layer = layer_of(decided(copy.deepcopy(plain), slots).model)
+    layer = layer_of(decided(copy.deepcopy(plain), slots).module)
     layer._is_expert_parallel = layer_of(plain)._is_expert_parallel = True  # which have such ids
     for tokens in (1, 3, 7, 20):
         given = routed(tokens)
@@ -130,7 +130,7 @@ CLASSES = ("Qwen3MoeExperts", "GptOssExperts", "AriaExperts", "NemotronHExperts"
 def test_experts_of_every_layout_give_the_bits_of_the_plain_module(decided, monkeypatch, name, implementation):
     plain = experts_module(name, dtype=torch.bfloat16, implementation=implementation)
     for slots in (4, 8):
-        layer = decided(Holder(copy.deepcopy(plain)), slots, layers=1).model.experts
+        layer = decided(Holder(copy.deepcopy(plain)), slots, layers=1).module.experts
         for together in (256 << 20, 3 * layer.handle.pages[0].nbytes):
             monkeypatch.setattr("vbrt.residency.expert_leases._CHUNK_BYTES", together)
             for tokens in (1, 2, 3, 20):
@@ -144,21 +144,21 @@ def test_biases_and_norms_of_rows_are_applied(decided, monkeypatch):
     for implementation in IMPLEMENTATIONS:
         plain = qwen3_moe(count=EXPERTS, experts=implementation)
         vb = decided(copy.deepcopy(plain), 7)
-        for module in (layer_of(vb.model), layer_of(plain)):
+        for module in (layer_of(vb.module), layer_of(plain)):
             torch.manual_seed(1)
             module.has_bias, module.has_post_expert_norm = True, True
             module.gate_up_proj_bias = nn.Parameter(torch.randn(EXPERTS, 64).bfloat16(), requires_grad=False)
             module.down_proj_bias = nn.Parameter(torch.randn(EXPERTS, 64).bfloat16(), requires_grad=False)
             module.post_expert_norm = nn.RMSNorm(64, dtype=torch.bfloat16)
         for tokens in (1, 3, 20):
-            assert torch.equal(*both(layer_of(vb.model), layer_of(plain), routed(tokens))), (implementation, tokens)
+            assert torch.equal(*both(layer_of(vb.module), layer_of(plain), routed(tokens))), (implementation, tokens)
 
 
 @torch.no_grad()
 def test_autocast_and_other_dtypes_compute_as_the_plain_module_does(decided):
     for implementation in IMPLEMENTATIONS:
         plain = qwen3_moe(count=EXPERTS, experts=implementation)
-        layer = layer_of(decided(copy.deepcopy(plain), 6).model)
+        layer = layer_of(decided(copy.deepcopy(plain), 6).module)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             for tokens in (1, 5, 20):
                 assert torch.equal(*both(layer, layer_of(plain), routed(tokens, dtype=torch.float32))), tokens
@@ -168,14 +168,14 @@ def test_autocast_and_other_dtypes_compute_as_the_plain_module_does(decided):
 def test_what_the_device_cannot_gather_the_host_leases_beside_its_cache_and_names(decided):
     plain = qwen3_moe(count=EXPERTS)
     vb = decided(copy.deepcopy(plain), 4)
-    layer, module = layer_of(vb.model), layer_of(plain)
+    layer, module = layer_of(vb.module), layer_of(plain)
     run_experts(layer, routed(1))
-    for model in (vb.model, plain):
+    for model in (vb.module, plain):
         model.set_experts_implementation("eager")
     assert "the implementation eager asks which experts are touched: the host leases" in why_waits(layer.handle)
     for tokens in (1, 3, 20):
         assert torch.equal(*both(layer, module, routed(tokens))), tokens
-    for model in (vb.model, plain):
+    for model in (vb.module, plain):
         model.set_experts_implementation("grouped_mm")
         model.float()
     assert "held as dense in torch.bfloat16, and cast to torch.float32" in why_waits(layer.handle)
@@ -188,7 +188,7 @@ def test_gradients_flow_where_the_device_decides(decided):
     vb = decided(copy.deepcopy(plain), 5)
     for tokens in (1, 20):
         found = []
-        for module in (layer_of(vb.model), layer_of(plain)):
+        for module in (layer_of(vb.module), layer_of(plain)):
             given = routed(tokens)
             x, weights = given.x.requires_grad_(), given.weights.requires_grad_()
             y = module(x, given.ids, weights)
@@ -202,7 +202,7 @@ def test_gradients_flow_where_the_device_decides(decided):
 def test_budgets_reads_and_new_weights_leave_outputs_right(decided):
     plain = qwen3_moe(count=EXPERTS)
     vb = decided(copy.deepcopy(plain), 6)
-    layer, module, cache = layer_of(vb.model), layer_of(plain), vb._attachment.expert_cache
+    layer, module, cache = layer_of(vb.module), layer_of(plain), vb._attachment.expert_cache
     run_experts(layer, routed(7))
     assert torch.equal(layer.down_proj, module.down_proj)
     before = vb.stats().layers[layer.handle.spec.name]
@@ -221,7 +221,7 @@ def test_budgets_reads_and_new_weights_leave_outputs_right(decided):
 
 @torch.no_grad()
 def test_scans_are_refused_within_a_capture(decided, monkeypatch):
-    layer = layer_of(decided(qwen3_moe(count=EXPERTS), 6).model)
+    layer = layer_of(decided(qwen3_moe(count=EXPERTS), 6).module)
 
     class OnGpu(torch.Tensor):
         is_cuda = True
@@ -236,7 +236,7 @@ def test_scans_are_refused_within_a_capture(decided, monkeypatch):
 def test_exact_experts_stay_with_the_host_which_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     vb = wrap_beside(monkeypatch, qwen3_moe(count=EXPERTS), "exact", room=8)
-    cache, handle = vb._attachment.expert_cache, layer_of(vb.model).handle
+    cache, handle = vb._attachment.expert_cache, layer_of(vb.module).handle
     cache.follow()
     assert handle.deciding.by == "host" and "one plane" in cache.fallbacks[0]
     assert "the host leases the experts that tokens are sent to" in why_waits(handle)

@@ -15,7 +15,7 @@ NAME = "model.layers.0.mlp.experts"
 
 def encoder_of(format: str, part: str, dtype: torch.dtype = torch.bfloat16):
     vb = wrap(qwen3_moe(dtype=dtype), format)
-    return vb.model.get_submodule(NAME).handle.coder.encoders[part]
+    return vb.module.get_submodule(NAME).handle.coder.encoders[part]
 
 
 def weights_of(encoder, count: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_experts_that_are_copied_to_the_gpu_meanwhile_have_the_same_planes(monke
         encoding._STEP_BYTES, "cuda", 5 * sum(p[0].nbytes for p in model.get_submodule(NAME).parameters())
     )
     vb = vbrt.wrap(model, config("nvfp4"))
-    handle = vb.model.get_submodule(NAME).handle
+    handle = vb.module.get_submodule(NAME).handle
     weights = {"up": model.get_submodule(NAME).gate_up_proj, "down": model.get_submodule(NAME).down_proj}
     for expert, planes in enumerate(handle.split(weights)):
         alone = {part: handle.coder.encoders[part].split(weight[expert]) for part, weight in weights.items()}

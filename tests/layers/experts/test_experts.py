@@ -37,7 +37,7 @@ def test_lossless_experts_are_those_of_the_implementation_that_the_config_names(
     plain = qwen3_moe(dtype=dtype, experts=experts)
     logits, tokens = plain(TOKENS).logits, plain.generate(TOKENS, max_new_tokens=6, do_sample=False)
     vb = wrap(qwen3_moe(dtype=dtype, experts=experts), format)
-    assert isinstance(_experts(vb.model), VBExperts)
+    assert isinstance(_experts(vb.module), VBExperts)
     assert torch.equal(vb(TOKENS).logits, logits)
     assert torch.equal(vb.generate(TOKENS, max_new_tokens=6, do_sample=False), tokens)
 
@@ -79,7 +79,7 @@ def test_one_page_for_each_expert_and_plane_holds_both_matrices():
 @torch.no_grad()
 def test_a_forward_leases_the_experts_of_its_tokens_only():
     vb = wrap(qwen3_moe(), "nvfp4")
-    layer, x = _experts(vb.model), torch.randn(3, 64, dtype=torch.bfloat16)
+    layer, x = _experts(vb.module), torch.randn(3, 64, dtype=torch.bfloat16)
     layer(x, torch.tensor([[1, 5], [5, 1], [1, 5]]), torch.rand(3, 2))
     touched = {key for key, page in vb.stack.pages.items() if page.hits + page.misses}
     assert touched == {f"{NAME}#coarse.1", f"{NAME}#coarse.5"}
@@ -96,7 +96,7 @@ def test_autocast_casts_what_it_casts_in_the_plain_module(experts):
 def test_experts_that_are_asked_to_train_leave_the_tiers():
     vb = wrap(qwen3_moe(), "exact")
     vb.materialize()
-    layer = _experts(vb.model)
+    layer = _experts(vb.module)
     weights = layer.gate_up_proj.clone(), layer.down_proj.clone()
     with pytest.warns(UserWarning, match=f"{NAME} left the tiers to train"):
         layer.requires_grad_(True)
@@ -111,7 +111,7 @@ def test_tracers_see_the_plain_module_on_decoded_experts():
 
     vb = wrap(qwen3_moe(), "exact")
     vb.materialize()
-    layer, ids = _experts(vb.model), torch.tensor([[0, 1], [2, 3], [1, 5]])
+    layer, ids = _experts(vb.module), torch.tensor([[0, 1], [2, 3], [1, 5]])
     x, weights = torch.randn(3, 64, dtype=torch.bfloat16), torch.rand(3, 2, dtype=torch.bfloat16)
     y = layer(x, ids, weights)
     assert torch.equal(make_fx(lambda x, w: layer(x, ids, w))(x, weights)(x, weights), y)
@@ -123,7 +123,7 @@ def test_what_would_compute_the_weights_of_something_else_is_refused_by_name():
     vb = wrap(qwen3_moe(), "exact")
     logits = vb(TOKENS).logits
     with pytest.raises(WrapError, match=rf"{NAME}: gate_up_proj_orig cannot take the place"):
-        torch.nn.utils.prune.l1_unstructured(_experts(vb.model), "gate_up_proj", 0.3)
+        torch.nn.utils.prune.l1_unstructured(_experts(vb.module), "gate_up_proj", 0.3)
     assert torch.equal(vb(TOKENS).logits, logits)
 
 
@@ -132,7 +132,7 @@ def test_what_would_compute_the_weights_of_something_else_is_refused_by_name():
 def test_sentinel_ids_add_nothing(format, experts):
     plain, vb = _experts(qwen3_moe(experts=experts)), wrap(qwen3_moe(experts=experts), format)
     x, ids, weights = torch.randn(4, 64, dtype=torch.bfloat16), torch.randint(0, 8, (4, 2)), torch.rand(4, 2)
-    layer = _experts(vb.model)
+    layer = _experts(vb.module)
     layer._is_expert_parallel = plain._is_expert_parallel = True
     ids[1], ids[2, 0] = 8, 8
     masked = weights.masked_fill(ids == 8, 0.0)
@@ -147,7 +147,7 @@ def test_gradients_reach_hidden_states_and_routing_weights():
     plain, vb = _experts(qwen3_moe(dtype=torch.float32)), wrap(qwen3_moe(dtype=torch.float32), "dense")
     ids, grads = torch.randint(0, 8, (5, 2)), []
     start, weights = torch.randn(5, 64), torch.rand(5, 2)
-    for layer in (plain.requires_grad_(False), _experts(vb.model)):
+    for layer in (plain.requires_grad_(False), _experts(vb.module)):
         x, w = start.clone().requires_grad_(), weights.clone().requires_grad_()
         layer(x, ids, w).square().sum().backward()
         grads.append((x.grad, w.grad))
@@ -160,7 +160,7 @@ def test_reading_writing_and_assigning_a_parameter_is_as_on_the_plain_module():
     plain, vb = qwen3_moe(), wrap(qwen3_moe(), "exact")
     weights, logits = {name: t.clone() for name, t in plain.state_dict().items()}, plain(TOKENS).logits
     vb(TOKENS)
-    layer = _experts(vb.model)
+    layer = _experts(vb.module)
     assert torch.equal(layer.gate_up_proj, weights[f"{NAME}.gate_up_proj"])
     layer.down_proj.mul_(2)
     _experts(plain).down_proj.mul_(2)
@@ -180,8 +180,8 @@ def test_state_dicts_copies_pickles_and_unwrap_give_the_plain_weights(format):
     assert vb.state_dict().keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in vb.state_dict().items())
     assert torch.equal(copy.deepcopy(vb)(TOKENS).logits, logits)
-    assert torch.equal(pickle.loads(pickle.dumps(vb.model))(TOKENS).logits, logits)
-    assert {name for name, _ in vb.model.named_parameters()} <= weights.keys()
+    assert torch.equal(pickle.loads(pickle.dumps(vb.module))(TOKENS).logits, logits)
+    assert {name for name, _ in vb.module.named_parameters()} <= weights.keys()
     half = {name: tensor / 2 if "experts" in name else tensor for name, tensor in weights.items()}
     vb.load_state_dict(half)
     plain.load_state_dict(half)
@@ -198,7 +198,7 @@ def test_weights_that_functional_call_gives_count_for_that_call_only():
     name = f"{NAME}.down_proj"
     given = {name: plain.state_dict()[name] * 3}
     want = torch.func.functional_call(plain, given, (TOKENS,)).logits
-    assert torch.equal(torch.func.functional_call(vb.model, given, (TOKENS,)).logits, want)
+    assert torch.equal(torch.func.functional_call(vb.module, given, (TOKENS,)).logits, want)
     assert torch.equal(vb(TOKENS).logits, logits)
 
 
@@ -219,7 +219,7 @@ def test_an_expert_that_cannot_be_encoded_is_named_and_nothing_changes():
 def test_a_compiled_model_computes_as_the_eager_one(fullgraph, format):
     vb = wrap(qwen3_moe(layers=1), format)
     logits = vb(TOKENS).logits
-    compiled = torch.compile(vb.model, backend="aot_eager", fullgraph=fullgraph)
+    compiled = torch.compile(vb.module, backend="aot_eager", fullgraph=fullgraph)
     assert torch.equal(compiled(TOKENS).logits, logits)
 
 
@@ -250,7 +250,7 @@ class _Counted(tuple):
 def test_a_pass_walks_no_pages_until_some_have_moved(tmp_path, monkeypatch):
     vb = _streamed(qwen3_moe(), "nvfp4", tmp_path)
     vb.materialize()
-    handle = _experts(vb.model).handle
+    handle = _experts(vb.module).handle
     handle.pages = _Counted(handle.pages)
     monkeypatch.setattr(_Counted, "walks", 0)
     assert handle.streams and handle.streams and _Counted.walks == 1

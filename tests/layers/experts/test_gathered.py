@@ -21,7 +21,7 @@ def test_ids_are_ranked_and_each_expert_is_named_once():
 def test_gathered_experts_give_the_bits_of_the_plain_module(implementation, monkeypatch):
     plain = models.qwen3_moe(count=8, experts=implementation)
     vb = models.wrap(models.qwen3_moe(count=8, experts=implementation), "dense")
-    layer, module = vb.model.model.layers[0].mlp.experts, plain.model.layers[0].mlp.experts
+    layer, module = vb.module.model.layers[0].mlp.experts, plain.model.layers[0].mlp.experts
     vb.materialize()
     slots, keys = vb.stack.levels[0].slots, layer.handle.keys
 
@@ -32,7 +32,7 @@ def test_gathered_experts_give_the_bits_of_the_plain_module(implementation, monk
     pages = SimpleNamespace(layout=layer.handle.pages[0].layout, addresses=None)
     for ids in ([[3, 1]], [[3, 1], [1, 6], [0, 3]]):
         ids = torch.tensor(ids)
-        x, weights = torch.randn(len(ids), vb.model.config.hidden_size), torch.rand(ids.shape)
+        x, weights = torch.randn(len(ids), vb.module.config.hidden_size), torch.rand(ids.shape)
         routed = Routed(x.bfloat16(), ids, weights.bfloat16())
         with torch.no_grad():
             assert torch.equal(gathered(layer, routed, pages), module(routed.x, routed.ids, routed.weights))

@@ -29,10 +29,10 @@ def pair(name: str, format: str, *, kept: bool = True, **how) -> tuple[nn.Module
     for parameter in (p for n, p in plain.named_parameters() if n not in names):
         parameter.requires_grad_(kept)
     vb = wrap(Holder(copy.deepcopy(plain)), format).materialize()
-    assert isinstance(vb.model.experts, VBExperts)
-    plain.load_state_dict(vb.model.experts.state_dict())
+    assert isinstance(vb.module.experts, VBExperts)
+    plain.load_state_dict(vb.module.experts.state_dict())
     plain.__dict__["vb"] = vb  # it lives as long as its twin
-    return vb.model.experts, plain
+    return vb.module.experts, plain
 
 
 def gradients(layer: nn.Module, args: tuple[torch.Tensor, ...], *, autocast: bool = False) -> dict[str, torch.Tensor]:
@@ -195,7 +195,7 @@ def test_adapters_beside_frozen_experts_train_as_beside_plain_ones(format, check
     vb = wrap(qwen3_moe(dtype=torch.float32, experts="eager"), format).materialize()
     plain = qwen3_moe(dtype=torch.float32, experts="eager").requires_grad_(False)
     plain.load_state_dict(vb.state_dict())
-    loss, grads = lora_step(vb.model, checkpointing=checkpointing, autocast=autocast)
+    loss, grads = lora_step(vb.module, checkpointing=checkpointing, autocast=autocast)
     want_loss, want = lora_step(plain, checkpointing=checkpointing, autocast=autocast)
     assert loss == pytest.approx(want_loss, rel=1e-2 if autocast else 1e-4) and grads.keys() == want.keys()
     most = 0.4 if autocast else 1e-3
@@ -204,7 +204,7 @@ def test_adapters_beside_frozen_experts_train_as_beside_plain_ones(format, check
 
 def test_drafts_in_coarse_precision_have_the_gradients_of_the_coarse_plane():
     vb = wrap(qwen3_moe(dtype=torch.bfloat16), "exact").materialize()
-    layer, (x, ids, weights) = vb.model.get_submodule("model.layers.0.mlp.experts"), _bf16_routing()
+    layer, (x, ids, weights) = vb.module.get_submodule("model.layers.0.mlp.experts"), _bf16_routing()
     with vb.phase("draft", precision="coarse"):
         vb(TOKENS)  # the phase begins with a pass
         coarse = layer(x.requires_grad_(), ids, weights)
@@ -229,7 +229,7 @@ def streamed(plain: nn.Module, path: Path) -> VBExperts:
     vb = vbrt.wrap(held, settings).materialize()
     assert vb.plan.home_bytes("ssd") == vb.plan.page_bytes > 2 * budget
     plain.__dict__["vb"] = vb
-    return vb.model.experts
+    return vb.module.experts
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
@@ -258,9 +258,9 @@ def test_gradients_on_a_gpu_are_those_of_the_plain_module(format, tokens, share)
     pages = vbrt.make_plan(Holder(plain), load_config(settings)).page_bytes
     settings["tiers"] = {"gpu": {"budget": int(share * pages)}}
     vb = vbrt.wrap(Holder(copy.deepcopy(plain)), settings).materialize()
-    plain.load_state_dict(vb.model.experts.state_dict())
+    plain.load_state_dict(vb.module.experts.state_dict())
     args = tuple(tensor.cuda() for tensor in routed(plain, tokens, dtype=torch.bfloat16))
-    got, want = gradients(vb.model.experts, args), gradients(plain.cuda(), args)
+    got, want = gradients(vb.module.experts, args), gradients(plain.cuda(), args)
     assert_close(got, want, 2e-2)
     if format == "dense" and share < 1:
         assert next(iter(vb.stats().layers.values())).experts.decides == "gpu"

@@ -33,7 +33,7 @@ EVEN = MissRates(1e9, 1e9)  # as fast as the link: half of the misses each
 
 
 def _layer(vb):
-    return vb.model.get_submodule(NAME)
+    return vb.module.get_submodule(NAME)
 
 
 def _outputs(vb, ids, tokens=1, seed=1):
@@ -212,7 +212,7 @@ def test_biases_are_read_in_their_own_order_and_computed_in_fp64_without_a_team(
     want = None
     for change in (lambda bias: bias, lambda bias: bias.t().contiguous().t(), lambda bias: bias.double()):
         vb = wrap_beside(monkeypatch, Holder(experts_module("GptOssExperts")), room=3, miss="compute")
-        experts = vb.model.experts
+        experts = vb.module.experts
         for name in ("gate_up_proj_bias", "down_proj_bias"):
             torch.manual_seed(2)
             bias = torch.randn(experts._parameters[name].shape, dtype=x.dtype)
@@ -289,7 +289,7 @@ def test_gates_biases_and_norms_count_where_experts_are_computed(monkeypatch, na
     for miss in ("fetch", "compute"):
         x, ids, weights = routed(experts_module(name), tokens=1)
         vb = wrap_beside(monkeypatch, Holder(experts_module(name)), room=3, miss=miss)
-        found[miss] = [vb.model.experts(x, (ids + turn) % EXPERTS, weights) for turn in range(3)]
+        found[miss] = [vb.module.experts(x, (ids + turn) % EXPERTS, weights) for turn in range(3)]
         assert bool(vb.stats().layers["experts"].experts.computed) is (miss == "compute"), vb.stats().fallbacks
     for got, want in zip(found["compute"], found["fetch"], strict=True):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-3)

@@ -76,7 +76,7 @@ def test_copies_pickles_and_saves_compute_the_same(name: str, tmp_path: Path) ->
         vb = vbrt.wrap(model, settings(model, "exact"))
         vb.materialize()
         assert torch.equal(copy.deepcopy(vb)(*args), expected)
-        assert torch.equal(pickle.loads(pickle.dumps(vb.model)).experts(*args), expected)
+        assert torch.equal(pickle.loads(pickle.dumps(vb.module)).experts(*args), expected)
         vb.save(tmp_path)
         other = Holder(special_module(name, dtype=torch.bfloat16, seed=1)).eval()
         with vbrt.load(tmp_path, other) as loaded:

@@ -47,7 +47,7 @@ def test_one_set_of_pages_serves_all(model: Two, args, tmp_path: Path) -> None:
             assert model.first.materialized and model.second.materialized
             with copy.deepcopy(vb) as twin:
                 assert torch.equal(twin(*args), expected)
-                assert twin.model.first.handle is twin.model.second.handle
+                assert twin.module.first.handle is twin.module.second.handle
             vb.unwrap()
         assert model.first.gate_up_proj is model.second.gate_up_proj
         assert model.first.down_proj is model.second.down_proj
@@ -83,7 +83,7 @@ def test_a_save_has_them_once(model: Two, args, tmp_path: Path) -> None:
         assert size < 1.2 * sum(p.nbytes for p in Two().first.parameters())
         with vbrt.load(tmp_path, Two(seed=3).eval()) as loaded:
             assert torch.equal(loaded(*args), expected)
-            assert loaded.model.first.handle is loaded.model.second.handle
+            assert loaded.module.first.handle is loaded.module.second.handle
 
 
 def test_modules_that_share_a_part_only_stay(model: Two) -> None:
