@@ -116,12 +116,18 @@ if TYPE_CHECKING:
     from vbrt.wrapper.wrapper import VBModelWrapper
 
 
-def __getattr__(name: str) -> Any:
-    """Names load on first use, so that config, plan and policy can be imported without torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'vbrt' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"vbrt.{_HOMES[name]}"), name)
-    return value
+if not TYPE_CHECKING:  # type checkers would take every name for one of the package's
+
+    def __getattr__(name: str) -> Any:
+        """Names load on first use, so that config, plan and policy can be imported without torch."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'vbrt' has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f"vbrt.{_HOMES[name]}"), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
 
 
 register_all()
