@@ -49,6 +49,7 @@ from vbrt.config.toml_text import toml_text
 from vbrt.errors import VBError
 from vbrt.saves.tensorfile import TensorFile
 from vbrt.tiers import MemoryTier, SsdTier
+from vbrt.tiers.protocol import Reservation
 
 HANGS_SECONDS = 20
 ROOM_BYTES = 256 << 20  # of address space, beyond what the process has: no input is larger than a MiB
@@ -62,11 +63,14 @@ def page_part(directory: Path, dice: random.Random) -> Part:
     """A page file of the ssd tier."""
     tier = SsdTier(directory, 1 << 30, io="buffered")
     page = torch.randint(0, 256, (3 * 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    room = tier.reserve(page.numel() + tier.overhead_bytes)
+    stored, read = Reservation(), Reservation()
+    tier.reserve(page.numel() + tier.overhead_bytes, stored)
+    room = stored.room
     tier.put(room, page, key="layers.0#coarse", layout={"format": "nvfp4"})
     (path,) = tier.directory.glob("*.page")
     data, memory = path.read_bytes(), MemoryTier("cpu", torch.device("cpu"), 1 << 30)
-    out = memory.reserve(page.numel()).tensor
+    memory.reserve(page.numel(), read)
+    out = read.room.tensor
 
     def load() -> tuple:
         out.zero_()

@@ -4,14 +4,23 @@ import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from vbrt.tiers.memory import MemoryTier
+from vbrt.tiers.protocol import Reservation, Tier
 from vbrt.tiers.ssd import PageFile, SsdTier
 
 PAGE = 4096
 CHUNK = 2 << 20  # what is read and hashed at a time
+
+
+def reserved(tier: Tier, nbytes: int, **options: int) -> Any:
+    """Reserve room; None if there is none."""
+    holder = Reservation()
+    assert tier.reserve(nbytes, holder, **options) == (holder.room is not None)
+    return holder.room
 
 
 class NamedSsd(SsdTier):
@@ -23,7 +32,7 @@ class NamedSsd(SsdTier):
 
     def write(self, key: str, page: torch.Tensor, layout: dict | None = None) -> None:
         """Reserve and put, as a stack does; the room is freed if that fails."""
-        room = self.reserve(page.numel() + self.overhead_bytes)
+        room = reserved(self, page.numel() + self.overhead_bytes)
         try:
             self.put(room, page, key=key, layout=layout)
         except BaseException:
@@ -42,7 +51,7 @@ def page(nbytes: int = 3 * PAGE, seed: int = 0) -> torch.Tensor:
 
 def buffer(nbytes: int) -> torch.Tensor:
     """Aligned memory, as the stack has it."""
-    return MemoryTier("cpu", torch.device("cpu"), 1 << 40).reserve(nbytes).tensor
+    return reserved(MemoryTier("cpu", torch.device("cpu"), 1 << 40), nbytes).tensor
 
 
 def read(tier: NamedSsd, key: str, nbytes: int = 3 * PAGE) -> torch.Tensor:

@@ -41,13 +41,13 @@ class WatchedTier(MemoryTier):
         self.alive.add(buffer)
         return buffer
 
-    def reserve(self, nbytes, **options):
-        buffer = super().reserve(nbytes, **options)
+    def reserve(self, nbytes, holder, **options):
+        granted = super().reserve(nbytes, holder, **options)
         alive = sum(b.nbytes for b in self.alive)
-        most = self.held_bytes if buffer is None else self.capacity_bytes
+        most = self.capacity_bytes if granted else self.held_bytes
         if not alive == self.held_bytes <= min(most, self.peak_bytes):
             self.violations.append(f"alive {alive}, held {self.held_bytes}, peak {self.peak_bytes}")
-        return buffer
+        return granted
 
 
 class ScriptedPolicy(LRUPolicy):

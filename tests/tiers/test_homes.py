@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from tests.tiers.pages import reserved
 from tests.tiers.stacks import (
     UNIT,
     SlowSsd,
@@ -377,7 +378,7 @@ def test_a_lower_budget_is_kept_once_set_budget_returns_although_a_page_was_on_i
         assert resized.wait(30)
         with stack.guard.lock:
             assert level.tier.held_bytes > level.tier.capacity_bytes
-            assert level.tier.reserve(UNIT) is None
+            assert reserved(level.tier, UNIT) is None
         assert lowering.is_alive()
         ssd.gates["c"].set()
     assert level.tier.held_bytes <= level.tier.peak_bytes <= 2 * UNIT

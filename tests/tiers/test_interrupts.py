@@ -111,6 +111,28 @@ def test_ctrl_c_while_pages_are_given_back_holds_none_though_its_frames_are_kept
     stack.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("room", [2, 3, 4])
+def test_ctrl_c_as_a_call_through_c_returns_loses_no_room(room, tmp_path, quick_to_look):
+    """CPython looks for signals there before the caller has stored the result."""
+    sizes = dict.fromkeys([f"page{i}" for i in range(6)], 1)
+    near = Level(WatchedTier("cpu", room), LRUPolicy(room * UNIT))  # nothing is staged ahead: this thread reserves
+    stack = add_all(TierStack([near, SsdTier(tmp_path, 1 << 40)]), sizes)
+    one_pass, interrupted = [PASS, *((key,) for key in sizes)], Interrupts()
+    run(stack, one_pass * 3)
+    interrupted(0, lambda: run(stack, one_pass))
+    behind = {
+        place: at for at, place in reversed([*enumerate(interrupted.places, 1)]) if place[1] % 2
+    }  # the first time
+    mine = [at for (code, _), at in behind.items() if f"{os.sep}vbrt{os.sep}" in code.co_filename]
+    assert len(mine) > 5
+    for at in mine:
+        assert interrupted(at, lambda: run(stack, one_pass))
+        within(30, lambda: run(stack, one_pass))
+        assert_at_rest(stack)
+    stack.close()
+
+
 def test_nothing_that_locks_in_python_is_entered_under_the_stacks_lock(tmp_path):
     sizes = {f"page{i}": 1 + i % 2 for i in range(8)}
     one_pass = [PASS, *((key,) for key in sizes)]

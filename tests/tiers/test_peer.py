@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.tiers.pages import reserved
 from tests.tiers.stacks import UNIT, WatchedTier, add_all, assert_at_rest, run
 from vbrt.errors import TierError
 from vbrt.residency.plan import PageSpec, place, with_whole_pages
@@ -38,7 +39,7 @@ def test_what_is_left_of_one_share_is_not_room_for_a_page():
     tier = PeerTier([CPU, CPU, CPU], 9 * UNIT)
     level = Level(tier)
     assert level.free_bytes == 9 * UNIT
-    tier.reserve(2 * UNIT)
+    reserved(tier, 2 * UNIT)
     assert level.free_bytes == 6 * UNIT  # one unit of each share is left in the end
     pages = [[PageSpec(f"layer{i}#c", "c", 2 * UNIT)] for i in range(6)]
     rooms = with_whole_pages({"gpu": 6 * UNIT, "peer": 10 * UNIT, "cpu": 99 * UNIT}, pages, len(tier.parts))
@@ -48,9 +49,9 @@ def test_what_is_left_of_one_share_is_not_room_for_a_page():
 
 def test_a_page_that_no_single_neighbour_has_room_for_is_an_error_and_not_a_wait():
     tier = PeerTier([CPU, CPU], 6 * UNIT)
-    rooms = [tier.reserve(2 * UNIT), tier.reserve(2 * UNIT)]
+    rooms = [reserved(tier, 2 * UNIT), reserved(tier, 2 * UNIT)]
     with pytest.raises(TierError, match="none has room for a page of 8192 bytes"):
-        tier.reserve(2 * UNIT)
-    assert tier.reserve(3 * UNIT) is None
+        reserved(tier, 2 * UNIT)
+    assert reserved(tier, 3 * UNIT) is None
     tier.free(rooms[0], reuse=False)
-    assert tier.reserve(2 * UNIT) is not None and tier.held_bytes == tier.used_bytes == 4 * UNIT
+    assert reserved(tier, 2 * UNIT) is not None and tier.held_bytes == tier.used_bytes == 4 * UNIT

@@ -12,7 +12,7 @@ from vbrt.errors import TierError
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.simulate import PASS, make_policy
 from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, Tier, TierStack
-from vbrt.tiers.protocol import Store
+from vbrt.tiers.protocol import Holder, Store
 from vbrt.tiers.rows import page_rows
 from vbrt.tiers.slots import State
 
@@ -41,13 +41,14 @@ class CompressedTier:
     def used_bytes(self) -> int:
         return self.held_bytes
 
-    def reserve(self, nbytes: int, *, reserved_bytes: int = 0) -> Packed | None:
+    def reserve(self, nbytes: int, holder: Holder, *, reserved_bytes: int = 0) -> bool:
         if self.held_bytes + reserved_bytes + nbytes > self.capacity_bytes:
-            return None
+            return False
         room = Packed(nbytes)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + nbytes)
+        holder.room = room
         self.held_bytes += nbytes
-        return room
+        return True
 
     def put(self, room: Packed, page: torch.Tensor, *, key: str, layout: dict | None = None) -> None:
         room.data = zlib.compress(bytes(page.tolist()), 1)

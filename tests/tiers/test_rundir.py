@@ -49,8 +49,11 @@ def start(root: Path) -> subprocess.Popen:
     code = f"""
         import sys, time, torch
         from vbrt.tiers import SsdTier
+        from vbrt.tiers.protocol import Reservation
         tier = SsdTier({str(root)!r}, 1 << 30)
-        tier.put(tier.reserve(8192), torch.zeros(4096, dtype=torch.uint8), key="layer")
+        held = Reservation()
+        tier.reserve(8192, held)
+        tier.put(held.room, torch.zeros(4096, dtype=torch.uint8), key="layer")
         print(tier.directory, flush=True)
         sys.stdin.read()
     """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiers.pages import CHUNK, PAGE, NamedSsd, file_of, page, read
+from tests.tiers.pages import CHUNK, PAGE, NamedSsd, file_of, page, read, reserved
 from vbrt.errors import TierError
 from vbrt.tiers.ssd import HEADER_BYTES
 
@@ -93,7 +93,7 @@ def test_the_budget_counts_headers_and_comes_back_with_drop(tmp_path):
     tier.write("a", page(PAGE))
     tier.write("b", page(PAGE))
     assert tier.held_bytes == tier.capacity_bytes == tier.peak_bytes
-    assert tier.reserve(HEADER_BYTES + PAGE) is None
+    assert reserved(tier, HEADER_BYTES + PAGE) is None
     assert sorted(path.name.rsplit("-")[-1] for path in tier.directory.glob("*.*")) == ["a.page", "b.page"]
     tier.drop("a")
     tier.drop("a")

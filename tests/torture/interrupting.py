@@ -8,7 +8,11 @@ import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
 
-_LOOKS = ("RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD")  # CPython looks for signals in these
+# CPython 3.11 to 3.13 looks for signals in these: after the call, unless it has entered a Python function without C in
+# between. It always calls through C for `*args` and `**options` (3.11), classes, partials, generators that `next` runs,
+# and all functions under Dynamo: there a signal may come between a function's last instruction and the caller's next.
+_CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
+_LOOKS = ("RESUME", *_CALLS, "JUMP_BACKWARD")
 
 
 class _Trip:
@@ -19,8 +23,8 @@ _TRIP = _Trip()
 
 
 @functools.cache
-def _looks(code: CodeType) -> frozenset[int]:
-    return frozenset(i.offset for i in dis.get_instructions(code) if i.opname in _LOOKS)
+def _at(code: CodeType, names: tuple[str, ...]) -> frozenset[int]:
+    return frozenset(i.offset for i in dis.get_instructions(code) if i.opname in names)
 
 
 class Interrupts:
@@ -32,7 +36,8 @@ class Interrupts:
         keep_frames: keep it with all its frames, as interactive sessions do until the next error.
 
     Attributes:
-        places: of the last call, where one could have come, in order: code and offset.
+        places: of the last call, where one could have come, in order: code and offset; behind a call's offset, an odd
+            one, where what was called has returned.
         raised: the KeyboardInterrupt of the last call, if frames are kept.
     """
 
@@ -42,7 +47,8 @@ class Interrupts:
         self.raised: KeyboardInterrupt | None = None
 
     def __call__(self, at: int, work: Callable[[], object]) -> bool:
-        """Run `work`, and have a SIGINT come just before the `at`-th time that CPython looks for one, from 1 on.
+        """Run `work`, and have a SIGINT come just before the `at`-th time that CPython looks for one, from 1 on; also
+        as a function returns, for CPython to find behind the call.
 
         Whether it came: False when `work` ended before. The signal is a real one, so it is raised where CPython raises
         it: when a function begins, when a call into C has returned, when a loop jumps back, in the standard library and
@@ -56,11 +62,10 @@ class Interrupts:
                 if frame.f_code.co_filename == __file__:
                     return None
                 frame.f_trace_opcodes, frame.f_trace_lines = True, False
-                if self.anywhere:
-                    return trace
-            elif event != "opcode" or not (self.anywhere or frame.f_lasti in _looks(frame.f_code)):
+            place = self._place(frame, event)
+            if place is None:
                 return trace
-            places.append((frame.f_code, frame.f_lasti))
+            places.append(place)
             if len(places) == at:
                 sys.settrace(None)
                 if self.anywhere:
@@ -82,6 +87,18 @@ class Interrupts:
             sys.settrace(before)
             signal.signal(signal.SIGINT, handler)
         return len(places) == at
+
+    def _place(self, frame: FrameType, event: str) -> tuple[CodeType, int] | None:
+        """Return the place that an event of a trace is, if it is one. A caller whose call was entered without C in
+        between is behind the call already, in CPython 3.11."""
+        code, at, caller = frame.f_code, frame.f_lasti, frame.f_back
+        if self.anywhere:
+            return (code, at) if event == "opcode" else None
+        if event == "opcode":
+            return (code, at) if at in _at(code, _LOOKS) else None
+        if event == "return" and caller is not None and caller.f_code.co_filename != __file__:
+            return (caller.f_code, caller.f_lasti + 1) if caller.f_lasti in _at(caller.f_code, _CALLS) else None
+        return (code, at) if event == "call" else None
 
     def count(self, work: Callable[[], object]) -> list[int]:
         """Run `work` uninterrupted; `at` for each distinct place that it comes through, the first time and the last."""

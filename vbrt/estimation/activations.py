@@ -8,6 +8,7 @@ from vbrt.config.budgets import parse_activations
 from vbrt.model.activations import blocks_of
 from vbrt.residency.activations import KEEP, OFFLOAD, RECOMPUTE
 from vbrt.tiers import Buffer
+from vbrt.tiers.protocol import Holder
 from vbrt.training.activations import Activations
 from vbrt.training.offload import Offload
 
@@ -37,9 +38,10 @@ class _Endless:
 
     capacity_bytes = 0
 
-    def reserve(self, nbytes: int) -> Buffer:
-        """Return nothing that anybody reads."""
-        return Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"))
+    def reserve(self, nbytes: int, holder: Holder) -> bool:
+        """Reserve nothing that anybody reads."""
+        holder.room = Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"))
+        return True
 
     def free(self, buffer: Buffer, *, reuse: bool) -> None:
         """Do nothing."""

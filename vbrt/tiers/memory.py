@@ -9,6 +9,7 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.host.memory import PinError, map_memory, pin
+from vbrt.tiers.protocol import Holder
 
 __all__ = ["Buffer", "MemoryTier"]
 
@@ -80,23 +81,24 @@ class MemoryTier:
         """Bytes of the buffers that are in use; the rest of `held_bytes` waits for the next page of its size."""
         return self.held_bytes - sum(nbytes * len(buffers) for nbytes, buffers in self._cached.items())
 
-    def reserve(self, nbytes: int, *, reserved_bytes: int = 0, pinned: bool = True) -> Buffer | None:
-        """Return a buffer of exactly `nbytes`, or None while the budget has no room for it beside `reserved_bytes`.
-        `pinned`: False for one that need not be page-locked."""
+    def reserve(self, nbytes: int, holder: Holder, *, reserved_bytes: int = 0, pinned: bool = True) -> bool:
+        """Reserve a buffer of exactly `nbytes`, in `holder.room`; False while the budget has no room for it beside
+        `reserved_bytes`. `pinned`: False for one that need not be page-locked."""
         if self.used_bytes + reserved_bytes + nbytes > self.capacity_bytes:
-            return None
+            return False
         cached = self._cached[nbytes]
         if cached:
-            buffer = cached[-1]
+            holder.room = cached[-1]
             del cached[-1]  # not pop(): Ctrl-C may come when a call returns, and the buffer would be lost
-            return buffer
+            return True
         self.trim(self.capacity_bytes - nbytes)
         buffer = self._new(nbytes)
         if pinned and self.pinned:
             self._pin(buffer)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + nbytes)
+        holder.room = buffer  # no call in between
         self.held_bytes += nbytes
-        return buffer
+        return True
 
     def free(self, buffer: Buffer, *, reuse: bool) -> None:
         """Free a buffer: with `reuse` it is cached for the next page of its size, and its bytes count as held until

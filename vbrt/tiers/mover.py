@@ -195,10 +195,10 @@ class Mover:
         level = slot.level
         earlier = takewhile(lambda other: other is not slot, level.pending)
         options = {} if slot.page.pinned or not level.tier.memory else {"pinned": False}
-        slot.room = level.tier.reserve(slot.charge, reserved_bytes=sum(e.charge for e in earlier), **options)
-        if slot.room is not None:
+        if level.tier.reserve(slot.charge, slot, reserved_bytes=sum(e.charge for e in earlier), **options):
             del level.pending[slot]
-        return slot.room is not None
+            return True
+        return False
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from vbrt.errors import TierError
 from vbrt.tiers.device_copy import reach
 from vbrt.tiers.memory import Buffer, MemoryTier
+from vbrt.tiers.protocol import Holder
 
 __all__ = ["PeerTier"]
 
@@ -86,10 +87,10 @@ class PeerTier:
         for part in self.parts:
             part.peak_bytes = part.held_bytes
 
-    def reserve(self, nbytes: int, *, reserved_bytes: int = 0) -> Buffer | None:
-        """Return a buffer on the neighbour with the most room, or None while none has room for it."""
+    def reserve(self, nbytes: int, holder: Holder, *, reserved_bytes: int = 0) -> bool:
+        """Reserve a buffer on the neighbour with the most room, in `holder.room`; False while none has room for it."""
         if self.used_bytes + reserved_bytes + nbytes > self.capacity_bytes:
-            return None
+            return False
         self._largest_bytes = max(self._largest_bytes, nbytes)
         part = max(self.parts, key=_room_left)
         if nbytes > _room_left(part):
@@ -97,7 +98,7 @@ class PeerTier:
                 f"tier peer: {_room_left(part)} bytes are left of each neighbour's share, none has room for a page of "
                 f"{nbytes} bytes; raise tiers.peer.budget, or lower it so that fewer pages are placed there"
             )
-        return part.reserve(nbytes)
+        return part.reserve(nbytes, holder)
 
     def free(self, buffer: Buffer, *, reuse: bool) -> None:
         """Free a buffer; see `MemoryTier.free`."""

@@ -12,6 +12,7 @@ from vbrt.formats.page import unpack
 from vbrt.residency.programme import Load
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.memory import Buffer
+from vbrt.tiers.protocol import Reservation
 from vbrt.tiers.slots import Page, Slot, State, slot_below
 from vbrt.tiers.stream_link import link_of
 
@@ -39,6 +40,7 @@ class Ring:
     def __init__(self, ledger: Ledger, slots: int, slot_bytes: int) -> None:
         self._ledger, self._level, self._slot_bytes = ledger, ledger.levels[0], slot_bytes
         self.buffers: list[Buffer | None] = [None] * slots
+        self._arriving = Reservation()  # a buffer that has no slot yet
         self.keys = [""] * slots
         stream = self._level.stream
         self.link = link_of(stream, slots, self._level.lanes)
@@ -60,15 +62,16 @@ class Ring:
         Raises:
             TierError: the device has no memory although the budget has room.
         """
-        tier = self._level.tier
+        tier, arriving = self._level.tier, self._arriving
         for at, buffer in enumerate(self.buffers):
             if buffer is None:
-                self.buffers[at] = tier.reserve(self._slot_bytes)
-                while self.buffers[at] is None and others:
+                while not tier.reserve(self._slot_bytes, arriving):
+                    if not others:
+                        return False
                     self._level.evict(others.pop())
-                    self.buffers[at] = tier.reserve(self._slot_bytes)
-                if self.buffers[at] is None:
-                    return False
+                # no call in between
+                self.buffers[at] = arriving.room
+                arriving.room = None
         return True
 
     def take_cached(self, buffers: Sequence[Buffer]) -> None:
@@ -95,6 +98,9 @@ class Ring:
             if buffer is not None:
                 self._level.tier.free(buffer, reuse=True)
                 self.buffers[at] = None
+        if self._arriving.room is not None:
+            self._level.tier.free(self._arriving.room, reuse=True)
+            self._arriving.room = None
 
     def tensors(self, at: int, page: Page) -> dict[str, torch.Tensor]:
         """Return the fields of a page in a slot."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Room", "Store", "Tier"]
+__all__ = ["Holder", "Reservation", "Room", "Store", "Tier"]
 
 
 class Room(Protocol):
@@ -23,6 +23,21 @@ class Room(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of the budget that it takes: what was reserved, or less once a store knows better."""
+
+
+class Holder(Protocol):
+    """Owner of a room, such as a page's slot: a reservation is written into it before the call returns."""
+
+    room: Any
+
+
+class Reservation:
+    """Holder of a room that has no slot yet."""
+
+    __slots__ = ("room",)
+
+    def __init__(self) -> None:
+        self.room: Any = None
 
 
 class Tier(Protocol):
@@ -58,9 +73,13 @@ class Tier(Protocol):
     @property
     def reads_ahead(self) -> bool: ...
 
-    def reserve(self, nbytes: int, *, reserved_bytes: int = 0) -> Room | None:
-        """Return room for a page whose bytes and overhead are `nbytes`, or None while the budget has none beside
-        `reserved_bytes`. Counting is the last thing that it does: Ctrl-C finds the room counted and returned, or not.
+    def reserve(self, nbytes: int, holder: Holder, *, reserved_bytes: int = 0) -> bool:
+        """Reserve room for a page whose bytes and overhead are `nbytes`, in `holder.room`; False while the budget has
+        none beside `reserved_bytes`.
+
+        Storing the room and counting it are the last two things that it does, with no call in between. So Ctrl-C finds
+        it counted and held, or neither. A room that is returned instead may be lost: CPython looks for signals after
+        calls with `**options`, through C, and under Dynamo after all calls, before the caller has stored the result.
         """
 
     def free(self, room: Any, *, reuse: bool) -> None:

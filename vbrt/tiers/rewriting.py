@@ -25,6 +25,7 @@ from vbrt.tiers.guard import LOOK_SECONDS
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.memory import Buffer
 from vbrt.tiers.mover import Mover
+from vbrt.tiers.protocol import Reservation
 from vbrt.tiers.slots import Borrower, Page, Slot, State
 
 __all__ = ["Rewriter"]
@@ -136,28 +137,27 @@ class Rewriter:
         if not fresh:
             tier.get(home.room, staging, key=page.key)
         yield staging
-        new = self._reserve(home)
+        other = Reservation()  # the new page's room, then the old one's
         try:
-            tier.put(new, staging, key=page.key, layout=page.layout.to_dict())
-        except BaseException:
+            self._reserve(home, other)
+            tier.put(other.room, staging, key=page.key, layout=page.layout.to_dict())
             with self._guard.entered:
-                tier.free(new, reuse=False)
-            raise
-        with self._guard.entered:
-            home.room, old = new, home.room  # no call in between
-            tier.free(old, reuse=False)
+                if home.room is not None:  # else the page was retired meanwhile
+                    home.room, other.room = other.room, home.room  # no call in between
+        finally:
+            with self._guard.entered:
+                if other.room is not None:
+                    tier.free(other.room, reuse=False)
         self._refresh(home, staging, Buffer(staging))
 
-    def _reserve(self, home: Slot) -> object:
+    def _reserve(self, home: Slot, holder: Reservation) -> None:
         with self._guard.entered:
             tier = home.level.tier
-            room = tier.reserve(home.charge)
-            if room is None:
+            if not tier.reserve(home.charge, holder):
                 raise TierError(
                     f"{home.page.key}: {home.charge} bytes do not fit into tiers.{tier.name}.budget = "
                     f"{tier.capacity_bytes} beside the page that they replace; raise the budget by that"
                 )
-            return room
 
     # -- copies -------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from vbrt.errors import TierError
 from vbrt.host.memory import bytes_view
 from vbrt.tiers.device_copy import Signal, checked, copying, cuda_runtime, wait_for
 from vbrt.tiers.memory import Buffer, MemoryTier
+from vbrt.tiers.protocol import Holder
 from vbrt.tiers.sharers import Sharers
 
 if TYPE_CHECKING:
@@ -38,42 +39,43 @@ class PartRoom:
     """Room for this rank's part of a page.
 
     Attributes:
-        nbytes: of the whole page.
-        buffer: the part, and behind it the bytes that are left when all parts are equal, which every rank keeps.
+        nbytes: of the whole page; 0 until it is counted.
+        room: the part, and behind it the bytes that are left when all parts are equal, which every rank keeps.
         digest: of the part, as it was written.
         total: the sum of the page's words, modulo 2^64, as a signed number.
         cell: where the sums of gathered words are.
     """
 
-    __slots__ = ("__weakref__", "buffer", "cell", "digest", "nbytes", "part_bytes", "total")
+    __slots__ = ("__weakref__", "cell", "digest", "nbytes", "part_bytes", "room", "total")
 
-    def __init__(self, nbytes: int, buffer: Buffer, part_bytes: int) -> None:
-        self.nbytes, self.buffer, self.part_bytes = nbytes, buffer, part_bytes
+    def __init__(self, part_bytes: int) -> None:
+        self.nbytes, self.part_bytes = 0, part_bytes
+        self.room: Buffer | None = None
         self.digest, self.total, self.cell = b"", 0, 0
 
     @property
     def asynchronous(self) -> bool:
         """True if copies to a GPU do not block the thread that asks for them."""
-        return self.buffer.asynchronous
+        return self.room.asynchronous
 
     @property
     def part(self) -> torch.Tensor:
         """This rank's part."""
-        return self.buffer.tensor[: self.part_bytes]
+        return self.room.tensor[: self.part_bytes]
 
     @property
     def rest(self) -> torch.Tensor:
         """What every rank keeps."""
-        return self.buffer.tensor[self.part_bytes :]
+        return self.room.tensor[self.part_bytes :]
 
     @property
     def fences(self) -> dict[int, torch.cuda.Event]:
         """As a `Buffer` has them."""
-        return self.buffer.fences
+        return self.room.fences
 
     def fence(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Keep the part from being overwritten before what `stream` has been given so far is done."""
-        return self.buffer.fence(stream)
+        return self.room.fence(stream)
 
 
 class SharedTier:
@@ -108,22 +110,24 @@ class SharedTier:
         """Bytes of host memory that this rank holds."""
         return self._parts.held_bytes
 
-    def reserve(self, nbytes: int, *, reserved_bytes: int = 0) -> PartRoom | None:
-        """Return room for a page; see `Tier.reserve`."""
+    def reserve(self, nbytes: int, holder: Holder, *, reserved_bytes: int = 0) -> bool:
+        """Reserve room for a page; see `Tier.reserve`."""
         if self.held_bytes + reserved_bytes + nbytes > self.capacity_bytes:
-            return None
+            return False
         part = nbytes // (self.sharers.size * _ALIGN) * _ALIGN
-        room = PartRoom(nbytes, self._parts.reserve(nbytes - part * (self.sharers.size - 1)), part)
+        holder.room = room = PartRoom(part)  # before its part is there: freeing it frees that, too
+        self._parts.reserve(nbytes - part * (self.sharers.size - 1), room)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + nbytes)
+        room.nbytes = nbytes  # no call in between
         self.held_bytes += nbytes
-        return room
+        return True
 
     def put(self, room: PartRoom, page: torch.Tensor, *, key: str, layout: dict | None = None) -> None:
         """Keep this rank's part of a page, and note what the whole is."""
         part, ranks = room.part_bytes, self.sharers.size
         room.part.copy_(page[self.sharers.rank * part :][:part])
         room.rest.copy_(page[ranks * part :])
-        room.digest, room.total = _digest(room.buffer.tensor), _total(page)
+        room.digest, room.total = _digest(room.room.tensor), _total(page)
         room.cell, self._cells = self._cells, (self._cells + 1) % _CELLS
         self.rooms[key] = room
         self.gathering.written(key, xxhash.xxh3_64_intdigest(bytes_view(page)))
@@ -146,14 +150,14 @@ class SharedTier:
     def damaged(self) -> list[str]:
         """Return the pages of which this rank's part does not hold what was written."""
         rooms = [(key, room) for key, room in self.rooms.items() if room.nbytes]
-        return [key for key, room in rooms if _digest(room.buffer.tensor) != room.digest]
+        return [key for key, room in rooms if _digest(room.room.tensor) != room.digest]
 
     def free(self, room: PartRoom, *, reuse: bool) -> None:
         """Free a room."""
-        if room.nbytes:
-            self._parts.free(room.buffer, reuse=False)
-            self.held_bytes -= room.nbytes
-            room.nbytes = 0
+        if room.room is not None:
+            self._parts.free(room.room, reuse=False)
+            self.held_bytes -= room.nbytes  # no call in between
+            room.nbytes, room.room = 0, None
 
     def trim(self, held_bytes: int = 0) -> None:
         """Do nothing: freed rooms are not kept."""
@@ -161,7 +165,7 @@ class SharedTier:
     def after_fork(self, rooms: Collection[PartRoom]) -> None:
         """Keep these rooms only, in a forked child."""
         self.held_bytes = sum(room.nbytes for room in rooms)
-        self._parts.after_fork([room.buffer for room in rooms])
+        self._parts.after_fork([room.room for room in rooms])
 
     def close(self) -> None:
         """Do nothing: rooms go back as they are freed."""

@@ -31,6 +31,7 @@ from vbrt.host.crew import Crew
 from vbrt.host.files import open_regular, read_into, replacing, write_at
 from vbrt.host.memory import aligned, bytes_view
 from vbrt.tiers.blocks import BlockDigests, read_items
+from vbrt.tiers.protocol import Holder
 from vbrt.tiers.rundir import RunDirectory
 
 __all__ = ["HEADER_BYTES", "PageFile", "ReadPage", "SsdTier"]
@@ -119,14 +120,15 @@ class SsdTier:
         """How pages are read now: "direct" or "buffered"."""
         return "direct" if self._use_direct() else "buffered"
 
-    def reserve(self, nbytes: int, *, reserved_bytes: int = 0) -> PageFile | None:
-        """Return room for a page of `nbytes`, its header included, or None if the budget has none."""
+    def reserve(self, nbytes: int, holder: Holder, *, reserved_bytes: int = 0) -> bool:
+        """Reserve room for a page of `nbytes`, its header included, in `holder.room`; False if the budget has none."""
         if self.held_bytes + reserved_bytes + nbytes > self.capacity_bytes:
-            return None
+            return False
         room = PageFile(nbytes, nbytes - HEADER_BYTES, os.getpid())
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + nbytes)
+        holder.room = room  # no call in between
         self.held_bytes += nbytes
-        return room
+        return True
 
     def put(self, room: PageFile, page: torch.Tensor, *, key: str, layout: dict | None = None) -> None:
         """Store a page (uint8, contiguous, CPU, a multiple of 4096 bytes) as a file.

@@ -118,21 +118,23 @@ class HostLink:
 
 
 class Parked:
-    """A tensor that autograd has given away: its bytes are in `buffer`, and in `tensor` while it is on the device.
+    """A tensor that autograd has given away: its bytes are in `room`, and in `tensor` while it is on the device.
 
     `pending` is the copy, either way, that nobody has waited for yet.
     """
 
-    __slots__ = ("__weakref__", "before", "buffer", "dtype", "owner", "pending", "shape", "tensor")
+    __slots__ = ("__weakref__", "before", "dtype", "owner", "pending", "room", "shape", "tensor")
 
-    def __init__(self, owner: "Offload", tensor: Tensor, buffer: Buffer) -> None:
-        self.owner, self.tensor, self.buffer = owner, tensor, buffer
+    def __init__(self, owner: "Offload", tensor: Tensor) -> None:
+        self.room: Buffer | None = None  # until it is reserved
+        self.owner, self.tensor = owner, tensor
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.pending: object = owner.link.out(tensor, buffer)
+        self.pending: object = None
         self.before = owner.last  # the one that the backward pass asks for after this one
 
     def __del__(self) -> None:
-        self.owner.free(self)
+        if getattr(self, "room", None) is not None:  # Ctrl-C may have come before there was any
+            self.owner.free(self)
 
 
 class Offload:
@@ -175,11 +177,11 @@ class Offload:
             return tensor.detach()
         tensor = tensor.detach()
         with self._lock:
-            buffer = self.host.reserve(tensor.nbytes)
-            if buffer is None:
+            parked = Parked(self, tensor)
+            if not self.host.reserve(tensor.nbytes, parked):
                 self._note_full(tensor)
                 return tensor
-            parked = Parked(self, tensor, buffer)
+            parked.pending = self.link.out(tensor, parked.room)
             self.out_bytes += tensor.nbytes
             self.last = weakref.ref(parked)
             self._leaving.append(self.last)
@@ -208,7 +210,7 @@ class Offload:
         with self._lock:
             if parked.pending is not None and parked.tensor is not None:
                 self.link.drop(parked.tensor)
-            self.host.free(parked.buffer, reuse=True)
+            self.host.free(parked.room, reuse=True)
 
     def _leave(self, parked: Parked | None) -> None:
         """Give the device's memory of a tensor back, behind its copy."""
@@ -223,7 +225,7 @@ class Offload:
 
     def _fetch(self, parked: Parked) -> None:
         tensor = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
-        parked.pending, parked.tensor = self.link.back(parked.buffer, tensor), tensor
+        parked.pending, parked.tensor = self.link.back(parked.room, tensor), tensor
         self.back_bytes += tensor.nbytes
 
     def _note_full(self, tensor: Tensor) -> None:
