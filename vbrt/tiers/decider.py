@@ -9,6 +9,7 @@ a copy has got, so counts do not depend on timing.
 """
 
 import threading
+from _thread import LockType
 from collections.abc import Collection, Sequence
 
 import torch
@@ -16,13 +17,13 @@ import torch
 from vbrt.errors import TierError
 from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.policy import Decision
-from vbrt.tiers.guard import LOOK_SECONDS
 from vbrt.tiers.lease import Lease
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.mover import Mover
 from vbrt.tiers.passes import Passes, in_backward
 from vbrt.tiers.programmes import Programmes
 from vbrt.tiers.slots import Level, Page, Slot, State
+from vbrt.tiers.waiting import Waiting
 
 __all__ = ["Decider"]
 
@@ -37,6 +38,7 @@ class Decider:
         self._levels, self._pages, self._top = ledger.levels, ledger.pages, ledger.levels[0]
         self._passes = Passes(ledger)
         self._programmes = ledger.programmes = Programmes(ledger, mover, self._passes)
+        ledger.catch_up = self.catch_up
 
     # -- passes, pages that go ----------------------------------------------------------------------------------------
 
@@ -112,6 +114,7 @@ class Decider:
         lock = guard.lock
         if lock._is_owned():
             lock = guard.entered
+        waiting = None
         while True:
             with lock:
                 if guard.closed:
@@ -122,7 +125,8 @@ class Decider:
                 if guard.deciding or ledger.running is not None:
                     ledger.begin()
                     guard.deciding = False
-                if any(page.due for page in pages):  # until they have been rewritten
+                due = any(page.due for page in pages)
+                if due:  # until they have been rewritten
                     bell = guard.listen()
                 elif self._has_room(pages) or (self._evict_whole_slots(pages) and self._has_room(pages)):
                     guard.deciding = True
@@ -137,7 +141,19 @@ class Decider:
                 else:
                     self._check_that_waiting_helps(pages)
                     bell = guard.listen()
-            bell.acquire(timeout=LOOK_SECONDS)
+            waiting = self._await_change(waiting, bell, pages, due=due)
+
+    def _await_change(self, before: Waiting | None, bell: LockType, pages: Sequence[Page], *, due: bool) -> Waiting:
+        """Wait for room or, where pages are due, for their rewriting; return the wait, to go on with."""
+        waiting = before
+        if waiting is None or waiting.by_step != due:
+            keys, nbytes = " + ".join(page.key for page in pages), sum(page.nbytes for page in pages)
+            if due:
+                waiting = Waiting(self._ledger, keys, "its rewriting", by_step=True)
+            else:
+                waiting = Waiting(self._ledger, keys, f"room for {nbytes} bytes", level=self._top)
+        waiting.look(bell)
+        return waiting
 
     def announce(self, keys: Sequence[str]) -> None:
         """Tell the policies that listen which pages the next leases take, each of them once and in this order.

@@ -31,10 +31,11 @@ class Guard:
         closed: True once the stack is closed.
         recorder: of a timeline, set under the lock; None without one.
         recording: of a pass as a CUDA graph, while it is captured; None without one.
+        waiting: threads that wait, and until when at least they do.
         routing: recorder of which experts tokens go to, set under the lock; None without one.
     """
 
-    __slots__ = ("bells", "closed", "deciding", "lock", "recorder", "recording", "routing")
+    __slots__ = ("bells", "closed", "deciding", "lock", "recorder", "recording", "routing", "waiting")
 
     def __init__(self) -> None:
         self.closed = False
@@ -45,6 +46,7 @@ class Guard:
         self.lock = threading.RLock()
         self.bells: deque[LockType] = deque()
         self.deciding = False
+        self.waiting: dict[int, float] = {}
         self.recorder: Recorder | None = None
         self.recording: Recording | None = None
         self.routing: RoutingRecorder | None = None

@@ -18,10 +18,10 @@ from vbrt.report.progress import Progress
 from vbrt.residency.division import spread
 from vbrt.residency.expert_room import split_key
 from vbrt.tiers.decider import Decider
-from vbrt.tiers.guard import LOOK_SECONDS
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.mover import Mover, Write
 from vbrt.tiers.slots import Level, Owner, Page, Slot, State
+from vbrt.tiers.waiting import Waiting
 
 __all__ = ["Homes"]
 
@@ -177,13 +177,16 @@ class Homes:
 
     def _settle(self, level: Level) -> None:
         """Wait until copies that were under way have left the room that a lowered budget takes; begin a new peak."""
+        waiting = None
         while True:
             with self._guard.entered:
                 if not level.exceeds_until_copied():
                     level.tier.peak_bytes = level.tier.held_bytes
                     return
                 bell = self._guard.listen()
-            bell.acquire(timeout=LOOK_SECONDS)
+            what = "copies that are under way"
+            waiting = waiting or Waiting(self._ledger, f"tiers.{level.tier.name}.budget", what, level=level)
+            waiting.look(bell)
 
     def rehome(self, homes: Mapping[str, str]) -> None:
         """Give pages other homes; see TierStack.rehome."""
@@ -307,6 +310,7 @@ class Homes:
 
     def _read_home(self, page: Page, target: torch.Tensor) -> None:
         """Copy a page from where it lives; return when that is done."""
+        waiting = None
         while True:
             with self._guard.entered:
                 self._ledger.check_open(page.key)
@@ -315,7 +319,8 @@ class Homes:
                     source = self._ledger.levels[page.home].slots[page.key]
                     break
                 bell = self._guard.listen()
-            bell.acquire(timeout=LOOK_SECONDS)
+            waiting = waiting or Waiting(self._ledger, page.key, "its rewriting")
+            waiting.look(bell)
         self._mover.read(source, target)
 
     def share(self, owner: Owner, page: Page) -> bool:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ class Ledger:
         captured: True once a CUDA graph knows where pages lie.
         running: the programme at work, or None; see `programme_run`.
         programmes: begins and ends its run; a stack sets it.
+        catch_up: `Decider.catch_up`; a stack sets it.
         encoding: one weight is encoded, and one page is given a home, at a time.
     """
 
@@ -57,6 +58,7 @@ class Ledger:
         self.captured = self.rewrites = False
         self.running: ProgrammeRun | None = None
         self.programmes: Programmes | None = None
+        self.catch_up: Callable[[], None] | None = None
         self.encoding = threading.RLock()
 
     @property

@@ -20,10 +20,10 @@ from vbrt.errors import TierError
 from vbrt.formats.page import unpack
 from vbrt.host.crew import Crew
 from vbrt.host.memory import aligned
-from vbrt.tiers.guard import LOOK_SECONDS
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.memory import Buffer
 from vbrt.tiers.slots import Slot, State
+from vbrt.tiers.waiting import Waiting
 
 __all__ = ["Mover", "Write"]
 
@@ -100,13 +100,17 @@ class Mover:
 
     def _await(self, slot: Slot) -> None:
         """Return when the slot's bytes are there; moves them in this thread if nobody has begun."""
+        waiting = None
         while True:
             with self._guard.entered:
                 claimed = _claim(slot)
+                if slot.state is State.LOADING and not claimed and slot.loader == threading.get_ident():
+                    slot.level.cancel(slot, KeyboardInterrupt())  # this thread began and is not at it any more
                 if slot.state is not State.LOADING or claimed:
                     break
                 bell = self._guard.listen()
-            bell.acquire(timeout=LOOK_SECONDS)
+            waiting = waiting or Waiting(self._ledger, slot.page.key, "another thread's copy of it")
+            waiting.look(bell)
         if claimed:
             self._load(slot)
         elif slot.state is State.FAILED:
@@ -141,6 +145,7 @@ class Mover:
 
     def _begin_reading(self, slot: Slot) -> None:
         """Wait while the page is to be rewritten; it is not rewritten from then on until its bytes have been read."""
+        waiting = None
         while True:
             with self._guard.entered:
                 self._ledger.check_open(slot.page.key)
@@ -150,7 +155,8 @@ class Mover:
                 if slot.doomed and not slot.holders:
                     raise TierError(f"{slot.page.key}: no longer wanted")
                 bell = self._guard.listen()
-            bell.acquire(timeout=LOOK_SECONDS)
+            waiting = waiting or Waiting(self._ledger, slot.page.key, "its rewriting", by_step=True)
+            waiting.look(bell)
 
     def _issue(self, slot: Slot) -> bool:
         """Start a copy to the GPU here and now, if nothing has to be waited for; a worker takes it otherwise."""
@@ -177,6 +183,7 @@ class Mover:
 
     def _reserve(self, slot: Slot) -> None:
         """Reserve the slot's room, once there is some beside what earlier slots have been promised."""
+        waiting = None
         while True:
             with self._guard.entered:
                 self._ledger.check_open(slot.page.key)
@@ -189,7 +196,9 @@ class Mover:
                 if slot.room is not None:
                     break
                 bell = self._guard.listen()
-            bell.acquire(timeout=LOOK_SECONDS)
+            what = f"room for {slot.charge} bytes"
+            waiting = waiting or Waiting(self._ledger, slot.page.key, what, level=slot.level)
+            waiting.look(bell)
 
     def _try_reserve(self, slot: Slot) -> bool:
         level = slot.level

@@ -14,9 +14,9 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.residency.programme import RESIDENT
-from vbrt.tiers.guard import LOOK_SECONDS
 from vbrt.tiers.programme_run import ProgrammeRun
 from vbrt.tiers.slots import State
+from vbrt.tiers.waiting import Waiting
 
 if TYPE_CHECKING:
     from vbrt.tiers.memory import Buffer
@@ -114,7 +114,7 @@ class RecordedRun:
         Raises:
             TierError: this thread has leased a page whose slot the graph needs; if another has, it is waited for.
         """
-        guard, begun = self._stack.guard, False
+        guard, begun, waiting = self._stack.guard, False, None
         self._level.check()
         while True:
             with guard.entered:
@@ -130,7 +130,10 @@ class RecordedRun:
                 if self.ended:
                     return False
                 bell = guard.listen()
-            bell.acquire(timeout=LOOK_SECONDS)
+            waiting = waiting or Waiting(
+                self._stack.ledger, f"phase {phase}", "the slots that its CUDA graph knows", level=self._level
+            )
+            waiting.look(bell)
 
     def _begin_pass(self, phase: str) -> None:
         stack, run, ledger = self._stack, self._run, self._stack.ledger

@@ -89,7 +89,7 @@ class ProgrammeRun:
         self._segment = self.at = 0
         self.expected = True
         self.out: Lease | None = None
-        self._thread = 0  # that has it
+        self.thread = 0  # that has it
         self._borrower: Borrower | None = None  # of its slots, once it has any
         self.captured = False
 
@@ -177,7 +177,7 @@ class ProgrammeRun:
                 if not self.captured:
                     self._count(step)
                 guard.deciding = False
-            self._thread, self._borrower = threading.get_ident(), None
+            self.thread, self._borrower = threading.get_ident(), None
             lease.run, self.out = self, lease  # no call from here on
         return tensors
 
@@ -344,7 +344,7 @@ class ProgrammeRun:
         borrower = self._borrower
         if borrower is None:  # else this was interrupted before
             borrower = self._borrower = Borrower()
-            borrower.thread = self._thread
+            borrower.thread = self.thread
         lease.borrower = borrower
         lease.slots = [self._slot_at(key, at) for key, at in zip(step.keys, step.slots, strict=True)]
         for slot in lease.slots:

@@ -21,12 +21,12 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.host.memory import aligned
-from vbrt.tiers.guard import LOOK_SECONDS
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.memory import Buffer
 from vbrt.tiers.mover import Mover
 from vbrt.tiers.protocol import Reservation
 from vbrt.tiers.slots import Borrower, Page, Slot, State
+from vbrt.tiers.waiting import Waiting
 
 __all__ = ["Rewriter"]
 
@@ -103,6 +103,7 @@ class Rewriter:
 
     def _begin(self, key: str) -> Page:
         """Wait until nobody uses the page: who begins later waits for its rewriting."""
+        waiting = None
         while True:
             with self._guard.entered:
                 page = self._page(key)
@@ -110,7 +111,8 @@ class Rewriter:
                     page.writer = threading.get_ident()
                     return page
                 bell = self._guard.listen()
-            bell.acquire(timeout=LOOK_SECONDS)
+            waiting = waiting or Waiting(self._ledger, key, "leases and copies of it that began before")
+            waiting.look(bell)
 
     def _page(self, key: str) -> Page:
         self._ledger.check_open(key)

@@ -182,7 +182,7 @@ class Level:
         self.slots: dict[str, Slot] = {}
         self.leased: set[str] = set()  # copies that threads use: the policy must let them stay
         self.pending: dict[Slot, None] = {}  # decided and without room yet, earliest first
-        self._leaving: set[Slot] = set()  # evicted, with room that is still filled or held
+        self.leaving: set[Slot] = set()  # evicted, with room that is still filled or held
         self.stream = torch.cuda.Stream(tier.device) if tier.device.type == "cuda" else None
         self.relay = Relay(tier.fallbacks)  # for pages in host memory that is not page-locked
         self.lanes: Carrier | None = None  # where pages come over the links of several GPUs
@@ -239,7 +239,7 @@ class Level:
         that were evicted meanwhile and that no lease waits for."""
         if self.tier.held_bytes <= self.tier.capacity_bytes:
             return False
-        me, leaving = threading.get_ident(), [slot for slot in self._leaving if not slot.holders]
+        me, leaving = threading.get_ident(), [slot for slot in self.leaving if not slot.holders]
         return any(slot.room is not None and slot.state is State.LOADING and slot.loader != me for slot in leaving)
 
     def make_way(self, reserve: Callable[[], bool]) -> None:
@@ -280,7 +280,7 @@ class Level:
     def free(self, slot: Slot) -> None:
         """Free what a doomed slot has, unless it is held, or being filled: then this is called again."""
         if slot.holders or slot.state is State.LOADING:
-            self._leaving.add(slot)
+            self.leaving.add(slot)
             return
         if slot.state is State.QUEUED:
             self.pending.pop(slot, None)
@@ -289,7 +289,7 @@ class Level:
         self._free_room(slot)
 
     def _free_room(self, slot: Slot) -> None:
-        self._leaving.discard(slot)
+        self.leaving.discard(slot)
         if slot.at_home:
             if slot.room is not None:
                 self.tier.free(slot.room, reuse=False)  # views that the caller still has keep the memory alive
@@ -346,7 +346,7 @@ class Level:
         self.policy.reset()
         self.pending.clear()
         self.leased.clear()
-        self._leaving.clear()
+        self.leaving.clear()
         self.slots = {key: slot for key, slot in self.slots.items() if slot.at_home}
         self.living, self.home_bytes = dict.fromkeys(self.slots.values()), 0
         for slot in self.slots.values():
