@@ -18,10 +18,11 @@ sys.path.insert(0, str(ROOT))
 import torch  # after the checkout is on the path
 
 from tests.tiers import test_programme_ends
-from tests.torture import lives, torture
+from tests.torture import lives, streams, torture
 from tests.torture.interrupting import Interrupts, interrupted, interrupted_anywhere
 
 HANGS_SECONDS = 120
+_STREAMED = 500  # forwards of one model
 
 
 def failed(what: str, work: Callable[[], object]) -> bool:
@@ -134,19 +135,51 @@ def programmes(options: argparse.Namespace) -> int:
     return failures
 
 
-PARTS = {"interrupts": interrupts, "timers": timers, "kills": kills, "threads": threads, "programmes": programmes}
+def streamed(options: argparse.Namespace) -> int:
+    """Ctrl-C, after random times, in forwards through little room; and kills."""
+    count, failures, cycles, hits = options.count or 1500, 0, 0, 0
+    for seed in range(options.seed, options.seed + options.seeds):
+        room = streams.ROOMS[seed % len(streams.ROOMS)]
+        for first in range(0, count, _STREAMED):  # each in its own time
+            done: list[streams.Streams] = []
+            work = partial(streams.timers, room, seed * count + first, min(_STREAMED, count - first))
+            failures += failed(
+                f"streams, seed {seed}, room for {room}", lambda work=work, done=done: done.append(work())
+            )
+            cycles, hits = cycles + sum(one.cycles for one in done), hits + sum(one.hits for one in done)
+        print(f"streams, seed {seed}: {cycles} forwards, {hits} interrupted, {failures} failed so far", flush=True)
+    choose = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as root:
+        for number in range(options.kills):
+            room, seconds = streams.ROOMS[number % len(streams.ROOMS)], choose.random() ** 2 * 0.2
+            work = partial(streams.kill, room, Path(root), seconds, number)
+            failures += failed(f"streams, kill {number}: room for {room} after {seconds:.4f} s", work)
+    print(f"streams: {cycles} forwards, {hits} interrupted, {options.kills} kills, {failures} failed", flush=True)
+    return failures
+
+
+PARTS = {
+    "interrupts": interrupts,
+    "timers": timers,
+    "kills": kills,
+    "threads": threads,
+    "programmes": programmes,
+    "streams": streamed,
+}
 
 
 def main() -> int:
     """See scripts/torture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=tuple(PARTS))
-    parser.add_argument("--count", type=int, help="places of each operation, timers, or kills")
+    parser.add_argument("--count", type=int, help="places of each operation, timers, kills, or forwards")
     parser.add_argument("--seconds", type=float, default=600, help="of threads")
     parser.add_argument(
         "--anywhere", action="store_true", help="interrupts before every bytecode, also where CPython raises none"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=20, help="of streams")
+    parser.add_argument("--kills", type=int, default=0, help="of streams")
     parser.add_argument("--only", nargs="*", choices=tuple(torture.OPERATIONS), help="operations")
     parser.add_argument("--presets", nargs="*", choices=torture.PRESETS, default=torture.PRESETS)
     options = parser.parse_args()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import vbrt
-from tests.torture import lives, torture
+from tests.torture import lives, streams, torture
 from tests.torture.interrupting import interrupted, interrupted_anywhere
 from vbrt import wrapper
 from vbrt.errors import VBError
@@ -65,6 +65,18 @@ def test_ctrl_c_after_a_random_time_loses_nothing():
 def test_a_kill_leaves_a_whole_save_and_files_that_the_next_run_removes(tmp_path):
     for number in range(4):
         lives.kill("fp4", tmp_path, number * 0.02, number)
+
+
+@pytest.mark.parametrize("room", streams.ROOMS)
+def test_timers_in_forwards_through_little_room_lose_no_byte_of_it(room):
+    with torture.at_most(60):
+        assert streams.timers(room, 0, 400).hits > 40
+
+
+def test_a_killed_streamed_forward_leaves_files_that_the_next_run_removes(tmp_path):
+    with torture.at_most(60):
+        for number in range(2):
+            streams.kill(2 + number, tmp_path, number * 0.02, number)
 
 
 @pytest.mark.parametrize("preset", torture.PRESETS)
