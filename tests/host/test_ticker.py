@@ -2,6 +2,8 @@
 
 import os
 import queue
+import sys
+import threading
 
 import pytest
 
@@ -40,6 +42,27 @@ def test_it_ends_by_itself_with_none_and_when_its_object_is_gone():
     assert gone.get(timeout=LONG_S) == "late"
     late.stop()
     assert gone.empty()
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["at once", "in a tick"])
+def test_a_thread_that_died_without_memory_is_not_waited_for(begins, monkeypatch):
+    start, died = ticker.start_new_thread, queue.Queue()
+
+    def die(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(sys, "unraisablehook", died.put)  # keeps the frames, as pytest's does
+    if not begins:  # as without memory for its first frame, which nobody can keep
+        monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: died.put(unraisable.exc_type))
+        monkeypatch.setattr(ticker, "start_new_thread", lambda run, args: start(die, args))
+    owner = Owner()
+    one = Ticker(owner, die)
+    one.start(0.0)
+    assert died.get(timeout=5)
+    stopped = threading.Thread(target=one.stop, daemon=True)
+    stopped.start()
+    stopped.join(10)
+    assert not stopped.is_alive() and not one.running
 
 
 def test_without_more_threads_nothing_is_left_behind(monkeypatch):

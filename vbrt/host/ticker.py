@@ -1,13 +1,15 @@
 """A thread that does something now and then for an object, until that is stopped or gone.
 
 Ctrl-C may come in any call of the object's thread, so everything that both threads use is entered in C: a queue for the
-bell, a bare lock for the end. The road not taken is threading's Event and Thread, whose locks are taken in Python code
-and stay locked when Ctrl-C comes there: the thread would wait for ever.
+bell, another for the end. The road not taken is threading's Event and Thread, whose locks are taken in Python code
+and stay locked when Ctrl-C comes there: the thread would wait for ever. A thread may also die before its first
+instruction, without memory for a frame, so its end is not something that it says: it is the end of its arguments.
 """
 
 import weakref
-from _thread import LockType, allocate_lock, start_new_thread
+from _thread import start_new_thread
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -16,8 +18,17 @@ __all__ = ["Ticker"]
 Owner = TypeVar("Owner")
 
 
+_LOOK_SECONDS = 0.1  # whoever waits for the end looks this often, in case Ctrl-C took the bell
+
+
 def _nothing() -> None:
     pass
+
+
+class _Seat:
+    """Held by the thread's arguments alone: it goes when the thread is at its end, however that came."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Ticker:
@@ -34,27 +45,30 @@ class Ticker:
     ) -> None:
         self._bell: SimpleQueue[object] = SimpleQueue()
         self._owner = weakref.ref(owner, self._bell.put)
-        self._tick, self._gone, self._working = tick, gone, allocate_lock()
+        self._tick, self._gone = tick, gone
+        self._ended: SimpleQueue[object] = SimpleQueue()
+        self._seat: Callable[[], _Seat | None] = _nothing
 
     def start(self, first_s: float) -> None:
         """Call `tick` for the first time in so many seconds. Call it once. Raises RuntimeError: no more threads."""
-        self._working.acquire()
+        seat = _Seat()
         try:
-            start_new_thread(_run, (self._owner, self._tick, self._gone, self._bell, self._working, first_s))
-        except RuntimeError:
-            self._working.release()
-            raise
+            self._seat = weakref.ref(seat, self._ended.put)
+            start_new_thread(_run, (self._owner, self._tick, self._gone, self._bell, seat, first_s))
+        finally:
+            del seat  # also from a frame that somebody keeps
 
     def stop(self) -> None:
         """Return when the thread has ended. Idempotent."""
         self._bell.put(None)
-        with self._working:
-            pass
+        while self.running:
+            with suppress(Empty):
+                self._ended.get(timeout=_LOOK_SECONDS)
 
     @property
     def running(self) -> bool:
         """True while the thread is there."""
-        return self._working.locked()
+        return self._seat() is not None
 
 
 def _run(
@@ -62,7 +76,7 @@ def _run(
     tick: Callable[[Owner], float | None],
     gone: Callable[[], object],
     bell: SimpleQueue[object],
-    working: LockType,
+    seat: _Seat,
     wait_s: float | None,
 ) -> None:
     try:
@@ -75,7 +89,7 @@ def _run(
         if owner() is None:
             gone()
     finally:
-        working.release()
+        del seat  # also from a frame that a hook for exceptions keeps
 
 
 def _silent(bell: SimpleQueue, seconds: float) -> bool:
