@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiers.pages import PAGE, NamedSsd, forked, page, read
+from tests.tiers.pages import PAGE, NamedSsd, forked, page, read, reserved
 from vbrt.errors import TierError
+from vbrt.tiers import SsdTier
 from vbrt.tiers.ssd import HEADER_BYTES
 
 
@@ -245,3 +246,44 @@ def test_a_forked_child_reads_and_writes_but_removes_nothing_of_its_parents(tmp_
         assert torch.equal(read(tier, key), page(seed=seed))
     tier.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["closed", "interrupted before"])
+def test_a_run_is_removed_by_a_process_that_may_open_nothing(before, tmp_path):
+    tier = SsdTier(tmp_path, 1 << 30)
+    rooms = [reserved(tier, 8192) for _ in range(2)]
+    for number, room in enumerate(rooms):
+        tier.put(room, torch.zeros(4096, dtype=torch.uint8), key=f"layer{number}")
+    tier.free(rooms[0])
+    if before:  # a first attempt has taken what was kept for it
+        tier._run._held.list_files()
+        tier.free(rooms[1])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # also descriptors that are closed now do not help
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.open(os.devnull, os.O_RDONLY)
+        tier.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_gets_no_more_descriptors_leaves_no_directory(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    refused = 0
+    for free in range(8):
+        lowest = os.open(os.devnull, os.O_RDONLY)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, hard))
+        try:
+            tier = SsdTier(tmp_path, 1 << 30)
+        except TierError as error:
+            assert "Too many open files" in str(error)
+            refused += 1
+        else:
+            tier.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert not list(tmp_path.iterdir()), free
+    assert 2 < refused < 8

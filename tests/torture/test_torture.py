@@ -144,7 +144,8 @@ def test_without_free_descriptors_calls_are_refused_by_name_and_close_removes_al
     one.expected()
     vb, budget = one.wrap(torture.small("dense")), torture.small("dense")
     vb.save(tmp_path / "saved")
-    one.check_save(tmp_path / "saved")  # Python has imported what it needs
+    one.check_save(tmp_path / "saved")
+    str(vb.stats())  # Python has imported what it needs
     with no_descriptors():
         for call in (
             lambda: one.run(vb),

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 from vbrt.host.files import open_regular
@@ -66,7 +67,8 @@ class _Held:
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self.fd = self.lock_fd = self.spare_fd = -1
+        self.fd = self.lock_fd = -1
+        self.listing: Iterator[os.DirEntry[str]] | None = None  # begun, but not read yet
 
     def lock(self, flags: int) -> None:
         """Open the lock file, which is made if missing, and hold it. Raises OSError: somebody else holds it."""
@@ -79,7 +81,7 @@ class _Held:
     def empty(self) -> None:
         """Remove the pages, and the lock as the last: what is killed half way is removed by the next run."""
         stays = False
-        for name in filter(_FILE.fullmatch, os.listdir(self.fd)):
+        for name in filter(_FILE.fullmatch, self.list_files()):
             try:
                 os.unlink(name, dir_fd=self.fd)
             except FileNotFoundError:
@@ -87,21 +89,30 @@ class _Held:
             except OSError:
                 stays = True
         if not stays:
-            os.unlink(_LOCK, dir_fd=self.fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_LOCK, dir_fd=self.fd)
+
+    def list_files(self) -> list[str]:
+        """Return the names in the directory, by the listing that was kept for it: a new one takes a descriptor, of
+        which the process may have none left. Then there are no names: pages that were freed are gone."""
+        listing, self.listing = self.listing, None
+        try:
+            with os.scandir(self.fd) if listing is None else listing as entries:
+                return [entry.name for entry in entries]
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            return []
 
     def close(self) -> None:
         """Close all descriptors, which releases the lock."""
-        self.spare()
+        listing, self.listing = self.listing, None
+        if listing is not None:
+            listing.close()
         fd, self.lock_fd = self.lock_fd, -1  # never closed twice: its number may be another file's by then
         if fd >= 0:
             os.close(fd)
         fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def spare(self) -> None:
-        """Close the spare descriptor: listing a directory takes one, and the process may have run out of them."""
-        fd, self.spare_fd = self.spare_fd, -1
         if fd >= 0:
             os.close(fd)
 
@@ -113,7 +124,7 @@ def _make(held: _Held, root: Path) -> None:
             held.path.mkdir(mode=0o700)
             held.fd = os.open(held.path, _DIRECTORY)
             held.lock(os.O_EXCL)
-            held.spare_fd = os.dup(held.lock_fd)
+            held.listing = os.scandir(held.fd)
             return
         except (FileNotFoundError, FileExistsError, BlockingIOError):
             # another run, which begins now, found this one without its lock and removes it
@@ -125,7 +136,6 @@ def _make(held: _Held, root: Path) -> None:
 def _remove_own(held: _Held, pid: int) -> None:
     if os.getpid() != pid or held.path is None:  # a forked child must not remove its parent's pages
         return
-    held.spare()
     with contextlib.suppress(OSError):
         if held.fd >= 0:
             held.empty()
