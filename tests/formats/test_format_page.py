@@ -94,12 +94,27 @@ def test_a_layout_survives_dict_and_pickle():
         ({"fields": [["a", "uint8", [5000], 0]]}, "page of 4096 bytes"),
         ({"nbytes": 4095}, f"multiple of {PAGE_ALIGN}"),
         ({"fields": 3}, "to_dict"),
-        ({"nbytes": None}, "to_dict"),
+        ({"nbytes": None}, "nbytes = None: TypeError.*to_dict"),
+        ({"nbytes": "much"}, r"nbytes = much: ValueError.*to_dict"),
+        ({"nbytes": float("nan")}, r"nbytes = nan: ValueError"),
+        ({"nbytes": float("inf")}, r"nbytes = inf: OverflowError"),
+        (
+            {"fields": [["a", "uint8", [1], 0], ["b", "uint8", ["x"], 256]]},
+            r"fields\[1\] = \['b', 'uint8', \['x'\], 256\]: Val",
+        ),
+        ({"fields": [["a", "uint8", [1]]]}, r"fields\[0\] = .*: ValueError\('not enough values"),
+        ({"fields": ["abcde"]}, r"fields\[0\] = abcde: ValueError\('too many values"),
     ],
 )
 def test_a_malformed_layout_is_refused(change, message):
     with pytest.raises(FormatError, match=message):
         PageLayout.from_dict(LAYOUT.to_dict() | change)
+
+
+@pytest.mark.parametrize("data", [None, [], "layout"])
+def test_what_is_no_mapping_is_refused(data):
+    with pytest.raises(FormatError, match="version None"):
+        PageLayout.from_dict(data)
 
 
 def test_a_layout_without_its_fields_is_refused():

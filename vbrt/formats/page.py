@@ -31,6 +31,7 @@ __all__ = [
 FIELD_ALIGN = 256
 PAGE_ALIGN = 4096
 LAYOUT_VERSION = 1
+_SHOWN = 80  # characters of what is wrong, in an error
 
 _NAMES = "uint8 int8 int16 int32 int64 float8_e4m3fn float16 bfloat16 float32 float64"
 DTYPES = {name: getattr(torch, name) for name in _NAMES.split()}
@@ -97,15 +98,24 @@ class PageLayout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "PageLayout":
-        """The inverse of `to_dict`. Raises FormatError for an unknown version or a malformed mapping."""
-        version = data.get("version")
+        """The inverse of `to_dict`. Raises FormatError, with the field, for an unknown version or a malformed mapping."""
+        version = data.get("version") if isinstance(data, Mapping) else None
         if version != LAYOUT_VERSION:
             raise FormatError(f"page layout version {version!r}; this vbrt reads version {LAYOUT_VERSION}")
+        reading = "fields"
         try:
-            fields = tuple(Field(str(n), str(d), tuple(map(int, s)), int(o)) for n, d, s, o in data["fields"])
-            return cls(str(data["format"]), str(data["plane"]), fields, int(data["nbytes"]))
-        except (KeyError, TypeError, OverflowError) as error:
-            message = f"page layout {dict(data)!r}: {error!r}; expected what PageLayout.to_dict returns"
+            fields = []
+            for at, entry in enumerate(data["fields"]):
+                reading = f"fields[{at}] = {str(entry)[:_SHOWN]}"
+                name, dtype, shape, offset = entry
+                fields.append(Field(str(name), str(dtype), tuple(map(int, shape)), int(offset)))
+            reading = f"nbytes = {str(data.get('nbytes'))[:_SHOWN]}"
+            nbytes, reading = int(data["nbytes"]), "format and plane"
+            return cls(str(data["format"]), str(data["plane"]), tuple(fields), nbytes)
+        except FormatError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            message = f"page layout, {reading}: {error!r}; expected what PageLayout.to_dict returns"
             raise FormatError(message) from error
 
 
