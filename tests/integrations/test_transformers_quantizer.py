@@ -94,6 +94,19 @@ def test_a_model_that_is_larger_than_memory_is_saved_through_the_ssd_tier(stored
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "wrapped")(IDS).logits, saved[1])
 
 
+@pytest.mark.parametrize("stored", ["planes", "dense"])
+def test_a_model_of_which_no_page_has_gone_to_the_drive_is_saved_through_a_directory_that_goes_again(
+    stored, saved, tmp_path
+):
+    pages = tmp_path / "none" / "yet"
+    tiers = {"ssd": {"path": str(pages)}, "cpu": {"budget": "64MiB"}}
+    model = load(saved[0], "cpu-ssd", tiers=tiers, stored=stored)
+    assert not pages.parent.exists()
+    model.save_pretrained(tmp_path / "wrapped")
+    assert not pages.parent.exists()
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "wrapped")(IDS).logits, saved[1])
+
+
 def test_planes_do_not_train(saved, tmp_path):
     load(saved[0], "fp4").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="holds planes, which do not train"):

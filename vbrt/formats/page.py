@@ -98,7 +98,7 @@ class PageLayout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "PageLayout":
-        """The inverse of `to_dict`. Raises FormatError, with the field, for an unknown version or a malformed mapping."""
+        """The inverse of `to_dict`. Raises FormatError for another version and for what is malformed, by field."""
         version = data.get("version") if isinstance(data, Mapping) else None
         if version != LAYOUT_VERSION:
             raise FormatError(f"page layout version {version!r}; this vbrt reads version {LAYOUT_VERSION}")

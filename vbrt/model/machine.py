@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from vbrt.tiers.sharers import Sharers
 __all__ = [
     "check_ssd_directory",
     "link_gpus",
+    "passing_directory",
     "peer_gpus",
     "release_host_memory",
     "sharers_of",
@@ -161,17 +163,26 @@ def check_ssd_directory(config: VBConfig) -> None:
     """Raise TierError if the ssd tier's directory cannot be made or written; leave the drive as it was."""
     if config.mode == "train" or not config.tiers.ssd.enabled:
         return
-    path = ssd_directory(config)
-    made = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
-    tier = None
+    with passing_directory(ssd_directory(config)) as path:
+        tier = None
+        try:
+            tier = SsdTier(path, 0)
+            tier.close()
+        finally:
+            if tier is not None:
+                tier.close()  # again, if Ctrl-C came the first time
+
+
+@contextlib.contextmanager
+def passing_directory(path: Path) -> Iterator[Path]:
+    """Yield a directory that need not exist yet; folders that the block makes on the way to it go again, unless
+    somebody else has put something there."""
+    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
-        tier = SsdTier(path, 0)
-        tier.close()
+        yield path
     finally:
-        if tier is not None:
-            tier.close()  # again, if Ctrl-C came the first time
-        for folder in made:
-            with contextlib.suppress(OSError):  # was not made, or somebody else has put something there
+        for folder in missing:
+            with contextlib.suppress(OSError):  # was not made, or holds something
                 folder.rmdir()
 
 

@@ -19,7 +19,7 @@ from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.layers import WeightHandle
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.model.attachment import Attachment
-from vbrt.model.machine import ssd_directory
+from vbrt.model.machine import passing_directory, ssd_directory
 from vbrt.report.progress import Progress
 from vbrt.saves.fit import ignored_names
 from vbrt.saves.manifest import KeptTensor, Manifest, SavedLayer, SavedTensor, parse_manifest, text_of, to_json
@@ -111,12 +111,14 @@ def _collected(
         collector = _Collector()
         return collector.tensors, write_parts(parts, collector, work)
     try:
-        with tempfile.TemporaryDirectory(prefix="vbrt-save-", dir=ssd_directory(config)) as directory:
-            path = Path(directory) / "planes.safetensors"
-            with TensorWriter(path, [info for part in parts for info in part.tensors]) as writer:
-                digests = write_parts(parts, writer, work)
-            file = TensorFile(path)
-            return {name: file.map(name) for name in file.tensors}, digests
+        with passing_directory(ssd_directory(config)) as pages:
+            pages.mkdir(parents=True, exist_ok=True)  # no page is there yet where all of them fit into memory
+            with tempfile.TemporaryDirectory(prefix="vbrt-save-", dir=pages) as directory:
+                path = Path(directory) / "planes.safetensors"
+                with TensorWriter(path, [info for part in parts for info in part.tensors]) as writer:
+                    digests = write_parts(parts, writer, work)
+                file = TensorFile(path)
+                return {name: file.map(name) for name in file.tensors}, digests
     except OSError as error:
         raise CheckpointError(
             f"{ssd_directory(config)}: planes cannot be laid down there on their way into files: "
