@@ -163,6 +163,31 @@ def test_a_dense_state_dict_loads_strictly_and_starts_a_new_history():
     assert counts(vb) == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("history", "message"),
+    [
+        (None, "a NoneType; expected the uint8 tensor"),
+        ([1, 2], "a list; expected the uint8 tensor"),
+        ({"steps": 1}, "a dict; expected the uint8 tensor"),
+        (
+            torch.empty(308, dtype=torch.uint8, device="meta"),
+            "a torch.strided tensor on meta; expected the dense tensor",
+        ),
+        (torch.ones(308, dtype=torch.uint8).to_sparse(), "a torch.sparse_coo tensor on cpu; expected the dense tensor"),
+    ],
+    ids=["none", "list", "dict", "meta", "sparse"],
+)
+def test_a_history_that_is_no_tensor_with_values_is_refused_by_name(history, message):
+    vb = vbrt.wrap(
+        nn.Sequential(nn.Linear(64, 64)), "fp4", mode="train", weights={"min_parameters": 0, "keep_head": False}
+    )
+    vb(torch.ones(2, 64))
+    state = vb.state_dict() | {"0.separation": history}
+    with pytest.raises(RuntimeError, match=rf"0\.separation: {message}"):
+        vb.load_state_dict(state)
+    vb.load_state_dict(vb.state_dict())
+
+
 @pytest.mark.parametrize("number", [float("inf"), float("nan")])
 def test_a_history_that_is_not_finite_is_refused_by_name(number):
     _, vb = layer()

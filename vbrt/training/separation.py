@@ -155,7 +155,15 @@ class TrainedSeparation:
         return torch.cat([part.detach().cpu().contiguous().view(torch.uint8).flatten() for part in parts])
 
     def load(self, state: Tensor, shape: tuple[int, int]) -> None:
-        """Take over the `state` of another one. Raises FormatError for that of another format or shape (N, K)."""
+        """Take over the `state` of another one. Raises FormatError for that of another format or shape (N, K), and for
+        what is no tensor with values."""
+        if not isinstance(state, Tensor):
+            raise FormatError(f"a {type(state).__name__}; expected the uint8 tensor that state_dict() returned")
+        if state.is_nested or state.layout is not torch.strided or state.is_meta:
+            kind = "nested" if state.is_nested else state.layout
+            raise FormatError(
+                f"a {kind} tensor on {state.device}; expected the dense tensor with values that state_dict() returned"
+            )
         layout = self.format.layout(shape, torch.float32)
         fields = [field for field in layout.fields if field.name != "codes"]
         sizes = [8 * _NUMBERS, *(field.nbytes for field in fields)]
