@@ -145,10 +145,27 @@ def test_the_copy_of_a_thread_that_died_is_given_up_and_the_next_lease_reads_the
             slot.state, slot.loader = State.LOADING, threading.get_ident()
             stack.guard.deciding = False
 
-    with pytest.raises(TierError, match="a: the thread that copied it has died"):
+    with pytest.raises(TierError, match="a: the thread that copied it has died or left it"):
         when_a_thread_is_gone(die, lambda: use(stack, "a"))
     with pytest.raises(TierError, match="a: its copy was interrupted"):  # by this thread, which is not at it any more
         within(20, lambda: (die(), use(stack, "a")))
+    run(stack, [("a",), ("b",)])
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_room_that_this_threads_own_copy_was_interrupted_with_comes_back(tmp_path):
+    """Ctrl-C came, and again while the copy was undone."""
+    stack, policy, _ = scripted(tmp_path, 1, {"a": 1, "b": 1})
+
+    def leave() -> None:
+        with stack.guard.entered:
+            stack.ledger.begin()
+            slot = stack.decider.place(stack.levels[0], stack.pages["a"], policy.access("a", UNIT))
+            slot.state, slot.loader = State.LOADING, threading.get_ident()
+            assert stack.mover._try_reserve(slot)
+
+    within(20, lambda: (leave(), use(stack, "b")))
     run(stack, [("a",), ("b",)])
     assert_at_rest(stack)
     stack.close()

@@ -84,16 +84,22 @@ class Waiting:
         return any(self._guard.waiting.get(thread, 0.0) < now for thread in busy & living)
 
     def _end_what_was_left(self) -> None:
-        """Release leases that only a garbage cycle holds, and cancel the loads of threads that are gone."""
+        """Release leases that only a garbage cycle holds; cancel the loads of threads that are gone, and this one's own
+        that have room: a thread that waits for room is not at them any more, it was interrupted in undoing them."""
         gc.collect()
         living, ledger = set(sys._current_frames()), self._ledger
         with self._guard.entered:
             if ledger.lost or ledger.retired:
                 ledger.catch_up()
             for slot in _slots(ledger.levels):
-                if slot.state is State.LOADING and not slot.at_home and slot.loader not in living:
+                if slot.state is not State.LOADING or slot.at_home:
+                    continue
+                mine = slot.loader == self._me and slot.room is not None and self._level is not None
+                if mine or slot.loader not in living:
                     ledger.begin()
-                    slot.level.cancel(slot, TierError(f"{slot.page.key}: the thread that copied it has died"))
+                    slot.level.cancel(
+                        slot, TierError(f"{slot.page.key}: the thread that copied it has died or left it")
+                    )
                     self._guard.deciding = False
 
     # -- errors -------------------------------------------------------------------------------------------------------
