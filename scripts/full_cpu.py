@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import vbrt
 from scripts.bench_parts import small_model
-from scripts.full_models import ResidentLinear
 from scripts.measuring import interleaved, machine
 
 ROWS, LR = 512, 1e-4
@@ -49,30 +48,18 @@ def stepping(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> C
     return step
 
 
-def same_arithmetic(model: nn.Module) -> nn.Module:
-    """Have a model's layers cast their weights as halves are cast: other than autocast in ties only."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = ResidentLinear
-    return model
-
-
 def measured(times: int, pages: Path) -> dict:
     """Return seconds a step of both, taking turns, and whether losses and weights are equal after all of them."""
     x = torch.randn(ROWS, 544)
-    plain, twin, model = made(), same_arithmetic(made()), made()
+    plain, model = made(), made()
     state = 12 * sum(p.numel() for p in model.parameters())  # halves and moments
     tiers = {"cpu": {"budget": state // 2}, "ssd": {"enabled": True, "path": str(pages)}, "gpu": {"enabled": False}}
     optimizer = adamw(model)
     with vbrt.wrap(model, "full", optimizer=optimizer, tiers=tiers) as vb:
-        steps = {
-            "resident": stepping(plain, adamw(plain), x),
-            "twin": stepping(twin, adamw(twin), x),
-            "tiers": stepping(vb, optimizer, x),
-        }
+        steps = {"resident": stepping(plain, adamw(plain), x), "tiers": stepping(vb, optimizer, x)}
         seconds = interleaved(steps, times=times)
-        equal = torch.equal(steps["twin"](), steps["tiers"]())
-        own, theirs = vb.state_dict(), twin.state_dict()
+        equal = torch.equal(steps["resident"](), steps["tiers"]())
+        own, theirs = vb.state_dict(), plain.state_dict()
         held = {name: tier.held_bytes for name, tier in vb.stats().tiers.items()}
     return {
         "parameters": sum(p.numel() for p in plain.parameters()),

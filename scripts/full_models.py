@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vbrt.training.update import split_master
-
 CHUNK = 2048  # tokens whose logits are in memory at once
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the latter to try a script
 
@@ -44,27 +42,6 @@ SHAPES = {
     "8b": Llama(layers=32, width=4096, inner=14336, heads=32, kv_heads=8, vocabulary=128256),
     "13b": Llama(layers=40, width=5120, inner=13824, heads=40, kv_heads=40, vocabulary=32000),
 }
-
-
-class _HalfUp(torch.autograd.Function):
-    """The bf16 half of an fp32 weight as pages hold it; the gradient goes straight through, as that of a cast."""
-
-    @staticmethod
-    def forward(ctx, weight: Tensor) -> Tensor:
-        return split_master(weight)[0]
-
-    @staticmethod
-    def backward(ctx, dw: Tensor) -> Tensor:
-        return dw.float()
-
-
-class ResidentLinear(nn.Linear):
-    """nn.Linear that casts its weight under autocast as `split_master` does: other than torch in exact ties only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features], in bf16."""
-        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-        return F.linear(x.to(torch.bfloat16), _HalfUp.apply(self.weight), bias)
 
 
 class Trainee(nn.Module):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import vbrt
-from scripts.full_models import DEVICE, SHAPES, ResidentLinear, Trainee, batch, emptied, made, measured, passed, waited
+from scripts.full_models import DEVICE, SHAPES, Trainee, batch, emptied, made, measured, passed, waited
 from scripts.full_profile import profiled
 
 __all__ = ["RUNS", "limited"]
@@ -249,8 +249,6 @@ class _Resident:
     def __init__(self, model: Trainee) -> None:
         self.model, pinned = model, DEVICE == "cuda"
         self.linears = [m for name, m in model.named_modules() if type(m) is nn.Linear and "layers." in name]
-        for module in self.linears:
-            module.__class__ = ResidentLinear
         theirs = {id(module.weight) for module in self.linears}
         kept = torch.optim.AdamW([p for p in model.parameters() if id(p) not in theirs], LR, fused=True)
         self.masters = [nn.Parameter(_host(module.weight, pinned=pinned)) for module in self.linears]

@@ -65,7 +65,7 @@ class Arrays:
         def run() -> None:
             for at in range(0, self.count, size):
                 of = slice(at, at + size)
-                halves = Halves(*(half[of] for half in self.halves))
+                halves = self.halves.part(at, at + size)
                 moments = {"first": self.first[of], "second": self.second[of]}
                 helpers.run(halves.high.numel(), compiled.update(halves, moments, self.gradient[of], ADAMW))
 
@@ -82,7 +82,7 @@ class Arrays:
 
     def joined(self) -> None:
         """Join, torch's step, split: the plain way."""
-        master = reference.join_master(*self.halves)
+        master = reference.join_master(self.halves)
         self._fused(master)
         for half, new in zip(self.halves, reference.split_master(master), strict=True):
             half.copy_(new)
@@ -199,7 +199,7 @@ def _same(step: Step, count: int) -> bool:
         halves, moments = reference.split_master(master), {"first": first.clone(), "second": second.square()}
         moments = moments if step.rule == "adam" else {"first": moments["first"]}
         module.update(halves, moments, gradient, step)(0, count)
-        results += [[part.view(torch.int16) for part in (*halves, *moments.values())]]
+        results += [[part.view(torch.uint8) for part in (*halves, *moments.values())]]
     return all(map(torch.equal, *results))
 
 

@@ -1,13 +1,10 @@
-"""Small models that train from the tiers, and the same trained resident: what mode "full" must equal, bit for bit."""
+"""Small models that train from the tiers, and plain torch's training, which mode "full" must equal, bit for bit."""
 
 import copy
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from scripts.full_models import ResidentLinear
-from vbrt.training.update import split_master
 
 WIDTH, TOKENS = 64, 50
 
@@ -32,12 +29,8 @@ class Tiny(nn.Module):
 
 
 def resident(model: nn.Module) -> nn.Module:
-    """A copy of a model in fp32 that trains resident with the very arithmetic of mode "full" under autocast."""
-    model = copy.deepcopy(model)
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = ResidentLinear
-    return model
+    """A copy of a model, which plain torch trains."""
+    return copy.deepcopy(model)
 
 
 def adamw(parameters) -> torch.optim.Optimizer:
@@ -54,13 +47,13 @@ class Masters:
         self.inner = make(masters)
 
     def step(self) -> None:
-        """Update the masters, and round them half up."""
+        """Update the masters, and round them as torch does."""
         for parameter, master in self.pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
         self.inner.step()
         with torch.no_grad():
             for parameter, master in self.pairs:
-                parameter.copy_(split_master(master.detach())[0])
+                parameter.copy_(master)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -75,8 +68,9 @@ def batches(count: int, *, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
 
 
 def loss_of(model: nn.Module, ids: Tensor, target: Tensor) -> Tensor:
-    """The loss of a batch under bf16 autocast."""
-    with torch.autocast("cpu", torch.bfloat16):
+    """The loss of a batch under bf16 autocast, which adds gradients of tied weights up in bf16 if it caches casts."""
+    uses = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=len(uses) == len(set(uses))):
         logits = model(ids)
     return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 

@@ -31,6 +31,16 @@ def test_a_model_trains_as_resident():
     assert_same_training(Tiny())
 
 
+@pytest.mark.parametrize("make", [adamw, lambda p: torch.optim.SGD(p, lr=2**-7, fused=True)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_half_way_between_two_bf16_numbers_round_as_plain_torchs(seed, make):
+    torch.manual_seed(seed)
+    model = Tiny().half().float()  # an eighth of numbers with 10 bits is half way between two with 7
+    ties = sum((p.view(torch.int32) & 0xFFFF == 0x8000).sum() for p in model.layers.parameters())
+    assert ties > 1000
+    assert_same_training(model, make=make)
+
+
 def test_unwrap_gives_the_parameters_and_the_optimizer_back():
     model = Tiny()
     weight, optimizer = model.layers[0].weight, adamw(model.parameters())

@@ -71,6 +71,37 @@ def test_numbers_that_are_written_are_the_new_masters_and_the_others_stay(monkey
     assert all(torch.equal(p, m) for p, (_, m) in zip(vb.unwrap().parameters(), by.pairs, strict=True))
 
 
+@pytest.mark.parametrize("chunk", [1, 1 << 24])
+def test_a_master_half_way_between_two_bf16_numbers_rounds_as_torchs_and_stays(monkeypatch, chunk):
+    monkeypatch.setattr(kept, "_CHUNK", chunk)
+    parameter = nn.Parameter(torch.tensor([1.0, 1.0 + 2**-7]).bfloat16())
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for _ in range(2):
+        parameter.grad = torch.full_like(parameter, -(2**-8))
+        kept.step_kept(optimizer, torch.optim.SGD)
+        master = kept.master_of(optimizer, parameter)
+        assert torch.equal(parameter, master.bfloat16())
+    assert torch.equal(master, torch.tensor([1.0 + 2**-7, 1.0 + 2**-6]))
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 24])
+@pytest.mark.parametrize("has_high", [True, False])
+def test_halves_of_an_older_checkpoint_are_the_master_of_a_parameter_that_stayed(monkeypatch, chunk, has_high):
+    monkeypatch.setattr(kept, "_CHUNK", chunk)
+    master = torch.tensor([1.0 + 2**-8, 1.0 + 3 * 2**-8, 0.3, -5e-3])
+    bits = master.view(torch.int32) + 0x8000  # rounded half up
+    high, low = (bits >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+    parameter = nn.Parameter(high.clone())
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    own = {"low": low, "high": high} if has_high else {"low": low}
+    kept.load_kept(optimizer, {**optimizer.state_dict(), "state": {0: own}})
+    assert torch.equal(kept.master_of(optimizer, parameter), master)
+    parameter.grad = torch.zeros_like(parameter)
+    kept.step_kept(optimizer, torch.optim.SGD)
+    assert torch.equal(kept.master_of(optimizer, parameter), master) and torch.equal(parameter, master.bfloat16())
+    assert set(optimizer.state[parameter]) == {"master"}
+
+
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,6 @@ from tests.training.full_models import Masters, resident
 from tests.training.test_full_experts import EXPERTS, gpt_oss
 from tests.training.test_full_gpu import OnHost, Wide, run
 from vbrt.training.gradients import Outlet
-from vbrt.training.update import split_master
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_fsync")]
 MIB = 1 << 20
@@ -159,7 +158,7 @@ class MastersOnHost:
             optimizer.step()
         with torch.no_grad():
             for parameter, master in self.masters.values():
-                parameter.copy_(split_master(master.detach())[0])
+                parameter.copy_(master)
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ def compiled_step(helpers, count=31 * KIB + 3):
     """Do a compiled update of ones; return the masters. Of so few that torch, in a forked child, takes one thread."""
     halves, moments = update.split_master(torch.ones(count)), {"first": torch.ones(count), "second": torch.ones(count)}
     helpers.run(count, compiled.update(halves, moments, torch.ones(count), Step("adam", 1, 0.1, 0.9, 0.99)))
-    return update.join_master(*halves)
+    return update.join_master(halves)
 
 
 @pytest.mark.skipif(build.refusal(torch.device("cpu"), "update") is not None, reason="no C compiler")

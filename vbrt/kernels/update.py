@@ -1,6 +1,6 @@
 """One step of an optimizer on a weight in two halves: what is computed, in plain torch, which is the specification.
 
-    master (fp32) = high (bf16: what the model computes with) + low (16 bits), bit for bit
+    master (fp32) = high (bf16: what the model computes with) + low (16 bits) + ties (one bit), bit for bit
     part = update(halves, moments, gradient, step)
     part(0, TILE), part(TILE, n)                  # in place, in parts that begin at multiples of TILE: the same bits
 
@@ -34,6 +34,7 @@ __all__ = [
     "join_master",
     "split_master",
     "update",
+    "without_ties",
 ]
 
 TILE = 1024  #: parts of a weight begin at multiples of it, and end there or with the weight
@@ -44,10 +45,19 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class Halves(NamedTuple):
-    """A master weight: `high`, bf16 [n], and `low`, 16 bits [n]; contiguous, on the CPU."""
+    """A master weight, as `split_master` makes it: `high`, bf16 [n], `low`, 16 bits [n], and `ties`, uint8
+    [ceil(n / 8)], the first weight's bit lowest; and which tiles have bits that are 1, `tied`, uint8 [ceil(n / 1024)],
+    since few have. Contiguous, on the CPU."""
 
     high: Tensor
     low: Tensor
+    ties: Tensor
+    tied: Tensor
+
+    def part(self, begin: int, end: int) -> "Halves":
+        """Return those of some weights, in place; `begin` is a multiple of `TILE`."""
+        each = (1, 1, 8, TILE)
+        return Halves(*(half[begin // n : -(-end // n)] for half, n in zip(self, each, strict=True)))
 
 
 class Coded(NamedTuple):
@@ -91,21 +101,54 @@ class Step:
 
 
 def split_master(master: Tensor) -> Halves:
-    """Split fp32 into the upper and the lower half of its bits plus 2^15, an integer: bf16, rounded half up, and int16.
+    """Split fp32 into bf16, rounded to nearest even as `master.to(torch.bfloat16)`, 16 lower bits and a bit of ties.
 
-    Exact for every number; it differs from torch's cast to bf16 in ties only. A NaN that would have a zero as its high
-    half (its upper 17 bits but the sign are ones) loses the lowest of them.
+    The halves of the master's bits plus 2^15, an integer, are bf16, rounded half up, and the lower bits. It differs
+    from nearest even where those are 0, a tie, and the half is odd: that is one too many, and its bit says so. An even
+    half has 65,537 masters that round to it, both ties among them, so no 16 bits tell them apart.
+
+    Exact for every number. A NaN becomes a quiet one, and where its high half would be a zero (its upper 17 bits but
+    the sign are ones) loses the lowest of them.
+
+    Args:
+        master: any shape; `high` and `low` have it, and lie where it does.
     """
     bits = master.contiguous().view(torch.int32)
+    bits = torch.where(bits & 0x7FFFFFFF > 0x7F800000, bits | 0x400000, bits)
     bits = torch.where(bits & 0x7FFF8000 == 0x7FFF8000, bits & ~0x8000, bits)
     bits = bits + 0x8000
-    return Halves((bits >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16))
+    down = bits & 0x1FFFF == 0x10000
+    high = ((bits >> 16) - down.to(torch.int32)).to(torch.int16).view(torch.bfloat16)
+    ties = _packed_bits(down)
+    tied = torch.nn.functional.pad(ties, (0, -ties.numel() % (TILE // 8))).view(-1, TILE // 8).any(1)
+    return Halves(high, bits.to(torch.int16), ties, tied.to(torch.uint8))
 
 
-def join_master(high: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 master of two halves."""
+def without_ties(high: Tensor, low: Tensor) -> Halves:
+    """Return halves whose ties round up in magnitude, if there are any."""
+    ties, tied = (torch.zeros(-(-low.numel() // each), dtype=torch.uint8, device=low.device) for each in (8, TILE))
+    return Halves(high, low, ties, tied)
+
+
+def join_master(halves: Halves) -> Tensor:
+    """Return the fp32 master of halves, in the shape of the low one."""
+    high, low, ties, _ = halves
     below = low.view(torch.int16).to(torch.int32) & 0xFFFF
-    return ((high.view(torch.int16).to(torch.int32) << 16) + below - 0x8000).view(torch.float32)
+    upper = high.view(torch.int16).to(torch.int32) + _unpacked_bits(ties, low.numel()).view(low.shape)
+    return ((upper << 16) + below - 0x8000).view(torch.float32)
+
+
+def _packed_bits(flags: Tensor) -> Tensor:
+    eights = torch.nn.functional.pad(flags.flatten(), (0, -flags.numel() % 8)).view(-1, 8).to(torch.uint8)
+    out = eights[:, 0].clone()
+    for bit in range(1, 8):
+        out |= eights[:, bit] << bit
+    return out
+
+
+def _unpacked_bits(packed: Tensor, count: int) -> Tensor:
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> places & 1).flatten()[:count]
 
 
 # -- moments of 8 bits
@@ -184,7 +227,7 @@ def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tens
 
     def part(begin: int, end: int) -> None:
         own = {name: _part(moment, begin, end) for name, moment in moments.items()}
-        _update(Halves(*(half[begin:end] for half in halves)), own, gradient[begin:end], step)
+        _update(halves.part(begin, end), own, gradient[begin:end], step)
 
     return part
 
@@ -196,14 +239,16 @@ def _part(moment: Tensor | Coded, begin: int, end: int) -> Tensor | Coded:
 
 
 def _update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> None:
-    master, decoded = join_master(*halves), _decoded(moments)
+    master, decoded = join_master(halves), _decoded(moments)
     scaled = gradient.detach().float().clone()
     scaled = scaled if step.divisor == 1 else scaled / _fp32(step.divisor)
     scaled = scaled if step.factor == 1 else scaled * _fp32(step.factor)
     _RULES[step.rule](master, decoded, scaled, step)
-    high, low = split_master(master)
-    halves.high.copy_(high)
-    halves.low.view(torch.int16).copy_(low)
+    new = split_master(master)
+    halves.high.copy_(new.high)
+    halves.low.view(torch.int16).copy_(new.low)
+    halves.ties.copy_(new.ties)
+    halves.tied.copy_(new.tied)
     for name, moment in moments.items():
         if isinstance(moment, Coded):
             codes, scales = _ENCODE[name](decoded[name])

@@ -1,5 +1,5 @@
 """Where the state of weights that train from the tiers lives: gradients of a step, and what only the update needs, the
-low halves of the weights and the optimizer's moments, beside the bf16 halves that forwards lease.
+low halves of the weights, bits of ties and the optimizer's moments, beside the bf16 halves that forwards lease.
 
 The halves that are leased are placed first, as any pages are, then gradients, then the rest: what is used more often is
 nearer. None of it is ever on a GPU.
@@ -44,7 +44,7 @@ def with_state(
         ConfigError: the tiers are too small.
     """
     page = {page.key: page for layer in layers for page in layer}
-    each = {GRADIENT: 2, STATE: 2 + _MOMENTS[config.training.moments]}  # bf16; a 16-bit half beside moments
+    each = {GRADIENT: 2, STATE: 2 + 1 / 8 + 1 / 1024 + _MOMENTS[config.training.moments]}  # bf16
     state = {plane: [_page(swap, plane, nbytes) for swap in swaps] for plane, nbytes in each.items()}
     left = {tier: room - sum(_cost(page[k], tier) for k in page if homes[k] == tier) for tier, room in budgets.items()}
     largest = max((p.nbytes for p in page.values()), default=0)

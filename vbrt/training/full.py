@@ -19,7 +19,7 @@ from vbrt.errors import FormatError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.page import PageLayout, pack, unpack
 from vbrt.kernels.uncompiled import uncompiled
-from vbrt.kernels.update import GRADIENTS
+from vbrt.kernels.update import GRADIENTS, Halves, without_ties
 from vbrt.layers.encoding import Planes
 from vbrt.layers.paged import PagesHandle
 from vbrt.layers.spec import HandleSpec
@@ -104,18 +104,18 @@ class FullWeight(PagesHandle):
             )
         self.stack.rewriter.prepare()
         values = parameter.detach()
-        high, low = _halves(values)
-        layout = get_format("dense").layout(tuple(high.shape), torch.bfloat16)
+        halves = _halves(values)
+        layout = get_format("dense").layout(tuple(values.shape), torch.bfloat16)
         owner = Owner(self.stack)
         home = self.spec.home("dense", self.stack.names[-1])
         key = self.spec.site.page_key("dense")
-        page = self.stack.add(key, layout, home, functools.partial(pack, {"weight": high}, layout), owner)
+        page = self.stack.add(key, layout, home, functools.partial(pack, {"weight": halves.high}, layout), owner)
         self.dtype = self.gradient.dtype = parameter.dtype
         self._device_before = parameter.device
         self.gradient.put(parameter.grad)
         page.passes = not self.spec.by_rows
         # no call from here on that may fail
-        self.state = WeightState.of(self.name, _High(self), low)
+        self.state = WeightState.of(self.name, _High(self), halves)
         self.owner, self.pages, self.keys = owner, (page,), (key,)
         self.parameter = StreamedParameter.become_(parameter, self)
 
@@ -129,11 +129,11 @@ class FullWeight(PagesHandle):
         if tuple(values.shape) != self.state.shape:
             raise WrapError(f"{self.name}: the new weight has shape {tuple(values.shape)}; expected {self.state.shape}")
         self.settle()
-        new_high, new_low = split_master(values.detach().to("cpu", torch.float32))
+        new = split_master(values.detach().to("cpu", torch.float32))
         self.state.loads += 1
         with self.state.high.rewriting() as high:
-            high.copy_(new_high)
-            self.state.set_low(new_low)
+            high.copy_(new.high)
+            self.state.set_lower(new)
 
     def give_back(self) -> None:
         """Give the parameter its values back, the fp32 master, and its gradient. Idempotent."""
@@ -204,12 +204,11 @@ class FullWeight(PagesHandle):
             )
 
 
-def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
+def _halves(values: Tensor) -> Halves:
     """Return the halves of a weight on the host; they are made where the weight is."""
     if values.dtype is torch.bfloat16:  # the high half, and the same low half for every number
-        return values.to("cpu"), torch.full(values.shape, -0x8000, dtype=torch.int16, device="cpu")
-    high, low = split_master(values.float())
-    return high.to("cpu"), low.to("cpu")
+        return without_ties(values.to("cpu"), torch.full(values.shape, -0x8000, dtype=torch.int16, device="cpu"))
+    return Halves(*(half.to("cpu") for half in split_master(values.float())))
 
 
 def _settle(weight: "weakref.ref[FullWeight]") -> None:

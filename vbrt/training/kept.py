@@ -1,13 +1,12 @@
 """Parameters that stay on the computing device, in bf16: their optimizer sees them in fp32.
 
-A step in bf16 would lose every change below a 256th of a weight. So a parameter in bf16 is its high half, as a weight
-in the tiers is: the low half is in the optimizer's state, as "low", and the step is done on the fp32 master that both
-make. The state has the high half, too, as "high": a number that is another one now was written by the user (copy_,
-mul_, nn.init, a state dict), and what was written is its master.
+A step in bf16 would lose every change below a 256th of a weight. So the optimizer's state of a parameter in bf16 has
+its fp32 master, as "master": the step is done on it, and the parameter is what it rounds to, to nearest even. A number
+that is another one now was written by the user (copy_, mul_, nn.init, a state dict): that is its master from then on.
 
-The masters of all parameters are there for the length of a step. One that is large, such as an output head, is stepped
-in chunks, each by an optimizer of its own on a part of the state, so that a step needs no room for a whole master: the
-rules that mode "full" takes work number by number.
+A parameter that is large, such as an output head, is stepped in chunks, each by an optimizer of its own on a part of
+the state, so that a step needs no room for a whole gradient in fp32: the rules that mode "full" takes work number by
+number.
 """
 
 import contextlib
@@ -18,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.errors import WrapError
+from vbrt.kernels.update import join_master, without_ties
 from vbrt.training.streamed import StreamedParameter
-from vbrt.training.update import join_master, split_master
 
 __all__ = ["check_kept", "load_kept", "master_of", "step_kept", "take_master", "widen_kept"]
 
-_LOW, _HIGH = "low", "high"  # in the optimizer's state of a parameter: its halves as the last step left them
+_MASTER = "master"  # in the optimizer's state of a parameter: as the last step left it
+_LOW, _HIGH = "low", "high"  # of older checkpoints: the halves of a master that was rounded half up
 _CHUNK = 1 << 24  # numbers that are stepped at a time, of parameters that have more
 
 
@@ -38,7 +38,7 @@ def check_kept(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_kept(optimizer: torch.optim.Optimizer, plain: type[torch.optim.Optimizer]) -> None:
-    """Do an optimizer's own step on all that has gradients, with fp32 masters of parameters in bf16, rounded half up.
+    """Do an optimizer's own step on all that has gradients, with fp32 masters of parameters in bf16.
 
     Args:
         plain: the class that updates; each number by itself.
@@ -80,15 +80,14 @@ def _step_in_chunks(
     """Do the step of one parameter in bf16 with its gradient, a chunk at a time."""
     parameter, gradient = held
     state, high = dict(optimizer.state.get(parameter, {})), parameter.data.view(-1)
-    low, last = state.pop(_LOW, None), state.pop(_HIGH, None)
+    held = {name: state.pop(name).view(-1) for name in (_MASTER, _LOW, _HIGH) if name in state}
     whole = {name: value for name, value in state.items() if _is_of(value, parameter)}
-    new_low = torch.empty(parameter.shape, dtype=torch.int16, device=parameter.device) if low is None else low
-    new_high = torch.empty_like(parameter.data) if last is None else last
+    master = held.get(_MASTER)
+    master = torch.empty(high.shape, dtype=torch.float32, device=high.device) if master is None else master
 
     def step(part: slice) -> dict[str, Any]:
         """Step a chunk; return what its state has beside numbers for each of the chunk's."""
-        halves = {name: half.view(-1)[part] for name, half in ((_LOW, low), (_HIGH, last)) if half is not None}
-        chunk = nn.Parameter(_joined(high[part], halves))
+        chunk = nn.Parameter(_master_in(high[part], {name: value[part] for name, value in held.items()}))
         chunk.grad = gradient.view(-1)[part].float()
         one = plain([{**group, "params": [chunk]}])
         one.__dict__.update({name: optimizer.__dict__[name] for name in _SCALING if name in optimizer.__dict__})
@@ -101,15 +100,12 @@ def _step_in_chunks(
                 if name not in whole:
                     whole[name] = value.new_empty(parameter.shape)
                 whole[name].view(-1)[part] = value
-        chunk.grad = None  # splitting needs its room
-        new = split_master(chunk.detach())
-        new_low.view(-1)[part], new_high.view(-1)[part] = new.low, new.high
-        high[part] = new.high
+        master[part] = high[part] = chunk.detach()
         return {name: value for name, value in one.state[chunk].items() if name not in whole}
 
     for begin in range(0, high.numel(), _CHUNK):
         rest = step(slice(begin, min(begin + _CHUNK, high.numel())))
-    optimizer.state[parameter] = {**rest, **whole, _LOW: new_low, _HIGH: new_high}
+    optimizer.state[parameter] = {**rest, **whole, _MASTER: master.view(parameter.shape)}
 
 
 _SCALING = ("grad_scale", "found_inf")  # what torch's GradScaler puts on an optimizer
@@ -123,7 +119,7 @@ def _is_of(value: Any, parameter: Tensor) -> bool:
 @contextlib.contextmanager
 def _masters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Have the bf16 parameters that stayed and have gradients be their fp32 masters within a `with` block, and bf16
-    again at its end, rounded half up."""
+    again at its end."""
     with contextlib.ExitStack() as narrowing:
         for parameter in _kept(optimizer):
             if parameter.dtype is torch.bfloat16 and parameter.grad is not None:
@@ -143,38 +139,44 @@ def _master(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterat
         stepped = True
     finally:
         parameter.grad = None
-        new_high, low = split_master(master)
-        parameter.data = high.copy_(new_high)
+        parameter.data = high.copy_(master)
         parameter.grad = gradient
         if stepped or optimizer.state.get(parameter):  # else torch would take it for a state that was begun
-            optimizer.state[parameter].update({_LOW: low, _HIGH: new_high})
+            _drop_masters(optimizer.state[parameter])
+            optimizer.state[parameter][_MASTER] = master
 
 
 def master_of(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> Tensor:
     """Return a copy of a parameter that stayed, in fp32, with the bits that bf16 does not hold; others as they are."""
     if parameter.dtype is not torch.bfloat16:
         return parameter.detach()
-    return _joined(parameter.detach(), {} if optimizer is None else optimizer.state.get(parameter, {}))
+    return _master_in(parameter.detach(), {} if optimizer is None else optimizer.state.get(parameter, {}))
 
 
 def take_master(value: Tensor, state: dict[str, Any]) -> Tensor:
     """Return the fp32 master of a parameter's value, where its state has one, else the value; and leave in the state
     what a plain optimizer has."""
-    master = _joined(value, state) if _LOW in state else value
-    for half in (_LOW, _HIGH):
-        state.pop(half, None)
+    master = _master_in(value, state) if _MASTER in state or _LOW in state else value
+    _drop_masters(state)
     return master
 
 
-def _joined(high: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Return the fp32 masters of numbers in bf16: with the low half where the high one is the last step's, and
+def _drop_masters(state: dict[str, Any]) -> None:
+    for name in (_MASTER, _LOW, _HIGH):
+        state.pop(name, None)
+
+
+def _master_in(high: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """Return the fp32 masters of numbers in bf16, a copy: that of the last step where they are what it rounds to, and
     elsewhere the number that was written."""
-    low, last = state.get(_LOW), state.get(_HIGH)
+    master, low, last = (state.get(name) for name in (_MASTER, _LOW, _HIGH))
+    if master is not None:
+        return master.where(master.to(torch.bfloat16).view(torch.int16) == high.view(torch.int16), high)
     if low is None:
         return high.float()
-    if last is not None:  # an older checkpoint has none
+    if last is not None:  # the oldest checkpoints have none
         low = low.where(high.view(torch.int16) == last.view(torch.int16), -0x8000)
-    return join_master(high, low)
+    return join_master(without_ties(high, low))
 
 
 def widen_kept(optimizer: torch.optim.Optimizer) -> None:

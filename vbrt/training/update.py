@@ -1,12 +1,12 @@
 """The update of weights that train from host memory: join, step, split, in the background.
 
-A weight's fp32 master is two halves. The high half is a page that forwards compute with; the low half and the moments
-stay on the host, in memory or in files.
+A weight's fp32 master is two halves and a bit. The high half is a page that forwards compute with; the low half, the
+bits of ties and the moments stay on the host, in memory or in files.
 
 | name | what |
 | --- | --- |
-| `split_master(w) -> hi, lo`, `join_master(hi, lo) -> w` | inverse of each other, bit for bit |
-| `WeightState` | one weight: its high half's page, low half, moments, number of updates |
+| `split_master(w) -> halves`, `join_master(halves) -> w` | inverse of each other, bit for bit |
+| `WeightState` | one weight: its high half's page, low half, ties, moments, number of updates |
 | `Rule` | how an optimizer's class updates; `rule_for(optimizer)` refuses one without a record, by name |
 | `Updater.submit(state, grad, group)` | begin a weight's update; `wait(state)`, `finish()` |
 
@@ -34,7 +34,7 @@ from torch import Tensor
 from vbrt.errors import TierError
 from vbrt.host.crew import Crew
 from vbrt.kernels import kernel_refusal, resolve
-from vbrt.kernels.update import GRADIENTS, Halves, Step, join_master, split_master
+from vbrt.kernels.update import GRADIENTS, Step, join_master, split_master
 from vbrt.training.update_pages import STAGED, Fields
 from vbrt.training.update_parts import Helpers, cores
 from vbrt.training.update_rules import Rule, Scaling, rule_for
@@ -248,7 +248,7 @@ class _Update:
         if self.torn:
             raise TierError("it ended half way; load a checkpoint")
         fields = self._fields(pages)
-        part = kernel(Halves(high, fields["low"]), state.moments_in(fields), _readable(self.gradient()), self.step)
+        part = kernel(state.halves_in(high, fields), state.moments_in(fields), _readable(self.gradient()), self.step)
         self.torn = True
         helpers.run(high.numel(), part)
         self.high, self.computed, self.torn = high, True, False

@@ -10,12 +10,23 @@ from torch import Tensor
 
 from vbrt.errors import WrapError
 from vbrt.formats.page import PageLayout
-from vbrt.kernels.update import BLOCK, Coded, decode_first, decode_second, encode_first, encode_second, join_master
+from vbrt.kernels.update import (
+    BLOCK,
+    TILE,
+    Coded,
+    Halves,
+    decode_first,
+    decode_second,
+    encode_first,
+    encode_second,
+    join_master,
+)
 from vbrt.tiers import Owner, TierStack
 from vbrt.training.update_pages import Fields, StatePage, state_layout
 
 __all__ = ["HighPage", "Plain", "WeightState"]
 
+_LOWER = ("low", "ties", "tied")  # what a master has beside its high half
 _CODES = {"first": "int8", "second": "uint8"}
 _DECODE, _ENCODE = {"first": decode_first, "second": decode_second}, {"first": encode_first, "second": encode_second}
 
@@ -57,7 +68,7 @@ class WeightState:
         name: for errors.
         high: the page of its high half.
         shape: of the weight.
-        memory: where the low half and the moments lie.
+        memory: where the low half, the ties and the moments lie.
         kinds: what kernels call each moment, by its name in torch's optimizer state.
         eight_bit: True if moments have 8 bits.
         rank: where the weight is in the model, first to last.
@@ -82,9 +93,13 @@ class WeightState:
     loads: int = 0
 
     @classmethod
-    def of(cls, name: str, high: HighPage, low: Tensor) -> "WeightState":
-        """Return the state of a weight that no optimizer updates yet."""
-        return cls(name, high, tuple(low.shape), Plain({"low": low.contiguous().view(-1)}))
+    def of(cls, name: str, high: HighPage, halves: Halves) -> "WeightState":
+        """Return the state of a weight that no optimizer updates yet.
+
+        Args:
+            halves: of its master; the high one goes into the page.
+        """
+        return cls(name, high, tuple(halves.low.shape), Plain(_lower(halves)))
 
     # -- layout -------------------------------------------------------------------------------------------------------
 
@@ -93,7 +108,8 @@ class WeightState:
 
         Raises WrapError for a moment that has no form of 8 bits.
         """
-        count, fields = self._count, {"low": ("int16", self._count)}
+        count = self._count
+        fields = {"low": ("int16", count)}
         for name, kind in kinds.items():
             if not eight_bit:
                 fields[kind] = ("float32", count)
@@ -102,12 +118,12 @@ class WeightState:
                 fields[f"{kind}_scales"] = ("float32", -(-count // BLOCK))
             else:
                 raise WrapError(f"{self.name}: {name} has no form of 8 bits; take moments in fp32, or no amsgrad")
-        return state_layout(fields)
+        return state_layout(fields | {"ties": ("uint8", -(-count // 8)), "tied": ("uint8", -(-count // TILE))})
 
     def place(self, tiers: tuple[TierStack, Owner], kinds: Mapping[str, str], home: str, *, eight_bit: bool) -> None:
         """Move the state into a page, with zeros for moments. Raises TierError as `StatePage`."""
-        layout, low = self.layout(kinds, eight_bit=eight_bit), {"low": self._fields()["low"]}
-        page = StatePage(*tiers, f"{self.name}#state", layout, home, low)
+        layout, held = self.layout(kinds, eight_bit=eight_bit), self._fields()
+        page = StatePage(*tiers, f"{self.name}#state", layout, home, {name: held[name] for name in _LOWER})
         self.memory, self.kinds, self.eight_bit = page, dict(kinds), eight_bit
 
     @property
@@ -135,11 +151,6 @@ class WeightState:
         return {kind: Coded(fields[kind], fields[f"{kind}_scales"]) for kind in kinds}
 
     @property
-    def low(self) -> Tensor:
-        """The low half, int16 in the weight's shape; a copy where it lies in a file."""
-        return self._fields()["low"].view(self.shape)
-
-    @property
     def placed(self) -> bool:
         """True once it has a place in the tiers, with its moments."""
         return isinstance(self.memory, StatePage)
@@ -158,9 +169,14 @@ class WeightState:
         self.shown = now if self.shown is None else self.shown.copy_(now)
         return self.shown
 
-    def set_low(self, low: Tensor) -> None:
-        """Replace the low half. Raises TierError."""
-        self._change({"low": low.reshape(-1)})
+    @staticmethod
+    def halves_in(high: Tensor, fields: Fields) -> Halves:
+        """Return the master's halves, [n], with the high one as it is."""
+        return Halves(high.view(-1), *(fields[name] for name in _LOWER))
+
+    def set_lower(self, halves: Halves) -> None:
+        """Replace what the master has beside its high half. Raises TierError."""
+        self._change(_lower(halves))
 
     @property
     def moments(self) -> dict[str, Tensor]:
@@ -201,7 +217,11 @@ class WeightState:
     def master(self) -> Tensor:
         """Return a copy of the fp32 weight; no update of it may be under way."""
         with self.high.rewriting() as high:
-            return join_master(high, self.low)
+            return join_master(self.halves_in(high, self._fields())).view(self.shape)
+
+
+def _lower(halves: Halves) -> Fields:
+    return {name: getattr(halves, name).reshape(-1) for name in _LOWER}
 
 
 def _fill(fields: Fields, values: Fields) -> None:

@@ -140,8 +140,8 @@ class HalvedWeight(ctypes.Structure):
     """`Weight` of update.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("high", "low", "first", "second", "first_scales", "second_scales")),
-        *((name, ctypes.c_void_p) for name in ("peak", "gradient")),
+        *((name, ctypes.c_void_p) for name in ("high", "low", "ties", "tied", "first", "second")),
+        *((name, ctypes.c_void_p) for name in ("first_scales", "second_scales", "peak", "gradient")),
     )
 
 
@@ -319,10 +319,8 @@ def _declare_update(library: ctypes.CDLL) -> None:
     library.vbrt_add.argtypes = (total, number, number)
     library.vbrt_team_update.argtypes = (pointer, *weight, number)
     library.vbrt_team_add.argtypes = (pointer, total, number)
-    library.vbrt_join.argtypes = (pointer, pointer, number, pointer)
-    library.vbrt_split.argtypes = (pointer, number, pointer, pointer)
     library.vbrt_norm.argtypes = (pointer, ctypes.c_int32, number, ctypes.c_float)
-    for name in ("update", "add", "team_update", "team_add", "join", "split"):
+    for name in ("update", "add", "team_update", "team_add"):
         getattr(library, f"vbrt_{name}").restype = None
     library.vbrt_norm.restype = ctypes.c_float
     _declare_team(library)

@@ -1,8 +1,10 @@
 /* One step of an optimizer on weights that lie in two halves, in one pass over memory. Compiled by build.py, without
  * contraction: where a product and a sum are rounded once, it says so (fmaf).
  *
- * A weight is fp32, the master. Its bits, as an integer, plus HALF are two halves: the upper 16, a bf16 number that the
- * model computes with (the master rounded half up), and the lower 16. They are the master again, bit for bit.
+ * A weight is fp32, the master. Its bits, as an integer, plus HALF are two halves: the upper 16, a bf16 number (the master
+ * rounded half up), and the lower 16. The model computes with the nearest even one: where the lower half is 0, a tie, and
+ * the upper one odd, that is the upper half less 1, and the weight's bit in `ties` is 1. All three are the master again,
+ * bit for bit. Few tiles have such ties, and `tied` says which: bits of others, which are 0, are neither read nor written.
  * Gradients are bf16 or fp32. Moments are fp32, or codes of 8 bits with one fp32 scale for each BLOCK of them.
  *
  * The order of operations is that of torch's fused optimizers on x86 (FusedAdamKernel.cpp, FusedSGDKernel.cpp), and so
@@ -28,6 +30,7 @@ enum { ADAM, SGD, LION };
 /* What a rule does not have is NULL. */
 typedef struct {
     uint16_t *high, *low;
+    uint8_t *ties, *tied;  /* a bit for each weight, the first one's lowest; a byte for each TILE, 0 if all are */
     void *first, *second;  /* fp32, or 8 bits */
     float *first_scales, *second_scales;  /* one for each BLOCK; of moments of 8 bits only */
     float *peak;  /* the largest second moments so far (AMSGrad) */
@@ -66,7 +69,7 @@ INLINE uint32_t bits_of(float value) {
 
 INLINE float joined(uint16_t high, uint16_t low) { return of_bits(((uint32_t)high << 16 | low) - HALF); }
 
-/* Both halves. A NaN that would have a zero as its upper half (its upper 17 bits but the sign are ones) loses the bit of
+/* Both halves, rounded half up. A NaN that would have a zero as its upper half (its upper 17 bits but the sign are ones) loses the bit of
  * HALF. */
 INLINE uint32_t halves(float w) {
     uint32_t bits = bits_of(w);
@@ -78,12 +81,43 @@ INLINE void join(const uint16_t *restrict high, const uint16_t *restrict low, in
     for (int64_t i = 0; i < n; i++) w[i] = joined(high[i], low[i]);
 }
 
-INLINE void split(const float *restrict w, int64_t n, uint16_t *restrict high, uint16_t *restrict low) {
+/* Rounded half up; true if there may be ties. */
+INLINE int split(const float *restrict w, int64_t n, uint16_t *restrict high, uint16_t *restrict low) {
+    uint16_t least = 0xFFFF;
     for (int64_t i = 0; i < n; i++) {
         const uint32_t bits = halves(w[i]);
         high[i] = (uint16_t)(bits >> 16);
         low[i] = (uint16_t)bits;
+        least = (uint16_t)bits < least ? (uint16_t)bits : least;
     }
+    return !least;
+}
+
+/* Halves of a tile, rounded to nearest even, become those rounded half up. */
+INLINE void to_half_up(uint16_t *restrict high, const uint8_t *ties, int64_t n) {
+    for (int64_t i = 0; i < n; i++) high[i] += ties[i / 8] >> i % 8 & 1;
+}
+
+/* True if there is a tie that rounds to another half. */
+static int any_down(const uint16_t *high, const uint16_t *low, int64_t n) {
+    int any = 0;
+    for (int64_t i = 0; i < n; i++) any |= !low[i] & high[i];
+    return any;
+}
+
+/* And back; true if that changed any. */
+static int to_even(uint16_t *restrict high, const uint16_t *restrict low, uint8_t *ties, int64_t n) {
+    uint8_t any = 0;
+    for (int64_t i = 0; i < n; i += 8) {
+        uint8_t down = 0;
+        for (int j = 0; j < 8 && i + j < n; j++) {
+            const int one = !low[i + j] & high[i + j];
+            down |= one << j;
+            high[i + j] -= one;
+        }
+        any |= ties[i / 8] = down;
+    }
+    return any != 0;
 }
 
 INLINE void read_gradient(const Weight *c, const Step *s, int64_t at, int64_t n, float *restrict g) {
@@ -121,10 +155,11 @@ INLINE void adam(const Step *s, float *restrict w, float *restrict g, float *res
 }
 
 /* What nearly all tiles of AdamW take: join, step and split as one loop. `lerp` is below a half, tiles are whole. */
-INLINE void adamw(const Step *s, uint16_t *restrict high, uint16_t *restrict low, const float *restrict g,
+INLINE int adamw(const Step *s, uint16_t *restrict high, uint16_t *restrict low, const float *restrict g,
                   float *restrict m, float *restrict v, int64_t n) {
     const float lerp = s->lerp, kept = s->decay, beta2 = s->beta2, rest2 = s->rest2, rate = s->rate;
     const float root = s->root, epsilon = s->epsilon;
+    uint16_t least = 0xFFFF;
     for (int64_t i = 0; i < n; i++) {
         const float mean = fmaf(lerp, g[i] - m[i], m[i]), square = fmaf(rest2 * g[i], g[i], v[i] * beta2);
         const float w = joined(high[i], low[i]) * kept + rate * mean / (sqrtf(square) / root + epsilon);
@@ -133,7 +168,9 @@ INLINE void adamw(const Step *s, uint16_t *restrict high, uint16_t *restrict low
         v[i] = square;
         high[i] = (uint16_t)(bits >> 16);
         low[i] = (uint16_t)bits;
+        least = (uint16_t)bits < least ? (uint16_t)bits : least;
     }
+    return !least;
 }
 
 INLINE void sgd(const Step *s, float *restrict w, float *restrict g, float *restrict m, int64_t body, int64_t n) {
@@ -232,7 +269,8 @@ INLINE void encode_second(const float *restrict v, int64_t n, uint8_t *restrict 
 
 /* -- a tile, a part of a weight */
 
-INLINE void step_tile(const Weight *c, const Step *s, int64_t at, int64_t n) {
+/* With halves rounded half up, before and after; true if there may be ties. */
+INLINE int step_halves(const Weight *c, const Step *s, int64_t at, int64_t n) {
     float w[TILE], g[TILE], m8[TILE], v8[TILE];
     const int64_t body = n - n % LANES;
     float *m = c->first ? (float *)c->first + at : 0, *v = c->second ? (float *)c->second + at : 0;
@@ -240,28 +278,33 @@ INLINE void step_tile(const Weight *c, const Step *s, int64_t at, int64_t n) {
     if (s->eight_bit && c->second) decode_second((uint8_t *)c->second + at, c->second_scales + at / BLOCK, n, v = v8);
     read_gradient(c, s, at, n, g);
     if (s->rule == ADAM && s->decoupled && fabsf(s->lerp) < 0.5f && !c->peak && n == body) {
-        adamw(s, c->high + at, c->low + at, g, m, v, n);
+        const int down = adamw(s, c->high + at, c->low + at, g, m, v, n);
         if (s->eight_bit) encode_first(m, n, (int8_t *)c->first + at, c->first_scales + at / BLOCK);
         if (s->eight_bit) encode_second(v, n, (uint8_t *)c->second + at, c->second_scales + at / BLOCK);
-        return;
+        return down;
     }
     join(c->high + at, c->low + at, n, w);
     if (s->rule == ADAM) adam(s, w, g, m, v, c->peak ? c->peak + at : 0, body, n);
     else if (s->rule == SGD) sgd(s, w, g, m, body, n);
     else lion(s, w, g, m, n);
-    split(w, n, c->high + at, c->low + at);
+    const int down = split(w, n, c->high + at, c->low + at);
     if (s->eight_bit && c->first) encode_first(m, n, (int8_t *)c->first + at, c->first_scales + at / BLOCK);
     if (s->eight_bit && c->second) encode_second(v, n, (uint8_t *)c->second + at, c->second_scales + at / BLOCK);
+    return down;
+}
+
+INLINE void step_tile(const Weight *c, const Step *s, int64_t at, int64_t n) {
+    const int before = c->tied[at / TILE];
+    if (before) to_half_up(c->high + at, c->ties + at / 8, n);
+    const int after = step_halves(c, s, at, n);
+    if (before || (after && any_down(c->high + at, c->low + at, n)))
+        c->tied[at / TILE] = to_even(c->high + at, c->low + at, c->ties + at / 8, n);
 }
 
 /* Of the weights from `begin`, a multiple of TILE, to `end`, another one or the last. */
 void vbrt_update(const Weight *weight, const Step *step, int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += TILE) step_tile(weight, step, at, end - at < TILE ? end - at : TILE);
 }
-
-void vbrt_join(const uint16_t *high, const uint16_t *low, int64_t n, float *w) { join(high, low, n, w); }
-
-void vbrt_split(const float *w, int64_t n, uint16_t *high, uint16_t *low) { split(w, n, high, low); }
 
 /* The Euclidean norm of a gradient times a factor, in the order and with the bits of torch.linalg.vector_norm on x86:
  * LANES sums in fp32, added from left to right, then the rest: fours of products, and single ones, whose sum is fused. */

@@ -20,16 +20,7 @@ from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu.team import Team
 from vbrt.kernels.update import TILE, Coded, Halves, Step
 
-__all__ = [
-    "TeamPart",
-    "UpdateTeam",
-    "gradient_norm",
-    "gradient_sum",
-    "join_master",
-    "refusal",
-    "split_master",
-    "update",
-]
+__all__ = ["TeamPart", "UpdateTeam", "gradient_norm", "gradient_sum", "refusal", "update"]
 
 _RULES = {"adam": 0, "sgd": 1, "lion": 2}
 _TYPES = {torch.bfloat16: 0, torch.float32: 1}
@@ -79,7 +70,7 @@ class TeamPart:
 def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> TeamPart:
     """See `vbrt.kernels.update.update`."""
     reference.check(halves, moments, gradient, step)
-    weight = build.HalvedWeight(halves.high.data_ptr(), halves.low.data_ptr(), gradient=gradient.data_ptr())
+    weight = build.HalvedWeight(*(half.data_ptr() for half in halves), gradient=gradient.data_ptr())
     for name, moment in moments.items():
         if isinstance(moment, Coded):
             setattr(weight, f"{name}_scales", moment.scales.data_ptr())
@@ -120,21 +111,6 @@ def gradient_sum(held: Tensor, more: Tensor, out: Tensor, factor: float = 1.0) -
     return TeamPart("add", (build.Sum(*addresses, *types, factor),), held=tensors)
 
 
-def join_master(high: Tensor, low: Tensor) -> Tensor:
-    """See `vbrt.kernels.update.join_master`."""
-    master = torch.empty(high.shape, dtype=torch.float32, device="cpu")
-    build.library("update").vbrt_join(high.data_ptr(), low.data_ptr(), high.numel(), master.data_ptr())
-    return master
-
-
-def split_master(master: Tensor) -> Halves:
-    """See `vbrt.kernels.update.split_master`."""
-    master = master.contiguous()
-    halves = Halves(*(torch.empty(master.shape, dtype=d, device="cpu") for d in (torch.bfloat16, torch.int16)))
-    build.library("update").vbrt_split(master.data_ptr(), master.numel(), *(half.data_ptr() for half in halves))
-    return halves
-
-
 # -- the same bits
 
 
@@ -170,6 +146,6 @@ def _differs(step: Step) -> bool:
         moments = {"first": first.clone(), "second": second.square()}
         moments = {"first": moments["first"]} if step.rule != "adam" else moments
         module(halves, moments, gradient, step)(0, master.numel())
-        results.append([t.view(torch.int16).clone() for t in (*halves, *moments.values())])
+        results.append([t.view(torch.uint8).clone() for t in (*halves, *moments.values())])
     same = all(torch.equal(*pair) for pair in zip(*results, strict=True))
     return not same or gradient_norm(gradient) != reference.gradient_norm(gradient)
