@@ -17,6 +17,7 @@
 #include "team.h"
 
 #define INLINE static inline __attribute__((always_inline))
+#define RARE static __attribute__((noinline))
 #define TILE 1024
 #define PART (16 * TILE)  /* that a thread of a team takes at a time: some tens of microseconds */
 #define BLOCK 256    /* moments that share a scale */
@@ -94,19 +95,19 @@ INLINE int split(const float *restrict w, int64_t n, uint16_t *restrict high, ui
 }
 
 /* Halves of a tile, rounded to nearest even, become those rounded half up. */
-INLINE void to_half_up(uint16_t *restrict high, const uint8_t *ties, int64_t n) {
+RARE void to_half_up(uint16_t *restrict high, const uint8_t *ties, int64_t n) {
     for (int64_t i = 0; i < n; i++) high[i] += ties[i / 8] >> i % 8 & 1;
 }
 
 /* True if there is a tie that rounds to another half. */
-static int any_down(const uint16_t *high, const uint16_t *low, int64_t n) {
+RARE int any_down(const uint16_t *high, const uint16_t *low, int64_t n) {
     int any = 0;
     for (int64_t i = 0; i < n; i++) any |= !low[i] & high[i];
     return any;
 }
 
 /* And back; true if that changed any. */
-static int to_even(uint16_t *restrict high, const uint16_t *restrict low, uint8_t *ties, int64_t n) {
+RARE int to_even(uint16_t *restrict high, const uint16_t *restrict low, uint8_t *ties, int64_t n) {
     uint8_t any = 0;
     for (int64_t i = 0; i < n; i += 8) {
         uint8_t down = 0;
