@@ -30,7 +30,6 @@ from tests.patience import LONG_S
 from vbrt.generation.joined import joined
 from vbrt.generation.pace import Pace
 from vbrt.generation.recording import as_captured
-from vbrt.generation.worth import Worth
 from vbrt.layers.shards import is_sharded
 
 TOKENS = torch.arange(3, 15).reshape(1, 12)
@@ -476,9 +475,8 @@ def generated_by_ranks_of_two_minds(path: str, format: str, **asked: Any) -> dic
     tokens = TOKENS.to(model.device)
     given = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     want = eager.generate(tokens, **given)
-    pays = mock.patch.object(Worth, "pays", lambda self, left: first)
     drafts = mock.patch.object(Pace, "_wanted", lambda self: 3 if first else 2)
-    with pays, drafts:
+    with drafts:
         got = model.generate(tokens, **given, **asked)
     counts = vbrt.of(model).stats()
     rounds = 0 if counts.speculation is None else counts.speculation.rounds

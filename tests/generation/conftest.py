@@ -25,7 +25,7 @@ def tapes(monkeypatch):
 class Again:
     """A recorder that runs the step again, which layers on streamed planes may be part of."""
 
-    program, saves_us = Program, 0.0
+    program, lossless = Program, True
 
     def record(self, step, within):
         with within():

@@ -76,7 +76,7 @@ def _gives_tensors(node) -> bool:
 class TapeRecorder:
     """See `vbrt.generation.recorders.Recorder`. `made`: tapes that are held."""
 
-    program, saves_us = TapedProgram, 0.0
+    program, lossless = TapedProgram, True
 
     def __init__(self) -> None:
         self.made: list[Tape] = []

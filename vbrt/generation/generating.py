@@ -309,14 +309,9 @@ class Terms:
         if self._stack.device.type == "cuda":
             waits = (why_waits(handle) for handle in attachment.registry.handles if isinstance(handle, ExpertsHandle))
             return next(filter(None, waits), "") or attachment.runtime.recordable(self._phase, self._keys()) or ""
-        if attachment.lossless and pass_precision() == "full" and recorder_for(self._stack.device).saves_us:
+        if attachment.lossless and pass_precision() == "full" and not recorder_for(self._stack.device).lossless:
             return KEEPS_BITS
         return "a timeline is being recorded" if guard.recorder is not None else ""
-
-    @property
-    def saves_us(self) -> float:
-        """See `Recorder`; 0 where other ranks run the same steps, which must decide alike and time them differently."""
-        return 0.0 if self._attachment().watcher is not None else recorder_for(self._stack.device).saves_us
 
     def begin_pass(self) -> None:
         """Begin a pass that is not replayed; noted by who records the step's operations."""

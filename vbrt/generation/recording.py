@@ -47,13 +47,11 @@ class Terms(Protocol):
         joins: True if recorded steps of 4-bit models may round in other places than eager ones.
         passes_masks: True if attention of recorded steps passes over masked places: it is joined, or steady.
         steady: True if attention of exact steps is that of `steady.py`.
-        saves_us: see `Recorder`.
     """
 
     joins: bool
     passes_masks: bool
     steady: bool
-    saves_us: float
 
     def new_recorder(self) -> Recorder:
         """Return a recorder for the steps on one cache."""

@@ -36,7 +36,6 @@ from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms, answer
 from vbrt.generation.spans import span_of
 from vbrt.generation.static_cache import Statics, is_entered, leave, offer, own, withdraw
 from vbrt.generation.watched import Watch
-from vbrt.generation.worth import Worth
 from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.report.stats import StepCounts
 
@@ -53,9 +52,8 @@ CHANGED = "a callback of the call has changed the model since its first step"
 OFF = "compute.captures = false"
 KEEPS_BITS = "weights that lose no bits keep those of eager attention on a CPU"
 CUSTOM = "custom_generate decodes in its own way"
-WAITS = "making a recording would take longer than the steps known to come would save"
 #: reasons that follow from what was asked for; they are counted, and nobody is warned of them
-EXPECTED = (NO_CACHE, SEVERAL, CUSTOM, OFF, KEEPS_BITS, WAITS)
+EXPECTED = (NO_CACHE, SEVERAL, CUSTOM, OFF, KEEPS_BITS)
 
 Plain = Callable[..., Any]
 
@@ -83,7 +81,6 @@ class Steps:
         self._checks: Counter[tuple] = Counter()
         self._refused: dict[tuple, str] = {}
         self._lock = threading.Lock()
-        self.worth = Worth(terms.saves_us, sum(1 for _ in model.modules()))
         self._warned: set[str] = set()
         self.captured = self.recordings = self.record_us = 0
         self.eager: Counter[str] = Counter()
@@ -174,12 +171,6 @@ class Steps:
         return self.why_not_now()
 
     # -- recordings ---------------------------------------------------------------------------------------------------
-
-    def waits(self, cache: Any, limit: int | None) -> bool:
-        """True if it does not pay to record a step now."""
-        if self._kept or not self.worth.is_weighed:
-            return False
-        return not self.worth.pays(0 if limit is None else max(0, limit - (length_of(cache) or 0)))
 
     def kept_for(self, cache: Any, limit: int | None) -> Kept:
         """Return memory and recordings for a cache, which is moved there."""
@@ -371,8 +362,6 @@ class Session:
         return call
 
     def _first(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Any:
-        if found is not None and self._steps.waits(found[1], self._limit) and not self._why_eager(found, kwargs):
-            raise NotRecordable(WAITS)
         call = self._call(plain, found, kwargs)
         out, self._recording = self._steps.replayed(plain, call, self._kept)
         self._last = call if self._steps.is_checked(call, self._recording, self._kept.statics) else None
@@ -455,11 +444,7 @@ class Session:
         self._steps.note(why)
         if found is not None:
             self._let_go(found[1])
-        begun = time.perf_counter()
-        out = self._plainly(plain, args, kwargs)
-        if why == WAITS:
-            self._steps.worth.note(time.perf_counter() - begun)
-        return out
+        return self._plainly(plain, args, kwargs)
 
     def _prompt(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any], cache: Any | None) -> Any:
         """Compute a prompt. `cache`: the only one of this call so far, which may use the memory of an earlier one."""
@@ -476,8 +461,7 @@ class Session:
         finally:
             if offered:
                 withdraw(cache)
-        if not self._steps.worth.is_weighed:
-            self._look()  # while the device computes the prompt
+        self._look()  # while the device computes the prompt
         return out
 
     def _plainly(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any]) -> Any:
