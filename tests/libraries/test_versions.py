@@ -56,6 +56,12 @@ def test_versions_are_compared_as_numbers(version, tested):
     assert versions.is_tested("triton", version) is tested
 
 
+def test_an_older_version_is_told_what_it_takes_and_another_what_was_tested():
+    lowest, newest = versions.TESTED["transformers"]
+    assert versions.wanted("transformers", "4.57.6") == f"vbrt needs transformers {lowest} or newer"
+    assert versions.wanted("transformers", "99.0") == f"vbrt was tested with transformers {lowest} to {newest}"
+
+
 def test_what_is_newer_is_a_line_in_stats_and_nothing_else_is(installed):
     with vbrt.wrap(mlp(), "dense") as vb:
         installed(torch="2.13.9")
@@ -65,7 +71,9 @@ def test_what_is_newer_is_a_line_in_stats_and_nothing_else_is(installed):
         assert stats.untested == (
             f"torch 99.1.0+cu130 is newer than the newest tested ({versions.TESTED['torch'][1]})",
         )
-        assert f"note: {stats.untested[0]}" in str(stats) and stats.fallbacks == ()
+        assert f"note: {stats.untested[0]}" in str(stats) and not any(
+            "newer than" in reason for reason in stats.fallbacks
+        )
         assert Stats.from_dict(stats.to_dict()).untested == stats.untested
         older = stats.to_dict()
         del older["untested"]

@@ -2,7 +2,7 @@
 
     newer_than_tested()              # ("transformers 5.25.0 is newer than the newest tested (5.24)",), of all installed
     newer_than_tested(loaded=True)   # of those that this process has imported: `stats().untested`
-    needed("transformers")           # "vbrt needs transformers 5.17 or newer"
+    wanted("transformers", "5.0.0")  # "vbrt needs transformers 5.17 or newer"
 
 Lower bounds of pyproject.toml, constraints/tested.txt and docs/index.md are checked against it. Imports no library.
 """
@@ -12,7 +12,7 @@ import importlib.metadata
 import re
 import sys
 
-__all__ = ["TESTED", "is_tested", "needed", "newer_than_tested", "tested_range"]
+__all__ = ["TESTED", "is_tested", "newer_than_tested", "tested_range", "wanted"]
 
 #: library -> the lowest and the newest minor version that the short suite, and of the newest the whole suite, ran with
 TESTED = {
@@ -44,9 +44,12 @@ def tested_range(library: str) -> str:
     return " to ".join(TESTED[library])
 
 
-def needed(library: str) -> str:
-    """The lowest version as a sentence for errors."""
-    return f"vbrt needs {library} {TESTED[library][0]} or newer"
+def wanted(library: str, version: str) -> str:
+    """The version to install for one that lacks a part: the lowest, where that is newer; else the tested range."""
+    minor, lowest = _minor(version), TESTED[library][0]
+    if minor is not None and minor < _minor(lowest):
+        return f"vbrt needs {library} {lowest} or newer"
+    return f"vbrt was tested with {library} {tested_range(library)}"
 
 
 def newer_than_tested(*, loaded: bool = False) -> tuple[str, ...]:
