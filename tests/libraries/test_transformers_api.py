@@ -69,7 +69,7 @@ def test_without_a_class_of_cache_layers_steps_are_not_recorded(without):
 def test_without_its_base_class_a_cache_in_the_tiers_is_refused(without, monkeypatch):
     without("cache_utils:CacheLayerMixin")
     monkeypatch.delitem(sys.modules, "vbrt.generation.kv_cache", raising=False)
-    with pytest.raises(LibraryError, match=r"transformers \S+ has no .*CacheLayerMixin: vbrt.KVCache"):
+    with pytest.raises(LibraryError, match=r"transformers \S+ has no .*CacheLayerMixin.*: vbrt.KVCache"):
         importlib.import_module("vbrt.generation.kv_cache")
 
 
@@ -77,7 +77,7 @@ def test_without_rules_for_checkpoints_their_own_names_are_taken(without, tmp_pa
     model = llama(dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     without("core_model_loading:rename_source_key")
-    with pytest.warns(UserWarning, match="rename_source_key: tensors of checkpoints are read by the names"):
+    with pytest.warns(UserWarning, match="rename_source_key .*: tensors of checkpoints are read by the names"):
         vb = vbrt.load(tmp_path, copy.deepcopy(model), "dense")
     with torch.no_grad():
         assert torch.equal(vb(IDS).logits, model(IDS).logits)

@@ -211,7 +211,7 @@ def test_adapters_learn_the_same_with_checkpoints(whose):
         activations = "recompute" if checkpoints and whose == "vbrt" else "keep"
         with vbrt.wrap(llama(), "fp4", **QUIET, training={"activations": activations}) as vb:
             torch.manual_seed(0)
-            model = peft.get_peft_model(vb.model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+            model = peft.get_peft_model(vb.module, peft.LoraConfig(r=4, target_modules=["q_proj"]))
             model.train()
             if checkpoints and whose == "transformers":
                 model.enable_input_require_grads()

@@ -28,6 +28,7 @@ from vbrt.generation.kv_store import Extent, KVStore
 from vbrt.generation.kv_tokens import TAIL_PAGES, LayerTokens
 from vbrt.kernels.uncompiled import uncompiled
 from vbrt.libraries.transformers_api import (
+    KV_CACHE,
     Cache,
     CacheLayerMixin,
     DynamicCache,
@@ -42,6 +43,8 @@ from vbrt.model.runtime import Runtime
 from vbrt.report.caches import CacheStats
 
 __all__ = ["KVCache"]
+
+KV_CACHE.check()
 
 
 class KVLayer(CacheLayerMixin):

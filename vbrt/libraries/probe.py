@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from vbrt.errors import LibraryError
+from vbrt.libraries.versions import TESTED, wanted
 
 __all__ = ["Feature", "find", "loaded", "losses", "takes", "version_of"]
 
@@ -97,7 +98,7 @@ class Feature:
         absent = self.absent()
         if absent and importlib.util.find_spec(self.library) is None:
             return f"{self.library} is not installed"
-        return absent and f"{self.library} {version_of(self.library)} has no {_written(self.library, absent)}"
+        return absent and _lacks(self.library, absent)
 
     def part(self, path: str) -> Any:
         """The object at `module:name`. Raises LibraryError where there is none, ModuleNotFoundError without the
@@ -105,8 +106,7 @@ class Feature:
         importlib.import_module(self.library)
         found = find(self.library, path, _ABSENT)
         if found is _ABSENT:
-            named = f"{self.library} {version_of(self.library)} has no {_written(self.library, path)}"
-            raise LibraryError(f"{named}: {self.without}")
+            raise LibraryError(f"{_lacks(self.library, path)}: {self.without}")
         return found
 
     def is_there(self) -> bool:
@@ -131,6 +131,13 @@ class Feature:
         if found is _ABSENT or not parameters:
             return found is not _ABSENT
         return takes(found, *(name.strip() for name in parameters.rstrip(")").split(",")))
+
+
+def _lacks(library: str, ask: str) -> str:
+    """Which part a version lacks, and which version has it."""
+    version = version_of(library)
+    remedy = f" ({wanted(library, version)})" if library in TESTED else ""
+    return f"{library} {version} has no {_written(library, ask)}{remedy}"
 
 
 def _written(library: str, ask: str) -> str:

@@ -107,7 +107,7 @@ KV_CACHE = Feature(
     _NAME,
     (
         "cache_utils:Cache",
-        "cache_utils:CacheLayerMixin",
+        "cache_utils:CacheLayerMixin.get_max_length",
         "cache_utils:DynamicCache",
         "cache_utils:DynamicLayer",
         "cache_utils:DynamicSlidingWindowLayer",
@@ -136,7 +136,7 @@ LOADING = Feature(
     _NAME,
     (
         "core_model_loading:ConversionOps",
-        "core_model_loading:WeightConverter",
+        "core_model_loading:WeightConverter.force_cpu",
         "core_model_loading:WeightTransform",
         "core_model_loading:build_glob_alternation",
         "quantizers:HfQuantizer",
