@@ -70,8 +70,8 @@ INLINE uint32_t bits_of(float value) {
 
 INLINE float joined(uint16_t high, uint16_t low) { return of_bits(((uint32_t)high << 16 | low) - HALF); }
 
-/* Both halves, rounded half up. A NaN that would have a zero as its upper half (its upper 17 bits but the sign are ones) loses the bit of
- * HALF. */
+/* Both halves, rounded half up. A NaN that would have a zero as its upper half (its upper 17 bits but the sign are ones)
+ * loses the bit of HALF. */
 INLINE uint32_t halves(float w) {
     uint32_t bits = bits_of(w);
     bits &= (bits & 0x7FFF8000) == 0x7FFF8000 ? 0xFFFF7FFF : 0xFFFFFFFF;
