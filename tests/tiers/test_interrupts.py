@@ -96,7 +96,9 @@ def test_an_interrupted_budget_change_keeps_every_page(below, before, after, qui
     interrupt_each(113, make, lambda stack: stack.set_budget("near", after * UNIT), one_pass)
 
 
-def test_ctrl_c_while_pages_are_given_back_holds_none_though_its_frames_are_kept(tmp_path):
+def test_ctrl_c_while_pages_are_given_back_holds_none_though_its_frames_are_kept(tmp_path, request):
+    request.addfinalizer(gc.enable)
+    gc.disable()  # in a `__del__` of what is collected meanwhile Ctrl-C is printed, and not raised
     stack, *_ = scripted(tmp_path, 2, {"a": 2, "b": 2})
     use(stack, "a")
     interrupted = Interrupts(keep_frames=True)
