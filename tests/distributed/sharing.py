@@ -78,7 +78,7 @@ def damaged(rank: int) -> None:
     if dist.get_rank() == rank:
         resident = vb.stack.levels[0].slots
         room = next(room for key, room in tier.rooms.items() if room.nbytes and key not in resident)
-        room.buffer.tensor[5] ^= 4
+        room.room.tensor[5] ^= 4
     for _ in range(2):
         logits(vb)
 
