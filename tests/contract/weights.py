@@ -12,13 +12,12 @@ from tests.contract.operation import FROZEN, ROUNDED, Documented, Refused, opera
 
 READS, WRITES, FLAGS, SHAPES, TIES = "Reading weights", "Writing weights", "Flags", "Reparametrizing", "Ties"
 
-ENCODED = {"state": "materialized"}
-NO_PARAMETERS = "an encoded weight is no parameter any more"
+NO_PARAMETERS = "a weight in the tiers is no parameter"
 NOT_REPLACED = "cannot be removed or computed from something else"
-IN_TIERS = Refused(ENCODED, "not possible while it lives in the tiers")
+IN_TIERS = Refused(FROZEN, "not possible while it lives in the tiers")
 TORCHS_OWN = (Refused(FROZEN, "weakref associated with it", RuntimeError),)
 NOT_LISTED = "`parameters()` and what counts them have biases, norms and what is not swapped"
-LEFT_OUT = (Documented(ENCODED, NO_PARAMETERS, NOT_LISTED, lambda got, plain: got != plain),)
+LEFT_OUT = (Documented(FROZEN, NO_PARAMETERS, NOT_LISTED, lambda got, plain: got != plain),)
 NO_TRACE = Documented(
     ROUNDED,
     "a write through `.data` to a weight in training is seen at the next step",
@@ -53,8 +52,8 @@ def layer_shape(s: Subject):
     READS,
     "`isinstance(layer.weight, nn.Parameter)`, `.requires_grad`, `.is_leaf`, `.grad`",
     Documented(
-        ENCODED,
-        "a decoded weight is no parameter and does not require grad",
+        FROZEN,
+        "a weight in the tiers is read as no parameter, and does not require grad",
         "a tensor that is no `nn.Parameter`",
         lambda got, plain: got == (False, False, True, None),
     ),
@@ -103,7 +102,7 @@ def count_parameters(s: Subject):
 @operation(
     READS,
     "`parameters_to_vector(parameters())`",
-    Documented(ENCODED, NO_PARAMETERS, NOT_LISTED, lambda got, plain: got.numel() == 256 != plain.numel()),
+    Documented(FROZEN, NO_PARAMETERS, NOT_LISTED, lambda got, plain: got.numel() == 256 != plain.numel()),
 )
 def parameters_as_a_vector(s: Subject):
     return nn.utils.parameters_to_vector(s.model.parameters()).detach()
@@ -304,7 +303,7 @@ def swap_tensors(s: Subject):
 @operation(
     WRITES,
     "`vector_to_parameters(2 * v, parameters())`",
-    Documented(ENCODED, NO_PARAMETERS, NOT_LISTED, lambda got, plain: not torch.equal(got, plain)),
+    Documented(FROZEN, NO_PARAMETERS, NOT_LISTED, lambda got, plain: not torch.equal(got, plain)),
     calls_after=False,
 )
 def write_parameters_from_a_vector(s: Subject):
@@ -340,16 +339,7 @@ def train_a_layer(s: Subject):
     return s.layer.weight.detach().clone()
 
 
-@operation(
-    FLAGS,
-    "`layer.weight.requires_grad_(True)`, then read its grad",
-    Documented(
-        {"state": "shell"},
-        "a parameter that required grad when it was wrapped is frozen all the same",
-        "Weights of a wrapped model are frozen",
-        lambda got, plain: got is None,
-    ),
-)
+@operation(FLAGS, "`layer.weight.requires_grad_(True)`, then read its grad")
 def train_a_weight(s: Subject):
     s.layer.weight.requires_grad_(True)
     s.layer(s.h).float().sum().backward()
@@ -429,7 +419,7 @@ def weight_norm(s: Subject):
 @operation(
     SHAPES,
     "`nn.utils.spectral_norm(layer)`, by a hook",
-    Refused(ENCODED, "SpectralNorm", ValueError),
+    Refused(FROZEN, "SpectralNorm", ValueError),
     only={"lossless": True},
 )
 def spectral_norm(s: Subject):

@@ -52,14 +52,19 @@ def step(model: nn.Module, rank: int) -> None:
 
 
 def gradients(how: str, mode: str) -> tuple[int, float]:
-    """How many parameters have gradients, and how far they are from the mean over all ranks' batches."""
+    """How many parameters have gradients after two steps, and how far they are from the mean over all ranks' batches;
+    "shells": of a model that infers and has not run before."""
+    mode, materialize = ("infer", False) if mode == "shells" else (mode, True)
     alone, _ = made(mode)
     for rank in range(dist.get_world_size()):
         step(alone, rank)
-    model, vb = made(mode)
+    model, vb = made(mode, materialize=materialize)
     own = [layer.weight for layer in vb.registry.values()] if mode == "train" else []
     if how == "ddp":
-        step(DistributedDataParallel(model), dist.get_rank())
+        parallel_model = DistributedDataParallel(model)
+        for _ in range(2):
+            parallel_model.zero_grad()
+            step(parallel_model, dist.get_rank())
     else:
         for layer in model.model.layers:
             fully_shard(layer, ignored_params=set(own))

@@ -180,10 +180,12 @@ def test_a_warm_model_hands_a_spawned_process_no_file_that_is_closed_before_it_b
         os.close(file)
 
 
-def test_accelerate_gives_a_shell_its_weight_and_materialize_encodes_it():
-    utils = pytest.importorskip("accelerate.utils")
+@pytest.mark.parametrize("materialized", [False, True])
+def test_a_parameter_that_a_tool_puts_into_a_layer_is_computed_with_and_materialize_encodes_it(materialized):
     vb, eye = wrap(mlp(depth=1)), torch.eye(64)
-    utils.set_module_tensor_to_device(vb.module[0], "weight", "cpu", value=eye)
+    if materialized:
+        vb.materialize()
+    vb.module[0]._parameters["weight"] = nn.Parameter(eye)
     x = torch.randn(2, 64)
     assert torch.equal(vb(x), torch.tanh(F.linear(x, eye, vb.module[0].bias)))
     vb.materialize()

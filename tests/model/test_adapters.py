@@ -7,7 +7,6 @@ from torch import nn
 import vbrt
 from tests.models import TOKENS, qwen3_moe, wrap
 from vbrt.errors import WrapError
-from vbrt.layers.experts import VBExperts
 
 peft = pytest.importorskip("peft")
 
@@ -28,8 +27,11 @@ def step(model: nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:target_parameters")
-def test_adapters_on_experts_in_the_tiers_are_refused_by_name_at_the_next_pass():
-    vb = wrap(qwen3_moe(dtype=torch.float32), "nvfp4").materialize()
+@pytest.mark.parametrize("materialized", [False, True])
+def test_adapters_on_experts_in_the_tiers_are_refused_by_name_at_the_next_pass(materialized):
+    vb = wrap(qwen3_moe(dtype=torch.float32), "nvfp4")
+    if materialized:
+        vb.materialize()
     model = adapted(vb.module, "q_proj")
     with pytest.raises(WrapError, match=rf"{NAME}\.gate_up_proj: target_parameters of PEFT .*weights\.exclude"):
         step(model)
@@ -53,17 +55,35 @@ def test_excluded_experts_take_adapters_as_in_a_plain_model():
         torch.testing.assert_close(grad, want[name])
 
 
-@pytest.mark.filterwarnings("ignore:.*left the tiers")
-def test_experts_that_are_not_encoded_yet_leave_the_tiers_for_adapters():
-    vb = wrap(qwen3_moe(dtype=torch.float32), "dense")
-    with pytest.warns(UserWarning, match=f"{NAME}: left the tiers"):
-        loss, grads = step(adapted(vb.module))
-    want_loss, want = step(adapted(qwen3_moe(dtype=torch.float32)))
-    assert loss == pytest.approx(want_loss, rel=1e-6) and grads.keys() == want.keys()
-    assert not any(isinstance(module, VBExperts) for module in vb.module.modules())
-
-
 def test_other_adapters_pass():
     vb = wrap(qwen3_moe(dtype=torch.float32), "nvfp4").materialize()
     model = peft.get_peft_model(vb.module, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     assert step(model)[1]
+
+
+@pytest.mark.parametrize("materialized", [False, True])
+def test_a_block_that_peft_saves_is_refused_by_name_where_its_layers_would_not_train(materialized):
+    vb = wrap(qwen3_moe(dtype=torch.float32), "dense")
+    if materialized:
+        vb.materialize()
+    how = {"target_modules": ["q_proj"], "modules_to_save": ["layers.1.self_attn"]}
+    model = peft.get_peft_model(vb.module, peft.LoraConfig(r=2, **how))
+    for _ in range(2):
+        with pytest.raises(
+            WrapError, match=r"^model\.layers\.1\.self_attn: modules_to_save .* q_proj .*weights\.exclude"
+        ):
+            step(model)
+
+
+def test_a_block_that_peft_has_saved_is_loaded_for_inference(tmp_path):
+    def block(model):
+        how = {"target_modules": ["layers.0.self_attn.q_proj"], "modules_to_save": ["layers.1.self_attn"]}
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, **how))
+
+    plain = block(qwen3_moe(dtype=torch.float32))
+    with torch.no_grad():
+        plain.base_model.model.model.layers[1].self_attn.modules_to_save["default"].o_proj.weight.mul_(2)
+        plain.save_pretrained(tmp_path)
+        expected = plain(TOKENS).logits
+        loaded = peft.PeftModel.from_pretrained(wrap(qwen3_moe(dtype=torch.float32), "dense").module, tmp_path)
+        assert torch.equal(loaded(TOKENS).logits, expected)

@@ -276,6 +276,9 @@ class _FrozenOwner:
 
     check = take_over = thaw = refuse
 
+    def freeze(self) -> None:
+        """Do nothing: it is."""
+
     def died_written(self, weight: Tensor) -> None:
         warnings.warn(
             f"{self.name}: a decoded copy of its frozen weight was written to; the layer has not changed", stacklevel=2

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vbrt.layers.experts import VBExperts
 from vbrt.layers.experts.gates import kept_gate
 from vbrt.libraries import transformers_api
+from vbrt.model.passes import ShellsHook
 
 __all__ = ["Watch", "calls_others"]
 
@@ -75,8 +76,11 @@ class Watch:
 
 
 def _own(model: nn.Module) -> dict[str, Any]:
-    """A model's attributes, but for the forward that stands in front of its own within a call."""
-    return {name: value for name, value in vars(model).items() if name != "forward"}
+    """A model's attributes, but for the forward that stands in front of its own within a call, and the hook that waits
+    for the end of a pass."""
+    own = {name: value for name, value in vars(model).items() if name != "forward"}
+    hooks = own["_forward_hooks"]
+    return {**own, "_forward_hooks": {key: hook for key, hook in hooks.items() if not isinstance(hook, ShellsHook)}}
 
 
 def _copies(attributes: Mapping[str, Any]) -> dict[str, Any]:

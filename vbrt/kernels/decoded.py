@@ -24,6 +24,8 @@ import xxhash
 from torch import nn
 
 from vbrt.host.memory import bytes_view
+from vbrt.kernels.uncompiled import uncompiled
+from vbrt.kernels.watched import unwatched
 from vbrt.libraries.torch_api import disabled_torch_function, has_storage
 
 __all__ = ["DecodedWeight", "Owner"]
@@ -80,6 +82,9 @@ class Owner(Protocol):
     def thaw(self, weight: "DecodedWeight") -> None:
         """Make the temporary a parameter that trains. Raises WrapError where it cannot."""
 
+    def freeze(self) -> None:
+        """The weight is not asked to train: whoever gets it back as a parameter gets a frozen one."""
+
 
 class DecodedWeight(torch.Tensor):
     """A decoded weight, or a view of one. Results of operations that share no memory with it, its copies and its
@@ -93,20 +98,27 @@ class DecodedWeight(torch.Tensor):
 
     @classmethod
     def of(cls, owner: Callable[[], Owner | None], weight: torch.Tensor) -> "DecodedWeight":
-        """`weight`, just decoded for what `owner` gives, without a copy."""
+        """`weight`, just decoded for what `owner` gives or still dense, without a copy."""
         with torch.inference_mode(False):  # tensors of inference mode count no writes
             decoded = torch.Tensor._make_subclass(cls, weight.clone() if weight.is_inference() else weight)
         decoded.lend(owner)
         return decoded
 
-    def lend(self, owner: Callable[[], Owner | None], version: int | None = None) -> None:
-        """Stand for the weight of what `owner` gives, as it is now or was at a version. Whoever holds a tensor that was
-        something else before may have handed its memory out."""
+    def lend(self, owner: Callable[[], Owner | None]) -> None:
+        """Stand for the weight of what `owner` gives, as it is now."""
         self._owner, self._root = owner, None
         self.settle()
-        if version is not None:
-            self._seen = version
-            self.hand_out()
+
+    def settle_at(self, version: int) -> None:
+        """The owner knows the content as it was at a version. The memory was not the temporary's alone until then, and
+        others may have handed it out."""
+        self._seen = version
+        self.hand_out()
+
+    def move(self, values: torch.Tensor) -> None:
+        """Hold these values, which the owner knows, in their memory, and leave what was there as it is."""
+        _BASE.data.__set__(self, values)
+        self.settle()
 
     @property
     def owner(self) -> Owner | None:
@@ -162,14 +174,18 @@ class DecodedWeight(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """As any tensor's. Setting it makes a temporary a parameter, in layers that train."""
+        """As any tensor's. Setting it makes a temporary a parameter, in layers that train; clearing it freezes what
+        `unwrap` gives back."""
         return _BASE.requires_grad.__get__(self)
 
     @requires_grad.setter
     def requires_grad(self, requires_grad: bool) -> None:
         owner = self.owner
-        if requires_grad and owner is not None:
-            owner.thaw(self)
+        if owner is not None:
+            if requires_grad:
+                owner.thaw(self)
+            else:
+                owner.freeze()
         _BASE.requires_grad.__set__(self, requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
@@ -177,6 +193,7 @@ class DecodedWeight(torch.Tensor):
         self.requires_grad = requires_grad
         return self
 
+    @uncompiled(reason="dynamo would look at the memory that is looked at here")
     def report_writes(self, *, handed_out: bool = False) -> None:
         """Tell the owner if somebody has written."""
         if handed_out:
@@ -283,8 +300,9 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def _digest(weight: torch.Tensor) -> int:
-    """XXH3-64 of its memory."""
-    memory = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(_storage(weight)).cpu()
+    """XXH3-64 of its memory; nothing that records a step sees the look."""
+    with unwatched():
+        memory = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(_storage(weight)).cpu()
     return xxhash.xxh3_64_intdigest(bytes_view(memory))
 
 

@@ -1,8 +1,11 @@
 """VBLayer: a module whose weight lives as planes in a tier stack.
 
-Until its first forward it is a shell that still holds the dense parameter; then the weight is encoded and the
-parameter is gone (`shells.py`). Reading `.weight` decodes a temporary (`lending.py`), assigning it makes the layer a
-shell of the new weight.
+Until its first forward it is a shell, whose handle still holds the dense parameter; then the weight is encoded and the
+parameter is gone (`shells.py`). The module has no such parameter from `wrap` on, so no optimizer takes it. Reading
+`.weight` gives a temporary (`lending.py`), assigning it makes the layer a shell of the new weight.
+
+In `_parameters` the weight's place is None. A tensor that somebody puts there, as functional_call does for a call, is
+*given*: the layer computes with it as the plain layer would.
 """
 
 from collections.abc import Iterator
@@ -14,13 +17,15 @@ from torch.compiler import is_compiling
 from torch.fx import Proxy
 
 from vbrt.errors import WrapError
+from vbrt.kernels.decoded import DecodedWeight
 from vbrt.kernels.watched import traced_call
 from vbrt.layers.bound import rebind_
 from vbrt.layers.compute import linear, linear_on_weight, short_linear
-from vbrt.layers.lending import handle_with, is_lent, lend, notice_writes, released_parameter
+from vbrt.layers.lending import follow_retyping, handle_with, lend, notice_writes, released_parameter
 from vbrt.layers.shards import as_whole, is_sharded, local_of, take_local_
 from vbrt.layers.shells import (
     become_shell,
+    dense_shown,
     given_weight,
     join,
     load_weight,
@@ -29,8 +34,9 @@ from vbrt.layers.shells import (
     warn_of_thawing,
 )
 from vbrt.layers.swapped import SwappedLayer
-from vbrt.layers.ties import adopt, can_tie, owns, tie, twin_of
+from vbrt.layers.ties import can_tie, drop_dense, hold_dense, tie, twin_of
 from vbrt.layers.weight import WeightHandle
+from vbrt.libraries.torch_api import is_fake
 
 __all__ = ["VBLayer"]
 
@@ -57,30 +63,30 @@ class VBLayer(SwappedLayer):
         take_local_(module, ("weight",))
         module.__class__ = cls
         rebind_(module, type(module))
-        module.__dict__["_vb_handle"] = handle
-        handle.trainable = module._parameters["weight"].requires_grad
+        weight = module._parameters["weight"]
+        handle.trainable = weight.requires_grad
+        module.__dict__.update(_vb_handle=handle, _vb_twin=twin_of(handle, weight))
         tie(handle, module)
-        module.__dict__["_vb_twin"] = twin_of(handle, module._parameters["weight"])
+        module._parameters["weight"] = None
         return module
 
     def release_(self, weight: nn.Parameter | None = None) -> nn.Module:
-        """Turn the layer back, in place, into the module it was, holding `weight`, or its own decoded one."""
+        """Turn the layer back, in place, into the module it was, holding its dense weight, or `weight`, or its own
+        decoded one."""
         self.notice_writes()
-        handle = self._vb_handle
-        if self.materialized:
-            self._parameters["weight"] = released_parameter(handle, self._vb_twin, weight)
-        elif is_lent(handle, self._parameters["weight"]):
-            self._parameters["weight"].requires_grad_(handle.trainable)
+        self._parameters["weight"] = released_parameter(self._vb_handle, self._vb_twin, weight)
         self._become_plain()
         return self
 
     def thaw_(self, weight: nn.Parameter | None = None) -> nn.Module:
         """Leave the tiers, with all layers that are tied: plain modules again, whose dense weight can train."""
         self.notice_writes()
-        layers = list(self._vb_handle.layers)
-        for layer in layers:
+        handle = self._vb_handle
+        if handle.dense and weight is not None:
+            hold_dense(handle, *[weight] * len(handle.dense))
+        for layer in list(handle.layers):
             weight = layer.release_(weight)._parameters["weight"]
-        weight.requires_grad_()
+            weight.requires_grad_()
         return self
 
     def train_(self, weight: nn.Parameter) -> None:
@@ -96,12 +102,36 @@ class VBLayer(SwappedLayer):
     @property
     def materialized(self) -> bool:
         """True if the weight has been encoded and the dense parameter is gone."""
-        return self._parameters["weight"] is None
+        return not self._vb_handle.dense
+
+    @property
+    def dense(self) -> torch.Tensor | None:
+        """The dense weight of a shell; None once it is encoded."""
+        dense = self._vb_handle.dense
+        return dense[self._vb_twin] if dense else None
+
+    def forget_dense_(self) -> None:
+        """Hold no dense parameter: the pages have its values by now."""
+        drop_dense(self._vb_handle)
+
+    def forget_given_(self) -> None:
+        """Take out what somebody has put in the weight's place."""
+        self._parameters["weight"] = None
+
+    def freeze_(self) -> None:
+        """Give the weight back as one that does not train: nobody asks for its gradient."""
+        handle = self._vb_handle
+        if handle.trainable:
+            handle.trainable = False
+            for weight in handle.dense:
+                weight.requires_grad_(False)
+            if handle.spec.lossless:  # whose planes require grad where the weight does
+                handle.forget_ready()
 
     def keep_given_(self) -> None:
-        """Take a parameter that somebody has put in the place of the layer's own, as accelerate does, for its own."""
+        """Take a parameter that somebody has put in the weight's place for the layer's own."""
         weight = self._parameters["weight"]
-        if isinstance(weight, nn.Parameter) and not owns(self._vb_handle, weight):
+        if isinstance(weight, nn.Parameter):
             self.weight = weight
 
     def materialize_(self) -> nn.Module:
@@ -122,13 +152,11 @@ class VBLayer(SwappedLayer):
         if handle.lent is not None:
             self.notice_writes()
             handle = self._vb_handle
-        if handle.tied or self._parameters["weight"] is not None:
+        if handle.tied or handle.dense or self._parameters["weight"] is not None:
             given = given_weight(self)
             if given is not None:
                 return linear_on_weight(handle.spec, x, given, bias)
             self.materialize_()
-            if not isinstance(self, VBLayer):  # somebody has asked the shell to train
-                return linear_on_weight(handle.spec, x, self._parameters["weight"], bias)
             handle = self._vb_handle
         return linear(handle, x, bias)
 
@@ -136,19 +164,33 @@ class VBLayer(SwappedLayer):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dense parameter of a shell; after that a decoded temporary in the original shape and dtype.
+        """A temporary in the original shape and dtype: decoded, or in the memory of a shell's dense weight.
 
         While somebody holds the temporary, all layers on this weight give the same one, and writes to it count: the
-        layers are shells of it then, until their next forward.
+        layers are shells of it then, until their next forward. A forward of the model that reads the weight of a shell
+        has it encoded first, so that it computes with what later forwards do.
         """
-        self.notice_writes()
-        handle, dense = self._vb_handle, self._parameters["weight"]
-        if dense is not None:
-            return dense
+        given = self._parameters["weight"]
+        if given is not None:
+            return given
         if is_compiling():
+            handle = self._vb_handle
             rows, columns = handle.spec.weight_shape
             return torch.ops.vbrt.weight(handle.token, rows, columns, handle.dtype, handle.device_name)
-        return lend(handle)
+        self.notice_writes()
+        self._note_read()
+        return lend(self._vb_handle, self._vb_twin)
+
+    def _note_read(self) -> None:
+        """Encode a shell that a forward of the model reads; else note that it was read."""
+        handle = self._vb_handle
+        shells, dense = handle.stack.shells, self.dense
+        if dense is None or is_fake(dense):
+            return
+        if shells.in_pass:
+            self.materialize_()
+        elif not dense.is_meta:  # of which there is nothing to encode
+            shells.note(handle)
 
     def notice_writes(self) -> None:
         """Take over writes to the temporary of the weight that nothing has reported."""
@@ -173,11 +215,8 @@ class VBLayer(SwappedLayer):
     def __delattr__(self, name: str) -> None:
         if name == "bias":
             raise self._not_to_be_replaced(name)
-        if name == "weight" and self.materialized:
+        if name == "weight":
             self._vb_handle.spec.refuse("removing it")
-        if name == "weight":  # nothing is encoded yet: a parametrization takes the parameter over
-            warn_of_thawing([self])
-            self._become_plain()
         nn.Module.__delattr__(self, name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -212,20 +251,16 @@ class VBLayer(SwappedLayer):
 
     def _apply(self, fn, recurse: bool = True):
         """Casts show in what the layer computes and decodes; pages stay where the tiers have put them."""
-        dense, handle = self._parameters["weight"], self._vb_handle
-        if dense is not None and dense.is_meta:  # to_empty() gives it memory
-            super()._apply(fn, recurse)
-            adopt(handle, self._parameters["weight"])
-            handle.retype(self._parameters["weight"].dtype)
+        handle = self._vb_handle
+        if handle.dense and handle.dense[0].is_meta:  # to_empty() gives it memory
+            with dense_shown(self):
+                super()._apply(fn, recurse)
+            handle.retype(handle.dense[0].dtype)
             return self
-        self._parameters["weight"] = None
-        try:
-            super()._apply(fn, recurse)
-            dtype = fn(torch.empty(0, dtype=handle.dtype if dense is None else dense.dtype, device="cpu")).dtype
-        finally:
-            self._parameters["weight"] = dense
-        if dense is not None and dtype != dense.dtype:
-            dense.data = dense.data.to(dtype)  # the same Parameter, so that tied layers see it
+        super()._apply(fn, recurse)
+        dtype = handle.dense[0].dtype if handle.dense else handle.dtype
+        dtype = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
+        follow_retyping(handle, dtype)
         handle.retype(dtype)
         return self
 
@@ -235,7 +270,7 @@ class VBLayer(SwappedLayer):
         """As of the plain layer, with the temporary in the place of its weight; models that the layer is in list what
         is a parameter only, and so does `recurse=False`, by which tools ask for what to place."""
         name = f"{prefix}.weight" if prefix else "weight"
-        if self.materialized and recurse:
+        if self._parameters["weight"] is None and recurse:
             yield name, self.weight
         for other, parameter in nn.Module.named_parameters(self, prefix, recurse, remove_duplicate):
             if other != name or isinstance(self, VBLayer):
@@ -243,19 +278,27 @@ class VBLayer(SwappedLayer):
 
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
         self.notice_writes()
-        if self.materialized:
-            weight = self.weight if keep_vars else self._vb_handle.weight()
+        if self._parameters["weight"] is None:
+            weight = self.weight if keep_vars else self._stored()
             destination[prefix + "weight"] = as_whole(self, "weight", weight)
         super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _stored(self) -> torch.Tensor:
+        """The weight for a state dict: as the pages hold it, or a shell's dense one in its own memory."""
+        dense = self.dense
+        if dense is None:
+            return self._vb_handle.weight()
+        return dense.clone() if type(dense) is DecodedWeight else dense.detach()  # the first is rounded in its place
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         key = prefix + "weight"
         if not self.materialized:
-            super()._load_from_state_dict(
-                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-            )
+            with dense_shown(self):
+                super()._load_from_state_dict(
+                    state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+                )
             return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -287,5 +330,5 @@ def _check_whole(layer: VBLayer, value: object) -> None:
     if is_sharded(value) and "_vb_shardings" not in layer.__dict__:
         raise WrapError(
             f"{layer._vb_handle.spec.name}: its weight would be spread over ranks; a parallel plan comes before "
-            "vbrt.wrap, and fully_shard (FSDP2) after vb.materialize(): then it spreads what is not in the tiers"
+            "vbrt.wrap, and fully_shard (FSDP2), which comes after it, spreads what is not in the tiers"
         )

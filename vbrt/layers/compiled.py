@@ -12,7 +12,6 @@ from vbrt.kernels.reference import wants_grad
 from vbrt.layers.base import VBLayer
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.graphs import GraphForm, GraphTiles, graph_planes
-from vbrt.layers.ties import owns
 
 if TYPE_CHECKING:
     from vbrt.layers.weight import WeightHandle
@@ -72,19 +71,17 @@ def refuse_given_in_graph(layer: VBLayer) -> None:
 def _refuse_given(context: Any) -> None:
     """Raises WrapError where functional_call, called within what dynamo traces, has given `layer` another weight.
 
-    Looked up in dynamo's own table: reading the parameter would guard it, and compile again when it is encoded.
+    Looked up in dynamo's own table: reading the parameter would guard it at every call.
     """
     trace = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     layer = trace.symbolic_locals["layer"].value
     table = trace.output.side_effects.id_to_variable.get(id(layer._parameters))
     items = {} if table is None else {key.vt.as_python_constant(): value for key, value in table.items.items()}
     weight = items.get("weight")
-    if weight is None or not weight.is_realized() or weight.is_python_constant():  # the last: None, of an encoded layer
+    if weight is None or not weight.is_realized() or weight.is_python_constant():  # the last: None, as it should be
         return
-    given = weight.as_proxy().node.meta.get("grapharg")
-    if given is None or not owns(layer._vb_handle, given.example):
-        raise WrapError(
-            f"{layer._vb_handle.spec.name}: functional_call gives it another weight within a function that "
-            "torch.compile traces, where a VB layer's weight is fixed; call it outside of the function, or "
-            "unwrap() first"
-        )
+    raise WrapError(
+        f"{layer._vb_handle.spec.name}: functional_call gives it another weight within a function that "
+        "torch.compile traces, where a VB layer's weight is fixed; call it outside of the function, or "
+        "unwrap() first"
+    )

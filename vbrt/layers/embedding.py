@@ -53,16 +53,13 @@ class VBEmbedding(VBLayer, nn.Embedding):
             return _compiled(self, input)
         if self._vb_handle.lent is not None:
             self.notice_writes()
-        if self._vb_handle.tied or self.dense is not None:
+        if self._vb_handle.tied or self._vb_handle.dense or self._parameters["weight"] is not None:
             given = given_weight(self)
-            if given is None:
-                self.materialize_()
-                if not isinstance(self, VBLayer):  # somebody has asked the shell to train
-                    given = self._parameters["weight"]
             if given is not None:
                 return F.embedding(
                     input, given, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
                 )
+            self.materialize_()
         return _lookup(self._vb_handle, input)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -37,10 +37,7 @@ def materialized(token: torch.Tensor) -> WeightHandle:
     layer = next(iter(handle.layers), None)
     if layer is None or (handle.keys and handle.lent is None):
         return handle
-    handle = getattr(layer.materialize_(), "_vb_handle", None)  # another one, of a weight that was written to
-    if handle is None:
-        raise WrapError("a compiled graph names a VB layer that has left the tiers to train; compile again")
-    return handle
+    return layer.materialize_()._vb_handle  # another one, of a weight that was written to
 
 
 class _Named(NamedTuple):

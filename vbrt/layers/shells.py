@@ -1,8 +1,9 @@
-"""Shells: VB layers that hold a dense parameter, from there to planes and back."""
+"""Shells: VB layers whose handle holds a dense parameter, from there to planes and back."""
 
+import contextlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 from vbrt.formats.separation import identity
 from vbrt.host.mapped import page_out
 from vbrt.kernels.watched import unwatched
-from vbrt.layers.lending import is_lent, lend_again, show_stored
-from vbrt.layers.ties import adopt, detach_moved, holds, holds_values, own_weight, owns, pass_on, tie, untie
+from vbrt.layers.lending import dense_parameter, follow_encoding, plain_dense, show_stored
+from vbrt.layers.ties import detach_moved, drop_dense, hold_dense, holds, holds_values, pass_on, tie, untie
 from vbrt.layers.weight import WeightHandle
 from vbrt.libraries.torch_api import is_fake
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "become_shell",
+    "dense_shown",
     "empty_weight",
     "given_weight",
-    "hold_dense",
     "join",
     "load_weight",
     "materialize",
@@ -34,44 +35,31 @@ __all__ = [
 
 
 def materialize(layer: "VBLayer") -> nn.Module:
-    """Encode a layer's weight, unless that is done, and remove the dense parameter from all layers tied to it.
+    """Encode a layer's weight, unless that is done, and drop the dense parameters of all layers tied to it.
 
-    Nothing is encoded of a weight that is not the layer's own, as functional_call puts in its place.
+    A weight that functional_call has put in its place stays there.
 
     Raises:
         FormatError, TierError: the weight cannot be held; the layer stays as it was.
     """
     layer.notice_writes()
     with unwatched(), layer._vb_handle.stack.encoding:
-        handle, weight = layer._vb_handle, layer.dense
-        if weight is None or not owns(handle, weight):
+        handle, dense = layer._vb_handle, layer.dense
+        if dense is None:
             return layer
-        if weight.requires_grad and (is_lent(handle, weight) or not handle.trainable):  # since it was put there
-            return layer.thaw_()
-        detach_moved(handle, weight)
+        detach_moved(handle, dense)
+        weight = plain_dense(dense)
         version = 0 if weight.is_inference() else weight._version
         if not holds(handle, weight):
             handle.store(handle.split(weight))
             handle.source = identity(weight)
-        hold_dense(handle, None)
+        drop_dense(handle)
         page_out(weight)
-        trained = weight.requires_grad
-        del weight  # unless somebody else holds it, it goes now
-        lend_again(handle, version)
-    if layer.training and trained and torch.is_grad_enabled():
+        follow_encoding(handle, dense, version)
+        del weight, dense  # unless somebody else holds it, it goes now
+    if layer.training and handle.trainable and torch.is_grad_enabled():
         warn_of_training(stacklevel=5)
     return layer
-
-
-def hold_dense(handle: WeightHandle, dense: nn.Parameter | None) -> None:
-    """Have all layers of a handle hold a dense parameter, or none."""
-    for layer in list(handle.layers):
-        old = layer.dense
-        if dense is None and old is not None and not is_lent(handle, old):
-            handle.trainable = old.requires_grad
-        layer.hold_(dense)
-    if dense is not None:
-        adopt(handle, dense)
 
 
 def load_weight(layer: "VBLayer", weight: torch.Tensor) -> None:
@@ -90,30 +78,45 @@ def load_weight(layer: "VBLayer", weight: torch.Tensor) -> None:
         strides = handle.strides
         planes = handle.split(shell)
         handle.strides = strides  # those of the weight whose place it takes
-        hold_dense(handle, shell)
+        hold_dense(handle, *[shell] * (1 + max(other._vb_twin for other in handle.layers)))
         handle.store(planes)
-        hold_dense(handle, None)
+        drop_dense(handle)
     show_stored(handle)
 
 
 def given_weight(layer: "VBLayer") -> torch.Tensor | None:
-    """A weight in the parameter's place that is not the layer's own, as functional_call puts there, or None.
+    """A weight in the parameter's place, as functional_call puts there, or None.
 
     The layer computes with it as the plain layer would, and never stores it. A weight that is given to one of several
-    tied layers is given to all, as functional_call does where it can see the tie.
+    tied layers is given to all, as functional_call does where it can see the tie. So is a fake one.
     """
     handle = layer._vb_handle
     for holder in (layer, *handle.layers) if handle.tied else (layer,):
-        weight = holder.dense
-        if weight is not None and (not owns(handle, weight) or is_fake(weight)):
+        weight = holder._parameters["weight"]
+        if weight is not None:
             return weight
-    return None
+    dense = handle.dense
+    return dense[0] if dense and is_fake(dense[0]) else None
 
 
 def become_shell(layer: "VBLayer", weight: nn.Parameter) -> None:
     """Have a layer hold a new dense weight until the next forward; layers that were tied to the old one keep theirs."""
     layer._vb_handle.spec.check(weight)
     pass_on(layer._vb_handle, [layer], weight)
+
+
+@contextlib.contextmanager
+def dense_shown(layer: "VBLayer") -> Iterator[None]:
+    """Have a shell's dense parameter stand among the module's parameters for a block, for walks of nn.Module that fill
+    or replace it; what then stands there is the layer's."""
+    handle, twin = layer._vb_handle, layer._vb_twin
+    layer._parameters["weight"] = shown = dense_parameter(handle, twin)
+    try:
+        yield
+    finally:
+        held, layer._parameters["weight"] = layer._parameters["weight"], None
+        if held is not None and held is not shown and layer._vb_handle is handle:
+            hold_dense(handle, *handle.dense[:twin], held, *handle.dense[twin + 1 :])
 
 
 def empty_weight(handle: WeightHandle) -> nn.Parameter:
@@ -126,7 +129,7 @@ def join(layer: "VBLayer", handle: WeightHandle) -> None:
     if handle is layer._vb_handle:
         return
     with handle.stack.encoding:
-        layer.hold_(next(iter(handle.layers)).dense)
+        layer.forget_given_()
         untie(layer._vb_handle, layer)
         layer.__dict__.update(_vb_handle=handle, _vb_twin=next(iter(handle.layers))._vb_twin)
         tie(handle, layer)
@@ -135,10 +138,9 @@ def join(layer: "VBLayer", handle: WeightHandle) -> None:
 def restore_entry(layer: "VBLayer") -> None:
     """Undo `del layer._parameters["weight"]`."""
     if "weight" not in layer._parameters:
-        weight = None if layer._vb_handle.keys else own_weight(layer._vb_handle)
         rest = dict(layer._parameters)
         layer._parameters.clear()
-        layer._parameters.update(weight=weight, **rest)
+        layer._parameters.update(weight=None, **rest)
 
 
 def warn_of_thawing(layers: Sequence["VBLayer"]) -> None:
@@ -146,7 +148,7 @@ def warn_of_thawing(layers: Sequence["VBLayer"]) -> None:
     nbytes = sum(math.prod(handle.spec.shape) * handle.dtype.itemsize for handle in {x.handle for x in layers})
     named = f"{layers[0].handle.spec.name} and {len(layers) - 1} more" if layers[1:] else layers[0].handle.spec.name
     warnings.warn(
-        f"requires_grad_(True) or a parametrization: {named} left the tiers to train: plain layers with "
+        f"requires_grad_(True): {named} left the tiers to train: plain layers with "
         f"{nbytes} bytes of dense weights, outside of all budgets. To train through 4 bits, wrap with "
         'mode="train"',
         stacklevel=4,

@@ -47,16 +47,11 @@ class SwappedLayer(nn.Module):
 
     @property
     def dense(self) -> nn.Parameter | None:
-        """The dense parameter at the weight's site; None once it is encoded."""
+        """The dense parameter at the weight's site."""
         return self._parameters[self._vb_handle.spec.site.parameter]
 
-    def hold_(self, dense: nn.Parameter | None) -> None:
-        """Put a dense parameter at the weight's site, or none."""
-        self._parameters[self._vb_handle.spec.site.parameter] = dense
-
-    def forget_dense_(self) -> None:
-        """Hold no dense parameters: the pages have their values by now."""
-        self.hold_(None)
+    def freeze_(self) -> None:
+        """Do nothing: the module's own parameters say whether they train."""
 
     @classmethod
     def _take_(cls, module: Any, handle: Any) -> Any:

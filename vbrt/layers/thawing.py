@@ -1,4 +1,5 @@
-"""Layers that leave the tiers because somebody wants their weights to train.
+"""`requires_grad_(True)` turns VB layers back into plain, dense ones; `requires_grad_(False)` has `unwrap` give frozen
+parameters back.
 
 `nn.Module.requires_grad_` walks through parameters; importing this file has it find the weights in the tiers too.
 """
@@ -10,6 +11,7 @@ from torch import nn
 
 from vbrt.layers.base import VBLayer
 from vbrt.layers.shells import warn_of_thawing
+from vbrt.layers.swapped import SwappedLayer
 
 __all__ = ["thaw"]
 
@@ -31,6 +33,10 @@ def _see_requires_grad() -> None:
     def requires_grad_(self: nn.Module, requires_grad: bool = True) -> nn.Module:
         if requires_grad:
             thaw([module for module in self.modules() if isinstance(module, VBLayer)])
+        else:
+            for module in self.modules():
+                if isinstance(module, SwappedLayer):
+                    module.freeze_()
         return plain(self, requires_grad)
 
     nn.Module.requires_grad_ = requires_grad_

@@ -1,11 +1,10 @@
-"""The layers that share one weight, and the dense parameters that they hold until it is encoded."""
+"""The layers that share one weight, and the dense parameters that their handle holds until it is encoded."""
 
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from vbrt.formats.separation import identity
 from vbrt.layers.graphs import show_to_graphs
@@ -16,14 +15,15 @@ if TYPE_CHECKING:
     from vbrt.layers.weight import WeightHandle
 
 __all__ = [
-    "adopt",
     "can_tie",
     "detach_moved",
+    "drop_dense",
     "handle_of_parameter",
+    "hold_dense",
     "holds",
     "holds_values",
-    "own_weight",
-    "owns",
+    "lie_together",
+    "lies_with",
     "pass_on",
     "tie",
     "twin_of",
@@ -34,14 +34,10 @@ _by_place: "weakref.WeakValueDictionary[tuple, WeightHandle]" = weakref.WeakValu
 
 
 def tie(handle: "WeightHandle", layer: SwappedLayer) -> None:
-    """Add a layer to those of a weight; its dense parameter, where it has one, is the weight's own."""
+    """Add a layer to those of a weight."""
     handle.layers.add(layer)
     handle.tied = len(handle.layers) > 1
     show_to_graphs(handle, handle.graph_tiles)
-    weight = layer.dense
-    if weight is not None:
-        handle.own_weights = (*handle.own_weights, weakref.ref(weight))
-        _by_place[_place(weight)] = handle
 
 
 def untie(handle: "WeightHandle", layer: SwappedLayer) -> None:
@@ -50,31 +46,35 @@ def untie(handle: "WeightHandle", layer: SwappedLayer) -> None:
     handle.tied = len(handle.layers) > 1
 
 
-def adopt(handle: "WeightHandle", weight: torch.Tensor) -> None:
-    """Make a dense parameter that all layers hold the weight's own: planes may be made of it."""
-    handle.own_weights = (weakref.ref(weight),)
+def hold_dense(handle: "WeightHandle", *weights: torch.Tensor) -> None:
+    """Hold dense parameters, all on one storage, of which planes are made later; one for each twin."""
+    for weight in weights:
+        _by_place[_place(weight)] = handle
+    handle.dense = weights
+    if weights:
+        handle.stack.shells.add(handle)
 
 
-def owns(handle: "WeightHandle", weight: torch.Tensor) -> bool:
-    """True if a dense parameter is the layers' own, and not one that was put in its place for a call."""
-    return any(own() is weight for own in handle.own_weights)
-
-
-def own_weight(handle: "WeightHandle") -> torch.Tensor | None:
-    """The dense parameter of the layers, if it lives."""
-    return next((own() for own in handle.own_weights if own() is not None), None)
+def drop_dense(handle: "WeightHandle") -> None:
+    """Hold no dense parameters: the pages have their values."""
+    handle.dense = ()
+    handle.stack.shells.discard(handle)
 
 
 def twin_of(handle: "WeightHandle", weight: torch.Tensor) -> int:
-    """The index of a parameter among those on one storage that the layers hold."""
-    return next(i for i, own in enumerate(handle.own_weights) if own() is weight)
+    """The index of a parameter among those on one storage that the handle holds; it is added where it is new."""
+    known = next((twin for twin, own in enumerate(handle.dense) if own is weight), None)
+    if known is not None:
+        return known
+    hold_dense(handle, *handle.dense, weight)
+    return len(handle.dense) - 1
 
 
 def detach_moved(handle: "WeightHandle", weight: torch.Tensor) -> None:
     """Untie layers whose parameter lies elsewhere than `weight` by now, because it was given other `.data`."""
-    for layer in list(handle.layers) if handle.tied else ():
+    for layer in list(handle.layers) if len(handle.dense) > 1 else ():
         other = layer.dense
-        if other is not None and owns(handle, other) and _place(other) != _place(weight):
+        if _place(other) != _place(weight):
             pass_on(handle, [layer], other)
 
 
@@ -95,8 +95,8 @@ def can_tie(one: "WeightHandle", other: "WeightHandle") -> bool:
     return one.stack is other.stack and one.spec.suits(other.spec) and one.dtype is other.dtype
 
 
-def pass_on(handle: "WeightHandle", layers: Sequence[SwappedLayer], weight: nn.Parameter) -> "WeightHandle":
-    """A handle for a new weight, which these layers hold dense until they are used.
+def pass_on(handle: "WeightHandle", layers: Sequence[SwappedLayer], weight: torch.Tensor) -> "WeightHandle":
+    """A handle for a new weight, which it holds dense until these layers are used.
 
     Other tied layers keep the old handle, and so does whoever computes with it now.
     """
@@ -104,8 +104,9 @@ def pass_on(handle: "WeightHandle", layers: Sequence[SwappedLayer], weight: nn.P
     heir.retype(weight.dtype)
     heir.trainable = weight.requires_grad
     with handle.stack.encoding:
-        for layer in layers:  # the weight before the handle: a forward in another thread reads the handle first
-            layer.hold_(weight)
+        hold_dense(heir, weight)
+        for layer in layers:
+            layer.forget_given_()
             layer.__dict__.update(_vb_handle=heir, _vb_twin=0)
             untie(handle, layer)
             tie(heir, layer)
@@ -113,14 +114,24 @@ def pass_on(handle: "WeightHandle", layers: Sequence[SwappedLayer], weight: nn.P
 
 
 def handle_of_parameter(weight: torch.Tensor) -> "WeightHandle | None":
-    """The handle of the layers that hold this very weight as a dense parameter, if there are any."""
+    """The handle that holds this very weight as a dense parameter, if there is one and its layers live."""
     handle = _by_place.get(_place(weight))
-    held = [] if handle is None else [layer.dense for layer in handle.layers]
-    return handle if any(dense is not None and _place(dense) == _place(weight) for dense in held) else None
+    return handle if handle is not None and handle.layers and lies_with(handle, weight) else None
+
+
+def lies_with(handle: "WeightHandle", weight: torch.Tensor) -> bool:
+    """True if a tensor lies where a dense parameter of the handle does: a write to one is a write to the other."""
+    return any(lie_together(own, weight) for own in handle.dense)
+
+
+def lie_together(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two weights have the same memory."""
+    return _place(one) == _place(other)
 
 
 def _place(weight: torch.Tensor) -> tuple[object, ...]:
     """The memory of a dense weight; its id if it has none."""
     if weight.is_meta or not has_storage(weight) or not weight.numel():
         return (id(weight),)
-    return (weight.device, weight.data_ptr(), *weight.shape, *weight.stride(), weight.dtype)
+    address = torch.Tensor.data_ptr(weight)  # not the temporary's own, which would count as handing its memory out
+    return (weight.device, address, *weight.shape, *weight.stride(), weight.dtype)

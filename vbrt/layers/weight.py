@@ -1,7 +1,7 @@
 """WeightHandle: where the planes of one weight are.
 
-A handle is shared by all layers that are tied to one weight. It begins empty, while the layers still hold the dense
-parameter, and owns pages of a stack once `store` has run. Pages are read-only: a new weight means new pages.
+A handle is shared by all layers that are tied to one weight. It holds the dense parameter first, and owns pages of a
+stack once `store` has run. Pages are read-only: a new weight means new pages.
 
 Beside it: `spec.py` (what the weight is), `selection.py` (which kernels compute with it), `encoding.py` (weight to
 planes), `ties.py` (the layers and their dense parameters), `lending.py` (the temporary that `.weight` gives),
@@ -9,10 +9,11 @@ planes), `ties.py` (the layers and their dense parameters), `lending.py` (the te
 """
 
 import contextlib
+import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +28,13 @@ from vbrt.kernels import resolves_late
 from vbrt.layers.compute import decoded_weight, precision_notes
 from vbrt.layers.encoding import Encoder, Planes, strides_of, uploaded
 from vbrt.layers.graphs import GraphTiles, show_to_graphs
+from vbrt.layers.lending import dense_parameter
 from vbrt.layers.paged import PagesHandle
 from vbrt.layers.pickling import from_pickle, to_pickle
 from vbrt.layers.selection import Kernels, choose_kernels, coarse_kernels, refusals, vendor_refusal
 from vbrt.layers.short import ShortWay
 from vbrt.layers.spec import HandleSpec
+from vbrt.layers.ties import hold_dense
 from vbrt.residency.plan import PageSpec
 from vbrt.tiers import Lease, Owner, Page, TierStack
 from vbrt.tiers.rows import PagesAtHome
@@ -49,7 +52,8 @@ class WeightHandle(PagesHandle):
         trainable: whether the dense weight had requires_grad; the one that `unwrap` makes gets it back.
         layers: the live layers that share this weight.
         tied: whether there may be several.
-        own_weights: the dense parameters of those layers.
+        dense: the weight until it is encoded, as parameters on one storage, or as a temporary that was written to; ()
+            after that. Layers have none among their own parameters, where an optimizer would take it.
         lent: the temporary that `.weight` has given, if one is out; writes to it change the weight.
         written: the content of a temporary that died after a write, until it is taken over.
         source: which dense parameter the pages were made of, and in which state, if of one.
@@ -68,7 +72,7 @@ class WeightHandle(PagesHandle):
         self.dtype = spec.dtype
         self.trainable = self.tied = False
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.own_weights: tuple[weakref.ref[torch.Tensor], ...] = ()
+        self.dense: tuple[torch.Tensor, ...] = ()
         self.released: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()  # by twin
         self.lent: weakref.ref[torch.Tensor] | None = None
         self.written: torch.Tensor | None = None
@@ -220,17 +224,19 @@ class WeightHandle(PagesHandle):
         clone = WeightHandle(self.spec, self.stack)
         clone.dtype, clone.trainable, clone.strides = self.dtype, self.trainable, self.strides
         memo[id(self)] = clone
+        if self.dense:
+            hold_dense(clone, *(copy.deepcopy(dense_parameter(self, twin), memo) for twin in range(len(self.dense))))
         if self.keys:
             clone.own(self.keys, self.stack.share(self.keys))
         return clone
 
     def __reduce__(self):
-        pages = []
+        pages, dense = [], [dense_parameter(self, twin) for twin in range(len(self.dense))]
         if self.keys:
             with self.encoded() as planes:  # bytes, because torch cannot unpickle 8-bit floats
                 made = [(layout, pack(plane, layout, new_page(layout))) for layout, plane in planes]
                 pages = [(layout.to_dict(), to_pickle(page)) for layout, page in made]
-        return _restore, (self.stack, self.spec, self.dtype, self.trainable, pages, self.strides)
+        return _restore, (self.stack, self.spec, self.dtype, self.trainable, pages, self.strides, dense)
 
 
 def _restore(
@@ -240,10 +246,12 @@ def _restore(
     trainable: bool,
     pages: list,
     strides: tuple[int, ...] | None,
+    dense: Sequence[nn.Parameter],
 ) -> WeightHandle:
     """Unpickle: `stack` is one of this process, in CPU memory, shared by all handles of the pickle."""
     handle = WeightHandle(replace(spec, homes=None, backend="auto"), stack)
     handle.dtype, handle.trainable, handle.strides = dtype, trainable, strides
+    hold_dense(handle, *dense)
     if pages:
         layouts = [PageLayout.from_dict(layout) for layout, _ in pages]
         made = [from_pickle(page) for _, page in pages]

@@ -5,7 +5,7 @@
 | `ADAPTERS` | `vbrt.estimate(lora=...)` is refused; adapters that the user makes work as their PEFT does |
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from vbrt.errors import LibraryError
 from vbrt.libraries.probe import Feature, find
 
-__all__ = ["ADAPTERS", "FEATURES", "has_adapters", "lora_on", "targeted_parameters"]
+__all__ = ["ADAPTERS", "FEATURES", "adapters_of", "lora_on", "saved_blocks", "targeted_parameters"]
 
 ADAPTERS = Feature(
     "peft",
@@ -25,17 +25,34 @@ FEATURES = (ADAPTERS,)
 _CONFIGS = "peft_config"  # where PEFT leaves its configs on a model, by adapter
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """True if adapters have been put on a model itself."""
-    return _CONFIGS in model.__dict__
+def adapters_of(model: nn.Module) -> tuple[str, ...]:
+    """The names of the adapters that have been put on a model itself."""
+    return tuple(_configs_of(model))
+
+
+def _configs_of(model: nn.Module) -> Mapping[str, Any]:
+    configs: Any = model.__dict__.get(_CONFIGS)
+    return configs if isinstance(configs, Mapping) else {}
 
 
 def targeted_parameters(model: nn.Module) -> set[str]:
     """The `target_parameters` of all adapters of a model."""
-    configs: Any = model.__dict__.get(_CONFIGS)
-    if not isinstance(configs, Mapping):
-        return set()
-    return {target for config in configs.values() for target in getattr(config, "target_parameters", None) or ()}
+    configs = _configs_of(model).values()
+    return {target for config in configs for target in getattr(config, "target_parameters", None) or ()}
+
+
+def saved_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The copies of modules that PEFT trains and saves as a whole (`modules_to_save`), under the modules' names."""
+    trained = {
+        adapter
+        for adapter, config in _configs_of(model).items()
+        if getattr(config, "modules_to_save", None) and not getattr(config, "inference_mode", False)
+    }
+    for name, module in model.named_modules() if trained else ():
+        copies = getattr(module, "modules_to_save", None)
+        for adapter, copied in copies.items() if isinstance(copies, nn.ModuleDict) else ():
+            if adapter in trained:
+                yield name, copied
 
 
 def lora_on(model: nn.Module, rank: int, *, meta: bool) -> nn.Module:

@@ -1,7 +1,8 @@
-"""Adapters that PEFT should put on experts in the tiers, which it cannot: its parametrizations need a parameter there.
+"""Refusals of what PEFT would silently leave untrained, because weights in the tiers are no parameters.
 
-PEFT looks for parameters by name, finds none where experts are encoded, and at most warns that it matched nothing. So
-the next pass of the model says which layer it is, and what would do.
+`target_parameters` are found by name, and experts in the tiers have none: PEFT at most warns that it matched nothing.
+Of a block that `modules_to_save` names PEFT trains the parameters, which leaves out the weights of its layers; a layer
+that it names by itself becomes a plain one. The next pass of the model says which module it is, and what would do.
 """
 
 from collections.abc import Mapping
@@ -9,22 +10,32 @@ from collections.abc import Mapping
 from torch import nn
 
 from vbrt.errors import WrapError
+from vbrt.layers import SwappedLayer
 from vbrt.layers.experts import VBExperts
-from vbrt.libraries.peft_api import targeted_parameters
+from vbrt.libraries.peft_api import saved_blocks, targeted_parameters
 
 __all__ = ["check_adapters"]
 
 
 def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise WrapError if an adapter's `target_parameters` name experts that live in the tiers.
+    """Raise WrapError if an adapter's `target_parameters` name experts that live in the tiers, or its `modules_to_save`
+    a block with layers there, which would not train.
 
     Args:
         layers: the VB layers of the model by name.
     """
     targets = targeted_parameters(model)
     for name, layer in layers.items() if targets else ():
-        if isinstance(layer, VBExperts) and layer.materialized:
+        if isinstance(layer, VBExperts):
             _check_layer(name.replace(".base_layer", ""), layer, targets)
+    for name, block in saved_blocks(model):
+        inside = next((inner for inner, layer in block.named_modules() if isinstance(layer, SwappedLayer)), None)
+        if inside is not None:
+            raise WrapError(
+                f"{name}: modules_to_save of PEFT names it, and its layer {inside or 'weight'} lives in the tiers, "
+                f'where its weight would not train; keep the block out of them (weights.exclude = ["{name}.*"]), or '
+                "name its layers in modules_to_save"
+            )
 
 
 def _check_layer(name: str, layer: VBExperts, targets: set[str]) -> None:

@@ -12,7 +12,7 @@ from vbrt.layers.sharded import sharded_class
 from vbrt.model.attachment import Attachment, Terms
 from vbrt.model.full import FullAttachment
 from vbrt.model.machine import check_ssd_directory
-from vbrt.model.passes import PassHook
+from vbrt.model.passes import PassHook, remove_pass_hooks
 from vbrt.model.placement import current_homes, place_beside, place_pages, restore_homes
 from vbrt.model.planner import make_plan
 from vbrt.model.runtime import Runtime
@@ -145,10 +145,11 @@ class Attempt:
     def undo(self) -> None:
         """Give the model back as it was, free its pages, and give other models' pages their homes back. Idempotent."""
         hooks = self._model._forward_pre_hooks
-        for hook_id, hook in list(hooks.items()):
-            if isinstance(hook, PassHook) and hook_id not in self._hooks:
-                hook.attachment.close()
-                del hooks[hook_id]
+        begun = [hook for hook_id, hook in hooks.items() if isinstance(hook, PassHook) and hook_id not in self._hooks]
+        for hook in begun:
+            hook.attachment.close()
+        if begun:
+            remove_pass_hooks(self._model)
         self._restore_modules()
         if self.built is not None:
             self.built.stack.close()

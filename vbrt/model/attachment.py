@@ -147,7 +147,7 @@ class Attachment:
         self.activations = activations_of(model, terms.settings, runtime.stack.device)
         self.closed = False
         remove_pass_hooks(model)
-        self._hook = model.register_forward_pre_hook(PassHook(self), with_kwargs=True)
+        model.register_forward_pre_hook(PassHook(self), with_kwargs=True)
         if getattr(runtime.stack.levels[0].lanes, "together", False):
             model.register_forward_hook(PassEndHook(runtime.stack))
         runtime.add(self)
@@ -290,7 +290,7 @@ class Attachment:
     def detach(self) -> nn.Module:
         """Give the dense model back, in place, and close. See `VBModelWrapper.unwrap`."""
         self.registry.release_()
-        self._hook.remove()
+        remove_pass_hooks(self.model)
         self.close()
         return self.model
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from vbrt.layers import SwappedLayer
+
 __all__ = ["Stack", "configs_of", "stacks_of"]
 
 
@@ -42,7 +44,7 @@ def stacks_of(model: nn.Module, *, least: int = 4) -> list[Stack]:
         inner = any(name.startswith(f"{stack.name}.") for stack in found)
         if isinstance(module, nn.ModuleList) and len(module) >= least and not inner:
             kinds = _kinds(model.get_submodule(name.rpartition(".")[0]), module)
-            if len(set(kinds)) < len(kinds) and any(True for _ in module.parameters()):
+            if len(set(kinds)) < len(kinds) and any(True for _ in (*module.parameters(), *_in_tiers(module))):
                 found.append(Stack(name, kinds))
     return found
 
@@ -60,9 +62,18 @@ def _kinds(owner: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
     for index, block in enumerate(blocks):
         parts = tuple((name, type(module).__name__) for name, module in block.named_modules())
         shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
+        shapes += tuple(_in_tiers(block))
         said = tuple(repr(value[index]) for value in lists)
         kinds.append(numbers.setdefault((parts, shapes, said), len(numbers)))
     return tuple(kinds)
+
+
+def _in_tiers(module: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """Yield name, shapes and dtype of weights that are no parameters of a module, because they live in the tiers."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, SwappedLayer):
+            spec = layer.handle.spec
+            yield name, *(site.kept_shape for site in getattr(spec, "sites", (spec.site,))), spec.dtype
 
 
 def configs_of(owner: nn.Module) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vbrt.config import VBConfig
 from vbrt.errors import WrapError
 from vbrt.model.attachment import Attachment, Seed, Terms
+from vbrt.model.passes import remove_pass_hooks
 from vbrt.model.runtime import Runtime
 from vbrt.report.routing import RoutingRecorder
 from vbrt.report.stats import Stats
@@ -156,7 +157,7 @@ class FullAttachment(Attachment):
             release_optimizer(self.optimizer, self.weights)
             self.optimizer = None
         self.registry.release_()
-        self._hook.remove()
+        remove_pass_hooks(self.model)
         self._loads.remove()
         self.model.__dict__.pop("_apply", None)
         self.close()

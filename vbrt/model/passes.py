@@ -1,4 +1,4 @@
-"""Passes of a model: a hook on the model tells its runtime when one begins.
+"""Passes of a model: hooks on the model tell its runtime when one begins, and when it ends.
 
 The hook is also where a model keeps its runtime alive: model -> hook -> attachment -> runtime. Attachments refer back
 to the model weakly, so a model that nobody holds is freed at once, with its pages.
@@ -13,7 +13,7 @@ from torch import nn
 from vbrt.kernels.recorded import recorder
 from vbrt.kernels.watched import unwatched
 from vbrt.layers.lockstep import is_following
-from vbrt.libraries.peft_api import has_adapters
+from vbrt.libraries.peft_api import adapters_of
 from vbrt.model.adapters import check_adapters
 from vbrt.model.first_pass import show_encoding
 from vbrt.model.machine import release_host_memory
@@ -40,7 +40,7 @@ class PassHook:
     def __init__(self, attachment: "Attachment | None") -> None:
         self.attachment = attachment
         self.stack, self.runtime = (None, None) if attachment is None else (attachment.stack, attachment.runtime)
-        self._rest_is_moved = False
+        self._rest_is_moved, self._adapters = False, ()
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing() or is_following():
@@ -50,8 +50,9 @@ class PassHook:
                 if not self._rest_is_moved:
                     move_rest_(model, self.stack.device)
                     self._rest_is_moved = True
-        if has_adapters(model):
+        if adapters_of(model) != self._adapters:
             check_adapters(model, self.attachment.layers)
+            self._adapters = adapters_of(model)
         passes = self.attachment.passes
         if not passes and wanted():
             show_encoding(model, self.attachment.registry)
@@ -64,6 +65,8 @@ class PassHook:
         begin, follower = partial(self._begin_pass, args, kwargs), self.attachment.follower
         if follower is None or not follower.defer(model, begin):
             begin()
+        if self.stack.shells:  # last, after those who look whether the model has changed
+            ShellsHook.begin(model, self.stack)
 
     def _begin_pass(self, args: tuple, kwargs: dict[str, Any]) -> None:
         named, prefix = phase_name(self.attachment), self.attachment.prefix
@@ -110,6 +113,46 @@ class PassEndHook:
         return PassEndHook, (None,)
 
 
+class ShellsHook:
+    """A forward hook of a model that has weights which are not encoded yet, called even if the forward fails: encodes
+    those that were read, and that no call of a layer has encoded, and is gone when nobody runs the model any more."""
+
+    def __init__(self, stack: "TierStack | None") -> None:
+        self.stack = stack
+
+    @classmethod
+    def begin(cls, model: nn.Module, stack: "TierStack") -> None:
+        """Begin a pass of this thread."""
+        with stack.encoding:
+            stack.shells.begin()
+            if not any(isinstance(hook, cls) for hook in model._forward_hooks.values()):
+                model.register_forward_hook(cls(stack), always_call=True)
+
+    def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
+        """Raise FormatError, TierError if a weight cannot be held."""
+        if torch.compiler.is_compiling() or self.stack is None:
+            return
+        with self.stack.encoding:
+            if self.stack.shells.end():
+                _remove_hooks(model, ShellsHook)
+        if output is not None:  # the forward has not failed
+            encode_read_(self.stack)
+
+    def __deepcopy__(self, memo: dict) -> "ShellsHook":
+        return self
+
+    def __reduce__(self):
+        return ShellsHook, (None,)
+
+
+def encode_read_(stack: "TierStack") -> None:
+    """Encode the weights that were read while they were dense."""
+    for handle in stack.shells.taken():
+        layer = next(iter(handle.layers), None)
+        if layer is not None:
+            layer.materialize_()
+
+
 class EntryHook:
     """Marks the begin of a pass at a method other than `forward`, such as the `decode` of an autoencoder.
 
@@ -122,6 +165,8 @@ class EntryHook:
         hook = pass_hook_of(model)
         if hook is not None:
             hook(model, args, kwargs)
+            hook.stack.shells.end()  # nobody tells when the method returns
+            encode_read_(hook.stack)  # in the pass before
         return args, kwargs
 
     def detach_hook(self, model: nn.Module) -> nn.Module:
@@ -150,9 +195,15 @@ def remove_pass_hooks(model: nn.Module) -> None:
         if isinstance(hook, PassHook):
             del model._forward_pre_hooks[hook_id]
             model._forward_pre_hooks_with_kwargs.pop(hook_id, None)
+    _remove_hooks(model, PassEndHook | ShellsHook)
+
+
+def _remove_hooks(model: nn.Module, kind: Any) -> None:
+    """Remove the forward hooks of a kind."""
     for hook_id, hook in list(model._forward_hooks.items()):
-        if isinstance(hook, PassEndHook):
+        if isinstance(hook, kind):
             del model._forward_hooks[hook_id]
+            model._forward_hooks_always_called.pop(hook_id, None)
 
 
 def is_plain_data(value: Any) -> bool:

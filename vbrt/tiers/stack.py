@@ -28,6 +28,7 @@ from vbrt.tiers.memory import MemoryTier
 from vbrt.tiers.mover import Mover, Write
 from vbrt.tiers.protocol import Tier
 from vbrt.tiers.rewriting import Rewriter
+from vbrt.tiers.shells import Shells
 from vbrt.tiers.slots import Level, Owner, Page
 
 __all__ = ["TierStack", "detached_stack"]
@@ -49,6 +50,7 @@ class TierStack:
         guard: the lock, and the recorder of a timeline.
         announce: tells which pages the next leases take, see `Decider.announce`.
         rewriter: gives pages other bytes where they live, see `rewriting.py`.
+        shells: weights that have no pages yet.
     """
 
     def __init__(self, tiers: Sequence[Level | Tier], *, workers: int = 2, share_cores: bool = False) -> None:
@@ -60,6 +62,7 @@ class TierStack:
         self.announce = self.decider.announce
         self._homes = Homes(ledger, self.mover, self.decider)
         self.rewriter = Rewriter(ledger, self.mover)
+        self.shells = Shells()
         follow(self)
 
     def __deepcopy__(self, memo: dict) -> "TierStack":

@@ -1,7 +1,7 @@
 """`vbrt.wrap`: plan, swap in place, put a façade in front.
 
-Nothing moves when a model is wrapped: its layers become shells that share their parameters. The first forward of a
-layer, or `materialize()` for all of them, encodes the weight, stores its pages and frees the dense weight.
+Nothing moves when a model is wrapped: its layers become shells, whose handles hold their dense weights. The first pass
+that calls a layer or reads its weight, or `materialize()` for all of them, encodes it, stores its pages and frees it.
 """
 
 from collections.abc import Mapping, Sequence

@@ -370,7 +370,7 @@ def plain_forward(layer: "VBExperts", *args: Any) -> Tensor:
     """The module's own forward on decoded temporaries, or on what somebody has put in their place."""
     plain, handle = type(layer).plain_class(), layer.handle
     forward = getattr(type(layer), "own_rows", plain.forward)
-    if layer.materialized:
+    if not layer._given():
         weights = {
             site.parameter: torch.ops.vbrt.expert_weight(
                 handle.token_at(handle.generation),

@@ -1,13 +1,14 @@
 """ExpertsHandle: where the planes of a layer's routed experts are.
 
-It begins empty, while the module still holds its dense parameters, and owns one page for each expert and plane once
-`store` has run. Pages are read-only. A forward leases the pages of the experts that its tokens are sent to.
+It holds the module's dense parameters first, and owns one page for each expert and plane once `store` has run. Pages
+are read-only. A forward leases the pages of the experts that its tokens are sent to.
 
 Beside it: `coding.py` (kernels, encoding and decoding), `storing.py` (planes into pages, pickles), `leased.py` (pages
 while they are leased), `deciding.py` (who decides what is resident).
 """
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from vbrt.layers.experts.coding import ExpertsCoder
 from vbrt.layers.experts.deciding import Deciding
 from vbrt.layers.experts.encoding import EncodedExperts
 from vbrt.layers.experts.leased import Leased
+from vbrt.layers.experts.lending import dense_parameters
 from vbrt.layers.experts.spec import ExpertsSpec
 from vbrt.layers.experts.storing import Uneven, pickled, unpickled, write_pages
 from vbrt.layers.paged import PagesHandle
@@ -41,7 +43,8 @@ class ExpertsHandle(PagesHandle):
         dtype: what the layer computes in and shows to the outside.
         trainable: True if the dense parameters had requires_grad.
         layers: the live layers that share these weights.
-        own: the dense parameters of the layer, by name, while they count.
+        dense: the weights until they are encoded, by name, as parameters, or as temporaries that were written to. The
+            module has none of them among its parameters, where an optimizer would take them.
         lent: the temporaries that reading a parameter has given, by name; writes to them change the weights.
         written: the content of temporaries that died after a write, by name, until it is taken over.
         released: the dense parameters, by name, while some of the layers that are tied are plain again.
@@ -60,7 +63,7 @@ class ExpertsHandle(PagesHandle):
         self.dtype = spec.dtype
         self.trainable = False
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.own: dict[str, weakref.ref[torch.Tensor]] = {}
+        self.dense: dict[str, torch.Tensor] = {}
         self.lent: dict[str, weakref.ref[torch.Tensor]] = {}
         self.written: dict[str, torch.Tensor] = {}
         self.released: dict[str, nn.Parameter] = {}
@@ -88,6 +91,19 @@ class ExpertsHandle(PagesHandle):
         if not self.keys and dtype is not self.spec.dtype:
             self.spec = self.spec.retyped(dtype)
             self.coder = ExpertsCoder(self.spec, self.device, self.fallbacks)
+
+    # -- dense weights ------------------------------------------------------------------------------------------------
+
+    def hold_dense(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Hold dense weights, by name, of which planes are made later."""
+        self.dense = dict(weights)
+        if self.dense:
+            self.stack.shells.add(self)
+
+    def drop_dense(self) -> None:
+        """Hold none: the pages have their values."""
+        self.dense = {}
+        self.stack.shells.discard(self)
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
@@ -198,19 +214,28 @@ class ExpertsHandle(PagesHandle):
         clone = ExpertsHandle(self.spec, self.stack)
         clone.dtype, clone.trainable = self.dtype, self.trainable
         memo[id(self)] = clone
+        clone.hold_dense({name: copy.deepcopy(weight, memo) for name, weight in dense_parameters(self).items()})
         if self.keys:
             clone.kernel = self.kernel
             clone.own_pages(self.keys, self.stack.share(self.keys))
         return clone
 
     def __reduce__(self):
-        return _restore, (self.stack, self.spec, self.dtype, self.trainable, pickled(self))
+        return _restore, (self.stack, self.spec, self.dtype, self.trainable, pickled(self), dense_parameters(self))
 
 
-def _restore(stack: TierStack, spec: ExpertsSpec, dtype: torch.dtype, trainable: bool, pages: list) -> ExpertsHandle:
+def _restore(
+    stack: TierStack,
+    spec: ExpertsSpec,
+    dtype: torch.dtype,
+    trainable: bool,
+    pages: list,
+    dense: Mapping[str, nn.Parameter],
+) -> ExpertsHandle:
     """Unpickle: `stack` is one of this process, in CPU memory, shared by all handles of the pickle."""
     handle = ExpertsHandle(spec.portable(), stack)
     handle.dtype, handle.trainable = dtype, trainable
+    handle.hold_dense(dense)
     if pages:
         handle.store(unpickled(pages))
     return handle

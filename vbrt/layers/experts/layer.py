@@ -4,9 +4,9 @@ The class is a mixin in front of the module's own, which stays what it is for ev
 wherever pages cannot (a tracer is at work, somebody has put other weights in their place), on decoded temporaries.
 """
 
+import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,15 +15,17 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from vbrt.errors import WrapError
+from vbrt.kernels.decoded import DecodedWeight
 from vbrt.kernels.recorded import recorder
 from vbrt.kernels.watched import is_bare
 from vbrt.layers.bound import rebind_
 from vbrt.layers.experts.compute import plain_forward
 from vbrt.layers.experts.gradients import forward_experts
 from vbrt.layers.experts.handle import ExpertsHandle
-from vbrt.layers.experts.lending import lend, temporary_of
+from vbrt.layers.experts.lending import dense_parameters, follow_retyping, lend, temporary_of
 from vbrt.layers.experts.shells import ExpertsShell
 from vbrt.layers.shards import as_whole, local_of, take_local_
+from vbrt.libraries.torch_api import is_fake
 
 __all__ = ["VBExperts", "encoded_forward", "experts_class"]
 
@@ -47,9 +49,11 @@ class VBExperts(ExpertsShell):
         module.__class__ = experts_class(cls, type(module), parameters)
         rebind_(module, type(module))
         module.__dict__["_vb_handle"] = handle
-        handle.trainable = module._parameters[parameters[0]].requires_grad
+        weights = {name: module._parameters[name] for name in parameters}
+        handle.trainable = weights[parameters[0]].requires_grad
         handle.layers.add(module)
-        module._own_held()
+        handle.hold_dense(handle.dense or weights)
+        module._parameters.update(dict.fromkeys(parameters))
         return module
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -59,29 +63,39 @@ class VBExperts(ExpertsShell):
         if is_compiling():
             return torch.ops.vbrt.experts(*args, self._vb_handle.token)
         self.notice_writes()
+        if self._given():
+            return plain_forward(self, *args)
         if not self.materialized:
-            if self._given():
-                return plain_forward(self, *args)
             self.materialize_()
-            if not isinstance(self, VBExperts):  # somebody has asked the shell to train
-                return self(*args)
         return encoded_forward(self, *args)
 
     # -- the weights, as everybody else sees them ---------------------------------------------------------------------
 
     def _weight(self, name: str) -> torch.Tensor:
-        """A dense parameter of a shell; after that a decoded temporary in the original shape and dtype."""
-        self.notice_writes()
-        dense = self._parameters[name]
-        if dense is not None:
-            return dense
+        """A temporary in the original shape and dtype: decoded, or in the memory of a shell's dense weight."""
+        given = self._parameters[name]
+        if given is not None:
+            return given
         if is_compiling():
             handle = self._vb_handle
             site = handle.spec.site_of(name)
             return torch.ops.vbrt.expert_weight(
                 handle.token, name, list(site.kept_shape), handle.dtype, handle.device_name
             )
+        self.notice_writes()
+        self._note_read()
         return lend(self._vb_handle, name)
+
+    def _note_read(self) -> None:
+        """Encode a shell that a forward of the model reads; else note that it was read."""
+        handle = self._vb_handle
+        shells, dense = handle.stack.shells, handle.dense.values()
+        if not dense or any(map(is_fake, dense)):
+            return
+        if shells.in_pass:
+            self.materialize_()
+        elif not any(weight.is_meta for weight in dense):  # of which there is nothing to encode
+            shells.note(handle)
 
     def __setattr__(self, name: str, value: Any) -> None:
         handle = self.__dict__.get("_vb_handle")
@@ -99,11 +113,7 @@ class VBExperts(ExpertsShell):
         if name not in spec.parameters:
             super().__delattr__(name)
             return
-        if self.materialized:
-            spec.refuse(name, "removing it")
-        warnings.warn(f"{spec.name}: left the tiers: its {name} was removed", stacklevel=2)
-        self._become_plain()
-        nn.Module.__delattr__(self, name)
+        spec.refuse(name, "removing it")
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As in nn.Module; for a weight the same as assigning it.
@@ -134,7 +144,6 @@ class VBExperts(ExpertsShell):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._vb_handle.layers.add(self)
-        self._own_held()
 
     def __reduce_ex__(self, protocol: int):
         return (
@@ -146,24 +155,32 @@ class VBExperts(ExpertsShell):
     def _apply(self, fn, recurse: bool = True):
         """Casts show in what the layer computes and decodes; pages stay where the tiers have put them."""
         handle = self._vb_handle
-        dense = {name: self._parameters[name] for name in handle.spec.parameters}
-        held = [p for p in dense.values() if p is not None]
-        if held and held[0].is_meta:  # to_empty() gives it memory
-            super()._apply(fn, recurse)
-            self._own_held()
-            handle.retype(self._parameters[handle.spec.parameters[0]].dtype)
+        first = next(iter(handle.dense.values()), None)
+        if first is not None and first.is_meta:  # to_empty() gives it memory
+            with self._dense_shown():
+                super()._apply(fn, recurse)
+            handle.retype(next(iter(handle.dense.values())).dtype)
             return self
-        self._parameters.update(dict.fromkeys(dense))
-        try:
-            super()._apply(fn, recurse)
-            dtype = fn(torch.empty(0, dtype=held[0].dtype if held else handle.dtype, device="cpu")).dtype
-        finally:
-            self._parameters.update(dense)
-        for parameter in held:
-            if dtype != parameter.dtype:
-                parameter.data = parameter.data.to(dtype)
+        super()._apply(fn, recurse)
+        dtype = fn(torch.empty(0, dtype=handle.dtype if first is None else first.dtype, device="cpu")).dtype
+        follow_retyping(handle, dtype)
         handle.retype(dtype)
         return self
+
+    @contextlib.contextmanager
+    def _dense_shown(self) -> Iterator[None]:
+        """Have a shell's dense parameters stand among the module's for a block, for walks of nn.Module that fill or
+        replace them; what then stands there is the layer's."""
+        handle = self._vb_handle
+        shown = dense_parameters(handle)
+        self._parameters.update(shown)
+        try:
+            yield
+        finally:
+            held = {name: self._parameters[name] for name in shown}
+            self._parameters.update(dict.fromkeys(shown))
+            if self._vb_handle is handle:
+                handle.dense |= {name: weight for name, weight in held.items() if weight is not shown[name]}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -171,7 +188,7 @@ class VBExperts(ExpertsShell):
         """As of the plain module, with the temporaries in the place of its weights; models that the layer is in list
         what is a parameter only, and so does `recurse=False`."""
         head, listed = f"{prefix}." if prefix else "", set()
-        for name in self._vb_handle.spec.parameters if self.materialized and recurse else ():
+        for name in self._vb_handle.spec.parameters if recurse and not self._given() else ():
             listed.add(head + name)
             yield head + name, getattr(self, name)  # of a plain module, if the first was asked to train
         for name, parameter in nn.Module.named_parameters(self, prefix, recurse, remove_duplicate):
@@ -180,21 +197,28 @@ class VBExperts(ExpertsShell):
 
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
         self.notice_writes()
-        if self.materialized:
+        if not self._given():
             for name in self._vb_handle.spec.parameters:
-                weight = self._weight(name) if keep_vars else self._vb_handle.weight(name)
+                weight = VBExperts._weight(self, name) if keep_vars else self._stored(name)
                 destination[prefix + name] = as_whole(self, name, weight)
         super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """A parameter for a state dict: as the pages hold it, or a shell's dense one in its own memory."""
+        dense = self._vb_handle.dense.get(name)
+        if dense is None:
+            return self._vb_handle.weight(name)
+        return dense.clone() if type(dense) is DecodedWeight else dense.detach()  # the first is rounded in its place
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        materialized = self.materialized
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        if not materialized:
+        arguments = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if not self.materialized:
+            with self._dense_shown():
+                super()._load_from_state_dict(*arguments)
             return
+        super()._load_from_state_dict(*arguments)
         found, assign = {}, local_metadata.get("assign_to_params_buffers", False)
         for site in self._vb_handle.spec.sites:
             key = prefix + site.parameter

@@ -1,17 +1,21 @@
 """Lends the temporaries that reading `.gate_up_proj` or `.down_proj` gives, and takes over what is written to them."""
 
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from vbrt.kernels.decoded import DecodedWeight
+from vbrt.layers.lending import plain_dense
+from vbrt.layers.ties import lie_together
+from vbrt.libraries.torch_api import is_fake
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle
 
-__all__ = ["lend", "notice_writes", "temporary_of"]
+__all__ = ["dense_parameters", "follow_encoding", "follow_retyping", "lend", "notice_writes", "temporary_of"]
 
 
 class _Lender:
@@ -56,19 +60,31 @@ class _Lender:
         if layer is not None:
             layer.train_({self._parameter: weight.become_parameter()})
 
+    def freeze(self) -> None:
+        """Have the layer give frozen weights back."""
+        handle = self._handle()
+        layer = None if handle is None else next(iter(handle.layers), None)
+        if layer is not None:
+            layer.freeze_()
 
-def lend(handle: "ExpertsHandle", parameter: str) -> DecodedWeight:
-    """A decoded parameter, to be written to as well; one for all who ask while somebody holds it."""
-    lent = temporary_of(handle, parameter)
-    if lent is None:
+
+def lend(handle: "ExpertsHandle", parameter: str) -> torch.Tensor:
+    """A parameter, to be written to as well; one for all who ask while somebody holds it. It is decoded, or lies where
+    the dense one does."""
+    while True:
+        lent, held = temporary_of(handle, parameter), handle.dense
+        dense = held.get(parameter)
+        if lent is not None:
+            return lent
+        if dense is not None and is_fake(dense):
+            return dense
         with torch.inference_mode(False), torch.no_grad():
-            decoded = DecodedWeight.of(_Lender(handle, parameter), handle.weight(parameter))
+            weight = handle.weight(parameter) if dense is None else dense
+            made = DecodedWeight.of(_Lender(handle, parameter), weight)
         with handle.stack.encoding:
-            lent = temporary_of(handle, parameter)  # another thread's, meanwhile
-            if lent is None:
-                lent = decoded
-                handle.lent[parameter] = weakref.ref(decoded)
-    return lent
+            if handle.dense is held and temporary_of(handle, parameter) is None:  # else another thread was here
+                handle.lent[parameter] = weakref.ref(made)
+                return made
 
 
 def temporary_of(handle: "ExpertsHandle", parameter: str) -> DecodedWeight | None:
@@ -102,7 +118,52 @@ def _take_over(handle: "ExpertsHandle", parameter: str, weight: torch.Tensor) ->
         if layer is None or not (lent or weight is handle.written.get(parameter)):
             return
         handle.written.pop(parameter, None)
+        dense = handle.dense.get(parameter)
+        if dense is not None and lie_together(dense, weight):  # it is not encoded yet
+            return
         handle.spec.check(parameter, weight)
-        weight = weight.become_parameter() if lent else nn.Parameter(weight, requires_grad=False)
         handle.lent.pop(parameter, None)
-        layer.become_shell_({parameter: weight})
+        heir = layer.become_shell_({parameter: weight if lent else nn.Parameter(weight, requires_grad=False)})
+        if lent:
+            heir.lent[parameter] = weakref.ref(weight)
+            weight.lend(_Lender(heir, parameter))
+
+
+# -- dense weights ----------------------------------------------------------------------------------------------------
+
+
+def dense_parameters(handle: "ExpertsHandle") -> dict[str, nn.Parameter]:
+    """The dense weights of a handle as parameters in their memory: those that the module had, unless they were
+    written."""
+    return {
+        name: nn.Parameter(plain_dense(weight), handle.trainable) if type(weight) is DecodedWeight else weight
+        for name, weight in handle.dense.items()
+    }
+
+
+def follow_encoding(handle: "ExpertsHandle", dense: Mapping[str, torch.Tensor], versions: Mapping[str, int]) -> None:
+    """Have temporaries that are out show the stored values of weights that were dense at these versions until now; see
+    `vbrt.layers.lending.follow_encoding`."""
+    for name, weight in dense.items():
+        lent = temporary_of(handle, name)
+        if lent is None:
+            continue
+        lent.settle_at(versions[name])
+        if lent.written or (handle.spec.lossless and lent.device.type == handle.device.type):
+            continue
+        if lent is weight:
+            lent.hold(handle.weight(name))
+        else:
+            lent.move(handle.weight(name))
+
+
+def follow_retyping(handle: "ExpertsHandle", dtype: torch.dtype) -> None:
+    """Cast dense weights, the same objects, and the temporaries that lie where they do."""
+    for name, weight in handle.dense.items():
+        if weight.dtype != dtype:
+            torch.Tensor.data.__set__(weight, torch.Tensor.detach(weight).to(dtype))
+        lent = temporary_of(handle, name)
+        if lent is weight:
+            lent.settle()
+        elif lent is not None:
+            lent.move(torch.Tensor.detach(weight))

@@ -41,8 +41,6 @@ class _VBCalledOtherwise(VBExperts):
     def _vb_forward(self, *args: Any) -> Tensor:
         if not is_compiling() and not self.materialized and not self._given():
             self.materialize_()
-            if not isinstance(self, VBExperts):  # somebody has asked the shell to train
-                return self(*args)
         return super()._vb_forward(*self._routed(*args))
 
     def _routed(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,9 +140,12 @@ class VBGivenExperts(VBExperts):
     """DBRX: another module picks the matrices of an expert out of the parameters, and gives them back with its rows."""
 
     def _weight(self, name: str) -> Tensor:
+        if self._given() or is_compiling():
+            return super()._weight(name)
         self.notice_writes()
+        self._note_read()
         handle = self._vb_handle
-        if not self.materialized or is_compiling() or temporary_of(handle, name) is not None:
+        if handle.dense or temporary_of(handle, name) is not None:
             return super()._weight(name)
         return Unread.of(handle, name, handle.spec.site_of(name).kept_shape)
 
@@ -153,10 +154,9 @@ class VBGivenExperts(VBExperts):
         expert = self._picked(matrices)
         if not self.materialized and not self._given():
             self.materialize_()
-        if expert is None or not isinstance(self, VBExperts):
+        if expert is None:
             contents = (m.content() if isinstance(m, Unread) else m for m in matrices)
-            plain = type(self).plain_class() if isinstance(self, VBExperts) else type(self)
-            return plain.forward(self, x_TH, *contents)
+            return type(self).plain_class().forward(self, x_TH, *contents)
         ids_T1 = torch.full((len(x_TH), 1), expert, dtype=torch.int64, device=x_TH.device)
         return super()._vb_forward(x_TH, ids_T1, x_TH.new_ones(len(x_TH), 1))
 
@@ -165,10 +165,11 @@ class VBGivenExperts(VBExperts):
         sites, picked = self._vb_handle.spec.sites, set()
         for site, matrix in zip(sites, matrices, strict=True):
             held = self._parameters[site.parameter]
+            held = self._vb_handle.dense.get(site.parameter) if held is None else held
             if isinstance(matrix, Unread):
                 picked.add(matrix.expert if matrix.handle is self._vb_handle else None)
             elif held is not None and matrix.shape == site.matrix_shape and held.is_contiguous():
-                offset = (matrix.data_ptr() - held.data_ptr()) // held.element_size()
+                offset = (Tensor.data_ptr(matrix) - Tensor.data_ptr(held)) // held.element_size()
                 expert, rest = divmod(offset, matrix.numel())
                 picked.add(expert if not rest and 0 <= expert < site.matrices else None)
             else:
@@ -200,9 +201,7 @@ class VBSharedExperts(VBExperts):
         self.notice_writes()
         if not self.materialized and not self._given():
             self.materialize_()
-            if not isinstance(self, VBExperts):  # somebody has asked the shell to train
-                return self(hidden, gammas)
-        if not self.materialized or not is_bare(hidden):
+        if self._given() or not is_bare(hidden):
             return plain_forward(self, hidden, gammas)
         return self._by_lease(hidden, gammas)
 
