@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from vbrt.kernels.cuda.private_api import skip_frames_of
+from vbrt.libraries.torch_api import skip_frames_of
 
 __all__ = ["uncompiled"]
 

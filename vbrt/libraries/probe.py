@@ -26,7 +26,7 @@ from typing import Any
 from vbrt.errors import LibraryError
 from vbrt.libraries.versions import TESTED, wanted
 
-__all__ = ["Feature", "find", "loaded", "losses", "takes", "version_of"]
+__all__ = ["Feature", "announce", "find", "loaded", "losses", "takes", "version_of"]
 
 
 def version_of(library: str) -> str:
@@ -72,6 +72,13 @@ def losses() -> list[str]:
     return list(_losses)
 
 
+def announce(loss: str) -> None:
+    """Warn of what is off, once in a process, and keep it for `stats().fallbacks`."""
+    if loss not in _losses:
+        _losses[loss] = None
+        warnings.warn(loss, stacklevel=4)
+
+
 _ABSENT = object()
 
 
@@ -113,10 +120,7 @@ class Feature:
         """False where a part is missing, which is then said once in a warning and kept for `stats().fallbacks`."""
         refusal = self.refusal()
         if refusal:
-            text = f"{refusal}: {self.without}"
-            if text not in _losses:
-                _losses[text] = None
-                warnings.warn(text, stacklevel=3)
+            announce(f"{refusal}: {self.without}")
         return not refusal
 
     def check(self) -> None:

@@ -1,17 +1,35 @@
-"""torch's private parts: what vbrt asks of `torch._C`, of functorch, fake tensors and the dispatcher.
+"""torch's private parts: what vbrt asks of `torch._C`, of functorch, fake tensors and the dispatcher, of its compiler.
 
-All of them are looked up when this module is imported, so a torch that lacks one is refused by name before a model is
-touched; `OPTIONAL` ones are None then, and whoever uses them goes another way. Functions are bound here, since some are
-called in every forward.
+All but the compiler's are looked up when this module is imported, so a torch that lacks one is refused by name before a
+model is touched; `OPTIONAL` ones are torch's public functions then, which take longer, or None. Functions are bound
+here, since some are called in every forward.
+
+| of the compiler | without it |
+| --- | --- |
+| `never_lower` | slow compilation, announced |
+| passes over graphs, their options | KernelError from `vbrt.compile_options` |
+| names of dynamo's guards, `guards_attribute` | KernelError |
+| `skip_frames_of`, and the marks of `kernels/uncompiled.py` | dynamo's import, announced |
+
+`vbrt.libraries.versions` says with which versions all of it has been run. Imports inductor when asked for its parts.
 """
 
+import importlib
+import sys
+from collections.abc import Callable
 from typing import Any
 
-from vbrt.errors import LibraryError
-from vbrt.libraries.probe import find, version_of
+import torch
+
+from vbrt.config.arguments import check_one_of
+from vbrt.errors import KernelError, LibraryError
+from vbrt.libraries.probe import announce, find, version_of
+from vbrt.libraries.versions import tested_range
 
 __all__ = [
+    "GUARD_OPTION",
     "OPTIONAL",
+    "PASS_OPTION",
     "REQUIRED",
     "AutoDispatchBelowAutograd",
     "DisableTorchFunction",
@@ -24,6 +42,7 @@ __all__ = [
     "TreeSpec",
     "current_device",
     "current_graph_task",
+    "decompositions",
     "disable_current_modes",
     "disabled_torch_function",
     "dispatch_keys",
@@ -33,8 +52,11 @@ __all__ = [
     "function_modes_enabled",
     "functorch_enabled",
     "get_unwrapped",
+    "graph_pass_base",
+    "guards_attribute",
     "has_overlap",
     "has_storage",
+    "hash_of_files",
     "interpreter_stack",
     "is_any_autocast_enabled",
     "is_batchedtensor",
@@ -43,10 +65,13 @@ __all__ = [
     "is_functorch_wrapped",
     "is_tracing",
     "mode_stack",
+    "never_lower",
+    "options_of_mode",
     "plain_autograd_function",
     "raw_stream",
     "set_stream",
     "set_tracing_state",
+    "skip_frames_of",
     "tracing_state",
     "tree_flatten",
     "tree_leaves",
@@ -123,8 +148,95 @@ TreeSpec = _required("TreeSpec", "utils._pytree:TreeSpec")
 
 # -- devices ----------------------------------------------------------------------------------------------------------
 
-current_device = _optional("current_device", "_C:_cuda_getDevice")
-raw_stream = _optional("raw_stream", "_C:_cuda_getCurrentRawStream")
+current_device: Callable[[], int] = _optional("current_device", "_C:_cuda_getDevice") or torch.cuda.current_device
+raw_stream: Callable[[int], int] = _optional("raw_stream", "_C:_cuda_getCurrentRawStream") or (
+    lambda device: torch.cuda.current_stream(device).cuda_stream
+)
 set_stream = _optional("set_stream", "_C:_cuda_setStream")
 is_capturing = _optional("is_capturing", "_C:_cuda_isCurrentStreamCapturing")
 end_allocate_to_pool = _optional("end_allocate_to_pool", "_C:_cuda_endAllocateToPool")
+
+# -- the compiler -----------------------------------------------------------------------------------------------------
+
+#: options of torch.compile: a pass over graphs after autograd, and which of dynamo's guards to keep
+PASS_OPTION, GUARD_OPTION = "post_grad_custom_pre_pass", "guard_filter_fn"
+
+
+def never_lower(op: OpOverload) -> None:
+    """Tell inductor, if it is loaded, to call an operator that it has no code for.
+
+    Left to find that out itself, torch 2.11 formats the expression of the operator's inputs, for a log that is off;
+    the text doubles with each norm before it: a model whose first such operator was behind 8 layers took minutes.
+    """
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if lowering is None:
+        return
+    try:
+        if op not in lowering.lowerings:
+            tag = torch._library.utils.get_layout_constraint_tag(op, with_default=True)
+            lowering.make_fallback(op, lowering.tag_to_layout_constraint(tag))
+    except AttributeError as error:
+        announce(
+            f"torch {torch.__version__}: {error}; tested with {tested_range('torch')}. torch.compile may take minutes "
+            "on models with 4-bit layers"
+        )
+
+
+def graph_pass_base() -> type:
+    """The class of inductor's passes over graphs."""
+    return _of_inductor("custom_graph_pass", "CustomGraphPass")
+
+
+def hash_of_files(paths: tuple[str, ...]) -> Any:
+    """A hash of files, by which inductor identifies a pass in its cache."""
+    return _of_inductor("custom_graph_pass", "get_hash_for_files")(paths)
+
+
+def decompositions() -> dict[Any, Any]:
+    """Inductor's decompositions of operators. Takes seconds, which compiling takes anyway."""
+    return _of_inductor("decomposition", "select_decomp_table")()
+
+
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """The options of torch.compile that a mode stands for."""
+    _of_inductor("config", PASS_OPTION)
+    modes = _of_inductor("", "list_mode_options")()
+    check_one_of(mode, modes, "compile_options(): mode")
+    return modes[mode]
+
+
+def _of_inductor(module: str, name: str) -> Any:
+    """Raises KernelError if inductor has no such name."""
+    try:
+        return getattr(importlib.import_module(f"torch._inductor.{module}".rstrip(".")), name)
+    except (ImportError, AttributeError) as error:
+        raise KernelError(
+            f"vbrt.compile_options: torch {torch.__version__}: {error}; expected torch {tested_range('torch')}. "
+            "torch.compile(model) without these options works, in more launches"
+        ) from error
+
+
+def guards_attribute(guard: Any, attribute: str) -> bool:
+    """True if one of dynamo's guards is on the attribute of some module."""
+    try:
+        return guard.name.endswith(f".{attribute}")
+    except AttributeError as error:
+        raise KernelError(f"torch {torch.__version__}: {error}; expected torch {tested_range('torch')}") from error
+
+
+def skip_frames_of(function: Any) -> bool:
+    """Tell dynamo, which need not be imported, to leave a function's own frames as they are, not those it calls.
+
+    False: this torch has no such thing, which is announced.
+    """
+    try:
+        frames = torch._C._dynamo.eval_frame
+        own, called = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(own, called))
+    except (AttributeError, TypeError) as error:  # a name, or the arguments of one
+        announce(
+            f"torch {torch.__version__}: {error}; tested with {tested_range('torch')}. Importing vbrt imports torch's "
+            "compiler, which takes two seconds"
+        )
+        return False
+    return True

@@ -7,10 +7,11 @@ import types
 import pytest
 import torch
 
-from vbrt.kernels.cuda import compiling, devices, private_api, step_ops
+from vbrt.kernels.cuda import compiling, devices, step_ops
 from vbrt.kernels.cuda.e2m1 import joined, launches
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.launch_table import Gpu
+from vbrt.libraries import torch_api, triton_api
 
 DEVICE = 77  # as Triton knows it
 
@@ -65,11 +66,11 @@ def asked(monkeypatch, request):
     monkeypatch.setattr(JITFunction, "_do_compile", lambda kernel, *given: found.compile(kernel, *given))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     made = lambda compiled: found.launchers.append((compiled.src, threading.get_ident()))  # noqa: E731
-    monkeypatch.setattr(private_api, "make_launcher", made)
-    monkeypatch.setattr(private_api, "current_device", lambda: None)  # the index of the CPU
-    monkeypatch.setattr(private_api, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(triton_api, "make_launcher", made)
+    monkeypatch.setattr(torch_api, "current_device", lambda: None)  # the index of the CPU
+    monkeypatch.setattr(torch_api, "raw_stream", lambda device: 0)
     if getattr(request, "param", "") != "direct":
-        monkeypatch.setattr(private_api, "direct_launch", lambda compiled: None)
+        monkeypatch.setattr(triton_api, "direct_launch", lambda compiled: None)
     monkeypatch.setattr(devices, "major", lambda index: 9)
     monkeypatch.setattr(devices, "gpu", lambda index: gpu)
     monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {})

@@ -4,7 +4,7 @@ import torch
 
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels.cuda.e2m1.linear import packing
-from vbrt.kernels.cuda.private_api import fp_fusion
+from vbrt.libraries.triton_api import fp_fusion
 
 
 def tiled(name, shape, dtype=torch.bfloat16, device="cuda"):

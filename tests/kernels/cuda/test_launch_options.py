@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import vbrt
-from vbrt.kernels.cuda import private_api
+from vbrt.libraries import probe, triton_api
 
 triton = pytest.importorskip("triton")
 from triton.backends.nvidia import compiler  # noqa: E402 - needs it
@@ -34,25 +34,25 @@ def test_launches_are_found():
 
 @pytest.mark.parametrize("file", FOUND)
 def test_every_launch_says_whether_multiplications_are_fused_with_additions(file):
-    options = {f"private_api.fp_fusion({fused})" for fused in (True, False)}
+    options = {f"triton_api.fp_fusion({fused})" for fused in (True, False)}
     for name, spread in FOUND[file]:
         assert spread & options or (file, spread) == ("kernels/cuda/launcher.py", {"options"}), name
 
 
 def test_the_option_is_one_that_triton_knows(monkeypatch):
-    assert private_api.fp_fusion(True) == {"enable_fp_fusion": True}
-    assert private_api.fp_fusion(False) == {"enable_fp_fusion": False}
+    assert triton_api.fp_fusion(True) == {"enable_fp_fusion": True}
+    assert triton_api.fp_fusion(False) == {"enable_fp_fusion": False}
 
     @dataclasses.dataclass
     class Fewer:
         num_warps: int = 4
 
-    private_api.fp_fusion.cache_clear()
-    private_api._announce.cache_clear()
+    triton_api.fp_fusion.cache_clear()
+    probe._losses.clear()
     monkeypatch.setattr(compiler, "CUDAOptions", Fewer)
     with pytest.warns(UserWarning, match="has no option enable_fp_fusion.*may round otherwise"):
-        assert private_api.fp_fusion(True) == {}
-    private_api.fp_fusion.cache_clear()
+        assert triton_api.fp_fusion(True) == {}
+    triton_api.fp_fusion.cache_clear()
 
 
 @triton.jit
@@ -71,6 +71,6 @@ def test_what_is_said_counts_and_not_the_default_of_triton(default, monkeypatch)
     monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
     source = ASTSource(multiply_add_kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {})
     for fused in (True, False):
-        options = dict(private_api.fp_fusion(fused))
+        options = dict(triton_api.fp_fusion(fused))
         ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
         assert ("fma.rn.f32" in ptx) == fused

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from vbrt.errors import KernelError
-from vbrt.kernels.cuda import private_api
 from vbrt.kernels.cuda.launcher import Launcher
+from vbrt.libraries import probe, torch_api
 
 triton = pytest.importorskip("triton")
 
@@ -31,11 +31,11 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    private_api._announce.cache_clear()
-    monkeypatch.setattr(private_api, "current_device", lambda: 0)
-    monkeypatch.setattr(private_api, "raw_stream", lambda device: 7)
+    probe._losses.clear()
+    monkeypatch.setattr(torch_api, "current_device", lambda: 0)
+    monkeypatch.setattr(torch_api, "raw_stream", lambda device: 7)
     yield Kernel()
-    private_api._announce.cache_clear()
+    probe._losses.clear()
 
 
 def launch(launcher, x, number=4, warps=4, specialized=(), **constants):

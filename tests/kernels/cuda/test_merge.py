@@ -14,7 +14,7 @@ from vbrt.kernels import resolve
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILED
 from vbrt.kernels.cuda.e2m1.tiles import pack_tiles
 from vbrt.kernels.cuda.fine import merge
-from vbrt.kernels.cuda.private_api import fp_fusion
+from vbrt.libraries.triton_api import fp_fusion
 
 FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
 

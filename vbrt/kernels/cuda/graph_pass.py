@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from vbrt.kernels.cuda import joining, private_api
+from vbrt.kernels.cuda import joining
 from vbrt.kernels.cuda.e2m1 import joined, linear
 from vbrt.kernels.cuda.joining import EPS, Forms, join_layers
 from vbrt.kernels.reference import ACTIVATIONS, activate
+from vbrt.libraries import torch_api
 
 __all__ = ["JoinSiblings", "compile_options"]
 
@@ -40,16 +41,16 @@ def compile_options(mode: str = "default") -> dict[str, Any]:
 
     mode: as of torch.compile: "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs".
     """
-    own = {private_api.PASS_OPTION: JoinSiblings(), private_api.GUARD_OPTION: wanted_guards}
-    return {**private_api.options_of_mode(mode), **own}
+    own = {torch_api.PASS_OPTION: JoinSiblings(), torch_api.GUARD_OPTION: wanted_guards}
+    return {**torch_api.options_of_mode(mode), **own}
 
 
 def wanted_guards(guards: Sequence[Any]) -> list[bool]:
     """Which of dynamo's guards to keep: all but those of the tensors that `WeightHandle.show` gives to layers."""
-    return [not private_api.guards_attribute(guard, _PLANES) for guard in guards]
+    return [not torch_api.guards_attribute(guard, _PLANES) for guard in guards]
 
 
-class JoinSiblings(private_api.graph_pass_base()):  # type: ignore[misc]  # a class that only inductor has
+class JoinSiblings(torch_api.graph_pass_base()):  # type: ignore[misc]  # a class that only inductor has
     """Replaces `vbrt::fp4_linear` calls on one x by `vbrt::fp4_gated`, or by `vbrt::fp4_linears` for up to three."""
 
     def __init__(self) -> None:
@@ -58,11 +59,11 @@ class JoinSiblings(private_api.graph_pass_base()):  # type: ignore[misc]  # a cl
     def __call__(self, graph: Graph) -> None:
         join_layers(graph, _forms())
         for op in {node.target for node in graph.nodes if getattr(node.target, "namespace", None) == "vbrt"}:
-            private_api.never_lower(op)  # of what it has not traced
+            torch_api.never_lower(op)  # of what it has not traced
 
     def uuid(self) -> Any:
         """The pass's part of the key of cached graphs: the files that decide what is joined."""
-        return private_api.hash_of_files((__file__, joining.__file__, linear.__file__, joined.__file__))
+        return torch_api.hash_of_files((__file__, joining.__file__, linear.__file__, joined.__file__))
 
 
 @functools.cache
@@ -93,7 +94,7 @@ def _norms() -> list[tuple[Node, Node, Node]]:
 
 def _traced(fn: Callable[..., Tensor], *inputs: Tensor) -> tuple[Node, ...]:
     """The inputs and the result of what inductor's decompositions make of a function."""
-    graph = make_fx(fn, private_api.decompositions(), tracing_mode="fake")(*inputs).graph
+    graph = make_fx(fn, torch_api.decompositions(), tracing_mode="fake")(*inputs).graph
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add_.Scalar):
         node.target = torch.ops.aten.add.Scalar  # as functionalization, which has been there before, leaves it
     return *graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes

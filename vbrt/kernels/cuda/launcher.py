@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import KernelError
-from vbrt.kernels.cuda import private_api
 from vbrt.kernels.cuda.compiling import FIRST, Compilation, FirstLaunch, noters
+from vbrt.libraries import torch_api, triton_api
 
 __all__ = ["Launcher", "cuda_op", "pairs_are_aligned", "rows_are_aligned"]
 
@@ -66,7 +66,7 @@ class Launcher:
         """dependent: may start before the stream's last kernel has ended, for which it waits itself (sm_90)."""
         self._kernel = kernel
         self._options = {"launch_pdl": True} if dependent else {}
-        self._compiled: dict[Hashable, private_api.Launch | None] = {}
+        self._compiled: dict[Hashable, triton_api.Launch | None] = {}
         self._ahead: dict[Hashable, Compilation] = {}  # not launched yet
 
     def __call__(
@@ -86,7 +86,7 @@ class Launcher:
         are not in the kernel's `do_not_specialize`. numbers may have descriptors of tensors among them.
         constants: the kernel's, by name. Raises KernelError if they are not exactly those of its signature.
         """
-        if private_api.current_device() != device:
+        if torch_api.current_device() != device:
             with torch.cuda.device(device):
                 self(device, grid, tensors, numbers, warps=warps, specialized=specialized, **constants)
             return
@@ -109,16 +109,16 @@ class Launcher:
                 if launch is None:
                     return
         # a compiled kernel takes constants for their number alone, so any order does
-        launch(grid[0], grid[1], private_api.raw_stream(device), addresses, numbers, constants.values())
+        launch(grid[0], grid[1], torch_api.raw_stream(device), addresses, numbers, constants.values())
 
     def _with_options(self, constants: dict[str, Any], warps: int) -> dict[str, Any]:
-        return {**constants, "num_warps": warps, **private_api.fp_fusion(True), **self._options}
+        return {**constants, "num_warps": warps, **triton_api.fp_fusion(True), **self._options}
 
     def _note(self, key: Hashable, device: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note what a launch needs, unless it is there."""
         if key in self._compiled:
             return
-        private_api.open_cache(self._kernel)
+        triton_api.open_cache(self._kernel)
         compile = functools.partial(self._compile, device, tuple(map(_without_memory, arguments)), options)
         noters[threading.get_ident()].append(self._ahead.setdefault(key, Compilation(self._kernel.__name__, compile)))
 
@@ -126,20 +126,20 @@ class Launcher:
         """What a launch with these arguments has Triton compile, and what launches it."""
         with torch.cuda.device(device):
             compiled = self._kernel.warmup(*arguments, grid=(1, 1), **options)
-        private_api.make_launcher(compiled)
+        triton_api.make_launcher(compiled)
         return compiled
 
     def _launch_first(
         self, key: Hashable, grid: tuple[int, int], arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> private_api.Launch | None:
+    ) -> triton_api.Launch | None:
         """What was compiled ahead, to be launched; None if Triton has launched, and compiled if it had to."""
         begun, ahead = time.perf_counter_ns(), self._ahead.pop(key, None)
         how, compiled, compile_us = ("unforeseen", None, None) if ahead is None else ahead.finished()
-        launch = None if compiled is None else private_api.direct_launch(compiled)
+        launch = None if compiled is None else triton_api.direct_launch(compiled)
         if launch is None:
             compiled = self._kernel[grid](*arguments, **options)
         if key not in self._compiled:  # else these are Triton's own launches, each time
-            self._compiled[key] = launch or private_api.direct_launch(compiled)
+            self._compiled[key] = launch or triton_api.direct_launch(compiled)
             now = time.perf_counter_ns()
             wait_us = (now - begun) // 1000
             compile_us = wait_us if compile_us is None else compile_us
@@ -147,7 +147,7 @@ class Launcher:
         return launch
 
     def _check(self, constants: dict[str, Any]) -> None:
-        wanted = private_api.constant_names(self._kernel)
+        wanted = triton_api.constant_names(self._kernel)
         if constants.keys() != set(wanted):
             raise KernelError(
                 f"{self._kernel.__name__}: constants {', '.join(sorted(constants))}; expected {', '.join(wanted)}"
@@ -159,7 +159,7 @@ def cuda_op(name: str, launch: Callable[..., Any], schema: str, fake: Callable[.
     op = torch.library.custom_op(f"vbrt::{name}", launch, mutates_args=(), device_types="cuda", schema=schema)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        private_api.never_lower(op._opoverload)
+        torch_api.never_lower(op._opoverload)
         return fake(*args, **kwargs)
 
     op.register_fake(traced)

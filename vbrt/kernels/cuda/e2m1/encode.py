@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vbrt.formats.base import EncodedGroup, Format
 from vbrt.formats.blocks import BlockFormat, Range
-from vbrt.kernels.cuda import private_api
+from vbrt.libraries import triton_api
 
 __all__ = ["encode_many", "launch_encode", "launch_pack"]
 
@@ -60,7 +60,7 @@ def launch_encode(format: BlockFormat, w_NK: Tensor, known: Range, squares: Tens
         CANDIDATES=len(format.offsets),
         E4M3=format.scale_dtype == "float8_e4m3fn",
         WEIGHED=squares is not None,
-        **private_api.fp_fusion(False),  # the specification multiplies and adds in two steps
+        **triton_api.fp_fusion(False),  # the specification multiplies and adds in two steps
     )
     scales = scales.view(getattr(torch, format.scale_dtype))
     return {"codes": codes, "scales": scales, **format.range_fields(known, w_NK.device)}
@@ -86,5 +86,5 @@ def launch_pack(codes: Tensor, scales: Tensor, tiles: Tensor, top: Tensor | None
         WORDS=words,
         PER_TILE=(words - 256) // 4,
         RAISED=0 if top is None else raised,
-        **private_api.fp_fusion(True),
+        **triton_api.fp_fusion(True),
     )

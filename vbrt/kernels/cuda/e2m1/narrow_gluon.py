@@ -37,7 +37,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from vbrt.kernels.cuda.private_api import renamed
+from vbrt.libraries.triton_api import renamed
 
 __all__ = ["decode_kernel", "decode_program", "linear_kernel", "linear_program", "pad_kernel", "sums_of_products"]
 

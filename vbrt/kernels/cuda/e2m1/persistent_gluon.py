@@ -50,7 +50,6 @@ from vbrt.kernels.cuda.e2m1.narrow_gluon import (
 from vbrt.kernels.cuda.e2m1.wide_gluon import barrier, place_of_sums, register_operands
 from vbrt.kernels.cuda.e2m1.wide_gluon import operands as operands_as_they_lie
 from vbrt.kernels.cuda.launch_table import PERSISTENT_ROWS, PERSISTENT_WARPS
-from vbrt.kernels.cuda.private_api import renamed
 from vbrt.kernels.cuda.table.operands_gluon import (
     level_words,
     scale_pairs,
@@ -58,6 +57,7 @@ from vbrt.kernels.cuda.table.operands_gluon import (
     table_operands,
     table_pointers,
 )
+from vbrt.libraries.triton_api import renamed
 
 __all__ = ["COLUMNS", "box_of", "persistent_kernel"]
 

@@ -33,7 +33,7 @@ from vbrt.kernels.cuda.e2m1.narrow_gluon import (
     copy_async,
     wait_for_launch_before,
 )
-from vbrt.kernels.cuda.private_api import renamed
+from vbrt.libraries.triton_api import renamed
 
 __all__ = ["reduce_kernel", "wgmma_kernel"]
 

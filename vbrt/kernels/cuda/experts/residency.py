@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from vbrt.formats.page import PAGE_ALIGN
-from vbrt.kernels.cuda import private_api
 from vbrt.kernels.cuda.launcher import Launcher
+from vbrt.libraries import triton_api
 
 __all__ = ["Experts", "PoolRoom", "ResidentTables", "gather_pages"]
 
@@ -202,7 +202,7 @@ class _Launch:
             dtype = (tensors[0].dtype,)
             self._launcher(device.index, (programs, 1), tensors, numbers, warps=warps, specialized=dtype, **constants)
         else:
-            self._kernel[(programs,)](*tensors, *numbers, **constants, **private_api.fp_fusion(True))
+            self._kernel[(programs,)](*tensors, *numbers, **constants, **triton_api.fp_fusion(True))
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.fine import SPAN, WIDTH
-from vbrt.kernels.cuda import private_api
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, is_tiled, relative_values
+from vbrt.libraries import triton_api
 
 __all__ = ["merge", "serves", "serves_shape"]
 
@@ -60,7 +60,7 @@ def launch(planes: WeightPlanes, out: Tensor) -> None:
         WIDTH=width,
         TILE_WORDS=coarse.tile_words,
         num_warps=8,
-        **private_api.fp_fusion(True),
+        **triton_api.fp_fusion(True),
     )
 
 

@@ -30,12 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.formats import WeightPlanes
-from vbrt.kernels.cuda import devices, private_api
+from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import launches
 from vbrt.kernels.cuda.e2m1 import linear as tiled
 from vbrt.kernels.cuda.e2m1.tiles import TiledWeight
 from vbrt.kernels.cuda.launcher import cuda_op
 from vbrt.kernels.cuda.rounded import fp8
+from vbrt.libraries import triton_api
 
 __all__ = ["FP4_TOKENS", "Operand", "fp4_refusal", "linear", "pack", "quantize", "route"]
 
@@ -157,7 +158,7 @@ def pack(weight: TiledWeight) -> Operand:
         E8M0_SCALES=weight.e8m0_scales,
         COLUMNS=_PACK_COLUMNS,
         num_warps=_PACK_WARPS,
-        **private_api.fp_fusion(True),
+        **triton_api.fp_fusion(True),
     )
     return _operand(codes, scales, unit)
 
@@ -182,7 +183,7 @@ def quantize(x_MK: Tensor) -> Operand:
         x_MK.stride(0),
         chunks,
         num_warps=_QUANTIZE_WARPS,
-        **private_api.fp_fusion(False),
+        **triton_api.fp_fusion(False),
     )
     return _operand(codes, scales, unit)
 

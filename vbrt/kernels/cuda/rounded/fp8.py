@@ -24,11 +24,12 @@ from torch import Tensor
 
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices, private_api
+from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import launches
 from vbrt.kernels.cuda.e2m1 import linear as tiled
 from vbrt.kernels.cuda.e2m1.tiles import TILES, TiledWeight
 from vbrt.kernels.cuda.launcher import cuda_op
+from vbrt.libraries import triton_api
 
 __all__ = [
     "FP8_TOKENS",
@@ -203,7 +204,7 @@ def decode8(weight: TiledWeight) -> tuple[Tensor, Tensor]:
         E8M0_SCALES=weight.e8m0_scales,
         WARPS=_DECODE_WARPS,
         num_warps=_DECODE_WARPS,
-        **private_api.fp_fusion(True),
+        **triton_api.fp_fusion(True),
     )
     return w_NK, scale_N
 
@@ -226,7 +227,7 @@ def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
         BLOCK=block,
         WHOLE_ROW=wide <= block,
         num_warps=min(16, max(1, block // 1024)),
-        **private_api.fp_fusion(True),
+        **triton_api.fp_fusion(True),
     )
     return q_MK, scale_M
 

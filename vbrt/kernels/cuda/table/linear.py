@@ -24,10 +24,11 @@ from vbrt.config.formats import formats_of
 from vbrt.formats import WeightPlanes
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices, private_api
+from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import launches
 from vbrt.kernels.cuda.launch_table import PersistentLaunch, launch_for, table_for
 from vbrt.kernels.cuda.launcher import cuda_op, rows_are_aligned
+from vbrt.libraries import triton_api
 
 __all__ = ["FORMATS", "FUSED_TOKENS", "LEVELS", "decode_weight", "linear", "prepare", "route"]
 
@@ -214,7 +215,7 @@ def _fused(
             ACTIVATION=activation,
             HAS_BIAS=bias is not None,
             num_warps=warps,
-            **private_api.fp_fusion(True),
+            **triton_api.fp_fusion(True),
         )
     return y.view(*x.shape[:-1], n)
 
@@ -249,7 +250,7 @@ def _decode_table(
             BLOCK=block,
             SIGNED=signed,
             num_warps=_WARPS,
-            **private_api.fp_fusion(True),
+            **triton_api.fp_fusion(True),
         )
     return w_NK
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from vbrt.config.formats import formats_of
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices, private_api
+from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher, cuda_op, rows_are_aligned
+from vbrt.libraries import triton_api
 
 __all__ = ["FORMATS", "FUSED_TOKENS", "decode_weight", "linear", "route"]
 
@@ -143,7 +144,7 @@ def _decode_codes(codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype) -> 
             ROWS=1,
             BLOCKS=_BLOCKS,
             num_warps=_DECODE_WARPS,
-            **private_api.fp_fusion(True),
+            **triton_api.fp_fusion(True),
         )
     return w_NK
 

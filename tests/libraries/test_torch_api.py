@@ -1,0 +1,55 @@
+"""What is private to torch's compiler is there in the installed version, and missing it is announced or refused."""
+
+import types
+
+import pytest
+import torch
+
+from vbrt.errors import KernelError
+from vbrt.libraries import probe, torch_api
+
+
+@pytest.fixture(autouse=True)
+def announced_anew(monkeypatch):
+    monkeypatch.setattr(probe, "_losses", {})
+
+
+def test_an_inductor_without_what_graph_passes_need_is_an_error_that_says_what_works(monkeypatch):
+    from torch._inductor import config, custom_graph_pass
+
+    assert issubclass(torch_api.graph_pass_base(), object) and hasattr(config, torch_api.PASS_OPTION)
+    assert torch_api.options_of_mode("default") == {}
+    monkeypatch.delattr(custom_graph_pass, "CustomGraphPass")
+    with pytest.raises(KernelError, match=r"CustomGraphPass.*expected torch 2\.11 to .*without these options"):
+        torch_api.graph_pass_base()
+
+
+def test_an_inductor_that_cannot_be_told_of_an_operator_is_announced(monkeypatch):
+    from torch._inductor import lowering
+
+    op = torch.ops.aten.add.Tensor
+    monkeypatch.setattr(lowering, "lowerings", {})
+    monkeypatch.delattr(lowering, "make_fallback")
+    with pytest.warns(UserWarning, match=r"tested with 2\.11 to .*may take minutes"):
+        torch_api.never_lower(op)
+
+
+def test_a_guard_without_a_name_is_an_error():
+    assert torch_api.guards_attribute(types.SimpleNamespace(name="L['self']._vb_page"), "_vb_page")
+    assert not torch_api.guards_attribute(types.SimpleNamespace(name="L['self']._vb_pages"), "_vb_page")
+    with pytest.raises(KernelError, match="has no attribute 'name'"):
+        torch_api.guards_attribute(types.SimpleNamespace(), "_vb_page")
+
+
+def test_frames_are_skipped_whatever_the_version_and_where_they_cannot_be_it_is_announced(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert torch_api.skip_frames_of(lambda: None)
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
+    with pytest.warns(UserWarning, match=r"torch 2\.99\.0: .*set_code_exec_strategy.*tested with 2\.11.*two seconds"):
+        assert not torch_api.skip_frames_of(lambda: None)
+
+
+def test_arguments_of_frames_that_changed_are_announced(monkeypatch):
+    monkeypatch.setattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy", lambda: None)
+    with pytest.warns(UserWarning, match="takes 0 positional arguments but 2 were given.*two seconds"):
+        assert not torch_api.skip_frames_of(lambda: None)
