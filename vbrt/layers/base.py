@@ -18,6 +18,7 @@ from torch.fx import Proxy
 
 from vbrt.errors import WrapError
 from vbrt.kernels.decoded import DecodedWeight
+from vbrt.kernels.recorded import recorder
 from vbrt.kernels.watched import traced_call
 from vbrt.layers.bound import rebind_
 from vbrt.layers.compute import linear, linear_on_weight, short_linear
@@ -174,12 +175,18 @@ class VBLayer(SwappedLayer):
         if given is not None:
             return given
         if is_compiling():
-            handle = self._vb_handle
-            rows, columns = handle.spec.weight_shape
-            return torch.ops.vbrt.weight(handle.token, rows, columns, handle.dtype, handle.device_name)
+            return self._decoded_by_operator()
         self.notice_writes()
         self._note_read()
+        if recorder() is not None and not self._vb_handle.dense:
+            return self._decoded_by_operator()  # each replay decodes it: a temporary would be the step's for good
         return lend(self._vb_handle, self._vb_twin)
+
+    def _decoded_by_operator(self) -> torch.Tensor:
+        """The weight as an operation of a graph, which holds none of it."""
+        handle = self._vb_handle
+        rows, columns = handle.spec.weight_shape
+        return torch.ops.vbrt.weight(handle.token, rows, columns, handle.dtype, handle.device_name)
 
     def _note_read(self) -> None:
         """Encode a shell that a forward of the model reads; else note that it was read."""

@@ -27,6 +27,7 @@ from typing import Any
 from torch import nn
 
 from vbrt.errors import WrapError
+from vbrt.layers import SwappedLayer
 
 __all__ = ["FIXED", "Facade", "Own", "own_names"]
 
@@ -255,6 +256,9 @@ def _overridden(model_class: type[nn.Module]) -> list[str]:
     """Return the public names of torch.nn.Module that a model's class has in a way of its own; and `generate`, which is
     a method of the façade's class so that, read in a line with `vbrt.wrap`, it keeps the façade."""
     names = [name for name in vars(nn.Module) if not name.startswith("_")]
+    names = (
+        [] if issubclass(model_class, SwappedLayer) else names
+    )  # what such a layer overrides is vbrt's, not a model's
     own = [name for name in names if getattr(model_class, name, None) is not getattr(nn.Module, name)]
     return [*(name for name in own if isinstance(getattr(model_class, name), types.FunctionType)), "generate"]
 
