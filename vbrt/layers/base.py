@@ -178,8 +178,8 @@ class VBLayer(SwappedLayer):
             return self._decoded_by_operator()
         self.notice_writes()
         self._note_read()
-        if recorder() is not None and not self._vb_handle.dense:
-            return self._decoded_by_operator()  # each replay decodes it: a temporary would be the step's for good
+        if self._vb_handle.device.type == "cpu" and recorder() is not None and not self._vb_handle.dense:
+            return self._decoded_by_operator()  # each replay decodes it: a temporary would be the tape's for good
         return lend(self._vb_handle, self._vb_twin)
 
     def _decoded_by_operator(self) -> torch.Tensor:
