@@ -108,3 +108,18 @@ def test_only_the_thread_that_notes_launches_nothing(asked):  # noqa: F811
         other.start()
         other.join()
     assert not found and asked.launched == ["norm_kernel"]
+
+
+@pytest.mark.parametrize("collisions", [1, 3])
+def test_threads_whose_parsing_collides_compile_again(collisions):
+    """CPython 3.11: "AST constructor recursion depth mismatch", where two threads parse at the same time."""
+    raised = [SystemError("AST constructor recursion depth mismatch (before=90, after=144)")] * collisions
+
+    def compile():
+        if raised:
+            raise raised.pop()
+        return "code"
+
+    made = compiling.Compilation("kernel", compile)
+    made.finish()
+    assert (made.compiled, made.error) == ("code", "")

@@ -77,7 +77,7 @@ class Compilation:
                 return
             begun = time.perf_counter_ns()
             try:
-                self.compiled = self._compile()
+                self.compiled = _again_after_collisions(self._compile)
             except Exception as error:  # noqa: BLE001 - the launch compiles again, and raises
                 self.error = f"{self.name}: {type(error).__name__}: {first_line(error)}"
                 warnings.warn(f"vbrt: compiling ahead failed, the first launch compiles: {self.error}", stacklevel=2)
@@ -90,6 +90,15 @@ class Compilation:
         how = "ready" if self._compile is None else "waited" if self._lock.locked() else "compiled"
         self.finish()
         return ("failed", None, None) if self.error else (how, self.compiled, self.took_us)
+
+
+def _again_after_collisions(compile: Callable[[], Any], attempts: int = 4) -> Any:
+    """Compile; once more where two threads have parsed at the same time: CPython 3.11 counts how deep syntax trees are
+    for all threads together, and raises SystemError where that does not add up."""
+    for _ in range(attempts - 1):
+        with contextlib.suppress(SystemError):
+            return compile()
+    return compile()
 
 
 @contextlib.contextmanager
