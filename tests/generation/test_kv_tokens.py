@@ -3,6 +3,7 @@
 import copy
 import random
 import re
+from _thread import allocate_lock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tests.generation.kv_stacks import PAGE, SHAPE, assert_empty, layers_of, stack_of, tokens
 from vbrt.errors import TierError
+from vbrt.generation import kv_ring
 from vbrt.generation.kv_cache import KVLayer, KVSlidingLayer
 from vbrt.generation.kv_codes import KVShape, page_code
 from vbrt.kernels.cuda import kv_pages
@@ -237,3 +239,15 @@ def test_keys_and_values_of_one_shape_are_copied_at_once(tmp_path, monkeypatch):
     new = tokens(1, dims=(8, 8))
     assert_same(layer.update(*new), plain.update(*new))
     assert copied[-1] == [SHAPE[0]] * 2
+
+
+def test_a_wait_for_an_extent_that_no_thread_reads_ends_in_an_error(monkeypatch):
+    monkeypatch.setattr(kv_ring, "_LONGEST_S", 0.01)
+    bell = allocate_lock()
+    load = kv_ring.Load((3, 1), None, 1, 0, ahead=True, bell=bell)
+    bell.acquire()
+    with pytest.raises(TierError, match=r"layer 3: extent 1 was not read .*make another cache"):
+        load.join()
+    bell.release()
+    load.join()
+    assert not bell.locked()

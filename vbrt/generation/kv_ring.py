@@ -35,6 +35,7 @@ Place = tuple[int, int]
 """A layer, and the number of an extent among those that it holds."""
 
 _THREADS = 2
+_LONGEST_S = 600.0  # that an extent takes to be read, at most
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +59,17 @@ class Load:
     arrived: torch.cuda.Event | None = None
     bell: LockType | None = None
     error: Exception | None = field(default=None)
+
+    def join(self) -> None:
+        """Wait until no thread reads into the slot. Raises TierError: one has not ended within `_LONGEST_S`."""
+        if self.bell is None:
+            return
+        if not self.bell.acquire(timeout=_LONGEST_S):
+            raise TierError(
+                f"KV cache, layer {self.place[0]}: extent {self.place[1]} was not read from its file within "
+                f"{_LONGEST_S:.0f} s: the drive does not answer, or the thread has ended; make another cache"
+            )
+        self.bell.release()
 
 
 class Ring:
@@ -128,9 +140,7 @@ class Ring:
     def reset(self) -> None:
         """Give up all loads; return when no thread reads into a slot."""
         for load in self._loads:
-            if load.bell is not None:
-                load.bell.acquire()
-                load.bell.release()
+            load.join()
         if self._stream is not None:
             event = torch.cuda.current_stream(self._stack.device).record_event()
             self._used = [event] * len(self._views)
@@ -153,9 +163,7 @@ class Ring:
         found = next((load for load in self._loads if load.extent is extent and load.pages >= pages), None)
         while found is not None and self._loads[0] is not found:
             skipped = self._loads[0]
-            if skipped.bell is not None:
-                skipped.bell.acquire()
-                skipped.bell.release()
+            skipped.join()
             self._loads.popleft()
             self._free.append(skipped.slot)
         return found
@@ -199,11 +207,9 @@ class Ring:
         self._crew.give(self._read, load, level, source)
 
     def _await(self, load: Load) -> None:
-        if load.bell is not None:
-            load.bell.acquire()
-            load.bell.release()
-            if load.error is not None:
-                raise TierError(str(load.error)) from load.error
+        load.join()
+        if load.error is not None:
+            raise TierError(str(load.error)) from load.error
         if load.lazy:
             self._fetch(load)
             load.lazy = False
