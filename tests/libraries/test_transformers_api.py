@@ -96,3 +96,13 @@ def test_a_cache_goes_by_either_name_and_no_warning_is_ours():
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], plain)
     assert torch.equal(drafted.sequences, plain)
     assert transformers_api.cache_of(drafted).get_seq_length() == plain.shape[1] - 1
+
+
+def test_without_a_table_of_implementations_experts_run_by_their_modules_forward_and_it_is_said(monkeypatch):
+    moe = importlib.import_module("transformers.integrations.moe")
+    monkeypatch.setattr(probe, "_losses", {})
+    assert transformers_api.experts_function("batched_mm") is not None and not probe.losses()
+    monkeypatch.delattr(moe, "ALL_EXPERTS_FUNCTIONS")
+    with pytest.warns(UserWarning, match="ALL_EXPERTS_FUNCTIONS .*routed experts are computed one after the other"):
+        assert transformers_api.experts_function("batched_mm") is None
+    assert len(probe.losses()) == 1

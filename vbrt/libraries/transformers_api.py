@@ -344,6 +344,8 @@ def experts_function(name: str | None) -> Callable[..., Any] | None:
     """The implementation of routed experts of a name; None where this version has none."""
     module = loaded(_NAME, "integrations.moe")  # which decorates the classes of experts
     table = getattr(module, "ALL_EXPERTS_FUNCTIONS", ())
+    if module is not None and not table:
+        EXPERTS.is_there()  # says that it is not
     return table[name] if name in table else None
 
 
