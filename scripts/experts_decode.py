@@ -35,7 +35,7 @@ import vbrt
 from scripts.measuring import machine
 from scripts.missed_breakdown import Spans, breakdown
 from vbrt.config import MISSES
-from vbrt.generation.joined import joined
+from vbrt.generation.fusion.fuse_step import joined
 from vbrt.layers import handles_in
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.missed import MissedExperts

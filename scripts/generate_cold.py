@@ -122,10 +122,10 @@ def measured(case: str, layers: int) -> dict[str, object]:
 
 def compile_nothing_ahead() -> None:
     """Have each launch compile what it needs."""
-    from vbrt.generation import joined
-    from vbrt.generation.generating import Terms
+    from vbrt.generation.fusion import fuse_step
+    from vbrt.generation.generate import Terms
 
-    joined.compile_launches = lambda step: []
+    fuse_step.compile_launches = lambda step: []
     Terms.compile_ahead = lambda terms, tokens, *, soon: []
 
 

@@ -34,9 +34,9 @@ import vbrt
 from scripts import committed
 from scripts.lm import LanguageModel, Shape, read_text
 from scripts.measuring import llama_8b, machine
-from vbrt.generation import generate as generating
-from vbrt.generation.sequences import Sequences
-from vbrt.generation.speculation import EXACTNESS
+from vbrt.generation.speculation import seeded_generate
+from vbrt.generation.speculation.draft_loop import EXACTNESS
+from vbrt.generation.speculation.sequences import Sequences
 
 TRAINED = Shape(layers=10, width=512, heads=8, context=512)
 PROMPT = 128
@@ -194,7 +194,7 @@ def shape_8b(args: argparse.Namespace, rows: "Rows") -> None:
         plain, got = run(24), run(24, speculate=k)
         row = {"model": "8b", "what": f"tokens equal to plain, k = {k}", "same": bool(torch.equal(got, plain))}
         rows.add({**row, "steps": dataclasses.asdict(vb.stats().steps), "fallbacks": list(vb.stats().fallbacks)})
-    generating.Sequences = Forced
+    seeded_generate.Sequences = Forced
     try:
         for k in (*args.k, "auto"):  # the first passes of a length compare ways to compute it
             forced(vb, run, first_s, (args.acceptance[0], EXACTNESS[0], k))
@@ -203,7 +203,7 @@ def shape_8b(args: argparse.Namespace, rows: "Rows") -> None:
                 for k in (*args.k, "auto"):
                     rows.add(forced(vb, run, first_s, (acceptance, exactness, k)))
     finally:
-        generating.Sequences = Sequences
+        seeded_generate.Sequences = Sequences
     print(vb.stats().phases, file=sys.stderr)
     if args.profile:
         profiled(lambda: run(24, speculate=16))

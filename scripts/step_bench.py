@@ -1,7 +1,7 @@
 """What joins make of a decode step: milliseconds a token as a CUDA graph, as it is and joined.
 
 An 8B Llama shape (or a Qwen3-30B-A3B shape) with random weights and transformers' static cache; the step is recorded by
-`vbrt.generation.joined` and captured by hand. Each row is a graph; all of them are of one run.
+`vbrt.generation.fusion.fuse_step` and captured by hand. Each row is a graph; all of them are of one run.
 
     python3 scripts/step_bench.py --parts bits llama moe [--moe-layers 48] [--out results.json]
 """
@@ -25,7 +25,7 @@ from torch import nn
 import vbrt
 from scripts.experts_decode import build as build_moe
 from scripts.measuring import machine
-from vbrt.generation.joined import PATTERNS, Joined, joined
+from vbrt.generation.fusion.fuse_step import PATTERNS, Joined, joined
 from vbrt.kernels.recorded import StepRecorder
 
 CACHE_TOKENS, PROMPT = 1024, 128

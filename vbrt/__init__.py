@@ -42,7 +42,7 @@ _NAMES = {
     "estimation.rates": ("Rates", "data_sheet", "measure_rates"),
     "estimation.report": ("Estimate",),
     "estimation.task": ("Task",),
-    "generation.kv_cache": ("KVCache",),
+    "generation.kv.cache": ("KVCache",),
     "integrations.pretrained": ("from_pretrained",),
     "integrations.transformers_quantizer": ("QuantizationConfig",),
     "kernels.cuda.e2m1.tuning": ("tune",),
@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from vbrt.estimation.rates import Rates, data_sheet, measure_rates
     from vbrt.estimation.report import Estimate
     from vbrt.estimation.task import Task
-    from vbrt.generation.kv_cache import KVCache
+    from vbrt.generation.kv.cache import KVCache
     from vbrt.integrations.pretrained import from_pretrained
     from vbrt.integrations.transformers_quantizer import QuantizationConfig
     from vbrt.kernels.cuda.e2m1.tuning import tune

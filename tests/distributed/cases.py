@@ -27,9 +27,9 @@ import vbrt
 from scripts.ranks_beside import whole_tables
 from tests.models import config
 from tests.patience import LONG_S
-from vbrt.generation.joined import joined
-from vbrt.generation.pace import Pace
-from vbrt.generation.recording import as_captured
+from vbrt.generation.capture.captured_step import as_captured
+from vbrt.generation.fusion.fuse_step import joined
+from vbrt.generation.speculation.draft_length import Pace
 from vbrt.layers.shards import is_sharded
 
 TOKENS = torch.arange(3, 15).reshape(1, 12)

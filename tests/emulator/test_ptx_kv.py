@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.emulator.test_ptx import copies, gpu  # noqa: F401  # fixtures
-from vbrt.generation.kv_codes import KVShape, page_code
+from vbrt.generation.kv.quantized import KVShape, page_code
 from vbrt.kernels.cuda import kv_pages
 
 pytest.importorskip("triton.experimental.gluon")

@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from tests.generation.tape import TapeRecorder
-from vbrt.generation.step_graph import Program
+from tests.generation.fusion.tape_cases import TapeRecorder
+from vbrt.generation.fusion.step_graph import Program
 
 
 @pytest.fixture
@@ -17,8 +17,8 @@ def tapes(monkeypatch):
         made.append(TapeRecorder())
         return made[-1]
 
-    monkeypatch.setattr("vbrt.generation.generating.recorder_for", new)
-    monkeypatch.setattr("vbrt.generation.spans.BLOCK", 8)
+    monkeypatch.setattr("vbrt.generation.generate.recorder_for", new)
+    monkeypatch.setattr("vbrt.generation.static.length_buckets.BLOCK", 8)
     return made
 
 
@@ -39,5 +39,5 @@ class Again:
 @pytest.fixture
 def recorded(monkeypatch):
     """Record steps as themselves."""
-    monkeypatch.setattr("vbrt.generation.generating.recorder_for", lambda device: Again())
-    monkeypatch.setattr("vbrt.generation.spans.BLOCK", 8)
+    monkeypatch.setattr("vbrt.generation.generate.recorder_for", lambda device: Again())
+    monkeypatch.setattr("vbrt.generation.static.length_buckets.BLOCK", 8)

@@ -68,9 +68,9 @@ def test_without_a_class_of_cache_layers_steps_are_not_recorded(without):
 
 def test_without_its_base_class_a_cache_in_the_tiers_is_refused(without, monkeypatch):
     without("cache_utils:CacheLayerMixin")
-    monkeypatch.delitem(sys.modules, "vbrt.generation.kv_cache", raising=False)
+    monkeypatch.delitem(sys.modules, "vbrt.generation.kv.cache", raising=False)
     with pytest.raises(LibraryError, match=r"transformers \S+ has no .*CacheLayerMixin.*: vbrt.KVCache"):
-        importlib.import_module("vbrt.generation.kv_cache")
+        importlib.import_module("vbrt.generation.kv.cache")
 
 
 def test_without_rules_for_checkpoints_their_own_names_are_taken(without, tmp_path):

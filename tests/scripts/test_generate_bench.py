@@ -13,7 +13,7 @@ from scripts.generate_bench import Bench, wrapped_row
 from scripts.generate_tables import curves, generate_table
 from tests import models
 from tests.generation.families import tiny
-from tests.generation.tape import TapeRecorder
+from tests.generation.fusion.tape_cases import TapeRecorder
 from vbrt.kernels.cuda import compiling
 
 MACHINE = {"gpu": "a GPU", "versions": {"torch": "2"}, "python": "3", "commit": "abc"}
@@ -28,7 +28,7 @@ def without_gpu(monkeypatch):
 
 
 def test_a_tiny_model_has_rows(without_gpu, monkeypatch):
-    monkeypatch.setattr("vbrt.generation.generating.recorder_for", lambda device: TapeRecorder())
+    monkeypatch.setattr("vbrt.generation.generate.recorder_for", lambda device: TapeRecorder())
     row = wrapped_row(models.wrap(tiny("llama")), 2, 5)
     assert row["captured"] == 2 * 4 and row["eager"] == 0
     assert row["ms"] > 0 and row["replay_ms"] > 0 and row["first_call_longest_ms"] > 0

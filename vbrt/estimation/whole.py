@@ -19,7 +19,7 @@ __all__ = ["STAGES", "whole_trace"]
 _TRACED = 3  # blocks of each kind that are traced (the first differ); one more of each tells what a block adds
 #: stages of a step, by task
 STAGES = {"decode": ("prompt", "step"), "prefill": ("pass",), "train": ("forward", "backward", "optimizer")}
-_BLOCK = 256  # tokens by which the cache of captured decoding grows, see vbrt.generation.spans
+_BLOCK = 256  # tokens by which the cache of captured decoding grows, see vbrt.generation.static.length_buckets
 
 
 def whole_trace(model: nn.Module, task: Task, plan: Plan | None, activations: str | int = KEEP) -> Trace:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from vbrt.config import VBConfig, load_config
 from vbrt.distributed.watch import watch
 from vbrt.errors import CheckpointError, ConfigError, VBError, WrapError
-from vbrt.generation.generating import follow
+from vbrt.generation.generate import follow
 from vbrt.integrations.gguf_quantizer import TakesGGUF
 from vbrt.integrations.split_models import is_split, share_of_files
 from vbrt.integrations.transformers_experts import by_expert

@@ -14,7 +14,7 @@ from vbrt.config import VBConfig
 from vbrt.distributed.stats import merged
 from vbrt.distributed.watch import watch, watched
 from vbrt.errors import WrapError
-from vbrt.generation.generating import follow
+from vbrt.generation.generate import follow
 from vbrt.layers import VBLayer
 from vbrt.model.attachment import Attachment
 from vbrt.model.passes import is_plain_data

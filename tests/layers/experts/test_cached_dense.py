@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import vbrt
-from tests.generation.tape import Tape
+from tests.generation.fusion.tape_cases import Tape
 from tests.layers.experts import tables
 from tests.layers.experts.beside_gpu import wrap_beside
 from tests.models import qwen3_moe

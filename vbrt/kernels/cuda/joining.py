@@ -11,8 +11,8 @@ adds the residual, multiplies by the norm's gain and computes sums of squares, f
 norm's factor.
 
 What an activation or a norm looks like depends on who made the graph: torch.compile takes operators apart
-(`graph_pass.py`), a recorded step has those of torch (`vbrt/generation/joined.py`). So it is compared with what the
-same expression gives there: `Forms`.
+(`graph_pass.py`), a recorded step has those of torch (`vbrt/generation/fusion/fuse_step.py`). So it is compared with
+what the same expression gives there: `Forms`.
 """
 
 import operator

@@ -1,0 +1,291 @@
+"""Decode steps on a CPU by tapes: what eager steps give but for rounding, and whatever the call asks for."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+
+import vbrt
+from tests import models
+from tests.generation.families import FAMILIES, MASK, PROMPT, generated, tiny
+from tests.matrix import matrix
+from vbrt.generation.capture.session import KEEPS_BITS
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:vbrt.wrap")
+
+
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch):
+    """Record in blocks of 8 tokens."""
+    monkeypatch.setattr("vbrt.generation.static.length_buckets.BLOCK", 8)
+
+
+def wrapped(family: str = "llama", dtype: torch.dtype = torch.float32, **settings) -> vbrt.VBModelWrapper:
+    return vbrt.wrap(tiny(family).to(dtype), "fp4", weights={"min_parameters": 1}, **settings)
+
+
+def steps(vb) -> tuple[int, int]:
+    counts = vb.stats().steps
+    return counts.captured, counts.eager
+
+
+def moved(vb) -> int:
+    return sum(sum(page.bytes_moved.values()) for page in vb.stack.pages.values())
+
+
+def same(vb, eager, *, atol: float = 1e-5, **kwargs) -> None:
+    want, got = generated(eager, **kwargs), generated(vb, **kwargs)
+    assert torch.equal(got.sequences, want.sequences)
+    for one, other in zip(got.logits, want.logits, strict=True):
+        torch.testing.assert_close(one, other, atol=atol, rtol=1e-4)
+
+
+@matrix(family=list(FAMILIES), call={"sampled": {"do_sample": True}, "beams": {"num_beams": 2}})
+def test_tapes_give_the_tokens_of_eager_steps(family, call):
+    vb, eager = wrapped(family), wrapped(family, compute={"captures": False})
+    same(vb, eager, **call)
+    assert steps(vb) == (13, 0), vb.stats().steps.reasons
+    if family == "llama":
+        counts = vb.stats().steps
+        assert counts.joined["attention"] == 2 * counts.recordings and not counts.unjoined
+
+
+@matrix(dtype=[torch.bfloat16, torch.float16], format=["mxfp4", "nf4", "quantile"])
+def test_tapes_in_16_bits_round_as_eager_steps_do(dtype, format):
+    given = {"weights": {"min_parameters": 1, "format": format}}
+    vb = vbrt.wrap(tiny("llama").to(dtype), "fp4", **given)
+    eager = vbrt.wrap(tiny("llama").to(dtype), "fp4", compute={"captures": False}, **given)
+    same(vb, eager, atol=0.03)
+    assert steps(vb) == (13, 0)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_steps_in_4_bits_are_joined_unless_the_config_says_no(joins):
+    vb = wrapped(compute={"joins": joins})
+    same(vb, wrapped(compute={"captures": False}))
+    counts = vb.stats().steps
+    assert (counts.captured, counts.eager) == (13, 0) and ("attention" in counts.joined) is joins
+    assert counts.recordings == (1 if joins else 3)  # joined attention passes over masked places: blocks of 32, not 8
+
+
+def test_a_second_call_replays_what_the_first_one_recorded():
+    vb = wrapped()
+    first = generated(vb)
+    assert torch.equal(generated(vb).sequences, first.sequences)
+    counts = vb.stats().steps
+    assert (counts.captured, counts.eager, counts.recordings) == (13 + 13, 0, 1)
+    assert 0 < counts.held_bytes < 1 << 20 and "recordings hold" in str(vb.stats())
+    vb.set_budget("cpu", 1 << 30)
+    vb.close()
+    assert vb.stats().steps.held_bytes == 0
+
+
+def test_layers_and_their_pages_count_what_is_replayed():
+    vb = wrapped()
+    generated(vb)
+    before, hits = vb.stats(), {key: page.hits for key, page in vb.stack.pages.items()}
+    generated(vb)
+    after = vb.stats()
+    assert {layer.forwards - before.layers[name].forwards for name, layer in after.layers.items()} == {14}
+    assert {page.hits - hits[key] for key, page in vb.stack.pages.items()} == {14}
+    assert after.phases["decode"].passes - before.phases["decode"].passes == 13
+
+
+@matrix(experts=[4, 8], compute={"exact": {}, "int8": {"int8": True}})
+def test_experts_whose_pages_never_move_are_counted_as_if_leased(experts, compute):
+    def counts(vb):
+        layers = [m for m in vb.module.modules() if hasattr(m, "_vb_handle") and hasattr(m._vb_handle, "routing")]
+        handles = [layer._vb_handle for layer in layers]
+        assert len(handles) == 2
+        routed = [
+            (h.forwards, h.routing.cached, h.routing.tokens, h.routing.touched, h.routing.reused) for h in handles
+        ]
+        return routed, [page.hits for h in handles for page in h.pages], [h.pages[0].tally.hits for h in handles]
+
+    given = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    found = []
+    for captures in (False, True):
+        model = tiny("qwen3_moe", num_experts=experts)
+        vb = vbrt.wrap(model, "fp4", weights={"min_parameters": 1}, compute={"captures": captures, **compute})
+        vb.generate(PROMPT[1:], **given)
+        before = counts(vb)
+        out = vb.generate(PROMPT[1:], **given)
+        added = torch.tensor([a - b for a, b in zip(flat(counts(vb)), flat(before), strict=True)])
+        found.append((out, added, vb.stats().steps.captured))
+    (want, eager, _), (got, taped, captured) = found
+    assert torch.equal(got.sequences, want.sequences) and captured == 11 + 11
+    for one, other in zip(got.logits, want.logits, strict=True):
+        torch.testing.assert_close(one, other, atol=0.03, rtol=1e-2)
+    assert torch.equal(eager, taped)
+
+
+def flat(of) -> list[int]:
+    return [n for part in of for n in flat(part)] if isinstance(of, list | tuple) else [of]
+
+
+def test_layers_whose_pages_move_are_leased_within_a_tape(tmp_path):
+    eager = wrapped(compute={"captures": False})
+    budget = sum(page.nbytes for page in eager.materialize().stack.pages.values()) // 2
+    vb = wrapped(tiers={"cpu": {"budget": budget}, "ssd": {"enabled": True, "path": str(tmp_path)}})
+    same(vb, eager)
+    assert steps(vb) == (13, 0), vb.stats().steps.reasons
+    before = moved(vb)
+    generated(vb)
+    assert moved(vb) > before
+    vb.set_budget("cpu", 4 * budget)
+    same(vb, eager)
+
+
+def test_a_changed_model_is_recorded_again():
+    vb, eager = wrapped(), wrapped(compute={"captures": False})
+    same(vb, eager)
+    for model in (vb.module, eager.module):
+        model.load_state_dict({name: 1.5 * tensor for name, tensor in model.state_dict().items()})
+    same(vb, eager)
+    for model in (vb.module, eager.module):
+        model.model.layers[0].self_attn.scaling = 0.1
+    same(vb, eager)
+    assert vb.stats().steps.recordings == 3
+
+
+@pytest.mark.parametrize("mode", ["inference", "autocast"])
+def test_modes_of_torch_are_those_of_eager_steps(mode):
+    vb, eager = wrapped(), wrapped(compute={"captures": False})
+    same(vb, eager)
+    modes = {"inference": torch.inference_mode, "autocast": lambda: torch.autocast("cpu", torch.bfloat16)}
+    with warnings.catch_warnings(), modes[mode]():
+        warnings.simplefilter("ignore")
+        assert torch.equal(generated(eager).sequences, generated(vb).sequences)
+    assert steps(vb) == ((26, 0) if mode == "inference" else (13, 13))
+    same(vb, eager)
+
+
+def test_a_cache_that_the_caller_keeps_goes_on():
+    turns = []
+    for model in (wrapped("gemma3", compute={"captures": False}), wrapped("gemma3")):
+        first = model.generate(PROMPT[1:], max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+        cache = first.past_key_values
+        held = [layer.keys.clone() for layer in cache.layers]
+        model.generate(PROMPT[1:] + 1, max_new_tokens=12, do_sample=False)  # runs on the memory of the first one
+        assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, held, strict=True))
+        ids = torch.cat((first.sequences, PROMPT[1:]), dim=1)
+        again = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        turns.append((first.sequences.tolist(), again.tolist()))
+    assert turns[0] == turns[1]
+    assert steps(model)[0] > 20
+
+
+def test_lossless_weights_keep_the_bits_of_eager_steps():
+    plain, vb = tiny("llama"), models.wrap(tiny("llama"))
+    want, got = generated(plain), generated(vb)
+    assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+    assert vb.stats().steps.reasons == {KEEPS_BITS: 13}
+
+
+def test_a_hook_within_the_model_is_named_and_called():
+    vb, seen = wrapped(), []
+    vb.module.model.layers[1].register_forward_hook(lambda module, args, out: seen.append(1))
+    with pytest.warns(UserWarning, match=r"without recordings: model\.layers\.1 has a hook"):
+        generated(vb)
+    assert steps(vb) == (0, 13) and len(seen) == 14
+
+
+class Counted(torch.nn.Module):
+    """A layer that adds up what it has seen, or reads numbers as a list."""
+
+    def __init__(self, inner, how):
+        super().__init__()
+        self.inner, self.how, self.sum = inner, how, 0
+
+    def forward(self, x):
+        if self.how == "tolist":
+            return self.inner(x) * (2 if x[0, -1].tolist()[0] > 0 else 1)
+        self.sum = self.sum + x[:, -1:]
+        return self.inner(x) + 0.1 * self.sum
+
+
+@pytest.mark.parametrize(("how", "why"), [("tolist", r"Tensor\.tolist gives"), ("sums", r"it changes .*\.mlp\.sum")])
+def test_a_layer_whose_python_a_replay_would_miss_stays_eager(how, why):
+    vb, eager = wrapped(), wrapped(compute={"captures": False})
+    for model in (vb.module, eager.module):
+        model.model.layers[1].mlp = Counted(model.model.layers[1].mlp, how)
+    with pytest.warns(UserWarning, match=why):
+        same(vb, eager)
+    assert steps(vb) == (0, 13)
+
+
+def test_a_cache_with_states_of_its_own_stays_eager():
+    from transformers import DynamicCache
+
+    class Own(DynamicCache):
+        pass
+
+    vb = wrapped()
+    with pytest.warns(UserWarning, match="the cache is a Own"):
+        generated(vb, past_key_values=Own())
+    assert steps(vb) == (0, 13)
+
+
+def test_layers_of_a_cache_that_hold_nothing_may_be_of_any_class():
+    from transformers.cache_utils import DummyLayer
+
+    from vbrt.generation.static.static_cache import Idle, _made
+
+    layer = DummyLayer()
+    layer.__class__ = _made(Idle, DummyLayer)
+    assert isinstance(layer, Idle) and isinstance(layer, DummyLayer)
+    layer.enter_(None)
+    layer.leave_()
+    assert type(layer) is DummyLayer
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_an_interrupted_replay_leaves_the_model_usable(error, monkeypatch):
+    vb, eager = wrapped(), wrapped(compute={"captures": False})
+    generated(vb)
+
+    def failing(self, *inputs):
+        raise error("now")
+
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patched.setattr("vbrt.generation.fusion.cpu_tape.Tape.__call__", failing)
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                generated(vb)
+        else:
+            same(vb, eager)
+    same(vb, eager)
+
+
+def test_threads_generate_with_one_model_at_once():
+    vb, got = wrapped(), {}
+    want = generated(wrapped(compute={"captures": False})).sequences
+    threads = [threading.Thread(target=lambda n=n: got.update({n: generated(vb).sequences})) for n in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(got) == 2 and all(torch.equal(tokens, want) for tokens in got.values())
+
+
+@matrix(
+    family=list(FAMILIES),
+    format=["nvfp4", "mxfp4", "nf4", "quantile", "mxint8"],
+    dtype=[torch.float32, torch.bfloat16],
+    compute=[{}, {"int8": True}, {"backend": "reference"}],
+    rows=[1, 2],
+)
+def test_the_first_call_has_the_bits_of_the_next_ones(family, format, dtype, compute, rows):
+    weights = {"min_parameters": 1, "format": format}
+    vb = vbrt.wrap(tiny(family).to(dtype), "fp4", weights=weights, compute=compute)
+    given = {"max_new_tokens": 14, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    first, *others = (vb.generate(PROMPT[-rows:], attention_mask=MASK[-rows:], **given) for _ in range(3))
+    assert steps(vb) == (3 * 13, 0)
+    for other in others:
+        assert torch.equal(first.sequences, other.sequences)
+        assert all(map(torch.equal, first.logits, other.logits))

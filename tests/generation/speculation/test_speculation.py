@@ -1,0 +1,416 @@
+"""generate(speculate=...): the tokens and the logits of plain decoding, whatever stops it."""
+
+import warnings
+
+import pytest
+import torch
+
+import vbrt
+from tests.matrix import matrix
+from tests.models import gpt2, llama, qwen3_moe, wrap, wrap_streamed
+from vbrt.errors import ArgumentError
+from vbrt.generation.capture.captured_step import Recording
+from vbrt.generation.speculation import cache_view
+from vbrt.generation.speculation.rowwise_pass import NotByToken
+from vbrt.generation.speculation.verification import in_one_pass
+
+pytest.importorskip("transformers")
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+BF16 = torch.bfloat16
+GREEDY = {"do_sample": False}
+SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 30, "repetition_penalty": 1.2, "seed": 5}
+TOKENS, K = 14, 5
+
+
+def mistral(window=8):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(6)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    return MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=window)).to(BF16).eval()
+
+
+def forgetful():
+    """A model that masks nothing before its window, as Moshi: its cache forgets that."""
+    from transformers import LlamaForCausalLM
+
+    class Forgetful(LlamaForCausalLM):
+        pass
+
+    model = llama(dtype=BF16)
+    model.__class__, model.config.sliding_window = Forgetful, 12
+    return model
+
+
+def prompts(batch, length=9):
+    ids = torch.arange(3, 3 + batch * length).reshape(batch, length) % 120
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        mask[row, : 2 * row] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def run(vb, inputs, **kwargs):
+    settings = {"max_new_tokens": TOKENS, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+    return vb.generate(**inputs, **{**settings, **kwargs})
+
+
+def assert_same(got, plain):
+    assert torch.equal(got.sequences, plain.sequences)
+    assert len(got.logits) == len(plain.logits) and all(map(torch.equal, got.logits, plain.logits))
+    assert got.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
+@pytest.fixture(scope="module")
+def wrapped():
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        yield vb
+
+
+@matrix(
+    model={"llama": lambda: llama(dtype=BF16), "gpt2": lambda: gpt2(dtype=BF16), "window": mistral},
+    how={"greedy": GREEDY, "sampled": SAMPLED},
+    batch=(1, 3),
+    k=(K, "auto"),
+)
+def test_tokens_and_logits_are_those_of_plain_decoding(model, how, batch, k):
+    with wrap(model(), "exact") as vb:
+        plain = run(vb, prompts(batch), **how)
+        got = run(vb, prompts(batch), **how, speculate=k)
+        assert_same(got, plain)
+        counted = vb.stats().speculation
+        assert counted.tokens == len(plain.logits) - 1 and counted.rounds < counted.tokens
+        assert 0 < counted.accepted <= counted.tried <= counted.drafted
+
+
+@pytest.mark.parametrize("model", [lambda: llama(dtype=BF16), mistral], ids=["full", "window"])
+def test_keys_in_the_tiers_are_drafted_on_and_rewound(model):
+    with wrap(model(), "exact") as vb:
+        plain = run(vb, prompts(2))
+        got = run(vb, prompts(2), past_key_values=vbrt.KVCache(vb, page=4), speculate=K)
+        assert_same(got, plain)
+        assert vb.stats().speculation.rounds < TOKENS - 1 and not vb.stats().fallbacks
+        with pytest.warns(UserWarning, match="its cache rounds to 8 bits what it holds"):
+            run(vb, prompts(2), past_key_values=vbrt.KVCache(vb, page=4, bits=8), speculate=K)
+
+
+def test_windows_of_a_transformers_whose_past_does_not_fit_its_masks_are_decoded_plainly(monkeypatch):
+    monkeypatch.setattr(cache_view, "_keeps_past", lambda: False)
+    with wrap(mistral(), "exact") as vb:
+        plain = run(vb, prompts(2))
+        with pytest.warns(UserWarning, match="gives more past keys than its masks have"):
+            assert_same(run(vb, prompts(2), speculate=K), plain)
+        assert vb.stats().speculation is None
+
+
+def test_passes_in_lockstep_verify_what_no_pass_can_token_by_token(monkeypatch):
+    with wrap(qwen3_moe(experts="eager"), "exact") as vb:
+        plain = run(vb, prompts(2), max_new_tokens=7)
+        with pytest.warns(UserWarning, match="a pass cannot be verified token by token: NotByToken: linear of tokens"):
+            assert_same(run(vb, prompts(2), max_new_tokens=7, speculate=3), plain)
+        assert any("verified in lockstep" in reason for reason in vb.stats().fallbacks)
+
+    def off_by_a_bit(decoding, draft):
+        rows = in_one_pass(decoding, draft)
+        return rows._replace(logits=[logits.nextafter(torch.ones_like(logits)) for logits in rows.logits])
+
+    monkeypatch.setattr("vbrt.generation.speculation.verification.token_by_token", off_by_a_bit)
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        plain = run(vb, prompts(1))
+        with pytest.warns(UserWarning, match="gives other bits than passes of one token"):
+            assert_same(run(vb, prompts(1), speculate=K), plain)
+
+
+def test_greedy_tokens_are_those_of_the_dense_model_in_transformers(wrapped):
+    inputs = prompts(2)
+    plain = run(llama(dtype=BF16), inputs, **GREEDY)
+    assert_same(run(wrapped, inputs, **GREEDY, speculate=K), plain)
+
+
+def test_streamed_weights_are_read_once_a_round(tmp_path):
+    with wrap_streamed(llama(dtype=BF16), "exact", tmp_path) as vb:
+        plain = run(vb, prompts(1))
+        passes = vb.stats().phases["decode"]
+        a_pass = (passes.hits + passes.misses) / passes.passes
+        assert_same(run(vb, prompts(1), speculate=K), plain)
+        verify, counted = vb.stats().phases["verify"], vb.stats().speculation
+        assert verify.hits + verify.misses == a_pass * verify.passes
+        assert verify.passes <= counted.rounds + 2  # the first two are computed in two ways
+        assert counted.link_bytes > 0 and counted.bytes_per_token < counted.link_bytes
+
+
+def test_what_stops_decoding_stops_it_at_the_same_token_within_a_draft(wrapped):
+    inputs = prompts(1)
+    tokens = run(wrapped, inputs).sequences[0, 9:].tolist()
+    for stop in (3, 4):
+        for settings in ({"eos_token_id": tokens[stop]}, {"max_new_tokens": stop}):
+            assert_same(run(wrapped, inputs, **settings, speculate=K), run(wrapped, inputs, **settings))
+    rows = prompts(3)
+    eos = run(wrapped, rows).sequences[1, 12].item()
+    assert_same(run(wrapped, rows, eos_token_id=eos, speculate=K), run(wrapped, rows, eos_token_id=eos))
+
+
+class Nudge(LogitsProcessor):
+    """Favours a token by the number of its calls, so it must not be called ahead."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, input_ids, scores):
+        self.calls.append(input_ids.tolist())
+        return scores + torch.eye(128)[(7 * len(self.calls)) % 128]
+
+
+class After(StoppingCriteria):
+    """Stops after some calls."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls.append(input_ids.tolist())
+        return torch.full((len(input_ids),), len(self.calls) > 18)
+
+
+class Streamer:
+    def __init__(self):
+        self.put_values, self.ended = [], 0
+
+    def put(self, value):
+        self.put_values.append(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+def test_processors_criteria_and_streamers_are_called_as_plain_decoding_calls_them(wrapped):
+    results = []
+    for speculate in (False, K):
+        seen, streamer = [], Streamer()
+        extra = {"logits_processor": [Nudge(seen)], "stopping_criteria": StoppingCriteriaList([After(seen)])}
+        out = run(wrapped, prompts(1), **extra, streamer=streamer, speculate=speculate)
+        results.append((out.sequences.tolist(), seen, streamer.put_values, streamer.ended))
+    assert results[0] == results[1] and results[0][3] == 1
+
+
+class Rescaling(LogitsProcessor):
+    """Changes how a layer scales what it attends to, at some tokens."""
+
+    def __init__(self, layer):
+        self.layer, self.calls = layer, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls in (6, 11):
+            self.layer.scaling = 4 - self.layer.scaling
+        return scores
+
+
+def test_rows_behind_a_token_whose_callback_changes_the_model_are_computed_anew(wrapped):
+    layer, found = wrapped.module.model.layers[0].self_attn, []
+    before = layer.scaling
+    for further in ({}, {"speculate": K}):
+        found.append(run(wrapped, prompts(2), logits_processor=LogitsProcessorList([Rescaling(layer)]), **further))
+        layer.scaling = before
+    assert_same(*found)
+
+
+def test_autocast_is_that_of_plain_decoding(recorded):
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        with torch.autocast("cpu", BF16):
+            assert_same(run(vb, prompts(2), speculate=K), run(vb, prompts(2)))
+        assert vb.stats().steps.reasons.keys() == {"autocast is on"} and vb.stats().speculation.rounds < TOKENS - 1
+        assert_same(run(vb, prompts(2), speculate=K), run(vb, prompts(2)))
+
+
+def test_a_batch_whose_rows_accept_different_counts_keeps_what_a_row_has_right(wrapped):
+    rows = prompts(3)
+    before = wrapped.stats().speculation
+    assert_same(run(wrapped, rows, speculate=8, **SAMPLED), run(wrapped, rows, **SAMPLED))
+    counted = wrapped.stats().speculation
+    assert counted.rounds - (before.rounds if before else 0) < TOKENS - 1
+
+
+def test_distribution_draws_what_the_model_gives(wrapped):
+    torch.manual_seed(0)
+    batch, top = 600, 3
+    inputs = {"input_ids": prompts(1)["input_ids"].expand(batch, -1)}
+    how = {"do_sample": True, "top_k": top, "temperature": 3.0, "max_new_tokens": 3, "min_new_tokens": 3}
+    drawn = wrapped.generate(
+        **inputs, attention_mask=torch.ones_like(inputs["input_ids"]), pad_token_id=0, **how, speculate=2,
+        exactness="distribution",
+    )[:, 9:]  # fmt: skip
+    pairs, counts = torch.unique(drawn[:, :2], dim=0, return_counts=True)
+    statistic, cells = 0.0, 0
+    with torch.no_grad():
+        for first in pairs[:, 0].unique():
+            ids = torch.cat([inputs["input_ids"][:1], first.view(1, 1)], 1)
+            kept = (wrapped(ids).logits[0, -1].float() / 3.0).topk(top)
+            of_first = pairs[:, 0] == first
+            expected = kept.values.softmax(-1) * counts[of_first].sum()
+            got = [counts[of_first & (pairs[:, 1] == token)].sum() for token in kept.indices]
+            assert sum(got) == counts[of_first].sum()
+            statistic += sum(((g - e) ** 2 / e).item() for g, e in zip(got, expected, strict=True))
+            cells += top - 1
+    assert statistic < cells + 4 * (2 * cells) ** 0.5
+
+
+class Interrupting(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] == 13:
+            raise KeyboardInterrupt
+        return scores
+
+
+@pytest.mark.parametrize("where", ["processor", "row"])
+def test_ctrl_c_leaves_the_model_as_it_was(wrapped, where):
+    inputs, norm = prompts(1), wrapped.module.model.layers[1].mlp
+    plain, calls = run(wrapped, inputs), []
+
+    def interrupt(*args):
+        calls.append(args)
+        if len(calls) == 2 * K + 3:  # the draft's steps, then rows in lockstep
+            raise KeyboardInterrupt
+
+    hook = norm.register_forward_pre_hook(interrupt) if where == "row" else None
+    processors = LogitsProcessorList([Interrupting()] if where == "processor" else [])
+    with pytest.raises(KeyboardInterrupt):
+        run(wrapped, inputs, speculate=K, logits_processor=processors)
+    if hook:
+        hook.remove()
+    assert_same(run(wrapped, inputs, speculate=K), plain)
+
+
+def test_what_cannot_be_drafted_is_decoded_plainly_and_says_why_once():
+    with wrap(llama(), "nvfp4") as vb, pytest.warns(UserWarning, match="no weight has a fine plane"):
+        run(vb, prompts(1), speculate="auto")
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        with pytest.warns(UserWarning, match="beam search does not decode token by token"):
+            run(vb, prompts(1), speculate="auto", num_beams=2)
+        plain = run(vb, prompts(1), cache_implementation="static")
+        with pytest.warns(UserWarning, match="its cache (cannot be rewound: StaticCache|has layers of StaticLayer)"):
+            got = run(vb, prompts(1), speculate="auto", cache_implementation="static")
+        assert torch.equal(got.sequences, plain.sequences)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run(vb, prompts(1), speculate="auto", num_beams=2)
+        assert sum("speculate" in reason for reason in vb.stats().fallbacks) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "how"), [(lambda: llama(dtype=BF16), GREEDY), (mistral, SAMPLED)], ids=["full", "window, sampled"]
+)
+def test_tokens_and_logits_are_those_of_recorded_steps_where_plain_decoding_replays_them(recorded, model, how):
+    with wrap(model(), "exact") as vb:
+        plain = run(vb, prompts(2), **how)
+        eager = vb.stats().steps.eager
+        before = vb.stats().steps.captured
+        got = run(vb, prompts(2), **how, speculate=3)
+        assert_same(got, plain)
+        steps, counted = vb.stats().steps, vb.stats().speculation
+        assert before == TOKENS - 1 and eager == 0 and steps.captured > before, steps.reasons
+        assert counted.rounds < TOKENS - 1 and not vb.stats().fallbacks
+        assert (
+            run(vb, prompts(2), **how, speculate=3, exactness="distribution").sequences.shape == plain.sequences.shape
+        )
+
+
+@pytest.mark.parametrize("exactness", ["tokens", "distribution"])
+@pytest.mark.parametrize("steps", ["recorded", "eager"])
+def test_a_model_that_leaves_it_to_its_cache_to_forget_is_decoded_plainly(steps, exactness, request):
+    if steps == "recorded":
+        request.getfixturevalue("recorded")
+    with wrap(forgetful(), "exact") as vb, warnings.catch_warnings(record=True) as said:
+        plain = run(vb, prompts(2), **SAMPLED)
+        got = run(vb, prompts(2), **SAMPLED, speculate=3, exactness=exactness)
+        assert torch.equal(got.sequences, plain.sequences) and vb.stats().speculation is None
+        assert run(vb, prompts(2), max_new_tokens=2, speculate=3).sequences.shape == (2, 11)
+        assert vb.stats().speculation.rounds  # the window is not passed by then
+    assert sum("Forgetful leaves it to its cache to forget" in str(each.message) for each in said) == 1
+
+
+def test_a_model_that_steps_compute_otherwise_where_they_are_recorded_is_decoded_plainly(recorded):
+    from transformers import LlamaForCausalLM
+
+    class ByMask(LlamaForCausalLM):
+        def forward(self, *args, attention_mask=None, **kwargs):
+            out = super().forward(*args, attention_mask=attention_mask, **kwargs)
+            out.logits = out.logits * (1 + (attention_mask.shape[1] > 18))
+            return out
+
+    found, how = [], SAMPLED | {"max_new_tokens": 20}
+    for further in ({}, {"speculate": 3}):
+        model = llama(dtype=BF16)
+        model.__class__ = ByMask
+        with wrap(model, "exact") as vb, warnings.catch_warnings(record=True) as said:
+            found.append(run(vb, prompts(2), **how, **further))
+    assert_same(*found)
+    assert vb.stats().speculation.rounds  # in the blocks where they are alike
+    why = "a recorded step computes something else than an eager one"
+    assert [each for each in said if f"speculate: {why}" in str(each.message)]
+
+
+def test_recorded_steps_one_after_the_other_verify_what_no_pass_can_token_by_token(recorded, monkeypatch):
+    def refuse(*args):
+        raise NotByToken("einsum")
+
+    def off_by_a_bit(decoding, draft):
+        rows = in_one_pass(decoding, draft)
+        return rows._replace(logits=[logits.nextafter(torch.ones_like(logits)) for logits in rows.logits])
+
+    for instead, said in ((refuse, "NotByToken: einsum"), (off_by_a_bit, "gives other bits than recorded steps")):
+        monkeypatch.setattr("vbrt.generation.speculation.verification.token_by_token", instead)
+        with wrap(llama(dtype=BF16), "exact") as vb:
+            plain = run(vb, prompts(1))
+            with pytest.warns(UserWarning, match=said):
+                assert_same(run(vb, prompts(1), speculate=2), plain)
+            assert sum(said in reason for reason in vb.stats().fallbacks) >= 1
+
+
+def test_a_call_whose_steps_cannot_be_recorded_any_more_goes_on_plainly(recorded, monkeypatch):
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        plain, replays = run(vb, prompts(1)), []
+        replay = Recording.replay
+
+        def out_of_memory(self, call, statics):
+            replays.append(call)
+            if len(replays) == 7:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return replay(self, call, statics)
+
+        monkeypatch.setattr(Recording, "replay", out_of_memory)
+        with pytest.warns(UserWarning, match="speculate: no memory for it: CUDA out of memory; decoded one token"):
+            got = run(vb, prompts(1), speculate=2)
+        assert torch.equal(got.sequences, plain.sequences)
+
+
+def test_values_out_of_range_are_refused(wrapped):
+    for bad in ({"speculate": 0}, {"speculate": True}, {"speculate": 99}, {"exactness": "bits"}, {"seed": 0.5}):
+        with pytest.raises(ArgumentError, match=next(iter(bad))):
+            run(wrapped, prompts(1), **bad)
+    with pytest.raises(ArgumentError, match="seed = 3: beam search"):
+        run(wrapped, prompts(1), seed=3, num_beams=2)
+
+
+def test_a_timeline_has_each_round_with_its_drafts_and_verification_inside(wrapped, tmp_path):
+    before = wrapped.stats().speculation
+    with wrapped.timeline(tmp_path / "out.html") as recording:
+        run(wrapped, prompts(1), speculate=3, exactness="distribution", **GREEDY)
+    counts = wrapped.stats().speculation
+    of = {row: [span for span in recording.timeline.spans if span.row == row] for row in ("round", "pass")}
+    assert len(of["round"]) == counts.rounds - (before.rounds if before else 0) > 0
+    taken = [int(span.page.split()[0]) for span in of["round"]]
+    assert sum(taken) == counts.tokens - (before.tokens if before else 0)
+    passes = [[p.page for p in of["pass"] if r.start_us <= p.start_us and p.end_us <= r.end_us] for r in of["round"]]
+    want = [int(span.page.split(" of ")[1].split()[0]) for span in of["round"]]  # drafts; a round of none only verifies
+    assert passes == [["draft"] * k + ["verify" if k else "decode"] for k in want] and want[0] == 3
+
+
+def test_drafts_go_on_where_memory_of_a_shorter_call_ends(recorded):
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        run(vb, prompts(1), max_new_tokens=3, speculate=2)
+        got = run(vb, prompts(1), speculate=2)
+        assert_same(got, run(vb, prompts(1)))
+        assert vb.stats().steps.eager == 0, vb.stats().steps

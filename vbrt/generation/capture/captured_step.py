@@ -1,0 +1,286 @@
+"""Recorded decode steps: one for each form of inputs and block of lengths, on the memory of one cache."""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vbrt.generation.capture.side_effects import Written
+from vbrt.generation.capture.step_io import Call, Results, cache_in, take_apart
+from vbrt.generation.fusion.deterministic_attention import steady_attention
+from vbrt.generation.fusion.fuse_step import Joined, joined
+from vbrt.generation.fusion.graph_backends import Recorder
+from vbrt.generation.static.cache_kinds import NotRecordable, room_wanted
+from vbrt.generation.static.length_buckets import Span
+from vbrt.generation.static.static_cache import Statics
+from vbrt.kernels.cuda.compiling import Compilation
+from vbrt.kernels.recorded import StepRefused
+from vbrt.layers.compute import pass_precision
+from vbrt.libraries.transformers_api import replace_capture_query
+
+__all__ = [
+    "Counted",
+    "Kept",
+    "PagesMoved",
+    "Recording",
+    "Terms",
+    "answer_captures",
+    "computed_as_recorded",
+    "difference",
+]
+
+#: the largest difference, over the norm of the result, that is rounding
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+_COARSE_ROUNDING = 0.06
+
+Plain = Callable[..., Any]
+
+
+class Terms(Protocol):
+    """What steps ask of a model's runtime.
+
+    Attributes:
+        joins: True if recorded steps of 4-bit models may round in other places than eager ones.
+        passes_masks: True if attention of recorded steps passes over masked places: it is joined, or steady.
+        steady: True if attention of exact steps is that of `deterministic_attention.py`.
+    """
+
+    joins: bool
+    passes_masks: bool
+    steady: bool
+
+    def new_recorder(self) -> Recorder:
+        """Return a recorder for the steps on one cache."""
+
+    def moment(self) -> object:
+        """Return what must be as it was when a step was recorded; it is asked before each step."""
+
+    def refusal(self) -> str:
+        """Return why no pass can be recorded now; "" if one can."""
+
+    def begin_pass(self) -> None:
+        """Begin a pass that is not replayed."""
+
+    def compile_ahead(self, tokens: int, *, soon: bool) -> list[Compilation]:
+        """Begin to compile kernels for passes of so many tokens; `soon`: for the next one."""
+
+    def recorded(self, recorder: Recorder, body: Callable[[], None]) -> Callable[[], bool]:
+        """Record a pass and return what replays it: False, with nothing done, once that must not be."""
+
+    def handles(self) -> list[Any]:
+        """Return what counts forwards, and has pages that count hits."""
+
+
+class _Captured(threading.local):
+    now = False
+
+
+_captured = _Captured()
+
+
+def answer_captures() -> None:
+    """Have transformers ask here whether a CUDA graph captures. Idempotent."""
+    replace_capture_query(lambda asked: asked if hasattr(asked, "vbrt") else _or_captured(asked))
+
+
+@contextmanager
+def as_captured() -> Iterator[None]:
+    """Have transformers take the block, in this thread, for one that a CUDA graph captures: it then reads no masks."""
+    answer_captures()
+    before, _captured.now = _captured.now, True
+    try:
+        yield
+    finally:
+        _captured.now = before
+
+
+def _or_captured(asked: Callable[[], bool]) -> Callable[[], bool]:
+    @functools.wraps(asked)
+    def is_cuda_stream_capturing() -> bool:
+        return _captured.now or asked()
+
+    is_cuda_stream_capturing.vbrt = True
+    return is_cuda_stream_capturing
+
+
+class PagesMoved(NotRecordable):
+    """A recording knows pages that are not any more where they were."""
+
+
+class Counted:
+    """What one pass adds to the counters of layers and of pages that never move, for passes that are replayed."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self._added: list[tuple[Any, int]] = []
+
+    @contextmanager
+    def during(self, handles: list[Any]) -> Iterator[None]:
+        """Note which layers the block runs."""
+        before = [handle.forwards for handle in handles]
+        yield
+        added = [(handle, handle.forwards - old) for handle, old in zip(handles, before, strict=True)]
+        self._added = [(handle, more) for handle, more in added if more] or self._added
+
+    def settle(self) -> None:
+        """Count the replays since the last time."""
+        passes, self.passes = self.passes, 0
+        for handle, more in self._added:
+            handle.forwards += passes * more
+            for page in handle.pages if not handle.stack.ledger.travellers else ():  # else replays count pages
+                page.hits += passes * more
+
+
+class Recording:
+    """One recorded step: for inputs of one form and the lengths of one span.
+
+    Attributes:
+        inputs: tensors at fixed addresses.
+        again: launches the step once more, on what the inputs and the cache hold; False, and nothing done, where pages
+            are not any more where they were.
+        report: what was joined.
+        written: what the step writes to beside its cache: states of the model.
+        compared: whether it was compared with eager steps within windows (False) and behind them (True).
+    """
+
+    @torch.inference_mode(False)  # tensors of inference mode could be written there only
+    @torch.no_grad()
+    def __init__(self, plain: Plain, call: Call, kept: "Kept", terms: Terms) -> None:
+        statics, self._terms, self._counted = kept.statics, terms, Counted()
+        self.inputs = call.inputs(statics.span.end)
+        self.compared: set[bool] = set()
+        self._last: Call | None = None
+        self._results: Results | None = None
+        statics.put_at(call.length or 0)
+        self.written = Written((*statics.tensors(), *self.inputs))
+        with statics.undone():
+            try:
+                self._run = run = self._joined(plain, call, kept)  # which holds constants that the graph reads
+
+                def body() -> None:
+                    tensors = run(*self.inputs)
+                    self._results.put(tensors)
+                    statics.position.add_(1)  # for the next replay
+
+                self.again = terms.recorded(kept.recorder, body)
+            finally:
+                self.written.undo()
+        self._results.drop_cache()
+
+    def _joined(self, plain: Plain, call: Call, kept: "Kept") -> Joined:
+        """Run the step and return it with its launches joined."""
+        step, keeps = functools.partial(self._step, plain, call, kept.statics), None if self._terms.joins else True
+        how = {"same_bits": keeps, "program": kept.recorder.program, "before_write": self.written.note}
+        try:
+            run = joined(lambda *inputs: step(inputs), self.inputs, **how)
+        except StepRefused as error:
+            raise NotRecordable(str(error)) from error
+        self.report = run.report
+        if run.report.from_host:
+            raise NotRecordable(run.report.from_host)
+        run.first = None
+        return run
+
+    def _step(self, plain: Plain, call: Call, statics: Statics, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Run the model's forward on tensors at fixed addresses."""
+        self._terms.begin_pass()
+        statics.recording = True
+        try:
+            steady = steady_attention(wanted=statics.steady and pass_precision() != "coarse")
+            with self._counted.during(self._terms.handles()), as_captured(), steady:
+                out = plain(**call.kwargs(inputs))
+        finally:
+            statics.recording = False
+        statics.settle()
+        self._results = Results(out, call.cache)
+        return self._results.tensors
+
+    def replay(self, call: Call, statics: Statics) -> Any:
+        """Compute a step; return what the forward returns. Raises PagesMoved, with nothing done."""
+        statics.settle()  # rows may have been put in another order
+        call.load(self.inputs, self._last)
+        self._last = call
+        statics.put_at(call.length or 0)
+        if not self.again():
+            raise PagesMoved("pages have moved since the step was recorded")
+        self._counted.passes += 1
+        statics.advance(call.length or 0)
+        return self._results.copied(call, self.inputs)
+
+    def tried(self, call: Call, statics: Statics) -> Any:
+        """Do as `replay`, undone again, and count no pass."""
+        with statics.undone(), statics.spoiled(), self.written.undone():
+            out = self.replay(call, statics)
+        self._counted.passes -= 1
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of results at fixed addresses, but for those in a CUDA graph's own pool."""
+        return self._run.run.nbytes
+
+    def end_call(self) -> None:
+        """Keep nothing of the caller's, and have layers and pages count what was replayed."""
+        self._last = None
+        self._counted.settle()
+
+
+def computed_as_recorded(plain: Plain, kwargs: Mapping[str, Any], statics: Statics) -> Any:
+    """Compute a step on a cache that lies in `statics` with the kernels of a recorded one; record nothing.
+
+    Raises:
+        NotRecordable: an argument is neither a tensor nor a constant.
+    """
+    call = take_apart(kwargs, cache_in(kwargs)[0], statics.length)
+    inputs = call.inputs(statics.span.end)
+    with statics.as_recorded(), as_captured(), steady_attention(wanted=statics.steady):
+        return plain(**call.kwargs(inputs))
+
+
+class Kept:
+    """A cache's memory and the recordings on it."""
+
+    def __init__(self, cache: Any, limit: int | None, terms: Terms) -> None:
+        room, wide = room_wanted(cache, limit), terms.passes_masks
+        self.statics, self.recorder = Statics(cache, room, wide=wide, steady=terms.steady), terms.new_recorder()
+        self.recordings: dict[tuple[tuple, Span], Recording] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache's memory and of the results of tapes."""
+        return self.statics.nbytes + sum(recording.nbytes for recording in list(self.recordings.values()))
+
+    def end_call(self) -> None:
+        """Keep nothing of the caller's; see `Recording.end_call`."""
+        self.statics.forget()
+        for recording in self.recordings.values():
+            recording.end_call()
+
+    def release(self) -> None:
+        """Free graphs and memory."""
+        for recording in self.recordings.values():
+            recording.end_call()
+        self.recordings.clear()
+        self.recorder.release()
+
+
+def difference(out: Any, expected: Any, *, joined: float = 0.0) -> str:
+    """Return how a result differs from the expected one by more than rounding; "" if it does not.
+
+    joined: how far rounding elsewhere took the joined step from the step itself, at one place.
+    """
+    for name, wanted in expected.items() if hasattr(expected, "items") else enumerate(expected):
+        got = out[name]
+        if not isinstance(wanted, Tensor) or not wanted.is_floating_point():
+            continue
+        if got.shape != wanted.shape:
+            return f"{name} has the shape {tuple(got.shape)}, not {tuple(wanted.shape)}"
+        scale = wanted.float().nan_to_num(0, 0, 0).norm()
+        error = float((got.float() - wanted.float()).nan_to_num(0, 0, 0).norm() / scale.clamp_min(1e-30))
+        if error > max(2 * joined, _ROUNDING.get(wanted.dtype, _COARSE_ROUNDING)):
+            return f"{name} is {error:.1e} off"
+    return ""

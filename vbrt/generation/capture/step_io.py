@@ -1,0 +1,235 @@
+"""A decode step as tensors: what a forward is called with, and what it returns, taken apart and put together again."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vbrt.generation.static.cache_kinds import NotRecordable
+from vbrt.layers.compute import pass_precision
+from vbrt.libraries.torch_api import TreeSpec, tree_flatten, tree_unflatten
+
+__all__ = ["Call", "Results", "cache_in", "ids_in", "new_tokens", "take_apart"]
+
+_MASKS = ("decoder_attention_mask", "attention_mask")
+_IDS = ("decoder_input_ids", "input_ids", "inputs_embeds", "decoder_inputs_embeds")
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+def cache_in(kwargs: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Return the name and the value of the argument that is a cache of transformers, if one is."""
+    from transformers import Cache
+
+    return next(((name, value) for name, value in kwargs.items() if isinstance(value, Cache)), None)
+
+
+def new_tokens(kwargs: Mapping[str, Any]) -> int:
+    """Return how many tokens a sequence a forward appends; 0 if that cannot be seen."""
+    ids = ids_in(kwargs)
+    return 0 if ids is None else ids.shape[1] if ids.ndim > 1 else 1
+
+
+def ids_in(kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the tokens [B, T] that a forward appends, or their embeddings [B, T, D]; None if there are none."""
+    return next((kwargs[name] for name in _IDS if isinstance(kwargs.get(name), Tensor)), None)
+
+
+@dataclass(slots=True)
+class Call:
+    """The arguments of a step.
+
+    Attributes:
+        cache_name, cache: the argument that is the cache.
+        length: the tokens before the step; None if neither the cache nor a mask counts them.
+        mask_name, mask: the argument that has a column for every token, int or bool [B, length + 1], if there is one.
+        tensors: all others, in order.
+        form: what steps have in common that one recording serves: names, shapes, dtypes, constants.
+    """
+
+    cache_name: str
+    cache: Any
+    length: int | None
+    mask_name: str | None
+    mask: Tensor | None
+    tensors: list[Tensor]
+    versions: list[float]
+    form: tuple
+    _spec: TreeSpec
+    _leaves: list[Any]
+    _kwargs: Mapping[str, Any]
+    _places: Mapping[str, int]
+
+    def inputs(self, end: int) -> list[Tensor]:
+        """Return copies of the tensors that keep their addresses, the mask first, widened to `end` columns."""
+        made = [tensor.clone(memory_format=torch.contiguous_format) for tensor in self.tensors]
+        if self.mask is None:
+            return made
+        wide = torch.zeros((self.mask.shape[0], end), dtype=self.mask.dtype, device=self.mask.device)
+        wide[:, : self.mask.shape[1]] = self.mask
+        return [wide, *made]
+
+    def load(self, inputs: Sequence[Tensor], before: "Call | None") -> None:
+        """Copy the tensors to their addresses, but those that the call before had and nobody has written to."""
+        fixed = list(inputs)
+        if self.mask is not None:
+            self._load_mask(fixed.pop(0), before)
+        changed = [
+            place
+            for place, now in enumerate(self.tensors)
+            if before is None or before.tensors[place] is not now or _version(now) != before.versions[place]
+        ]
+        if changed:  # in one launch, where they are of one dtype
+            torch._foreach_copy_([fixed[place] for place in changed], [self.tensors[place] for place in changed])
+
+    def _load_mask(self, fixed: Tensor, before: "Call | None") -> None:
+        columns = self.mask.shape[1]
+        fixed[:, :columns].copy_(self.mask)
+        if before is None or before.mask.shape[1] > columns:
+            fixed[:, columns:].zero_()
+
+    def next(self, kwargs: Mapping[str, Any], length: int | None) -> "Call | None":
+        """Return the call after this one; None if more has changed than the contents of tensors."""
+        if len(kwargs) != len(self._kwargs) or pass_precision() != self.form[0]:
+            return None
+        tensors = list(self.tensors)
+        for name, value in kwargs.items():
+            was = self._kwargs.get(name, kwargs)
+            if value is was or name == self.mask_name:
+                continue
+            place = self._places.get(name)
+            if place is None:
+                if type(value) is not type(was) or type(value) not in _CONSTANTS or value != was:
+                    return None
+            elif not _alike(value, tensors[place]):
+                return None
+            else:
+                tensors[place] = value
+        mask = self._next_mask(kwargs)
+        if mask is not None and length is None:
+            length = mask.shape[1] - 1
+        if mask is not None and (mask.shape[1] != length + 1 or mask.dtype is not self.mask.dtype):
+            return None
+        return replace(
+            self, length=length, mask=mask, tensors=tensors, versions=list(map(_version, tensors)), _kwargs=kwargs
+        )
+
+    def _next_mask(self, kwargs: Mapping[str, Any]) -> Tensor | None:
+        if self.mask is None or self.mask_name in kwargs:
+            return kwargs.get(self.mask_name) if self.mask is not None else None
+        return torch.nn.functional.pad(self.mask, (0, 1), value=1)  # it was made for a forward that gets none
+
+    def kwargs(self, inputs: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the arguments of the forward with other tensors: those of `inputs`, in its order."""
+        rest = iter(inputs)
+        masked = {} if self.mask_name is None else {self.mask_name: next(rest)}
+        leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        return {**tree_unflatten(leaves, self._spec), **masked, self.cache_name: self.cache}
+
+    def given(self) -> list[Tensor]:
+        """Return the caller's own tensors, in the order of `inputs`."""
+        return self.tensors if self.mask is None else [self.mask, *self.tensors]
+
+
+def take_apart(kwargs: Mapping[str, Any], cache_name: str, length: int | None, *, masks: bool = False) -> Call:
+    """Take the arguments of a step apart.
+
+    Args:
+        length: what the cache has seen; None where its layers do not count.
+        masks: whether the forward takes a mask of the decoder's tokens, and makes one by the length if it gets none.
+
+    Raises:
+        NotRecordable: an argument is neither a tensor nor a constant, named.
+    """
+    rest = {name: value for name, value in kwargs.items() if name != cache_name}
+    if masks and length is not None and rest.get(_MASKS[0]) is None:
+        ids = next(rest[name] for name in _IDS if isinstance(rest.get(name), Tensor))
+        rest[_MASKS[0]] = torch.ones((ids.shape[0], length + 1), dtype=torch.int64, device=ids.device)
+    mask_name = _growing_mask(rest, length)
+    mask = None if mask_name is None else rest.pop(mask_name)
+    if mask is not None and length is None:
+        length = mask.shape[1] - 1
+    leaves, spec = tree_flatten(rest)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+            raise NotRecordable(f"an argument of the forward is {type(leaf).__name__}")
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    of_mask = None if mask is None else (mask.dtype, mask.device, mask.shape[0])
+    form = (pass_precision(), spec, cache_name, mask_name, of_mask, tuple(map(_form, leaves)))
+    versions = list(map(_version, tensors))
+    at = {id(tensor): place for place, tensor in enumerate(tensors)}
+    places = {name: at[id(value)] for name, value in rest.items() if isinstance(value, Tensor)}
+    return Call(
+        cache_name, kwargs[cache_name], length, mask_name, mask, tensors, versions, form, spec, leaves, kwargs, places
+    )
+
+
+def _growing_mask(kwargs: Mapping[str, Any], length: int | None) -> str | None:
+    """Return the name of the mask over all tokens: the decoder's, in a model that has two."""
+    paired = "encoder_outputs" in kwargs or "decoder_input_ids" in kwargs
+    name = _MASKS[0] if paired else _MASKS[1]
+    mask = kwargs.get(name)
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.ndim != 2:
+        raise NotRecordable(f"{name} has {mask.ndim} dimensions")
+    return name if length is None or mask.shape[1] == length + 1 else None
+
+
+def _alike(tensor: Any, other: Tensor) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.shape == other.shape
+        and tensor.dtype is other.dtype
+        and tensor.device == other.device
+    )
+
+
+def _version(tensor: Tensor) -> float:
+    """Return how often a tensor was written to; NaN, which equals nothing, for one that does not count."""
+    return math.nan if tensor.is_inference() else tensor._version
+
+
+def _form(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return type(leaf), leaf
+    return leaf.dtype, leaf.device, tuple(leaf.shape)
+
+
+class Results:
+    """What a recorded step returns: the tensors at fixed addresses, and how to put copies of them together."""
+
+    def __init__(self, out: Any, cache: Any) -> None:
+        self._leaves, self._spec = tree_flatten(out, is_leaf=lambda item: item is cache)
+        self._cache = next((place for place, leaf in enumerate(self._leaves) if leaf is cache), None)
+        self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        for leaf in self._leaves:
+            if leaf is not cache and not isinstance(leaf, (Tensor, *_CONSTANTS)):
+                raise NotRecordable(f"the forward returns {type(leaf).__name__}")
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors, in order."""
+        return [self._leaves[place] for place in self._places]
+
+    def put(self, tensors: Sequence[Tensor]) -> None:
+        """Take other tensors for those that the step returned: a step in fewer launches returned them."""
+        for place, tensor in zip(self._places, tensors, strict=True):
+            self._leaves[place] = tensor
+
+    def drop_cache(self) -> None:
+        """Forget the cache that the step was recorded with."""
+        if self._cache is not None:
+            self._leaves[self._cache] = None
+
+    def copied(self, call: Call, inputs: Sequence[Tensor]) -> Any:
+        """Return the result as the forward returns it, with copies; tensors that it got are the caller's own."""
+        own = {id(fixed): given for fixed, given in zip(inputs, call.given(), strict=True)}
+        leaves = list(self._leaves)
+        for place in self._places:
+            leaves[place] = own[id(leaves[place])] if id(leaves[place]) in own else leaves[place].clone()
+        if self._cache is not None:
+            leaves[self._cache] = call.cache
+        return tree_unflatten(leaves, self._spec)

@@ -1,0 +1,140 @@
+"""Joins of steps that are recorded on a CPU: layers of one input are one call of C code, and so is a gate."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from vbrt.generation.fusion.fuse_norms import eager_forms
+from vbrt.generation.fusion.step_graph import StepGraph
+from vbrt.kernels.cpu.few import Few, products
+from vbrt.kernels.cuda.joining import matches
+from vbrt.kernels.step import gated, projected
+from vbrt.layers.compute import linear_on_planes, linear_without_grad, resting_product
+from vbrt.layers.experts.layer import encoded_forward
+from vbrt.layers.experts.resting import experts_at_rest, resting_experts
+
+__all__ = ["join_gates", "join_products", "join_projections"]
+
+_MOST = 8  # layers of one call
+_SMALL_MATRIX, _FEW_ROWS = 1 << 17, 2  # numbers of a weight, and tokens, that one thread multiplies
+_aten = torch.ops.aten
+
+
+def join_products(step: StepGraph) -> None:
+    """Have layers whose pages never move compute without a lease, and those of one input together."""
+    families: dict[Any, list[tuple[Node, Few]]] = defaultdict(list)
+    for node in step.calls(linear_without_grad):
+        handle, x, bias = node.args
+        resting = resting_product(handle)
+        if resting is None or x.meta["val"].device != handle.device:
+            continue
+        few = _few(handle, node)
+        if few is None:
+            kernels, planes = resting
+            args = (handle, kernels, x, planes, bias)
+            step.replace(node, step.call(node, linear_on_planes, args, node.meta["val"]))
+            step.graph.erase_node(node)
+        else:
+            families[x, few.form, few.rounded].append((node, few))
+    for node in step.calls(encoded_forward):
+        _rest(step, node)
+    places = step.places()
+    for family in families.values():
+        for group in _groups(step, family, places):
+            _join(step, group)
+
+
+def _rest(step: StepGraph, node: Node) -> None:
+    """Have experts whose pages never move compute without a lease."""
+    layer, x, ids, *_ = node.args
+    if len(node.args) != 4 or len(x.meta["val"].shape) != 2 or x.meta["val"].dtype is not layer.handle.dtype:
+        return
+    resting = resting_experts(layer, ids.meta["val"].numel())
+    if resting is not None:
+        call = step.call(node, experts_at_rest, (resting, *node.args[1:]), node.meta["val"], effect=True)
+        step.replace(node, call)
+        step.graph.erase_node(node)
+
+
+def _few(handle: Any, node: Node) -> Few | None:
+    """What multiplies few tokens by a layer, if it takes this x and bias."""
+    _, x, bias = node.args
+    short, value = handle.short, x.meta["val"]
+    if short is None or not isinstance(short.few, Few):
+        return None
+    few = short.few
+    given = [value] if bias is None else [value, bias.meta["val"]]
+    fits = all(form.dtype is few.form[2] and _is_dense(form) for form in given)
+    fits = fits and (bias is None or given[1].shape == (few.outputs,))
+    return few if fits and 0 < value.numel() <= few.most else None
+
+
+def _is_dense(form: Any) -> bool:
+    """True if rows lie one behind the other; torch says any number where a dimension has one place."""
+    step = 1
+    for size, stride in zip(reversed(form.shape), reversed(form.strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _groups(step: StepGraph, family: list[tuple[Node, Few]], places: dict[Node, int]) -> list[list[tuple[Node, Few]]]:
+    """Layers that one call may compute where the first of them is: their input and biases are there, and stay."""
+    first = places[family[0][0]]
+    early, late = [], []
+    for node, few in family:
+        _, x, bias = node.args
+        there = bias is None or bias.op == "placeholder" or places[bias] < first
+        (early if there and step.is_fixed(x, bias) and len(early) < _MOST else late).append((node, few))
+    return [group for group in (early, *([one] for one in late)) if group]
+
+
+def _join(step: StepGraph, group: list[tuple[Node, Few]]) -> None:
+    first, x = group[0][0], group[0][0].args[1]
+    args = (tuple(few for _, few in group), x, tuple(node.args[2] for node, _ in group))
+    call = step.call(first, products, args, tuple(node.meta["val"] for node, _ in group))
+    for at, (node, _) in enumerate(group):
+        step.replace(node, step.item(call, at))
+        step.graph.erase_node(node)
+    step.joined["layers of one input"] += len(group) > 1
+
+
+def join_projections(step: StepGraph) -> None:
+    """Replace products of few tokens with small dense matrices, where torch takes longer to begin than to compute."""
+    for node in step.calls(_aten.mm.default):
+        x, turned = node.args
+        weight = turned.args[0] if turned.target is _aten.t.default else None
+        if weight is None or weight.op != "placeholder" or not step.is_fixed(x, weight):
+            continue
+        forms = [part.meta["val"] for part in (x, weight)]
+        small = forms[1].numel() <= _SMALL_MATRIX and forms[0].shape[0] <= _FEW_ROWS
+        if small and forms[0].dtype is forms[1].dtype and all(map(_is_dense, forms)):
+            step.replace(node, step.call(node, projected, (x, weight), node.meta["val"]))
+            step.joined["small product"] += 1
+
+
+def join_gates(step: StepGraph) -> None:
+    """Replace activation(gate) * up."""
+    for node in step.calls(_aten.mul.Tensor):
+        found = _gate(node)
+        if found is None or not step.is_fixed(*found[:2]):
+            continue
+        value = node.meta["val"]
+        step.replace(node, step.call(node, gated, found, value.new_empty(*value.shape)))
+        step.joined["gate"] += 1
+
+
+def _gate(node: Node) -> tuple[Node, Node, str] | None:
+    for first, up in (node.args, node.args[::-1]):
+        for name, (given, result) in eager_forms().gates.items():
+            found: dict[Any, Any] = {}
+            if isinstance(up, Node) and matches(first, result, found) and _alike(node, found[given], up):
+                return found[given], up, name
+    return None
+
+
+def _alike(*nodes: Node) -> bool:
+    return len({(node.meta["val"].shape, node.meta["val"].dtype) for node in nodes}) == 1

@@ -1,0 +1,334 @@
+"""A decode step with its small launches joined, without torch.compile.
+
+    step = joined(lambda: model(ids, past_key_values=cache).logits, same_bits=False)
+    with torch.cuda.graph(graph):
+        logits = step()
+
+The step runs once, for real, while its operators are recorded (`vbrt/kernels/recorded.py`): 40 to 90 µs each. What the
+record shows to be an RMS norm, a rotary embedding, attention of one query, a router or layers of one input is replaced
+by a launch of ours, each by a rule whose arithmetic and roundings are known. What comes out is called like the step,
+and reads and writes the very tensors that the step did.
+
+As a CUDA graph, it repeats what the step did that one time: what Python decided stays decided. Where the record cannot
+be what the step does, because a number in a tensor decided or because a check of the result failed, the step itself is
+what one gets, and the report says why.
+
+| pattern | same bits as eager | what it replaces |
+| --- | --- | --- |
+| plain | yes | arithmetic in place on temporaries, casts that say more than they do: so that others see through it |
+| repeated | yes | what is computed several times from the same |
+| layers | no | on GPUs, 4-bit layers of one input, gated pairs, sums and norms: `kernels/cuda/joining.py` |
+| products | yes | on CPUs, layers of one input |
+| gates | no | on CPUs, an activation, and the product with what lies beside it |
+| small products | no | on CPUs, those of few tokens with small dense matrices, such as routers |
+| norms | no | RMS norms, with the residual sum in front |
+| rotary | yes | queries and keys, with the norms of heads where norms may be replaced |
+| cache | yes | the copies of keys and values into a static cache |
+| attention | no | of few queries to many keys |
+| heads | yes | keys that are repeated for several heads, in front of steady attention |
+| routers | no | softmax, top-k, normalization |
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from vbrt.generation.fusion.canonicalize import join_repeated, say_plainly
+from vbrt.generation.fusion.fuse_attention import join_attention, join_cache_writes, join_rotary, share_heads
+from vbrt.generation.fusion.fuse_cpu_layers import join_gates, join_products, join_projections
+from vbrt.generation.fusion.fuse_norms import eager_forms, join_norms
+from vbrt.generation.fusion.fuse_routers import join_routers
+from vbrt.generation.fusion.graph_backends import without_collections
+from vbrt.generation.fusion.precompile_launches import compile_launches
+from vbrt.generation.fusion.step_graph import Program, StepGraph
+from vbrt.kernels.cpu import build
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.joining import join_layers
+from vbrt.kernels.recorded import Form, StepRecorder, form_of
+from vbrt.layers.compiled import FEW_TOKENS, tiles_of_pass
+from vbrt.layers.compute import kernels_of_pass, linear_without_grad
+from vbrt.layers.experts.layer import encoded_forward
+from vbrt.libraries.torch_api import tree_leaves
+
+__all__ = ["PATTERNS", "JoinReport", "Joined", "joined"]
+
+_OWN = 4  # times what a step's own results differ from run to run: nobody could keep its bits
+_TOLERANCE = 0.1  # of the norm of what the step gave: rounding is a tenth of that, a wrong replacement ten times
+
+
+class Pattern(NamedTuple):
+    """What can be replaced.
+
+    Attributes:
+        name: by which it can be left out.
+        same_bits: True if what replaces it gives the bits of the eager kernels.
+        apply: changes a graph and counts what it did.
+        on: where it serves: devices of kernels of ours, "" where there are none.
+    """
+
+    name: str
+    same_bits: bool
+    apply: Callable[[StepGraph], None]
+    on: tuple[str, ...] = ("cuda", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class JoinReport:
+    """What became of a step.
+
+    Attributes:
+        joined: pattern -> how often it was replaced.
+        kept: why something like a pattern was left alone -> how often.
+        operators: that the step ran, views included, and that the joined one runs.
+        seconds: recording, joining and checking, the step's own time included.
+        error: of the first output of floating point, relative to its norm; None: not compared.
+        refused: why the step itself is what runs; "" if the joined one does.
+        from_host: what a CUDA graph would read of host memory in every replay, where it is gone by then; "" if
+            nothing. For a step that runs as it is that is not known: numbers that Python makes tensors of are copied,
+            too, and only a joined step has them as constants.
+    """
+
+    joined: Mapping[str, int] = field(default_factory=dict)
+    kept: Mapping[str, int] = field(default_factory=dict)
+    operators: tuple[int, int] = (0, 0)
+    seconds: float = 0.0
+    error: float | None = None
+    refused: str = ""
+    from_host: str = ""
+
+    @property
+    def unjoined(self) -> Mapping[str, int]:
+        """What was left as it is -> how often; the whole step, if it was."""
+        return {f"the step: {self.refused}": 1} if self.refused else self.kept
+
+
+class Joined:
+    """A step to be called in the place of another; a CUDA graph of it reads constants that live as long as this does.
+
+    Attributes:
+        run: a `Program`, or the step itself.
+        report: what was joined.
+        first: what the step gave while it was recorded.
+    """
+
+    def __init__(self, run: Callable[..., Any], report: JoinReport, first: Any) -> None:
+        self.run, self.report, self.first = run, report, first
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run it; inputs of the same shapes as the examples."""
+        with torch.no_grad():
+            return self.run(*inputs)
+
+
+def _join_layers(step: StepGraph) -> None:
+    """Show 4-bit layers whose planes never move as operators, and join them."""
+    for node in step.calls(linear_without_grad):
+        handle, x, bias = node.args
+        tiles, value = tiles_of_pass(handle), x.meta["val"]
+        if tiles is None:
+            continue
+        format, n, k, dtype, _ = tiles.form.split()
+        if value.numel() > FEW_TOKENS * int(k) or value.dtype != getattr(torch, dtype) or value.device != handle.device:
+            step.kept["a 4-bit layer of many tokens, or of another dtype"] += 1
+            continue
+        args = (x, step.constant(tiles.page), None, bias, format, int(n), "none")
+        step.replace(node, step.call(node, torch.ops.vbrt.fp4_linear.default, args, node.meta["val"]))
+        step.graph.erase_node(node)
+    join_layers(step.graph, eager_forms())
+    for name in ("fp4_linears", "fp4_gated", "fp4_residual", "normed_sum"):
+        count = len(step.calls(getattr(torch.ops.vbrt, name).default)) if hasattr(torch.ops.vbrt, name) else 0
+        if count:
+            step.joined[_LAYER_JOINS[name]] += count
+
+
+_LAYER_JOINS = {
+    "fp4_linears": "layers of one input",
+    "fp4_gated": "gated pair",
+    "fp4_residual": "layer, sum and norm",
+    "normed_sum": "sum and norm before layers",
+}
+
+_EVERYWHERE = ("cuda", "cpu", "")
+
+#: in the order in which they are applied
+PATTERNS = (
+    Pattern("plain", True, say_plainly, _EVERYWHERE),
+    Pattern("repeated", True, join_repeated, _EVERYWHERE),
+    Pattern("layers", False, _join_layers, ("cuda",)),
+    Pattern("products", True, join_products, ("cpu", "")),
+    Pattern("gates", False, join_gates, ("cpu",)),
+    Pattern("small products", False, join_projections, ("cpu",)),
+    Pattern("norms", False, join_norms),
+    Pattern("rotary", True, join_rotary),
+    Pattern("cache", True, join_cache_writes),
+    Pattern("attention", False, join_attention),
+    Pattern("heads", True, share_heads, ("cuda",)),
+    Pattern("routers", False, join_routers),
+)
+_ALL = frozenset(pattern.name for pattern in PATTERNS)
+
+
+def joined(
+    step: Callable[..., Any],
+    example_inputs: Sequence[Any] = (),
+    *,
+    same_bits: bool | None = None,
+    without: Collection[str] = (),
+    check: bool = True,
+    program: Callable[[StepGraph, Sequence[Any]], Any] = Program,
+    before_write: Callable[[Tensor], object] | None = None,
+) -> Joined:
+    """Run a step once and return it with its launches joined.
+
+    Args:
+        step: gives a tensor, or tuples, lists and dicts of them. What it reads besides its inputs it must find in the
+            same memory each time: parameters, caches, static inputs.
+        example_inputs: of the step; tensors among them may be others of the same shape at later calls.
+        same_bits: True: only what gives the bits of the eager kernels is replaced. None: so it is unless the step has
+            4-bit layers, which promise no bits.
+        without: names of patterns to leave alone.
+        check: run the joined step too and compare, from the same state: counters that the step advances are put back
+            before, and caches get the same entries once more.
+        program: makes of a graph, and the example inputs, what runs it.
+        before_write: called with each tensor that was there before and that the step is about to write to.
+
+    Raises: whatever the step raises, and StepRefused where `before_write` is given and the step cannot be recorded.
+    """
+    with without_collections():
+        return _joined(step, example_inputs, _How(same_bits, frozenset(without), check, program, before_write))
+
+
+class _How(NamedTuple):
+    """What `joined` was asked for."""
+
+    same_bits: bool | None
+    without: frozenset[str]
+    check: bool
+    program: Callable[[StepGraph, Sequence[Any]], Any]
+    before_write: Callable[[Tensor], object] | None
+
+
+def _joined(step: Callable[..., Any], inputs: Sequence[Any], how: _How) -> Joined:
+    start = time.perf_counter()
+    with torch.no_grad(), StepRecorder(inputs, before_write=how.before_write) as recorder:
+        first = step(*inputs)
+    recorder.finish(first)
+    if recorder.refused:
+        seconds, why = time.perf_counter() - start, recorder.refused
+        return Joined(step, JoinReport(seconds=seconds, refused=why, from_host=why), first)
+    if how.same_bits is None:
+        how = how._replace(same_bits=not _has_rounded_layers(recorder))
+    from_host, graph = _from_host(recorder), StepGraph(recorder, same_bits=how.same_bits)
+    before = len(recorder.graph.nodes) - len(recorder.given)
+    if _change(graph, how.without) == "cuda":
+        compile_launches(graph)
+    program = how.program(graph, inputs)
+    error = _error_of(program, recorder, inputs, first) if how.check else None
+    if error is not None and not (error == 0.0 if how.same_bits else error < _TOLERANCE):
+        why = f"the joined step's result differs from the step's by {error:.2g} of its norm"
+        own = _error_of(step, recorder, inputs, first) if how.same_bits else 0.0
+        if not 0.0 < own or error > _OWN * own:
+            report = JoinReport(seconds=time.perf_counter() - start, refused=why, from_host=from_host or why)
+            return _as_it_is(recorder, inputs, how, Joined(step, report, first))
+        graph.kept[f"no bits to keep: the step's own differ from run to run, by {own:.2g} of its norm"] += 1
+    seconds, counts = time.perf_counter() - start, (before, len(program))
+    report = JoinReport(dict(graph.joined), dict(graph.kept), counts, seconds, error, from_host=from_host)
+    return Joined(program, report, first)
+
+
+def _as_it_is(recorder: StepRecorder, inputs: Sequence[Any], how: _How, refused: Joined) -> Joined:
+    """Record a step again, to be run with nothing replaced, where bits were lost by that; else what is refused."""
+    if not how.same_bits or how.without >= _ALL:
+        return refused
+    _restore(recorder)
+    again = _joined(refused.run, inputs, how._replace(without=_ALL))
+    report = replace(again.report, kept={**again.report.kept, f"everything: {refused.report.refused}": 1})
+    return Joined(again.run, report, again.first)
+
+
+def _restore(recorder: StepRecorder) -> None:
+    """Put back what the step has written, such as counters that it advanced."""
+    for tensor, before in reversed(recorder.saved):
+        tensor.copy_(before)
+
+
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+
+def _from_host(recorder: StepRecorder) -> str:
+    """What copies from host memory to the device, which a CUDA graph would do again from an address that is free."""
+    for node in recorder.graph.nodes:
+        if any(form.device.type == "cuda" for form in _forms(node)) and any(map(_is_copied, _reads(node))):
+            return f"{node.target} copies from host memory"
+    return ""
+
+
+def _reads(node: Node) -> Iterator[tuple[Node, Form]]:
+    return ((node, form) for read in node.all_input_nodes for form in _forms(read))
+
+
+def _is_copied(read: tuple[Node, Form]) -> bool:
+    """False for a number that a launch takes for an argument."""
+    node, form = read
+    return form.device.type == "cpu" and (form.numel() > 1 or node.target in _COPIES)
+
+
+def _forms(node: Node) -> list[Form]:
+    """The forms of a node's results; none for what gives no tensors."""
+    forms = form_of(node) if "val" in node.meta else None
+    parts = [forms] if forms is None or isinstance(forms, Form) else list(forms)
+    return [part for part in parts if part is not None]
+
+
+def _has_rounded_layers(recorder: StepRecorder) -> bool:
+    """True if a layer in 4 bits computes in the step; of `exact` weights it does in a coarse pass."""
+    layers = recorder.graph.find_nodes(op="call_function", target=linear_without_grad)
+    experts = recorder.graph.find_nodes(op="call_function", target=encoded_forward)
+    specs = [kernels_of_pass(node.args[0]).spec for node in layers] + [node.args[0].handle.spec for node in experts]
+    return any(not (spec.lossless or spec.fine) for spec in specs)
+
+
+def _change(graph: StepGraph, without: Collection[str]) -> str:
+    """Apply the patterns that serve where the step computes; return where that is, see `_kind_of_device`."""
+    graph.drop_unused()
+    device = _kind_of_device(graph)
+    for pattern in PATTERNS:
+        if device in pattern.on and pattern.name not in without and (pattern.same_bits or not graph.same_bits):
+            pattern.apply(graph)
+            graph.drop_unused()
+    return device
+
+
+def _kind_of_device(graph: StepGraph) -> str:
+    """Return where launches of ours run: "cuda", "cpu", or "" where plain torch stands in for them."""
+    found = {tensor.device for tensor in graph.given.values() if tensor.is_cuda}
+    if not found:
+        return "cpu" if build.refusal(torch.device("cpu"), "step") is None else ""
+    if all(devices.available() and devices.major(device.index) >= devices.MIN_MAJOR for device in found):
+        return "cuda"
+    graph.kept["everything: kernels need Triton, and a GPU of compute capability 8.0 or newer"] += 1
+    return ""
+
+
+def _error_of(program: Callable[..., Any], recorder: StepRecorder, inputs: Sequence[Any], first: Any) -> float | None:
+    """The error of a step's first output of floating point, from the state that the recorded one began with."""
+    if recorder.random:
+        return None
+    _restore(recorder)
+    with torch.no_grad():
+        got = program(*inputs)
+    pairs = zip(tree_leaves(got), tree_leaves(first), strict=True)
+    floats = [(a, b) for a, b in pairs if isinstance(b, Tensor) and b.is_floating_point()]
+    return max((_error(a, b) for a, b in floats), default=None)
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    if torch.equal(got, want):
+        return 0.0
+    difference = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
+    return float(difference) if bool(difference.isfinite()) else float("inf")

@@ -1,0 +1,415 @@
+"""Where the pages of a KV cache live: extents in the tiers of a runtime, under the budgets of the weights.
+
+An *extent* is room for up to 16 MiB of pages of one layer, side by side, and one page of the stack: so one copy moves
+many pages, at the link's speed. Pages are written into it once, as they are sealed, and never change. Its home is the
+computing tier while the layer's share of the room lasts, else the first tier below with room. Every layer has the same
+share, so the link has something to do all through a pass.
+
+Extents are *put*: no policy hears of them and no rehoming moves them, weights beside them are used as if they were not
+there. Their order of use is known without learning (layer by layer, oldest tokens first), so they come through a ring
+of their own (`fetch_ring.py`). A budget change releases them for its length, and the stack moves them as any page.
+"""
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import TierError
+from vbrt.formats.page import build_layout
+from vbrt.generation.kv.device_shares import Needs, Sizes, whole
+from vbrt.generation.kv.fetch_ring import Ring
+from vbrt.generation.kv.quantized import PageCode
+from vbrt.tiers import Level, Owner, Page, Tally, TierStack
+
+__all__ = ["Extent", "KVStore", "Memory"]
+
+_PASSING_PAGES = 4  # slots that weights pass through: two leased, two ahead
+_names, _serials = itertools.count(1), itertools.count()
+
+
+class Memory:
+    """Bytes of one page of the stack that stay where they are while this object lives."""
+
+    __slots__ = ("__weakref__", "key", "owner", "page", "stack")
+
+    def __init__(self, stack: TierStack, key: str, home: str, nbytes: int, content: Tensor | None = None) -> None:
+        """Reserve `nbytes` in a tier, a store with their content. Raises TierError: no room, or an unwritten file."""
+        self.stack, self.key, self.owner = stack, key, Owner(stack)
+        layout = build_layout("dense", "kv", [("pages", "uint8", (nbytes,))])
+
+        def write(out: Tensor) -> None:
+            if content is not None:
+                out[: content.numel()].copy_(content.reshape(-1))
+                out[content.numel() :].zero_()
+
+        self.page: Page = stack.add(key, layout, home, write, self.owner)
+        self.page.passes = False
+        self.put()
+
+    def put(self) -> None:
+        """Have the page stay where it is, unless it is gone."""
+        with self.stack.guard.entered:
+            if self.stack.pages.get(self.key) is self.page and self.page.put is None:
+                self.stack.ledger.put(self.page, self.owner.claim)
+
+    def release(self) -> None:
+        """Let budget changes move the page; waits for the device."""
+        with self.stack.guard.entered:
+            if self.stack.pages.get(self.key) is self.page and self.page.put is not None:
+                self.stack.ledger.release_put(self.page)
+
+    @property
+    def level(self) -> Level:
+        """The tier where it lives. Raises TierError if the stack was closed."""
+        self.stack.ledger.check_open(self.key)
+        return self.stack.levels[self.page.home]
+
+    @property
+    def bytes(self) -> Tensor:
+        """Its bytes in a memory tier."""
+        return self.level.slots[self.key].view
+
+
+class Extent(Memory):
+    """Room for `capacity` pages of a layer, of which `filled` are written; they never change.
+
+    Attributes:
+        code: of the pages.
+        serial: the order in which extents were made.
+        shared: True once a copy of the cache has it: both go on in extents of their own.
+        written: when its last page has left the computing device; None where nothing has to be waited for.
+    """
+
+    __slots__ = ("capacity", "code", "filled", "serial", "shared", "written")
+
+    def __init__(
+        self, stack: TierStack, key: str, home: str, code: PageCode, capacity: int, content: Tensor | None = None
+    ) -> None:
+        self.code, self.capacity, self.shared = code, capacity, False
+        self.filled, self.written, self.serial = 0, None, next(_serials)
+        super().__init__(stack, key, home, capacity * code.page_bytes, content)
+        self.filled = 0 if content is None else capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the budget that it takes."""
+        return self.page.nbytes
+
+    def pages(self, count: int) -> Tensor:
+        """Return the first pages, uint8 [count, page_bytes], in a memory tier."""
+        return self.bytes[: count * self.code.page_bytes].view(count, -1)
+
+
+M = TypeVar("M", bound=Memory)
+
+
+class Alive(Generic[M]):
+    """Those of the added that are alive. May be walked while other threads add."""
+
+    def __init__(self) -> None:
+        self._refs: weakref.WeakValueDictionary[str, M] = weakref.WeakValueDictionary()
+
+    def add(self, memory: M) -> None:
+        """Add one."""
+        self._refs[memory.key] = memory
+
+    def __iter__(self) -> Iterator[M]:
+        return (memory for ref in self._refs.valuerefs() if (memory := ref()) is not None)
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+
+class KVStore:
+    """The pages of one cache.
+
+    Args:
+        stack: of the model's runtime.
+        layers: how many keep pages.
+        room: bytes of the computing tier that the cache may take; None: what weights leave.
+        others: returns the stores of all caches on the runtime, this one's too.
+        give_way: has weights leave so many bytes to a cache that names its room.
+
+    Attributes:
+        name: in keys, stats and timelines.
+        tally: counts extents that were where kernels compute (hits), that came through the ring (misses), and the bytes
+            moved; on a link upwards, such as "gpu>cpu", those that were written.
+        extents: that live, by layer.
+    """
+
+    def __init__(
+        self,
+        stack: TierStack,
+        layers: int,
+        *,
+        room: int | None = None,
+        others: Callable[[], "list[KVStore]"],
+        give_way: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self.stack, self.layers, self.room, self._others = stack, max(1, layers), room, others
+        self._give_way = give_way
+        self.name = f"kv{next(_names)}"
+        self.tally = Tally()
+        self.extents = {layer: Alive[Extent]() for layer in range(self.layers)}
+        self.tails = Alive[Memory]()
+        self.order: Callable = lambda place: None  # what comes after a place; the cache sets it
+        self._sizes: Sizes | None = None  # until a budget changes
+        self._ring: Ring | None = None
+        self._peers = 0  # that the room was divided with
+        self._serial, self._passing_bytes, self._tail_bytes, self._page_bytes = itertools.count(), 0, 0, 0
+        self._out = torch.cuda.Stream(stack.device) if stack.device.type == "cuda" else None
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages, the ring's among them, in all tiers."""
+        extents = sum(extent.nbytes for layer in self.extents.values() for extent in layer)
+        ring = self._ring.nbytes if self._ring else 0
+        return extents + ring + sum(tail.page.nbytes for tail in self.tails)
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        """Return the bytes of all pages in each tier."""
+        found = dict.fromkeys(self.stack.names, 0)
+        memories = [*itertools.chain(*self.extents.values()), *self.tails, *([self._ring.memory] if self._ring else [])]
+        for memory in memories:
+            found[self.stack.names[memory.page.home]] += memory.page.nbytes
+        return found
+
+    def tail(self, nbytes: int, page_bytes: int) -> Memory:
+        """Reserve a layer's open pages on the computing device. Raises TierError: the budget has no room for them."""
+        if nbytes > self._tail_bytes or page_bytes > self._page_bytes:
+            self._tail_bytes, self._page_bytes = max(self._tail_bytes, nbytes), max(self._page_bytes, page_bytes)
+            self._sizes = None
+        if self._sizes is None:
+            self._share()
+        tail = Memory(self.stack, self._key("tail"), self.stack.names[0], nbytes)
+        self.tails.add(tail)
+        return tail
+
+    def _key(self, what: str) -> str:
+        return f"{self.name}/{what}#{next(self._serial)}"
+
+    @property
+    def sizes(self) -> Sizes:
+        """How the room is divided. Raises TierError: there is too little."""
+        if self._sizes is None:
+            self._share()
+        return self._sizes
+
+    def _share(self) -> None:
+        """Divide what weights leave of the computing device among the caches that have begun and name no room, equally;
+        those that have more move pages down."""
+        stores = self._sharing()
+        sharing = [] if self.room is not None else [self, *stores]
+        passing, free = self._left(sharing or [self])
+        if self.room is not None and self.room > free:
+            self._give_way(self.room - free)
+            passing, free = self._left([self])
+        changed = []
+        for store in sharing or [self]:
+            store._passing_bytes, store._peers = passing, len(stores)
+            sizes = store._divided(free // len(sharing) if sharing else self.room, free)
+            if store._sizes != sizes:
+                store._shrink(sizes)
+                changed.append(store)
+        for store in changed:
+            store._grow()
+
+    def _left(self, stores: "list[KVStore]") -> tuple[int, int]:
+        """Return the bytes of slots that weights pass through, and what is left for some caches beside those slots, the
+        pages that live on the computing device and the room of other caches."""
+        top, pages = self.stack.levels[0], self.stack.pages.values()
+        passing = _PASSING_PAGES * max((p.nbytes for p in pages if p.passes and p.home and p.put is None), default=0)
+        free = top.free_bytes - passing + sum(store.bytes_by_tier()[top.tier.name] for store in stores)
+        return passing, free - sum(_unused(store) for store in self._others() if store.tails and store is not self)
+
+    def _sharing(self) -> "list[KVStore]":
+        """Return the other caches that have begun and name no room."""
+        return [store for store in self._others() if store.room is None and store.tails and store is not self]
+
+    def _divided(self, room: int, free: int) -> Sizes:
+        """Divide room on the computing device, of which `free` bytes are there, among tails, ring and shares."""
+        needs = Needs(self.layers, self._tail_bytes, self._page_bytes, ring=len(self.stack.levels) > 1)
+        held = max((extent.nbytes for extent in itertools.chain(*self.extents.values())), default=0)
+        sizes = needs.divide(room, held)
+        if room > free or sizes.share < 0:
+            top = self.stack.levels[0].tier
+            raise TierError(
+                f"{self.name}: the KV cache needs {max(needs.fixed(sizes), self.room or 0)} bytes of tiers.{top.name} "
+                f"(the last tokens of {self.layers} layers, slots that pages pass through, and its room); of the "
+                f"budget of {top.capacity_bytes} bytes {max(min(room, free), 0)} are left for it: raise the budget "
+                "with vb.set_budget(), name a room, which weights give way to, or take smaller pages or a smaller batch"
+            )
+        return sizes
+
+    def _shrink(self, sizes: Sizes) -> None:
+        """Take another division of the room: give the ring up, and move each layer's newest extents down, where they
+        have no place any more."""
+        self.forget_ring()
+        self._sizes = sizes
+        for layer, extents in self.extents.items():
+            left = sizes.share
+            for extent in sorted(extents, key=lambda extent: extent.serial):
+                left -= extent.nbytes
+                if left < 0 and extent.page.home == 0:
+                    self._move(extent, self._home(layer, extent.nbytes, below=True), layer)
+
+    def _grow(self) -> None:
+        """Make the ring of the division, and move the oldest extents up, where there is room for them."""
+        sizes, top = self._sizes, self.stack.names[0]
+        if sizes.slots:
+            slot = whole(sizes.extent)
+            memory = Memory(self.stack, self._key("ring"), top, sizes.slots * slot)
+            self._ring = Ring(memory, slot, self.tally, self.order)
+        for layer, extents in self.extents.items():
+            for extent in sorted(extents, key=lambda extent: extent.serial):
+                if extent.page.home and self._home(layer, extent.nbytes) == top:
+                    self._move(extent, top, layer)
+
+    def _move(self, extent: Extent, home: str | None, layer: int) -> None:
+        if home is None:
+            raise _full(self, layer, extent.nbytes)
+        extent.release()
+        try:
+            self.stack.rehome({extent.key: home})
+        finally:
+            extent.put()
+
+    # -- extents ------------------------------------------------------------------------------------------------------
+
+    def extend(self, layer: int, code: PageCode, pages: Tensor, held: int) -> Extent:
+        """Return a new extent with the first of these pages, uint8 [n, page_bytes], at least one.
+
+        Args:
+            held: pages that the layer has already: the extent has room for as many to come.
+
+        Raises:
+            TierError: no tier has room, or a file cannot be written.
+        """
+        if self._peers != len(self._sharing()):  # another cache has gone, and left its room
+            self._sizes = None
+        size = code.page_bytes
+        most = max(1, self.sizes.extent // size)
+        count = min(len(pages), most)
+        wanted = min(most, max(count, held))
+        for capacity in dict.fromkeys((wanted, count)):
+            home = self._home(layer, whole(capacity * size))
+            if home is not None:
+                break
+        else:
+            raise _full(self, layer, whole(count * size))
+        level = self.stack.levels[self.stack.names.index(home)]
+        key = self._key(f"{layer}")
+        if level.tier.memory:
+            extent = Extent(self.stack, key, home, code, capacity)
+            self.extents[layer].add(extent)
+            self.write(extent, pages[:count])
+        else:
+            extent = Extent(self.stack, key, home, code, count, pages[:count])
+            self.extents[layer].add(extent)
+            _count_written(self, level, extent.nbytes)
+        return extent
+
+    def write(self, extent: Extent, pages: Tensor) -> None:
+        """Add pages to an extent in a memory tier that has room for them; their bytes leave in the background."""
+        size, count = extent.code.page_bytes, len(pages)
+        level, slot = extent.level, extent.level.slots[extent.key]
+        out = slot.view[extent.filled * size : (extent.filled + count) * size].view(count, size)
+        if level.index and self._out is not None and slot.room.pinned:
+            recorder = self.stack.guard.recorder
+            self._out.wait_stream(torch.cuda.current_stream(self.stack.device))
+            began = None if recorder is None else recorder.mark_on(self._out)
+            with torch.cuda.stream(self._out):
+                out.copy_(pages, non_blocking=True)
+            pages.record_stream(self._out)
+            extent.written = slot.room.fence(self._out)
+            if recorder is not None:
+                link = f"{self.stack.names[0]}>{level.tier.name}"
+                recorder.note(link, extent.key, began, recorder.mark_on(self._out), pages.numel())
+        else:
+            out.copy_(pages)
+        if level.index:
+            _count_written(self, level, pages.numel())
+        extent.filled += count
+
+    def _home(self, layer: int, nbytes: int, *, below: bool = False) -> str | None:
+        """Return the first tier with room for an extent of a layer; `below`: of those below the computing one."""
+        top, *lower = self.stack.levels
+        on_top = sum(extent.nbytes for extent in self.extents[layer] if extent.page.home == 0)
+        if not below and on_top + nbytes <= self.sizes.share and nbytes <= top.free_bytes - self._passing_bytes:
+            return top.tier.name
+        for level in lower:
+            passing = self._passing_bytes if level.keeps_copies and level is not lower[-1] else 0
+            if nbytes + level.overhead_bytes <= level.free_bytes - passing:
+                return level.tier.name
+        return None
+
+    @property
+    def ring(self) -> Ring:
+        """The ring that extents come through. Raises TierError: no room for it."""
+        if self._ring is None or self._sizes is None:
+            self._sizes = None  # so that the ring is made, whatever they were
+            self._share()
+        return self._ring
+
+    def forget_ring(self) -> None:
+        """Give the ring up; another one is made when it is needed. Idempotent."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
+
+    # -- budget changes -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def movable(self) -> Iterator[None]:
+        """Let the stack move extents in a `with` block, as a budget change does. Then the room is divided anew."""
+        with self.stack.encoding:
+            extents = [extent for layer in self.extents.values() for extent in layer]
+            self.forget_ring()
+            try:
+                for extent in extents:
+                    extent.release()
+                    extent.written = None  # release has waited for the device
+                yield
+            finally:
+                for extent in extents:
+                    extent.put()
+                self._sizes = None
+
+    def close(self) -> None:
+        """Free all pages now. Idempotent."""
+        self.forget_ring()
+        for memory in [*itertools.chain(*self.extents.values()), *self.tails]:
+            self.stack.retire(memory.owner)
+        if not self.stack.closed:
+            self.stack.retire_unowned()
+
+
+def _unused(store: KVStore) -> int:
+    """Bytes of the room that a cache names which it has not taken yet."""
+    return 0 if store.room is None else max(0, store.room - store.bytes_by_tier()[store.stack.names[0]])
+
+
+def _full(store: KVStore, layer: int, nbytes: int) -> TierError:
+    """What is raised where no tier has room for an extent."""
+    rooms = (
+        f"tiers.{level.tier.name}.budget = {level.tier.capacity_bytes} has {max(level.free_bytes, 0)} free"
+        for level in store.stack.levels
+    )
+    lower = "" if any(not level.tier.memory for level in store.stack.levels) else ", enable tiers.ssd"
+    return TierError(
+        f"{store.name}: {nbytes} more bytes of keys and values of layer {layer} fit into no tier "
+        f"({', '.join(rooms)}); raise a budget with vb.set_budget(){lower}, use KVCache(bits=8) or 4, or a "
+        "shorter context"
+    )
+
+
+def _count_written(store: KVStore, level: Level, nbytes: int) -> None:
+    link, moved = f"{store.stack.names[0]}>{level.tier.name}", store.tally.bytes_moved
+    moved[link] = moved.get(link, 0) + nbytes

@@ -1,0 +1,216 @@
+"""`generate` of a wrapped model of transformers with drafts from its own coarse planes, or with noise by a seed."""
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+
+from vbrt.errors import ArgumentError
+from vbrt.generation.capture.mutation_watch import calls_others
+from vbrt.generation.speculation.draft_length import MOST, Pace
+from vbrt.generation.speculation.draft_loop import EXACTNESS, speculate
+from vbrt.generation.speculation.sampling_noise import Noise, greedy
+from vbrt.generation.speculation.sequences import Sequences
+from vbrt.generation.speculation.verification import Decoding, announce
+from vbrt.layers import VBLayer
+from vbrt.libraries import transformers_api
+from vbrt.libraries.transformers_api import DRAFTS, cache_argument, cache_of
+from vbrt.model.attachment import Attachment
+
+__all__ = ["Speculation", "generate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Arguments of `generate` of a wrapped model beside transformers' own.
+
+    Attributes:
+        speculate: "auto" or a number: draft that many tokens with the coarse planes of `exact` weights, and verify them
+            in one pass over the exact ones; where that cannot be, a warning and `stats().fallbacks` say why. False: do
+            not.
+        exactness: "tokens": tokens and logits are, bit for bit, those of decoding one token at a time: by
+            recorded steps where `generate` records them, and by eager ones elsewhere.
+            "distribution": all drafts are verified at once, which is faster and rounds otherwise.
+        seed: sampled tokens are drawn with noise by seed, row and position, the same with drafts and without. None:
+            with drafts one is drawn from torch's default generator, without them transformers samples.
+    """
+
+    speculate: str | int | bool = False
+    exactness: str = "tokens"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ArgumentError for values out of range."""
+        k = self.speculate
+        if not (k is False or k == "auto" or (type(k) is int and 1 <= k <= MOST)):
+            raise ArgumentError(f'generate: speculate = {k!r}; expected "auto", a number from 1 to {MOST}, or False')
+        if self.exactness not in EXACTNESS:
+            raise ArgumentError(f"generate: exactness = {self.exactness!r}; expected one of {', '.join(EXACTNESS)}")
+        if self.seed is not None and type(self.seed) is not int:
+            raise ArgumentError(f"generate: seed = {self.seed!r}; expected a whole number or None")
+
+    @classmethod
+    def taken(cls, kwargs: dict[str, Any]) -> tuple[Self, dict[str, Any]]:
+        """Return what the arguments of a call of generate say of it, and the others. Raises ArgumentError."""
+        names = {of.name for of in fields(cls)}
+        own = {name: value for name, value in kwargs.items() if name in names}
+        return cls(**own), {name: value for name, value in kwargs.items() if name not in names}
+
+    @property
+    def asked(self) -> bool:
+        """True if there is something to do that transformers does not do."""
+        return self.speculate is not False or self.seed is not None
+
+
+def generate(
+    model: Any, attachment: Attachment, how: Speculation, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Return what `plain(*args, **kwargs)` returns, the model's own `generate`, decoded as `how` says.
+
+    Where drafts are asked for and cannot be had, a warning and `stats().fallbacks` say why.
+
+    Raises:
+        ArgumentError: a seed for a call that draws no tokens one by one, such as beam search.
+    """
+    refusal = DRAFTS.refusal()
+    if not refusal:
+        config, _ = model._prepare_generation_config(kwargs.get("generation_config"), **kwargs)
+        refusal = _refusal(model, config, kwargs)
+    if refusal:
+        if how.seed is not None:
+            raise ArgumentError(f"generate: seed = {how.seed}: {refusal}; use torch.manual_seed")
+        announce(attachment.speculation, refusal)
+        return plain(*args, **kwargs)
+    if how.speculate is not False and not _can_draft(attachment):
+        announce(attachment.speculation, "no weight has a fine plane, so there is no coarser one to draft with")
+        if how.seed is None:
+            return plain(*args, **kwargs)
+        how = replace(how, speculate=False)
+    kwargs = dict(kwargs)
+    criteria = _with_stop_strings(kwargs)
+    method = _Method(attachment, how, kwargs.get("streamer"))
+    own = type(model).generate.__get__(model)
+    return own(*args, custom_generate=method, stopping_criteria=criteria, **kwargs)
+
+
+def _refusal(model: Any, config: Any, kwargs: dict[str, Any]) -> str:
+    """Return why a call does not decode token by token, by itself, with a cache; "" if it does."""
+    mode = str(getattr(config.get_generation_mode(kwargs.get("assistant_model")), "value", ""))
+    if kwargs.get("custom_generate") is not None:
+        return "custom_generate decodes in its own way"
+    if mode not in ("greedy_search", "sample"):
+        return f"{mode.replace('_', ' ')} does not decode token by token"
+    if model.config.is_encoder_decoder:
+        return f"{type(model).__name__} has an encoder and a decoder"
+    if config.output_attentions or config.output_hidden_states:
+        return "output_attentions and output_hidden_states ask for every pass of plain decoding"
+    if not config.use_cache:
+        return "use_cache = False"
+    if model.generation_config.stop_strings is not None:
+        return "the model's generation_config has stop_strings; give them to generate instead"
+    return ""
+
+
+def _can_draft(attachment: Attachment) -> bool:
+    layers = attachment.registry.layers.values()
+    return any(isinstance(layer, VBLayer) and layer.handle.spec.fine for layer in layers)
+
+
+def _with_stop_strings(kwargs: dict[str, Any]) -> Any:
+    """Take stop strings out of the arguments: the caller's stopping criteria, and one for those.
+
+    transformers gives the tokenizer that they need to its own methods only.
+    """
+    from transformers import StoppingCriteriaList
+
+    criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
+    tokenizer, strings = kwargs.pop("tokenizer", None), kwargs.pop("stop_strings", None)
+    config = kwargs.get("generation_config")
+    if strings is None and config is not None and config.stop_strings is not None:
+        strings, config = config.stop_strings, copy.deepcopy(config)
+        kwargs["generation_config"], config.stop_strings = config, None
+    if strings is not None:
+        criteria.append(transformers_api.StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
+    return criteria
+
+
+_paces: "weakref.WeakKeyDictionary[Attachment, dict[tuple[int, str], Pace]]" = weakref.WeakKeyDictionary()
+
+
+class _Method:
+    """A decoding method as transformers calls it, with everything prepared.
+
+    Args:
+        streamer: which transformers gives the prompt, and itself to its own methods only.
+    """
+
+    def __init__(self, attachment: Attachment, how: Speculation, streamer: Any) -> None:
+        self._attachment, self._how, self._streamer = attachment, how, streamer
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        counts = self._attachment.speculation
+        counts.totals["exactness"] = self._how.exactness
+        draw = self._noise().draw if generation_config.do_sample else greedy
+        given = (input_ids, logits_processor, stopping_criteria, generation_config, self._streamer)
+        sequences = Sequences(*given, draw)
+        decoding = Decoding(
+            model,
+            self._attachment,
+            self._pace(len(input_ids)),
+            self._how.exactness,
+            counts,
+            generation_config.max_length,
+            watched=calls_others((logits_processor, stopping_criteria), {"streamer": self._streamer}),
+        )
+        with _link_bytes(self._attachment):
+            outputs = model._prefill(input_ids, generation_config, model_kwargs)
+            with self._attachment.work.counted_elsewhere():
+                model_kwargs = speculate(decoding, sequences, outputs, model_kwargs)
+        sequences.end()
+        return _result(sequences, model_kwargs, generation_config)
+
+    def _pace(self, batch: int) -> Pace:
+        """What "auto" has learned in earlier calls goes on."""
+        if self._how.speculate != "auto":
+            return Pace(int(self._how.speculate))
+        return _paces.setdefault(self._attachment, {}).setdefault((batch, self._how.exactness), Pace())
+
+    def _noise(self) -> Noise:
+        seed = self._how.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+        return Noise(seed)
+
+
+@contextlib.contextmanager
+def _link_bytes(attachment: Attachment) -> Iterator[None]:
+    """Count the bytes that move between tiers within a `with` block."""
+    before = sum(attachment.stats().bytes_moved.values())
+    try:
+        yield
+    finally:
+        attachment.speculation.totals["link_bytes"] += sum(attachment.stats().bytes_moved.values()) - before
+
+
+def _result(sequences: Sequences, kwargs: dict[str, Any], config: Any) -> Any:
+    if not config.return_dict_in_generate:
+        return sequences.ids
+    made = transformers_api.GenerateDecoderOnlyOutput
+    return made(
+        sequences=sequences.ids,
+        scores=sequences.scores,
+        logits=sequences.logits,
+        **{cache_argument(made): cache_of(kwargs)},
+    )
