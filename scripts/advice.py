@@ -36,11 +36,11 @@ from scripts.generate_bench import Clock
 from scripts.measuring import interleaved, machine
 from vbrt.config import Machine
 from vbrt.config.toml_text import toml_text
-from vbrt.estimation.choices import Choice
-from vbrt.estimation.estimate import lora_model
-from vbrt.estimation.inputs import inputs_of
-from vbrt.estimation.rates import Rates, measure_rates
-from vbrt.estimation.task import Task
+from vbrt.estimation.advice.choices import Choice
+from vbrt.estimation.advice.machine_rates import Rates, measure_rates
+from vbrt.estimation.memory.estimate import lora_model
+from vbrt.estimation.memory.example_inputs import inputs_of
+from vbrt.estimation.memory.task import Task
 from vbrt.wrapper.full import VBFullWrapper
 
 _RESULTS = ROOT / "benchmarks" / "results" / "advice-nvidia-h200.json"

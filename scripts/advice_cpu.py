@@ -27,8 +27,8 @@ from scripts.cpu_contenders import Torch
 from scripts.cpu_models import SHAPES, checkpoint
 from scripts.measuring import machine
 from vbrt.config import VBConfig, load_config
-from vbrt.estimation.rates import Rates, measure_rates
-from vbrt.estimation.task import Task
+from vbrt.estimation.advice.machine_rates import Rates, measure_rates
+from vbrt.estimation.memory.task import Task
 
 _RESULTS = ROOT / "benchmarks" / "results" / "advice-cpu.json"
 _TURNS = 3  # the least counts: other guests of the machine only add to it

@@ -25,10 +25,10 @@ from torch import Tensor
 import vbrt
 from scripts import committed
 from scripts.measuring import machine
-from vbrt.estimation.calibration import batches_of, kl_between, logits_of, rounded
-from vbrt.estimation.knapsack import least_loss
-from vbrt.estimation.statistics import input_statistics
-from vbrt.estimation.texts import Text
+from vbrt.estimation.precision.calibration_data import Text
+from vbrt.estimation.precision.input_statistics import input_statistics
+from vbrt.estimation.precision.knapsack import least_loss
+from vbrt.estimation.precision.sensitivity import batches_of, kl_between, logits_of, rounded
 from vbrt.formats.feedback import Inputs
 from vbrt.residency.plan import Swap
 

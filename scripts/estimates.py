@@ -30,9 +30,9 @@ import vbrt
 from scripts.lm import LanguageModel, Shape
 from scripts.measuring import machine
 from vbrt.config import Machine
-from vbrt.estimation.estimate import lora_model
-from vbrt.estimation.inputs import inputs_of
-from vbrt.estimation.task import Task
+from vbrt.estimation.memory.estimate import lora_model
+from vbrt.estimation.memory.example_inputs import inputs_of
+from vbrt.estimation.memory.task import Task
 
 _H200 = Machine(140 << 30, 139 << 30, 128 << 30, 120 << 30)
 _RESULTS = ROOT / "benchmarks" / "results"

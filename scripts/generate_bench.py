@@ -34,7 +34,7 @@ import torch  # after the checkout is on the path
 import vbrt
 from scripts.experts_decode import build
 from scripts.measuring import llama_8b, machine, moved_bytes
-from vbrt.estimation.rates import link_gb_s
+from vbrt.estimation.advice.machine_rates import link_gb_s
 
 PROMPT, NEW = 128, 128
 PARTS = ("eager", "static", "nf4", "hand", "dense", "fp4", "unrecorded", "shares", "exact", "experts")

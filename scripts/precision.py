@@ -26,9 +26,9 @@ from scripts import committed
 from scripts.calibrated import GATES, page_bytes
 from scripts.measuring import machine
 from vbrt import LayerPrecision, Precision
-from vbrt.estimation.calibration import batches_of, kl_between, logits_of, rounded, rounded_weight
-from vbrt.estimation.precision import confirmed
-from vbrt.estimation.precision_report import Way
+from vbrt.estimation.precision.choose_precision import confirmed
+from vbrt.estimation.precision.precision_report import Way
+from vbrt.estimation.precision.sensitivity import batches_of, kl_between, logits_of, rounded, rounded_weight
 
 RESULT = ROOT / "benchmarks" / "results" / "precision-lm.json"
 PLOT = ROOT / "docs" / "precision-lm.svg"

@@ -36,7 +36,7 @@ from torch import nn
 import vbrt
 from scripts.measuring import llama_8b, machine, moved_bytes
 from scripts.stream import training_step
-from vbrt.estimation.rates import link_gb_s
+from vbrt.estimation.advice.machine_rates import link_gb_s
 from vbrt.layers import VBLinear
 from vbrt.tiers import Lease
 

@@ -14,9 +14,10 @@ def joined_table(path: Path) -> list[str]:
     result = json.loads(path.read_text())
     where, rows = result["machine"], result["rows"]
     what = (
-        "Decode steps with random weights and transformers' static cache of 1,024 places, a CUDA graph each: as "
-        "the model computes them, and joined by `vbrt.generation.fusion.fuse_step`. The error is that of the logits beside "
-        "the eager step's, over their norm; seconds are those of recording, joining and checking once kernels are compiled."
+        "Decode steps with random weights and transformers' static cache of 1,024 places, a CUDA graph each: as the "
+        "model computes them, and joined by `vbrt.generation.fusion.fuse_step`. The error is that of the logits "
+        "beside the eager step's, over their norm; seconds are those of recording, joining and checking once kernels "
+        "are compiled."
     )
     out = [
         f"## joined steps, {where['gpu']}",

@@ -25,7 +25,7 @@ from torch import nn
 
 import vbrt
 from scripts.measuring import llama_8b, machine
-from vbrt.estimation.rates import link_gb_s
+from vbrt.estimation.advice.machine_rates import link_gb_s
 
 TOKENS = (1, 2048)
 DEVICE = "cuda"

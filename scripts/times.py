@@ -31,12 +31,12 @@ from scripts.estimates import estimated_355m, last_logits, llama_8b_meta
 from scripts.experts_decode import build
 from scripts.lm import LanguageModel, Shape
 from vbrt.config import Machine, VBConfig
-from vbrt.estimation.candidates import Asked
-from vbrt.estimation.estimate import bare_model
-from vbrt.estimation.rates import Rates
-from vbrt.estimation.report import Estimate
-from vbrt.estimation.speed import STEP_MS, Speed, predict
-from vbrt.estimation.task import Task
+from vbrt.estimation.advice.candidates import Asked
+from vbrt.estimation.advice.machine_rates import Rates
+from vbrt.estimation.advice.step_time import STEP_MS, Speed, predict
+from vbrt.estimation.memory.estimate import bare_model
+from vbrt.estimation.memory.estimate_report import Estimate
+from vbrt.estimation.memory.task import Task
 from vbrt.model.planner import make_plan
 
 _RESULTS = ROOT / "benchmarks" / "results"

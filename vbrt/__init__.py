@@ -33,15 +33,15 @@ _NAMES = {
         "VBError",
         "WrapError",
     ),
-    "estimation.advise": ("advise",),
-    "estimation.batch": ("fit_batch",),
-    "estimation.choices": ("Advice", "Choice"),
-    "estimation.estimate": ("estimate",),
-    "estimation.precision": ("choose_precision",),
-    "estimation.precision_report": ("LayerPrecision", "Precision"),
-    "estimation.rates": ("Rates", "data_sheet", "measure_rates"),
-    "estimation.report": ("Estimate",),
-    "estimation.task": ("Task",),
+    "estimation.advice.advise": ("advise",),
+    "estimation.memory.largest_batch": ("fit_batch",),
+    "estimation.advice.choices": ("Advice", "Choice"),
+    "estimation.memory.estimate": ("estimate",),
+    "estimation.precision.choose_precision": ("choose_precision",),
+    "estimation.precision.precision_report": ("LayerPrecision", "Precision"),
+    "estimation.advice.machine_rates": ("Rates", "data_sheet", "measure_rates"),
+    "estimation.memory.estimate_report": ("Estimate",),
+    "estimation.memory.task": ("Task",),
     "generation.kv.cache": ("KVCache",),
     "integrations.pretrained": ("from_pretrained",),
     "integrations.transformers_quantizer": ("QuantizationConfig",),
@@ -84,15 +84,15 @@ if TYPE_CHECKING:
         VBError,
         WrapError,
     )
-    from vbrt.estimation.advise import advise
-    from vbrt.estimation.batch import fit_batch
-    from vbrt.estimation.choices import Advice, Choice
-    from vbrt.estimation.estimate import estimate
-    from vbrt.estimation.precision import choose_precision
-    from vbrt.estimation.precision_report import LayerPrecision, Precision
-    from vbrt.estimation.rates import Rates, data_sheet, measure_rates
-    from vbrt.estimation.report import Estimate
-    from vbrt.estimation.task import Task
+    from vbrt.estimation.advice.advise import advise
+    from vbrt.estimation.advice.choices import Advice, Choice
+    from vbrt.estimation.advice.machine_rates import Rates, data_sheet, measure_rates
+    from vbrt.estimation.memory.estimate import estimate
+    from vbrt.estimation.memory.estimate_report import Estimate
+    from vbrt.estimation.memory.largest_batch import fit_batch
+    from vbrt.estimation.memory.task import Task
+    from vbrt.estimation.precision.choose_precision import choose_precision
+    from vbrt.estimation.precision.precision_report import LayerPrecision, Precision
     from vbrt.generation.kv.cache import KVCache
     from vbrt.integrations.pretrained import from_pretrained
     from vbrt.integrations.transformers_quantizer import QuantizationConfig

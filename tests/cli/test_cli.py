@@ -19,8 +19,8 @@ from tests.cli.cases import errors, some_stats
 from vbrt.cli import main as cli
 from vbrt.cli import start, stats
 from vbrt.cli.options import add_command
-from vbrt.estimation import rates
-from vbrt.estimation.rates import kept_rates
+from vbrt.estimation.advice import machine_rates
+from vbrt.estimation.advice.machine_rates import kept_rates
 
 pytest.importorskip("transformers")
 
@@ -227,8 +227,8 @@ def _nobody():
 def test_rates_that_cannot_be_kept_are_said(tmp_path, monkeypatch, capsys):
     (tmp_path / "vbrt").write_text("a file in the way of the folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = rates.Rates("a CPU", 0.0, 50.0, 0.0123, source="measured here")
-    monkeypatch.setattr(rates, "measure_rates", lambda: found)
+    found = machine_rates.Rates("a CPU", 0.0, 50.0, 0.0123, source="measured here")
+    monkeypatch.setattr(machine_rates, "measure_rates", lambda: found)
     assert cli.main(["tune", "--machine"]) == 2
     out, err = capsys.readouterr()
     assert "a CPU: memory 50 GB/s\nproducts 0.0123 TFLOP/s" in out and "link" not in out
@@ -274,7 +274,7 @@ def test_segments_grow_where_nobody_has_said_what_the_allocator_does(tmp_path):
 
 def test_estimates_import_nothing_of_the_compiler_but_what_a_trace_does():
     code = """
-import sys, vbrt.estimation.estimate, vbrt.estimation.options, vbrt.estimation.speed
+import sys, vbrt.estimation.memory.estimate, vbrt.estimation.memory.option_savings, vbrt.estimation.advice.step_time
 found = {"torch._dynamo", "torch._inductor", "sympy", "scipy", "triton", "transformers"} & sys.modules.keys()
 assert not found, found
 """

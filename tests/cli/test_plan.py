@@ -9,8 +9,8 @@ import vbrt
 from tests.cli.cases import errors
 from vbrt.cli import main as cli
 from vbrt.config import Machine, load_config
-from vbrt.estimation.group_rates import GroupRates, group_rates_file
-from vbrt.estimation.rates import device_name
+from vbrt.estimation.advice.machine_rates import device_name
+from vbrt.estimation.advice.multi_gpu_rates import GroupRates, group_rates_file
 from vbrt.residency.names import label_of
 from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import PageSpec, Plan, Skip, Swap

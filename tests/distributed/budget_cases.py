@@ -11,8 +11,8 @@ import vbrt
 from tests.distributed.cases import llama
 from tests.models import config
 from vbrt.config import Machine, load_config
-from vbrt.estimation import group_rates
-from vbrt.estimation.group_rates import GroupRates
+from vbrt.estimation.advice import multi_gpu_rates
+from vbrt.estimation.advice.multi_gpu_rates import GroupRates
 from vbrt.model import neighbours
 from vbrt.model.machine import this_machine
 
@@ -57,7 +57,7 @@ def planned() -> dict[str, Any]:
 
 def measured(cache: str) -> tuple[GroupRates, GroupRates | None, GroupRates | None]:
     """Rates of these ranks by small tensors, and what is kept for two and for three."""
-    with mock.patch.dict(os.environ, XDG_CACHE_HOME=cache), mock.patch.object(group_rates, "_LARGE", 1 << 18):
-        found = group_rates.measure_group_rates()
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=cache), mock.patch.object(multi_gpu_rates, "_LARGE", 1 << 18):
+        found = multi_gpu_rates.measure_group_rates()
         dist.barrier()
-        return found, group_rates.kept_group_rates(2), group_rates.kept_group_rates(3)
+        return found, multi_gpu_rates.kept_group_rates(2), multi_gpu_rates.kept_group_rates(3)

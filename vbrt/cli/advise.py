@@ -10,7 +10,7 @@ from vbrt.cli.screen import complain, console_for_stdout, warnings_as_lines, wor
 from vbrt.config import load_config
 from vbrt.config.toml_text import toml_text
 from vbrt.errors import ConfigError
-from vbrt.estimation.task import GOALS
+from vbrt.estimation.memory.task import GOALS
 
 __all__ = ["add"]
 
@@ -47,8 +47,8 @@ def _advise(args: argparse.Namespace) -> int:
         check_config_file(args.write)  # before anything takes time
     with working("importing torch and transformers") as say, warnings_as_lines():
         huggingface = integration("huggingface")
-        from vbrt.estimation.advise import advise
-        from vbrt.estimation.rates import data_sheet
+        from vbrt.estimation.advice.advise import advise
+        from vbrt.estimation.advice.machine_rates import data_sheet
 
         rates = None if args.rates is None else data_sheet(args.rates)
         say(f"reading {args.model}")

@@ -17,7 +17,7 @@ from vbrt.residency.sizes import format_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-    from vbrt.estimation.lessons import Measured
+    from vbrt.estimation.advice.option_measurements import Measured
 
 __all__ = ["add"]
 
@@ -92,24 +92,24 @@ def _unadvised(args: argparse.Namespace) -> "contextlib.AbstractContextManager[N
 def _rows(args: argparse.Namespace) -> "Iterable[Measured]":
     import torch
 
-    from vbrt.estimation import lessons
-    from vbrt.estimation.task import Task
+    from vbrt.estimation.advice import option_measurements
+    from vbrt.estimation.memory.task import Task
 
     dtype = getattr(torch, args.dtype)
     if args.what == "attention":
         sizes = {"batch": args.batch, "heads": args.heads, "width": args.width, "times": args.times}
-        return lessons.attention(args.lengths or _LENGTHS, dtype=dtype, backward=args.backward, **sizes)
+        return option_measurements.attention(args.lengths or _LENGTHS, dtype=dtype, backward=args.backward, **sizes)
     if args.what == "compile":
         task = Task("prefill", args.batch, args.context)
-        return lessons.compiling(_model(args.model, dtype), task, times=args.times)
-    return lessons.memory(_model(args.model, torch.float32), Task("train", args.batch, args.context))
+        return option_measurements.compiling(_model(args.model, dtype), task, times=args.times)
+    return option_measurements.memory(_model(args.model, torch.float32), Task("train", args.batch, args.context))
 
 
 def _model(path: Path | None, dtype: object) -> "nn.Module":
     """Return a model with random weights on the device that measures."""
     import torch
 
-    from vbrt.estimation.lessons import device
+    from vbrt.estimation.advice.option_measurements import device
 
     huggingface = integration("huggingface")
     if path is not None:

@@ -14,9 +14,9 @@ from vbrt.config import load_config
 from vbrt.errors import NoRoomError, VBError
 
 if TYPE_CHECKING:
-    from vbrt.estimation.options import Option
-    from vbrt.estimation.report import Estimate
-    from vbrt.estimation.task import Task
+    from vbrt.estimation.memory.estimate_report import Estimate
+    from vbrt.estimation.memory.option_savings import Option
+    from vbrt.estimation.memory.task import Task
 
 __all__ = ["add"]
 
@@ -68,7 +68,7 @@ def add_task(parser: argparse.ArgumentParser) -> None:
 
 def task_of(args: argparse.Namespace) -> "Task":
     """Return the task that the options say."""
-    from vbrt.estimation.task import Task
+    from vbrt.estimation.memory.task import Task
 
     names = ("batch", "context", "new", "optimizer", "lora", "checkpointing", "mixed", "attention")
     return Task(args.task, **{name: getattr(args, name) for name in names})
@@ -91,8 +91,8 @@ def _estimate(args: argparse.Namespace) -> int:
     config = None if plain else config_of(args)
     with working("importing torch and transformers") as say, warnings_as_lines():
         huggingface = integration("huggingface")
-        from vbrt.estimation.estimate import estimate
-        from vbrt.estimation.options import with_and_without
+        from vbrt.estimation.memory.estimate import estimate
+        from vbrt.estimation.memory.option_savings import with_and_without
 
         say(f"reading {args.model}")
         model, task = huggingface.meta_model(args.model), task_of(args)

@@ -118,7 +118,7 @@ def _too_large(make_plan: Callable[..., Plan], model: Any, config: VBConfig, mac
 
 def _measured_host() -> float:
     """GB/s of pages of experts that this machine's CPU computes with; assumed where that was not measured."""
-    from vbrt.estimation.rates import kept_rates
+    from vbrt.estimation.advice.machine_rates import kept_rates
 
     kept = kept_rates()
     return CPU_GB_PER_S if kept is None else kept.experts_gb_s

@@ -50,7 +50,7 @@ def _precision(args: argparse.Namespace) -> int:
         check_config_file(args.write)  # before anything takes time
     text = None if args.text is None else _text(args.text)
     with working("importing torch and transformers") as say:
-        from vbrt.estimation.precision import choose_precision
+        from vbrt.estimation.precision.choose_precision import choose_precision
 
         causal = integration("causal")
         say(f"loading {args.model}")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vbrt.config import Machine, VBConfig
-    from vbrt.estimation.ranks import Comparison
+    from vbrt.estimation.advice.parallelism import Comparison
 
 __all__ = ["measure_ranks", "print_ways", "ways_on"]
 
@@ -32,10 +32,10 @@ def ways_on(
     """
     from dataclasses import replace
 
-    from vbrt.estimation.group_rates import kept_group_rates, nvlink_rates
-    from vbrt.estimation.ranks import compare_ways
-    from vbrt.estimation.rates import SHEETS, device_name, kept_rates
-    from vbrt.estimation.split import rank_plan
+    from vbrt.estimation.advice.machine_rates import SHEETS, device_name, kept_rates
+    from vbrt.estimation.advice.multi_gpu_rates import kept_group_rates, nvlink_rates
+    from vbrt.estimation.advice.parallelism import compare_ways
+    from vbrt.estimation.memory.rank_share import rank_plan
 
     if ranks < 2:
         raise VBError(f"--ranks {ranks}: expected 2 or more; one GPU is among the ways that are compared")
@@ -64,7 +64,7 @@ def measure_ranks(console: Console) -> None:
     import torch
     import torch.distributed as dist
 
-    from vbrt.estimation.group_rates import group_rates_file, measure_group_rates
+    from vbrt.estimation.advice.multi_gpu_rates import group_rates_file, measure_group_rates
 
     count, here = (int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if here != count:

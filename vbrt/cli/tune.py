@@ -98,7 +98,7 @@ def _measure_machine() -> int:
         measure_ranks(console_for_stdout())
         return 0
     with working("importing torch") as say:
-        from vbrt.estimation.rates import keep_rates, measure_rates, rates_file
+        from vbrt.estimation.advice.machine_rates import keep_rates, measure_rates, rates_file
 
         say("measuring link, memory, products, launches and drive")
         found = measure_rates()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig
-from vbrt.estimation.statistics import with_inputs
+from vbrt.estimation.precision.input_statistics import with_inputs
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.dense import DenseCheckpoint

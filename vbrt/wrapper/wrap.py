@@ -14,9 +14,9 @@ from torch import nn
 from vbrt.config import VBConfig, load_config
 from vbrt.distributed.devices import SplitModel, devices_of, split_over
 from vbrt.errors import WrapError
-from vbrt.estimation.advise import advise
-from vbrt.estimation.precision import settled
-from vbrt.estimation.statistics import with_inputs
+from vbrt.estimation.advice.advise import advise
+from vbrt.estimation.precision.choose_precision import settled
+from vbrt.estimation.precision.input_statistics import with_inputs
 from vbrt.model.attach import Attempt, attach, plan_for
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config

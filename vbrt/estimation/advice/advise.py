@@ -1,0 +1,88 @@
+"""`vbrt.advise`: which config, which budgets and which options of training, for a model, a task and a machine.
+
+Every candidate is planned and estimated as it would run (`candidates.py`) and timed (`step_time.py`); what does not fit
+is kept with the reason (`choices.py`). Nothing is loaded.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vbrt.config import Machine, load_config
+from vbrt.config.arguments import check_instance, check_one_of
+from vbrt.errors import ArgumentError
+from vbrt.estimation.advice.candidates import Asked, candidates, nearest
+from vbrt.estimation.advice.choices import Advice
+from vbrt.estimation.advice.machine_rates import SHEETS, Rates, device_name, kept_rates, measure_rates
+from vbrt.estimation.memory.estimate import as_task
+from vbrt.estimation.memory.task import GOALS, Task
+from vbrt.model.machine import this_machine
+
+__all__ = ["advise"]
+
+
+def advise(
+    model: nn.Module,
+    goal: str = "fastest",
+    task: str | Task | None = None,
+    *,
+    machine: Machine | None = None,
+    rates: Rates | None = None,
+    **sizes: Any,
+) -> Advice:
+    """Say how a model runs best on a machine, before it is loaded.
+
+    Args:
+        model: as for `vbrt.estimate`.
+        goal: "fastest": least time for the batch asked, 4 bits allowed; "exact": the same with the model's own bits;
+            "throughput": the most tokens a second, in larger batches too; "longest": the most context; "train": the
+            least that is given up for a training step that fits.
+        task: "decode" (default; "train" with that goal) or "prefill"; `sizes` as for `vbrt.estimate`.
+        machine: its memory (default: this machine's). rates: how fast it is (default: what `vbrt tune --machine` kept,
+            else measured now).
+
+    Raises:
+        ArgumentError: an unknown goal, an impossible size, or rates of a GPU where there is none (or the other way
+            round).
+        WrapError: the model is wrapped.
+    """
+    check_instance(model, nn.Module, "advise(): model", "a torch.nn.Module")
+    check_instance(machine, Machine | None, "advise(): machine", "a Machine, or None for this one")
+    check_instance(rates, Rates | None, "advise(): rates", "Rates, or None for those that were measured")
+    check_one_of(goal, GOALS, "advise(): goal")
+    task = as_task(task or ("train" if goal == "train" else "decode"), sizes)
+    machine = machine or this_machine(load_config("fp4"))
+    rates = rates or kept_rates() or _measured(machine)
+    _check(machine, rates)
+    asked = Asked(model, machine, rates)
+    choices = tuple(candidates(asked, task, longest=goal == "longest"))
+    advice = Advice(type(model).__name__, goal, task, machine, rates, choices)
+    return advice if advice.fitting else replace(advice, nearest=nearest(asked, task, lossless=goal == "exact"))
+
+
+def _measured(machine: Machine) -> Rates:
+    """Measure this machine, which takes seconds. Raises ArgumentError: another one, with a GPU, is asked about."""
+    if machine.gpu_total_bytes is not None and not torch.cuda.is_available():
+        raise _no_rates(device_name())
+    return measure_rates()
+
+
+def _no_rates(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"a machine with a GPU, and the rates of one without, {name}; name a GPU whose data sheet says how fast it is "
+        f"(--rates): {', '.join(SHEETS)}"
+    )
+
+
+def _check(machine: Machine, rates: Rates) -> None:
+    """Raise ArgumentError if the rates are those of a GPU and the machine has none, or the other way round."""
+    gpu = machine.gpu_total_bytes is not None
+    if gpu and not rates.link_gb_s:
+        raise _no_rates(rates.name)
+    if not gpu and rates.link_gb_s:
+        raise ArgumentError(
+            f"the rates of a GPU, {rates.name}, and a machine without one; say how much memory it has (--gpu-memory "
+            "24GiB), or leave the rates out"
+        )

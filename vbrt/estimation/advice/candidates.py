@@ -1,0 +1,357 @@
+"""The ways to run a task that advice compares, each planned, estimated and timed.
+
+Formats, shares of the pages that the computing device holds, batches, contexts, checkpointing, autocast, adapters. A
+model is traced once for each task; budgets and shares are then arithmetic.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vbrt.config import Machine, VBConfig, load_config
+from vbrt.errors import ConfigError
+from vbrt.estimation.advice.choices import Choice, Nearest
+from vbrt.estimation.advice.machine_rates import Rates
+from vbrt.estimation.advice.step_time import predict
+from vbrt.estimation.memory.estimate import bare_model, estimate_of
+from vbrt.estimation.memory.estimate_report import Estimate
+from vbrt.estimation.memory.extrapolation import whole_trace
+from vbrt.estimation.memory.fake_trace import Trace
+from vbrt.estimation.memory.planned_weights import held_alike
+from vbrt.estimation.memory.task import Task
+from vbrt.libraries.transformers_api import checkpointing_switch
+from vbrt.model.planner import make_plan
+from vbrt.residency.plan import Plan
+
+__all__ = ["Asked", "candidates", "nearest"]
+
+_ROOM = 0.97  # of what is free, that a plan may fill: the rest is the allocator's
+_SCRAPS = (
+    768 << 20
+)  # what torch reserved beside what it had given away, at most (0.1 to 0.6 GiB): no more than comes and goes
+_PRESETS = ("dense", "exact", "fp4")
+_SMALLER = ("nf4", "mxfp4")  # than fp4, and rounded more
+_FINER = ("mxint8",)  # than fp4, and larger
+_INT8 = {"compute": {"int8": True}}  # activations of few tokens on a CPU
+_EIGHT_BITS = {"training": {"moments": "8bit"}}
+_SHARES = (0.75, 0.5, 0.25, 0.0)  # of the pages, on the computing device; 0: those that pass through
+_PASSING = 3  # of the largest layer: what passes through has room for the one that computes and those that come
+_LONGEST = 1 << 20  # tokens of context that are tried, at most
+_WIDEST = 256  # sequences that are tried, at most
+_WORTH = 1.1  # times the tokens a second, that a larger batch must give
+_LORA = 16
+_AUTO = 0.8  # of free host memory, that a budget "auto" takes
+_GROWN = 6  # times that a machine is made larger, to see what would do
+_SLACK = 64 << 20  # slots of pages are aligned
+_SSD = {"ssd": {"enabled": True, "path": "~/.cache/vbrt/pages"}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to run a task: a preset (None: unwrapped), what of its pages the computing device may hold (None: as much
+    as fits), how a person calls it, what differs from the preset, and whether it is tried in one size only."""
+
+    task: Task
+    preset: str | None = None
+    share: float | None = None
+    said: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
+    alone: bool = False
+
+    @property
+    def config(self) -> VBConfig | None:
+        return None if self.preset is None else load_config(self.preset, **self.changes)
+
+    @property
+    def name(self) -> str:
+        return self.said or self.preset or "unwrapped"
+
+
+@dataclass
+class Asked:
+    """A model and a machine; traces are made once for each task."""
+
+    model: nn.Module
+    machine: Machine
+    rates: Rates
+
+    def __post_init__(self) -> None:
+        self._bare: dict[int, nn.Module] = {}
+        self._traces: dict[tuple[Task, Hashable], Trace] = {}
+
+    def on(self, machine: Machine) -> "Asked":
+        """Return the same model on another machine, with what was traced of it."""
+        other = Asked(self.model, machine, self.rates)
+        other._bare, other._traces = self._bare, self._traces
+        return other
+
+    def bare(self, task: Task) -> nn.Module:
+        """Return the model without weights, with the task's adapters."""
+        if task.lora not in self._bare:
+            self._bare[task.lora] = bare_model(self.model, task)
+        return self._bare[task.lora]
+
+    def choice(self, way: _Way) -> Choice:
+        """Return a candidate with its memory and its time, or the reason why it cannot be."""
+        found = Choice(way.name, way.task, way.config, preset=way.preset, share=way.share)
+        try:
+            estimate = self._estimate(way)
+        except _NoRoom as error:
+            return replace(found, missing=(error.tier, error.nbytes))
+        except ConfigError as error:
+            return replace(found, why=str(error))
+        found = replace(found, config=estimate.config)
+        if estimate.missing:
+            return replace(found, found=estimate, missing=next(iter(estimate.missing.items())))
+        return replace(found, found=estimate, speed=predict(self.bare(way.task), estimate, self.rates))
+
+    def found(self, task: Task, config: VBConfig | None) -> Estimate:
+        """Return the estimate of a task under a config; None: unwrapped. Raises ConfigError: budgets are impossible."""
+        bare = self.bare(task)
+        plan = None if config is None else make_plan(bare, config, self.machine, charge_kept=False)
+        return self._found(bare, task, config, plan)
+
+    def beside(self, way: _Way) -> tuple[Plan | None, int]:
+        """Return the plan on a machine with room for anything, and the bytes that the task takes beside pages."""
+        bare, config, much = self.bare(way.task), way.config, _endless(self.machine)
+        plan = None if config is None else make_plan(bare, config, much, charge_kept=False)
+        found = self._found(bare, way.task, config, plan)
+        counted = [row for row in found.rows if row.tier == found.compute_tier and row.source == "counted"]
+        steady = sum(row.nbytes for row in counted if row.name != "workspace")
+        workspaces = max(held.get("workspace", 0) for held in found.parts.values())
+        passing = found.again_bytes - steady - workspaces  # what comes and goes leaves scraps
+        pages = sum(row.nbytes for row in counted if row.name == "pages")
+        scraps = min(passing, _SCRAPS) if plan is not None and found.compute_tier == "gpu" else 0
+        return plan, found.again_bytes - pages + scraps
+
+    def room(self) -> tuple[str, int]:
+        """Return the tier that computes, and the bytes of it that may be filled."""
+        gpu = self.machine.gpu_free_bytes
+        return ("cpu", int(self.machine.cpu_available_bytes * _ROOM)) if gpu is None else ("gpu", int(gpu * _ROOM))
+
+    def _estimate(self, way: _Way) -> Estimate:
+        config = way.config
+        if config is None:
+            return self.found(way.task, None)
+        plan, beside = self.beside(way)
+        config = self._with_budget(config, plan, beside, way.share)
+        try:
+            found = self.found(way.task, config)
+        except ConfigError:
+            if not self.machine.ssd_free_bytes:
+                raise
+            found = None
+        if self.machine.ssd_free_bytes and (found is None or found.missing):  # more than host memory takes
+            found = self.found(way.task, load_config(config, tiers=_SSD))
+        return found
+
+    def _with_budget(self, config: VBConfig, plan: Plan, beside: int, share: float | None) -> VBConfig:
+        """Return the config with the budget that the rest of the task leaves to pages. Raises _NoRoom."""
+        (tier, room), largest = self.room(), plan.largest_layer_bytes
+        budget = min(room - beside, _leased_bytes(plan) + _SLACK)
+        if budget < largest:
+            raise _NoRoom(tier, largest - budget)
+        if share is not None:
+            budget = min(budget, max(int(share * _leased_bytes(plan)), _PASSING * largest))
+        return load_config(config, tiers={plan.compute_tier: {"budget": budget}})
+
+    def _found(self, bare: nn.Module, task: Task, config: VBConfig | None, plan: Any) -> Estimate:
+        key = task, held_alike(bare, plan, task)
+        if key not in self._traces:
+            self._traces[key] = whole_trace(bare, task, plan)
+        return estimate_of(bare, task, config, self.machine, plan, self._traces[key])
+
+
+def _leased_bytes(plan: Plan) -> int:
+    """Return the bytes of the pages that come to the computing tier, if they fit."""
+    return sum(page.nbytes for swap in plan.swaps for page in swap.pages if not page.by_rows)
+
+
+def _endless(machine: Machine) -> Machine:
+    """Return the machine with room for anything: for what a task takes beside pages."""
+    much = 1 << 50
+    gpu = None if machine.gpu_total_bytes is None else much
+    return Machine(gpu, gpu, much, much, machine.ssd_free_bytes)
+
+
+class _NoRoom(ConfigError):
+    """A tier cannot hold what a task takes beside pages, and one layer of those."""
+
+    def __init__(self, tier: str, nbytes: int) -> None:
+        super().__init__(f"the {tier} lacks {nbytes} bytes")
+        self.tier, self.nbytes = tier, nbytes
+
+
+# -- the walk ---------------------------------------------------------------------------------------------------------
+
+
+def candidates(asked: Asked, task: Task, *, longest: bool = False) -> Iterator[Choice]:
+    """Yield the ways to run a task, those first that give up least.
+
+    With `longest` each at the most context that fits; else also with fewer pages on the device, and in larger batches
+    (in training only the first that fits).
+    """
+    answered = False
+    for way in _ways(asked, task):
+        choice = asked.choice(way)
+        if choice.fits and choice.found.refused:  # nothing says what more of it would take
+            yield choice
+        elif longest and choice.fits:
+            yield _longest(asked, choice, way)
+        else:
+            yield choice
+            if choice.fits and not way.alone:
+                yield from _with_less(asked, choice, way)
+                if not (answered and task.trains):
+                    yield from _wider(asked, choice, way)
+                answered = True
+
+
+def nearest(asked: Asked, task: Task, *, lossless: bool = False) -> Nearest | None:
+    """Return the way that lacks the least, where nothing fits; None: more memory would not help any."""
+    found = []
+    for way in _ways(asked, task):
+        for lacks in ({}, _resident_lacks(asked, way)):
+            choice = None if lacks is None else _enlarged(asked, way, lacks)
+            if choice is not None and (choice.lossless or not lossless):
+                traced = dict.fromkeys(lacks, 0)
+                for row in choice.found.rows:
+                    traced[row.tier] = traced.get(row.tier, 0) + row.nbytes * (row.source == "traced")
+                found.append(Nearest(way.name, lacks, all(n < traced[tier] for tier, n in lacks.items())))
+    return min(found, key=lambda each: sum(each.lacks.values()), default=None)
+
+
+def _enlarged(asked: Asked, way: _Way, lacks: dict[str, int]) -> Choice | None:
+    """Return a way on a machine that is made larger until it fits, with what it lacked in `lacks`; None: never."""
+    for _ in range(_GROWN):
+        choice = asked.on(_larger(asked.machine, lacks)).choice(way)
+        missing = None if choice.fits else choice.missing or _host_lacks(asked, way, lacks)
+        if missing is None:
+            return choice if choice.fits else None
+        tier, nbytes = missing
+        lacks[tier] = lacks.get(tier, 0) + int(nbytes / _ROOM) + 1
+    return None
+
+
+def _resident_lacks(asked: Asked, way: _Way) -> dict[str, int] | None:
+    """Return what the computing tier lacks to hold all pages of a way; None: it has none, or holds them."""
+    if way.preset is None:
+        return None
+    tier, room = asked.room()
+    plan, beside = asked.beside(way)
+    lacks = beside + _leased_bytes(plan) + _SLACK - room
+    return {tier: int(lacks / _ROOM) + 1} if lacks > 0 else None
+
+
+def _host_lacks(asked: Asked, way: _Way, lacks: Mapping[str, int]) -> tuple[str, int] | None:
+    """Return the host memory that a plan is refused for want of; None: it is refused for something else."""
+    machine = _larger(asked.machine, lacks)
+    choice = asked.on(_larger(machine, {"cpu": 1 << 50})).choice(way)
+    takes = 0 if choice.found is None else int(choice.found.tiers.get("cpu", 0) / _AUTO)
+    return ("cpu", takes - machine.cpu_available_bytes) if takes > machine.cpu_available_bytes else None
+
+
+def _larger(machine: Machine, lacks: Mapping[str, int]) -> Machine:
+    """Return a machine with so many bytes more in its tiers."""
+    names = {"gpu": ("gpu_free_bytes", "gpu_total_bytes"), "cpu": ("cpu_available_bytes", "cpu_total_bytes")}
+    grown = {name: (getattr(machine, name) or 0) + n for tier, n in lacks.items() for name in names.get(tier, ())}
+    if "ssd" in lacks:
+        grown["ssd_free_bytes"] = (machine.ssd_free_bytes or 0) + lacks["ssd"]
+    return replace(machine, **grown)
+
+
+def _ways(asked: Asked, task: Task) -> Iterator[_Way]:
+    return _trained(asked, task) if task.trains else _run(asked, task)
+
+
+def _run(asked: Asked, task: Task) -> Iterator[_Way]:
+    """Yield inference as it is, and with each preset."""
+    for preset in (None, *_PRESETS):
+        yield _Way(task, preset)
+    gpu = asked.machine.gpu_total_bytes is not None
+    if gpu and asked.rates.fp8 and task.kind == "prefill":
+        yield _Way(task, "fp8", alone=True)
+    for preset in (*_SMALLER, *_FINER):
+        yield _Way(task, preset, alone=True)
+    if not gpu and task.kind == "decode":
+        yield _Way(task, "fp4", said="fp4, activations in int8", changes=_INT8, alone=True)
+
+
+def _trained(asked: Asked, task: Task) -> Iterator[_Way]:
+    """Yield training with ever more given up: all weights, all from the tiers, adapters on ever smaller weights."""
+    model, on_gpu = asked.model, asked.machine.gpu_total_bytes is not None
+    tasks = list(_options(model, task))
+    for word, each in tasks:
+        yield _Way(each, said=f"all weights{word}")
+    for word, each in tasks:
+        if on_gpu and (each.mixed or next(model.parameters()).dtype == torch.bfloat16):
+            yield _Way(each, "full", said=f"all weights, from the tiers{word}")
+            said = f"all weights, from the tiers, 8-bit moments{word}"
+            yield _Way(each, "full", said=said, changes=_EIGHT_BITS, alone=True)
+    rank = task.lora or _LORA
+    for preset in (None, *_PRESETS, "nf4"):
+        for word, each in tasks:
+            yield _Way(
+                each.but(lora=rank),
+                preset,
+                said=f"LoRA {rank} on {preset or 'the plain model'}{word}",
+                alone=preset in _SMALLER,
+            )
+
+
+def _options(model: nn.Module, task: Task) -> Iterator[tuple[str, Task]]:
+    """Yield the options of training that a model has: words for them, and the task with them."""
+    fp32 = any(p.dtype == torch.float32 for p in model.parameters())
+    for mixed in (False, True) if fp32 and not task.mixed else (task.mixed,):
+        for saves in (False, True) if checkpointing_switch(model) is not None else (False,):
+            word = (", bf16 autocast" if mixed else "") + (", checkpointing" if saves else "")
+            yield word, task.but(mixed=mixed, checkpointing=saves or task.checkpointing)
+
+
+def _with_less(asked: Asked, choice: Choice, way: _Way) -> Iterator[Choice]:
+    """Yield a way with ever fewer pages on the computing device: less memory, more time."""
+    plan = choice.found.plan
+    if plan is None or way.task.trains:
+        return
+    most = min(1.0, plan.budgets[plan.compute_tier] / max(1, _leased_bytes(plan)))
+    for share in _SHARES:
+        words = f"{100 * share:.0f} % of the pages" if share else "pages pass through"
+        if share < most - 0.1:
+            less = asked.choice(replace(way, share=share, said=f"{way.name}, {words}"))
+            if less.fits and less.found.peak_bytes < choice.found.peak_bytes:
+                yield less
+
+
+def _wider(asked: Asked, choice: Choice, way: _Way) -> Iterator[Choice]:
+    """Yield a way in the largest batches that fit, with all pages on the device and with those that pass through."""
+    batch, before = way.task.batch, choice
+    plan, one = asked.beside(way)
+    _, two = asked.beside(replace(way, task=way.task.but(batch=2 * batch)))
+    each, room = max(1, (two - one) // batch), asked.room()[1]
+    pages = (0,) if plan is None else (_leased_bytes(plan) + _SLACK, _PASSING * plan.largest_layer_bytes)
+    for taken in pages:
+        most = batch + max(0, room - taken - one) // each
+        wide = min(_WIDEST, most) // batch
+        wide = batch << max(0, wide.bit_length() - 1)
+        while wide > before.task.batch:
+            found = asked.choice(replace(way, task=way.task.but(batch=wide), said=f"{way.name}, batch {wide}"))
+            if found.fits:
+                if found.speed.tokens_s >= _WORTH * before.speed.tokens_s:
+                    yield found
+                    before = found
+                break
+            wide //= 2
+
+
+def _longest(asked: Asked, choice: Choice, way: _Way) -> Choice:
+    """Return a choice at the largest context, in doublings, that fits."""
+    context = way.task.context * 2
+    while context <= _LONGEST:
+        further = asked.choice(replace(way, task=way.task.but(context=context)))
+        if not further.fits:
+            break
+        choice, context = further, context * 2
+    return replace(choice, longest=True)

@@ -1,0 +1,322 @@
+"""What `vbrt.advise` found: candidates, the best ones, and why the others are not."""
+
+import html
+import math
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vbrt.config import Machine, VBConfig
+from vbrt.config.formats import FORMATS
+from vbrt.errors import ConfigError
+from vbrt.estimation.advice.machine_rates import Rates
+from vbrt.estimation.advice.step_time import Speed
+from vbrt.estimation.memory.estimate_report import Estimate
+from vbrt.estimation.memory.task import Task
+from vbrt.libraries.transformers_api import checkpointing_name
+from vbrt.residency.needs import machine_bytes
+from vbrt.residency.sizes import format_bytes
+
+__all__ = ["Advice", "Choice", "Nearest"]
+
+_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"  # as `vbrt` sets it for itself
+_FP8_NOISE = 0.033  # that rounded activations, and weights once more, leave in a layer
+_INT8_NOISE = 0.007  # that activations in int8 leave, at most
+_ALIKE = 1.05  # times that differ by less are the same, before they are measured
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run a task.
+
+    Attributes:
+        config: of the wrapper, with its budgets; None: unwrapped.
+        preset: what the config is made from.
+        share: of its pages that the computing device may hold; None: all that fit.
+        found: its memory; None if it cannot be planned, and `why`.
+        speed: its time; None if it does not fit.
+        missing: the tier that is too small, and by how many bytes.
+        longest: its task has the longest context that fits.
+    """
+
+    name: str
+    task: Task
+    config: VBConfig | None
+    found: Estimate | None = None
+    speed: Speed | None = None
+    missing: tuple[str, int] | None = None
+    why: str = ""
+    longest: bool = False
+    preset: str | None = None
+    share: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """True if the machine has the memory."""
+        return self.speed is not None
+
+    @property
+    def lossless(self) -> bool:
+        """True if results are the model's own, bit for bit."""
+        if self.config is None or self.found is None:
+            weights = None if self.config is None else self.config.weights
+            return weights is None or weights.fine == "exact" or FORMATS[weights.format].lossless
+        return all(swap.lossless for swap in self.found.plan.swaps)
+
+    @property
+    def noise(self) -> float:
+        """The relative error of rounded weights and of activations in FP8 or int8; 0 if results are the model's own."""
+        if self.lossless:
+            return 0.0
+        plan, compute = self.found.plan, self.found.config.compute
+        weights = max(FORMATS[swap.format].noise for swap in plan.swaps if not swap.lossless)
+        return math.hypot(weights, compute.fp8 * _FP8_NOISE, compute.int8 * _INT8_NOISE)
+
+    @property
+    def bits(self) -> int:
+        """Of the codes of rounded weights, at least; 0 without."""
+        swaps = () if self.lossless else self.found.plan.swaps
+        return min((FORMATS[swap.format].bits for swap in swaps if not swap.lossless), default=0)
+
+    @property
+    def rounds_moments(self) -> bool:
+        """True if the optimizer's moments are rounded to 8 bits."""
+        config = None if self.found is None else self.found.config
+        return config is not None and config.mode == "full" and config.training.moments != "fp32"
+
+    @property
+    def given_up(self) -> tuple[bool, float, bool]:
+        """What a way to train gives up, the worst first: that all weights train, their own bits, exact moments."""
+        return bool(self.task.lora), self.noise, self.rounds_moments
+
+    @property
+    def reason(self) -> str:
+        """Why it does not fit; "" if it does."""
+        if self.missing is not None:
+            return f"the {self.missing[0]} lacks {format_bytes(self.missing[1])}"
+        return self.why
+
+    def settings(self) -> tuple[str, ...]:
+        """Return the keys that differ from the preset, as --set takes them."""
+        if self.found is None or self.found.config is None:
+            return ()
+        config = self.found.config
+        tier = self.found.compute_tier
+        found = [f"tiers.{tier}.budget={getattr(config.tiers, tier).budget}"]
+        if config.tiers.ssd.enabled:
+            found += ["tiers.ssd.enabled=true", f"tiers.ssd.path={config.tiers.ssd.path}"]
+        if config.compute.int8:
+            found.append("compute.int8=true")
+        if self.rounds_moments:
+            found.append(f"training.moments={config.training.moments}")
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        speed = self.speed
+        return {
+            "name": self.name,
+            "preset": self.preset,
+            "fits": self.fits,
+            "lossless": self.lossless,
+            "noise": self.noise if self.fits else None,
+            "context": self.task.context,
+            "batch": self.task.batch,
+            "tiers": None if self.found is None else self.found.tiers,
+            "ms": None if speed is None else speed.ms,
+            "tokens_s": None if speed is None else speed.tokens_s,
+            "bound": None if speed is None else speed.bound,
+            "settings": list(self.settings()),
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """Where nothing fits, the way that lacks the least.
+
+    Attributes:
+        lacks: what the machine would need beside what it has, by tier.
+        by_task: less to do would save as much.
+    """
+
+    name: str
+    lacks: Mapping[str, int]
+    by_task: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """All candidates for a goal, and which of them are worth it; `nearest`: what is missing, if nothing fits."""
+
+    model: str
+    goal: str
+    task: Task
+    machine: Machine
+    rates: Rates
+    choices: tuple[Choice, ...]
+    nearest: Nearest | None = None
+
+    @property
+    def fitting(self) -> tuple[Choice, ...]:
+        """What fits, and with goal "exact" gives the model's own bits."""
+        return tuple(c for c in self.choices if c.fits and (c.lossless or self.goal != "exact"))
+
+    @property
+    def front(self) -> tuple[Choice, ...]:
+        """What fits and is beaten by nothing else in time, memory, exactness and context (and in what trains)."""
+        return tuple(c for c in self.fitting if not any(_beats(other, c) for other in self.fitting))
+
+    @property
+    def best(self) -> Choice:
+        """The first for the goal; of those that are within a tenth of the least time, the simplest.
+
+        Raises ConfigError: nothing fits; by how much, and what would do.
+        """
+        fitting = self.fitting
+        if not fitting:
+            raise ConfigError(self._nothing())
+        if self.task.trains:
+            least = min(choice.given_up for choice in fitting)
+            fitting = tuple(choice for choice in fitting if choice.given_up == least)
+        if self.goal == "longest":
+            most = max(choice.task.context for choice in fitting)
+            fitting = tuple(choice for choice in fitting if choice.task.context == most)
+        if self.goal == "throughput":
+            most = max(choice.speed.tokens_s for choice in fitting)
+            return next(choice for choice in fitting if choice.speed.tokens_s * _ALIKE >= most)
+        asked = [choice for choice in fitting if choice.task.batch == self.task.batch]
+        least = min(choice.speed.ms for choice in asked)
+        return next(choice for choice in asked if choice.speed.ms <= _ALIKE * least)
+
+    def _nothing(self) -> str:
+        if self.nearest is None:
+            why = next((c.reason for c in self.choices if c.reason), "")
+            return f"{self.model}: no candidate can be planned: {why}"
+        lacks, has = self.nearest.lacks, machine_bytes(self.machine)
+        missing = " and ".join(f"{format_bytes(nbytes)} of {tier} memory" for tier, nbytes in lacks.items())
+        enough = " and ".join(f"{format_bytes((has[tier] or 0) + n)} of {tier} memory" for tier, n in lacks.items())
+        drive = " (or a drive, --ssd)" if "cpu" in lacks else ""
+        other = ", or a shorter context or a smaller batch," if self.nearest.by_task else ""
+        name = self.nearest.name
+        return f"{self.model}: nothing fits; {name} comes nearest and lacks {missing}; {enough}{drive}{other} would do"
+
+    def command(self, model: str) -> str:
+        """Return what to do for the best choice: a command line, with a model's directory; Python, where it trains."""
+        best = self.best
+        if self.task.trains:
+            return "; ".join(_steps(best))
+        if best.config is None:
+            return "# it fits as it is: no wrapper is needed"
+        settings = " ".join(f"--set {shlex.quote(setting)}" for setting in best.settings())
+        return f"vbrt run {shlex.quote(model)} --config {best.preset} {settings}".rstrip()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        front = {id(choice) for choice in self.front}
+        rows = [choice.to_dict() | {"front": id(choice) in front} for choice in self.choices]
+        return {"model": self.model, "goal": self.goal, "choices": rows}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def explain(self) -> str:
+        """Return the decision as sentences, with this machine's figures."""
+        return "\n".join(_reasons(self))
+
+
+def _steps(choice: Choice) -> Iterator[str]:
+    """Yield the lines of Python that make a model train as a choice says."""
+    task, config = choice.task, choice.found.config
+    if task.lora:
+        yield f'model = get_peft_model(model, LoraConfig(r={task.lora}, target_modules="all-linear"))'
+    if config is not None:
+        tier = choice.found.compute_tier
+        tiers = {tier: {"budget": getattr(config.tiers, tier).budget}}
+        moments = f', training={{"moments": "{config.training.moments}"}}' if choice.rounds_moments else ""
+        optimizer = f", optimizer=torch.optim.{task.optimizer}" if config.mode == "full" else ""
+        yield f'model = vbrt.wrap(model, "{choice.preset}", tiers={tiers}{moments}{optimizer})'
+    if task.checkpointing:
+        yield f'model.{checkpointing_name()}({{"use_reentrant": False}})'
+    if task.mixed:
+        yield "with torch.autocast(model.device.type, torch.bfloat16): loss = model(**batch).loss"
+    if not (task.lora or config or task.checkpointing or task.mixed):
+        yield "# it trains as it is: no wrapper is needed"
+
+
+def _beats(one: Choice, other: Choice) -> bool:
+    """True if a choice is no worse in everything and better in something."""
+    mine, its = _merits(one), _merits(other)
+    return all(a >= b for a, b in zip(mine, its, strict=True)) and mine != its
+
+
+def _merits(choice: Choice) -> tuple[float, ...]:
+    everything = not choice.task.lora  # all weights train
+    speed = choice.speed
+    kept = (-choice.noise, not choice.rounds_moments, everything)
+    return (-speed.ms, speed.tokens_s, -choice.found.peak_bytes, choice.task.context, *kept)
+
+
+def _lines(advice: Advice) -> Iterator[str]:
+    task, rates = advice.task, advice.rates
+    yield f"{advice.model}: {task.kind}, batch {task.batch}, context {task.context}, goal {advice.goal}"
+    link = f"link {rates.link_gb_s:.0f}, " if rates.link_gb_s else ""
+    link += f"memory {rates.memory_gb_s:.0f}, drive {rates.drive_gb_s:.1f} GB/s"
+    refused = next((choice.found.refused for choice in advice.choices if choice.found and choice.found.refused), "")
+    if refused:
+        yield f"NOT TRACED, weights alone are counted: {refused}"
+    yield f"{rates.name}, {rates.source}: {link}, {rates.tflops:.3g} TFLOP/s"
+    yield ""
+    yield f"  {'':<42}{'gpu':>10}{'cpu':>10}{'ms':>9}{'tokens/s':>10}  {'bits':<7}limit"
+    front = {id(choice) for choice in advice.front}
+    for choice in advice.choices:
+        varied = choice.share is not None or choice.task.batch != task.batch
+        if id(choice) in front or not varied:
+            yield _row(choice, "*" if id(choice) in front else " ")
+    yield ""
+    yield "* beaten by no other in time, tokens a second, memory, noise of rounding, context and what trains"
+    if any("gpu" in choice.found.tiers for choice in advice.choices if choice.found):
+        yield f"in Python of your own, set {_SEGMENTS} first: budgets fill the GPU"
+
+
+def _row(choice: Choice, mark: str) -> str:
+    name = f"{choice.name}, {choice.task.context} tokens" if choice.longest else choice.name
+    tiers = {} if choice.found is None else choice.found.tiers
+    sizes = "".join(f"{format_bytes(tiers[tier]) if tier in tiers else '-':>10}" for tier in ("gpu", "cpu"))
+    if choice.speed is None:
+        return f"{mark} {name:<42}{sizes}  {choice.reason}"
+    bits = "its own" if choice.lossless else f"{choice.bits}, {choice.noise:.0%}"
+    speed = choice.speed
+    return f"{mark} {name:<42}{sizes}{speed.ms:>9.1f}{speed.tokens_s:>10.1f}  {bits:<7} {speed.bound}"
+
+
+def _reasons(advice: Advice) -> Iterator[str]:
+    """Yield a sentence for each candidate, in the order in which they give something up."""
+    try:
+        best: Choice | None = advice.best
+    except ConfigError:
+        best = None
+    for choice in advice.choices:
+        yield f"- {choice.name}: {_sentence(choice)}{' This is it.' if choice is best else ''}"
+    if best is None:
+        yield f"- {advice._nothing()}."
+
+
+def _sentence(choice: Choice) -> str:
+    if choice.speed is None:
+        return f"does not fit: {choice.reason}."
+    speed, found = choice.speed, choice.found
+    bits = "The model's own bits" if choice.lossless else f"{choice.bits}-bit weights, {choice.noise:.1%} of noise"
+    bits += ", moments of 8 bits" if choice.rounds_moments else ""
+    peak = f"{format_bytes(found.peak_bytes)} in the {found.compute_tier} memory"
+    what = {
+        "link": f"copies over the link take {speed.link_ms:.1f} ms and hide {speed.device_ms:.1f} ms of computing",
+        "device": f"reading and computing take {speed.device_ms:.1f} ms",
+        "update": f"the update on the host takes {speed.update_ms:.1f} ms",
+        "host": f"launching takes {speed.host_ms:.1f} ms, the device {speed.device_ms:.1f}",
+    }[speed.bound]
+    return f"fits, {peak}. {bits}; {what}."

@@ -1,0 +1,225 @@
+"""How fast a machine is, in a few figures: measured here, or from the data sheet of a GPU that is not here."""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from vbrt.config.arguments import check_instance
+from vbrt.errors import ArgumentError
+from vbrt.estimation.advice.cpu_expert_rates import FEW_ROWS, experts_gb_s, few_rows
+from vbrt.host.files import cache_folder, read_bounded, write_file
+from vbrt.model.ran import cpu_name
+from vbrt.residency.missed import CPU_GB_PER_S
+
+__all__ = [
+    "SHEETS",
+    "Rates",
+    "data_sheet",
+    "device_name",
+    "keep_rates",
+    "kept_rates",
+    "link_gb_s",
+    "measure_rates",
+    "rates_file",
+]
+
+_MAX_BYTES = 1 << 16
+_LONG_S = 1.0  # runs that take so long together tell enough
+_FP8_CAPABILITY = (8, 9)  # the first with products in FP8
+#: of `tflops`, that products of few rows reach with matrices as they are, and with 4-bit ones: of two Zen 5 cores,
+#: where it was not measured
+_FEW, _FEW_DECODED = 0.52, 0.38
+_PCIE4, _PCIE5 = 25.0, 55.0  # GB/s that page-locked copies reach over 16 lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates of a machine.
+
+    Attributes:
+        name: of the GPU, or of the CPU on a machine without one.
+        link_gb_s: host memory to GPU, page-locked.
+        memory_gb_s: of the memory that kernels read.
+        tflops: of bf16 matrix products.
+        launch_us: host time of one operator.
+        drive_gb_s: sequential reads.
+        source: "measured here" or "data sheet".
+        fp32_tflops: of fp32 matrix products.
+        fp8: the GPU multiplies in FP8.
+        host_gb_s: of host memory, read and written by all cores; by default what a host of 16 reaches.
+        experts_gb_s: of 4-bit pages with which the CPU computes experts that the GPU lacks; by default assumed.
+        few_tflops: of bf16 products of `FEW_ROWS` rows on a CPU; 0, as rates that were kept before have it: a share of
+            `tflops`.
+        few_decoded_tflops: of those with 4-bit matrices, which are decoded first; 0: a share of `tflops`.
+        most_pairs: tokens of an expert that the CPU multiplies by its codes; of more the matrix is decoded first.
+    """
+
+    name: str
+    link_gb_s: float
+    memory_gb_s: float
+    tflops: float
+    launch_us: float = 5.0
+    drive_gb_s: float = 3.0
+    source: str = "data sheet"
+    fp32_tflops: float = 0.0
+    fp8: bool = False
+    host_gb_s: float = 90.0
+    experts_gb_s: float = CPU_GB_PER_S
+    few_tflops: float = 0.0
+    few_decoded_tflops: float = 0.0
+    most_pairs: int = 16
+
+    def flops_of(self, dtype: str) -> float:
+        """Return the floating-point operations a second of products of a dtype, by torch's name."""
+        return 1e12 * (self.fp32_tflops or self.tflops if dtype == "float32" else self.tflops)
+
+    def repack_s(self, *, decoded: bool) -> float:
+        """Return the seconds for each weight of a matrix in which torch's products repack it, however many rows they
+        have; decoded: and in which it is decoded first."""
+        measured, share = (self.few_decoded_tflops, _FEW_DECODED) if decoded else (self.few_tflops, _FEW)
+        few = measured or share * self.tflops
+        return max(0.0, 2e-12 * FEW_ROWS * (1 / few - 1 / self.tflops))
+
+
+#: memory GB/s, dense bf16 TFLOP/s with fp32 sums, fp32 TFLOP/s and FP8, by NVIDIA's data sheets; what the link reaches
+SHEETS = {
+    "H200": Rates("H200", _PCIE5, 4800, 989, fp32_tflops=67, fp8=True),
+    "H100": Rates("H100", _PCIE5, 3350, 989, fp32_tflops=67, fp8=True),
+    "A100": Rates("A100", _PCIE4, 2039, 312, fp32_tflops=19.5),
+    "L40S": Rates("L40S", _PCIE4, 864, 362, fp32_tflops=91.6, fp8=True),
+    "RTX 5090": Rates("RTX 5090", _PCIE5, 1792, 209, fp32_tflops=104.8, fp8=True),
+    "RTX 4090": Rates("RTX 4090", _PCIE4, 1008, 165, fp32_tflops=82.6, fp8=True),
+    "RTX 3090": Rates("RTX 3090", _PCIE4, 936, 71, fp32_tflops=35.6),
+}
+
+
+def data_sheet(name: str) -> Rates:
+    """Return the rates of a GPU by name, in any case. Raises ArgumentError: an unknown GPU; the known ones."""
+    check_instance(name, str, "data_sheet(): name", f"one of {', '.join(SHEETS)}")
+    wanted = name.lower().replace("nvidia", "").replace("geforce", "").strip()
+    found = next((rates for known, rates in SHEETS.items() if known.lower() == wanted), None)
+    if found is None:
+        raise ArgumentError(
+            f"no data sheet of a GPU {name!r}; there are {', '.join(SHEETS)}; on the machine itself, "
+            "`vbrt tune --machine` measures it"
+        )
+    return found
+
+
+def rates_file() -> Path:
+    """Return the file that keeps the rates of this machine; it need not exist."""
+    return cache_folder() / "machine.json"
+
+
+def kept_rates() -> Rates | None:
+    """Return what was measured on this machine, if its GPU is still the same."""
+    try:
+        found = Rates(**json.loads(read_bounded(rates_file(), _MAX_BYTES).decode()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return found if found.name == device_name() else None
+
+
+def measure_rates() -> Rates:
+    """Measure this machine, in some seconds; `vbrt tune --machine` also keeps the result for later processes."""
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    return Rates(
+        device_name(),
+        link_gb_s() if gpu else 0.0,
+        _memory_gb_s(device),
+        _tflops(device, 8192 if gpu else 1024, torch.bfloat16),
+        _launch_us(device),
+        _drive_gb_s(),
+        "measured here",
+        _tflops(device, 4096 if gpu else 1024, torch.float32),
+        gpu and torch.cuda.get_device_capability() >= _FP8_CAPABILITY,
+        _host_gb_s(),
+        experts_gb_s(),
+        *(() if gpu else few_rows()),
+    )
+
+
+def keep_rates(rates: Rates) -> None:
+    """Keep what was measured for later processes. Raises OSError: it cannot be written."""
+    rates_file().parent.mkdir(parents=True, exist_ok=True)
+    write_file(rates_file(), json.dumps(asdict(rates), indent=1).encode())
+
+
+def device_name() -> str:
+    """Return the name of the GPU; on a machine without one of the CPU, with the threads that compute."""
+    gpu = torch.cuda.is_available()
+    return torch.cuda.get_device_name() if gpu else f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def _best(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Return the least seconds of some runs, after one that warms up; of fewer where they are long."""
+    spans = []
+    while len(spans) < 2 or (len(spans) <= times and sum(spans) < _LONG_S):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        spans.append(time.perf_counter() - start)
+    return min(spans[1:])
+
+
+def link_gb_s() -> float:
+    """Return the GB/s of copies of 64 MiB from page-locked memory to the GPU."""
+    host = torch.empty(1 << 30, dtype=torch.uint8, device="cpu", pin_memory=True)
+    there = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+
+    def run() -> None:
+        for part in host.split(len(there)):
+            there.copy_(part, non_blocking=True)
+
+    return len(host) / _best(run, there.device, times=3) / 1e9
+
+
+def _memory_gb_s(device: torch.device) -> float:
+    one = torch.zeros((1024 if device.type == "cuda" else 256) << 20, dtype=torch.uint8, device=device)
+    other = torch.empty_like(one)
+    return 2 * len(one) / _best(lambda: other.copy_(one), device) / 1e9
+
+
+def _host_gb_s() -> float:
+    one, other = (torch.ones(32 << 20, dtype=torch.float32, device="cpu") for _ in range(2))
+    return 3 * one.nbytes / _best(lambda: one.add_(other), one.device) / 1e9
+
+
+def _tflops(device: torch.device, n: int, dtype: torch.dtype) -> float:
+    one = torch.randn(n, n, dtype=torch.float32, device=device).to(dtype)
+    return 2 * n**3 / _best(lambda: one @ one, device) / 1e12
+
+
+def _launch_us(device: torch.device) -> float:
+    one = torch.zeros(16, dtype=torch.float32, device=device)
+
+    def run() -> None:
+        for _ in range(1000):
+            one.add_(1.0)
+
+    return 1e6 * _best(run, device, times=9) / 1000
+
+
+def _drive_gb_s() -> float:
+    """Return what sequential reads of a new file give; where the file stays in memory, the system's rate for that."""
+    block = os.urandom(1 << 20) * 16
+    with tempfile.NamedTemporaryFile() as file:
+        for _ in range(16):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        for at in range(16):
+            os.pread(file.fileno(), len(block), at * len(block))
+        return 16 * len(block) / (time.perf_counter() - start) / 1e9

@@ -1,0 +1,161 @@
+"""What routed experts allocate on a GPU while their layer computes, as a plan holds them, on a copy that is traced.
+
+Lossless ones: the experts of one lease, decoded or gathered together, and what the model's own implementation makes;
+where a pass takes several leases, that for their part of the pairs, and the rows of all pairs. Those in 4 bits: inputs
+and outputs of both products for each pair, and where pages pass through, the rows of the leases before. See
+`layers/experts/compute.py`.
+
+Tokens are taken to be sent to experts at random: T of them touch E (1 - (1 - k / E)^T) of E.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from vbrt.estimation.memory.task import Task
+from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILE_FORMATS
+from vbrt.kernels.cuda.launch_table import are_few
+from vbrt.residency.division import auto_scan
+from vbrt.residency.expert_leases import ExpertLeases, gathered_at_once
+from vbrt.residency.experts import pages_of_scan
+from vbrt.residency.plan import Plan, Swap
+
+__all__ = ["HeldExperts", "experts_at_once", "heard_by_host", "pairs_among", "slots_of", "touched_share"]
+
+
+def pairs_among(values: Iterable[Any]) -> int:
+    """Return the pairs of tokens and experts that arguments name by their ids; 0 if none are ids."""
+    ids = next((v for v in values if isinstance(v, Tensor) and not v.is_floating_point()), None)
+    return 0 if ids is None else ids.numel()
+
+
+def touched_share(experts: int, top_k: int, tokens: float) -> float:
+    """Return the share of a layer's experts that some of so many tokens are expected to go to."""
+    return 1 - (1 - top_k / experts) ** tokens
+
+
+def experts_at_once(leases: ExpertLeases, room_bytes: int | None) -> tuple[int, int]:
+    """Return the experts that a lease takes at most, of few tokens and in a scan, with room for pages that move."""
+    largest = max(leases.page_bytes)
+    wanted = 0 if room_bytes is None else pages_of_scan(auto_scan(largest), room_bytes, largest)
+    few, scan = (leases.at_once(scan=scan, room_bytes=room_bytes, scan_pages=wanted) for scan in (False, True))
+    return max(1, few), max(1, scan)
+
+
+def slots_of(swap: Swap, plan: Plan) -> int | None:
+    """Return how many experts of a layer held dense the cache has room for of which the GPU decides; None without one:
+    they are held otherwise, or do not all live in host memory."""
+    if plan.compute_tier != "gpu" or not _is_dense(swap) or {page.home for page in swap.pages} != {"cpu"}:
+        return None
+    moving = [one for one in plan.routed if any(page.home != "gpu" for page in one.pages)]
+    room = plan.budgets["gpu"] - plan.home_bytes("gpu") - max(sum(page.nbytes for page in one.leased) for one in moving)
+    slots = room // sum(map(_page_bytes, moving))
+    return min(slots, swap.experts) if slots > 0 else None
+
+
+def _parts(leases: ExpertLeases, slots: int) -> tuple[int, int]:
+    """Return the experts that are gathered together at most, of few tokens and in a scan, from so many slots."""
+    gathered = gathered_at_once(max(leases.page_bytes))
+    return gathered, gathered if slots == leases.experts else min(gathered, max(1, slots // 2))
+
+
+def heard_by_host(swap: Swap, plan: Plan, pairs: int) -> bool:
+    """True if the host hears, on a GPU, which routed experts of a layer so many pairs name, and leases these."""
+    homes = {page.home for page in swap.pages}
+    if swap.fine == "exact" or not (homes <= {"gpu"} or homes == {"cpu"}):
+        return True
+    if not _is_dense(swap):
+        return homes == {"cpu"} and swap.format not in TILE_FORMATS  # whose kernels take pages by address
+    at_once = (slots_of(swap, plan) or 0) if homes == {"cpu"} else gathered_at_once(_page_bytes(swap))
+    return pairs >= swap.experts or pairs > at_once
+
+
+def _is_dense(swap: Swap) -> bool:
+    return swap.lossless and swap.fine != "exact"
+
+
+def _page_bytes(swap: Swap) -> int:
+    return max((page.nbytes for page in swap.pages), default=0)
+
+
+class HeldExperts(NamedTuple):
+    """A layer's experts as a plan holds them.
+
+    Attributes:
+        on_gpu: whether a GPU computes.
+        at_once: see `experts_at_once`.
+        most: experts that the tokens of a prompt name; 0: any.
+        unheard: pairs of which nobody but the device knows the experts, held dense: it gathers one for each.
+    """
+
+    leases: ExpertLeases
+    on_gpu: bool
+    at_once: tuple[int, int]
+    most: int
+    unheard: int = 0
+
+    @classmethod
+    def of(cls, swap: Swap, plan: Plan, task: Task) -> Self:
+        """Of a swap of the plan."""
+        top = next(iter(plan.budgets))
+        planes = len(swap.pages) // swap.experts
+        pages = tuple(page.nbytes for page in swap.pages[:planes])
+        decoded = swap.dense_bytes // swap.experts
+        moves = any(page.home != top for page in swap.pages)
+        room = plan.budgets[top] - plan.home_bytes(top) if moves else None
+        leases = ExpertLeases(swap.experts, swap.top_k, decoded, pages, swap.lossless)
+        slots, step = slots_of(swap, plan), task.batch * swap.top_k
+        at_once = experts_at_once(leases, room) if slots is None else _parts(leases, slots)
+        unheard = step if slots is not None and not heard_by_host(swap, plan, step) else 0
+        return cls(leases, plan.compute_tier == "gpu", at_once, task.experts, unheard)
+
+    def forward(self, module: nn.Module, own: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The output of a layer: nothing of it is computed that the model's own implementation does not compute."""
+        pairs = pairs_among((*args, *kwargs.values()))
+        if torch.is_grad_enabled() or not self.on_gpu or not pairs:
+            return x * 1
+        stacked = [p for p in module.parameters(recurse=False) if p.dim() > 2]
+        if self.leases.lossless:
+            return self._by_library(stacked, own, pairs, (x, *args), kwargs)
+        return self._by_kernels(stacked, pairs, x)
+
+    def touched(self, pairs: int) -> int:
+        """Return the experts that so many pairs are expected to name."""
+        experts, k = self.leases.experts, self.leases.top_k
+        touched = math.ceil(experts * touched_share(experts, k, pairs / k))
+        return min(touched, max(k, self.most)) if self.most else touched
+
+    def leased(self, pairs: int) -> int:
+        """Return the experts that a lease of so many pairs takes at most."""
+        return self.at_once[pairs >= self.leases.experts]
+
+    def _by_library(
+        self, stacked: list[nn.Parameter], own: Callable[..., Tensor], pairs: int, args: tuple, kwargs: dict[str, Any]
+    ) -> Tensor:
+        touched, x = pairs if pairs <= self.unheard else self.touched(pairs), args[0]
+        leased = min(touched, self.leased(pairs))
+        decoded = [p.new_empty((leased, *p.shape[1:])) for p in stacked]
+        if leased == touched:
+            return own(*args, **kwargs)
+        rows = x.new_zeros(pairs, x.shape[-1])
+        tokens = max(1, len(x) * leased // touched)
+        some = [v[:tokens] if isinstance(v, Tensor) and len(v) == len(x) else v for v in (*args, *kwargs.values())]
+        own(*some[: len(args)], **dict(zip(kwargs, some[len(args) :], strict=True)))
+        del decoded
+        weighted = rows * 1
+        return weighted.view(len(x), -1, x.shape[-1]).sum(dim=1)
+
+    def _by_kernels(self, stacked: list[nn.Parameter], pairs: int, x: Tensor) -> Tensor:
+        sorted_pairs = not are_few(pairs, self.leases.experts)
+        inner = min(p.shape[1] * p.shape[2] // x.shape[-1] for p in stacked)  # of gates and values there are two
+        before = x.new_empty(pairs, x.shape[-1]) if self.touched(pairs) > self.leased(pairs) else None
+        gathered = x.new_empty(pairs, x.shape[-1]) if sorted_pairs else None
+        h = x.new_empty(pairs, inner)
+        del gathered
+        gathered = torch.empty_like(h) if sorted_pairs else None
+        rows = x.new_empty(pairs, x.shape[-1])
+        del gathered, h, before, rows
+        return x * 1

@@ -1,0 +1,322 @@
+"""One run of a task on fake tensors: the largest moment of each phase, and what lives where the phases meet."""
+
+import contextlib
+import copy
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vbrt.errors import ArgumentError, VBError
+from vbrt.estimation.memory.example_inputs import inputs_of
+from vbrt.estimation.memory.gpu_operator_sizes import gpu_sizes
+from vbrt.estimation.memory.live_bytes import Meter
+from vbrt.estimation.memory.planned_weights import Held
+from vbrt.estimation.memory.representative_blocks import cut
+from vbrt.estimation.memory.task import Task
+from vbrt.estimation.memory.traced_checkpointing import hold_
+from vbrt.libraries.torch_api import FakeTensorMode
+from vbrt.libraries.transformers_api import cache_argument, cache_of, checkpointing_name, checkpointing_switch
+from vbrt.model.blocks import Stack
+from vbrt.residency.activations import KEEP
+from vbrt.training.kept import step_kept
+
+__all__ = ["Trace", "Untraceable", "trace"]
+
+
+class Untraceable(VBError):
+    """A model cannot run on tensors without values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Bytes, of a model of some blocks.
+
+    Attributes:
+        peaks: of everything but parameters, by phase.
+        rows: what lives for longer than an operator: "KV cache", "activations", "outputs", "gradients", "optimizer".
+        growth: of the KV cache, for a token more; it has two tokens beside the prompt's.
+        cache: how many of its tensors are of so many bytes then, and grow by so many with a token.
+        room: tokens more that it will have room for.
+        work: what runs in a step (with "decode" of one token), as `Meter.work` has it.
+        refused: why nothing could be traced; "": it was.
+    """
+
+    peaks: Mapping[str, int]
+    rows: Mapping[str, int]
+    growth: int = 0
+    work: Mapping[str, int] = field(default_factory=dict)
+    refused: str = ""
+    cache: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    room: int = 0
+
+    def cache_bytes(self, tokens: int) -> list[int]:
+        """Return the bytes of each tensor of the KV cache with so many tokens more."""
+        return [nbytes + each * tokens for (nbytes, each), count in self.cache.items() for _ in range(count)]
+
+
+def trace(
+    model: nn.Module, task: Task, chosen: Mapping[str, tuple[Stack, Sequence[int]]], held: Held | None = None
+) -> Trace:
+    """Run a task on a copy of a model without weights that has the chosen blocks of each stack only.
+
+    Args:
+        held: how a plan holds weights; None: as they are.
+
+    Raises:
+        ArgumentError: nothing says what the model takes, or its outputs have no loss.
+        Untraceable: it cannot run on fake tensors; the first line of the reason.
+    """
+    held = held or Held()
+    cut_model = cut(copy.deepcopy(model), {name: indices for name, (_, indices) in chosen.items()})
+    with _refusals(model), warnings.catch_warnings(), FakeTensorMode():
+        warnings.simplefilter("ignore")  # of hooks and of what the model says to whom trains it
+        _materialize(cut_model)
+        held.prepare(cut_model)
+        kept = hold_(cut_model, held.activations if task.trains else KEEP)  # noqa: F841  # for as long as it runs
+        run = _Run(cut_model, task, widens=held.full)
+        weights = {id(weight) for weight in held.rounded(cut_model)}
+        with run.watching(chosen), gpu_sizes(task.attention, weights, run.meter), run.meter:
+            return run.train() if task.trains else run.infer()
+
+
+@contextlib.contextmanager
+def _refusals(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except VBError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise Untraceable(
+            f"{type(model).__name__} cannot be traced without weights: {type(error).__name__}: {reason[0]}; give "
+            "estimate(..., step=...), a function of the model that runs it once"
+        ) from error
+
+
+def _materialize(model: nn.Module) -> None:
+    """Put fake tensors in place of those on the meta device; ties stay ties."""
+    seen: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = seen.setdefault(id(tensor), _fake(tensor))
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+class _Run:
+    """A model on fake tensors, and the meter beside it."""
+
+    def __init__(self, model: nn.Module, task: Task, *, widens: bool = False) -> None:
+        self.model, self.task, self.meter = model, task, Meter()
+        self._widens, self._steps = widens, 0
+        self._stage = ""
+        self.meter.leave_out((*model.parameters(), *model.buffers()))
+
+    @contextlib.contextmanager
+    def watching(self, chosen: Mapping[str, tuple[Stack, Sequence[int]]]) -> Iterator[None]:
+        """Let phases follow the blocks: those of one kind between the first and the last allocate between the two."""
+        hooks = []
+        for name, (stack, indices) in chosen.items():
+            blocks, kinds = self.model.get_submodule(name), [stack.kinds[index] for index in indices]
+            for at, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
+                where = f"{name}.{kind}." + ("first" if kind not in kinds[:at] else "more")
+                after = f"after {name}" if at + 1 == len(kinds) else f"{name}.between"
+                before = f"before {name}" if at == 0 else f"{name}.between"
+                hooks.append(block.register_forward_pre_hook(lambda *_, where=where: self._enter(where)))
+                hooks.append(block.register_forward_hook(lambda *_, after=after: self._enter(after)))
+                hooks.append(block.register_full_backward_pre_hook(lambda *_, where=where: self._back(where)))
+                hooks.append(block.register_full_backward_hook(lambda *_, before=before: self._back(before)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, where: str) -> None:
+        if self._stage != "backward":
+            self._phase(where)
+
+    def _back(self, where: str) -> None:
+        if self._stage == "backward":
+            self._phase(where)
+
+    def _phase(self, where: str) -> None:
+        self.meter.phase = f"{self._stage}: {where}"
+        self.meter.note()
+
+    def _begin(self, stage: str, kind: str) -> None:
+        self._stage, self.meter.kind = stage, kind
+        self._phase("")
+
+    # -- inference ----------------------------------------------------------------------------------------------------
+
+    def infer(self) -> Trace:
+        """Run the pass, and with "decode" two steps on its KV cache."""
+        with torch.no_grad():
+            self._begin("prompt" if self.task.kind == "decode" else "pass", "temporaries")
+            if self.task.step is not None:
+                outputs = self.task.step(self.model)
+            else:
+                outputs = self.model(**self._generated(inputs_of(self.model, self.task)), **self._how())
+            self._name(outputs, "outputs")
+            cache = self._cache(outputs)
+            rows = {"outputs": self.meter.live["outputs"], "KV cache": self.meter.live["KV cache"]}
+            rows["prompt in place"] = _filled_bytes(cache)
+            once, twice = [], []  # bytes, not blocks of the allocator, that few heads do not fill
+            if self.task.kind == "decode" and cache is not None:
+                del outputs
+                self._one_token(cache)  # a window lets go of what it has left behind
+                once = _held_bytes(cache)
+                rows["KV cache"] = self._one_token(cache)
+                twice = _held_bytes(cache)
+            held = Counter((now, now - before) for before, now in zip(once, twice, strict=False))
+            growth = sum(twice) - sum(once)
+            return Trace(self._peaks(), rows, growth, dict(self.meter.work), cache=held)
+
+    def _how(self) -> dict[str, Any]:
+        known = inspect.signature(self.model.forward).parameters
+        decode = self.task.kind == "decode"
+        how = {"use_cache": decode, **({"logits_to_keep": 1} if decode else {})}
+        return {name: value for name, value in how.items() if name in known or (name == "use_cache" and _kwargs(known))}
+
+    def _generated(self, inputs: dict[str, Any], *, past: int = 0) -> dict[str, Any]:
+        """Return inputs with what `generate` passes beside tokens: a mask, and the position of each."""
+        ids, known = inputs.get("input_ids"), inspect.signature(self.model.forward).parameters
+        if self.task.kind != "decode" or ids is None or "decoder_input_ids" in inputs:
+            return inputs
+        given = {"attention_mask": (ids.shape[0], past + ids.shape[1]), "position_ids": tuple(ids.shape)}
+        more = {
+            name: torch.ones(shape, dtype=torch.long, device="cpu") for name, shape in given.items() if name in known
+        }
+        return inputs | more
+
+    def _cache(self, outputs: Any) -> Any:
+        cache = cache_of(outputs)
+        self._name(cache, "KV cache")
+        return cache
+
+    def _name(self, value: Any, kind: str) -> None:
+        for tensor in _tensors(value):
+            self.meter.name(tensor, kind)
+
+    def _one_token(self, cache: Any) -> int:
+        """Run a step of one token; return the bytes of the cache after it."""
+        self._begin("step", "temporaries")
+        self.meter.work.clear()
+        inputs = inputs_of(self.model, self.task, tokens=1)
+        inputs = {k: v for k, v in inputs.items() if k != "input_ids" or "decoder_input_ids" not in inputs}
+        inputs = self._generated(inputs, past=self.task.context + self._steps)
+        self._steps += 1
+        name = cache_argument(self.model.forward)
+        outputs = self.model(**inputs, **{name: cache}, use_cache=True)
+        cache = self._cache(outputs)
+        return self.meter.live["KV cache"]
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train(self) -> Trace:
+        """Run a step twice: the first makes the optimizer's state."""
+        model, meter = self.model.train(), self.meter
+        if self.task.checkpointing:
+            _checkpoint(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            raise ArgumentError(f"{type(model).__name__}: no parameter requires a gradient; nothing trains")
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(lambda p: meter.name(p.grad, "gradients"))
+        optimizer = _optimizer(self.task.optimizer, trained)
+        rows: dict[str, int] = {}
+        for turn in range(2):
+            if turn:
+                meter.peaks.clear()
+                meter.work.clear()
+            self._begin("forward", "activations")
+            loss = self._loss()
+            rows["activations"] = meter.live["activations"]
+            self._begin("backward", "temporaries")
+            loss.backward()
+            del loss
+            rows["gradients"] = meter.live["gradients"]
+            self._begin("optimizer", "optimizer")
+            if self._widens:
+                step_kept(optimizer, type(optimizer))
+            else:
+                optimizer.step()
+            rows["optimizer"] = meter.live["optimizer"]
+            optimizer.zero_grad()
+        return Trace(self._peaks(), rows, work=dict(meter.work))
+
+    def _loss(self) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.task.mixed):
+            if self.task.step is not None:
+                return self.task.step(self.model)
+            inputs = inputs_of(self.model, self.task)
+            if "labels" in inspect.signature(self.model.forward).parameters:
+                inputs["labels"] = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+            if inputs.get("labels", ()) is None:
+                del inputs["labels"]
+            known = inspect.signature(self.model.forward).parameters
+            outputs = self.model(**inputs, **({"use_cache": False} if "use_cache" in known else {}))
+            loss = getattr(outputs, "loss", None)
+            return loss if loss is not None else sum(t.float().sum() for t in _tensors(outputs) if t.requires_grad)
+
+    def _peaks(self) -> dict[str, int]:
+        return dict(self.meter.peaks)
+
+
+def _kwargs(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _filled_bytes(cache: Any) -> int:
+    """Return the bytes of a prompt that further calls of `generate` compute where recorded steps attend to them."""
+    layers = [layer for layer in getattr(cache, "layers", ()) if type(layer).__name__ == "DynamicLayer"]
+    return sum(sum(_held_bytes(layer)) for layer in layers)
+
+
+def _held_bytes(cache: Any) -> list[int]:
+    """Return the bytes of each piece of the memory behind a cache, in its order."""
+    return list({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in _tensors(cache))}.values())
+
+
+def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors in outputs or a cache."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, depth)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item, depth)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
+        yield from _tensors(list(vars(value).values()), depth - 1)
+
+
+def _checkpoint(model: nn.Module) -> None:
+    """Switch activation checkpointing on. Raises ArgumentError: the model has no switch for it."""
+    switch = checkpointing_switch(model)
+    if switch is None:
+        raise ArgumentError(
+            f"{type(model).__name__} has no {checkpointing_name()}(); give a model that checkpoints by itself"
+        )
+    switch({"use_reentrant": False})
+
+
+def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    kind = getattr(torch.optim, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ArgumentError(f"optimizer = {name!r}; expected a class of torch.optim, such as 'AdamW' or 'SGD'")
+    known = inspect.signature(kind).parameters
+    return kind(parameters, lr=1e-4, **({"foreach": True} if "foreach" in known else {}))

@@ -1,0 +1,130 @@
+"""What one of several ranks has of a model: the weights that the model's own parallel plan gives it.
+
+A plan (`tp_plan` of transformers' models) names modules and parameters and how each is cut. The part is a plain model
+without weights, with smaller matrices, as wrapping sees it in a rank (`layers/shards.py`): whatever is planned, traced
+and counted of a model is planned, traced and counted of it. Of sizes that do not divide it is the first rank's part.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from vbrt.config import Machine, VBConfig
+from vbrt.errors import ArgumentError, ConfigError
+from vbrt.estimation.memory.representative_blocks import meta_copy
+from vbrt.model.blocks import configs_of
+from vbrt.model.planner import shown_plan
+from vbrt.residency.plan import Plan
+
+__all__ = ["part_of", "rank_of", "rank_plan"]
+
+_GATHERED = ("colwise_gather_output", "colwise_rep", "embedding_colwise")  # outputs, which are whole again
+_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_rowwise")
+_COLUMNS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise", "embedding_colwise")
+#: parameters, and modules of which a plan names parameters besides
+_WHOLE = (
+    "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "moe_identity_expert",
+    "local_params", "all_reduce", "sequence_parallel",
+)  # fmt: skip
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def rank_of(machine: Machine, ranks: int) -> Machine:
+    """Return a machine as one of its ranks has it: a GPU of its own, and an equal share of what is free of the rest."""
+    drive = machine.ssd_free_bytes
+    shares = {"cpu_available_bytes": machine.cpu_available_bytes // ranks, "ranks_here": ranks}
+    shares |= {"ssd_free_bytes": None if drive is None else drive // ranks}
+    return replace(machine, **shares, ranks_said_by="ranks")
+
+
+def part_of(model: nn.Module, ranks: int, config: VBConfig | None) -> nn.Module:
+    """Return a copy of a model without weights, as one of several ranks has it.
+
+    Raises:
+        ArgumentError: fewer than two ranks; the model has no plan, one that cuts in a way that is not known here, or
+            heads that cannot be shared out.
+        ConfigError: weights train in 4 bits or from the tiers, which takes whole ones.
+    """
+    if type(ranks) is not int or ranks < 2:
+        raise ArgumentError(f"ranks = {ranks!r}; expected 2 or more")
+    if config is not None and config.mode != "infer":
+        raise ConfigError(f'{config.source}: mode = "{config.mode}" takes whole weights, which no plan cuts over ranks')
+    plan, name = getattr(model, "tp_plan", None), type(model).__name__
+    if not plan:
+        raise ArgumentError(f"ranks = {ranks}: {name} has no tp_plan, which would say what each rank holds of it")
+    _check_heads(model, ranks)
+    part = meta_copy(model)
+    styles = dict(_styles(part, plan))
+    unknown = next(((at, style) for at, style in styles.items() if style not in _ROWS + _COLUMNS + _WHOLE), None)
+    if unknown is not None:
+        raise ArgumentError(f"ranks = {ranks}: the tp_plan of {name} has {unknown[0]} {unknown[1]!r}, not known here")
+    _cut_(part, styles, ranks)
+    return part
+
+
+def rank_plan(model: nn.Module, ranks: int, config: VBConfig, machine: Machine) -> Plan | str:
+    """Return the plan of one of several ranks on its share of a machine, or why there is none."""
+    try:
+        return shown_plan(part_of(model, ranks, config), config, rank_of(machine, ranks))
+    except (ArgumentError, ConfigError) as error:
+        return str(error)
+
+
+def _check_heads(model: nn.Module, ranks: int) -> None:
+    for config in configs_of(model):
+        for name in _HEADS:
+            heads = getattr(config, name, None) or 0
+            if heads % ranks:
+                raise ArgumentError(f"ranks = {ranks}: {name} = {heads} of {type(model).__name__} cannot be shared out")
+
+
+def _styles(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the parameters that a plan names, by themselves or by their module, and how each is cut."""
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        general = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)  # numbers of layers, and no digits of names
+        style = plan.get(general) or plan.get(general.rpartition(".")[0])
+        if style is not None:
+            yield name, style
+
+
+def _cut_(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
+    """Give a model the part of a rank, in place; tied parameters stay tied, and are cut as the first of them is."""
+    parts: dict[int, nn.Parameter] = {}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(parameter), name)
+    for name, style in styles.items():
+        module, _, own = name.rpartition(".")
+        owner = model.get_submodule(module)
+        whole = owner._parameters[own]
+        if first[id(whole)] not in styles:
+            continue
+        if id(whole) not in parts:
+            parts[id(whole)] = _part(whole, style, ranks)
+        owner._parameters[own] = parts[id(whole)]
+        if own == "weight" and isinstance(owner, nn.Linear):
+            owner.out_features, owner.in_features = owner.weight.shape  # as adapters read them
+        if own == "weight" and style in _GATHERED:
+            owner.register_forward_hook(_Gather(ranks, whole.shape[0 if style in _ROWS else -1]))
+
+
+def _part(whole: nn.Parameter, style: str, ranks: int) -> nn.Parameter:
+    """Return the first rank's part of a matrix [.., N, K] or of a bias [N]."""
+    shape, flat = list(whole.shape), whole.dim() == 1
+    if style in _ROWS or (style in _COLUMNS and not flat):  # whoever cuts columns adds the bias once, whole
+        at = -1 if flat or style in _COLUMNS else -2
+        shape[at] = -(-shape[at] // ranks)
+    return nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"), whole.requires_grad)
+
+
+class _Gather:
+    """A hook that makes an output [.., n] whole again: parts of all ranks, beside each other."""
+
+    def __init__(self, ranks: int, size: int) -> None:
+        self._ranks, self._size = ranks, size
+
+    def __call__(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
+        return torch.cat([output] * self._ranks, -1)[..., : self._size]
