@@ -26,7 +26,7 @@ from scripts.measuring import interleaved, machine, seconds
 from vbrt.kernels import update as reference
 from vbrt.kernels.cpu import update as compiled
 from vbrt.kernels.update import Halves, Step
-from vbrt.training.update_parts import Helpers, cores
+from vbrt.training.full.update_threads import Helpers, cores
 
 ADAMW = Step("adam", 10, 1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True)
 SGD = Step("sgd", 10, 1e-3, 0.9, weight_decay=0.01)

@@ -55,7 +55,7 @@ _NAMES = {
     "residency.routing_file": ("read_routing",),
     "residency.simulate": ("simulate",),
     "saves.checkpoint": ("TrainingCheckpoint", "read_checkpoint"),
-    "training.lion": ("Lion",),
+    "training.full.lion": ("Lion",),
     "wrapper.full": ("VBFullWrapper",),
     "wrapper.load": ("load",),
     "wrapper.of": ("of",),
@@ -106,7 +106,7 @@ if TYPE_CHECKING:
     from vbrt.residency.routing_file import read_routing
     from vbrt.residency.simulate import simulate
     from vbrt.saves.checkpoint import TrainingCheckpoint, read_checkpoint
-    from vbrt.training.lion import Lion
+    from vbrt.training.full.lion import Lion
     from vbrt.wrapper.full import VBFullWrapper
     from vbrt.wrapper.load import load
     from vbrt.wrapper.of import of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import vbrt
-from tests.training.full_models import Tiny, batches, loss_of
+from tests.training.full.full_models import Tiny, batches, loss_of
 from vbrt.saves.checkpoint import CHECKPOINT
 
 

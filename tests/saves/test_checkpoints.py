@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vbrt
-from tests.training.full_models import Tiny, batches, resident, train_on
+from tests.training.full.full_models import Tiny, batches, resident, train_on
 from vbrt.errors import CheckpointError, TierError
 from vbrt.saves.checkpoint import CHECKPOINT
 from vbrt.saves.nested import taken_apart, together
@@ -139,7 +139,7 @@ def test_a_weight_that_cannot_be_read_leaves_the_checkpoint_before(tmp_path, mon
         vb.save_checkpoint(tmp_path, extra=1)
         files = sorted(path.name for path in tmp_path.iterdir())
         with monkeypatch.context() as patch, pytest.raises(TierError, match="cannot be read"):
-            patch.setattr("vbrt.training.full.FullWeight.master", failing)
+            patch.setattr("vbrt.training.full.full_weight.FullWeight.master", failing)
             vb.save_checkpoint(tmp_path, extra=2)
         assert sorted(path.name for path in tmp_path.iterdir()) == files
         assert vb.load_checkpoint(tmp_path) == 1

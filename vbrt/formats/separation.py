@@ -2,8 +2,8 @@
 
 A format whose record says `fitted` (`quantile`) finds eight numbers for each weight, and looks at the whole weight for
 them. `Separation` reuses them for every encode until they are stale: the weight has changed and `refresh_every`
-forwards have passed since the fit, or the share of weights that it clips has grown. `vbrt.training.separation` has the
-engine for weights that an optimizer moves.
+forwards have passed since the fit, or the share of weights that it clips has grown.
+`vbrt.training.qat.incremental_encoding` has the engine for weights that an optimizer moves.
 
 What is kept is detached, and of one size whatever happens.
 """

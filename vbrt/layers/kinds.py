@@ -26,7 +26,8 @@ class Kind:
     Attributes:
         name: the class's name, which plans and saves use.
         package: the module that defines the class.
-        file: the module of vbrt that defines `VB<name>`; `vbrt.training.kinds` makes `Trained<name>` of the record.
+        file: the module of vbrt that defines `VB<name>`; `vbrt.training.trained_kinds` makes `Trained<name>` of the
+        record.
         parameters: the names of the parameters that hold weights; each is a site.
         transposed: True if the class keeps its weight as [inputs, outputs].
         turned: the parameters that are kept as [inputs, outputs] where the others are not.

@@ -9,8 +9,8 @@ from vbrt.model.blocks import stacks_of
 from vbrt.model.machine import this_machine
 from vbrt.residency.activations import KEEP, RECOMPUTE
 from vbrt.tiers import MemoryTier
-from vbrt.training.activations import Activations
-from vbrt.training.offload import CudaLink, Offload
+from vbrt.training.activations.activation_offload import CudaLink, Offload
+from vbrt.training.activations.checkpointing import Activations
 
 __all__ = ["activations_of", "blocks_of"]
 
@@ -19,7 +19,7 @@ _LEAST_BLOCKS = 2  # of a list
 
 def activations_of(model: nn.Module, config: VBConfig, device: torch.device) -> Activations:
     """Return what decides over the activations of a model's blocks, which are changed in place unless all is kept."""
-    asked = parse_activations(config.training.activations, where="training.activations")
+    asked = parse_activations(config.training.activations, where="training.activations.checkpointing")
     if asked == KEEP:
         return Activations(KEEP, [], [], None)
     blocks, kinds = blocks_of(model)

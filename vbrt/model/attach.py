@@ -22,7 +22,7 @@ from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT
 from vbrt.tiers import TierStack
 from vbrt.training import FullWeight, TrainedExpertsWeight, TrainedWeight, full_class, trained_class
-from vbrt.training.gradients import Outlet
+from vbrt.training.full.host_gradients import Outlet
 
 __all__ = ["Attempt", "attach", "attach_held", "make_handles", "plan_for"]
 

@@ -19,13 +19,13 @@ from vbrt.report.routing import RoutingRecorder
 from vbrt.report.stats import Stats
 from vbrt.report.training import UpdateStats
 from vbrt.training import FullLayer, FullWeight
-from vbrt.training.clipping import clip_grad_norm_
-from vbrt.training.full_layers import check_assigns
-from vbrt.training.gradients import Outlet
-from vbrt.training.kept import widen_kept
-from vbrt.training.optimizers import release_optimizer, take_optimizer
-from vbrt.training.stepping import Stepping
-from vbrt.training.update import Updater
+from vbrt.training.full.clipping import clip_grad_norm_
+from vbrt.training.full.full_layers import check_assigns
+from vbrt.training.full.host_gradients import Outlet
+from vbrt.training.full.optimizer_takeover import release_optimizer, take_optimizer
+from vbrt.training.full.optimizer_update import Updater
+from vbrt.training.full.resident_params import widen_kept
+from vbrt.training.full.step_in_backward import Stepping
 
 __all__ = ["FullAttachment"]
 

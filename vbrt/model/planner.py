@@ -83,7 +83,9 @@ def make_plan(
         left = replace(left, gpu_free_bytes=max(0, left.gpu_free_bytes - beside_gpu))
     budgets, others = (_budgets(config, left), ()) if beside is None else (dict(beside.budgets), beside.layers)
     if config.mode == "full":
-        swaps = [replace(swap, dtype="bfloat16") for swap in swaps]  # of its page; see `vbrt/training/full.py`
+        swaps = [
+            replace(swap, dtype="bfloat16") for swap in swaps
+        ]  # of its page; see `vbrt/training/full/full_weight.py`
     layers = [_pages_on(swap, config, "gpu" in budgets) for swap in swaps]
     rooms = with_whole_pages(budgets, layers, machine.peers)
     if config.mode == "full":  # what the host updates in place is in its memory

@@ -30,7 +30,7 @@ from vbrt.report.progress import Progress
 from vbrt.saves.manifest import SHARD, content_digest, text_of
 from vbrt.saves.nested import taken_apart, together
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, TensorWriter, digest, in_order
-from vbrt.training.kept import take_master
+from vbrt.training.full.resident_params import take_master
 
 __all__ = ["CHECKPOINT", "Piece", "SavedCheckpoint", "TrainingCheckpoint", "read_checkpoint", "write_checkpoint"]
 

@@ -14,10 +14,10 @@ from vbrt.model.full import FullAttachment
 from vbrt.report.progress import Progress
 from vbrt.saves.checkpoint import Piece, SavedCheckpoint, write_checkpoint
 from vbrt.saves.tensorfile import TensorInfo
-from vbrt.training.full import FullWeight
-from vbrt.training.kept import load_kept
-from vbrt.training.optimizer_state import StreamedState, numbered, put_moments
-from vbrt.training.streamed import StreamedParameter
+from vbrt.training.full.full_weight import FullWeight
+from vbrt.training.full.optimizer_state import StreamedState, numbered, put_moments
+from vbrt.training.full.resident_params import load_kept
+from vbrt.training.full.streamed_parameter import StreamedParameter
 
 __all__ = ["load_training", "save_training"]
 

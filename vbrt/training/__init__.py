@@ -1,16 +1,15 @@
 """Layers whose weights train: as parameters whose forwards see them in 4 bits, or from the tiers."""
 
-from vbrt.training import expert_ops as _expert_ops  # registers the operators of compiled graphs
-from vbrt.training import ops as _ops
-from vbrt.training.expert_layers import TrainedExperts
-from vbrt.training.experts import TrainedExpertsWeight
-from vbrt.training.full import FullWeight
-from vbrt.training.full_layers import FullLayer, FullLinear
-from vbrt.training.kinds import full_class, trained_class
-from vbrt.training.layers import TrainedLayer, TrainedLinear
-from vbrt.training.optimizers import take_optimizer
-from vbrt.training.streamed import StreamedParameter
-from vbrt.training.weight import TrainedWeight
+from vbrt.training.full.full_layers import FullLayer, FullLinear
+from vbrt.training.full.full_weight import FullWeight
+from vbrt.training.full.optimizer_takeover import take_optimizer
+from vbrt.training.full.streamed_parameter import StreamedParameter
+from vbrt.training.qat import compiled_experts, compiled_layers
+from vbrt.training.qat.qat_expert_weight import TrainedExpertsWeight
+from vbrt.training.qat.qat_experts import TrainedExperts
+from vbrt.training.qat.qat_layers import TrainedLayer, TrainedLinear
+from vbrt.training.qat.qat_weight import TrainedWeight
+from vbrt.training.trained_kinds import full_class, trained_class
 
 __all__ = [
     "FullLayer",
@@ -27,4 +26,4 @@ __all__ = [
     "trained_class",
 ]
 
-del _expert_ops, _ops
+del compiled_experts, compiled_layers

@@ -14,9 +14,9 @@ from vbrt.errors import WrapError
 from vbrt.host.memory import storage_of
 from vbrt.model.full import FullAttachment
 from vbrt.saves.training import load_training, save_training
-from vbrt.training.optimizers import drop_gradients
-from vbrt.training.streamed import StreamedParameter
-from vbrt.training.update_rules import rule_names
+from vbrt.training.full.optimizer_takeover import drop_gradients
+from vbrt.training.full.streamed_parameter import StreamedParameter
+from vbrt.training.full.update_rules import rule_names
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["VBFullWrapper", "take_optimizer_of"]

@@ -24,7 +24,7 @@ from vbrt.libraries.torch_api import FakeTensorMode
 from vbrt.libraries.transformers_api import cache_argument, cache_of, checkpointing_name, checkpointing_switch
 from vbrt.model.blocks import Stack
 from vbrt.residency.activations import KEEP
-from vbrt.training.kept import step_kept
+from vbrt.training.full.resident_params import step_kept
 
 __all__ = ["Trace", "Untraceable", "trace"]
 

@@ -20,7 +20,7 @@ from vbrt.residency.plan import Plan
 
 __all__ = ["Held", "held_alike", "held_by"]
 
-_BUFFERS = 2  # of gradients on their way from the device, see vbrt.training.gradients
+_BUFFERS = 2  # of gradients on their way from the device, see vbrt.training.full.host_gradients
 
 
 @dataclass(frozen=True, slots=True)

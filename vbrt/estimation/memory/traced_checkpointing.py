@@ -9,8 +9,8 @@ from vbrt.model.activations import blocks_of
 from vbrt.residency.activations import KEEP, OFFLOAD, RECOMPUTE
 from vbrt.tiers import Buffer
 from vbrt.tiers.protocol import Holder
-from vbrt.training.activations import Activations
-from vbrt.training.offload import Offload
+from vbrt.training.activations.activation_offload import Offload
+from vbrt.training.activations.checkpointing import Activations
 
 __all__ = ["asked_of", "hold_"]
 
@@ -19,7 +19,7 @@ def asked_of(config: VBConfig | None, tier: str) -> str | int:
     """Return what a config asks for, where blocks are computed in a tier: a word, or bytes."""
     if config is None:
         return KEEP
-    asked = parse_activations(config.training.activations, where="training.activations")
+    asked = parse_activations(config.training.activations, where="training.activations.checkpointing")
     if isinstance(asked, str):
         return RECOMPUTE if asked == OFFLOAD and tier == "cpu" else asked
     return int(asked.amount)

@@ -1,0 +1,288 @@
+"""Takes a user's optimizer over for weights in the tiers, in place.
+
+The object stays: loops, schedulers, `Trainer` and state dicts hold it. Its class becomes a subclass, as layers' classes
+do, whose `step` runs the optimizer's own step for the parameters that stayed and submits the others to the updater.
+"""
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from vbrt.errors import WrapError
+from vbrt.training.full.full_weight import FullWeight
+from vbrt.training.full.optimizer_state import StreamedState, load_state, state_with_moments, take_state
+from vbrt.training.full.optimizer_update import Rule, Scaling, Updater, rule_for
+from vbrt.training.full.resident_params import check_kept, load_kept, step_kept
+from vbrt.training.full.streamed_parameter import StreamedParameter
+
+__all__ = ["StreamedOptimizer", "Turn", "drop_gradients", "open_turn", "release_optimizer", "take_optimizer"]
+
+
+class StreamedOptimizer(torch.optim.Optimizer):
+    """Common part of optimizers that were taken over; a mixin in front of torch's class."""
+
+    _vb_updater: Updater
+    _vb_eight_bit = False
+    _vb_turn: "Turn | None" = None  # a step that has not ended
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do the optimizer's step: parameters that stayed now, weights in the tiers in the background.
+
+        Raises:
+            TierError: an earlier update of a weight failed: nothing is updated by this call. The next one completes
+                that step first; where no weight in the tiers has a new gradient, that is all that it does.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        take_state(self)
+        turn = self._vb_turn
+        within_pass = turn is not None and turn.versions is None
+        completed = not within_pass and self._vb_updater.finish()
+        streamed = list(_streamed(self))
+        if completed and not any(parameter.weight.gradient.fresh for parameter in streamed):
+            return loss  # the step that had failed is what was asked for again
+        divisor, overflowed = _scaled(self)
+        submitted = [] if overflowed else self._checked()
+        versions = {id(parameter): parameter.weight.gradient.version for parameter in streamed}
+        if turn is None or turn.versions not in (None, versions):
+            turn = Turn(next(_turns))
+        if turn.versions is None:  # else Ctrl-C has ended this very step before
+            turn = self._step_kept(streamed, Turn(turn.number, versions))
+        for parameter, group in submitted:
+            self._submit(parameter, group, turn, divisor)
+        for parameter in streamed:
+            parameter.weight.gradient.end_step(1.0 if overflowed else divisor)
+        self._vb_turn = None
+        for parameter in streamed:
+            parameter.weight.gradient.expose()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients in the tiers are dropped while updates still read them."""
+        if set_to_none:
+            drop_gradients(_streamed(self))
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; weights in the tiers get their place there.
+
+        Raises:
+            WrapError: a weight is of another model, or the group's settings have no form that updates in chunks.
+            TierError: the state of the weights does not fit into the tiers.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        weights = [parameter.weight for parameter in group["params"] if isinstance(parameter, StreamedParameter)]
+        try:
+            for weight in weights:
+                if weight.updater is not self._vb_updater:
+                    raise WrapError(f"{weight.name}: it trains in the tiers of another model, with its own optimizer")
+                kinds = weight.state.kinds if weight.state.placed else None  # of one that was in another group
+                self._vb_updater.rule.check(weight.name, group, kinds)
+            _place(self, weights, self._vb_updater.rule, eight_bit=self._vb_eight_bit)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _checked(self) -> list[tuple[StreamedParameter, dict[str, Any]]]:
+        """Return the parameters in the tiers that have gradients, with their groups. Raises WrapError for settings that
+        cannot be followed: before anything is updated."""
+        found = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, StreamedParameter) and not parameter.weight.gradient.empty:
+                    self._vb_updater.rule.check(parameter.weight.name, group, parameter.weight.state.kinds)
+                    found.append((parameter, group))
+        return found
+
+    def _step_kept(self, streamed: Iterable[StreamedParameter], turn: "Turn") -> "Turn":
+        """Do torch's own step, which sees no gradients of weights in the tiers; the turn is the optimizer's then."""
+        _hide(streamed, hidden=True)
+        try:
+            step_kept(self, type(self).__mro__[2])
+            self._vb_turn = turn
+        finally:
+            _hide(streamed, hidden=False)
+        return turn
+
+    def _submit(self, parameter: StreamedParameter, group: dict[str, Any], turn: "Turn", divisor: float) -> None:
+        weight = parameter.weight
+        gradient = weight.gradient.held()
+        if gradient is not None:
+            mark = turn.number, weight.gradient.version
+            self._vb_updater.submit(weight.state, (mark, gradient.read), group, Scaling(divisor, gradient.factor))
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise WrapError(
+            f"{type(self).__mro__[2].__name__}: an optimizer of weights that train in the tiers cannot be copied or "
+            "pickled; its state_dict() can, and unwrap() makes it a plain one again"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of the plain optimizer, after all updates; moments of weights in the tiers are those on
+        the host, not copies."""
+        self._vb_updater.finish()
+        return state_with_moments(self, super().state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state dict of this optimizer or of a plain one of its class."""
+        self._vb_updater.finish()
+        load_state(self, state_dict, partial(load_kept, self))
+        self.state = StreamedState(self)
+
+
+StreamedOptimizer.step.hooked = True  # so that load_state_dict puts no second layer of hooks around it
+
+
+class Turn(NamedTuple):
+    """A step: its number, and the versions of gradients in the tiers once parameters that stayed have been stepped."""
+
+    number: int
+    versions: dict[int, int] | None = None
+
+
+_turns = itertools.count()
+
+
+def open_turn(optimizer: StreamedOptimizer) -> Turn:
+    """Begin a step, within the backward pass: the next `step` is its end."""
+    optimizer._vb_turn = Turn(next(_turns))
+    return optimizer._vb_turn
+
+
+def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Drop gradients in the tiers; updates that still read them go on."""
+    for parameter in parameters:
+        if isinstance(parameter, StreamedParameter):
+            parameter.grad = None
+
+
+def _scaled(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+    """Return what torch's GradScaler has multiplied gradients with, and whether one of them is not finite."""
+    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    return (1.0 if scale is None else float(scale)), found is not None and bool(found.item())
+
+
+def take_optimizer(
+    optimizer: torch.optim.Optimizer, weights: Iterable[FullWeight], *, eight_bit: bool = False
+) -> Updater:
+    """Have an optimizer update weights in the tiers, in place.
+
+    Args:
+        eight_bit: moments have 8 bits.
+
+    Raises:
+        WrapError: its class has no rule, or it lacks a weight that trains: named.
+        TierError: the state of the weights does not fit into the tiers.
+    """
+    if isinstance(optimizer, StreamedOptimizer):
+        raise WrapError(f"{type(optimizer).__mro__[2].__name__}: this optimizer updates another model in the tiers")
+    rule = rule_for(optimizer)
+    if not _is_counted(optimizer):
+        raise WrapError(
+            f"{type(optimizer).__name__}: its step was replaced on the instance, and updates in the tiers would leave "
+            "that out; wrap first, and replace the step that the optimizer has then, or use register_step_pre_hook"
+        )
+    check_kept(optimizer)
+    weights = list(weights)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [weight.name for weight in weights if weight.trainable and id(weight.parameter) not in held]
+    if missing:
+        raise WrapError(
+            f"{missing[0]}: it trains, and no param group of the optimizer has it ({len(missing)} weights in all); add "
+            "it to a group, or requires_grad_(False)"
+        )
+    for group in optimizer.param_groups:
+        rule.check("", group)
+    plain = type(optimizer)
+    updater = Updater(rule)
+    _place(optimizer, weights, rule, eight_bit=eight_bit)
+    for rank, weight in enumerate(weights):
+        weight.updater, weight.state.rank = updater, rank
+        _take_state(optimizer, weight)
+    optimizer.__dict__.update(_vb_updater=updater, _vb_eight_bit=eight_bit)
+    optimizer.__class__ = _class_for(plain)
+    optimizer.state = StreamedState(optimizer)
+    if "step" in optimizer.__dict__:  # a scheduler has wrapped it
+        optimizer.__dict__["step"] = _counted(optimizer)
+    return updater
+
+
+def release_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWeight]) -> None:
+    """Turn an optimizer back, in place; the moments of the weights become its state."""
+    for weight in weights:
+        state = weight.state
+        if state is not None and weight.parameter is not None and (state.has_moments or state.steps):
+            moments = {name: moment.to(weight.parameter.device) for name, moment in state.moments.items()}
+            optimizer.state[weight.parameter] = {
+                "step": torch.tensor(float(state.steps), dtype=torch.float32, device="cpu"),
+                **moments,
+            }
+    if isinstance(optimizer, StreamedOptimizer):
+        optimizer.state = defaultdict(dict, optimizer.state)
+        optimizer.__class__ = type(optimizer).__mro__[2]
+        for name in ("_vb_updater", "_vb_eight_bit", "_vb_turn"):
+            optimizer.__dict__.pop(name, None)
+        if "step" in optimizer.__dict__ and _is_counted(optimizer):
+            optimizer.__dict__["step"] = _counted(optimizer)
+
+
+def _take_state(optimizer: torch.optim.Optimizer, weight: FullWeight) -> None:
+    """Take the moments that an optimizer has of a weight, where it has made steps before."""
+    state = optimizer.state.pop(weight.parameter, None)
+    if state:
+        weight.state.steps = int(state.get("step", 0))
+        moments = {name: state[name] for name in weight.state.kinds if state.get(name) is not None}
+        weight.state.moments = {name: moment.detach().to("cpu", torch.float32) for name, moment in moments.items()}
+
+
+def _place(optimizer: torch.optim.Optimizer, weights: list[FullWeight], rule: Rule, *, eight_bit: bool) -> None:
+    """Give the masters' low halves and the moments of weights that train their place in the tiers."""
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    for weight in weights:
+        group = groups.get(id(weight.parameter))
+        if group is not None and not weight.state.placed:
+            home = weight.spec.home("state", weight.stack.names[-1])
+            weight.state.place((weight.stack, weight.owner), rule.moments(group), home, eight_bit=eight_bit)
+
+
+@functools.cache
+def _class_for(plain: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    return type(f"Streamed{plain.__name__}", (StreamedOptimizer, plain), {"__module__": __name__})
+
+
+def _counted(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The step of an instance, as schedulers count it."""
+
+    @functools.wraps(type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True
+    return step
+
+
+def _is_counted(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the step is the class's, but for the count of a scheduler."""
+    own = optimizer.__dict__.get("step")
+    return own is None or getattr(own, "_wrapped_by_lr_sched", False)
+
+
+def _streamed(optimizer: torch.optim.Optimizer) -> Iterable[StreamedParameter]:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return (parameter for parameter in parameters if isinstance(parameter, StreamedParameter))
+
+
+def _hide(parameters: Iterable[nn.Parameter], *, hidden: bool) -> None:
+    for parameter in parameters:
+        parameter.weight.gradient.hidden = hidden

@@ -1,0 +1,343 @@
+"""The update of weights that train from host memory: join, step, split, in the background.
+
+A weight's fp32 master is two halves and a bit. The high half is a page that forwards compute with; the low half, the
+bits of ties and the moments stay on the host, in memory or in files.
+
+| name | what |
+| --- | --- |
+| `split_master(w) -> halves`, `join_master(halves) -> w` | inverse of each other, bit for bit |
+| `WeightState` | one weight: its high half's page, low half, ties, moments, number of updates |
+| `Rule` | how an optimizer's class updates; `rule_for(optimizer)` refuses one without a record, by name |
+| `Updater.submit(state, grad, group)` | begin a weight's update; `wait(state)`, `finish()` |
+
+A step that fails is completed: what went wrong in an update is raised by whoever waits for it, and who waits again has
+it tried again. Each update keeps its gradient until the weight is stored, so nothing is updated twice, and nothing is
+lost by a full disk or a failed read. A weight whose update has not been stored is not computed with.
+"""
+
+import atexit
+import contextlib
+import itertools
+import os
+import time
+import warnings
+import weakref
+from _thread import allocate_lock
+from collections.abc import Callable, Mapping
+from heapq import heappop, heappush
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import TierError
+from vbrt.host.crew import Crew
+from vbrt.kernels import kernel_refusal, resolve
+from vbrt.kernels.update import GRADIENTS, Step, join_master, split_master
+from vbrt.training.full.update_pages import STAGED, Fields
+from vbrt.training.full.update_rules import Rule, Scaling, rule_for
+from vbrt.training.full.update_state import HighPage, WeightState
+from vbrt.training.full.update_threads import Helpers, cores
+
+__all__ = ["HighPage", "Rule", "Scaling", "Updater", "WeightState", "join_master", "rule_for", "split_master"]
+
+Gradient = tuple[object, Callable[[], Tensor]]
+_LOOK_SECONDS = 0.02  # a thread that waits looks this often, in case nobody rang
+
+
+class Updater:
+    """Updates weights in the background, one at a time and by several threads, the first of the model first.
+
+    A backward pass hands the last layers over first, but the next forward needs the first ones first: so the update of
+    the last ones goes on while it runs. The bits depend neither on the number of threads nor on the order. What lives
+    in files goes before the rest, in order; it is read ahead and written behind. Where something goes wrong, what comes
+    after it waits.
+
+    Args:
+        rule: how.
+        threads: that work on a weight; by default three quarters of the cores: as many saturate the memory, and the
+            others launch what the GPU computes.
+
+    Attributes:
+        kernel: what computes.
+        fallbacks: what is done otherwise than asked.
+    """
+
+    def __init__(self, rule: Rule, *, threads: int | None = None) -> None:
+        self.rule, device = rule, torch.device("cpu")
+        self.kernel = resolve("update", "auto", device)
+        self.fallbacks = []
+        if self.kernel.backend == "reference":
+            why = kernel_refusal(device, "update")
+            self.fallbacks = [f"updates of weights: {why}; they run in plain torch, many times slower"]
+            warnings.warn(self.fallbacks[0], stacklevel=2)
+        self._threads = threads or cores() - cores() // 4
+        self._open: dict[int, _Update] = {}  # by the state's id, in the order of submission
+        self._begin()
+        _updaters.add(self)
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self.helpers = Helpers(self._threads)
+        self._loading, self._computing, self._storing = self._stages = _Stage(), _Stage(), _Stage()
+        self._places: SimpleQueue[object] = SimpleQueue()  # in memory, for states that live in files
+        for place in range(1, STAGED + 1):
+            self._places.put(place)
+
+    # -- whoever wants an update --------------------------------------------------------------------------------------
+
+    def submit(
+        self, state: WeightState, grad: Gradient, group: Mapping[str, Any], scaling: Scaling | None = None
+    ) -> None:
+        """Begin a weight's update, unless it was begun with this very gradient before.
+
+        Args:
+            grad: what tells this gradient from all others, and what returns it (bf16 or fp32, of the weight's shape);
+                it is called when its turn comes, so it must stay as it is until then.
+            group: its settings, as they are now.
+
+        Raises:
+            TierError: an update before it failed.
+        """
+        mark, read = grad
+        if state.applied == mark:  # Ctrl-C came before the caller knew
+            return
+        self.wait(state)
+        number = state.steps + 1
+        resumed = self.rule.resumes and number == 1 and state.has_moments
+        step = self.rule.step(group, number + resumed, scaling or Scaling())
+        update = _Update(state, read, step)
+        self._open[id(state)] = update
+        state.steps, state.has_moments, state.applied = number, True, mark  # no call in between
+        if state.shown is not None and state.memory.in_memory:
+            state.shown.fill_(float(number))
+        self._give(update)
+        state.high.expect(update, unless=lambda: update.rewritten)
+
+    def wait(self, state: WeightState) -> None:
+        """Return when a weight's update is stored.
+
+        Raises:
+            TierError: it failed, or one before it; who waits again has it tried again.
+        """
+        update = self._open.get(id(state))
+        if update is not None:
+            self._try_again()
+            self._wait(update)
+
+    @property
+    def waiting(self) -> int:
+        """How many updates are under way."""
+        return len(self._open)
+
+    def finish(self) -> bool:
+        """Return when all updates are stored; True if one of them had failed before. Raises TierError as `wait`."""
+        tried = self._try_again()
+        for update in list(self._open.values()):
+            self._wait(update)
+        return tried
+
+    def close(self) -> None:
+        """End the threads; what has not begun is not done. Idempotent."""
+        for stage in self._stages:
+            stage.closed = True
+        for stage in self._stages:
+            stage.crew.stop()
+        self.helpers.stop()
+
+    def _try_again(self) -> bool:
+        """Have the stages that were heard to fail try again; True if there were any."""
+        heard = [stage for stage in self._stages if stage.heard]
+        for stage in heard:
+            stage.failure, stage.heard = None, False  # no call in between
+        return bool(heard)
+
+    def _wait(self, update: "_Update") -> None:
+        while not update.ended:
+            if not update.given or self._pid != os.getpid():  # Ctrl-C came in `submit`; a child has no threads
+                self._give(update)
+            for stage in self._stages:
+                if stage.failure is not None and not stage.heard:
+                    failed, error = stage.failure
+                    stage.heard = True
+                    raise TierError(
+                        f"{failed.state.name}: its update could not be completed ({error}); nothing is lost: "
+                        "remove the cause, and step() or settle() goes on from there"
+                    ) from error
+            with contextlib.suppress(Empty):
+                update.bell.get(timeout=_LOOK_SECONDS)
+
+    # -- stages, each a thread -----------------------------------------------------------------------------------------
+
+    def _give(self, update: "_Update") -> None:
+        """Hand an update over, again if need be: what has been done of it is not done twice."""
+        if self._pid != os.getpid():
+            self._begin()
+        if not update.state.memory.in_memory:
+            update.loads = True
+            self._loading.give(update, self._load)
+        self._computing.give(update, self._compute)
+        update.given = True
+
+    def _load(self, update: "_Update") -> None:
+        """Read a state from its file, when there is room in memory for it."""
+        if update.staging is None and not (update.computed or update.ended):
+            if update.place is None:
+                update.place = self._loading.take(self._places)
+            update.staging = update.state.memory.read()
+        update.loaded.release()
+
+    def _compute(self, update: "_Update") -> None:
+        """Update a weight, all threads together. Its high half is stored here."""
+        if update.ended or update.stores:
+            return
+        if update.loads and update.staging is None:
+            self._computing.take(update.loaded)
+        with contextlib.ExitStack() as pages:
+            update.run(pages, self.kernel.run, self.helpers)
+        update.rewritten = True
+        update.state.high.forgo(update)
+        if update.staging is None:
+            self._end(update)
+        else:
+            update.stores = True
+            self._storing.give(update, self._store)
+
+    def _store(self, update: "_Update") -> None:
+        """Write a state into its file."""
+        update.state.memory.write(update.staging)
+        update.staging = None
+        if update.place is not None:
+            self._places.put(update.place)
+        self._end(update)
+
+    def _end(self, update: "_Update") -> None:
+        if self._open.get(id(update.state)) is update:
+            del self._open[id(update.state)]
+        update.gradient = update.high = None
+        update.ended = True
+        update.bell.release()
+
+
+def _readable(gradient: Tensor) -> Tensor:
+    gradient = gradient.detach().reshape(-1)
+    return gradient if gradient.dtype in GRADIENTS else gradient.float()
+
+
+class _Update:
+    """One weight's update, and how far it has got."""
+
+    def __init__(self, state: WeightState, gradient: Callable[[], Tensor], step: Step) -> None:
+        self.state, self.step = state, step
+        self.gradient: Callable[[], Tensor] | None = gradient
+        self.staging: Tensor | None = None  # the state of a weight that lives in a file
+        self.high: Tensor | None = None  # as it was computed
+        self.place: object = None  # in memory, of the staging
+        self.rewritten = self.given = self.loads = self.torn = self.computed = self.stores = self.ended = False
+        self.loaded, self.bell = _Bell(), _Bell()
+        self.urgency = 1 + state.rank if state.memory.in_memory else 0
+
+    def run(self, pages: contextlib.ExitStack, kernel: Callable[..., Any], helpers: Helpers) -> None:
+        """Do one step; or, if it was done and could not be stored, give the high half again. `pages` stores it."""
+        state = self.state
+        high = pages.enter_context(state.high.rewriting()).view(-1)
+        if self.computed:
+            high.copy_(self.high)
+            return
+        if self.torn:
+            raise TierError("it ended half way; load a checkpoint")
+        fields = self._fields(pages)
+        part = kernel(state.halves_in(high, fields), state.moments_in(fields), _readable(self.gradient()), self.step)
+        self.torn = True
+        helpers.run(high.numel(), part)
+        self.high, self.computed, self.torn = high, True, False
+
+    def _fields(self, pages: contextlib.ExitStack) -> Fields:
+        """Return the state where it lies, in a memory, or a copy of what a file holds, which is to be stored."""
+        memory = self.state.memory
+        if self.staging is None and memory.in_memory:
+            held = pages.enter_context(memory.rewriting())
+            if memory.in_memory:  # else a budget has just changed
+                return held
+        self.staging = memory.read() if self.staging is None else self.staging
+        return memory.fields_of(self.staging)
+
+
+class _Bell:
+    """Rings once, for one thread; who waits looks again now and then."""
+
+    def __init__(self) -> None:
+        self._lock = allocate_lock()
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """Ring."""
+        if self._lock.locked():
+            self._lock.release()
+
+    def get(self, timeout: float) -> object:
+        """Return once it rings. Raises Empty if it does not within `timeout` seconds."""
+        if not self._lock.acquire(timeout=timeout):
+            raise Empty
+        return self
+
+
+class _Stage:
+    """A thread that does one part of updates; what fails is tried again when it is said so.
+
+    Attributes:
+        failure: what it is at, and what went wrong; it waits until this is None.
+        heard: True once somebody was told.
+        closed: True if it is to end.
+    """
+
+    def __init__(self) -> None:
+        self.crew = Crew(1)
+        self.failure: tuple[_Update, Exception] | None = None
+        self.heard = self.closed = False
+        self._serial = itertools.count()
+        self._waiting: list[tuple[int, int, _Update, Callable[[_Update], None]]] = []  # a heap
+
+    def give(self, update: _Update, work: Callable[[_Update], None]) -> None:
+        """Have a part of an update done, the lowest urgency first, those of one urgency in order."""
+        heappush(self._waiting, (update.urgency, next(self._serial), update, work))
+        self.crew.give(self._do_next)
+
+    def _do_next(self) -> None:
+        if self._waiting:
+            _, _, update, work = heappop(self._waiting)
+            self._do(update, work)
+
+    def _do(self, update: _Update, work: Callable[[_Update], None]) -> None:
+        while not self.closed:
+            try:
+                work(update)
+                return
+            except _Closed:
+                return
+            except Exception as error:  # noqa: BLE001 - raised by who waits
+                self.failure = update, error
+            while self.failure is not None and not self.closed:
+                time.sleep(_LOOK_SECONDS)
+
+    def take(self, queue: Any) -> object:
+        """Return what a queue or a bell gives."""
+        while not self.closed:
+            with contextlib.suppress(Empty):
+                return queue.get(timeout=_LOOK_SECONDS)
+        raise _Closed
+
+
+class _Closed(Exception):
+    """The stage is to end."""
+
+
+_updaters: "weakref.WeakSet[Updater]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End threads that wait for somebody to try again, before those of crews are waited for."""
+    for updater in list(_updaters):
+        updater.close()

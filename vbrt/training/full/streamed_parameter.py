@@ -1,0 +1,116 @@
+"""StreamedParameter: the parameter of a weight whose values live in the tiers.
+
+Optimizers, schedulers and loops hold parameters by identity. So a streamed weight's parameter stays the object that it
+was, in the module and in the optimizer's groups; it has shape, dtype and device, but no values. `grad` is the gradient
+on the host. Whatever would read or write values is refused by name.
+
+The road not taken: parameters on the meta device, as accelerate leaves them, whose operations succeed and mean nothing.
+"""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vbrt.errors import WrapError
+from vbrt.libraries.torch_api import DisableTorchFunctionSubclass
+
+if TYPE_CHECKING:
+    from vbrt.training.full.full_weight import FullWeight
+
+__all__ = ["StreamedParameter"]
+
+_GETS = (
+    "shape dtype device requires_grad is_leaf grad_fn ndim layout is_cuda is_sparse is_quantized is_meta is_mkldnn "
+    "is_xla is_mps is_xpu is_cpu is_nested itemsize nbytes names _backward_hooks _post_accumulate_grad_hooks _version "
+    "is_mtia is_sparse_csr is_vulkan is_ipu is_maia output_nr retains_grad"
+)
+_CALLS = (
+    "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex element_size requires_grad_ "
+    "get_device __hash__ __len__ is_inference is_signed is_shared is_pinned type is_same_size"
+)
+_ALLOWED = {getattr(Tensor, name).__get__ for name in _GETS.split() if hasattr(Tensor, name)}
+_ALLOWED |= {getattr(Tensor, name) for name in _CALLS.split()}
+_ALLOWED |= {Tensor.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel}
+_WEIGHT = "_vb_weight"
+
+
+class StreamedParameter(nn.Parameter):
+    """A parameter whose values live in the tiers; made of a plain one in place, by `become_streamed_`."""
+
+    @classmethod
+    def become_(cls, parameter: nn.Parameter, weight: "FullWeight") -> "StreamedParameter":
+        """Take a parameter's values away: a single element on the computing device stands for all of them."""
+        empty = torch.full((), float("nan"), dtype=parameter.dtype, device=weight.device).expand(parameter.shape)
+        parameter.grad = None
+        parameter.data = empty
+        parameter.__dict__[_WEIGHT] = weakref.ref(weight)
+        parameter.__class__ = cls
+        return parameter
+
+    def restore_(self, values: Tensor) -> nn.Parameter:
+        """Turn the parameter back into a plain one with these values."""
+        self.__class__ = nn.Parameter
+        self.__dict__.pop(_WEIGHT, None)
+        self.data = values
+        return self
+
+    @property
+    def weight(self) -> "FullWeight":
+        """The weight in the tiers."""
+        found = self.__dict__[_WEIGHT]()
+        if found is None:
+            raise WrapError("a parameter's weight lived in the tiers of a model that is gone")
+        return found
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient on the host, in the parameter's shape and dtype; None if there is none. Writes to it count."""
+        return self.weight.gradient.tensor()
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and not self._fits(value):
+            raise WrapError(f"{self.weight.name}: a gradient has to be a tensor of {tuple(self.shape)} in {self.dtype}")
+        self.weight.gradient.put(value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.weight.gradient.put(None)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"StreamedParameter({self.weight.name}, {tuple(self.shape)}, {self.dtype}, values in the tiers)"
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise self._refusal("pickling")
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        raise self._refusal("copying")
+
+    def _fits(self, gradient: Any) -> bool:
+        return isinstance(gradient, Tensor) and gradient.shape == self.shape and gradient.dtype is self.dtype
+
+    def _refusal(self, what: str) -> WrapError:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        ranks = '; nothing spreads such weights over ranks or sums their gradients: DDP and FSDP take mode = "train"'
+        return WrapError(
+            f"{self.weight.name}: {what} needs the values of a weight that trains in the tiers; vb.state_dict() has "
+            "them all, layer.weight_now() those of one layer, and unwrap() gives plain parameters back"
+            + ranks
+            * several
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _ALLOWED and (func is not Tensor.type or len(args) == 1):  # with a dtype it is a cast
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        streamed = next((a for a in args if isinstance(a, StreamedParameter)), None)
+        what = getattr(func, "__name__", str(func))
+        if what == "__get__":
+            what = f"reading .{getattr(func.__self__, '__name__', 'an attribute')}"
+        if streamed is None:
+            raise WrapError(f"{what}: it was given a list with parameters of weights that train in the tiers")
+        raise streamed._refusal(what)

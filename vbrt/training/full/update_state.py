@@ -1,0 +1,229 @@
+"""WeightState: what the update needs of one weight, in memory or in a file."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import WrapError
+from vbrt.formats.page import PageLayout
+from vbrt.kernels.update import (
+    BLOCK,
+    TILE,
+    Coded,
+    Halves,
+    decode_first,
+    decode_second,
+    encode_first,
+    encode_second,
+    join_master,
+)
+from vbrt.tiers import Owner, TierStack
+from vbrt.training.full.update_pages import Fields, StatePage, state_layout
+
+__all__ = ["HighPage", "Plain", "WeightState"]
+
+_LOWER = ("low", "ties", "tied")  # what a master has beside its high half
+_CODES = {"first": "int8", "second": "uint8"}
+_DECODE, _ENCODE = {"first": decode_first, "second": decode_second}, {"first": encode_first, "second": encode_second}
+
+
+class HighPage(Protocol):
+    """The page of a weight's high half."""
+
+    def rewriting(self) -> contextlib.AbstractContextManager[Tensor]:
+        """Yield the high half (bf16, the module's shape, on the CPU), to be changed in place."""
+
+    def expect(self, token: object, *, unless: Callable[[], bool]) -> None:
+        """Have leases and copies of the page wait until `forgo` with the same token; not if `unless` says that this has
+        been."""
+
+    def forgo(self, token: object) -> None:
+        """End that. Idempotent."""
+
+
+class Plain:
+    """State in tensors of its own: of a weight that no optimizer updates yet, and of none in the tiers."""
+
+    in_memory = True
+
+    def __init__(self, fields: Fields) -> None:
+        self._fields = fields
+        self.nbytes = sum(value.nbytes for value in fields.values())
+
+    @contextlib.contextmanager
+    def rewriting(self) -> Iterator[Fields]:
+        """Yield its fields, to be changed in place."""
+        yield self._fields
+
+
+@dataclass(eq=False)
+class WeightState:
+    """What the update needs of one weight.
+
+    Attributes:
+        name: for errors.
+        high: the page of its high half.
+        shape: of the weight.
+        memory: where the low half, the ties and the moments lie.
+        kinds: what kernels call each moment, by its name in torch's optimizer state.
+        eight_bit: True if moments have 8 bits.
+        rank: where the weight is in the model, first to last.
+        steps: updates that were begun.
+        shown: the same in a tensor, which state dicts have beside moments that are no copies; None before there is one.
+        has_moments: True once an update has filled them, or they were set.
+        applied: which gradient the last update was begun with, by what its caller knows it by.
+        loads: how often other values were loaded.
+    """
+
+    name: str
+    high: HighPage
+    shape: tuple[int, ...]
+    memory: Plain | StatePage
+    kinds: dict[str, str] = field(default_factory=dict)
+    eight_bit: bool = False
+    rank: int = 0
+    steps: int = 0
+    shown: Tensor | None = None
+    has_moments: bool = False
+    applied: object = None
+    loads: int = 0
+
+    @classmethod
+    def of(cls, name: str, high: HighPage, halves: Halves) -> "WeightState":
+        """Return the state of a weight that no optimizer updates yet.
+
+        Args:
+            halves: of its master; the high one goes into the page.
+        """
+        return cls(name, high, tuple(halves.low.shape), Plain(_lower(halves)))
+
+    # -- layout -------------------------------------------------------------------------------------------------------
+
+    def layout(self, kinds: Mapping[str, str], *, eight_bit: bool) -> PageLayout:
+        """Return the page of the state with these moments.
+
+        Raises WrapError for a moment that has no form of 8 bits.
+        """
+        count = self._count
+        fields = {"low": ("int16", count)}
+        for name, kind in kinds.items():
+            if not eight_bit:
+                fields[kind] = ("float32", count)
+            elif kind in _CODES:
+                fields[kind] = (_CODES[kind], count)
+                fields[f"{kind}_scales"] = ("float32", -(-count // BLOCK))
+            else:
+                raise WrapError(f"{self.name}: {name} has no form of 8 bits; take moments in fp32, or no amsgrad")
+        return state_layout(fields | {"ties": ("uint8", -(-count // 8)), "tied": ("uint8", -(-count // TILE))})
+
+    def place(self, tiers: tuple[TierStack, Owner], kinds: Mapping[str, str], home: str, *, eight_bit: bool) -> None:
+        """Move the state into a page, with zeros for moments. Raises TierError as `StatePage`."""
+        layout, held = self.layout(kinds, eight_bit=eight_bit), self._fields()
+        page = StatePage(*tiers, f"{self.name}#state", layout, home, {name: held[name] for name in _LOWER})
+        self.memory, self.kinds, self.eight_bit = page, dict(kinds), eight_bit
+
+    @property
+    def _count(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def _fields(self) -> Fields:
+        """Return the fields where they lie, or copies from a file."""
+        memory = self.memory
+        if not memory.in_memory:
+            return memory.fields_of(memory.read())
+        with memory.rewriting() as fields:
+            return fields
+
+    def moments_in(self, fields: Fields) -> dict[str, Tensor | Coded]:
+        """Return moments by the names that kernels have for them."""
+        kinds = self.kinds.values()
+        if not self.eight_bit:
+            return {kind: fields[kind] for kind in kinds}
+        return {kind: Coded(fields[kind], fields[f"{kind}_scales"]) for kind in kinds}
+
+    @property
+    def placed(self) -> bool:
+        """True once it has a place in the tiers, with its moments."""
+        return isinstance(self.memory, StatePage)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """What is another one once the values are others."""
+        return self.steps, self.loads
+
+    @property
+    def step(self) -> Tensor:
+        """The steps as torch's optimizers have them, fp32; it goes on with the moments, unless they are copies."""
+        now = torch.tensor(float(self.steps), dtype=torch.float32, device="cpu")
+        if self.eight_bit or not self.memory.in_memory:
+            return now
+        self.shown = now if self.shown is None else self.shown.copy_(now)
+        return self.shown
+
+    @staticmethod
+    def halves_in(high: Tensor, fields: Fields) -> Halves:
+        """Return the master's halves, [n], with the high one as it is."""
+        return Halves(high.view(-1), *(fields[name] for name in _LOWER))
+
+    def set_lower(self, halves: Halves) -> None:
+        """Replace what the master has beside its high half. Raises TierError."""
+        self._change(_lower(halves))
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """The moments by their names in torch's optimizer state, fp32 in the weight's shape; empty before the first
+        update. Copies, but for fp32 in memory."""
+        if not self.has_moments:
+            return {}
+        held = self.moments_in(self._fields())
+        whole = {kind: _DECODE[kind](m) if isinstance(m, Coded) else m for kind, m in held.items()}
+        return {name: whole[kind].view(self.shape) for name, kind in self.kinds.items()}
+
+    @moments.setter
+    def moments(self, moments: Mapping[str, Tensor]) -> None:
+        values: Fields = {}
+        for name, kind in self.kinds.items():
+            moment = (
+                moments[name].reshape(-1).float()
+                if name in moments
+                else torch.zeros(self._count, device="cpu", dtype=torch.float32)
+            )
+            if self.eight_bit:
+                values[kind], values[f"{kind}_scales"] = _ENCODE[kind](moment)
+            else:
+                values[kind] = moment
+        self._change(values)
+        self.has_moments = bool(moments)
+
+    def _change(self, values: Fields) -> None:
+        memory = self.memory
+        if memory.in_memory:
+            with memory.rewriting() as fields:
+                _fill(fields, values)
+        else:
+            staging = memory.read()
+            _fill(memory.fields_of(staging), values)
+            memory.write(staging)
+
+    def master(self) -> Tensor:
+        """Return a copy of the fp32 weight; no update of it may be under way."""
+        with self.high.rewriting() as high:
+            return join_master(self.halves_in(high, self._fields())).view(self.shape)
+
+
+def _lower(halves: Halves) -> Fields:
+    return {name: getattr(halves, name).reshape(-1) for name in _LOWER}
+
+
+def _fill(fields: Fields, values: Fields) -> None:
+    for name, value in values.items():
+        fields[name].copy_(value)

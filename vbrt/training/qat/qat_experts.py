@@ -1,0 +1,350 @@
+"""Modules of routed experts whose weights train while the forward sees them as 4 bits hold them.
+
+As with `TrainedLayer` the weights stay the parameters that they were, gradients go straight through, and nothing of the
+weights' size outlives a forward: the backward pass rounds again, under the same scales, and computes the layer once
+more by the experts implementation that the model's config names. That second forward is the price of serving every
+class of experts, with gates, biases and norms of their own, without a copy of the weights.
+
+Legend: T tokens, k experts a token, H hidden.
+"""
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.compiler import is_compiling
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from vbrt.errors import FormatError, WrapError
+from vbrt.kernels.uncompiled import uncompiled
+from vbrt.kernels.watched import is_recorded, is_transformed, unwatched
+from vbrt.layers.experts.gradients import autocast_of
+from vbrt.layers.experts.library import ExpertsView, implementation_of
+from vbrt.layers.swapped import SwappedLayer
+from vbrt.libraries.torch_api import get_unwrapped, is_batchedtensor, is_functorch_wrapped, is_tracing
+from vbrt.training.qat.qat_expert_weight import TrainedExpertsWeight, TrainedStack
+
+__all__ = ["TrainedExperts", "class_of_experts", "compute", "gradients", "trained_experts_class"]
+
+_STATE = "separation"  # what an engine's history is called in state dicts, behind its parameter's name
+
+
+class TrainedExperts(SwappedLayer):
+    """Common part of modules of routed experts in training; a mixin in front of the module's own class."""
+
+    _vb_handle: TrainedExpertsWeight
+
+    @classmethod
+    def adopt_(cls, module: nn.Module, handle: TrainedExpertsWeight) -> "TrainedExperts":
+        """Turn `module` into one in training, in place; its parameters stay."""
+        return trained_experts_class(type(module))._take_(module, handle)
+
+    def release_(self) -> nn.Module:
+        """Turn the module back, in place, into what it was; its parameters stay."""
+        handle = self._vb_handle
+        self._become_plain()
+        if not handle.layers:
+            handle.retire()
+        return self
+
+    @property
+    def handle(self) -> TrainedExpertsWeight:
+        """The weights' spec, counters and engines."""
+        return self._vb_handle
+
+    @property
+    def trained_parameters(self) -> tuple[str, ...]:
+        """The names of the parameters that forwards round."""
+        return self._vb_handle.spec.parameters
+
+    def _experts_forward(self, *args: Any) -> Tensor:
+        """The module's own forward under `dense`, else the same on rounded weights."""
+        handle, plain = self._vb_handle, type(self).plain_class()
+        if handle.spec.dense:
+            handle.forwards += not is_compiling()
+            return plain.forward(self, *args)
+        if is_compiling() and not hasattr(plain.forward, "__wrapped__"):  # called with what no operator takes
+            return _uncompiled(self, *args)
+        handle.forwards += not is_compiling()
+        named = dict(nn.Module.named_parameters(self))
+        cast = _cast_of(args[0], self._parameters[handle.spec.parameters[0]].dtype)
+        if is_compiling():
+            return torch.ops.vbrt.trained_experts(list(args), list(named.values()), handle.token, cast, self.training)
+        if is_recorded():
+            self._check_recorder()
+            return plain.forward(self, *args)  # fake tensors: values do not count
+        if is_transformed():
+            return compute(self, args, self._transformed(cast), cast)
+        return _StraightThrough.apply(self, tuple(named), cast, len(args), *args, *named.values())
+
+    def _check_recorder(self) -> None:
+        """Raise WrapError for a tracer that would keep the weights as they are rounded now, as constants."""
+        if is_tracing() or get_proxy_mode() is not None:
+            raise WrapError(
+                f"{self._vb_handle.spec.name}: torch.jit.trace and make_fx cannot record experts in training, whose "
+                "weights are rounded again in each step; use torch.compile, or trace the model after unwrap()"
+            )
+
+    def _transformed(self, cast: torch.dtype) -> dict[str, Tensor]:
+        """The rounded weights of a call under a transform of torch.func or with forward-mode derivatives, made of what
+        those see through. Unlike other forwards, theirs keeps them for the backward pass.
+
+        Raises:
+            WrapError: there are weights for each sample.
+        """
+        found = {}
+        for name, stack in self._vb_handle.stacks.items():
+            weight = values = self._parameters[name]
+            while is_functorch_wrapped(values):
+                if is_batchedtensor(values):
+                    raise WrapError(
+                        f"{stack.spec.name}: vmap over the weights of experts in training would need scales for each; "
+                        "map over inputs, or unwrap() first"
+                    )
+                values = get_unwrapped(values)
+            with unwatched():
+                rounded = stack.stacked(values, cast, training=self.training)
+            found[name] = rounded + (weight - weight.detach()).to(cast)  # zeros, through which gradients go
+        return found
+
+    # -- nn.Module's walks --------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        stack = self._vb_handle.stacks.get(name) if "_vb_handle" in self.__dict__ else None
+        if stack is not None and stack.separation is not None:  # another weight
+            stack.separation.reset()
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._parameters and not self._vb_handle.spec.dense:
+            raise self._not_to_be_replaced_here(name)
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in nn.Module, but for the names under which pruning keeps what it replaces.
+
+        Raises:
+            WrapError: a weight is about to be replaced by something that is computed.
+        """
+        handle = self.__dict__.get("_vb_handle")
+        replaced = name.removesuffix("_orig")
+        if handle is not None and not handle.spec.dense and replaced != name and replaced in self._parameters:
+            raise self._not_to_be_replaced_here(replaced)
+        super().register_parameter(name, param)
+
+    def _not_to_be_replaced_here(self, name: str) -> WrapError:
+        return WrapError(
+            f"{self._vb_handle.spec.name}.{name} cannot be removed or computed from something else (as by prune, "
+            "parametrizations and PEFT's target_parameters): apply them before wrapping, or unwrap() first"
+        )
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._vb_handle.layers.add(self)
+
+    def __reduce_ex__(self, protocol: int):
+        return _new_layer, (type(self).plain_class(),), self.__getstate__()
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        self._vb_handle.retype(self._parameters[self._vb_handle.spec.parameters[0]].dtype)
+        return self
+
+    def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, stack in self._vb_handle.stacks.items():
+            state = stack.separation.state(self._parameters[name]) if stack.separation else None
+            if state is not None:
+                destination[f"{prefix}{name}.{_STATE}"] = state
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        """A state dict without a history, of a dense model for one, starts a new one and is not incomplete."""
+        keys = {f"{prefix}{name}.{_STATE}": stack for name, stack in self._vb_handle.stacks.items()}
+        rest = {name: value for name, value in state_dict.items() if name not in keys}
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        for key, stack in keys.items():
+            _load_history(stack, key, state_dict, error_msgs)
+
+
+def _load_history(stack: TrainedStack, key: str, state_dict: Mapping[str, Any], error_msgs: list[str]) -> None:
+    """Take over the history of one parameter, or start a new one where there is none beside its weight."""
+    if stack.separation is None:  # trains dense: scales of another format are of no use
+        return
+    if key not in state_dict:
+        if key.removesuffix(f".{_STATE}") in state_dict:
+            stack.separation.reset()
+        return
+    try:
+        stack.separation.load(state_dict[key], stack.spec.shape)
+    except FormatError as error:
+        error_msgs.append(f"{key}: {error}")
+
+
+@functools.cache
+def trained_experts_class(plain: type[nn.Module]) -> type[TrainedExperts]:
+    """Return the class that takes the place of `plain` in training."""
+    return class_of_experts(TrainedExperts, plain, f"Trained{plain.__name__}", "trains through 4 bits")
+
+
+def class_of_experts(base: type[SwappedLayer], plain: type[nn.Module], name: str, does: str) -> type[Any]:
+    """Return a class of a mixin and a module of experts, which takes its arguments as that does, by keyword too.
+
+    Args:
+        base: has `_experts_forward`, which is called with all of them by position.
+        does: what the docstring says of it.
+    """
+
+    @functools.wraps(plain.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs:
+            args = inspect.signature(plain.forward).bind(self, *args, **kwargs).args[1:]
+        return self._experts_forward(*args)
+
+    doc = f"{plain.__name__} that {does}. Made by `vbrt.wrap`, not by hand."
+    return type(name, (base, plain), {"__module__": plain.__module__, "__doc__": doc, "forward": forward})
+
+
+@uncompiled(reason="experts are called with what no operator takes")
+def _uncompiled(layer: TrainedExperts, *args: Any) -> Tensor:
+    return layer._experts_forward(*args)
+
+
+def _new_layer(plain: type[nn.Module]) -> TrainedExperts:
+    return trained_experts_class(plain).__new__(trained_experts_class(plain))
+
+
+# -- what a layer computes --------------------------------------------------------------------------------------------
+
+
+def _cast_of(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that autocast asks for, or that of the weights."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return dtype
+
+
+def compute(layer: SwappedLayer, args: Sequence[Any], held: Mapping[str, Tensor], cast: torch.dtype | None) -> Tensor:
+    """Return the output for what the module is called with, with `held` in the place of parameters.
+
+    Args:
+        cast: the dtype to compute in, where it is not that of the first argument, the hidden states; None: what the
+            implementation makes of that.
+    """
+    x, *rest = args
+    _, forward = implementation_of(layer)
+    return forward(ExpertsView(layer, held, None), x if cast is None else x.to(cast), *rest).to(x.dtype)
+
+
+def gradients(
+    layer: SwappedLayer, args: Sequence[Any], held: Mapping[str, Tensor], cast: torch.dtype | None, dy: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients of the arguments and of what is in the place of parameters; None where none is needed."""
+    again, inputs = torch.is_grad_enabled(), (*args, *held.values())
+    wanted = [value for value in inputs if _has_gradient(value)]
+    with torch.enable_grad():
+        y = compute(layer, args, held, cast)
+    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=again, allow_unused=True))
+    grads = ((next(found) if _has_gradient(value) else None, value) for value in inputs)
+    return [torch.zeros_like(value) if grad is None and _has_gradient(value) else grad for grad, value in grads]
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a forward saw of the module's parameters."""
+
+    layer: TrainedExperts
+    module: str
+    stacks: dict[str, TrainedStack]
+    names: tuple[str, ...]
+    parameters: tuple[Tensor, ...]
+    snapshots: dict[str, tuple]
+
+    def check(self) -> None:
+        """Raise WrapError if a weight, its scales, or a parameter that modules within read have changed since."""
+        parameters, own = dict(zip(self.names, self.parameters, strict=True)), dict(self.layer.named_parameters())
+        for name, stack in self.stacks.items():
+            stack.check(parameters[name], self.snapshots[name])
+        for name, parameter in parameters.items():
+            if "." in name and own[name] is not parameter:
+                raise WrapError(
+                    f"{self.module}: its {name} was replaced between forward and backward (as functional_call does); "
+                    "run the backward pass where the forward ran"
+                )
+
+
+class _StraightThrough(Function):
+    """The output with rounded weights, and its gradients as if these were the weights. Differentiable any number of
+    times."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: TrainedExperts, names: tuple[str, ...], cast: torch.dtype, count: int, *inputs: Any
+    ) -> Tensor:
+        args, parameters = inputs[:count], inputs[count:]
+        stacks, held = layer.handle.stacks, dict(zip(names, parameters, strict=True))
+        rounded = {name: s.stacked(held[name], cast, training=layer.training) for name, s in stacks.items()}
+        snapshots = {name: stack.snapshot(held[name]) for name, stack in stacks.items()}
+        # not saved tensors: hooks that offload those would copy the weights
+        ctx.seen = _Seen(layer, layer.handle.spec.name, stacks, names, parameters, snapshots)
+        ctx.cast, ctx.autocast = cast, autocast_of(args[0].device.type)
+        ctx.others = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
+        ctx.save_for_backward(*(arg if isinstance(arg, Tensor) else None for arg in args))
+        return compute(layer, args, _by_name(held) | rounded, cast)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        seen, again, needed = ctx.seen, torch.is_grad_enabled(), ctx.needs_input_grad[4 + len(ctx.others) :]
+        seen.check()
+        args = [other if t is None else t for t, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        if not again:
+            args = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in args]
+        with ctx.autocast:
+            held = _held_again(seen, ctx.cast, needed, again=again)
+            grads = gradients(seen.layer, args, held, ctx.cast, dy)
+        found = zip(grads[len(args) :], seen.parameters, needed, strict=True)
+        kept = (grad.to(parameter.dtype) if need else None for grad, parameter, need in found)
+        return None, None, None, None, *grads[: len(args)], *kept
+
+
+def _by_name(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters that the module reads itself; those of modules within it these read."""
+    return {name: parameter for name, parameter in parameters.items() if "." not in name}
+
+
+def _held_again(seen: _Seen, cast: torch.dtype, needed: Sequence[bool], *, again: bool) -> dict[str, Tensor]:
+    """Return what stands in the place of parameters in the backward pass, by name, in their order."""
+    stacks, held = seen.stacks, {}
+    for name, parameter, need in zip(seen.names, seen.parameters, needed, strict=True):
+        if name not in stacks:
+            held[name] = parameter
+        elif again:
+            held[name] = _Rounded.apply(parameter, stacks[name], cast)
+        else:
+            with torch.no_grad():
+                rounded = stacks[name].stacked_as_before(parameter, cast)
+            held[name] = rounded.requires_grad_(need)
+    return held
+
+
+class _Rounded(Function):
+    """The rounded parameter of a backward pass, through which further derivatives go straight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, stack: TrainedStack, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = weight.dtype
+        return stack.stacked_as_before(weight, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
+        return dw.to(ctx.dtype), None, None

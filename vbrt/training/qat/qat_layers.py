@@ -1,0 +1,263 @@
+"""Layers whose weight trains while the forward sees it as 4 bits hold it.
+
+The weight stays the parameter that it was: the optimizer owns it, nothing moves it. Each forward rounds it under scales
+that `TrainedSeparation` keeps; the gradient goes straight through, as if the rounded weight were the weight. Nothing of
+the weight's size outlives a forward: the backward pass rounds again, under the same scales.
+
+The road not taken: a rounded weight that autograd keeps. It is two lines, holds a second copy of every weight from
+forward to backward, and saved-tensor hooks that would drop it take the place of those of activation checkpointing.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.compiler import is_compiling
+from torch.fx import Proxy
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from vbrt.errors import FormatError, WrapError
+from vbrt.kernels.product import sum_rows, whole
+from vbrt.kernels.watched import function_modes, is_recorded, is_transformed, traced_call, unwatched
+from vbrt.layers.shards import is_sharded
+from vbrt.layers.swapped import SwappedLayer
+from vbrt.libraries.torch_api import get_unwrapped, is_batchedtensor, is_fake, is_functorch_wrapped, is_tracing
+from vbrt.training.qat.qat_weight import TrainedWeight
+
+__all__ = ["TrainedLayer", "TrainedLinear", "weight_gradient"]
+
+_STATE = "separation"  # what the engine's history is called in state dicts, beside "weight"
+
+
+class TrainedLayer(SwappedLayer):
+    """Common part of layers in training; a mixin in front of the class of the module that was swapped."""
+
+    _vb_handle: TrainedWeight
+    _rounds_before_bias = False  # see `Kind.rounds_before_bias`
+
+    @classmethod
+    def adopt_(cls, module: nn.Module, handle: TrainedWeight) -> "TrainedLayer":
+        """Turn `module` into a trained layer in place; its parameters stay."""
+        return cls._take_(module, handle)
+
+    def release_(self) -> nn.Module:
+        """Turn the layer back, in place, into the module it was; its parameters stay."""
+        handle = self._vb_handle
+        self._become_plain()
+        if not handle.layers:
+            handle.retire()
+        return self
+
+    @property
+    def handle(self) -> TrainedWeight:
+        """The weight's spec, counters and engine."""
+        return self._vb_handle
+
+    @property
+    def trained_parameters(self) -> tuple[str, ...]:
+        """The name of the parameter that forwards round."""
+        return (self._vb_handle.spec.site.parameter,)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., K] -> [..., N] with the rounded weight, in the dtype that autocast asks for."""
+        handle, weight = self._vb_handle, self._parameters["weight"]
+        if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+            bias = None if bias is None else bias.to(x.dtype)
+            dtype = x.dtype
+        else:
+            dtype = weight.dtype
+        if is_compiling():
+            return torch.ops.vbrt.trained_linear(
+                x, weight, bias, handle.token, dtype, self.training, handle.spec.transposed
+            )
+        if is_recorded():
+            self._check_recorder()
+            if is_fake(x):  # values do not count
+                return F.linear(x, weight.to(dtype).t() if handle.spec.transposed else weight.to(dtype), bias)
+        if is_transformed() or function_modes():
+            return F.linear(x, self._transformed(weight, dtype), bias)
+        return _StraightThrough.apply(x, weight, bias, handle, dtype, self.training)
+
+    def _check_recorder(self) -> None:
+        """Raise WrapError for a tracer that would keep the weight as it is rounded now, as a constant."""
+        if is_tracing() or get_proxy_mode() is not None:
+            raise WrapError(
+                f"{self._vb_handle.spec.name}: torch.jit.trace and make_fx cannot record a layer in "
+                "training, whose weight is rounded again in each step; use torch.compile or torch.export, "
+                "or trace the model after unwrap()"
+            )
+
+    def _transformed(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rounded weight [N, K] of a call under a transform of torch.func, forward-mode derivatives or a mode of
+        torch's functions, made of what those see through. Unlike other forwards, theirs keeps it for the backward pass.
+
+        Raises:
+            WrapError: there is a weight for each sample.
+        """
+        values = weight
+        while is_functorch_wrapped(values):
+            if is_batchedtensor(values):
+                raise WrapError(
+                    f"{self._vb_handle.spec.name}: vmap over the weight of a layer in training would need "
+                    "scales for each; map over inputs and biases, or unwrap() first"
+                )
+            values = get_unwrapped(values)
+        handle = self._vb_handle
+        with unwatched():
+            w_NK = handle.rounded(values, dtype, training=self.training)
+        straight = weight - weight.detach()  # zeros, through which gradients go
+        return w_NK + (straight.t() if handle.spec.transposed else straight).to(dtype)
+
+    def _trained_forward(self, x: Tensor) -> Tensor:
+        """The forward of every kind: the original module's own under `dense`, else a product by the rounded weight."""
+        if self._vb_handle.separation is None:
+            if not is_compiling():
+                self._vb_handle.forwards += 1
+            return super().forward(x)
+        if isinstance(x, Proxy):
+            return traced_call(self, x)
+        bias = self._parameters["bias"]
+        if not self._rounds_before_bias:
+            return self._product(x, bias)
+        product = self._product(x, None)
+        return product if bias is None else product + bias
+
+    # -- nn.Module's walks --------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._check_whole(name, value)
+        super().__setattr__(name, value)
+        if name == "weight" and "_vb_handle" in self.__dict__:  # another weight: layers tied to the old one keep theirs
+            self._vb_handle.layers.discard(self)
+            self.__dict__["_vb_handle"] = handle = self._vb_handle.empty_copy()
+            handle.layers.add(self)
+
+    def _check_whole(self, name: str, value: Any) -> None:
+        """Raise WrapError if the weight is about to be spread over ranks."""
+        if name == "weight" and is_sharded(value) and self._vb_handle.separation is not None:
+            raise WrapError(
+                f"{self._vb_handle.spec.name}: fully_shard (FSDP2) or a parallel plan would spread a weight that "
+                "trains through 4 bits; keep such weights out of it (fully_shard: ignored_params=...), and sum their "
+                "gradients over ranks"
+            )
+
+    def __delattr__(self, name: str) -> None:
+        if name in ("weight", "bias") and self._vb_handle.separation is not None:
+            raise self._not_to_be_replaced(name)
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in nn.Module, but for the names under which pruning keeps what it replaces.
+
+        Raises:
+            WrapError: weight or bias is about to be replaced by something that is computed, or the weight by a part.
+        """
+        self._check_whole(name, param)
+        if name in ("weight_orig", "bias_orig") and self._vb_handle.separation is not None:
+            raise self._not_to_be_replaced(name.removesuffix("_orig"))
+        super().register_parameter(name, param)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._vb_handle.layers.add(self)
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        weight = self._parameters.get("weight")
+        if weight is not None:  # else pruning, a norm or a parametrization computes it
+            self._vb_handle.retype(weight.dtype)
+        return self
+
+    def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        engine = self._vb_handle.separation
+        state = engine.state(self._parameters["weight"]) if engine else None
+        if state is not None:
+            destination[f"{prefix}{_STATE}"] = state
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        """A state dict without a history, of a dense model for one, starts a new one and is not incomplete."""
+        key = f"{prefix}{_STATE}"
+        rest = {name: value for name, value in state_dict.items() if name != key}
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        engine = self._vb_handle.separation
+        if engine is None:  # trains dense: scales of another format are of no use
+            return
+        if key not in state_dict:
+            if f"{prefix}weight" in state_dict:
+                engine.reset()
+            return
+        try:
+            engine.load(state_dict[key], self._vb_handle.spec.shape)
+        except FormatError as error:
+            error_msgs.append(f"{key}: {error}")
+
+
+class TrainedLinear(TrainedLayer, nn.Linear):
+    """nn.Linear that trains through 4 bits. Made by `vbrt.wrap(model, mode="train")`, not by hand."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., in_features] -> [..., out_features]; gradients flow to input, weight and bias.
+
+        Raises:
+            FormatError: the scales are to be refreshed, and the weight holds NaN or Inf.
+            WrapError: (in the backward pass) the weight was changed after the forward.
+        """
+        return self._trained_forward(input)
+
+    def extra_repr(self) -> str:
+        """nn.Linear's, and what the forward sees."""
+        return f"{super().extra_repr()}, format={self._vb_handle.spec.label}, trains"
+
+
+class _StraightThrough(Function):
+    """y = x round(W)ᵀ + b, with the gradients of y = x Wᵀ + b at W = round(W). Differentiable any number of times."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, handle: TrainedWeight, dtype: torch.dtype, training: bool
+    ) -> Tensor:
+        w_NK = handle.rounded(weight, dtype, training=training)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        # not a saved tensor: hooks that offload those would copy the weight, and torch's own check knows no names
+        ctx.weight, ctx.handle, ctx.snapshot = weight, handle, handle.snapshot(weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return whole(F.linear(x, w_NK, bias))
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (x,) = ctx.saved_tensors
+        handle, weight = ctx.handle, ctx.weight
+        handle.check(weight, ctx.snapshot)
+        dx = dw = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = dy.matmul(_Rounded.apply(weight, handle, dy.dtype))
+        if ctx.needs_input_grad[1]:
+            dw = weight_gradient(dy, x, transposed=handle.spec.transposed).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            dbias = sum_rows(dy).to(ctx.bias_dtype)
+        return dx, dw, dbias, None, None, None
+
+
+class _Rounded(Function):
+    """The rounded weight [N, K] of a backward pass, through which further derivatives go straight."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, handle: TrainedWeight, dtype: torch.dtype) -> Tensor:
+        ctx.transposed, ctx.dtype = handle.spec.transposed, weight.dtype
+        return handle.rounded_as_before(weight, dtype)
+
+    @staticmethod
+    def backward(ctx, dw_NK: Tensor):
+        return (dw_NK.t() if ctx.transposed else dw_NK).to(ctx.dtype), None, None
+
+
+def weight_gradient(dy: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
+    """dYᵀ x [N, K], or xᵀ dY [K, N] for a weight that its module keeps transposed."""
+    dy_MN, x_MK = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    return x_MK.t() @ dy_MN if transposed else dy_MN.t() @ x_MK
