@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import vbrt
 from scripts.lm import LanguageModel, Options, Shape, build
-from vbrt.saves.tensorfile import TensorFile
+from vbrt.saves.files.safetensors_file import TensorFile
 
 LM = Path(__file__).resolve().parent.parent / "tests" / "data" / "lm"
 EXPERTS = LM.parent / "experts"

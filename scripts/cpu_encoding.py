@@ -89,7 +89,7 @@ def main() -> None:
     import torch
 
     import vbrt
-    import vbrt.saves.convert
+    import vbrt.saves.convert.convert
     from vbrt.kernels.cpu import build
 
     assert vbrt.wrap and vbrt.load  # imported, before the clock starts

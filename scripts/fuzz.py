@@ -47,7 +47,7 @@ from scripts.train_files import Checkpoint, write_checkpoint
 from vbrt.config import preset_names
 from vbrt.config.toml_text import toml_text
 from vbrt.errors import VBError
-from vbrt.saves.tensorfile import TensorFile
+from vbrt.saves.files.safetensors_file import TensorFile
 from vbrt.tiers import MemoryTier, SsdTier
 from vbrt.tiers.protocol import Reservation
 

@@ -14,9 +14,9 @@ from torch import nn
 
 import vbrt
 from scripts.fuzz_damage import Damage, Part, bent, encoded, keeping, mixed, planted, read, with_other_node, writing
-from vbrt.saves.embedded import embedded_tensors
-from vbrt.saves.manifest import content_digest
-from vbrt.saves.tensorfile import digest
+from vbrt.saves.common.manifest import content_digest
+from vbrt.saves.files.safetensors_file import digest
+from vbrt.saves.saved.embedded_planes import embedded_tensors
 from vbrt.wrapper.of import attachment_of
 
 

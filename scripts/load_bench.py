@@ -59,7 +59,7 @@ def encoder(args: argparse.Namespace) -> dict:
     from transformers import LlamaForCausalLM
 
     import vbrt
-    from vbrt.saves.filling import Filling
+    from vbrt.saves.load.fill_while_reading import Filling
 
     with torch.device("meta"):
         model = LlamaForCausalLM(config_of(args, "bf16")).to(torch.bfloat16).eval()
@@ -138,10 +138,12 @@ def load(args: argparse.Namespace) -> dict:
 
         read_ahead._WINDOW_BYTES = (0, 0)
     if args.heap:
-        from vbrt.saves import landing
-        from vbrt.saves import load as loading
+        from vbrt.saves.files import read_target
+        from vbrt.saves.load import load_model
 
-        landing.on_device = loading.on_device = lambda stack: landing.Landing(stack.device, landing.fresh)
+        read_target.on_device = load_model.on_device = lambda stack: read_target.Landing(
+            stack.device, read_target.fresh
+        )
     phases: dict[str, float] = {}
     _time_phases(phases)
     with _profiled(args.profile):
@@ -174,7 +176,9 @@ def load(args: argparse.Namespace) -> dict:
 def _time_phases(into: dict[str, float]) -> None:
     """Have the seconds of what loading consists of be added up, those within others in both."""
     from vbrt.integrations import pretrained
-    from vbrt.saves import dense, filling, load, published
+    from vbrt.saves.load import fill_while_reading as filling
+    from vbrt.saves.load import load_model as load
+    from vbrt.saves.published import dense_checkpoint, published_checkpoint
     from vbrt.wrapper import load as wrapper_load
 
     def timed(where: object, name: str) -> None:
@@ -194,8 +198,8 @@ def _time_phases(into: dict[str, float]) -> None:
         (pretrained, ("meta_model", "open_source")),
         (wrapper_load, ("load_attached",)),
         (load, ("attach", "_fill_")),
-        (published.PublishedCheckpoint, ("plan", "planes_of")),
-        (dense.DenseCheckpoint, ("outline_", "fill_kept_")),
+        (published_checkpoint.PublishedCheckpoint, ("plan", "planes_of")),
+        (dense_checkpoint.DenseCheckpoint, ("outline_", "fill_kept_")),
     ):
         for name in names:
             timed(where, name)
@@ -228,7 +232,7 @@ def import_all() -> float:
     import transformers
 
     import vbrt.integrations.pretrained  # what is imported late
-    from vbrt.saves import filling
+    from vbrt.saves.load import fill_while_reading as filling
 
     transformers.logging.disable_progress_bar()
     _ = transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM, vbrt.QuantizationConfig, filling

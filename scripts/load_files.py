@@ -41,7 +41,7 @@ def make(args: argparse.Namespace) -> dict:
     import torch
     from transformers import LlamaForCausalLM
 
-    from vbrt.saves.tensorfile import TensorInfo
+    from vbrt.saves.files.safetensors_file import TensorInfo
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = {}
@@ -65,7 +65,7 @@ def _write(directory: Path, infos: list, kind: str, device) -> int:
     import torch
 
     from vbrt.formats import get_format
-    from vbrt.saves.tensorfile import TensorInfo, TensorWriter, in_order
+    from vbrt.saves.files.safetensors_file import TensorInfo, TensorWriter, in_order
 
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator(device).manual_seed(0)

@@ -87,7 +87,7 @@ def encoding(directory: Path, args: argparse.Namespace) -> dict:
     from transformers import AutoModelForCausalLM
 
     import vbrt
-    from vbrt.saves.filling import Filling
+    from vbrt.saves.load.fill_while_reading import Filling
 
     apart, alone = Stopwatch(), Stopwatch()
     take = Filling.take

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import vbrt
-from vbrt.saves.conversion import Entry
-from vbrt.saves.dense import DenseCheckpoint
-from vbrt.saves.tensorfile import TensorInfo
+from vbrt.saves.common.renaming import Entry
+from vbrt.saves.files.safetensors_file import TensorInfo
+from vbrt.saves.published.dense_checkpoint import DenseCheckpoint
 from vbrt.wrapper.load import load_from
 
 #: name -> model type of transformers, and its sizes

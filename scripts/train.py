@@ -50,7 +50,7 @@ from scripts.train_options import (
 from vbrt import ArgumentError, CheckpointError, VBError, watch_nonfinite
 from vbrt.errors import NonfiniteError
 from vbrt.residency.plan import format_bytes
-from vbrt.saves.tensorfile import TensorFile, TensorInfo
+from vbrt.saves.files.safetensors_file import TensorFile, TensorInfo
 
 HELD_OUT_WINDOWS = 256  # of the held-out text, at each look at it
 

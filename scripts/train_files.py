@@ -19,8 +19,8 @@ from torch import Tensor
 
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.files import open_regular, sync_directory
-from vbrt.saves.manifest import content_digest, text_of
-from vbrt.saves.tensorfile import TensorFile, TensorInfo, TensorWriter, digest
+from vbrt.saves.common.manifest import content_digest, text_of
+from vbrt.saves.files.safetensors_file import TensorFile, TensorInfo, TensorWriter, digest
 
 _STATE = "state"
 _VERSION = 2  # 1 had digests of the bytes of tensors, and none of the rest

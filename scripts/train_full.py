@@ -9,7 +9,7 @@ from torch import nn
 import vbrt
 from scripts.train_files import Checkpoint
 from vbrt import CheckpointError
-from vbrt.saves.checkpoint import CHECKPOINT, SavedCheckpoint
+from vbrt.saves.checkpoint.training_checkpoint import CHECKPOINT, SavedCheckpoint
 
 __all__ = ["FOLDER", "FullCheckpoint", "checkpoint_in", "wrapped"]
 

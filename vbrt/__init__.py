@@ -54,7 +54,7 @@ _NAMES = {
     "residency.routing": ("generate_routing",),
     "residency.routing_file": ("read_routing",),
     "residency.simulate": ("simulate",),
-    "saves.checkpoint": ("TrainingCheckpoint", "read_checkpoint"),
+    "saves.checkpoint.training_checkpoint": ("TrainingCheckpoint", "read_checkpoint"),
     "training.full.lion": ("Lion",),
     "wrapper.full": ("VBFullWrapper",),
     "wrapper.load": ("load",),
@@ -105,7 +105,7 @@ if TYPE_CHECKING:
     from vbrt.residency.routing import generate_routing
     from vbrt.residency.routing_file import read_routing
     from vbrt.residency.simulate import simulate
-    from vbrt.saves.checkpoint import TrainingCheckpoint, read_checkpoint
+    from vbrt.saves.checkpoint.training_checkpoint import TrainingCheckpoint, read_checkpoint
     from vbrt.training.full.lion import Lion
     from vbrt.wrapper.full import VBFullWrapper
     from vbrt.wrapper.load import load

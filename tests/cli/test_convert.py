@@ -8,9 +8,9 @@ import pytest
 import vbrt
 from tests.cli.cases import errors
 from vbrt.cli import main as cli
-from vbrt.saves import convert as conversion
-from vbrt.saves.journal import JOURNAL
-from vbrt.saves.manifest import read_manifest
+from vbrt.saves.common.manifest import read_manifest
+from vbrt.saves.convert import convert
+from vbrt.saves.convert.conversion_journal import JOURNAL
 
 transformers = pytest.importorskip("transformers")
 from vbrt.integrations import huggingface  # noqa: E402 - needs transformers
@@ -25,13 +25,13 @@ def contents(directory):
 
 @pytest.fixture
 def small_files(monkeypatch):
-    monkeypatch.setattr(conversion, "_FILE_BYTES", 20_000)
+    monkeypatch.setattr(convert, "_FILE_BYTES", 20_000)
 
 
 @contextlib.contextmanager
 def stops(number, error):
     """Have conversions stop by an error before they write their n-th file."""
-    write, count = conversion._write_file, iter(range(1, 1000))
+    write, count = convert._write_file, iter(range(1, 1000))
 
     def failing(path, made):
         if next(count) == number:
@@ -39,7 +39,7 @@ def stops(number, error):
         return write(path, made)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conversion, "_write_file", failing)
+        patch.setattr(convert, "_write_file", failing)
         yield
 
 

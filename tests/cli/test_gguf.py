@@ -9,7 +9,7 @@ from vbrt.cli import main as cli
 
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
-from tests.saves.gguf_files import Type, model_of, write
+from tests.saves.published.gguf_files import Type, model_of, write
 
 
 @pytest.fixture(scope="module")

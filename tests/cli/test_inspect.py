@@ -6,9 +6,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.cli.cases import errors
-from tests.saves.published_files import publish
+from tests.saves.published.published_files import publish
 from vbrt.cli import main as cli
-from vbrt.saves.tensorfile import TensorFile
+from vbrt.saves.files.safetensors_file import TensorFile
 
 transformers = pytest.importorskip("transformers")
 

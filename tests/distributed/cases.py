@@ -172,7 +172,7 @@ def saved(path: str, format: str, dtype: str, *, full: int | None = None) -> Non
     """Save a split model; the disk of rank `full` is."""
     vb = vbrt.wrap(parallel(llama(getattr(torch, dtype))), config(format))
     fails = OSError(errno.ENOSPC, "No space left on device") if full == dist.get_rank() else None
-    with mock.patch("vbrt.saves.save._write_shards", side_effect=fails) if fails else contextlib.nullcontext():
+    with mock.patch("vbrt.saves.saved.save._write_shards", side_effect=fails) if fails else contextlib.nullcontext():
         vb.save(path)
     vb.close()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.integrations.test_pipelines import stable_diffusion_3
-from tests.saves.published_files import publish
+from tests.saves.published.published_files import publish
 
 __all__ = ["SETUPS"]
 
@@ -40,7 +40,7 @@ def published(llama: Path, qwen: Path) -> dict[str, Any]:
         shutil.copytree(llama, name)  # with its tokenizer
         publish(Path(name), dense, layout)
     if importlib.util.find_spec("gguf"):
-        from tests.saves.gguf_files import Type, model_of, write
+        from tests.saves.published.gguf_files import Type, model_of, write
 
         write(Path("Llama-3.1-8B-Q4_0.gguf"), model_of("llama"), "llama", lambda name: Type.Q4_0)
     return models(llama, qwen)

@@ -10,7 +10,7 @@ from vbrt import formats
 from vbrt.config import FORMATS, FormatRecord
 from vbrt.errors import ConfigError, FormatError
 from vbrt.formats import get_format
-from vbrt.saves import manifest
+from vbrt.saves.common import manifest
 
 
 @pytest.fixture(autouse=True)

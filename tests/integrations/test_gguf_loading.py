@@ -5,13 +5,13 @@ import torch
 
 import vbrt
 from vbrt.errors import CheckpointError
-from vbrt.saves.gguf_file import GGUFFile
-from vbrt.saves.published import PublishedCheckpoint
+from vbrt.saves.files.gguf_file import GGUFFile
+from vbrt.saves.published.published_checkpoint import PublishedCheckpoint
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
-from tests.saves.gguf_files import Type, model_of, write  # noqa: E402 - needs them
+from tests.saves.published.gguf_files import Type, model_of, write  # noqa: E402 - needs them
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SMALL = {"weights": {"min_parameters": 0}, "tiers": {"gpu": {"enabled": False}}, "compute": {"backend": "reference"}}

@@ -6,11 +6,11 @@ import torch
 
 import vbrt
 from vbrt.errors import CheckpointError
-from vbrt.saves.gguf import GGUFTensors
+from vbrt.saves.published.gguf_checkpoint import GGUFTensors
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
-from tests.saves.gguf_files import Type, model_of, write  # noqa: E402 - needs both
+from tests.saves.published.gguf_files import Type, model_of, write  # noqa: E402 - needs both
 from vbrt.integrations.gguf_models import gguf_config  # noqa: E402
 
 

@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import vbrt
 from tests.cli.conftest import save_tokenizer
-from tests.saves.published_files import publish
-from tests.saves.test_published import QUIET, llama, logits
+from tests.saves.published.published_files import publish
+from tests.saves.published.test_published import QUIET, llama, logits
 from vbrt.host import read_ahead
 
 pytestmark = pytest.mark.filterwarnings("ignore")

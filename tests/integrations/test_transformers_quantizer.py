@@ -87,7 +87,7 @@ def test_a_model_that_is_larger_than_memory_is_saved_through_the_ssd_tier(stored
     tiers = {"cpu": {"budget": "16KiB"}, "ssd": {"enabled": True, "path": str(pages)}}
     model = load(saved[0], "exact", tiers=tiers, stored=stored)
     before = sorted(pages.iterdir())
-    monkeypatch.setattr("vbrt.saves.embedded._Collector", None)  # which copies into memory
+    monkeypatch.setattr("vbrt.saves.saved.embedded_planes._Collector", None)  # which copies into memory
     monkeypatch.setattr(model, "state_dict", None)
     model.save_pretrained(tmp_path / "wrapped")
     assert sorted(pages.iterdir()) == before

@@ -15,9 +15,9 @@ from vbrt.config import load_config
 from vbrt.errors import TierError, WrapError
 from vbrt.layers import VBLinear
 from vbrt.model.attach import attach
-from vbrt.saves.load import load_attached
-from vbrt.saves.save import save_attached
-from vbrt.saves.sources import open_source
+from vbrt.saves.load.load_model import load_attached
+from vbrt.saves.load.sources import open_source
+from vbrt.saves.saved.save import save_attached
 
 PAGE = 16384  # of a dense layer of `mlp`
 

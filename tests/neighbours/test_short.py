@@ -142,7 +142,7 @@ def test_a_directory_is_read_into_planes_saved_and_read_again(make, tmp_path):
 
 def test_a_gguf_file_is_read_as_its_library_decodes_it(tmp_path):
     pytest.importorskip("gguf")
-    from tests.saves.gguf_files import Type, model_of, write
+    from tests.saves.published.gguf_files import Type, model_of, write
 
     model = model_of("llama")
     write(tmp_path / "model.gguf", model, "llama", lambda name: Type.F32)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 import vbrt
 from scripts import train
 from tests.scripts.training import TEXT, refusal, run
-from vbrt.saves.manifest import content_digest
-from vbrt.saves.tensorfile import TensorFile
+from vbrt.saves.common.manifest import content_digest
+from vbrt.saves.files.safetensors_file import TensorFile
 
 pytestmark = pytest.mark.usefixtures("one_deterministic_thread")
 

@@ -43,8 +43,8 @@ def _convert(args: argparse.Namespace) -> int:
     config_of(args)  # an error of it comes before anything takes time
     with working("importing torch and transformers") as say:
         huggingface = integration("huggingface")
-        from vbrt.saves.convert import convert
-        from vbrt.saves.sources import open_source
+        from vbrt.saves.convert.convert import convert
+        from vbrt.saves.load.sources import open_source
 
         say(f"reading {args.model}")
         model = huggingface.meta_model(args.model, dtype_of(args))

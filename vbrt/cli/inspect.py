@@ -13,7 +13,7 @@ from vbrt.cli.screen import add_footer, add_row, console_for_stdout, table_of, w
 from vbrt.residency.plan import format_bytes
 
 if TYPE_CHECKING:
-    from vbrt.saves.inspection import Inspection
+    from vbrt.saves.convert.inspection import Inspection
 
 __all__ = ["add"]
 
@@ -41,8 +41,8 @@ def _inspect(args: argparse.Namespace) -> int:
     config_of(args)  # an error of it comes before anything takes time
     with working("importing torch and transformers") as say:
         huggingface = integration("huggingface")
-        from vbrt.saves.inspection import inspect
-        from vbrt.saves.sources import open_source
+        from vbrt.saves.convert.inspection import inspect
+        from vbrt.saves.load.sources import open_source
 
         say(f"reading {args.model}")
         model = huggingface.meta_model(args.model, dtype_of(args))

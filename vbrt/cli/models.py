@@ -67,7 +67,7 @@ def settled_config(args: argparse.Namespace) -> VBConfig | None:
     asked = asked_config(args)
     if args.config is not None or not args.settings:
         return asked
-    from vbrt.saves.sources import open_source
+    from vbrt.saves.load.sources import open_source
 
     with contextlib.suppress(CheckpointError):  # which is said when the model is loaded
         return assign(open_source(args.model).config(None, {}), args.settings)

@@ -17,9 +17,9 @@ from torch import nn
 from vbrt.errors import ConfigError, WrapError
 from vbrt.libraries.diffusers_api import DiffusersQuantizer
 from vbrt.model.attachment import Attachment
-from vbrt.saves.embedded import dense_tensors, embedded_tensors, open_embedded
-from vbrt.saves.filling import Filling
-from vbrt.saves.saved import SavedModel
+from vbrt.saves.load.fill_while_reading import Filling
+from vbrt.saves.saved.embedded_planes import dense_tensors, embedded_tensors, open_embedded
+from vbrt.saves.saved.saved_planes import SavedModel
 from vbrt.wrapper.facades import warn_of_plan
 from vbrt.wrapper.of import of
 

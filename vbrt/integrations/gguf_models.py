@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from vbrt.integrations.gguf_rope import scale_rope_
 from vbrt.libraries.transformers_api import GGUF_CONFIG_MAPPING, newer_gguf_architectures
-from vbrt.saves.gguf import GGUFTensors
-from vbrt.saves.gguf_file import ArrayOf
+from vbrt.saves.files.gguf_file import ArrayOf
+from vbrt.saves.published.gguf_checkpoint import GGUFTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from vbrt.host.read_ahead import ReadAhead
 from vbrt.integrations.gguf_rope import check_rope
 from vbrt.libraries.transformers_api import HfQuantizer
-from vbrt.saves.ahead import read_ahead
-from vbrt.saves.dense import DenseCheckpoint
-from vbrt.saves.filling import Filling
-from vbrt.saves.gguf import GGUFTensors, gguf_checkpoint
+from vbrt.saves.files.prefetch import read_ahead
+from vbrt.saves.load.fill_while_reading import Filling
+from vbrt.saves.published.dense_checkpoint import DenseCheckpoint
+from vbrt.saves.published.gguf_checkpoint import GGUFTensors, gguf_checkpoint
 
 __all__ = ["TakesGGUF"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from vbrt.errors import CheckpointError
-from vbrt.saves.gguf import GGUFTensors
+from vbrt.saves.published.gguf_checkpoint import GGUFTensors
 
 __all__ = ["check_rope", "scale_rope_"]
 

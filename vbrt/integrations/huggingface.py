@@ -27,8 +27,8 @@ from vbrt.errors import ConfigError, VBError, describe_os_error
 from vbrt.host.files import expanded, read_bounded
 from vbrt.integrations.registering import Deferred
 from vbrt.libraries.transformers_api import logging as transformers_logging
-from vbrt.saves.gguf_file import GGUF_SUFFIX
-from vbrt.saves.paths import gguf_file
+from vbrt.saves.files.checkpoint_paths import gguf_file
+from vbrt.saves.files.gguf_file import GGUF_SUFFIX
 
 __all__ = [
     "gguf_at",
@@ -48,7 +48,7 @@ _EXPECTED = "a model directory, a GGUF file or, where no weights are needed, a c
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # what reads weights takes as long to import as a model to build, and a config.json needs none of it
 _gguf_config = Deferred("vbrt.integrations.gguf_models", "gguf_config")
-_gguf_tensors = Deferred("vbrt.saves.gguf", "GGUFTensors")
+_gguf_tensors = Deferred("vbrt.saves.published.gguf_checkpoint", "GGUFTensors")
 
 
 @contextlib.contextmanager

@@ -32,11 +32,11 @@ from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.model.runtime import Runtime
 from vbrt.report.progress import Progress
-from vbrt.saves.ahead import reading_ahead
-from vbrt.saves.dense import DenseCheckpoint
-from vbrt.saves.fit import first_names
-from vbrt.saves.paths import MANIFEST
-from vbrt.saves.sources import open_source
+from vbrt.saves.common.compatibility import first_names
+from vbrt.saves.files.checkpoint_paths import MANIFEST
+from vbrt.saves.files.prefetch import reading_ahead
+from vbrt.saves.load.sources import open_source
+from vbrt.saves.published.dense_checkpoint import DenseCheckpoint
 from vbrt.wrapper.load import load_from
 from vbrt.wrapper.of import of
 from vbrt.wrapper.wrapper import VBModelWrapper

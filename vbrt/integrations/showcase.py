@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from vbrt.config import load_config
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.libraries.transformers_api import logging as transformers_logging
-from vbrt.saves.tensorfile import TensorInfo, TensorWriter
+from vbrt.saves.files.safetensors_file import TensorInfo, TensorWriter
 from vbrt.wrapper.of import of
 from vbrt.wrapper.wrap import wrap
 

@@ -12,7 +12,7 @@ import torch
 
 from vbrt.layers.experts.encoding import MatricesOnDemand
 from vbrt.libraries.transformers_api import WeightConverter, WeightTransform
-from vbrt.saves.conversion import merges_experts
+from vbrt.saves.common.renaming import merges_experts
 
 __all__ = ["by_expert"]
 

@@ -4,8 +4,9 @@
     model = AutoModelForCausalLM.from_pretrained("path", quantization_config=config)
     vb = vbrt.of(model)  # stats, set_budget, timeline, save, unwrap
 
-The model stays a plain one on the meta device while transformers loads it: `vbrt.saves.filling` puts its weights into
-pages, one after the other, and swaps the layers when the rest is there. Importing this module imports transformers.
+The model stays a plain one on the meta device while transformers loads it: `vbrt.saves.load.fill_while_reading` puts
+its weights into pages, one after the other, and swaps the layers when the rest is there. Importing this module imports
+transformers.
 """
 
 import weakref
@@ -38,12 +39,12 @@ from vbrt.libraries.transformers_api import (
 from vbrt.model.attach import attach
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
-from vbrt.saves.ahead import read_ahead
-from vbrt.saves.dense import DenseCheckpoint
-from vbrt.saves.embedded import dense_tensors, embedded_tensors, open_embedded
-from vbrt.saves.filling import Filling
-from vbrt.saves.saved import SavedModel, for_this_machine
-from vbrt.saves.tensorfile import TensorFile
+from vbrt.saves.files.prefetch import read_ahead
+from vbrt.saves.files.safetensors_file import TensorFile
+from vbrt.saves.load.fill_while_reading import Filling
+from vbrt.saves.published.dense_checkpoint import DenseCheckpoint
+from vbrt.saves.saved.embedded_planes import dense_tensors, embedded_tensors, open_embedded
+from vbrt.saves.saved.saved_planes import SavedModel, for_this_machine
 from vbrt.wrapper.of import attachment_of, of
 from vbrt.wrapper.wrap import user_policy, warn_of_plan
 

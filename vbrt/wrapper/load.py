@@ -14,10 +14,10 @@ from vbrt.layers.shells import warn_of_training
 from vbrt.model.attach import Attempt
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
-from vbrt.saves.ahead import reading_ahead
-from vbrt.saves.load import load_attached
-from vbrt.saves.ranked import for_ranks
-from vbrt.saves.sources import Source, open_source
+from vbrt.saves.files.prefetch import reading_ahead
+from vbrt.saves.load.load_model import load_attached
+from vbrt.saves.load.sources import Source, open_source
+from vbrt.saves.saved.rank_saves import for_ranks
 from vbrt.wrapper.wrap import facade_of, user_policy, warn_of_plan
 from vbrt.wrapper.wrapper import VBModelWrapper
 

@@ -23,7 +23,7 @@ from vbrt.report.metrics import Scraped
 from vbrt.report.routing import RoutingRecorder
 from vbrt.report.stats import Stats
 from vbrt.residency.plan import Plan
-from vbrt.saves.ranked import save_on_ranks
+from vbrt.saves.saved.rank_saves import save_on_ranks
 from vbrt.tiers import Recorder, TierStack
 from vbrt.wrapper.live import Watched
 from vbrt.wrapper.mirror import Facade

@@ -14,8 +14,8 @@ from vbrt.errors import ConfigError
 from vbrt.estimation.precision.calibration_data import text_of
 from vbrt.estimation.precision.input_statistics import input_statistics
 from vbrt.estimation.precision.streamed_forward import lent, streamed
-from vbrt.saves.convert import convert
-from vbrt.saves.sources import open_source
+from vbrt.saves.convert.convert import convert
+from vbrt.saves.load.sources import open_source
 
 IDS = torch.randint(128, (5, 40), generator=torch.Generator().manual_seed(0))
 CPU = torch.device("cpu")

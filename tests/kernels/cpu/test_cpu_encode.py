@@ -11,7 +11,7 @@ from vbrt.formats.fine import WIDTH
 from vbrt.formats.quantile import magnitude_quantiles
 from vbrt.kernels import resolve
 from vbrt.kernels.cpu import build, encode, split
-from vbrt.saves import pieces
+from vbrt.saves.load import save_units
 
 CPU = torch.device("cpu")
 BLOCKS, LEVELS = encode.formats_of("e2m1", "table"), encode.formats_of("levels")
@@ -126,5 +126,5 @@ def test_c_encodes_once_the_weights_are_worth_its_library_and_before_the_referen
 def test_conversions_encode_in_c_unless_the_reference_is_asked_for(backend):
     config = load_config({"compute": {"backend": backend}})
     fast = encode.codec(get_format("nvfp4"))
-    found = resolve("codec", pieces._to_encode(config, CPU).compute.backend, CPU, "nvfp4").run(get_format("nvfp4"))
+    found = resolve("codec", save_units._to_encode(config, CPU).compute.backend, CPU, "nvfp4").run(get_format("nvfp4"))
     assert (found is fast) is (backend != "reference")

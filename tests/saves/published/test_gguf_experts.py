@@ -1,0 +1,77 @@
+"""Experts that transformers alone does not read from GGUF files: of gpt-oss, and of Mixtral."""
+
+import pytest
+import torch
+
+import vbrt
+
+gguf = pytest.importorskip("gguf")
+transformers = pytest.importorskip("transformers")
+from tests.saves.published.gguf_files import Type, model_of, write  # noqa: E402 - needs both
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+QUIET = {"weights": {"min_parameters": 0}, "tiers": {"gpu": {"enabled": False}}, "compute": {"backend": "reference"}}
+
+
+def written(path):
+    """Write a gpt-oss as llama.cpp has it; return the model, and what its experts decode to."""
+    model = model_of("gpt-oss")
+    more = []
+    for layer, block in enumerate(model.model.layers):
+        experts = block.mlp.experts
+        torch.nn.init.normal_(experts.gate_up_proj_bias)
+        torch.nn.init.normal_(experts.down_proj_bias)
+        parts = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+        for part, places in parts.items():
+            rows = experts.gate_up_proj.detach().transpose(1, 2)[:, places].contiguous()
+            more.append((f"blk.{layer}.ffn_{part}_exps.weight", rows.numpy()))
+            bias = experts.gate_up_proj_bias.detach()[:, places].contiguous()
+            more.append((f"blk.{layer}.ffn_{part}_exps.bias", bias.numpy()))
+        more.append((f"blk.{layer}.ffn_down_exps.bias", experts.down_proj_bias.detach().numpy()))
+    decoded = write(path, model, "gpt-oss", lambda n: Type.MXFP4 if "exps.weight" in n else Type.F32, more=more)
+    model.config.architectures = ["GptOssForCausalLM"]
+    model.config.save_pretrained(path.parent)
+    return model, {name: torch.from_numpy(value) for name, value in decoded.items()}
+
+
+def test_experts_of_gpt_oss_keep_their_blocks(tmp_path):
+    path = tmp_path / "model.gguf"
+    model, decoded = written(path)
+    state = model.state_dict()
+    for layer in (0, 1):
+        gate, up, down = (decoded[f"blk.{layer}.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+        base = f"model.layers.{layer}.mlp.experts"
+        state[f"{base}.gate_up_proj"] = torch.stack((gate, up), 2).flatten(1, 2).transpose(1, 2).contiguous()
+        state[f"{base}.down_proj"] = down.transpose(1, 2).contiguous()
+    vb = vbrt.from_pretrained(path, "dense", **QUIET)
+    assert [swap.format for swap in vb.plan.routed] == ["mxfp4", "mxfp4"]
+    mine = vb.state_dict()
+    assert all(torch.equal(mine[name], value) for name, value in state.items())
+    model.load_state_dict(state)
+    with torch.no_grad():
+        tokens = torch.arange(8).view(1, 8)
+        assert torch.allclose(vb(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-5)
+    vb.close()
+
+
+def test_experts_of_mixtral_are_those_of_a_llama_with_stacks(tmp_path):
+    path, model = tmp_path / "model.gguf", model_of("mixtral")
+    state, more = model.state_dict(), []
+    for layer in (0, 1):
+        base = f"model.layers.{layer}.mlp.experts"
+        for part, rows in zip(("gate", "up"), state[f"{base}.gate_up_proj"].chunk(2, dim=1), strict=True):
+            more.append((f"blk.{layer}.ffn_{part}_exps.weight", rows.contiguous().numpy()))
+    decoded = write(path, model, "llama", lambda name: Type.Q4_0 if "exps" in name else Type.F32, more=more)
+    for layer in (0, 1):
+        gate, up, down = (
+            torch.from_numpy(decoded[f"blk.{layer}.ffn_{part}_exps.weight"]) for part in ("gate", "up", "down")
+        )
+        base = f"model.layers.{layer}.mlp.experts"
+        state |= {f"{base}.gate_up_proj": torch.cat((gate, up), 1), f"{base}.down_proj": down}
+    model.config.architectures = ["MixtralForCausalLM"]
+    model.config.save_pretrained(tmp_path)
+    vb = vbrt.from_pretrained(path, "dense", **QUIET)
+    assert [swap.format for swap in vb.plan.routed] == ["levels32-float16", "levels32-float16"]
+    mine = vb.state_dict()
+    assert all(torch.equal(mine[name], value) for name, value in state.items())
+    vb.close()

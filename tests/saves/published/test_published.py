@@ -1,0 +1,221 @@
+"""Checkpoints in the layouts that others publish: logits are those of the decoded weights, bit for bit."""
+
+import json
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import vbrt
+from tests.saves.published import fp4_weights, published_models
+from tests.saves.published.published_files import LAYOUTS, bitsandbytes, compressed_mxfp4, publish
+from vbrt.errors import CheckpointError
+from vbrt.layers.experts import ExpertsHandle, encoding
+from vbrt.saves.files.safetensors_file import TensorFile
+from vbrt.saves.load.sources import describe
+
+transformers = pytest.importorskip("transformers")
+QUIET = {"weights": {"min_parameters": 0}, "tiers": {"gpu": {"enabled": False}}, "compute": {"backend": "reference"}}
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES |= {"vocab_size": 64, "num_hidden_layers": 1}
+
+
+def llama(meta=False, **sizes):
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        return transformers.LlamaForCausalLM._from_config(
+            transformers.LlamaConfig(**{**SIZES, **sizes}), dtype=torch.bfloat16
+        ).eval()
+
+
+@torch.no_grad()
+def logits(model):
+    return model(torch.arange(8).view(1, 8)).logits
+
+
+def loaded(directory, model, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return vbrt.load(directory, model, *args, **QUIET)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_published_checkpoint_gives_the_logits_of_its_decoded_weights(tmp_path, layout):
+    model = llama()
+    model.load_state_dict(publish(tmp_path, model, layout))
+    vb = loaded(tmp_path, llama(meta=True))
+    assert torch.equal(logits(vb), logits(model))
+    formats = {swap.format for swap in vb.plan.swaps}
+    assert formats == ({LAYOUTS[layout][2]} if LAYOUTS[layout][2] else {"nvfp4"}), "of what is decoded: exact"
+    assert any(("bit for bit" if LAYOUTS[layout][2] else "decoded") in note for note in vb.plan.notes)
+    vb.close()
+
+
+def test_what_a_checkpoint_left_dense_stays_dense(tmp_path):
+    model = llama()
+    model.load_state_dict(publish(tmp_path, model, "modelopt", names=lambda name: "mlp" in name))
+    vb = loaded(tmp_path, llama(meta=True), "fp4")
+    formats = {swap.name.split(".")[3]: swap.format for swap in vb.plan.swaps}
+    assert formats == {"self_attn": "dense", "mlp": "nvfp4"}
+    assert torch.equal(logits(vb), logits(model))
+    assert "4 layers: not quantized in the checkpoint: held dense" in vb.plan.notes
+    vb.close()
+
+
+def mixtral(meta=False):
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    with torch.device("meta" if meta else "cpu"):
+        return transformers.MixtralForCausalLM(config).bfloat16().eval()
+
+
+def test_experts_that_transformers_saved_one_by_one_are_read_one_by_one(tmp_path, monkeypatch):
+    model = mixtral()
+    model.save_pretrained(tmp_path)
+    read, handed = [], []
+    monkeypatch.setattr(
+        TensorFile, "read", lambda self, name, plain=TensorFile.read: read.append(name) or plain(self, name)
+    )
+    store = ExpertsHandle.store
+    monkeypatch.setattr(
+        ExpertsHandle, "store", lambda self, planes: store(self, (handed.append(len(read)) or p for p in planes))
+    )
+    monkeypatch.setitem(encoding._STEP_BYTES, "cpu", 1)
+    vb = loaded(tmp_path, mixtral(meta=True), "exact")
+    assert torch.equal(logits(vb), logits(model))
+    assert [after - before for before, after in pairwise(handed)] == [3, 3, 0], (
+        "three matrices an expert, the next one ahead"
+    )
+    vb.close()
+
+
+def test_experts_packed_one_by_one_become_one_page_each(tmp_path):
+    model = mixtral()
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    model.save_pretrained(plain)
+    tensors, decoded = {}, load_file(plain / "model.safetensors")
+    for name, value in decoded.items():
+        if ".experts." not in name:
+            tensors[name] = value
+            continue
+        made = compressed_mxfp4(value)
+        tensors |= {name.removesuffix(".weight") + suffix: tensor for suffix, tensor in made.tensors.items()}
+        decoded[name] = made.decoded
+    packed.mkdir()
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    save_file(decoded, plain / "model.safetensors", {"format": "pt"})
+    vb, dense = loaded(packed, mixtral(meta=True)), loaded(plain, mixtral(meta=True), "dense")
+    assert [swap.format for swap in vb.plan.routed] == ["mxfp4"]
+    assert torch.equal(logits(vb), logits(dense))
+    for each in (vb, dense):
+        each.close()
+
+
+def test_stacked_experts_of_gpt_oss_keep_their_blocks(tmp_path):
+    config = transformers.GptOssConfig(**SIZES, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
+    with torch.device("meta"):
+        model = transformers.GptOssForCausalLM(config).bfloat16().eval()
+    generator, tensors, decoded = torch.Generator().manual_seed(0), {}, {}
+    for name, like in model.state_dict().items():
+        value = (torch.randn(like.shape, generator=generator) * 0.05).bfloat16()
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = value
+            continue
+        made = [compressed_mxfp4(matrix.t().contiguous()) for matrix in value]
+        packed, scales = (torch.stack([each.tensors[k] for each in made]) for k in (".weight_packed", ".weight_scale"))
+        tensors |= {f"{name}_blocks": packed.unflatten(-1, (-1, 16)), f"{name}_scales": scales}
+        decoded[name] = torch.stack([each.decoded.t() for each in made])
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    vb = loaded(tmp_path, model)
+    assert [swap.format for swap in vb.plan.routed] == ["mxfp4"]
+    state = vb.state_dict()
+    assert len(decoded) == 2
+    assert all(torch.equal(state[name], value) for name, value in decoded.items())
+    vb.close()
+
+
+def test_blocks_of_bitsandbytes_that_go_on_in_the_next_row_are_decoded(tmp_path):
+    w = (torch.randn(64, 72, generator=torch.Generator().manual_seed(0)) * 0.05).bfloat16()
+    made = bitsandbytes(w)
+    save_file({f"0{suffix}": tensor for suffix, tensor in made.tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(72, 64, bias=False))
+    with pytest.warns(UserWarning, match="decoded and held as nvfp4\\+exact"):
+        vb = vbrt.load(tmp_path, model, **{**QUIET, "weights": {"min_parameters": 0, "keep_head": False}})
+    assert torch.equal(vb.unwrap()[0].weight, made.decoded)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, name: t.pop(f"{name}.weight_scale_2"), "weight_scale"),
+        (lambda t, name: t.update({f"{name}.weight_scale": t[f"{name}.weight_scale"][:-1].clone()}), "scales"),
+        (lambda t, name: t.update({f"{name}.weight_scale_2": torch.tensor(float("nan"))}), "global scale"),
+        (lambda t, name: t.update({f"{name}.weight": t[f"{name}.weight"][:-1].clone()}), "fit"),
+    ],
+)
+def test_damaged_parts_of_a_weight_are_refused_by_name(tmp_path, change, message):
+    publish(tmp_path, llama(), "modelopt")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors, "model.layers.0.mlp.gate_proj")
+    save_file(tensors, file, {"format": "pt"})
+    model = llama(meta=True)
+    before = dict(model.named_parameters())
+    with pytest.raises(CheckpointError, match=f"gate_proj.*{message}|{message}.*gate_proj"):
+        loaded(tmp_path, model)
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+
+
+def test_describe_says_what_weights_are_and_become_from_headers(tmp_path):
+    publish(tmp_path, llama(), "awq", names=lambda name: "mlp" in name)
+    said = describe(tmp_path)
+    kinds = {(kind.layout, kind.becomes): kind.count for kind in said.kinds}
+    assert (said.method, kinds) == ("awq", {("AWQ", "decoded"): 3, ("bfloat16", "dense"): 9})
+    assert said.nbytes == sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+
+
+def test_quantized_tensors_of_no_known_layout_are_refused(tmp_path):
+    publish(tmp_path, llama(), "modelopt")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "a.weight_packed": torch.zeros(2, dtype=torch.int64)}, file)
+    with pytest.raises(CheckpointError, match=r"no layout that vbrt reads.*a\.weight_packed"):
+        describe(tmp_path)
+
+
+@pytest.mark.parametrize("name", published_models.MODELS)
+def test_models_that_libraries_wrote_compute_with_the_weights_that_they_decode(name):
+    directory, (formats, dtype) = published_models.DIRECTORY / name, published_models.MODELS[name]
+    vb = vbrt.from_pretrained(directory, **QUIET)
+    assert {swap.format for swap in vb.plan.swaps} == formats and len(vb.plan.swaps) == 7
+    state = vb.state_dict()
+    digests = json.loads((directory / "decoded.json").read_text())
+    assert {key: published_models.digest_of(state[key]) for key in digests} == digests
+    assert {value.dtype for value in state.values()} == {dtype}
+    plain = transformers.LlamaForCausalLM._from_config(vb.module.config, dtype=dtype).eval()
+    plain.load_state_dict(state)
+    assert torch.equal(logits(vb), logits(plain))
+    cast = "5 tensors become torch.float16, the dtype of the config, such as lm_head.weight"
+    assert (cast in vb.plan.notes) == (name == "auto-round")
+    vb.close()
+
+
+@pytest.mark.parametrize("name", fp4_weights.NAMES)
+def test_weights_of_the_libraries_themselves_decode_as_they_decode_them(tmp_path, name):
+    with safe_open(fp4_weights.FILE, "pt") as file:
+        tensors = {key.partition("/")[2]: file.get_tensor(key) for key in file.keys() if key.partition("/")[0] == name}
+        metadata = {"0.weight": file.metadata()[name]}
+    decoded = tensors.pop("decoded")
+    save_file(tensors, tmp_path / "model.safetensors", metadata if name.startswith("torchao") else None)
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(fp4_weights.COLUMNS, fp4_weights.ROWS, bias=False)).eval()
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    vb = loaded(tmp_path, model.bfloat16(), {"weights": {"fine": "exact", "keep_head": False}})
+    assert [swap.format for swap in vb.plan.swaps] == ["mxfp4" if name.endswith("mxfp4") else "nvfp4"]
+    assert not vb.plan.swaps[0].lossless
+    assert torch.equal(vb.unwrap()[0].weight, decoded)

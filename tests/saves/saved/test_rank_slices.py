@@ -1,0 +1,21 @@
+"""Planes of parts of a weight, joined and cut again without being decoded."""
+
+import pytest
+import torch
+
+from vbrt.formats import get_format
+from vbrt.saves.saved.rank_slices import Held, Matrix, join_parts, planes_of_part
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxint8"])
+def test_codes_of_any_size_are_joined_along_their_columns_and_cut_again(format):
+    fmt, w = get_format(format), torch.randn(6, 160)
+    matrix, halves = Matrix((6, 160), torch.float32, format, fine=False), (Held(1, ((0, 64),)), Held(1, ((64, 160),)))
+    parts = [(held, {"coarse": fmt.encode(w[:, begin:end])}) for held in halves for begin, end in held.spans]
+    whole = join_parts(matrix, parts)
+    decoded = fmt.decode(dict(whole["coarse"]), (6, 160), torch.float32)
+    alone = [fmt.decode(planes["coarse"], (6, held.size), torch.float32) for held, planes in parts]
+    assert torch.equal(decoded, torch.cat(alone, 1))
+    for held, planes in parts:
+        again = planes_of_part(matrix, whole, held)["coarse"]
+        assert all(torch.equal(again[name], tensor) for name, tensor in planes["coarse"].items())

@@ -1,0 +1,248 @@
+"""Checkpoints of training: all that the next step depends on, in a directory, for any tiers and for plain torch.
+
+    vbrt-checkpoint.json                         the manifest: names, groups, steps, `extra`, digests
+    vbrt-3f9c01ab-00001-of-00002.safetensors     tensors: fp32 weights, moments, buffers, those of `extra`
+
+Weights are written one at a time as they are on the host. The files of a checkpoint have a name that no other has, and
+the manifest, renamed into place last, is what makes them the checkpoint: a process that is killed, or a disk that is
+full, leaves the one before. Files that no manifest names are removed by the next checkpoint.
+
+What is read is checked against digests. `read_checkpoint` returns what `load_state_dict` of a plain model and of a
+plain optimizer of the same class take.
+"""
+
+import json
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import CheckpointError, describe_os_error
+from vbrt.host.files import expanded, read_bounded, sync_directory, write_file
+from vbrt.report.progress import Progress
+from vbrt.saves.common.manifest import SHARD, content_digest, text_of
+from vbrt.saves.files.nested_tensors import taken_apart, together
+from vbrt.saves.files.safetensors_file import TensorFile, TensorInfo, TensorWriter, digest, in_order
+from vbrt.training.full.resident_params import take_master
+
+__all__ = ["CHECKPOINT", "Piece", "SavedCheckpoint", "TrainingCheckpoint", "read_checkpoint", "write_checkpoint"]
+
+CHECKPOINT = "vbrt-checkpoint.json"
+_KIND, _VERSION = "vbrt checkpoint", 1
+_MAX_BYTES = 256 << 20
+_FILE_BYTES = 1 << 30
+_OURS = re.compile(rf"({SHARD.pattern}|{re.escape(CHECKPOINT)})((\.[0-9a-f]{{8}})?\.tmp)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tensors that are written together, and the call that makes them: of one weight, say."""
+
+    tensors: tuple[TensorInfo, ...]
+    make: Callable[[], Mapping[str, Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(info.nbytes for info in self.tensors)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Piece":
+        """Return the piece of tensors that are there."""
+        infos = tuple(TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+        return cls(infos, lambda: tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCheckpoint:
+    """A checkpoint of training, for plain torch.
+
+    Attributes:
+        model: fp32 weights and everything else of a state dict, under all names.
+        optimizer: a state dict for a plain optimizer of the class that trained.
+        extra: what was given to `save_checkpoint`.
+    """
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    extra: Any
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(
+    directory: str | PathLike, state: Mapping[str, Any], pieces: Iterable[Piece], *, progress: bool | None = None
+) -> Path:
+    """Write a checkpoint in the place of the one that the directory holds.
+
+    Args:
+        state: plain data with tensors; those that `pieces` make are there as `TensorInfo`.
+
+    Raises:
+        CheckpointError: it cannot be written, or something of `state` cannot be saved; the one before is as it was.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = {key: taken_apart(value, key, tensors) for key, value in state.items()}
+    pieces = [*pieces, *(Piece.of({name: tensor}) for name, tensor in tensors.items())]
+    token, folder = secrets.token_hex(4), _folder_of(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with Progress("saving", sum(piece.nbytes for piece in pieces), show=progress) as work:
+            entries = _write_files(folder, token, pieces, work)
+        content = {"kind": _KIND, "version": _VERSION, "vbrt": sys.modules["vbrt"].__version__}
+        content |= {"state": plain, "tensors": entries}
+        write_file(folder / CHECKPOINT, json.dumps(content | {"digest": content_digest(content)}).encode())
+        sync_directory(folder)
+    except OSError as error:
+        _remove(folder, lambda name: token in name)
+        raise CheckpointError(
+            f"{error.filename or directory}: the checkpoint cannot be written: {describe_os_error(error)}; "
+            "one that was there is as it was, and training may go on"
+        ) from error
+    except BaseException:
+        _remove(folder, lambda name: token in name)
+        raise
+    _remove(folder, lambda name: token not in name and name != CHECKPOINT)
+    return folder
+
+
+def _write_files(folder: Path, token: str, pieces: list[Piece], work: Progress) -> dict[str, list]:
+    """Write all files but the manifest; return where each tensor is."""
+    files, entries = in_order(pieces, _FILE_BYTES), {}
+    for number, held in enumerate(files, 1):
+        name = f"vbrt-{token}-{number:05d}-of-{len(files):05d}.safetensors"
+        entries |= _write_one(folder / name, held, work)
+    sync_directory(folder)
+    return entries
+
+
+def _write_one(path: Path, pieces: list[Piece], work: Progress) -> dict[str, list]:
+    entries = {}
+    with TensorWriter(path, [info for piece in pieces for info in piece.tensors]) as writer:
+        for piece in pieces:
+            work.at(piece.tensors[0].name)
+            made = piece.make()
+            for info in piece.tensors:
+                known = writer.write(info.name, made[info.name])
+                entries[info.name] = [path.name, text_of(info.dtype), list(info.shape), known]
+            work.done(piece.nbytes)
+    return entries
+
+
+def _remove(folder: Path, unwanted: Callable[[str], bool]) -> None:
+    """Remove files of checkpoints by name, except those of the one that is in place."""
+    try:
+        manifest = folder / CHECKPOINT
+        in_place = read_bounded(manifest, _MAX_BYTES) if manifest.exists() else b""
+        for path in folder.iterdir():
+            if _OURS.fullmatch(path.name) and unwanted(path.name) and f'"{path.name}"'.encode() not in in_place:
+                path.unlink(missing_ok=True)
+    except OSError:  # what is left over takes room and does no harm
+        return
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _folder_of(directory: str | PathLike) -> Path:
+    try:
+        return expanded(directory)
+    except OSError as error:
+        what = f"{error.filename}: {describe_os_error(error)}"
+        raise CheckpointError(f"{what}; expected the path of a checkpoint's directory") from error
+
+
+class SavedCheckpoint:
+    """A checkpoint in a directory; its tensors are read one at a time.
+
+    Attributes:
+        directory: where.
+        state: what was written, with names of tensors as `TensorInfo`.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged: names the file and what is wrong.
+    """
+
+    def __init__(self, directory: str | PathLike) -> None:
+        self.directory = _folder_of(directory)
+        path = self.directory / CHECKPOINT
+        try:
+            content = json.loads(read_bounded(path, _MAX_BYTES))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: no such file; expected a directory of vb.save_checkpoint()") from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {describe_os_error(error)}") from error
+        except (ValueError, RecursionError) as error:
+            raise self.damaged(f"not valid JSON ({error})") from error
+        if not isinstance(content, dict) or content.get("kind") != _KIND or content.get("version") != _VERSION:
+            raise CheckpointError(f'{path}: expected "kind": "{_KIND}" of version {_VERSION} in it')
+        if content.get("digest") != content_digest(content):
+            raise self.damaged("its content does not have the digest that was written with it")
+        self._entries, self._files = content["tensors"], dict[str, TensorFile]()
+        try:
+            self.state = {key: together(value, self.info) for key, value in content["state"].items()}
+        except (ValueError, KeyError) as error:
+            raise self.damaged(str(error)) from error
+
+    def damaged(self, what: str) -> CheckpointError:
+        """Return the error that says so."""
+        return CheckpointError(f"{self.directory / CHECKPOINT}: damaged: {what}; take another checkpoint")
+
+    def info(self, name: str) -> TensorInfo:
+        """Return dtype and shape of a tensor."""
+        _, dtype, shape, _ = self._entries[name]
+        return TensorInfo(name, getattr(torch, dtype), tuple(shape))
+
+    def read(self, info: TensorInfo) -> Tensor:
+        """Return a tensor, in CPU memory. Raises CheckpointError: it cannot be read, or has other bytes."""
+        name, _, _, known = self._entries[info.name]
+        if SHARD.fullmatch(name) is None:
+            raise self.damaged(f"{info.name} in a file of the name {name!r:.80}")
+        file = self._files.setdefault(name, TensorFile(self.directory / name))
+        here = file.tensors.get(info.name)
+        if here is None or (here.dtype, here.shape) != (info.dtype, info.shape):
+            raise self.damaged(f"{info.name} is not in {name} as it was written")
+        tensor = file.read(info.name)
+        if digest(tensor) != known:
+            raise CheckpointError(
+                f"{self.directory / name}: damaged: the bytes of {info.name} are not those that were written; take "
+                "another checkpoint"
+            )
+        return tensor
+
+    def filled(self, value: Any) -> Any:
+        """Return a part of the state with its tensors read."""
+        if isinstance(value, TensorInfo):
+            return self.read(value)
+        if isinstance(value, dict):
+            return {key: self.filled(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self.filled(item) for item in value)
+        return value
+
+
+def read_checkpoint(directory: str | PathLike) -> TrainingCheckpoint:
+    """Read a checkpoint of `vb.save_checkpoint` for plain torch, all of it into CPU memory.
+
+        saved = vbrt.read_checkpoint("run")
+        model.load_state_dict(saved.model)
+        optimizer.load_state_dict(saved.optimizer)
+
+    Raises:
+        CheckpointError: there is none, or it is damaged: names the file and what is wrong.
+    """
+    saved = SavedCheckpoint(directory)
+    model, optimizer = dict[str, Tensor](), saved.filled(saved.state["optimizer"])
+    for entry in saved.state["model"]:
+        tensor = saved.read(entry["value"])
+        own = optimizer["state"].get(entry.get("number"), {})
+        model |= dict.fromkeys(entry["names"], take_master(tensor, own))
+    return TrainingCheckpoint(model, optimizer, saved.filled(saved.state["extra"]))

@@ -1,0 +1,107 @@
+"""Does a model fit its files? Names, kinds, shapes and dtypes, before anything is read."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vbrt.errors import CheckpointError
+from vbrt.layers import kind_of
+from vbrt.libraries.transformers_api import ignored_patterns
+from vbrt.residency.site import WeightSite
+from vbrt.saves.common.manifest import KeptTensor, text_of
+from vbrt.saves.files.safetensors_file import TensorInfo
+
+__all__ = [
+    "check_names",
+    "first_names",
+    "has_fraction",
+    "ignored_names",
+    "misfit",
+    "non_persistent",
+    "other_dtypes",
+    "other_kinds",
+    "other_shapes",
+    "refuse_any",
+]
+
+_SHOWN = 3  # names in an error
+
+
+def check_names(path: Path, model: nn.Module, known: set[str], *, optional: set[str]) -> None:
+    """Raise CheckpointError for parameters and buffers that only the model has, or only the files."""
+    needed = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = dict.fromkeys(name for name, _ in model.named_buffers(remove_duplicate=False))
+    transient = set(non_persistent(model))
+    needed |= buffers.keys() - transient
+    missing = sorted(needed - known)
+    unexpected = sorted(known - needed - transient - optional)
+    parts = [
+        f"{len(names)} {what}: {first_names(names)}"
+        for what, names in (("that the model has are missing", missing), ("that it has not are there", unexpected))
+        if names
+    ]
+    if parts:
+        raise CheckpointError(f"{path}: not of this model: of its parameters and buffers {'; '.join(parts)}")
+
+
+def misfit(module: nn.Module | None, site: WeightSite) -> str | None:
+    """Return what keeps a module from taking the weight that was saved at a site."""
+    kind = None if module is None else kind_of(module)
+    if kind is None or kind.name != site.kind:
+        return f"{site.module} is a {type(module).__name__}, saved was a {site.kind}"
+    here = tuple(getattr(module, site.parameter).shape)
+    return None if here == site.kept_shape else f"{site.tensor} is {here}, saved was {site.kept_shape}"
+
+
+def other_kinds(model: nn.Module, kept: Mapping[str, KeptTensor]) -> Iterator[str]:
+    """Parameters that are buffers in the files, and the other way round."""
+    here = {name: "parameter" for name, _ in model.named_parameters(remove_duplicate=False)}
+    here |= {name: "buffer" for name, _ in model.named_buffers(remove_duplicate=False)}
+    for name, entry in kept.items():
+        if name in here and here[name] != entry.kind.removeprefix("non-persistent "):
+            yield f"{name} is a {here[name]}, saved was a {entry.kind}"
+
+
+def other_shapes(model: nn.Module, infos: Mapping[str, TensorInfo]) -> Iterator[str]:
+    transient = set(non_persistent(model))
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            yield f"{name} has no shape before the model's first call"
+        elif name in infos and name not in transient and tuple(tensor.shape) != infos[name].shape:
+            yield f"{name} is {tuple(tensor.shape)}, saved was {infos[name].shape}"
+
+
+def other_dtypes(model: nn.Module, infos: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Numbers with a fraction in the place of whole ones, or the other way round; precision is for the files to say."""
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if name in infos and has_fraction(tensor.dtype) != has_fraction(infos[name].dtype):
+            yield f"{name} is {text_of(tensor.dtype)}, saved was {text_of(infos[name].dtype)}"
+
+
+def has_fraction(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def refuse_any(path: Path, what: str, found: Iterable[str]) -> None:
+    found = list(found)
+    if found:
+        raise CheckpointError(f"{path}: not of this model: {len(found)} {what}: {first_names(found)}")
+
+
+def first_names(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+def non_persistent(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name in module._non_persistent_buffers_set:
+            yield f"{path}.{name}" if path else name
+
+
+def ignored_names(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Names in a checkpoint that a transformers model says it does not need."""
+    patterns = ignored_patterns(model)
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}

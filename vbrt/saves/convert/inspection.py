@@ -1,0 +1,145 @@
+"""What a checkpoint is and what it becomes under a config, from the headers of its files alone."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from vbrt.config import VBConfig
+from vbrt.errors import CheckpointError
+from vbrt.residency.plan import Plan, Swap
+from vbrt.saves.common.manifest import text_of
+from vbrt.saves.files.gguf_file import GGUFTensor
+from vbrt.saves.load.save_units import conversion_plan
+from vbrt.saves.load.sources import Source, describe
+from vbrt.saves.published.published_checkpoint import WeightKind
+from vbrt.saves.saved.saved_planes import SavedModel
+
+__all__ = ["Inspection", "KindOfLayer", "Stays", "inspect"]
+
+
+@dataclass(frozen=True, slots=True)
+class KindOfLayer:
+    """Weights of one kind that become alike. Bytes of pages are an upper bound where there is a fine plane."""
+
+    kind: str
+    dtype: str
+    becomes: str
+    lossless: bool
+    layers: int
+    experts: int
+    dense_bytes: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stays:
+    """Parameters that stay as they are, for one reason."""
+
+    reason: str
+    modules: int
+    nbytes: int
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What files hold, and what a model of them becomes.
+
+    Attributes:
+        layout: what wrote them.
+        files, tensors, nbytes: how many there are, and bytes of all tensors.
+        dtypes: bytes of the tensors of each dtype.
+        method: by which they are quantized; "" for dense ones.
+        weights: of a checkpoint, the weights that are held alike; none for planes of vbrt.
+        layers, stays, notes: what becomes of the weights; empty where `refusal` is not.
+        refusal: why they cannot be loaded.
+    """
+
+    layout: str
+    files: int
+    tensors: int
+    nbytes: int
+    dtypes: Mapping[str, int]
+    method: str = ""
+    weights: tuple[WeightKind, ...] = ()
+    layers: tuple[KindOfLayer, ...] = ()
+    stays: tuple[Stays, ...] = ()
+    notes: tuple[str, ...] = ()
+    refusal: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self)
+
+
+def inspect(source: Source, model: nn.Module, config: VBConfig) -> Inspection:
+    """Say what the files of a source are, and what they become.
+
+    Args:
+        model: the architecture, on the meta device; it is used up.
+
+    Raises:
+        CheckpointError: files that are damaged.
+    """
+    head = _held(source)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the notes say it
+            plan = conversion_plan(source, model, config)
+    except CheckpointError as error:
+        return replace(head, refusal=str(error))
+    notes = plan.notes if plan.swaps else plan.notes[-1:]
+    return replace(head, layers=_layers(plan), stays=_stays(plan), notes=notes)
+
+
+def _held(source: Source) -> Inspection:
+    """Return what the files hold."""
+    files = source.files
+    infos = [info for file in files for info in file.tensors.values()]
+    dtypes: dict[str, int] = {}
+    for info in infos:
+        held = info.type if isinstance(info, GGUFTensor) else text_of(info.dtype)
+        dtypes[held] = dtypes.get(held, 0) + info.nbytes
+    ordered = dict(sorted(dtypes.items(), key=lambda item: -item[1]))
+    made = Inspection("planes of vbrt", len(files), len(infos), sum(info.nbytes for info in infos), ordered)
+    if isinstance(source, SavedModel):
+        return made
+    found = describe(source.path)
+    packed = any(kind.becomes != "dense" for kind in found.kinds)
+    what = (found.method or "quantized weights") if packed else "dense weights"
+    return replace(made, layout=f"{found.container} of {what}", method=found.method, weights=found.kinds)
+
+
+def _layers(plan: Plan) -> tuple[KindOfLayer, ...]:
+    groups: dict[tuple[Any, ...], list[Swap]] = {}
+    for swap in plan.swaps:
+        label = f"{swap.format}+exact" if swap.fine == "exact" else swap.format
+        groups.setdefault((swap.kind, swap.dtype, label, swap.lossless, swap.experts), []).append(swap)
+    made = [
+        KindOfLayer(
+            kind,
+            dtype,
+            label,
+            lossless,
+            len(swaps),
+            experts,
+            sum(swap.dense_bytes for swap in swaps),
+            sum(swap.page_bytes for swap in swaps),
+        )
+        for (kind, dtype, label, lossless, experts), swaps in groups.items()
+    ]
+    return tuple(sorted(made, key=lambda layer: -layer.dense_bytes))
+
+
+def _stays(plan: Plan) -> tuple[Stays, ...]:
+    groups: dict[str, list[str]] = {}
+    for name, skip in plan.skipped.items():
+        groups.setdefault(skip.reason, []).append(name)
+    made = [
+        Stays(reason, len(names), sum(plan.skipped[name].nbytes for name in names), names[0])
+        for reason, names in groups.items()
+    ]
+    return tuple(sorted(made, key=lambda stays: -stays.nbytes))

@@ -1,0 +1,51 @@
+"""What the path of a checkpoint stands for: a save, safetensors files, a GGUF file; nothing in a file is read."""
+
+from os import PathLike
+from pathlib import Path
+
+from vbrt.errors import CheckpointError, describe_os_error
+from vbrt.host.files import expanded
+from vbrt.saves.files.gguf_file import GGUF_SUFFIX, shard_paths
+
+__all__ = ["INDEX", "MANIFEST", "SINGLE", "gguf_file", "looked_at"]
+
+MANIFEST = "vbrt.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # not read here, but what a directory is then
+
+
+def gguf_file(path: str | PathLike) -> Path | None:
+    """Return the GGUF file that a path stands for, the first part of one that is split: a file, or the only one of a
+    directory without other weights; None for other checkpoints.
+
+    Raises CheckpointError: a path that cannot be read, or several such files in a directory.
+    """
+    path = looked_at(path)
+    if not path.is_dir():
+        return shard_paths(path)[0] if path.suffix == GGUF_SUFFIX else None
+    if any((path / name).exists() for name in (MANIFEST, INDEX, SINGLE, *_PICKLED)):
+        return None
+    firsts = sorted({shard_paths(file)[0] for file in path.glob(f"*{GGUF_SUFFIX}")})
+    if len(firsts) > 1:
+        shown = ", ".join(file.name for file in firsts[:3])
+        raise CheckpointError(f"{path}: {len(firsts)} GGUF files, such as {shown}; name one")
+    return firsts[0] if firsts else None
+
+
+def looked_at(path: str | PathLike) -> Path:
+    """Return the path without "~". Raises CheckpointError where nobody may look, or nothing is there."""
+    try:
+        path = expanded(path)
+        for name in (MANIFEST, INDEX, SINGLE):
+            (path / name).exists()
+        is_file, is_directory = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename}: cannot be read: {describe_os_error(error)}; expected a directory "
+            f"that vb.save() wrote, a checkpoint with {SINGLE}, or a GGUF file"
+        ) from error
+    if not is_directory and not (is_file and path.suffix in (".safetensors", GGUF_SUFFIX)):
+        raise CheckpointError(
+            f"{path}: no such directory; expected one that vb.save() wrote, a checkpoint with {SINGLE}, or a GGUF file"
+        )
+    return path

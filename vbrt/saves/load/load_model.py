@@ -1,0 +1,98 @@
+"""From files into a runtime, without the dense model in memory.
+
+The model is only the architecture: its parameters become meta tensors of the files' dtypes first, so that the same plan
+is made as for the model that was saved, and every value then comes from a file. If anything fails, the model is given
+back as it came, and other models on the runtime are as they were.
+"""
+
+from torch import nn
+
+from vbrt.config import VBConfig
+from vbrt.errors import ConfigError
+from vbrt.model.attach import Attempt, attach
+from vbrt.model.attachment import Attachment
+from vbrt.model.machine import check_ssd_directory, release_host_memory
+from vbrt.model.placement import place_beside
+from vbrt.model.runtime import Runtime
+from vbrt.report.progress import Progress
+from vbrt.residency.custom import PolicyFactory
+from vbrt.saves.common.assign import compute_buffers_
+from vbrt.saves.files.read_target import on_device
+from vbrt.saves.load.calibrate_from_files import calibrated
+from vbrt.saves.load.sources import Source
+
+__all__ = ["load_attached"]
+
+_TRIM_BYTES = 8 << 20
+
+
+def load_attached(
+    source: Source,
+    model: nn.Module,
+    config: VBConfig,
+    *,
+    runtime: Runtime | None = None,
+    policy: PolicyFactory | None = None,
+    progress: bool | None = None,
+) -> Attachment:
+    """Attach a model whose weights come from files; every layer is encoded. See `vbrt.load`.
+
+    Args:
+        source: see `open_source`; `config` is what it makes of the user's.
+        runtime: of models that share their tiers with this one; by default a new one.
+        policy: makes the policy of each tier of a new runtime; by default the one that the config names.
+        progress: as for `VBModelWrapper.materialize`.
+    """
+    if config.mode == "train":
+        raise ConfigError(
+            f'{config.source}: mode = "train"; load() fills the planes of an inference model. Load dense '
+            'weights into the model first, then vbrt.wrap(model, mode="train"); to go on with a run, '
+            "load_state_dict() what vb.state_dict() gave"
+        )
+    if runtime is None:
+        check_ssd_directory(config)
+    else:
+        runtime.check_open("load")
+    attempt = Attempt(model, runtime)
+    try:
+        source.outline_(model)
+        compute_buffers_(model, source.path, source.has)
+        plan = source.plan(model, config, None if runtime is None else place_beside(runtime))
+        plan = calibrated(source, model, plan, config)
+        attachment = attach(model, config, plan, runtime=runtime, policy=policy)
+        _fill_(attachment, source, progress=progress)
+        attachment.materialize(progress=False)  # nothing is left to encode; what was not swapped goes to the device
+        release_host_memory()
+        return attachment
+    except BaseException:
+        attempt.undo()
+        raise
+
+
+def _fill_(attachment: Attachment, source: Source, *, progress: bool | None) -> None:
+    layers, plan = attachment.layers, attachment.plan
+    for swap in plan.swaps:
+        for name in swap.modules:
+            layers[name].forget_dense_()
+    with Progress("loading", plan.kept_bytes + plan.swapped_bytes, show=progress) as work:
+        source.fill_kept_(
+            attachment.model, on_device(attachment.stack)
+        )  # first: they are large, and nothing is left then
+        work.done(plan.kept_bytes)
+        _store_planes(attachment, source, work)
+    for swap in plan.swaps:
+        handle = layers[swap.name].handle
+        handle.retype(source.computes_in(swap, handle))
+
+
+def _store_planes(attachment: Attachment, source: Source, work: Progress) -> None:
+    layers, read = attachment.layers, 0
+    for swap in attachment.plan.swaps:
+        work.at(swap.name)
+        handle = layers[swap.name].handle
+        handle.store(source.experts_of(swap, handle) if swap.experts else source.planes_of(swap, handle))
+        work.done(swap.dense_bytes)
+        read += swap.dense_bytes
+        if read > _TRIM_BYTES:  # or the C library keeps what weights leave between the pages: as much as all of them
+            release_host_memory()
+            read = 0

@@ -1,0 +1,307 @@
+"""GGUF files as checkpoints: rows of blocks that formats of vbrt hold go into pages as they are, others are decoded.
+
+A GGUF file does not say in which dtype a model computes: weights are decoded to the dtypes that the model's parameters
+have. What is decoded is `gguf.dequantize` of a few rows at a time, rounded once.
+"""
+
+import importlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vbrt.errors import CheckpointError, FormatError
+from vbrt.formats.ggml import GGML_PLANES, repack_gguf
+from vbrt.saves.common.renaming import Entry
+from vbrt.saves.files.gguf_file import GGUFTensor, gguf_library, open_shards
+from vbrt.saves.files.read_target import Fill, fresh
+from vbrt.saves.files.safetensors_file import TensorInfo
+from vbrt.saves.published.dense_checkpoint import DenseCheckpoint
+from vbrt.saves.published.gguf_rules import Recipe, RowOrder, recipes_for, rows_of
+from vbrt.saves.published.layouts import Outline
+from vbrt.saves.published.published_checkpoint import Description, PublishedCheckpoint, WeightKind
+
+__all__ = ["GGUFTensors", "describe_gguf", "gguf_checkpoint"]
+
+#: types whose values torch has
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MIXED = "transformers does more to it than to move rows"
+_UNKNOWN = "no format of vbrt has such blocks"
+_NUMBER = re.compile(r"\d+")
+_CHUNK = 1 << 22  # weights that are decoded at a time
+#: what a model of transformers has in its config or computes, if it has it at all
+_COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", ".attn_rot_embd.weight")
+
+
+def gguf_checkpoint(tensors: "GGUFTensors") -> DenseCheckpoint:
+    """Return the source for the tensors of a GGUF file."""
+    if not tensors.is_quantized:
+        return DenseCheckpoint(tensors.path, tensors.files, tensors.entries)
+    return PublishedCheckpoint(tensors.path, tensors, tensors.files, tensors.entries)
+
+
+def describe_gguf(path: Path) -> Description:
+    """Return what a GGUF file holds, from its header. Raises CheckpointError."""
+    tensors = GGUFTensors(path)
+    counts: Counter[str] = Counter(info.type for info in tensors.infos.values())
+    nbytes: Counter[str] = Counter()
+    for info in tensors.infos.values():
+        nbytes[info.type] += info.nbytes
+    kinds = tuple(_kind_of(type, counts[type], n) for type, n in nbytes.most_common())
+    return Description("", kinds, container=f"GGUF ({tensors.architecture})")
+
+
+def _kind_of(type: str, count: int, nbytes: int) -> WeightKind:
+    if type in _PLAIN:
+        return WeightKind(f"GGUF {type}", "dense", count, nbytes)
+    plane = GGML_PLANES.get(type)
+    return WeightKind(f"GGUF {type}", plane.format if plane else "decoded", count, nbytes, "" if plane else _UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    name: str
+
+
+class GGUFTensors:
+    """The tensors of a GGUF file, or of all parts of one.
+
+    Attributes:
+        path: of the first part.
+        architecture: the family of models, as llama.cpp calls it.
+        weights: after `entries`, the quantized ones by the model's names; by those of the file where values are made of
+            them that are no longer rows.
+        unused: after `entries`, names of tensors that nothing is made of.
+
+    Raises CheckpointError: as `open_shards`, no architecture, or types that nothing decodes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.files = open_shards(path)
+        self.path = self.files[0].path
+        self.architecture = self.files[0].text("general.architecture")
+        self._where = {name: file for file in self.files for name in file.tensors}
+        self.weights: dict[str, GGUFWeight | _Whole] = {}
+        self._orders: dict[Any, RowOrder | None] = {}
+        self.unused: tuple[str, ...] = ()
+        for type in {info.type for info in self.infos.values()} - {*_PLAIN, *GGML_PLANES}:
+            _check_decodes(self.path, type)
+
+    @cached_property
+    def infos(self) -> dict[str, GGUFTensor]:
+        """What the headers say, by names of the file."""
+        return {name: file.tensors[name] for name, file in self._where.items()}
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is done to tensors that are not quantized, for users."""
+        if not self.unused:
+            return ()
+        return (f"{len(self.unused)} tensors of rotary frequencies are the config's to say, such as {self.unused[0]}",)
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if some weights are in blocks."""
+        return any(info.type not in _PLAIN for info in self.infos.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of a model whose config names none: the file's own where no weight is quantized, else float32, as
+        transformers has it."""
+        held = {info.type for info in self.infos.values()}
+        halves = [_PLAIN[type] for type in ("BF16", "F16") if type in held]
+        return halves[0] if halves and not self.is_quantized else torch.float32
+
+    def entries(self, model: nn.Module) -> dict[str, Entry]:
+        """Return the tensors by their names in a model, in the dtypes that it has. Raises CheckpointError."""
+        recipes = recipes_for(self.path, self.architecture, model, self.infos)
+        used = {name for recipe in recipes.values() for name in recipe.sources}
+        left = [name for name in self.infos if name not in used]
+        self.unused = tuple(name for name in left if name.endswith(_COMPUTED))
+        if len(left) > len(self.unused):
+            others = sorted(set(left).difference(self.unused))
+            raise CheckpointError(
+                f"{self.path}: {len(others)} tensors of it ({self.architecture}) have no place in a "
+                f"{type(model).__name__}: {', '.join(others[:3])}; expected a file of this model, or beside the file "
+                "the config.json of the model that it is of"
+            )
+        likes = model.state_dict(keep_vars=True)
+        self.weights, self._orders = {}, {}
+        return {name: self._entry(recipe, likes[name]) for name, recipe in recipes.items()}
+
+    def _entry(self, recipe: Recipe, like: Tensor) -> Entry:
+        infos = {name: self.infos[name] for name in recipe.sources}
+        order = self._order_of(recipe)
+        if order is None:
+            shape = tuple(like.shape) if sum(map(_count, infos.values())) == like.numel() else _only(infos).shape
+            read = partial(self._converted, recipe, like.dtype, shape)
+            self.weights |= {name: _Whole(info, like) for name, info in infos.items() if info.type not in _PLAIN}
+            return Entry(TensorInfo(recipe.name, like.dtype, shape), read, read, None, (), recipe.sources)
+        weight = GGUFWeight(self, recipe, order, like.dtype)
+        if any(info.type not in _PLAIN for info in infos.values()):
+            self.weights[recipe.name] = weight
+        info = TensorInfo(recipe.name, like.dtype, weight.shape)
+        matrix = weight.matrix if weight.outline.matrices else None
+        return Entry(info, weight.decoded, weight.decoded, matrix, ((recipe.name,),), recipe.sources)
+
+    def _order_of(self, recipe: Recipe) -> RowOrder | None:
+        """Return what a recipe does to rows; those of the same weight in other layers do the same."""
+        shapes = {name: self.infos[name].shape for name in recipe.sources}
+        key = tuple((_NUMBER.sub("#", name), shapes.get(name)) for name in (recipe.name, *recipe.sources))
+        if key not in self._orders:
+            self._orders[key] = rows_of(recipe, shapes)
+        return self._orders[key]
+
+    def _converted(self, recipe: Recipe, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Decode the sources of a tensor as a whole, and let transformers do to them what it does."""
+        infos = {name: self.infos[name] for name in recipe.sources}
+        values = {name: self.decoded_rows(name, 0, info.rows).view(info.shape) for name, info in infos.items()}
+        try:
+            made = recipe.run(values)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            raise CheckpointError(f"{self.path}: {recipe.name} cannot be made of {recipe.sources}: {error}") from error
+        if tuple(made.shape) != shape:
+            raise CheckpointError(f"{self.path}: {recipe.name} is {tuple(made.shape)} in the file; expected {shape}")
+        return made.to(dtype).clone()
+
+    def read_rows(self, name: str, first: int, count: int) -> Tensor:
+        """Return bytes of rows of a tensor of the file. Raises CheckpointError."""
+        return self._where[name].rows(name, first, count)
+
+    def decoded_rows(self, name: str, first: int, count: int) -> Tensor:
+        """Return rows of a tensor of the file, as float32 [count, K]. Raises CheckpointError."""
+        return _decoded(self.read_rows(name, first, count), self.infos[name].type)
+
+
+def _count(info: GGUFTensor) -> int:
+    return prod(info.shape)
+
+
+def _only(infos: Mapping[str, GGUFTensor]) -> GGUFTensor:
+    return next(iter(infos.values()))
+
+
+def _check_decodes(path: Path, type: str) -> None:
+    library, numpy = gguf_library(), importlib.import_module("numpy")
+    kind = library.GGMLQuantizationType[type]
+    try:
+        library.dequantize(numpy.zeros((1, library.GGML_QUANT_SIZES[kind][1]), numpy.uint8), kind)
+    except NotImplementedError as error:
+        raise CheckpointError(f"{path}: tensors of type {type}, which the package gguf does not decode") from error
+
+
+def _decoded(rows: Tensor, type: str) -> Tensor:
+    """Return what the bytes of rows [R, nbytes] are, as float32 [R, K]."""
+    if type in _PLAIN:
+        return rows.view(_PLAIN[type]).float()
+    library: ModuleType = gguf_library()
+    with importlib.import_module("numpy").errstate(all="ignore"):
+        return torch.from_numpy(library.dequantize(rows.numpy(), library.GGMLQuantizationType[type]))
+
+
+class _Whole:
+    """A quantized weight to which transformers does more than to move rows: it is decoded as a whole."""
+
+    def __init__(self, info: GGUFTensor, like: Tensor) -> None:
+        self.layout = _Named(f"GGUF {info.type}")
+        self.outline = Outline(
+            info.shape, like.dtype, why=f"{self.layout.name}: transformers does more to it than to move rows"
+        )
+
+
+class GGUFWeight:
+    """A weight of a model whose rows are those of tensors of a file: what a `PackedWeight` is to safetensors.
+
+    Attributes:
+        layout: its `name` is for users.
+        outline: what it is.
+    """
+
+    def __init__(self, tensors: GGUFTensors, recipe: Recipe, order: RowOrder, dtype: torch.dtype) -> None:
+        self._tensors, self._order, self.name = tensors, order, recipe.name
+        infos = [tensors.infos[name] for name in recipe.sources]
+        ends = list(accumulate(info.rows for info in infos))
+        self._parts = [(info, end - info.rows, end) for info, end in zip(infos, ends, strict=True)]
+        types = list(dict.fromkeys(info.type for info in infos))
+        numbers = order.numbers
+        self.layout = _Named(f"GGUF {' and '.join(types)}")
+        plane = GGML_PLANES.get(types[0]) if len(types) == 1 else None
+        self.outline = Outline(
+            (numbers.shape[-1], infos[0].shape[-1]),
+            dtype,
+            plane.format if plane else "",
+            matrices=len(numbers) if numbers.ndim == 2 else 0,
+            transposed=order.transposed,
+            why="" if plane else f"{self.layout.name}: {_UNKNOWN}",
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return sum(info.nbytes for info, _, _ in self._parts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the model has for it."""
+        one = self.outline.shape[::-1] if self.outline.transposed else self.outline.shape
+        return (self.outline.matrices, *one) if self.outline.matrices else one
+
+    def plane(self, matrix: int | None = None, fill: Fill = fresh) -> dict[str, Tensor]:
+        """Return the coarse plane, of one matrix of a stack, in CPU memory, where its rows are put in order. Raises
+        CheckpointError."""
+        numbers = self._order.numbers if matrix is None else self._order.numbers[matrix]
+        info = self._parts[0][0]
+        parts = [(places, rows) for _, places, rows in self._gathered(numbers)]
+        if len(parts) == 1:
+            ((_, out),) = parts
+        else:
+            out = torch.empty(len(numbers), info.row_nbytes, dtype=torch.uint8, device="cpu")
+            for places, rows in parts:
+                out[places] = rows
+        try:
+            return repack_gguf(out, self.outline.shape, info.type).coarse
+        except FormatError as error:
+            raise CheckpointError(f"{self._tensors.path}: {info.name}: {error}; copy the file again") from error
+
+    def decoded(self) -> Tensor:
+        """Return the weight as the model has it. Raises CheckpointError."""
+        if not self.outline.matrices:
+            return self._decoded(self._order.numbers)
+        out = torch.empty(self.shape, dtype=self.outline.dtype, device="cpu")
+        for matrix, numbers in enumerate(self._order.numbers):
+            out[matrix] = self._decoded(numbers)
+        return out
+
+    def matrix(self, index: int) -> Tensor:
+        """Return one matrix of a stack as the model has it. Raises CheckpointError."""
+        return self._decoded(self._order.numbers[index])
+
+    def _decoded(self, numbers: Tensor) -> Tensor:
+        out = torch.empty(self.outline.shape, dtype=self.outline.dtype, device="cpu")
+        step = max(1, _CHUNK // out.shape[1])
+        for begin in range(0, len(numbers), step):
+            part = out[begin : begin + step]
+            for info, places, rows in self._gathered(numbers[begin : begin + step]):
+                part[places] = _decoded(rows, info.type).to(out.dtype)
+        return out.t().contiguous() if self.outline.transposed else out
+
+    def _gathered(self, numbers: Tensor) -> Iterator[tuple[GGUFTensor, Tensor, Tensor]]:
+        """Yield, for each source of these rows, the places that its rows have among them, and their bytes."""
+        for info, begin, end in self._parts:
+            places = ((numbers >= begin) & (numbers < end)).nonzero().squeeze(1)
+            if not len(places):
+                continue
+            own = numbers[places] - begin
+            first, last = int(own.min()), int(own.max())
+            rows = self._tensors.read_rows(info.name, first, last + 1 - first)
+            in_order = len(own) == len(rows) and bool((own.diff() == 1).all())
+            yield info, places, rows if in_order else rows[own - first]

@@ -1,0 +1,440 @@
+"""Layouts of published quantized weights: one record each, which says how files hold a weight and what it becomes.
+
+A weight is a few tensors beside each other: `<name>` and the suffixes of a record. `LAYOUTS` are tried in order; the
+first whose tensors are there, of the dtypes that it knows, has the weight. A layout that is one of vbrt's formats gives
+planes, taken as they are (`vbrt.formats.published`); any other decodes its weights.
+
+To add a layout is to add a record.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import FormatError
+from vbrt.formats import get_format
+from vbrt.formats.published import (
+    Nested,
+    Repacked,
+    levels_format,
+    repack_bitsandbytes,
+    repack_compressed_int4,
+    repack_gptq,
+    repack_mxfp4,
+    repack_nvfp4,
+)
+from vbrt.saves.files.safetensors_file import TensorInfo
+from vbrt.saves.published.decode_layouts import (
+    decode_awq,
+    decode_compressed_ints,
+    decode_gptq,
+    scaled_blocks,
+    unswizzled,
+)
+
+__all__ = ["LAYOUTS", "UNUSED", "Facts", "Layout", "Outline", "decoded"]
+
+#: suffixes of tensors that say something of activations and caches, which stay in the model's dtype here
+UNUSED = (
+    ".input_scale",
+    ".input_global_scale",
+    ".input_zero_point",
+    ".output_scale",
+    ".activation_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".k_cache_scale",
+    ".v_cache_scale",
+    ".act_per_tensor_scale",
+    "_act_per_tensor_scale",
+)
+
+Fields = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a weight before its values are read.
+
+    Attributes:
+        infos: by field.
+        scheme: the checkpoint's quantization config.
+        dtype: of the model, which weights are decoded to.
+        small: reads a field that is a few numbers.
+        metadata: of the weight, in the header of its file.
+    """
+
+    infos: Mapping[str, TensorInfo]
+    scheme: Mapping[str, Any]
+    dtype: torch.dtype
+    small: Callable[[str], Tensor]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a field."""
+        return self.infos[name].shape
+
+    def is_of(self, name: str, *dtypes: torch.dtype) -> bool:
+        """True if a field is of one of these dtypes."""
+        return self.infos[name].dtype in dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a weight is.
+
+    Attributes:
+        shape: (N, K) of each matrix.
+        dtype: that it is decoded to.
+        format: the format of its planes; "" where it is decoded.
+        matrices: of a stack of experts; 0 for one matrix that is not stacked.
+        transposed: True if the model has each matrix as [K, N].
+        why: why it is decoded.
+        more: what the functions of its layout want to know again.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    format: str = ""
+    matrices: int = 0
+    transposed: bool = False
+    why: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one library holds a weight.
+
+    Attributes:
+        name: for users.
+        fields: field -> suffix of its tensor's name; the first is the weight's own.
+        optional: those of the fields that may be missing.
+        weight: what the model has in the place of the first suffix.
+        fits: True if these facts are of this layout.
+        outline: what the weight is. Raises FormatError.
+        plane: the coarse plane of one matrix. Raises FormatError.
+        decode: one matrix [N, K], for weights without planes.
+        as_it_is: True if the plane has the bytes of the files, on whichever device they are.
+    """
+
+    name: str
+    fields: Mapping[str, str]
+    fits: Callable[[Facts], bool]
+    outline: Callable[[Facts], Outline]
+    plane: Callable[[Fields, Outline], dict[str, Tensor]] | None = None
+    decode: Callable[[Fields, Outline], Tensor] | None = None
+    optional: tuple[str, ...] = ()
+    weight: str = ".weight"
+    as_it_is: bool = False
+
+
+def decoded(layout: Layout, tensors: Fields, outline: Outline) -> Tensor:
+    """Return one matrix [N, K] of a weight in its dtype. Raises FormatError."""
+    if not outline.format:
+        return layout.decode(tensors, outline).to(outline.dtype)
+    plane = layout.plane(tensors, outline)
+    return get_format(outline.format).decode(plane, outline.shape, outline.dtype)
+
+
+# -- 4-bit floats -----------------------------------------------------------------------------------------------------
+
+_BYTES, _E4M3 = (torch.uint8,), (torch.float8_e4m3fn,)
+
+
+def _two(shape: tuple[int, ...], what: str) -> tuple[int, int]:
+    if len(shape) != 2:
+        raise FormatError(f"{what} has shape {shape}; expected two dimensions")
+    return shape
+
+
+def _outline_nvfp4(facts: Facts) -> Outline:
+    n, half = _two(facts.shape("weight"), "its packed weight")
+    return Outline((n, 2 * half), facts.dtype, "nvfp4")
+
+
+def _outline_mxfp4(facts: Facts) -> Outline:
+    n, half = _two(facts.shape("weight"), "its packed weight")
+    return Outline((n, 2 * half), facts.dtype, "mxfp4")
+
+
+def _outline_gpt_oss(facts: Facts) -> Outline:
+    shape = facts.shape("blocks")
+    if len(shape) != 4 or shape[3] != 16:
+        raise FormatError(f"its blocks have shape {shape}; expected [E, N, K/32, 16]")
+    return Outline((shape[1], 32 * shape[2]), facts.dtype, "mxfp4", matrices=shape[0], transposed=True)
+
+
+def _compressed_mxfp4(t: Fields, outline: Outline) -> dict[str, Tensor]:
+    n, k = outline.shape
+    return repack_mxfp4(t["weight"].reshape(n, k // 32, 16), t["scale"])
+
+
+def _outline_torchao(facts: Facts) -> Outline:
+    n, half = _two(facts.shape("weight"), "its packed weight")
+    attributes = facts.metadata.get("_data", {})
+    swizzled = bool(attributes.get("is_swizzled_scales", False))
+    return Outline((n, 2 * half), facts.dtype, "nvfp4", more={"swizzled": swizzled})
+
+
+def _torchao(t: Fields, outline: Outline) -> dict[str, Tensor]:
+    n, k = outline.shape
+    scale = t["scale"].view(torch.uint8)
+    scale = unswizzled(scale, n, k // 16) if outline.more["swizzled"] else scale.reshape(n, k // 16)
+    return repack_nvfp4(t["weight"], scale, t.get("global", 1.0), divide=False)
+
+
+# -- sixteen levels ---------------------------------------------------------------------------------------------------
+
+
+def _levels(k: int, group: int, scales: torch.dtype, *, flat: bool = False) -> tuple[str, str]:
+    """Return the format of rows of K weights in groups, or "" and why there is none."""
+    try:
+        return levels_format(k, group, scales, flat=flat), ""
+    except FormatError as error:
+        return "", str(error).partition(";")[0]
+
+
+def _outline_bitsandbytes(facts: Facts) -> Outline:
+    state = _bitsandbytes_state(facts.small("state"))
+    shape = _two(tuple(state["shape"]), "its weight")
+    format, why = _levels(shape[1], state["blocksize"], torch.float32, flat=True)
+    return Outline(shape, facts.dtype, format, why=why, more=state)
+
+
+def _bitsandbytes_state(packed: Tensor) -> dict[str, Any]:
+    try:
+        state = json.loads(bytes(packed.tolist()).decode())
+        return {**state, "shape": [int(size) for size in state["shape"]], "blocksize": int(state["blocksize"])}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(f"its quant_state is damaged: {error}") from error
+
+
+def _bitsandbytes(t: Fields, outline: Outline) -> dict[str, Tensor]:
+    return _repacked_bitsandbytes(t, outline, outline.shape).coarse
+
+
+def _decode_bitsandbytes(t: Fields, outline: Outline) -> Tensor:
+    """Decode blocks that go on in the next row, as a weight with a row for each of them."""
+    (n, k), block = outline.shape, outline.more["blocksize"]
+    if n * k % block:
+        raise FormatError(f"{n} x {k} weights in blocks of {block}; expected whole blocks")
+    made = _repacked_bitsandbytes(t, outline, (n * k // block, block))
+    return get_format(made.format).decode(made.coarse, made.shape, outline.dtype).view(n, k)
+
+
+def _repacked_bitsandbytes(t: Fields, outline: Outline, shape: tuple[int, int]) -> Repacked:
+    state, nested = outline.more, None
+    if "nested_absmax" in t:
+        offset = float(state.get("nested_offset", 0.0))
+        nested = Nested(t["nested_absmax"], t["nested_quant_map"], int(state.get("nested_blocksize", 256)), offset)
+    return repack_bitsandbytes(
+        t["weight"], t["absmax"], t["quant_map"], shape, blocksize=state["blocksize"], nested=nested
+    )
+
+
+#: packings of AutoRound whose zero points are stored as they are, as `auto_round.inference.backend` has them
+_AUTO_ROUND_V2 = ("auto_round", "auto_round:gptqmodel")
+
+
+def _outline_gptq(facts: Facts) -> Outline:
+    words, n = _two(facts.shape("weight"), "its qweight")
+    bits = int(facts.scheme.get("bits", 4))
+    if bits not in (2, 4, 8):
+        raise FormatError(f"GPTQ in {bits} bits; vbrt reads 2, 4 and 8: load it with its own library")
+    k, scales = words * 32 // bits, facts.infos["scales"].dtype
+    group = int(facts.scheme.get("group_size", -1))
+    more = {"bits": bits, "group": group, "checkpoint_format": _zeros_of_gptq(facts.scheme)}
+    why = _why_not_gptq(facts, bits)
+    format, why = ("", why) if why else _levels(k, group, scales)
+    return Outline((n, k), facts.dtype, format, why=why, more=more)
+
+
+def _zeros_of_gptq(scheme: Mapping[str, Any]) -> str:
+    """Return how zero points are stored: less one ("gptq"), or as they are ("gptq_v2"), as AutoRound may call it."""
+    as_they_are = scheme.get("checkpoint_format") == "gptq_v2"
+    return "gptq_v2" if as_they_are or scheme.get("packing_format") in _AUTO_ROUND_V2 else "gptq"
+
+
+def _why_not_gptq(facts: Facts, bits: int) -> str:
+    if bits != 4:
+        return f"GPTQ in {bits} bits"
+    if not facts.scheme.get("sym", True):
+        return "asymmetric GPTQ: zero points of its own in each group"
+    return "GPTQ with columns in another order than their groups (desc_act)" if facts.scheme.get("desc_act") else ""
+
+
+def _gptq(t: Fields, outline: Outline) -> dict[str, Tensor]:
+    more = outline.more
+    made = repack_gptq(
+        t["weight"],
+        t["scales"],
+        t.get("qzeros"),
+        t.get("g_idx"),
+        group=more["group"],
+        checkpoint_format=more["checkpoint_format"],
+    )
+    return made.coarse
+
+
+def _outline_compressed_ints(facts: Facts) -> Outline:
+    n, k = (int(size) for size in facts.small("shape").tolist())
+    words, groups = facts.shape("weight")[-1], (*facts.shape("scale"), 1)[1]
+    bits = next((bits for bits in (4, 8) if words == -(-k * bits // 32)), 0)
+    if not bits or facts.shape("weight") != (n, words):
+        raise FormatError(f"weight_packed {facts.shape('weight')} of a weight {(n, k)}; expected 4 or 8 bits a weight")
+    group = -1 if groups == 1 else _group_of(facts.scheme, k, groups)
+    why = f"pack-quantized in {bits} bits" if bits != 4 else ""
+    why = why or ("pack-quantized with zero points" if "zero_point" in facts.infos else "")
+    why = why or ("pack-quantized with columns in another order (actorder)" if "g_idx" in facts.infos else "")
+    format, why = ("", why) if why else _levels(k, group, facts.infos["scale"].dtype)
+    return Outline((n, k), facts.dtype, format, why=why, more={"bits": bits, "group": group})
+
+
+def _group_of(scheme: Mapping[str, Any], k: int, groups: int) -> int:
+    """Return the group size that a checkpoint's config has for rows of K weights in so many groups."""
+    named = scheme.get("config_groups")
+    weights = [group.get("weights") or {} for group in (named.values() if isinstance(named, Mapping) else ())]
+    sizes = {int(each["group_size"]) for each in weights if each.get("group_size")}
+    fitting = sorted(size for size in sizes if size > 0 and -(-k // size) == groups)
+    if not fitting and k % groups:
+        raise FormatError(f"{groups} groups in rows of {k}; its config has groups of {sorted(sizes)}")
+    return fitting[0] if fitting else k // groups
+
+
+def _compressed_ints(t: Fields, outline: Outline) -> dict[str, Tensor]:
+    return repack_compressed_int4(t["weight"], t["scale"], outline.shape, group=outline.more["group"]).coarse
+
+
+# -- what is decoded --------------------------------------------------------------------------------------------------
+
+
+def _outline_awq(facts: Facts) -> Outline:
+    k, words = _two(facts.shape("weight"), "its qweight")
+    if int(facts.scheme.get("bits", facts.scheme.get("w_bit", 4))) != 4:
+        raise FormatError("AWQ in other than 4 bits; load it with its own library")
+    group = k // max(1, facts.shape("scales")[0])
+    return Outline((8 * words, k), facts.dtype, why="AWQ: zero points of its own in each group", more={"group": group})
+
+
+def _outline_fp8(facts: Facts) -> Outline:
+    block = facts.scheme.get("weight_block_size") or (128, 128)
+    if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+        raise FormatError(f"weight_block_size = {block}; expected two sizes")
+    shape = _two(facts.shape("weight"), "its weight")
+    return Outline(shape, facts.dtype, why="weights of 8 bits (FP8)", more={"block": tuple(block)})
+
+
+def _is_awq(scheme: Mapping[str, Any]) -> bool:
+    return "awq" in f"{scheme.get('quant_method', '')} {scheme.get('packing_format', '')}"
+
+
+LAYOUTS = (
+    Layout(
+        "ModelOpt NVFP4",
+        {"weight": ".weight", "scale": ".weight_scale", "global": ".weight_scale_2"},
+        lambda f: f.is_of("weight", *_BYTES) and f.is_of("scale", *_E4M3),
+        _outline_nvfp4,
+        lambda t, o: repack_nvfp4(t["weight"], t["scale"], t["global"], divide=False),
+        as_it_is=True,
+    ),
+    Layout(
+        "compressed-tensors nvfp4-pack-quantized",
+        {"weight": ".weight_packed", "scale": ".weight_scale", "global": ".weight_global_scale"},
+        lambda f: f.is_of("weight", *_BYTES) and f.is_of("scale", *_E4M3),
+        _outline_nvfp4,
+        lambda t, o: repack_nvfp4(t["weight"], t["scale"], t["global"], divide=True),
+        as_it_is=True,
+    ),
+    Layout(
+        "compressed-tensors mxfp4-pack-quantized",
+        {"weight": ".weight_packed", "scale": ".weight_scale"},
+        lambda f: f.is_of("weight", *_BYTES) and f.is_of("scale", torch.uint8, torch.float8_e8m0fnu),
+        _outline_mxfp4,
+        _compressed_mxfp4,
+        as_it_is=True,
+    ),
+    Layout(
+        "gpt-oss MXFP4",
+        {"blocks": "_blocks", "scales": "_scales"},
+        lambda f: f.is_of("blocks", *_BYTES) and f.is_of("scales", *_BYTES),
+        _outline_gpt_oss,
+        lambda t, o: repack_mxfp4(t["blocks"], t["scales"]),
+        weight="",
+        as_it_is=True,
+    ),
+    Layout(
+        "torchao NVFP4",
+        {"weight": "._weight_qdata", "scale": "._weight_scale", "global": "._weight_per_tensor_scale"},
+        lambda f: f.is_of("weight", *_BYTES) and f.is_of("scale", *_E4M3),
+        _outline_torchao,
+        _torchao,
+        optional=("global",),
+        as_it_is=True,
+    ),
+    *(
+        Layout(
+            f"bitsandbytes {kind.upper()}",
+            {
+                "weight": ".weight",
+                "absmax": ".weight.absmax",
+                "quant_map": ".weight.quant_map",
+                "state": f".weight.quant_state.bitsandbytes__{kind}",
+                "nested_absmax": ".weight.nested_absmax",
+                "nested_quant_map": ".weight.nested_quant_map",
+            },
+            lambda f: True,
+            _outline_bitsandbytes,
+            _bitsandbytes,
+            _decode_bitsandbytes,
+            optional=("nested_absmax", "nested_quant_map"),
+        )
+        for kind in ("nf4", "fp4")
+    ),
+    Layout(
+        "AWQ",
+        {"weight": ".qweight", "scales": ".scales", "qzeros": ".qzeros"},
+        lambda f: _is_awq(f.scheme) and f.is_of("weight", torch.int32),
+        _outline_awq,
+        decode=decode_awq,
+    ),
+    Layout(
+        "GPTQ",
+        {"weight": ".qweight", "scales": ".scales", "qzeros": ".qzeros", "g_idx": ".g_idx"},
+        lambda f: f.is_of("weight", torch.int32),
+        _outline_gptq,
+        _gptq,
+        decode_gptq,
+        optional=("qzeros", "g_idx"),
+    ),
+    Layout(
+        "compressed-tensors pack-quantized",
+        {
+            "weight": ".weight_packed",
+            "scale": ".weight_scale",
+            "shape": ".weight_shape",
+            "zero_point": ".weight_zero_point",
+            "g_idx": ".weight_g_idx",
+        },
+        lambda f: f.is_of("weight", torch.int32),
+        _outline_compressed_ints,
+        _compressed_ints,
+        decode_compressed_ints,
+        optional=("zero_point", "g_idx"),
+    ),
+    *(
+        Layout(
+            name,
+            {"weight": ".weight", "scale": suffix},
+            lambda f: f.is_of("weight", *_E4M3),
+            _outline_fp8,
+            decode=scaled_blocks,
+        )
+        for name, suffix in (("FP8 in blocks", ".weight_scale_inv"), ("FP8", ".weight_scale"))
+    ),
+)

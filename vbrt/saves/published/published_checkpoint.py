@@ -1,0 +1,281 @@
+"""Checkpoints as others have published them: quantized weights go into pages as they are, or are decoded.
+
+Weights of layouts that are formats of vbrt keep their bytes. Others are decoded, one at a time, and held as the config
+says; what the checkpoint itself has not quantized is held dense.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from vbrt.config import FORMATS, VBConfig, load_config
+from vbrt.errors import ConfigError
+from vbrt.layers import WeightHandle
+from vbrt.layers.encoding import Planes
+from vbrt.layers.experts import ExpertsHandle
+from vbrt.layers.experts.encoding import ExpertsOnDemand
+from vbrt.model.choice import choose
+from vbrt.model.planner import make_plan
+from vbrt.residency.plan import Beside, Plan, Swap
+from vbrt.residency.site import WeightSite
+from vbrt.saves.common.renaming import Entry, entries_for
+from vbrt.saves.files.gguf_file import GGUFFile
+from vbrt.saves.files.read_target import Fill, for_encoder
+from vbrt.saves.files.safetensors_file import TensorFile
+from vbrt.saves.published.dense_checkpoint import DenseCheckpoint
+from vbrt.saves.published.packed_files import PackedFiles, PackedWeight, read_scheme
+from vbrt.saves.saved.saved_planes import for_this_machine
+
+__all__ = ["Description", "PublishedCheckpoint", "WeightKind", "checkpoint_of", "describe_files"]
+
+_DEFAULT = "exact"  # of what is decoded: no bit is lost that the checkpoint has
+
+
+def checkpoint_of(path: Path, files: Sequence[TensorFile]) -> "DenseCheckpoint":
+    """Return the source for a safetensors checkpoint. Raises CheckpointError."""
+    scheme, dtype = read_scheme(path) if path.is_dir() else ({}, None)
+    packed = PackedFiles(path, files, scheme, dtype)
+    if not packed.weights:
+        return DenseCheckpoint(path, files, partial(entries_for, path, files=files), _named_in(scheme))
+    return PublishedCheckpoint(path, packed, files, partial(entries_for, path, files=[packed]))
+
+
+def _named_in(scheme: Mapping[str, Any]) -> VBConfig | None:
+    """Return the config that a config.json names for dense weights, as `save_pretrained` writes it."""
+    config = scheme.get("config")
+    if scheme.get("quant_method") != "vbrt" or not isinstance(config, Mapping):
+        return None
+    return for_this_machine(VBConfig.from_dict(config, source="config.json"))
+
+
+class QuantizedWeights(Protocol):
+    """Weights of a checkpoint that are quantized, and what users should know of its other tensors."""
+
+    weights: Mapping[str, PackedWeight]
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is done to tensors that are not quantized."""
+
+
+class PublishedCheckpoint(DenseCheckpoint):
+    """A checkpoint with weights that another library has quantized.
+
+    Args:
+        packed: the quantized weights, once the entries have been found.
+        files, entries: as for `DenseCheckpoint`; a weight of `packed` has the name that its entry has in `rows`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        packed: QuantizedWeights,
+        files: Iterable[TensorFile | GGUFFile],
+        entries: Callable[[nn.Module], dict[str, Entry]],
+    ) -> None:
+        super().__init__(path, files, entries)
+        self._packed = packed
+        self._formats: dict[str, str] = {}  # of swaps whose planes are taken as they are, by name
+
+    def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
+        """See `Source`. By default weights without planes of their own are held exactly."""
+        return load_config(_DEFAULT if config is None else config, **overrides)
+
+    def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
+        """See `Source`: swaps with planes of the checkpoint have its formats, what it left dense stays dense."""
+        chosen, _ = choose(model, config)
+        self._formats = {swap.name: format for swap in chosen if (format := self._format_of(swap))}
+        swaps = [self._held(swap) for swap in chosen]
+        if config.weights.calibrate is not None and not any(map(self._is_searched, swaps)):
+            raise ConfigError(
+                f'{config.source}: weights.calibrate = "{config.weights.calibrate}": {self.path} has weights in 4 bits '
+                "already, which are taken as they are: leave it out, or load a checkpoint of the dense model"
+            )
+        plan = make_plan(model, config, saved=swaps, beside=beside)
+        notes = tuple(self._notes(swaps))
+        lost = tuple(note for note in notes if "decoded" in note)
+        for note in lost:
+            warnings.warn(f"{self.path}: {note}", stacklevel=5)
+        return replace(plan, notes=(*plan.notes, *notes), fallbacks=(*plan.fallbacks, *lost))
+
+    def _is_searched(self, swap: Swap) -> bool:
+        """True if block scales of a weight are searched as it is loaded."""
+        return self.encodes(swap) and not FORMATS[swap.format].lossless
+
+    def _held(self, swap: Swap) -> Swap:
+        if swap.name in self._formats:
+            return replace(swap, format=self._formats[swap.name], fine="none", note="")
+        if any(self._weights_of(site) for site in (swap.site, *swap.parts)):
+            return swap
+        return replace(swap, format="dense", fine="none", note="not quantized in the checkpoint: held dense")
+
+    def _format_of(self, swap: Swap) -> str:
+        """Return the format of planes for all matrices of a swap; "" where they must be decoded."""
+        formats = {self._format_at(site) for site in (swap.site, *swap.parts)}
+        return formats.pop() if len(formats) == 1 else ""
+
+    def _format_at(self, site: WeightSite) -> str:
+        entry, weights = self._entry(site), self._packed.weights
+        joined = [weights.get(name) for row in entry.rows for name in row]
+        if not joined or None in joined or not all(_joinable([weights[name] for name in row]) for row in entry.rows):
+            return ""
+        matrices = {weight.outline.matrices for weight in joined}
+        stacked = len(entry.rows) == 1 and matrices == {site.matrices} and site.stacked
+        apart = len(entry.rows) == site.matrices and matrices == {0}
+        turned = {weight.outline.transposed for weight in joined} == {site.transposed}
+        formats = {weight.outline.format for weight in joined}
+        return formats.pop() if (stacked or apart) and turned and len(formats) == 1 else ""
+
+    def _entry(self, site: WeightSite) -> Entry:
+        return self._found[self._entries[site.tensor]]
+
+    def _weights_of(self, site: WeightSite) -> list[PackedWeight]:
+        """Return the quantized weights that a parameter is made of, as far as that is known."""
+        entry = self._entry(site)
+        names = [name for row in entry.rows for name in row] or entry.sources
+        return [self._packed.weights[name] for name in names if name in self._packed.weights]
+
+    def encodes(self, swap: Swap) -> bool:
+        """See `DenseCheckpoint.encodes`."""
+        return swap.name not in self._formats
+
+    def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
+        """See `Source`: as they are in the files, or encoded now."""
+        if swap.name not in self._formats:
+            return super().planes_of(swap, handle)
+        fill = for_encoder(handle.encoder, handle.stack)
+        return handle.encoder.from_encoded({"coarse": self._plane(swap.site, 0, fill)})
+
+    def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
+        """See `Source`: as they are in the files, or encoded now; one expert at a time."""
+        if swap.name not in self._formats:
+            return super().experts_of(swap, handle)
+        sites = dict(zip(handle.spec.parts, (swap.site, *swap.parts), strict=True))
+        encoders = handle.coder.encoders
+
+        def make(expert: int) -> Planes:
+            held = {part: site for part, site in sites.items() if expert < site.matrices}
+            fills = {part: for_encoder(encoders[part], handle.stack) for part in held}
+            return handle.coder.from_encoded(
+                {part: {"coarse": self._plane(site, expert, fills[part])} for part, site in held.items()}
+            )
+
+        return ExpertsOnDemand(make, swap.experts)
+
+    def _plane(self, site: WeightSite, matrix: int, fill: Fill) -> dict[str, torch.Tensor]:
+        rows = self._entry(site).rows
+        weights = [self._packed.weights[name] for name in rows[matrix if len(rows) > 1 else 0]]
+        planes = [weight.plane(matrix if weight.outline.matrices else None, fill) for weight in weights]
+        if len(planes) == 1:  # a copy of it would take as long as reading it
+            return planes[0]
+        once = {name for name in planes[0] if name in ("tensor_scale", "levels")}
+        return {
+            name: tensor if name in once else torch.cat([plane[name] for plane in planes])
+            for name, tensor in planes[0].items()
+        }
+
+    # -- what to say of it --------------------------------------------------------------------------------------------
+
+    def _notes(self, swaps: list[Swap]) -> Iterator[str]:
+        as_they_are: Counter[tuple[str, str]] = Counter()
+        decoded: Counter[tuple[str, str]] = Counter()
+        for swap in swaps:
+            weights = self._weights_of(swap.site)
+            if swap.name in self._formats:
+                as_they_are[weights[0].layout.name, swap.format] += 1
+            elif weights:
+                held = f"{swap.format}+{swap.fine}" if swap.fine != "none" else swap.format
+                decoded[weights[0].outline.why or _APART, held] += 1
+        for (layout, format), count in as_they_are.items():
+            yield f"{count} layers: {layout}, taken as {format} bit for bit"
+        for (why, held), count in decoded.items():
+            yield f"{count} layers: decoded and held as {held}: {why}"
+        yield from self._packed.remarks
+
+
+_APART = "its parts are quantized in ways that do not go together in one weight"
+
+
+def _joinable(weights: list[PackedWeight]) -> bool:
+    """True if the rows of weights can lie below each other in one plane."""
+    return len(weights) == 1 or all(_shared(weight) == _shared(weights[0]) for weight in weights)
+
+
+def _shared(weight: PackedWeight) -> Any:
+    """Return what a plane has once for all of its rows, and what must not differ besides."""
+    name = next((field for field in ("global", "quant_map") if field in weight.files), None)
+    value = None if name is None else tuple(weight.files[name][0].read(weight.files[name][1]).reshape(-1).tolist())
+    return weight.layout.name, weight.outline.shape[1], weight.outline.format, value
+
+
+# -- descriptions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WeightKind:
+    """Weights of a checkpoint that are held alike.
+
+    Attributes:
+        layout: how the files hold them: the name of a layout, or a dtype.
+        becomes: a format, "decoded", or "dense".
+        count: weights, a stack of experts counted once.
+        nbytes: in the files.
+        why: why they are decoded.
+    """
+
+    layout: str
+    becomes: str
+    count: int
+    nbytes: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a checkpoint is.
+
+    Attributes:
+        method: the `quant_method` of its config; "" for a dense one.
+        kinds: its weights, the largest part first.
+        unused: tensors that nothing is made of, such as scales of activations.
+        container: the kind of its files.
+    """
+
+    method: str
+    kinds: tuple[WeightKind, ...]
+    unused: int = 0
+    container: str = "safetensors"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights in the files."""
+        return sum(kind.nbytes for kind in self.kinds)
+
+
+def describe_files(path: Path, files: Iterable[TensorFile]) -> Description:
+    """Return what safetensors files hold, from their headers. Raises CheckpointError."""
+    scheme, dtype = read_scheme(path) if path.is_dir() else ({}, None)
+    packed = PackedFiles(path, files, scheme, dtype)
+    counts: Counter[tuple[str, str, str]] = Counter()
+    nbytes: Counter[tuple[str, str, str]] = Counter()
+    for name, info in packed.tensors.items():
+        weight = packed.weights.get(name)
+        if weight is None:
+            key = (str(info.dtype).removeprefix("torch."), "dense", "")
+        else:
+            key = (weight.layout.name, weight.outline.format or "decoded", weight.outline.why)
+        counts[key] += 1
+        nbytes[key] += info.nbytes if weight is None else weight.nbytes
+    kinds = (
+        WeightKind(layout, becomes, counts[key], n, why)
+        for key, n in nbytes.most_common()
+        for layout, becomes, why in [key]
+    )
+    return Description(str(scheme.get("quant_method", "")), tuple(kinds), len(packed.unused))
