@@ -148,7 +148,7 @@ def memory() -> dict:
     import psutil
 
     import vbrt
-    from vbrt.model.machine import release_host_memory
+    from vbrt.model.machine_memory import release_host_memory
 
     model = llama()
     vb = vbrt.wrap(model, "fp4", weights={"keep_head": False})

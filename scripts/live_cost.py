@@ -29,7 +29,7 @@ import torch  # after the checkout is on the path
 
 import vbrt
 from scripts.measuring import llama_8b, machine
-from vbrt.model.live import sample
+from vbrt.model.live_sampling import sample
 
 EVERY_S = 0.5
 ASKING = f"""

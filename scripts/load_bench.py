@@ -100,7 +100,7 @@ def _steps(filling, name: str, weights: dict, shapes: dict) -> dict:
         level, target = handle.stack.levels[0], torch.empty_like(there)
         level.relay.copy(target.view(-1).view(torch.uint8), weight.view(-1).view(torch.uint8), level.stream)
 
-    from vbrt.model.machine import release_host_memory
+    from vbrt.model.machine_memory import release_host_memory
 
     steps = {
         "copy_pageable": lambda: weight.to("cuda"),

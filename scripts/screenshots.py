@@ -27,7 +27,7 @@ from scripts import committed
 from scripts.chromium import screenshot
 from scripts.speculate import as_gpt2, prompts_of
 from vbrt.cli import main as cli
-from vbrt.model.live import sample
+from vbrt.model.live_sampling import sample
 from vbrt.report.live_view import frame_svg
 
 FOLDER = ROOT / "docs" / "screenshots"

@@ -188,8 +188,8 @@ def test_an_auto_budget_gives_way_to_the_model_and_grows_back(monkeypatch):
         assert all(torch.equal(y, want) for y in outputs(vb, x))
         page = vb.plan.page_bytes // 8
         vb.runtime.balance.margin_bytes = 8 * page
-        monkeypatch.setattr("vbrt.model.balance._LOOK_SECONDS", 0.0)
-        monkeypatch.setattr("vbrt.model.balance._LOOKS", 0)
+        monkeypatch.setattr("vbrt.model.auto_budget._LOOK_SECONDS", 0.0)
+        monkeypatch.setattr("vbrt.model.auto_budget._LOOKS", 0)
         vb.runtime.balance._next_look = 0.0
         total = torch.cuda.mem_get_info()[1]
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * page, total))

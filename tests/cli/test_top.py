@@ -19,7 +19,7 @@ from tests.patience import LONG_S
 from vbrt.cli import main as cli
 from vbrt.cli import top
 from vbrt.host import offer
-from vbrt.model import live
+from vbrt.model import live_sampling
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def running(run=work):
     pid = os.fork()
     if not pid:
         try:
-            live._known.clear()  # the parent's runtimes
+            live_sampling._known.clear()  # the parent's runtimes
             run(lambda: os.write(writing, b"."))
         finally:
             os._exit(1)

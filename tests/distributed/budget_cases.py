@@ -13,8 +13,8 @@ from tests.models import config
 from vbrt.config import Machine, load_config
 from vbrt.estimation.advice import multi_gpu_rates
 from vbrt.estimation.advice.multi_gpu_rates import GroupRates
-from vbrt.model import neighbours
-from vbrt.model.machine import this_machine
+from vbrt.model import colocated_ranks
+from vbrt.model.machine_memory import this_machine
 
 GIB = 2**30
 MEMORY = mock.Mock(total=64 * GIB, available=40 * GIB)
@@ -22,8 +22,8 @@ MEMORY = mock.Mock(total=64 * GIB, available=40 * GIB)
 
 def machine(*, places: list[tuple[str, str]] | None = None, late: int | None = None) -> Machine | None:
     """What a rank finds; where torchrun says nothing, by where ranks run, or by where those that answer do."""
-    rank, place = dist.get_rank(), neighbours._place()
-    neighbours._told.cache_clear()
+    rank, place = dist.get_rank(), colocated_ranks._place()
+    colocated_ranks._told.cache_clear()
     with mock.patch("psutil.virtual_memory", return_value=MEMORY), mock.patch.dict(os.environ):
         if places is not None or late is not None:
             del os.environ["LOCAL_WORLD_SIZE"]
@@ -37,8 +37,8 @@ def machine(*, places: list[tuple[str, str]] | None = None, late: int | None = N
             if rank == late:
                 return None
         with (
-            mock.patch.object(neighbours, "_place", return_value=place if places is None else places[rank]),
-            mock.patch.object(neighbours, "ANSWER_S", 0.2 if late is not None else 5.0),
+            mock.patch.object(colocated_ranks, "_place", return_value=place if places is None else places[rank]),
+            mock.patch.object(colocated_ranks, "ANSWER_S", 0.2 if late is not None else 5.0),
         ):
             return this_machine(load_config("fp4"))
 

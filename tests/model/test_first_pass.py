@@ -10,7 +10,7 @@ import torch
 import vbrt
 from tests.models import TOKENS, mlp, qwen3_moe, wrap
 from tests.patience import LONG_S, eventually
-from vbrt.model.passes import move_rest_
+from vbrt.model.pass_hooks import move_rest_
 from vbrt.report import progress
 
 

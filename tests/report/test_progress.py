@@ -139,7 +139,12 @@ def test_encoding_saving_loading_and_decoding_show_themselves(tmp_path, capsys, 
             seen.append((self._what, self._eta.finished == self._eta.total, self._show))
             super().__exit__(*error)
 
-    for module in ("vbrt.model.registry", "vbrt.saves.saved.save", "vbrt.saves.load.load_model", "vbrt.tiers.homes"):
+    for module in (
+        "vbrt.model.layer_registry",
+        "vbrt.saves.saved.save",
+        "vbrt.saves.load.load_model",
+        "vbrt.tiers.homes",
+    ):
         monkeypatch.setattr(f"{module}.Progress", Seen)
     vb = wrap(mlp())
     vb.save(tmp_path / "saved")

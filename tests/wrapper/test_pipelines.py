@@ -11,7 +11,7 @@ import vbrt
 from tests.models import config, mlp
 from vbrt.errors import ConfigError, WrapError
 from vbrt.layers import VBLinear
-from vbrt.model.live import runtime_now
+from vbrt.model.live_sampling import runtime_now
 from vbrt.wrapper.holders import CallPhases, holder_kind_of
 
 PAGE = 16384  # of a dense layer of `mlp`

@@ -92,7 +92,9 @@ def test_the_recorded_routing_decides_the_scope(tmp_path, monkeypatch):
     with vb, vb.record_routing(tmp_path / "trace"):
         generate(vb)
     asked = []
-    monkeypatch.setattr("vbrt.model.stacks.best_scope", lambda routing, room: asked.append((routing, room)) or "model")
+    monkeypatch.setattr(
+        "vbrt.model.make_stack.best_scope", lambda routing, room: asked.append((routing, room)) or "model"
+    )
     vb, token = streamed(tmp_path, 3, format="nvfp4", policy={"routing": str(tmp_path / "trace")})
     with vb:
         assert vb.stack.levels[0].policy.scope == "model"

@@ -15,7 +15,7 @@ from tests.models import config, dtype_of, llama, mlp, wrap, wrap_streamed
 from vbrt.config import load_config
 from vbrt.errors import ConfigError, KernelError, TierError, WrapError
 from vbrt.layers import VBLinear
-from vbrt.model.machine import release_host_memory
+from vbrt.model.machine_memory import release_host_memory
 from vbrt.tiers import TierStack
 from vbrt.training import TrainedLinear
 

@@ -31,7 +31,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 def machine_of(sizes: Sizes, config: VBConfig) -> tuple[Machine, VBConfig]:
     """Return the machine that the options say, and the config with an ssd tier if it has a drive."""
-    from vbrt.model.machine import this_machine
+    from vbrt.model.machine_memory import this_machine
 
     if sizes["--ssd"] is not None:
         path = config.tiers.ssd.path or "~/.cache/vbrt/pages"

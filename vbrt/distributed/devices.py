@@ -21,8 +21,8 @@ from vbrt.distributed.parting import part_units
 from vbrt.errors import ConfigError, WrapError
 from vbrt.model.attach import Attempt, attach
 from vbrt.model.attachment import Attachment
-from vbrt.model.machine import this_machine
-from vbrt.model.passes import pass_hook_of
+from vbrt.model.machine_memory import this_machine
+from vbrt.model.pass_hooks import pass_hook_of
 from vbrt.model.planner import swaps_with_pages
 from vbrt.report.stats import Stats
 from vbrt.residency.plan import Plan, Swap

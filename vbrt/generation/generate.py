@@ -34,7 +34,7 @@ from vbrt.layers.ahead import compile_ahead
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts import ExpertsHandle, why_waits
 from vbrt.libraries import transformers_api
-from vbrt.model.passes import move_rest_
+from vbrt.model.pass_hooks import move_rest_
 from vbrt.model.phase import DECODE, phase_name
 from vbrt.report.stats import StepCounts
 

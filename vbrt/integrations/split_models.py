@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vbrt.errors import ConfigError
-from vbrt.model.neighbours import neighbours
+from vbrt.model.colocated_ranks import neighbours
 
 __all__ = ["is_split", "share_of_files"]
 

@@ -38,7 +38,7 @@ from vbrt.libraries.transformers_api import (
 )
 from vbrt.model.attach import attach
 from vbrt.model.runtime import Runtime
-from vbrt.model.sharing import shared_config
+from vbrt.model.shared_config import shared_config
 from vbrt.saves.files.prefetch import read_ahead
 from vbrt.saves.files.safetensors_file import TensorFile
 from vbrt.saves.load.fill_while_reading import Filling

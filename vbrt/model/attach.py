@@ -10,13 +10,13 @@ from vbrt.layers import KINDS, HandleSpec, Kind, SwappedLayer, WeightHandle, str
 from vbrt.layers.experts import ExpertsHandle, ExpertsSpec
 from vbrt.layers.sharded import sharded_class
 from vbrt.model.attachment import Attachment, Terms
-from vbrt.model.full import FullAttachment
-from vbrt.model.machine import check_ssd_directory
-from vbrt.model.passes import PassHook, remove_pass_hooks
+from vbrt.model.full_training import FullAttachment
+from vbrt.model.machine_memory import check_ssd_directory
+from vbrt.model.pass_hooks import PassHook, remove_pass_hooks
 from vbrt.model.placement import current_homes, place_beside, place_pages, restore_homes
 from vbrt.model.planner import make_plan
+from vbrt.model.qat import TrainingAttachment
 from vbrt.model.runtime import Runtime
-from vbrt.model.trained import TrainingAttachment
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT

@@ -17,17 +17,17 @@ from vbrt.layers.experts import VBExperts
 from vbrt.layers.experts.missed import MissedExperts
 from vbrt.libraries.probe import losses
 from vbrt.libraries.versions import newer_than_tested
-from vbrt.model.activations import activations_of
-from vbrt.model.caches import cache_stats
+from vbrt.model.activation_settings import activations_of
 from vbrt.model.expert_cache import ExpertCache
-from vbrt.model.machine import release_host_memory
-from vbrt.model.passes import PassEndHook, PassHook, move_rest_, remove_pass_hooks
+from vbrt.model.kv_caches import cache_stats
+from vbrt.model.layer_registry import Registry
+from vbrt.model.machine_memory import release_host_memory
+from vbrt.model.pass_hooks import PassEndHook, PassHook, move_rest_, remove_pass_hooks
 from vbrt.model.phase import named_phase
-from vbrt.model.recording import recorded
-from vbrt.model.registry import Registry
 from vbrt.model.runtime import Runtime
 from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_stats
-from vbrt.model.work import Work
+from vbrt.model.throughput import Work
+from vbrt.model.timeline_recording import recorded
 from vbrt.report.drawing import check_timeline_path
 from vbrt.report.routing import RoutingRecorder
 from vbrt.report.speculation import SpeculationCounts

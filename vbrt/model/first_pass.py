@@ -8,7 +8,7 @@ from torch import nn
 from vbrt.report.progress import Progress
 
 if TYPE_CHECKING:
-    from vbrt.model.registry import Registry
+    from vbrt.model.layer_registry import Registry
 
 __all__ = ["show_encoding"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vbrt.config.tiers import TIERS
 from vbrt.errors import TierError
 from vbrt.layers import WeightHandle
-from vbrt.model.registry import Registry
+from vbrt.model.layer_registry import Registry
 from vbrt.residency.division import auto_scan
 from vbrt.residency.expert_room import largest_pages
 from vbrt.residency.plan import Beside, PageSpec, leased_pages, place, with_whole_pages

@@ -24,13 +24,13 @@ from vbrt.kernels import libraries
 from vbrt.kernels.cpu import recycle
 from vbrt.layers import WeightHandle, handles_in
 from vbrt.libraries.versions import newer_than_tested
-from vbrt.model.balance import GpuBalance
-from vbrt.model.caches import TieredCache, cache_stats
-from vbrt.model.live import know
-from vbrt.model.machine import this_machine, with_freed
+from vbrt.model.auto_budget import GpuBalance
+from vbrt.model.kv_caches import TieredCache, cache_stats
+from vbrt.model.live_sampling import know
+from vbrt.model.machine_memory import this_machine, with_freed
+from vbrt.model.make_stack import attach_stores, build_stack
 from vbrt.model.placement import use_freed_room
 from vbrt.model.snapshot import tier_stats
-from vbrt.model.stacks import attach_stores, build_stack
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan

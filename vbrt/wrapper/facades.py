@@ -8,9 +8,9 @@ from torch import nn
 from vbrt.config import PolicyConfig
 from vbrt.errors import ConfigError
 from vbrt.model.attachment import Attachment
-from vbrt.model.full import FullAttachment
+from vbrt.model.full_training import FullAttachment
+from vbrt.model.qat import TrainingAttachment
 from vbrt.model.runtime import Runtime
-from vbrt.model.trained import TrainingAttachment
 from vbrt.residency.custom import PolicyFactory, policy_factory, take_policy
 from vbrt.residency.plan import Plan
 from vbrt.wrapper.full import VBFullWrapper

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vbrt.errors import WrapError
 from vbrt.host.memory import storage_of
-from vbrt.model.full import FullAttachment
+from vbrt.model.full_training import FullAttachment
 from vbrt.saves.checkpoint.optimizer_checkpoint import load_training, save_training
 from vbrt.training.full.optimizer_takeover import drop_gradients
 from vbrt.training.full.streamed_parameter import StreamedParameter

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vbrt.errors import ArgumentError, TierError
 from vbrt.host.ticker import Ticker
-from vbrt.model.live import REST, offer, sample, withdraw
+from vbrt.model.live_sampling import REST, offer, sample, withdraw
 from vbrt.report.live import History
 from vbrt.report.live_screen import LiveScreen
 from vbrt.report.live_view import plain_line

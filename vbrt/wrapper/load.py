@@ -13,7 +13,7 @@ from vbrt.layers import SwappedLayer
 from vbrt.layers.shells import warn_of_training
 from vbrt.model.attach import Attempt
 from vbrt.model.runtime import Runtime
-from vbrt.model.sharing import shared_config
+from vbrt.model.shared_config import shared_config
 from vbrt.saves.files.prefetch import reading_ahead
 from vbrt.saves.load.load_model import load_attached
 from vbrt.saves.load.sources import Source, open_source

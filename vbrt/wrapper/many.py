@@ -8,11 +8,11 @@ from torch import nn
 from vbrt.config import load_config
 from vbrt.errors import WrapError
 from vbrt.layers import SwappedLayer
+from vbrt.model.attach_many import attach_together
 from vbrt.model.attachment import Attachment
-from vbrt.model.passes import pass_hook_of
+from vbrt.model.pass_hooks import pass_hook_of
 from vbrt.model.runtime import Runtime
-from vbrt.model.sharing import shared_config
-from vbrt.model.together import attach_together
+from vbrt.model.shared_config import shared_config
 from vbrt.residency.plan import Plan
 from vbrt.wrapper.facades import user_policy, warn_of_plan
 from vbrt.wrapper.holders import UNKNOWN, HolderKind, holder_kind_of

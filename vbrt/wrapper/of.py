@@ -4,7 +4,7 @@ from torch import nn
 
 from vbrt.errors import WrapError
 from vbrt.model.attachment import Attachment
-from vbrt.model.passes import pass_hook_of
+from vbrt.model.pass_hooks import pass_hook_of
 from vbrt.wrapper.facades import facade_of
 from vbrt.wrapper.wrapper import VBModelWrapper
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from vbrt.errors import WrapError
 from vbrt.model.attachment import Attachment
-from vbrt.model.passes import EntryHook, move_rest_
-from vbrt.model.recording import recorded
+from vbrt.model.pass_hooks import EntryHook, move_rest_
 from vbrt.model.runtime import Runtime
+from vbrt.model.timeline_recording import recorded
 from vbrt.report.drawing import check_timeline_path
 from vbrt.report.metrics import Scraped
 from vbrt.report.stats import Stats

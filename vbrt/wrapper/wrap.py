@@ -19,7 +19,7 @@ from vbrt.estimation.precision.choose_precision import settled
 from vbrt.estimation.precision.input_statistics import with_inputs
 from vbrt.model.attach import Attempt, attach, plan_for
 from vbrt.model.runtime import Runtime
-from vbrt.model.sharing import shared_config
+from vbrt.model.shared_config import shared_config
 from vbrt.wrapper.facades import facade_of, user_policy, warn_of_plan
 from vbrt.wrapper.full import VBFullWrapper, take_optimizer_of
 from vbrt.wrapper.many import wrap_holder

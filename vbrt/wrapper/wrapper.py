@@ -17,7 +17,7 @@ from vbrt.errors import WrapError
 from vbrt.generation.generate import follow
 from vbrt.layers import VBLayer
 from vbrt.model.attachment import Attachment
-from vbrt.model.passes import is_plain_data
+from vbrt.model.pass_hooks import is_plain_data
 from vbrt.model.runtime import Runtime
 from vbrt.report.metrics import Scraped
 from vbrt.report.routing import RoutingRecorder

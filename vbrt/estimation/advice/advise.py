@@ -18,7 +18,7 @@ from vbrt.estimation.advice.choices import Advice
 from vbrt.estimation.advice.machine_rates import SHEETS, Rates, device_name, kept_rates, measure_rates
 from vbrt.estimation.memory.estimate import as_task
 from vbrt.estimation.memory.task import GOALS, Task
-from vbrt.model.machine import this_machine
+from vbrt.model.machine_memory import this_machine
 
 __all__ = ["advise"]
 

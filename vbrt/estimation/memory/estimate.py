@@ -23,7 +23,7 @@ from vbrt.estimation.memory.task import Task
 from vbrt.estimation.memory.traced_checkpointing import asked_of
 from vbrt.layers import SwappedLayer
 from vbrt.libraries.peft_api import lora_on
-from vbrt.model.machine import this_machine
+from vbrt.model.machine_memory import this_machine
 from vbrt.model.planner import shown_plan
 from vbrt.residency.plan import Plan
 

@@ -10,7 +10,7 @@ from torch import nn
 from vbrt.estimation.memory.fake_trace import Trace, Untraceable, trace
 from vbrt.estimation.memory.planned_weights import held_by
 from vbrt.estimation.memory.task import Task
-from vbrt.model.blocks import Stack, stacks_of
+from vbrt.model.repeated_blocks import Stack, stacks_of
 from vbrt.residency.activations import KEEP, OFFLOAD
 from vbrt.residency.plan import Plan
 

@@ -10,7 +10,7 @@ from vbrt.config import load_config
 from vbrt.config.arguments import check_instance, check_whole
 from vbrt.errors import ArgumentError
 from vbrt.estimation.memory.live_bytes import Meter
-from vbrt.model.machine import this_machine
+from vbrt.model.machine_memory import this_machine
 
 __all__ = ["fit_batch"]
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from vbrt.config import Machine, VBConfig
 from vbrt.errors import ArgumentError, ConfigError
 from vbrt.estimation.memory.representative_blocks import meta_copy
-from vbrt.model.blocks import configs_of
 from vbrt.model.planner import shown_plan
+from vbrt.model.repeated_blocks import configs_of
 from vbrt.residency.plan import Plan
 
 __all__ = ["part_of", "rank_of", "rank_plan"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vbrt.model.blocks import configs_of
+from vbrt.model.repeated_blocks import configs_of
 
 __all__ = ["cut", "meta_copy"]
 

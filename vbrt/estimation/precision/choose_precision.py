@@ -33,8 +33,8 @@ from vbrt.estimation.precision.sensitivity import (
 )
 from vbrt.estimation.precision.streamed_forward import lent
 from vbrt.layers import KINDS, SwappedLayer
-from vbrt.model.choice import named_modules
 from vbrt.model.planner import make_plan, swaps_with_pages
+from vbrt.model.weight_choice import named_modules
 from vbrt.report.progress import Progress
 from vbrt.residency.plan import Swap
 

@@ -24,7 +24,7 @@ from vbrt.estimation.precision.sensitivity import evaluating, own_samples
 from vbrt.estimation.precision.streamed_forward import Reader, streamed
 from vbrt.formats.feedback import Inputs, moments_of
 from vbrt.libraries.torch_api import TorchDispatchMode
-from vbrt.model.choice import named_modules
+from vbrt.model.weight_choice import named_modules
 from vbrt.report.progress import Progress
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import WeightSite

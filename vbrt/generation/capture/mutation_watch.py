@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vbrt.layers.experts import VBExperts
 from vbrt.layers.experts.gates import kept_gate
 from vbrt.libraries import transformers_api
-from vbrt.model.passes import ShellsHook
+from vbrt.model.pass_hooks import ShellsHook
 
 __all__ = ["Watch", "calls_others"]
 

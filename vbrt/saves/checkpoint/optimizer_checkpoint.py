@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.errors import CheckpointError
-from vbrt.model.full import FullAttachment
+from vbrt.model.full_training import FullAttachment
 from vbrt.report.progress import Progress
 from vbrt.saves.checkpoint.training_checkpoint import Piece, SavedCheckpoint, write_checkpoint
 from vbrt.saves.files.safetensors_file import TensorInfo

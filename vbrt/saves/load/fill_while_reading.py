@@ -20,7 +20,7 @@ from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.encoding import EncodedExperts, MatricesOnDemand
 from vbrt.model.attach import attach_held, make_handles, plan_for
 from vbrt.model.attachment import Attachment, Terms
-from vbrt.model.machine import check_ssd_directory, release_host_memory
+from vbrt.model.machine_memory import check_ssd_directory, release_host_memory
 from vbrt.model.placement import Homes, current_homes, place_beside, place_pages, restore_homes
 from vbrt.model.runtime import Runtime
 from vbrt.residency.custom import PolicyFactory

@@ -11,7 +11,7 @@ from vbrt.config import VBConfig
 from vbrt.errors import ConfigError
 from vbrt.model.attach import Attempt, attach
 from vbrt.model.attachment import Attachment
-from vbrt.model.machine import check_ssd_directory, release_host_memory
+from vbrt.model.machine_memory import check_ssd_directory, release_host_memory
 from vbrt.model.placement import place_beside
 from vbrt.model.runtime import Runtime
 from vbrt.report.progress import Progress

@@ -21,8 +21,8 @@ from vbrt.layers import WeightHandle
 from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.encoding import ExpertsOnDemand
-from vbrt.model.choice import choose
 from vbrt.model.planner import make_plan
+from vbrt.model.weight_choice import choose
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.site import WeightSite
 from vbrt.saves.common.renaming import Entry, entries_for

@@ -19,7 +19,7 @@ from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.layers import WeightHandle
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.model.attachment import Attachment
-from vbrt.model.machine import passing_directory, ssd_directory
+from vbrt.model.machine_memory import passing_directory, ssd_directory
 from vbrt.report.progress import Progress
 from vbrt.saves.common.compatibility import ignored_names
 from vbrt.saves.common.manifest import KeptTensor, Manifest, SavedLayer, SavedTensor, parse_manifest, text_of, to_json

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from vbrt.model.ran import what_ran
+from vbrt.model.run_metadata import what_ran
 from vbrt.model.snapshot import expert_counts
 from vbrt.report.drawing import write_timeline
 from vbrt.report.experts import ExpertCounts

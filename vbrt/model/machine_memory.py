@@ -15,7 +15,7 @@ from vbrt.config import Machine, VBConfig
 from vbrt.errors import ConfigError, TierError, describe_os_error
 from vbrt.host.memory import trim_heap
 from vbrt.kernels.cpu import recycle
-from vbrt.model.neighbours import neighbours
+from vbrt.model.colocated_ranks import neighbours
 from vbrt.tiers import SsdTier
 from vbrt.tiers.sharers import Sharers
 

@@ -10,7 +10,7 @@ from vbrt.config import VBConfig
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError
 from vbrt.kernels.cpu.reading import page_reader
-from vbrt.model.machine import link_gpus, peer_gpus, sharers_of, ssd_directory
+from vbrt.model.machine_memory import link_gpus, peer_gpus, sharers_of, ssd_directory
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.division import auto_prefetch, auto_scan
 from vbrt.residency.expert_room import largest_pages

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vbrt.config import VBConfig
 from vbrt.errors import WrapError
 from vbrt.model.attachment import Attachment, Seed, Terms
-from vbrt.model.passes import remove_pass_hooks
+from vbrt.model.pass_hooks import remove_pass_hooks
 from vbrt.model.runtime import Runtime
 from vbrt.report.routing import RoutingRecorder
 from vbrt.report.stats import Stats

@@ -14,9 +14,9 @@ from vbrt.kernels.recorded import recorder
 from vbrt.kernels.watched import unwatched
 from vbrt.layers.lockstep import is_following
 from vbrt.libraries.peft_api import adapters_of
-from vbrt.model.adapters import check_adapters
+from vbrt.model.adapter_refusals import check_adapters
 from vbrt.model.first_pass import show_encoding
-from vbrt.model.machine import release_host_memory
+from vbrt.model.machine_memory import release_host_memory
 from vbrt.model.phase import BACKWARD, inferred_phase, phase_name
 from vbrt.report.progress import wanted
 from vbrt.residency.policy import FORWARD

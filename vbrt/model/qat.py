@@ -10,7 +10,7 @@ from vbrt.config import VBConfig
 from vbrt.errors import WrapError
 from vbrt.libraries.versions import newer_than_tested
 from vbrt.model.attachment import Attachment
-from vbrt.model.passes import move_rest_, remove_pass_hooks
+from vbrt.model.pass_hooks import move_rest_, remove_pass_hooks
 from vbrt.model.snapshot import trained_layer_stats
 from vbrt.report.routing import RoutingRecorder
 from vbrt.report.stats import LayerStats, Stats

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vbrt
 from tests.models import TOKENS, llama, mlp, qwen3_moe, wrap, wrap_streamed
 from vbrt.host import offer as offers
-from vbrt.model import live
+from vbrt.model import live_sampling
 from vbrt.report.live import LiveSample
 
 
@@ -30,7 +30,7 @@ def test_a_sample_says_what_stats_say(tmp_path):
     with torch.no_grad():
         for _ in range(3):
             vb(x)
-    now, stats = live.runtime_now(vb.runtime), vb.stats()
+    now, stats = live_sampling.runtime_now(vb.runtime), vb.stats()
     assert (now.hits, now.misses, now.prefetched) == (
         stats.hits,
         stats.misses,
@@ -47,7 +47,7 @@ def test_a_sample_says_what_stats_say(tmp_path):
             tier.resident_pages,
         )
     vb.close()
-    assert vb.runtime not in [ref() for ref in live._known] or not live.sample(vb.runtime).runtimes
+    assert vb.runtime not in [ref() for ref in live_sampling._known] or not live_sampling.sample(vb.runtime).runtimes
 
 
 def test_a_sample_is_taken_while_every_lock_is_held_and_computes_nothing(tmp_path, monkeypatch):
@@ -67,7 +67,7 @@ def test_a_sample_is_taken_while_every_lock_is_held_and_computes_nothing(tmp_pat
     held.wait(10)
     try:
         with NoDevice():
-            found = live.sample(vb.runtime)
+            found = live_sampling.sample(vb.runtime)
     finally:
         done.set()
         thread.join()
@@ -80,7 +80,7 @@ def test_samples_are_taken_while_layers_are_encoded_and_retired():
     def look():
         while not stop.is_set():
             try:
-                taken.append(live.sample())
+                taken.append(live_sampling.sample())
                 time.sleep(0)
             except Exception as error:  # noqa: BLE001 - whatever it is, the test fails of it
                 errors.append(error)
@@ -98,7 +98,7 @@ def test_samples_are_taken_while_layers_are_encoded_and_retired():
 def test_work_is_counted_in_tokens_read_written_and_trained():
     vb = wrap(llama())
     vb.generate(TOKENS, max_new_tokens=5, do_sample=False, pad_token_id=0)
-    assert live.runtime_now(vb.runtime).work == {
+    assert live_sampling.runtime_now(vb.runtime).work == {
         "tokens read": 12,
         "tokens written": 4,
         "tokens trained": 0,
@@ -108,15 +108,15 @@ def test_work_is_counted_in_tokens_read_written_and_trained():
     }
     with torch.no_grad():
         vb(inputs_embeds=torch.randn(2, 7, vb.module.config.hidden_size))
-    assert live.runtime_now(vb.runtime).work["tokens read"] == 26
+    assert live_sampling.runtime_now(vb.runtime).work["tokens read"] == 26
     vb(TOKENS)
-    assert live.runtime_now(vb.runtime).work["tokens trained"] == 12
+    assert live_sampling.runtime_now(vb.runtime).work["tokens trained"] == 12
 
 
 def test_drafts_are_no_tokens_of_their_own():
     vb = wrap(llama(dtype=torch.bfloat16), "exact")
     out = vb.generate(TOKENS, max_new_tokens=9, do_sample=False, pad_token_id=0, speculate=2)
-    work = live.runtime_now(vb.runtime).work
+    work = live_sampling.runtime_now(vb.runtime).work
     assert work["tokens written"] == vb.stats().speculation.tokens >= out.shape[1] - TOKENS.shape[1] - 1
     assert work["tokens read"] == 12
 
@@ -125,10 +125,10 @@ def test_images_and_training_have_their_units():
     vb = wrap(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 48)))
     with torch.no_grad():
         vb(torch.randn(3, 3, 4, 4))
-    assert live.runtime_now(vb.runtime).work["images"] == 3
+    assert live_sampling.runtime_now(vb.runtime).work["images"] == 3
     trained = vbrt.wrap(mlp().train(), "train", weights={"min_parameters": 0}, tiers={"gpu": {"enabled": False}})
     trained(torch.randn(2, 64)).sum().backward()
-    now = live.runtime_now(trained.runtime)
+    now = live_sampling.runtime_now(trained.runtime)
     assert now.policy == "none" and now.models == {"Sequential": 1} and not now.tiers
 
 
@@ -137,26 +137,26 @@ def test_models_of_one_runtime_are_told_apart(tmp_path):
     second = vbrt.wrap(mlp(), runtime=first.runtime)
     with torch.no_grad():
         second(torch.randn(1, 64))
-    assert live.runtime_now(first.runtime).models == {"Sequential": 0, "Sequential-2": 1}
+    assert live_sampling.runtime_now(first.runtime).models == {"Sequential": 0, "Sequential-2": 1}
 
 
 def test_samples_that_take_long_are_given_again(monkeypatch):
-    taken, slow, clock = [], live.sample, [100.0]
+    taken, slow, clock = [], live_sampling.sample, [100.0]
 
     def sample():
         taken.append(clock[0])
         clock[0] += 0.002
         return slow()
 
-    monkeypatch.setattr(live, "sample", sample)
-    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(live._offered, "again", 0.0)
+    monkeypatch.setattr(live_sampling, "sample", sample)
+    monkeypatch.setattr(live_sampling.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(live_sampling._offered, "again", 0.0)
     for now in (100.0, 100.003, 100.15):  # samples take a hundredth of the time
         clock[0] = max(clock[0], now)
-        live._answer()
-    assert taken == [100.0] and live._offered.again == pytest.approx(100.002 + live.REST * 0.002)
-    clock[0] = live._offered.again
-    live._answer()
+        live_sampling._answer()
+    assert taken == [100.0] and live_sampling._offered.again == pytest.approx(100.002 + live_sampling.REST * 0.002)
+    clock[0] = live_sampling._offered.again
+    live_sampling._answer()
     assert len(taken) == 2
 
 
@@ -169,12 +169,12 @@ def test_the_environment_has_a_process_offer_itself_and_says_where_it_cannot(own
     try:
         found = LiveSample.from_dict(json.loads(offers.ask(os.getpid())))
         assert "Sequential" in found.names
-        live._offered.again = 0.0
-        monkeypatch.setattr(live, "sample", lambda: 1 / 0)
+        live_sampling._offered.again = 0.0
+        monkeypatch.setattr(live_sampling, "sample", lambda: 1 / 0)
         assert json.loads(offers.ask(os.getpid()))["error"] == "ZeroDivisionError: division by zero"
     finally:
-        live.withdraw()
-    assert live._offered.offer is None and not offers.pids()
+        live_sampling.withdraw()
+    assert live_sampling._offered.offer is None and not offers.pids()
     (tmp_path / "offers").rmdir()
     (tmp_path / "offers").write_text("")
     with pytest.warns(UserWarning, match="VBRT_TOP: this process cannot be offered to vbrt top"):

@@ -21,7 +21,7 @@ from vbrt.layers import KINDS, Kind, kind_of
 from vbrt.layers.bound import is_wrapped_by_plan
 from vbrt.layers.experts.routing import top_k_of
 from vbrt.layers.shards import is_sharded, local_of, shard_refusal, sum_refusal
-from vbrt.model.heads import find_heads
+from vbrt.model.output_heads import find_heads
 from vbrt.residency.plan import Skip, Swap
 from vbrt.residency.site import ROOT, WeightSite
 
