@@ -21,7 +21,7 @@ from torch import nn
 
 import vbrt
 from scripts.measuring import llama_8b
-from vbrt.report.drawing import write_timeline
+from vbrt.report.timeline_files import write_timeline
 
 SHARE = 0.4  # of the pages on the computing device
 RANK = 8

@@ -12,7 +12,7 @@ import vbrt
 from tests.models import TOKENS, llama, mlp, qwen3_moe, wrap, wrap_streamed
 from vbrt.host import offer as offers
 from vbrt.model import live_sampling
-from vbrt.report.live import LiveSample
+from vbrt.report.live_sample import LiveSample
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from scripts.chromium import FLAGS, find_chromium
-from vbrt.report.chrome import chrome_trace
-from vbrt.report.heat import LayerHeat
-from vbrt.report.html import html_page
-from vbrt.report.ran import Ran
+from vbrt.report.chrome_trace import chrome_trace
+from vbrt.report.expert_heat import LayerHeat
+from vbrt.report.run_header import Ran
 from vbrt.report.timeline import COMPUTE, OPTIMIZER, PASS, ROUND, WAIT, Span, Timeline
+from vbrt.report.timeline_page import html_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install '.[test]')")
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium on PATH (apt-get install chromium)")

@@ -3,7 +3,7 @@
 import pytest
 
 from vbrt.errors import ArgumentError
-from vbrt.report.routing import RoutingRecorder
+from vbrt.report.routing_recorder import RoutingRecorder
 from vbrt.residency.routing import Routed, RoutedLayer
 from vbrt.residency.routing_file import read_routing
 from vbrt.residency.simulate import PASS, Pass

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 from rich.console import Console
 
-from vbrt.report.groups import by_kind
+from vbrt.report.layer_groups import by_kind
 from vbrt.report.stats import LayerStats, Stats, TierStats
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import vbrt
 from tests.models import mlp, wrap, wrap_streamed
-from tests.report.test_chrome import check_trace
+from tests.report.test_chrome_trace import check_trace
 from vbrt.errors import ConfigError, FormatError, TierError, WrapError
 from vbrt.report.stats import Stats
 from vbrt.report.timeline import COMPUTE, OPTIMIZER, PASS, WAIT, Span, Timeline

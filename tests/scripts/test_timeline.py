@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.report.test_chrome import check_trace
+from tests.report.test_chrome_trace import check_trace
 
 pytest.importorskip("transformers")
 from scripts import timeline

@@ -14,7 +14,7 @@ from vbrt.cli.screen import console_for_stdout, working
 from vbrt.cli.speaking import Speaker, speaker_for
 from vbrt.cli.stats import keep_stats
 from vbrt.errors import VBError
-from vbrt.report.drawing import check_timeline_path
+from vbrt.report.timeline_files import check_timeline_path
 
 if TYPE_CHECKING:
     from vbrt.wrapper.wrapper import VBModelWrapper

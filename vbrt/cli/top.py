@@ -22,7 +22,7 @@ from vbrt.cli.options import add_command
 from vbrt.cli.screen import complain
 from vbrt.errors import VBError
 from vbrt.host import offer
-from vbrt.report.live import History, LiveSample
+from vbrt.report.live_sample import History, LiveSample
 from vbrt.report.live_screen import LiveScreen
 from vbrt.report.live_view import plain_line
 

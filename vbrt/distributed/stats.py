@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from vbrt.config.arguments import check_instance
 from vbrt.errors import ArgumentError
-from vbrt.report.groups import of_ranks
+from vbrt.report.layer_groups import of_ranks
 from vbrt.report.stats import Stats
 
 __all__ = ["merged"]

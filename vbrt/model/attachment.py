@@ -28,11 +28,11 @@ from vbrt.model.runtime import Runtime
 from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_stats
 from vbrt.model.throughput import Work
 from vbrt.model.timeline_recording import recorded
-from vbrt.report.drawing import check_timeline_path
-from vbrt.report.routing import RoutingRecorder
-from vbrt.report.speculation import SpeculationCounts
+from vbrt.report.routing_recorder import RoutingRecorder
+from vbrt.report.speculation_counters import SpeculationCounts
 from vbrt.report.stats import Stats, StepCounts
 from vbrt.report.timeline import TimelineTotals
+from vbrt.report.timeline_files import check_timeline_path
 from vbrt.residency.plan import Plan
 from vbrt.residency.routing import plan_layers
 from vbrt.residency.routing_file import write_routing

@@ -15,9 +15,9 @@ from vbrt.errors import WrapError
 from vbrt.model.attachment import Attachment, Seed, Terms
 from vbrt.model.pass_hooks import remove_pass_hooks
 from vbrt.model.runtime import Runtime
-from vbrt.report.routing import RoutingRecorder
+from vbrt.report.routing_recorder import RoutingRecorder
 from vbrt.report.stats import Stats
-from vbrt.report.training import UpdateStats
+from vbrt.report.training_counters import UpdateStats
 from vbrt.training import FullLayer, FullWeight
 from vbrt.training.full.clipping import clip_grad_norm_
 from vbrt.training.full.full_layers import check_assigns

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from vbrt.errors import TierError
-from vbrt.report.caches import CacheStats
+from vbrt.report.kv_counters import CacheStats
 from vbrt.residency.division import spread
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from vbrt.host.offer import Offer
-from vbrt.report.groups import sums_by_name
-from vbrt.report.live import VERSION, LiveSample, RuntimeNow, TierNow
+from vbrt.report.layer_groups import sums_by_name
+from vbrt.report.live_sample import VERSION, LiveSample, RuntimeNow, TierNow
 from vbrt.residency.names import pattern_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from vbrt.libraries.versions import newer_than_tested
 from vbrt.model.attachment import Attachment
 from vbrt.model.pass_hooks import move_rest_, remove_pass_hooks
 from vbrt.model.snapshot import trained_layer_stats
-from vbrt.report.routing import RoutingRecorder
+from vbrt.report.routing_recorder import RoutingRecorder
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.residency.plan import Swap
 from vbrt.tiers import Recorder

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from vbrt.report.ran import Ran
+from vbrt.report.run_header import Ran
 from vbrt.residency.plan import format_bytes
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from vbrt.layers import SwappedLayer
 from vbrt.layers.experts import VBExperts
-from vbrt.report.experts import ExpertCounts, ExpertsStats
+from vbrt.report.expert_counters import ExpertCounts, ExpertsStats
 from vbrt.report.stats import LayerStats, TierStats
 from vbrt.residency.counts import PhaseCounts, RoutingCounts
 from vbrt.residency.plan import Swap

@@ -11,10 +11,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from vbrt.model.run_metadata import what_ran
 from vbrt.model.snapshot import expert_counts
-from vbrt.report.drawing import write_timeline
-from vbrt.report.experts import ExpertCounts
-from vbrt.report.heat import heat_between
+from vbrt.report.expert_counters import ExpertCounts
+from vbrt.report.expert_heat import heat_between
 from vbrt.report.timeline import TimelineTotals
+from vbrt.report.timeline_files import write_timeline
 from vbrt.tiers import Recorder
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from vbrt.report.live import History
+from vbrt.report.live_sample import History
 from vbrt.report.live_view import frame
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from vbrt.report.live import History, LiveSample, Rates, RuntimeNow, TierNow
+from vbrt.report.live_sample import History, LiveSample, Rates, RuntimeNow, TierNow
 from vbrt.report.progress import format_seconds
 from vbrt.residency.sizes import format_bytes
 

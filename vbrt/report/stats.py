@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, Self, get_origin
 
 from vbrt.config.arguments import check_whole
 from vbrt.errors import ArgumentError, FormatError
-from vbrt.report.activations import ActivationStats
-from vbrt.report.caches import CacheStats
-from vbrt.report.experts import ExpertCounts, ExpertsStats
-from vbrt.report.groups import sums_by_name
-from vbrt.report.metrics import metrics_lines
-from vbrt.report.speculation import SpeculationStats
-from vbrt.report.table import table_lines
+from vbrt.report.activation_counters import ActivationStats
+from vbrt.report.expert_counters import ExpertCounts, ExpertsStats
+from vbrt.report.kv_counters import CacheStats
+from vbrt.report.layer_groups import sums_by_name
+from vbrt.report.openmetrics import metrics_lines
+from vbrt.report.speculation_counters import SpeculationStats
+from vbrt.report.stats_table import table_lines
 from vbrt.report.timeline import TimelineTotals
-from vbrt.report.training import UpdateStats
+from vbrt.report.training_counters import UpdateStats
 from vbrt.residency.counts import PhaseCounts
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ class Stats:
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def metrics(self) -> str:
-        """Return the snapshot as OpenMetrics text; see `vbrt.report.metrics`."""
+        """Return the snapshot as OpenMetrics text; see `vbrt.report.openmetrics`."""
         return "\n".join(metrics_lines(self)) + "\n"
 
     def _repr_html_(self) -> str:

@@ -7,7 +7,7 @@
 
 Recorded time runs from the first pass or lease to the end of the last one; time between passes is part of it. A link
 may be busy beyond it, with pages that the next pass will need: their bytes count, its share does not grow by them.
-`vbrt.report.gaps` says what waits waited for, `vbrt.report.drawing` writes timelines into files.
+`vbrt.report.idle_gaps` says what waits waited for, `vbrt.report.timeline_files` writes timelines into files.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
-from vbrt.report.heat import LayerHeat
-from vbrt.report.ran import Ran
+from vbrt.report.expert_heat import LayerHeat
+from vbrt.report.run_header import Ran
 
 __all__ = [
     "COMPUTE",

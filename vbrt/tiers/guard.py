@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vbrt.report.routing import RoutingRecorder
+    from vbrt.report.routing_recorder import RoutingRecorder
     from vbrt.tiers.recorder import Recorder
     from vbrt.tiers.recording import Recording
 

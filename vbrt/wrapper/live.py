@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vbrt.errors import ArgumentError, TierError
 from vbrt.host.ticker import Ticker
 from vbrt.model.live_sampling import REST, offer, sample, withdraw
-from vbrt.report.live import History
+from vbrt.report.live_sample import History
 from vbrt.report.live_screen import LiveScreen
 from vbrt.report.live_view import plain_line
 from vbrt.report.progress import screen_taken

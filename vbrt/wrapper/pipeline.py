@@ -15,9 +15,9 @@ from vbrt.model.attachment import Attachment
 from vbrt.model.pass_hooks import EntryHook, move_rest_
 from vbrt.model.runtime import Runtime
 from vbrt.model.timeline_recording import recorded
-from vbrt.report.drawing import check_timeline_path
-from vbrt.report.metrics import Scraped
+from vbrt.report.openmetrics import Scraped
 from vbrt.report.stats import Stats
+from vbrt.report.timeline_files import check_timeline_path
 from vbrt.tiers import Recorder, TierStack
 from vbrt.wrapper.facades import facade_of
 from vbrt.wrapper.holders import CallPhases, HolderKind

@@ -19,8 +19,8 @@ from vbrt.layers import VBLayer
 from vbrt.model.attachment import Attachment
 from vbrt.model.pass_hooks import is_plain_data
 from vbrt.model.runtime import Runtime
-from vbrt.report.metrics import Scraped
-from vbrt.report.routing import RoutingRecorder
+from vbrt.report.openmetrics import Scraped
+from vbrt.report.routing_recorder import RoutingRecorder
 from vbrt.report.stats import Stats
 from vbrt.residency.plan import Plan
 from vbrt.saves.saved.rank_saves import save_on_ranks

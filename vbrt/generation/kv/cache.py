@@ -40,7 +40,7 @@ from vbrt.model.attachment import Attachment
 from vbrt.model.kv_caches import give_way
 from vbrt.model.pass_hooks import pass_hook_of
 from vbrt.model.runtime import Runtime
-from vbrt.report.caches import CacheStats
+from vbrt.report.kv_counters import CacheStats
 
 __all__ = ["KVCache"]
 

@@ -40,7 +40,7 @@ from vbrt.generation.static.static_cache import Statics
 from vbrt.layers.lockstep import in_lockstep
 from vbrt.libraries.transformers_api import cache_of, with_cache
 from vbrt.model.attachment import Attachment
-from vbrt.report.speculation import SpeculationCounts
+from vbrt.report.speculation_counters import SpeculationCounts
 
 __all__ = ["Decoding", "Draft", "Passes", "Rows", "announce", "can_verify", "verified", "window_refusal"]
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vbrt.report.activations import ActivationStats
+from vbrt.report.activation_counters import ActivationStats
 from vbrt.tiers import Buffer, MemoryTier
 
 __all__ = ["CudaLink", "HostLink", "Offload"]

@@ -3,7 +3,7 @@
 import pytest
 
 from vbrt.errors import ConfigError
-from vbrt.report.drawing import check_timeline_path
+from vbrt.report.timeline_files import check_timeline_path
 
 
 def test_a_path_may_begin_with_the_home_of_the_user(tmp_path, monkeypatch):

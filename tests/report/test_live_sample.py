@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from vbrt.errors import FormatError
-from vbrt.report.live import History, LiveSample, RuntimeNow, TierNow
+from vbrt.report.live_sample import History, LiveSample, RuntimeNow, TierNow
 from vbrt.report.live_view import frame, frame_lines, frame_svg, plain_line
 
 GIB = 1 << 30

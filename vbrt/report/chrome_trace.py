@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from vbrt.report.gaps import WaitParts, gaps, wait_parts
+from vbrt.report.idle_gaps import WaitParts, gaps, wait_parts
 from vbrt.report.timeline import WAIT, Span, Timeline
 
 __all__ = ["chrome_trace"]

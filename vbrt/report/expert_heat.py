@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vbrt.report.experts import ExpertCounts
+from vbrt.report.expert_counters import ExpertCounts
 
 __all__ = ["LayerHeat", "heat_between"]
 

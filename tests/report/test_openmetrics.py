@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.report.test_experts import NAME, with_experts
+from tests.report.test_expert_counters import NAME, with_experts
 from tests.report.test_stats import snapshot
 from vbrt.report.stats import StepCounts
 

@@ -1,7 +1,7 @@
 """What experts counted during a recording."""
 
-from vbrt.report.experts import ExpertCounts
-from vbrt.report.heat import LayerHeat, heat_between
+from vbrt.report.expert_counters import ExpertCounts
+from vbrt.report.expert_heat import LayerHeat, heat_between
 from vbrt.report.timeline import COMPUTE, Span
 from vbrt.tiers.recorder import page_names
 

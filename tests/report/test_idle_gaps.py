@@ -2,7 +2,7 @@
 
 import pytest
 
-from vbrt.report.gaps import IDLE, MODEL, WaitParts, gaps, pages_of, shares, wait_parts
+from vbrt.report.idle_gaps import IDLE, MODEL, WaitParts, gaps, pages_of, shares, wait_parts
 from vbrt.report.timeline import COMPUTE, OPTIMIZER, PASS, WAIT, Span, Timeline
 
 LINK, DRIVE = "cpu>gpu", "ssd>cpu"

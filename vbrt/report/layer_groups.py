@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from vbrt.report.experts import ExpertsStats
+from vbrt.report.expert_counters import ExpertsStats
 from vbrt.report.timeline import LayerTotals, TimelineTotals
 from vbrt.residency.names import grouped, label_of, pattern_of
 

@@ -5,9 +5,9 @@ import re
 from html.parser import HTMLParser
 from importlib.resources import files
 
-from vbrt.report.heat import LayerHeat
-from vbrt.report.html import html_page, page_data
+from vbrt.report.expert_heat import LayerHeat
 from vbrt.report.timeline import COMPUTE, PASS, WAIT, Span, Timeline
+from vbrt.report.timeline_page import html_page, page_data
 
 NASTY = '</script><script>alert("<!-- &amp;")</script>'
 

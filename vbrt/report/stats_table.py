@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vbrt.report.groups import by_kind
+from vbrt.report.layer_groups import by_kind
 from vbrt.report.timeline import LayerTotals
 from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.plan import format_bytes

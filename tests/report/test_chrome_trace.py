@@ -9,9 +9,9 @@ import json
 import random
 from itertools import pairwise
 
-from vbrt.report.chrome import chrome_trace
-from vbrt.report.heat import LayerHeat
-from vbrt.report.ran import Ran
+from vbrt.report.chrome_trace import chrome_trace
+from vbrt.report.expert_heat import LayerHeat
+from vbrt.report.run_header import Ran
 from vbrt.report.timeline import COMPUTE, OPTIMIZER, PASS, WAIT, Span, Timeline
 
 #: field -> types, of each phase of event that is written; all of them are required

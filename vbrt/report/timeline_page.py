@@ -15,7 +15,7 @@ from itertools import chain, pairwise
 from string import Template
 from typing import Any
 
-from vbrt.report.gaps import IDLE, MODEL, WaitParts, gaps, shares, wait_parts
+from vbrt.report.idle_gaps import IDLE, MODEL, WaitParts, gaps, shares, wait_parts
 from vbrt.report.timeline import WAIT, Span, Timeline
 from vbrt.residency.plan import format_bytes
 

@@ -2,7 +2,7 @@
 
     @app.get("/metrics")
     def metrics():
-        return Response(vb.metrics(), media_type=vbrt.report.metrics.CONTENT_TYPE)
+        return Response(vb.metrics(), media_type=vbrt.report.openmetrics.CONTENT_TYPE)
 
 Names, units and the order of lines are those of OpenMetrics 1.0: a counter's samples end with `_total`, units are bytes
 and seconds, and the text ends with `# EOF`. Counters begin at zero with the model.

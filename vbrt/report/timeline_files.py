@@ -6,9 +6,9 @@ from pathlib import Path
 
 from vbrt.errors import ConfigError
 from vbrt.host.files import check_writable, expanded
-from vbrt.report.chrome import chrome_trace
-from vbrt.report.html import html_page
+from vbrt.report.chrome_trace import chrome_trace
 from vbrt.report.timeline import Timeline
+from vbrt.report.timeline_page import html_page
 
 __all__ = ["check_timeline_path", "write_timeline"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.report.test_stats import layer, printed, snapshot
 from vbrt.errors import ArgumentError, FormatError
-from vbrt.report.experts import ExpertCounts, ExpertsStats
+from vbrt.report.expert_counters import ExpertCounts, ExpertsStats
 from vbrt.report.stats import Stats
 
 NAME = "model.layers.1.mlp.experts"
