@@ -39,8 +39,8 @@ from vbrt.generation.fusion.fuse_step import joined
 from vbrt.layers import handles_in
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.missed import MissedExperts
-from vbrt.residency.experts import ExpertsPolicy
-from vbrt.residency.routing import Routed, RoutedLayer, Routing, generate_routing
+from vbrt.residency.expert_pages import ExpertsPolicy
+from vbrt.residency.routing_trace import Routed, RoutedLayer, Routing, generate_routing
 from vbrt.residency.simulate import simulate
 
 CACHE_TOKENS = 1024

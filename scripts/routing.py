@@ -26,9 +26,9 @@ from scripts.committed import EXPERTS, filled, held_out
 from scripts.lm import Shape, loss_of, read_text
 from scripts.train_files import Checkpoint, write_tensors
 from vbrt.model.phase import DECODE
-from vbrt.residency.routing import Routed, Routing, generate_routing, plan_layers
+from vbrt.residency.access_trace import Pass
 from vbrt.residency.routing_file import read_routing, write_routing
-from vbrt.residency.trace import Pass
+from vbrt.residency.routing_trace import Routed, Routing, generate_routing, plan_layers
 
 RESULT = ROOT / "benchmarks" / "results" / "routing-lm.json"
 RUNS = ("balanced", "free")  # with and without the loss that spreads tokens over experts

@@ -51,7 +51,7 @@ _NAMES = {
     "model.planner": ("make_plan",),
     "report.stats": ("Stats",),
     "residency.plan": ("Plan",),
-    "residency.routing": ("generate_routing",),
+    "residency.routing_trace": ("generate_routing",),
     "residency.routing_file": ("read_routing",),
     "residency.simulate": ("simulate",),
     "saves.checkpoint.training_checkpoint": ("TrainingCheckpoint", "read_checkpoint"),
@@ -102,8 +102,8 @@ if TYPE_CHECKING:
     from vbrt.model.planner import make_plan
     from vbrt.report.stats import Stats
     from vbrt.residency.plan import Plan
-    from vbrt.residency.routing import generate_routing
     from vbrt.residency.routing_file import read_routing
+    from vbrt.residency.routing_trace import generate_routing
     from vbrt.residency.simulate import simulate
     from vbrt.saves.checkpoint.training_checkpoint import TrainingCheckpoint, read_checkpoint
     from vbrt.training.full.lion import Lion

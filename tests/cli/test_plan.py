@@ -11,10 +11,10 @@ from vbrt.cli import main as cli
 from vbrt.config import Machine, load_config
 from vbrt.estimation.advice.machine_rates import device_name
 from vbrt.estimation.advice.multi_gpu_rates import GroupRates, group_rates_file
-from vbrt.residency.names import label_of
-from vbrt.residency.needs import tier_needs
+from vbrt.residency.memory_needs import tier_needs
+from vbrt.residency.name_patterns import label_of
 from vbrt.residency.plan import PageSpec, Plan, Skip, Swap
-from vbrt.residency.site import WeightSite
+from vbrt.residency.weight_site import WeightSite
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from vbrt.cli import main as cli
-from vbrt.residency.routing import RoutedLayer, generate_routing
 from vbrt.residency.routing_file import write_routing
+from vbrt.residency.routing_trace import RoutedLayer, generate_routing
 
 pytest.importorskip("transformers")
 

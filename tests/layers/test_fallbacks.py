@@ -11,7 +11,7 @@ import vbrt
 from vbrt.kernels import kernel_refusal, resolve
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.layers import HandleSpec, WeightHandle, selection
-from vbrt.residency.site import WeightSite
+from vbrt.residency.weight_site import WeightSite
 
 CPU = torch.device("cpu")
 GPU = types.SimpleNamespace(device=torch.device("cuda", 0))  # a stack that is asked for nothing else

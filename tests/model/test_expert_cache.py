@@ -8,7 +8,7 @@ import torch
 
 from vbrt.layers.experts.device_cache import DeviceCache
 from vbrt.model.expert_cache import ExpertCache
-from vbrt.residency.counts import RoutingCounts
+from vbrt.residency.access_counts import RoutingCounts
 from vbrt.tiers import Tally
 
 SIZES = {"layers.0": 5, "layers.1": 3}

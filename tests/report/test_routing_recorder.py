@@ -4,8 +4,8 @@ import pytest
 
 from vbrt.errors import ArgumentError
 from vbrt.report.routing_recorder import RoutingRecorder
-from vbrt.residency.routing import Routed, RoutedLayer
 from vbrt.residency.routing_file import read_routing
+from vbrt.residency.routing_trace import Routed, RoutedLayer
 from vbrt.residency.simulate import PASS, Pass
 
 LAYERS = (RoutedLayer("a", 4, 2), RoutedLayer("b", 4, 2))

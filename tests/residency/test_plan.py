@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError
 from vbrt.residency.plan import PageSpec, Plan, Skip, Swap, format_bytes, leased_pages, place
-from vbrt.residency.site import WeightSite
+from vbrt.residency.weight_site import WeightSite
 
 PAGE = 4096
 

@@ -1,6 +1,6 @@
 """What is counted of routed experts, pass by pass."""
 
-from vbrt.residency.counts import RoutingCounts
+from vbrt.residency.access_counts import RoutingCounts
 
 
 def test_reuse_is_counted_from_one_decode_pass_to_the_next():

@@ -6,9 +6,9 @@ import pytest
 
 from vbrt.errors import ConfigError
 from vbrt.residency.plan import PageSpec, Plan, Swap
-from vbrt.residency.routing import RoutedLayer, generate_routing, plan_layers
-from vbrt.residency.site import WeightSite
+from vbrt.residency.routing_trace import RoutedLayer, generate_routing, plan_layers
 from vbrt.residency.token_cost import fitted, simulated_hits, token_cost
+from vbrt.residency.weight_site import WeightSite
 
 MB = 10**6
 

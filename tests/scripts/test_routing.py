@@ -7,8 +7,8 @@ import pytest
 import vbrt
 from scripts import bench, committed, routing
 from scripts.routing_tables import routing_table
-from vbrt.residency.routing import Routed, RoutedLayer, Routing
-from vbrt.residency.trace import PASS
+from vbrt.residency.access_trace import PASS
+from vbrt.residency.routing_trace import Routed, RoutedLayer, Routing
 
 RESULT = json.loads(routing.RESULT.read_text())
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.residency.traces import ExpertLoad, Workload, expert_loads, policy_of, workloads
 from tests.tiers.stacks import UNIT, SlowSsd, WatchedTier, add_all, assert_at_rest, assert_counts, run, use, within
 from vbrt.errors import TierError
-from vbrt.residency.counts import PhaseCounts
+from vbrt.residency.access_counts import PhaseCounts
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.scheduled import ScheduledPolicy
 from vbrt.residency.simulate import PASS, Announce, Pass, make_policy, simulate

@@ -5,7 +5,7 @@ import torch
 
 from tests.tiers.stacks import CPU, UNIT, add_all, assert_at_rest, content, use
 from vbrt.errors import TierError
-from vbrt.residency.experts import ExpertsPolicy
+from vbrt.residency.expert_pages import ExpertsPolicy
 from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
 from vbrt.tiers.lower import LowerLease, has_host_below, missing_worth
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.residency.traces import Workload, policy_of
 from tests.tiers.stacks import UNIT, WatchedTier, add_all, assert_at_rest, assert_counts, check, slots
-from vbrt.residency.counts import PhaseCounts
+from vbrt.residency.access_counts import PhaseCounts
 from vbrt.residency.simulate import Pass, make_policy, simulate
 from vbrt.tiers import Level, TierStack
 from vbrt.tiers.slots import State

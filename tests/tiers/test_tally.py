@@ -8,7 +8,7 @@ import pytest
 from tests.tiers.stacks import CPU, UNIT, WatchedTier, content, layout, use
 from vbrt.formats.page import build_layout
 from vbrt.model.snapshot import experts_stats, tier_stats
-from vbrt.residency.counts import RoutingCounts
+from vbrt.residency.access_counts import RoutingCounts
 from vbrt.residency.lru import LRUPolicy
 from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, Tally, TierStack
 

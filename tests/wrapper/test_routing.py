@@ -6,8 +6,8 @@ import torch
 import vbrt
 from tests.models import TOKENS, mlp, qwen3_moe
 from vbrt.errors import ArgumentError, ConfigError, WrapError
-from vbrt.residency.routing import Routed, generate_routing
 from vbrt.residency.routing_file import read_routing, write_routing
+from vbrt.residency.routing_trace import Routed, generate_routing
 from vbrt.residency.simulate import Pass, simulate
 
 

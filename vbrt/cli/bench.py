@@ -12,7 +12,7 @@ from vbrt.cli.options import add_command, integration, numbers, positive
 from vbrt.cli.pictures import bars, check_plot
 from vbrt.cli.screen import add_row, console_for_stdout, table_of, warnings_as_lines, working
 from vbrt.errors import VBError
-from vbrt.residency.sizes import format_bytes
+from vbrt.residency.byte_text import format_bytes
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from vbrt.cli.screen import add_row, table_of
 from vbrt.errors import ConfigError
-from vbrt.residency.missed import CPU_GB_PER_S, missed_gb_per_s
+from vbrt.residency.miss_policy import CPU_GB_PER_S, missed_gb_per_s
 from vbrt.residency.plan import Plan, format_bytes
 from vbrt.residency.routing_file import read_routing
 from vbrt.residency.token_cost import HIT_RATES, TokenCost, fitted, simulated_hits, token_cost

@@ -15,8 +15,8 @@ from vbrt.cli.rank_tables import print_ways, ways_on
 from vbrt.cli.screen import complain, console_for_stdout, working
 from vbrt.config import DEFAULT_PRESET, Machine, VBConfig
 from vbrt.errors import NoRoomError, VBError
-from vbrt.residency.missed import CPU_GB_PER_S
-from vbrt.residency.needs import tier_needs
+from vbrt.residency.memory_needs import tier_needs
+from vbrt.residency.miss_policy import CPU_GB_PER_S
 from vbrt.residency.plan import Plan
 from vbrt.residency.token_cost import LINK_GB_PER_S
 

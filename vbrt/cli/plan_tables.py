@@ -5,8 +5,8 @@ from rich.table import Table
 
 from vbrt.cli.screen import add_footer, add_row, table_of
 from vbrt.errors import ConfigError
-from vbrt.residency.names import common_prefix, grouped, label_of, pattern_of
-from vbrt.residency.needs import TierNeed
+from vbrt.residency.memory_needs import TierNeed
+from vbrt.residency.name_patterns import common_prefix, grouped, label_of, pattern_of
 from vbrt.residency.plan import Plan, format_bytes
 from vbrt.residency.plan_text import picture_lines
 

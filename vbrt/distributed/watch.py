@@ -36,7 +36,7 @@ from vbrt.host.ticker import Ticker
 from vbrt.layers.shards import group_of
 from vbrt.model.attachment import Attachment
 from vbrt.residency.plan import Plan
-from vbrt.residency.site import Shard
+from vbrt.residency.weight_site import Shard
 
 __all__ = ["Watch", "watch", "watched"]
 

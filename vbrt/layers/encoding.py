@@ -18,7 +18,7 @@ from vbrt.kernels import PageOrder, resolve
 from vbrt.layers.shards import agreed_amax, gathered
 from vbrt.layers.spec import HandleSpec
 from vbrt.libraries.torch_api import has_overlap
-from vbrt.residency.site import EXPERTS
+from vbrt.residency.weight_site import EXPERTS
 from vbrt.tiers import Level
 
 __all__ = ["Encoder", "Planes", "strides_of", "uploaded"]

@@ -14,7 +14,7 @@ from torch import nn
 
 from vbrt.layers.shards import local_of, matrix_shard
 from vbrt.layers.swapped import SwappedLayer
-from vbrt.residency.site import WeightSite
+from vbrt.residency.weight_site import WeightSite
 
 __all__ = ["KINDS", "Kind", "kind_of", "site_of"]
 

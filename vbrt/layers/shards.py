@@ -21,7 +21,7 @@ from torch import nn
 
 from vbrt.errors import WrapError
 from vbrt.libraries.transformers_api import loaded_part
-from vbrt.residency.site import EXPERTS, Shard
+from vbrt.residency.weight_site import EXPERTS, Shard
 
 __all__ = [
     "Sharding",

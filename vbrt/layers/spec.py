@@ -9,7 +9,7 @@ from vbrt.config import FORMATS, VBConfig
 from vbrt.errors import WrapError
 from vbrt.formats.feedback import Inputs
 from vbrt.residency.plan import Swap
-from vbrt.residency.site import WeightSite
+from vbrt.residency.weight_site import WeightSite
 
 __all__ = ["HandleSpec"]
 

@@ -7,7 +7,7 @@ from vbrt.config import Machine, VBConfig
 from vbrt.config.budgets import Budget, parse_activations, parse_budget
 from vbrt.model.machine_memory import this_machine
 from vbrt.model.repeated_blocks import stacks_of
-from vbrt.residency.activations import KEEP, RECOMPUTE
+from vbrt.residency.activation_plan import KEEP, RECOMPUTE
 from vbrt.tiers import MemoryTier
 from vbrt.training.activations.activation_offload import CudaLink, Offload
 from vbrt.training.activations.checkpointing import Activations

@@ -17,9 +17,9 @@ from vbrt.model.placement import current_homes, place_beside, place_pages, resto
 from vbrt.model.planner import make_plan
 from vbrt.model.qat import TrainingAttachment
 from vbrt.model.runtime import Runtime
-from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan, Swap
-from vbrt.residency.site import ROOT
+from vbrt.residency.user_policy import PolicyFactory
+from vbrt.residency.weight_site import ROOT
 from vbrt.tiers import TierStack
 from vbrt.training import FullWeight, TrainedExpertsWeight, TrainedWeight, full_class, trained_class
 from vbrt.training.full.host_gradients import Outlet

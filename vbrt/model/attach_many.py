@@ -9,8 +9,8 @@ from vbrt.errors import ConfigError
 from vbrt.model.attach import Attempt, attach, plan_for
 from vbrt.model.attachment import Attachment
 from vbrt.model.runtime import Runtime
-from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan
+from vbrt.residency.user_policy import PolicyFactory
 
 __all__ = ["attach_together"]
 

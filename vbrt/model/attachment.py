@@ -34,9 +34,9 @@ from vbrt.report.stats import Stats, StepCounts
 from vbrt.report.timeline import TimelineTotals
 from vbrt.report.timeline_files import check_timeline_path
 from vbrt.residency.plan import Plan
-from vbrt.residency.routing import plan_layers
 from vbrt.residency.routing_file import write_routing
-from vbrt.residency.site import ROOT
+from vbrt.residency.routing_trace import plan_layers
+from vbrt.residency.weight_site import ROOT
 from vbrt.tiers import Recorder, TierStack
 from vbrt.tiers.guard import Guard
 

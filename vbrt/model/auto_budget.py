@@ -6,8 +6,8 @@ import warnings
 import torch
 
 from vbrt.config.tiers import TIERS
-from vbrt.residency.division import rebalanced
 from vbrt.residency.plan import format_bytes
+from vbrt.residency.room_division import rebalanced
 
 __all__ = ["GpuBalance"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from vbrt.errors import TierError
 from vbrt.report.kv_counters import CacheStats
-from vbrt.residency.division import spread
+from vbrt.residency.room_division import spread
 
 if TYPE_CHECKING:
     from vbrt.model.runtime import Runtime

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from vbrt.host.offer import Offer
 from vbrt.report.layer_groups import sums_by_name
 from vbrt.report.live_sample import VERSION, LiveSample, RuntimeNow, TierNow
-from vbrt.residency.names import pattern_of
+from vbrt.residency.name_patterns import pattern_of
 
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment

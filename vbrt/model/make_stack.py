@@ -11,14 +11,14 @@ from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError
 from vbrt.kernels.cpu.reading import page_reader
 from vbrt.model.machine_memory import link_gpus, peer_gpus, sharers_of, ssd_directory
-from vbrt.residency.custom import PolicyFactory
-from vbrt.residency.division import auto_prefetch, auto_scan
 from vbrt.residency.expert_room import largest_pages
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.policy import Policy
+from vbrt.residency.room_division import auto_prefetch, auto_scan
 from vbrt.residency.routing_file import read_routing
 from vbrt.residency.simulate import best_scope, make_policy
 from vbrt.residency.token_cost import fitted
+from vbrt.residency.user_policy import PolicyFactory
 from vbrt.tiers import Level, MemoryTier, PeerTier, SsdTier, Tier, TierStack
 from vbrt.tiers.lanes import open_lanes
 from vbrt.tiers.shared import SharedTier

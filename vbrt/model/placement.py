@@ -9,9 +9,9 @@ from vbrt.config.tiers import TIERS
 from vbrt.errors import TierError
 from vbrt.layers import WeightHandle
 from vbrt.model.layer_registry import Registry
-from vbrt.residency.division import auto_scan
 from vbrt.residency.expert_room import largest_pages
 from vbrt.residency.plan import Beside, PageSpec, leased_pages, place, with_whole_pages
+from vbrt.residency.room_division import auto_scan
 from vbrt.residency.scheduled import ScheduledPolicy
 from vbrt.residency.simulate import make_policy
 from vbrt.tiers import PeerTier

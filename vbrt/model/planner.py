@@ -27,8 +27,8 @@ from vbrt.layers.selection import planned_packing
 from vbrt.model.machine_memory import this_machine
 from vbrt.model.weight_choice import choose, named_modules, nbytes_of, why_none
 from vbrt.residency.plan import Beside, PageSpec, Plan, Skip, Swap, format_bytes, place, with_whole_pages
-from vbrt.residency.site import ROOT
-from vbrt.residency.training import with_state
+from vbrt.residency.training_memory import with_state
+from vbrt.residency.weight_site import ROOT
 
 __all__ = ["make_plan", "shown_plan", "swaps_with_pages"]
 

@@ -32,8 +32,8 @@ from vbrt.model.make_stack import attach_stores, build_stack
 from vbrt.model.placement import use_freed_room
 from vbrt.model.snapshot import tier_stats
 from vbrt.report.stats import LayerStats, Stats
-from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan
+from vbrt.residency.user_policy import PolicyFactory
 from vbrt.tiers import Recording, TierStack
 from vbrt.tiers.recording import refusal
 

@@ -7,7 +7,7 @@ from vbrt.layers import SwappedLayer
 from vbrt.layers.experts import VBExperts
 from vbrt.report.expert_counters import ExpertCounts, ExpertsStats
 from vbrt.report.stats import LayerStats, TierStats
-from vbrt.residency.counts import PhaseCounts, RoutingCounts
+from vbrt.residency.access_counts import PhaseCounts, RoutingCounts
 from vbrt.residency.plan import Swap
 from vbrt.tiers import TierStack
 from vbrt.tiers.tally import Family

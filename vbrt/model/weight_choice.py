@@ -23,7 +23,7 @@ from vbrt.layers.experts.routing import top_k_of
 from vbrt.layers.shards import is_sharded, local_of, shard_refusal, sum_refusal
 from vbrt.model.output_heads import find_heads
 from vbrt.residency.plan import Skip, Swap
-from vbrt.residency.site import ROOT, WeightSite
+from vbrt.residency.weight_site import ROOT, WeightSite
 
 __all__ = ["choose", "named_modules", "nbytes_of", "why_none"]
 

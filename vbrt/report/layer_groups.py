@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vbrt.report.expert_counters import ExpertsStats
 from vbrt.report.timeline import LayerTotals, TimelineTotals
-from vbrt.residency.names import grouped, label_of, pattern_of
+from vbrt.residency.name_patterns import grouped, label_of, pattern_of
 
 if TYPE_CHECKING:
     from vbrt.report.stats import LayerStats, Stats

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vbrt.report.live_sample import History, LiveSample, Rates, RuntimeNow, TierNow
 from vbrt.report.progress import format_seconds
-from vbrt.residency.sizes import format_bytes
+from vbrt.residency.byte_text import format_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from vbrt.host.ticker import Ticker
-from vbrt.residency.sizes import format_bytes
+from vbrt.residency.byte_text import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console

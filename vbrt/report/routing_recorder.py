@@ -8,10 +8,10 @@ import threading
 from collections.abc import Iterable, Sequence
 from os import PathLike
 
+from vbrt.residency.access_trace import Pass
 from vbrt.residency.policy import FORWARD
-from vbrt.residency.routing import Routed, RoutedLayer, Routing
 from vbrt.residency.routing_file import check_routing_path, write_routing
-from vbrt.residency.trace import Pass
+from vbrt.residency.routing_trace import Routed, RoutedLayer, Routing
 
 __all__ = ["RoutingRecorder"]
 

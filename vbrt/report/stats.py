@@ -29,7 +29,7 @@ from vbrt.report.speculation_counters import SpeculationStats
 from vbrt.report.stats_table import table_lines
 from vbrt.report.timeline import TimelineTotals
 from vbrt.report.training_counters import UpdateStats
-from vbrt.residency.counts import PhaseCounts
+from vbrt.residency.access_counts import PhaseCounts
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

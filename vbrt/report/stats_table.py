@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vbrt.report.layer_groups import by_kind
 from vbrt.report.timeline import LayerTotals
-from vbrt.residency.counts import PhaseCounts
+from vbrt.residency.access_counts import PhaseCounts
 from vbrt.residency.plan import format_bytes
 
 if TYPE_CHECKING:

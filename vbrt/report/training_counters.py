@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from vbrt.residency.sizes import format_bytes
+from vbrt.residency.byte_text import format_bytes
 
 __all__ = ["UpdateStats"]
 

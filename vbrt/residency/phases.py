@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 
-from vbrt.residency.order import Order
+from vbrt.residency.pass_order import Order
 from vbrt.residency.policy import FORWARD
 
 __all__ = ["Course", "Phases"]

@@ -14,10 +14,10 @@ from vbrt.config.arguments import check_whole
 from vbrt.config.formats import FORMATS
 from vbrt.config.tiers import TIERS
 from vbrt.errors import NoRoomError
-from vbrt.residency.division import spread
+from vbrt.residency.byte_text import format_bytes
 from vbrt.residency.plan_text import plan_lines
-from vbrt.residency.site import WeightSite
-from vbrt.residency.sizes import format_bytes
+from vbrt.residency.room_division import spread
+from vbrt.residency.weight_site import WeightSite
 
 __all__ = ["Beside", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "leased_pages", "place", "with_whole_pages"]
 

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vbrt.residency.names import common_prefix, grouped, label_of, pattern_of
-from vbrt.residency.sizes import format_bytes
+from vbrt.residency.byte_text import format_bytes
+from vbrt.residency.name_patterns import common_prefix, grouped, label_of, pattern_of
 
 if TYPE_CHECKING:
     from vbrt.residency.plan import Plan, Skip, Swap

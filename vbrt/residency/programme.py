@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from vbrt.residency.foresight import Foresight, Residents
+from vbrt.residency.lookahead import Foresight, Residents
 
 if TYPE_CHECKING:
     from vbrt.residency.scheduled import ScheduledPolicy

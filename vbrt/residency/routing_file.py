@@ -22,8 +22,8 @@ from pathlib import Path
 
 from vbrt.errors import ArgumentError, describe_os_error
 from vbrt.host.files import check_writable, expanded, read_bounded, write_file
-from vbrt.residency.routing import Routed, RoutedLayer, Routing
-from vbrt.residency.trace import Pass
+from vbrt.residency.access_trace import Pass
+from vbrt.residency.routing_trace import Routed, RoutedLayer, Routing
 
 __all__ = ["VERSION", "check_routing_path", "read_routing", "write_routing"]
 

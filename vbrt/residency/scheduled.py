@@ -11,12 +11,12 @@ from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterable
 from itertools import chain
 
-from vbrt.residency.division import Division, Room, divide
-from vbrt.residency.foresight import Foresight
-from vbrt.residency.order import PassRecord
+from vbrt.residency.lookahead import Foresight
+from vbrt.residency.pass_order import PassRecord
 from vbrt.residency.phases import Course
 from vbrt.residency.policy import FORWARD, Decision, PolicyBase
-from vbrt.residency.rings import RingSearch
+from vbrt.residency.ring_length import RingSearch
+from vbrt.residency.room_division import Division, Room, divide
 
 __all__ = ["ScheduledPolicy"]
 

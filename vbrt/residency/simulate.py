@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from vbrt.config.arguments import check_instance, check_one_of, check_whole
 from vbrt.errors import ArgumentError
-from vbrt.residency.counts import PhaseCounts
-from vbrt.residency.custom import check_policy
+from vbrt.residency.access_counts import PhaseCounts
+from vbrt.residency.access_trace import PASS, Announce, Pass
+from vbrt.residency.expert_pages import ExpertsPolicy
 from vbrt.residency.expert_room import largest_pages
-from vbrt.residency.experts import ExpertsPolicy
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import FORWARD, Decision, Policy
-from vbrt.residency.routing import Routing
 from vbrt.residency.routing_file import read_routing
+from vbrt.residency.routing_trace import Routing
 from vbrt.residency.scheduled import ScheduledPolicy
-from vbrt.residency.trace import PASS, Announce, Pass
+from vbrt.residency.user_policy import check_policy
 
 __all__ = ["PASS", "Announce", "Pass", "Simulation", "best_scope", "make_policy", "simulate"]
 

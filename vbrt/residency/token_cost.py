@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from vbrt.errors import ConfigError
 from vbrt.residency.plan import PageSpec, Plan
-from vbrt.residency.routing import Routing, plan_layers
+from vbrt.residency.routing_trace import Routing, plan_layers
 from vbrt.residency.simulate import simulate
 
 __all__ = ["HIT_RATES", "LINK_GB_PER_S", "TokenCost", "fitted", "simulated_hits", "token_cost"]

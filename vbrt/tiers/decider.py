@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from vbrt.errors import TierError
-from vbrt.residency.counts import PhaseCounts
+from vbrt.residency.access_counts import PhaseCounts
 from vbrt.residency.policy import Decision
 from vbrt.tiers.lease import Lease
 from vbrt.tiers.ledger import Ledger

@@ -15,8 +15,8 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.report.progress import Progress
-from vbrt.residency.division import spread
 from vbrt.residency.expert_room import split_key
+from vbrt.residency.room_division import spread
 from vbrt.tiers.decider import Decider
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.mover import Mover, Write

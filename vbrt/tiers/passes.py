@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from vbrt.libraries.torch_api import current_graph_task
-from vbrt.residency.counts import PhaseCounts
+from vbrt.residency.access_counts import PhaseCounts
 from vbrt.residency.policy import FORWARD
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.slots import Page

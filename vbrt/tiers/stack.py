@@ -17,7 +17,7 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout
-from vbrt.residency.counts import PhaseCounts
+from vbrt.residency.access_counts import PhaseCounts
 from vbrt.residency.policy import FORWARD
 from vbrt.tiers.decider import Decider
 from vbrt.tiers.fork import follow

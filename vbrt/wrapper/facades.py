@@ -11,8 +11,8 @@ from vbrt.model.attachment import Attachment
 from vbrt.model.full_training import FullAttachment
 from vbrt.model.qat import TrainingAttachment
 from vbrt.model.runtime import Runtime
-from vbrt.residency.custom import PolicyFactory, policy_factory, take_policy
 from vbrt.residency.plan import Plan
+from vbrt.residency.user_policy import PolicyFactory, policy_factory, take_policy
 from vbrt.wrapper.full import VBFullWrapper
 from vbrt.wrapper.training import VBTrainingWrapper
 from vbrt.wrapper.wrapper import VBModelWrapper

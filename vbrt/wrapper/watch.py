@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vbrt.config.arguments import check_instance
 from vbrt.errors import NonfiniteError
 from vbrt.libraries.torch_api import tree_leaves
-from vbrt.residency.site import ROOT
+from vbrt.residency.weight_site import ROOT
 from vbrt.wrapper.mirror import Facade
 
 __all__ = ["Nonfinite", "NonfiniteWatch", "watch_nonfinite"]

@@ -8,8 +8,8 @@ from torch import nn
 import vbrt
 from tests.models import config
 from vbrt.model import runtime
+from vbrt.residency.expert_pages import ExpertsPolicy
 from vbrt.residency.expert_room import largest_pages
-from vbrt.residency.experts import ExpertsPolicy
 from vbrt.tiers import Level, MemoryTier, TierStack
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import torch
 from vbrt.formats.page import build_layout
 from vbrt.kernels.cuda.experts import residency
 from vbrt.layers.experts.device_cache import DeviceCache
-from vbrt.residency.counts import RoutingCounts
-from vbrt.residency.experts import ExpertsPolicy
+from vbrt.residency.access_counts import RoutingCounts
+from vbrt.residency.expert_pages import ExpertsPolicy
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.simulate import Announce, simulate
 from vbrt.tiers import Level, MemoryTier, Owner, TierStack

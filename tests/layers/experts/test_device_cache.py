@@ -17,7 +17,7 @@ from tests.tiers.stacks import within
 from tests.torture.interrupting import interrupted
 from vbrt.errors import TierError
 from vbrt.layers.experts.device_cache import DeviceCache
-from vbrt.residency.experts import ExpertsPolicy
+from vbrt.residency.expert_pages import ExpertsPolicy
 from vbrt.tiers.memory import Buffer
 
 CPU = torch.device("cpu")

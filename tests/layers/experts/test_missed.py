@@ -24,7 +24,7 @@ from vbrt.layers.experts.host_work import HostLayer, Operands
 from vbrt.layers.experts.missed import MissedExperts
 from vbrt.model import expert_cache
 from vbrt.residency.lru import LRUPolicy
-from vbrt.residency.missed import MissRates
+from vbrt.residency.miss_policy import MissRates
 
 WHY = build.refusal(torch.device("cpu"), "experts")
 pytestmark = pytest.mark.skipif(WHY is not None, reason=str(WHY))

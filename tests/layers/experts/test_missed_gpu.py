@@ -5,7 +5,7 @@ import torch
 
 import vbrt
 from tests.models import qwen3_moe
-from vbrt.residency.missed import MissRates
+from vbrt.residency.miss_policy import MissRates
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 NAME = "model.layers.0.mlp.experts"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vbrt
-from vbrt.residency.activations import choose
+from vbrt.residency.activation_plan import choose
 from vbrt.tiers import MemoryTier
 from vbrt.training.activations.activation_offload import HostLink, Offload
 from vbrt.training.activations.checkpointing import Activations, HeldBlock

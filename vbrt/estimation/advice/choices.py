@@ -15,8 +15,8 @@ from vbrt.estimation.advice.step_time import Speed
 from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.task import Task
 from vbrt.libraries.transformers_api import checkpointing_name
-from vbrt.residency.needs import machine_bytes
-from vbrt.residency.sizes import format_bytes
+from vbrt.residency.byte_text import format_bytes
+from vbrt.residency.memory_needs import machine_bytes
 
 __all__ = ["Advice", "Choice", "Nearest"]
 

@@ -15,7 +15,7 @@ from vbrt.kernels.cpu.experts import experts_down, experts_up, most_pairs, takes
 from vbrt.kernels.cpu.tiles import in_rows
 from vbrt.kernels.cuda.e2m1.tiles import tile_layout
 from vbrt.kernels.experts import ExpertPages, Gate
-from vbrt.residency.missed import CPU_GB_PER_S
+from vbrt.residency.miss_policy import CPU_GB_PER_S
 
 __all__ = ["FEW_ROWS", "experts_gb_s", "few_rows"]
 

@@ -21,7 +21,7 @@ from vbrt.estimation.memory.expert_workspace import touched_share
 from vbrt.estimation.memory.task import Task
 from vbrt.kernels.cpu.experts import is_decoded
 from vbrt.model.weight_choice import choose
-from vbrt.residency.missed import missed_gb_per_s
+from vbrt.residency.miss_policy import missed_gb_per_s
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.token_cost import LINK_GB_PER_S, TokenCost, token_cost
 

@@ -8,9 +8,9 @@ from typing import Any
 from vbrt.config import Machine, VBConfig
 from vbrt.estimation.memory.expert_workspace import heard_by_host
 from vbrt.estimation.memory.task import Task
-from vbrt.residency.needs import machine_bytes
+from vbrt.residency.byte_text import format_bytes
+from vbrt.residency.memory_needs import machine_bytes
 from vbrt.residency.plan import Plan
-from vbrt.residency.sizes import format_bytes
 
 __all__ = ["Estimate", "Row", "records"]
 

@@ -10,7 +10,7 @@ from vbrt.estimation.memory.estimate_report import Row, records
 from vbrt.estimation.memory.expert_workspace import HeldExperts
 from vbrt.estimation.memory.fake_trace import Trace
 from vbrt.estimation.memory.task import Task
-from vbrt.residency.needs import TierNeed, tier_needs
+from vbrt.residency.memory_needs import TierNeed, tier_needs
 from vbrt.residency.plan import Plan
 
 __all__ = ["more_parts", "parts", "stages", "step_rows", "swapped_parameters", "weight_rows"]

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from vbrt.estimation.memory.task import Task
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILE_FORMATS
 from vbrt.kernels.cuda.launch_table import are_few
-from vbrt.residency.division import auto_scan
 from vbrt.residency.expert_leases import ExpertLeases, gathered_at_once
-from vbrt.residency.experts import pages_of_scan
+from vbrt.residency.expert_pages import pages_of_scan
 from vbrt.residency.plan import Plan, Swap
+from vbrt.residency.room_division import auto_scan
 
 __all__ = ["HeldExperts", "experts_at_once", "heard_by_host", "pairs_among", "slots_of", "touched_share"]
 

@@ -11,7 +11,7 @@ from vbrt.estimation.memory.fake_trace import Trace, Untraceable, trace
 from vbrt.estimation.memory.planned_weights import held_by
 from vbrt.estimation.memory.task import Task
 from vbrt.model.repeated_blocks import Stack, stacks_of
-from vbrt.residency.activations import KEEP, OFFLOAD
+from vbrt.residency.activation_plan import KEEP, OFFLOAD
 from vbrt.residency.plan import Plan
 
 __all__ = ["STAGES", "whole_trace"]

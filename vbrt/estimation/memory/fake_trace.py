@@ -23,7 +23,7 @@ from vbrt.estimation.memory.traced_checkpointing import hold_
 from vbrt.libraries.torch_api import FakeTensorMode
 from vbrt.libraries.transformers_api import cache_argument, cache_of, checkpointing_name, checkpointing_switch
 from vbrt.model.repeated_blocks import Stack
-from vbrt.residency.activations import KEEP
+from vbrt.residency.activation_plan import KEEP
 from vbrt.training.full.resident_params import step_kept
 
 __all__ = ["Trace", "Untraceable", "trace"]

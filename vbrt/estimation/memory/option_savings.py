@@ -10,7 +10,7 @@ from vbrt.config import Machine, VBConfig, load_config
 from vbrt.errors import ArgumentError, ConfigError
 from vbrt.estimation.memory.estimate import estimate
 from vbrt.estimation.memory.task import Task
-from vbrt.residency.sizes import format_bytes
+from vbrt.residency.byte_text import format_bytes
 
 __all__ = ["Option", "with_and_without"]
 

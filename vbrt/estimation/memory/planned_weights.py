@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vbrt.estimation.memory.expert_workspace import HeldExperts, pairs_among
 from vbrt.estimation.memory.task import Task
 from vbrt.kernels.product import as_autocast
-from vbrt.residency.activations import KEEP
+from vbrt.residency.activation_plan import KEEP
 from vbrt.residency.plan import Plan
 
 __all__ = ["Held", "held_alike", "held_by"]
@@ -31,7 +31,7 @@ class Held:
         rounded: returns the weights of a copy that train in 4 bits.
         prepare: changes a copy before it runs.
         full: weights train from the tiers: parameters that stay have fp32 masters.
-        activations: what blocks keep for the backward pass, see `vbrt.residency.activations`.
+        activations: what blocks keep for the backward pass, see `vbrt.residency.activation_plan`.
     """
 
     rounded: Callable[[nn.Module], Iterable[Tensor]] = lambda model: ()

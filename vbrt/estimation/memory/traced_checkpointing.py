@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from vbrt.config import VBConfig
 from vbrt.config.budgets import parse_activations
 from vbrt.model.activation_settings import blocks_of
-from vbrt.residency.activations import KEEP, OFFLOAD, RECOMPUTE
+from vbrt.residency.activation_plan import KEEP, OFFLOAD, RECOMPUTE
 from vbrt.tiers import Buffer
 from vbrt.tiers.protocol import Holder
 from vbrt.training.activations.activation_offload import Offload

@@ -27,7 +27,7 @@ from vbrt.libraries.torch_api import TorchDispatchMode
 from vbrt.model.weight_choice import named_modules
 from vbrt.report.progress import Progress
 from vbrt.residency.plan import Plan, Swap
-from vbrt.residency.site import WeightSite
+from vbrt.residency.weight_site import WeightSite
 
 __all__ = ["input_statistics", "with_inputs"]
 

@@ -17,7 +17,7 @@ from vbrt.formats import get_format
 from vbrt.formats.feedback import Inputs, compensated
 from vbrt.kernels import resolve
 from vbrt.residency.plan import Swap
-from vbrt.residency.site import ROOT, WeightSite
+from vbrt.residency.weight_site import ROOT, WeightSite
 
 __all__ = [
     "Sequences",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vbrt.residency.site import ROOT
+from vbrt.residency.weight_site import ROOT
 
 __all__ = ["Reader", "lent", "streamed"]
 

@@ -75,7 +75,7 @@ class DeviceCache:
         stack: that has the pages.
         layers: the keys of each layer's pages, expert by expert, in the order of the model.
         capacity_bytes: of the computing tier's budget.
-        scope: "layer" or "model"; see `vbrt.residency.experts`.
+        scope: "layer" or "model"; see `vbrt.residency.expert_pages`.
 
     Attributes:
         layers: their names; `lease` takes the number of one.

@@ -29,7 +29,7 @@ from vbrt.layers.experts.spec import ExpertsSpec
 from vbrt.layers.experts.storing import Uneven, pickled, unpickled, write_pages
 from vbrt.layers.paged import PagesHandle
 from vbrt.layers.weight import register_handle
-from vbrt.residency.counts import RoutingCounts
+from vbrt.residency.access_counts import RoutingCounts
 from vbrt.residency.plan import PageSpec
 from vbrt.tiers import Owner, TierStack
 

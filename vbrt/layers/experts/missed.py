@@ -24,7 +24,7 @@ from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.layers.experts.gates import kept_gate
 from vbrt.layers.experts.host_work import HostLayer, HostWork, Operands, TeamWork, host_ops, new_team
 from vbrt.layers.experts.rating import measured_rates
-from vbrt.residency.missed import Missed, MissRates, computed_experts, expected_misses, host_pays
+from vbrt.residency.miss_policy import Missed, MissRates, computed_experts, expected_misses, host_pays
 from vbrt.tiers.lower import LowerLease, has_host_below, missing_worth
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor
 from vbrt.host.crew import Crew
 from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.layers.experts.host_work import HostLayer, Operands
-from vbrt.residency.missed import OPERATORS, MissRates
+from vbrt.residency.miss_policy import OPERATORS, MissRates
 from vbrt.tiers.lower import LowerLease, missing_worth
 
 __all__ = ["measured_rates"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.layers.kinds import KINDS
-from vbrt.residency.site import ROOT, WeightSite
+from vbrt.residency.weight_site import ROOT, WeightSite
 
 __all__ = ["local_ids", "pairs_of", "top_k_of", "touched_experts"]
 

@@ -10,7 +10,7 @@ from vbrt.errors import WrapError
 from vbrt.layers.kinds import KINDS
 from vbrt.layers.spec import HandleSpec
 from vbrt.residency.plan import Swap
-from vbrt.residency.site import WeightSite
+from vbrt.residency.weight_site import WeightSite
 
 __all__ = ["ExpertsSpec"]
 

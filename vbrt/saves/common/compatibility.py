@@ -10,7 +10,7 @@ from torch import nn
 from vbrt.errors import CheckpointError
 from vbrt.layers import kind_of
 from vbrt.libraries.transformers_api import ignored_patterns
-from vbrt.residency.site import WeightSite
+from vbrt.residency.weight_site import WeightSite
 from vbrt.saves.common.manifest import KeptTensor, text_of
 from vbrt.saves.files.safetensors_file import TensorInfo
 

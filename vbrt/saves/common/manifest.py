@@ -22,7 +22,7 @@ from vbrt.formats import FORMATS, get_format
 from vbrt.formats.fine import WIDTH, fine_fields
 from vbrt.host.files import read_bounded
 from vbrt.layers.kinds import KINDS
-from vbrt.residency.site import WeightSite
+from vbrt.residency.weight_site import WeightSite
 from vbrt.saves.files.checkpoint_paths import MANIFEST
 from vbrt.saves.files.safetensors_file import TENSOR_DTYPES
 

@@ -11,7 +11,7 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.estimation.precision.input_statistics import with_inputs
 from vbrt.residency.plan import Plan, Swap
-from vbrt.residency.site import ROOT, WeightSite
+from vbrt.residency.weight_site import ROOT, WeightSite
 from vbrt.saves.files.read_target import HOST
 from vbrt.saves.load.sources import Source
 from vbrt.saves.published.dense_checkpoint import DenseCheckpoint

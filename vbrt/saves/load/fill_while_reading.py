@@ -23,9 +23,9 @@ from vbrt.model.attachment import Attachment, Terms
 from vbrt.model.machine_memory import check_ssd_directory, release_host_memory
 from vbrt.model.placement import Homes, current_homes, place_beside, place_pages, restore_homes
 from vbrt.model.runtime import Runtime
-from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan, Swap
-from vbrt.residency.site import ROOT, WeightSite
+from vbrt.residency.user_policy import PolicyFactory
+from vbrt.residency.weight_site import ROOT, WeightSite
 from vbrt.saves.load.sources import Source
 
 __all__ = ["Filling"]

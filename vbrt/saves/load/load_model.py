@@ -15,7 +15,7 @@ from vbrt.model.machine_memory import check_ssd_directory, release_host_memory
 from vbrt.model.placement import place_beside
 from vbrt.model.runtime import Runtime
 from vbrt.report.progress import Progress
-from vbrt.residency.custom import PolicyFactory
+from vbrt.residency.user_policy import PolicyFactory
 from vbrt.saves.common.assign import compute_buffers_
 from vbrt.saves.files.read_target import on_device
 from vbrt.saves.load.calibrate_from_files import calibrated

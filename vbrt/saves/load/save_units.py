@@ -18,7 +18,7 @@ from vbrt.layers import HandleSpec, WeightHandle
 from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle, ExpertsSpec
 from vbrt.residency.plan import Beside, Plan, Swap
-from vbrt.residency.site import ROOT, WeightSite
+from vbrt.residency.weight_site import ROOT, WeightSite
 from vbrt.saves.common.assign import compute_buffers_
 from vbrt.saves.common.manifest import KeptTensor, SavedLayer, text_of
 from vbrt.saves.files.read_target import HOST

@@ -15,7 +15,7 @@ from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.encoding import EncodedExperts, MatricesOnDemand
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
-from vbrt.residency.site import WeightSite
+from vbrt.residency.weight_site import WeightSite
 from vbrt.saves.common.assign import assign_, on_meta, with_values
 from vbrt.saves.common.compatibility import check_names, ignored_names, other_dtypes, other_shapes, refuse_any
 from vbrt.saves.common.renaming import Entry, own_dtypes

@@ -24,7 +24,7 @@ from vbrt.layers.experts.encoding import ExpertsOnDemand
 from vbrt.model.planner import make_plan
 from vbrt.model.weight_choice import choose
 from vbrt.residency.plan import Beside, Plan, Swap
-from vbrt.residency.site import WeightSite
+from vbrt.residency.weight_site import WeightSite
 from vbrt.saves.common.renaming import Entry, entries_for
 from vbrt.saves.files.gguf_file import GGUFFile
 from vbrt.saves.files.read_target import Fill, for_encoder

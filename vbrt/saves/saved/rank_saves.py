@@ -36,7 +36,7 @@ from vbrt.layers.shards import Sharding, is_sharded, matrix_shard
 from vbrt.model.attachment import Attachment
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
-from vbrt.residency.site import EXPERTS, ROOT, Shard, WeightSite
+from vbrt.residency.weight_site import EXPERTS, ROOT, Shard, WeightSite
 from vbrt.saves.common.assign import assign_, on_meta, with_values
 from vbrt.saves.common.companion_files import write_companions
 from vbrt.saves.common.compatibility import check_names

@@ -14,7 +14,7 @@ import torch
 from vbrt.config import FORMATS
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import EXACT, resolve
-from vbrt.residency.site import Shard
+from vbrt.residency.weight_site import Shard
 
 __all__ = ["Held", "Matrix", "cut_between_blocks", "join_parts", "planes_of_part"]
 

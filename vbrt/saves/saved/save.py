@@ -27,7 +27,7 @@ from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.shards import local_of
 from vbrt.model.attachment import Attachment
 from vbrt.report.progress import Progress
-from vbrt.residency.site import ROOT, WeightSite
+from vbrt.residency.weight_site import ROOT, WeightSite
 from vbrt.saves.common.manifest import (
     MANIFEST,
     SHARD,

@@ -23,7 +23,7 @@ from vbrt.layers.experts.encoding import ExpertsOnDemand
 from vbrt.layers.experts.routing import top_k_of
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
-from vbrt.residency.site import ROOT, WeightSite
+from vbrt.residency.weight_site import ROOT, WeightSite
 from vbrt.saves.common.assign import assign_, on_meta, with_values
 from vbrt.saves.common.compatibility import check_names, has_fraction, misfit, other_kinds, other_shapes, refuse_any
 from vbrt.saves.common.manifest import KeptTensor, Manifest, SavedLayer, read_manifest, text_of

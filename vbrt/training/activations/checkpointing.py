@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from vbrt.host.memory import storage_of
 from vbrt.libraries.transformers_api import CACHE_ARGUMENTS, is_cache
 from vbrt.report.activation_counters import ActivationStats
-from vbrt.residency.activations import KEEP, OFFLOAD, RECOMPUTE, choose
+from vbrt.residency.activation_plan import KEEP, OFFLOAD, RECOMPUTE, choose
 from vbrt.training.activations.activation_offload import Offload
 from vbrt.training.full.streamed_parameter import StreamedParameter
 

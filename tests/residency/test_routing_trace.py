@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vbrt.errors import ArgumentError
-from vbrt.residency.routing import Routed, RoutedLayer, Routing, generate_routing
 from vbrt.residency.routing_file import read_routing, write_routing
+from vbrt.residency.routing_trace import Routed, RoutedLayer, Routing, generate_routing
 from vbrt.residency.simulate import PASS, Announce, Pass, best_scope, simulate
 
 QWEN = tuple(RoutedLayer(f"model.layers.{i}.mlp.experts", 128, 8, {"coarse": 2654208}) for i in range(2))

@@ -4,11 +4,11 @@ import pytest
 
 from vbrt.config import PolicyConfig
 from vbrt.errors import ConfigError, TierError
-from vbrt.residency.custom import CheckedPolicy, check_policy, policy_factory, take_policy
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import Decision, Policy
 from vbrt.residency.scheduled import ScheduledPolicy
 from vbrt.residency.simulate import simulate
+from vbrt.residency.user_policy import CheckedPolicy, check_policy, policy_factory, take_policy
 
 
 class Fifo:

@@ -3,8 +3,8 @@
 import pytest
 
 from vbrt.config import POLICIES
-from vbrt.residency.custom import check_policy
 from vbrt.residency.simulate import make_policy
+from vbrt.residency.user_policy import check_policy
 
 
 @pytest.mark.parametrize("kind", [kind for kind in POLICIES if kind != "auto"])

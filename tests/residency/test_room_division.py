@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbrt.residency.division import Room, divide, rebalanced, spread
+from vbrt.residency.room_division import Room, divide, rebalanced, spread
 from vbrt.residency.scheduled import ScheduledPolicy
 
 

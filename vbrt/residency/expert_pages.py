@@ -14,10 +14,10 @@ with the pass. `passed` is told of experts that are computed where they lie.
 
 from collections.abc import Collection, Mapping
 
+from vbrt.residency.bypassed_experts import Passed
 from vbrt.residency.expert_pool import ExpertPage
 from vbrt.residency.expert_room import ExpertRoom, split_key
-from vbrt.residency.foresight import Foresight
-from vbrt.residency.passed import Passed
+from vbrt.residency.lookahead import Foresight
 from vbrt.residency.policy import FORWARD, Decision
 from vbrt.residency.scheduled import ScheduledPolicy
 

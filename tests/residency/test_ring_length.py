@@ -8,7 +8,7 @@ from hypothesis import given
 
 from tests.residency.traces import checkpointed, misses_of_pass, workloads
 from vbrt.residency.policy import Policy
-from vbrt.residency.rings import RingSearch
+from vbrt.residency.ring_length import RingSearch
 from vbrt.residency.scheduled import ScheduledPolicy
 
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from vbrt.config.schema import VBConfig
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError
-from vbrt.residency.division import spread
+from vbrt.residency.byte_text import format_bytes
 from vbrt.residency.plan import PageSpec, Swap
-from vbrt.residency.sizes import format_bytes
+from vbrt.residency.room_division import spread
 
 __all__ = ["GRADIENT", "STATE", "with_state"]
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vbrt.residency.expert_pages import ExpertsPolicy
 from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART, ExpertPage, Pool
 from vbrt.residency.expert_room import ExpertRoom, largest_pages, split_key
-from vbrt.residency.experts import ExpertsPolicy
 from vbrt.residency.simulate import PASS, Announce, make_policy, simulate
 
 

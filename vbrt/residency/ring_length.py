@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 
-from vbrt.residency.division import Division
+from vbrt.residency.room_division import Division
 
 __all__ = ["RingSearch"]
 

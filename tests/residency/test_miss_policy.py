@@ -5,9 +5,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vbrt.residency.expert_pages import ExpertsPolicy
 from vbrt.residency.expert_pool import ONE
-from vbrt.residency.experts import ExpertsPolicy
-from vbrt.residency.missed import Missed, MissRates, computed_experts, host_pays
+from vbrt.residency.miss_policy import Missed, MissRates, computed_experts, host_pays
 
 PAGE = 1000
 missed_experts = st.lists(

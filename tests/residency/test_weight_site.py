@@ -2,7 +2,7 @@
 
 import pytest
 
-from vbrt.residency.site import EXPERTS, ROOT, Shard, WeightSite
+from vbrt.residency.weight_site import EXPERTS, ROOT, Shard, WeightSite
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from vbrt.config.arguments import check_instance, check_whole
+from vbrt.residency.access_trace import Announce, Pass
 from vbrt.residency.plan import Plan
 from vbrt.residency.policy import FORWARD
-from vbrt.residency.trace import Announce, Pass
 
 __all__ = ["Routed", "RoutedLayer", "Routing", "generate_routing", "plan_layers"]
 
