@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbrt.config.tiers import TIERS
+from vbrt.config.tier_records import TIERS
 from vbrt.errors import ConfigError
 from vbrt.residency.plan import PageSpec, Plan, Skip, Swap, format_bytes, leased_pages, place
 from vbrt.residency.weight_site import WeightSite

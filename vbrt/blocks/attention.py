@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from vbrt.config.arguments import check_instance, check_number, check_whole
+from vbrt.config.argument_checks import check_instance, check_number, check_whole
 from vbrt.errors import ArgumentError
 
 __all__ = ["AttentionChoice", "FlashAttention", "attention"]

@@ -26,7 +26,7 @@ from torch.fx import Proxy
 
 from vbrt.blocks.page import PageForm, frozen_linear, frozen_weight
 from vbrt.config import FORMATS, chosen_formats
-from vbrt.config.arguments import check_instance, check_one_of, check_whole
+from vbrt.config.argument_checks import check_instance, check_one_of, check_whole
 from vbrt.errors import FormatError, WrapError
 from vbrt.formats import PageLayout, get_format, new_page, pack, unpack
 from vbrt.kernels.decoded import DecodedWeight

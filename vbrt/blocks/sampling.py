@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from vbrt.config.arguments import check_instance
+from vbrt.config.argument_checks import check_instance
 from vbrt.errors import ArgumentError
 
 __all__ = ["gumbel_max_sample"]

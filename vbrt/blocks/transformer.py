@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vbrt.blocks.attention import FlashAttention
 from vbrt.blocks.fp4_linear import FusedFP4Linear
-from vbrt.config.arguments import check_whole
+from vbrt.config.argument_checks import check_whole
 
 __all__ = ["OptimizedTransformerBlock"]
 

@@ -9,9 +9,9 @@ from vbrt.config.budgets import (
     resolve_budget,
     resolve_budgets,
 )
-from vbrt.config.files import DEFAULT_PRESET, preset_names, preset_path
-from vbrt.config.formats import FORMATS, FormatRecord, chosen_formats, formats_of
-from vbrt.config.load import assign, load_config
+from vbrt.config.format_records import FORMATS, FormatRecord, chosen_formats, formats_of
+from vbrt.config.load_config import assign, load_config
+from vbrt.config.presets import DEFAULT_PRESET, preset_names, preset_path
 from vbrt.config.schema import (
     BACKENDS,
     FINE_PLANES,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Literal
 
-from vbrt.config.checks import MAX_INT, wrong
-from vbrt.config.tiers import TIERS
+from vbrt.config.tier_records import TIERS
+from vbrt.config.value_checks import MAX_INT, wrong
 from vbrt.errors import ConfigError
 
 if TYPE_CHECKING:

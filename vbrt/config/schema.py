@@ -31,11 +31,22 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from vbrt.config.budgets import parse_activations, parse_weights_budget
-from vbrt.config.checks import auto_or, choice, did_you_mean, file, flag, pattern_table, patterns, text, whole, wrong
-from vbrt.config.files import read_toml
-from vbrt.config.formats import FORMATS, chosen_formats
+from vbrt.config.format_records import FORMATS, chosen_formats
+from vbrt.config.presets import read_toml
 from vbrt.config.section import Section, opt
 from vbrt.config.tier_sections import IO_MODES, CpuTier, GpuTier, PeerTier, SsdTier, memory_budget
+from vbrt.config.value_checks import (
+    auto_or,
+    choice,
+    did_you_mean,
+    file,
+    flag,
+    pattern_table,
+    patterns,
+    text,
+    whole,
+    wrong,
+)
 from vbrt.errors import ConfigError
 
 __all__ = [

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from vbrt.config.budgets import parse_budget
-from vbrt.config.checks import auto_or, choice, directory, flag, gpus, gpus_or
 from vbrt.config.section import Section, opt
+from vbrt.config.value_checks import auto_or, choice, directory, flag, gpus, gpus_or
 from vbrt.errors import ConfigError
 
 __all__ = ["IO_MODES", "CpuTier", "GpuTier", "PeerTier", "SsdTier", "memory_budget"]

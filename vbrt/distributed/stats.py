@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vbrt.config.arguments import check_instance
+from vbrt.config.argument_checks import check_instance
 from vbrt.errors import ArgumentError
 from vbrt.report.layer_groups import of_ranks
 from vbrt.report.stats import Stats

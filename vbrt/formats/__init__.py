@@ -7,7 +7,7 @@
 
 from importlib import import_module
 
-from vbrt.config.formats import FORMATS, FormatRecord
+from vbrt.config.format_records import FORMATS, FormatRecord
 from vbrt.errors import FormatError
 from vbrt.formats.base import Format, WeightPlanes
 from vbrt.formats.fine import estimate_fine_bytes, fine_layout, merge_fine, split_fine

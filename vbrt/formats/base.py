@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vbrt.config.formats import FormatRecord
+from vbrt.config.format_records import FormatRecord
 from vbrt.errors import FormatError
 from vbrt.formats.page import PageLayout
 

@@ -13,7 +13,7 @@ Encoding is for weights that are assigned to such a layer afterwards; no config 
 import torch
 from torch import Tensor
 
-from vbrt.config.formats import FormatRecord
+from vbrt.config.format_records import FormatRecord
 from vbrt.errors import FormatError
 from vbrt.formats.base import Format, check_weight, padded, tiles
 from vbrt.formats.blocks import (

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vbrt.config.formats import FORMATS, LEVEL_BLOCKS, LEVEL_SCALES
+from vbrt.config.format_records import FORMATS, LEVEL_BLOCKS, LEVEL_SCALES
 from vbrt.errors import FormatError
 from vbrt.formats.base import padded
 from vbrt.formats.blocks import unpack_codes

@@ -14,7 +14,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from vbrt.config.formats import FORMATS
+from vbrt.config.format_records import FORMATS
 from vbrt.errors import FormatError
 from vbrt.formats.quantile import MAGNITUDES, Quantile
 

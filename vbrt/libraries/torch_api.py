@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vbrt.config.arguments import check_one_of
+from vbrt.config.argument_checks import check_one_of
 from vbrt.errors import KernelError, LibraryError
 from vbrt.libraries.probe import announce, find, version_of
 from vbrt.libraries.versions import tested_range

@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from vbrt.config.tiers import TIERS
+from vbrt.config.tier_records import TIERS
 from vbrt.residency.plan import format_bytes
 from vbrt.residency.room_division import rebalanced
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from vbrt.config import VBConfig
-from vbrt.config.tiers import TIERS
+from vbrt.config.tier_records import TIERS
 from vbrt.errors import ConfigError
 from vbrt.kernels.cpu.reading import page_reader
 from vbrt.model.machine_memory import link_gpus, peer_gpus, sharers_of, ssd_directory

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vbrt.config.tiers import TIERS
+from vbrt.config.tier_records import TIERS
 from vbrt.errors import TierError
 from vbrt.layers import WeightHandle
 from vbrt.model.layer_registry import Registry

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from vbrt.config import FORMATS, Machine, VBConfig, compute_tier, load_config, parse_budget, resolve_budgets
-from vbrt.config.arguments import check_instance
-from vbrt.config.tiers import TIERS
+from vbrt.config.argument_checks import check_instance
+from vbrt.config.tier_records import TIERS
 from vbrt.errors import ConfigError, NoRoomError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.experts import join_layouts

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vbrt.config import VBConfig, load_config, resolve_budget
-from vbrt.config.arguments import check_instance
-from vbrt.config.tiers import TIERS
+from vbrt.config.argument_checks import check_instance
+from vbrt.config.tier_records import TIERS
 from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.kernels import libraries
 from vbrt.kernels.cpu import recycle

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self, get_origin
 
-from vbrt.config.arguments import check_whole
+from vbrt.config.argument_checks import check_whole
 from vbrt.errors import ArgumentError, FormatError
 from vbrt.report.activation_counters import ActivationStats
 from vbrt.report.expert_counters import ExpertCounts, ExpertsStats

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vbrt.config import Machine
-from vbrt.config.tiers import TIERS
+from vbrt.config.tier_records import TIERS
 from vbrt.residency.plan import Plan
 
 __all__ = ["TierNeed", "machine_bytes", "tier_needs"]

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from vbrt.config.arguments import check_whole
-from vbrt.config.formats import FORMATS
-from vbrt.config.tiers import TIERS
+from vbrt.config.argument_checks import check_whole
+from vbrt.config.format_records import FORMATS
+from vbrt.config.tier_records import TIERS
 from vbrt.errors import NoRoomError
 from vbrt.residency.byte_text import format_bytes
 from vbrt.residency.plan_text import plan_lines

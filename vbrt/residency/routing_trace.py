@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from vbrt.config.arguments import check_instance, check_whole
+from vbrt.config.argument_checks import check_instance, check_whole
 from vbrt.residency.access_trace import Announce, Pass
 from vbrt.residency.plan import Plan
 from vbrt.residency.policy import FORWARD

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vbrt.config.arguments import check_instance, check_one_of, check_whole
+from vbrt.config.argument_checks import check_instance, check_one_of, check_whole
 from vbrt.errors import ArgumentError
 from vbrt.residency.access_counts import PhaseCounts
 from vbrt.residency.access_trace import PASS, Announce, Pass

@@ -8,7 +8,7 @@ nearer. None of it is ever on a GPU.
 from collections.abc import Mapping, Sequence
 
 from vbrt.config.schema import VBConfig
-from vbrt.config.tiers import TIERS
+from vbrt.config.tier_records import TIERS
 from vbrt.errors import ConfigError
 from vbrt.residency.byte_text import format_bytes
 from vbrt.residency.plan import PageSpec, Swap

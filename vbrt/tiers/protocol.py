@@ -6,7 +6,7 @@ The stack is a list of tiers, each of them a file of its own: whatever keeps thi
 first, which must be a memory. Any tier may have a policy and keep copies of pages from further down; without one it
 keeps the pages that live there only, and pages from below pass by it.
 
-`vbrt.config.tiers` says what else a tier needs before a config can name it.
+`vbrt.config.tier_records` says what else a tier needs before a config can name it.
 """
 
 from collections.abc import Collection

@@ -25,7 +25,7 @@ import psutil
 import torch
 import xxhash
 
-from vbrt.config.tiers import TIERS
+from vbrt.config.tier_records import TIERS
 from vbrt.errors import TierError, describe_os_error
 from vbrt.host.crew import Crew
 from vbrt.host.files import open_regular, read_into, replacing, write_at

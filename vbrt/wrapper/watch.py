@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vbrt.config.arguments import check_instance
+from vbrt.config.argument_checks import check_instance
 from vbrt.errors import NonfiniteError
 from vbrt.libraries.torch_api import tree_leaves
 from vbrt.residency.weight_site import ROOT

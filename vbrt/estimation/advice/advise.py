@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vbrt.config import Machine, load_config
-from vbrt.config.arguments import check_instance, check_one_of
+from vbrt.config.argument_checks import check_instance, check_one_of
 from vbrt.errors import ArgumentError
 from vbrt.estimation.advice.candidates import Asked, candidates, nearest
 from vbrt.estimation.advice.choices import Advice

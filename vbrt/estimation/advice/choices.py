@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vbrt.config import Machine, VBConfig
-from vbrt.config.formats import FORMATS
+from vbrt.config.format_records import FORMATS
 from vbrt.errors import ConfigError
 from vbrt.estimation.advice.machine_rates import Rates
 from vbrt.estimation.advice.step_time import Speed

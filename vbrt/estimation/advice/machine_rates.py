@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from vbrt.config.arguments import check_instance
+from vbrt.config.argument_checks import check_instance
 from vbrt.errors import ArgumentError
 from vbrt.estimation.advice.cpu_expert_rates import FEW_ROWS, experts_gb_s, few_rows
 from vbrt.host.files import cache_folder, read_bounded, write_file

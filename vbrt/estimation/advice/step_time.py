@@ -13,7 +13,7 @@ from itertools import pairwise
 from torch import nn
 
 from vbrt.config import VBConfig, load_config
-from vbrt.config.formats import FORMATS
+from vbrt.config.format_records import FORMATS
 from vbrt.estimation.advice.calibrated_rates import SHARES, Shares
 from vbrt.estimation.advice.machine_rates import Rates
 from vbrt.estimation.memory.estimate_report import Estimate

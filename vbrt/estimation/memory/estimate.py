@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from vbrt.config import Machine, VBConfig, load_config
-from vbrt.config.arguments import check_instance, check_whole
+from vbrt.config.argument_checks import check_instance, check_whole
 from vbrt.errors import ArgumentError, LibraryError, WrapError
 from vbrt.estimation.memory.estimate_report import Estimate, Row
 from vbrt.estimation.memory.estimate_rows import more_parts, parts, stages, step_rows, swapped_parameters, weight_rows

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vbrt.config import load_config
-from vbrt.config.arguments import check_instance, check_whole
+from vbrt.config.argument_checks import check_instance, check_whole
 from vbrt.errors import ArgumentError
 from vbrt.estimation.memory.live_bytes import Meter
 from vbrt.model.machine_memory import this_machine

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vbrt.config.arguments import check_instance, check_whole
+from vbrt.config.argument_checks import check_instance, check_whole
 from vbrt.errors import ArgumentError
 
 __all__ = ["ATTENTION", "CHECKPOINTS", "GOALS", "TASKS", "Task"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.config import FORMATS, VBConfig, load_config, parse_weights_budget
-from vbrt.config.arguments import check_instance
+from vbrt.config.argument_checks import check_instance
 from vbrt.errors import ArgumentError, ConfigError, WrapError
 from vbrt.estimation.precision.calibration_data import Text, text_of
 from vbrt.estimation.precision.input_statistics import input_statistics

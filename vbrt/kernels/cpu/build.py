@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from vbrt.config.formats import LEVEL_SCALES, FormatRecord
+from vbrt.config.format_records import LEVEL_SCALES, FormatRecord
 from vbrt.errors import KernelError
 from vbrt.kernels.cpu import compiler, kept
 

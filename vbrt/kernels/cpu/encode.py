@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vbrt.config.formats import LEVEL_SCALES, formats_of
+from vbrt.config.format_records import LEVEL_SCALES, formats_of
 from vbrt.formats.base import EncodedGroup, Format
 from vbrt.formats.blocks import BlockFormat, Range
 from vbrt.formats.levels import Levels

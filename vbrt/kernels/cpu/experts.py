@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vbrt.config.formats import FORMATS as RECORDS
+from vbrt.config.format_records import FORMATS as RECORDS
 from vbrt.errors import KernelError
 from vbrt.formats import get_format
 from vbrt.formats.base import padded

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vbrt.config.formats import formats_of
+from vbrt.config.format_records import formats_of
 from vbrt.errors import FormatError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.base import padded

@@ -9,7 +9,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from vbrt.config.formats import FORMATS as RECORDS
+from vbrt.config.format_records import FORMATS as RECORDS
 from vbrt.errors import KernelError
 from vbrt.formats.page import PageLayout
 from vbrt.kernels.cpu import recycle

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vbrt.config.arguments import check_instance
+from vbrt.config.argument_checks import check_instance
 from vbrt.errors import ArgumentError
 
 __all__ = ["Lion"]

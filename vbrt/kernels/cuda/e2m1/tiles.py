@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vbrt.config import formats
-from vbrt.config.formats import FormatRecord
+from vbrt.config import format_records
+from vbrt.config.format_records import FormatRecord
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
 from vbrt.formats.blocks import powers_of_two
@@ -80,7 +80,7 @@ def _tile_format(record: FormatRecord) -> TileFormat:
     return TileFormat(record.block, _CODE_WORDS + scale_words, e8m0_scales=record.scales == "e8m0")
 
 
-FORMATS = {name: _tile_format(formats.FORMATS[name]) for name in formats.formats_of("e2m1")}
+FORMATS = {name: _tile_format(format_records.FORMATS[name]) for name in format_records.formats_of("e2m1")}
 
 
 class TiledWeight(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vbrt.config.formats import formats_of
+from vbrt.config.format_records import formats_of
 from vbrt.formats import WeightPlanes
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.kernels import reference

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vbrt.config.formats import formats_of
+from vbrt.config.format_records import formats_of
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import reference
 from vbrt.kernels.cuda import devices

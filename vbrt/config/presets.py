@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from vbrt.config.checks import did_you_mean, quoted, shown
+from vbrt.config.value_checks import did_you_mean, quoted, shown
 from vbrt.errors import ConfigError, describe_os_error
 from vbrt.host.files import read_bounded
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from vbrt.config.checks import shown
-from vbrt.config.files import DEFAULT_PRESET, preset_names, preset_path
+from vbrt.config.presets import DEFAULT_PRESET, preset_names, preset_path
 from vbrt.config.schema import VBConfig, plain
+from vbrt.config.value_checks import shown
 from vbrt.errors import ConfigError
 
 __all__ = ["assign", "load_config"]

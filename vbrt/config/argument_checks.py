@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-from vbrt.config.checks import shown
+from vbrt.config.value_checks import shown
 from vbrt.errors import ArgumentError
 
 __all__ = ["check_instance", "check_number", "check_one_of", "check_whole"]
