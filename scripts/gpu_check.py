@@ -49,7 +49,7 @@ from scripts.gpu_timing import (
     side_by_side,
 )
 from vbrt.formats import WeightPlanes, get_format
-from vbrt.host.files import write_file
+from vbrt.host.safe_files import write_file
 from vbrt.kernels import fp4_refusal, fp8_refusal, resolve
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.rounded import fp4 as fp4_scaled

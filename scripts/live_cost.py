@@ -34,7 +34,7 @@ from vbrt.model.live_sampling import sample
 EVERY_S = 0.5
 ASKING = f"""
 import sys, time
-from vbrt.host.offer import ask
+from vbrt.host.stats_endpoint import ask
 while True:
     ask(int(sys.argv[1]))
     print(".", flush=True)

@@ -134,9 +134,9 @@ def load(args: argparse.Namespace) -> dict:
         torch.ones(1, device="cuda").item()
     marks["device"] = time.time()
     if args.unread:
-        from vbrt.host import read_ahead
+        from vbrt.host import file_prefetch
 
-        read_ahead._WINDOW_BYTES = (0, 0)
+        file_prefetch._WINDOW_BYTES = (0, 0)
     if args.heap:
         from vbrt.saves.files import read_target
         from vbrt.saves.load import load_model

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.host.files import open_regular, sync_directory
+from vbrt.host.safe_files import open_regular, sync_directory
 from vbrt.saves.common.manifest import content_digest, text_of
 from vbrt.saves.files.safetensors_file import TensorFile, TensorInfo, TensorWriter, digest
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from scripts.gpu_timing import BF16, CUDA, Shape, error, machine, plain, planes_of, say
 from vbrt.formats import WeightPlanes, get_format
-from vbrt.host.files import write_file
+from vbrt.host.safe_files import write_file
 from vbrt.kernels import resolve
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear

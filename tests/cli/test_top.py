@@ -18,16 +18,16 @@ from tests.models import mlp, wrap
 from tests.patience import LONG_S
 from vbrt.cli import main as cli
 from vbrt.cli import top
-from vbrt.host import offer
+from vbrt.host import stats_endpoint
 from vbrt.model import live_sampling
 
 
 @pytest.fixture(autouse=True)
 def own_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(offer, "directories", lambda: [tmp_path / "offers"])
+    monkeypatch.setattr(stats_endpoint, "directories", lambda: [tmp_path / "offers"])
     monkeypatch.setattr(top, "_LINE_S", 0.02)
-    monkeypatch.setattr(offer, "_SEND_S", LONG_S)
-    monkeypatch.setattr(offer, "_TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(stats_endpoint, "_SEND_S", LONG_S)
+    monkeypatch.setattr(stats_endpoint, "_TIMEOUT_S", LONG_S)
 
 
 def work(ready):
@@ -165,7 +165,7 @@ def test_what_cannot_be_watched_is_said_with_what_would_do(capsys, monkeypatch):
     def refused(_pid):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(offer, "ask", refused)
+    monkeypatch.setattr(stats_endpoint, "ask", refused)
     assert cli.main(["top", "1"]) == 2
     assert "process 1 cannot be asked: Permission denied" in errors(capsys)
     for answer, said in (
@@ -173,7 +173,7 @@ def test_what_cannot_be_watched_is_said_with_what_would_do(capsys, monkeypatch):
         (b'{"version": 1, "error": "KeyError: 1"}', "could not take a sample of itself: KeyError: 1"),
         (b'{"version": 2}', "of version 2; this vbrt reads version 1"),
     ):
-        monkeypatch.setattr(offer, "ask", lambda _pid, answer=answer: answer)
+        monkeypatch.setattr(stats_endpoint, "ask", lambda _pid, answer=answer: answer)
         assert cli.main(["top", "1"]) == 2
         assert said in errors(capsys)
 

@@ -14,7 +14,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 import vbrt
 from tests.distributed.cases import TOKENS, mesh, weight_reads
 from tests.models import config
-from vbrt.host import read_ahead
+from vbrt.host import file_prefetch
 from vbrt.layers.shards import is_sharded
 
 
@@ -145,8 +145,8 @@ def read(path: str, **sizes: int) -> dict[str, int]:
         plain = sum(taken)
         taken.clear()
         with (
-            mock.patch.object(read_ahead, "_read", lambda piece: ahead.append(piece.nbytes)),
-            mock.patch.object(read_ahead, "_PIECE_BYTES", 1 << 12),
+            mock.patch.object(file_prefetch, "_read", lambda piece: ahead.append(piece.nbytes)),
+            mock.patch.object(file_prefetch, "_PIECE_BYTES", 1 << 12),
         ):
             model = AutoModelForCausalLM.from_pretrained(
                 path, distributed_config=distributed, quantization_config=vbrt.QuantizationConfig(config("nvfp4"))

@@ -39,7 +39,7 @@ def test_a_format_has_no_effects_on_devices(path):
         "torch.empty(1, pin_memory=True)",
         "x.to(device, non_blocking=True)",
         "from vbrt.tiers.memory import pin",
-        "import vbrt.host.memory",
+        "import vbrt.host.host_memory",
     ],
 )
 def test_an_effect_is_found(source):

@@ -10,7 +10,7 @@ import vbrt
 from tests.cli.conftest import save_tokenizer
 from tests.saves.published.published_files import publish
 from tests.saves.published.test_published import QUIET, llama, logits
-from vbrt.host import read_ahead
+from vbrt.host import file_prefetch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -101,8 +101,8 @@ def test_a_truncated_file_is_named_through_transformers_too(tmp_path):
 def test_files_are_read_ahead_layer_by_layer(tmp_path, monkeypatch, way):
     llama().save_pretrained(tmp_path)
     read = []
-    monkeypatch.setattr(read_ahead, "_joined", iter)  # or neighbours would be one read
-    monkeypatch.setattr(read_ahead.Crew, "give", lambda crew, work, piece: read.append(getattr(piece, "name", None)))
+    monkeypatch.setattr(file_prefetch, "_joined", iter)  # or neighbours would be one read
+    monkeypatch.setattr(file_prefetch.Crew, "give", lambda crew, work, piece: read.append(getattr(piece, "name", None)))
     if way == "vbrt":
         vbrt.load(tmp_path, llama(meta=True), "exact", **QUIET).close()
     else:

@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vbrt
 from tests.models import TOKENS, llama, mlp, qwen3_moe, wrap, wrap_streamed
-from vbrt.host import offer as offers
+from vbrt.host import stats_endpoint
 from vbrt.model import live_sampling
 from vbrt.report.live_sample import LiveSample
 
 
 @pytest.fixture
 def own_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(offers, "directories", lambda: [tmp_path / "offers"])
+    monkeypatch.setattr(stats_endpoint, "directories", lambda: [tmp_path / "offers"])
 
 
 class NoDevice(TorchDispatchMode):
@@ -167,14 +167,14 @@ def test_the_environment_has_a_process_offer_itself_and_says_where_it_cannot(own
     monkeypatch.setenv("VBRT_TOP", "1")
     vb = wrap(mlp())
     try:
-        found = LiveSample.from_dict(json.loads(offers.ask(os.getpid())))
+        found = LiveSample.from_dict(json.loads(stats_endpoint.ask(os.getpid())))
         assert "Sequential" in found.names
         live_sampling._offered.again = 0.0
         monkeypatch.setattr(live_sampling, "sample", lambda: 1 / 0)
-        assert json.loads(offers.ask(os.getpid()))["error"] == "ZeroDivisionError: division by zero"
+        assert json.loads(stats_endpoint.ask(os.getpid()))["error"] == "ZeroDivisionError: division by zero"
     finally:
         live_sampling.withdraw()
-    assert live_sampling._offered.offer is None and not offers.pids()
+    assert live_sampling._offered.offer is None and not stats_endpoint.pids()
     (tmp_path / "offers").rmdir()
     (tmp_path / "offers").write_text("")
     with pytest.warns(UserWarning, match="VBRT_TOP: this process cannot be offered to vbrt top"):

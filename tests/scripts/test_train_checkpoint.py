@@ -176,7 +176,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(text, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(fd, data, at)
 
-    monkeypatch.setattr("vbrt.host.files.os.pwrite", full)
+    monkeypatch.setattr("vbrt.host.safe_files.os.pwrite", full)
     assert f"{out / 'checkpoint.safetensors'}: cannot be written: the disk is full" in refusal(text, out)
     monkeypatch.undo()
     state = train.Checkpoint(out / "checkpoint.safetensors").state

@@ -16,7 +16,7 @@ import xxhash
 from tests.patience import LONG_S
 from tests.tiers.pages import CHUNK, PAGE, NamedSsd, buffer, file_of, page, read
 from vbrt.errors import TierError
-from vbrt.host.crew import Crew
+from vbrt.host.worker_threads import Crew
 
 
 def test_helpers_read_parts_of_a_page(helped, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from tests.models import mlp, wrap
 from tests.patience import LONG_S
 from vbrt.errors import ArgumentError, TierError
-from vbrt.host import offer
+from vbrt.host import stats_endpoint
 from vbrt.wrapper import live
 
 
@@ -49,15 +49,15 @@ def test_on_a_terminal_there_is_a_frame_and_ctrl_c_leaves_the_cursor(capsys, mon
 
 
 def test_offered_it_shows_nothing_and_answers_for_the_block_only(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(offer, "directories", lambda: [tmp_path / "offers"])
+    monkeypatch.setattr(stats_endpoint, "directories", lambda: [tmp_path / "offers"])
     vb = wrap(mlp())
     with vb.live(offer=True):
         with vb.live(offer=True):
             pass
-        assert b'"Sequential"' in offer.ask(os.getpid())
-    assert not offer.pids() and capsys.readouterr() == ("", "")
+        assert b'"Sequential"' in stats_endpoint.ask(os.getpid())
+    assert not stats_endpoint.pids() and capsys.readouterr() == ("", "")
     with pytest.raises(ArgumentError, match="live: every_s = 0; expected seconds"):
         vb.live(every_s=0)
-    monkeypatch.setattr(offer, "directories", lambda: [tmp_path / "missing" / "offers"])
+    monkeypatch.setattr(stats_endpoint, "directories", lambda: [tmp_path / "missing" / "offers"])
     with pytest.raises(TierError, match="cannot be offered to vbrt top"), vb.live(offer=True):
         pass

@@ -11,7 +11,7 @@ from typing import Any
 
 from vbrt.config import VBConfig, assign, load_config, preset_names
 from vbrt.errors import VBError, describe_os_error
-from vbrt.host.files import check_writable, write_file
+from vbrt.host.safe_files import check_writable, write_file
 
 __all__ = [
     "add_command",

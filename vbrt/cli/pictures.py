@@ -6,7 +6,7 @@ from typing import Any
 
 from vbrt.cli.options import writing
 from vbrt.errors import VBError
-from vbrt.host.files import check_writable
+from vbrt.host.safe_files import check_writable
 
 __all__ = ["bars", "check_plot"]
 

@@ -8,7 +8,7 @@ from vbrt.cli.options import add_command, add_config, check_config_file, config_
 from vbrt.cli.screen import console_for_stdout, working
 from vbrt.config import VBConfig, parse_weights_budget
 from vbrt.errors import VBError, describe_os_error
-from vbrt.host.files import read_bounded
+from vbrt.host.safe_files import read_bounded
 
 if TYPE_CHECKING:
     import torch

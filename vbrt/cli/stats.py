@@ -10,7 +10,7 @@ from typing import Any
 from vbrt.cli.options import add_command
 from vbrt.cli.screen import complain, console_for_stdout
 from vbrt.errors import VBError
-from vbrt.host.files import expanded, home_folder, read_bounded, write_file
+from vbrt.host.safe_files import expanded, home_folder, read_bounded, write_file
 from vbrt.report.stats import Stats
 
 __all__ = ["add", "keep_stats", "stats_path"]

@@ -21,7 +21,7 @@ from rich.console import Console
 from vbrt.cli.options import add_command
 from vbrt.cli.screen import complain
 from vbrt.errors import VBError
-from vbrt.host import offer
+from vbrt.host import stats_endpoint
 from vbrt.report.live_sample import History, LiveSample
 from vbrt.report.live_screen import LiveScreen
 from vbrt.report.live_view import plain_line
@@ -143,7 +143,7 @@ def _chosen(wanted: str | None) -> int:
     if wanted is not None and wanted.isascii() and wanted.isdigit():
         return int(wanted)
     offered = {}
-    for pid in offer.pids():
+    for pid in stats_endpoint.pids():
         with contextlib.suppress(OSError, VBError):
             offered[pid] = _sample(pid)
     found = {pid: of for pid, of in offered.items() if wanted is None or _is_called(of, wanted)}
@@ -187,7 +187,7 @@ def _look(pid: int) -> LiveSample:
 def _sample(pid: int) -> LiveSample:
     """Return a sample. Raises OSError, and VBError where it is none."""
     try:
-        data = json.loads(offer.ask(pid))
+        data = json.loads(stats_endpoint.ask(pid))
     except ValueError as error:
         raise VBError(f"process {pid}: what it answers is not JSON ({error}); is it vbrt?") from error
     if isinstance(data, dict) and "error" in data:

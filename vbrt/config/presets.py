@@ -6,7 +6,7 @@ from typing import Any
 
 from vbrt.config.value_checks import did_you_mean, quoted, shown
 from vbrt.errors import ConfigError, describe_os_error
-from vbrt.host.files import read_bounded
+from vbrt.host.safe_files import read_bounded
 
 __all__ = ["DEFAULT_PRESET", "preset_names", "preset_path", "read_toml"]
 

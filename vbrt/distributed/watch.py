@@ -31,7 +31,7 @@ import xxhash
 from torch import nn
 
 from vbrt.errors import ArgumentError, TierError, VBError
-from vbrt.host.memory import bytes_view
+from vbrt.host.host_memory import bytes_view
 from vbrt.host.ticker import Ticker
 from vbrt.layers.shards import group_of
 from vbrt.model.attachment import Attachment

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from vbrt.config import VBConfig
 from vbrt.errors import VBError
-from vbrt.host.files import read_bounded, write_file
+from vbrt.host.safe_files import read_bounded, write_file
 from vbrt.integrations.gguf_models import TOKENIZERS, gguf_tokenizer
 from vbrt.integrations.huggingface import gguf_at, loading, looked_at, meta_model, model_config, quiet
 from vbrt.integrations.pretrained import WEIGHTS, Reader

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from vbrt.host.read_ahead import ReadAhead
+from vbrt.host.file_prefetch import ReadAhead
 from vbrt.integrations.gguf_rope import check_rope
 from vbrt.libraries.transformers_api import HfQuantizer
 from vbrt.saves.files.prefetch import read_ahead

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from vbrt.errors import ConfigError, VBError, describe_os_error
-from vbrt.host.files import expanded, read_bounded
+from vbrt.host.safe_files import expanded, read_bounded
 from vbrt.integrations.registering import Deferred
 from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.saves.files.checkpoint_paths import gguf_file

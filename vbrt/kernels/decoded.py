@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import nn
 
-from vbrt.host.memory import bytes_view
+from vbrt.host.host_memory import bytes_view
 from vbrt.kernels.uncompiled import uncompiled
 from vbrt.kernels.watched import unwatched
 from vbrt.libraries.torch_api import disabled_torch_function, has_storage

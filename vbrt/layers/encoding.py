@@ -13,7 +13,7 @@ from vbrt.formats.feedback import compensated
 from vbrt.formats.fine import fine_layout
 from vbrt.formats.page import Incoming, PageLayout
 from vbrt.formats.separation import Separation
-from vbrt.host.mapped import populate
+from vbrt.host.mapped_weights import populate
 from vbrt.kernels import PageOrder, resolve
 from vbrt.layers.shards import agreed_amax, gathered
 from vbrt.layers.spec import HandleSpec

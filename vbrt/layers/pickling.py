@@ -4,7 +4,7 @@ from multiprocessing.context import get_spawning_popen
 
 import torch
 
-from vbrt.host.memory import bytes_view
+from vbrt.host.host_memory import bytes_view
 
 __all__ = ["from_pickle", "to_pickle"]
 

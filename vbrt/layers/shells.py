@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vbrt.formats.separation import identity
-from vbrt.host.mapped import page_out
+from vbrt.host.mapped_weights import page_out
 from vbrt.kernels.watched import unwatched
 from vbrt.layers.lending import dense_parameter, follow_encoding, plain_dense, show_stored
 from vbrt.layers.ties import detach_moved, drop_dense, hold_dense, holds, holds_values, pass_on, tie, untie

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from vbrt.config import Machine, VBConfig
 from vbrt.errors import ConfigError, TierError, describe_os_error
-from vbrt.host.memory import trim_heap
+from vbrt.host.host_memory import trim_heap
 from vbrt.kernels.cpu import recycle
 from vbrt.model.colocated_ranks import neighbours
 from vbrt.tiers import SsdTier

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from vbrt.errors import ConfigError
-from vbrt.host.files import check_writable, expanded
+from vbrt.host.safe_files import check_writable, expanded
 from vbrt.report.chrome_trace import chrome_trace
 from vbrt.report.timeline import Timeline
 from vbrt.report.timeline_page import html_page

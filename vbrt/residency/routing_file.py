@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vbrt.errors import ArgumentError, describe_os_error
-from vbrt.host.files import check_writable, expanded, read_bounded, write_file
+from vbrt.host.safe_files import check_writable, expanded, read_bounded, write_file
 from vbrt.residency.access_trace import Pass
 from vbrt.residency.routing_trace import Routed, RoutedLayer, Routing
 

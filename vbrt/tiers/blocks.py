@@ -9,8 +9,8 @@ import torch
 import xxhash
 
 from vbrt.errors import TierError
-from vbrt.host.files import read_into
-from vbrt.host.memory import aligned, bytes_view
+from vbrt.host.host_memory import aligned, bytes_view
+from vbrt.host.safe_files import read_into
 
 __all__ = ["BLOCK_BYTES", "BlockDigests", "read_items"]
 

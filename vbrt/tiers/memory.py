@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 
 from vbrt.errors import TierError
-from vbrt.host.memory import PinError, map_memory, pin
+from vbrt.host.host_memory import PinError, map_memory, pin
 from vbrt.tiers.protocol import Holder
 
 __all__ = ["Buffer", "MemoryTier"]

@@ -18,8 +18,8 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import unpack
-from vbrt.host.crew import Crew
-from vbrt.host.memory import aligned
+from vbrt.host.host_memory import aligned
+from vbrt.host.worker_threads import Crew
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.memory import Buffer
 from vbrt.tiers.slots import Slot, State

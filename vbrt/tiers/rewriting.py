@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 
 from vbrt.errors import TierError
-from vbrt.host.memory import aligned
+from vbrt.host.host_memory import aligned
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.memory import Buffer
 from vbrt.tiers.mover import Mover

@@ -17,7 +17,7 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import DTYPES, Field, unpack
-from vbrt.host.memory import aligned
+from vbrt.host.host_memory import aligned
 from vbrt.tiers.slots import Slot
 from vbrt.tiers.stack import TierStack
 

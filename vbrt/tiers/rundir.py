@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from vbrt.host.files import open_regular
+from vbrt.host.safe_files import open_regular
 
 __all__ = ["RunDirectory"]
 

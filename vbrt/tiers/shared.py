@@ -20,7 +20,7 @@ import torch.distributed as dist
 import xxhash
 
 from vbrt.errors import TierError
-from vbrt.host.memory import bytes_view
+from vbrt.host.host_memory import bytes_view
 from vbrt.tiers.device_copy import Signal, checked, copying, cuda_runtime, wait_for
 from vbrt.tiers.memory import Buffer, MemoryTier
 from vbrt.tiers.protocol import Holder

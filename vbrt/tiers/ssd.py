@@ -27,9 +27,9 @@ import xxhash
 
 from vbrt.config.tier_records import TIERS
 from vbrt.errors import TierError, describe_os_error
-from vbrt.host.crew import Crew
-from vbrt.host.files import open_regular, read_into, replacing, write_at
-from vbrt.host.memory import aligned, bytes_view
+from vbrt.host.host_memory import aligned, bytes_view
+from vbrt.host.safe_files import open_regular, read_into, replacing, write_at
+from vbrt.host.worker_threads import Crew
 from vbrt.tiers.blocks import BlockDigests, read_items
 from vbrt.tiers.protocol import Holder
 from vbrt.tiers.rundir import RunDirectory

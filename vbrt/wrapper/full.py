@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.errors import WrapError
-from vbrt.host.memory import storage_of
+from vbrt.host.host_memory import storage_of
 from vbrt.model.full_training import FullAttachment
 from vbrt.saves.checkpoint.optimizer_checkpoint import load_training, save_training
 from vbrt.training.full.optimizer_takeover import drop_gradients

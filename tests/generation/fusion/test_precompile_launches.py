@@ -12,7 +12,7 @@ from tests.kernels.cuda.graph_cases import show, wrapped
 from vbrt.generation import generate
 from vbrt.generation.fusion import fuse_step, precompile_launches
 from vbrt.generation.fusion.step_graph import StepGraph
-from vbrt.host.memory import storage_of
+from vbrt.host.host_memory import storage_of
 from vbrt.kernels import step
 from vbrt.kernels.cuda import compiling
 from vbrt.kernels.cuda.e2m1 import joined as launches

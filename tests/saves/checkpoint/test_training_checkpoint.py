@@ -15,7 +15,7 @@ import vbrt
 from tests.models import TOKENS, config, gpt2, llama, mlp
 from tests.saves.cases import files, logits, on_meta, settings, tied_llama
 from vbrt.errors import CheckpointError, FormatError
-from vbrt.host.mapped import page_out
+from vbrt.host.mapped_weights import page_out
 from vbrt.saves.files.safetensors_file import TensorFile
 
 

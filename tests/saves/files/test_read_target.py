@@ -11,7 +11,7 @@ import vbrt
 from tests.saves.published.published_files import LAYOUTS, publish
 from tests.saves.published.test_published import llama
 from vbrt.errors import CheckpointError
-from vbrt.host.crew import Crew
+from vbrt.host.worker_threads import Crew
 from vbrt.saves.files.read_target import fresh, into
 from vbrt.saves.load.sources import open_source
 from vbrt.saves.saved.saved_planes import SavedModel

@@ -92,7 +92,7 @@ def test_an_interrupted_save_leaves_the_one_before(tmp_path, monkeypatch, at, wh
 
     vb = wrap(mlp(depth=4), "dense").materialize()
     with monkeypatch.context() as patch:
-        patch.setattr(f"vbrt.host.files.os.{at}", failing)
+        patch.setattr(f"vbrt.host.safe_files.os.{at}", failing)
         if (at, when) == ("replace", 2):
             vb.save(tmp_path)
             assert files(tmp_path) != before

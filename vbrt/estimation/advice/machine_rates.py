@@ -13,7 +13,7 @@ import torch
 from vbrt.config.argument_checks import check_instance
 from vbrt.errors import ArgumentError
 from vbrt.estimation.advice.cpu_expert_rates import FEW_ROWS, experts_gb_s, few_rows
-from vbrt.host.files import cache_folder, read_bounded, write_file
+from vbrt.host.safe_files import cache_folder, read_bounded, write_file
 from vbrt.model.run_metadata import cpu_name
 from vbrt.residency.miss_policy import CPU_GB_PER_S
 

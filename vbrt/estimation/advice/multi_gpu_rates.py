@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from vbrt.estimation.advice.machine_rates import device_name, link_gb_s
-from vbrt.host.files import cache_folder, read_bounded, write_file
+from vbrt.host.safe_files import cache_folder, read_bounded, write_file
 
 __all__ = ["GroupRates", "group_rates_file", "kept_group_rates", "measure_group_rates", "nvlink_rates"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vbrt.config import SAMPLES, VBConfig
 from vbrt.errors import ConfigError, describe_os_error
-from vbrt.host.files import read_bounded
+from vbrt.host.safe_files import read_bounded
 
 __all__ = ["Text", "text_of"]
 

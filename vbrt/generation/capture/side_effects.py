@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from vbrt.generation.static.static_cache import Undo
-from vbrt.host.memory import storage_of
+from vbrt.host.host_memory import storage_of
 
 __all__ = ["Written"]
 

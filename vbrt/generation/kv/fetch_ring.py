@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import TierError
-from vbrt.host.crew import Crew
-from vbrt.host.memory import aligned, map_memory, pin
+from vbrt.host.host_memory import aligned, map_memory, pin
+from vbrt.host.worker_threads import Crew
 from vbrt.tiers import Tally
 from vbrt.tiers.slots import Level, Slot
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vbrt.errors import ArgumentError
 from vbrt.formats.rounding import divided
-from vbrt.host.memory import storage_of
+from vbrt.host.host_memory import storage_of
 from vbrt.kernels.cuda import kv_pages
 
 __all__ = ["BITS", "KVShape", "PageCode", "page_code"]

@@ -35,7 +35,7 @@ from vbrt.generation.fusion.deterministic_attention import steady_attention
 from vbrt.generation.speculation.bitwise_equivalence import first_that_agrees, form_of
 from vbrt.generation.speculation.cache_view import layer_ahead
 from vbrt.generation.static.static_cache import Statics
-from vbrt.host.memory import storage_of
+from vbrt.host.host_memory import storage_of
 from vbrt.layers.compute import products_by, shared_product
 from vbrt.libraries import transformers_api
 from vbrt.libraries.torch_api import DisableTorchFunction

@@ -46,7 +46,7 @@ from vbrt.generation.static.cache_kinds import (
     write_to,
 )
 from vbrt.generation.static.length_buckets import Span, span_of
-from vbrt.host.memory import storage_of
+from vbrt.host.host_memory import storage_of
 
 __all__ = ["Fixed", "Growing", "Room", "Statics", "Undo", "is_entered", "leave", "offer", "own", "withdraw"]
 

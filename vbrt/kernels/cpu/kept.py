@@ -15,7 +15,7 @@ import stat
 import subprocess
 from pathlib import Path
 
-from vbrt.host.files import cache_folder, open_regular, replacing, write_at
+from vbrt.host.safe_files import cache_folder, open_regular, replacing, write_at
 from vbrt.kernels.cpu import compiler
 from vbrt.kernels.cpu.compiler import InstructionSet
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from vbrt.errors import first_line
-from vbrt.host.crew import Crew
+from vbrt.host.worker_threads import Crew
 
 __all__ = ["FIRST", "Compilation", "FirstLaunch", "begin", "noters", "noting"]
 

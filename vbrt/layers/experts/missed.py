@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from vbrt.host.crew import Crew
+from vbrt.host.worker_threads import Crew
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.layers.experts.gates import kept_gate

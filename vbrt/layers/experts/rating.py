@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from vbrt.host.crew import Crew
+from vbrt.host.worker_threads import Crew
 from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.layers.experts.host_work import HostLayer, Operands
 from vbrt.residency.miss_policy import OPERATORS, MissRates

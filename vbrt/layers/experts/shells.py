@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from vbrt.host.mapped import page_out
+from vbrt.host.mapped_weights import page_out
 from vbrt.kernels.decoded import DecodedWeight
 from vbrt.kernels.watched import unwatched
 from vbrt.layers.experts.handle import ExpertsHandle

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.host.files import expanded, read_bounded, sync_directory, write_file
+from vbrt.host.safe_files import expanded, read_bounded, sync_directory, write_file
 from vbrt.report.progress import Progress
 from vbrt.saves.common.manifest import SHARD, content_digest, text_of
 from vbrt.saves.files.nested_tensors import taken_apart, together

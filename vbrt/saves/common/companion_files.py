@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.host.files import read_bounded, write_file
+from vbrt.host.safe_files import read_bounded, write_file
 
 __all__ = ["copy_companions", "write_companions"]
 

@@ -20,7 +20,7 @@ import xxhash
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.formats import FORMATS, get_format
 from vbrt.formats.fine import WIDTH, fine_fields
-from vbrt.host.files import read_bounded
+from vbrt.host.safe_files import read_bounded
 from vbrt.layers.kinds import KINDS
 from vbrt.residency.weight_site import WeightSite
 from vbrt.saves.files.checkpoint_paths import MANIFEST

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.host.files import open_regular, read_bounded, sync_directory, write_at
+from vbrt.host.safe_files import open_regular, read_bounded, sync_directory, write_at
 from vbrt.saves.common.manifest import SHARD, SavedTensor, text_of
 from vbrt.saves.files.checkpoint_paths import MANIFEST
 from vbrt.saves.files.safetensors_file import TensorFile, digest

@@ -14,7 +14,7 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, ConfigError, describe_os_error
-from vbrt.host.files import expanded, sync_directory, write_file
+from vbrt.host.safe_files import expanded, sync_directory, write_file
 from vbrt.model.machine_memory import release_host_memory
 from vbrt.report.progress import Progress
 from vbrt.saves.common.companion_files import copy_companions

@@ -4,7 +4,7 @@ from os import PathLike
 from pathlib import Path
 
 from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.host.files import expanded
+from vbrt.host.safe_files import expanded
 from vbrt.saves.files.gguf_file import GGUF_SUFFIX, shard_paths
 
 __all__ = ["INDEX", "MANIFEST", "SINGLE", "gguf_file", "looked_at"]

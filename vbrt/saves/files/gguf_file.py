@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.host.files import open_regular, read_into
-from vbrt.host.memory import bytes_view
-from vbrt.host.read_ahead import ReadAhead, Span
+from vbrt.host.file_prefetch import ReadAhead, Span
+from vbrt.host.host_memory import bytes_view
+from vbrt.host.safe_files import open_regular, read_into
 
 __all__ = ["GGUF_SUFFIX", "ArrayOf", "GGUFFile", "GGUFTensor", "gguf_library", "open_shards", "shard_paths"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.host.files import read_bounded
+from vbrt.host.safe_files import read_bounded
 
 __all__ = ["read_json"]
 

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
-from vbrt.host.read_ahead import ReadAhead
+from vbrt.host.file_prefetch import ReadAhead
 from vbrt.saves.files.gguf_file import GGUFFile
 from vbrt.saves.files.safetensors_file import TensorFile
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from vbrt.host.crew import Crew
+from vbrt.host.worker_threads import Crew
 from vbrt.layers.encoding import Encoder
 from vbrt.tiers import TierStack
 from vbrt.tiers.relay import Read

@@ -27,9 +27,9 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.host.files import open_regular, read_into, replacing, write_at
-from vbrt.host.memory import bytes_view
-from vbrt.host.read_ahead import ReadAhead, Span
+from vbrt.host.file_prefetch import ReadAhead, Span
+from vbrt.host.host_memory import bytes_view
+from vbrt.host.safe_files import open_regular, read_into, replacing, write_at
 from vbrt.saves.files.read_target import Fill, fresh
 
 __all__ = ["TENSOR_DTYPES", "TensorFile", "TensorInfo", "TensorWriter", "digest", "in_order"]

@@ -13,8 +13,8 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError
-from vbrt.host.crew import Crew
-from vbrt.host.mapped import page_out
+from vbrt.host.mapped_weights import page_out
+from vbrt.host.worker_threads import Crew
 from vbrt.layers import WeightHandle
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.encoding import EncodedExperts, MatricesOnDemand

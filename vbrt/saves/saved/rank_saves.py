@@ -27,7 +27,7 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, VBError, WrapError, describe_os_error
-from vbrt.host.files import expanded, sync_directory, write_file
+from vbrt.host.safe_files import expanded, sync_directory, write_file
 from vbrt.layers import KINDS, SwappedLayer, WeightHandle
 from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle

@@ -21,7 +21,7 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.host.files import alone_in, expanded, sync_directory, write_file
+from vbrt.host.safe_files import alone_in, expanded, sync_directory, write_file
 from vbrt.layers import SwappedLayer, WeightHandle, site_of
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.shards import local_of

@@ -15,7 +15,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.errors import CheckpointError, ConfigError, FormatError
 from vbrt.formats import get_format
 from vbrt.formats.fine import check_fine
-from vbrt.host.crew import Crew
+from vbrt.host.worker_threads import Crew
 from vbrt.layers import KINDS, WeightHandle
 from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vbrt.host.memory import storage_of
+from vbrt.host.host_memory import storage_of
 from vbrt.libraries.transformers_api import CACHE_ARGUMENTS, is_cache
 from vbrt.report.activation_counters import ActivationStats
 from vbrt.residency.activation_plan import KEEP, OFFLOAD, RECOMPUTE, choose

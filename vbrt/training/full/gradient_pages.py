@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from vbrt.formats.page import PageLayout, build_layout, unpack
-from vbrt.host.memory import aligned
+from vbrt.host.host_memory import aligned
 from vbrt.tiers import Owner, TierStack
 from vbrt.tiers.slots import Page
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import TierError, WrapError
-from vbrt.host.memory import Loan, PinError, map_memory, pin
+from vbrt.host.host_memory import Loan, PinError, map_memory, pin
 from vbrt.libraries.torch_api import current_graph_task
 from vbrt.tiers import TierStack
 from vbrt.tiers.slots import Page

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import TierError
-from vbrt.host.crew import Crew
+from vbrt.host.worker_threads import Crew
 from vbrt.kernels import kernel_refusal, resolve
 from vbrt.kernels.update import GRADIENTS, Step, join_master, split_master
 from vbrt.training.full.update_pages import STAGED, Fields

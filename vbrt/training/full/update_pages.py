@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout, build_layout, unpack
-from vbrt.host.memory import aligned
+from vbrt.host.host_memory import aligned
 from vbrt.tiers import Owner, TierStack
 from vbrt.tiers.slots import Slot
 

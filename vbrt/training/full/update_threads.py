@@ -8,7 +8,7 @@ the speed of a main thread that launches kernels, and wait for that lock nearly 
 import os
 from collections.abc import Callable, Sequence
 
-from vbrt.host.crew import Crew
+from vbrt.host.worker_threads import Crew
 from vbrt.kernels.cpu.update import TeamPart, UpdateTeam
 from vbrt.kernels.update import TILE, Part
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vbrt.errors import VBError, describe_os_error
-from vbrt.host.files import cache_folder, read_bounded, write_file
+from vbrt.host.safe_files import cache_folder, read_bounded, write_file
 from vbrt.kernels.cuda.launch_table import Launch
 
 __all__ = ["CANDIDATES", "KERNELS", "Launches", "identity", "tuned", "tuning_file", "tuning_path", "write"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vbrt.host.memory import PinError, aligned, bytes_view, map_memory, pin, trim_heap
+from vbrt.host.host_memory import PinError, aligned, bytes_view, map_memory, pin, trim_heap
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

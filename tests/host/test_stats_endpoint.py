@@ -9,8 +9,8 @@ import time
 import pytest
 
 from tests.patience import LONG_S, eventually
-from vbrt.host import offer
-from vbrt.host.offer import Offer, ask, directories, pids
+from vbrt.host import stats_endpoint
+from vbrt.host.stats_endpoint import Offer, ask, directories, pids
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def own_directories(tmp_path, monkeypatch):
     runtime, temporary = tmp_path / ("r" * 120), tmp_path / "tmp"
     runtime.mkdir()
     temporary.mkdir()
-    monkeypatch.setattr(offer, "directories", lambda: [runtime / "vbrt", temporary / f"vbrt-{os.getuid()}"])
+    monkeypatch.setattr(stats_endpoint, "directories", lambda: [runtime / "vbrt", temporary / f"vbrt-{os.getuid()}"])
     return runtime / "vbrt", temporary / f"vbrt-{os.getuid()}"
 
 
@@ -83,7 +83,7 @@ def test_a_forked_child_neither_answers_for_its_parent_nor_removes_its_socket():
 
     def child(ready):
         mine.stop()
-        assert not offer._offers
+        assert not stats_endpoint._offers
         ready()
 
     pid = forked(child)
@@ -93,13 +93,13 @@ def test_a_forked_child_neither_answers_for_its_parent_nor_removes_its_socket():
 
 def test_who_does_not_read_stops_nobody(monkeypatch):
     """The first connection runs into its limit whatever the machine does; the second has none that counts."""
-    monkeypatch.setattr(offer, "_SEND_S", 0.01)
-    monkeypatch.setattr(offer, "_TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(stats_endpoint, "_SEND_S", 0.01)
+    monkeypatch.setattr(stats_endpoint, "_TIMEOUT_S", LONG_S)
     with socket.socket(socket.AF_UNIX) as silent:
         answer = b"x" * (4 * silent.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) + (1 << 20))  # no buffer holds it
 
         def answered():
-            monkeypatch.setattr(offer, "_SEND_S", LONG_S)  # of the next connection: this one has its limit
+            monkeypatch.setattr(stats_endpoint, "_SEND_S", LONG_S)  # of the next connection: this one has its limit
             return answer
 
         large = Offer(answered)
@@ -137,7 +137,7 @@ def test_a_stopped_process_is_a_timeout(monkeypatch):
     pid = forked(serve)
     os.kill(pid, signal.SIGSTOP)
     os.waitpid(pid, os.WUNTRACED)  # it has stopped
-    monkeypatch.setattr(offer, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(stats_endpoint, "_TIMEOUT_S", 0.05)
     try:
         with pytest.raises(TimeoutError):
             ask(pid)

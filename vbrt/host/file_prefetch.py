@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from vbrt.host.crew import Crew
-from vbrt.host.files import open_regular, read_into
+from vbrt.host.safe_files import open_regular, read_into
+from vbrt.host.worker_threads import Crew
 
 __all__ = ["ReadAhead", "Span"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.models import wrap
-from vbrt.host.mapped import page_out, populate
+from vbrt.host.mapped_weights import page_out, populate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise(MADV_PAGEOUT) is Linux's")
 MiB = 1 << 20

@@ -2,8 +2,8 @@
 
 import pytest
 
-from vbrt.host import read_ahead
-from vbrt.host.read_ahead import ReadAhead, Span
+from vbrt.host import file_prefetch
+from vbrt.host.file_prefetch import ReadAhead, Span
 
 MIB = 1 << 20
 
@@ -13,9 +13,9 @@ def pieces(monkeypatch):
     """What is handed to the threads, in its order: (name, first byte, bytes)."""
     given = []
     monkeypatch.setattr(
-        read_ahead.Crew, "give", lambda crew, work, piece: given.append((piece.name, piece.begin, piece.nbytes))
+        file_prefetch.Crew, "give", lambda crew, work, piece: given.append((piece.name, piece.begin, piece.nbytes))
     )
-    monkeypatch.setattr(read_ahead, "_window_bytes", lambda: 16 * MIB)
+    monkeypatch.setattr(file_prefetch, "_window_bytes", lambda: 16 * MIB)
     return given
 
 
@@ -69,6 +69,6 @@ def test_files_that_cannot_be_read_are_left_to_who_uses_them(tmp_path):
 def test_bytes_of_the_last_piece_are_read_and_not_more(monkeypatch, tmp_path):
     (tmp_path / "file").write_bytes(bytes(700_000))
     read = []
-    monkeypatch.setattr(read_ahead, "read_into", lambda fd, views, at: read.append((sum(map(len, views)), at)))
-    read_ahead._read(Span("w", tmp_path / "file", 100, 600_001))
+    monkeypatch.setattr(file_prefetch, "read_into", lambda fd, views, at: read.append((sum(map(len, views)), at)))
+    file_prefetch._read(Span("w", tmp_path / "file", 100, 600_001))
     assert read == [(600_001, 100)]
