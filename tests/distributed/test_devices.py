@@ -8,8 +8,8 @@ import vbrt
 from tests.distributed.cases import TOKENS, llama
 from tests.models import config
 from vbrt.config import load_config
-from vbrt.distributed.devices import split_over
-from vbrt.distributed.parting import part_units
+from vbrt.distributed.block_split import part_units
+from vbrt.distributed.pipeline_devices import split_over
 from vbrt.errors import ConfigError, WrapError
 
 CPU = torch.device("cpu")

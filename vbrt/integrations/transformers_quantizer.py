@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from vbrt.config import VBConfig, load_config
-from vbrt.distributed.watch import watch
+from vbrt.distributed.rank_watch import watch
 from vbrt.errors import CheckpointError, ConfigError, VBError, WrapError
 from vbrt.generation.generate import follow
 from vbrt.integrations.gguf_quantizer import TakesGGUF

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig, load_config
-from vbrt.distributed.devices import SplitModel, devices_of, split_over
+from vbrt.distributed.pipeline_devices import SplitModel, devices_of, split_over
 from vbrt.errors import WrapError
 from vbrt.estimation.advice.advise import advise
 from vbrt.estimation.precision.choose_precision import settled
@@ -66,7 +66,7 @@ def wrap(
         The wrapper. Everything of the model is reachable through it; `vb.module` is the same model, swapped. With
         mode = "train" it is a VBTrainingWrapper: weights stay parameters, and the forward sees them in 4 bits. Of an
         object that holds models, a VBPipelineWrapper, through which everything of the object is reachable. With
-        `tiers.gpu.devices` it is a `vbrt.distributed.devices.SplitModel`, whose layers are encoded already.
+        `tiers.gpu.devices` it is a `vbrt.distributed.pipeline_devices.SplitModel`, whose layers are encoded already.
 
     Raises:
         ConfigError: the config is wrong, or impossible for this model or machine, or says something else of tiers or

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig
-from vbrt.distributed.stats import merged
-from vbrt.distributed.watch import watch, watched
+from vbrt.distributed.rank_stats import merged
+from vbrt.distributed.rank_watch import watch, watched
 from vbrt.errors import WrapError
 from vbrt.generation.generate import follow
 from vbrt.layers import VBLayer

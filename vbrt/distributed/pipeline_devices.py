@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig, load_config, resolve_budgets
-from vbrt.distributed.parting import part_units
+from vbrt.distributed.block_split import part_units
 from vbrt.errors import ConfigError, WrapError
 from vbrt.model.attach import Attempt, attach
 from vbrt.model.attachment import Attachment
