@@ -41,7 +41,7 @@ from vbrt.estimation.advice.machine_rates import Rates, measure_rates
 from vbrt.estimation.memory.estimate import lora_model
 from vbrt.estimation.memory.example_inputs import inputs_of
 from vbrt.estimation.memory.task import Task
-from vbrt.wrapper.full import VBFullWrapper
+from vbrt.wrapper.full_wrapper import VBFullWrapper
 
 _RESULTS = ROOT / "benchmarks" / "results" / "advice-nvidia-h200.json"
 GiB = 1 << 30

@@ -17,7 +17,7 @@ from scripts.fuzz_damage import Damage, Part, bent, encoded, keeping, mixed, pla
 from vbrt.saves.common.manifest import content_digest
 from vbrt.saves.files.safetensors_file import digest
 from vbrt.saves.saved.embedded_planes import embedded_tensors
-from vbrt.wrapper.of import attachment_of
+from vbrt.wrapper.wrapper_of import attachment_of
 
 
 class Net(nn.Module):

@@ -56,11 +56,11 @@ _NAMES = {
     "residency.simulate": ("simulate",),
     "saves.checkpoint.training_checkpoint": ("TrainingCheckpoint", "read_checkpoint"),
     "training.full.lion": ("Lion",),
-    "wrapper.full": ("VBFullWrapper",),
+    "wrapper.full_wrapper": ("VBFullWrapper",),
     "wrapper.load": ("load",),
-    "wrapper.of": ("of",),
+    "wrapper.wrapper_of": ("of",),
     "wrapper.pipeline": ("VBPipelineWrapper",),
-    "wrapper.watch": ("watch_nonfinite",),
+    "wrapper.watch_nonfinite": ("watch_nonfinite",),
     "wrapper.wrap": ("wrap",),
     "wrapper.wrapper": ("VBModelWrapper",),
 }
@@ -107,13 +107,13 @@ if TYPE_CHECKING:
     from vbrt.residency.simulate import simulate
     from vbrt.saves.checkpoint.training_checkpoint import TrainingCheckpoint, read_checkpoint
     from vbrt.training.full.lion import Lion
-    from vbrt.wrapper.full import VBFullWrapper
+    from vbrt.wrapper.full_wrapper import VBFullWrapper
     from vbrt.wrapper.load import load
-    from vbrt.wrapper.of import of
     from vbrt.wrapper.pipeline import VBPipelineWrapper
-    from vbrt.wrapper.watch import watch_nonfinite
+    from vbrt.wrapper.watch_nonfinite import watch_nonfinite
     from vbrt.wrapper.wrap import wrap
     from vbrt.wrapper.wrapper import VBModelWrapper
+    from vbrt.wrapper.wrapper_of import of
 
 
 if not TYPE_CHECKING:  # type checkers would take every name for one of the package's

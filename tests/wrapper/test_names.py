@@ -19,9 +19,9 @@ import vbrt
 from tests.integrations.test_pipelines import tokenizer
 from tests.models import TOKENS, config, llama, mlp, wrap
 from vbrt.errors import WrapError
-from vbrt.wrapper.full import VBFullWrapper
-from vbrt.wrapper.mirror import FIXED, own_names
-from vbrt.wrapper.training import VBTrainingWrapper
+from vbrt.wrapper.full_wrapper import VBFullWrapper
+from vbrt.wrapper.model_proxy import FIXED, own_names
+from vbrt.wrapper.qat_wrapper import VBTrainingWrapper
 
 X = torch.linspace(-1, 1, 128).reshape(2, 64)
 #: all that any kind of wrapper adds

@@ -12,7 +12,7 @@ from tests.models import config, mlp
 from vbrt.errors import ConfigError, WrapError
 from vbrt.layers import VBLinear
 from vbrt.model.live_sampling import runtime_now
-from vbrt.wrapper.holders import CallPhases, holder_kind_of
+from vbrt.wrapper.pipeline_kinds import CallPhases, holder_kind_of
 
 PAGE = 16384  # of a dense layer of `mlp`
 

@@ -20,8 +20,8 @@ from vbrt.model.attachment import Attachment
 from vbrt.saves.load.fill_while_reading import Filling
 from vbrt.saves.saved.embedded_planes import dense_tensors, embedded_tensors, open_embedded
 from vbrt.saves.saved.saved_planes import SavedModel
-from vbrt.wrapper.facades import warn_of_plan
-from vbrt.wrapper.of import of
+from vbrt.wrapper.wrapper_choice import warn_of_plan
+from vbrt.wrapper.wrapper_of import of
 
 __all__ = ["VBDiffusersQuantizer"]
 

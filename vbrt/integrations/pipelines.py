@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vbrt.libraries import accelerate_api, diffusers_api
-from vbrt.wrapper.holders import HolderKind
+from vbrt.wrapper.pipeline_kinds import HolderKind
 
 __all__ = ["DIFFUSERS", "TRANSFORMERS"]
 

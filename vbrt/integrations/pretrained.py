@@ -38,8 +38,8 @@ from vbrt.saves.files.prefetch import reading_ahead
 from vbrt.saves.load.sources import open_source
 from vbrt.saves.published.dense_checkpoint import DenseCheckpoint
 from vbrt.wrapper.load import load_from
-from vbrt.wrapper.of import of
 from vbrt.wrapper.wrapper import VBModelWrapper
+from vbrt.wrapper.wrapper_of import of
 
 __all__ = ["WEIGHTS", "Reader", "from_pretrained"]
 

@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from vbrt.wrapper.registered import register_holder
+from vbrt.wrapper.registered_kinds import register_holder
 
 __all__ = ["Deferred", "register_all", "when_imported"]
 

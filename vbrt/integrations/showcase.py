@@ -36,8 +36,8 @@ from vbrt.config import load_config
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.saves.files.safetensors_file import TensorInfo, TensorWriter
-from vbrt.wrapper.of import of
 from vbrt.wrapper.wrap import wrap
+from vbrt.wrapper.wrapper_of import of
 
 __all__ = ["ACTS", "Outcome", "answer", "main", "make", "trained"]
 

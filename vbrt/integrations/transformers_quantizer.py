@@ -45,8 +45,8 @@ from vbrt.saves.load.fill_while_reading import Filling
 from vbrt.saves.published.dense_checkpoint import DenseCheckpoint
 from vbrt.saves.saved.embedded_planes import dense_tensors, embedded_tensors, open_embedded
 from vbrt.saves.saved.saved_planes import SavedModel, for_this_machine
-from vbrt.wrapper.of import attachment_of, of
 from vbrt.wrapper.wrap import user_policy, warn_of_plan
+from vbrt.wrapper.wrapper_of import attachment_of, of
 
 __all__ = ["QuantizationConfig", "VBQuantizer"]
 

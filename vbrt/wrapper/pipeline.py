@@ -19,10 +19,10 @@ from vbrt.report.openmetrics import Scraped
 from vbrt.report.stats import Stats
 from vbrt.report.timeline_files import check_timeline_path
 from vbrt.tiers import Recorder, TierStack
-from vbrt.wrapper.facades import facade_of
-from vbrt.wrapper.holders import CallPhases, HolderKind
-from vbrt.wrapper.live import Watched
+from vbrt.wrapper.live_view_block import Watched
+from vbrt.wrapper.pipeline_kinds import CallPhases, HolderKind
 from vbrt.wrapper.wrapper import VBModelWrapper
+from vbrt.wrapper.wrapper_choice import facade_of
 
 __all__ = ["VBPipelineWrapper"]
 

@@ -20,11 +20,11 @@ from vbrt.estimation.precision.input_statistics import with_inputs
 from vbrt.model.attach import Attempt, attach, plan_for
 from vbrt.model.runtime import Runtime
 from vbrt.model.shared_config import shared_config
-from vbrt.wrapper.facades import facade_of, user_policy, warn_of_plan
-from vbrt.wrapper.full import VBFullWrapper, take_optimizer_of
-from vbrt.wrapper.many import wrap_holder
+from vbrt.wrapper.full_wrapper import VBFullWrapper, take_optimizer_of
 from vbrt.wrapper.pipeline import VBPipelineWrapper
+from vbrt.wrapper.wrap_pipeline import wrap_holder
 from vbrt.wrapper.wrapper import VBModelWrapper
+from vbrt.wrapper.wrapper_choice import facade_of, user_policy, warn_of_plan
 
 __all__ = ["facade_of", "user_policy", "warn_of_plan", "wrap"]
 

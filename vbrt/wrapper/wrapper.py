@@ -25,8 +25,8 @@ from vbrt.report.stats import Stats
 from vbrt.residency.plan import Plan
 from vbrt.saves.saved.rank_saves import save_on_ranks
 from vbrt.tiers import Recorder, TierStack
-from vbrt.wrapper.live import Watched
-from vbrt.wrapper.mirror import Facade
+from vbrt.wrapper.live_view_block import Watched
+from vbrt.wrapper.model_proxy import Facade
 
 __all__ = ["VBModelWrapper"]
 

@@ -13,8 +13,8 @@ from vbrt.model.qat import TrainingAttachment
 from vbrt.model.runtime import Runtime
 from vbrt.residency.plan import Plan
 from vbrt.residency.user_policy import PolicyFactory, policy_factory, take_policy
-from vbrt.wrapper.full import VBFullWrapper
-from vbrt.wrapper.training import VBTrainingWrapper
+from vbrt.wrapper.full_wrapper import VBFullWrapper
+from vbrt.wrapper.qat_wrapper import VBTrainingWrapper
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["facade_of", "user_policy", "warn_of_plan"]

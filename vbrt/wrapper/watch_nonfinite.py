@@ -22,7 +22,7 @@ from vbrt.config.argument_checks import check_instance
 from vbrt.errors import NonfiniteError
 from vbrt.libraries.torch_api import tree_leaves
 from vbrt.residency.weight_site import ROOT
-from vbrt.wrapper.mirror import Facade
+from vbrt.wrapper.model_proxy import Facade
 
 __all__ = ["Nonfinite", "NonfiniteWatch", "watch_nonfinite"]
 

@@ -14,11 +14,11 @@ from vbrt.model.pass_hooks import pass_hook_of
 from vbrt.model.runtime import Runtime
 from vbrt.model.shared_config import shared_config
 from vbrt.residency.plan import Plan
-from vbrt.wrapper.facades import user_policy, warn_of_plan
-from vbrt.wrapper.holders import UNKNOWN, HolderKind, holder_kind_of
-from vbrt.wrapper.of import attachment_of
 from vbrt.wrapper.pipeline import VBPipelineWrapper
+from vbrt.wrapper.pipeline_kinds import UNKNOWN, HolderKind, holder_kind_of
 from vbrt.wrapper.wrapper import VBModelWrapper
+from vbrt.wrapper.wrapper_choice import user_policy, warn_of_plan
+from vbrt.wrapper.wrapper_of import attachment_of
 
 __all__ = ["wrap_holder"]
 

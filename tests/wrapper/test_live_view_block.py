@@ -11,7 +11,7 @@ from tests.models import mlp, wrap
 from tests.patience import LONG_S
 from vbrt.errors import ArgumentError, TierError
 from vbrt.host import stats_endpoint
-from vbrt.wrapper import live
+from vbrt.wrapper import live_view_block as live
 
 
 def test_off_a_terminal_there_are_lines_on_stderr_the_last_one_at_the_end(capsys, monkeypatch):

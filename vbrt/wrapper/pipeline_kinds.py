@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from vbrt.wrapper.registered import HOLDERS
+from vbrt.wrapper.registered_kinds import HOLDERS
 
 __all__ = ["CallPhases", "HolderKind", "holder_kind_of"]
 

@@ -5,8 +5,8 @@ from torch import nn
 from vbrt.errors import WrapError
 from vbrt.model.attachment import Attachment
 from vbrt.model.pass_hooks import pass_hook_of
-from vbrt.wrapper.facades import facade_of
 from vbrt.wrapper.wrapper import VBModelWrapper
+from vbrt.wrapper.wrapper_choice import facade_of
 
 __all__ = ["attachment_of", "of"]
 
