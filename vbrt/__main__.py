@@ -1,6 +1,6 @@
 """`python -m vbrt` is the command `vbrt`."""
 
-from vbrt.cli.start import program
+from vbrt.cli.process_start import program
 
 __all__: list[str] = []
 

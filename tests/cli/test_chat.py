@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.cli.cases import errors, some_stats
 from vbrt.cli import main as cli
-from vbrt.cli import speaking
+from vbrt.cli import token_stream
 from vbrt.report.stats import Stats
 
 transformers = pytest.importorskip("transformers")
@@ -125,7 +125,7 @@ def test_ctrl_c_stops_a_reply_and_the_second_one_ends_the_program(chatty, monkey
             raise line
         return line
 
-    token = speaking.Speaker.token
+    token = token_stream.Speaker.token
 
     def interrupted(speaker):
         token(speaker)
@@ -133,7 +133,7 @@ def test_ctrl_c_stops_a_reply_and_the_second_one_ends_the_program(chatty, monkey
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr(speaking.Speaker, "token", interrupted)
+    monkeypatch.setattr(token_stream.Speaker, "token", interrupted)
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -149,10 +149,10 @@ def test_ctrl_c_stops_a_reply_and_the_second_one_ends_the_program(chatty, monkey
 def test_on_a_terminal_a_line_below_the_text_says_what_tiers_do_and_is_gone_at_the_end():
     screen = Console(file=io.StringIO(), force_terminal=True, width=60, height=12, highlight=False)
     now = iter(some_stats(layers={}, passes=n) for n in range(1000))
-    speaker = speaking.LiveSpeaker(lambda: next(now), screen, None, "the ")
+    speaker = token_stream.LiveSpeaker(lambda: next(now), screen, None, "the ")
     text = "sea is calm\nand " + "very " * 150 + "wide"
     with pytest.MonkeyPatch.context() as patch, speaker:
-        patch.setattr(speaking, "_REFRESH_S", 0.0)
+        patch.setattr(token_stream, "_REFRESH_S", 0.0)
         for word in text.split(" "):
             speaker.token()
             speaker.text(word + " ")
@@ -168,5 +168,5 @@ def test_the_line_of_the_tiers_counts_what_happened_since_it_was_last_shown():
     layers[name] = replace(
         layers[name], hits=layers[name].hits + 3, misses=layers[name].misses + 1, bytes_moved={"ssd>cpu": 2 << 30}
     )
-    line = speaking.tier_line(replace(before, layers=layers), before, 2.0)
+    line = token_stream.tier_line(replace(before, layers=layers), before, 2.0)
     assert line == "cpu 1.0 MiB of 9.0 MiB · hits 75% · ssd>cpu 1.07 GB/s"

@@ -17,7 +17,7 @@ import pytest
 import vbrt
 from tests.cli.cases import errors, some_stats
 from vbrt.cli import main as cli
-from vbrt.cli import start, stats
+from vbrt.cli import process_start, stats
 from vbrt.cli.options import add_command
 from vbrt.estimation.advice import machine_rates
 from vbrt.estimation.advice.machine_rates import kept_rates
@@ -83,7 +83,7 @@ def test_an_interrupt_while_it_imports_ends_it_without_a_traceback(command, impo
                     signal.raise_signal(signal.SIGINT)
         sys.meta_path.insert(0, Interrupting())
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        from vbrt.cli.start import program
+        from vbrt.cli.process_start import program
         sys.argv = ["vbrt", {command!r}, {str(tmp_path)!r}]
         program()
     """)
@@ -96,7 +96,7 @@ def test_an_interrupt_of_a_command_that_cleans_up_waits_for_the_end_of_an_import
     code = textwrap.dedent(f"""
         import importlib, signal, sys, threading
         import vbrt.cli.stats as stats
-        from vbrt.cli.start import program
+        from vbrt.cli.process_start import program
         def command(args):
             try:
                 importlib.import_module("stats_of_mine")
@@ -250,7 +250,7 @@ def test_brief_commands_collect_no_garbage_and_end_at_once_with_their_exit_code(
     monkeypatch.setattr(os, "_exit", ends)
     try:
         with pytest.raises(SystemExit) as ended:
-            start.program()
+            process_start.program()
     finally:
         gc.enable()
     assert ended.value.code == 1

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from vbrt.cli import main as cli
-from vbrt.cli.pictures import bars
+from vbrt.cli.plots import bars
 from vbrt.errors import VBError
 
 pytest.importorskip("transformers")

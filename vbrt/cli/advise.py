@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from vbrt.cli.machine import add_machine, machine_of, sizes_of
+from vbrt.cli.machine_options import add_machine, machine_of, sizes_of
 from vbrt.cli.options import add_command, check_config_file, integration, positive, write_config
 from vbrt.cli.screen import complain, console_for_stdout, warnings_as_lines, working
 from vbrt.config import load_config

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vbrt.cli.options import add_command, integration, numbers, positive
-from vbrt.cli.pictures import bars, check_plot
+from vbrt.cli.plots import bars, check_plot
 from vbrt.cli.screen import add_row, console_for_stdout, table_of, warnings_as_lines, working
 from vbrt.errors import VBError
 from vbrt.residency.byte_text import format_bytes

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vbrt.cli.models import add_dtype, add_turn, load_model, tokens_of, turn_of
+from vbrt.cli.open_model import add_dtype, add_turn, load_model, tokens_of, turn_of
 from vbrt.cli.options import add_command, add_config, integration
 from vbrt.cli.screen import complain, console_for_stdout, working
-from vbrt.cli.speaking import speaker_for
 from vbrt.cli.stats import keep_stats
+from vbrt.cli.token_stream import speaker_for
 from vbrt.errors import VBError
 
 if TYPE_CHECKING:

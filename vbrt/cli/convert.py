@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vbrt.cli.models import add_dtype, dtype_of, settled_config
+from vbrt.cli.open_model import add_dtype, dtype_of, settled_config
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.screen import complain, warnings_as_lines, working
 from vbrt.residency.plan import format_bytes

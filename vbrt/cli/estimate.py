@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vbrt.cli.machine import add_machine, machine_of, sizes_of
+from vbrt.cli.machine_options import add_machine, machine_of, sizes_of
 from vbrt.cli.options import add_command, add_config, config_of, integration, number, positive
-from vbrt.cli.pictures import Bars, bars, check_plot
+from vbrt.cli.plots import Bars, bars, check_plot
 from vbrt.cli.screen import complain, console_for_stdout, warnings_as_lines, working
 from vbrt.config import load_config
 from vbrt.errors import NoRoomError, VBError

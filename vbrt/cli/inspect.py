@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from vbrt.cli.models import add_dtype, dtype_of, settled_config
+from vbrt.cli.open_model import add_dtype, dtype_of, settled_config
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.screen import add_footer, add_row, console_for_stdout, table_of, working
 from vbrt.residency.plan import format_bytes

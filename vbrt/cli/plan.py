@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vbrt.cli.expert_tables import ExpertReport
-from vbrt.cli.machine import add_machine, machine_of, sizes_of
+from vbrt.cli.machine_options import add_machine, machine_of, sizes_of
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.plan_tables import print_plan
 from vbrt.cli.rank_tables import print_ways, ways_on

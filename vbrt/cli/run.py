@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vbrt.cli.models import add_dtype, add_turn, load_model, tokens_of, turn_of
+from vbrt.cli.open_model import add_dtype, add_turn, load_model, tokens_of, turn_of
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.screen import console_for_stdout, working
-from vbrt.cli.speaking import Speaker, speaker_for
 from vbrt.cli.stats import keep_stats
+from vbrt.cli.token_stream import Speaker, speaker_for
 from vbrt.errors import VBError
 from vbrt.report.timeline_files import check_timeline_path
 
