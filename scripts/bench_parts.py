@@ -215,7 +215,7 @@ def formats() -> dict:
 
     from vbrt.config import FORMATS, chosen_formats
     from vbrt.formats import get_format
-    from vbrt.formats.separation import Separation
+    from vbrt.formats.fitted_codebook import Separation
 
     torch.manual_seed(0)
     weight = torch.randn(2048, 4096)

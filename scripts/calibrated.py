@@ -29,7 +29,7 @@ from vbrt.estimation.precision.calibration_data import Text
 from vbrt.estimation.precision.input_statistics import input_statistics
 from vbrt.estimation.precision.knapsack import least_loss
 from vbrt.estimation.precision.sensitivity import batches_of, kl_between, logits_of, rounded
-from vbrt.formats.feedback import Inputs
+from vbrt.formats.error_feedback import Inputs
 from vbrt.residency.plan import Swap
 
 RESULT = ROOT / "benchmarks" / "results" / "calibrated-lm.json"

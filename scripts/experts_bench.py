@@ -22,7 +22,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.gpu_timing import BF16, CUDA, ROOT, machine, say, side_by_side
-from vbrt.formats.experts import join_layouts
+from vbrt.formats.joint_planes import join_layouts
 from vbrt.formats.page import unpack
 from vbrt.kernels import resolve
 from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, part_planes

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from scripts.measuring import interleaved, machine
 from vbrt.formats import get_format
-from vbrt.formats.experts import join_fields, join_layouts
+from vbrt.formats.joint_planes import join_fields, join_layouts
 from vbrt.formats.page import PageLayout, new_page, pack
 from vbrt.kernels.cpu.experts import experts_down, experts_up, takes_tiles
 from vbrt.kernels.cpu.tiles import in_rows

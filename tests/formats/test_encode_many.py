@@ -7,7 +7,7 @@ from tests.matrix import matrix
 from vbrt.config import chosen_formats
 from vbrt.errors import FormatError
 from vbrt.formats import get_format
-from vbrt.formats.blocks import power_of_two_scale
+from vbrt.formats.block_formats import power_of_two_scale
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -5,7 +5,7 @@ import torch
 
 from vbrt.config import chosen_formats
 from vbrt.formats import get_format
-from vbrt.formats.feedback import compensated, moments_of
+from vbrt.formats.error_feedback import compensated, moments_of
 
 FOUR_BITS = [name for name in chosen_formats() if name != "dense"]
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vbrt.errors import FormatError
-from vbrt.formats import FORMATS, blocks, get_format, new_page, pack, unpack
+from vbrt.formats import FORMATS, block_formats, get_format, new_page, pack, unpack
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.formats.rounding import E2M1_LEVELS, E2M1Rounding, TableRounding, least_error
 
@@ -85,7 +85,7 @@ def test_layouts_hold_the_advertised_bits_a_weight():
 
 
 def test_ue4m4_bytes_are_a_logarithmic_ladder_with_a_zero():
-    values = blocks.ue4m4_values(torch.device("cpu"))
+    values = block_formats.ue4m4_values(torch.device("cpu"))
     assert values[0] == 0 and values[7 << 4] == 1 and values[(8 << 4) + 8] == 3 and values[255] == 496
     fmt = get_format("nf4")
     between = torch.lerp(values[1:-1], values[2:], 0.6)  # nearer to the upper one
@@ -225,8 +225,8 @@ def test_tiles_leave_no_trace(name, monkeypatch):
     levels = {"levels": fmt.fit(w)} if name == "quantile" else {}
     whole = fmt.encode(w, **levels)
     decoded = fmt.decode(whole, (37, 333), torch.bfloat16)
-    monkeypatch.setattr(blocks, "encode_tile", lambda device: 130)
-    monkeypatch.setattr(blocks, "decode_tile", lambda device: 130)
+    monkeypatch.setattr(block_formats, "encode_tile", lambda device: 130)
+    monkeypatch.setattr(block_formats, "decode_tile", lambda device: 130)
     assert same_bytes(fmt.encode(w, **levels), whole)
     assert torch.equal(fmt.decode(whole, (37, 333), torch.bfloat16), decoded)
 

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 
 from vbrt.errors import FormatError
 from vbrt.formats import (
-    blocks,
+    block_formats,
     estimate_fine_bytes,
-    fine,
     fine_layout,
+    fine_plane,
     get_format,
     merge_fine,
     new_page,
@@ -72,8 +72,8 @@ def test_tiles_leave_no_trace_in_the_lists(name, dtype, monkeypatch):
     coarse = fmt.encode(w.flip(0))  # of another weight, so that the lists are long
     whole = split_fine(w, coarse, fmt)
     assert len(whole["escapes"]) > 100
-    monkeypatch.setattr(fine, "decode_tile", lambda device: 44)
-    monkeypatch.setattr(blocks, "decode_tile", lambda device: 200)
+    monkeypatch.setattr(fine_plane, "decode_tile", lambda device: 44)
+    monkeypatch.setattr(block_formats, "decode_tile", lambda device: 200)
     tiled = split_fine(w, coarse, fmt)
     assert all(torch.equal(tiled[k], whole[k]) for k in whole)
     assert identical(merge_fine(coarse, whole, fmt, (23, 301), dtype), w)
@@ -83,8 +83,8 @@ def test_ordinals_follow_the_values_and_undo_themselves():
     for dtype in SIXTEEN:
         w = finite_patterns(dtype)
         bits = w.view(torch.int16)
-        assert torch.equal(fine.ordinal(fine.ordinal(bits)), bits)
-        ascending = w[fine.ordinal(bits).argsort()]
+        assert torch.equal(fine_plane.ordinal(fine_plane.ordinal(bits)), bits)
+        ascending = w[fine_plane.ordinal(bits).argsort()]
         assert (ascending.float().diff() >= 0).all()
 
 
@@ -144,10 +144,10 @@ def test_lists_that_do_not_go_with_the_codes_are_refused(name, dtype, shape):
     w, fmt = (torch.randn(shape) * torch.randn(shape).exp()).to(dtype), get_format(name)
     coarse = fmt.encode(w)
     plane = split_fine(w, coarse, fmt)
-    fine.check_fine(coarse, plane, fmt, shape, dtype)
+    fine_plane.check_fine(coarse, plane, fmt, shape, dtype)
     others = [{"starts": plane["starts"] + 1}]
     others += [{key: plane[key][1:]} for key in ("side", "escapes") if len(plane[key])]
     others += [{key: torch.cat((plane[key], plane[key].new_zeros(1)))} for key in ("side", "escapes")]
     for other in others:
         with pytest.raises(FormatError, match=r"lists of \d+ and \d+ entries, or `starts`, that do not go with"):
-            fine.check_fine(coarse, plane | other, fmt, shape, dtype)
+            fine_plane.check_fine(coarse, plane | other, fmt, shape, dtype)

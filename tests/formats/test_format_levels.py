@@ -6,8 +6,8 @@ import torch
 from vbrt.config import FORMATS, load_config
 from vbrt.errors import ConfigError, FormatError
 from vbrt.formats import get_format, new_page, pack, unpack
-from vbrt.formats.levels import FP4_LEVELS, INT4_LEVELS, IQ4_NL_LEVELS
 from vbrt.formats.nf4 import NF4_LEVELS
+from vbrt.formats.sixteen_levels import FP4_LEVELS, INT4_LEVELS, IQ4_NL_LEVELS
 
 TABLES = {"int4": INT4_LEVELS, "nf4": NF4_LEVELS, "fp4": FP4_LEVELS, "iq4_nl": IQ4_NL_LEVELS}
 NAMES = [name for name, record in FORMATS.items() if record.published]

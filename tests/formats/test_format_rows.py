@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from vbrt.formats import get_format, rows
-from vbrt.formats.fine import fine_layout, split_fine
-from vbrt.formats.rows import Rows, coarse_rows, exact_rows
+from vbrt.formats import get_format, row_decoding
+from vbrt.formats.fine_plane import fine_layout, split_fine
+from vbrt.formats.row_decoding import Rows, coarse_rows, exact_rows
 
 INDEX = torch.tensor([0, 3, 0, 1])
 
@@ -33,8 +33,8 @@ def test_rows_of_a_coarse_plane_decode_to_those_of_the_whole_weight(format):
 @pytest.mark.parametrize("as_on", ["cpu", "gpu"])
 def test_rows_of_both_planes_are_the_originals_bit_for_bit(format, dtype, columns, as_on, monkeypatch):
     if as_on == "gpu":
-        monkeypatch.setattr(rows, "_take_counted", rows._take_for_all)
-    monkeypatch.setattr("vbrt.formats.rows._CHUNK_WEIGHTS", 3 * columns)
+        monkeypatch.setattr(row_decoding, "_take_counted", row_decoding._take_for_all)
+    monkeypatch.setattr("vbrt.formats.row_decoding._CHUNK_WEIGHTS", 3 * columns)
     torch.manual_seed(0)
     weight = (torch.randn(9, columns) * torch.exp(2 * torch.randn(9, columns)) / 100).to(dtype)
     weight[0, :5] = 0

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from vbrt.formats import Format, PageLayout, build_layout
-from vbrt.formats.base import check_weight, padded
+from vbrt.formats.format import check_weight, padded
 
 
 class Int4(Format):

@@ -3,7 +3,7 @@
 import torch
 
 from vbrt.formats import get_format
-from vbrt.formats.experts import join_fields, join_layouts
+from vbrt.formats.joint_planes import join_fields, join_layouts
 from vbrt.formats.page import pack
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.experts.pairs import Groups, most_blocks

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from vbrt.errors import KernelError
-from vbrt.formats import WeightPlanes, blocks, get_format, split_fine
+from vbrt.formats import WeightPlanes, block_formats, get_format, split_fine
 from vbrt.kernels import resolve
 
 CPU = torch.device("cpu")
@@ -66,7 +66,12 @@ def test_gradients_reach_the_input_and_the_bias():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_tables_built_in_inference_mode_serve_training_later(name):
-    for table in (blocks.constant_quads, blocks.e4m3_values, blocks.powers_of_two, blocks.ue4m4_values):
+    for table in (
+        block_formats.constant_quads,
+        block_formats.e4m3_values,
+        block_formats.powers_of_two,
+        block_formats.ue4m4_values,
+    ):
         table.cache_clear()
     linear, x = resolve("linear", "auto", CPU), torch.randn(3, 50, requires_grad=True)
     with torch.inference_mode():

@@ -67,7 +67,7 @@ FORMATS: dict[str, FormatRecord] = {
         *(
             FormatRecord(
                 f"levels{block}-{scales}",
-                "vbrt.formats.levels:Levels",
+                "vbrt.formats.sixteen_levels:Levels",
                 block=block,
                 scales=scales,
                 kernels="levels",

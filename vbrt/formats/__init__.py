@@ -9,8 +9,9 @@ from importlib import import_module
 
 from vbrt.config.format_records import FORMATS, FormatRecord
 from vbrt.errors import FormatError
-from vbrt.formats.base import Format, WeightPlanes
-from vbrt.formats.fine import estimate_fine_bytes, fine_layout, merge_fine, split_fine
+from vbrt.formats.fine_plane import estimate_fine_bytes, fine_layout, merge_fine, split_fine
+from vbrt.formats.fitted_codebook import Separation, SeparationCounters
+from vbrt.formats.format import Format, WeightPlanes
 from vbrt.formats.ggml import repack_gguf
 from vbrt.formats.page import (
     FIELD_ALIGN,
@@ -35,7 +36,6 @@ from vbrt.formats.published import (
     repack_mxfp4,
     repack_nvfp4,
 )
-from vbrt.formats.separation import Separation, SeparationCounters
 
 __all__ = [
     "FIELD_ALIGN",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from vbrt.formats.base import Format
+from vbrt.formats.format import Format
 from vbrt.formats.page import PageLayout, build_layout
 
 __all__ = ["Dense"]

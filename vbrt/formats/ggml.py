@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import FormatError
-from vbrt.formats.levels import INT4_LEVELS, IQ4_NL_LEVELS
 from vbrt.formats.published import Repacked, levels_plane, matrix_shape, repack_mxfp4
+from vbrt.formats.sixteen_levels import INT4_LEVELS, IQ4_NL_LEVELS
 
 __all__ = ["GGML_PLANES", "GGMLPlane", "repack_gguf"]
 

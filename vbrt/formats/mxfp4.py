@@ -9,7 +9,7 @@ from math import log2
 import torch
 from torch import Tensor
 
-from vbrt.formats.blocks import BlockFormat, Range, constant_levels, constant_quads, decode_blocks, powers_of_two
+from vbrt.formats.block_formats import BlockFormat, Range, constant_levels, constant_quads, decode_blocks, powers_of_two
 from vbrt.formats.rounding import E2M1_LEVELS, E2M1Grid, E2M1Rounding, Grid, Rounding
 
 __all__ = ["MXFP4"]

@@ -11,8 +11,8 @@ from math import log2
 import torch
 from torch import Tensor
 
-from vbrt.formats.base import padded, tiles
-from vbrt.formats.blocks import BlockFormat, Range, decode_tile, powers_of_two
+from vbrt.formats.block_formats import BlockFormat, Range, decode_tile, powers_of_two
+from vbrt.formats.format import padded, tiles
 from vbrt.formats.rounding import Grid, Int8Grid, Int8Rounding, Rounding
 
 __all__ = ["MXINT8"]

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from vbrt.formats.blocks import UE4M4Format, constant_levels, constant_quads, decode_blocks
+from vbrt.formats.block_formats import UE4M4Format, constant_levels, constant_quads, decode_blocks
 from vbrt.formats.rounding import Grid, Rounding, TableGrid, TableRounding
 
 __all__ = ["NF4", "NF4_LEVELS"]

@@ -10,7 +10,7 @@ absmax / 6: 21.8 dB instead of 20.4 dB on Gaussian weights.
 import torch
 from torch import Tensor
 
-from vbrt.formats.blocks import E4M3Format, constant_levels, constant_quads, decode_blocks
+from vbrt.formats.block_formats import E4M3Format, constant_levels, constant_quads, decode_blocks
 from vbrt.formats.rounding import E2M1_LEVELS, E2M1Grid, E2M1Rounding, Grid, Rounding
 
 __all__ = ["NVFP4"]

@@ -1,8 +1,9 @@
 """Published 4-bit checkpoints, repacked into vbrt's coarse planes without decoding them: pure tensor functions.
 
 `nvfp4` and `mxfp4` are the published formats themselves. The others are 16 levels under a scale for each group of
-weights along K (`vbrt.formats.levels`): codes get our order of nibbles, groups are cut into blocks of up to 128, and a
-scale is repeated for the blocks of its group. `levels_format` says from shapes alone which format that will be.
+weights along K (`vbrt.formats.sixteen_levels`): codes get our order of nibbles, groups are cut into blocks of up to
+128, and a scale is repeated for the blocks of its group. `levels_format` says from shapes alone which format that will
+be.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from vbrt.config.format_records import FORMATS, LEVEL_BLOCKS, LEVEL_SCALES
 from vbrt.errors import FormatError
-from vbrt.formats.base import padded
-from vbrt.formats.blocks import unpack_codes
-from vbrt.formats.levels import INT4_LEVELS
+from vbrt.formats.block_formats import unpack_codes
+from vbrt.formats.format import padded
+from vbrt.formats.sixteen_levels import INT4_LEVELS
 
 __all__ = [
     "Nested",

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vbrt.formats.base import tiles
-from vbrt.formats.blocks import Frame, Range, UE4M4Format, decode_blocks, quad_table
+from vbrt.formats.block_formats import Frame, Range, UE4M4Format, decode_blocks, quad_table
+from vbrt.formats.format import tiles
 from vbrt.formats.rounding import Grid, Rounding, TableGrid, TableRounding
 
 __all__ = ["MAGNITUDES", "Quantile", "magnitude_quantiles"]

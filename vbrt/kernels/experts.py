@@ -5,9 +5,9 @@ A layer of routed experts sends each token through k of its E experts. With g th
     h[p] = g(W_up[e] x[t] + b_up[e])            p = (t, j): the j-th expert e of token t      experts_up
     y[t] = sum over j of w[t, j] (W_down[e] h[p] + b_down[e])                                 experts_down
 
-The weights come as pages, one for each expert, in which the parts of an expert lie side by side (`formats/experts.py`).
-Experts that no token is sent to need no page. An id that is not in 0 .. E - 1 is a sentinel: its pair is skipped, adds
-nothing, and its row of h is zero.
+The weights come as pages, one for each expert, in which the parts of an expert lie side by side
+(`formats/joint_planes.py`). Experts that no token is sent to need no page. An id that is not in 0 .. E - 1 is a
+sentinel: its pair is skipped, adds nothing, and its row of h is zero.
 
 Legend: T tokens, k experts a token, P = T k pairs, E experts, H hidden, I inner, N rows of a matrix.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
-from vbrt.formats.experts import part_fields
+from vbrt.formats.joint_planes import part_fields
 from vbrt.formats.page import PageLayout, unpack
 from vbrt.kernels.reference import decode_weight
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format, merge_fine
-from vbrt.formats.base import EncodedGroup, Format
+from vbrt.formats.format import EncodedGroup, Format
 
 __all__ = [
     "ACTIVATIONS",

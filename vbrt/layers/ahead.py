@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vbrt.formats.base import WeightPlanes
+from vbrt.formats.format import WeightPlanes
 from vbrt.formats.page import PageLayout, unpack
 from vbrt.kernels.cuda.compiling import Compilation, begin, noting
 from vbrt.kernels.watched import unwatched

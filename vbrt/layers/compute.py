@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.compiler import is_compiling
 
 from vbrt.errors import ArgumentError, WrapError
-from vbrt.formats.base import WeightPlanes
+from vbrt.formats.format import WeightPlanes
 from vbrt.kernels.product import Product, as_autocast, whole
 from vbrt.kernels.recorded import recorder
 from vbrt.kernels.reference import wants_grad

@@ -18,8 +18,8 @@ from torch.fx import Proxy
 
 from vbrt.errors import WrapError
 from vbrt.formats import get_format
-from vbrt.formats.base import WeightPlanes
-from vbrt.formats.rows import Rows, by_chunks, coarse_rows, exact_rows
+from vbrt.formats.format import WeightPlanes
+from vbrt.formats.row_decoding import Rows, by_chunks, coarse_rows, exact_rows
 from vbrt.kernels.recorded import recorder
 from vbrt.kernels.watched import dispatch_modes, is_altered, is_memory, is_watched, traced_call, unwatched
 from vbrt.layers.base import VBLayer

@@ -8,11 +8,11 @@ import torch
 
 from vbrt.errors import FormatError
 from vbrt.formats import get_format
-from vbrt.formats.base import EncodedGroup
-from vbrt.formats.feedback import compensated
-from vbrt.formats.fine import fine_layout
+from vbrt.formats.error_feedback import compensated
+from vbrt.formats.fine_plane import fine_layout
+from vbrt.formats.fitted_codebook import Separation
+from vbrt.formats.format import EncodedGroup
 from vbrt.formats.page import Incoming, PageLayout
-from vbrt.formats.separation import Separation
 from vbrt.host.mapped_weights import populate
 from vbrt.kernels import PageOrder, resolve
 from vbrt.layers.shards import agreed_amax, gathered

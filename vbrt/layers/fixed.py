@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vbrt.config import FORMATS
-from vbrt.formats.base import WeightPlanes
+from vbrt.formats.format import WeightPlanes
 from vbrt.kernels import TILES, page_of
 from vbrt.layers.graphs import GraphForm, GraphTiles, graph_planes, mark_static, show_to_graphs
 from vbrt.layers.lending import temporary_of

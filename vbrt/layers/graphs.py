@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vbrt.formats.base import WeightPlanes
+from vbrt.formats.format import WeightPlanes
 
 if TYPE_CHECKING:
     from vbrt.layers.weight import WeightHandle

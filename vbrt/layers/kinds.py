@@ -40,7 +40,7 @@ class Kind:
         base: of routed experts, the class in `file` that the class in the place of this one is made from.
         every: True if each forward goes through all experts.
         ragged: True if the parameters after the first may stack fewer matrices: the last experts have none of them.
-        parts: the names in pages of the matrices that each of the parameters stacks (`vbrt.formats.experts`).
+        parts: the names in pages of the matrices that each of the parameters stacks (`vbrt.formats.joint_planes`).
         refuse: returns why a module of this class stays as it is, or None.
         rounds_before_bias: True if the class rounds the product to its dtype before it adds the bias.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from vbrt.formats.separation import identity
+from vbrt.formats.fitted_codebook import identity
 from vbrt.host.mapped_weights import page_out
 from vbrt.kernels.watched import unwatched
 from vbrt.layers.lending import dense_parameter, follow_encoding, plain_dense, show_stored

@@ -7,7 +7,7 @@ import torch
 
 from vbrt.config import FORMATS, VBConfig
 from vbrt.errors import WrapError
-from vbrt.formats.feedback import Inputs
+from vbrt.formats.error_feedback import Inputs
 from vbrt.residency.plan import Swap
 from vbrt.residency.weight_site import WeightSite
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vbrt.formats.separation import identity
+from vbrt.formats.fitted_codebook import identity
 from vbrt.layers.graphs import show_to_graphs
 from vbrt.layers.swapped import SwappedLayer
 from vbrt.libraries.torch_api import has_storage

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from vbrt.config import FORMATS
-from vbrt.formats.base import WeightPlanes
+from vbrt.formats.fitted_codebook import Separation
+from vbrt.formats.format import WeightPlanes
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
-from vbrt.formats.separation import Separation
 from vbrt.kernels import resolves_late
 from vbrt.layers.compute import decoded_weight, precision_notes
 from vbrt.layers.encoding import Encoder, Planes, strides_of, uploaded

@@ -18,8 +18,8 @@ from vbrt.config.argument_checks import check_instance
 from vbrt.config.tier_records import TIERS
 from vbrt.errors import ConfigError, NoRoomError, WrapError
 from vbrt.formats import get_format
-from vbrt.formats.experts import join_layouts
-from vbrt.formats.fine import estimate_fine_bytes
+from vbrt.formats.fine_plane import estimate_fine_bytes
+from vbrt.formats.joint_planes import join_layouts
 from vbrt.formats.page import PAGE_ALIGN, PageLayout
 from vbrt.kernels import PageOrder
 from vbrt.layers import KINDS, HandleSpec, SwappedLayer

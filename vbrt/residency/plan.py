@@ -55,7 +55,7 @@ class Swap:
         experts, top_k: of routed experts, how many the layer has and how many a token goes to; else 0. Such a swap has
             a page for each plane of each expert.
         inputs: what errors are weighed by as the weight is encoded, for the site and each of the parts: an `Inputs` of
-            `vbrt.formats.feedback`. Empty: not weighed. A plan does not look at them.
+            `vbrt.formats.error_feedback`. Empty: not weighed. A plan does not look at them.
     """
 
     site: WeightSite

@@ -7,7 +7,7 @@ from tests.kernels.cuda.test_encode import DTYPES, SHAPES, as_bytes, weight
 from tests.matrix import matrix
 from vbrt.config import load_config
 from vbrt.formats import get_format, split_fine
-from vbrt.formats.fine import WIDTH
+from vbrt.formats.fine_plane import WIDTH
 from vbrt.formats.quantile import magnitude_quantiles
 from vbrt.kernels import resolve
 from vbrt.kernels.cpu import build, encode, split

@@ -9,7 +9,7 @@ from tests.kernels.cuda.gpu_cases import error
 from tests.matrix import matrix
 from vbrt.errors import KernelError
 from vbrt.formats import get_format
-from vbrt.formats.experts import join_fields, join_layouts
+from vbrt.formats.joint_planes import join_fields, join_layouts
 from vbrt.formats.page import new_page, pack
 from vbrt.kernels import experts as reference
 from vbrt.kernels import resolve

@@ -6,7 +6,7 @@ import torch
 from tests.matrix import matrix
 from vbrt.errors import KernelError
 from vbrt.formats import get_format
-from vbrt.formats.experts import join_fields, join_layouts
+from vbrt.formats.joint_planes import join_fields, join_layouts
 from vbrt.formats.page import new_page, pack, unpack
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu.experts import experts_down, experts_up, takes_tiles

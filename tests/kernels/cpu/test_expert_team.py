@@ -11,7 +11,7 @@ import torch
 from tests.kernels.cpu.test_cpu_tiles import GATES, tiled_pages
 from tests.matrix import matrix
 from vbrt.formats import get_format
-from vbrt.formats.experts import join_fields, join_layouts
+from vbrt.formats.joint_planes import join_fields, join_layouts
 from vbrt.formats.page import new_page, pack
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu.expert_team import ExpertTeam, HostProduct, team_form

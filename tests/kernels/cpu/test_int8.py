@@ -8,8 +8,8 @@ from tests.kernels.cpu.test_cpu_experts import bank, routed, rows
 from tests.kernels.cuda.gpu_cases import error
 from tests.matrix import matrix
 from vbrt.formats import WeightPlanes, get_format
-from vbrt.formats.base import padded
-from vbrt.formats.levels import FP4_LEVELS, INT4_LEVELS, IQ4_NL_LEVELS
+from vbrt.formats.format import padded
+from vbrt.formats.sixteen_levels import FP4_LEVELS, INT4_LEVELS, IQ4_NL_LEVELS
 from vbrt.kernels import resolve
 from vbrt.kernels.cpu import build, int8
 from vbrt.kernels.cpu import experts as cpu_experts

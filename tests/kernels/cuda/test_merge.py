@@ -9,7 +9,7 @@ import torch
 
 from tests.matrix import matrix
 from vbrt.formats import WeightPlanes, get_format, merge_fine, split_fine
-from vbrt.formats.fine import SPAN
+from vbrt.formats.fine_plane import SPAN
 from vbrt.kernels import resolve
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILED
 from vbrt.kernels.cuda.e2m1.tiles import pack_tiles

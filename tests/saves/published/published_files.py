@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from vbrt.formats import get_format
-from vbrt.formats.levels import INT4_LEVELS
+from vbrt.formats.sixteen_levels import INT4_LEVELS
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])

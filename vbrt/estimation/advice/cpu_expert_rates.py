@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vbrt.errors import KernelError
 from vbrt.formats import get_format
-from vbrt.formats.experts import join_layouts
+from vbrt.formats.joint_planes import join_layouts
 from vbrt.formats.page import PageLayout
 from vbrt.kernels.cpu.experts import experts_down, experts_up, most_pairs, takes_tiles
 from vbrt.kernels.cpu.tiles import in_rows

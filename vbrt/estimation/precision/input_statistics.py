@@ -2,9 +2,9 @@
 
 An error of a weight costs its square times the mean square of the input that it is multiplied with, inputs taken as
 uncorrelated: encoders weigh errors so where they search block scales. How neighbouring inputs go together lets codes
-make up for each other's errors (`vbrt.formats.feedback`). Which input meets which weight is seen where products are
-computed, whatever module computes them, so that routed experts have squares of their own; they have nothing else, as a
-layer has many of them.
+make up for each other's errors (`vbrt.formats.error_feedback`). Which input meets which weight is seen where products
+are computed, whatever module computes them, so that routed experts have squares of their own; they have nothing else,
+as a layer has many of them.
 
 Legend: E matrices of a parameter (1 where nothing is routed), K inputs, T tokens.
 """
@@ -22,7 +22,7 @@ from vbrt.errors import ArgumentError, ConfigError
 from vbrt.estimation.precision.calibration_data import Text, text_of
 from vbrt.estimation.precision.sensitivity import evaluating, own_samples
 from vbrt.estimation.precision.streamed_forward import Reader, streamed
-from vbrt.formats.feedback import Inputs, moments_of
+from vbrt.formats.error_feedback import Inputs, moments_of
 from vbrt.libraries.torch_api import TorchDispatchMode
 from vbrt.model.weight_choice import named_modules
 from vbrt.report.progress import Progress

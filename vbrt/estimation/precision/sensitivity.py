@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vbrt.errors import ArgumentError, FormatError
 from vbrt.formats import get_format
-from vbrt.formats.feedback import Inputs, compensated
+from vbrt.formats.error_feedback import Inputs, compensated
 from vbrt.kernels import resolve
 from vbrt.residency.plan import Swap
 from vbrt.residency.weight_site import ROOT, WeightSite

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from vbrt.config.format_records import LEVEL_SCALES, formats_of
-from vbrt.formats.base import EncodedGroup, Format
-from vbrt.formats.blocks import BlockFormat, Range
-from vbrt.formats.levels import Levels
+from vbrt.formats.block_formats import BlockFormat, Range
+from vbrt.formats.format import EncodedGroup, Format
 from vbrt.formats.quantile import Quantile, magnitude_quantiles
 from vbrt.formats.rounding import Rounding, TableRounding
+from vbrt.formats.sixteen_levels import Levels
 from vbrt.kernels.cpu.build import NUMBERS, libraries, library, refusal
 
 __all__ = ["FORMATS", "codec", "encode_many", "encoded", "encoded_levels", "serves"]

@@ -23,9 +23,9 @@ from torch import Tensor
 from vbrt.config.format_records import FORMATS as RECORDS
 from vbrt.errors import KernelError
 from vbrt.formats import get_format
-from vbrt.formats.base import padded
-from vbrt.formats.blocks import BlockFormat
-from vbrt.formats.levels import Levels
+from vbrt.formats.block_formats import BlockFormat
+from vbrt.formats.format import padded
+from vbrt.formats.sixteen_levels import Levels
 from vbrt.kernels import experts as reference
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cpu.build import NUMBERS, Bank, Gating, Task, library, scale_type

@@ -22,10 +22,10 @@ from torch import Tensor
 from vbrt.config.format_records import formats_of
 from vbrt.errors import FormatError
 from vbrt.formats import WeightPlanes, get_format
-from vbrt.formats.base import padded
-from vbrt.formats.blocks import BlockFormat
-from vbrt.formats.fine import SPAN, WIDTH
-from vbrt.formats.levels import Levels
+from vbrt.formats.block_formats import BlockFormat
+from vbrt.formats.fine_plane import SPAN, WIDTH
+from vbrt.formats.format import padded
+from vbrt.formats.sixteen_levels import Levels
 from vbrt.kernels import reference
 from vbrt.kernels.cpu import recycle
 from vbrt.kernels.cpu.build import NUMBERS, Fine, Product, Weight, library, scale_type

@@ -1,4 +1,4 @@
-/* Fine planes (formats/fine.py): merged with the weights of a coarse plane. Part of linear.c. */
+/* Fine planes (formats/fine_plane.py): merged with the weights of a coarse plane. Part of linear.c. */
 
 typedef struct {
     const uint8_t *low, *nibbles;  /* [N, columns], [N, ceil(columns / 2)] (fp16 only) */

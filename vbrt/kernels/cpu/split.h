@@ -1,4 +1,4 @@
-/* Fine planes (formats/fine.py), made from a weight and its coarse plane. Part of encode.c. */
+/* Fine planes (formats/fine_plane.py), made from a weight and its coarse plane. Part of encode.c. */
 
 enum { SPAN = 4096 };  /* weights between two entries of `starts` */
 enum { SLACK = 64 };  /* entries behind a list that are written to */

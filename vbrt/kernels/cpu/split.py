@@ -5,9 +5,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from vbrt.formats.base import Format, check_weight
-from vbrt.formats.blocks import BlockFormat
-from vbrt.formats.fine import SPAN, WIDTH, split_fine
+from vbrt.formats.block_formats import BlockFormat
+from vbrt.formats.fine_plane import SPAN, WIDTH, split_fine
+from vbrt.formats.format import Format, check_weight
 from vbrt.kernels.cpu import encode
 from vbrt.kernels.cpu.build import library
 

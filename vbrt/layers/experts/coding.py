@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 
 from vbrt.config import FORMATS
-from vbrt.formats.base import WeightPlanes
-from vbrt.formats.experts import join_layouts, part_fields, part_layout
+from vbrt.formats.fitted_codebook import Separation
+from vbrt.formats.format import WeightPlanes
+from vbrt.formats.joint_planes import join_layouts, part_fields, part_layout
 from vbrt.formats.page import PageLayout
-from vbrt.formats.separation import Separation
 from vbrt.kernels import resolve, resolves_late
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.encoding import Encoder, Planes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from vbrt.formats.experts import join_fields, join_layouts
+from vbrt.formats.joint_planes import join_fields, join_layouts
 from vbrt.layers.encoding import Planes
 
 if TYPE_CHECKING:

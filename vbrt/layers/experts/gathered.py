@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from vbrt.formats.experts import part_fields
+from vbrt.formats.joint_planes import part_fields
 from vbrt.formats.page import PageLayout, unpack
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.experts.residency import gather_pages

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vbrt.formats.experts import join_fields
+from vbrt.formats.joint_planes import join_fields
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.layers.encoding import Planes
 from vbrt.layers.pickling import from_pickle, to_pickle

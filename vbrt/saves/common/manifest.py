@@ -19,7 +19,7 @@ import xxhash
 
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.formats import FORMATS, get_format
-from vbrt.formats.fine import WIDTH, fine_fields
+from vbrt.formats.fine_plane import WIDTH, fine_fields
 from vbrt.host.safe_files import read_bounded
 from vbrt.layers.kinds import KINDS
 from vbrt.residency.weight_site import WeightSite

@@ -14,7 +14,7 @@ from torch import nn
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import CheckpointError, ConfigError, FormatError
 from vbrt.formats import get_format
-from vbrt.formats.fine import check_fine
+from vbrt.formats.fine_plane import check_fine
 from vbrt.host.worker_threads import Crew
 from vbrt.layers import KINDS, WeightHandle
 from vbrt.layers.encoding import Planes

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from vbrt.errors import FormatError
 from vbrt.formats import Format, SeparationCounters
-from vbrt.formats.blocks import BlockFormat, Frame
+from vbrt.formats.block_formats import BlockFormat, Frame
+from vbrt.formats.fitted_codebook import check_separation, clipping_bound, identity
 from vbrt.formats.quantile import MAGNITUDES
-from vbrt.formats.separation import check_separation, clipping_bound, identity
 
 __all__ = ["TrainedSeparation"]
 

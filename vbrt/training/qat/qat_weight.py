@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vbrt.errors import FormatError, WrapError
 from vbrt.formats import get_format
+from vbrt.formats.fitted_codebook import identity
 from vbrt.formats.page import PageLayout
-from vbrt.formats.separation import identity
 from vbrt.layers.encoding import Planes
 from vbrt.layers.pickling import from_pickle, to_pickle
 from vbrt.layers.spec import HandleSpec

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from vbrt.formats.base import EncodedGroup, Format
-from vbrt.formats.blocks import BlockFormat, Range
+from vbrt.formats.block_formats import BlockFormat, Range
+from vbrt.formats.format import EncodedGroup, Format
 from vbrt.libraries import triton_api
 
 __all__ = ["encode_many", "launch_encode", "launch_pack"]

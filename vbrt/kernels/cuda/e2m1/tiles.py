@@ -28,7 +28,7 @@ from vbrt.config import format_records
 from vbrt.config.format_records import FormatRecord
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
-from vbrt.formats.blocks import powers_of_two
+from vbrt.formats.block_formats import powers_of_two
 from vbrt.formats.page import PageLayout, build_layout
 from vbrt.kernels.cuda.e2m1.encode import launch_pack
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vbrt.formats import WeightPlanes, get_format
-from vbrt.formats.fine import SPAN, WIDTH
+from vbrt.formats.fine_plane import SPAN, WIDTH
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, is_tiled, relative_values
 from vbrt.libraries import triton_api
 

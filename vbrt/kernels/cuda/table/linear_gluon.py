@@ -144,7 +144,7 @@ def load_blocks(
 
 @gluon.jit
 def scale_of(stored):
-    """A block scale as fp32: a float, or a UE4M4 byte, see vbrt.formats.blocks; 1920 = (127 - 7) << 4."""
+    """A block scale as fp32: a float, or a UE4M4 byte, see vbrt.formats.block_formats; 1920 = (127 - 7) << 4."""
     if stored.dtype == gl.int32:
         return gl.where(stored > 0, ((stored + 1920) << 19).to(gl.float32, bitcast=True), 0.0)
     else:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vbrt.formats.blocks import BlockFormat
+from vbrt.formats.block_formats import BlockFormat
 from vbrt.formats.rounding import Grid
 
 __all__ = ["GROUP", "Inputs", "compensated", "moments_of"]

@@ -13,9 +13,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from vbrt.formats.base import Format
-from vbrt.formats.blocks import unpack_codes
-from vbrt.formats.fine import SPAN, WIDTH, ordinal, wide_codes_in
+from vbrt.formats.block_formats import unpack_codes
+from vbrt.formats.fine_plane import SPAN, WIDTH, ordinal, wide_codes_in
+from vbrt.formats.format import Format
 from vbrt.formats.page import PageLayout
 
 __all__ = ["Rows", "by_chunks", "coarse_rows", "exact_rows"]

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vbrt.formats.base import EncodedGroup, Format, check_weight, check_weights, padded, tiles
+from vbrt.formats.format import EncodedGroup, Format, check_weight, check_weights, padded, tiles
 from vbrt.formats.page import PageLayout, build_layout
 from vbrt.formats.rounding import Grid, Rounding, divided, least_error, of_tile
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from vbrt.config.format_records import FormatRecord
 from vbrt.errors import FormatError
-from vbrt.formats.base import Format, check_weight, padded, tiles
-from vbrt.formats.blocks import (
+from vbrt.formats.block_formats import (
     constant_levels,
     decode_blocks,
     encode_tile,
@@ -25,6 +24,7 @@ from vbrt.formats.blocks import (
     quad_table,
     whole_blocks,
 )
+from vbrt.formats.format import Format, check_weight, padded, tiles
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.formats.page import DTYPES, PageLayout, build_layout
 from vbrt.formats.rounding import TableRounding, least_error, of_tile

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.errors import FormatError
-from vbrt.formats.base import Format, check_weight, padded, tiles
-from vbrt.formats.blocks import BlockFormat, code_mask_quads, decode_tile, lookup, unpack_codes
+from vbrt.formats.block_formats import BlockFormat, code_mask_quads, decode_tile, lookup, unpack_codes
+from vbrt.formats.format import Format, check_weight, padded, tiles
 from vbrt.formats.page import PageLayout, build_layout
 
 __all__ = [
