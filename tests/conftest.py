@@ -75,7 +75,7 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for op, offered in list(registry._REGISTRY.items()):
         plain = {key: entry for key, entry in offered.items() if key[0] != "compiled"}
         monkeypatch.setitem(registry._REGISTRY, op, plain)
-    monkeypatch.setattr("vbrt.blocks.page._KERNELS", {})
+    monkeypatch.setattr("vbrt.blocks.frozen_page._KERNELS", {})
     monkeypatch.setattr(
         "vbrt.layers.selection.kernel_refusal", lambda *args: None
     )  # nothing to announce: it is on purpose

@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 import vbrt
-from vbrt.blocks import FusedFP4Linear, page
+from vbrt.blocks import FusedFP4Linear, frozen_page
 from vbrt.errors import ArgumentError, FormatError, WrapError
 from vbrt.formats import get_format
 from vbrt.kernels import Kernel
@@ -310,7 +310,7 @@ def test_a_frozen_layer_goes_to_the_meta_device_and_back():
 def test_a_layer_in_the_kernels_order_saves_and_leaves_the_gpu_in_the_formats_own(monkeypatch):
     """What a GPU's kernels ask for, on the CPU, with the reference behind it."""
     plain = make(128, 64, frozen="nvfp4")
-    monkeypatch.setattr(page, "kernels_of", _kernels_on_tiles)
+    monkeypatch.setattr(frozen_page, "kernels_of", _kernels_on_tiles)
     packed = make(128, 64, frozen="nvfp4")
     assert packed._form.packed
     assert packed.planes.shape != plain.planes.shape or not torch.equal(packed.planes, plain.planes)
@@ -329,7 +329,7 @@ def _kernels_on_tiles(device, format):
     from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
 
     linear = Kernel("linear", "triton", fp4_linear.linear, page_order=fp4_linear.packing)
-    return page._Kernels(linear, Kernel("decode_weight", "triton", fp4_linear.decode_weight))
+    return frozen_page._Kernels(linear, Kernel("decode_weight", "triton", fp4_linear.decode_weight))
 
 
 # -- a model ----------------------------------------------------------------------------------------------------------

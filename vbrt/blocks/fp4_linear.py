@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.fx import Proxy
 
-from vbrt.blocks.page import PageForm, frozen_linear, frozen_weight
+from vbrt.blocks.frozen_page import PageForm, frozen_linear, frozen_weight
 from vbrt.config import FORMATS, chosen_formats
 from vbrt.config.argument_checks import check_instance, check_one_of, check_whole
 from vbrt.errors import FormatError, WrapError
