@@ -13,7 +13,7 @@ vb.save("saved")             # planes as they are; vbrt.load("saved", model) fil
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vbrt.integrations.registering import register_all
+from vbrt.integrations.register_hooks import register_all
 
 __version__ = "0.1.0"
 

@@ -11,7 +11,7 @@ import torch
 import vbrt
 from tests.matrix import matrix
 from vbrt.errors import CheckpointError, ConfigError, FormatError, WrapError
-from vbrt.integrations.registering import when_imported
+from vbrt.integrations.register_hooks import when_imported
 from vbrt.layers.experts import encoding
 
 transformers = pytest.importorskip("transformers")

@@ -16,7 +16,7 @@ from tests.zoo import zoo
 from tests.zoo.bits import difference, reason_of
 from tests.zoo.checks import ALL, Result
 from vbrt import QuantizationConfig, load, of
-from vbrt.integrations.huggingface import meta_model
+from vbrt.integrations.hf_configs import meta_model
 
 __all__ = ["LOADING_CHECKS", "check_loading"]
 

@@ -15,7 +15,7 @@ from vbrt.cli.token_stream import speaker_for
 from vbrt.errors import VBError
 
 if TYPE_CHECKING:
-    from vbrt.integrations.conversation import Conversation, Turn
+    from vbrt.integrations.text_generation import Conversation, Turn
     from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["add"]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from vbrt.integrations.conversation import Reply, Turn
+    from vbrt.integrations.text_generation import Reply, Turn
     from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["add_dtype", "add_turn", "asked_config", "dtype_of", "load_model", "settled_config", "tokens_of", "turn_of"]

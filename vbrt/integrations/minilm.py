@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, BertModel
 
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import VBError
-from vbrt.integrations.huggingface import quiet
+from vbrt.integrations.hf_configs import quiet
 from vbrt.model.machine_memory import release_host_memory
 from vbrt.model.planner import make_plan
 from vbrt.report.stats import Stats

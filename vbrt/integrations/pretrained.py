@@ -17,7 +17,7 @@ import torch
 
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import CheckpointError
-from vbrt.integrations.huggingface import (
+from vbrt.integrations.hf_configs import (
     gguf_at,
     loading,
     looked_at,

@@ -27,7 +27,7 @@ from vbrt.distributed.rank_watch import watch
 from vbrt.errors import CheckpointError, ConfigError, VBError, WrapError
 from vbrt.generation.generate import follow
 from vbrt.integrations.gguf_quantizer import TakesGGUF
-from vbrt.integrations.split_models import is_split, share_of_files
+from vbrt.integrations.tensor_parallel import is_split, share_of_files
 from vbrt.integrations.transformers_experts import by_expert
 from vbrt.libraries.transformers_api import (
     ConversionOps,

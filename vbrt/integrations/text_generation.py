@@ -16,7 +16,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from vbrt.errors import VBError
-from vbrt.integrations.huggingface import quiet
+from vbrt.integrations.hf_configs import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,8 +2,8 @@
 
     model = meta_model("path/to/config.json")                 # no weights: for a plan
 
-`pretrained.py` has the weights, `causal.py` language models with their tokenizers, `conversation.py` the text that they
-write.
+`pretrained.py` has the weights, `causal_models.py` language models with their tokenizers, `text_generation.py` the text
+that they write.
 
 Nothing here reaches for the network, and no code that comes with a model is run. Importing this module imports
 transformers, which vbrt does not install. A model that cannot be built is a `VBError` with the first line of the
@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Generation
 
 from vbrt.errors import ConfigError, VBError, describe_os_error
 from vbrt.host.safe_files import expanded, read_bounded
-from vbrt.integrations.registering import Deferred
+from vbrt.integrations.register_hooks import Deferred
 from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.saves.files.checkpoint_paths import gguf_file
 from vbrt.saves.files.gguf_file import GGUF_SUFFIX
