@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from scripts.gpu_timing import BF16, CUDA, Shape, dense_weights, planes_of, say, side_by_side
 from vbrt.formats import WeightPlanes
-from vbrt.kernels.cuda.e2m1 import joined
+from vbrt.kernels.cuda.e2m1 import fused_linear
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tiles import TiledWeight, weight_of
 
@@ -47,20 +47,20 @@ def fused_cases(x: torch.Tensor, planes: Sequence[WeightPlanes]) -> dict[str, tu
     copies = range(len(planes))
     cases = {
         "normed sum": (
-            [partial(joined.normed_sum, x, other, gain, 1e-5) for _ in copies],
+            [partial(fused_linear.normed_sum, x, other, gain, 1e-5) for _ in copies],
             [partial(separate_norm, x, other, gain) for _ in copies],
         )
     }
-    if joined.gates_in_one(BF16, m, n, k):
+    if fused_linear.gates_in_one(BF16, m, n, k):
         separate = [partial(two_launches, x, *pair) for pair in pairs]
-        cases["gated"] = ([partial(joined.gated, x, *pair, "silu") for pair in pairs], separate)
-    if m <= joined.SIBLING_TOKENS:
+        cases["gated"] = ([partial(fused_linear.gated, x, *pair, "silu") for pair in pairs], separate)
+    if m <= fused_linear.SIBLING_TOKENS:
         separate = [partial(two_launches, x, *pair, "none") for pair in pairs]
-        cases["siblings"] = ([partial(joined.siblings, x, pair) for pair in pairs], separate)
+        cases["siblings"] = ([partial(fused_linear.siblings, x, pair) for pair in pairs], separate)
     if m == 1:
         residual, gains = torch.randn(m, n, device=CUDA, dtype=BF16), torch.randn(n, device=CUDA, dtype=BF16)
         cases["residual"] = (
-            [partial(joined.residual, x, w, residual, gains) for w in weights],
+            [partial(fused_linear.residual, x, w, residual, gains) for w in weights],
             [partial(separate_residual, x, w, residual, gains) for w in weights],
         )
     return cases
@@ -81,4 +81,4 @@ def separate_residual(
     x: torch.Tensor, weight: TiledWeight, other: torch.Tensor, gain: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer, and the residual's sum with its norm."""
-    return joined.normed_sum(e2m1_linear.multiply(x, weight, None, "none"), other, gain, 1e-5)
+    return fused_linear.normed_sum(e2m1_linear.multiply(x, weight, None, "none"), other, gain, 1e-5)

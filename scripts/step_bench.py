@@ -26,7 +26,7 @@ import vbrt
 from scripts.experts_decode import build as build_moe
 from scripts.measuring import machine
 from vbrt.generation.fusion.fuse_step import PATTERNS, Joined, joined
-from vbrt.kernels.recorded import StepRecorder
+from vbrt.kernels.operator_trace import StepRecorder
 
 CACHE_TOKENS, PROMPT = 1024, 128
 LLAMA = {

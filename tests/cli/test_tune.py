@@ -13,7 +13,8 @@ import torch
 from tests.cli.cases import errors
 from vbrt.cli import main as cli
 from vbrt.kernels.cuda import devices
-from vbrt.kernels.cuda.e2m1 import kept, tuning
+from vbrt.kernels.cuda.e2m1 import tuned_configs as kept
+from vbrt.kernels.cuda.e2m1 import tuning
 from vbrt.kernels.cuda.launch_table import Launch
 
 pytest.importorskip("transformers")

@@ -13,9 +13,9 @@ from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.kernels import reference
 from vbrt.kernels.cuda import devices, launcher
-from vbrt.kernels.cuda.e2m1 import joined, launches
+from vbrt.kernels.cuda.e2m1 import fused_linear, launches
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
-from vbrt.kernels.cuda.e2m1.joined import Norm
+from vbrt.kernels.cuda.e2m1.fused_linear import Norm
 from vbrt.kernels.cuda.e2m1.tiles import weight_of
 from vbrt.kernels.cuda.launch_table import RULES, Gpu, Launch, PersistentLaunch, Rule, WideLaunch, launch_for
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
@@ -90,7 +90,7 @@ def test_other_dtypes_are_sums_of_bf16(dtype, gpu):
 def test_several_weights_of_one_input(name, count, gpu):
     made = [tiled(name, (n, 264), device="cpu") for n in (40, 16, 24)[:count]]
     x = torch.randn(1, 5, 264).bfloat16()
-    ys = joined.siblings(x, [weight_of(planes) for planes, _ in made])
+    ys = fused_linear.siblings(x, [weight_of(planes) for planes, _ in made])
     assert all(error(y, x.double() @ weight.T) < 3e-3 for y, (_, weight) in zip(ys, made, strict=True))
     assert gpu == ["siblings_kernel"]
 
@@ -111,14 +111,14 @@ def test_layers_that_share_a_norm(name, shape, gpu):
     behind = [tiled(name, (size, n), device="cpu") for size in rows]
     weights = [weight_of(planes) for planes, _ in behind]
     x, other, gain = (torch.randn(1, 1, size).bfloat16() for size in (k, n, n))
-    total, y, squares = joined.residual(x, weight_of(out), other, gain.flatten())
+    total, y, squares = fused_linear.residual(x, weight_of(out), other, gain.flatten())
     assert error(total, x.double() @ weight.T + other.double()) < 3e-3 and torch.equal(y, total * gain)
     torch.testing.assert_close(squares.sum(), total.float().square().sum())
     normed = y.double() * torch.rsqrt(total.double().square().mean() + 1e-5)
     for count in (1, 2, 3):
-        zs = joined.siblings(y, weights[:count], Norm(squares, 1e-5))
+        zs = fused_linear.siblings(y, weights[:count], Norm(squares, 1e-5))
         assert all(error(z, normed @ w.T) < 3e-3 for z, (_, w) in zip(zs, behind, strict=False))
-    gated = joined.gated(y, *weights[:2], "silu", Norm(squares, 1e-5))
+    gated = fused_linear.gated(y, *weights[:2], "silu", Norm(squares, 1e-5))
     gate, up = (normed @ w.T for _, w in behind[:2])
     assert error(gated, reference.ACTIVATIONS["silu"](gate) * up) < 3e-3
 
@@ -127,7 +127,7 @@ def test_layers_that_share_a_norm(name, shape, gpu):
 def test_a_gated_pair(name, tokens, gpu):
     (gate, w), (up, v) = (tiled(name, (40, 136), device="cpu") for _ in range(2))
     x = torch.randn(tokens, 136).bfloat16()
-    y = joined.gated(x, weight_of(gate), weight_of(up), "silu")
+    y = fused_linear.gated(x, weight_of(gate), weight_of(up), "silu")
     assert error(y, reference.ACTIVATIONS["silu"](x.double() @ w.T) * (x.double() @ v.T)) < 3e-3
 
 
@@ -135,7 +135,7 @@ def test_a_gated_pair(name, tokens, gpu):
 def test_a_sum_and_its_norm(k, gpu):
     gain = torch.randn(k).bfloat16()
     x, other = torch.randn(2, 3, 2 * k).bfloat16()[..., :k]
-    total, y = joined.normed_sum(x, other, gain, 1e-5)
+    total, y = fused_linear.normed_sum(x, other, gain, 1e-5)
     assert torch.equal(total, x + other)
     assert error(y, torch.nn.functional.rms_norm(total.double(), (k,), gain.double(), 1e-5)) < 3e-3
 

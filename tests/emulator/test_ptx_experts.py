@@ -9,8 +9,8 @@ from tests.kernels.cuda.gpu_cases import error
 from tests.kernels.expert_cases import exact_rows, expert_pages, grouped_pairs, routing
 from tests.matrix import matrix
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
-from vbrt.kernels.cuda.experts import decoded, many
-from vbrt.kernels.cuda.experts.sums import weighted_sums
+from vbrt.kernels.cuda.experts import decoded_experts, many_tokens
+from vbrt.kernels.cuda.experts.token_sums import weighted_sums
 from vbrt.kernels.experts import Gate, part_planes, weigh_and_sum
 
 pytest.importorskip("triton.experimental.gluon")
@@ -28,7 +28,7 @@ GATES = {
 def pairs(monkeypatch):
     """Groups in plain torch: the machine has no atomics in shared memory."""
 
-    monkeypatch.setattr(many, "group_pairs", grouped_pairs)
+    monkeypatch.setattr(many_tokens, "group_pairs", grouped_pairs)
 
 
 CASES = {  # rows, columns, pairs of an expert at a time: several items a program, whole and odd columns of tiles
@@ -46,8 +46,8 @@ def test_many_tokens(gate, format, case, gpu, monkeypatch):  # noqa: F811
     ids, _ = routing(36, 2, E, sentinels=6)
     ids[ids == 1] = 2
     x, bias = torch.randn(36, k).bfloat16(), torch.randn(E, n).bfloat16()
-    groups = many.group_pairs(ids, E, block)
-    y = many.products(x, groups, pages, part="up", gate=gate, bias_EN=bias)
+    groups = many_tokens.group_pairs(ids, E, block)
+    y = many_tokens.products(x, groups, pages, part="up", gate=gate, bias_EN=bias)
     assert error(y, exact_rows(x, ids, weights["up"], gate, bias)) < 4e-3
     assert gpu == ["gather_kernel", "grouped_kernel"]
 
@@ -61,9 +61,9 @@ def test_a_gate_whose_halves_do_not_begin_at_tiles_is_applied_behind_and_nothing
     ids, _ = routing(4, 1, E)
     x = torch.randn(4, 136).bfloat16()
     x[2, 3] = float("nan")
-    groups = many.group_pairs(ids, E, 32)
+    groups = many_tokens.group_pairs(ids, E, 32)
     for gate in (Gate("silu"), Gate("silu", interleaved=True, limit=7.0), Gate("relu", gated=False)):
-        y = many.products(x, groups, pages, part="up", gate=gate, bias_EN=None)
+        y = many_tokens.products(x, groups, pages, part="up", gate=gate, bias_EN=None)
         assert y[2].isnan().all()
         assert error(y[[0, 1, 3]], exact_rows(x, ids, weights["up"], gate)[[0, 1, 3]]) < 1e-2
 
@@ -73,7 +73,7 @@ def test_fp16_is_a_sum_of_bf16_and_rows_are_added_in_fp32(gpu, monkeypatch):  # 
     monkeypatch.setattr(Machine, "pages", pages.pages)
     ids, shares = routing(5, 2, E, sentinels=3)
     h = torch.randn(10, 136, dtype=torch.float16)
-    rows = many.down(h, ids, None, pages, part="down", bias_EN=None)
+    rows = many_tokens.down(h, ids, None, pages, part="down", bias_EN=None)
     assert error(rows, exact_rows(h, ids.view(-1, 1), weights["down"], None)) < 1e-3
     rows[(ids == E).view(-1)] = float("nan")
     y = weighted_sums(rows, ids, shares, E)
@@ -85,7 +85,7 @@ def test_fp16_is_a_sum_of_bf16_and_rows_are_added_in_fp32(gpu, monkeypatch):  # 
 def test_matrices_of_experts_that_have_pairs_are_decoded_to_the_reference_s_bits(format, gpu, monkeypatch):  # noqa: F811
     pages, _ = expert_pages(format, {"up": (16, 128), "down": (40, 264)}, E, tiled=True, missing=(1,))
     monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])
-    groups = many.group_pairs(torch.tensor([[0], [2]]), E, 32)
-    decoded_GNK = decoded._decode(pages, "down", groups, 1, 2)
+    groups = many_tokens.group_pairs(torch.tensor([[0], [2]]), E, 32)
+    decoded_GNK = decoded_experts._decode(pages, "down", groups, 1, 2)
     assert torch.equal(decoded_GNK[1], decode_weight(part_planes(pages, 2, "down")))
     assert gpu == ["decode_kernel"]

@@ -10,7 +10,7 @@ from tests.kernels.expert_cases import expert_pages, routing
 from tests.matrix import matrix
 from vbrt.errors import KernelError
 from vbrt.kernels.cuda.e2m1.tiles import TILES
-from vbrt.kernels.cuda.experts import few
+from vbrt.kernels.cuda.experts import few_tokens
 from vbrt.kernels.cuda.experts.pairs import Groups, most_blocks
 from vbrt.kernels.cuda.launch_table import RowsLaunch
 from vbrt.kernels.experts import Gate, experts_down, experts_up, part_planes
@@ -40,7 +40,7 @@ def sorted_by_torch(monkeypatch):
         parts = group.argsort(stable=True), torch.tensor(offsets), *torch.tensor(blocks).T
         return Groups(*(part.int().contiguous() for part in parts), block)
 
-    monkeypatch.setattr(few, "group_pairs", group_pairs)
+    monkeypatch.setattr(few_tokens, "group_pairs", group_pairs)
 
 
 def exact(pages, weights):
@@ -65,10 +65,10 @@ CONFIGS = [RowsLaunch(1, 1, 4), RowsLaunch(2, 2, 8), RowsLaunch(2, 1, 4), RowsLa
 @matrix(gate=GATES, name=["nvfp4", "mxfp4"], tokens=[5, 1], bias=[True, False], config=CONFIGS)
 def test_rows_of_pairs(gate, name, tokens, bias, config, gpu, monkeypatch):  # noqa: F811
     pages, decode = made(monkeypatch, name, {"up": (64, 392)}, 3, missing=(1,))
-    monkeypatch.setattr(few, "rows_for", lambda *_: config)
+    monkeypatch.setattr(few_tokens, "rows_for", lambda *_: config)
     ids = torch.tensor([[0, 2], [2, 3], [0, 2], [-1, 2], [2, 0]])[:tokens]
     x, b = torch.randn(tokens, 400).bfloat16()[:, :392], torch.randn(3, 64).bfloat16() if bias else None
-    y = few.up(x, ids, pages, gate=gate, bias_EN=b)
+    y = few_tokens.up(x, ids, pages, gate=gate, bias_EN=b)
     want = experts_up(x.double(), ids, pages, gate=gate, bias_EN=b, decode=decode)
     assert y.shape == want.shape and error(y, want) < 4e-3
     assert gpu == ["rows_kernel"] and not y[(ids < 0).flatten() | (ids > 2).flatten()].any()
@@ -80,7 +80,7 @@ def test_weighted_sums(name, tokens, k, bias, gpu, monkeypatch):  # noqa: F811
     ids, weights = torch.randint(-1, 5, (tokens, k)), torch.rand(tokens, k)
     ids[0] = torch.tensor([0, -1, 4] * 6)[:k]  # one that is there, and both kinds of sentinels
     h, b = torch.randn(tokens * k, 264).bfloat16(), torch.randn(4, 40) if bias else None
-    y = few.down(h, ids.int(), weights.bfloat16(), pages, bias_EN=b)
+    y = few_tokens.down(h, ids.int(), weights.bfloat16(), pages, bias_EN=b)
     want = experts_down(h.double(), ids, weights.bfloat16(), pages, bias_EN=b, decode=decode)
     assert error(y, want) < 4e-3
     assert gpu == (["token_kernel"] if tokens == 1 else ["rows_kernel", "sum_kernel"])
@@ -91,10 +91,10 @@ def test_other_dtypes_and_ragged_shapes(dtype, tokens, gpu, monkeypatch):  # noq
     pages, decode = made(monkeypatch, "nvfp4", {"up": (24, 130), "down": (24, 12)}, 2, dtype=dtype)
     ids, weights = routing(tokens, 2, 2)
     x, gate = torch.randn(tokens, 130).to(dtype), Gate("gelu", interleaved=tokens == 3)
-    h = few.up(x, ids, pages, gate=gate)
+    h = few_tokens.up(x, ids, pages, gate=gate)
     want = experts_up(x.double(), ids, pages, gate=gate, decode=decode)
     assert h.dtype is dtype and error(h, want) < CLOSE[dtype]
-    y = few.down(h, ids, weights, pages)
+    y = few_tokens.down(h, ids, weights, pages)
     assert error(y, experts_down(h.double(), ids, weights, pages, decode=decode)) < CLOSE[dtype]
     assert gpu.count("split_kernel") == 2
 
@@ -103,20 +103,20 @@ def test_rows_of_pairs_without_weights(gpu, monkeypatch):  # noqa: F811
     pages, decode = made(monkeypatch, "mxfp4", {"down": (24, 136)}, 2)
     (ids, _), h = routing(3, 2, 2, sentinels=1), torch.randn(6, 136).bfloat16()
     want = experts_down(h.double(), ids, None, pages, decode=decode)
-    assert error(few.down(h, ids, None, pages), want) < 4e-3 and gpu == ["rows_kernel"]
+    assert error(few_tokens.down(h, ids, None, pages), want) < 4e-3 and gpu == ["rows_kernel"]
 
 
 def test_an_x_of_another_width_is_refused():
     pages, _ = expert_pages("nvfp4", {"up": (32, 128), "down": (128, 16)}, 2, tiled=True)
     ids, weights = routing(3, 2, 2)
     with pytest.raises(KernelError, match=r"part 'up': x has shape \(3, 64\); expected \(..., 128\)"):
-        few.up(torch.zeros(3, 64), ids, pages)
+        few_tokens.up(torch.zeros(3, 64), ids, pages)
     with pytest.raises(KernelError, match=r"part 'down'.*expected \(..., 16\)"):
-        few.down(torch.zeros(6, 32), ids, weights, pages)
+        few_tokens.down(torch.zeros(6, 32), ids, weights, pages)
 
 
 def test_no_pairs_give_no_rows_and_sums_of_nothing():
     pages, _ = expert_pages("nvfp4", {"up": (32, 128), "down": (128, 16)}, 2, tiled=True)
     ids, weights = routing(0, 2, 2)
-    assert few.up(torch.zeros(0, 128), ids, pages, gate=Gate("silu")).shape == (0, 16)
-    assert few.down(torch.zeros(0, 16), ids, weights, pages).shape == (0, 128)
+    assert few_tokens.up(torch.zeros(0, 128), ids, pages, gate=Gate("silu")).shape == (0, 16)
+    assert few_tokens.down(torch.zeros(0, 16), ids, weights, pages).shape == (0, 128)

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.kernels.cpu.test_cpu_linear import built
 from tests.models import wrap
-from vbrt.kernels.cpu.few import Few
+from vbrt.kernels.cpu.small_batch_linear import Few
 
 pytestmark = built
 

@@ -29,10 +29,10 @@ from vbrt.config import FORMATS, chosen_formats
 from vbrt.config.argument_checks import check_instance, check_one_of, check_whole
 from vbrt.errors import FormatError, WrapError
 from vbrt.formats import PageLayout, get_format, new_page, pack, unpack
-from vbrt.kernels.decoded import DecodedWeight
-from vbrt.kernels.product import Product, as_autocast
+from vbrt.kernels.decoded_weight import DecodedWeight
+from vbrt.kernels.frozen_product import Product, as_autocast
+from vbrt.kernels.observers import is_bare, traced_call
 from vbrt.kernels.reference import ACTIVATIONS, wants_grad
-from vbrt.kernels.watched import is_bare, traced_call
 
 __all__ = ["FusedFP4Linear", "quantize"]
 

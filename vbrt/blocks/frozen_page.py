@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vbrt.formats import PageLayout, WeightPlanes, get_format, new_page, pack, unpack
 from vbrt.kernels import Kernel, Packing, resolve
-from vbrt.kernels.product import sum_rows
+from vbrt.kernels.frozen_product import sum_rows
 
 __all__ = ["PageForm", "frozen_linear", "frozen_weight", "kernels_of"]
 

@@ -28,7 +28,7 @@ from vbrt.generation.speculation.seeded_generate import generate as speculating
 from vbrt.generation.speculation.verification import Passes
 from vbrt.generation.static.static_cache import Statics
 from vbrt.kernels.cuda.compiling import Compilation
-from vbrt.kernels.recorded import recorder
+from vbrt.kernels.operator_trace import recorder
 from vbrt.layers import WeightHandle
 from vbrt.layers.ahead import compile_ahead
 from vbrt.layers.compute import pass_precision

@@ -11,16 +11,16 @@ from vbrt.kernels import experts, reference, update
 from vbrt.kernels.cpu import build as cpu_build
 from vbrt.kernels.cpu import encode as cpu_encode
 from vbrt.kernels.cpu import experts as cpu_experts
-from vbrt.kernels.cpu import few as cpu_few
 from vbrt.kernels.cpu import int8 as cpu_int8
 from vbrt.kernels.cpu import linear as cpu_linear
+from vbrt.kernels.cpu import small_batch_linear
 from vbrt.kernels.cpu import split as cpu_split
 from vbrt.kernels.cpu import update as cpu_update
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import encode as e2m1_encode
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILE_FORMATS
-from vbrt.kernels.cuda.experts import ops as experts_ops
+from vbrt.kernels.cuda.experts import expert_kernels
 from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.rounded import fp4 as fp4_linear
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
@@ -92,7 +92,7 @@ KERNELS = (
     _reference("decode_weight", run=reference.decode_weight),
     _reference("linear", run=reference.linear),
     _built("decode_weight", run=cpu_linear.decode_weight, turned=cpu_linear.decode_turned),
-    _built("linear", run=cpu_linear.linear, rounded={"int8": cpu_int8.linear}, few=cpu_few.few),
+    _built("linear", run=cpu_linear.linear, rounded={"int8": cpu_int8.linear}, few=small_batch_linear.few),
     _built_experts("experts_up", run=cpu_experts.experts_up, rounded={"int8": cpu_int8.experts_up}),
     _built_experts("experts_down", run=cpu_experts.experts_down, rounded={"int8": cpu_int8.experts_down}),
     # nothing to decode: torch's own matmul, and nothing to build
@@ -115,11 +115,11 @@ KERNELS = (
     *_decoding(_triton, e2m1_linear.decode_weight),
     *_decoding(_tables, table_linear.decode_weight),
     *_decoding(_wholes, whole_linear.decode_weight),
-    _tiled("experts_up", run=experts_ops.up, by_address=experts_ops.takes_addresses),
-    _tiled("experts_down", run=experts_ops.down),
+    _tiled("experts_up", run=expert_kernels.up, by_address=expert_kernels.takes_addresses),
+    _tiled("experts_down", run=expert_kernels.down),
     _reference("experts_sum", run=experts.weigh_and_sum),
     _built_experts("experts_sum", run=cpu_experts.weigh_and_sum),
-    _tiled("experts_sum", run=experts_ops.weigh_and_sum),
+    _tiled("experts_sum", run=expert_kernels.weigh_and_sum),
     _reference("update", run=update.update),
     _reference("gradient_norm", run=update.gradient_norm),
     _built_update("update", run=cpu_update.update),

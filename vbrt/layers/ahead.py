@@ -14,7 +14,7 @@ import torch
 from vbrt.formats.format import WeightPlanes
 from vbrt.formats.page import PageLayout, unpack
 from vbrt.kernels.cuda.compiling import Compilation, begin, noting
-from vbrt.kernels.watched import unwatched
+from vbrt.kernels.observers import unwatched
 from vbrt.layers.selection import Kernels
 from vbrt.layers.weight import WeightHandle
 

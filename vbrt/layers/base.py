@@ -17,9 +17,9 @@ from torch.compiler import is_compiling
 from torch.fx import Proxy
 
 from vbrt.errors import WrapError
-from vbrt.kernels.decoded import DecodedWeight
-from vbrt.kernels.recorded import recorder
-from vbrt.kernels.watched import traced_call
+from vbrt.kernels.decoded_weight import DecodedWeight
+from vbrt.kernels.observers import traced_call
+from vbrt.kernels.operator_trace import recorder
 from vbrt.layers.bound import rebind_
 from vbrt.layers.compute import linear, linear_on_weight, short_linear
 from vbrt.layers.lending import follow_retyping, handle_with, lend, notice_writes, released_parameter

@@ -7,7 +7,7 @@ from torch.compiler import is_dynamo_compiling
 
 from vbrt.errors import WrapError
 from vbrt.kernels import TILES, page_of
-from vbrt.kernels.product import as_autocast
+from vbrt.kernels.frozen_product import as_autocast
 from vbrt.kernels.reference import wants_grad
 from vbrt.layers.base import VBLayer
 from vbrt.layers.compute import pass_precision

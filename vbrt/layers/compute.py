@@ -28,10 +28,8 @@ from torch.compiler import is_compiling
 
 from vbrt.errors import ArgumentError, WrapError
 from vbrt.formats.format import WeightPlanes
-from vbrt.kernels.product import Product, as_autocast, whole
-from vbrt.kernels.recorded import recorder
-from vbrt.kernels.reference import wants_grad
-from vbrt.kernels.watched import (
+from vbrt.kernels.frozen_product import Product, as_autocast, whole
+from vbrt.kernels.observers import (
     dispatch_modes,
     function_modes,
     is_bare,
@@ -41,6 +39,8 @@ from vbrt.kernels.watched import (
     is_watched,
     unwatched,
 )
+from vbrt.kernels.operator_trace import recorder
+from vbrt.kernels.reference import wants_grad
 from vbrt.layers.fixed import keep_ready, requiring_grad
 from vbrt.layers.selection import Kernels
 from vbrt.layers.spec import HandleSpec

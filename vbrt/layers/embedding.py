@@ -20,8 +20,8 @@ from vbrt.errors import WrapError
 from vbrt.formats import get_format
 from vbrt.formats.format import WeightPlanes
 from vbrt.formats.row_decoding import Rows, by_chunks, coarse_rows, exact_rows
-from vbrt.kernels.recorded import recorder
-from vbrt.kernels.watched import dispatch_modes, is_altered, is_memory, is_watched, traced_call, unwatched
+from vbrt.kernels.observers import dispatch_modes, is_altered, is_memory, is_watched, traced_call, unwatched
+from vbrt.kernels.operator_trace import recorder
 from vbrt.layers.base import VBLayer
 from vbrt.layers.compiled import refuse_given_in_graph
 from vbrt.layers.compute import kernels_of_pass

@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.fx import Proxy
 
-from vbrt.kernels.watched import traced_call
+from vbrt.kernels.observers import traced_call
 from vbrt.layers.compiled import compiled_linear
 from vbrt.layers.linear import VBLinear
 from vbrt.libraries.transformers_api import FalconLinear

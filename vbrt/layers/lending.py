@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from vbrt.kernels.decoded import DecodedWeight
+from vbrt.kernels.decoded_weight import DecodedWeight
 from vbrt.layers.ties import handle_of_parameter, hold_dense, lies_with, pass_on
 from vbrt.libraries.torch_api import is_fake
 

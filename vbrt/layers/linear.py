@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.compiler import is_compiling
 
-from vbrt.kernels.watched import dispatch_modes, is_tracing
+from vbrt.kernels.observers import dispatch_modes, is_tracing
 from vbrt.layers.base import VBLayer
 from vbrt.layers.compiled import compiled_linear
 from vbrt.layers.shells import become_shell, empty_weight

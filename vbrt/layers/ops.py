@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from vbrt.errors import WrapError
-from vbrt.kernels.product import Product, mapped, whole
+from vbrt.kernels.frozen_product import Product, mapped, whole
 from vbrt.layers.compute import input_gradient, linear_as_cast, linear_without_grad, refuse_coarse
 from vbrt.layers.weight import WeightHandle, find_handle
 from vbrt.libraries.torch_api import AutoDispatchBelowAutograd

@@ -11,7 +11,7 @@ from torch import nn
 
 from vbrt.formats.fitted_codebook import identity
 from vbrt.host.mapped_weights import page_out
-from vbrt.kernels.watched import unwatched
+from vbrt.kernels.observers import unwatched
 from vbrt.layers.lending import dense_parameter, follow_encoding, plain_dense, show_stored
 from vbrt.layers.ties import detach_moved, drop_dense, hold_dense, holds, holds_values, pass_on, tie, untie
 from vbrt.layers.weight import WeightHandle

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from vbrt.config import Machine, VBConfig
 from vbrt.errors import ConfigError, TierError, describe_os_error
 from vbrt.host.host_memory import trim_heap
-from vbrt.kernels.cpu import recycle
+from vbrt.kernels.cpu import buffer_reuse
 from vbrt.model.colocated_ranks import neighbours
 from vbrt.tiers import SsdTier
 from vbrt.tiers.sharers import Sharers
@@ -188,5 +188,5 @@ def passing_directory(path: Path) -> Iterator[Path]:
 
 def release_host_memory() -> None:
     """Give freed host memory back to the system: kept blocks for decoded weights, and the C library's heap."""
-    recycle.trim()
+    buffer_reuse.trim()
     trim_heap()

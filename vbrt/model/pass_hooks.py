@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vbrt.kernels.recorded import recorder
-from vbrt.kernels.watched import unwatched
+from vbrt.kernels.observers import unwatched
+from vbrt.kernels.operator_trace import recorder
 from vbrt.layers.lockstep import is_following
 from vbrt.libraries.peft_api import adapters_of
 from vbrt.model.adapter_refusals import check_adapters

@@ -21,7 +21,7 @@ from vbrt.config.argument_checks import check_instance
 from vbrt.config.tier_records import TIERS
 from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.kernels import libraries
-from vbrt.kernels.cpu import recycle
+from vbrt.kernels.cpu import buffer_reuse
 from vbrt.layers import WeightHandle, handles_in
 from vbrt.libraries.versions import newer_than_tested
 from vbrt.model.auto_budget import GpuBalance
@@ -116,7 +116,7 @@ class Runtime:
             self.stack.close()
         elif self.attachments:
             use_freed_room(self)
-        recycle.trim()
+        buffer_reuse.trim()
 
     def close(self) -> None:
         """Close every model and the tiers; idempotent. Weights that live in the tiers are gone."""

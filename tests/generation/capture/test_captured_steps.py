@@ -19,7 +19,7 @@ from vbrt.generation.capture.captured_step import Counted
 from vbrt.generation.capture.mutation_watch import calls_others
 from vbrt.generation.capture.session import CHANGED
 from vbrt.generation.static.static_cache import Room, leave
-from vbrt.kernels.recorded import recorder
+from vbrt.kernels.operator_trace import recorder
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore:vbrt.wrap"), pytest.mark.usefixtures("tapes")]

@@ -8,7 +8,7 @@ import torch
 import vbrt
 from tests.matrix import matrix
 from vbrt.generation.fusion.fuse_step import PATTERNS, Pattern, joined
-from vbrt.kernels.recorded import recorder
+from vbrt.kernels.operator_trace import recorder
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,9 +15,9 @@ from vbrt.generation.fusion.step_graph import StepGraph
 from vbrt.host.host_memory import storage_of
 from vbrt.kernels import step
 from vbrt.kernels.cuda import compiling
-from vbrt.kernels.cuda.e2m1 import joined as launches
+from vbrt.kernels.cuda.e2m1 import fused_linear
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
-from vbrt.kernels.recorded import StepRecorder, root_of
+from vbrt.kernels.operator_trace import StepRecorder, root_of
 
 pytest.importorskip("transformers")
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 256}
@@ -45,10 +45,10 @@ def as_on_a_gpu(asked, recorded, monkeypatch):  # noqa: F811
     monkeypatch.setattr(fuse_step, "_error_of", gpu(lambda program, recorder, inputs, first: program(*inputs) and 0.0))
     with torch.library._scoped_library("vbrt", "IMPL") as library:
         library.impl("fp4_linear", e2m1_linear._fp4_linear, "CPU")
-        library.impl("fp4_gated", launches._gated, "CPU")
-        library.impl("fp4_linears", launches._siblings, "CPU")
-        library.impl("fp4_residual", launches._residual, "CPU")
-        library.impl("normed_sum", launches.normed_sum, "CPU")
+        library.impl("fp4_gated", fused_linear._gated, "CPU")
+        library.impl("fp4_linears", fused_linear._siblings, "CPU")
+        library.impl("fp4_residual", fused_linear._residual, "CPU")
+        library.impl("normed_sum", fused_linear.normed_sum, "CPU")
         yield asked
 
 

@@ -7,7 +7,7 @@ from tests.matrix import matrix
 from vbrt.kernels import step
 from vbrt.kernels.cpu.build import refusal
 from vbrt.kernels.cpu.step import GATES, prepare
-from vbrt.kernels.recorded import Form
+from vbrt.kernels.operator_trace import Form
 
 pytestmark = pytest.mark.skipif(bool(refusal(torch.device("cpu"), "step")), reason="no C compiler")
 

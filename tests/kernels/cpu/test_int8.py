@@ -14,7 +14,7 @@ from vbrt.kernels import resolve
 from vbrt.kernels.cpu import build, int8
 from vbrt.kernels.cpu import experts as cpu_experts
 from vbrt.kernels.cpu import linear as cpu_linear
-from vbrt.kernels.cpu.few import few
+from vbrt.kernels.cpu.small_batch_linear import few
 
 CPU = torch.device("cpu")
 WHY = build.refusal(CPU)

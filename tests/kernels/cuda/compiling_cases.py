@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vbrt.kernels.cuda import compiling, devices, step_ops
-from vbrt.kernels.cuda.e2m1 import joined, launches
+from vbrt.kernels.cuda.e2m1 import fused_linear, launches
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.launch_table import Gpu
 from vbrt.libraries import torch_api, triton_api
@@ -59,7 +59,7 @@ def asked(monkeypatch, request):
     from triton.runtime.jit import JITFunction
 
     found, gpu, products = Asked(), Gpu(9, 132), (launches._narrow, launches._wide, launches._persistent)
-    kernels = (step_ops._kernels, joined._kernels, launches._decoder, *products)
+    kernels = (step_ops._kernels, fused_linear._kernels, launches._decoder, *products)
     device = {"get_current_device": DEVICE, "get_current_stream": 0, "get_current_target": GPUTarget("cuda", 90, 32)}
     said = {name: lambda *args, value=value: value for name, value in device.items()}
     monkeypatch.setattr(driver, "_active", types.SimpleNamespace(**said))

@@ -47,7 +47,7 @@ def compiled(kernel, types, constants, capability, *, warps=4, aligned=(), gluon
 
 def compiled_gated(capability, groups, squares, warps, format="nvfp4"):
     """The kernel of a gated pair for `groups` of 8 tokens; with `squares` it also applies a norm's factor."""
-    from vbrt.kernels.cuda.e2m1 import joined_gluon
+    from vbrt.kernels.cuda.e2m1 import fused_linear_gluon
 
     types = {
         "x_ptr": "*bf16",
@@ -72,4 +72,4 @@ def compiled_gated(capability, groups, squares, warps, format="nvfp4"):
         "DEPENDENT": capability >= 90,
     }
     aligned = ("x_ptr", "tile_ptr", "other_ptr", "y_ptr", "K", "x_stride", "y_stride")
-    return compiled(joined_gluon.gated_kernel, types, constants, capability, warps=warps, aligned=aligned)
+    return compiled(fused_linear_gluon.gated_kernel, types, constants, capability, warps=warps, aligned=aligned)

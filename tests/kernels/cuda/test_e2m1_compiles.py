@@ -96,7 +96,7 @@ def test_carried_pointers_keep_wide_loads_and_need_no_zeros(name, capability):
 @matrix(squares=[0, 256], capability=[100, 90, 80, 120], at_most=2)
 def test_the_siblings_kernel_compiles_with_wide_loads(capability, squares):
     pytest.importorskip("triton.experimental.gluon")
-    from vbrt.kernels.cuda.e2m1 import joined_gluon
+    from vbrt.kernels.cuda.e2m1 import fused_linear_gluon
 
     one = {"tile{}_ptr": "*i32", "scale{}_ptr": "*fp32", "y{}_ptr": "*bf16"}
     types = {"x_ptr": "*bf16", **{name.format(i): kind for i in range(3) for name, kind in one.items()}}
@@ -114,7 +114,9 @@ def test_the_siblings_kernel_compiles_with_wide_loads(capability, squares):
         "DEPENDENT": capability >= 90,
     }
     aligned = [*(name for name in types if name.endswith("_ptr")), "K", "x_stride"]
-    ptx = compiled(joined_gluon.siblings_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]
+    ptx = compiled(fused_linear_gluon.siblings_kernel, types, constants, capability, warps=8, aligned=aligned).asm[
+        "ptx"
+    ]
     assert ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") >= 2 * 2 + 4
     assert ("rsqrt" in ptx) is (squares > 0)
 
@@ -122,7 +124,7 @@ def test_the_siblings_kernel_compiles_with_wide_loads(capability, squares):
 @matrix(name=NAMES, capability=[100, 90, 80, 120], at_most=2)
 def test_the_residual_kernel_compiles_with_wide_loads(name, capability):
     pytest.importorskip("triton.experimental.gluon")
-    from vbrt.kernels.cuda.e2m1 import joined_gluon
+    from vbrt.kernels.cuda.e2m1 import fused_linear_gluon
 
     types = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32"}
     types |= dict.fromkeys(("other_ptr", "gain_ptr", "total_ptr", "y_ptr"), "*bf16") | {"square_ptr": "*fp32"}
@@ -140,7 +142,7 @@ def test_the_residual_kernel_compiles_with_wide_loads(name, capability):
         "DEPENDENT": capability >= 90,
     }
     ptx = compiled(
-        joined_gluon.residual_kernel, types, constants, capability, warps=config.k_warps, aligned=aligned
+        fused_linear_gluon.residual_kernel, types, constants, capability, warps=config.k_warps, aligned=aligned
     ).asm["ptx"]
     assert ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") >= 2 * 2 * config.row_tiles + 4
 
@@ -156,13 +158,13 @@ def test_the_gated_kernel_compiles_to_matrix_instructions(case, capability):
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_norm_kernel_compiles_with_wide_loads(capability):
     pytest.importorskip("triton.experimental.gluon")
-    from vbrt.kernels.cuda.e2m1 import joined_gluon
+    from vbrt.kernels.cuda.e2m1 import fused_linear_gluon
 
     pointers = ("x_ptr", "other_ptr", "gain_ptr", "sum_ptr", "y_ptr")
     types = {**dict.fromkeys(pointers, "*bf16"), "eps": "fp32", "K": "i32", "x_stride": "i32", "other_stride": "i32"}
     constants = {"BLOCK": 4096, "WARPS": 8, "DEPENDENT": capability >= 90}
     aligned = (*pointers, "K", "x_stride", "other_stride")
-    ptx = compiled(joined_gluon.norm_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]
+    ptx = compiled(fused_linear_gluon.norm_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]
     assert ptx.count("ld.global.v4") == 6 and ptx.count("st.global.v4") == 4
 
 

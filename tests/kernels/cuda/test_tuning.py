@@ -9,12 +9,12 @@ from tests.kernels.cuda.gpu_cases import error, tiled
 from vbrt.config import Machine
 from vbrt.errors import KernelError, VBError
 from vbrt.kernels.cuda import devices
-from vbrt.kernels.cuda.e2m1 import kept, tuning
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.cuda.e2m1 import tuned_configs, tuning
 from vbrt.kernels.cuda.e2m1.tuning import Case, Found
 from vbrt.kernels.cuda.launch_table import Launch
 
-IDENTITY = {"gpu": "Some GPU", "triton": "3.6.0", "kernels": kept.KERNELS}
+IDENTITY = {"gpu": "Some GPU", "triton": "3.6.0", "kernels": tuned_configs.KERNELS}
 FASTEST = Launch(4, 16, False)  # in no table
 
 
@@ -36,8 +36,8 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def some_gpu(monkeypatch):
-    monkeypatch.setattr(kept, "identity", lambda index: dict(IDENTITY))
-    return kept.tuning_path("Some GPU", "3.6.0")
+    monkeypatch.setattr(tuned_configs, "identity", lambda index: dict(IDENTITY))
+    return tuned_configs.tuning_path("Some GPU", "3.6.0")
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def fake_gpu(monkeypatch):
 
 def test_what_is_written_is_read_again(some_gpu, own_cache):
     launches = {(1, 256, 32): Launch(2, 16, True), (2, 896, 32): Launch(1, 4, False)}
-    assert kept.write(launches, IDENTITY) == some_gpu
+    assert tuned_configs.write(launches, IDENTITY) == some_gpu
     assert some_gpu.is_relative_to(own_cache) and [p.name for p in some_gpu.parent.iterdir()] == [some_gpu.name]
     assert tuning.tuned(0) == launches
 
@@ -81,8 +81,12 @@ def test_a_damaged_or_foreign_file_is_announced_and_ignored(some_gpu, change):
 
 
 def test_another_gpu_triton_or_kernel_has_another_file():
-    paths = {kept.tuning_path(gpu, version) for gpu in ("NVIDIA H200", "NVIDIA L4") for version in ("3.6.0", "3.9.0")}
-    assert len(paths) == 4 and all(path.name.endswith(f"-v{kept.KERNELS}.json") for path in paths)
+    paths = {
+        tuned_configs.tuning_path(gpu, version)
+        for gpu in ("NVIDIA H200", "NVIDIA L4")
+        for version in ("3.6.0", "3.9.0")
+    }
+    assert len(paths) == 4 and all(path.name.endswith(f"-v{tuned_configs.KERNELS}.json") for path in paths)
 
 
 def test_only_what_beats_the_table_by_more_than_noise_replaces_it():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vbrt.estimation.memory.expert_workspace import HeldExperts, pairs_among
 from vbrt.estimation.memory.task import Task
-from vbrt.kernels.product import as_autocast
+from vbrt.kernels.frozen_product import as_autocast
 from vbrt.residency.activation_plan import KEEP
 from vbrt.residency.plan import Plan
 

@@ -18,7 +18,7 @@ from vbrt.generation.static.cache_kinds import NotRecordable, room_wanted
 from vbrt.generation.static.length_buckets import Span
 from vbrt.generation.static.static_cache import Statics
 from vbrt.kernels.cuda.compiling import Compilation
-from vbrt.kernels.recorded import StepRefused
+from vbrt.kernels.operator_trace import StepRefused
 from vbrt.layers.compute import pass_precision
 from vbrt.libraries.transformers_api import replace_capture_query
 

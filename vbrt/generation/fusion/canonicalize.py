@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from vbrt.generation.fusion.step_graph import StepGraph
-from vbrt.kernels.recorded import root_of
+from vbrt.kernels.operator_trace import root_of
 from vbrt.libraries.torch_api import OpOverload
 
 __all__ = ["join_repeated", "say_plainly"]

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from vbrt.generation.fusion.step_graph import StepGraph
 from vbrt.kernels.cpu.step import prepare
-from vbrt.kernels.recorded import Form, form_of, kind_of
+from vbrt.kernels.operator_trace import Form, form_of, kind_of
 from vbrt.layers.experts.resting import experts_at_rest, prepare_experts
 from vbrt.libraries.torch_api import OpOverload
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.step_ops import MOST_QUERIES
-from vbrt.kernels.recorded import recorder
+from vbrt.kernels.operator_trace import recorder
 from vbrt.kernels.step import attended
 
 __all__ = ["MOST_COLUMNS", "is_steady_on", "steady_attention"]

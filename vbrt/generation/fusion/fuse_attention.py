@@ -11,7 +11,7 @@ from torch.fx import Node
 from vbrt.generation.fusion.deterministic_attention import MOST_COLUMNS
 from vbrt.generation.fusion.step_graph import StepGraph
 from vbrt.kernels.cuda.step_ops import MOST_QUERIES
-from vbrt.kernels.recorded import root_of
+from vbrt.kernels.operator_trace import root_of
 from vbrt.kernels.step import Part, attended, normed, rotated, rotated_into
 
 __all__ = ["join_attention", "join_cache_writes", "join_rotary", "share_heads"]

@@ -8,8 +8,8 @@ from torch.fx import Node
 
 from vbrt.generation.fusion.fuse_norms import eager_forms
 from vbrt.generation.fusion.step_graph import StepGraph
-from vbrt.kernels.cpu.few import Few, products
-from vbrt.kernels.cuda.joining import matches
+from vbrt.kernels.cpu.small_batch_linear import Few, products
+from vbrt.kernels.cuda.horizontal_fusion import matches
 from vbrt.kernels.step import gated, projected
 from vbrt.layers.compute import linear_on_planes, linear_without_grad, resting_product
 from vbrt.layers.experts.layer import encoded_forward

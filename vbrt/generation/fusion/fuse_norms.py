@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from vbrt.generation.fusion.step_graph import StepGraph
-from vbrt.kernels.cuda.joining import EPS, Forms, matches
+from vbrt.kernels.cuda.horizontal_fusion import EPS, Forms, matches
 from vbrt.kernels.cuda.step_ops import NORM_ROW
-from vbrt.kernels.recorded import StepRecorder
+from vbrt.kernels.operator_trace import StepRecorder
 from vbrt.kernels.reference import ACTIVATIONS, activate
 from vbrt.kernels.step import NormRule, normed, summed
 

@@ -4,10 +4,10 @@
     with torch.cuda.graph(graph):
         logits = step()
 
-The step runs once, for real, while its operators are recorded (`vbrt/kernels/recorded.py`): 40 to 90 µs each. What the
-record shows to be an RMS norm, a rotary embedding, attention of one query, a router or layers of one input is replaced
-by a launch of ours, each by a rule whose arithmetic and roundings are known. What comes out is called like the step,
-and reads and writes the very tensors that the step did.
+The step runs once, for real, while its operators are recorded (`vbrt/kernels/operator_trace.py`): 40 to 90 µs each.
+What the record shows to be an RMS norm, a rotary embedding, attention of one query, a router or layers of one input is
+replaced by a launch of ours, each by a rule whose arithmetic and roundings are known. What comes out is called like the
+step, and reads and writes the very tensors that the step did.
 
 As a CUDA graph, it repeats what the step did that one time: what Python decided stays decided. Where the record cannot
 be what the step does, because a number in a tensor decided or because a check of the result failed, the step itself is
@@ -17,7 +17,7 @@ what one gets, and the report says why.
 | --- | --- | --- |
 | plain | yes | arithmetic in place on temporaries, casts that say more than they do: so that others see through it |
 | repeated | yes | what is computed several times from the same |
-| layers | no | on GPUs, 4-bit layers of one input, gated pairs, sums and norms: `kernels/cuda/joining.py` |
+| layers | no | on GPUs, 4-bit layers of one input, gated pairs, sums and norms: `kernels/cuda/horizontal_fusion.py` |
 | products | yes | on CPUs, layers of one input |
 | gates | no | on CPUs, an activation, and the product with what lies beside it |
 | small products | no | on CPUs, those of few tokens with small dense matrices, such as routers |
@@ -48,8 +48,8 @@ from vbrt.generation.fusion.precompile_launches import compile_launches
 from vbrt.generation.fusion.step_graph import Program, StepGraph
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cuda import devices
-from vbrt.kernels.cuda.joining import join_layers
-from vbrt.kernels.recorded import Form, StepRecorder, form_of
+from vbrt.kernels.cuda.horizontal_fusion import join_layers
+from vbrt.kernels.operator_trace import Form, StepRecorder, form_of
 from vbrt.layers.compiled import FEW_TOKENS, tiles_of_pass
 from vbrt.layers.compute import kernels_of_pass, linear_without_grad
 from vbrt.layers.experts.layer import encoded_forward

@@ -15,8 +15,8 @@ from torch.fx.node import map_arg
 from vbrt.generation.fusion.step_graph import StepGraph
 from vbrt.kernels import step as kernels
 from vbrt.kernels.cuda.compiling import Compilation, begin, noting
-from vbrt.kernels.recorded import form_of, root_of
-from vbrt.kernels.watched import unwatched
+from vbrt.kernels.observers import unwatched
+from vbrt.kernels.operator_trace import form_of, root_of
 from vbrt.libraries.torch_api import OpOverload
 
 __all__ = ["compile_launches"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from vbrt.kernels.recorded import Form, StepRecorder, root_of
+from vbrt.kernels.operator_trace import Form, StepRecorder, root_of
 
 __all__ = ["Program", "StepGraph"]
 

@@ -3,8 +3,8 @@
 A wheel has `linear.c`, `experts.c` and so on as libraries for each instruction set of `compiler.INSTRUCTION_SETS`; the
 fastest that this CPU has is loaded when an op of it is first resolved. Where there is none (a checkout, a wheel made
 without a compiler, another kind of CPU) the machine's C compiler builds the same with the same flags, in half a second
-each, and keeps it for the processes that come after (`kept.py`). torch.compile of the reference takes seconds, and
-Python's headers. `refusal` says why there is neither.
+each, and keeps it for the processes that come after (`build_cache.py`). torch.compile of the reference takes seconds,
+and Python's headers. `refusal` says why there is neither.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import torch
 
 from vbrt.config.format_records import LEVEL_SCALES, FormatRecord
 from vbrt.errors import KernelError
-from vbrt.kernels.cpu import compiler, kept
+from vbrt.kernels.cpu import build_cache, compiler
 
 __all__ = [
     "NUMBERS",
@@ -215,20 +215,20 @@ def _built_here(source: str, instructions: tuple[compiler.InstructionSet, ...]) 
     with tempfile.TemporaryDirectory(prefix="vbrt-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / f"{source}.so"
         best = instructions[0]
-        known = kept.identity(command, source, best)
+        known = build_cache.identity(command, source, best)
         before = None if known is None else _built_before(known, source, best, path)
         if before is not None:
             return before
         name = compiler.compile_library(command, source, instructions, path)
         loaded = _Loaded(_load(path, source), f"built here ({name})")
         if known is not None and name == best.name:
-            kept.keep(known, source, best, path.read_bytes())
+            build_cache.keep(known, source, best, path.read_bytes())
         return loaded
 
 
 def _built_before(known: str, source: str, best: compiler.InstructionSet, path: Path) -> _Loaded | None:
     """Load what is kept, from a path of this process: a file that others may replace was checked, but is not mapped."""
-    library = kept.fetch(known, source, best)
+    library = build_cache.fetch(known, source, best)
     if library is None:
         return None
     path.write_bytes(library)

@@ -29,7 +29,7 @@ from vbrt.formats.sixteen_levels import Levels
 from vbrt.kernels import experts as reference
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cpu.build import NUMBERS, Bank, Gating, Task, library, scale_type
-from vbrt.kernels.cpu.teams import team
+from vbrt.kernels.cpu.thread_counts import team
 from vbrt.kernels.cuda.e2m1.tiles import ROWS, TILES
 from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, pairs_of_experts, part_planes
 

@@ -27,7 +27,7 @@ from vbrt.formats.fine_plane import SPAN, WIDTH
 from vbrt.formats.format import padded
 from vbrt.formats.sixteen_levels import Levels
 from vbrt.kernels import reference
-from vbrt.kernels.cpu import recycle
+from vbrt.kernels.cpu import buffer_reuse
 from vbrt.kernels.cpu.build import NUMBERS, Fine, Product, Weight, library, scale_type
 
 __all__ = [
@@ -182,7 +182,7 @@ def _decoded_rows(planes: WeightPlanes, rows: int, dtype: torch.dtype) -> Iterat
     """(first row, row past the last, [R, K]) of tiles of so many rows; each overwrites the one before."""
     n, k = planes.shape
     columns = padded(k, get_format(planes.format).block) if dtype is torch.float32 else k
-    w_RK = recycle.empty((rows, columns), dtype)
+    w_RK = buffer_reuse.empty((rows, columns), dtype)
     weight = _weight(planes)
     for first in range(0, n, rows):
         last = min(n, first + rows)
@@ -194,7 +194,7 @@ def _decoded_rows(planes: WeightPlanes, rows: int, dtype: torch.dtype) -> Iterat
 def _merge(planes: WeightPlanes, *, turned: bool = False) -> Tensor:
     """The weight [N, K], bit for bit what `formats.merge_fine` gives; [K, N] if `turned`."""
     n, k = planes.shape
-    w = recycle.empty((k, n) if turned else (n, k), planes.dtype)
+    w = buffer_reuse.empty((k, n) if turned else (n, k), planes.dtype)
     threads, pitch = _threads(w.numel()), k + _GROUP if turned else k  # at a power of two, rows share a few cache sets
     rows = torch.empty(threads, _GROUP, pitch, dtype=planes.dtype, device="cpu") if turned else None
     fine = _fine(planes)

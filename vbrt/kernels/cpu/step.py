@@ -20,8 +20,8 @@ from torch import Tensor
 
 from vbrt.kernels import step
 from vbrt.kernels.cpu.build import NUMBERS, library
-from vbrt.kernels.cpu.few import prepare_products, products
 from vbrt.kernels.cpu.prepared import Empty, Prepared
+from vbrt.kernels.cpu.small_batch_linear import prepare_products, products
 
 __all__ = ["COLUMNS", "GATES", "QUERIES", "prepare"]
 

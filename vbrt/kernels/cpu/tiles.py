@@ -12,9 +12,9 @@ from torch import Tensor
 from vbrt.config.format_records import FORMATS as RECORDS
 from vbrt.errors import KernelError
 from vbrt.formats.page import PageLayout
-from vbrt.kernels.cpu import recycle
+from vbrt.kernels.cpu import buffer_reuse
 from vbrt.kernels.cpu.build import Order, library
-from vbrt.kernels.cpu.teams import team
+from vbrt.kernels.cpu.thread_counts import team
 from vbrt.kernels.cuda.e2m1.tiles import TILES
 from vbrt.kernels.experts import ExpertPages
 
@@ -39,7 +39,7 @@ def in_rows(pages: ExpertPages, layout: PageLayout) -> ExpertPages:
         raise KernelError(f"pages of {', '.join(strange)} are neither in the format's order nor in that of tiles")
     held = {expert: page for expert, page in enumerate(pages.pages) if page is not None}
     room = 1 << (len(held) - 1).bit_length()  # few sizes, so that memory fits again
-    memory = recycle.empty((room, layout.nbytes), torch.uint8, smallest_bytes=_KEPT_BYTES)[: len(held)]
+    memory = buffer_reuse.empty((room, layout.nbytes), torch.uint8, smallest_bytes=_KEPT_BYTES)[: len(held)]
     copies: list[Tensor | None] = [None] * pages.experts
     for expert, page in zip(held, memory, strict=True):
         copies[expert] = page

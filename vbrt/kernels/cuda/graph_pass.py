@@ -2,7 +2,7 @@
 
     step = torch.compile(model, options=vbrt.compile_options("reduce-overhead"))
 
-`joining.py` has what is joined. For inductor's own kernel of a norm the layers behind it would wait.
+`horizontal_fusion.py` has what is joined. For inductor's own kernel of a norm the layers behind it would wait.
 
 The graph has an activation or a norm as inductor's decompositions of this torch leave it, so it is compared with what
 they make of the same expression. The road not taken: a pass before decomposition, where `nn.SiLU` is one node but the
@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from vbrt.kernels.cuda import joining
-from vbrt.kernels.cuda.e2m1 import joined, linear
-from vbrt.kernels.cuda.joining import EPS, Forms, join_layers
+from vbrt.kernels.cuda import horizontal_fusion
+from vbrt.kernels.cuda.e2m1 import fused_linear, linear
+from vbrt.kernels.cuda.horizontal_fusion import EPS, Forms, join_layers
 from vbrt.kernels.reference import ACTIVATIONS, activate
 from vbrt.libraries import torch_api
 
@@ -63,7 +63,7 @@ class JoinSiblings(torch_api.graph_pass_base()):  # type: ignore[misc]  # a clas
 
     def uuid(self) -> Any:
         """The pass's part of the key of cached graphs: the files that decide what is joined."""
-        return torch_api.hash_of_files((__file__, joining.__file__, linear.__file__, joined.__file__))
+        return torch_api.hash_of_files((__file__, horizontal_fusion.__file__, linear.__file__, fused_linear.__file__))
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vbrt.errors import TierError
 from vbrt.kernels.experts import ExpertPages
-from vbrt.kernels.product import as_autocast
+from vbrt.kernels.frozen_product import as_autocast
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.gates import kept_gate, own_gate
 from vbrt.layers.experts.gathered import (

@@ -20,7 +20,7 @@ from vbrt.kernels import resolve
 from vbrt.kernels.cpu.build import NUMBERS
 from vbrt.kernels.cpu.expert_team import ExpertTeam, HostProduct, TeamForm, team_form
 from vbrt.kernels.cpu.experts import takes_tiles
-from vbrt.kernels.cpu.teams import leaving, team
+from vbrt.kernels.cpu.thread_counts import leaving, team
 from vbrt.kernels.cpu.tiles import in_rows
 from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.layers.experts.coding import ExpertOps

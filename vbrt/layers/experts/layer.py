@@ -15,9 +15,9 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from vbrt.errors import WrapError
-from vbrt.kernels.decoded import DecodedWeight
-from vbrt.kernels.recorded import recorder
-from vbrt.kernels.watched import is_bare
+from vbrt.kernels.decoded_weight import DecodedWeight
+from vbrt.kernels.observers import is_bare
+from vbrt.kernels.operator_trace import recorder
 from vbrt.layers.bound import rebind_
 from vbrt.layers.experts.compute import plain_forward
 from vbrt.layers.experts.gradients import forward_experts

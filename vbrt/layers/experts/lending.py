@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from vbrt.kernels.decoded import DecodedWeight
+from vbrt.kernels.decoded_weight import DecodedWeight
 from vbrt.layers.lending import plain_dense
 from vbrt.layers.ties import lie_together
 from vbrt.libraries.torch_api import is_fake

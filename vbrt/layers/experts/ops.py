@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import WrapError
-from vbrt.kernels.watched import unwatched
+from vbrt.kernels.observers import unwatched
 from vbrt.layers.compute import refuse_coarse
 from vbrt.layers.experts.compute import Routed, run_experts
 from vbrt.layers.experts.gradients import forward_experts

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from vbrt.host.mapped_weights import page_out
-from vbrt.kernels.decoded import DecodedWeight
-from vbrt.kernels.watched import unwatched
+from vbrt.kernels.decoded_weight import DecodedWeight
+from vbrt.kernels.observers import unwatched
 from vbrt.layers.experts.handle import ExpertsHandle
 from vbrt.layers.experts.lending import follow_encoding, notice_writes, temporary_of
 from vbrt.layers.lending import plain_dense

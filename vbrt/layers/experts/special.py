@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from vbrt.kernels.experts import ExpertPages
-from vbrt.kernels.product import as_autocast
+from vbrt.kernels.frozen_product import as_autocast
+from vbrt.kernels.observers import is_bare
 from vbrt.kernels.uncompiled import uncompiled
-from vbrt.kernels.watched import is_bare
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.compute import Routed, plain_forward
 from vbrt.layers.experts.gates import act_gate

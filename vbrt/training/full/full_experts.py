@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from vbrt.kernels.product import as_autocast
+from vbrt.kernels.frozen_product import as_autocast
 from vbrt.layers.bound import rebind_
 from vbrt.layers.experts.gradients import autocast_of
 from vbrt.tiers import Lease

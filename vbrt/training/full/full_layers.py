@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from vbrt.errors import WrapError
-from vbrt.kernels.product import as_autocast, sum_rows, whole
+from vbrt.kernels.frozen_product import as_autocast, sum_rows, whole
 from vbrt.layers.swapped import SwappedLayer
 from vbrt.libraries.torch_api import will_execute
 from vbrt.tiers.passes import in_backward

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.errors import WrapError
-from vbrt.kernels.product import sum_rows
+from vbrt.kernels.frozen_product import sum_rows
 from vbrt.training.qat.qat_layers import weight_gradient
 from vbrt.training.qat.qat_weight import TrainedWeight, live_weight
 

@@ -21,8 +21,8 @@ from torch.compiler import is_compiling
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from vbrt.errors import FormatError, WrapError
+from vbrt.kernels.observers import is_recorded, is_transformed, unwatched
 from vbrt.kernels.uncompiled import uncompiled
-from vbrt.kernels.watched import is_recorded, is_transformed, unwatched
 from vbrt.layers.experts.gradients import autocast_of
 from vbrt.layers.experts.library import ExpertsView, implementation_of
 from vbrt.layers.swapped import SwappedLayer

@@ -10,7 +10,7 @@ from tests.kernels.expert_cases import exact_rows, expert_pages, grouped_pairs, 
 from tests.matrix import matrix
 from vbrt.kernels import resolve
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
-from vbrt.kernels.cuda.experts import decoded, many, ops
+from vbrt.kernels.cuda.experts import decoded_experts, expert_kernels, many_tokens
 from vbrt.kernels.cuda.experts.pairs import Groups
 from vbrt.kernels.cuda.launch_table import grouped_for, grouped_stages
 from vbrt.kernels.experts import Gate, part_planes, weigh_and_sum
@@ -41,8 +41,8 @@ def test_pairs_are_sorted_once_for_a_layer_and_again_when_ids_have_changed(monke
         sorts.append(ids)
         return Groups(*torch.zeros(4, experts + 2).int(), block)
 
-    monkeypatch.setattr(many, "group_pairs", group_pairs)
-    monkeypatch.setattr(many, "products", lambda x, groups, *args, **named: x)
+    monkeypatch.setattr(many_tokens, "group_pairs", group_pairs)
+    monkeypatch.setattr(many_tokens, "products", lambda x, groups, *args, **named: x)
     with torch.inference_mode():
         inference, _ = routing(4, 1, 2)
     for ids, change, count in (
@@ -51,11 +51,11 @@ def test_pairs_are_sorted_once_for_a_layer_and_again_when_ids_have_changed(monke
         (routing(4, 1, 2)[0], lambda ids: ids.zero_(), 2),
     ):
         sorts.clear()
-        h = many.up(torch.zeros(4, 32), ids, pages, part="up", gate=None, bias_EN=None)
+        h = many_tokens.up(torch.zeros(4, 32), ids, pages, part="up", gate=None, bias_EN=None)
         change(ids)
-        many.down(h, ids, None, pages, part="down", bias_EN=None)
+        many_tokens.down(h, ids, None, pages, part="down", bias_EN=None)
         assert len(sorts) == count
-        many.down(h, ids, None, pages, part="down", bias_EN=None)  # nobody knows what has happened since
+        many_tokens.down(h, ids, None, pages, part="down", bias_EN=None)  # nobody knows what has happened since
         assert len(sorts) == count + 1
 
 
@@ -63,8 +63,8 @@ def test_pages_without_tiles_and_tensors_of_the_cpu_go_through_the_reference():
     x, (ids, weights) = torch.randn(3, 64).bfloat16(), routing(3, 2, 2)
     for tiled in (True, False):
         pages, matrices = expert_pages("nvfp4", {"up": (32, 64)}, 2, tiled=tiled)
-        assert ops.route(x, 6, pages, "up") == "reference"
-        y = ops.down(x.repeat_interleave(2, 0), ids, weights, pages, part="up")
+        assert expert_kernels.route(x, 6, pages, "up") == "reference"
+        y = expert_kernels.down(x.repeat_interleave(2, 0), ids, weights, pages, part="up")
         want = weigh_and_sum(exact_rows(x, ids, matrices["up"], None), ids, weights, 2)
         assert error(y, want) < 1e-2
 
@@ -85,9 +85,9 @@ def test_pages_without_tiles_and_tensors_of_the_cpu_go_through_the_reference():
 )
 def test_the_way_follows_from_what_the_host_knows(major, dtype, pairs, way, monkeypatch):
     pages, _ = expert_pages("nvfp4", {"up": (32, 64)}, 2, tiled=True)
-    monkeypatch.setattr(ops.devices, "major", lambda index: major)
+    monkeypatch.setattr(expert_kernels.devices, "major", lambda index: major)
     x = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda", 0))
-    assert ops.route(x, pairs, pages, "up") == way
+    assert expert_kernels.route(x, pairs, pages, "up") == way
 
 
 @pytest.mark.parametrize("experts_at_a_time", [7, 3])
@@ -101,14 +101,14 @@ def test_decoded_products_of_experts_in_turns(experts_at_a_time, monkeypatch):
             w[expert - first] = decode_weight(part_planes(pages, expert, part))
         return w
 
-    monkeypatch.setattr(decoded, "group_pairs", grouped_pairs)
-    monkeypatch.setattr(decoded, "_decode", decode)
-    monkeypatch.setattr(decoded, "_SCRATCH_BYTES", 2 * 48 * 136 * experts_at_a_time)
+    monkeypatch.setattr(decoded_experts, "group_pairs", grouped_pairs)
+    monkeypatch.setattr(decoded_experts, "_decode", decode)
+    monkeypatch.setattr(decoded_experts, "_SCRATCH_BYTES", 2 * 48 * 136 * experts_at_a_time)
     ids, _ = routing(30, 2, 7, sentinels=9)
     ids[ids == 3] = 4
     x, bias = torch.randn(30, 136).bfloat16(), torch.randn(7, 48).bfloat16()
     for gate in (GATES["silu"], None):
-        y = decoded.products(x, ids, pages, part="up", gate=gate, bias_EN=bias)
+        y = decoded_experts.products(x, ids, pages, part="up", gate=gate, bias_EN=bias)
         assert error(y, exact_rows(x, ids, weights["up"], gate, bias)) < 1e-2
 
 
@@ -131,11 +131,11 @@ def test_grouped_products_match_float64(gate, format, block):
         x = torch.randn(tokens, k, device="cuda").bfloat16()
         bias = torch.randn(experts, n, device="cuda").bfloat16() if block != 64 else None
         poison()
-        groups = many.group_pairs(ids, experts, block)
-        y = many.products(x, groups, pages, part="up", gate=gate, bias_EN=bias)
+        groups = many_tokens.group_pairs(ids, experts, block)
+        y = many_tokens.products(x, groups, pages, part="up", gate=gate, bias_EN=bias)
         assert error(y, exact_rows(x, ids, weights["up"], gate, bias)) < 5e-3
         assert not y[(ids == experts).view(-1)].any()
-        again = many.products(x, groups, pages, part="up", gate=gate, bias_EN=bias)
+        again = many_tokens.products(x, groups, pages, part="up", gate=gate, bias_EN=bias)
         assert torch.equal(y, again)
 
 
@@ -147,7 +147,7 @@ def test_a_layer_matches_float64_in_any_dtype(dtype, format):
     ids, weights = routing(200, 3, 6, device="cuda", sentinels=20)
     x = torch.randn(200, 400, device="cuda", dtype=dtype)
     up, down = (resolve(f"experts_{op}", "triton", x.device, format) for op in ("up", "down"))
-    assert (up.run, down.run) == (ops.up, ops.down)
+    assert (up.run, down.run) == (expert_kernels.up, expert_kernels.down)
     poison()
     h = up(x, ids, pages, gate=GATES["silu"])
     y = down(h, ids, weights, pages)
@@ -162,12 +162,12 @@ def test_a_layer_matches_float64_in_any_dtype(dtype, format):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scratch", [1 << 30, 300 << 10])
 def test_decoded_products_match_float64(scratch, monkeypatch):
-    monkeypatch.setattr(decoded, "_SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(decoded_experts, "_SCRATCH_BYTES", scratch)
     pages, weights = expert_pages("nvfp4", {"up": (192, 520)}, 7, tiled=True, device="cuda", missing=(3,))
     ids, _ = routing(100, 2, 7, device="cuda", sentinels=9)
     ids[ids == 3] = 4
     x, bias = torch.randn(100, 520, device="cuda").bfloat16(), torch.randn(7, 192, device="cuda").bfloat16()
-    y = decoded.products(x, ids, pages, part="up", gate=GATES["silu"], bias_EN=bias)
+    y = decoded_experts.products(x, ids, pages, part="up", gate=GATES["silu"], bias_EN=bias)
     assert error(y, exact_rows(x, ids, weights["up"], GATES["silu"], bias)) < 1e-2
 
 
@@ -180,7 +180,7 @@ def test_a_graph_follows_the_routing_and_the_addresses():
     x = torch.randn(300, 256, device="cuda").bfloat16()
 
     def layer():
-        return ops.down(ops.up(x, ids, pages, gate=GATES["silu"]), ids, weights, pages)
+        return expert_kernels.down(expert_kernels.up(x, ids, pages, gate=GATES["silu"]), ids, weights, pages)
 
     layer()
     torch.cuda.synchronize()

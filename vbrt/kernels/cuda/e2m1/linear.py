@@ -24,7 +24,6 @@ from vbrt.formats.page import PageLayout
 from vbrt.kernels import reference
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import launches
-from vbrt.kernels.cuda.e2m1.kept import tuned
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import (
     COLUMNS,
@@ -40,6 +39,7 @@ from vbrt.kernels.cuda.e2m1.tiles import (
     unpack_tiles,
     weight_of,
 )
+from vbrt.kernels.cuda.e2m1.tuned_configs import tuned
 from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.launch_table import Choice, Launch, PersistentLaunch, WideLaunch, choose, launch_for
 from vbrt.kernels.cuda.launcher import cuda_op

@@ -17,9 +17,9 @@ import torch
 
 from vbrt.errors import KernelError
 from vbrt.kernels.cuda import devices
-from vbrt.kernels.cuda.e2m1 import kept, launches
-from vbrt.kernels.cuda.e2m1.kept import CANDIDATES, tuned, tuning_file
+from vbrt.kernels.cuda.e2m1 import launches, tuned_configs
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TiledWeight, tile_shape
+from vbrt.kernels.cuda.e2m1.tuned_configs import CANDIDATES, tuned, tuning_file
 from vbrt.kernels.cuda.launch_table import Launch, launch_for, wide_for
 from vbrt.report.progress import Progress
 from vbrt.residency.plan import Plan
@@ -103,8 +103,8 @@ def tune(
     """
     check(tokens, device)
     todo = cases(plan, tokens=tokens, device=device)
-    found, identity, major = dict(tuned(device)), kept.identity(device), devices.major(device)
-    path = kept.write(found, identity)  # a folder that cannot be written is refused before anything is timed
+    found, identity, major = dict(tuned(device)), tuned_configs.identity(device), devices.major(device)
+    path = tuned_configs.write(found, identity)  # a folder that cannot be written is refused before anything is timed
     shape, timer = None, None
     with Progress("tuning", len(todo), unit="shapes") as work:
         for case in todo:
@@ -115,7 +115,7 @@ def tune(
             table = launch_for("linear", major, case.tokens, *case.key[1:])
             result = _fastest(case, table, partial(timer, case.tokens))
             found[case.key] = result.launch
-            kept.write(found, identity)
+            tuned_configs.write(found, identity)
             work.done()
             if report is not None:
                 with work.paused():  # it may write to the terminal

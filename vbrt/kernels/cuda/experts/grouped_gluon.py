@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from vbrt.kernels.cuda.e2m1.narrow_gluon import RESCALE, allow_launch_after, wait_for_launch_before
 from vbrt.kernels.cuda.e2m1.wide_gluon import operands
-from vbrt.kernels.cuda.experts.few_gluon import gate_function, gated_product
+from vbrt.kernels.cuda.experts.few_tokens_gluon import gate_function, gated_product
 from vbrt.libraries.triton_api import renamed
 
 __all__ = ["gather_kernel", "grouped_kernel"]

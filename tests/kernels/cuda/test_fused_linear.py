@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.kernels.cuda.gpu_cases import error, poison, tiled
 from vbrt.errors import KernelError
-from vbrt.kernels.cuda.e2m1 import joined
+from vbrt.kernels.cuda.e2m1 import fused_linear
 from vbrt.kernels.cuda.e2m1.tiles import TILES, weight_of
 
 NAMES = ("nvfp4", "mxfp4")
@@ -24,7 +24,7 @@ def test_a_sum_and_its_norm_match_float64(k):
     for tokens in (1, 3, 16):
         x, other = (torch.randn(2 * tokens, k, device="cuda").bfloat16()[::2] for _ in range(2))
         poison()
-        total, y = joined.normed_sum(x, other, gain, 1e-5)
+        total, y = fused_linear.normed_sum(x, other, gain, 1e-5)
         assert torch.equal(total, x + other)
         assert error(y, F.rms_norm(total.double(), (k,), gain.double(), 1e-5)) < 3e-3
     torch.library.opcheck(torch.ops.vbrt.normed_sum, (x, other, gain, 1e-5))
@@ -37,9 +37,9 @@ def test_a_gated_pair_matches_float64(name, shape):
     (gate, gate_weight), (up, up_weight) = tiled(name, shape), tiled(name, shape)
     for tokens in (1, 3, 8, 9, 16):
         x = (3 * torch.randn(tokens, shape[1], device="cuda") + 0.5).bfloat16()
-        assert joined.gates_in_one(x.dtype, tokens, *shape)
+        assert fused_linear.gates_in_one(x.dtype, tokens, *shape)
         poison()
-        y = joined.gated(x, weight_of(gate), weight_of(up), "silu")
+        y = fused_linear.gated(x, weight_of(gate), weight_of(up), "silu")
         want = F.silu(x.double() @ gate_weight.T) * (x.double() @ up_weight.T)
         assert error(y, want) < 3e-3, tokens
 
@@ -49,11 +49,11 @@ def test_gated_results_do_not_change_and_survive_graphs_and_compile():
     gate, up = (weight_of(tiled("nvfp4", (1024, 1024))[0]) for _ in range(2))
     x = torch.randn(1, 4, 1024, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
-        want = joined.gated(x, gate, up, "silu")
-        assert all(torch.equal(joined.gated(x, gate, up, "silu"), want) for _ in range(20))
+        want = fused_linear.gated(x, gate, up, "silu")
+        assert all(torch.equal(fused_linear.gated(x, gate, up, "silu"), want) for _ in range(20))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = joined.gated(x, gate, up, "silu")
+            got = fused_linear.gated(x, gate, up, "silu")
         got.fill_(float("nan"))
         graph.replay()
         assert torch.equal(got, want)
@@ -72,7 +72,7 @@ def test_several_products_of_one_input_match_float64(name, shapes):
     for tokens in (1, 3, 8, 9, 40):
         x = torch.randn(1, tokens, 1024, device="cuda", dtype=torch.bfloat16)
         torch.full((1 << 24,), float("nan"), device="cuda")
-        ys = joined.siblings(x, weights)
+        ys = fused_linear.siblings(x, weights)
         for y, (_, weight) in zip(ys, made, strict=True):
             assert y.shape == (1, tokens, len(weight)) and error(y, x.double() @ weight.T) < 3e-3
     torch.library.opcheck(torch.ops.vbrt.fp4_linears, (x, parts_of(weights), name, list(shapes)))

@@ -60,7 +60,7 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def _kernels(dependent: bool) -> _Kernels:
-    from vbrt.kernels.cuda.e2m1 import joined_gluon as device
+    from vbrt.kernels.cuda.e2m1 import fused_linear_gluon as device
 
     kernels = device.siblings_kernel, device.residual_kernel, device.gated_kernel, device.norm_kernel
     return _Kernels(*(Launcher(kernel, dependent=dependent) for kernel in kernels))

@@ -24,8 +24,8 @@ import xxhash
 from torch import nn
 
 from vbrt.host.host_memory import bytes_view
+from vbrt.kernels.observers import unwatched
 from vbrt.kernels.uncompiled import uncompiled
-from vbrt.kernels.watched import unwatched
 from vbrt.libraries.torch_api import disabled_torch_function, has_storage
 
 __all__ = ["DecodedWeight", "Owner"]

@@ -21,8 +21,8 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
 from vbrt.kernels.cuda.e2m1.tiles import TILES
-from vbrt.kernels.cuda.experts import decoded, few, many
-from vbrt.kernels.cuda.experts.sums import weighted_sums
+from vbrt.kernels.cuda.experts import decoded_experts, few_tokens, many_tokens
+from vbrt.kernels.cuda.experts.token_sums import weighted_sums
 from vbrt.kernels.cuda.launch_table import MOST_FEW_PAIRS, WIDE, are_few
 from vbrt.kernels.experts import ExpertPages, Gate
 
@@ -40,7 +40,7 @@ def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str) -> str:
         return "few"
     if served and major in WIDE:
         return "grouped"
-    if decoded.serves(x_MK, pages, part):
+    if decoded_experts.serves(x_MK, pages, part):
         return "decoded"
     return "few" if served and pairs <= MOST_FEW_PAIRS else "reference"
 
@@ -63,11 +63,11 @@ def up(
     """Return what `experts.experts_up` does."""
     way = route(x_TH, ids_Tk.numel(), pages, part)
     if way == "few":
-        return few.up(x_TH, ids_Tk, pages, part, gate, bias_EN)
+        return few_tokens.up(x_TH, ids_Tk, pages, part, gate, bias_EN)
     if way == "grouped":
-        return many.up(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN)
+        return many_tokens.up(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN)
     if way == "decoded":
-        return decoded.products(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN)
+        return decoded_experts.products(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN)
     return experts.experts_up(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, decode=decode_weight)
 
 
@@ -83,9 +83,9 @@ def down(
     """Return what `experts.experts_down` does."""
     way = route(h_PI, ids_Tk.numel(), pages, part)
     if way == "few":
-        return few.down(h_PI, ids_Tk, weights_Tk, pages, part, bias_EN)
+        return few_tokens.down(h_PI, ids_Tk, weights_Tk, pages, part, bias_EN)
     if way == "grouped":
-        return many.down(h_PI, ids_Tk, weights_Tk, pages, part=part, bias_EN=bias_EN)
+        return many_tokens.down(h_PI, ids_Tk, weights_Tk, pages, part=part, bias_EN=bias_EN)
     rows = up(h_PI, ids_Tk.reshape(-1, 1), pages, part=part, bias_EN=bias_EN)
     return rows if weights_Tk is None else weigh_and_sum(rows, ids_Tk, weights_Tk, pages.experts)
 

@@ -18,7 +18,7 @@ _WARPS, _LANE_BYTES = 4, 16
 
 @functools.cache
 def _kernel(dependent: bool) -> Launcher:
-    from vbrt.kernels.cuda.experts import sums_gluon as device
+    from vbrt.kernels.cuda.experts import token_sums_gluon as device
 
     return Launcher(device.sum_kernel, dependent=dependent)
 

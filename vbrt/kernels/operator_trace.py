@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
-from vbrt.kernels.watched import dispatch_modes
+from vbrt.kernels.observers import dispatch_modes
 from vbrt.libraries.torch_api import TorchDispatchMode, disable_current_modes, dispatch_mode_at, is_any_autocast_enabled
 
 __all__ = ["Form", "StepRecorder", "form_of", "kind_of", "recorder", "root_of"]

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from vbrt.kernels.cpu import build, compiler, kept
+from vbrt.kernels.cpu import build, build_cache, compiler
 
 CPU = torch.device("cpu")
 SOURCE = "reading"  # the one that is built fastest
@@ -33,7 +33,7 @@ def anew():
 
 
 def the_file():
-    (path,) = kept.folder().iterdir()
+    (path,) = build_cache.folder().iterdir()
     return path
 
 
@@ -43,7 +43,7 @@ def test_the_next_process_loads_what_this_one_has_built(compiled):
     one, two = anew(), anew()
     assert compiled == [SOURCE] and one._handle != two._handle
     assert build.libraries() == {SOURCE: f"built here ({BEST.name})"}
-    assert the_file().stat().st_mode & 0o777 == 0o600 and kept.folder().stat().st_mode & 0o777 == 0o700
+    assert the_file().stat().st_mode & 0o777 == 0o600 and build_cache.folder().stat().st_mode & 0o777 == 0o700
 
 
 def _cut(path):
@@ -71,44 +71,44 @@ def _link(path):
 
 def _rename(path):
     path.with_suffix(".other").write_bytes(path.read_bytes())
-    name = kept.identity(["cc", "-DOTHER"], SOURCE, BEST)
-    data = kept.fetch(name, SOURCE, BEST)
+    name = build_cache.identity(["cc", "-DOTHER"], SOURCE, BEST)
+    data = build_cache.fetch(name, SOURCE, BEST)
     assert data is None
-    path.rename(kept._path(name, SOURCE, BEST))
-    assert kept.fetch(name, SOURCE, BEST) is None
+    path.rename(build_cache._path(name, SOURCE, BEST))
+    assert build_cache.fetch(name, SOURCE, BEST) is None
 
 
 def test_a_file_that_is_not_as_it_was_kept_is_built_again(compiled):
     anew()
-    name = kept.identity(compiler.find_compiler(), SOURCE, BEST)
-    library = kept.fetch(name, SOURCE, BEST)
+    name = build_cache.identity(compiler.find_compiler(), SOURCE, BEST)
+    library = build_cache.fetch(name, SOURCE, BEST)
     for damage in (_cut, _flip, _empty, _open, _link, _rename):
-        kept.keep(name, SOURCE, BEST, library)
-        assert kept.fetch(name, SOURCE, BEST) == library
-        damage(kept._path(name, SOURCE, BEST))
-        assert kept.fetch(name, SOURCE, BEST) is None, damage
+        build_cache.keep(name, SOURCE, BEST, library)
+        assert build_cache.fetch(name, SOURCE, BEST) == library
+        damage(build_cache._path(name, SOURCE, BEST))
+        assert build_cache.fetch(name, SOURCE, BEST) is None, damage
     anew()
     assert compiled == [SOURCE, SOURCE]
 
 
 def test_what_decides_over_a_library_is_in_its_name(compiled, monkeypatch, tmp_path):
     cc = compiler.find_compiler()
-    own = kept.identity(cc, SOURCE, BEST)
-    others = [kept.identity([*cc, "-g0"], SOURCE, BEST), kept.identity(cc, "update", BEST)]
-    others += [kept.identity(cc, SOURCE, each) for each in compiler.INSTRUCTION_SETS if each != BEST]
+    own = build_cache.identity(cc, SOURCE, BEST)
+    others = [build_cache.identity([*cc, "-g0"], SOURCE, BEST), build_cache.identity(cc, "update", BEST)]
+    others += [build_cache.identity(cc, SOURCE, each) for each in compiler.INSTRUCTION_SETS if each != BEST]
     with monkeypatch.context() as given:
         given.setenv("CPATH", "/elsewhere")
-        others.append(kept.identity(cc, SOURCE, BEST))
+        others.append(build_cache.identity(cc, SOURCE, BEST))
     with monkeypatch.context() as given:
         for path in compiler.HERE.glob("*.[ch]"):
             (tmp_path / path.name).write_bytes(path.read_bytes() + (b"\n" if path.name == "numbers.h" else b""))
         given.setattr(compiler, "HERE", tmp_path)
-        kept._sources_digest.cache_clear()
-        others.append(kept.identity(cc, SOURCE, BEST))
-    kept._sources_digest.cache_clear()
+        build_cache._sources_digest.cache_clear()
+        others.append(build_cache.identity(cc, SOURCE, BEST))
+    build_cache._sources_digest.cache_clear()
     assert len({own, *others}) == 1 + len(others) and None not in others
-    assert kept.identity(cc, SOURCE, compiler._OTHERS[0]) is None  # made for the CPU that compiles
-    assert kept.identity(["false"], SOURCE, BEST) is None
+    assert build_cache.identity(cc, SOURCE, compiler._OTHERS[0]) is None  # made for the CPU that compiles
+    assert build_cache.identity(["false"], SOURCE, BEST) is None
 
 
 def test_where_nothing_can_be_kept_each_process_builds_its_own(compiled, tmp_path):
@@ -121,8 +121,11 @@ def test_where_nothing_can_be_kept_each_process_builds_its_own(compiled, tmp_pat
 def test_several_at_once_leave_one_whole_file_and_old_ones_go(compiled, tmp_path):
     data = os.urandom(1 << 16)
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda _: kept.keep("name", SOURCE, BEST, data), range(32)))
-    assert kept.fetch("name", SOURCE, BEST) == data and the_file().name.endswith(".name.so")
-    for index in range(kept._KEPT):
-        kept.keep(f"{index}", SOURCE, BEST, data)
-    assert len(list(kept.folder().iterdir())) == kept._KEPT and kept.fetch("name", SOURCE, BEST) is None
+        list(threads.map(lambda _: build_cache.keep("name", SOURCE, BEST, data), range(32)))
+    assert build_cache.fetch("name", SOURCE, BEST) == data and the_file().name.endswith(".name.so")
+    for index in range(build_cache._KEPT):
+        build_cache.keep(f"{index}", SOURCE, BEST, data)
+    assert (
+        len(list(build_cache.folder().iterdir())) == build_cache._KEPT
+        and build_cache.fetch("name", SOURCE, BEST) is None
+    )

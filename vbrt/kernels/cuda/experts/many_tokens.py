@@ -17,7 +17,7 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, TILES
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
-from vbrt.kernels.cuda.experts.sums import weighted_sums
+from vbrt.kernels.cuda.experts.token_sums import weighted_sums
 from vbrt.kernels.cuda.launch_table import grouped_for, grouped_stages
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate

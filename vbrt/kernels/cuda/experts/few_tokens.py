@@ -18,7 +18,7 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, ROWS, TILES
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
-from vbrt.kernels.cuda.experts.sums import weighted_sums
+from vbrt.kernels.cuda.experts.token_sums import weighted_sums
 from vbrt.kernels.cuda.launch_table import pairs_are_alone, rows_for, token_for
 from vbrt.kernels.cuda.launcher import Launcher, rows_are_aligned
 from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
@@ -77,7 +77,7 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def _kernels(dependent: bool) -> _Kernels:
-    from vbrt.kernels.cuda.experts import few_gluon as device
+    from vbrt.kernels.cuda.experts import few_tokens_gluon as device
 
     kernels = device.rows_kernel, device.token_kernel, device.split_kernel
     return _Kernels(*(Launcher(kernel, dependent=dependent) for kernel in kernels))

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from vbrt.kernels.cpu.teams import leaving, team
+from vbrt.kernels.cpu.thread_counts import leaving, team
 
 
 @pytest.fixture

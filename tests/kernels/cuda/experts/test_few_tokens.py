@@ -10,7 +10,7 @@ from tests.kernels.expert_cases import expert_pages, routing
 from tests.matrix import matrix
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.tiles import TILES
-from vbrt.kernels.cuda.experts import few, ops
+from vbrt.kernels.cuda.experts import expert_kernels, few_tokens
 from vbrt.kernels.experts import Gate, experts_down, experts_up, part_planes
 
 ROWS = {
@@ -56,10 +56,10 @@ def ptx_of(kernel, constants, capability):
 @matrix(change=OTHERS, capability=[80, 90, 100, 120], at_most=3)
 def test_rows_are_read_in_wide_loads_though_addresses_are_numbers(change, capability):
     pytest.importorskip("triton.experimental.gluon")
-    from vbrt.kernels.cuda.experts import few_gluon
+    from vbrt.kernels.cuda.experts import few_tokens_gluon
 
     constants = ROWS | change
-    ptx = ptx_of(few_gluon.rows_kernel, constants, capability)
+    ptx = ptx_of(few_tokens_gluon.rows_kernel, constants, capability)
     tiles, groups = constants["MATRICES"] * constants["ROW_TILES"], constants["TOKEN_GROUPS"]
     assert ptx.count("mma.sync") == 8 * tiles * groups
     assert ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") == 2 * 2 * tiles + 4 * groups
@@ -69,9 +69,9 @@ def test_rows_are_read_in_wide_loads_though_addresses_are_numbers(change, capabi
 @matrix(first=[False, True], capability=[90, 80, 100, 120], at_most=2)
 def test_sums_over_experts_are_read_in_wide_loads(first, capability):
     pytest.importorskip("triton.experimental.gluon")
-    from vbrt.kernels.cuda.experts import few_gluon
+    from vbrt.kernels.cuda.experts import few_tokens_gluon
 
-    ptx = ptx_of(few_gluon.token_kernel, {**TOKEN, "WEIGHTS_FIRST": first}, capability)
+    ptx = ptx_of(few_tokens_gluon.token_kernel, {**TOKEN, "WEIGHTS_FIRST": first}, capability)
     assert ptx.count("mma.sync") == 8 and ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") == 2 * 2 + 4
 
 
@@ -81,13 +81,13 @@ def test_few_pairs_of_an_expert_go_through_these_kernels_and_many_where_nothing_
     pages, _ = expert_pages("nvfp4", {"up": (32, 128)}, 4, tiled=True)
     monkeypatch.setattr(devices, "major", lambda index: major)
     x = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0), dtype=dtype, shape=(8, 128))
-    few_pairs, many_pairs = (ops.route(x, pairs, pages, "up") for pairs in (5, 4000))
+    few_pairs, many_pairs = (expert_kernels.route(x, pairs, pages, "up") for pairs in (5, 4000))
     if major < 8 or dtype is torch.float64:
         assert few_pairs == many_pairs == "reference"
     else:
         others = {(8, torch.bfloat16): "decoded", (8, torch.float16): "few"}
         assert (few_pairs, many_pairs) == ("few", others.get((major, dtype), "grouped"))
-        assert ops.route(x, 20_000, pages, "up") == (
+        assert expert_kernels.route(x, 20_000, pages, "up") == (
             "reference" if major == 8 and dtype is torch.float16 else others.get((major, dtype), "grouped")
         )
 
@@ -138,14 +138,14 @@ def test_experts_match_float64(shape, gate, dtype, format):
         bias = biases if tokens % 2 else {}
         x = torch.randn(tokens, hidden + 3, device="cuda", dtype=dtype)[:, 3:]
         poison()
-        h = few.up(x, ids, pages, gate=gate, bias_EN=bias.get("up"))
+        h = few_tokens.up(x, ids, pages, gate=gate, bias_EN=bias.get("up"))
         want = experts_up(x.double(), ids, pages, gate=gate, bias_EN=bias.get("up"), decode=decode)
         assert h.shape == want.shape and error(h, want) < TOLERANCE[dtype], tokens
         poison()
-        y = few.down(h, ids.int(), weights.to(dtype), pages, bias_EN=bias.get("down"))
+        y = few_tokens.down(h, ids.int(), weights.to(dtype), pages, bias_EN=bias.get("down"))
         want = experts_down(h.double(), ids, weights.to(dtype), pages, bias_EN=bias.get("down"), decode=decode)
         assert y.shape == want.shape and error(y, want) < TOLERANCE[dtype], tokens
-        rows = few.down(h, ids, None, pages)
+        rows = few_tokens.down(h, ids, None, pages)
         assert error(rows, experts_down(h.double(), ids, None, pages, decode=decode)) < TOLERANCE[dtype], tokens
 
 
@@ -158,7 +158,7 @@ def test_results_do_not_change_and_graphs_follow_ids_and_addresses(tokens):
     ids, weights = routing(tokens, k, experts, device="cuda")
 
     def run():
-        return few.down(few.up(x, ids, pages, gate=GATES["silu"]), ids, weights, pages)
+        return few_tokens.down(few_tokens.up(x, ids, pages, gate=GATES["silu"]), ids, weights, pages)
 
     first = run()
     assert all(torch.equal(run(), first) for _ in range(20))

@@ -6,7 +6,7 @@ import torch
 from tests.kernels.cpu.test_cpu_linear import built, case
 from tests.matrix import matrix
 from vbrt.kernels.cpu import linear as cpu_linear
-from vbrt.kernels.cpu.few import few
+from vbrt.kernels.cpu.small_batch_linear import few
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

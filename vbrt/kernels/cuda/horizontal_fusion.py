@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from vbrt.kernels.cuda.e2m1.joined import GATED_TOKENS, MOST_SIBLINGS, NORM_ROW, SIBLING_TOKENS, gates_in_one
+from vbrt.kernels.cuda.e2m1.fused_linear import GATED_TOKENS, MOST_SIBLINGS, NORM_ROW, SIBLING_TOKENS, gates_in_one
 from vbrt.kernels.cuda.e2m1.tiles import ROWS
 
 __all__ = ["EPS", "Forms", "join_layers", "matches"]
