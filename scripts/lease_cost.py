@@ -19,7 +19,7 @@ import torch  # after the checkout is on the path
 from vbrt.formats.page import build_layout
 from vbrt.residency.simulate import make_policy
 from vbrt.tiers import Level, MemoryTier, Owner, TierStack
-from vbrt.tiers.slots import State
+from vbrt.tiers.stack.slots import State
 
 PAGES, PAGE_BYTES = 224, 4096  # as many as a Llama of 32 layers has
 

@@ -35,8 +35,8 @@ from torch import nn
 import vbrt
 from scripts.measuring import llama_8b, machine, moved_bytes
 from scripts.programme_bench import captured, decoder, median_ms
-from vbrt.tiers.device_copy import copying, cuda_runtime, reach
-from vbrt.tiers.lanes import Lanes
+from vbrt.tiers.storage.device_copy import copying, cuda_runtime, reach
+from vbrt.tiers.storage.multi_link import Lanes
 
 OWN, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 RING = 900 << 20

@@ -24,8 +24,8 @@ import torch  # after the checkout is on the path
 from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.layers.experts import compute, gradients, handle, host_work
 from vbrt.layers.experts.missed import MissedExperts
-from vbrt.tiers.lower import LowerLease
-from vbrt.tiers.mover import Mover
+from vbrt.tiers.stack.host_lease import LowerLease
+from vbrt.tiers.stack.mover import Mover
 
 __all__ = ["Spans", "breakdown"]
 

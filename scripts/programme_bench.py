@@ -230,7 +230,11 @@ def lease(options: argparse.Namespace) -> dict:
     vb, result = wrapped(options), {}
     step, rewind = decoder(vb.module)
     for turn, name in enumerate(("torch", "direct", "torch", "direct")):
-        with mock.patch("vbrt.tiers.stream_link.cuda_runtime", lambda: None) if name == "torch" else nullcontext():
+        with (
+            mock.patch("vbrt.tiers.schedule.stream_link.cuda_runtime", lambda: None)
+            if name == "torch"
+            else nullcontext()
+        ):
             vb.set_budget("gpu", vb.plan.page_bytes * (49 + turn) // 100)  # another programme, and so another link
             for _ in range(6):
                 rewind()

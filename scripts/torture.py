@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # after the checkout is on the path
 
-from tests.tiers import test_programme_ends
+from tests.tiers.schedule import test_programme_ends
 from tests.torture import lives, streams, torture
 from tests.torture.interrupting import Interrupts, interrupted, interrupted_anywhere
 

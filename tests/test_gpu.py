@@ -62,7 +62,9 @@ def test_lossless_weights_stream_to_the_gpu_bit_for_bit(preset, where, policy, t
 
 
 def test_pageable_memory_goes_through_a_relay_bit_for_bit(monkeypatch):
-    monkeypatch.setattr("vbrt.tiers.relay._CHUNK_BYTES", 100_000)  # a page is several chunks and a rest
+    monkeypatch.setattr(
+        "vbrt.tiers.storage.pinned_staging._CHUNK_BYTES", 100_000
+    )  # a page is several chunks and a rest
     model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
     want, room = expected(model, x), tiers(model, gpu_pages=3, cpu_pages=9)
     room["cpu"]["pinned"] = False

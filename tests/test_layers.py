@@ -125,7 +125,7 @@ def test_a_file_imports_only_from_rows_above_its_own(module):
         ("vbrt.formats.nf4", "import vbrt.kernels.reference"),
         ("vbrt.formats.nf4", "from ..kernels import resolve"),
         ("vbrt.formats.nf4", "def f():\n    from vbrt import layers"),
-        ("vbrt.tiers.ssd", "import vbrt.kernels"),
+        ("vbrt.tiers.storage.ssd_tier", "import vbrt.kernels"),
         ("vbrt.kernels.reference", "from vbrt.tiers import gpu"),
         ("vbrt.layers.linear", "import vbrt"),
         ("vbrt.layers.linear", "from importlib import import_module\nx = import_module('vbrt.wrapper.wrapper')"),

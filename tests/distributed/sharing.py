@@ -14,8 +14,8 @@ from vbrt.config import VBConfig, load_config
 from vbrt.model.runtime import Runtime
 from vbrt.residency.simulate import make_policy
 from vbrt.tiers import Level, MemoryTier, TierStack
-from vbrt.tiers.shared import SharedTier
-from vbrt.tiers.sharers import Sharers
+from vbrt.tiers.storage.rank_shared_memory import SharedTier
+from vbrt.tiers.storage.sharing_ranks import Sharers
 
 CPU = torch.device("cpu")
 

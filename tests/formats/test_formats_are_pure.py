@@ -38,7 +38,7 @@ def test_a_format_has_no_effects_on_devices(path):
         "torch.cuda.Event()",
         "torch.empty(1, pin_memory=True)",
         "x.to(device, non_blocking=True)",
-        "from vbrt.tiers.memory import pin",
+        "from vbrt.tiers.storage.memory_tiers import pin",
         "import vbrt.host.host_memory",
     ],
 )

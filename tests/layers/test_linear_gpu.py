@@ -203,7 +203,7 @@ def test_fp4_rounds_long_inputs_where_it_is_served_and_is_announced_elsewhere(mo
 
 def test_a_large_weight_in_host_memory_comes_through_the_relay_as_it_is(monkeypatch):
     monkeypatch.setattr("vbrt.layers.encoding._UPLOADED_BYTES", 1)
-    monkeypatch.setattr("vbrt.tiers.relay._CHUNK_BYTES", 1000)  # several chunks and a rest
+    monkeypatch.setattr("vbrt.tiers.storage.pinned_staging._CHUNK_BYTES", 1000)  # several chunks and a rest
     vb = wrap(model(), "exact").materialize()
     relay = vb.stack.levels[0].relay
     assert relay._mine.chunks

@@ -3,7 +3,7 @@
 from vbrt.report.expert_counters import ExpertCounts
 from vbrt.report.expert_heat import LayerHeat, heat_between
 from vbrt.report.timeline import COMPUTE, Span
-from vbrt.tiers.recorder import page_names
+from vbrt.tiers.stack.event_recorder import page_names
 
 
 def test_a_recording_counts_what_came_since_it_began():

@@ -143,7 +143,7 @@ def test_encoding_saving_loading_and_decoding_show_themselves(tmp_path, capsys, 
         "vbrt.model.layer_registry",
         "vbrt.saves.saved.save",
         "vbrt.saves.load.load_model",
-        "vbrt.tiers.homes",
+        "vbrt.tiers.stack.page_homes",
     ):
         monkeypatch.setattr(f"{module}.Progress", Seen)
     vb = wrap(mlp())

@@ -259,7 +259,7 @@ def test_nothing_is_recorded_when_it_is_off(slow, tmp_path, monkeypatch):
         raise AssertionError("recorded")
 
     for name in ("mark", "mark_on", "note", "lease", "begin_pass", "end_pass"):
-        monkeypatch.setattr(f"vbrt.tiers.recorder.Recorder.{name}", fail)
+        monkeypatch.setattr(f"vbrt.tiers.stack.event_recorder.Recorder.{name}", fail)
     with torch.no_grad():
         slow(X)
     stats = slow.stats()

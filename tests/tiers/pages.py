@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from vbrt.tiers.memory import MemoryTier
 from vbrt.tiers.protocol import Reservation, Tier
-from vbrt.tiers.ssd import PageFile, SsdTier
+from vbrt.tiers.storage.memory_tiers import MemoryTier
+from vbrt.tiers.storage.ssd_tier import PageFile, SsdTier
 
 PAGE = 4096
 CHUNK = 2 << 20  # what is read and hashed at a time

@@ -20,7 +20,7 @@ from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import Decision
 from vbrt.residency.simulate import Announce, Pass
 from vbrt.tiers import Level, MemoryTier, Owner, Page, SsdTier, TierStack
-from vbrt.tiers.slots import State
+from vbrt.tiers.stack.slots import State
 
 UNIT = 4096
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.simulate import PASS, make_policy
 from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, Tier, TierStack
 from vbrt.tiers.protocol import Holder, Store
-from vbrt.tiers.rows import page_rows
-from vbrt.tiers.slots import State
+from vbrt.tiers.stack.row_lookup import page_rows
+from vbrt.tiers.stack.slots import State
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import vbrt
-from vbrt.tiers.slots import Level
+from vbrt.tiers.stack.slots import Level
 
 PAGE_BYTES = 64 * 64 * 4
 ROOMS = (2, 3, 4)  # pages

@@ -1,8 +1,8 @@
 """VBEmbedding: an nn.Embedding whose table lives as planes in a tier stack.
 
 A forward reads the rows of its tokens where the table's pages live, on the GPU, in host memory or in a file, and
-decodes them; the table itself does not move (`tiers/rows.py`). A table that an output head is tied to has one set of
-pages for both: the head leases them as every linear layer does.
+decodes them; the table itself does not move (`tiers/stack/row_lookup.py`). A table that an output head is tied to has
+one set of pages for both: the head leases them as every linear layer does.
 
 The table is frozen: no gradient goes anywhere, and what only counts for gradients (padding_idx, scale_grad_by_freq,
 sparse) says nothing. Autocast leaves lookups alone, as it does in torch.
@@ -29,7 +29,7 @@ from vbrt.layers.ops import TAGS, library, materialized
 from vbrt.layers.selection import Kernels
 from vbrt.layers.shells import become_shell, empty_weight, given_weight
 from vbrt.layers.weight import WeightHandle
-from vbrt.tiers.rows import PageRows, page_rows
+from vbrt.tiers.stack.row_lookup import PageRows, page_rows
 
 __all__ = ["VBEmbedding"]
 

@@ -37,7 +37,7 @@ from vbrt.layers.spec import HandleSpec
 from vbrt.layers.ties import hold_dense
 from vbrt.residency.plan import PageSpec
 from vbrt.tiers import Lease, Owner, Page, TierStack
-from vbrt.tiers.rows import PagesAtHome
+from vbrt.tiers.stack.row_lookup import PagesAtHome
 
 __all__ = ["WeightHandle", "find_handle", "handles_in", "register_handle"]
 

@@ -38,7 +38,7 @@ from vbrt.residency.routing_file import write_routing
 from vbrt.residency.routing_trace import plan_layers
 from vbrt.residency.weight_site import ROOT
 from vbrt.tiers import Recorder, TierStack
-from vbrt.tiers.guard import Guard
+from vbrt.tiers.stack.stack_lock import Guard
 
 __all__ = ["Attachment", "Follower", "Terms"]
 

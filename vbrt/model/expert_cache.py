@@ -20,7 +20,7 @@ from vbrt.layers.experts.deciding import CachedLayer, why_host
 from vbrt.layers.experts.device_cache import DeviceCache, DeviceCounts, DeviceTotals
 from vbrt.layers.experts.missed import MissedExperts
 from vbrt.tiers import Page, TierStack
-from vbrt.tiers.tally import Tally
+from vbrt.tiers.stack.page_counters import Tally
 
 if TYPE_CHECKING:
     from vbrt.layers import SwappedLayer

@@ -17,7 +17,7 @@ from vbrt.host.host_memory import trim_heap
 from vbrt.kernels.cpu import buffer_reuse
 from vbrt.model.colocated_ranks import neighbours
 from vbrt.tiers import SsdTier
-from vbrt.tiers.sharers import Sharers
+from vbrt.tiers.storage.sharing_ranks import Sharers
 
 __all__ = [
     "check_ssd_directory",

@@ -20,8 +20,8 @@ from vbrt.residency.simulate import best_scope, make_policy
 from vbrt.residency.token_cost import fitted
 from vbrt.residency.user_policy import PolicyFactory
 from vbrt.tiers import Level, MemoryTier, PeerTier, SsdTier, Tier, TierStack
-from vbrt.tiers.lanes import open_lanes
-from vbrt.tiers.shared import SharedTier
+from vbrt.tiers.storage.multi_link import open_lanes
+from vbrt.tiers.storage.rank_shared_memory import SharedTier
 
 __all__ = ["attach_stores", "build_stack", "policy_kind"]
 

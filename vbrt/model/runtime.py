@@ -35,7 +35,7 @@ from vbrt.report.stats import LayerStats, Stats
 from vbrt.residency.plan import Plan
 from vbrt.residency.user_policy import PolicyFactory
 from vbrt.tiers import Recording, TierStack
-from vbrt.tiers.recording import refusal
+from vbrt.tiers.schedule.graph_capture import refusal
 
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment
@@ -168,7 +168,8 @@ class Runtime:
         return "the runtime was closed with its last model" if self.stack.closed else refusal(self.stack, phase, keys)
 
     def recording(self, phase: str, keys: Collection[str] | None = None) -> Recording:
-        """Prepare the recording of a pass as a CUDA graph, right before its capture; see `vbrt.tiers.recording`.
+        """Prepare the recording of a pass as a CUDA graph, right before its capture; see
+        `vbrt.tiers.schedule.graph_capture`.
 
         Raises:
             TierError: it cannot be recorded; the message says why.

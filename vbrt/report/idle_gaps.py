@@ -101,7 +101,7 @@ def _own(wait: Span, moves: dict[str, list[Span]]) -> list[Span]:
 
 
 def pages_of(name: str) -> list[str]:
-    """Return the keys of a lease's name, see `vbrt.tiers.recorder.page_names`: "a#coarse.0-1" is two pages."""
+    """Return the keys of a lease's name (`event_recorder.page_names`): "a#coarse.0-1" is two pages."""
     keys = []
     for part in name.split(" + "):
         head, _, numbers = part.rpartition(".")

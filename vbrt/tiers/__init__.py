@@ -1,15 +1,15 @@
 """Where pages live: tiers (memories and stores), and the stack that moves pages between them."""
 
-from vbrt.tiers.lease import Lease, LeasedTensors
-from vbrt.tiers.memory import Buffer, MemoryTier
-from vbrt.tiers.peer import PeerTier
 from vbrt.tiers.protocol import Tier
-from vbrt.tiers.recorder import Recorder
-from vbrt.tiers.recording import Recording
-from vbrt.tiers.slots import Level, Owner, Page
-from vbrt.tiers.ssd import SsdTier
-from vbrt.tiers.stack import TierStack, detached_stack
-from vbrt.tiers.tally import Tally
+from vbrt.tiers.schedule.graph_capture import Recording
+from vbrt.tiers.stack.event_recorder import Recorder
+from vbrt.tiers.stack.lease import Lease, LeasedTensors
+from vbrt.tiers.stack.page_counters import Tally
+from vbrt.tiers.stack.slots import Level, Owner, Page
+from vbrt.tiers.stack.tier_stack import TierStack, detached_stack
+from vbrt.tiers.storage.memory_tiers import Buffer, MemoryTier
+from vbrt.tiers.storage.peer_memory import PeerTier
+from vbrt.tiers.storage.ssd_tier import SsdTier
 
 __all__ = [
     "Buffer",

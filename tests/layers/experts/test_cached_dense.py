@@ -17,7 +17,7 @@ from vbrt.errors import TierError
 from vbrt.kernels.cuda.experts import residency
 from vbrt.layers.experts import VBExperts, compute, gathered, why_waits
 from vbrt.layers.experts.compute import Routed, run_experts
-from vbrt.tiers.memory import Buffer
+from vbrt.tiers.storage.memory_tiers import Buffer
 
 pytest.importorskip("transformers")
 EXPERTS, PAGE = 16, 12288

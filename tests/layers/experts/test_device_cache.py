@@ -18,7 +18,7 @@ from tests.torture.interrupting import interrupted
 from vbrt.errors import TierError
 from vbrt.layers.experts.device_cache import DeviceCache
 from vbrt.residency.expert_pages import ExpertsPolicy
-from vbrt.tiers.memory import Buffer
+from vbrt.tiers.storage.memory_tiers import Buffer
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def interpreted(code):
     pytest.importorskip("triton")
     head = """
         import torch
-        from vbrt.tiers.memory import Buffer
+        from vbrt.tiers.storage.memory_tiers import Buffer
         from tests.layers.experts.cached import *
         Buffer.pinned = True
         torch.manual_seed(0)

@@ -79,7 +79,7 @@ def test_what_cannot_be_loaded_into_or_saved_is_named(saved):
 def test_a_page_that_finds_no_room_gives_the_model_back(saved, tmp_path, monkeypatch):
     model = mlp()
     monkeypatch.setattr(
-        "vbrt.tiers.memory.MemoryTier.reserve",
+        "vbrt.tiers.storage.memory_tiers.MemoryTier.reserve",
         lambda *_, **__: (_ for _ in ()).throw(TierError("no room")),
         raising=True,
     )

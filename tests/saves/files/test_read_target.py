@@ -74,7 +74,7 @@ def test_saved_planes_go_from_the_file_into_their_pages(tmp_path, monkeypatch, p
 @pytest.mark.parametrize("budget", ["1GiB", "100KiB"])
 @pytest.mark.parametrize("layout", AS_THEY_ARE)
 def test_a_gpu_takes_the_bits_of_the_files(tmp_path, monkeypatch, layout, budget):
-    monkeypatch.setattr("vbrt.tiers.relay._CHUNK_BYTES", 1000)  # a weight is several chunks and a rest
+    monkeypatch.setattr("vbrt.tiers.storage.pinned_staging._CHUNK_BYTES", 1000)  # a weight is several chunks and a rest
     wanted = publish(tmp_path, llama(), layout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -10,9 +10,9 @@ import torch
 import vbrt
 from tests.tiers.stacks import within
 from tests.training.full.full_models import Tiny, adamw, batches, loss_of, resident, train
-from vbrt.tiers.decider import Decider
-from vbrt.tiers.mover import Mover
-from vbrt.tiers.rewriting import Rewriter
+from vbrt.tiers.stack.decider import Decider
+from vbrt.tiers.stack.mover import Mover
+from vbrt.tiers.stack.page_rewrites import Rewriter
 from vbrt.training.full.host_gradients import Gradient, Outlet
 from vbrt.training.full.optimizer_update import Updater
 

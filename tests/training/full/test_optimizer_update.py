@@ -17,7 +17,7 @@ from vbrt.kernels import update
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu import update as compiled
 from vbrt.kernels.update import Step
-from vbrt.tiers import ssd
+from vbrt.tiers.storage import ssd_tier
 from vbrt.training.full.lion import Lion
 from vbrt.training.full.update_pages import StatePage
 from vbrt.training.full.update_threads import Helpers
@@ -109,7 +109,7 @@ def test_a_step_that_fails_is_completed_by_who_tries_again(tmp_path, monkeypatch
             loss_of(vb, ids, target).backward()
             if at == 1:
                 broken = Broken(1, 2)
-                monkeypatch.setattr(ssd.SsdTier, operation, broken(getattr(ssd.SsdTier, operation)))
+                monkeypatch.setattr(ssd_tier.SsdTier, operation, broken(getattr(ssd_tier.SsdTier, operation)))
             vb.step()
             vb.zero_grad()
             if at == 1:
@@ -136,7 +136,7 @@ def test_a_step_that_is_repeated_after_a_failure_does_only_what_is_missing(tmp_p
         ((ids, target),) = batches(1)
         for one in (vb, twin):
             loss_of(one, ids, target).backward()
-        monkeypatch.setattr(ssd.SsdTier, "put", Broken(1, 1)(ssd.SsdTier.put))
+        monkeypatch.setattr(ssd_tier.SsdTier, "put", Broken(1, 1)(ssd_tier.SsdTier.put))
         vb.step()
         with pytest.raises(vbrt.TierError):
             vb.settle()
@@ -151,7 +151,7 @@ def test_a_failure_that_stays_keeps_nobody_from_closing(tmp_path, monkeypatch):
     vb = vbrt.wrap(model, "full", optimizer=adamw(model.parameters()), tiers=partly_in_files(tmp_path))
     ((ids, target),) = batches(1)
     loss_of(vb, ids, target).backward()
-    monkeypatch.setattr(ssd.SsdTier, "put", Broken(0, 1000)(ssd.SsdTier.put))
+    monkeypatch.setattr(ssd_tier.SsdTier, "put", Broken(0, 1000)(ssd_tier.SsdTier.put))
     vb.step()
     with pytest.raises(vbrt.TierError):
         vb.settle()
@@ -298,7 +298,7 @@ def test_high_halves_in_files_are_updated_there_and_may_fail_too(tmp_path, monke
                 with monkeypatch.context() as patch:
                     if at == 1 and one is vb:
                         broken = Broken(2, 1, "dense")
-                        patch.setattr(ssd.SsdTier, operation, broken(getattr(ssd.SsdTier, operation)))
+                        patch.setattr(ssd_tier.SsdTier, operation, broken(getattr(ssd_tier.SsdTier, operation)))
                     optimizer.step()
                     if at == 1 and one is vb:
                         with pytest.raises(vbrt.TierError, match="its update could not be completed"):
@@ -331,7 +331,7 @@ def test_a_state_that_a_budget_moves_into_a_file_as_its_update_begins_is_stored_
                         broken = Broken(skip, 1)
                         patch.setattr(StatePage, "in_memory", property(lambda p: id(p) not in begun or truth(p)))
                         patch.setattr(StatePage, "rewriting", rewriting)
-                        patch.setattr(ssd.SsdTier, "put", broken(ssd.SsdTier.put))
+                        patch.setattr(ssd_tier.SsdTier, "put", broken(ssd_tier.SsdTier.put))
                     optimizer.step()
                     if at == 1 and one is vb:
                         with pytest.raises(vbrt.TierError, match="its update could not be completed"):

@@ -24,7 +24,7 @@ from vbrt.errors import TierError
 from vbrt.host.host_memory import aligned, map_memory, pin
 from vbrt.host.worker_threads import Crew
 from vbrt.tiers import Tally
-from vbrt.tiers.slots import Level, Slot
+from vbrt.tiers.stack.slots import Level, Slot
 
 if TYPE_CHECKING:
     from vbrt.generation.kv.extent_store import Extent, Memory

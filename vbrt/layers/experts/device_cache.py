@@ -31,7 +31,7 @@ from vbrt.kernels.cuda.experts.residency import Experts, PoolRoom, ResidentTable
 from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART
 from vbrt.residency.expert_room import ExpertRoom
 from vbrt.tiers import TierStack
-from vbrt.tiers.arena import Arena
+from vbrt.tiers.stack.device_arena import Arena
 
 __all__ = ["DeviceCache", "DeviceCounts", "DeviceTotals", "Part"]
 

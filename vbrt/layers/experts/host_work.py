@@ -27,7 +27,7 @@ from vbrt.layers.experts.coding import ExpertOps
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle
-    from vbrt.tiers.lower import LowerLease
+    from vbrt.tiers.stack.host_lease import LowerLease
 
 __all__ = ["HostLayer", "HostWork", "Operands", "TeamWork", "host_ops", "host_pages", "new_team"]
 

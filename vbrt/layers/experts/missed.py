@@ -25,7 +25,7 @@ from vbrt.layers.experts.gates import kept_gate
 from vbrt.layers.experts.host_work import HostLayer, HostWork, Operands, TeamWork, host_ops, new_team
 from vbrt.layers.experts.rating import measured_rates
 from vbrt.residency.miss_policy import Missed, MissRates, computed_experts, expected_misses, host_pays
-from vbrt.tiers.lower import LowerLease, has_host_below, missing_worth
+from vbrt.tiers.stack.host_lease import LowerLease, has_host_below, missing_worth
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle

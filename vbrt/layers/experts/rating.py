@@ -14,7 +14,7 @@ from vbrt.host.worker_threads import Crew
 from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.layers.experts.host_work import HostLayer, Operands
 from vbrt.residency.miss_policy import OPERATORS, MissRates
-from vbrt.tiers.lower import LowerLease, missing_worth
+from vbrt.tiers.stack.host_lease import LowerLease, missing_worth
 
 __all__ = ["measured_rates"]
 

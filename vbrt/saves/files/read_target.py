@@ -13,7 +13,7 @@ import torch
 from vbrt.host.worker_threads import Crew
 from vbrt.layers.encoding import Encoder
 from vbrt.tiers import TierStack
-from vbrt.tiers.relay import Read
+from vbrt.tiers.storage.pinned_staging import Read
 
 __all__ = ["HOST", "Fill", "Landing", "for_encoder", "fresh", "into", "on_device"]
 

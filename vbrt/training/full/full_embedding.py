@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from vbrt.tiers.passes import in_backward
-from vbrt.tiers.rows import page_rows
+from vbrt.tiers.stack.pass_counts import in_backward
+from vbrt.tiers.stack.row_lookup import page_rows
 from vbrt.training.full.full_layers import FullLayer, check_held, check_same, wanted
 from vbrt.training.full.full_weight import FullWeight, graphs_end_here
 

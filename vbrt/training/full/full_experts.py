@@ -22,7 +22,7 @@ from vbrt.kernels.frozen_product import as_autocast
 from vbrt.layers.bound import rebind_
 from vbrt.layers.experts.gradients import autocast_of
 from vbrt.tiers import Lease
-from vbrt.tiers.passes import in_backward
+from vbrt.tiers.stack.pass_counts import in_backward
 from vbrt.training.full.full_layers import FullLayer, check_held, check_version, wanted
 from vbrt.training.full.full_weight import FullWeight, graphs_end_here
 from vbrt.training.qat.qat_experts import class_of_experts, compute, gradients

@@ -18,7 +18,7 @@ from vbrt.errors import WrapError
 from vbrt.kernels.frozen_product import as_autocast, sum_rows, whole
 from vbrt.layers.swapped import SwappedLayer
 from vbrt.libraries.torch_api import will_execute
-from vbrt.tiers.passes import in_backward
+from vbrt.tiers.stack.pass_counts import in_backward
 from vbrt.training.full.full_weight import FullWeight, graphs_end_here
 
 __all__ = ["FullLayer", "FullLinear", "check_assigns", "check_held", "check_same", "check_version", "wanted"]

@@ -6,7 +6,7 @@ from torch import Tensor
 from vbrt.formats.page import PageLayout, build_layout, unpack
 from vbrt.host.host_memory import aligned
 from vbrt.tiers import Owner, TierStack
-from vbrt.tiers.slots import Page
+from vbrt.tiers.stack.slots import Page
 
 __all__ = ["GradientPages"]
 

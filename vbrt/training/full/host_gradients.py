@@ -26,7 +26,7 @@ from vbrt.errors import TierError, WrapError
 from vbrt.host.host_memory import Loan, PinError, map_memory, pin
 from vbrt.libraries.torch_api import current_graph_task
 from vbrt.tiers import TierStack
-from vbrt.tiers.slots import Page
+from vbrt.tiers.stack.slots import Page
 from vbrt.training.full.accumulate import Sums
 from vbrt.training.full.gradient_pages import GradientPages
 

@@ -13,7 +13,7 @@ from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout, build_layout, unpack
 from vbrt.host.host_memory import aligned
 from vbrt.tiers import Owner, TierStack
-from vbrt.tiers.slots import Slot
+from vbrt.tiers.stack.slots import Slot
 
 __all__ = ["STAGED", "Fields", "StatePage", "state_layout"]
 

@@ -1,0 +1,195 @@
+"""A programme that a CUDA graph knows: its run while it is recorded, and as it begins again for each replay.
+
+A recorded run has the buffers of its ring for good: between replays others may use them, and before a replay they are
+taken back and hold again what the programme begins with. They are not kept from being given back to the system, and the
+pages that stay are not kept from being evicted: then the recording has ended.
+"""
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vbrt.errors import TierError
+from vbrt.residency.programme import RESIDENT
+from vbrt.tiers.schedule.programme_run import ProgrammeRun
+from vbrt.tiers.stack.bounded_waits import Waiting
+from vbrt.tiers.stack.slots import State
+
+if TYPE_CHECKING:
+    from vbrt.tiers.stack.tier_stack import TierStack
+    from vbrt.tiers.storage.memory_tiers import Buffer
+
+__all__ = ["RecordedRun", "run_to_record"]
+
+_DRY_PASSES = 6  # until the policy is steady: pages move, nothing computes
+
+
+def run_to_record(stack: "TierStack", phase: str) -> ProgrammeRun | None:
+    """Begin a pass of a phase, and return its run, after some passes that move pages and compute nothing where it takes
+    them for decisions to recur; None if all pages of the pass live in the top tier.
+
+    Raises:
+        TierError: with the reason why there is none.
+    """
+    ledger, programmes, leases = stack.ledger, stack.ledger.programmes, None
+    for _ in range(_DRY_PASSES):
+        programmes.hurry()
+        stack.begin_pass(phase)
+        leases = leases or programmes.orders.get(phase)
+        if leases is None and ledger.travellers:
+            raise TierError(f"a CUDA graph cannot record a pass of phase {phase}: none has run yet")
+        if not any(stack.pages[key].home for keys in leases or () for key in keys if key in stack.pages):
+            return None
+        if ledger.running is not None and _is_a_pass_of(ledger.running, leases):
+            return ledger.running
+        for keys in leases:
+            with stack.lease(keys):
+                pass
+    raise TierError(f"a CUDA graph cannot record a pass of phase {phase}: {programmes.reason or 'it does not recur'}")
+
+
+def _is_a_pass_of(run: ProgrammeRun, leases: Sequence[tuple[str, ...]]) -> bool:
+    """True if a run is at the beginning of its round, which is one pass of these leases."""
+    begins = len(run.programme.segments) == 1 and run.at == 0
+    return begins and all(step.keys == keys for step, keys in zip(run.programme.steps, leases, strict=False))
+
+
+class RecordedRun:
+    """A run that a graph knows.
+
+    Attributes:
+        ended: why the graph must not be replayed any more; "" while it may.
+    """
+
+    def __init__(self, stack: "TierStack", run: ProgrammeRun) -> None:
+        self._stack, self._run = stack, run
+        self._level, self._programmes = stack.levels[0], stack.ledger.programmes
+        slots = self._level.slots
+        self._ring = [weakref.ref(buffer) for buffer in run.ring.buffers]
+        accesses = [access for step in run.programme.steps for access in step.accesses]
+        self._staying = {a.key: weakref.ref(slots[a.key].room) for a in accesses if a.slot == RESIDENT}
+        self._keys = list(run.ring.keys)  # in the ring before the capture
+        self.ended = ""
+
+    # -- recording ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Have the leases of the pass that begins be recorded by the capture of the current stream; they count nothing.
+
+        Raises:
+            TierError: a pass has begun since the run was prepared.
+        """
+        stack, run = self._stack, self._run
+        with stack.guard.entered:
+            if stack.ledger.running is not run or run.at or run.out is not None:
+                raise TierError(
+                    "a pass has begun since the recording was prepared; prepare it right before the capture"
+                )
+            run.captured, self._keys = True, list(run.ring.keys)
+            run.ring.link.begin_capture()
+
+    def end(self, *, completed: bool) -> None:
+        """End the recording: nothing has run yet. Raises TierError: the pass took fewer pages than its order has."""
+        run = self._run
+        with self._stack.guard.entered:
+            left = len(run.programme.steps) - run.at if run.captured else len(run.programme.steps)
+            if run.captured:
+                if completed:
+                    run.ring.link.join()
+                run.ring.link.end_capture()
+                run.ring.keys[:], run.captured = self._keys, False
+                run.at, run.out = 0, None
+        if completed and left:
+            self.ended = "the recorded pass was not complete"
+            raise TierError(f"the recorded pass ended before its order: {left} leases are missing")
+
+    # -- replaying ----------------------------------------------------------------------------------------------------
+
+    def replay(self, graph: torch.cuda.CUDAGraph, phase: str) -> bool:
+        """Replay the graph as a pass of the phase; False if the recording has ended.
+
+        Raises:
+            TierError: this thread has leased a page whose slot the graph needs; if another has, it is waited for.
+        """
+        guard, begun, waiting = self._stack.guard, False, None
+        self._level.check()
+        while True:
+            with guard.entered:
+                if not begun and not self.ended:
+                    begun = True
+                    self._begin_pass(phase)
+                if self._has_ring():
+                    guard.deciding = True
+                    self._run.ring.link.replay(graph)
+                    self._run.count_pass()
+                    guard.deciding = False
+                    return True
+                if self.ended:
+                    return False
+                bell = guard.listen()
+            waiting = waiting or Waiting(
+                self._stack.ledger, f"phase {phase}", "the slots that its CUDA graph knows", level=self._level
+            )
+            waiting.look(bell)
+
+    def _begin_pass(self, phase: str) -> None:
+        stack, run, ledger = self._stack, self._run, self._stack.ledger
+        begun = ledger.running is run and run.begin_pass(phase)
+        if begun and (run.expected or self._has_its_room()):
+            return
+        stack.decider.catch_up()
+        ledger.begin()  # ends the run
+        if not begun:
+            stack.decider.begin_pass_alone(phase)
+        stack.guard.deciding = False
+
+    def _has_ring(self) -> bool:
+        """True if the run has its ring, taken back now if need be; False if others use it, or the recording ended.
+
+        Raises:
+            TierError: this thread uses it.
+        """
+        run, level, ledger, guard = self._run, self._level, self._stack.ledger, self._stack.guard
+        if self.ended or ledger.running is run:
+            return not self.ended
+        if ledger.running is not None:
+            ledger.begin()
+            guard.deciding = False
+        ring = [ref() for ref in self._ring]
+        self.ended = self._why_not(ring)
+        own, passing = {id(buffer) for buffer in ring}, run.foresight.residents().keys
+        holding = [slot for key, slot in level.slots.items() if key in passing or id(slot.room) in own]
+        busy = [slot for slot in holding if slot.holders or slot.state is not State.READY]
+        for holder in (holder for slot in busy for holder in slot.holders):
+            if getattr(holder, "thread", 0) == threading.get_ident():
+                raise TierError(f"{busy[0].page.key}: a CUDA graph needs its slot, and this thread has leased it")
+        if self.ended or busy:
+            return False
+        guard.deciding = True
+        ledger.running = run
+        run.resume(ring, holding)
+        guard.deciding = False
+        return True
+
+    def _why_not(self, ring: "list[Buffer | None]") -> str:
+        level = self._level
+        if self._stack.closed:
+            return "the model was closed"
+        for key, room in self._staying.items():
+            slot = level.slots.get(key)
+            if slot is None or slot.room is None or slot.room is not room():
+                return f"{key}: it has moved since the recording"
+        held = {id(slot.room) for slot in level.slots.values()}
+        if not all(buffer is not None and (id(buffer) in held or level.tier.caches(buffer)) for buffer in ring):
+            return "the room that pages pass through was given back since the recording"
+        if not self._has_its_room():
+            return "other pages stay in the tier now"
+        return ""
+
+    def _has_its_room(self) -> bool:
+        """True if the policy divides its room as it did when the programme was worked out."""
+        run = self._run
+        return run.policy is self._level.policy and run.foresight.room() == run.programme.segments[0].state[:3]

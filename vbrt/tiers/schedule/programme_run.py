@@ -1,0 +1,358 @@
+"""A programme at work: leases find their pages by their position in it.
+
+While a programme runs, its ring's buffers are its own: the level has no slots for the pages in them. A lease that comes
+in its turn counts, and waits for the copies of its pages; its release starts the copies that follow it. No policy is
+asked, nothing is reserved. Whatever else happens (another page, a second lease, another thread's, a budget, a page that
+goes, Ctrl-C) ends the run first: the policy is told what has happened, and the pages in the ring get slots as it wants.
+
+Everything runs under the stack's lock.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vbrt.residency.programme import RESIDENT, Programme, Step
+from vbrt.tiers.schedule.programme_ring import Copy, Ring
+from vbrt.tiers.stack.ledger import Ledger
+from vbrt.tiers.stack.mover import Mover
+from vbrt.tiers.stack.pass_counts import Passes, in_backward
+from vbrt.tiers.stack.slots import Borrower, Page, Slot, State, slot_below
+
+if TYPE_CHECKING:
+    from vbrt.tiers.stack.lease import Lease
+    from vbrt.tiers.storage.memory_tiers import Buffer
+
+__all__ = ["Bound", "LeasedTensors", "ProgrammeRun"]
+
+
+class LeasedTensors(list):
+    """The tensors of a lease that will be the very same when the lease comes again.
+
+    Attributes:
+        planes: what the borrower has made of them, for the next time; it is dropped with them.
+    """
+
+    __slots__ = ("planes",)
+
+    def __init__(self, tensors: Iterable[dict[str, torch.Tensor]]) -> None:
+        super().__init__(tensors)
+        self.planes: Any = None
+
+
+class Bound:
+    """A step with its pages.
+
+    waits: slots of the ring that it finds pages in. tensors: of its pages, once they were wanted. stays: its page, if
+    it has but one and that stays in the tier.
+    """
+
+    __slots__ = ("counts", "keys", "loads", "misses", "prefetched", "slots", "stays", "tensors", "waits")
+
+    def __init__(self, step: Step, pages: Sequence[Page]) -> None:
+        self.keys, self.tensors = step.keys, None
+        self.slots = tuple(access.slot for access in step.accesses)
+        self.waits = tuple(slot for slot in self.slots if slot != RESIDENT)
+        self.counts = [(page, access.hit, access.prefetched) for page, access in zip(pages, step.accesses, strict=True)]
+        self.misses = sum(not access.hit for access in step.accesses)
+        self.prefetched = sum(access.prefetched for access in step.accesses)
+        self.stays = pages[0] if len(pages) == 1 and self.slots[0] == RESIDENT else None
+        self.loads: list[Copy] = []
+
+
+class ProgrammeRun:
+    """Runs a programme on the top level of a stack.
+
+    Attributes:
+        programme: what it runs.
+        ring: that pages pass through.
+        steps: with their pages; None ends a pass.
+        at: the place of the next step, or of the one whose lease is out.
+        expected: False if the policy, as this pass began, expected others than the programme is for: a lease ends the
+            run then.
+        captured: True while a CUDA graph records what is leased, which counts nothing.
+        passed: called with the number of each pass of the round that is complete.
+        out: the lease that has not been released, if there is one.
+    """
+
+    def __init__(self, ledger: Ledger, mover: Mover, passes: Passes, programme: Programme) -> None:
+        self.programme = programme
+        self.passed: Callable[[int], None] = int
+        self._ledger, self._mover, self._passes, self._guard = ledger, mover, passes, ledger.guard
+        self._level = ledger.levels[0]
+        self.policy = self._level.policy
+        self.foresight = self.policy.foresight  # which a policy of more than one part has at times only
+        self.ring = Ring(ledger, programme.slots, programme.slot_bytes)
+        self.steps: list[Bound | None] = []  # None ends a pass
+        self._segment = self.at = 0
+        self.expected = True
+        self.out: Lease | None = None
+        self.thread = 0  # that has it
+        self._borrower: Borrower | None = None  # of its slots, once it has any
+        self.captured = False
+
+    # -- beginning ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Take over the ring at the beginning of the round; False if that cannot be, with some buffers taken. Call it
+        under the lock, with `ledger.running` set."""
+        level, programme = self._level, self.programme
+        wanted = {load.key: load.slot for load in programme.begin}
+        others = []
+        for key in programme.before.keys:
+            slot = level.slots.get(key)
+            if slot is None or slot.state is not State.READY or slot.holders or slot.charge != programme.slot_bytes:
+                return False
+            if key in wanted:
+                self.ring.take(slot, wanted[key])
+            else:
+                others.append(key)
+        if not self.ring.reserve(others):  # pages that no pass uses while they are there go for it
+            return False
+        self.bind()
+        return True
+
+    def bind(self) -> None:
+        """Find the pages of all steps, and begin the round."""
+        pages, programme = self._ledger.pages, self.programme
+        self.ring.settle()
+        steps: list[Bound | None] = []
+        for segment in programme.segments:
+            for step in programme.steps[segment.start : segment.end]:
+                bound = Bound(step, [pages[key] for key in step.keys])
+                bound.loads = self.ring.copies(step.loads)
+                steps.append(bound)
+            steps.append(None)
+        self.steps = steps
+        self.ring.start(self.ring.copies(programme.head))
+
+    def resume(self, buffers: "Sequence[Buffer]", holding: Sequence[Slot]) -> None:
+        """Begin again with the buffers that a CUDA graph knows.
+
+        Args:
+            buffers: of the ring, which nobody uses.
+            holding: slots of the level that hold one of them, and those of all pages that pass through.
+        """
+        programme, ring = self.programme, self.ring
+        self._segment, self.at, self.expected = 0, 0, True
+        self.out, ring.keys = None, [""] * programme.slots
+        ring.link.follow()
+        wanted = {load.key: load.slot for load in programme.begin}
+        for slot in holding:
+            at = wanted.get(slot.page.key)
+            if at is not None and slot.room is buffers[at]:
+                ring.take(slot, at)
+            else:
+                self._level.evict(slot.page.key)
+        ring.take_cached(buffers)
+        self.foresight.assume(programme.before)
+        ring.settle()
+        ring.start(ring.copies([load for load in programme.begin if ring.keys[load.slot] != load.key]))
+        self.bind()
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    def lease(self, lease: "Lease") -> LeasedTensors | None:
+        """Return a lease's tensors if it comes in its turn; else None: it is for the policy then."""
+        guard = self._guard
+        lock = guard.lock
+        if lock._is_owned():
+            lock = guard.entered
+        with lock:
+            if self._stops() or not self.expected:
+                return None
+            step = self.steps[self.at] or self._first_of_backward()
+            if step is None or (step.keys is not lease.keys and step.keys != tuple(lease.keys)):
+                return None
+            tensors = step.tensors or self._tensors(step)
+            page = step.stays
+            if page is not None and not self.captured:  # most leases
+                page.hits += 1
+            else:
+                guard.deciding = True
+                for slot in step.waits:
+                    self.ring.link.wait(slot)
+                if not self.captured:
+                    self._count(step)
+                guard.deciding = False
+            self.thread, self._borrower = threading.get_ident(), None
+            lease.run, self.out = self, lease  # no call from here on
+        return tensors
+
+    def release(self, lease: "Lease") -> bool:
+        """End a lease, and start the copies that follow it; False if it is not this run's any more."""
+        guard = self._guard
+        lock = guard.lock
+        if lock._is_owned():
+            lock = guard.entered
+        with lock:
+            if self.out is not lease or guard.deciding:
+                return False
+            loads = self.steps[self.at].loads
+            if loads:
+                guard.deciding = True
+                self.out = lease.run = None  # whatever comes: copies may take its place now
+                self.ring.start(loads, counted=not self.captured)
+                self.at += 1
+                guard.deciding = False
+            else:
+                self.out = lease.run = None
+                self.at += 1
+            if guard.bells:
+                guard.ring()
+        return True
+
+    def _count(self, step: Bound) -> None:
+        for page, hit, prefetched in step.counts:
+            page.hits += hit
+            page.misses += not hit
+            page.prefetched += prefetched
+        if step.misses:
+            self._passes.count_misses(step.misses, step.prefetched)
+
+    def count_pass(self) -> None:
+        """Count the pass that has begun, of a round of one, as done."""
+        for step in self.steps[:-1]:
+            self._count(step)
+            for copy in step.loads:
+                self.ring.keys[copy.load.slot] = copy.load.key
+                copy.page.bytes_moved[copy.link] += copy.page.nbytes
+        self.at = len(self.steps) - 1
+
+    def _stops(self) -> bool:
+        """True if leases are for the policy now."""
+        ledger, guard = self._ledger, self._guard
+        return (
+            ledger.running is not self
+            or self.out is not None
+            or guard.deciding
+            or guard.recorder is not None
+            or len(ledger.retired) + len(ledger.lost) > 0
+            or guard.closed
+            or not self.ring.link.follows()
+        )
+
+    def _tensors(self, step: Bound) -> LeasedTensors:
+        slots = self._level.slots
+        step.tensors = LeasedTensors(
+            slots[page.key].tensors if at == RESIDENT else self.ring.tensors(at, page)
+            for at, (page, _, _) in zip(step.slots, step.counts, strict=True)
+        )
+        return step.tensors
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, phase: str, backward: str = "") -> bool:
+        """Go on with the next pass of the round; False if this one is not at its end: the policy must see it then."""
+        if self._stops():
+            return False
+        start = _start_of(self.programme, self._segment)
+        following, finished = self._segment, self.at != start
+        if finished:
+            if self.steps[self.at] is not None:
+                return False
+            following = (self._segment + 1) % len(self.programme.segments)
+        self._guard.deciding = True
+        if finished and not self.expected:
+            self._tell_policy()
+        elif finished:
+            self.foresight.skip_pass(self.programme.segments[self._segment].after)
+        if finished:
+            self.passed(self._segment)
+        self._passes.begin(phase, backward=backward)
+        for level in self._ledger.copying:
+            level.policy.begin_pass(phase)
+        self._segment, self.at = following, _start_of(self.programme, following)
+        self.expected = self.foresight.state() == self.programme.segments[following].state
+        if finished and following == 0:
+            self.ring.start(self.ring.copies(self.programme.head))
+        self._guard.deciding = False
+        return True
+
+    def _first_of_backward(self) -> Bound | None:
+        """Begin the backward pass if this lease is its first one."""
+        backward = self._passes.backward
+        if backward and in_backward() and self.begin_pass(backward) and self.expected:
+            return self.steps[self.at]
+        return None
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def done(self) -> list[tuple[str, ...]]:
+        """Return the leases of the pass under way, the one that is out included."""
+        start = _start_of(self.programme, self._segment)
+        return [step.keys for step in self.steps[start : self.at + (self.out is not None)] if step is not None]
+
+    def hand_over(self) -> None:
+        """Tell the policy what has happened, and give the pages in the ring slots as it wants; call it under the lock.
+        A decision that is interrupted here is for `drop`."""
+        self._tell_policy()
+        self.ring.fence({page for step in self.steps if step is not None for page, _, _ in step.counts})
+        level, places = self._level, {key: at for at, key in enumerate(self.ring.keys)}
+        missing = [key for key in self.policy.resident() if key not in level.slots]
+        for key in missing:
+            if key in places:
+                self.ring.give(places[key])
+        self.ring.free()
+        for key in missing:
+            if key not in level.slots:
+                self._queue(self._ledger.pages[key])
+        self._convert()
+
+    def drop(self) -> None:
+        """End the run without the policy, which is reset: after Ctrl-C, and at the end of the stack."""
+        self.ring.link.synchronize()
+        self._convert()
+        self.ring.free()
+
+    def unbind(self) -> None:
+        """Keep no views of pages, whose memory may go back to the system."""
+        self.steps = []
+        self.ring.link.end_capture()
+        self.captured = False
+
+    def _tell_policy(self) -> None:
+        policy, pages = self.policy, self._ledger.pages
+        overhead = self._level.overhead_bytes
+        for keys in self.done():
+            busy = {key for key in keys if pages[key].home}
+            for key in keys:
+                if key in busy:
+                    policy.access(key, pages[key].nbytes + overhead, busy)
+            policy.ahead(busy)
+
+    def _queue(self, page: Page) -> None:
+        """Have the page of which the policy thinks that it is on its way brought now."""
+        level = self._level
+        slot = level.slots[page.key] = Slot(page, level, max(page.nbytes, self.programme.slot_bytes))
+        level.pending[slot] = None
+        slot.source = slot_below(self._ledger, page)
+        slot.source.holders.add(slot)
+        self._mover.stage(slot)
+
+    def _slot_at(self, key: str, at: int) -> Slot:
+        return self._level.slots[key] if at == RESIDENT or self.ring.buffers[at] is None else self.ring.give(at)
+
+    def _convert(self) -> None:
+        """Have the lease that is out hold slots."""
+        lease = self.out
+        if lease is None:
+            return
+        step = self.steps[self.at]
+        borrower = self._borrower
+        if borrower is None:  # else this was interrupted before
+            borrower = self._borrower = Borrower()
+            borrower.thread = self.thread
+        lease.borrower = borrower
+        lease.slots = [self._slot_at(key, at) for key, at in zip(step.keys, step.slots, strict=True)]
+        for slot in lease.slots:
+            slot.holders.add(borrower)
+            if not slot.at_home:
+                self._level.leased.add(slot.page.key)
+        self.out = lease.run = None
+
+
+def _start_of(programme: Programme, segment: int) -> int:
+    return programme.segments[segment].start + segment  # a None ends each segment

@@ -1,0 +1,213 @@
+"""When programmes run: the passes of a stack are watched, and a round that has recurred is worked out and run.
+
+A round is one pass that repeats itself, whatever its phase, or two passes in turn, as forward and backward. It must be
+the computing tier's `ScheduledPolicy` that decides, and pages must come in one copy: from memory, which for a GPU is
+page-locked, without a stop in a tier between. Everything else is decided lease by lease, as ever.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from vbrt.errors import TierError
+from vbrt.residency.programme import PassOrder, Programme, compile_programme
+from vbrt.tiers.schedule.programme_run import ProgrammeRun
+from vbrt.tiers.stack.ledger import Ledger
+from vbrt.tiers.stack.mover import Mover
+from vbrt.tiers.stack.pass_counts import Passes
+from vbrt.tiers.stack.slots import slot_below
+
+__all__ = ["Programmes"]
+
+_ROUNDS = (1, 2)  # passes of a round
+_LONGEST_PASS = 1 << 14  # leases: longer ones, or passes that nobody marks, have no programme
+_PHASES = 16  # whose orders are remembered
+_KEPT = 4  # programmes that are known: of a prompt and of decode steps, of other budgets' states
+_LONGEST_WAIT = 64  # passes until the next attempt, after many that failed
+
+
+class Programmes:
+    """Watches passes, and begins and ends the run of a programme. Everything is called under the stack's lock.
+
+    Attributes:
+        reason: why no programme runs, as far as it is known; "" while one does.
+        enabled: False to have the policy decide every lease, for comparison; a run under way ends at its next pass.
+        orders: the leases of the last pass of each phase.
+    """
+
+    def __init__(self, ledger: Ledger, mover: Mover, passes: Passes) -> None:
+        self._ledger, self._mover, self._passes = ledger, mover, passes
+        self._history: deque[PassOrder] = deque(maxlen=2 * max(_ROUNDS))
+        self._leases: deque[Sequence[str]] = deque(maxlen=_LONGEST_PASS)  # of the pass under way
+        self._known: deque[tuple[tuple[PassOrder, ...], Programme]] = deque(maxlen=_KEPT)
+        self._round: tuple[PassOrder, ...] = ()
+        self._wait = self._failures = 0
+        self.reason = "no pass has repeated itself yet"
+        self.enabled = True
+        self.orders: dict[str, tuple[tuple[str, ...], ...]] = {}
+        self.note = self._leases.append
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, before: str, *, may_run: bool) -> None:
+        """Note that the policies have begun a pass after one of the phase `before`; run a programme if there is one.
+
+        may_run: False where the first lease of the pass is under way.
+        """
+        self._end_pass(before)
+        if not (may_run and self.enabled):
+            return
+        if self._ledger.rewrites:
+            self.reason = "pages are rewritten where they live"
+            return
+        if self._wait:
+            self._wait -= 1
+        elif self._ledger.travellers and self._ledger.guard.recorder is None:
+            self._run()
+
+    def _end_pass(self, phase: str) -> None:
+        if 0 < len(self._leases) < _LONGEST_PASS:
+            self._remember(PassOrder(phase, tuple(map(tuple, self._leases))))
+        self._leases.clear()
+
+    def _remember(self, one: PassOrder) -> None:
+        self._history.append(one)
+        self.orders[one.phase] = one.leases
+        if len(self.orders) > _PHASES:
+            del self.orders[next(iter(self.orders))]
+
+    def _run(self) -> None:
+        policy = self._ledger.levels[0].policy
+        if getattr(policy, "foresight", None) is None:
+            self.reason = f"policy {policy.kind} cannot tell what it will decide"
+            return
+        round_ = self._recurring()
+        sizes = {} if round_ is None else self._sizes(round_)
+        if not sizes:
+            return
+        programme = self._programme(round_, sizes)
+        if programme is None:
+            self.reason = "the policy's decisions do not recur yet"
+        elif self._begin(programme, round_):
+            return
+        self._back_off()
+
+    def _recurring(self) -> tuple[PassOrder, ...] | None:
+        """Return the round that is expected to begin, if the last passes were rounds of it."""
+        passes = list(self._history)
+        for length in _ROUNDS:
+            last, before = passes[-length:], passes[-2 * length : -length]
+            if len(before) == length and all(a.leases == b.leases for a, b in zip(last, before, strict=True)):
+                return tuple(last)
+        self.reason = "no pass has repeated itself yet"
+        return None
+
+    def _sizes(self, round_: tuple[PassOrder, ...]) -> Mapping[str, int]:
+        """Return the bytes of the pages that pass through; none, with a reason, if any of them cannot."""
+        ledger, sizes = self._ledger, {}
+        stream, overhead = ledger.levels[0].stream, ledger.levels[0].overhead_bytes
+        for key in {key for one in round_ for keys in one.leases for key in keys}:
+            page = ledger.pages.get(key)
+            source = None if page is None else slot_below(ledger, page)
+            if source is None:
+                self.reason = f"{key}: it does not come up in one copy from memory"
+                return {}
+            if stream is not None and page.home and not source.room.asynchronous:
+                self.reason = f"{key}: its host memory is not page-locked"
+                return {}
+            if page.tally is not None:
+                self.reason = f"{key}: routed experts are leased as tokens need them"
+                return {}
+            if page.home:
+                sizes[key] = page.nbytes + overhead
+        return sizes
+
+    def refusal(self) -> str | None:
+        """Return why no programme can serve passes here; None if one may, once they recur."""
+        ledger = self._ledger
+        policy = ledger.levels[0].policy
+        if getattr(policy, "foresight", None) is None:
+            return f"pages move, and policy {policy.kind} cannot tell what it will decide"
+        keys = tuple(page.key for page in list(ledger.pages.values()) if page.passes and page.put is None)
+        before, self.reason = self.reason, ""
+        self._sizes((PassOrder("", (keys,)),))
+        found, self.reason = self.reason, before
+        return found or None
+
+    def told(self) -> str:
+        """Return who decides leases, for people; "" where no page moves."""
+        if not self._ledger.travellers:
+            return ""
+        return "by a programme" if self._ledger.running is not None else f"one by one: {self.reason}"
+
+    # -- programmes ---------------------------------------------------------------------------------------------------
+
+    def _programme(self, round_: tuple[PassOrder, ...], sizes: Mapping[str, int]) -> Programme | None:
+        """Return the programme of a round from the policy's state, known or worked out now."""
+        foresight = self._ledger.levels[0].policy.foresight
+        if not foresight.steady:
+            return None
+        state = foresight.state()
+        for known, programme in self._known:
+            if programme.segments[0].state == state and [p.leases for p in known] == [p.leases for p in round_]:
+                return programme
+        programme = compile_programme(foresight.policy, round_, sizes)
+        if programme is not None:
+            self._known.append((round_, programme))
+        return programme
+
+    def _begin(self, programme: Programme, round_: tuple[PassOrder, ...]) -> bool:
+        ledger = self._ledger
+        if ledger.levels[0].leased or ledger.levels[0].pending:
+            self.reason = "other leases are under way"
+            return False
+        self._round = round_
+        run = ledger.running = ProgrammeRun(ledger, self._mover, self._passes, programme)
+        run.passed = self._passed
+        try:
+            if run.begin():
+                self.reason = ""
+                return True
+            self.reason = "pages of the ring are in use elsewhere"
+        except TierError as error:  # no memory on the device: lease by lease there may be
+            self.reason = str(error)
+        self.end()
+        return False
+
+    def _passed(self, number: int) -> None:
+        self._remember(self._round[number]._replace(phase=self._passes.phase))
+        self._failures = 0
+
+    def hurry(self) -> None:
+        """Do not wait for more passes before the next attempt."""
+        self._wait = self._failures = 0
+
+    def end(self) -> None:
+        """End the run: the policy decides again. To be called with `guard.deciding` set."""
+        ledger, run = self._ledger, self._ledger.running
+        self._leases.clear()
+        self._leases.extend(run.done())
+        if ledger.guard.closed:
+            run.drop()
+        else:
+            run.hand_over()
+        run.unbind()
+        ledger.running = None
+        self._back_off()
+        self.reason = self.reason or "a pass went another way than the ones before"
+
+    def drop(self) -> None:
+        """End the run after a decision that was interrupted; the policies are reset."""
+        self._ledger.running.drop()
+        self._ledger.running.unbind()
+        self._ledger.running = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all passes."""
+        self._history.clear()
+        self._leases.clear()
+
+    def _back_off(self) -> None:
+        """Wait for more passes before the next attempt, the more the more have failed."""
+        self._failures += 1
+        self._wait = min(_LONGEST_WAIT, (1 << min(self._failures, 8)) >> 2)

@@ -1,0 +1,147 @@
+"""Bounded waits for a change in a stack: room, another thread's copy, the rewriting of a page.
+
+A thread that waits is woken by the guard's bells, and looks once a second in case nobody rings. Whatever it waits for,
+its wait ends: with an error after some seconds, where no other thread is left that could bring the change about; after
+minutes in which nothing has changed in the stack; and, for room, after an hour in which only others got some. Looks are
+counted, and not the clock: a process that was stopped meanwhile has not waited.
+
+    waiting = None
+    while True:
+        with guard.entered:
+            if ...:
+                break
+            bell = guard.listen()
+        waiting = waiting or Waiting(ledger, key, "its copy")
+        waiting.look(bell)
+"""
+
+import gc
+import sys
+import threading
+import time
+from _thread import LockType
+from collections.abc import Collection, Iterator
+
+from vbrt.errors import TierError
+from vbrt.tiers.stack.ledger import Ledger
+from vbrt.tiers.stack.slots import Borrower, Level, Slot, State
+from vbrt.tiers.stack.stack_lock import LOOK_SECONDS
+
+__all__ = ["Waiting"]
+
+_ABANDONED_LOOKS = 3  # without a change, until what threads have left behind is looked for
+_ALONE_LOOKS = 6  # without a change and without a thread that could bring one about
+_STILL_LOOKS = 600  # without a change: no copy of one page and no pass between two leases takes as long
+_LONGEST_SECONDS = 3600.0  # for room, while others get some
+_NAMED = 4  # holders that an error names
+
+
+class Waiting:
+    """One thread's wait.
+
+    Args:
+        key: of the page, or the budget, that is waited for; errors begin with it.
+        what: is awaited, for errors.
+        level: whose room is awaited; None where it is something else.
+        by_step: an optimizer's step brings the change about, which may hold no page meanwhile.
+    """
+
+    def __init__(
+        self, ledger: Ledger, key: str, what: str, *, level: Level | None = None, by_step: bool = False
+    ) -> None:
+        self._ledger, self._guard = ledger, ledger.guard
+        self._key, self._what, self._level, self.by_step = key, what, level, by_step
+        self._me = threading.get_ident()
+        self._looks = 0  # since the last change
+        self._seconds = 0.0
+
+    def look(self, bell: LockType) -> None:
+        """Wait for the bell, a second at most. Raises TierError: nothing is going to change."""
+        began = time.monotonic()
+        self._guard.waiting[self._me] = began + 2 * LOOK_SECONDS
+        rung = bell.acquire(timeout=LOOK_SECONDS)
+        self._seconds += min(2 * LOOK_SECONDS, time.monotonic() - began)
+        self._looks = 0 if rung else self._looks + 1
+        if self._looks == _ABANDONED_LOOKS:
+            self._end_what_was_left()
+        if self._looks >= _ALONE_LOOKS and not self.by_step and not self._others():
+            raise TierError(self._told("no other thread is left that could end that"))
+        if self._looks >= _STILL_LOOKS:
+            raise TierError(self._told(f"nothing has changed for {self._looks * LOOK_SECONDS:.0f} s"))
+        if self._level is not None and self._seconds > _LONGEST_SECONDS:
+            raise TierError(self._told("only other threads got room meanwhile"))
+
+    # -- who could help -----------------------------------------------------------------------------------------------
+
+    def _others(self) -> bool:
+        """True if another living thread uses, fills or rewrites a page, and does not wait itself."""
+        living, now = set(sys._current_frames()) - {self._me}, time.monotonic()
+        with self._guard.entered:
+            busy = {thread for slot in _slots(self._ledger.levels) for thread in _threads(slot)}
+            busy |= {page.writer for page in self._ledger.pages.values()}
+            if self._ledger.running is not None:
+                busy.add(self._ledger.running.thread)
+        return any(self._guard.waiting.get(thread, 0.0) < now for thread in busy & living)
+
+    def _end_what_was_left(self) -> None:
+        """Release leases that only a garbage cycle holds; cancel the loads of threads that are gone, and this one's own
+        that have room: a thread that waits for room is not at them any more, it was interrupted in undoing them."""
+        gc.collect()
+        living, ledger = set(sys._current_frames()), self._ledger
+        with self._guard.entered:
+            if ledger.lost or ledger.retired:
+                ledger.catch_up()
+            for slot in _slots(ledger.levels):
+                if slot.state is not State.LOADING or slot.at_home:
+                    continue
+                mine = slot.loader == self._me and slot.room is not None and self._level is not None
+                if mine or slot.loader not in living:
+                    ledger.begin()
+                    slot.level.cancel(
+                        slot, TierError(f"{slot.page.key}: the thread that copied it has died or left it")
+                    )
+                    self._guard.deciding = False
+
+    # -- errors -------------------------------------------------------------------------------------------------------
+
+    def _told(self, why: str) -> str:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        living = set(sys._current_frames())
+        with self._guard.entered:
+            levels = self._ledger.levels if self._level is None else [self._level]
+            used = [slot for slot in _slots(levels) if _threads(slot)]
+            holders = [_described(slot, names, living) for slot in used[:_NAMED]]
+            holders += [f"{len(used) - _NAMED} more"] if len(used) > _NAMED else []
+            room = "" if self._level is None else _room_of(self._level)
+        holding = f"pages in use: {', '.join(holders) or 'none'}"
+        return (
+            f"{self._key}: waited {self._seconds:.0f} s for {self._what}{room}, and {why} ({holding}); end the passes "
+            "and leases that hold pages, and run the forward again"
+            + (f", or raise tiers.{self._level.tier.name}.budget" if self._level is not None else "")
+        )
+
+
+def _slots(levels: Collection[Level]) -> Iterator[Slot]:
+    """Yield the slots of levels, each one once, those on their way in and out included."""
+    for level in levels:
+        yield from list(dict.fromkeys((*level.slots.values(), *level.leaving, *level.pending, *level.living)))
+
+
+def _threads(slot: Slot) -> list[int]:
+    """Return the threads that use or fill a slot."""
+    threads = [holder.thread for holder in slot.holders if isinstance(holder, Borrower)]
+    return [*threads, slot.loader] if slot.state is State.LOADING else threads
+
+
+def _described(slot: Slot, names: dict[int | None, str], living: Collection[int]) -> str:
+    thread = _threads(slot)[-1]
+    does = "copied" if slot.state is State.LOADING else "leased"
+    who = f"thread {names.get(thread, thread)}" if thread in living else "a thread that is gone"
+    return f"{slot.page.key} ({slot.charge} bytes, {does} by {who})"
+
+
+def _room_of(level: Level) -> str:
+    tier = level.tier
+    known = sum(slot.charge for slot in _slots([level]) if slot.room is not None)
+    lost = f", {tier.used_bytes - known} of them no page's" if tier.used_bytes > known else ""
+    return f" in tiers.{tier.name}.budget = {tier.capacity_bytes}, of which {tier.used_bytes} bytes are used{lost}"

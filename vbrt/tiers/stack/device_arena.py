@@ -1,0 +1,81 @@
+"""Room on the computing device that kernels divide by themselves, for pages that they fetch by themselves.
+
+An arena is one page of the computing tier: reserved from its budget at once, retired as any page. Its *sources* are
+pages in page-locked host memory, which kernels read by address. Both are *put*: no budget and no rehoming moves them
+while the arena lives, a CUDA graph may record their addresses, and leases of sources on the host's own way work as
+ever. The arena ends with `close`, or when it is collected; kernels that still read from it are waited for.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from vbrt.errors import TierError
+from vbrt.formats.page import build_layout
+from vbrt.tiers.stack.slots import Page
+from vbrt.tiers.stack.tier_stack import TierStack
+
+__all__ = ["Arena", "refusal"]
+
+
+def refusal(stack: TierStack, keys: Sequence[str]) -> str:
+    """Return why the computing device cannot read these pages where they live, naming the first; "" if it can."""
+    for key in keys:
+        page = stack.pages.get(key)
+        if page is None:
+            return f"{key}: it is not stored"
+        level = stack.levels[page.home]
+        if page.home == 0 or not level.tier.memory or level.tier.device.type != "cpu":
+            return f"{key}: it lives in tiers.{level.tier.name}; kernels fetch pages from page-locked host memory only"
+        if not level.slots[key].room.pinned:
+            return f"{key}: its memory is not page-locked; set tiers.{level.tier.name}.pinned = true, on a GPU machine"
+        if page.put is not None:
+            return f"{key}: another device cache has it"
+    return ""
+
+
+class Arena:
+    """An arena of bytes, and its sources.
+
+    Attributes:
+        memory: uint8 [nbytes] on the computing device.
+        addresses: of the sources, in host memory, as the device reads them.
+    """
+
+    def __init__(self, stack: TierStack, key: str, sources: Sequence[str], nbytes: int) -> None:
+        """Reserve `nbytes`, at least one page's, under the name `key`.
+
+        Raises:
+            TierError: a source is not in page-locked host memory, the budget has no room, or the stack was closed.
+        """
+        self._stack, self._key = stack, key
+        with stack.encoding:  # no page is rehomed meanwhile
+            stack.ledger.check_open(key)
+            stack.retire_unowned()  # of an arena that was collected
+            reason = refusal(stack, sources)
+            if reason:
+                raise TierError(reason)
+            self._owner = owner = stack.share(sources)
+            layout = build_layout("dense", "arena", [("arena", "uint8", (nbytes,))])
+            page = stack.add(key, layout, stack.names[0], torch.Tensor.zero_, owner)
+            page.passes = False
+            self.memory = stack.levels[0].slots[key].view
+            self.addresses = [self._put(stack.pages[source]) for source in sources]
+            self._put(page)
+
+    def _put(self, page: Page) -> int:
+        """Have a page stay where it lives; return its address."""
+        stack = self._stack
+        with stack.guard.entered:
+            stack.ledger.put(page, self._owner.claim)
+            return stack.levels[page.home].slots[page.key].view.data_ptr()
+
+    def check_open(self) -> None:
+        """Raise TierError if the stack is closed."""
+        if self._stack.closed:
+            self._stack.ledger.check_open(self._key)
+
+    def close(self) -> None:
+        """Free the room, and let the sources move again; wait for the kernels that use them. Idempotent."""
+        self._stack.retire(self._owner)
+        self._stack.retire_unowned()

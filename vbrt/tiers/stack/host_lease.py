@@ -1,0 +1,143 @@
+"""Pages that the host computes with where they lie, below the computing tier.
+
+    lower = LowerLease(stack, keys)
+    held = lower.begin()       # decided now, by this thread; pages that are not held have to be leased on top
+    views = lower.wait()       # uint8, by key, when their bytes are there; perhaps in another thread
+    lower.end()                # likewise
+
+A page at home in host memory is held there. One at home on a drive becomes a copy in host memory, as on its way to the
+computing tier. The policy of the computing tier is told, and neither evicts nor loads a page for it now: see `Passed`.
+For the counters of a page this is a miss that moves no bytes to the computing tier.
+
+Why waiting ends: a lower lease waits for no lease. Pages from a drive that do not all fit beside what is held are not
+held; those that are come in the order of the decisions, as all do. Who waits for a lease on top after `begin` must have
+another thread end the lower lease.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vbrt.tiers.stack.slots import Borrower, Level, Page, Slot, State
+
+if TYPE_CHECKING:
+    from vbrt.tiers.stack.event_recorder import LeaseNote
+    from vbrt.tiers.stack.tier_stack import TierStack
+
+__all__ = ["LowerLease", "has_host_below", "host_level", "missing_worth"]
+
+
+def host_level(stack: "TierStack", page: Page) -> Level | None:
+    """Return the tier below the computing one in which the host can use a page: host memory that holds whole pages, the
+    page's home or on its way up; None without one."""
+    if not page.home or page.due or not page.passes:
+        return None
+    between = [level for level in stack.levels[1 : page.home] if level.keeps_copies]
+    levels = [*between, stack.levels[page.home]] if stack.levels[page.home].tier.memory else between
+    return next((level for level in reversed(levels) if _is_host_memory(level)), None)
+
+
+def has_host_below(stack: "TierStack") -> bool:
+    """True if there is host memory below the computing tier."""
+    return any(map(_is_host_memory, stack.levels[1:]))
+
+
+def _is_host_memory(level: Level) -> bool:
+    return level.tier.memory and level.tier.device.type == "cpu"
+
+
+def missing_worth(stack: "TierStack", keys: Iterable[str]) -> dict[str, int]:
+    """Return those of some pages that are not in the computing tier, and not on their way to it, with what its policy
+    thinks of each: more is better."""
+    top = stack.levels[0]
+    with stack.guard.entered:
+        missing = [stack.pages[key] for key in keys if key in stack.pages and key not in top.slots]
+        return {page.key: top.policy.passed.worth(page.key, page.nbytes + top.overhead_bytes) for page in missing}
+
+
+class LowerLease:
+    """Pages that the host uses where they lie, from `begin` to `end`. What is lost is released at the next access.
+
+    Args:
+        looks: only look at what is there: nobody is told, and nothing is read from a drive.
+    """
+
+    note: "LeaseNote | None" = None
+
+    def __init__(self, stack: "TierStack", keys: Sequence[str], *, looks: bool = False) -> None:
+        self.stack, self.keys, self._looks = stack, keys, looks
+        self.slots: list[Slot] = []
+        self.borrower = Borrower()
+
+    def begin(self) -> list[str]:
+        """Hold those of the pages that the host can use where they lie; return their keys. Moves no byte.
+
+        Raises TierError: the stack was closed.
+        """
+        stack, ledger = self.stack, self.stack.ledger
+        with stack.guard.entered:
+            ledger.check_open(self.keys[0])
+            if ledger.retired or ledger.lost:
+                stack.decider.catch_up()
+            ledger.begin()
+            for key in self.keys:
+                page = stack.pages.get(key)
+                level = None if page is None else host_level(stack, page)
+                if level is not None:
+                    self._hold(level, page)
+            if not self._looks:
+                self._count()
+            stack.guard.deciding = False
+        return [slot.page.key for slot in self.slots]
+
+    def _count(self) -> None:
+        """Count the pages, and tell the policy of the computing tier."""
+        top, decider = self.stack.levels[0], self.stack.decider
+        for page in (slot.page for slot in self.slots):
+            decider.count_lookup(page)
+            if page.tally is not None:
+                page.tally.misses += 1
+            top.policy.passed.note(page.key, page.nbytes + top.overhead_bytes)
+
+    def _hold(self, level: Level, page: Page) -> None:
+        slot = level.slots.get(page.key) if page.home == level.index or self._looks else self._copy_in(level, page)
+        if slot is not None and (slot.state is State.READY or not self._looks):
+            self.slots.append(slot)
+            slot.holders.add(self.borrower)
+            page.borrowers.add(self.borrower)
+
+    def _copy_in(self, level: Level, page: Page) -> Slot | None:
+        """Return the slot of a page's copy in a tier; None if it does not fit beside copies in use, there or below."""
+        decider, nbytes = self.stack.decider, page.nbytes + level.overhead_bytes
+        if page.key not in level.leased:
+            held = sum(level.slots[key].charge for key in level.leased)
+            if held + nbytes > level.policy.capacity_bytes or decider.blocked(page, level.index):
+                return None
+        decision = level.policy.access(page.key, nbytes, {*level.leased, page.key})
+        if decision is None:
+            return None
+        level.leased.add(page.key)
+        return decider.place(level, page, decision)
+
+    def views(self) -> dict[str, torch.Tensor] | None:
+        """Return the bytes of each page, by key; None while some are not there yet."""
+        if any(slot.state is not State.READY for slot in self.slots):
+            return None
+        return {slot.page.key: slot.view for slot in self.slots}
+
+    def wait(self) -> dict[str, torch.Tensor]:
+        """Return the bytes of each page, by key, when they are there. Raises TierError: one cannot be read."""
+        missing = [slot for slot in self.slots if slot.state is not State.READY]
+        if missing:
+            self.stack.mover.await_all(missing)
+        return {slot.page.key: slot.view for slot in self.slots}
+
+    def end(self) -> None:
+        """Hold the pages no more. Idempotent."""
+        if self.slots:
+            self.stack.decider.release(self)
+
+    def __del__(self) -> None:
+        if self.slots:  # Ctrl-C came before somebody was to end it
+            self.stack.ledger.lost.append(self)

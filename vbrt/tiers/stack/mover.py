@@ -1,0 +1,328 @@
+"""Moves bytes: fills slots with their pages, on demand or ahead, from a tier below.
+
+A QUEUED slot is claimed and filled by the first thread that needs it: a worker, or the thread that leases it.
+
+Why waiting ends: slots are decided one after another, and a slot waits only for what was decided before it: its source
+in the tier below (first, while it holds no room itself), the room that earlier slots have been promised (`pending`),
+and the room of pages that were evicted for it.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
+
+import torch
+
+from vbrt.errors import TierError
+from vbrt.formats.page import unpack
+from vbrt.host.host_memory import aligned
+from vbrt.host.worker_threads import Crew
+from vbrt.tiers.stack.bounded_waits import Waiting
+from vbrt.tiers.stack.ledger import Ledger
+from vbrt.tiers.stack.slots import Slot, State
+from vbrt.tiers.storage.memory_tiers import Buffer
+
+__all__ = ["Mover", "Write"]
+
+Write = Callable[[torch.Tensor], object]
+"""Writes a page's bytes into the uint8 tensor that it is given."""
+
+
+class Mover:
+    """Moves bytes into slots.
+
+    Args:
+        ledger: the stack's.
+        workers: threads that move pages ahead of their use.
+        share_cores: where the CPU computes, workers would take the cores from it to copy pages out of the page cache:
+            they only have the system read files ahead, and whoever needs a page copies it.
+    """
+
+    def __init__(self, ledger: Ledger, *, workers: int, share_cores: bool) -> None:
+        self._ledger, self._guard = ledger, ledger.guard
+        self._share_cores, self._threads = share_cores, workers
+        self._workers = Crew(workers)
+
+    def stop(self) -> None:
+        """Stop the workers; return when none moves a page any more. Idempotent."""
+        self._workers.stop()
+
+    def after_fork(self) -> None:
+        """Make workers of its own for a forked child."""
+        self._workers = Crew(self._threads)
+
+    # -- claiming -----------------------------------------------------------------------------------------------------
+
+    def stage(self, slot: Slot) -> None:
+        """Have a QUEUED slot filled ahead of its use, by this thread where nothing has to be waited for. Call it under
+        the lock."""
+        source, lanes = slot.source, slot.level.lanes
+        if self._issue(slot) or (lanes is not None and lanes.together and lanes.take(source)):
+            return  # what ranks bring together waits for its lease otherwise: workers have no order
+        if self._share_cores and source.level.tier.reads_ahead and source.room is not None:
+            if not source.level.tier.is_cached(source.room):  # or a thread would wake up for nothing
+                self._workers.give(source.level.tier.read_ahead, source.room)
+        else:
+            self._workers.give(self._load_ahead, slot)
+
+    def _load_ahead(self, slot: Slot) -> None:
+        """A worker's turn: what fails here is raised to whoever leases the page."""
+        with self._guard.entered:
+            claimed = _claim(slot)
+        if claimed:
+            with contextlib.suppress(Exception):  # kept in slot.error; the page is read again when it is demanded
+                self._load(slot)
+
+    def await_all(self, slots: Sequence[Slot]) -> None:
+        """Wait for every slot, earliest first, also when one fails: others wait for the room that they are promised."""
+        failed: Exception | None = None
+        for slot in sorted(slots, key=lambda slot: slot.ticket):
+            try:
+                self._await_counted(slot)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _await_counted(self, slot: Slot) -> None:
+        start = time.perf_counter_ns()
+        try:
+            self._await(slot)
+        finally:
+            with self._guard.entered:
+                waited = time.perf_counter_ns() - start
+                slot.page.wait_ns += waited
+                if slot.page.tally is not None:
+                    slot.page.tally.wait_ns += waited
+
+    def _await(self, slot: Slot) -> None:
+        """Return when the slot's bytes are there; moves them in this thread if nobody has begun."""
+        waiting = None
+        while True:
+            with self._guard.entered:
+                claimed = _claim(slot)
+                if slot.state is State.LOADING and not claimed and slot.loader == threading.get_ident():
+                    slot.level.cancel(slot, KeyboardInterrupt())  # this thread began and is not at it any more
+                if slot.state is not State.LOADING or claimed:
+                    break
+                bell = self._guard.listen()
+            waiting = waiting or Waiting(self._ledger, slot.page.key, "another thread's copy of it")
+            waiting.look(bell)
+        if claimed:
+            self._load(slot)
+        elif slot.state is State.FAILED:
+            raise TierError(str(slot.error)) from slot.error
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def _load(self, slot: Slot) -> None:
+        ledger, guard, level = self._ledger, self._guard, slot.level
+        try:
+            if slot.source.state is not State.READY:
+                self._await(slot.source)
+            self._reserve(slot)
+            self._begin_reading(slot)
+            self._copy(slot)
+        except BaseException as error:
+            with guard.entered:
+                ledger.begin()
+                slot.page.readers.discard(slot)
+                level.cancel(slot, error)
+                guard.deciding = False
+            raise
+        with guard.entered:
+            ledger.begin()
+            level.release_source(slot)
+            slot.state = State.READY
+            slot.page.readers.discard(slot)
+            if slot.doomed:
+                level.free(slot)
+            guard.deciding = False
+            guard.ring()
+
+    def _begin_reading(self, slot: Slot) -> None:
+        """Wait while the page is to be rewritten; it is not rewritten from then on until its bytes have been read."""
+        waiting = None
+        while True:
+            with self._guard.entered:
+                self._ledger.check_open(slot.page.key)
+                if not slot.page.due or (slot.page.borrowers and not slot.page.writer):  # a lease that began before
+                    slot.page.readers.add(slot)
+                    return
+                if slot.doomed and not slot.holders:
+                    raise TierError(f"{slot.page.key}: no longer wanted")
+                bell = self._guard.listen()
+            waiting = waiting or Waiting(self._ledger, slot.page.key, "its rewriting", by_step=True)
+            waiting.look(bell)
+
+    def _issue(self, slot: Slot) -> bool:
+        """Start a copy to the GPU here and now, if nothing has to be waited for; a worker takes it otherwise."""
+        source, level = slot.source, slot.level
+        if level.stream is None or source.state is not State.READY or slot.page.due:
+            return False
+        if not (source.level.tier.memory or level.brings(source)) or not source.room.asynchronous:
+            return False
+        try:
+            slot.loader, slot.state = threading.get_ident(), State.LOADING
+            if not self._try_reserve(slot):
+                slot.state = State.QUEUED
+                return False
+            self._copy_memory(slot, source)
+            _count_moved(slot)
+            slot.tensors = unpack(slot.view, slot.page.layout)
+            level.release_source(slot)
+            slot.state = State.READY
+        except BaseException as error:
+            level.cancel(slot, error)
+            if not isinstance(error, Exception):
+                raise
+        return True
+
+    def _reserve(self, slot: Slot) -> None:
+        """Reserve the slot's room, once there is some beside what earlier slots have been promised."""
+        waiting = None
+        while True:
+            with self._guard.entered:
+                self._ledger.check_open(slot.page.key)
+                if slot.doomed and not slot.holders:
+                    raise TierError(f"{slot.page.key}: no longer wanted")
+                if not self._try_reserve(slot) and slot.doomed:
+                    self._ledger.begin()
+                    slot.level.make_way(partial(self._try_reserve, slot))
+                    self._guard.deciding = False
+                if slot.room is not None:
+                    break
+                bell = self._guard.listen()
+            what = f"room for {slot.charge} bytes"
+            waiting = waiting or Waiting(self._ledger, slot.page.key, what, level=slot.level)
+            waiting.look(bell)
+
+    def _try_reserve(self, slot: Slot) -> bool:
+        level = slot.level
+        earlier = takewhile(lambda other: other is not slot, level.pending)
+        options = {} if slot.page.pinned or not level.tier.memory else {"pinned": False}
+        if level.tier.reserve(slot.charge, slot, reserved_bytes=sum(e.charge for e in earlier), **options):
+            del level.pending[slot]
+            return True
+        return False
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def fill(self, slot: Slot, write: Write) -> None:
+        """Reserve a slot's room and have `write` write the page's bytes; return when they are there."""
+        self._reserve(slot)
+        self._fill(slot, write)
+        if slot.level.stream is not None:
+            torch.cuda.current_stream(slot.view.device).synchronize()  # once a page: its leases wait for nothing
+
+    def _fill(self, slot: Slot, write: Write) -> None:
+        tier, page = slot.level.tier, slot.page
+        if tier.memory:
+            slot.room.synchronize()
+            write(slot.view)
+            slot.tensors = unpack(slot.view, page.layout)
+        else:
+            staging = aligned(page.nbytes)
+            write(staging)
+            tier.put(slot.room, staging, key=page.key, layout=page.layout.to_dict())
+
+    def read(self, source: Slot, target: torch.Tensor) -> None:
+        """Copy a page's bytes out of a slot where they are; return when that is done."""
+        tier, key = source.level.tier, source.page.key
+        if tier.memory:
+            target.copy_(source.view)
+        elif target.device.type == "cpu":
+            tier.get(source.room, target, key=key)
+        else:
+            staging = aligned(source.page.nbytes)
+            tier.get(source.room, staging, key=key)
+            target.copy_(staging)
+
+    def _copy(self, slot: Slot) -> None:
+        source = slot.source
+        if slot.level.tier.memory and (source.level.tier.memory or slot.level.brings(source)):
+            self._copy_memory(slot, source)
+            slot.tensors = unpack(slot.view, slot.page.layout)
+        else:
+            recorder = self._guard.recorder
+            began = None if recorder is None else recorder.mark_on(None)
+            self._fill(slot, partial(self.read, source))
+            if recorder is not None:
+                recorder.note(_link(slot), slot.page.key, began, recorder.mark_on(None), slot.page.nbytes)
+        with self._guard.entered:
+            _count_moved(slot)
+
+    def _copy_memory(self, slot: Slot, source: Slot) -> None:
+        if slot.level.brings(source):
+            self._bring(slot, source)
+        else:
+            self.copy_bytes(slot, source.view, source.room, _link(slot))
+
+    def _bring(self, slot: Slot, source: Slot) -> None:
+        """Have the lanes of a slot's level bring its page."""
+        level, recorder = slot.level, self._guard.recorder
+        stream = level.stream
+        for fence in slot.room.fences.values():  # kernels that still read this buffer
+            stream.wait_event(fence)
+            level.lanes.wait(fence)
+        slot.room.fences.clear()
+        began = None if recorder is None else recorder.mark_on(stream)
+        level.lanes.copy(level.lanes.parts(slot.view, source))
+        if stream is not None:
+            slot.arrived = source.room.fence(stream)
+            slot.room.fences[stream.cuda_stream] = slot.arrived
+        if recorder is not None:
+            recorder.note(_link(slot), slot.page.key, began, recorder.mark_on(stream), slot.page.nbytes)
+
+    def copy_bytes(self, slot: Slot, origin: torch.Tensor, room: Buffer, link: str = "refresh") -> None:
+        """Copy a page's bytes from a memory into a slot, on the stream of the slot's tier if it has one.
+
+        Args:
+            origin: uint8, in `room`.
+            link: what a timeline calls the copy.
+        """
+        stream, nbytes, target = slot.level.stream, slot.page.nbytes, slot.view
+        recorder = self._guard.recorder
+        if stream is None:
+            began = None if recorder is None else recorder.mark_on(None)
+            slot.room.synchronize()
+            target.copy_(origin)
+            if recorder is not None:
+                recorder.note(link, slot.page.key, began, recorder.mark_on(None), nbytes)
+            return
+        for fence in slot.room.fences.values():  # kernels that still read this buffer
+            stream.wait_event(fence)
+        slot.room.fences.clear()
+        began = None if recorder is None else recorder.mark_on(stream)
+        if room.asynchronous:
+            with torch.cuda.stream(stream):
+                target.copy_(origin, non_blocking=True)
+        else:
+            slot.level.relay.copy(target, origin, stream)
+        slot.arrived = room.fence(stream)  # the source is not refilled before its copy has left
+        slot.room.fences[stream.cuda_stream] = slot.arrived  # and this one not reused before it has arrived
+        if recorder is not None:
+            recorder.note(link, slot.page.key, began, recorder.mark_on(stream), nbytes)
+
+
+def _claim(slot: Slot) -> bool:
+    if slot.state is not State.QUEUED:
+        return False
+    slot.loader = threading.get_ident()
+    slot.state = State.LOADING
+    return True
+
+
+def _count_moved(slot: Slot) -> None:
+    page, link = slot.page, _link(slot)
+    page.bytes_moved[link] += page.nbytes
+    if page.tally is not None:
+        moved = page.tally.bytes_moved
+        moved[link] = moved.get(link, 0) + page.nbytes
+
+
+def _link(slot: Slot) -> str:
+    return f"{slot.source.level.tier.name}>{slot.level.tier.name}"

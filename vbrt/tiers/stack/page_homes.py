@@ -1,0 +1,352 @@
+"""Gives each page its home, and another one when budgets change.
+
+A page is rehomed in three steps: its bytes are copied to the new home, the page is declared to live there, the old home
+is evicted. If that was interrupted, it is completed from the second step on, and undone before it, when the next page
+is rehomed. The bytes of a page and its home are written without a call in between, so Ctrl-C finds the page here or
+there.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from vbrt.errors import TierError
+from vbrt.report.progress import Progress
+from vbrt.residency.expert_room import split_key
+from vbrt.residency.room_division import spread
+from vbrt.tiers.stack.bounded_waits import Waiting
+from vbrt.tiers.stack.decider import Decider
+from vbrt.tiers.stack.ledger import Ledger
+from vbrt.tiers.stack.mover import Mover, Write
+from vbrt.tiers.stack.slots import Level, Owner, Page, Slot, State
+
+__all__ = ["Homes"]
+
+_PUT = "kernels of a device cache read it where it lies; close the cache first"
+_PASSING_PAGES = 4  # slots that pages pass through, where a budget shrinks: two leased, two ahead
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A page on its way to a home, and its slot there."""
+
+    page: Page
+    home: int
+    slot: Slot
+
+
+class Homes:
+    """Where pages live: one is given its home at a time, by whoever holds `ledger.encoding`."""
+
+    def __init__(self, ledger: Ledger, mover: Mover, decider: Decider) -> None:
+        self._ledger, self._mover, self._decider, self._guard = ledger, mover, decider, ledger.guard
+        self._arrival: _Arrival | None = None
+
+    def after_fork(self) -> None:
+        """Forget, in a forked child, the page that a thread of the parent was giving a home."""
+        self._arrival = None
+
+    def add(self, page: Page, write: Write, owner: Owner) -> Page:
+        """Store a new page in its home; see TierStack.add."""
+        ledger, key = self._ledger, page.key
+        page.bytes_moved = ledger.links(page.home)
+        page.owners.add(owner.claim)
+        with ledger.encoding:
+            self._finish()
+            with self._guard.entered:
+                ledger.check_open(key)
+                self._decider.catch_up()
+                if key in ledger.pages:
+                    raise TierError(f"{key}: the stack holds a page of this name already; retire it first")
+            owner.claim.keys.append(key)
+            self._install(page, page.home, write)
+        return page
+
+    # -- one page -----------------------------------------------------------------------------------------------------
+
+    def _install(self, page: Page, home: int, write: Write) -> None:
+        """Have a page live in a tier: a new one, or one that lives elsewhere until its bytes are there."""
+        ledger = self._ledger
+        slot = Slot(page, ledger.levels[home], at_home=True)
+        slot.state, slot.loader = State.LOADING, threading.get_ident()
+        self._arrival = _Arrival(page, home, slot)
+        try:
+            self._reserve(slot)
+            self._mover.fill(slot, write)
+            with self._guard.entered:
+                ledger.check_open(page.key)
+                ledger.begin()
+                slot.level.recount(slot)
+                self._declare(page, home, slot)
+                self._evict_old_home(page)
+                self._guard.deciding = False
+        finally:
+            self._finish()
+
+    def _reserve(self, slot: Slot) -> None:
+        """Promise room to a page that will live in a tier; evict copies for it."""
+        level, tier = slot.level, slot.level.tier
+        with self._guard.entered:
+            self._ledger.begin()
+            if slot.charge > level.free_bytes:
+                self._guard.deciding = False
+                raise TierError(
+                    f"{slot.page.key}: {slot.charge} bytes do not fit into tiers.{tier.name}.budget = "
+                    f"{tier.capacity_bytes} ({tier.capacity_bytes - level.free_bytes} live there); raise the budget"
+                    + (" or enable a tier below it" if tier.memory else "")
+                )
+            level.move_in(slot)
+            level.pending[slot] = None
+            self._guard.deciding = False
+
+    def _declare(self, page: Page, home: int, slot: Slot) -> None:
+        """Say that the page lives at `home` from now on, and is nowhere between there and where it was."""
+        ledger, slots = self._ledger, slot.level.slots
+        known = page.key in ledger.pages
+        moved = ledger.links(home) | page.bytes_moved
+        for level in ledger.levels[home : page.home]:
+            level.policy.remove(page.key)
+            if page.key in level.slots:
+                level.evict(page.key)
+        # no call from here on: Ctrl-C finds the page here or there
+        slot.state = State.READY
+        slots[page.key] = slot
+        ledger.travellers += (home > 0) - (known and page.home > 0)
+        page.home, page.bytes_moved = home, moved
+        ledger.pages[page.key] = page
+        ledger.changes += 1  # last: what somebody keeps by an earlier number is looked up again
+
+    def _evict_old_home(self, page: Page) -> None:
+        """Take the page out of the tier where it lived before, with the copies that nobody has begun to make there."""
+        for level in self._ledger.levels:
+            slot = level.slots.get(page.key)
+            if slot is None or not slot.at_home or level.index == page.home:
+                continue
+            for copy in [copy for copy in slot.holders if isinstance(copy, Slot)]:
+                if copy.state is State.QUEUED and not copy.holders:  # else the old home stays until it is demanded
+                    copy.level.policy.remove(page.key)
+                    copy.level.evict(page.key)
+            level.evict(page.key)
+
+    def _finish(self) -> None:
+        """End what giving a page a home began, also when that was interrupted: it is there, or its new slot goes."""
+        arrival, ledger = self._arrival, self._ledger
+        if arrival is None:
+            return
+        page, slot = arrival.page, arrival.slot
+        with self._guard.entered:
+            ledger.begin()  # evicts its old home, if that was interrupted
+            if ledger.pages.get(page.key) is not page or page.home != arrival.home:
+                slot.level.cancel(slot, TierError(f"{page.key}: it did not get there"))
+            page.readers.discard(slot)
+            self._guard.deciding = False
+            self._arrival = None
+            self._guard.ring()
+
+    # -- budgets ------------------------------------------------------------------------------------------------------
+
+    def set_budget(self, name: str, nbytes: int, lease_bytes: int = 0) -> None:
+        """Change a tier's budget; see TierStack.set_budget."""
+        ledger = self._ledger
+        level = next((level for level in ledger.levels if level.tier.name == name), None)
+        if level is None:
+            raise TierError(f"tiers.{name}: this model has the tiers {', '.join(ledger.names)}")
+        with ledger.encoding:  # no page is added meanwhile
+            self._finish()
+            if level is ledger.levels[-1] and not level.tier.memory and nbytes < level.home_bytes:
+                raise TierError(f"tiers.{name}.budget = {nbytes}: {level.home_bytes} bytes of pages live there")
+            moves = self._moves(level, nbytes, lease_bytes)
+            if moves and ledger.captured:
+                raise TierError(
+                    f"tiers.{name}.budget = {nbytes}: a CUDA graph has recorded where the pages lie, they "
+                    "cannot move; choose the budget before the capture, or wrap the model again"
+                )
+            level.copies_bytes = level.tier.capacity_bytes  # pages that are rehomed make room for those that pass
+            self._rehome_all(moves)
+            with self._guard.entered:
+                ledger.begin()
+                level.resize(nbytes)
+                level.tier.trim(nbytes)
+                self._guard.deciding = False
+                self._guard.ring()
+            self._settle(level)
+            self._rehome_on_top()
+
+    def _settle(self, level: Level) -> None:
+        """Wait until copies that were under way have left the room that a lowered budget takes; begin a new peak."""
+        waiting = None
+        while True:
+            with self._guard.entered:
+                if not level.exceeds_until_copied():
+                    level.tier.peak_bytes = level.tier.held_bytes
+                    return
+                bell = self._guard.listen()
+            what = "copies that are under way"
+            waiting = waiting or Waiting(self._ledger, f"tiers.{level.tier.name}.budget", what, level=level)
+            waiting.look(bell)
+
+    def rehome(self, homes: Mapping[str, str]) -> None:
+        """Give pages other homes; see TierStack.rehome."""
+        ledger = self._ledger
+        with ledger.encoding:
+            self._finish()
+            with self._guard.entered:
+                self._decider.catch_up()
+                moves = [
+                    (ledger.pages[key], ledger.names.index(home)) for key, home in homes.items() if key in ledger.pages
+                ]
+            moves = [(page, home) for page, home in moves if page.home != home]
+            if moves and ledger.captured:
+                raise TierError(
+                    f"{moves[0][0].key}: a CUDA graph has recorded where the pages lie, they cannot move; attach all "
+                    "models before the capture"
+                )
+            put = next((page for page, _ in moves if page.put), None)
+            if put is not None:
+                raise TierError(f"{put.key}: {_PUT}")
+            for level in ledger.levels:
+                level.copies_bytes = level.tier.capacity_bytes
+            self._rehome_all(sorted(moves, key=_deepest_first))
+            with self._guard.entered:
+                self._decider.catch_up()
+                ledger.begin()
+                for level in ledger.levels:
+                    level.resize(level.tier.capacity_bytes)
+                self._guard.deciding = False
+                self._guard.ring()
+
+    def _rehome_all(self, moves: Sequence[tuple[Page, int]]) -> None:
+        with Progress("moving pages", sum(page.nbytes for page, _ in moves)) as work:
+            for page, home in moves:
+                work.at(page.key)
+                self._rehome(page, home)
+                work.done(page.nbytes)
+
+    def _rehome_on_top(self) -> None:
+        """Where the top tier has room for every page, have all of them live there from now on."""
+        ledger = self._ledger
+        if ledger.rewrites:
+            return  # what is rewritten by the host stays in its memory
+        with self._guard.entered:
+            self._decider.catch_up()
+            below = [page for page in ledger.pages.values() if page.home > 0 and page.put is None]
+            nbytes = sum(page.nbytes for page in ledger.pages.values() if page.home == 0 or page.put is None)
+        if nbytes > ledger.levels[0].tier.capacity_bytes:
+            return
+        self._rehome_all([(page, 0) for page in below])
+        with self._guard.entered:
+            self._decider.catch_up()
+
+    def _moves(self, level: Level, nbytes: int, lease_bytes: int) -> list[tuple[Page, int]]:
+        """Return the pages that must find another home for a budget of `nbytes`, and that home."""
+        routed = any(map(split_key, self._ledger.pages))  # of them, one token's may pass and no more
+        passing = lease_bytes if lease_bytes and routed else max(self._passing_bytes(), lease_bytes)
+        passing = passing if level.keeps_copies else 0
+        leaving = self._too_many(level, nbytes, passing, with_cache=True)
+        try:
+            return self._new_homes(level, leaving)
+        except TierError:
+            return self._new_homes(level, self._too_many(level, nbytes, passing, with_cache=False))
+
+    def _too_many(self, level: Level, nbytes: int, passing: int, *, with_cache: bool) -> list[Page]:
+        """Return the pages that must leave for a budget of `nbytes`, of which pages that pass take a part."""
+        with self._guard.entered:
+            self._decider.catch_up()
+            living = {key: slot for key, slot in level.slots.items() if slot.at_home}
+            travel = any(page.home > level.index and page.put is None for page in self._ledger.pages.values())
+        if level.home_bytes + travel * passing <= nbytes:
+            return []
+        put = {key: slot.charge for key, slot in living.items() if slot.page.put}
+        if sum(put.values()) > nbytes:
+            raise TierError(
+                f"tiers.{level.tier.name}.budget = {nbytes}: {sum(put.values())} bytes belong to a device cache and "
+                "cannot move; resize or close the cache first"
+            )
+        others = {key: slot.charge for key, slot in living.items() if key not in put}
+        stay = _staying(others, nbytes - passing - sum(put.values()), with_cache=with_cache)
+        return [living[key].page for key in others if key not in stay]
+
+    def _passing_bytes(self) -> int:
+        passing = (page.nbytes for page in self._ledger.pages.values() if page.passes and page.put is None)
+        return _PASSING_PAGES * max(passing, default=0)
+
+    def _new_homes(self, level: Level, pages: Sequence[Page]) -> list[tuple[Page, int]]:
+        """For each page the first tier below `level` that has room, beside slots for pages from further down."""
+        homes = self._first_homes(level, pages, passing=0)
+        deepest = max((home for _, home in homes), default=0)
+        deepest = max([deepest, *(page.home for page in self._ledger.pages.values())])
+        if deepest > level.index + 1:
+            homes = self._first_homes(level, pages, passing=self._passing_bytes())
+        return homes
+
+    def _first_homes(self, level: Level, pages: Sequence[Page], *, passing: int) -> list[tuple[Page, int]]:
+        """Leaving `passing` bytes in every tier below that pages from further down pass through."""
+        below = self._ledger.levels[level.index + 1 :]
+        room = {lower: lower.free_bytes - passing * (lower is not below[-1] and lower.keeps_copies) for lower in below}
+        homes = []
+        for page in pages:
+            home = next((lower for lower in below if room[lower] >= page.nbytes + lower.overhead_bytes), None)
+            if home is None:
+                raise TierError(
+                    f"{page.key}: no tier below {level.tier.name} has room for {page.nbytes} more bytes; "
+                    "raise its budget first, or enable tiers.ssd"
+                )
+            room[home] -= page.nbytes + home.overhead_bytes
+            homes.append((page, home.index))
+        return homes
+
+    def _rehome(self, page: Page, home: int) -> None:
+        """Give a page another home, unless it was retired."""
+        owner, retired = Owner(self._ledger), self._ledger.retired  # the page stays, whatever becomes of its owners
+        claims = (owner.claim,)
+        try:
+            if self.share(owner, page):
+                self._install(page, home, partial(self._read_home, page))
+        finally:
+            retired += claims  # no call: Ctrl-C cannot come in between
+
+    def _read_home(self, page: Page, target: torch.Tensor) -> None:
+        """Copy a page from where it lives; return when that is done."""
+        waiting = None
+        while True:
+            with self._guard.entered:
+                self._ledger.check_open(page.key)
+                if not page.writer:
+                    page.readers.add(self._arrival.slot)  # not rewritten before the page is declared to live there
+                    source = self._ledger.levels[page.home].slots[page.key]
+                    break
+                bell = self._guard.listen()
+            waiting = waiting or Waiting(self._ledger, page.key, "its rewriting")
+            waiting.look(bell)
+        self._mover.read(source, target)
+
+    def share(self, owner: Owner, page: Page) -> bool:
+        """Add an owner to a page; False if the page was retired."""
+        owner.claim.keys.append(page.key)
+        with self._guard.entered:
+            if self._ledger.pages.get(page.key) is not page:
+                return False
+            page.owners.add(owner.claim)
+            return True
+
+
+def _staying(sizes: Mapping[str, int], nbytes: int, *, with_cache: bool) -> set[str]:
+    """Return the pages, by key, that may stay in a room: evenly spread, and routed experts after all others.
+
+    with_cache: of experts, twice as many leave as must, so that there is room for copies of as many as left.
+    """
+    routed = {key: size for key, size in sizes.items() if split_key(key)}
+    every = {key: size for key, size in sizes.items() if key not in routed}
+    stay = set(spread(list(every), every, nbytes))
+    room = nbytes - sum(every.values())
+    cache = max(0, sum(routed.values()) - room) if with_cache else 0
+    return stay | set(spread(list(routed), routed, room - cache))
+
+
+def _deepest_first(move: tuple[Page, int]) -> tuple[bool, int]:
+    """Sort moves so that each finds room: first down, into the deepest tier first; then up, into the top tier first."""
+    page, home = move
+    return (False, -home) if home > page.home else (True, home)

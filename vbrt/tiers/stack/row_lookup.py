@@ -1,0 +1,152 @@
+"""Rows of pages, taken where the pages live: a lookup in a table moves the rows it needs, and the table stays.
+
+    rows = page_rows(stack, "embed_tokens#coarse")
+    codes = rows.take("codes", index)         # entries of a field along its first dimension, from memory or a file
+
+    with PagesAtHome(stack, keys) as (tensors,):    # whole pages, for whoever wants the dense table
+
+Nothing is leased and no policy hears of it: what a table costs on its way is its rows, and pages that pass through the
+tiers keep their places. A lookup is a hit where the page lives in the top tier, and a miss otherwise; the bytes of the
+rows count as moved, over each link between the page's home and the top tier.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from vbrt.errors import TierError
+from vbrt.formats.page import DTYPES, Field, unpack
+from vbrt.host.host_memory import aligned
+from vbrt.tiers.stack.slots import Slot
+from vbrt.tiers.stack.tier_stack import TierStack
+
+__all__ = ["PageRows", "PagesAtHome", "page_rows"]
+
+
+class PageRows:
+    """One page, to take rows from.
+
+    Attributes:
+        page: the page.
+    """
+
+    def __init__(self, stack: TierStack, slot: Slot) -> None:
+        self.page, self._stack = slot.page, stack
+        self._copied: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+        self._use(slot)
+        self._fields = {field.name: field for field in slot.page.layout.fields}
+
+    def take(self, field: str, index: torch.Tensor) -> torch.Tensor:
+        """Return entries [n, ...] of a field, on the device of `index`, int64 [n].
+
+        Raises:
+            IndexError: (not on a GPU) an index that the field does not have.
+            TierError: the page's file cannot be read or verified.
+        """
+        entries = self._taken(self._fields[field], index)
+        self._count(entries.nbytes)
+        return entries.to(index.device)
+
+    def all(self) -> dict[str, torch.Tensor]:
+        """Return all fields on the computing device. Raises TierError: the page's file cannot be read or verified."""
+        if self.page.home:
+            self._count(self.page.nbytes)
+        return {name: tensor.to(self._stack.device) for name, tensor in self._read().items()}
+
+    def _read(self) -> dict[str, torch.Tensor]:
+        tier = self._slot.level.tier
+        if tier.memory:
+            return self._tensors
+        page = aligned(self.page.nbytes)
+        try:
+            tier.get(self._room, page, key=self.page.key)
+        except TierError:
+            if not self._finds_another_home():
+                raise
+            return self._read()
+        return unpack(page, self.page.layout)
+
+    def _use(self, slot: Slot) -> None:
+        """Read from a slot; what is in memory stays readable when the page gets another home."""
+        self._slot, self._room, self._tensors = slot, slot.room, slot.tensors
+
+    def _finds_another_home(self) -> bool:
+        """True if the page was rehomed; it is read there then."""
+        slot = self._stack.levels[self.page.home].slots.get(self.page.key)
+        if slot is None or slot is self._slot:
+            return False
+        self._use(slot)
+        return True
+
+    def _taken(self, field: Field, index: torch.Tensor) -> torch.Tensor:
+        """The entries on the device where the page lives."""
+        tier = self._slot.level.tier
+        if tier.memory:
+            tensor = self._tensors[field.name]
+            return _taken(tensor, self._at(index, tensor.device))
+        index, dtype, inner = self._at(index, torch.device("cpu")), DTYPES[field.dtype], field.shape[1:]
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < field.shape[0]:
+            raise IndexError("index out of range in self")  # torch's words
+        nbytes = dtype.itemsize * prod(inner)
+        try:
+            entries = tier.read_items(self._room, field.offset + index * nbytes, nbytes, key=self.page.key)
+        except TierError:
+            if not self._finds_another_home():
+                raise
+            return self._taken(field, index)
+        return entries.view(-1).view(dtype).view(len(index), *inner)
+
+    def _at(self, index: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The indices on a device; those of one lookup are copied once for all fields."""
+        if index.device == device:
+            return index
+        if self._copied[0] is not index:
+            self._copied = index, index.to(device)
+        return self._copied[1]
+
+    def _count(self, nbytes: int) -> None:
+        moved = self.page.bytes_moved
+        for link in self._stack.ledger.links(self.page.home):
+            moved[link] = moved.get(link, 0) + nbytes
+
+
+class PagesAtHome:
+    """Whole pages that never pass through the tiers, for one `with` block: views where they live on the computing
+    device, copies outside of the budgets otherwise."""
+
+    def __init__(self, stack: TierStack, keys: Sequence[str]) -> None:
+        self.stack, self.keys = stack, keys
+
+    def __enter__(self) -> list[dict[str, torch.Tensor]]:
+        """Return the fields of each page. Raises TierError: a page was retired, or cannot be read or verified."""
+        return [page_rows(self.stack, key).all() for key in self.keys]
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Nothing is held."""
+
+
+def page_rows(stack: TierStack, key: str) -> PageRows:
+    """Return the rows of a page where it lives now, and count a lookup.
+
+    They stay readable while the page is rehomed; after it was retired, `take` raises TierError if it was a file.
+
+    Raises:
+        TierError: the page was retired, the stack closed, or a CUDA graph would record rows that are not on the GPU.
+    """
+    stack.capturing((key,))
+    with stack.guard.entered:
+        stack.ledger.check_open(key)
+        page = stack.pages.get(key)
+        if page is None:
+            raise TierError(f"{key}: its page was retired: the layer holds another weight now; run the forward again")
+        slot = stack.levels[page.home].slots[key]
+        stack.decider.count_lookup(page)
+    return PageRows(stack, slot)
+
+
+def _taken(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`tensor[index]`, for dtypes that torch cannot index too."""
+    plain = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    taken = torch.embedding(plain, index) if plain.dim() == 2 else plain.index_select(0, index)
+    return taken.view(tensor.dtype) if plain is not tensor else taken
