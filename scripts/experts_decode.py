@@ -38,7 +38,7 @@ from vbrt.config import MISSES
 from vbrt.generation.fusion.fuse_step import joined
 from vbrt.layers import handles_in
 from vbrt.layers.experts import ExpertsHandle
-from vbrt.layers.experts.missed import MissedExperts
+from vbrt.layers.experts.missed_experts import MissedExperts
 from vbrt.residency.expert_pages import ExpertsPolicy
 from vbrt.residency.routing_trace import Routed, RoutedLayer, Routing, generate_routing
 from vbrt.residency.simulate import simulate

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # after the checkout is on the path
 
 from vbrt.kernels.cpu.expert_team import ExpertTeam
-from vbrt.layers.experts import compute, gradients, handle, host_work
-from vbrt.layers.experts.missed import MissedExperts
+from vbrt.layers.experts import cpu_experts, expert_gradients, experts_handle, run_experts
+from vbrt.layers.experts.missed_experts import MissedExperts
 from vbrt.tiers.stack.host_lease import LowerLease
 from vbrt.tiers.stack.mover import Mover
 
@@ -31,24 +31,24 @@ __all__ = ["Spans", "breakdown"]
 
 #: what is timed: the name of its line, whose attribute, which
 TIMED = (
-    ("layer, in all", gradients, "run_experts"),
-    ("waits for x and ids", host_work.Operands, "of"),
+    ("layer, in all", expert_gradients, "run_experts"),
+    ("waits for x and ids", cpu_experts.Operands, "of"),
     ("decides and posts", MissedExperts, "begin"),
     (". of that the lower lease", LowerLease, "begin"),
     (". of that the post", ExpertTeam, "post"),
-    ("leases, and launches on the GPU", compute, "_beside_host"),
-    (". of that leasing and releasing", handle.ExpertsHandle, "lease"),
-    (". of that the GPU's experts", compute._Kernels, "_rows"),
-    (". of that waiting for the CPU", host_work.TeamWork, "end"),
-    (". of that waiting for a thread of Python's", host_work.HostWork, "rows"),
-    (". of that the weighted sum", compute._Kernels, "result"),
+    ("leases, and launches on the GPU", run_experts, "_beside_host"),
+    (". of that leasing and releasing", experts_handle.ExpertsHandle, "lease"),
+    (". of that the GPU's experts", run_experts._Kernels, "_rows"),
+    (". of that waiting for the CPU", cpu_experts.TeamWork, "end"),
+    (". of that waiting for a thread of Python's", cpu_experts.HostWork, "rows"),
+    (". of that the weighted sum", run_experts._Kernels, "result"),
     ("pages staged by threads", Mover, "_load_ahead"),
 )
 BEGUN, DONE = "the team: from the post until a thread has it", "the team: from the post until it is done"
 #: small copies, by the GPU's clock: a few microseconds, unless they wait behind pages on the link
 CROSSING = (
-    ("on the GPU: ids over the link", host_work.Operands, "sent"),
-    ("on the GPU: rows over the link", host_work.TeamWork, "sent"),
+    ("on the GPU: ids over the link", cpu_experts.Operands, "sent"),
+    ("on the GPU: rows over the link", cpu_experts.TeamWork, "sent"),
 )
 LINES = (*(line for line, *_ in TIMED), BEGUN, DONE, *(line for line, *_ in CROSSING))
 

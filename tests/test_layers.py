@@ -127,9 +127,12 @@ def test_a_file_imports_only_from_rows_above_its_own(module):
         ("vbrt.formats.nf4", "def f():\n    from vbrt import layers"),
         ("vbrt.tiers.storage.ssd_tier", "import vbrt.kernels"),
         ("vbrt.kernels.reference", "from vbrt.tiers import gpu"),
-        ("vbrt.layers.linear", "import vbrt"),
-        ("vbrt.layers.linear", "from importlib import import_module\nx = import_module('vbrt.wrapper.wrapper')"),
-        ("vbrt.layers.linear", "from vbrt.unheard_of import x"),
+        ("vbrt.layers.modules.linear", "import vbrt"),
+        (
+            "vbrt.layers.modules.linear",
+            "from importlib import import_module\nx = import_module('vbrt.wrapper.wrapper')",
+        ),
+        ("vbrt.layers.modules.linear", "from vbrt.unheard_of import x"),
         ("vbrt.model.planner", "try:\n    from ..wrapper.wrapper import x\nexcept ImportError:\n    x = 1"),
     ],
 )

@@ -30,7 +30,7 @@ from tests.patience import LONG_S
 from vbrt.generation.capture.captured_step import as_captured
 from vbrt.generation.fusion.fuse_step import joined
 from vbrt.generation.speculation.draft_length import Pace
-from vbrt.layers.shards import is_sharded
+from vbrt.layers.weights.weight_shards import is_sharded
 
 TOKENS = torch.arange(3, 15).reshape(1, 12)
 #: how torch's styles cut a Llama

@@ -15,7 +15,7 @@ import vbrt
 from tests.distributed.cases import TOKENS, mesh, weight_reads
 from tests.models import config
 from vbrt.host import file_prefetch
-from vbrt.layers.shards import is_sharded
+from vbrt.layers.weights.weight_shards import is_sharded
 
 
 class One(nn.Module):

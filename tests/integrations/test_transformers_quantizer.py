@@ -12,7 +12,7 @@ import vbrt
 from tests.matrix import matrix
 from vbrt.errors import CheckpointError, ConfigError, FormatError, WrapError
 from vbrt.integrations.register_hooks import when_imported
-from vbrt.layers.experts import encoding
+from vbrt.layers.experts import expert_encoding
 
 transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
@@ -77,7 +77,7 @@ def test_no_weight_that_is_swapped_waits_for_the_others(name, tmp_path, monkeypa
 def test_planes_that_were_saved_are_not_encoded_again(saved, tmp_path, monkeypatch):
     load(saved[0], "fp4").save_pretrained(tmp_path)
     expected = load(saved[0], "fp4")(IDS).logits
-    monkeypatch.setattr("vbrt.layers.encoding.Encoder.split", None)
+    monkeypatch.setattr("vbrt.layers.weights.weight_encoding.Encoder.split", None)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, expected)
 
 
@@ -116,9 +116,11 @@ def test_planes_do_not_train(saved, tmp_path):
 def test_experts_are_read_one_by_one_and_never_stacked(tmp_path, monkeypatch):
     qwen3_moe().save_pretrained(tmp_path)
     merged, read = [], []
-    take, merge = encoding.MatricesOnDemand.__getitem__, MergeModulelist.convert
-    monkeypatch.setattr(encoding, "_STEP_BYTES", {"cpu": 1})
-    monkeypatch.setattr(encoding.MatricesOnDemand, "__getitem__", lambda m, some: read.append(some) or take(m, some))
+    take, merge = expert_encoding.MatricesOnDemand.__getitem__, MergeModulelist.convert
+    monkeypatch.setattr(expert_encoding, "_STEP_BYTES", {"cpu": 1})
+    monkeypatch.setattr(
+        expert_encoding.MatricesOnDemand, "__getitem__", lambda m, some: read.append(some) or take(m, some)
+    )
     monkeypatch.setattr(
         MergeModulelist,
         "convert",

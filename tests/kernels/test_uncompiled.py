@@ -61,7 +61,7 @@ def test_wrapping_and_running_import_nothing_of_the_compiler():
     code = """
 import sys, torch, vbrt
 vbrt.wrap(torch.nn.Linear(32, 32).eval(), "dense")(torch.ones(1, 32))
-from vbrt.layers.experts import special
+from vbrt.layers.experts import special_calls
 from vbrt.training.qat import qat_experts
 from vbrt.training.full import full_weight
 found = {"torch._dynamo", "torch._inductor", "sympy", "triton", "transformers"} & sys.modules.keys()

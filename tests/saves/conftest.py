@@ -5,7 +5,7 @@ import pytest
 import vbrt
 from tests.models import mlp, wrap
 from vbrt.layers import WeightHandle
-from vbrt.layers.encoding import Encoder
+from vbrt.layers.weights.weight_encoding import Encoder
 
 
 @pytest.fixture

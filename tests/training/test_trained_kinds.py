@@ -10,7 +10,8 @@ from torch import nn
 
 import vbrt
 from tests.models import config
-from vbrt.layers import KINDS, Kind, VBLinear, kinds
+from vbrt.layers import KINDS, Kind, VBLinear
+from vbrt.layers.modules import layer_kinds
 from vbrt.training import trained_class, trained_kinds
 
 
@@ -30,7 +31,7 @@ def toy(monkeypatch):
     record = Kind("ToyLinear", __name__, "a_file_of_vbrt", rounds_before_bias=True)
     monkeypatch.setitem(sys.modules, "a_file_of_vbrt", types.SimpleNamespace(VBToyLinear=VBToyLinear))
     monkeypatch.setitem(KINDS, "ToyLinear", record)
-    monkeypatch.setitem(kinds._BY_CLASS, (__name__, "ToyLinear"), record)
+    monkeypatch.setitem(layer_kinds._BY_CLASS, (__name__, "ToyLinear"), record)
     yield record
     trained_kinds.trained_class.cache_clear()
 

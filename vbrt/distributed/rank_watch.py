@@ -33,7 +33,7 @@ from torch import nn
 from vbrt.errors import ArgumentError, TierError, VBError
 from vbrt.host.host_memory import bytes_view
 from vbrt.host.ticker import Ticker
-from vbrt.layers.shards import group_of
+from vbrt.layers.weights.weight_shards import group_of
 from vbrt.model.attachment import Attachment
 from vbrt.residency.plan import Plan
 from vbrt.residency.weight_site import Shard

@@ -30,9 +30,9 @@ from vbrt.generation.static.static_cache import Statics
 from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.kernels.operator_trace import recorder
 from vbrt.layers import WeightHandle
-from vbrt.layers.ahead import compile_ahead
-from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts import ExpertsHandle, why_waits
+from vbrt.layers.weights.linear_product import pass_precision
+from vbrt.layers.weights.precompile_kernels import compile_ahead
 from vbrt.libraries import transformers_api
 from vbrt.model.pass_hooks import move_rest_
 from vbrt.model.phase import DECODE, phase_name

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vbrt.layers.experts.encoding import MatricesOnDemand
+from vbrt.layers.experts.expert_encoding import MatricesOnDemand
 from vbrt.libraries.transformers_api import WeightConverter, WeightTransform
 from vbrt.saves.common.renaming import merges_experts
 

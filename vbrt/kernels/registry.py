@@ -81,7 +81,8 @@ class Kernel:
         prepare: makes on a device what must be there before a CUDA graph records the kernel.
         code_of: (shape (N, K), dtype, tokens, device) -> what decides which code a product compiles on a GPU, beside
             format and shape; None where it only decodes the weight. Without one, nothing is compiled ahead.
-        few: prepares, for planes that never move, products of few tokens by `run`, see `layers/short.py`; None where it
+        few: prepares, for planes that never move, products of few tokens by `run`, see `layers/weights/small_batch.py`;
+        None where it
             does not serve them. It takes a key of `rounded`, too.
         by_address: True if it computes from pages of a layout of which it has the addresses alone, on a device.
         reads_resident_planes: True if compiled graphs may hold the planes of pages that never move and run it on them.

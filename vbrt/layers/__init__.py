@@ -1,13 +1,13 @@
 """The layers that take the place of nn.Linear, of the subclasses that compute the same, and of Conv1D."""
 
-from vbrt.layers.base import VBLayer
-from vbrt.layers.kinds import KINDS, Kind, kind_of, site_of
-from vbrt.layers.linear import VBLinear
-from vbrt.layers.ops import handle_of
-from vbrt.layers.spec import HandleSpec
-from vbrt.layers.swapped import SwappedLayer, strip
-from vbrt.layers.thawing import thaw
-from vbrt.layers.weight import WeightHandle, handles_in
+from vbrt.layers.modules.layer_kinds import KINDS, Kind, kind_of, site_of
+from vbrt.layers.modules.linear import VBLinear
+from vbrt.layers.modules.unfreeze import thaw
+from vbrt.layers.modules.vb_layer import VBLayer
+from vbrt.layers.swapped_layer import SwappedLayer, strip
+from vbrt.layers.weights.weight_handle import WeightHandle, handles_in
+from vbrt.layers.weights.weight_operators import handle_of
+from vbrt.layers.weights.weight_spec import HandleSpec
 
 __all__ = [
     "KINDS",

@@ -8,7 +8,7 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.layers import KINDS, HandleSpec, Kind, SwappedLayer, WeightHandle, strip
 from vbrt.layers.experts import ExpertsHandle, ExpertsSpec
-from vbrt.layers.sharded import sharded_class
+from vbrt.layers.modules.sharded_linear import sharded_class
 from vbrt.model.attachment import Attachment, Terms
 from vbrt.model.full_training import FullAttachment
 from vbrt.model.machine_memory import check_ssd_directory

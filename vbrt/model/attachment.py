@@ -14,7 +14,7 @@ from vbrt.errors import WrapError
 from vbrt.kernels import libraries
 from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.experts import VBExperts
-from vbrt.layers.experts.missed import MissedExperts
+from vbrt.layers.experts.missed_experts import MissedExperts
 from vbrt.libraries.probe import losses
 from vbrt.libraries.versions import newer_than_tested
 from vbrt.model.activation_settings import activations_of

@@ -3,7 +3,7 @@
 Once all experts are encoded, those whose pages live in page-locked host memory get one device cache, which takes what
 the GPU's budget has left. A new budget, or new weights, end it; the next forward of a layer makes another. Where there
 can be none, the host goes on deciding, and `stats().fallbacks` says why. The host decides, too, where the CPU is to
-compute missed experts: see `layers/experts/missed.py`.
+compute missed experts: see `layers/experts/missed_experts.py`.
 """
 
 import operator
@@ -16,9 +16,9 @@ import torch
 from vbrt.errors import TierError
 from vbrt.layers import KINDS
 from vbrt.layers.experts import ExpertsHandle
-from vbrt.layers.experts.deciding import CachedLayer, why_host
 from vbrt.layers.experts.device_cache import DeviceCache, DeviceCounts, DeviceTotals
-from vbrt.layers.experts.missed import MissedExperts
+from vbrt.layers.experts.missed_experts import MissedExperts
+from vbrt.layers.experts.residency_owner import CachedLayer, why_host
 from vbrt.tiers import Page, TierStack
 from vbrt.tiers.stack.page_counters import Tally
 

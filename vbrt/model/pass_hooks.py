@@ -12,7 +12,7 @@ from torch import nn
 
 from vbrt.kernels.observers import unwatched
 from vbrt.kernels.operator_trace import recorder
-from vbrt.layers.lockstep import is_following
+from vbrt.layers.weights.lockstep import is_following
 from vbrt.libraries.peft_api import adapters_of
 from vbrt.model.adapter_refusals import check_adapters
 from vbrt.model.first_pass import show_encoding

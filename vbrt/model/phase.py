@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vbrt.errors import ArgumentError
-from vbrt.layers.compute import precision as precision_of_passes
+from vbrt.layers.weights.linear_product import precision as precision_of_passes
 from vbrt.residency.policy import FORWARD
 
 __all__ = ["BACKWARD", "DECODE", "PROMPT", "first_input", "inferred_phase", "named_phase", "phase_name"]

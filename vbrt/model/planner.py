@@ -23,7 +23,7 @@ from vbrt.formats.joint_planes import join_layouts
 from vbrt.formats.page import PAGE_ALIGN, PageLayout
 from vbrt.kernels import PageOrder
 from vbrt.layers import KINDS, HandleSpec, SwappedLayer
-from vbrt.layers.selection import planned_packing
+from vbrt.layers.weights.kernel_selection import planned_packing
 from vbrt.model.machine_memory import this_machine
 from vbrt.model.weight_choice import choose, named_modules, nbytes_of, why_none
 from vbrt.residency.plan import Beside, PageSpec, Plan, Skip, Swap, format_bytes, place, with_whole_pages

@@ -1,7 +1,7 @@
 """Which weights of a model go into the tiers, and why each of the others stays as it is.
 
-A weight is a candidate where a module of a known kind (`vbrt.layers.kinds`) holds it. Weights that several modules hold
-go for all of them, or stay for all: a site that must stay keeps the others.
+A weight is a candidate where a module of a known kind (`vbrt.layers.modules.layer_kinds`) holds it. Weights that
+several modules hold go for all of them, or stay for all: a site that must stay keeps the others.
 """
 
 from collections import Counter, defaultdict
@@ -18,9 +18,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from vbrt.config import FORMATS, VBConfig
 from vbrt.errors import ConfigError
 from vbrt.layers import KINDS, Kind, kind_of
-from vbrt.layers.bound import is_wrapped_by_plan
-from vbrt.layers.experts.routing import top_k_of
-from vbrt.layers.shards import is_sharded, local_of, shard_refusal, sum_refusal
+from vbrt.layers.experts.touched_experts import top_k_of
+from vbrt.layers.rebind_forward import is_wrapped_by_plan
+from vbrt.layers.weights.weight_shards import is_sharded, local_of, shard_refusal, sum_refusal
 from vbrt.model.output_heads import find_heads
 from vbrt.residency.plan import Skip, Swap
 from vbrt.residency.weight_site import ROOT, WeightSite

@@ -55,7 +55,7 @@ class WeightSite:
         module: the module's name in the model; `ROOT` for the model itself.
         shape: (N, K) of each matrix: N outputs (or rows of a table), K inputs (or columns).
         parameter: the parameter's name in the module.
-        kind: the name of the module's kind (`vbrt.layers.kinds`).
+        kind: the name of the module's kind (`vbrt.layers.modules.layer_kinds`).
         matrices: how many matrices the parameter stacks; 1 for a parameter of two dimensions.
         transposed: True if the module keeps each matrix as [K, N].
         stacked: True if the matrices lie along a dimension in front, also where there is one.

@@ -1,4 +1,4 @@
-"""The classes in training of every kind of layer, made from the kind's record (`vbrt/layers/kinds.py`).
+"""The classes in training of every kind of layer, made from the kind's record (`vbrt/layers/modules/layer_kinds.py`).
 
 `TrainedConv1D` and the like (weights stay parameters) and `FullConv1D` and the like (weights live in the tiers) are
 attributes of this module, made when they are first asked for, so that pickles find them and the packages that define
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vbrt.layers.kinds import KINDS, Kind
+from vbrt.layers.modules.layer_kinds import KINDS, Kind
 from vbrt.training.full.full_embedding import FullEmbedding
 from vbrt.training.full.full_experts import FullExperts
 from vbrt.training.full.full_layers import FullLayer, FullLinear

@@ -7,7 +7,7 @@ import vbrt
 from vbrt.formats import get_format
 from vbrt.formats.page import pack, unpack
 from vbrt.kernels.cuda.e2m1.tiles import TILES, pack_tiles, page_of, tile_layout
-from vbrt.layers.graphs import GraphTiles, show_to_graphs
+from vbrt.layers.weights.graph_planes import GraphTiles, show_to_graphs
 
 
 def written_out(x, gain, eps=1e-6):

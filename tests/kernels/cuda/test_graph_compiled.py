@@ -19,8 +19,9 @@ from vbrt.kernels.cuda.e2m1 import fused_linear, launches
 from vbrt.kernels.cuda.e2m1.tiles import tile_layout
 from vbrt.kernels.cuda.graph_pass import wanted_guards
 from vbrt.kernels.cuda.launch_table import fused_limit
-from vbrt.layers import compiled, fixed
-from vbrt.layers.graphs import show_to_graphs
+from vbrt.layers.modules import compiled_forward as compiled
+from vbrt.layers.weights import resident_planes
+from vbrt.layers.weights.graph_planes import show_to_graphs
 
 ONE = torch.ops.vbrt.fp4_linear.default
 
@@ -232,7 +233,7 @@ def test_layers_get_planes_that_stay_once_and_again_when_they_lie_elsewhere(form
     monkeypatch.setattr(layer.handle, "shows_planes", True)
     memory = [new_page(layout) for _ in range(2)]
     for page in (memory[0], memory[0], memory[1]):
-        fixed.keep(layer.handle, WeightPlanes(format, (128, 128), torch.bfloat16, unpack(page, layout)))
+        resident_planes.keep(layer.handle, WeightPlanes(format, (128, 128), torch.bfloat16, unpack(page, layout)))
         pages.append(layer._vb_page)
         assert layer._vb_page.data_ptr() == page.data_ptr() and layer._vb_form == f"{format} 128 128 bfloat16 cpu"
     assert pages[0] is pages[1] is not pages[2]

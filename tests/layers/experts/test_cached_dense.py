@@ -15,8 +15,9 @@ from tests.zoo import experts as zoo
 from tests.zoo.experts import DECORATED, Holder, experts_module
 from vbrt.errors import TierError
 from vbrt.kernels.cuda.experts import residency
-from vbrt.layers.experts import VBExperts, compute, gathered, why_waits
-from vbrt.layers.experts.compute import Routed, run_experts
+from vbrt.layers.experts import VBExperts, gathered_dense, why_waits
+from vbrt.layers.experts import run_experts as compute
+from vbrt.layers.experts.run_experts import Routed, run_experts
 from vbrt.tiers.storage.memory_tiers import Buffer
 
 pytest.importorskip("transformers")
@@ -29,7 +30,7 @@ def decided(monkeypatch):
     """Wraps a model whose experts a device cache of so many slots a layer holds."""
     monkeypatch.setattr(Buffer, "pinned", True)
     monkeypatch.setattr(residency, "_launch", tables.launch)
-    monkeypatch.setattr(gathered.devices, "available", lambda: True)
+    monkeypatch.setattr(gathered_dense.devices, "available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def wrapped(model, slots, scope="layer", layers=2):

@@ -13,7 +13,7 @@ import vbrt
 from tests.matrix import matrix
 from tests.models import TOKENS, config, qwen3_moe, wrap
 from vbrt.errors import FormatError, WrapError
-from vbrt.layers.experts import VBExperts, compute
+from vbrt.layers.experts import VBExperts, run_experts
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 NAME = "model.layers.0.mlp.experts"
@@ -48,7 +48,7 @@ def test_a_budget_for_few_experts_at_a_time_changes_no_bit(tmp_path, monkeypatch
     for dtype in (torch.bfloat16, torch.float32):
         logits = qwen3_moe(dtype=dtype, experts=experts)(TOKENS).logits
         vb = _streamed(qwen3_moe(dtype=dtype, experts=experts), format, tmp_path / str(dtype))
-        monkeypatch.setattr(compute, "_experts_at_once", lambda handle, scan: at_once)
+        monkeypatch.setattr(run_experts, "_experts_at_once", lambda handle, scan: at_once)
         assert torch.equal(vb(TOKENS).logits, logits)
         vb.close()
 

@@ -13,7 +13,7 @@ import vbrt
 from tests.saves.published import fp4_weights, published_models
 from tests.saves.published.published_files import LAYOUTS, bitsandbytes, compressed_mxfp4, publish
 from vbrt.errors import CheckpointError
-from vbrt.layers.experts import ExpertsHandle, encoding
+from vbrt.layers.experts import ExpertsHandle, expert_encoding
 from vbrt.saves.files.safetensors_file import TensorFile
 from vbrt.saves.load.sources import describe
 
@@ -83,7 +83,7 @@ def test_experts_that_transformers_saved_one_by_one_are_read_one_by_one(tmp_path
     monkeypatch.setattr(
         ExpertsHandle, "store", lambda self, planes: store(self, (handed.append(len(read)) or p for p in planes))
     )
-    monkeypatch.setitem(encoding._STEP_BYTES, "cpu", 1)
+    monkeypatch.setitem(expert_encoding._STEP_BYTES, "cpu", 1)
     vb = loaded(tmp_path, mixtral(meta=True), "exact")
     assert torch.equal(logits(vb), logits(model))
     assert [after - before for before, after in pairwise(handed)] == [3, 3, 0], (

@@ -11,7 +11,7 @@ from tests.models import config, mlp, qwen3_moe
 from tests.saves.cases import logits, on_meta
 from vbrt.config import load_config
 from vbrt.formats import get_format, repack_gptq
-from vbrt.layers.experts.handle import ExpertsHandle
+from vbrt.layers.experts.experts_handle import ExpertsHandle
 from vbrt.model.attach import attach, plan_for
 from vbrt.saves.saved.save import save_attached
 

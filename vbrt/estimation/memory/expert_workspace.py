@@ -3,7 +3,7 @@
 Lossless ones: the experts of one lease, decoded or gathered together, and what the model's own implementation makes;
 where a pass takes several leases, that for their part of the pairs, and the rows of all pairs. Those in 4 bits: inputs
 and outputs of both products for each pair, and where pages pass through, the rows of the leases before. See
-`layers/experts/compute.py`.
+`layers/experts/run_experts.py`.
 
 Tokens are taken to be sent to experts at random: T of them touch E (1 - (1 - k / E)^T) of E.
 """

@@ -1,8 +1,9 @@
 """What one of several ranks has of a model: the weights that the model's own parallel plan gives it.
 
 A plan (`tp_plan` of transformers' models) names modules and parameters and how each is cut. The part is a plain model
-without weights, with smaller matrices, as wrapping sees it in a rank (`layers/shards.py`): whatever is planned, traced
-and counted of a model is planned, traced and counted of it. Of sizes that do not divide it is the first rank's part.
+without weights, with smaller matrices, as wrapping sees it in a rank (`layers/weights/weight_shards.py`): whatever is
+planned, traced and counted of a model is planned, traced and counted of it. Of sizes that do not divide it is the first
+rank's part.
 """
 
 import re

@@ -19,7 +19,7 @@ from vbrt.generation.static.length_buckets import Span
 from vbrt.generation.static.static_cache import Statics
 from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.kernels.operator_trace import StepRefused
-from vbrt.layers.compute import pass_precision
+from vbrt.layers.weights.linear_product import pass_precision
 from vbrt.libraries.transformers_api import replace_capture_query
 
 __all__ = [

@@ -20,7 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 from vbrt.generation.capture.code_fingerprint import PLAIN, looked_up, reference, replaced_in_torch
 from vbrt.kernels.observers import is_quiet
 from vbrt.layers import SwappedLayer, VBLayer
-from vbrt.layers.bound import is_wrapped_by_plan
+from vbrt.layers.rebind_forward import is_wrapped_by_plan
 from vbrt.libraries.torch_api import is_any_autocast_enabled, mode_stack
 
 __all__ = ["attributes", "changed", "fingerprint", "why_eager"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vbrt.generation.static.cache_kinds import NotRecordable
-from vbrt.layers.compute import pass_precision
+from vbrt.layers.weights.linear_product import pass_precision
 from vbrt.libraries.torch_api import TreeSpec, tree_flatten, tree_unflatten
 
 __all__ = ["Call", "Results", "cache_in", "ids_in", "new_tokens", "take_apart"]

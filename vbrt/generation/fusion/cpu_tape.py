@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from vbrt.generation.fusion.step_graph import StepGraph
 from vbrt.kernels.cpu.step import prepare
 from vbrt.kernels.operator_trace import Form, form_of, kind_of
-from vbrt.layers.experts.resting import experts_at_rest, prepare_experts
+from vbrt.layers.experts.captured_cpu import experts_at_rest, prepare_experts
 from vbrt.libraries.torch_api import OpOverload
 
 __all__ = ["Tape"]

@@ -11,9 +11,9 @@ from vbrt.generation.fusion.step_graph import StepGraph
 from vbrt.kernels.cpu.small_batch_linear import Few, products
 from vbrt.kernels.cuda.horizontal_fusion import matches
 from vbrt.kernels.step import gated, projected
-from vbrt.layers.compute import linear_on_planes, linear_without_grad, resting_product
-from vbrt.layers.experts.layer import encoded_forward
-from vbrt.layers.experts.resting import experts_at_rest, resting_experts
+from vbrt.layers.experts.captured_cpu import experts_at_rest, resting_experts
+from vbrt.layers.experts.experts_layer import encoded_forward
+from vbrt.layers.weights.linear_product import linear_on_planes, linear_without_grad, resting_product
 
 __all__ = ["join_gates", "join_products", "join_projections"]
 

@@ -50,9 +50,9 @@ from vbrt.kernels.cpu import build
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.horizontal_fusion import join_layers
 from vbrt.kernels.operator_trace import Form, StepRecorder, form_of
-from vbrt.layers.compiled import FEW_TOKENS, tiles_of_pass
-from vbrt.layers.compute import kernels_of_pass, linear_without_grad
-from vbrt.layers.experts.layer import encoded_forward
+from vbrt.layers.experts.experts_layer import encoded_forward
+from vbrt.layers.modules.compiled_forward import FEW_TOKENS, tiles_of_pass
+from vbrt.layers.weights.linear_product import kernels_of_pass, linear_without_grad
 from vbrt.libraries.torch_api import tree_leaves
 
 __all__ = ["PATTERNS", "JoinReport", "Joined", "joined"]

@@ -15,9 +15,9 @@ compute each number for itself, on all tokens at once:
 
 Where one launch for all tokens gives the bits of a launch for each, it takes their place (`bitwise_equivalence.py`).
 
-Compared with passes in lockstep (`layers/lockstep.py`), of which the model sees nothing, this saves the host the Python
-of all passes but one. Compared with a pass over all tokens it is exact as long as nothing else sums: whoever uses
-it compares it with those first. What it does not know it refuses (`NotByToken`).
+Compared with passes in lockstep (`layers/weights/lockstep.py`), of which the model sees nothing, this saves the host
+the Python of all passes but one. Compared with a pass over all tokens it is exact as long as nothing else sums: whoever
+uses it compares it with those first. What it does not know it refuses (`NotByToken`).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from vbrt.generation.speculation.bitwise_equivalence import first_that_agrees, f
 from vbrt.generation.speculation.cache_view import layer_ahead
 from vbrt.generation.static.static_cache import Statics
 from vbrt.host.host_memory import storage_of
-from vbrt.layers.compute import products_by, shared_product
+from vbrt.layers.weights.linear_product import products_by, shared_product
 from vbrt.libraries import transformers_api
 from vbrt.libraries.torch_api import DisableTorchFunction
 from vbrt.libraries.transformers_api import ROWS, attention_of, set_attention

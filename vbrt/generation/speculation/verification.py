@@ -5,7 +5,7 @@
 | `in_one_pass` | one pass over all of them | those of a pass of that length |
 | `token_by_token` | one pass that sums for each token alone (`rowwise_pass.py`) | those of plain decoding: compared |
 | `one_at_a_time` | a pass for each, with the kernels of recorded steps | those of recorded steps, by construction |
-| `in_step` | a pass for each, in lockstep (`layers/lockstep.py`) | those of eager steps, by construction |
+| `in_step` | a pass for each, in lockstep (`layers/weights/lockstep.py`) | those of eager steps, by construction |
 
 Plain decoding replays recorded steps where `generate` can record them. The cache then lies where these find it
 (`static_cache.py`), and rows attend to the whole block, masked, as they do: the same kernels, and shapes that stay the
@@ -37,7 +37,7 @@ from vbrt.generation.speculation.rowwise_pass import masks_windows, one_by_one
 from vbrt.generation.static.cache_kinds import NotRecordable
 from vbrt.generation.static.length_buckets import Span
 from vbrt.generation.static.static_cache import Statics
-from vbrt.layers.lockstep import in_lockstep
+from vbrt.layers.weights.lockstep import in_lockstep
 from vbrt.libraries.transformers_api import cache_of, with_cache
 from vbrt.model.attachment import Attachment
 from vbrt.report.speculation_counters import SpeculationCounts

@@ -1,12 +1,12 @@
 """Routed experts: modules that keep the matrices of many experts as a few parameters, in the tiers."""
 
-from vbrt.layers.experts import ops as ops
-from vbrt.layers.experts.deciding import why_waits
+from vbrt.layers.experts import expert_operators
+from vbrt.layers.experts.experts_handle import ExpertsHandle
+from vbrt.layers.experts.experts_layer import VBExperts
+from vbrt.layers.experts.experts_spec import ExpertsSpec
 from vbrt.layers.experts.gates import gate_of
-from vbrt.layers.experts.handle import ExpertsHandle
-from vbrt.layers.experts.layer import VBExperts
-from vbrt.layers.experts.spec import ExpertsSpec
-from vbrt.layers.experts.special import (
+from vbrt.layers.experts.residency_owner import why_waits
+from vbrt.layers.experts.special_calls import (
     VBGivenExperts,
     VBParallelExperts,
     VBSharedExperts,

@@ -21,7 +21,7 @@ from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.formats import FORMATS, get_format
 from vbrt.formats.fine_plane import WIDTH, fine_fields
 from vbrt.host.safe_files import read_bounded
-from vbrt.layers.kinds import KINDS
+from vbrt.layers.modules.layer_kinds import KINDS
 from vbrt.residency.weight_site import WeightSite
 from vbrt.saves.files.checkpoint_paths import MANIFEST
 from vbrt.saves.files.safetensors_file import TENSOR_DTYPES

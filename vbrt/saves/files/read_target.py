@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from vbrt.host.worker_threads import Crew
-from vbrt.layers.encoding import Encoder
+from vbrt.layers.weights.weight_encoding import Encoder
 from vbrt.tiers import TierStack
 from vbrt.tiers.storage.pinned_staging import Read
 

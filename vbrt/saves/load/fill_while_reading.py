@@ -17,7 +17,7 @@ from vbrt.host.mapped_weights import page_out
 from vbrt.host.worker_threads import Crew
 from vbrt.layers import WeightHandle
 from vbrt.layers.experts import ExpertsHandle
-from vbrt.layers.experts.encoding import EncodedExperts, MatricesOnDemand
+from vbrt.layers.experts.expert_encoding import EncodedExperts, MatricesOnDemand
 from vbrt.model.attach import attach_held, make_handles, plan_for
 from vbrt.model.attachment import Attachment, Terms
 from vbrt.model.machine_memory import check_ssd_directory, release_host_memory

@@ -15,8 +15,8 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.layers import HandleSpec, WeightHandle
-from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle, ExpertsSpec
+from vbrt.layers.weights.weight_encoding import Planes
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.weight_site import ROOT, WeightSite
 from vbrt.saves.common.assign import compute_buffers_

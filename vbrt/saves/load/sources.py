@@ -11,8 +11,8 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError
 from vbrt.layers import WeightHandle
-from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
+from vbrt.layers.weights.weight_encoding import Planes
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.saves.files.checkpoint_paths import INDEX, MANIFEST, SINGLE, gguf_file, looked_at
 from vbrt.saves.files.gguf_file import GGUFFile

@@ -10,9 +10,9 @@ from torch import nn
 
 from vbrt.config import VBConfig, load_config
 from vbrt.layers import WeightHandle
-from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
-from vbrt.layers.experts.encoding import EncodedExperts, MatricesOnDemand
+from vbrt.layers.experts.expert_encoding import EncodedExperts, MatricesOnDemand
+from vbrt.layers.weights.weight_encoding import Planes
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.weight_site import WeightSite

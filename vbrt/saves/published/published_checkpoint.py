@@ -18,9 +18,9 @@ from torch import nn
 from vbrt.config import FORMATS, VBConfig, load_config
 from vbrt.errors import ConfigError
 from vbrt.layers import WeightHandle
-from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
-from vbrt.layers.experts.encoding import ExpertsOnDemand
+from vbrt.layers.experts.expert_encoding import ExpertsOnDemand
+from vbrt.layers.weights.weight_encoding import Planes
 from vbrt.model.planner import make_plan
 from vbrt.model.weight_choice import choose
 from vbrt.residency.plan import Beside, Plan, Swap

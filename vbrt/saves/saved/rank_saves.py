@@ -29,10 +29,10 @@ from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, VBError, WrapError, describe_os_error
 from vbrt.host.safe_files import expanded, sync_directory, write_file
 from vbrt.layers import KINDS, SwappedLayer, WeightHandle
-from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
-from vbrt.layers.experts.encoding import ExpertsOnDemand
-from vbrt.layers.shards import Sharding, is_sharded, matrix_shard
+from vbrt.layers.experts.expert_encoding import ExpertsOnDemand
+from vbrt.layers.weights.weight_encoding import Planes
+from vbrt.layers.weights.weight_shards import Sharding, is_sharded, matrix_shard
 from vbrt.model.attachment import Attachment
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap

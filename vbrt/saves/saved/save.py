@@ -24,7 +24,7 @@ from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.safe_files import alone_in, expanded, sync_directory, write_file
 from vbrt.layers import SwappedLayer, WeightHandle, site_of
 from vbrt.layers.experts import ExpertsHandle
-from vbrt.layers.shards import local_of
+from vbrt.layers.weights.weight_shards import local_of
 from vbrt.model.attachment import Attachment
 from vbrt.report.progress import Progress
 from vbrt.residency.weight_site import ROOT, WeightSite

@@ -17,10 +17,10 @@ from vbrt.formats import get_format
 from vbrt.formats.fine_plane import check_fine
 from vbrt.host.worker_threads import Crew
 from vbrt.layers import KINDS, WeightHandle
-from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
-from vbrt.layers.experts.encoding import ExpertsOnDemand
-from vbrt.layers.experts.routing import top_k_of
+from vbrt.layers.experts.expert_encoding import ExpertsOnDemand
+from vbrt.layers.experts.touched_experts import top_k_of
+from vbrt.layers.weights.weight_encoding import Planes
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.weight_site import ROOT, WeightSite

@@ -19,8 +19,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from vbrt.kernels.frozen_product import as_autocast
-from vbrt.layers.bound import rebind_
-from vbrt.layers.experts.gradients import autocast_of
+from vbrt.layers.experts.expert_gradients import autocast_of
+from vbrt.layers.rebind_forward import rebind_
 from vbrt.tiers import Lease
 from vbrt.tiers.stack.pass_counts import in_backward
 from vbrt.training.full.full_layers import FullLayer, check_held, check_version, wanted

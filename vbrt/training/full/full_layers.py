@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from vbrt.errors import WrapError
 from vbrt.kernels.frozen_product import as_autocast, sum_rows, whole
-from vbrt.layers.swapped import SwappedLayer
+from vbrt.layers.swapped_layer import SwappedLayer
 from vbrt.libraries.torch_api import will_execute
 from vbrt.tiers.stack.pass_counts import in_backward
 from vbrt.training.full.full_weight import FullWeight, graphs_end_here

@@ -20,9 +20,9 @@ from vbrt.formats import get_format
 from vbrt.formats.page import PageLayout, pack, unpack
 from vbrt.kernels.uncompiled import uncompiled
 from vbrt.kernels.update import GRADIENTS, Halves, without_ties
-from vbrt.layers.encoding import Planes
-from vbrt.layers.paged import PagesHandle
-from vbrt.layers.spec import HandleSpec
+from vbrt.layers.weights.pages_handle import PagesHandle
+from vbrt.layers.weights.weight_encoding import Planes
+from vbrt.layers.weights.weight_spec import HandleSpec
 from vbrt.residency.plan import PageSpec
 from vbrt.tiers import Lease, Owner, TierStack
 from vbrt.training.full.host_gradients import Gradient, Outlet

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.errors import WrapError
-from vbrt.layers.ops import library
+from vbrt.layers.weights.weight_operators import library
 from vbrt.training.qat.compiled_layers import weight_of
 from vbrt.training.qat.qat_experts import TrainedExperts, compute, gradients
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from vbrt.formats import SeparationCounters, get_format
 from vbrt.formats.page import PageLayout
-from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsSpec
-from vbrt.layers.pickling import from_pickle, to_pickle
+from vbrt.layers.weights.pickling import from_pickle, to_pickle
+from vbrt.layers.weights.weight_encoding import Planes
 from vbrt.training.qat.qat_weight import TrainedWeight
 
 __all__ = ["TrainedExpertsWeight", "TrainedStack"]

@@ -23,9 +23,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from vbrt.errors import FormatError, WrapError
 from vbrt.kernels.observers import is_recorded, is_transformed, unwatched
 from vbrt.kernels.uncompiled import uncompiled
-from vbrt.layers.experts.gradients import autocast_of
-from vbrt.layers.experts.library import ExpertsView, implementation_of
-from vbrt.layers.swapped import SwappedLayer
+from vbrt.layers.experts.expert_gradients import autocast_of
+from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
+from vbrt.layers.swapped_layer import SwappedLayer
 from vbrt.libraries.torch_api import get_unwrapped, is_batchedtensor, is_functorch_wrapped, is_tracing
 from vbrt.training.qat.qat_expert_weight import TrainedExpertsWeight, TrainedStack
 

@@ -21,8 +21,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from vbrt.errors import FormatError, WrapError
 from vbrt.kernels.frozen_product import sum_rows, whole
 from vbrt.kernels.observers import function_modes, is_recorded, is_transformed, traced_call, unwatched
-from vbrt.layers.shards import is_sharded
-from vbrt.layers.swapped import SwappedLayer
+from vbrt.layers.swapped_layer import SwappedLayer
+from vbrt.layers.weights.weight_shards import is_sharded
 from vbrt.libraries.torch_api import get_unwrapped, is_batchedtensor, is_fake, is_functorch_wrapped, is_tracing
 from vbrt.training.qat.qat_weight import TrainedWeight
 

@@ -18,9 +18,9 @@ from vbrt.errors import FormatError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.fitted_codebook import identity
 from vbrt.formats.page import PageLayout
-from vbrt.layers.encoding import Planes
-from vbrt.layers.pickling import from_pickle, to_pickle
-from vbrt.layers.spec import HandleSpec
+from vbrt.layers.weights.pickling import from_pickle, to_pickle
+from vbrt.layers.weights.weight_encoding import Planes
+from vbrt.layers.weights.weight_spec import HandleSpec
 from vbrt.training.qat.incremental_encoding import TrainedSeparation
 
 __all__ = ["TrainedWeight", "live_weight"]

@@ -1,0 +1,143 @@
+"""Gradients through frozen routed experts: of hidden states, routing weights, biases and norms.
+
+Nothing of the weights' size is kept. The backward pass leases the pages again, in chunks as a scan does, and computes
+what each chunk adds once more, by the implementation that the module's config names, on decoded weights.
+
+The road not taken: products of pages that know their derivative. They save the first product of the second forward,
+and know neither the gates nor the norms that modules bring along.
+
+Legend: T tokens, k experts a token, P = T k pairs, H hidden.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from vbrt.errors import WrapError
+from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
+from vbrt.layers.experts.run_experts import Routed, chunks_of, run_experts
+from vbrt.layers.experts.touched_experts import local_ids, pairs_of, touched_experts
+from vbrt.layers.weights.linear_product import pass_precision, precision
+
+if TYPE_CHECKING:
+    from vbrt.layers.experts.experts_layer import VBExperts
+    from vbrt.layers.experts.leased_experts import Leased
+
+__all__ = ["autocast_of", "forward_experts", "kept_parameters"]
+
+
+def forward_experts(layer: "VBExperts", *args: Any) -> Tensor:
+    """Return the layer's output for its arguments; gradients flow to x, the routing weights and kept parameters."""
+    routed = Routed(*args)
+    layer.handle.forwards += 1
+    if torch.is_grad_enabled():
+        kept = kept_parameters(layer)
+        if routed.x.requires_grad or routed.weights.requires_grad or any(p.requires_grad for p in kept.values()):
+            y = _Recomputed.apply(layer, tuple(kept), routed.ids, routed.x, routed.weights, *kept.values())
+            beside = getattr(type(layer), "beside_experts", None)
+            if beside is None:
+                return y
+            added = beside(layer, routed)  # is in y: only its gradient counts
+            return y + (added - added.detach())
+    with torch.no_grad():
+        return run_experts(layer, routed)
+
+
+def kept_parameters(layer: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that are not in the tiers, biases and norms, by name."""
+    return dict(nn.Module.named_parameters(layer))
+
+
+def autocast_of(device: str) -> contextlib.AbstractContextManager:
+    """Return the autocast of this thread, for a backward pass, which runs in another."""
+    return torch.autocast(
+        device,
+        torch.get_autocast_dtype(device),
+        enabled=torch.is_autocast_enabled(device),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
+
+
+class _Recomputed(Function):
+    """A layer's output; differentiable any number of times."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: "VBExperts", names: tuple[str, ...], ids: Tensor, x: Tensor, weights: Tensor, *kept: Tensor
+    ) -> Tensor:
+        ctx.layer, ctx.handle, ctx.generation, ctx.names = layer, layer.handle, layer.handle.generation, names
+        ctx.autocast, ctx.precision = autocast_of(x.device.type), pass_precision()
+        _, ctx.implementation = implementation_of(layer)
+        ctx.save_for_backward(ids, x, weights, *kept)
+        return run_experts(layer, Routed(x, ids, weights), fetches=True)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ids, *inputs = ctx.saved_tensors
+        again = torch.is_grad_enabled()  # for the derivative of a derivative
+        if not again:
+            inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+        inputs[2:] = _read_by_modules(ctx, inputs[2:])
+        needed = ctx.needs_input_grad[3:]
+        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+        sums: list[Tensor | None] = [None] * len(wanted)
+        handle = ctx.handle.still(ctx.generation)
+        touched = touched_experts(ids, handle.spec.experts)
+        with precision(ctx.precision), ctx.autocast:
+            for chunk in chunks_of(handle, touched, scan=True, precision=ctx.precision) if touched else ():
+                with handle.lease(chunk, ctx.precision) as leased:  # matrices may be views of its pages
+                    y_PH, dy_PH = _rows(ctx, leased, ids, inputs, dy)
+                    found = torch.autograd.grad(y_PH, wanted, dy_PH, create_graph=again, allow_unused=True)
+                sums = [_sum(old, new) for old, new in zip(sums, found, strict=True)]
+        grads = iter(torch.zeros_like(w) if g is None else g for g, w in zip(sums, wanted, strict=True))
+        return None, None, None, *(next(grads) if need else None for need in needed)
+
+
+def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    return new if old is None else old if new is None else old + new
+
+
+def _rows(ctx: Any, leased: "Leased", ids: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what each pair of some experts adds to the output, weighed, [p, H], and the gradient of it.
+
+    Where gradients are enabled, for a later derivative, it holds no view of the leased pages.
+    """
+    spec, (x, weights, *kept) = ctx.handle.spec, inputs
+    held = leased.parameters()
+    if torch.is_grad_enabled():
+        held = {name: weight.clone() for name, weight in held.items()}
+    local_Tk = local_ids(ids, spec.experts, list(leased.experts))
+    pairs_P, k = pairs_of(local_Tk, len(leased.experts)), local_Tk.shape[1]
+    with torch.enable_grad():
+        held |= _of_experts(dict(zip(ctx.names, kept, strict=True)), leased.experts)
+        view = ExpertsView(ctx.layer, held, None)
+        view.num_experts = len(leased.experts)
+        x_PH, weights_P1 = x[pairs_P // k], weights.reshape(-1, 1)[pairs_P]
+        y_PH = ctx.implementation(view, x_PH, local_Tk.reshape(-1, 1)[pairs_P], weights_P1)
+        return y_PH, dy[pairs_P // k].to(y_PH.dtype)
+
+
+def _read_by_modules(ctx: Any, kept: Sequence[Tensor]) -> list[Tensor]:
+    """Return kept parameters, those of modules within the layer as these read them.
+
+    Raises:
+        WrapError: such a parameter is not the one that the forward had.
+    """
+    own, names = kept_parameters(ctx.layer), ctx.names
+    for name, tensor in zip(names, kept, strict=True):
+        if "." in name and own[name].data_ptr() != tensor.data_ptr():
+            raise WrapError(
+                f"{ctx.handle.spec.name}: its {name} was replaced between forward and backward (as functional_call "
+                "does); run the backward pass where the forward ran"
+            )
+    return [own[name] if "." in name else tensor for name, tensor in zip(names, kept, strict=True)]
+
+
+def _of_experts(kept: Mapping[str, Tensor], experts: Sequence[int]) -> dict[str, Tensor]:
+    """Return the rows of biases that some experts have."""
+    index = torch.tensor(experts, dtype=torch.int64, device="cpu")
+    return {name: tensor[index.to(tensor.device)] for name, tensor in kept.items() if "." not in name}

@@ -1,0 +1,175 @@
+"""Experts held dense that the device gathers: where it alone knows which experts are touched, nothing waits to hear it.
+
+A module's implementation reads its weights as one tensor [n, ...], and pages lie apart: where all live on the GPU, and
+in the slots of a cache of which it decides. So the pages of as many experts as there are pairs are copied together,
+ascending and each once; what is left over repeats and has no rows. That is what a lease of the touched experts gives,
+in shapes that do not depend on them: a CUDA graph can record it.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vbrt.formats.joint_planes import part_fields
+from vbrt.formats.page import PageLayout, unpack
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.experts.residency import gather_pages
+from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
+from vbrt.residency.expert_leases import gathered_at_once
+
+if TYPE_CHECKING:
+    from vbrt.kernels.experts import ExpertPages
+    from vbrt.layers.experts.experts_handle import ExpertsHandle
+    from vbrt.layers.experts.experts_layer import VBExperts
+    from vbrt.layers.experts.run_experts import Routed
+
+__all__ = [
+    "Heard",
+    "HeardPart",
+    "batched",
+    "fits_gathered",
+    "gathered",
+    "gathered_weights",
+    "may_gather",
+    "ranked",
+    "why_not_gathered",
+]
+
+_IMPLEMENTATIONS = ("batched_mm", "grouped_mm")  # of transformers: none of them waits
+
+
+def may_gather(handle: "ExpertsHandle") -> bool:
+    """True if the device may gather a layer's experts from where they live, where there are few enough tokens."""
+    if handle.streams or handle.device.type != "cuda" or why_not_gathered(handle):
+        return False
+    return handle.spec.top_k <= gathered_at_once(handle.pages[0].nbytes)
+
+
+def why_not_gathered(handle: "ExpertsHandle") -> str:
+    """Return why the device cannot gather a layer's experts; "" if it can."""
+    spec, waits = handle.spec, "the host leases the experts that tokens are sent to"
+    name = f"{spec.name}: held as {spec.label}"
+    if not (spec.dense and handle.keys):
+        return f"{name}: {waits}"
+    if handle.dtype is not spec.dtype:
+        return f"{name} in {spec.dtype}, and cast to {handle.dtype}: {waits}"
+    others = {implementation_of(layer)[0] or "eager" for layer in handle.layers} - set(_IMPLEMENTATIONS)
+    if others:
+        return f"{name}: the implementation {min(others)} asks which experts are touched: {waits}"
+    if not devices.available():
+        return f"{name}: there is no Triton for this torch: {waits}"
+    return ""
+
+
+def fits_gathered(handle: "ExpertsHandle", ids_Tk: Tensor) -> bool:
+    """True if so many ids name few of the experts, and these take little room."""
+    pairs = ids_Tk.numel()
+    return 0 < pairs < handle.spec.experts and pairs <= gathered_at_once(handle.pages[0].nbytes)
+
+
+class Heard:
+    """The pairs of a pass in the order of their experts, of which the host hears how many go to each: it waits once.
+
+    Attributes:
+        touched: the experts that ids name, ascending.
+        local_Tk: the place of each id's expert among them; their number for an id of no expert.
+    """
+
+    def __init__(self, ids_Tk: Tensor, experts: int) -> None:
+        ids_P = ids_Tk.reshape(-1)
+        self._experts_n, local_Tk = ranked(ids_Tk, experts)
+        self._perm_P = torch.sort(ids_P).indices  # which is not stable: the very one of "grouped_mm"
+        self._ranks_P = local_Tk.reshape(-1)[self._perm_P]
+        counts = torch.bincount(ids_P.long().clamp(-1, experts) + 1, minlength=experts + 2)
+        self._ends_E, numbers = counts.cumsum(0), counts.tolist()
+        self._ends = list(accumulate(numbers))
+        self.touched = [expert for expert, pairs in enumerate(numbers[1:-1]) if pairs]
+        self.local_Tk = local_Tk.clamp(max=len(self.touched))
+
+    def part(self, first: int, end: int) -> "HeardPart":
+        """Return some of the touched experts, by their places among them."""
+        experts_n = self._experts_n[first:end]
+        start, stop = (self._ends[self.touched[first]], self._ends[self.touched[end - 1] + 1]) if end else (0, 0)
+        ends_n = (self._ends_E[experts_n + 1] - start).int()
+        places_P = torch.arange(start, stop, dtype=torch.int64, device=ends_n.device)
+        pairs_P, ids_P = self._perm_P[start:stop], self._ranks_P[start:stop] - first
+        return HeardPart(self.touched[first:end], experts_n, ends_n, places_P, pairs_P, ids_P)
+
+
+class HeardPart(NamedTuple):
+    """Some experts of a pass, ascending, and their pairs in the order of the experts.
+
+    Attributes:
+        experts, experts_n: the experts, and the same on the device.
+        ends_n: where each one's pairs end among those of the part, int32.
+        places_P: of the pairs among all in this order.
+        pairs_P: their numbers.
+        ids_P: the places of their experts in the part.
+    """
+
+    experts: Sequence[int]
+    experts_n: Tensor
+    ends_n: Tensor
+    places_P: Tensor
+    pairs_P: Tensor
+    ids_P: Tensor
+
+
+def gathered(layer: "VBExperts", routed: "Routed", pages: "ExpertPages") -> Tensor:
+    """Return the output of a layer of which `why_not_gathered` and `fits_gathered` hold.
+
+    Args:
+        pages: of all experts that are touched; the addresses of others may be of any pages.
+    """
+    experts_P, local_Tk = ranked(routed.ids, layer.handle.spec.experts)
+    weights = gathered_weights(layer.handle, pages, experts_P)
+    _, forward = implementation_of(layer)
+    return forward(ExpertsView(layer, weights, experts_P), routed.x, local_Tk, routed.weights)
+
+
+def batched(layer: "VBExperts", routed: "Routed", slots_Tk: Tensor, memory: Tensor) -> Tensor:
+    """Return the output of a layer without biases by "batched_mm", which copies the weights of each pair: from slots.
+
+    Args:
+        slots_Tk: of the pages of each id's expert; their number for an id of no expert.
+        memory: the slots, uint8 [slots, bytes of a page].
+    """
+    spec, layout = layer.handle.spec, layer.handle.pages[0].layout
+    weights = {name: _stacked(memory, layout, part) for name, part in zip(spec.parameters, spec.parts, strict=True)}
+    view = ExpertsView(layer, weights, None)
+    view.num_experts = len(memory)
+    _, forward = implementation_of(layer)
+    return forward(view, routed.x, slots_Tk, routed.weights)
+
+
+def gathered_weights(handle: "ExpertsHandle", pages: "ExpertPages", experts_P: Tensor) -> dict[str, Tensor]:
+    """Return the weights of every part of some experts, [P, ...], by parameter, from pages that are copied together."""
+    spec = handle.spec
+    memory = gather_pages(pages.addresses, experts_P, handle.pages[0].nbytes)
+    names = zip(spec.parameters, spec.parts, strict=True)
+    return {name: _stacked(memory, pages.layout, part) for name, part in names}
+
+
+def ranked(ids_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return the experts that ids name, ascending, int64 [T k], the rest of it any; and the place of each id's expert
+    among them, int64 [T, k]: T k for an id of no expert."""
+    ids_P = ids_Tk.reshape(-1).long()
+    outside = (ids_P < 0) | (ids_P >= experts)
+    sorted_P, order_P = ids_P.masked_fill(outside, experts).sort()
+    changes = (sorted_P[1:] != sorted_P[:-1]).long()
+    rank_P = torch.nn.functional.pad(changes.cumsum(0), (1, 0))
+    experts_P = torch.zeros_like(ids_P).scatter_(0, rank_P, sorted_P.clamp(max=experts - 1))
+    local_P = torch.empty_like(ids_P).scatter_(0, order_P, rank_P).masked_fill(outside, len(ids_P))
+    return experts_P, local_P.view(ids_Tk.shape)
+
+
+def _stacked(memory: Tensor, layout: PageLayout, part: str) -> Tensor:
+    """One part of gathered pages, uint8 [n, bytes of a page]: a view [n, ...] of the matrices."""
+    first = part_fields(unpack(memory[0], layout), part)["weight"]
+    size, start = first.element_size(), first.data_ptr() - memory.data_ptr()
+    strides = (memory.stride(0) // size, *first.stride())
+    items = memory.view(-1).view(first.dtype)
+    return items.as_strided((len(memory), *first.shape), strides, items.storage_offset() + start // size)

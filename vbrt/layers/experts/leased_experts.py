@@ -1,0 +1,87 @@
+"""The pages of some experts while they are leased: as kernels take them, and as decoded weights."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vbrt.kernels.experts import ExpertPages
+from vbrt.layers.experts.expert_stack import Bank
+from vbrt.tiers import Lease
+
+if TYPE_CHECKING:
+    from vbrt.layers.experts.experts_handle import ExpertsHandle
+
+__all__ = ["Leased", "pages_of", "resident_pages"]
+
+
+class Leased:
+    """The leased pages of some experts, in their order.
+
+    Attributes:
+        experts: the experts, ascending.
+    """
+
+    def __init__(self, handle: "ExpertsHandle", experts: Sequence[int], lease: Lease, planes: int) -> None:
+        self.experts, self._handle, self._lease, self._planes = experts, handle, lease, planes
+
+    def fields(self, position: int) -> list[dict[str, torch.Tensor]]:
+        """Return the fields of each plane of the expert at a position."""
+        first = position * self._planes
+        return [slot.tensors for slot in self._lease.slots[first : first + self._planes]]
+
+    def matrix(self, part: str, position: int) -> torch.Tensor:
+        """Return one matrix of the expert at a position as the module keeps it, decoded; perhaps a view of a page."""
+        return self._handle.coder.matrix(part, self.fields(position), self._handle.dtype)
+
+    def pages(self) -> ExpertPages:
+        """Return the coarse pages as kernels take them. The addresses are copied to the GPU without waiting."""
+        handle, spec = self._handle, self._handle.spec
+        pages: list[torch.Tensor | None] = [None] * spec.experts
+        for position, expert in enumerate(self.experts):
+            pages[expert] = self._lease.slots[position * self._planes].view
+        return pages_of(handle, pages)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the `weights` of every part, under the names of the module's parameters."""
+        spec = self._handle.spec
+        return {name: self.weights(part) for name, part in zip(spec.parameters, spec.parts, strict=True)}
+
+    def weights(self, part: str) -> torch.Tensor:
+        """Return the matrices of a part as the module keeps them, [n, ...], decoded: on a CPU where they lie, else a
+        tensor of its own."""
+        one, handle, places = self._handle.spec.parts[part], self._handle, range(len(self.experts))
+        if places and handle.device.type == "cpu":
+            return Bank.of([self.matrix(part, place) for place in places])
+        out = torch.empty((len(places), *one.site.matrix_shape), dtype=handle.dtype, device=handle.device)
+        for place in places:
+            out[place].copy_(self.matrix(part, place))
+        return out
+
+
+def pages_of(handle: "ExpertsHandle", pages: list[torch.Tensor | None]) -> ExpertPages:
+    """Pages by expert, as kernels take them."""
+    addresses = None
+    if handle.device.type == "cuda":
+        table = torch.tensor([0 if p is None else p.data_ptr() for p in pages], dtype=torch.int64, device="cpu")
+        addresses = table.pin_memory().to(handle.device, non_blocking=True)
+    return handle.form(pages, addresses)
+
+
+def resident_pages(handle: "ExpertsHandle", device: torch.device) -> ExpertPages | None:
+    """The pages of all experts, where all live on the GPU that computes and none is moving, for use without a lease
+    and without knowing which are touched. Else None."""
+    if device.type != "cuda" or handle.spec.fine or not handle.stack.at_rest or device != handle.device:
+        return None
+    handle.stack.capturing()
+    ready = handle.ready
+    if ready is None:
+        handle.check_pages()
+        slots = handle.stack.levels[0].slots
+        pages = [slots[key].view for key in handle.keys if key in slots]
+        if len(pages) < len(handle.keys) or any(page.home for page in handle.pages):
+            return None
+        ready = pages_of(handle, pages)
+        if handle.stack.at_rest:
+            handle.ready = ready
+    return ready

@@ -1,0 +1,145 @@
+"""Measures what `experts.miss = "auto"` goes by, on a layer's own pages and as its passes compute: by their threads
+and in their memory."""
+
+import itertools
+import statistics
+import time
+from _thread import allocate_lock
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from vbrt.host.worker_threads import Crew
+from vbrt.kernels.cpu.expert_team import ExpertTeam
+from vbrt.layers.experts.cpu_experts import HostLayer, Operands
+from vbrt.residency.miss_policy import OPERATORS, MissRates
+from vbrt.tiers.stack.host_lease import LowerLease, missing_worth
+
+__all__ = ["measured_rates"]
+
+_TURNS = 5  # of each measurement, of which the median counts
+_MOST_BYTES = 512 << 20  # of pages that are read to measure
+
+
+def measured_rates(host: HostLayer, team: ExpertTeam, crew: Crew) -> MissRates | None:
+    """Return the rates of link and CPU for a layer; None while no page of it lies in host memory.
+
+    Args:
+        team: which computes missed experts.
+        crew: whose thread computes those that the team cannot.
+    """
+    handle = host.handle
+    most = max(handle.spec.top_k, _MOST_BYTES // handle.pages[0].nbytes)
+    keys = {key: expert for expert, key in enumerate(handle.keys[:most])}
+    lower = LowerLease(handle.stack, tuple(keys), looks=True)
+    try:
+        views = {keys[key]: view for key, view in lower.wait().items()} if lower.begin() else {}
+        return _rates(host, (team, crew), views) if views else None
+    finally:
+        lower.end()
+
+
+def _rates(host: HostLayer, threads: tuple[ExpertTeam, Crew], views: Mapping[int, Tensor]) -> MissRates:
+    handle, nbytes = host.handle, host.handle.pages[0].nbytes
+    count = min(handle.spec.top_k, len(views))
+    starts = range(0, len(views) - count + 1, count)
+    groups = itertools.cycle([list(views)[at : at + count] for at in starts])  # never what caches still have
+
+    def computed(experts: int, tokens: int) -> float:
+        return _median(lambda: _compute(host, threads, {e: views[e] for e in next(groups)[:experts]}, tokens))
+
+    computed(count, 1)  # builds the kernels, and starts the thread and its team
+    one, all_, four = computed(1, 1), computed(count, 1), computed(count, 4)
+    each = (all_ - one) / (count - 1) if all_ > one else all_ / count
+    return MissRates(
+        link_bytes_s=count * nbytes / _copy_seconds(handle.device, views, groups),
+        cpu_bytes_s=nbytes / each,
+        more=max(0.0, four / all_ - 1) / 3,
+        call_s=max(0.0, one - each) or _median(lambda: _in_thread(threads[1], int)),
+        host_s=_host_seconds(host),
+    )
+
+
+def _compute(host: HostLayer, threads: tuple[ExpertTeam, Crew], pages: Mapping[int, Tensor], tokens: int) -> None:
+    """Compute some experts for some tokens, as a pass has them computed."""
+    handle, (team, crew) = host.handle, threads
+    x = torch.zeros(tokens, handle.spec.sites[0].shape[1], dtype=handle.dtype, device="cpu")
+    operands = Operands(x, torch.tensor([list(pages)] * tokens, dtype=torch.int64, device="cpu"))
+    product = host.product(operands, pages, tokens)
+    if product is None:
+        _in_thread(crew, lambda: host.to_send(operands, pages))
+    else:
+        team.finish(team.post(None, product))
+
+
+def _in_thread(crew: Crew, call: Callable[[], object]) -> None:
+    """Have the crew's thread call a function, and wait for it. Raises what it raised."""
+    begun, done, failed = allocate_lock(), allocate_lock(), []
+    done.acquire()
+
+    def run() -> None:
+        if not begun.acquire(blocking=False):
+            return
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failed.append(error)
+        finally:
+            done.release()
+
+    crew.give(run)
+    while not done.acquire(timeout=1.0):
+        run()  # where no thread could be started
+    if failed:
+        raise failed[0]
+
+
+def _copy_seconds(device: torch.device, views: Mapping[int, Tensor], groups: "itertools.cycle[list[int]]") -> float:
+    """The time in which a group's pages come to the computing device."""
+    there = [torch.empty_like(views[expert], device=device) for expert in next(groups)]
+
+    def copy() -> None:
+        for expert, page in zip(next(groups), there, strict=True):
+            page.copy_(views[expert], non_blocking=True)
+        _wait_for(device)
+
+    copy()
+    return _median(copy)
+
+
+def _host_seconds(host: HostLayer) -> float:
+    """The time that the host takes for its decisions, and to launch a layer's kernels one by one."""
+    handle = host.handle
+    x = torch.zeros(1, handle.spec.sites[0].shape[1], dtype=handle.dtype, device=handle.device)
+    ids = torch.arange(handle.spec.top_k, dtype=torch.int64, device=handle.device)[None]
+
+    def decide() -> None:
+        keys = handle.keys_of(list(Operands.of(x, ids).pairs(handle.spec.experts)), "full")
+        missing_worth(handle.stack, keys)
+        lower = LowerLease(handle.stack, keys, looks=True)
+        lower.begin()
+        lower.end()
+
+    def launch() -> None:
+        for _ in range(OPERATORS):
+            torch.add(x, x)
+
+    seconds = _median(decide) + _median(launch)
+    _wait_for(handle.device)
+    return seconds
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _median(run: Callable[[], object]) -> float:
+    """Return the median of the seconds of some runs."""
+    spans = []
+    for _ in range(_TURNS):
+        start = time.perf_counter()
+        run()
+        spans.append(time.perf_counter() - start)
+    return statistics.median(spans)

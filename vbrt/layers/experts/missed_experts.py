@@ -1,0 +1,206 @@
+"""Missed experts that the CPU computes where they lie: which, by what rates, and why others are fetched.
+
+`experts.miss` names one of three ways. A pass that takes few experts from the cache, and whose experts the host leases,
+asks here (`MissedExperts.begin`). What it gets computes in threads of its own (`TeamWork`, `HostWork`), while the pass
+leases and computes the other experts; then the rows of both are summed in the order of the ids. So the same experts on
+the computing device give the same bits, and where a row was computed changes its rounding only.
+
+Fetched as ever: prompts, passes with gradients, experts that are merged or dense, gates and calls that are a module's
+own, and everything that the device decides by itself. Reasons are in `fallbacks`.
+"""
+
+import os
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vbrt.host.worker_threads import Crew
+from vbrt.kernels.cpu import build
+from vbrt.kernels.cpu.expert_team import ExpertTeam
+from vbrt.layers.experts.cpu_experts import HostLayer, HostWork, Operands, TeamWork, host_ops, new_team
+from vbrt.layers.experts.gates import kept_gate
+from vbrt.layers.experts.miss_rates import measured_rates
+from vbrt.residency.miss_policy import Missed, MissRates, computed_experts, expected_misses, host_pays
+from vbrt.tiers.stack.host_lease import LowerLease, has_host_below, missing_worth
+
+if TYPE_CHECKING:
+    from vbrt.layers.experts.experts_handle import ExpertsHandle
+    from vbrt.layers.experts.experts_layer import VBExperts
+
+__all__ = ["MissedExperts"]
+
+
+class _Bias(NamedTuple):
+    """A copy of a bias, and what tells whether it is still the bias."""
+
+    stamp: tuple
+    copy: Tensor
+
+
+class MissedExperts:
+    """What one model does about experts that are missing on the computing device.
+
+    Attributes:
+        mode: "compute" or "auto"; where misses are fetched there is no such object.
+        rates: measured once, when they are first needed.
+        fallbacks: why some layers fetch nevertheless.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.rates: MissRates | None = None
+        self.fallbacks: list[str] = []
+        self._crew = Crew(1)
+        self._team: ExpertTeam | None = None
+        self._made_for = (0, 0)
+        self._layers: weakref.WeakKeyDictionary[VBExperts, HostLayer | None] = weakref.WeakKeyDictionary()
+        self._biases: weakref.WeakKeyDictionary[VBExperts, dict[str, _Bias]] = weakref.WeakKeyDictionary()
+
+    def told(self) -> str:
+        """Return what stats say of it."""
+        if self.mode == "compute":
+            return "computed where they lie"
+        return "computed where they lie, or fetched" + (f", by {self.rates}" if self.rates else "")
+
+    # -- a pass -------------------------------------------------------------------------------------------------------
+
+    def operands(self, layer: "VBExperts", x: Tensor, ids: Tensor) -> Operands | None:
+        """Return what a pass from the cache is called with, in host memory; None where its misses are fetched."""
+        handle = layer.handle
+        if not handle.streams or (handle.device.type == "cpu" and not has_host_below(handle.stack)):
+            return None  # every expert is computed where it lies, then
+        return None if self._layer(layer) is None else Operands.of(x, ids)
+
+    def begin(self, layer: "VBExperts", operands: Operands) -> TeamWork | HostWork | None:
+        """Begin to compute the missed experts that the CPU is to compute; None if there are none.
+
+        Raises:
+            TierError: the model was closed.
+            MemoryError: there is none for the work.
+        """
+        handle, pairs = layer.handle, operands.pairs(layer.handle.spec.experts)
+        keys = dict(zip(handle.keys_of(list(pairs), "full"), pairs, strict=True))
+        worth = missing_worth(handle.stack, keys)
+        nbytes = handle.pages[0].nbytes
+        missed = [Missed(keys[key], pairs[keys[key]], nbytes, value) for key, value in worth.items()]
+        if not missed:
+            return None
+        experts = computed_experts(missed, self.rates_of(layer) if self.mode == "auto" else None)
+        return self._begin(layer, operands, experts, max(map(pairs.get, experts))) if experts else None
+
+    def _begin(
+        self, layer: "VBExperts", operands: Operands, experts: Sequence[int], most: int
+    ) -> TeamWork | HostWork | None:
+        handle = layer.handle
+        lower = LowerLease(handle.stack, handle.keys_of(experts, "full"))
+        held = set(lower.begin())
+        experts = [e for e, key in zip(experts, lower.keys, strict=True) if key in held]
+        if not experts:
+            return None
+        handle.routing.computed += len(experts)
+        host, views = self._with_biases(layer), lower.views()
+        pages = None if views is None else dict(zip(experts, views.values(), strict=True))
+        product = None if pages is None else host.product(operands, pages, most)
+        if product is not None:
+            return TeamWork(self._awake(), product, lower, handle.device).post()
+        work = HostWork(host, operands, lower, experts)
+        self._crew.give(work.run)
+        return work
+
+    def _awake(self) -> ExpertTeam:
+        """The team of this process, for the number of threads that torch has now."""
+        made_for = os.getpid(), torch.get_num_threads()
+        if self._team is None or self._made_for != made_for:
+            self._team, self._made_for = new_team(), made_for
+        return self._team
+
+    # -- who decides --------------------------------------------------------------------------------------------------
+
+    def left_to_device(self, handles: Iterable["ExpertsHandle"], room_bytes: int) -> bool:
+        """True if the device decides which experts are resident, and fetches all misses, although the host could
+        divide them: by measured rates it is done earlier.
+
+        Args:
+            handles: of the layers that the device could decide for.
+            room_bytes: what their pages share on the device.
+        """
+        layers = [(handle, next(iter(handle.layers), None)) for handle in handles]
+        served = [(handle, layer) for handle, layer in layers if layer is not None and self._layer(layer) is not None]
+        if not served or self.mode == "compute":
+            return not served
+        share = min(1.0, room_bytes / max(1, sum(page.nbytes for handle, _ in layers for page in handle.pages)))
+        handle, layer = max(served, key=lambda one: one[0].pages[0].nbytes)
+        rates = self.rates_of(layer)
+        misses = expected_misses(handle.spec.top_k, share)
+        if rates is None or host_pays(misses, handle.pages[0].nbytes, rates):
+            return False
+        self.announce(f"the GPU decides, which is faster at {rates}")
+        return True
+
+    def keeps_on_host(self, handle: "ExpertsHandle") -> bool:
+        """True if the host decides for a layer because all its misses are computed, whatever the device could do."""
+        layer = next(iter(handle.layers), None)
+        return self.mode == "compute" and layer is not None and self._layer(layer) is not None
+
+    # -- layers -------------------------------------------------------------------------------------------------------
+
+    def why_fetched(self, layer: "VBExperts") -> str:
+        """Return why the misses of a layer are fetched whatever is asked for; "" if they need not be."""
+        spec, stack = layer.handle.spec, layer.handle.stack
+        if not has_host_below(stack):
+            return "there is no tier of host memory (tiers.cpu.enabled = false)"
+        if spec.lossless:
+            return f"it is held as {spec.label}, and the CPU computes experts in 4 and 8 bits only"
+        if getattr(type(layer), "rows_of_pages", None) is not None or kept_gate(layer) is None:
+            return "its gate or its call is a function of its own, which the kernels for CPUs do not know"
+        if not hasattr(stack.levels[0].policy, "passed"):
+            return f'the policy {stack.levels[0].policy.kind} decides; it takes policy.kind = "experts"'
+        if spec.first.backend != "reference" and host_ops(layer.handle)[1] == "reference":
+            return f"the CPU has no kernels of its own ({build.refusal(torch.device('cpu'), 'experts')})"
+        tiled = not layer.handle.coder.encoded_joint(layer.handle.pages[0].layout) == layer.handle.pages[0].layout
+        refusal = build.refusal(torch.device("cpu"), "tiles") if tiled else None
+        return "" if refusal is None else f"its pages are in the order of the GPU's kernels ({refusal})"
+
+    def _layer(self, layer: "VBExperts") -> HostLayer | None:
+        """How the CPU computes a layer; None where its misses are fetched."""
+        if layer not in self._layers:
+            why = self.why_fetched(layer)
+            if why:
+                self.announce(f"{layer.handle.spec.name}: {why}")
+            self._layers[layer] = None if why else HostLayer.of(layer.handle, kept_gate(layer))
+        return self._layers[layer]
+
+    def announce(self, why: str) -> None:
+        """Say once that missed experts are fetched."""
+        if not self.fallbacks:
+            self.fallbacks.append(f'experts.miss = "{self.mode}": missed experts are fetched: {why}')
+            if self.mode == "compute":
+                warnings.warn(self.fallbacks[0], stacklevel=2)
+
+    def _with_biases(self, layer: "VBExperts") -> HostLayer:
+        """How the CPU computes a layer, with its biases as they are now."""
+        up, down = (self._bias(layer, f"{site.parameter}_bias") for site in layer.handle.spec.sites)
+        return self._layer(layer)._replace(handle=layer.handle, up=up, down=down)
+
+    def _bias(self, layer: "VBExperts", name: str) -> Tensor | None:
+        """A bias in host memory, contiguous; a copy of it is made again only after it was written."""
+        bias = layer._parameters.get(name)
+        if bias is None or not bias.is_cuda:
+            return None if bias is None else bias.detach().contiguous()
+        stamp = bias.data_ptr(), bias.dtype, -1 if bias.is_inference() else bias._version
+        kept = self._biases.setdefault(layer, {})
+        if name not in kept or kept[name].stamp != stamp:
+            kept[name] = _Bias(stamp, bias.detach().cpu().contiguous())
+        return kept[name].copy
+
+    # -- rates --------------------------------------------------------------------------------------------------------
+
+    def rates_of(self, layer: "VBExperts") -> MissRates | None:
+        """Return the measured rates; None, to compute all misses, while no page of the layer lies in host memory."""
+        if self.rates is None:
+            self.rates = measured_rates(self._with_biases(layer), self._awake(), self._crew)
+        return self.rates

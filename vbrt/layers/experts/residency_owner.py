@@ -1,0 +1,131 @@
+"""Who decides which experts are resident: the host by leases, or the device, by a layer's part of a `DeviceCache`."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from vbrt.kernels import resolve
+from vbrt.kernels.experts import ExpertPages
+from vbrt.layers.experts.device_cache import DeviceCache, Part
+from vbrt.layers.experts.gathered_dense import may_gather, why_not_gathered
+from vbrt.layers.weights.linear_product import pass_precision
+
+if TYPE_CHECKING:
+    from vbrt.layers.experts.experts_handle import ExpertsHandle
+    from vbrt.layers.experts.missed_experts import MissedExperts
+
+__all__ = ["CachedLayer", "Deciding", "why_host", "why_waits"]
+
+
+class CachedLayer(NamedTuple):
+    """One layer of a device cache.
+
+    Attributes:
+        cache: of the model's layers.
+        number: of this one among them.
+        form: the layer's pages, of which only the device knows which are where.
+    """
+
+    cache: DeviceCache
+    number: int
+    form: ExpertPages
+
+    def whole(self, ids_Tk: Tensor) -> bool:
+        """True if one lease takes all experts that so many ids may name."""
+        return self.cache.fits(self.number, ids_Tk)
+
+    def lease(self, ids_Tk: Tensor) -> AbstractContextManager[Tensor]:
+        """See `DeviceCache.lease`."""
+        return self.cache.lease(self.number, ids_Tk)
+
+    def each_part(self, ids_Tk: Tensor, compute: Callable[[Tensor, ExpertPages], None]) -> None:
+        """Call `compute` with the ids of each part of a scan, others masked, and the pages of its experts."""
+        for part in self.cache.scan(self.number, ids_Tk):
+            with self.lease_part(part) as addresses:
+                compute(part.ids, self.at(addresses))
+
+    def parts(self, ids_Tk: Tensor, touched: Sequence[int], most: int) -> list[tuple[Sequence[int], Part]]:
+        """See `DeviceCache.scan_touched`."""
+        return self.cache.scan_touched(self.number, ids_Tk, touched, most)
+
+    def lease_part(self, part: Part) -> AbstractContextManager[Tensor]:
+        """See `DeviceCache.lease_part`."""
+        return self.cache.lease_part(self.number, part)
+
+    def slots(self, addresses: Tensor, ids_Tk: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slots that a lease has given ids, int64 [T, k], their number for an id of no expert; and the
+        memory of all, uint8 [slots, bytes of a page]."""
+        memory, ids_Tk = self.cache.memory(self.number), ids_Tk.long()
+        outside = (ids_Tk < 0) | (ids_Tk >= len(addresses))
+        slots_Tk = (addresses[ids_Tk.masked_fill(outside, 0)] - memory.data_ptr()) // memory.shape[1]
+        return slots_Tk.masked_fill(outside, len(memory)), memory
+
+    def at(self, addresses: Tensor) -> ExpertPages:
+        """Return the pages at the addresses that a lease gives."""
+        form = self.form
+        return ExpertPages(form.format, form.dtype, form.shapes, form.layout, form.pages, addresses)
+
+
+class Deciding:
+    """Who decides for one layer.
+
+    Attributes:
+        cache: the layer's part of the model's device cache, where the GPU decides; None where the host does.
+        resident: how many experts were in that cache when it was last asked.
+        follow: a method, held weakly, that may give the layer a cache.
+        missed: what computes missed experts where they lie; None where they are fetched.
+    """
+
+    def __init__(self) -> None:
+        self.missed: MissedExperts | None = None
+        self.cache: CachedLayer | None = None
+        self.resident = 0
+        self.follow: weakref.WeakMethod | None = None
+
+    @property
+    def by(self) -> str:
+        """ "host" or "gpu"."""
+        return "host" if self.cache is None else "gpu"
+
+    def ask_with(self, follow: Callable[[], None]) -> None:
+        """Have forwards without a cache call a method that may give the layer one."""
+        self.follow = weakref.WeakMethod(follow)
+
+    def asked(self) -> CachedLayer | None:
+        """Return the layer's part of a cache; ask for one if there is none."""
+        if self.cache is None and self.follow is not None:
+            follow = self.follow()
+            if follow is not None:
+                follow()
+        return self.cache
+
+
+def why_host(handle: "ExpertsHandle") -> str:
+    """Return why the device cannot decide which experts are resident; "" if it can."""
+    name, spec = handle.spec.name, handle.spec.first
+    if spec.dense:
+        return why_not_gathered(handle)
+    if handle.planes > 1 or spec.lossless:
+        return f"{name}: held as {spec.label}; the GPU fetches experts of one plane by itself"
+    kernel = resolve("experts_up", spec.backend, handle.device, spec.format)
+    if not kernel.by_address(handle.pages[0].layout, handle.device):
+        return f"{name}: the {kernel.backend} kernels of {spec.label} do not take pages by address here"
+    return ""
+
+
+def why_waits(handle: "ExpertsHandle") -> str:
+    """Return why a pass waits for the device, to hear which experts tokens are sent to; "" if it does not."""
+    name, label = handle.spec.name, handle.spec.first.label
+    cached = handle.deciding.cache is not None
+    if handle.spec.dense:
+        why = why_not_gathered(handle)
+        if why or cached or may_gather(handle):
+            return why
+    elif cached:
+        return ""
+    if handle.spec.lossless or pass_precision() == "coarse":
+        return f"{name}: held as {label}: the host leases the experts that tokens are sent to"
+    return f"{name}: its pages move, and the host decides which" if handle.streams else ""

@@ -1,0 +1,225 @@
+"""VBEmbedding: an nn.Embedding whose table lives as planes in a tier stack.
+
+A forward reads the rows of its tokens where the table's pages live, on the GPU, in host memory or in a file, and
+decodes them; the table itself does not move (`tiers/stack/row_lookup.py`). A table that an output head is tied to has
+one set of pages for both: the head leases them as every linear layer does.
+
+The table is frozen: no gradient goes anywhere, and what only counts for gradients (padding_idx, scale_grad_by_freq,
+sparse) says nothing. Autocast leaves lookups alone, as it does in torch.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.compiler import is_compiling
+from torch.fx import Proxy
+
+from vbrt.errors import WrapError
+from vbrt.formats import get_format
+from vbrt.formats.format import WeightPlanes
+from vbrt.formats.row_decoding import Rows, by_chunks, coarse_rows, exact_rows
+from vbrt.kernels.observers import dispatch_modes, is_altered, is_memory, is_watched, traced_call, unwatched
+from vbrt.kernels.operator_trace import recorder
+from vbrt.layers.modules.compiled_forward import refuse_given_in_graph
+from vbrt.layers.modules.unencoded_layers import become_shell, empty_weight, given_weight
+from vbrt.layers.modules.vb_layer import VBLayer
+from vbrt.layers.weights.kernel_selection import Kernels
+from vbrt.layers.weights.linear_product import kernels_of_pass
+from vbrt.layers.weights.weight_handle import WeightHandle
+from vbrt.layers.weights.weight_operators import TAGS, library, materialized
+from vbrt.tiers.stack.row_lookup import PageRows, page_rows
+
+__all__ = ["VBEmbedding"]
+
+_MANY = 16  # indices among which looking for equal ones pays
+
+
+class VBEmbedding(VBLayer, nn.Embedding):
+    """nn.Embedding with its table in a tier stack. Made by `vbrt.wrap`, not by hand."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return rows [..., embedding_dim] for indices [...] of int32 or int64.
+
+        Raises:
+            IndexError: an index that the table does not have (on a GPU: a failed assertion of the device, as torch's).
+            TierError: a page cannot be read or verified.
+            FormatError: (first forward) the table cannot be encoded.
+        """
+        if type(input) is not torch.Tensor and isinstance(input, Proxy):
+            return traced_call(self, input)
+        if is_compiling():
+            return _compiled(self, input)
+        if self._vb_handle.lent is not None:
+            self.notice_writes()
+        if self._vb_handle.tied or self._vb_handle.dense or self._parameters["weight"] is not None:
+            given = given_weight(self)
+            if given is not None:
+                return F.embedding(
+                    input, given, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
+                )
+            self.materialize_()
+        return _lookup(self._vb_handle, input)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "max_norm" and value is not None:
+            raise WrapError(
+                f"{self._vb_handle.spec.name}: max_norm rescales rows as they are read, and pages stay as they "
+                "are: set it before wrapping, which leaves the table dense, or unwrap() first"
+            )
+        super().__setattr__(name, value)
+
+    def reset_parameters(self) -> None:
+        """Draw a new random table, as nn.Embedding does."""
+        if self.materialized:
+            become_shell(self, empty_weight(self._vb_handle))
+        super().reset_parameters()
+
+    def extra_repr(self) -> str:
+        """Return nn.Embedding's, and how the table is held."""
+        return f"{super().extra_repr()}, format={self._vb_handle.spec.label}"
+
+
+# -- eager calls ------------------------------------------------------------------------------------------------------
+
+
+def _lookup(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
+    """Return the rows [..., K] of indices [...], counted as a forward."""
+    step = recorder()
+    if step is not None:
+        return step.leaf(_counted_rows, handle, ids)
+    if is_watched() or not is_memory(ids):
+        return _watched_rows(handle, ids)
+    return _counted_rows(handle, ids)
+
+
+def _watched_rows(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
+    """A lookup as an operator; somebody's modes see the plain layer's call, too, in the rows that were asked for."""
+    token = handle.token_at(handle.generation) if dispatch_modes() else handle.token
+    rows = torch.ops.vbrt.rows(ids, token, handle.spec.shape[1], handle.dtype)
+    if not is_altered():
+        return rows
+    places = torch.arange(ids.numel(), dtype=torch.int64, device=rows.device).view(ids.shape)
+    return F.embedding(places, rows.reshape(-1, rows.shape[-1]))
+
+
+def _counted_rows(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
+    handle.forwards += 1
+    if handle.separation is not None:
+        handle.separation.tick()
+    n, k = handle.spec.shape
+    if ids.dtype not in (torch.int64, torch.int32):
+        return torch.embedding(torch.empty(1, k, dtype=handle.dtype, device=ids.device), ids)  # torch says why not
+    index_T = ids.reshape(-1).to(handle.device, torch.int64)
+    _check_range(index_T, n)
+    rows_TK = _rows_once(handle, kernels_of_pass(handle), index_T)
+    return rows_TK.to(ids.device, handle.dtype).view(*ids.shape, k)
+
+
+def _check_range(index_T: torch.Tensor, n: int) -> None:
+    """Raise IndexError for an index that is not below n; on a GPU the device asserts it, and nothing waits."""
+    inside = ((index_T >= 0) & (index_T < n)).all()
+    if inside.is_cuda:
+        torch._assert_async(inside, "index out of range in self")
+    elif not inside:
+        raise IndexError("index out of range in self")  # torch's words
+
+
+# -- rows of planes ---------------------------------------------------------------------------------------------------
+
+
+def _rows_once(handle: WeightHandle, kernels: Kernels, index_T: torch.Tensor) -> torch.Tensor:
+    """`_rows`; on a CPU each row is decoded once, however often it is asked for. A GPU would have to wait for that."""
+    if index_T.is_cuda or len(index_T) < _MANY or kernels.spec.dense:
+        return _rows(handle, kernels, index_T)
+    index_U, place_T = index_T.unique(return_inverse=True)
+    return _rows(handle, kernels, index_U)[place_T]
+
+
+def _rows(handle: WeightHandle, kernels: Kernels, index_T: torch.Tensor) -> torch.Tensor:
+    """Return rows [T, K] as the pages hold them, in the handle's dtype or, if they are lossless, in the stored one."""
+    spec = kernels.spec
+    keys = handle.keys[:1] if kernels.precision == "coarse" else handle.keys
+    if not keys:
+        handle.lease()  # says why
+    pages = [page_rows(handle.stack, key) for key in keys]
+    if not len(index_T):
+        return torch.empty(0, spec.shape[1], dtype=handle.dtype, device=index_T.device)
+    if spec.dense:
+        return pages[0].take("weight", index_T)
+    if spec.fine:
+        coarse, fine = map(_rows_of, pages)
+        return exact_rows(_as_encoded(kernels, coarse), fine, get_format(spec.format), spec.shape, spec.dtype, index_T)
+    return _coarse(handle, kernels, pages[0], index_T)
+
+
+def _rows_of(page: PageRows) -> Rows:
+    return Rows(page.page.layout, page.take)
+
+
+def _as_encoded(kernels: Kernels, rows: Rows) -> Rows:
+    """Return a coarse plane as its format encodes it, whose page may be in a kernel's order: each row is one of the
+    several of an entry."""
+    if not kernels.packs(rows.layout):
+        return rows
+    spec, order = kernels.spec, kernels.packing
+
+    def take(field: str, index_T: torch.Tensor) -> torch.Tensor:
+        entries = coarse_rows(rows, index_T // order.rows)
+        found = order.unpack(entries, (order.rows * len(index_T), spec.shape[1]))[field]
+        if found.dim() == 1:  # once for all rows
+            return found
+        plain = found.view(torch.uint8).view(len(index_T), order.rows, -1)
+        return plain[_each(index_T), index_T % order.rows].view(found.dtype)
+
+    return Rows(get_format(spec.format).layout(spec.shape, spec.dtype), take)
+
+
+def _coarse(handle: WeightHandle, kernels: Kernels, page: PageRows, index_T: torch.Tensor) -> torch.Tensor:
+    """Decode rows of a 4-bit plane, in the format's order or in a kernel's, whose entries hold several rows each."""
+    k, rows = kernels.spec.shape[1], _rows_of(page)
+    high = kernels.packing.rows if kernels.packs(rows.layout) else 1
+
+    def decode(chunk_T: torch.Tensor) -> torch.Tensor:
+        fields = coarse_rows(rows, chunk_T if high == 1 else chunk_T // high)
+        planes = WeightPlanes(kernels.spec.format, (high * len(chunk_T), k), handle.dtype, fields)
+        decoded = kernels.decode(planes)
+        return decoded if high == 1 else decoded.view(-1, high, k)[_each(chunk_T), chunk_T % high]
+
+    return by_chunks(decode, index_T, high * k)
+
+
+def _each(index_T: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(index_T), dtype=torch.int64, device=index_T.device)
+
+
+# -- in compiled graphs -----------------------------------------------------------------------------------------------
+
+
+def _compiled(layer: VBEmbedding, ids: torch.Tensor) -> torch.Tensor:
+    """A lookup as torch.compile sees it: one opaque operator."""
+    refuse_given_in_graph(layer)
+    handle = layer._vb_handle
+    return torch.ops.vbrt.rows(ids, handle.token, handle.spec.shape[1], handle.dtype)
+
+
+library.define("rows(Tensor ids, Tensor token, SymInt columns, ScalarType dtype) -> Tensor", tags=TAGS)
+
+
+@torch.library.impl(library, "rows", "CompositeExplicitAutograd")
+def _rows_op(ids: torch.Tensor, token: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [..., K] of the table that `token` names."""
+    with unwatched():
+        return _counted_rows(materialized(token), ids)
+
+
+@torch.library.register_fake("vbrt::rows", lib=library)
+def _(ids: torch.Tensor, token: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return ids.new_empty((*ids.shape, columns), dtype=dtype)
+
+
+@torch.library.register_vmap("vbrt::rows", lib=library)
+def _(info: Any, in_dims: tuple, ids: torch.Tensor, token: torch.Tensor, columns: int, dtype: torch.dtype):
+    ids = ids.movedim(in_dims[0], 0)
+    return torch.ops.vbrt.rows(ids, token, columns, dtype), 0

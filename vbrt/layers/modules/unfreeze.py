@@ -1,0 +1,45 @@
+"""`requires_grad_(True)` turns VB layers back into plain, dense ones; `requires_grad_(False)` has `unwrap` give frozen
+parameters back.
+
+`nn.Module.requires_grad_` walks through parameters; importing this file has it find the weights in the tiers too.
+"""
+
+import functools
+from collections.abc import Sequence
+
+from torch import nn
+
+from vbrt.layers.modules.unencoded_layers import warn_of_thawing
+from vbrt.layers.modules.vb_layer import VBLayer
+from vbrt.layers.swapped_layer import SwappedLayer
+
+__all__ = ["thaw"]
+
+
+def thaw(layers: Sequence[VBLayer]) -> None:
+    """Have VB layers leave the tiers because somebody wants their weights to train; says so."""
+    if layers:
+        warn_of_thawing(layers)
+    for layer in layers:
+        if isinstance(layer, VBLayer):  # not yet, with one that is tied to it
+            layer.thaw_()
+
+
+def _see_requires_grad() -> None:
+    """Have nn.Module.requires_grad_, which walks through parameters, find the weights that are none in the tiers."""
+    plain = nn.Module.requires_grad_
+
+    @functools.wraps(plain)
+    def requires_grad_(self: nn.Module, requires_grad: bool = True) -> nn.Module:
+        if requires_grad:
+            thaw([module for module in self.modules() if isinstance(module, VBLayer)])
+        else:
+            for module in self.modules():
+                if isinstance(module, SwappedLayer):
+                    module.freeze_()
+        return plain(self, requires_grad)
+
+    nn.Module.requires_grad_ = requires_grad_
+
+
+_see_requires_grad()

@@ -1,0 +1,140 @@
+"""Selects the kernels that compute with a weight: the one place that answers "which kernel runs?".
+
+    kernels = choose_kernels(spec, device)       # plans size pages by `packing`, handles pack and compute by the rest
+
+| planes | `resolve("linear", ...)` for | what it does |
+| --- | --- | --- |
+| `dense` | the format `dense` | torch's own product on the page |
+| coarse and fine (`exact`) | the format EXACT | restores the weight, then torch's own product |
+| coarse | the format, with rounding to FP8, FP4 or int8 where config and device allow | the format's fused kernel |
+
+Of those registered for an op the backend named in `compute.backend` is taken; "auto" takes the fastest that serves the
+device (`kernels/registry.py`).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from vbrt.config import FORMATS
+from vbrt.formats.page import PageLayout
+from vbrt.kernels import (
+    EXACT,
+    Kernel,
+    PageOrder,
+    fp4_refusal,
+    fp8_refusal,
+    int8_refusal,
+    kernel_refusal,
+    noted_refusal,
+    resolve,
+    resolves_late,
+)
+from vbrt.layers.weights.weight_spec import HandleSpec
+
+__all__ = ["Kernels", "choose_kernels", "coarse_kernels", "planned_packing", "refusals", "rounding", "vendor_refusal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels for the planes of one precision.
+
+    Attributes:
+        spec: of those planes; with precision "coarse", that of the 4-bit weight.
+        lossless: `spec.lossless`.
+        linear, decode: the functions of `kernel` and of the one that restores the weight.
+        decode_turned: the weight as [K, N].
+        packing: the order in which `linear` reads a coarse page fastest, or None: as the format encodes it. That of an
+            `exact` weight is for passes over the coarse plane alone; what restores the weight reads it, too.
+        precision: "full", or "coarse" for the coarse plane alone of an `exact` weight: the planes that a lease takes.
+    """
+
+    spec: HandleSpec
+    lossless: bool
+    kernel: Kernel
+    linear: Callable[..., torch.Tensor]
+    decode: Callable[..., torch.Tensor]
+    decode_turned: Callable[..., torch.Tensor]
+    packing: PageOrder | None
+    precision: str = "full"
+
+    def packs(self, layout: PageLayout) -> bool:
+        """True if a page of this layout is in the kernel's order."""
+        return self.packing is not None and layout == self.packing.layout(self.spec.shape)
+
+    def computes(self, layout: PageLayout) -> bool:
+        """True if a kernel of its own computes with a page of this layout; else it is the reference that does."""
+        spec = self.spec
+        if spec.lossless:
+            return spec.fine and self.kernel.merges(spec.format, spec.shape)
+        return self.packs(layout) or self.kernel.runs_unpacked
+
+
+def choose_kernels(spec: HandleSpec, device: torch.device) -> Kernels:
+    """The kernels that compute with a weight on a device. May build those of a CPU (`resolves_late`).
+
+    A lossless weight is multiplied as torch does it; what restores it serves any format.
+
+    Raises:
+        KernelError: the backend that the spec names has none.
+    """
+    format = EXACT if spec.fine else spec.format
+    kernel = resolve("linear", spec.backend, device, format, rounding=rounding(spec, device))
+    decode = resolve("decode_weight", spec.backend, device, format)
+    reads_order = kernel.merges(spec.format, spec.shape) if spec.fine else not spec.lossless
+    packing = kernel.page_order(spec.format) if reads_order and not spec.by_rows else None
+    return Kernels(spec, spec.lossless, kernel, kernel.run, decode.run, decode.decode_turned, packing)
+
+
+def coarse_kernels(spec: HandleSpec, device: torch.device) -> Kernels:
+    """The kernels for the coarse plane alone of an `exact` weight."""
+    return replace(choose_kernels(replace(spec, fine=False), device), precision="coarse")
+
+
+def planned_packing(spec: HandleSpec, device: torch.device) -> PageOrder | None:
+    """`choose_kernels(...).packing` without building anything: kernels that are built late read pages as encoded."""
+    return None if resolves_late(spec.backend, device) else choose_kernels(spec, device).packing
+
+
+def rounding(spec: HandleSpec, device: torch.device) -> str | None:
+    """The type that operands may be rounded to: of long products on a GPU, of short ones on a CPU."""
+    if spec.lossless:
+        return None
+    if spec.int8 and int8_refusal(device) is None:
+        return "int8"
+    if spec.fp4 and fp4_refusal(device) is None:
+        return "fp4"
+    return "fp8" if spec.fp8 else None
+
+
+def refusals(spec: HandleSpec, device: torch.device) -> Iterator[str]:
+    """The kernels that a config asks for and a device cannot have, each with the reason and its replacement."""
+    if spec.dense or device.type not in ("cuda", "cpu"):
+        return
+    no_kernels = kernel_refusal(device) if spec.backend == "auto" else None
+    asked = spec.backend != "reference" and not spec.lossless
+    no_fp4 = fp4_refusal(device) if asked and spec.fp4 else None
+    fp8 = asked and spec.fp8 and (no_fp4 is not None or not spec.fp4)
+    no_fp8 = fp8_refusal(device) if fp8 else None
+    if no_kernels:
+        yield f"kernels: {no_kernels}; {FORMATS[spec.format].bits}-bit layers are decoded and multiplied in plain torch"
+    if no_fp4:
+        instead = "FP8" if fp8 and not no_fp8 else spec.dtype
+        yield f"compute.fp4: {no_fp4}; long inputs are multiplied in {instead} instead"
+    elif asked and spec.fp4:
+        yield (
+            "compute.fp4 is experimental: it has never run on a GPU that multiplies FP4; compare what the model "
+            "gives with compute.fp4 = false"
+        )
+    if no_fp8:
+        yield f"compute.fp8: {no_fp8}; long inputs are multiplied in {spec.dtype} instead"
+    no_int8 = int8_refusal(device) if asked and spec.int8 else None
+    if no_int8:
+        yield f"compute.int8: {no_int8}; inputs are multiplied in {spec.dtype} instead"
+
+
+def vendor_refusal(spec: HandleSpec, device: torch.device) -> str | None:
+    """The reason why the vendor's matmul of rounded weights refused this shape when it was called, or None."""
+    kind = rounding(spec, device)
+    return noted_refusal(kind, *spec.shape) if kind else None
