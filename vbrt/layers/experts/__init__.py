@@ -1,6 +1,6 @@
 """Routed experts: modules that keep the matrices of many experts as a few parameters, in the tiers."""
 
-from vbrt.layers.experts import expert_operators
+from vbrt.layers.experts import expert_operators as expert_operators  # registers them
 from vbrt.layers.experts.experts_handle import ExpertsHandle
 from vbrt.layers.experts.experts_layer import VBExperts
 from vbrt.layers.experts.experts_spec import ExpertsSpec

@@ -3,9 +3,9 @@
 | weights | how |
 | --- | --- |
 | `dense`, `exact` | the experts implementation that the model's config names, on the leased experts: its very bits |
-| `dense`, few tokens with all pages on the GPU; all where it decides | the same, on gathered pages: `gathered_dense.py` |
+| `dense`, few tokens with all pages on the GPU; all where it decides | on gathered pages: `gathered_dense.py` |
 | 4 bits | the ops `experts_up` and `experts_down` on the leased pages |
-| 4 bits, experts that are missing on the device | the same by the CPU where `experts.miss` has it: `missed_experts.py` |
+| 4 bits, experts that are not on the device | the same by the CPU where `experts.miss` has it: `missed_experts.py` |
 | tracers, transforms, weights that somebody has put in their place | the module's own forward on decoded temporaries |
 
 Where the experts that a pass touches do not fit into the tier at once, or a prompt goes through nearly all of them,

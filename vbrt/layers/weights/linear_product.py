@@ -9,7 +9,7 @@
 | all of them | `leased_linear` | leases planes, or takes those that never move |
 | | `linear_on_planes` | the kernel of `kernel_selection.py` on planes |
 | lossless transposed weights, watched calls | `linear_on_weight` | the plain layer's own call on a decoded weight |
-| compiled graphs on planes that never move | `vbrt::fp4_linear` or the kernel itself: `compiled_forward.py` | no lease |
+| compiled graphs, planes that never move | `vbrt::fp4_linear` or the kernel itself: `compiled_forward.py` | no lease |
 
 A pass may ask for less precision:
 
