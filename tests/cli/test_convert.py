@@ -13,7 +13,7 @@ from vbrt.saves.convert import convert
 from vbrt.saves.convert.conversion_journal import JOURNAL
 
 transformers = pytest.importorskip("transformers")
-from vbrt.integrations import huggingface  # noqa: E402 - needs transformers
+from vbrt.integrations import hf_configs  # noqa: E402 - needs transformers
 
 
 def contents(directory):
@@ -50,7 +50,7 @@ def test_it_writes_what_save_writes_and_run_takes_it(kind, preset, request, tmp_
     model, out = request.getfixturevalue(kind), tmp_path / "out of it"
     assert cli.main(["convert", str(model), str(out), "--config", preset]) == 0
     assert capsys.readouterr().out.endswith(f"; vbrt run '{out}' 'The sea is'\n")
-    with vbrt.load(model, huggingface.meta_model(model), preset) as vb:
+    with vbrt.load(model, hf_configs.meta_model(model), preset) as vb:
         assert contents(vb.save(tmp_path / "saved")) == contents(out)
     assert len(list(out.glob("*.safetensors"))) > 3 and not (out / JOURNAL).exists()
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= {path.name for path in out.iterdir()}

@@ -82,7 +82,7 @@ WRONG_VALUES = [
     ("separation.levels", 1, "1; expected a whole number from 2 to 8"),
     ("separation.levels", 16, "16; expected a whole number from 2 to 8"),
     (
-        "training.activations.checkpointing",
+        "training.activations",
         "some",
         '"some"; expected "keep", "recompute", "offload" or bytes of device memory, e.g. "6GiB"',
     ),

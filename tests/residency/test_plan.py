@@ -88,7 +88,7 @@ def test_a_single_tier_that_is_too_small_says_what_would_do():
         place(layers(4, 4), budgets(cpu=7), source="my.toml")
     message = str(caught.value)
     assert message.startswith("my.toml: the pages take 32.0 KiB, the tiers hold cpu 28.0 KiB")
-    for remedy in ("tiers.*.budget", "tiers.storage.ssd_tier", "weights.format"):
+    for remedy in ("tiers.*.budget", "tiers.ssd", "weights.format"):
         assert remedy in message
 
 

@@ -7,19 +7,19 @@ import pytest
 from scripts import touched
 
 SOURCES = {
-    "vbrt/__init__.py": "from vbrt.tiers.stack.tier_stack import Stack",
+    "vbrt/__init__.py": "from vbrt.tiers.stack import Stack",
     "vbrt/tiers/__init__.py": "",
-    "vbrt/tiers/storage/ssd_tier.py": "",
-    "vbrt/tiers/stack/tier_stack.py": "from vbrt.tiers import ssd",
+    "vbrt/tiers/ssd.py": "",
+    "vbrt/tiers/stack.py": "from vbrt.tiers import ssd",
     "vbrt/kernels/cuda/e2m1/linear.py": "",
-    "scripts/storm.py": "import vbrt.tiers.stack.tier_stack",
+    "scripts/storm.py": "import vbrt.tiers.stack",
     "tests/conftest.py": "",
     "tests/docs/test_examples.py": "",
-    "tests/tiers/storage/test_ssd_tier.py": "from vbrt.tiers.storage.ssd_tier import Disk",
+    "tests/tiers/test_ssd.py": "from vbrt.tiers.ssd import Disk",
     "tests/kernels/cuda/test_linear.py": "",
     "tests/kernels/test_reference.py": "",
     "tests/config/test_config.py": "import vbrt",
-    "tests/model/test_planner.py": "from vbrt.tiers.stack.tier_stack import Stack",
+    "tests/model/test_planner.py": "from vbrt.tiers.stack import Stack",
     "tests/scripts/test_storm.py": "COMMAND = ['scripts/storm.py']",
 }
 
@@ -37,10 +37,10 @@ SOURCES = {
             {"tests/kernels/cuda/test_linear.py": "vbrt/kernels/cuda/e2m1/linear.py is edited"},
         ),
         (
-            "vbrt/tiers/storage/ssd_tier.py",
+            "vbrt/tiers/ssd.py",
             {
-                "tests/tiers/storage/test_ssd_tier.py": "vbrt/tiers/storage/ssd_tier.py is edited",
-                "tests/model/test_planner.py": "imports vbrt/tiers/stack/tier_stack.py",
+                "tests/tiers/test_ssd.py": "vbrt/tiers/ssd.py is edited",
+                "tests/model/test_planner.py": "imports vbrt/tiers/stack.py",
                 "tests/scripts/test_storm.py": "imports scripts/storm.py",
             },
         ),

@@ -46,16 +46,16 @@ def _advise(args: argparse.Namespace) -> int:
     if args.write is not None:
         check_config_file(args.write)  # before anything takes time
     with working("importing torch and transformers") as say, warnings_as_lines():
-        huggingface = integration("huggingface")
+        hf_configs = integration("hf_configs")
         from vbrt.estimation.advice.advise import advise
         from vbrt.estimation.advice.machine_rates import data_sheet
 
         rates = None if args.rates is None else data_sheet(args.rates)
         say(f"reading {args.model}")
-        model = huggingface.meta_model(args.model)
+        model = hf_configs.meta_model(args.model)
         machine, _ = machine_of(sizes, load_config("fp4"))
         say("trying what there is")
-        with huggingface.unadvised():
+        with hf_configs.unadvised():
             advice = advise(model, args.goal, machine=machine, rates=rates, batch=args.batch, context=args.context)
     if args.json:
         print(json.dumps(advice.to_dict(), indent=2))

@@ -86,7 +86,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _unadvised(args: argparse.Namespace) -> "contextlib.AbstractContextManager[None]":
-    return contextlib.nullcontext() if args.what == "attention" else integration("huggingface").unadvised()
+    return contextlib.nullcontext() if args.what == "attention" else integration("hf_configs").unadvised()
 
 
 def _rows(args: argparse.Namespace) -> "Iterable[Measured]":
@@ -111,9 +111,9 @@ def _model(path: Path | None, dtype: object) -> "nn.Module":
 
     from vbrt.estimation.advice.option_measurements import device
 
-    huggingface = integration("huggingface")
+    hf_configs = integration("hf_configs")
     if path is not None:
-        model = huggingface.meta_model(path)
+        model = hf_configs.meta_model(path)
     else:
         import transformers
 

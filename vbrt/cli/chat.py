@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
 def _chat(args: argparse.Namespace) -> int:
     vb, tokenizer = load_model(args)
     with vb:
-        conversation = integration("conversation").Conversation(vb, tokenizer, system=args.system)
+        conversation = integration("text_generation").Conversation(vb, tokenizer, system=args.system)
         if not conversation.templated:
             complain("note", f"{args.model} has no chat template: the text so far is continued")
         if sys.stdin.isatty():

@@ -42,15 +42,15 @@ def add(commands: Any) -> None:
 def _convert(args: argparse.Namespace) -> int:
     config_of(args)  # an error of it comes before anything takes time
     with working("importing torch and transformers") as say:
-        huggingface = integration("huggingface")
+        hf_configs = integration("hf_configs")
         from vbrt.saves.convert.convert import convert
         from vbrt.saves.load.sources import open_source
 
         say(f"reading {args.model}")
-        model = huggingface.meta_model(args.model, dtype_of(args))
+        model = hf_configs.meta_model(args.model, dtype_of(args))
         source = open_source(args.model)
         config = source.config(settled_config(args), {})
-        companions = integration("causal").companions_of(args.model, model.config)
+        companions = integration("causal_models").companions_of(args.model, model.config)
     start = time.perf_counter()
     try:
         with warnings_as_lines():

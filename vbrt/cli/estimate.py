@@ -90,19 +90,19 @@ def _estimate(args: argparse.Namespace) -> int:
     plain = args.config == "none"
     config = None if plain else config_of(args)
     with working("importing torch and transformers") as say, warnings_as_lines():
-        huggingface = integration("huggingface")
+        hf_configs = integration("hf_configs")
         from vbrt.estimation.memory.estimate import estimate
         from vbrt.estimation.memory.option_savings import with_and_without
 
         say(f"reading {args.model}")
-        model, task = huggingface.meta_model(args.model), task_of(args)
+        model, task = hf_configs.meta_model(args.model), task_of(args)
         if task.trains and task.mixed:
             model = model.float()
         machine, config = machine_of(sizes, config or load_config("fp4"))
         config = None if plain else config
         say(f"tracing a {task.kind} of {type(model).__name__}")
         try:
-            with huggingface.unadvised():
+            with hf_configs.unadvised():
                 found = estimate(model, task, config, machine=machine, ranks=args.ranks)
                 options = with_and_without(model, task, config, machine, args.ranks) if args.options else ()
         except NoRoomError as error:

@@ -53,7 +53,7 @@ def dtype_of(args: argparse.Namespace) -> "torch.dtype | None":
 
 def turn_of(args: argparse.Namespace) -> "Turn":
     """Return how the model replies."""
-    return integration("conversation").Turn(args.max_new_tokens, args.sample)
+    return integration("text_generation").Turn(args.max_new_tokens, args.sample)
 
 
 def asked_config(args: argparse.Namespace) -> VBConfig | None:
@@ -79,7 +79,7 @@ def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTok
     config_of(args)  # an error of it comes before anything takes time
     path = args.model
     with working("importing torch and transformers") as say:
-        causal = integration("causal")
+        causal = integration("causal_models")
         config = settled_config(args)
         say.stop()  # loading has a bar of its own
         with without_warnings_of_wrap(), warnings_as_lines():

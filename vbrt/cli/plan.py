@@ -67,11 +67,11 @@ def _plan(args: argparse.Namespace) -> int:
     rates = {**LINK_GB_PER_S, **_rate(args.link, "--link"), **_rate(args.drive, "--drive")}
     host, sizes = _rate(args.host, "--host").get("host"), sizes_of(args)
     with working("importing torch and transformers") as say:
-        huggingface = integration("huggingface")
+        hf_configs = integration("hf_configs")
         from vbrt.model.planner import make_plan
 
         say(f"reading {args.model}")
-        model = huggingface.meta_model(args.model)
+        model = hf_configs.meta_model(args.model)
         machine, config = machine_of(sizes, config)
         try:
             plan, refusal = make_plan(model, config, machine), None

@@ -52,7 +52,7 @@ def _precision(args: argparse.Namespace) -> int:
     with working("importing torch and transformers") as say:
         from vbrt.estimation.precision.choose_precision import choose_precision
 
-        causal = integration("causal")
+        causal = integration("causal_models")
         say(f"loading {args.model}")
         model, tokenizer = causal.load_dense(args.model)
         say.stop()  # measuring has a bar of its own

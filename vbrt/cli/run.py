@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
         check_timeline_path(args.timeline)  # before anything takes time
     vb, tokenizer = load_model(args)
     with vb:
-        conversation = integration("conversation").Conversation(vb, tokenizer, templated=not args.raw)
+        conversation = integration("text_generation").Conversation(vb, tokenizer, templated=not args.raw)
         before = "" if conversation.templated else prompt
         with working("generating") as spinner, _recording(vb, args.timeline):
             speaker = _Unheard() if args.json else speaker_for(vb.stats, spinner, before)

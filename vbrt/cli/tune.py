@@ -79,11 +79,11 @@ def _tune(args: argparse.Namespace) -> int:
             _show_tuned(tuning, args.device)
             return 0
         say("importing transformers")
-        huggingface = integration("huggingface")
+        hf_configs = integration("hf_configs")
         from vbrt.model.planner import make_plan
 
         say(f"reading {args.model}")
-        plan = make_plan(huggingface.meta_model(args.model), config)
+        plan = make_plan(hf_configs.meta_model(args.model), config)
         say.stop()
         rows = _TuneRows(len(tuning.cases(plan, tokens=args.tokens, device=args.device)))
         try:

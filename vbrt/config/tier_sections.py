@@ -49,7 +49,7 @@ class PeerTier(Section):
     devices: their numbers, or "auto": all but the computing one.
     """
 
-    _key: ClassVar[str] = "tiers.storage.peer_memory"
+    _key: ClassVar[str] = "tiers.peer"
 
     enabled: bool | Literal["auto"] = opt(False, auto_or(flag))
     budget: int | str = opt("auto", memory_budget)
@@ -79,7 +79,7 @@ class SsdTier(Section):
     Raises ConfigError when enabled without a path.
     """
 
-    _key: ClassVar[str] = "tiers.storage.ssd_tier"
+    _key: ClassVar[str] = "tiers.ssd"
 
     enabled: bool = opt(False, flag)
     budget: int | str = opt("auto", memory_budget)

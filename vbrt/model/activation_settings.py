@@ -19,7 +19,7 @@ _LEAST_BLOCKS = 2  # of a list
 
 def activations_of(model: nn.Module, config: VBConfig, device: torch.device) -> Activations:
     """Return what decides over the activations of a model's blocks, which are changed in place unless all is kept."""
-    asked = parse_activations(config.training.activations, where="training.activations.checkpointing")
+    asked = parse_activations(config.training.activations, where="training.activations")
     if asked == KEEP:
         return Activations(KEEP, [], [], None)
     blocks, kinds = blocks_of(model)

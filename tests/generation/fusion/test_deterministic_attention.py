@@ -40,7 +40,7 @@ def seen(monkeypatch):
         return torch.cat(rows, 2).to(q.dtype)
 
     monkeypatch.setattr(deterministic_attention, "attended", attended)
-    for place in ("steady", "generating"):
+    for place in ("fusion.deterministic_attention", "generate"):
         monkeypatch.setattr(f"vbrt.generation.{place}.is_steady_on", lambda device: True)
     return shapes
 

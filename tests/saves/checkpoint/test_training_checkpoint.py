@@ -263,7 +263,7 @@ def test_the_dense_model_is_never_in_memory(tmp_path):
         weights = {f"{i}.weight": torch.randn(1024, 1024).bfloat16() for i in range(depth)}
         save_file(weights, tmp_path / name / "model.safetensors")
     command = [sys.executable, "-c", PEAK, *(str(tmp_path / name) for name in ("small", "large", "saved"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr
     encoding, saving, loading, pages = map(float, done.stdout.split())
     print(f"MiB: encode {encoding:.1f}, save {saving:.1f}, load {loading:.1f}; pages {pages:.1f}, dense {24 * layer}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-FILE = Path(__file__).parents[1] / "data/published/fp4.safetensors"
+FILE = Path(__file__).parents[2] / "data/published/fp4.safetensors"
 ROWS, COLUMNS = 32, 64
 NAMES = ("torchao", "torchao swizzled", "compressed nvfp4", "compressed mxfp4")
 

@@ -13,7 +13,7 @@ import torch
 
 from vbrt.saves.files.safetensors_file import digest
 
-DIRECTORY = Path(__file__).parents[1] / "data/published/models"
+DIRECTORY = Path(__file__).parents[2] / "data/published/models"
 #: directory -> the formats of its planes, and the dtype of the model
 MODELS = {
     "bitsandbytes-nf4-nested": ({"levels64-float32", "levels32-float32"}, torch.bfloat16),  # rows of 64, and of 96

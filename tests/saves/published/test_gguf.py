@@ -13,7 +13,7 @@ from vbrt.saves.load.sources import describe
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 
-from tests.saves import gguf_files  # noqa: E402 - needs both
+from tests.saves.published import gguf_files  # noqa: E402 - needs both
 from tests.saves.published.gguf_files import Type, model_of, write  # noqa: E402
 
 QUIET = {"weights": {"min_parameters": 0}, "tiers": {"gpu": {"enabled": False}}, "compute": {"backend": "reference"}}

@@ -129,7 +129,7 @@ def test_a_killed_save_leaves_the_one_before_and_no_litter_after_the_next(tmp_pa
     before = files(tmp_path)
     assert (
         subprocess.run(
-            [sys.executable, "-c", KILLED, tmp_path, "3"], cwd=Path(__file__).parents[2], check=False
+            [sys.executable, "-c", KILLED, tmp_path, "3"], cwd=Path(__file__).parents[3], check=False
         ).returncode
         == 9
     )

@@ -19,7 +19,7 @@ def asked_of(config: VBConfig | None, tier: str) -> str | int:
     """Return what a config asks for, where blocks are computed in a tier: a word, or bytes."""
     if config is None:
         return KEEP
-    asked = parse_activations(config.training.activations, where="training.activations.checkpointing")
+    asked = parse_activations(config.training.activations, where="training.activations")
     if isinstance(asked, str):
         return RECOMPUTE if asked == OFFLOAD and tier == "cpu" else asked
     return int(asked.amount)
