@@ -259,7 +259,8 @@ def test_brief_commands_collect_no_garbage_and_end_at_once_with_their_exit_code(
 
 def test_segments_grow_where_nobody_has_said_what_the_allocator_does(tmp_path):
     code = (
-        "import os; from vbrt.cli import main, start; main.main = lambda: print(dict(os.environ)) or 0; start.program()"
+        "import os; from vbrt.cli import main, process_start as start; "
+        "main.main = lambda: print(dict(os.environ)) or 0; start.program()"
     )
     name, own = "PYTORCH_CUDA_ALLOC_CONF", {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     for environment, found in (

@@ -70,9 +70,8 @@ def test_missed_experts_are_fetched_computed_or_divided_side_by_side(monkeypatch
     assert found["auto"]["call_us"] > 0 and found["auto"]["host_us"] > 0 and "host_us" not in found["compute"]
     parts = found["compute"]["layer_us"]
     whole = parts["layer, in all"]
-    assert (
-        0 < parts["the team: from the post until it is done"] < whole and parts[". of that waiting for the CPU"] < whole
-    )
+    team = parts["the team: from the post until it is done"]  # 0 where a busy machine let it end within the post
+    assert 0 <= team < whole and parts[". of that waiting for the CPU"] < whole
     assert whole + parts["rest of the step"] == pytest.approx(found["compute"]["ms"] * 1e3 / 2)
 
 
