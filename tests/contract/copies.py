@@ -249,7 +249,7 @@ def move_to_where_it_is(s: Subject):
     Documented(
         FROZEN,
         "pages stay in their tiers",
-        "pages stay where the tiers have put them",
+        "moves only unswapped tensors; pages stay in their tiers",
         lambda got, plain: got[0].type != "meta" == got[1].type,
     ),
     calls_after=False,

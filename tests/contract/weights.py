@@ -12,16 +12,16 @@ from tests.contract.operation import FROZEN, ROUNDED, Documented, Refused, opera
 
 READS, WRITES, FLAGS, SHAPES, TIES = "Reading weights", "Writing weights", "Flags", "Reparametrizing", "Ties"
 
-NO_PARAMETERS = "a weight in the tiers is no parameter"
+NO_PARAMETERS = "a weight in the tiers is not a parameter"
 NOT_REPLACED = "cannot be removed or computed from something else"
 IN_TIERS = Refused(FROZEN, "not possible while it lives in the tiers")
 TORCHS_OWN = (Refused(FROZEN, "weakref associated with it", RuntimeError),)
-NOT_LISTED = "`parameters()` and what counts them have biases, norms and what is not swapped"
+NOT_LISTED = "`parameters()` contains only biases, norms and unswapped weights"
 LEFT_OUT = (Documented(FROZEN, NO_PARAMETERS, NOT_LISTED, lambda got, plain: got != plain),)
 NO_TRACE = Documented(
     ROUNDED,
-    "a write through `.data` to a weight in training is seen at the next step",
-    "a write through `parameter.data` leaves no trace",
+    "a write through `.data` to a weight in training takes effect at the next step",
+    "a write through `parameter.data` is not",
     lambda got, plain: True,
 )
 
@@ -53,8 +53,8 @@ def layer_shape(s: Subject):
     "`isinstance(layer.weight, nn.Parameter)`, `.requires_grad`, `.is_leaf`, `.grad`",
     Documented(
         FROZEN,
-        "a weight in the tiers is read as no parameter, and does not require grad",
-        "a tensor that is no `nn.Parameter`",
+        "a weight in the tiers reads as a tensor without grad, not a parameter",
+        "a tensor that is not an `nn.Parameter`",
         lambda got, plain: got == (False, False, True, None),
     ),
 )
