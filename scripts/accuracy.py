@@ -125,21 +125,21 @@ def _dense_section() -> list[str]:
     result, about = json.loads(RESULT.read_text()), committed.about(LM)
     trained, lm, base = about["training"], Shape(**about["shape"]), result["rows"][0]["loss"]
     what = (
-        f"A GPT of {lm.parameters:,} parameters over bytes ({lm.layers} layers of width {lm.width}, context "
+        f"A byte-level GPT of {lm.parameters:,} parameters ({lm.layers} layers of width {lm.width}, context "
         f"{lm.context}), trained by `scripts/train` on {about['text']}: {trained['dense']['steps']:,} steps of "
         f"{trained['dense']['batch']} × {lm.context} bytes. Perplexity on {result['text_bytes']:,} bytes of "
-        "modules that it was never trained on. Weights are rounded to bf16 once, and every format encodes those. "
-        "The embedding, which is the head too, stays dense."
+        "held-out modules. Weights are rounded to bf16 once, then encoded in each format. "
+        "The embedding, tied to the head, stays dense."
     )
     qat, longer = trained["qat"], result["longer_loss"]
     more = (
         f"QAT: {qat['steps']:,} more steps through NVFP4 weights (`--use-fp4 --init`) with a learning rate from "
-        f"{qat['lr']:g} down. The dense model, trained on for as many steps in the same way, comes to "
-        f"{math.exp(longer):.4f} ({math.exp(longer - base):.4f}×): measure QAT against that too."
+        f"{qat['lr']:g} down. The dense model, trained for as many more steps in the same way, reaches "
+        f"{math.exp(longer):.4f} ({math.exp(longer - base):.4f}×), the fair baseline for QAT."
     )
     four = next(math.exp(4 * (row["loss"] - base)) for row in result["rows"] if row["format"] == "nvfp4")
     scale = (
-        f"Perplexity a byte is small where a token is a byte: r for bytes is r⁴ for tokens of four bytes, "
+        f"Perplexity a byte is smaller than perplexity a token: a ratio r a byte is r⁴ for tokens of four bytes, "
         f"{four:.3f}× for `nvfp4`."
     )
     table = _table("linear layers", result["rows"])
@@ -151,12 +151,12 @@ def _experts_section() -> list[str]:
     lm, trained = Shape(**about["shape"]), about["training"]["balanced"]
     routed = lm.layers * lm.experts * 3 * lm.inner * lm.width
     what = (
-        f"A Qwen3-MoE of {lm.parameters:,} parameters over bytes ({lm.layers} layers of width {lm.width}, "
+        f"A byte-level Qwen3-MoE of {lm.parameters:,} parameters ({lm.layers} layers of width {lm.width}, "
         f"{lm.active} of {lm.experts} experts of width {lm.inner} for each byte, context {lm.context}), trained by "
         f"`scripts/train --experts` on the same text: {trained['steps']:,} steps of {trained['batch']} × "
         f"{lm.context} bytes, with load balancing. Only the experts are encoded, {routed / lm.parameters:.0%} of the "
-        "parameters, in pages so small that padding shows; the same text is held out. Lossless formats run "
-        "transformers' `grouped_mm` on the experts' own bits."
+        "parameters, in pages so small that padding counts; the same text is held out. Lossless formats run "
+        "transformers' `grouped_mm` on the original weights."
     )
     table = _table("routed experts", result["rows"])
     return ["## A language model with routed experts", "", what, "", *table, "", _named(result), ""]

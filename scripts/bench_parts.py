@@ -56,7 +56,7 @@ def one_token(model) -> Callable[[], object]:
 
 
 def wrap() -> dict:
-    """Wrap, materialize and stats of the 62-Linear model, and stats beside 10,000 unwrapped modules."""
+    """Time of wrap, materialize and stats with 62 Linears, and of stats with 10,000 more unwrapped modules."""
     from torch import nn
 
     import vbrt
@@ -81,7 +81,7 @@ def wrap() -> dict:
 
 
 def resident() -> dict:
-    """One token of the 205 M-parameter Llama: unwrapped against `dense` with everything resident."""
+    """One token of a Llama of 205 M parameters: unwrapped, and `dense` with all pages resident."""
     import vbrt
 
     plain = llama()
@@ -96,7 +96,7 @@ def resident() -> dict:
 
 
 def ssd() -> dict:
-    """One token with half of the pages in memory and the rest on the ssd, beside accelerate's disk_offload."""
+    """One token with half of the pages in memory and half on the SSD, against accelerate's disk_offload."""
     import torch
     from accelerate import disk_offload
 
@@ -136,7 +136,7 @@ def ssd() -> dict:
 
 
 def ssd_passive() -> dict:
-    """The same under OMP_WAIT_POLICY=passive: OpenMP's threads sleep while pages are read, instead of spinning."""
+    """The same with OMP_WAIT_POLICY=passive: OpenMP threads sleep instead of spinning while pages are read."""
     return ssd()
 
 
@@ -144,7 +144,7 @@ ENVIRONMENT = {name: {"OMP_WAIT_POLICY": "passive"} for name in ("ssd-passive", 
 
 
 def memory() -> dict:
-    """Resident memory of the process before and after materializing the Llama to nvfp4."""
+    """Resident memory (RSS) of the process before and after encoding the Llama to nvfp4."""
     import psutil
 
     import vbrt
@@ -168,7 +168,7 @@ def memory() -> dict:
 
 
 def hits() -> dict:
-    """Hit rates in the steady state (20 passes after 2) of 32 equal layers: live, simulated, closed form."""
+    """Steady-state hit rates of 32 equal layers (20 passes after 2): measured, simulated, in closed form."""
     import torch
     from torch import nn
 
@@ -210,7 +210,7 @@ def hits() -> dict:
 
 
 def formats() -> dict:
-    """Signal-to-noise of each coarse plane on N(0, 1), its bits, and its speed on this machine."""
+    """Signal-to-quantization-noise ratio of each format on N(0, 1), bits a weight, encoding and decoding speed."""
     import torch
 
     from vbrt.config import FORMATS, chosen_formats
@@ -252,7 +252,7 @@ def formats() -> dict:
 
 
 def cpu_linear() -> dict:
-    """One Linear of 4096 x 4096 on a CPU: compiled, reference and dense, beside bitsandbytes NF4 where importable.
+    """One Linear of 4096 x 4096 on a CPU: compiled, reference and dense, against bitsandbytes NF4 if installed.
 
     bitsandbytes multiplies nothing but decodes first where the CPU has no AVX512-BF16.
     """
@@ -304,7 +304,7 @@ def cpu_layers(weight, bitsandbytes) -> dict[str, Callable]:
 
 
 def cpu_exact() -> dict:
-    """An exact Linear on a CPU beside the plain one: weights merged by the compiled kernels, and in plain torch.
+    """An `exact` Linear on a CPU against the plain one: planes merged by the compiled kernels, and in plain torch.
 
     The latter is the reference, which is what every exact layer on a CPU ran until commit b7f7c43.
     """

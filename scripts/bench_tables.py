@@ -114,9 +114,9 @@ def experts_table(path: Path) -> list[str]:
     worst = max(row["relative_error"] for row in rows)
     named = ", ".join(f"{k} {v}" for k, v in result["versions"].items() if v)
     what = (
-        "Microseconds of a layer between router and residual sum in 4 bits, of those of the better of transformers' "
-        "batched_mm and grouped_mm in bf16, as CUDA graphs that take turns, on random routing. Largest relative error "
-        f"of a layer: {worst:.1e}."
+        "Microseconds of an MoE layer in 4 bits, without router and residual sum, of the microseconds of the faster of "
+        "transformers' batched_mm and grouped_mm in bf16. Interleaved CUDA graphs, random routing. Largest relative "
+        f"error of a layer: {worst:.1e}."
     )
     return [
         f"## routed experts, {result['gpu']}",
@@ -140,8 +140,8 @@ def ready_table(path: Path) -> list[str]:
     named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     what = (
         f"{result['layers']} layers of Qwen3-30B-A3B's shape, random bf16 weights in pageable host memory, wrapped and "
-        "encoded to nvfp4: from the call of `wrap` until all pages are there. The first row of a process compiles "
-        "kernels; pages in host memory are page-locked as they are made."
+        "encoded to nvfp4: time from the call of `wrap` until all pages exist. The first row includes kernel "
+        "compilation; pages in host memory are pinned as they are allocated."
     )
     rows = [
         f"| {row['home']} | {row['turn'] + 1} | {row['dense_gb']:.1f} | {row['seconds']:.2f} | "
@@ -168,9 +168,9 @@ def stream_table(path: Path) -> list[str]:
     where, versions = result["machine"], result["machine"]["versions"]
     what = (
         f"A Llama-3-8B-shaped bf16 model, one forward without a KV cache, embedding and head resident. Raw limit: "
-        f"the {result['swapped_bytes'] / 1e9:.2f} GB of swapped bf16 weights over {result['link_gb_s']:.1f} GB/s "
-        f"of pinned host-to-device copies in the same run, {result['limit_ms']:.0f} ms; half for `dense-half`. "
-        "Resident: the unwrapped model. Ready: from bf16 in host memory to encoded."
+        f"H2D copies of the {result['swapped_bytes'] / 1e9:.2f} GB of swapped bf16 weights from pinned memory, at the "
+        f"{result['link_gb_s']:.1f} GB/s of the same run, {result['limit_ms']:.0f} ms; half for `dense-half`. "
+        "Resident: the unwrapped model. Ready: time to encode bf16 weights from host memory."
     )
     resident = ", ".join(f"T={t} {ms:.1f} ms" for t, ms in result["resident_ms"].items())
     note = result.get("note")
@@ -214,14 +214,14 @@ def stream_table(path: Path) -> list[str]:
                 f"({row[f'T{t}_over_resident']:.3f}×)"
                 for t in (1, 2048)
             )
-            out += ["", f"`dense`, all resident, taking turns with the unwrapped model: {pairs}."]
+            out += ["", f"`dense`, all resident, interleaved with the unwrapped model: {pairs}."]
     if result["sweep"]:
         drawing = f"{path.stem}.svg"
         labels = Labels("One token against the GPU budget", "budget, % of the pages", "milliseconds a token")
         line_plot(DOCS.parent / drawing, curves_of(result["sweep"]), labels)
         out += [
             "",
-            "One token against the GPU budget (`set_budget` while the model lives):",
+            "One token against the GPU budget (changed by `set_budget` at run time):",
             "",
             f"![time against budget]({drawing})",
             "",
@@ -232,7 +232,7 @@ def stream_table(path: Path) -> list[str]:
     return [*out, "", f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
 
 
-_HOW = {"eager": "eager kernels", "compiled": "torch.compile", "joined": "joined as `generate` joins its steps"}
+_HOW = {"eager": "eager kernels", "compiled": "torch.compile", "joined": "fused as in `generate`"}
 
 
 def decode_table(path: Path) -> list[str]:
@@ -241,9 +241,9 @@ def decode_table(path: Path) -> list[str]:
     where, rows = result["machine"], result["rows"]
     what = (
         f"A model of Qwen3-30B-A3B's shape ({result['layers']} layers, random weights), batch 1, one CUDA graph a "
-        f"step, {_HOW[result['how']]}. Experts are routed to by a generated "
-        "trace with the published reuse. The limit of a step is the resident one and the missing bytes at 50 GB/s. "
-        "Hits and misses are those of `vbrt.simulate` on the same trace."
+        f"step, {_HOW[result['how']]}. Experts are chosen by a generated "
+        "trace with published reuse rates. The limit of a step is the resident step plus the missing bytes at 50 GB/s. "
+        "Hits and misses equal those of `vbrt.simulate` on the same trace."
     )
     out = [
         f"## decoding with routed experts, {where['gpu']}",
@@ -279,8 +279,8 @@ def missed_table(path: Path) -> list[str]:
     resident = next(row["ms"] for row in rows if row["case"].startswith("4 bits, resident"))
     what = (
         f"A model of {_SHAPES[result['shape']]}, {result['layers']} layers, random weights, batch 1; with all experts "
-        f"on the GPU {resident:.2f} ms a token. The host computes on {result['threads']} cores. Where it decides, "
-        "steps are eager."
+        f"on the GPU {resident:.2f} ms a token. The host computes on {result['threads']} cores. Steps are eager if the "
+        "host decides which experts to fetch."
     )
     out = [
         f"## missed experts: fetched, computed where they lie, or both, {where['gpu']}: {result['shape']}",
@@ -333,7 +333,7 @@ def train_table(path: Path) -> list[str]:
         f"GPT-2-medium's shape ({result['parameters'] / 1e6:.0f} M parameters, {shape['layers']} layers of width "
         f"{shape['width']}, vocabulary {shape['vocabulary']:,}), sequence {shape['context']:,}, batch "
         f'{result["batch"]}, random weights; peak bytes of torch\'s allocator, weights included. "torch" '
-        "rows are the same modules with torch's own attention: all scores, as the definition has it, or fused."
+        "rows are the same modules with torch's own attention: with all scores in memory, or fused."
     )
     parts = {
         "training": ("Training: forward, backward, clipping and AdamW (fused), fp32 weights and moments.", "step"),
@@ -384,7 +384,7 @@ def kernel_table(path: Path) -> list[str]:
     result = json.loads(path.read_text())
     what = (
         "A linear layer on 4-bit weights, CUDA-graph replay, weights rotated past L2, random normal data: "
-        "microseconds, and bf16 cuBLAS time over ours in the same run."
+        "microseconds, and speedup over bf16 cuBLAS in the same run."
     )
     rows, odd = result["rows"], result.get("odd", [])
     out = [f"## kernels, {result['gpu']}", "", what, "", *grid(rows, "format", "fp4_us", "ratio")]
@@ -398,24 +398,24 @@ def kernel_table(path: Path) -> list[str]:
             *grid(rounded, "format", "fp8_us", "fp8_ratio"),
         ]
     if result.get("peers") or result.get("absent"):
-        out += ["What else is installed with pip, in the same run.", ""]
+        out += ["Other pip packages, in the same run.", ""]
         out += grid(result.get("peers", []), "peer", "us", "ratio")
         searches = {row["peer"]: row["tuned"] for row in result.get("peers", []) if "tuned" in row}
         out += [f"{name}: configurations of {how}, made before the timing." for name, how in searches.items()]
         out += [f"{name}: {why}." for name, why in result.get("absent", {}).items()] + [""]
     if result.get("fused"):
         what = (
-            "The launches that `vbrt.compile_options` puts into graphs against those that they replace: a residual sum "
-            "and its norm (`normed sum`), silu(x W1ᵀ) · (x W2ᵀ) against its two linears (`gated`; the product is in "
-            "ours only), two linears of one input (`siblings`), a linear and the norm behind it (`residual`). "
-            "Microseconds, and the several over the one."
+            "Fused launches of `vbrt.compile_options` against the launches that they replace: a residual sum "
+            "and its norm (`normed sum`), silu(x W1ᵀ) · (x W2ᵀ) against its two linears (`gated`; only the fused "
+            "launch includes the product), two linears of one input (`siblings`), a linear and the following norm "
+            "(`residual`). Microseconds of the fused launch, and speedup."
         )
         out += [what, "", *grid(result["fused"], "what", "fused_us", "ratio")]
     if odd:
         out += ["Other shapes.", "", *grid(odd, "format", "fp4_us", "ratio")]
     if result.get("epilogue"):
         out += [
-            "What a bias and an activation add, in percent.",
+            "Overhead of a bias and an activation, in percent.",
             "",
             *grid(result["epilogue"], "activation", "full_us", "added_percent"),
         ]
@@ -436,7 +436,7 @@ def step_table(e2e: dict, copy_tb_s: float) -> list[str]:
     """Where a step goes, and how fast it would be if 4-bit linears took no longer than reading their weights."""
     profiles = {name: e2e[f"{name}_profile"] for name in ("bf16", "fp4")}
     out = [
-        "Where the microseconds of that step go, by a profiler, which makes the gaps between kernels longer.",
+        "Microseconds of that step by kind of kernel. The profiler lengthens the gaps between kernels.",
         "",
         "| weights | linear | attention | the rest | gaps | kernels |",
         "| --- " * 6 + "|",
@@ -449,17 +449,17 @@ def step_table(e2e: dict, copy_tb_s: float) -> list[str]:
     least_ms = e2e["fp4_ms"] - profiles["fp4"]["groups_us"]["linear"] / 1e3 + floor_ms
     read_gb = e2e["fp4_linear_bytes"] / 1e9
     limit = (
-        f"The weights that the fp4 step reads, {read_gb:.2f} GB with the bf16 head, take {floor_ms:.2f} ms at the "
-        f"{copy_tb_s} TB/s of a copy. With linears that fast, and all else as it is, a step would take "
-        f"{least_ms:.2f} ms: {e2e['bf16_ms'] / least_ms:.2f}× of bf16. That is the limit for any kernel of these "
-        f"layers; {e2e['speedup']:.2f}× is measured. Until the GPU has all its work the host takes "
-        f"{e2e['bf16_host_ms']:.2f} ms of a bf16 step and {e2e['fp4_host_ms']:.2f} ms of an fp4 step, most of it in "
-        f"torch.compile's guards and the graph's launch: were these alike, the limit would be "
+        f"Reading the weights of an fp4 step, {read_gb:.2f} GB with the bf16 head, takes {floor_ms:.2f} ms at a copy's "
+        f"{copy_tb_s} TB/s. With linears that fast and all else unchanged, a step would take "
+        f"{least_ms:.2f} ms: {e2e['bf16_ms'] / least_ms:.2f}× bf16. That is the limit for any kernel of these "
+        f"layers; {e2e['speedup']:.2f}× is measured. Launching takes the host "
+        f"{e2e['bf16_host_ms']:.2f} ms of a bf16 step and {e2e['fp4_host_ms']:.2f} ms of an fp4 step, mostly in "
+        f"torch.compile's guards and the graph launch; with equal host times the limit would be "
         f"{e2e['bf16_ms'] / (least_ms - e2e['fp4_host_ms'] + e2e['bf16_host_ms']):.2f}×."
     )
     if "speedup_queued" in e2e:
         limit += (
-            f" With steps queued one behind the other, none waited for, a bf16 step takes "
+            f" With steps queued back to back, without waiting, a bf16 step takes "
             f"{e2e['bf16_queued_ms']:.2f} ms and an fp4 step {e2e['fp4_queued_ms']:.2f} ms: "
             f"{e2e['speedup_queued']:.2f}×."
         )

@@ -237,9 +237,9 @@ def section() -> list[str]:
     result = json.loads(RESULT.read_text())
     text, seen = f"{result['evaluation_bytes']:,}", f"{result['calibration_bytes']:,}"
     what = (
-        f"`weights.calibrate`, on {seen} bytes: scales are searched by the squares of inputs, and codes make up for "
-        f"each other's errors. KL to the dense model in nats a byte, on the first {text} bytes of the held-out text "
-        "and the last, all linear layers in one format. Scales alone are worth little here; codes are what counts."
+        f"`weights.calibrate`, on {seen} bytes: scales are searched with errors weighted by squared inputs, and codes "
+        f"compensate each other's errors. KL to the dense model in nats a byte, on the first and the last {text} bytes "
+        "of the held-out text, all linear layers in one format. Scales alone gain little here; codes matter."
     )
     head = ["| format | " + " | ".join(f"{way}: first, last" for way in WAYS) + " |", "| --- " * (1 + len(WAYS)) + "|"]
     found = {(row["format"], row["way"]): f"{row['first']:.5f}, {row['last']:.5f}" for row in result["formats"]}
@@ -249,7 +249,7 @@ def section() -> list[str]:
 
 def _budgets(result: dict) -> list[str]:
     what = (
-        "Bytes beyond those of all layers in nvfp4 are spent where a byte saves most, pages as they are here; KL on "
+        "Bytes beyond all layers in nvfp4 are spent where a byte reduces KL most, with this model's page sizes; KL on "
         "the first text. Pages in mxint8 take 1.8 times the bytes of nvfp4, exact ones three times."
     )
     head = ["| candidates | " + " | ".join(f"+{more:.0%}" for more in GATES) + " |", "| --- " * (1 + len(GATES)) + "|"]
@@ -262,7 +262,7 @@ def _budgets(result: dict) -> list[str]:
 
 
 def _eight_bits(result: dict) -> list[str]:
-    what = "Kinds of 8 bits that `mxint8` was chosen among, all linear layers in each, not calibrated:"
+    what = "8-bit formats compared when `mxint8` was chosen, all linear layers in each, not calibrated:"
     head = ["| 8 bits | bits a weight | KL: first, last |", "| --- | --- | --- |"]
     rows = [f"| {r['kind']} | {r['bits']} | {r['first']:.5f}, {r['last']:.5f} |" for r in result["eight_bits"]]
     return [what, "", *head, *rows, ""]

@@ -9,27 +9,27 @@ __all__ = ["peers_table"]
 _LLAMA = "a random Llama of 1.1 B weights (22 layers, hidden size 2048), its head in 4 bits too"
 _MOE = "a random Qwen3-MoE of 0.5 B weights, 1 GB in bf16 (6 layers of 64 experts, 4 a token)"
 _WHAT = {
-    "decode": f"One token at a time of {_LLAMA}, greedy, behind a prompt of 16 tokens.",
-    "outside": "What such a token takes outside of 4-bit products, ms: norms, attention, the loop of `generate`.",
-    "prefill": f"A prompt of 512 tokens, {_LLAMA}.",
-    "moe": f"One token at a time of {_MOE}.",
-    "start": "From starting a process to its first token, the same Llama. Files are in the page cache, kernels are "
-    "prebuilt as in a wheel (a checkout's first process builds them: 1.8 s more, twice where it encodes).",
-    "encode": "From bf16 into planes: the Llama, its head dense, in memory (`wrap` and `materialize`), from a "
+    "decode": f"Greedy decoding with {_LLAMA}, after a prompt of 16 tokens.",
+    "outside": "Time of such a token outside 4-bit products, ms: norms, attention, the loop of `generate`.",
+    "prefill": f"A prompt of 512 tokens with {_LLAMA}.",
+    "moe": f"Decoding with {_MOE}.",
+    "start": "From process start to the first token, the same Llama. Files are in the page cache, kernels are "
+    "prebuilt as in a wheel (the first process of a checkout builds them: 1.8 s more, twice that if it encodes).",
+    "encode": "Encoding bf16 weights: the Llama, its head dense, in memory (`wrap` and `materialize`), from a "
     "checkpoint in the page cache (`vbrt.load`), and from that into a save (`vbrt convert`); experts: the Qwen3-MoE. "
-    "Millions of encoded weights a second, from the call to its end, imports and kernels loaded before. What is slower "
-    "than the fastest call waits for memory: the first touch of what the host has to give this virtual machine runs at "
-    "0.4 GB/s, of other memory at 8.",
+    "Millions of encoded weights a second over the whole call, with imports and kernels already loaded. Calls slower "
+    "than the fastest wait for memory: on this virtual machine, first touches of memory that the hypervisor must "
+    "provide run at 0.4 GB/s, others at 8.",
 }
 _MATRIX = (
-    "One product of a matrix [N, K] and a token, ms, by matrices in turn that no cache holds: layers, called from "
-    "Python, and ggml's graphs of products, on weights as GGUF files hold them."
+    "Matrix-vector product of a matrix [N, K] and a token, ms, rotating over more matrices than caches hold: layers, "
+    "called from Python, and ggml's graphs of products, on weights in GGUF layout."
 )
 _HALF = (
-    "A token of the Llama with room for half of its pages in memory, the others on a drive: direct reads pass the page "
-    "cache, buffered ones find the files in it, and copy and check them on the cores that compute. The drive's rate is "
-    "that of reading as many bytes of the same files in the same way, by four threads, with nothing checked, in "
-    "turns of three tokens and one such read; a drive that is shared has bursts, so that this limit is a rough one."
+    "A token of the Llama with memory for half of its pages, the others on a drive: direct reads bypass the page "
+    "cache; buffered reads hit it, and copy and verify pages on the computing cores. The drive's rate was measured by "
+    "reading as many bytes of the same files in the same way, by four threads, without verification, alternating three "
+    "tokens and one such read; the drive is shared and bursty, so this limit is rough."
 )
 _TOKENS = {"decode": 1, "prefill": 512, "moe": 1}
 

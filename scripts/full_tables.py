@@ -7,29 +7,29 @@ __all__ = ["full_cpu_table", "full_tables"]
 
 _PEERS = """\
 A Llama of 1.57 B parameters, AdamW, bf16 autocast, fp32 weights, {tokens:,} tokens a step in sequences of 2048;
-blocks are computed again in the backward pass where nothing else is said. "estimated" is what `vbrt.estimate` says."""
+blocks are recomputed in the backward pass unless the row says otherwise. "estimated" is by `vbrt.estimate`."""
 _LARGE = """\
 The 8B shape, {parameters:.2f} B parameters in bf16 with fp32 masters, AdamW, sequences of 2048, on {limit:.0f}
-GB of GPU memory; {host:.0f} GB of host memory. Link, update and compute were measured by themselves: the bytes
-of a pass at the rate of a copy, the optimizer's step alone, and forward and backward with all weights on the
+GB of GPU memory; {host:.0f} GB of host memory. Link, update and compute were measured separately: the bytes
+of a pass at the rate of a copy, the optimizer step alone, and forward and backward with all weights on the
 GPU."""
 _LARGEST = """\
-The largest: {parameters:.1f} B parameters{moments}, on {limit:.0f} GB of GPU memory, of which {peak:.1f} were in use,
+The largest model: {parameters:.1f} B parameters{moments}, on {limit:.0f} GB of GPU memory, with a peak of {peak:.1f},
 {host:.0f} GB of host memory and {drive:.1f} GB of a drive: {steps} steps{rate}, losses {first:.3f} to {last:.3f}."""
 _BITS = """\
-{parameters:.0f} M parameters, {steps} steps: losses and all weights have {found} as the same model trained
-resident with torch's fused AdamW on the CPU in fp32, under `torch.use_deterministic_algorithms(True)`{again}."""
+{parameters:.0f} M parameters, {steps} steps: losses and all weights have {found} as with the same model trained
+resident by torch's fused AdamW on the CPU in fp32, under `torch.use_deterministic_algorithms(True)`{again}."""
 
 _THREADS = """\
-How many threads update: the first table's model, {tokens:,} tokens a step, at commit {commit}, on 16 cores. {chosen}
-are what a model takes by itself, three quarters of the cores: others launch what the GPU computes. The row of the first
-table was measured before, with {all} threads and updates in the order of the backward pass. A step that begins after
-the backward pass takes {after:.2f} s, forward and backward without any update {without:.2f} s (once)."""
+Number of update threads: the first table's model, {tokens:,} tokens a step, at commit {commit}, on 16 cores. The
+default is {chosen}, three quarters of the cores, which leaves cores for launching GPU work. The row of the first
+table was measured earlier, with {all} threads and updates in backward order. A step that begins after
+the backward pass takes {after:.2f} s, forward and backward without any update {without:.2f} s (one run)."""
 
 _CPU = """\
-{parameters:.1f} M parameters, {rows} rows a step, AdamW, bf16 autocast, on {cpu}, {cores} cores that others use too.
-Of {state:.0f} MB of fp32 weights and moments half is in host memory, half in files. Losses and weights have {found} as
-those of the same model trained resident in the same arithmetic."""
+{parameters:.1f} M parameters, {rows} rows a step, AdamW, bf16 autocast, on {cpu}, {cores} shared cores.
+Of {state:.0f} MB of fp32 weights and moments, half is in host memory, half in files. Losses and weights have {found} as
+those of the same model trained resident with the same arithmetic."""
 
 
 def full_cpu_table(path: Path) -> list[str]:
@@ -105,7 +105,7 @@ def _threads(result: dict) -> list[str]:
     return [
         _flat(_THREADS.format(tokens=found["tokens"], commit=found["commit"], **said)),
         "",
-        "| threads | a step, s | of which layers waited for updates, s | the update by itself, s |",
+        "| threads | step, s | of which layers waited for updates, s | update alone, s |",
         "| --- | --- | --- | --- |",
         *(
             f"| {row['threads']} | {row['step_s']:.2f} | {row['layers_waited_s']:.3f} | {row['update_alone_s']:.2f} |"
@@ -159,7 +159,7 @@ def _largest(result: dict) -> list[str]:
     eight_bit = largest.get("training", {}).get("moments") == "8bit"
     said = _LARGEST.format(
         **sizes,
-        moments=" with moments of 8 bits" * eight_bit,
+        moments=" with 8-bit moments" * eight_bit,
         limit=largest["limit"],
         steps=len(losses),
         rate=rate,
@@ -174,7 +174,7 @@ def _bits(result: dict) -> list[str]:
     if "full" not in bits:
         return []
     found = "the same bits" if bits["equal"] else "other bits"
-    again = ", and so has a second resident one" if bits.get("resident_equals_itself") else ""
+    again = "; two resident runs agree as well" if bits.get("resident_equals_itself") else ""
     said = _BITS.format(parameters=bits["parameters"] / 1e6, steps=bits["steps"], found=found, again=again)
     return [_flat(said), ""]
 

@@ -9,9 +9,9 @@ __all__ = ["curves", "generate_table"]
 
 _LABELS = Labels("generate, 8B shape, batch 1", "bytes of the pages that the GPU may hold, %", "ms a token")
 _WHAT = (
-    "greedy, a prompt of 128 tokens, 128 new ones, as a user types it, in one run. First: the call with one new token, "
-    "once everything is warm. Replay: the recorded step alone, nobody waiting in between; what is missing to ms is "
-    "transformers' loop. Recording: all of it, compilation of kernels included, comparisons with eager steps apart."
+    "greedy, a prompt of 128 tokens, 128 new tokens, plain calls of `generate`, in one run. First: a warm call with "
+    "one new token. Replay: the captured step alone, without synchronization; the rest of the time a token is "
+    "transformers' loop. Recording: the whole capture, with kernel compilation, without comparisons with eager steps."
 )
 _COLUMNS = (("ms", 2), ("replay_ms", 2), ("first_ms", 1), ("record_ms", 0), ("peak_gb", 1))
 _COLD = (("first_ms", 0), ("compiled_first", 0), ("compiled_first_ms", 0), ("compiled_later", 0))
@@ -58,9 +58,10 @@ def _row(row: dict) -> str:
 
 
 _SHARES = (
-    "With a share of the pages' bytes for tiers.gpu, the ring that the others pass through included. The limit is the "
-    "larger of the bytes beyond the share at the link's rate and the resident step; the ring takes the rest of "
-    "the bytes that move. The bound is 1.1 times the larger, and 1 ms; by what moves, or beyond the share. New tokens: "
+    "tiers.gpu.budget is a share of the pages' bytes, including the ring for streamed pages. The limit is the "
+    "larger of the resident step and the bytes beyond the share at the link's rate; as the ring takes part of the "
+    'budget, more bytes move. The bound is 1.1 times the limit plus 1 ms; "by what moves" uses the moved bytes '
+    "instead. New tokens: "
 )
 
 
@@ -68,7 +69,7 @@ def _share_table(shares: list[dict]) -> list[str]:
     lines = [
         f"{_SHARES}{', '.join(sorted({str(row['new']) for row in shares}))}.",
         "",
-        "| held as | share % | ms a token | limit ms | moved bytes over the link, ms | of the bound | by what moves |",
+        "| format | share % | ms a token | limit ms | moved bytes over the link, ms | of the bound | by what moves |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in shares:
@@ -81,7 +82,7 @@ def _share_table(shares: list[dict]) -> list[str]:
 
 def _cold_table(cold: list[dict]) -> list[str]:
     lines = [
-        "A process that has computed nothing, its weights encoded and on the GPU; a call of 12 tokens.",
+        "First call in a new process, with weights already encoded and on the GPU; 12 tokens.",
         "",
         "| process | first token ms | kernels loaded before it | compiling or reading them ms | kernels after it |",
         "| --- | --- | --- | --- | --- |",

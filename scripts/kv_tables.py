@@ -13,9 +13,9 @@ def kv_table(path: Path) -> list[str]:
     named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     what = (
         f"A model of the 8B shape, resident in `nvfp4`, eager kernels, and a context of {result['tokens']:,} tokens, "
-        "of which a third fits into the room of `vbrt.KVCache` on the GPU (random keys and values). The limit of a "
-        f"token is the larger of the step with the cache in GPU memory and of what {result['link_gb_per_s']} GB/s take "
-        "for the bytes that come over the link. Errors are those of keys and values, relative, the exact ones included."
+        "of which a third fits into the GPU memory of `vbrt.KVCache` (random keys and values). The limit of a "
+        "token is the larger of the step with the cache in GPU memory and the bytes over the link at "
+        f"{result['link_gb_per_s']} GB/s. Errors are relative, over all keys and values, unrounded ones included."
     )
     return [
         f"## KV cache in the tiers, {result['layers']} layers, {where['gpu']}",

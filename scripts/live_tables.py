@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 _WHAT = (
-    "`generate` in `fp4` on {model}, while nobody looks, while another process asks twice a second as `vbrt top` does, "
-    "and while `vb.live()` draws; in turns, medians, ms of {clock}; the spread is that of one case. The core is one of "
-    "the watched process, which does nothing else meanwhile (scripts/live_cost.py)."
+    "`generate` in `fp4` on {model}, unwatched, polled twice a second by another process as `vbrt top` does, "
+    'and under `vb.live()`; interleaved, medians, ms of {clock}; the spread is within one case. "of a core" is the '
+    "CPU use of the watched process while idle (scripts/live_cost.py)."
 )
-_GPU = {"model": "the 8B shape", "clock": "the clock"}
-_CPU = {"model": "a small Llama of 32 layers", "clock": "the process's cores, which a busy machine disturbs"}
+_GPU = {"model": "the 8B shape", "clock": "wall-clock time"}
+_CPU = {"model": "a small Llama of 32 layers", "clock": "the process's CPU time, which a busy machine disturbs"}
 
 
 def live_table(path: Path) -> list[str]:
@@ -42,7 +42,7 @@ def _told(figures: dict) -> str:
     if not meanwhile["captured"]:
         return told
     return (
-        f"{told} {meanwhile['samples']:,} samples without a pause beside {meanwhile['captured']} captured steps: "
+        f"{told} {meanwhile['samples']:,} samples without a pause during {meanwhile['captured']} captured steps: "
         f"{meanwhile['recordings']} recordings, {len(meanwhile['errors'])} errors."
     )
 

@@ -220,11 +220,11 @@ def load_table(path: Path) -> list[str]:
         ("pages", load["page_bytes"]),
         ("budget of host memory", load["budget_bytes"]),
         ("largest layer", load["largest_layer_bytes"]),
-        ("held with everything imported", load["imported"]["held"]),
-        ("**held at most while loading**", load["peak"]["held"]),
+        ("held after imports", load["imported"]["held"]),
+        ("**peak held while loading**", load["peak"]["held"]),
         ("budget + largest layer × 3 + 400 MB", load["allowed_bytes"]),
-        ("held at most, with the first token", load["peak_with_a_token"]["held"]),
-        ("mapped from files at most, apart", load["peak"]["mapped"]),
+        ("peak held, with the first token", load["peak_with_a_token"]["held"]),
+        ("peak mapped from files, not included", load["peak"]["mapped"]),
     )
     versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     what = f"A Llama with random bf16 weights, into `{result['format']}` with an ssd tier, {result['threads']} threads."
@@ -235,13 +235,13 @@ def load_table(path: Path) -> list[str]:
     return [
         "## loading a checkpoint through `from_pretrained`",
         "",
-        f"{what} Held: resident memory without what is mapped from files; tiers are in it.",
+        f"{what} Held: resident memory without mapped files, tiers included.",
         "",
         "| what | MB |",
         "| --- | --- |",
         *(f"| {what} | {nbytes / 1e6:,.0f} |" for what, nbytes in rows),
         "",
-        f"{seconds} from memory, weight by weight in turns: {ratios}.",
+        f"{seconds} from memory, measured alternately, weight by weight: {ratios}.",
         "",
         f"{where['cpu']}, {where['cores']} cores, {versions}, Python {where['python']}, commit {where['commit']}.",
         "",

@@ -14,10 +14,10 @@ def load_section(path: Path) -> list[str]:
     versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     layers = " and ".join(map(str, found["layers"]))
     what = (
-        f"Layers of the 8B shape ({layers}; {found['size']}), bf16 into `fp4` and NVFP4 of ModelOpt as it is; in a "
-        "process whose imports are done. Seconds. The drive is read with O_DIRECT, all of the files: at the beginning, "
-        "and again just before they are loaded; both are of one virtual drive whose speed changes. Then the larger of "
-        "that and of the encoder counts."
+        f"Layers of the 8B shape ({layers}; {found['size']}), bf16 encoded to `fp4`, and ModelOpt's NVFP4 copied; "
+        'after imports. Seconds. "drive" reads all files with O_DIRECT, at the beginning '
+        'and again just before loading, as this virtual drive\'s speed varies. "of the larger" compares with the '
+        "larger of the latter read and the encoder."
     )
     return [
         f"## from a drive to a first token, {where['gpu'] or 'CPU'}",
@@ -52,8 +52,8 @@ def _row(found: dict[str, Any], kind: str) -> str:
 def _beside(found: dict[str, Any]) -> list[str]:
     """Return what was measured beside: files in the page cache, fresh host memory, conversion."""
     what = {
-        "cached": ("loaded from the page cache: the loader's own time", "loaded_seconds"),
-        "heap": ("loaded from the drive, by way of fresh host memory", "loaded_seconds"),
+        "cached": ("loaded from the page cache: the loader alone", "loaded_seconds"),
+        "heap": ("loaded from the drive, through fresh host memory", "loaded_seconds"),
         "convert": ("`vbrt convert` from the drive onto it", "seconds"),
     }
     rows = [

@@ -209,18 +209,18 @@ def section() -> list[str]:
     curves, bits = curves_of(result), result["bits"]
     sums = result["calibration"]
     what = (
-        "`vbrt.choose_precision` spends bytes so that the sum of KLs is least, on layers in `mxint8` or `exact` "
-        f"instead of nvfp4, each measured alone on {result['calibration_bytes']:,} bytes of text; the KL of the "
-        f"whole to the dense model is measured on {result['evaluation_bytes']:,} others, in nats a byte: "
+        "`vbrt.choose_precision` moves layers from nvfp4 to `mxint8` or `exact` to minimize the sum of KLs within a "
+        f"budget, each layer measured alone on {result['calibration_bytes']:,} bytes of text. The KL of the "
+        f"whole model to the dense one is measured on {result['evaluation_bytes']:,} other bytes, in nats a byte: "
         f"{result['all_in_4_bits']:.5f} with all layers in nvfp4, {result['all_in_8_bits']:.5f} with all in mxint8. On "
-        f"the first text the single KLs of nvfp4 sum to {sums['sum_of_layers']:.5f}, and all layers together have "
+        f"the first text the KLs of single nvfp4 layers sum to {sums['sum_of_layers']:.5f}; all layers together have "
         f"{sums['together']:.5f}."
     )
     how = (
-        "Budgets are the bytes of nvfp4 and a part more. Other orders put layers into mxint8 one by one, and then make "
-        "them exact. Random is the mean of three orders; both texts are held out from training. Where the diagonal "
-        "Hessian would choose otherwise, the whole is measured both ways on the first text, and the better is taken: "
-        "its choice at +15%."
+        "Budgets are the bytes of nvfp4 plus a percentage. The other orders move layers to mxint8 one by one, then to "
+        "exact. Random is the mean of three orders; both texts are held out from training. If the diagonal "
+        "Hessian chooses differently, both choices are measured on the first text, and the better one is used: "
+        "the Hessian's at +15%."
     )
     head = ["| more | bits a weight | " + " | ".join(curves) + " |", "| --- " * (2 + len(curves)) + "|"]
     table = [

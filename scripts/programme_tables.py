@@ -51,8 +51,8 @@ def _draw(of: dict, path: Path) -> None:
 
 def _decode(of: dict, drawing: str) -> list[str]:
     what = (
-        "One token of a Llama-3-8B shape in `fp4` (random weights, static KV cache, head kept), with a share of the "
-        f"pages' bytes for tiers.gpu, the ring included. Link: {of['link_gb_s']:.1f} GB/s in this run; all resident: "
+        "One token of a Llama-3-8B shape in `fp4` (random weights, static KV cache, head kept), budget: a share of the "
+        f"pages' bytes for tiers.gpu, ring included. Link: {of['link_gb_s']:.1f} GB/s in this run; all resident: "
         f"{of['resident_ms']:.2f} ms as a graph, {of['resident_eager_ms']:.1f} eager. The limit is the larger of the "
         "copied bytes over the link and the resident step."
     )
@@ -98,10 +98,10 @@ def _lora(of: dict) -> list[str]:
 
 def _dense(of: dict) -> list[str]:
     what = (
-        f"`dense`, all resident, one token, eager, taking turns with the unwrapped model: {of['wrapped_ms']:.2f} ms "
+        f"`dense`, all resident, one token, eager, interleaved with the unwrapped model: {of['wrapped_ms']:.2f} ms "
         f"against {of['unwrapped_ms']:.2f} ({of['ratio']:.3f}×). Without the hook that marks passes: "
-        f"{of['unhooked_ms']:.2f}; with nothing but the product on each page: {of['bare_ms']:.2f}. The host varies by "
-        "more than what is between these."
+        f"{of['unhooked_ms']:.2f}; with only the product on each page: {of['bare_ms']:.2f}. The host's variation is "
+        "larger than these differences."
     )
     return [what]
 
@@ -111,9 +111,9 @@ def _lease(of: dict) -> list[str]:
     best = {name: min(us for key, us in of.items() if key.startswith(name)) for name in _LEASES}
     torch, direct, torch_calls, direct_calls = best.values()
     what = (
-        "The host's part of a lease by a programme, eager, half of the pages: "
-        f"{direct:.1f} µs with the CUDA runtime's own calls, {torch:.1f} with torch's, of which the clock is "
-        f"{of['measuring_us']:.1f}. The five calls of a page that passes through take {direct_calls:.1f} µs, by torch "
+        "Host time of a lease replayed by a programme, eager, half of the pages resident: "
+        f"{direct:.1f} µs with direct CUDA runtime calls, {torch:.1f} with torch's, of which {of['measuring_us']:.1f} "
+        f"are the measurement. The five calls of a streamed page take {direct_calls:.1f} µs, through torch "
         f"{torch_calls:.1f}; the rest is Python."
     )
     return [what]

@@ -14,18 +14,18 @@ def routing_table(path: Path) -> list[str]:
     """Reuse and hit rates of recorded routing, from `scripts/routing.py`."""
     result = json.loads(path.read_text())
     what = (
-        f"Which experts {result['tokens']:,} bytes of held-out text go to in the language model of docs/accuracy.md: "
+        f"Routing of {result['tokens']:,} bytes of held-out text in the byte-level model of docs/accuracy.md: "
         f"{result['layers']} layers, {result['top_k']} of {result['experts']} experts for each byte, decoded one by "
-        "one; the same of a twin that was trained without load balancing; and made-up routing of the same layers. A "
-        "byte is less than a token: larger models are said to reuse more (45 % at the next token, 80 % within eight "
-        "for Qwen3-30B-A3B)."
+        "one; in the same model trained without load balancing; and generated routing for the same layers. "
+        "Published reuse of token-level models is higher (45 % at the next token, 80 % within eight for "
+        "Qwen3-30B-A3B)."
     )
     reuse = (
-        f"Reuse: the share of selections that the next byte makes too, or one of the next {result['within']}; the "
-        "share that the busiest tenth of a layer's experts has; experts with any. From the first layer to the last."
+        f"Reuse: the share of selections repeated by the next byte, or by one of the next {result['within']}; the "
+        "share of the busiest tenth of a layer's experts; experts selected at all. From the first layer to the last."
     )
     hits = (
-        "Hit rates by `vbrt.simulate`, of leases of one byte in one layer, in room for a share of all pages, shared by "
+        "Hit rates by `vbrt.simulate`, per layer and byte, with memory for a share of all pages, common to "
         "all layers (LRU; scope model) or divided among them (scope layer)."
     )
     return ["## routing", "", what, "", reuse, "", *_reuse_rows(result), "", hits, "", *_hit_rows(result), ""]

@@ -25,11 +25,11 @@ def _plain(rows: list[dict]) -> list[str]:
     if plain is None:
         return []
     equal = [row for row in rows if str(row.get("what", "")).startswith("tokens equal")]
-    tokens = f"{sum(row['same'] for row in equal)} of {len(equal)} runs with drafts gave the tokens of plain decoding."
+    tokens = f"{sum(row['same'] for row in equal)} of {len(equal)} runs with drafts gave the same tokens."
     what = (
         "A random model of the 8B shape, prompt of 128 tokens: coarse planes on the GPU, fine ones streamed from host "
         f"memory. Without drafts: {plain:.1f} ms a token, {1000 / plain:.1f} tokens/s. "
-        f"{tokens} With drafts that are right with a forced probability:"
+        f"{tokens} With drafts whose acceptance rate is forced:"
     )
     return [what, ""]
 

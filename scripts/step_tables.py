@@ -15,9 +15,8 @@ def joined_table(path: Path) -> list[str]:
     where, rows = result["machine"], result["rows"]
     what = (
         "Decode steps with random weights and transformers' static cache of 1,024 places, a CUDA graph each: as the "
-        "model computes them, and joined by `vbrt.generation.fusion.fuse_step`. The error is that of the logits "
-        "beside the eager step's, over their norm; seconds are those of recording, joining and checking once kernels "
-        "are compiled."
+        'model computes them, and fused ("joined") by `vbrt.generation.fusion.fuse_step`. Errors are relative errors '
+        "of the logits against the eager step; seconds: capturing, fusing and checking, after kernels compiled."
     )
     out = [
         f"## joined steps, {where['gpu']}",
@@ -39,7 +38,7 @@ def joined_table(path: Path) -> list[str]:
         if "top" in row and "joined" in row["case"]:
             out += [f"{row['case']}:", "", "| kernel | launches a step | µs a step |", "| --- " * 3 + "|"]
             out += [f"| {name} | {count} | {us:.0f} |" for name, count, us in row["top"]]
-            out += ["", "Kernels that wait for the one before them are counted from their early start.", ""]
+            out += ["", "Kernels that start before the previous one ends are counted from their early start.", ""]
     named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     return [*out, f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
 

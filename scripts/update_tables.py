@@ -10,11 +10,11 @@ def update_table(path: Path) -> list[str]:
     where, by_threads = found["machine"], found["threads"]
     versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     names = list(next(iter(by_threads.values())))
-    equal = "The bits of all rules are torch's there." if all(found["same bits as torch"].values()) else ""
+    equal = "All rules are bit-identical to torch's there." if all(found["same bits as torch"].values()) else ""
     what = (
         f"The update of {found['parameters'] / 1e6:.0f} M parameters in host memory: billions of parameters a second, "
-        "and in brackets GB/s of what has to be read and written. Halves are bf16 and 16 bits; torch's AdamW has fp32 "
-        f"parameters and gradients; `memory` is a sum of two arrays in place. {equal}"
+        "and in brackets GB/s of required reads and writes. Halves are bf16 and 16 bits; torch's AdamW has fp32 "
+        f"parameters and gradients; `memory` is an in-place sum of two arrays. {equal}"
     )
     return [
         f"## updates, host of {where['gpu'] or 'a CPU'}",

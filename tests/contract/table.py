@@ -19,9 +19,9 @@ every kind of layer ({kinds}), in every format
 (materialized), resident and streamed from files, with the installed kernels and with the reference, and in
 mode = "train".
 
-- **same**: the result of the plain layer with the same weights: values, gradients, dtypes, shapes and errors, including
-  those of the next call. Bit-identical for `dense` and `exact`; 4-bit kernels may sum in another order. With **same up to
-  rounding**, any format may.
+- **same**: the result of the plain layer with the same weights: values, gradients, dtypes, shapes and errors, those of
+  the next call included. Bit-identical for `dense` and `exact`; 4-bit kernels may sum in another order.
+  With **same up to rounding**, any format may.
 - **differs**: on purpose, as [What a wrapper is](wrapping.md) says in the quoted words.
 - **refused**: an exception of `vbrt.errors` names the layer, what came, and what to do instead; the model is unchanged.
   `RuntimeError` and `ValueError` come from torch itself.
