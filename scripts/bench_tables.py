@@ -283,7 +283,7 @@ def missed_table(path: Path) -> list[str]:
         "host decides which experts to fetch."
     )
     out = [
-        f"## missed experts: fetched, computed where they lie, or both, {where['gpu']}: {result['shape']}",
+        f"## missed experts: fetched, computed on the CPU, or both, {where['gpu']}: {result['shape']}",
         "",
         what,
         "",

@@ -38,7 +38,7 @@ def peers_table(path: Path) -> list[str]:
     """Return the lines of all parts that were measured."""
     result = json.loads(path.read_text())
     where, parts = result["machine"], result["parts"]
-    out = [f"## beside llama.cpp, {where['cpu']}, {where['cores']} cores", ""]
+    out = [f"## against llama.cpp, {where['cpu']}, {where['cores']} cores", ""]
     for name in _WHAT:
         if name in parts:
             out += [_WHAT[name], "", *_PARTS.get(name, _speeds)(parts[name]["rows"], _TOKENS.get(name, 1)), ""]

@@ -21,7 +21,7 @@ def live_table(path: Path) -> list[str]:
     head = " | ".join(f"{name}: ms a token | more | spread" for name in parts)
     versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     return [
-        f"## what watching costs, {where['gpu'] or 'CPU'}",
+        f"## overhead of watching, {where['gpu'] or 'CPU'}",
         "",
         _WHAT.format(**(_GPU if where["gpu"] else _CPU)),
         "",

@@ -19,7 +19,7 @@ def joined_table(path: Path) -> list[str]:
         "of the logits against the eager step; seconds: capturing, fusing and checking, after kernels compiled."
     )
     out = [
-        f"## joined steps, {where['gpu']}",
+        f"## fused decode steps, {where['gpu']}",
         "",
         what,
         "",
