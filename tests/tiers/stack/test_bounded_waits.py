@@ -140,11 +140,9 @@ def test_the_copy_of_a_thread_that_died_is_given_up_and_the_next_lease_reads_the
     stack, policy, _ = scripted(tmp_path, 2, {"a": 1, "b": 1})
 
     def die() -> None:
-        with stack.guard.entered:
-            stack.ledger.begin()
+        with stack.guard.entered, stack.ledger.deciding:
             slot = stack.decider.place(stack.levels[0], stack.pages["a"], policy.access("a", UNIT))
             slot.state, slot.loader = State.LOADING, threading.get_ident()
-            stack.guard.deciding = False
 
     with pytest.raises(TierError, match="a: the thread that copied it has died or left it"):
         when_a_thread_is_gone(die, lambda: use(stack, "a"))
@@ -161,7 +159,7 @@ def test_room_that_this_threads_own_copy_was_interrupted_with_comes_back(tmp_pat
 
     def leave() -> None:
         with stack.guard.entered:
-            stack.ledger.begin()
+            stack.ledger.torn = True
             slot = stack.decider.place(stack.levels[0], stack.pages["a"], policy.access("a", UNIT))
             slot.state, slot.loader = State.LOADING, threading.get_ident()
             assert stack.mover._try_reserve(slot)

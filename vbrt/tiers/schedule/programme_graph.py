@@ -114,7 +114,7 @@ class RecordedRun:
         Raises:
             TierError: this thread has leased a page whose slot the graph needs; if another has, it is waited for.
         """
-        guard, begun, waiting = self._stack.guard, False, None
+        guard, ledger, begun, waiting = self._stack.guard, self._stack.ledger, False, None
         self._level.check()
         while True:
             with guard.entered:
@@ -122,16 +122,15 @@ class RecordedRun:
                     begun = True
                     self._begin_pass(phase)
                 if self._has_ring():
-                    guard.deciding = True
-                    self._run.ring.link.replay(graph)
-                    self._run.count_pass()
-                    guard.deciding = False
+                    with ledger.writing:
+                        self._run.ring.link.replay(graph)
+                        self._run.count_pass()
                     return True
                 if self.ended:
                     return False
                 bell = guard.listen()
             waiting = waiting or Waiting(
-                self._stack.ledger, f"phase {phase}", "the slots that its CUDA graph knows", level=self._level
+                ledger, f"phase {phase}", "the slots that its CUDA graph knows", level=self._level
             )
             waiting.look(bell)
 
@@ -141,10 +140,9 @@ class RecordedRun:
         if begun and (run.expected or self._has_its_room()):
             return
         stack.decider.catch_up()
-        ledger.begin()  # ends the run
-        if not begun:
-            stack.decider.begin_pass_alone(phase)
-        stack.guard.deciding = False
+        with ledger.deciding:  # ends the run
+            if not begun:
+                stack.decider.begin_pass_alone(phase)
 
     def _has_ring(self) -> bool:
         """True if the run has its ring, taken back now if need be; False if others use it, or the recording ended.
@@ -152,12 +150,10 @@ class RecordedRun:
         Raises:
             TierError: this thread uses it.
         """
-        run, level, ledger, guard = self._run, self._level, self._stack.ledger, self._stack.guard
-        if self.ended or ledger.running is run:
+        run, level, ledger = self._run, self._level, self._stack.ledger
+        if self.ended or (ledger.running is run and not ledger.torn):
             return not self.ended
-        if ledger.running is not None:
-            ledger.begin()
-            guard.deciding = False
+        ledger.end_run()
         ring = [ref() for ref in self._ring]
         self.ended = self._why_not(ring)
         own, passing = {id(buffer) for buffer in ring}, run.foresight.residents().keys
@@ -168,10 +164,9 @@ class RecordedRun:
                 raise TierError(f"{busy[0].page.key}: a CUDA graph needs its slot, and this thread has leased it")
         if self.ended or busy:
             return False
-        guard.deciding = True
-        ledger.running = run
-        run.resume(ring, holding)
-        guard.deciding = False
+        with ledger.deciding:
+            ledger.running = run
+            run.resume(ring, holding)
         return True
 
     def _why_not(self, ring: "list[Buffer | None]") -> str:

@@ -171,12 +171,10 @@ class ProgrammeRun:
             if page is not None and not self.captured:  # most leases
                 page.hits += 1
             else:
-                guard.deciding = True
                 for slot in step.waits:
                     self.ring.link.wait(slot)
                 if not self.captured:
                     self._count(step)
-                guard.deciding = False
             self.thread, self._borrower = threading.get_ident(), None
             lease.run, self.out = self, lease  # no call from here on
         return tensors
@@ -188,18 +186,17 @@ class ProgrammeRun:
         if lock._is_owned():
             lock = guard.entered
         with lock:
-            if self.out is not lease or guard.deciding:
+            if self.out is not lease or self._ledger.torn:
                 return False
             loads = self.steps[self.at].loads
+            self.out = lease.run = None  # whatever comes: copies may take its place now
             if loads:
-                guard.deciding = True
-                self.out = lease.run = None  # whatever comes: copies may take its place now
-                self.ring.start(loads, counted=not self.captured)
-                self.at += 1
-                guard.deciding = False
-            else:
-                self.out = lease.run = None
-                self.at += 1
+                try:
+                    self.ring.start(loads, counted=not self.captured)
+                except BaseException:  # a `with ledger.writing` costs as much as a twentieth of the lease
+                    self._ledger.torn = True
+                    raise
+            self.at += 1
             if guard.bells:
                 guard.ring()
         return True
@@ -227,7 +224,7 @@ class ProgrammeRun:
         return (
             ledger.running is not self
             or self.out is not None
-            or guard.deciding
+            or ledger.torn
             or guard.recorder is not None
             or len(ledger.retired) + len(ledger.lost) > 0
             or guard.closed
@@ -254,21 +251,20 @@ class ProgrammeRun:
             if self.steps[self.at] is not None:
                 return False
             following = (self._segment + 1) % len(self.programme.segments)
-        self._guard.deciding = True
-        if finished and not self.expected:
-            self._tell_policy()
-        elif finished:
-            self.foresight.skip_pass(self.programme.segments[self._segment].after)
-        if finished:
-            self.passed(self._segment)
-        self._passes.begin(phase, backward=backward)
-        for level in self._ledger.copying:
-            level.policy.begin_pass(phase)
-        self._segment, self.at = following, _start_of(self.programme, following)
-        self.expected = self.foresight.state() == self.programme.segments[following].state
-        if finished and following == 0:
-            self.ring.start(self.ring.copies(self.programme.head))
-        self._guard.deciding = False
+        with self._ledger.writing:
+            if finished and not self.expected:
+                self._tell_policy()
+            elif finished:
+                self.foresight.skip_pass(self.programme.segments[self._segment].after)
+            if finished:
+                self.passed(self._segment)
+            self._passes.begin(phase, backward=backward)
+            for level in self._ledger.copying:
+                level.policy.begin_pass(phase)
+            self._segment, self.at = following, _start_of(self.programme, following)
+            self.expected = self.foresight.state() == self.programme.segments[following].state
+            if finished and following == 0:
+                self.ring.start(self.ring.copies(self.programme.head))
         return True
 
     def _first_of_backward(self) -> Bound | None:

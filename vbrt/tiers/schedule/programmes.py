@@ -182,7 +182,7 @@ class Programmes:
         self._wait = self._failures = 0
 
     def end(self) -> None:
-        """End the run: the policy decides again. To be called with `guard.deciding` set."""
+        """End the run: the policy decides again. Call it within `ledger.deciding`."""
         ledger, run = self._ledger, self._ledger.running
         self._leases.clear()
         self._leases.extend(run.done())

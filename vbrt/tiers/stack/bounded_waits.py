@@ -96,11 +96,9 @@ class Waiting:
                     continue
                 mine = slot.loader == self._me and slot.room is not None and self._level is not None
                 if mine or slot.loader not in living:
-                    ledger.begin()
-                    slot.level.cancel(
-                        slot, TierError(f"{slot.page.key}: the thread that copied it has died or left it")
-                    )
-                    self._guard.deciding = False
+                    error = TierError(f"{slot.page.key}: the thread that copied it has died or left it")
+                    with ledger.deciding:
+                        slot.level.cancel(slot, error)
 
     # -- errors -------------------------------------------------------------------------------------------------------
 

@@ -49,13 +49,12 @@ class Decider:
             if running is not None and running.begin_pass(phase, backward):
                 return
             self.catch_up()
-            self._ledger.begin()
-            self.begin_pass_alone(phase, backward, may_run=True)
-            self._guard.deciding = False
+            with self._ledger.deciding:
+                self.begin_pass_alone(phase, backward, may_run=True)
 
     def begin_pass_alone(self, phase: str, backward: str = "", *, may_run: bool = False) -> None:
-        """Tell every policy that a pass begins; call it under the lock, with `guard.deciding` set. `may_run`: whether a
-        programme may begin with it."""
+        """Tell every policy that a pass begins; call it within `ledger.deciding`. `may_run`: whether a programme may
+        begin with it."""
         before = self._passes.phase
         self._passes.begin(phase, backward=backward)
         if self._guard.recorder is not None:
@@ -72,21 +71,20 @@ class Decider:
     def catch_up(self) -> None:
         """Release lost leases and retire the pages that have no owner any more. Call it under the lock."""
         ledger, lost, retired = self._ledger, self._ledger.lost, self._ledger.retired
-        ledger.begin()
-        while lost:
-            self._release(lost[0])
-            lost.popleft()
-        while retired:
-            for key in retired[0].keys:
-                page = self._pages.get(key)
-                if page is not None:
-                    page.owners.discard(retired[0])
-                    if page.put is retired[0]:
-                        ledger.release_put(page)
-                    if not page.owners:
-                        self.retire_page(page)
-            retired.popleft()
-        self._guard.deciding = False
+        with ledger.deciding:
+            while lost:
+                self._release(lost[0])
+                lost.popleft()
+            while retired:
+                for key in retired[0].keys:
+                    page = self._pages.get(key)
+                    if page is not None:
+                        page.owners.discard(retired[0])
+                        if page.put is retired[0]:
+                            ledger.release_put(page)
+                        if not page.owners:
+                            self.retire_page(page)
+                retired.popleft()
 
     def retire_page(self, page: Page) -> None:
         """Take a page out of every tier. Call it under the lock."""
@@ -122,25 +120,21 @@ class Decider:
                 if ledger.retired or ledger.lost:
                     self.catch_up()
                 pages = [self._page(key) for key in lease.keys]
-                if guard.deciding or ledger.running is not None:
-                    ledger.begin()
-                    guard.deciding = False
-                due = any(page.due for page in pages)
-                if due:  # until they have been rewritten
-                    bell = guard.listen()
-                elif self._has_room(pages) or (self._evict_whole_slots(pages) and self._has_room(pages)):
-                    guard.deciding = True
-                    if self._passes.backward and in_backward():
-                        self.begin_pass_alone(self._passes.backward)
-                    self._programmes.note(lease.keys)
-                    self._admit(lease, pages)
-                    if len(self._levels) > 1:
-                        self._look_ahead(self._ledger.copying)
-                    guard.deciding = False
+                with ledger.deciding:
+                    due = any(page.due for page in pages)  # until they have been rewritten
+                    fit = not due and (self._has_room(pages) or self._has_room_in_exact_slots(pages))
+                    if fit:
+                        if self._passes.backward and in_backward():
+                            self.begin_pass_alone(self._passes.backward)
+                        self._programmes.note(lease.keys)
+                        self._admit(lease, pages)
+                        if len(self._levels) > 1:
+                            self._look_ahead(ledger.copying)
+                if fit:
                     return
-                else:
+                if not due:
                     self._check_that_waiting_helps(pages)
-                    bell = guard.listen()
+                bell = guard.listen()
             waiting = self._await_change(waiting, bell, pages, due=due)
 
     def _await_change(self, before: Waiting | None, bell: LockType, pages: Sequence[Page], *, due: bool) -> Waiting:
@@ -164,17 +158,16 @@ class Decider:
         """
         with self._guard.entered:
             self.catch_up()
-            self._ledger.begin()
-            pages, listening = [page for page in map(self._pages.get, keys) if page is not None], []
-            for level in self._ledger.copying:
-                pages = [page for page in pages if page.home > level.index]
-                announce = getattr(level.policy, "announce", None)
-                if announce is not None:
-                    announce({page.key: page.nbytes + level.overhead_bytes for page in pages})
-                    listening.append(level)
-                pages = [page for page in pages if page.key not in level.slots]
-            self._look_ahead(listening)
-            self._guard.deciding = False
+            with self._ledger.deciding:
+                pages, listening = [page for page in map(self._pages.get, keys) if page is not None], []
+                for level in self._ledger.copying:
+                    pages = [page for page in pages if page.home > level.index]
+                    announce = getattr(level.policy, "announce", None)
+                    if announce is not None:
+                        announce({page.key: page.nbytes + level.overhead_bytes for page in pages})
+                        listening.append(level)
+                    pages = [page for page in pages if page.key not in level.slots]
+                self._look_ahead(listening)
 
     def release(self, lease: Lease) -> None:
         """End a lease. Idempotent."""
@@ -182,12 +175,8 @@ class Decider:
         lock = guard.lock
         if lock._is_owned():
             lock = guard.entered
-        with lock:
-            if guard.deciding:
-                self._ledger.recover()
-            guard.deciding = True
+        with lock, self._ledger.writing:
             self._release(lease)
-            guard.deciding = False
 
     def _release(self, lease: Lease) -> None:
         for slot in lease.slots:
@@ -222,18 +211,17 @@ class Decider:
             needed += sum(top.slots[key].charge for key in top.leased)
         return needed <= top.policy.capacity_bytes
 
-    def _evict_whole_slots(self, pages: Sequence[Page]) -> bool:
-        """Evict unused copies that take whole slots of a ring: they come again in their own sizes. True if any did."""
+    def _has_room_in_exact_slots(self, pages: Sequence[Page]) -> bool:
+        """Evict unused copies that take whole slots of a ring: they come again in their own sizes. True if all fit
+        then."""
         top, evicted = self._top, False
-        self._guard.deciding = True
         for page in pages:
             slot = top.slots.get(page.key)
             if slot is not None and slot.charge > page.nbytes and not slot.holders:
                 top.policy.remove(page.key)
                 top.evict(page.key)
                 evicted = True
-        self._guard.deciding = False
-        return evicted
+        return evicted and self._has_room(pages)
 
     def blocked(self, page: Page, above: int = 0) -> Level | None:
         """Return the tier between the page's home and level `above` that has no room for it, if there is one."""
@@ -306,8 +294,8 @@ class Decider:
         return self.place(level, page, decision), decision
 
     def place(self, level: Level, page: Page, decision: Decision) -> Slot:
-        """Act on a decision: evict, then find or make the slot, and its source in a level below. Call it under the
-        lock, with `guard.deciding` set."""
+        """Act on a decision: evict, then find or make the slot, and its source in a level below. Call it within
+        `ledger.deciding`."""
         for key in decision.evict:
             level.evict(key)
         slot = level.slots.get(page.key)

@@ -80,15 +80,14 @@ class LowerLease:
             ledger.check_open(self.keys[0])
             if ledger.retired or ledger.lost:
                 stack.decider.catch_up()
-            ledger.begin()
-            for key in self.keys:
-                page = stack.pages.get(key)
-                level = None if page is None else host_level(stack, page)
-                if level is not None:
-                    self._hold(level, page)
-            if not self._looks:
-                self._count()
-            stack.guard.deciding = False
+            with ledger.deciding:
+                for key in self.keys:
+                    page = stack.pages.get(key)
+                    level = None if page is None else host_level(stack, page)
+                    if level is not None:
+                        self._hold(level, page)
+                if not self._looks:
+                    self._count()
         return [slot.page.key for slot in self.slots]
 
     def _count(self) -> None:

@@ -23,6 +23,44 @@ if TYPE_CHECKING:
 __all__ = ["Ledger"]
 
 
+class Writing:
+    """Block in which the books of one ledger are written; under the lock, in no other such block.
+
+        with guard.lock, ledger.writing:
+            ...
+
+    The books are torn inside of it, and stay torn if it is left early: then the next block resets them first.
+    """
+
+    __slots__ = ("_ledger",)
+
+    def __init__(self, ledger: "Ledger") -> None:
+        self._ledger = ledger
+
+    def __enter__(self) -> None:
+        ledger = self._ledger
+        if ledger.torn:
+            ledger.recover()
+        ledger.torn = True
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        self._ledger.torn = kind is not None
+
+
+class Deciding(Writing):
+    """`Writing`, for decisions about pages: the policies decide, so a programme's run ends first."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        ledger = self._ledger
+        if ledger.torn:
+            ledger.recover()
+        ledger.torn = True
+        if ledger.running is not None:
+            ledger.programmes.end()
+
+
 class Ledger:
     """The books of a stack, written under its guard.
 
@@ -37,6 +75,8 @@ class Ledger:
         lost: leases that were collected before they were released.
         rewrites: True if pages are rewritten where they live: leases are decided one by one, and pages stay at home.
         captured: True once a CUDA graph knows where pages lie.
+        writing, deciding: see `Writing` and `Deciding`.
+        torn: True while the books are written, and after a block that was left early.
         running: the programme at work, or None; see `programme_run`.
         programmes: begins and ends its run; a stack sets it.
         catch_up: `Decider.catch_up`; a stack sets it.
@@ -55,7 +95,8 @@ class Ledger:
         self._census = Census(self.pages, 0)
         self.retired: deque[Claim] = deque()
         self.lost: deque[Lease] = deque()
-        self.captured = self.rewrites = False
+        self.captured = self.rewrites = self.torn = False
+        self.writing, self.deciding = Writing(self), Deciding(self)
         self.running: ProgrammeRun | None = None
         self.programmes: Programmes | None = None
         self.catch_up: Callable[[], None] | None = None
@@ -66,30 +107,25 @@ class Ledger:
         """Where leased pages live and kernels compute."""
         return self.levels[0].tier.device
 
-    def begin(self) -> None:
-        """Begin decisions, under the lock; whoever has made all of them clears `guard.deciding`."""
-        if self.guard.deciding:
-            self.recover()
-        self.guard.deciding = True
-        if self.running is not None:
-            self.programmes.end()
+    def end_run(self) -> None:
+        """End a programme's run, if one is at work; under the lock."""
+        with self.deciding:
+            pass
 
     def recover(self) -> None:
-        """After an interrupted decision: reset the policies, and evict every copy as soon as it is not in use."""
+        """Reset torn books: the policies begin again, and every copy is evicted as soon as it is not in use."""
         if self.running is not None:
             self.programmes.drop()
         for level in self.levels:
             level.evict_copies()
-        self.guard.deciding = False
+        self.torn = False
         self.guard.ring()
 
     def replace_policy(self, level: Level, policy: Policy) -> None:
         """Have another policy decide on a tier's copies; those that are there are evicted, once nobody uses them."""
-        with self.guard.entered:
-            self.begin()
+        with self.guard.entered, self.deciding:
             level.policy = policy
             level.evict_copies()
-            self.guard.deciding = False
             self.guard.ring()
 
     def attach(self, tier: Level | Tier) -> None:
@@ -147,6 +183,7 @@ class Ledger:
     def after_fork(self) -> None:
         """Keep, in a forked child, what is there: pages in memory and files, without threads and what they moved."""
         self.guard.reset()
+        self.torn = False
         self.running, self.encoding = None, threading.RLock()
         for level in self.levels:
             level.after_fork()

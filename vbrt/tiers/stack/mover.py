@@ -127,20 +127,16 @@ class Mover:
             self._begin_reading(slot)
             self._copy(slot)
         except BaseException as error:
-            with guard.entered:
-                ledger.begin()
+            with guard.entered, ledger.deciding:
                 slot.page.readers.discard(slot)
                 level.cancel(slot, error)
-                guard.deciding = False
             raise
-        with guard.entered:
-            ledger.begin()
+        with guard.entered, ledger.deciding:
             level.release_source(slot)
             slot.state = State.READY
             slot.page.readers.discard(slot)
             if slot.doomed:
                 level.free(slot)
-            guard.deciding = False
             guard.ring()
 
     def _begin_reading(self, slot: Slot) -> None:
@@ -190,9 +186,8 @@ class Mover:
                 if slot.doomed and not slot.holders:
                     raise TierError(f"{slot.page.key}: no longer wanted")
                 if not self._try_reserve(slot) and slot.doomed:
-                    self._ledger.begin()
-                    slot.level.make_way(partial(self._try_reserve, slot))
-                    self._guard.deciding = False
+                    with self._ledger.deciding:
+                        slot.level.make_way(partial(self._try_reserve, slot))
                 if slot.room is not None:
                     break
                 bell = self._guard.listen()

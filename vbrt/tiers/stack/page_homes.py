@@ -78,11 +78,10 @@ class Homes:
             self._mover.fill(slot, write)
             with self._guard.entered:
                 ledger.check_open(page.key)
-                ledger.begin()
-                slot.level.recount(slot)
-                self._declare(page, home, slot)
-                self._evict_old_home(page)
-                self._guard.deciding = False
+                with ledger.deciding:
+                    slot.level.recount(slot)
+                    self._declare(page, home, slot)
+                    self._evict_old_home(page)
         finally:
             self._finish()
 
@@ -90,17 +89,17 @@ class Homes:
         """Promise room to a page that will live in a tier; evict copies for it."""
         level, tier = slot.level, slot.level.tier
         with self._guard.entered:
-            self._ledger.begin()
-            if slot.charge > level.free_bytes:
-                self._guard.deciding = False
+            with self._ledger.deciding:
+                fits = slot.charge <= level.free_bytes
+                if fits:
+                    level.move_in(slot)
+                    level.pending[slot] = None
+            if not fits:
                 raise TierError(
                     f"{slot.page.key}: {slot.charge} bytes do not fit into tiers.{tier.name}.budget = "
                     f"{tier.capacity_bytes} ({tier.capacity_bytes - level.free_bytes} live there); raise the budget"
                     + (" or enable a tier below it" if tier.memory else "")
                 )
-            level.move_in(slot)
-            level.pending[slot] = None
-            self._guard.deciding = False
 
     def _declare(self, page: Page, home: int, slot: Slot) -> None:
         """Say that the page lives at `home` from now on, and is nowhere between there and where it was."""
@@ -137,12 +136,10 @@ class Homes:
         if arrival is None:
             return
         page, slot = arrival.page, arrival.slot
-        with self._guard.entered:
-            ledger.begin()  # evicts its old home, if that was interrupted
+        with self._guard.entered, ledger.deciding:  # evicts its old home, if that was interrupted
             if ledger.pages.get(page.key) is not page or page.home != arrival.home:
                 slot.level.cancel(slot, TierError(f"{page.key}: it did not get there"))
             page.readers.discard(slot)
-            self._guard.deciding = False
             self._arrival = None
             self._guard.ring()
 
@@ -166,11 +163,9 @@ class Homes:
                 )
             level.copies_bytes = level.tier.capacity_bytes  # pages that are rehomed make room for those that pass
             self._rehome_all(moves)
-            with self._guard.entered:
-                ledger.begin()
+            with self._guard.entered, ledger.deciding:
                 level.resize(nbytes)
                 level.tier.trim(nbytes)
-                self._guard.deciding = False
                 self._guard.ring()
             self._settle(level)
             self._rehome_on_top()
@@ -212,11 +207,10 @@ class Homes:
             self._rehome_all(sorted(moves, key=_deepest_first))
             with self._guard.entered:
                 self._decider.catch_up()
-                ledger.begin()
-                for level in ledger.levels:
-                    level.resize(level.tier.capacity_bytes)
-                self._guard.deciding = False
-                self._guard.ring()
+                with ledger.deciding:
+                    for level in ledger.levels:
+                        level.resize(level.tier.capacity_bytes)
+                    self._guard.ring()
 
     def _rehome_all(self, moves: Sequence[tuple[Page, int]]) -> None:
         with Progress("moving pages", sum(page.nbytes for page, _ in moves)) as work:

@@ -45,10 +45,8 @@ class Rewriter:
     def prepare(self) -> None:
         """Note that pages of this stack are going to be rewritten, before the first pass: no programme is made, and
         pages do not make the computing tier their home."""
-        with self._guard.entered:
-            self._ledger.begin()
+        with self._guard.entered, self._ledger.deciding:
             self._ledger.rewrites = True
-            self._guard.deciding = False
 
     def expect(self, keys: Collection[str], token: object, *, unless: Callable[[], bool] = bool) -> None:
         """Have leases and copies of these pages wait until `forgo` is called with the same token.
@@ -58,10 +56,10 @@ class Rewriter:
             unless: asked under the lock; nothing is expected if it returns True.
         """
         with self._guard.entered:
-            self._ledger.begin()
-            for key in keys if not unless() else ():
-                self._page(key).due.add(token)
-            self._guard.deciding = False
+            pages = [] if unless() else [self._page(key) for key in keys]
+            with self._ledger.deciding:
+                for page in pages:
+                    page.due.add(token)
 
     def forgo(self, keys: Collection[str], token: object) -> None:
         """Expect no rewrite of these pages any more for a token. Idempotent."""
@@ -180,13 +178,11 @@ class Rewriter:
 
     def _evict_copies(self, home: Slot) -> None:
         key = home.page.key
-        with self._guard.entered:
-            self._ledger.begin()
+        with self._guard.entered, self._ledger.deciding:
             for level in self._ledger.levels[: home.level.index]:
                 if key in level.slots:
                     level.policy.remove(key)
                     level.evict(key)
-            self._guard.deciding = False
 
     def _release(self, home: Slot, holder: Borrower) -> None:
         with self._guard.entered:

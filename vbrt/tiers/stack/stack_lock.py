@@ -27,7 +27,6 @@ class Guard:
     Attributes:
         lock: entered by `entered`.
         bells: of threads that wait for a change.
-        deciding: True while decisions are being made; True at the beginning of the next one if Ctrl-C came in between.
         closed: True once the stack is closed.
         recorder: of a timeline, set under the lock; None without one.
         recording: of a pass as a CUDA graph, while it is captured; None without one.
@@ -35,7 +34,7 @@ class Guard:
         routing: recorder of which experts tokens go to, set under the lock; None without one.
     """
 
-    __slots__ = ("bells", "closed", "deciding", "lock", "recorder", "recording", "routing", "waiting")
+    __slots__ = ("bells", "closed", "lock", "recorder", "recording", "routing", "waiting")
 
     def __init__(self) -> None:
         self.closed = False
@@ -45,7 +44,6 @@ class Guard:
         """Return to the initial state, as a forked child must: nobody holds the lock and nobody waits."""
         self.lock = threading.RLock()
         self.bells: deque[LockType] = deque()
-        self.deciding = False
         self.waiting: dict[int, float] = {}
         self.recorder: Recorder | None = None
         self.recording: Recording | None = None

@@ -165,14 +165,12 @@ class TierStack:
             guard.closed = True
             guard.ring()
         self.mover.stop()
-        with guard.entered:
-            ledger.begin()
+        with guard.entered, ledger.deciding:
             ledger.retired.clear()
             for page in list(self.pages.values()):
                 self.decider.retire_page(page)
             for level in self.levels:
                 level.tier.trim()
-            guard.deciding = False
         for level in self.levels:
             level.tier.close()
 
