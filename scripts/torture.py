@@ -19,7 +19,7 @@ import torch  # after the checkout is on the path
 
 from tests.tiers.schedule import test_programme_ends
 from tests.torture import lives, streams, torture
-from tests.torture.interrupting import Interrupts, interrupted, interrupted_anywhere
+from tests.torture.interrupting import interrupted
 
 HANGS_SECONDS = 120
 _STREAMED = 500  # forwards of one model
@@ -52,23 +52,22 @@ def interrupts(options: argparse.Namespace) -> int:
     failures = 0
     for operation, preset in pairs(options):
         choose, start = random.Random(f"{options.seed} {operation} {preset}"), time.monotonic()
-        how = interrupted_anywhere if options.anywhere else interrupted
-        known = torture.places(operation, preset, how)
+        known = torture.places(operation, preset)
         chosen = known if options.count is None else choose.sample(known, min(options.count, len(known)))
         bad = 0
         for at in chosen:
-            bad += failed(f"{operation}, {preset}, {at}", partial(_named, operation, preset, at, how))
+            bad += failed(f"{operation}, {preset}, {at}", partial(_named, operation, preset, at))
         seconds = time.monotonic() - start
         print(f"{operation}, {preset}: {len(chosen)} of {len(known)} places, {bad} failed, {seconds:.0f} s", flush=True)
         failures += bad
     return failures
 
 
-def _named(operation: str, preset: str, at: int, how: Interrupts) -> None:
+def _named(operation: str, preset: str, at: int) -> None:
     try:
-        torture.at_place(operation, preset, at, how)
+        torture.at_place(operation, preset, at)
     except Exception as error:
-        raise AssertionError(f"{type(error).__name__}: {error} (interrupted at {how})") from error
+        raise AssertionError(f"{type(error).__name__}: {error} (interrupted at {interrupted})") from error
 
 
 def timers(options: argparse.Namespace) -> int:
@@ -174,9 +173,6 @@ def main() -> int:
     parser.add_argument("part", choices=tuple(PARTS))
     parser.add_argument("--count", type=int, help="places of each operation, timers, kills, or forwards")
     parser.add_argument("--seconds", type=float, default=600, help="of threads")
-    parser.add_argument(
-        "--anywhere", action="store_true", help="interrupts before every bytecode, also where CPython raises none"
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=20, help="of streams")
     parser.add_argument("--kills", type=int, default=0, help="of streams")

@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen place: wherever CPython can raise it, or at any bytecode at all, in everybody's code."""
+"""Ctrl-C at a chosen place: wherever CPython can raise it, in everybody's code."""
 
 import _thread
 import dis
@@ -31,8 +31,6 @@ class Interrupts:
     """Calls things and has a SIGINT come at a chosen place.
 
     Args:
-        anywhere: before any bytecode, also where CPython does not look for signals; the KeyboardInterrupt is made up
-            then, and comes where no signal could.
         keep_frames: keep it with all its frames, as interactive sessions do until the next error.
 
     Attributes:
@@ -41,8 +39,8 @@ class Interrupts:
         raised: the KeyboardInterrupt of the last call, if frames are kept.
     """
 
-    def __init__(self, *, anywhere: bool = False, keep_frames: bool = False) -> None:
-        self.anywhere, self.keep_frames = anywhere, keep_frames
+    def __init__(self, *, keep_frames: bool = False) -> None:
+        self.keep_frames = keep_frames
         self.places: list[tuple[CodeType, int]] = []
         self.raised: KeyboardInterrupt | None = None
 
@@ -68,8 +66,6 @@ class Interrupts:
             places.append(place)
             if len(places) == at:
                 sys.settrace(None)
-                if self.anywhere:
-                    raise KeyboardInterrupt
                 -_TRIP  # noqa: B018 - trips the signal
                 return None
             return trace
@@ -92,8 +88,6 @@ class Interrupts:
         """Return the place that an event of a trace is, if it is one. A caller whose call was entered without C in
         between is behind the call already, in CPython 3.11."""
         code, at, caller = frame.f_code, frame.f_lasti, frame.f_back
-        if self.anywhere:
-            return (code, at) if event == "opcode" else None
         if event == "opcode":
             return (code, at) if at in _at(code, _LOOKS) else None
         if event == "return" and caller is not None and caller.f_code.co_filename != __file__:
@@ -115,4 +109,4 @@ class Interrupts:
         return f"{code.co_filename}:{line} in {code.co_qualname}"
 
 
-interrupted, interrupted_anywhere = Interrupts(), Interrupts(anywhere=True)
+interrupted = Interrupts()

@@ -85,7 +85,7 @@ class Streams:
         """What the tiers hold is what pages hold in them, and within the budgets; copies under way are waited for."""
         deadline, stack = time.monotonic() + _SETTLES_SECONDS, self.vb.stack
         while True:
-            with stack.guard.entered:
+            with stack.guard.lock:
                 counted = [(level.tier.name, level.tier.used_bytes, _of_pages(level)) for level in stack.levels]
                 settled = all(used == held for _, used, held in counted)
             if settled or time.monotonic() > deadline:

@@ -16,7 +16,7 @@ import torch
 
 import vbrt
 from tests.torture import lives, streams, torture
-from tests.torture.interrupting import interrupted, interrupted_anywhere
+from tests.torture.interrupting import interrupted
 from vbrt import wrapper
 from vbrt.errors import VBError
 
@@ -42,17 +42,16 @@ def one_thread(monkeypatch, request):
 def test_ctrl_c_in_an_operation_loses_nothing_and_the_next_call_works(operation):
     choose = random.Random(operation)
     preset = choose.choice(torture.PRESETS)
-    for interrupts in (interrupted, interrupted_anywhere):
-        for at in choose.sample(torture.places(operation, preset, interrupts), _FEW):
-            assert _comes(operation, preset, at, interrupts)
+    for at in choose.sample(torture.places(operation, preset), _FEW):
+        assert _comes(operation, preset, at)
 
 
-def _comes(operation, preset, at, interrupts) -> bool:
+def _comes(operation, preset, at) -> bool:
     """Have Ctrl-C come at a place, or at the end of an operation that came through fewer places than when counted."""
     for _ in range(3):
-        if torture.at_place(operation, preset, at, interrupts):
+        if torture.at_place(operation, preset, at):
             return True
-        at = len(interrupts.places) - 8
+        at = len(interrupted.places) - 8
     return False
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import vbrt
-from tests.torture.interrupting import Interrupts, interrupted
+from tests.torture.interrupting import interrupted
 from vbrt.layers import SwappedLayer
 
 X = torch.arange(3 * 32).reshape(3, 32).sin()
@@ -350,11 +350,11 @@ def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def places(operation: str, preset: str, interrupts: Interrupts = interrupted) -> list[int]:
+def places(operation: str, preset: str) -> list[int]:
     """For `at_place`: the first and the last time that an operation comes through each distinct place."""
     _warm(operation, preset)
     found: list[int] = []
-    trial(operation, preset, lambda work: bool(found.extend(interrupts.count(work))))
+    trial(operation, preset, lambda work: bool(found.extend(interrupted.count(work))))
     return found
 
 
@@ -364,9 +364,9 @@ def _warm(operation: str, preset: str) -> None:
     duration(operation, preset)
 
 
-def at_place(operation: str, preset: str, at: int, interrupts: Interrupts = interrupted) -> bool:
+def at_place(operation: str, preset: str, at: int) -> bool:
     """`trial` with Ctrl-C at a place."""
-    return trial(operation, preset, lambda work: interrupts(at, work))
+    return trial(operation, preset, lambda work: interrupted(at, work))
 
 
 def after_delay(operation: str, preset: str, seconds: float) -> bool:

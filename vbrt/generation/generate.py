@@ -368,7 +368,7 @@ class Terms:
 
         def again() -> bool:
             if ledger.retired or ledger.lost:
-                with stack.guard.entered:
+                with stack.guard.lock:
                     stack.decider.catch_up()
             if ledger.changes != changes:
                 return False

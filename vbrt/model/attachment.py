@@ -320,7 +320,7 @@ class Attachment:
 @contextlib.contextmanager
 def _routed(guard: Guard, recorder: RoutingRecorder) -> Iterator[RoutingRecorder]:
     write_routing(recorder.routing, recorder.path)  # a path that cannot be written shows now
-    with guard.entered:
+    with guard.lock:
         if guard.routing is not None:
             raise WrapError("record_routing: this model is being recorded already; leave that `with` block first")
         guard.routing = recorder

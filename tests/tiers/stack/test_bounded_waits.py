@@ -140,7 +140,7 @@ def test_the_copy_of_a_thread_that_died_is_given_up_and_the_next_lease_reads_the
     stack, policy, _ = scripted(tmp_path, 2, {"a": 1, "b": 1})
 
     def die() -> None:
-        with stack.guard.entered, stack.ledger.deciding:
+        with stack.guard.lock, stack.ledger.deciding:
             slot = stack.decider.place(stack.levels[0], stack.pages["a"], policy.access("a", UNIT))
             slot.state, slot.loader = State.LOADING, threading.get_ident()
 
@@ -158,7 +158,7 @@ def test_room_that_this_threads_own_copy_was_interrupted_with_comes_back(tmp_pat
     stack, policy, _ = scripted(tmp_path, 1, {"a": 1, "b": 1})
 
     def leave() -> None:
-        with stack.guard.entered:
+        with stack.guard.lock:
             stack.ledger.torn = True
             slot = stack.decider.place(stack.levels[0], stack.pages["a"], policy.access("a", UNIT))
             slot.state, slot.loader = State.LOADING, threading.get_ident()
@@ -181,7 +181,7 @@ def test_who_never_gets_room_while_others_do_is_told_so(monkeypatch):
 
     def ring() -> None:
         while not until.wait(0.002):
-            with stack.guard.entered:
+            with stack.guard.lock:
                 stack.guard.ring()
 
     with in_background(ring):

@@ -53,13 +53,13 @@ class Memory:
 
     def put(self) -> None:
         """Have the page stay where it is, unless it is gone."""
-        with self.stack.guard.entered:
+        with self.stack.guard.lock:
             if self.stack.pages.get(self.key) is self.page and self.page.put is None:
                 self.stack.ledger.put(self.page, self.owner.claim)
 
     def release(self) -> None:
         """Let budget changes move the page; waits for the device."""
-        with self.stack.guard.entered:
+        with self.stack.guard.lock:
             if self.stack.pages.get(self.key) is self.page and self.page.put is not None:
                 self.stack.ledger.release_put(self.page)
 

@@ -44,7 +44,7 @@ class Recording:
 
     def __init__(self, stack: "TierStack", phase: str, keys: Collection[str] | None = None) -> None:
         """Prepare a recording of the phase's passes. Raises TierError with the reason why it cannot be recorded."""
-        with stack.guard.entered:
+        with stack.guard.lock:
             stack.decider.catch_up()
             reason = refusal(stack, phase, keys)
             stays = keys is not None and not any(stack.pages[key].home for key in keys)
@@ -105,7 +105,7 @@ class Recording:
         """Replay the graph on the current stream, as one pass of the phase; False, with nothing run, once the pages
         that it knows have moved: record the pass again."""
         stack = self._stack
-        with stack.guard.entered:
+        with stack.guard.lock:
             if stack.retired or stack.ledger.lost:
                 stack.decider.catch_up()
             if self._streamed is None and not self._ended and stack.ledger.changes != self._changes:

@@ -83,7 +83,7 @@ class RecordedRun:
             TierError: a pass has begun since the run was prepared.
         """
         stack, run = self._stack, self._run
-        with stack.guard.entered:
+        with stack.guard.lock:
             if stack.ledger.running is not run or run.at or run.out is not None:
                 raise TierError(
                     "a pass has begun since the recording was prepared; prepare it right before the capture"
@@ -94,7 +94,7 @@ class RecordedRun:
     def end(self, *, completed: bool) -> None:
         """End the recording: nothing has run yet. Raises TierError: the pass took fewer pages than its order has."""
         run = self._run
-        with self._stack.guard.entered:
+        with self._stack.guard.lock:
             left = len(run.programme.steps) - run.at if run.captured else len(run.programme.steps)
             if run.captured:
                 if completed:
@@ -117,7 +117,7 @@ class RecordedRun:
         guard, ledger, begun, waiting = self._stack.guard, self._stack.ledger, False, None
         self._level.check()
         while True:
-            with guard.entered:
+            with guard.lock:
                 if not begun and not self.ended:
                     begun = True
                     self._begin_pass(phase)

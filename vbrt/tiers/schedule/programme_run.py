@@ -156,11 +156,7 @@ class ProgrammeRun:
 
     def lease(self, lease: "Lease") -> LeasedTensors | None:
         """Return a lease's tensors if it comes in its turn; else None: it is for the policy then."""
-        guard = self._guard
-        lock = guard.lock
-        if lock._is_owned():
-            lock = guard.entered
-        with lock:
+        with self._guard.lock:
             if self._stops() or not self.expected:
                 return None
             step = self.steps[self.at] or self._first_of_backward()
@@ -182,10 +178,7 @@ class ProgrammeRun:
     def release(self, lease: "Lease") -> bool:
         """End a lease, and start the copies that follow it; False if it is not this run's any more."""
         guard = self._guard
-        lock = guard.lock
-        if lock._is_owned():
-            lock = guard.entered
-        with lock:
+        with guard.lock:
             if self.out is not lease or self._ledger.torn:
                 return False
             loads = self.steps[self.at].loads

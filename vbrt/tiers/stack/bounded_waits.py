@@ -7,7 +7,7 @@ counted, and not the clock: a process that was stopped meanwhile has not waited.
 
     waiting = None
     while True:
-        with guard.entered:
+        with guard.lock:
             if ...:
                 break
             bell = guard.listen()
@@ -19,7 +19,6 @@ import gc
 import sys
 import threading
 import time
-from _thread import LockType
 from collections.abc import Collection, Iterator
 
 from vbrt.errors import TierError
@@ -55,7 +54,7 @@ class Waiting:
         self._looks = 0  # since the last change
         self._seconds = 0.0
 
-    def look(self, bell: LockType) -> None:
+    def look(self, bell: threading.Lock) -> None:
         """Wait for the bell, a second at most. Raises TierError: nothing is going to change."""
         began = time.monotonic()
         self._guard.waiting[self._me] = began + 2 * LOOK_SECONDS
@@ -76,7 +75,7 @@ class Waiting:
     def _others(self) -> bool:
         """True if another living thread uses, fills or rewrites a page, and does not wait itself."""
         living, now = set(sys._current_frames()) - {self._me}, time.monotonic()
-        with self._guard.entered:
+        with self._guard.lock:
             busy = {thread for slot in _slots(self._ledger.levels) for thread in _threads(slot)}
             busy |= {page.writer for page in self._ledger.pages.values()}
             if self._ledger.running is not None:
@@ -88,7 +87,7 @@ class Waiting:
         that have room: a thread that waits for room is not at them any more, it was interrupted in undoing them."""
         gc.collect()
         living, ledger = set(sys._current_frames()), self._ledger
-        with self._guard.entered:
+        with self._guard.lock:
             if ledger.lost or ledger.retired:
                 ledger.catch_up()
             for slot in _slots(ledger.levels):
@@ -105,7 +104,7 @@ class Waiting:
     def _told(self, why: str) -> str:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         living = set(sys._current_frames())
-        with self._guard.entered:
+        with self._guard.lock:
             levels = self._ledger.levels if self._level is None else [self._level]
             used = [slot for slot in _slots(levels) if _threads(slot)]
             holders = [_described(slot, names, living) for slot in used[:_NAMED]]

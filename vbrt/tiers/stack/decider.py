@@ -9,7 +9,6 @@ a copy has got, so counts do not depend on timing.
 """
 
 import threading
-from _thread import LockType
 from collections.abc import Collection, Sequence
 
 import torch
@@ -44,7 +43,7 @@ class Decider:
 
     def begin_pass(self, phase: str, *, backward: str) -> None:
         """Tell every policy that the next lease starts a new pass over the model, of the named phase."""
-        with self._guard.entered:
+        with self._guard.lock:
             running = self._ledger.running
             if running is not None and running.begin_pass(phase, backward):
                 return
@@ -65,7 +64,7 @@ class Decider:
 
     def phases(self) -> dict[str, PhaseCounts]:
         """Return the counts of each phase."""
-        with self._guard.entered:
+        with self._guard.lock:
             return self._passes.counts()
 
     def catch_up(self) -> None:
@@ -109,12 +108,9 @@ class Decider:
             TierError: waiting would not help, a page is gone, or the stack was closed.
         """
         guard, ledger = self._guard, self._ledger
-        lock = guard.lock
-        if lock._is_owned():
-            lock = guard.entered
         waiting = None
         while True:
-            with lock:
+            with guard.lock:
                 if guard.closed:
                     ledger.check_open(lease.keys[0])
                 if ledger.retired or ledger.lost:
@@ -137,7 +133,9 @@ class Decider:
                 bell = guard.listen()
             waiting = self._await_change(waiting, bell, pages, due=due)
 
-    def _await_change(self, before: Waiting | None, bell: LockType, pages: Sequence[Page], *, due: bool) -> Waiting:
+    def _await_change(
+        self, before: Waiting | None, bell: threading.Lock, pages: Sequence[Page], *, due: bool
+    ) -> Waiting:
         """Wait for room or, where pages are due, for their rewriting; return the wait, to go on with."""
         waiting = before
         if waiting is None or waiting.by_step != due:
@@ -156,7 +154,7 @@ class Decider:
         used often. A tier hears of the pages that come from below it and that no tier above has. An announcement ends
         with its last page, with the next one, and with the pass.
         """
-        with self._guard.entered:
+        with self._guard.lock:
             self.catch_up()
             with self._ledger.deciding:
                 pages, listening = [page for page in map(self._pages.get, keys) if page is not None], []
@@ -171,11 +169,7 @@ class Decider:
 
     def release(self, lease: Lease) -> None:
         """End a lease. Idempotent."""
-        guard = self._guard
-        lock = guard.lock
-        if lock._is_owned():
-            lock = guard.entered
-        with lock, self._ledger.writing:
+        with self._guard.lock, self._ledger.writing:
             self._release(lease)
 
     def _release(self, lease: Lease) -> None:

@@ -66,7 +66,7 @@ class Arena:
     def _put(self, page: Page) -> int:
         """Have a page stay where it lives; return its address."""
         stack = self._stack
-        with stack.guard.entered:
+        with stack.guard.lock:
             stack.ledger.put(page, self._owner.claim)
             return stack.levels[page.home].slots[page.key].view.data_ptr()
 

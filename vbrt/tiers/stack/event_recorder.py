@@ -53,7 +53,7 @@ class Recorder:
             WrapError: it has another one.
         """
         self._set_origin()  # waits for the device
-        with self._guard.entered:
+        with self._guard.lock:
             if self._guard.recorder is not None:
                 raise WrapError("timeline: this model is being recorded already; leave that `with` block first")
             self._guard.recorder = self

@@ -51,7 +51,7 @@ def missing_worth(stack: "TierStack", keys: Iterable[str]) -> dict[str, int]:
     """Return those of some pages that are not in the computing tier, and not on their way to it, with what its policy
     thinks of each: more is better."""
     top = stack.levels[0]
-    with stack.guard.entered:
+    with stack.guard.lock:
         missing = [stack.pages[key] for key in keys if key in stack.pages and key not in top.slots]
         return {page.key: top.policy.passed.worth(page.key, page.nbytes + top.overhead_bytes) for page in missing}
 
@@ -76,7 +76,7 @@ class LowerLease:
         Raises TierError: the stack was closed.
         """
         stack, ledger = self.stack, self.stack.ledger
-        with stack.guard.entered:
+        with stack.guard.lock:
             ledger.check_open(self.keys[0])
             if ledger.retired or ledger.lost:
                 stack.decider.catch_up()

@@ -123,7 +123,7 @@ class Ledger:
 
     def replace_policy(self, level: Level, policy: Policy) -> None:
         """Have another policy decide on a tier's copies; those that are there are evicted, once nobody uses them."""
-        with self.guard.entered, self.deciding:
+        with self.guard.lock, self.deciding:
             level.policy = policy
             level.evict_copies()
             self.guard.ring()
@@ -131,7 +131,7 @@ class Ledger:
     def attach(self, tier: Level | Tier) -> None:
         """Add a tier below the others; a bare one keeps no copies."""
         level = tier if isinstance(tier, Level) else Level(tier)
-        with self.guard.entered:
+        with self.guard.lock:
             level.index, level.guard = len(self.levels), self.guard
             self.levels += [level]  # no call in between
             self.copying += [level] if level.keeps_copies else []
@@ -141,7 +141,7 @@ class Ledger:
         """Return the bytes in which new pages can live in a tier, and the largest page from further down still pass.
         They hold while the caller has `encoding`."""
         level = self.levels[self.names.index(name)]
-        with self.guard.entered:
+        with self.guard.lock:
             below = (page for page in self.pages.values() if page.home > level.index and page.put is None)
             passing = max((page.nbytes + level.overhead_bytes for page in below if page.passes), default=0)
             return level.free_bytes - passing * level.keeps_copies

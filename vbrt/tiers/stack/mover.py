@@ -70,7 +70,7 @@ class Mover:
 
     def _load_ahead(self, slot: Slot) -> None:
         """A worker's turn: what fails here is raised to whoever leases the page."""
-        with self._guard.entered:
+        with self._guard.lock:
             claimed = _claim(slot)
         if claimed:
             with contextlib.suppress(Exception):  # kept in slot.error; the page is read again when it is demanded
@@ -92,7 +92,7 @@ class Mover:
         try:
             self._await(slot)
         finally:
-            with self._guard.entered:
+            with self._guard.lock:
                 waited = time.perf_counter_ns() - start
                 slot.page.wait_ns += waited
                 if slot.page.tally is not None:
@@ -102,7 +102,7 @@ class Mover:
         """Return when the slot's bytes are there; moves them in this thread if nobody has begun."""
         waiting = None
         while True:
-            with self._guard.entered:
+            with self._guard.lock:
                 claimed = _claim(slot)
                 if slot.state is State.LOADING and not claimed and slot.loader == threading.get_ident():
                     slot.level.cancel(slot, KeyboardInterrupt())  # this thread began and is not at it any more
@@ -127,11 +127,11 @@ class Mover:
             self._begin_reading(slot)
             self._copy(slot)
         except BaseException as error:
-            with guard.entered, ledger.deciding:
+            with guard.lock, ledger.deciding:
                 slot.page.readers.discard(slot)
                 level.cancel(slot, error)
             raise
-        with guard.entered, ledger.deciding:
+        with guard.lock, ledger.deciding:
             level.release_source(slot)
             slot.state = State.READY
             slot.page.readers.discard(slot)
@@ -143,7 +143,7 @@ class Mover:
         """Wait while the page is to be rewritten; it is not rewritten from then on until its bytes have been read."""
         waiting = None
         while True:
-            with self._guard.entered:
+            with self._guard.lock:
                 self._ledger.check_open(slot.page.key)
                 if not slot.page.due or (slot.page.borrowers and not slot.page.writer):  # a lease that began before
                     slot.page.readers.add(slot)
@@ -181,7 +181,7 @@ class Mover:
         """Reserve the slot's room, once there is some beside what earlier slots have been promised."""
         waiting = None
         while True:
-            with self._guard.entered:
+            with self._guard.lock:
                 self._ledger.check_open(slot.page.key)
                 if slot.doomed and not slot.holders:
                     raise TierError(f"{slot.page.key}: no longer wanted")
@@ -247,7 +247,7 @@ class Mover:
             self._fill(slot, partial(self.read, source))
             if recorder is not None:
                 recorder.note(_link(slot), slot.page.key, began, recorder.mark_on(None), slot.page.nbytes)
-        with self._guard.entered:
+        with self._guard.lock:
             _count_moved(slot)
 
     def _copy_memory(self, slot: Slot, source: Slot) -> None:

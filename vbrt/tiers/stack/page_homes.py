@@ -56,7 +56,7 @@ class Homes:
         page.owners.add(owner.claim)
         with ledger.encoding:
             self._finish()
-            with self._guard.entered:
+            with self._guard.lock:
                 ledger.check_open(key)
                 self._decider.catch_up()
                 if key in ledger.pages:
@@ -76,7 +76,7 @@ class Homes:
         try:
             self._reserve(slot)
             self._mover.fill(slot, write)
-            with self._guard.entered:
+            with self._guard.lock:
                 ledger.check_open(page.key)
                 with ledger.deciding:
                     slot.level.recount(slot)
@@ -88,7 +88,7 @@ class Homes:
     def _reserve(self, slot: Slot) -> None:
         """Promise room to a page that will live in a tier; evict copies for it."""
         level, tier = slot.level, slot.level.tier
-        with self._guard.entered:
+        with self._guard.lock:
             with self._ledger.deciding:
                 fits = slot.charge <= level.free_bytes
                 if fits:
@@ -136,7 +136,7 @@ class Homes:
         if arrival is None:
             return
         page, slot = arrival.page, arrival.slot
-        with self._guard.entered, ledger.deciding:  # evicts its old home, if that was interrupted
+        with self._guard.lock, ledger.deciding:  # evicts its old home, if that was interrupted
             if ledger.pages.get(page.key) is not page or page.home != arrival.home:
                 slot.level.cancel(slot, TierError(f"{page.key}: it did not get there"))
             page.readers.discard(slot)
@@ -163,7 +163,7 @@ class Homes:
                 )
             level.copies_bytes = level.tier.capacity_bytes  # pages that are rehomed make room for those that pass
             self._rehome_all(moves)
-            with self._guard.entered, ledger.deciding:
+            with self._guard.lock, ledger.deciding:
                 level.resize(nbytes)
                 level.tier.trim(nbytes)
                 self._guard.ring()
@@ -174,7 +174,7 @@ class Homes:
         """Wait until copies that were under way have left the room that a lowered budget takes; begin a new peak."""
         waiting = None
         while True:
-            with self._guard.entered:
+            with self._guard.lock:
                 if not level.exceeds_until_copied():
                     level.tier.peak_bytes = level.tier.held_bytes
                     return
@@ -188,7 +188,7 @@ class Homes:
         ledger = self._ledger
         with ledger.encoding:
             self._finish()
-            with self._guard.entered:
+            with self._guard.lock:
                 self._decider.catch_up()
                 moves = [
                     (ledger.pages[key], ledger.names.index(home)) for key, home in homes.items() if key in ledger.pages
@@ -205,7 +205,7 @@ class Homes:
             for level in ledger.levels:
                 level.copies_bytes = level.tier.capacity_bytes
             self._rehome_all(sorted(moves, key=_deepest_first))
-            with self._guard.entered:
+            with self._guard.lock:
                 self._decider.catch_up()
                 with ledger.deciding:
                     for level in ledger.levels:
@@ -224,14 +224,14 @@ class Homes:
         ledger = self._ledger
         if ledger.rewrites:
             return  # what is rewritten by the host stays in its memory
-        with self._guard.entered:
+        with self._guard.lock:
             self._decider.catch_up()
             below = [page for page in ledger.pages.values() if page.home > 0 and page.put is None]
             nbytes = sum(page.nbytes for page in ledger.pages.values() if page.home == 0 or page.put is None)
         if nbytes > ledger.levels[0].tier.capacity_bytes:
             return
         self._rehome_all([(page, 0) for page in below])
-        with self._guard.entered:
+        with self._guard.lock:
             self._decider.catch_up()
 
     def _moves(self, level: Level, nbytes: int, lease_bytes: int) -> list[tuple[Page, int]]:
@@ -247,7 +247,7 @@ class Homes:
 
     def _too_many(self, level: Level, nbytes: int, passing: int, *, with_cache: bool) -> list[Page]:
         """Return the pages that must leave for a budget of `nbytes`, of which pages that pass take a part."""
-        with self._guard.entered:
+        with self._guard.lock:
             self._decider.catch_up()
             living = {key: slot for key, slot in level.slots.items() if slot.at_home}
             travel = any(page.home > level.index and page.put is None for page in self._ledger.pages.values())
@@ -306,7 +306,7 @@ class Homes:
         """Copy a page from where it lives; return when that is done."""
         waiting = None
         while True:
-            with self._guard.entered:
+            with self._guard.lock:
                 self._ledger.check_open(page.key)
                 if not page.writer:
                     page.readers.add(self._arrival.slot)  # not rewritten before the page is declared to live there
@@ -320,7 +320,7 @@ class Homes:
     def share(self, owner: Owner, page: Page) -> bool:
         """Add an owner to a page; False if the page was retired."""
         owner.claim.keys.append(page.key)
-        with self._guard.entered:
+        with self._guard.lock:
             if self._ledger.pages.get(page.key) is not page:
                 return False
             page.owners.add(owner.claim)

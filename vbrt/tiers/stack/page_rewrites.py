@@ -45,7 +45,7 @@ class Rewriter:
     def prepare(self) -> None:
         """Note that pages of this stack are going to be rewritten, before the first pass: no programme is made, and
         pages do not make the computing tier their home."""
-        with self._guard.entered, self._ledger.deciding:
+        with self._guard.lock, self._ledger.deciding:
             self._ledger.rewrites = True
 
     def expect(self, keys: Collection[str], token: object, *, unless: Callable[[], bool] = bool) -> None:
@@ -55,7 +55,7 @@ class Rewriter:
             token: any hashable object, of whoever is going to rewrite the pages.
             unless: asked under the lock; nothing is expected if it returns True.
         """
-        with self._guard.entered:
+        with self._guard.lock:
             pages = [] if unless() else [self._page(key) for key in keys]
             with self._ledger.deciding:
                 for page in pages:
@@ -63,7 +63,7 @@ class Rewriter:
 
     def forgo(self, keys: Collection[str], token: object) -> None:
         """Expect no rewrite of these pages any more for a token. Idempotent."""
-        with self._guard.entered:
+        with self._guard.lock:
             for key in keys:
                 page = self._ledger.pages.get(key)
                 if page is not None:
@@ -103,7 +103,7 @@ class Rewriter:
         """Wait until nobody uses the page: who begins later waits for its rewriting."""
         waiting = None
         while True:
-            with self._guard.entered:
+            with self._guard.lock:
                 page = self._page(key)
                 if not (page.borrowers or self._is_busy(page)):
                     page.writer = threading.get_ident()
@@ -141,17 +141,17 @@ class Rewriter:
         try:
             self._reserve(home, other)
             tier.put(other.room, staging, key=page.key, layout=page.layout.to_dict())
-            with self._guard.entered:
+            with self._guard.lock:
                 if home.room is not None:  # else the page was retired meanwhile
                     home.room, other.room = other.room, home.room  # no call in between
         finally:
-            with self._guard.entered:
+            with self._guard.lock:
                 if other.room is not None:
                     tier.free(other.room, reuse=False)
         self._refresh(home, staging, Buffer(staging))
 
     def _reserve(self, home: Slot, holder: Reservation) -> None:
-        with self._guard.entered:
+        with self._guard.lock:
             tier = home.level.tier
             if not tier.reserve(home.charge, holder):
                 raise TierError(
@@ -178,14 +178,14 @@ class Rewriter:
 
     def _evict_copies(self, home: Slot) -> None:
         key = home.page.key
-        with self._guard.entered, self._ledger.deciding:
+        with self._guard.lock, self._ledger.deciding:
             for level in self._ledger.levels[: home.level.index]:
                 if key in level.slots:
                     level.policy.remove(key)
                     level.evict(key)
 
     def _release(self, home: Slot, holder: Borrower) -> None:
-        with self._guard.entered:
+        with self._guard.lock:
             for copy in home.page.refreshed:
                 copy.level.release(copy, holder)
             home.page.refreshed = []
@@ -193,7 +193,7 @@ class Rewriter:
     def _held(self, home: Slot, holder: Borrower) -> list[Slot]:
         """Hold the copies of a page that have bytes in them, the lowest first. One that was evicted is among them while
         it is the source of another that is still to be filled."""
-        with self._guard.entered:
+        with self._guard.lock:
             found: dict[Slot, None] = {}
             for level in self._ledger.levels[: home.level.index]:
                 copy = level.slots.get(home.page.key)

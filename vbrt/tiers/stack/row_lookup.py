@@ -135,7 +135,7 @@ def page_rows(stack: TierStack, key: str) -> PageRows:
         TierError: the page was retired, the stack closed, or a CUDA graph would record rows that are not on the GPU.
     """
     stack.capturing((key,))
-    with stack.guard.entered:
+    with stack.guard.lock:
         stack.ledger.check_open(key)
         page = stack.pages.get(key)
         if page is None:

@@ -121,7 +121,7 @@ class TierStack:
 
     def retire_unowned(self) -> None:
         """Retire the pages that have no owner now, not at the next access."""
-        with self.guard.entered:
+        with self.guard.lock:
             self.decider.catch_up()
 
     # -- tiers --------------------------------------------------------------------------------------------------------
@@ -161,11 +161,11 @@ class TierStack:
         Threads that wait for a page get a TierError; a lease that is held stays valid to its end.
         """
         guard, ledger = self.guard, self.ledger
-        with guard.entered:
+        with guard.lock:
             guard.closed = True
             guard.ring()
         self.mover.stop()
-        with guard.entered, ledger.deciding:
+        with guard.lock, ledger.deciding:
             ledger.retired.clear()
             for page in list(self.pages.values()):
                 self.decider.retire_page(page)
