@@ -77,9 +77,8 @@ class Tier(Protocol):
         """Reserve room for a page whose bytes and overhead are `nbytes`, in `holder.room`; False while the budget has
         none beside `reserved_bytes`.
 
-        Storing the room and counting it are the last two things that it does, with no call in between. So Ctrl-C finds
-        it counted and held, or neither. A room that is returned instead may be lost: CPython looks for signals after
-        calls with `**options`, through C, and under Dynamo after all calls, before the caller has stored the result.
+        Storing the room and counting it are the last two things that it does, with no call in between: Ctrl-C finds it
+        counted and held, or neither.
         """
 
     def free(self, room: Any, *, reuse: bool) -> None:

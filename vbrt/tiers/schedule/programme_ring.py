@@ -1,6 +1,6 @@
 """The ring of a programme: buffers that pages pass through, and the copies into them.
 
-Ctrl-C finds each buffer in the ring, in a slot of the level, or free: it changes hands without a call in between.
+Each buffer is in the ring, in a slot of the level, or free: it changes hands without a call in between.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -3,9 +3,8 @@
 All decisions are made under one lock, in the order of the accesses, by the thread that asks. Policies never ask how far
 a copy has got, so counts do not depend on timing.
 
-- A thread that waits for room to lease holds no lease.
-- A decision that Ctrl-C interrupted half way cannot be trusted: at the next one policies are reset.
-- Lost leases are released, and pages without owners retired, at the next access.
+A thread that waits for room to lease holds no lease. Lost leases are released, and pages without owners retired, at the
+next access.
 """
 
 import threading

@@ -2,8 +2,7 @@
 
 A page is rehomed in three steps: its bytes are copied to the new home, the page is declared to live there, the old home
 is evicted. If that was interrupted, it is completed from the second step on, and undone before it, when the next page
-is rehomed. The bytes of a page and its home are written without a call in between, so Ctrl-C finds the page here or
-there.
+is rehomed.
 """
 
 import threading
@@ -110,7 +109,7 @@ class Homes:
             level.policy.remove(page.key)
             if page.key in level.slots:
                 level.evict(page.key)
-        # no call from here on: Ctrl-C finds the page here or there
+        # no call from here on: the page is here or there
         slot.state = State.READY
         slots[page.key] = slot
         ledger.travellers += (home > 0) - (known and page.home > 0)
@@ -300,7 +299,7 @@ class Homes:
             if self.share(owner, page):
                 self._install(page, home, partial(self._read_home, page))
         finally:
-            retired += claims  # no call: Ctrl-C cannot come in between
+            retired += claims  # no call
 
     def _read_home(self, page: Page, target: torch.Tensor) -> None:
         """Copy a page from where it lives; return when that is done."""

@@ -163,8 +163,6 @@ class Slot:
 class Level:
     """One tier of the stack with its policy and its slots. Everything is called under the stack's lock.
 
-    Holders are sets and releasing is idempotent, so what Ctrl-C interrupted is done again.
-
     Args:
         tier: any that keeps the protocol.
         policy: decides on copies of pages from further down; None: there are none, those pages pass by.

@@ -7,8 +7,8 @@ the policy wants them; weights are read-only, so eviction never writes. The top 
         y = op(x, tensors)
 
 Three classes do the work: one decides (`decider`), one moves bytes (`mover`), one gives pages their homes (`homes`).
-They share one lock (`guard`) and one set of books (`ledger`). Each file says how it survives Ctrl-C and why its waiting
-ends.
+They share one lock (`guard`) and one set of books (`ledger`). `stack_lock` says what holds when Ctrl-C comes, each file
+why its waiting ends.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -89,7 +89,7 @@ class MemoryTier:
         cached = self._cached[nbytes]
         if cached:
             holder.room = cached[-1]
-            del cached[-1]  # not pop(): Ctrl-C may come when a call returns, and the buffer would be lost
+            del cached[-1]  # not pop(): no call in between
             return True
         self.trim(self.capacity_bytes - nbytes)
         buffer = self._new(nbytes)
@@ -108,7 +108,7 @@ class MemoryTier:
             return
         cached = self._cached[buffer.nbytes]
         if buffer not in cached:
-            cached += [buffer]  # not append(): Ctrl-C may come when a call returns, and the caller would not know
+            cached += [buffer]  # not append(): no call in between
 
     def caches(self, buffer: Buffer) -> bool:
         """True if a freed buffer waits for the next page of its size."""
