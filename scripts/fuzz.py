@@ -49,7 +49,7 @@ from vbrt.config.toml_text import toml_text
 from vbrt.errors import VBError
 from vbrt.saves.files.safetensors_file import TensorFile
 from vbrt.tiers import MemoryTier, SsdTier
-from vbrt.tiers.protocol import Reservation
+from vbrt.tiers.protocols.tier import Reservation
 
 HANGS_SECONDS = 20
 ROOM_BYTES = 256 << 20  # of address space, beyond what the process has: no input is larger than a MiB

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vbrt.tiers.protocol import Reservation, Tier
+from vbrt.tiers.protocols.tier import Reservation, Tier
 from vbrt.tiers.storage.memory_tiers import MemoryTier
 from vbrt.tiers.storage.ssd_tier import PageFile, SsdTier
 

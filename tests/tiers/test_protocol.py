@@ -12,7 +12,7 @@ from vbrt.errors import TierError
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.simulate import PASS, make_policy
 from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, Tier, TierStack
-from vbrt.tiers.protocol import Holder, Store
+from vbrt.tiers.protocols.tier import Holder, Store
 from vbrt.tiers.stack.row_lookup import page_rows
 from vbrt.tiers.stack.slots import State
 

@@ -1,8 +1,8 @@
 """The tiers that a config may have, one record each.
 
 Another tier needs: a record here; a section in `schema.TiersConfig` and its room on a machine in `budgets`; a class in
-`vbrt/tiers` that keeps `vbrt.tiers.protocol.Tier`; and its maker in `vbrt.model.make_stack`. Plans, placement, needs
-and budget changes follow the record.
+`vbrt/tiers` that keeps `vbrt.tiers.protocols.tier.Tier`; and its maker in `vbrt.model.make_stack`. Plans, placement,
+needs and budget changes follow the record.
 """
 
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ from vbrt.report.stats import LayerStats, TierStats
 from vbrt.residency.access_counts import PhaseCounts, RoutingCounts
 from vbrt.residency.plan import Swap
 from vbrt.tiers import TierStack
-from vbrt.tiers.stack.page_counters import Family
+from vbrt.tiers.stack.page_census import Family
 from vbrt.training import TrainedLayer
 
 __all__ = [

@@ -10,7 +10,7 @@ from tests.tiers.stacks import CPU, UNIT, add, assert_at_rest, in_background, ru
 from vbrt.errors import TierError
 from vbrt.residency.lru import LRUPolicy
 from vbrt.tiers import Level, MemoryTier, TierStack
-from vbrt.tiers.protocol import Reservation
+from vbrt.tiers.protocols.tier import Reservation
 from vbrt.tiers.stack import bounded_waits
 from vbrt.tiers.stack.slots import State
 

@@ -50,7 +50,7 @@ def start(root: Path) -> subprocess.Popen:
     code = f"""
         import sys, time, torch
         from vbrt.tiers import SsdTier
-        from vbrt.tiers.protocol import Reservation
+        from vbrt.tiers.protocols.tier import Reservation
         tier = SsdTier({str(root)!r}, 1 << 30)
         held = Reservation()
         tier.reserve(8192, held)

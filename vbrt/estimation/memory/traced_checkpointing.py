@@ -8,7 +8,7 @@ from vbrt.config.budgets import parse_activations
 from vbrt.model.activation_settings import blocks_of
 from vbrt.residency.activation_plan import KEEP, OFFLOAD, RECOMPUTE
 from vbrt.tiers import Buffer
-from vbrt.tiers.protocol import Holder
+from vbrt.tiers.protocols.tier import Holder
 from vbrt.training.activations.activation_offload import Offload
 from vbrt.training.activations.checkpointing import Activations
 

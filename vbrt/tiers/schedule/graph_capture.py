@@ -13,20 +13,17 @@ rehomed or retired, a weight that is loaded anew end the recording, and `replay`
 
 import threading
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import torch
 
 from vbrt.errors import TierError
 from vbrt.tiers.schedule.programme_graph import RecordedRun, run_to_record
-
-if TYPE_CHECKING:
-    from vbrt.tiers.stack.tier_stack import TierStack
+from vbrt.tiers.stack.page_stack import PageStack
 
 __all__ = ["Recording", "refusal"]
 
 
-def refusal(stack: "TierStack", phase: str, keys: Collection[str] | None = None) -> str | None:
+def refusal(stack: PageStack, phase: str, keys: Collection[str] | None = None) -> str | None:
     """Return why a CUDA graph cannot record a pass of a phase now; None if it can. `keys`: of the pages that it takes,
     where that is known."""
     if stack.closed:
@@ -42,7 +39,7 @@ def refusal(stack: "TierStack", phase: str, keys: Collection[str] | None = None)
 class Recording:
     """A pass that a CUDA graph records, and its replays."""
 
-    def __init__(self, stack: "TierStack", phase: str, keys: Collection[str] | None = None) -> None:
+    def __init__(self, stack: PageStack, phase: str, keys: Collection[str] | None = None) -> None:
         """Prepare a recording of the phase's passes. Raises TierError with the reason why it cannot be recorded."""
         with stack.guard.lock:
             stack.decider.catch_up()
@@ -61,12 +58,12 @@ class Recording:
         return self._ended or ("" if self._streamed is None else self._streamed.ended)
 
     def __enter__(self) -> "Recording":
-        guard = self._stack.guard
-        if guard.recording is not None:
+        ledger = self._stack.ledger
+        if ledger.recording is not None:
             raise TierError("another pass of this model is being recorded; leave that `with` block first")
         self._thread = threading.get_ident()
         self._begun = False
-        guard.recording = self
+        ledger.recording = self
         return self
 
     def begin(self) -> bool:
@@ -90,7 +87,7 @@ class Recording:
             self._streamed.end(completed=True)
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        self._stack.guard.recording = None
+        self._stack.ledger.recording = None
         if kind is None:
             self.end()
         elif self._begun and self._streamed is not None:

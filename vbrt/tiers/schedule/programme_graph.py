@@ -8,7 +8,6 @@ pages that stay are not kept from being evicted: then the recording has ended.
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,18 +15,16 @@ from vbrt.errors import TierError
 from vbrt.residency.programme import RESIDENT
 from vbrt.tiers.schedule.programme_run import ProgrammeRun
 from vbrt.tiers.stack.bounded_waits import Waiting
+from vbrt.tiers.stack.page_stack import PageStack
 from vbrt.tiers.stack.slots import State
-
-if TYPE_CHECKING:
-    from vbrt.tiers.stack.tier_stack import TierStack
-    from vbrt.tiers.storage.memory_tiers import Buffer
+from vbrt.tiers.storage.memory_tiers import Buffer
 
 __all__ = ["RecordedRun", "run_to_record"]
 
 _DRY_PASSES = 6  # until the policy is steady: pages move, nothing computes
 
 
-def run_to_record(stack: "TierStack", phase: str) -> ProgrammeRun | None:
+def run_to_record(stack: PageStack, phase: str) -> ProgrammeRun | None:
     """Begin a pass of a phase, and return its run, after some passes that move pages and compute nothing where it takes
     them for decisions to recur; None if all pages of the pass live in the top tier.
 
@@ -43,8 +40,9 @@ def run_to_record(stack: "TierStack", phase: str) -> ProgrammeRun | None:
             raise TierError(f"a CUDA graph cannot record a pass of phase {phase}: none has run yet")
         if not any(stack.pages[key].home for keys in leases or () for key in keys if key in stack.pages):
             return None
-        if ledger.running is not None and _is_a_pass_of(ledger.running, leases):
-            return ledger.running
+        run = ledger.running
+        if isinstance(run, ProgrammeRun) and _is_a_pass_of(run, leases):
+            return run
         for keys in leases:
             with stack.lease(keys):
                 pass
@@ -64,7 +62,7 @@ class RecordedRun:
         ended: why the graph must not be replayed any more; "" while it may.
     """
 
-    def __init__(self, stack: "TierStack", run: ProgrammeRun) -> None:
+    def __init__(self, stack: PageStack, run: ProgrammeRun) -> None:
         self._stack, self._run = stack, run
         self._level, self._programmes = stack.levels[0], stack.ledger.programmes
         slots = self._level.slots
@@ -169,7 +167,7 @@ class RecordedRun:
             run.resume(ring, holding)
         return True
 
-    def _why_not(self, ring: "list[Buffer | None]") -> str:
+    def _why_not(self, ring: list[Buffer | None]) -> str:
         level = self._level
         if self._stack.closed:
             return "the model was closed"

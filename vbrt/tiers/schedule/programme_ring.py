@@ -10,7 +10,7 @@ import torch
 
 from vbrt.formats.page import unpack
 from vbrt.residency.programme import Load
-from vbrt.tiers.protocol import Reservation
+from vbrt.tiers.protocols.tier import Reservation
 from vbrt.tiers.schedule.stream_link import link_of
 from vbrt.tiers.stack.ledger import Ledger
 from vbrt.tiers.stack.slots import Page, Slot, State, slot_below

@@ -9,37 +9,18 @@ Everything runs under the stack's lock.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
-
-import torch
+from collections.abc import Callable, Sequence
 
 from vbrt.residency.programme import RESIDENT, Programme, Step
 from vbrt.tiers.schedule.programme_ring import Copy, Ring
 from vbrt.tiers.stack.ledger import Ledger
 from vbrt.tiers.stack.mover import Mover
 from vbrt.tiers.stack.pass_counts import Passes, in_backward
+from vbrt.tiers.stack.scheduling import Leased, LeasedTensors
 from vbrt.tiers.stack.slots import Borrower, Page, Slot, State, slot_below
+from vbrt.tiers.storage.memory_tiers import Buffer
 
-if TYPE_CHECKING:
-    from vbrt.tiers.stack.lease import Lease
-    from vbrt.tiers.storage.memory_tiers import Buffer
-
-__all__ = ["Bound", "LeasedTensors", "ProgrammeRun"]
-
-
-class LeasedTensors(list):
-    """The tensors of a lease that will be the very same when the lease comes again.
-
-    Attributes:
-        planes: what the borrower has made of them, for the next time; it is dropped with them.
-    """
-
-    __slots__ = ("planes",)
-
-    def __init__(self, tensors: Iterable[dict[str, torch.Tensor]]) -> None:
-        super().__init__(tensors)
-        self.planes: Any = None
+__all__ = ["Bound", "ProgrammeRun"]
 
 
 class Bound:
@@ -88,7 +69,7 @@ class ProgrammeRun:
         self.steps: list[Bound | None] = []  # None ends a pass
         self._segment = self.at = 0
         self.expected = True
-        self.out: Lease | None = None
+        self.out: Leased | None = None
         self.thread = 0  # that has it
         self._borrower: Borrower | None = None  # of its slots, once it has any
         self.captured = False
@@ -128,7 +109,7 @@ class ProgrammeRun:
         self.steps = steps
         self.ring.start(self.ring.copies(programme.head))
 
-    def resume(self, buffers: "Sequence[Buffer]", holding: Sequence[Slot]) -> None:
+    def resume(self, buffers: Sequence[Buffer], holding: Sequence[Slot]) -> None:
         """Begin again with the buffers that a CUDA graph knows.
 
         Args:
@@ -154,7 +135,7 @@ class ProgrammeRun:
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
-    def lease(self, lease: "Lease") -> LeasedTensors | None:
+    def lease(self, lease: Leased) -> LeasedTensors | None:
         """Return a lease's tensors if it comes in its turn; else None: it is for the policy then."""
         with self._guard.lock:
             if self._stops() or not self.expected:
@@ -175,7 +156,7 @@ class ProgrammeRun:
             lease.run, self.out = self, lease  # no call from here on
         return tensors
 
-    def release(self, lease: "Lease") -> bool:
+    def release(self, lease: Leased) -> bool:
         """End a lease, and start the copies that follow it; False if it is not this run's any more."""
         guard = self._guard
         with guard.lock:

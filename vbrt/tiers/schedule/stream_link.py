@@ -12,17 +12,14 @@ a lease: most of what is left is the driver's time for the copy.
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vbrt.libraries.torch_api import current_device, is_capturing, raw_stream, set_stream
+from vbrt.tiers.protocols.carrier import Carrier, Source
 from vbrt.tiers.storage.device_copy import checked, copying, cuda_runtime
 from vbrt.tiers.storage.memory_tiers import Buffer
-from vbrt.tiers.storage.multi_link import Carrier
-
-if TYPE_CHECKING:
-    from vbrt.tiers.stack.slots import Slot
 
 __all__ = ["HostLink", "StreamLink", "link_of"]
 
@@ -58,7 +55,7 @@ class HostLink:
         """Return what copies a page into a slot, each time that it is called."""
         return functools.partial(target.copy_, source)
 
-    def bringing(self, slot: int, target: torch.Tensor, source: "Slot") -> Started:
+    def bringing(self, slot: int, target: torch.Tensor, source: Source) -> Started:
         """Return what brings the page of a slot below into a slot, each time that it is called."""
         return self.copying(slot, target, source.view)
 
@@ -291,7 +288,7 @@ class LaneLink(DirectLink):
         super().computed()
         self._lanes.wait(self._done)
 
-    def bringing(self, slot: int, target: torch.Tensor, source: "Slot") -> Started:
+    def bringing(self, slot: int, target: torch.Tensor, source: Source) -> Started:
         if not self._lanes.take(source):
             return super().bringing(slot, target, source)
         return functools.partial(self._bring, slot, self._lanes.parts(target, source))
@@ -323,7 +320,7 @@ class HostLaneLink(HostLink):
     def __init__(self, lanes: Carrier) -> None:
         self._lanes = lanes
 
-    def bringing(self, slot: int, target: torch.Tensor, source: "Slot") -> Started:
+    def bringing(self, slot: int, target: torch.Tensor, source: Source) -> Started:
         if not self._lanes.take(source):
             return super().bringing(slot, target, source)
         return functools.partial(self._lanes.copy, self._lanes.parts(target, source))

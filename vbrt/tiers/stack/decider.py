@@ -15,12 +15,11 @@ import torch
 from vbrt.errors import TierError
 from vbrt.residency.access_counts import PhaseCounts
 from vbrt.residency.policy import Decision
-from vbrt.tiers.schedule.programmes import Programmes
 from vbrt.tiers.stack.bounded_waits import Waiting
-from vbrt.tiers.stack.lease import Lease
 from vbrt.tiers.stack.ledger import Ledger
 from vbrt.tiers.stack.mover import Mover
 from vbrt.tiers.stack.pass_counts import Passes, in_backward
+from vbrt.tiers.stack.scheduling import Borrowing
 from vbrt.tiers.stack.slots import Level, Page, Slot, State
 
 __all__ = ["Decider"]
@@ -29,13 +28,12 @@ _AT_HOME = Decision("", hit=True)
 
 
 class Decider:
-    """Turns policies' decisions into slots; the mover fills them."""
+    """Turns policies' decisions into slots; the mover fills them, and the ledger's schedule is told of passes."""
 
-    def __init__(self, ledger: Ledger, mover: Mover) -> None:
+    def __init__(self, ledger: Ledger, mover: Mover, passes: Passes) -> None:
         self._ledger, self._mover, self._guard = ledger, mover, ledger.guard
         self._levels, self._pages, self._top = ledger.levels, ledger.pages, ledger.levels[0]
-        self._passes = Passes(ledger)
-        self._programmes = ledger.programmes = Programmes(ledger, mover, self._passes)
+        self._passes, self._programmes = passes, ledger.programmes
         ledger.catch_up = self.catch_up
 
     # -- passes, pages that go ----------------------------------------------------------------------------------------
@@ -100,7 +98,7 @@ class Decider:
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
-    def acquire(self, lease: Lease) -> None:
+    def acquire(self, lease: Borrowing) -> None:
         """Give a lease its slots as soon as all of them fit beside what is leased; their bytes may still be missing.
 
         Raises:
@@ -166,12 +164,12 @@ class Decider:
                     pages = [page for page in pages if page.key not in level.slots]
                 self._look_ahead(listening)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Borrowing) -> None:
         """End a lease. Idempotent."""
         with self._guard.lock, self._ledger.writing:
             self._release(lease)
 
-    def _release(self, lease: Lease) -> None:
+    def _release(self, lease: Borrowing) -> None:
         for slot in lease.slots:
             level = slot.level
             if slot.page.borrowers:
@@ -242,7 +240,7 @@ class Decider:
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def _admit(self, lease: Lease, pages: Sequence[Page]) -> None:
+    def _admit(self, lease: Borrowing, pages: Sequence[Page]) -> None:
         """Decide on every page; what is missing is filled by whoever needs it first."""
         top, misses, prefetched, rewrites = self._top, 0, 0, self._ledger.rewrites
         busy = {page.key for page in pages if page.home}

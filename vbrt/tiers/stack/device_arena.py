@@ -12,13 +12,13 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import build_layout
+from vbrt.tiers.stack.page_stack import PageStack
 from vbrt.tiers.stack.slots import Page
-from vbrt.tiers.stack.tier_stack import TierStack
 
 __all__ = ["Arena", "refusal"]
 
 
-def refusal(stack: TierStack, keys: Sequence[str]) -> str:
+def refusal(stack: PageStack, keys: Sequence[str]) -> str:
     """Return why the computing device cannot read these pages where they live, naming the first; "" if it can."""
     for key in keys:
         page = stack.pages.get(key)
@@ -42,7 +42,7 @@ class Arena:
         addresses: of the sources, in host memory, as the device reads them.
     """
 
-    def __init__(self, stack: TierStack, key: str, sources: Sequence[str], nbytes: int) -> None:
+    def __init__(self, stack: PageStack, key: str, sources: Sequence[str], nbytes: int) -> None:
         """Reserve `nbytes`, at least one page's, under the name `key`.
 
         Raises:

@@ -10,17 +10,24 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Protocol
 
 import torch
 
 from vbrt.errors import WrapError
 from vbrt.report.timeline import COMPUTE, OPTIMIZER, PASS, WAIT, Span, Timeline
-from vbrt.tiers.stack.stack_lock import Guard
 
 __all__ = ["LeaseNote", "Mark", "Recorder", "page_names"]
 
 Mark = int | torch.cuda.Event
 """A moment: nanoseconds of the host's clock, or an event of the device."""
+
+
+class Recorded(Protocol):
+    """The guard of a stack that is recorded."""
+
+    lock: threading.RLock
+    recorder: "Recorder | None"
 
 
 class Recorder:
@@ -34,7 +41,7 @@ class Recorder:
         timeline: the recorded spans; None before `stop`.
     """
 
-    def __init__(self, device: torch.device, guard: Guard) -> None:
+    def __init__(self, device: torch.device, guard: Recorded) -> None:
         self.timeline: Timeline | None = None
         self._guard, self._device = guard, device if device.type == "cuda" else None
         self._notes: list[tuple[str, str, Mark, Mark, int]] = []  # only appended to: one step for threads

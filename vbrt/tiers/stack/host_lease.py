@@ -15,20 +15,17 @@ another thread end the lower lease.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from vbrt.tiers.stack.event_recorder import LeaseNote
+from vbrt.tiers.stack.page_stack import PageStack
 from vbrt.tiers.stack.slots import Borrower, Level, Page, Slot, State
-
-if TYPE_CHECKING:
-    from vbrt.tiers.stack.event_recorder import LeaseNote
-    from vbrt.tiers.stack.tier_stack import TierStack
 
 __all__ = ["LowerLease", "has_host_below", "host_level", "missing_worth"]
 
 
-def host_level(stack: "TierStack", page: Page) -> Level | None:
+def host_level(stack: PageStack, page: Page) -> Level | None:
     """Return the tier below the computing one in which the host can use a page: host memory that holds whole pages, the
     page's home or on its way up; None without one."""
     if not page.home or page.due or not page.passes:
@@ -38,7 +35,7 @@ def host_level(stack: "TierStack", page: Page) -> Level | None:
     return next((level for level in reversed(levels) if _is_host_memory(level)), None)
 
 
-def has_host_below(stack: "TierStack") -> bool:
+def has_host_below(stack: PageStack) -> bool:
     """True if there is host memory below the computing tier."""
     return any(map(_is_host_memory, stack.levels[1:]))
 
@@ -47,7 +44,7 @@ def _is_host_memory(level: Level) -> bool:
     return level.tier.memory and level.tier.device.type == "cpu"
 
 
-def missing_worth(stack: "TierStack", keys: Iterable[str]) -> dict[str, int]:
+def missing_worth(stack: PageStack, keys: Iterable[str]) -> dict[str, int]:
     """Return those of some pages that are not in the computing tier, and not on their way to it, with what its policy
     thinks of each: more is better."""
     top = stack.levels[0]
@@ -63,9 +60,9 @@ class LowerLease:
         looks: only look at what is there: nobody is told, and nothing is read from a drive.
     """
 
-    note: "LeaseNote | None" = None
+    note: LeaseNote | None = None
 
-    def __init__(self, stack: "TierStack", keys: Sequence[str], *, looks: bool = False) -> None:
+    def __init__(self, stack: PageStack, keys: Sequence[str], *, looks: bool = False) -> None:
         self.stack, self.keys, self._looks = stack, keys, looks
         self.slots: list[Slot] = []
         self.borrower = Borrower()

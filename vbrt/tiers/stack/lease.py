@@ -1,18 +1,31 @@
 """Leases: pages borrowed from a stack, for one `with` block."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from vbrt.tiers.schedule.programme_run import LeasedTensors, ProgrammeRun
+from vbrt.tiers.stack.decider import Decider
 from vbrt.tiers.stack.event_recorder import LeaseNote
+from vbrt.tiers.stack.ledger import Ledger
+from vbrt.tiers.stack.mover import Mover
+from vbrt.tiers.stack.scheduling import Run
 from vbrt.tiers.stack.slots import Borrower, Slot, State
+from vbrt.tiers.stack.stack_lock import Guard
 
-if TYPE_CHECKING:
-    from vbrt.tiers.stack.tier_stack import TierStack
+__all__ = ["Lease", "Lender"]
 
-__all__ = ["Lease", "LeasedTensors"]
+
+class Lender(Protocol):
+    """The stack that pages are borrowed from."""
+
+    guard: Guard
+    ledger: Ledger
+    decider: Decider
+    mover: Mover
+
+    def capturing(self, keys: Sequence[str]) -> bool:
+        """True if a CUDA graph records what this thread computes with these pages. Raises TierError: they move."""
 
 
 class Lease:
@@ -20,9 +33,9 @@ class Lease:
 
     slots: Sequence[Slot] = ()
     note: LeaseNote | None = None
-    run: ProgrammeRun | None = None
+    run: Run | None = None
 
-    def __init__(self, stack: "TierStack", keys: Sequence[str]) -> None:
+    def __init__(self, stack: Lender, keys: Sequence[str]) -> None:
         self.stack, self.keys = stack, keys
 
     def __enter__(self) -> list[dict[str, torch.Tensor]]:

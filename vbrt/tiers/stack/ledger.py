@@ -4,21 +4,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
 from vbrt.errors import TierError
 from vbrt.residency.policy import Policy
-from vbrt.tiers.protocol import Tier
-from vbrt.tiers.stack.page_counters import Census
+from vbrt.tiers.protocols.tier import Tier
+from vbrt.tiers.stack.page_census import Census
+from vbrt.tiers.stack.scheduling import Borrowing, GraphRecording, Run, Schedule
 from vbrt.tiers.stack.slots import Claim, Level, Page
 from vbrt.tiers.stack.stack_lock import Guard
-
-if TYPE_CHECKING:
-    from vbrt.tiers.schedule.programme_run import ProgrammeRun
-    from vbrt.tiers.schedule.programmes import Programmes
-    from vbrt.tiers.stack.lease import Lease
 
 __all__ = ["Ledger"]
 
@@ -77,8 +72,9 @@ class Ledger:
         captured: True once a CUDA graph knows where pages lie.
         writing, deciding: see `Writing` and `Deciding`.
         torn: True while the books are written, and after a block that was left early.
-        running: the programme at work, or None; see `programme_run`.
-        programmes: begins and ends its run; a stack sets it.
+        recording: of a pass as a CUDA graph, while it is captured; None without one.
+        running: the run that serves leases, or None.
+        programmes: begins and ends it; a stack sets it.
         catch_up: `Decider.catch_up`; a stack sets it.
         encoding: one weight is encoded, and one page is given a home, at a time.
     """
@@ -94,11 +90,12 @@ class Ledger:
         self.travellers = self.changes = 0
         self._census = Census(self.pages, 0)
         self.retired: deque[Claim] = deque()
-        self.lost: deque[Lease] = deque()
+        self.lost: deque[Borrowing] = deque()
         self.captured = self.rewrites = self.torn = False
         self.writing, self.deciding = Writing(self), Deciding(self)
-        self.running: ProgrammeRun | None = None
-        self.programmes: Programmes | None = None
+        self.recording: GraphRecording | None = None
+        self.running: Run | None = None
+        self.programmes: Schedule | None = None
         self.catch_up: Callable[[], None] | None = None
         self.encoding = threading.RLock()
 
@@ -184,6 +181,6 @@ class Ledger:
         """Keep, in a forked child, what is there: pages in memory and files, without threads and what they moved."""
         self.guard.reset()
         self.torn = False
-        self.running, self.encoding = None, threading.RLock()
+        self.running, self.recording, self.encoding = None, None, threading.RLock()
         for level in self.levels:
             level.after_fork()

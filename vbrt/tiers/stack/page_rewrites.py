@@ -21,7 +21,7 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.host.host_memory import aligned
-from vbrt.tiers.protocol import Reservation
+from vbrt.tiers.protocols.tier import Reservation
 from vbrt.tiers.stack.bounded_waits import Waiting
 from vbrt.tiers.stack.ledger import Ledger
 from vbrt.tiers.stack.mover import Mover

@@ -18,8 +18,8 @@ import torch
 from vbrt.errors import TierError
 from vbrt.formats.page import DTYPES, Field, unpack
 from vbrt.host.host_memory import aligned
+from vbrt.tiers.stack.page_stack import PageStack
 from vbrt.tiers.stack.slots import Slot
-from vbrt.tiers.stack.tier_stack import TierStack
 
 __all__ = ["PageRows", "PagesAtHome", "page_rows"]
 
@@ -31,7 +31,7 @@ class PageRows:
         page: the page.
     """
 
-    def __init__(self, stack: TierStack, slot: Slot) -> None:
+    def __init__(self, stack: PageStack, slot: Slot) -> None:
         self.page, self._stack = slot.page, stack
         self._copied: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         self._use(slot)
@@ -115,7 +115,7 @@ class PagesAtHome:
     """Whole pages that never pass through the tiers, for one `with` block: views where they live on the computing
     device, copies outside of the budgets otherwise."""
 
-    def __init__(self, stack: TierStack, keys: Sequence[str]) -> None:
+    def __init__(self, stack: PageStack, keys: Sequence[str]) -> None:
         self.stack, self.keys = stack, keys
 
     def __enter__(self) -> list[dict[str, torch.Tensor]]:
@@ -126,7 +126,7 @@ class PagesAtHome:
         """Nothing is held."""
 
 
-def page_rows(stack: TierStack, key: str) -> PageRows:
+def page_rows(stack: PageStack, key: str) -> PageRows:
     """Return the rows of a page where it lives now, and count a lookup.
 
     They stay readable while the page is rehomed; after it was retired, `take` raises TierError if it was a file.

@@ -20,10 +20,10 @@ from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import Policy
-from vbrt.tiers.protocol import Room, Tier
+from vbrt.tiers.protocols.carrier import Carrier
+from vbrt.tiers.protocols.tier import Room, Tier
 from vbrt.tiers.stack.page_counters import Tally
 from vbrt.tiers.stack.stack_lock import Guard
-from vbrt.tiers.storage.multi_link import Carrier
 from vbrt.tiers.storage.pinned_staging import Relay
 
 __all__ = ["Borrower", "Claim", "Level", "Owner", "Page", "Slot", "State", "slot_below"]
@@ -153,6 +153,11 @@ class Slot:
         self.error: BaseException | None = None
         self.holders: set[Slot | Borrower] = set()
         self.doomed = False
+
+    @property
+    def tier(self) -> Tier:
+        """Where the page is."""
+        return self.level.tier
 
     @property
     def view(self) -> torch.Tensor:

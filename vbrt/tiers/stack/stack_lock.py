@@ -28,12 +28,9 @@ hold; tests run a sample.
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vbrt.report.routing_recorder import RoutingRecorder
-    from vbrt.tiers.schedule.graph_capture import Recording
-    from vbrt.tiers.stack.event_recorder import Recorder
+from vbrt.report.routing_recorder import RoutingRecorder
+from vbrt.tiers.stack.event_recorder import Recorder
 
 __all__ = ["LOOK_SECONDS", "Guard"]
 
@@ -48,12 +45,11 @@ class Guard:
         bells: of threads that wait for a change.
         closed: True once the stack is closed.
         recorder: of a timeline, set under the lock; None without one.
-        recording: of a pass as a CUDA graph, while it is captured; None without one.
         waiting: threads that wait, and until when at least they do.
         routing: recorder of which experts tokens go to, set under the lock; None without one.
     """
 
-    __slots__ = ("bells", "closed", "lock", "recorder", "recording", "routing", "waiting")
+    __slots__ = ("bells", "closed", "lock", "recorder", "routing", "waiting")
 
     def __init__(self) -> None:
         self.closed = False
@@ -65,7 +61,6 @@ class Guard:
         self.bells: deque[threading.Lock] = deque()
         self.waiting: dict[int, float] = {}
         self.recorder: Recorder | None = None
-        self.recording: Recording | None = None
         self.routing: RoutingRecorder | None = None
 
     def ring(self) -> None:

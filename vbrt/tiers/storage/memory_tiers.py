@@ -9,7 +9,7 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.host.host_memory import PinError, map_memory, pin
-from vbrt.tiers.protocol import Holder
+from vbrt.tiers.protocols.tier import Holder
 
 __all__ = ["Buffer", "MemoryTier"]
 

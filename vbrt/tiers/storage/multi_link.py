@@ -11,60 +11,19 @@ its part. Under the capture of a CUDA graph the same calls are recorded, with ev
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from vbrt.tiers.protocols.carrier import Source
 from vbrt.tiers.storage.device_copy import Signal, checked, copying, cuda_runtime, reach, wait_for
 
-if TYPE_CHECKING:
-    from vbrt.tiers.stack.slots import Slot
-
-__all__ = ["Carrier", "Lanes", "Parts", "open_lanes"]
+__all__ = ["Lanes", "Parts", "open_lanes"]
 
 _LEAST_BYTES = 2 << 20  # of a page that is copied in parts: smaller ones are not worth the calls
 _CHUNK_BYTES = 8 << 20  # a link's full speed, nearly
 _CHUNKS = 4
 _ALIGN = 4096
-
-
-class Carrier(Protocol):
-    """What brings pages into the computing device by more than one copy on its copy stream.
-
-    A page has arrived with what the tier's copy stream does next.
-
-    Attributes:
-        together: True if several processes bring pages together: only threads that lease do it then, never workers.
-    """
-
-    together: bool
-
-    def take(self, source: "Slot") -> bool:
-        """True if it brings the page of a slot."""
-
-    def parts(self, target: torch.Tensor, slot: "Slot") -> Any:
-        """Return what `copy` takes to bring the page of a slot into memory of the computing device."""
-
-    def copy(self, parts: Any) -> None:
-        """Queue the copies of a page, and have the tier's copy stream wait for them."""
-
-    def wait(self, event: torch.cuda.Event) -> None:
-        """Have copies from now on wait for an event."""
-
-    def begin_capture(self) -> None:
-        """Have the copies that follow be recorded by a capture, until `end_capture`."""
-
-    def join(self) -> None:
-        """Have the tier's copy stream wait for all that was queued."""
-
-    def end_capture(self) -> Sequence:
-        """Go on as before the capture, if there is one; return what `follow` is to be told after each replay."""
-
-    def follow(self, event: torch.cuda.Event, recorded: Sequence) -> None:
-        """Go on after a replay, which ends with an event."""
-
-    def check(self) -> None:
-        """Verify what has been brought since the last time. Raises TierError."""
 
 
 class _Hop(NamedTuple):
@@ -161,11 +120,11 @@ class Lanes:
         self._lanes = [_Lane(runtime, device) for device in neighbours]
         self.devices = (joining.device, *neighbours)
 
-    def take(self, source: "Slot") -> bool:
+    def take(self, source: Source) -> bool:
         """True if the page of a slot is copied in parts: a large one in page-locked host memory."""
-        return source.level.tier.memory and source.room.pinned and source.page.nbytes >= _LEAST_BYTES
+        return source.tier.memory and source.room.pinned and source.page.nbytes >= _LEAST_BYTES
 
-    def parts(self, target: torch.Tensor, slot: "Slot") -> Parts:
+    def parts(self, target: torch.Tensor, slot: Source) -> Parts:
         """Return the copies of a page from its slot, equal parts for all lanes."""
         nbytes, source = target.numel(), slot.view
         part = -(-nbytes // (len(self.devices) * _ALIGN)) * _ALIGN

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from vbrt.errors import TierError
-from vbrt.tiers.protocol import Holder
+from vbrt.tiers.protocols.tier import Holder
 from vbrt.tiers.storage.device_copy import reach
 from vbrt.tiers.storage.memory_tiers import Buffer, MemoryTier
 

@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Collection
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,11 @@ import xxhash
 
 from vbrt.errors import TierError
 from vbrt.host.host_memory import bytes_view
-from vbrt.tiers.protocol import Holder
+from vbrt.tiers.protocols.carrier import Source
+from vbrt.tiers.protocols.tier import Holder
 from vbrt.tiers.storage.device_copy import Signal, checked, copying, cuda_runtime, wait_for
 from vbrt.tiers.storage.memory_tiers import Buffer, MemoryTier
 from vbrt.tiers.storage.sharing_ranks import Sharers
-
-if TYPE_CHECKING:
-    from vbrt.tiers.stack.slots import Slot
 
 __all__ = ["Gathering", "PartRoom", "SharedTier"]
 
@@ -222,11 +220,11 @@ class Gathering:
 
     # -- as lanes -----------------------------------------------------------------------------------------------------
 
-    def take(self, source: "Slot") -> bool:
+    def take(self, source: Source) -> bool:
         """True if this brings the page of a slot."""
-        return source.level.tier is self._tier
+        return source.tier is self._tier
 
-    def parts(self, target: torch.Tensor, source: "Slot") -> Carried:
+    def parts(self, target: torch.Tensor, source: Source) -> Carried:
         """Return what the copy of a page takes."""
         room, start = source.room, None
         at = room.part_bytes * self._sharers.rank

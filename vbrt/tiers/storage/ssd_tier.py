@@ -30,7 +30,7 @@ from vbrt.errors import TierError, describe_os_error
 from vbrt.host.host_memory import aligned, bytes_view
 from vbrt.host.safe_files import open_regular, read_into, replacing, write_at
 from vbrt.host.worker_threads import Crew
-from vbrt.tiers.protocol import Holder
+from vbrt.tiers.protocols.tier import Holder
 from vbrt.tiers.storage.run_directory import RunDirectory
 from vbrt.tiers.storage.verified_blocks import BlockDigests, read_items
 

@@ -11,7 +11,7 @@ They share one lock (`guard`) and one set of books (`ledger`). `stack_lock` says
 why its waiting ends.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout
 from vbrt.residency.access_counts import PhaseCounts
 from vbrt.residency.policy import FORWARD
-from vbrt.tiers.protocol import Tier
+from vbrt.tiers.protocols.tier import Tier
 from vbrt.tiers.stack.decider import Decider
 from vbrt.tiers.stack.fork_safety import follow
 from vbrt.tiers.stack.lease import Lease
@@ -27,19 +27,21 @@ from vbrt.tiers.stack.ledger import Ledger
 from vbrt.tiers.stack.mover import Mover, Write
 from vbrt.tiers.stack.page_homes import Homes
 from vbrt.tiers.stack.page_rewrites import Rewriter
+from vbrt.tiers.stack.pass_counts import Passes
+from vbrt.tiers.stack.scheduling import Schedule
 from vbrt.tiers.stack.slots import Level, Owner, Page
 from vbrt.tiers.stack.unencoded_pages import Shells
-from vbrt.tiers.storage.memory_tiers import MemoryTier
 
-__all__ = ["TierStack", "detached_stack"]
+__all__ = ["PageStack"]
 
 
-class TierStack:
+class PageStack:
     """Tiers from the computing one down; whatever keeps the protocol of tiers may be one of them.
 
     Args:
         tiers: with their policies, as levels, or bare: those keep no copies. The computing tier, a memory, comes first.
         workers: threads that move pages ahead of their use.
+        schedule: makes what serves the leases of passes that recur.
         share_cores: where the CPU computes, workers would take the cores from it to copy pages out of the page cache:
             they only have the system read files ahead, and whoever needs a page copies it.
 
@@ -53,23 +55,29 @@ class TierStack:
         shells: weights that have no pages yet.
     """
 
-    def __init__(self, tiers: Sequence[Level | Tier], *, workers: int = 2, share_cores: bool = False) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Level | Tier],
+        schedule: Callable[[Ledger, Mover, Passes], Schedule],
+        *,
+        workers: int = 2,
+        share_cores: bool = False,
+    ) -> None:
         self.ledger = ledger = Ledger(tiers)
         self.guard, self.levels, self.names = ledger.guard, ledger.levels, ledger.names
         self.pages, self.retired = ledger.pages, ledger.retired
         self.mover = Mover(ledger, workers=workers, share_cores=share_cores)
-        self.decider = Decider(ledger, self.mover)
+        passes = Passes(ledger)
+        ledger.programmes = schedule(ledger, self.mover, passes)
+        self.decider = Decider(ledger, self.mover, passes)
         self.announce = self.decider.announce
         self._homes = Homes(ledger, self.mover, self.decider)
         self.rewriter = Rewriter(ledger, self.mover)
         self.shells = Shells()
         follow(self)
 
-    def __deepcopy__(self, memo: dict) -> "TierStack":
+    def __deepcopy__(self, memo: dict) -> "PageStack":
         return self  # copies of a model share the pages: they are read-only
-
-    def __reduce__(self):
-        return detached_stack, ()  # what is unpickled brings its pages along
 
     @property
     def device(self) -> torch.device:
@@ -187,7 +195,7 @@ class TierStack:
         """
         if self.levels[0].stream is None or not torch.cuda.is_current_stream_capturing():
             return False
-        recording = self.guard.recording
+        recording = self.ledger.recording
         recorded = recording is not None and recording.mine
         if recorded and recording.begin():
             return True
@@ -240,9 +248,3 @@ class TierStack:
         self.ledger.after_fork()
         self.mover.after_fork()
         self._homes.after_fork()
-
-
-def detached_stack(device: torch.device | str = "cpu") -> TierStack:
-    """Return a stack of one device's memory without a budget, for layers that are apart from a model."""
-    device = torch.device(device)
-    return TierStack([MemoryTier("gpu" if device.type == "cuda" else "cpu", device, 1 << 62)])
