@@ -107,6 +107,28 @@ def test_a_lost_lease_ends_the_run():
     stack.close()
 
 
+def fail() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_release_that_is_interrupted_among_its_copies_ends_the_run_and_pages_hold_their_bytes():
+    steps = [step for step in steady().ledger.running.steps if step is not None]
+    interrupted_copies = [(at, copy) for at, step in enumerate(steps) for copy in range(len(step.loads))]
+    assert len(interrupted_copies) > 4
+    for at, copy in interrupted_copies:
+        stack = steady()
+        loads = [step for step in stack.ledger.running.steps if step is not None][at].loads
+        loads[copy] = loads[copy]._replace(start=fail)
+        run(stack, LEASES[:at])
+        with pytest.raises(KeyboardInterrupt):
+            use(stack, *LEASES[at])
+        assert stack.ledger.torn
+        run(stack, LEASES)
+        assert not stack.ledger.torn and stack.ledger.running is None
+        assert_at_rest(stack)
+        stack.close()
+
+
 def test_threads_that_run_the_same_passes_get_their_pages():
     stack = steady(room=20)
     barrier = threading.Barrier(2)

@@ -114,7 +114,9 @@ class Decider:
                     self.catch_up()
                 pages = [self._page(key) for key in lease.keys]
                 with ledger.deciding:
-                    due = any(page.due for page in pages)  # until they have been rewritten
+                    due = False  # True until the pages have been rewritten
+                    for page in pages:  # not any(): its generator costs as much as this block
+                        due = due or bool(page.due)
                     fit = not due and (self._has_room(pages) or self._has_room_in_exact_slots(pages))
                     if fit:
                         if self._passes.backward and in_backward():

@@ -38,7 +38,7 @@ class Writing:
             ledger.recover()
         ledger.torn = True
 
-    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         self._ledger.torn = kind is not None
 
 
