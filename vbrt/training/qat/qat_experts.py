@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from vbrt.errors import FormatError, WrapError
+from vbrt.errors import WrapError
 from vbrt.kernels.observers import is_recorded, is_transformed, unwatched
 from vbrt.kernels.uncompiled import uncompiled
 from vbrt.layers.experts.expert_gradients import autocast_of
@@ -28,13 +28,12 @@ from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
 from vbrt.layers.swapped_layer import SwappedLayer
 from vbrt.libraries.torch_api import get_unwrapped, is_batchedtensor, is_functorch_wrapped, is_tracing
 from vbrt.training.qat.qat_expert_weight import TrainedExpertsWeight, TrainedStack
+from vbrt.training.qat.rounded_layer import HISTORY, Rounded, RoundedLayer
 
 __all__ = ["TrainedExperts", "class_of_experts", "compute", "gradients", "trained_experts_class"]
 
-_STATE = "separation"  # what an engine's history is called in state dicts, behind its parameter's name
 
-
-class TrainedExperts(SwappedLayer):
+class TrainedExperts(RoundedLayer):
     """Common part of modules of routed experts in training; a mixin in front of the module's own class."""
 
     _vb_handle: TrainedExpertsWeight
@@ -143,48 +142,12 @@ class TrainedExperts(SwappedLayer):
             "parametrizations and PEFT's target_parameters): apply them before wrapping, or unwrap() first"
         )
 
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        self._vb_handle.layers.add(self)
-
     def __reduce_ex__(self, protocol: int):
         return _new_layer, (type(self).plain_class(),), self.__getstate__()
 
-    def _apply(self, fn, recurse: bool = True):
-        super()._apply(fn, recurse)
-        self._vb_handle.retype(self._parameters[self._vb_handle.spec.parameters[0]].dtype)
-        return self
-
-    def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, stack in self._vb_handle.stacks.items():
-            state = stack.separation.state(self._parameters[name]) if stack.separation else None
-            if state is not None:
-                destination[f"{prefix}{name}.{_STATE}"] = state
-
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        """A state dict without a history, of a dense model for one, starts a new one and is not incomplete."""
-        keys = {f"{prefix}{name}.{_STATE}": stack for name, stack in self._vb_handle.stacks.items()}
-        rest = {name: value for name, value in state_dict.items() if name not in keys}
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        for key, stack in keys.items():
-            _load_history(stack, key, state_dict, error_msgs)
-
-
-def _load_history(stack: TrainedStack, key: str, state_dict: Mapping[str, Any], error_msgs: list[str]) -> None:
-    """Take over the history of one parameter, or start a new one where there is none beside its weight."""
-    if stack.separation is None:  # trains dense: scales of another format are of no use
-        return
-    if key not in state_dict:
-        if key.removesuffix(f".{_STATE}") in state_dict:
-            stack.separation.reset()
-        return
-    try:
-        stack.separation.load(state_dict[key], stack.spec.shape)
-    except FormatError as error:
-        error_msgs.append(f"{key}: {error}")
+    def _rounded_parameters(self) -> dict[str, Rounded]:
+        stacks = self._vb_handle.stacks
+        return {f"{n}.{HISTORY}": Rounded(n, stack.separation, stack.spec.shape) for n, stack in stacks.items()}
 
 
 @functools.cache

@@ -18,20 +18,18 @@ from torch.compiler import is_compiling
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from vbrt.errors import FormatError, WrapError
+from vbrt.errors import WrapError
 from vbrt.kernels.frozen_product import sum_rows, whole
 from vbrt.kernels.observers import function_modes, is_recorded, is_transformed, traced_call, unwatched
-from vbrt.layers.swapped_layer import SwappedLayer
 from vbrt.layers.weights.weight_shards import is_sharded
 from vbrt.libraries.torch_api import get_unwrapped, is_batchedtensor, is_fake, is_functorch_wrapped, is_tracing
 from vbrt.training.qat.qat_weight import TrainedWeight
+from vbrt.training.qat.rounded_layer import HISTORY, Rounded, RoundedLayer
 
 __all__ = ["TrainedLayer", "TrainedLinear", "weight_gradient"]
 
-_STATE = "separation"  # what the engine's history is called in state dicts, beside "weight"
 
-
-class TrainedLayer(SwappedLayer):
+class TrainedLayer(RoundedLayer):
     """Common part of layers in training; a mixin in front of the class of the module that was swapped."""
 
     _vb_handle: TrainedWeight
@@ -160,42 +158,9 @@ class TrainedLayer(SwappedLayer):
             raise self._not_to_be_replaced(name.removesuffix("_orig"))
         super().register_parameter(name, param)
 
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        self._vb_handle.layers.add(self)
-
-    def _apply(self, fn, recurse: bool = True):
-        super()._apply(fn, recurse)
-        weight = self._parameters.get("weight")
-        if weight is not None:  # else pruning, a norm or a parametrization computes it
-            self._vb_handle.retype(weight.dtype)
-        return self
-
-    def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        engine = self._vb_handle.separation
-        state = engine.state(self._parameters["weight"]) if engine else None
-        if state is not None:
-            destination[f"{prefix}{_STATE}"] = state
-
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        """A state dict without a history, of a dense model for one, starts a new one and is not incomplete."""
-        key = f"{prefix}{_STATE}"
-        rest = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        engine = self._vb_handle.separation
-        if engine is None:  # trains dense: scales of another format are of no use
-            return
-        if key not in state_dict:
-            if f"{prefix}weight" in state_dict:
-                engine.reset()
-            return
-        try:
-            engine.load(state_dict[key], self._vb_handle.spec.shape)
-        except FormatError as error:
-            error_msgs.append(f"{key}: {error}")
+    def _rounded_parameters(self) -> dict[str, Rounded]:
+        handle = self._vb_handle
+        return {HISTORY: Rounded("weight", handle.separation, handle.spec.shape)}
 
 
 class TrainedLinear(TrainedLayer, nn.Linear):
