@@ -36,7 +36,7 @@ from scripts.measuring import machine
 from scripts.missed_breakdown import Spans, breakdown
 from vbrt.config import MISSES
 from vbrt.generation.fusion.fuse_step import joined
-from vbrt.layers import handles_in
+from vbrt.layers import weights_in
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.missed_experts import MissedExperts
 from vbrt.residency.expert_pages import ExpertsPolicy
@@ -244,7 +244,7 @@ def device_caches(model: nn.Module) -> list:
 
 
 def expert_handles(vb: vbrt.VBModelWrapper) -> list[ExpertsHandle]:
-    return [handle for handle in handles_in(vb.stack) if isinstance(handle, ExpertsHandle)]
+    return [handle for handle in weights_in(vb.stack) if isinstance(handle, ExpertsHandle)]
 
 
 # -- a share of the pages on the GPU ----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # after the checkout is on the path
 
 from vbrt.kernels.cpu.expert_team import ExpertTeam
-from vbrt.layers.experts import cpu_experts, expert_gradients, experts_handle, run_experts
+from vbrt.layers.experts import cpu_experts, expert_gradients, experts_handle, kernels_product, run_experts
 from vbrt.layers.experts.missed_experts import MissedExperts
 from vbrt.tiers.stack.host_lease import LowerLease
 from vbrt.tiers.stack.mover import Mover
@@ -38,10 +38,10 @@ TIMED = (
     (". of that the post", ExpertTeam, "post"),
     ("leases, and launches on the GPU", run_experts, "_beside_host"),
     (". of that leasing and releasing", experts_handle.ExpertsHandle, "lease"),
-    (". of that the GPU's experts", run_experts._Kernels, "_rows"),
+    (". of that the GPU's experts", kernels_product.KernelsProduct, "_rows"),
     (". of that waiting for the CPU", cpu_experts.TeamWork, "end"),
     (". of that waiting for a thread of Python's", cpu_experts.HostWork, "rows"),
-    (". of that the weighted sum", run_experts._Kernels, "result"),
+    (". of that the weighted sum", kernels_product.KernelsProduct, "result"),
     ("pages staged by threads", Mover, "_load_ahead"),
 )
 BEGUN, DONE = "the team: from the post until a thread has it", "the team: from the post until it is done"

@@ -4,7 +4,7 @@ import pytest
 
 import vbrt
 from tests.models import mlp, wrap
-from vbrt.layers import WeightHandle
+from vbrt.layers import Weight
 from vbrt.layers.weights.weight_encoding import Encoder
 
 
@@ -16,7 +16,7 @@ def no_encoding(monkeypatch):
         raise AssertionError("a weight was encoded again")
 
     def start():
-        monkeypatch.setattr(WeightHandle, "split", refuse)
+        monkeypatch.setattr(Weight, "split", refuse)
         for name in vbrt.formats.FORMATS:
             monkeypatch.setattr(type(vbrt.formats.get_format(name)), "encode", refuse)
         for name in ("_split", "_split_many"):

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from vbrt.formats.page import PageLayout, build_layout
 
-__all__ = ["PARTS", "join_fields", "join_layouts", "part_fields", "part_layout"]
+__all__ = ["PARTS", "join_fields", "join_layouts", "join_planes", "part_fields", "part_layout"]
+
+Planes = list[tuple[PageLayout, dict[str, Tensor]]]
 
 #: the names of parts, in the order in which a page has them
 PARTS = ("gate", "up", "down")
@@ -40,3 +42,15 @@ def part_fields(fields: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
     """Return the fields of one part of a joint page, under the names that the format gives them."""
     head = f"{part}."
     return {name.removeprefix(head): tensor for name, tensor in fields.items() if name.startswith(head)}
+
+
+def join_planes(parts: Mapping[str, Planes]) -> Planes:
+    """Return the joint planes of an expert, from the planes of each part."""
+    by_plane = zip(*parts.values(), strict=True)
+    return [
+        (
+            join_layouts({part: layout for part, (layout, _) in zip(parts, planes, strict=True)}),
+            join_fields({part: tensors for part, (_, tensors) in zip(parts, planes, strict=True)}),
+        )
+        for planes in by_plane
+    ]

@@ -29,7 +29,7 @@ from vbrt.generation.speculation.verification import Passes
 from vbrt.generation.static.static_cache import Statics
 from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.kernels.operator_trace import recorder
-from vbrt.layers import WeightHandle
+from vbrt.layers import Weight
 from vbrt.layers.experts import ExpertsHandle, why_waits
 from vbrt.layers.weights.linear_product import pass_precision
 from vbrt.layers.weights.precompile_kernels import compile_ahead
@@ -268,7 +268,7 @@ class Terms:
         if pass_precision() != "coarse":
             return None
         handles = self._attachment().registry.handles
-        if not all(isinstance(handle, WeightHandle) and handle.keys for handle in handles):
+        if not all(isinstance(handle, Weight) and handle.keys for handle in handles):
             return None
         return [key for handle in handles for key in (handle.keys[:1] if handle.spec.fine else handle.keys)]
 
@@ -380,7 +380,7 @@ class Terms:
     def handles(self) -> list[Any]:
         """Return what counts forwards, and has pages that count hits: not experts, which count by token."""
         handles = self._attachment().registry.handles
-        return [handle for handle in handles if isinstance(handle, WeightHandle) and not handle.spec.by_rows]
+        return [handle for handle in handles if isinstance(handle, Weight) and not handle.spec.by_rows]
 
 
 def generating_modules(model: nn.Module) -> list[nn.Module]:

@@ -5,7 +5,7 @@ from vbrt.layers.modules.linear import VBLinear
 from vbrt.layers.modules.unfreeze import thaw
 from vbrt.layers.modules.vb_layer import VBLayer
 from vbrt.layers.swapped_layer import SwappedLayer, strip
-from vbrt.layers.weights.weight_handle import WeightHandle, handles_in
+from vbrt.layers.weights.state import Weight, weights_in
 from vbrt.layers.weights.weight_operators import handle_of
 from vbrt.layers.weights.weight_spec import HandleSpec
 
@@ -16,11 +16,11 @@ __all__ = [
     "SwappedLayer",
     "VBLayer",
     "VBLinear",
-    "WeightHandle",
+    "Weight",
     "handle_of",
-    "handles_in",
     "kind_of",
     "site_of",
     "strip",
     "thaw",
+    "weights_in",
 ]

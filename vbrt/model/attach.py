@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import nn
 
 from vbrt.config import VBConfig
-from vbrt.layers import KINDS, HandleSpec, Kind, SwappedLayer, WeightHandle, strip
+from vbrt.layers import KINDS, HandleSpec, Kind, SwappedLayer, Weight, strip
 from vbrt.layers.experts import ExpertsHandle, ExpertsSpec
 from vbrt.layers.modules.sharded_linear import sharded_class
 from vbrt.model.attachment import Attachment, Terms
@@ -97,13 +97,13 @@ def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
     return attach_held(model, runtime, terms, make_handles(terms, runtime.stack))
 
 
-def make_handles(terms: Terms, stack: TierStack) -> list[WeightHandle | ExpertsHandle]:
+def make_handles(terms: Terms, stack: TierStack) -> list[Weight | ExpertsHandle]:
     """Return an empty handle for each weight that a plan swaps, in its order."""
     return [_handle(swap, terms, stack) for swap in terms.plan.swaps]
 
 
 def attach_held(
-    model: nn.Module, runtime: Runtime, terms: Terms, handles: Sequence[WeightHandle | ExpertsHandle]
+    model: nn.Module, runtime: Runtime, terms: Terms, handles: Sequence[Weight | ExpertsHandle]
 ) -> Attachment:
     """Swap a model's layers in place, with handles from `make_handles`, which may hold weights already."""
     return Attachment(model, runtime, terms, _swap_layers_(model, terms.plan, handles, Kind.layer_class))
@@ -120,10 +120,10 @@ def _trained(swap: Swap, terms: Terms) -> TrainedWeight | TrainedExpertsWeight:
     return TrainedWeight(_spec(swap, terms))
 
 
-def _handle(swap: Swap, terms: Terms, stack: TierStack) -> WeightHandle | ExpertsHandle:
+def _handle(swap: Swap, terms: Terms, stack: TierStack) -> Weight | ExpertsHandle:
     if swap.experts:
         return ExpertsHandle(ExpertsSpec.of(swap, terms.settings, terms.prefix), stack)
-    return WeightHandle(_spec(swap, terms), stack)
+    return Weight(_spec(swap, terms), stack)
 
 
 class Attempt:
@@ -169,7 +169,7 @@ class Attempt:
 def _swap_layers_(
     model: nn.Module,
     plan: Plan,
-    handles: Sequence[WeightHandle | ExpertsHandle | TrainedWeight | TrainedExpertsWeight | FullWeight],
+    handles: Sequence[Weight | ExpertsHandle | TrainedWeight | TrainedExpertsWeight | FullWeight],
     class_of: Callable[[Kind], type[SwappedLayer]],
 ) -> dict[str, SwappedLayer]:
     modules = dict(model.named_modules())

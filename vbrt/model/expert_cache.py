@@ -18,7 +18,8 @@ from vbrt.layers import KINDS
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.device_cache import DeviceCache, DeviceCounts, DeviceTotals
 from vbrt.layers.experts.missed_experts import MissedExperts
-from vbrt.layers.experts.residency_owner import CachedLayer, why_host
+from vbrt.layers.experts.residency_owner import CachedLayer
+from vbrt.layers.experts.residency_reasons import why_host
 from vbrt.tiers import Page, TierStack
 from vbrt.tiers.stack.page_counters import Tally
 

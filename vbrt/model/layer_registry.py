@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from vbrt.layers import SwappedLayer, VBLayer, WeightHandle, strip
+from vbrt.layers import SwappedLayer, VBLayer, Weight, strip
 from vbrt.report.progress import Progress
 from vbrt.residency.plan import PageSpec, Plan, Swap
 from vbrt.tiers import TierStack
@@ -26,7 +26,7 @@ class Registry:
         self._layers = {name: weakref.ref(layer) for name, layer in layers.items()}
         self._plan, self._stack, self._prefix = plan, stack, prefix
         self._swaps = {swap.name: swap for swap in plan.swaps}
-        self._dense: dict[WeightHandle, nn.Parameter] = {}  # decoded by `release_`
+        self._dense: dict[Weight, nn.Parameter] = {}  # decoded by `release_`
 
     @property
     def layers(self) -> dict[str, VBLayer]:
@@ -44,11 +44,11 @@ class Registry:
         return self.layers.values()
 
     @property
-    def handles(self) -> set[WeightHandle]:
+    def handles(self) -> set[Weight]:
         """The weights of the layers."""
         return {layer.handle for layer in self.layers.values()}
 
-    def pages(self) -> list[tuple[WeightHandle, tuple[PageSpec, ...]]]:
+    def pages(self) -> list[tuple[Weight, tuple[PageSpec, ...]]]:
         """Return the pages of each weight: as they are stored, or as they are planned."""
         layers, names, found = self.layers, self._stack.names, []
         for swap in self._plan.swaps:

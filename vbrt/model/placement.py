@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vbrt.config.tier_records import TIERS
 from vbrt.errors import TierError
-from vbrt.layers import WeightHandle
+from vbrt.layers import Weight
 from vbrt.model.layer_registry import Registry
 from vbrt.residency.expert_room import largest_pages
 from vbrt.residency.plan import Beside, PageSpec, leased_pages, place, with_whole_pages
@@ -23,7 +23,7 @@ __all__ = ["Homes", "current_homes", "place_beside", "place_pages", "restore_hom
 
 _BESIDE = "beside: "  # no key of a plan begins so
 
-Pages = list[tuple[WeightHandle, tuple[PageSpec, ...]]]
+Pages = list[tuple[Weight, tuple[PageSpec, ...]]]
 Homes = list[tuple[Registry, Pages]]
 
 

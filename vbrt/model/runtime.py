@@ -22,7 +22,7 @@ from vbrt.config.tier_records import TIERS
 from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.kernels import libraries
 from vbrt.kernels.cpu import buffer_reuse
-from vbrt.layers import WeightHandle, handles_in
+from vbrt.layers import Weight, weights_in
 from vbrt.libraries.versions import newer_than_tested
 from vbrt.model.auto_budget import GpuBalance
 from vbrt.model.kv_caches import TieredCache, cache_stats
@@ -58,7 +58,7 @@ class Runtime:
         self.stack, self.settings, self.budgets = stack, settings, dict(budgets)
         self.balance: GpuBalance | None = None
         self._attachments: dict[str, weakref.ref[Attachment]] = {}  # by name
-        self._dropped: weakref.WeakSet[WeightHandle] = weakref.WeakSet()  # handles of closed models
+        self._dropped: weakref.WeakSet[Weight] = weakref.WeakSet()  # handles of closed models
         self.caches: weakref.WeakSet[TieredCache] = weakref.WeakSet()
         know(self)
 
@@ -101,7 +101,7 @@ class Runtime:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def close_unused(self, dropped: set[WeightHandle]) -> None:
+    def close_unused(self, dropped: set[Weight]) -> None:
         """Free the pages of a model that was closed, and close the stack unless another model or a copy needs it.
 
         Args:
@@ -111,7 +111,7 @@ class Runtime:
         self._dropped.update(dropped)
         for cache in [] if self.attachments else list(self.caches):
             cache.close()
-        others = self.attachments or self.stack.pages or not self._dropped.issuperset(handles_in(self.stack))
+        others = self.attachments or self.stack.pages or not self._dropped.issuperset(weights_in(self.stack))
         if self.stack.closed or not others:
             self.stack.close()
         elif self.attachments:

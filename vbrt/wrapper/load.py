@@ -10,7 +10,7 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.errors import WrapError
 from vbrt.layers import SwappedLayer
-from vbrt.layers.modules.unencoded_layers import warn_of_training
+from vbrt.layers.modules.training_warnings import warn_of_training
 from vbrt.model.attach import Attempt
 from vbrt.model.runtime import Runtime
 from vbrt.model.shared_config import shared_config

@@ -7,7 +7,7 @@ import vbrt
 from vbrt.formats import get_format
 from vbrt.formats.page import pack, unpack
 from vbrt.kernels.cuda.e2m1.tiles import TILES, pack_tiles, page_of, tile_layout
-from vbrt.layers.weights.graph_planes import GraphTiles, show_to_graphs
+from vbrt.layers.weights.graph_planes import GraphTiles
 
 
 def written_out(x, gain, eps=1e-6):
@@ -42,7 +42,7 @@ def show(layer, format="nvfp4"):
     memory = torch.empty(layout.nbytes, dtype=torch.uint8)  # as on a GPU: the page is where its memory begins
     page = pack(pack_tiles(format, get_format(format).encode(weight.float()), (n, k)), layout, memory)
     planes, form = unpack(page, layout), f"{format} {n} {k} {str(weight.dtype).removeprefix('torch.')} cpu"
-    show_to_graphs(layer.handle, GraphTiles(page_of(planes[TILES], planes["tensor_scale"]), form))
+    layer.handle.show_to_graphs(GraphTiles(page_of(planes[TILES], planes["tensor_scale"]), form))
 
 
 class Decoder(torch.nn.Module):

@@ -20,8 +20,6 @@ from vbrt.kernels.cuda.e2m1.tiles import tile_layout
 from vbrt.kernels.cuda.graph_pass import wanted_guards
 from vbrt.kernels.cuda.launch_table import fused_limit
 from vbrt.layers.modules import compiled_forward as compiled
-from vbrt.layers.weights import resident_planes
-from vbrt.layers.weights.graph_planes import show_to_graphs
 
 ONE = torch.ops.vbrt.fp4_linear.default
 
@@ -162,7 +160,7 @@ def test_a_layer_of_planes_that_stay_is_checked_no_longer_than_a_linear_one(kern
 CHANGES = {
     "moved": lambda vb: show(vb.module[1].inner),
     "another format": lambda vb: show(vb.module[1].inner, "mxfp4"),
-    "moving": lambda vb: show_to_graphs(vb.module[1].inner.handle, None),
+    "moving": lambda vb: vb.module[1].inner.handle.show_to_graphs(None),
     "a budget": lambda vb: vb.set_budget("cpu", "1GiB"),
     "assigned": lambda vb: setattr(vb.module[1].inner, "weight", torch.nn.Parameter(vb.module[0].inner.weight.clone())),
     "loaded": lambda vb: vb.module[1].load_state_dict(vb.module[0].state_dict()),
@@ -233,7 +231,7 @@ def test_layers_get_planes_that_stay_once_and_again_when_they_lie_elsewhere(form
     monkeypatch.setattr(layer.handle, "shows_planes", True)
     memory = [new_page(layout) for _ in range(2)]
     for page in (memory[0], memory[0], memory[1]):
-        resident_planes.keep(layer.handle, WeightPlanes(format, (128, 128), torch.bfloat16, unpack(page, layout)))
+        layer.handle.hold_resident(WeightPlanes(format, (128, 128), torch.bfloat16, unpack(page, layout)))
         pages.append(layer._vb_page)
         assert layer._vb_page.data_ptr() == page.data_ptr() and layer._vb_form == f"{format} 128 128 bfloat16 cpu"
     assert pages[0] is pages[1] is not pages[2]

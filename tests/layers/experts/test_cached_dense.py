@@ -17,7 +17,8 @@ from vbrt.errors import TierError
 from vbrt.kernels.cuda.experts import residency
 from vbrt.layers.experts import VBExperts, gathered_dense, why_waits
 from vbrt.layers.experts import run_experts as compute
-from vbrt.layers.experts.run_experts import Routed, run_experts
+from vbrt.layers.experts.run_experts import run_experts
+from vbrt.layers.experts.touched_experts import Routed
 from vbrt.tiers.storage.memory_tiers import Buffer
 
 pytest.importorskip("transformers")

@@ -7,7 +7,7 @@ import torch
 
 from tests import models
 from vbrt.layers.experts.gathered_dense import gathered, ranked
-from vbrt.layers.experts.run_experts import Routed
+from vbrt.layers.experts.touched_experts import Routed
 
 pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ import torch
 import vbrt
 from vbrt.kernels import kernel_refusal, resolve
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
-from vbrt.layers import HandleSpec, WeightHandle
+from vbrt.layers import HandleSpec, Weight
 from vbrt.layers.weights import kernel_selection
 from vbrt.residency.weight_site import WeightSite
 
@@ -19,7 +19,7 @@ GPU = types.SimpleNamespace(device=torch.device("cuda", 0))  # a stack that is a
 
 
 def handle(**options):
-    return WeightHandle(HandleSpec(WeightSite("layer", (64, 64)), torch.bfloat16, "nvfp4", **options), GPU)
+    return Weight(HandleSpec(WeightSite("layer", (64, 64)), torch.bfloat16, "nvfp4", **options), GPU)
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def _rest(step: StepGraph, node: Node) -> None:
 def _few(handle: Any, node: Node) -> Few | None:
     """What multiplies few tokens by a layer, if it takes this x and bias."""
     _, x, bias = node.args
-    short, value = handle.short, x.meta["val"]
+    short, value = handle.held.small_batch, x.meta["val"]
     if short is None or not isinstance(short.few, Few):
         return None
     few = short.few

@@ -5,7 +5,7 @@ from vbrt.layers.experts.experts_handle import ExpertsHandle
 from vbrt.layers.experts.experts_layer import VBExperts
 from vbrt.layers.experts.experts_spec import ExpertsSpec
 from vbrt.layers.experts.gates import gate_of
-from vbrt.layers.experts.residency_owner import why_waits
+from vbrt.layers.experts.residency_reasons import why_waits
 from vbrt.layers.experts.special_calls import (
     VBGivenExperts,
     VBParallelExperts,

@@ -10,7 +10,8 @@ from vbrt.kernels.cpu.prepared import Empty, Prepared
 from vbrt.layers.experts.experts_layer import VBExperts
 from vbrt.layers.experts.gates import kept_gate
 from vbrt.layers.experts.leased_experts import pages_of
-from vbrt.layers.experts.run_experts import Routed, run_experts
+from vbrt.layers.experts.run_experts import run_experts
+from vbrt.layers.experts.touched_experts import Routed
 from vbrt.layers.weights.kernel_selection import rounding
 from vbrt.layers.weights.linear_product import pass_precision
 

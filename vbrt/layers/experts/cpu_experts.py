@@ -9,7 +9,7 @@ code, more pairs than the C code multiplies. Both hold the pages until they are 
 from _thread import allocate_lock
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +24,8 @@ from vbrt.kernels.cpu.thread_counts import leaving, team
 from vbrt.kernels.cpu.tiles import in_rows
 from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.layers.experts.experts_coder import ExpertOps
-
-if TYPE_CHECKING:
-    from vbrt.layers.experts.experts_handle import ExpertsHandle
-    from vbrt.tiers.stack.host_lease import LowerLease
+from vbrt.layers.experts.protocols import ExpertsWeights
+from vbrt.tiers.stack.host_lease import LowerLease
 
 __all__ = ["HostLayer", "HostWork", "Operands", "TeamWork", "host_ops", "host_pages", "new_team"]
 
@@ -78,7 +76,7 @@ class HostLayer(NamedTuple):
         forms: of the pages as a team takes them, by dtype and layout, with the layout; None: no team computes them.
     """
 
-    handle: "ExpertsHandle"
+    handle: ExpertsWeights
     ops: ExpertOps
     gate: Gate
     up: Tensor | None
@@ -86,7 +84,7 @@ class HostLayer(NamedTuple):
     forms: dict[tuple, tuple[PageLayout, TeamForm | None]] | None = None
 
     @classmethod
-    def of(cls, handle: "ExpertsHandle", gate: Gate) -> "HostLayer":
+    def of(cls, handle: ExpertsWeights, gate: Gate) -> "HostLayer":
         """A layer without biases."""
         ops, backend = host_ops(handle)
         return cls(handle, ops, gate, None, None, {} if backend == "compiled" else None)
@@ -143,7 +141,7 @@ def host_pages(layer: HostLayer, views: Mapping[int, Tensor], dtype: torch.dtype
     return form if takes_tiles(form, dtype, layer.gate) else in_rows(form, handle.coder.encoded_joint(form.layout))
 
 
-def host_ops(handle: "ExpertsHandle") -> tuple[ExpertOps, str]:
+def host_ops(handle: ExpertsWeights) -> tuple[ExpertOps, str]:
     """Return the CPU's ops for the format of a layer, and the name of their backend."""
     spec = handle.spec.first
     backend = "reference" if spec.backend == "reference" else "auto"

@@ -6,18 +6,16 @@ written nothing else waits.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vbrt.formats.joint_planes import join_fields, join_layouts
+from vbrt.formats.joint_planes import join_planes
+from vbrt.layers.experts.protocols import ExpertsWeights
 from vbrt.layers.weights.weight_encoding import Planes
 
-if TYPE_CHECKING:
-    from vbrt.layers.experts.experts_handle import ExpertsHandle
-
-__all__ = ["EncodedExperts", "ExpertsOnDemand", "MatricesOnDemand", "join_planes"]
+__all__ = ["EncodedExperts", "ExpertsOnDemand", "MatricesOnDemand"]
 
 #: bytes of dense weights that are encoded together, by the type of the device; scratch is about three times that
 _STEP_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
@@ -72,7 +70,7 @@ class EncodedExperts:
         weights: by part, [E, ...] as the module keeps them.
     """
 
-    def __init__(self, handle: "ExpertsHandle", weights: Mapping[str, Tensor | MatricesOnDemand]) -> None:
+    def __init__(self, handle: ExpertsWeights, weights: Mapping[str, Tensor | MatricesOnDemand]) -> None:
         self._handle, self._weights = handle, weights
 
     def __iter__(self) -> Iterator[Planes]:
@@ -126,7 +124,7 @@ def _as_they_are(weights: dict[str, Tensor]) -> _Given:
     return _Given(weights)
 
 
-def _has_to_move(handle: "ExpertsHandle", weights: Mapping[str, Tensor | MatricesOnDemand]) -> bool:
+def _has_to_move(handle: ExpertsWeights, weights: Mapping[str, Tensor | MatricesOnDemand]) -> bool:
     """True if the weights lie in host memory, in a form that can be copied to the GPU as it is."""
     return handle.device.type == "cuda" and all(
         weight.device.type == "cpu" and weight.is_contiguous() and weight.dtype is handle.spec.dtype
@@ -137,7 +135,7 @@ def _has_to_move(handle: "ExpertsHandle", weights: Mapping[str, Tensor | Matrice
 class _Uploads:
     """Copies weights to the GPU on the stream of its tier, beside what the GPU computes meanwhile."""
 
-    def __init__(self, handle: "ExpertsHandle") -> None:
+    def __init__(self, handle: ExpertsWeights) -> None:
         level = handle.stack.levels[0]
         self._stream, self._relay = level.stream, level.relay
 
@@ -156,15 +154,3 @@ class _Uploads:
                 target.copy_(origin, non_blocking=True)
         else:
             self._relay.copy(target.view(-1).view(torch.uint8), origin.view(-1).view(torch.uint8), self._stream)
-
-
-def join_planes(parts: Mapping[str, Planes]) -> Planes:
-    """Return the joint planes of an expert, from the planes of each part."""
-    by_plane = zip(*parts.values(), strict=True)
-    return [
-        (
-            join_layouts({part: layout for part, (layout, _) in zip(parts, planes, strict=True)}),
-            join_fields({part: tensors for part, (_, tensors) in zip(parts, planes, strict=True)}),
-        )
-        for planes in by_plane
-    ]

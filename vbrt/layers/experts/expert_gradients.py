@@ -11,7 +11,7 @@ Legend: T tokens, k experts a token, P = T k pairs, H hidden.
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,15 @@ from torch.autograd import Function
 
 from vbrt.errors import WrapError
 from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
-from vbrt.layers.experts.run_experts import Routed, chunks_of, run_experts
-from vbrt.layers.experts.touched_experts import local_ids, pairs_of, touched_experts
+from vbrt.layers.experts.protocols import ExpertsModule, LeasedExperts
+from vbrt.layers.experts.run_experts import chunks_of, run_experts
+from vbrt.layers.experts.touched_experts import Routed, local_ids, pairs_of, touched_experts
 from vbrt.layers.weights.linear_product import pass_precision, precision
-
-if TYPE_CHECKING:
-    from vbrt.layers.experts.experts_layer import VBExperts
-    from vbrt.layers.experts.leased_experts import Leased
 
 __all__ = ["autocast_of", "forward_experts", "kept_parameters"]
 
 
-def forward_experts(layer: "VBExperts", *args: Any) -> Tensor:
+def forward_experts(layer: ExpertsModule, *args: Any) -> Tensor:
     """Return the layer's output for its arguments; gradients flow to x, the routing weights and kept parameters."""
     routed = Routed(*args)
     layer.handle.forwards += 1
@@ -67,7 +64,7 @@ class _Recomputed(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: "VBExperts", names: tuple[str, ...], ids: Tensor, x: Tensor, weights: Tensor, *kept: Tensor
+        ctx: Any, layer: ExpertsModule, names: tuple[str, ...], ids: Tensor, x: Tensor, weights: Tensor, *kept: Tensor
     ) -> Tensor:
         ctx.layer, ctx.handle, ctx.generation, ctx.names = layer, layer.handle, layer.handle.generation, names
         ctx.autocast, ctx.precision = autocast_of(x.device.type), pass_precision()
@@ -101,7 +98,7 @@ def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     return new if old is None else old if new is None else old + new
 
 
-def _rows(ctx: Any, leased: "Leased", ids: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(ctx: Any, leased: LeasedExperts, ids: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, Tensor]:
     """Return what each pair of some experts adds to the output, weighed, [p, H], and the gradient of it.
 
     Where gradients are enabled, for a later derivative, it holds no view of the leased pages.

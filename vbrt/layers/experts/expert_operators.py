@@ -8,7 +8,8 @@ from torch import Tensor
 from vbrt.errors import WrapError
 from vbrt.kernels.observers import unwatched
 from vbrt.layers.experts.expert_gradients import forward_experts
-from vbrt.layers.experts.run_experts import Routed, run_experts
+from vbrt.layers.experts.run_experts import run_experts
+from vbrt.layers.experts.touched_experts import Routed
 from vbrt.layers.weights.linear_product import refuse_coarse
 from vbrt.layers.weights.weight_operators import TAGS, handle_of, library
 

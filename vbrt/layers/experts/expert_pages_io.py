@@ -2,18 +2,15 @@
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from vbrt.formats.joint_planes import join_fields
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
+from vbrt.layers.experts.protocols import ExpertsWeights
 from vbrt.layers.weights.pickling import from_pickle, to_pickle
 from vbrt.layers.weights.weight_encoding import Planes
 from vbrt.tiers import Owner, Tally
-
-if TYPE_CHECKING:
-    from vbrt.layers.experts.experts_handle import ExpertsHandle
 
 __all__ = ["Uneven", "pickled", "unpickled", "write_pages"]
 
@@ -22,7 +19,7 @@ class Uneven(Exception):
     """The matrices of an expert are in another order than those before."""
 
 
-def write_pages(handle: "ExpertsHandle", planes: Iterable[Planes]) -> None:
+def write_pages(handle: ExpertsWeights, planes: Iterable[Planes]) -> None:
     """Write the planes of each expert into pages, which the handle owns then.
 
     Raises:
@@ -46,7 +43,7 @@ def write_pages(handle: "ExpertsHandle", planes: Iterable[Planes]) -> None:
 
 
 def _add(
-    handle: "ExpertsHandle", layout: PageLayout, tensors: Mapping[str, torch.Tensor], expert: int, owner: Owner
+    handle: ExpertsWeights, layout: PageLayout, tensors: Mapping[str, torch.Tensor], expert: int, owner: Owner
 ) -> str:
     stack, spec = handle.stack, handle.spec
     planned = spec.site.expert_key(layout.plane, expert)
@@ -58,7 +55,7 @@ def _add(
 # -- pickles ----------------------------------------------------------------------------------------------------------
 
 
-def pickled(handle: "ExpertsHandle") -> list:
+def pickled(handle: ExpertsWeights) -> list:
     """Return the joint planes of all experts as the format encodes them, as bytes."""
     pages, coder = [], handle.coder
     for expert in range(handle.spec.experts if handle.keys else 0):

@@ -9,10 +9,9 @@ import torch
 from vbrt.config import FORMATS
 from vbrt.formats.fitted_codebook import Separation
 from vbrt.formats.format import WeightPlanes
-from vbrt.formats.joint_planes import join_layouts, part_fields, part_layout
+from vbrt.formats.joint_planes import join_layouts, join_planes, part_fields, part_layout
 from vbrt.formats.page import PageLayout
 from vbrt.kernels import resolve, resolves_late
-from vbrt.layers.experts.expert_encoding import join_planes
 from vbrt.layers.experts.experts_spec import ExpertsSpec
 from vbrt.layers.weights.kernel_selection import Kernels, choose_kernels, coarse_kernels, refusals, rounding
 from vbrt.layers.weights.linear_product import pass_precision

@@ -9,6 +9,7 @@ Beside it: `experts_coder.py` (kernels, encoding and decoding), `expert_pages_io
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,18 +18,22 @@ import torch
 from torch import nn
 
 from vbrt.formats.page import PageLayout
+from vbrt.host.mapped_weights import page_out
+from vbrt.kernels.decoded_weight import DecodedWeight
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.expert_encoding import EncodedExperts
 from vbrt.layers.experts.expert_pages_io import Uneven, pickled, unpickled, write_pages
-from vbrt.layers.experts.expert_views import dense_parameters
 from vbrt.layers.experts.experts_coder import ExpertsCoder
 from vbrt.layers.experts.experts_spec import ExpertsSpec
 from vbrt.layers.experts.leased_experts import Leased
 from vbrt.layers.experts.residency_owner import Deciding
+from vbrt.layers.weights.dense_registry import lie_together
 from vbrt.layers.weights.linear_product import precision_notes
 from vbrt.layers.weights.pages_handle import PagesHandle
+from vbrt.layers.weights.state import register_weight
 from vbrt.layers.weights.weight_encoding import Planes
-from vbrt.layers.weights.weight_handle import register_handle
+from vbrt.layers.weights.weight_view import Lender, dense_parameter, follow_encoding, live_temporary, plain_dense
+from vbrt.libraries.torch_api import is_fake
 from vbrt.residency.access_counts import RoutingCounts
 from vbrt.residency.plan import PageSpec
 from vbrt.tiers import Owner, TierStack
@@ -46,8 +51,6 @@ class ExpertsHandle(PagesHandle):
         dense: the weights until they are encoded, by name, as parameters, or as temporaries that were written to. The
             module has none of them among its parameters, where an optimizer would take them.
         lent: the temporaries that reading a parameter has given, by name; writes to them change the weights.
-        written: the content of temporaries that died after a write, by name, until it is taken over.
-        released: the dense parameters, by name, while some of the layers that are tied are plain again.
         coder: encodes and decodes, and has the kernels.
         kernel: the name of the backend that runs.
         routing: counts of what forwards have asked for.
@@ -58,20 +61,20 @@ class ExpertsHandle(PagesHandle):
     tied, separation = False, None
     _what = "its weights were"
 
-    def __init__(self, spec: ExpertsSpec, stack: TierStack) -> None:
+    def __init__(self, spec: ExpertsSpec, stack: TierStack, *, trainable: bool = False) -> None:
         super().__init__(stack)
         self.dtype = spec.dtype
-        self.trainable = False
+        self.trainable = trainable
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.dense: dict[str, torch.Tensor] = {}
         self.lent: dict[str, weakref.ref[torch.Tensor]] = {}
-        self.written: dict[str, torch.Tensor] = {}
-        self.released: dict[str, nn.Parameter] = {}
+        self._written: dict[str, torch.Tensor] = {}  # content of temporaries that died after a write
+        self._released: dict[str, torch.Tensor] = {}  # parameters, while some of the tied layers are plain again
         self.kernel = "reference"
         self.routing, self.deciding = RoutingCounts(spec.experts), Deciding()
         self.ready: ExpertPages | None = None
         self.spec, self.coder = spec, ExpertsCoder(spec, self.device, self.fallbacks)
-        register_handle(self)
+        register_weight(self)
 
     @property
     def planes(self) -> int:
@@ -92,6 +95,56 @@ class ExpertsHandle(PagesHandle):
             self.spec = self.spec.retyped(dtype)
             self.coder = ExpertsCoder(self.spec, self.device, self.fallbacks)
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Cast dense weights, the same objects, and the temporaries that lie where they do; then `retype`."""
+        for name, weight in self.dense.items():
+            if weight.dtype != dtype:
+                torch.Tensor.data.__set__(weight, torch.Tensor.detach(weight).to(dtype))
+            lent = self.temporary(name)
+            if lent is weight:
+                lent.settle()
+            elif lent is not None:
+                lent.move(torch.Tensor.detach(weight))
+        self.retype(dtype)
+
+    # -- layers -------------------------------------------------------------------------------------------------------
+
+    def tie(self, layer: nn.Module) -> None:
+        """Add a layer to those of the weights."""
+        self.layers.add(layer)
+
+    def adopt(self, layer: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
+        """Hold the parameters of a module that becomes a layer of these weights."""
+        self.trainable = weights[self.spec.parameters[0]].requires_grad
+        self.tie(layer)
+        self.hold_dense(self.dense or weights)
+
+    def pass_on(self, layers: Iterable[nn.Module], weights: Mapping[str, torch.Tensor]) -> "ExpertsHandle":
+        """Give layers new weights, which are dense until they are used; those that are not given are the decoded ones.
+        Return their handle."""
+        for name, weight in weights.items():
+            self.spec.check(name, weight)
+        with self.stack.encoding:
+            dense = {name: self.dense_or_decoded(name, weights.get(name)) for name in self.spec.parameters}
+            heir = self.empty_copy()
+            heir.forwards, heir.weight_reads, heir.routing = self.forwards, self.weight_reads, self.routing
+            heir.trainable = self.trainable
+            heir.retype(next(iter(dense.values())).dtype)
+            heir.hold_dense(dense)
+            for layer in layers:
+                layer.forget_given_()
+                layer.__dict__["_vb_handle"] = heir
+                self.layers.discard(layer)
+                heir.tie(layer)
+            return heir
+
+    def freeze(self) -> None:
+        """Give the weights back as ones that do not train: nobody asks for their gradients."""
+        if self.trainable:
+            self.trainable = False
+            for weight in self.dense.values():
+                weight.requires_grad_(False)
+
     # -- dense weights ------------------------------------------------------------------------------------------------
 
     def hold_dense(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -104,6 +157,140 @@ class ExpertsHandle(PagesHandle):
         """Hold none: the pages have their values."""
         self.dense = {}
         self.stack.shells.discard(self)
+
+    def put_dense(self, name: str, weight: torch.Tensor) -> None:
+        """Hold another tensor in the place of one of the dense weights."""
+        self.dense[name] = weight
+
+    def dense_parameters(self) -> tuple[torch.Tensor, ...]:
+        """The dense weights that are held."""
+        return tuple(self.dense.values())
+
+    def dense_parameter(self, name: str) -> nn.Parameter:
+        """A dense weight as a parameter in its memory: the one that the module had, unless it was written."""
+        return dense_parameter(self.dense[name], self.trainable)
+
+    def dense_or_decoded(self, name: str, given: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `given`, else the weight that is held dense, else the decoded one as a parameter."""
+        if given is not None:
+            return given
+        held = self.dense.get(name)
+        if held is not None:
+            return held
+        lent = self.temporary(name)
+        weight = lent.become_parameter() if lent is not None else nn.Parameter(self.weight(name))
+        return weight.requires_grad_(self.trainable)
+
+    def released_parameters(self, first: nn.Parameter | None) -> dict[str, nn.Parameter]:
+        """The weights as parameters of a layer that leaves the tiers, by name; the same for all that are tied.
+
+        Args:
+            first: the first parameter, where a call before was interrupted and has made it.
+        """
+        names, made = self.spec.parameters, None if self.dense else first
+        found = self._released or {n: self.dense_or_decoded(n, made if n == names[0] else None) for n in names}
+        self._released = found if len(self.layers) > 1 else {}
+        return {name: self.plain_parameter(weight) for name, weight in found.items()}
+
+    def plain_parameter(self, weight: torch.Tensor) -> nn.Parameter:
+        """A weight as a parameter: a temporary that was written to becomes one."""
+        if type(weight) is DecodedWeight:
+            return weight.become_parameter().requires_grad_(self.trainable)
+        return weight
+
+    def encode(self) -> None:
+        """Make pages of the dense weights, one expert after the other, and hold none any more.
+
+        Call it under `stack.encoding`. Raises FormatError, TierError: the weights stay as they were.
+        """
+        dense = self.dense
+        weights = {name: plain_dense(weight).detach() for name, weight in dense.items()}
+        versions = {name: 0 if weight.is_inference() else weight._version for name, weight in weights.items()}
+        self.store(self.split({self.spec.part_of(name): weight for name, weight in weights.items()}))
+        self.drop_dense()
+        for name, weight in dense.items():
+            lent = self.temporary(name)
+            if lent is not None:
+                keeps = self.spec.lossless and lent.device.type == self.device.type
+                follow_encoding(lent, weight, versions[name], keeps=keeps, stored=functools.partial(self.weight, name))
+        for weight in weights.values():
+            page_out(weight)
+
+    # -- lent ---------------------------------------------------------------------------------------------------------
+
+    def temporary(self, name: str) -> DecodedWeight | None:
+        """The temporary of a parameter that is out, if one is."""
+        return live_temporary(self.lent.get(name))
+
+    def lend(self, name: str) -> torch.Tensor:
+        """A parameter, to be written to as well; one for all who ask while somebody holds it. It is decoded, or lies
+        where the dense one does."""
+        while True:
+            lent, held = self.temporary(name), self.dense
+            dense = held.get(name)
+            if lent is not None:
+                return lent
+            if dense is not None and is_fake(dense):
+                return dense
+            with torch.inference_mode(False), torch.no_grad():
+                made = DecodedWeight.of(Lender(self, name), self.weight(name) if dense is None else dense)
+            with self.stack.encoding:
+                if self.dense is held and self.temporary(name) is None:  # else another thread was here
+                    self.lent[name] = weakref.ref(made)
+                    return made
+
+    def notice_writes(self) -> None:
+        """Take over writes to temporaries that no method of theirs has reported."""
+        if not self.lent and not self._written:
+            return
+        for name, content in list(self._written.items()):
+            self.take_over(name, content)
+        for name in list(self.lent):
+            lent = self.temporary(name)
+            if lent is not None:
+                lent.report_writes()
+            elif self.lent[name]() is None:
+                self.lent.pop(name, None)
+
+    def take_over(self, key: str, weight: torch.Tensor) -> None:
+        """Make a temporary that was written to the layers' parameter `key`, dense until the next forward.
+
+        Raises:
+            WrapError: it has another shape or dtype than the parameter.
+        """
+        with self.stack.encoding:
+            lent = type(weight) is DecodedWeight
+            if not self.layers or not (lent or weight is self._written.get(key)):
+                return
+            self._written.pop(key, None)
+            dense = self.dense.get(key)
+            if dense is not None and lie_together(dense, weight):  # it is not encoded yet
+                return
+            self.spec.check(key, weight)
+            self.lent.pop(key, None)
+            new = weight if lent else nn.Parameter(weight, requires_grad=False)
+            heir = self.pass_on(list(self.layers), {key: new})
+            if lent:
+                heir.lent[key] = weakref.ref(weight)
+                weight.lend(Lender(heir, key))
+
+    def check_lent(self, key: str, weight: torch.Tensor) -> None:
+        """Raise WrapError for a tensor that cannot take the place of a parameter."""
+        self.spec.check(key, weight)
+
+    def refuse_lent(self, key: str, what: str) -> None:
+        """Raise WrapError for an operation that weights in the tiers do not support."""
+        self.spec.refuse(key, what)
+
+    def note_written(self, key: str, weight: torch.Tensor) -> None:
+        """Keep the content of a temporary that died after a write, until the next look. Takes no lock."""
+        self._written[key] = weight
+
+    def thaw(self, key: str, weight: DecodedWeight) -> None:
+        """Make the temporary a parameter that trains, in a layer that leaves the tiers for it."""
+        layer = next(iter(self.layers), None)
+        if layer is not None:
+            layer.train_({key: weight.become_parameter()})
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
@@ -146,6 +333,10 @@ class ExpertsHandle(PagesHandle):
         super().retire()
         self.deciding.cache = None
 
+    def keep_ready(self, pages: ExpertPages) -> None:
+        """Use the pages of all experts, which never move, without a lease from now on."""
+        self.ready = pages
+
     def forget_ready(self) -> None:
         """Keep no views into pages: they may move."""
         self.ready = None
@@ -185,6 +376,14 @@ class ExpertsHandle(PagesHandle):
                 out[expert].copy_(leased.matrix(part, 0))
         return out.view(site.kept_shape)
 
+    def decoded(self, name: str) -> torch.Tensor:
+        """`weight`."""
+        return self.weight(name)
+
+    def shape_of(self, name: str) -> torch.Size:
+        """The shape of the module's parameter."""
+        return torch.Size(self.spec.site_of(name).kept_shape)
+
     # -- for saves ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -214,14 +413,15 @@ class ExpertsHandle(PagesHandle):
         clone = ExpertsHandle(self.spec, self.stack)
         clone.dtype, clone.trainable = self.dtype, self.trainable
         memo[id(self)] = clone
-        clone.hold_dense({name: copy.deepcopy(weight, memo) for name, weight in dense_parameters(self).items()})
+        clone.hold_dense({name: copy.deepcopy(self.dense_parameter(name), memo) for name in self.dense})
         if self.keys:
             clone.kernel = self.kernel
             clone.own_pages(self.keys, self.stack.share(self.keys))
         return clone
 
     def __reduce__(self):
-        return _restore, (self.stack, self.spec, self.dtype, self.trainable, pickled(self), dense_parameters(self))
+        dense = {name: self.dense_parameter(name) for name in self.dense}
+        return _restore, (self.stack, self.spec, self.dtype, self.trainable, pickled(self), dense)
 
 
 def _restore(

@@ -4,28 +4,26 @@ The class is a mixin in front of the module's own, which stays what it is for ev
 wherever pages cannot (a tracer is at work, somebody has put other weights in their place), on decoded temporaries.
 """
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from vbrt.errors import WrapError
-from vbrt.kernels.decoded_weight import DecodedWeight
-from vbrt.kernels.observers import is_bare
+from vbrt.kernels.observers import is_bare, unwatched
 from vbrt.kernels.operator_trace import recorder
 from vbrt.layers.experts.expert_gradients import forward_experts
-from vbrt.layers.experts.expert_views import dense_parameters, follow_retyping, lend, temporary_of
 from vbrt.layers.experts.experts_handle import ExpertsHandle
 from vbrt.layers.experts.run_experts import plain_forward
-from vbrt.layers.experts.unencoded_experts import ExpertsShell
+from vbrt.layers.modules.held import HeldLayer
+from vbrt.layers.modules.training_warnings import warn_of_training
 from vbrt.layers.rebind_forward import rebind_
-from vbrt.layers.weights.weight_shards import as_whole, local_of, take_local_
-from vbrt.libraries.torch_api import is_fake
+from vbrt.layers.weights.weight_shards import take_local_
+from vbrt.residency.plan import format_bytes
 
 __all__ = ["VBExperts", "encoded_forward", "experts_class"]
 
@@ -38,8 +36,14 @@ def encoded_forward(layer: "VBExperts", *args: Any) -> torch.Tensor:
     return plain_forward(layer, *args) if step is None else step.leaf(encoded_forward, layer, *args)
 
 
-class VBExperts(ExpertsShell):
-    """Common part of swapped modules of routed experts."""
+class VBExperts(HeldLayer):
+    """Common part of swapped modules of routed experts.
+
+    Attributes:
+        handle: the weights of the experts.
+    """
+
+    _vb_handle: ExpertsHandle
 
     @classmethod
     def adopt_(cls, module: nn.Module, handle: ExpertsHandle) -> "VBExperts":
@@ -49,101 +53,115 @@ class VBExperts(ExpertsShell):
         module.__class__ = experts_class(cls, type(module), parameters)
         rebind_(module, type(module))
         module.__dict__["_vb_handle"] = handle
-        weights = {name: module._parameters[name] for name in parameters}
-        handle.trainable = weights[parameters[0]].requires_grad
-        handle.layers.add(module)
-        handle.hold_dense(handle.dense or weights)
+        handle.adopt(module, {name: module._parameters[name] for name in parameters})
         module._parameters.update(dict.fromkeys(parameters))
         return module
+
+    def release_(self, weight: nn.Parameter | None = None) -> nn.Module:
+        """Turn the layer back, in place, into the module it was, holding its weights, dense or decoded. `weight` counts
+        where the call before was interrupted: it is the first parameter."""
+        self.notice_writes()
+        self._parameters.update(self._vb_handle.released_parameters(weight))
+        self._become_plain()
+        return self
+
+    def thaw_(self, weights: Mapping[str, nn.Parameter] | None = None) -> nn.Module:
+        """Leave the tiers: the plain module again, whose dense weights can train."""
+        self.notice_writes()
+        handle = self._vb_handle
+        dense = {name: handle.dense_or_decoded(name, (weights or {}).get(name)) for name in handle.spec.parameters}
+        released = {name: handle.plain_parameter(weight) for name, weight in dense.items()}
+        for layer in list(handle.layers):
+            layer._parameters.update(released)
+            layer._become_plain()
+        for parameter in released.values():
+            parameter.requires_grad_()
+        handle.retire()
+        return self
+
+    def train_(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Leave the tiers, holding `weights`, because they are to train."""
+        spec = self._vb_handle.spec
+        warnings.warn(
+            f"requires_grad_(True): {spec.name} left the tiers to train: plain experts with "
+            f"{format_bytes(spec.weight_bytes)} of dense weights, outside of all budgets",
+            stacklevel=5,
+        )
+        self.thaw_(weights)
+
+    def become_shell_(self, weights: Mapping[str, torch.Tensor], *, alone: bool = False) -> ExpertsHandle:
+        """Hold new dense weights until the next forward, with all layers that are tied, or `alone`; those that are
+        not given are the decoded ones. Return their handle."""
+        handle = self._vb_handle
+        return handle.pass_on([self] if alone else list(handle.layers), weights)
+
+    def materialize_(self) -> nn.Module:
+        """Encode the experts now, one after the other, unless that is done, and drop the dense parameters.
+
+        Raises:
+            FormatError, TierError: the weights cannot be held; the layer stays as it was.
+        """
+        self.notice_writes()
+        handle = self._vb_handle
+        with unwatched(), handle.stack.encoding:
+            if self.materialized:
+                return self
+            handle.encode()
+        if self.training and handle.trainable and torch.is_grad_enabled():
+            warn_of_training(stacklevel=4)
+        return self
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _vb_forward(self, *args: Any) -> torch.Tensor:
-        """The module's output, by its pages unless somebody has put other weights in their place."""
+        """The module's output, by its pages unless other weights stand in their place."""
         if is_compiling():
             return torch.ops.vbrt.experts(*args, self._vb_handle.token)
         self.notice_writes()
-        if self._given():
+        if self._is_given():
             return plain_forward(self, *args)
         if not self.materialized:
             self.materialize_()
         return encoded_forward(self, *args)
 
-    # -- the weights, as everybody else sees them ---------------------------------------------------------------------
+    # -- the weights --------------------------------------------------------------------------------------------------
 
-    def _weight(self, name: str) -> torch.Tensor:
-        """A temporary in the original shape and dtype: decoded, or in the memory of a shell's dense weight."""
-        given = self._parameters[name]
-        if given is not None:
-            return given
-        if is_compiling():
-            handle = self._vb_handle
-            site = handle.spec.site_of(name)
-            return torch.ops.vbrt.expert_weight(
-                handle.token, name, list(site.kept_shape), handle.dtype, handle.device_name
-            )
-        self.notice_writes()
-        self._note_read()
-        return lend(self._vb_handle, name)
+    def _held(self) -> Mapping[str, str]:
+        return {name: name for name in self._vb_handle.spec.parameters}
 
-    def _note_read(self) -> None:
-        """Encode a shell that a forward of the model reads; else note that it was read."""
+    def _by_operator(self, name: str) -> torch.Tensor:
         handle = self._vb_handle
-        shells, dense = handle.stack.shells, handle.dense.values()
-        if not dense or any(map(is_fake, dense)):
-            return
-        if shells.in_pass:
-            self.materialize_()
-        elif not any(weight.is_meta for weight in dense):  # of which there is nothing to encode
-            shells.note(handle)
+        shape = list(handle.spec.site_of(name).kept_shape)
+        return torch.ops.vbrt.expert_weight(handle.token, name, shape, handle.dtype, handle.device_name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        handle = self.__dict__.get("_vb_handle")
-        if handle is None or name not in handle.spec.parameters:
-            super().__setattr__(name, value)
-        elif not isinstance(value, torch.Tensor):
-            raise TypeError(f"{handle.spec.name}.{name}: expected a tensor, got {type(value).__name__}")
-        elif value is not temporary_of(handle, name):
-            is_parameter = isinstance(value, nn.Parameter)
-            weight = value if is_parameter else nn.Parameter(value.detach(), requires_grad=False)
+    def _assign(self, name: str, value: torch.Tensor) -> None:
+        if value is not self._vb_handle.temporary(name):
+            weight = value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach(), requires_grad=False)
             self.become_shell_({name: weight}, alone=True)
 
-    def __delattr__(self, name: str) -> None:
-        spec = self._vb_handle.spec
-        if name not in spec.parameters:
-            super().__delattr__(name)
-            return
-        spec.refuse(name, "removing it")
+    def keep_given_(self) -> None:
+        """Take parameters that were put in the place of the layers' own for their own."""
+        given = {name: self._parameters[name] for name in self._held()}
+        given = {name: weight for name, weight in given.items() if isinstance(weight, nn.Parameter)}
+        if given:
+            self.become_shell_(given)
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As in nn.Module; for a weight the same as assigning it.
+    def _take_loaded(self, values: Mapping[str, torch.Tensor], *, assign: bool) -> None:
+        """Encode loaded weights; the planes before them are retired first, to make room."""
+        handle, dense = self._vb_handle, {}
+        for name, value in values.items():
+            dtype = value.dtype if assign else handle.dtype
+            dense[name] = nn.Parameter(value.detach().to(dtype), requires_grad=False)
+        self.become_shell_(dense)
+        for weight in dense.values():
+            weight.requires_grad_(handle.trainable)
+        with torch.no_grad():
+            self.materialize_()
 
-        Raises WrapError for what would compute a weight of another parameter: the layer is as it was.
-        """
-        handle = self.__dict__.get("_vb_handle")
-        if handle is not None and param is not None and name in handle.spec.parameters:
-            self.become_shell_({name: param}, alone=True)
-            return
-        if (
-            handle is not None
-            and name.endswith(("_orig", "_g", "_v"))
-            and name.rpartition("_")[0] in handle.spec.parameters
-        ):
-            raise WrapError(
-                f"{handle.spec.name}: {name} cannot take the place of its weights (pruning and weight_norm do that): "
-                "apply them before wrapping, or unwrap() first"
-            )
-        super().register_parameter(name, param)
-
-    # -- nn.Module's walks --------------------------------------------------------------------------------------------
+    # -- copies -------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict:
-        self.notice_writes()
         return {name: value for name, value in super().__getstate__().items() if name != "_vb_gate"}
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        self._vb_handle.layers.add(self)
 
     def __reduce_ex__(self, protocol: int):
         return (
@@ -151,102 +169,6 @@ class VBExperts(ExpertsShell):
             (type(self).__base__, type(self).plain_class(), self._vb_handle.spec.parameters),
             self.__getstate__(),
         )
-
-    def _apply(self, fn, recurse: bool = True):
-        """Casts show in what the layer computes and decodes; pages stay where the tiers have put them."""
-        handle = self._vb_handle
-        first = next(iter(handle.dense.values()), None)
-        if first is not None and first.is_meta:  # to_empty() gives it memory
-            with self._dense_shown():
-                super()._apply(fn, recurse)
-            handle.retype(next(iter(handle.dense.values())).dtype)
-            return self
-        super()._apply(fn, recurse)
-        dtype = fn(torch.empty(0, dtype=handle.dtype if first is None else first.dtype, device="cpu")).dtype
-        follow_retyping(handle, dtype)
-        handle.retype(dtype)
-        return self
-
-    @contextlib.contextmanager
-    def _dense_shown(self) -> Iterator[None]:
-        """Have a shell's dense parameters stand among the module's for a block, for walks of nn.Module that fill or
-        replace them; what then stands there is the layer's."""
-        handle = self._vb_handle
-        shown = dense_parameters(handle)
-        self._parameters.update(shown)
-        try:
-            yield
-        finally:
-            held = {name: self._parameters[name] for name in shown}
-            self._parameters.update(dict.fromkeys(shown))
-            if self._vb_handle is handle:
-                handle.dense |= {name: weight for name, weight in held.items() if weight is not shown[name]}
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the plain module, with the temporaries in the place of its weights; models that the layer is in list
-        what is a parameter only, and so does `recurse=False`."""
-        head, listed = f"{prefix}." if prefix else "", set()
-        for name in self._vb_handle.spec.parameters if recurse and not self._given() else ():
-            listed.add(head + name)
-            yield head + name, getattr(self, name)  # of a plain module, if the first was asked to train
-        for name, parameter in nn.Module.named_parameters(self, prefix, recurse, remove_duplicate):
-            if name not in listed:
-                yield name, parameter
-
-    def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
-        self.notice_writes()
-        if not self._given():
-            for name in self._vb_handle.spec.parameters:
-                weight = VBExperts._weight(self, name) if keep_vars else self._stored(name)
-                destination[prefix + name] = as_whole(self, name, weight)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _stored(self, name: str) -> torch.Tensor:
-        """A parameter for a state dict: as the pages hold it, or a shell's dense one in its own memory."""
-        dense = self._vb_handle.dense.get(name)
-        if dense is None:
-            return self._vb_handle.weight(name)
-        return dense.clone() if type(dense) is DecodedWeight else dense.detach()  # the first is rounded in its place
-
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        arguments = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if not self.materialized:
-            with self._dense_shown():
-                super()._load_from_state_dict(*arguments)
-            return
-        super()._load_from_state_dict(*arguments)
-        found, assign = {}, local_metadata.get("assign_to_params_buffers", False)
-        for site in self._vb_handle.spec.sites:
-            key = prefix + site.parameter
-            if key in unexpected_keys:  # for want of a parameter to take it
-                unexpected_keys.remove(key)
-            weight = local_of(state_dict.get(key))
-            if weight is None:
-                if strict:
-                    missing_keys.append(key)
-            elif weight.shape != torch.Size(site.kept_shape):
-                error_msgs.append(
-                    f"size mismatch for {key}: copying a param with shape {weight.shape} from checkpoint, "
-                    f"the shape in current model is {torch.Size(site.kept_shape)}."
-                )  # nn.Module's words
-            else:
-                dtype = weight.dtype if assign else self._vb_handle.dtype
-                found[site.parameter] = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
-        if found:
-            self._store_loaded(found)
-
-    def _store_loaded(self, weights: Mapping[str, nn.Parameter]) -> None:
-        """Encode loaded weights; the planes before them are retired first, to make room."""
-        trainable = self._vb_handle.trainable
-        self.become_shell_(weights)
-        for weight in weights.values():
-            weight.requires_grad_(trainable)
-        with torch.no_grad():
-            self.materialize_()
 
 
 @functools.cache
@@ -269,7 +191,7 @@ def experts_class(base: type[VBExperts], plain: type[nn.Module], parameters: tup
 
 
 def _read(self: VBExperts, name: str) -> torch.Tensor:
-    return self._weight(name)
+    return self._read(name)
 
 
 def _bound(plain: type, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple:

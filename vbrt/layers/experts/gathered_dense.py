@@ -8,7 +8,7 @@ in shapes that do not depend on them: a CUDA graph can record it.
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +17,11 @@ from vbrt.formats.joint_planes import part_fields
 from vbrt.formats.page import PageLayout, unpack
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.experts.residency import gather_pages
+from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
+from vbrt.layers.experts.protocols import ExpertsModule, ExpertsWeights
+from vbrt.layers.experts.touched_experts import Routed
 from vbrt.residency.expert_leases import gathered_at_once
-
-if TYPE_CHECKING:
-    from vbrt.kernels.experts import ExpertPages
-    from vbrt.layers.experts.experts_handle import ExpertsHandle
-    from vbrt.layers.experts.experts_layer import VBExperts
-    from vbrt.layers.experts.run_experts import Routed
 
 __all__ = [
     "Heard",
@@ -41,14 +38,14 @@ __all__ = [
 _IMPLEMENTATIONS = ("batched_mm", "grouped_mm")  # of transformers: none of them waits
 
 
-def may_gather(handle: "ExpertsHandle") -> bool:
+def may_gather(handle: ExpertsWeights) -> bool:
     """True if the device may gather a layer's experts from where they live, where there are few enough tokens."""
     if handle.streams or handle.device.type != "cuda" or why_not_gathered(handle):
         return False
     return handle.spec.top_k <= gathered_at_once(handle.pages[0].nbytes)
 
 
-def why_not_gathered(handle: "ExpertsHandle") -> str:
+def why_not_gathered(handle: ExpertsWeights) -> str:
     """Return why the device cannot gather a layer's experts; "" if it can."""
     spec, waits = handle.spec, "the host leases the experts that tokens are sent to"
     name = f"{spec.name}: held as {spec.label}"
@@ -64,7 +61,7 @@ def why_not_gathered(handle: "ExpertsHandle") -> str:
     return ""
 
 
-def fits_gathered(handle: "ExpertsHandle", ids_Tk: Tensor) -> bool:
+def fits_gathered(handle: ExpertsWeights, ids_Tk: Tensor) -> bool:
     """True if so many ids name few of the experts, and these take little room."""
     pairs = ids_Tk.numel()
     return 0 < pairs < handle.spec.experts and pairs <= gathered_at_once(handle.pages[0].nbytes)
@@ -118,7 +115,7 @@ class HeardPart(NamedTuple):
     ids_P: Tensor
 
 
-def gathered(layer: "VBExperts", routed: "Routed", pages: "ExpertPages") -> Tensor:
+def gathered(layer: ExpertsModule, routed: Routed, pages: ExpertPages) -> Tensor:
     """Return the output of a layer of which `why_not_gathered` and `fits_gathered` hold.
 
     Args:
@@ -130,7 +127,7 @@ def gathered(layer: "VBExperts", routed: "Routed", pages: "ExpertPages") -> Tens
     return forward(ExpertsView(layer, weights, experts_P), routed.x, local_Tk, routed.weights)
 
 
-def batched(layer: "VBExperts", routed: "Routed", slots_Tk: Tensor, memory: Tensor) -> Tensor:
+def batched(layer: ExpertsModule, routed: Routed, slots_Tk: Tensor, memory: Tensor) -> Tensor:
     """Return the output of a layer without biases by "batched_mm", which copies the weights of each pair: from slots.
 
     Args:
@@ -145,7 +142,7 @@ def batched(layer: "VBExperts", routed: "Routed", slots_Tk: Tensor, memory: Tens
     return forward(view, routed.x, slots_Tk, routed.weights)
 
 
-def gathered_weights(handle: "ExpertsHandle", pages: "ExpertPages", experts_P: Tensor) -> dict[str, Tensor]:
+def gathered_weights(handle: ExpertsWeights, pages: ExpertPages, experts_P: Tensor) -> dict[str, Tensor]:
     """Return the weights of every part of some experts, [P, ...], by parameter, from pages that are copied together."""
     spec = handle.spec
     memory = gather_pages(pages.addresses, experts_P, handle.pages[0].nbytes)

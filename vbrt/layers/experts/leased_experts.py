@@ -1,16 +1,13 @@
 """The pages of some experts while they are leased: as kernels take them, and as decoded weights."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.expert_stack import Bank
+from vbrt.layers.experts.protocols import ExpertsWeights
 from vbrt.tiers import Lease
-
-if TYPE_CHECKING:
-    from vbrt.layers.experts.experts_handle import ExpertsHandle
 
 __all__ = ["Leased", "pages_of", "resident_pages"]
 
@@ -22,7 +19,7 @@ class Leased:
         experts: the experts, ascending.
     """
 
-    def __init__(self, handle: "ExpertsHandle", experts: Sequence[int], lease: Lease, planes: int) -> None:
+    def __init__(self, handle: ExpertsWeights, experts: Sequence[int], lease: Lease, planes: int) -> None:
         self.experts, self._handle, self._lease, self._planes = experts, handle, lease, planes
 
     def fields(self, position: int) -> list[dict[str, torch.Tensor]]:
@@ -59,7 +56,7 @@ class Leased:
         return out
 
 
-def pages_of(handle: "ExpertsHandle", pages: list[torch.Tensor | None]) -> ExpertPages:
+def pages_of(handle: ExpertsWeights, pages: list[torch.Tensor | None]) -> ExpertPages:
     """Pages by expert, as kernels take them."""
     addresses = None
     if handle.device.type == "cuda":
@@ -68,7 +65,7 @@ def pages_of(handle: "ExpertsHandle", pages: list[torch.Tensor | None]) -> Exper
     return handle.form(pages, addresses)
 
 
-def resident_pages(handle: "ExpertsHandle", device: torch.device) -> ExpertPages | None:
+def resident_pages(handle: ExpertsWeights, device: torch.device) -> ExpertPages | None:
     """The pages of all experts, where all live on the GPU that computes and none is moving, for use without a lease
     and without knowing which are touched. Else None."""
     if device.type != "cuda" or handle.spec.fine or not handle.stack.at_rest or device != handle.device:
@@ -83,5 +80,5 @@ def resident_pages(handle: "ExpertsHandle", device: torch.device) -> ExpertPages
             return None
         ready = pages_of(handle, pages)
         if handle.stack.at_rest:
-            handle.ready = ready
+            handle.keep_ready(ready)
     return ready

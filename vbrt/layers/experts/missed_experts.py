@@ -13,7 +13,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,9 @@ from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.layers.experts.cpu_experts import HostLayer, HostWork, Operands, TeamWork, host_ops, new_team
 from vbrt.layers.experts.gates import kept_gate
 from vbrt.layers.experts.miss_rates import measured_rates
+from vbrt.layers.experts.protocols import ExpertsModule, ExpertsWeights
 from vbrt.residency.miss_policy import Missed, MissRates, computed_experts, expected_misses, host_pays
 from vbrt.tiers.stack.host_lease import LowerLease, has_host_below, missing_worth
-
-if TYPE_CHECKING:
-    from vbrt.layers.experts.experts_handle import ExpertsHandle
-    from vbrt.layers.experts.experts_layer import VBExperts
 
 __all__ = ["MissedExperts"]
 
@@ -57,8 +54,8 @@ class MissedExperts:
         self._crew = Crew(1)
         self._team: ExpertTeam | None = None
         self._made_for = (0, 0)
-        self._layers: weakref.WeakKeyDictionary[VBExperts, HostLayer | None] = weakref.WeakKeyDictionary()
-        self._biases: weakref.WeakKeyDictionary[VBExperts, dict[str, _Bias]] = weakref.WeakKeyDictionary()
+        self._layers: weakref.WeakKeyDictionary[ExpertsModule, HostLayer | None] = weakref.WeakKeyDictionary()
+        self._biases: weakref.WeakKeyDictionary[ExpertsModule, dict[str, _Bias]] = weakref.WeakKeyDictionary()
 
     def told(self) -> str:
         """Return what stats say of it."""
@@ -68,14 +65,14 @@ class MissedExperts:
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
-    def operands(self, layer: "VBExperts", x: Tensor, ids: Tensor) -> Operands | None:
+    def operands(self, layer: ExpertsModule, x: Tensor, ids: Tensor) -> Operands | None:
         """Return what a pass from the cache is called with, in host memory; None where its misses are fetched."""
         handle = layer.handle
         if not handle.streams or (handle.device.type == "cpu" and not has_host_below(handle.stack)):
             return None  # every expert is computed where it lies, then
         return None if self._layer(layer) is None else Operands.of(x, ids)
 
-    def begin(self, layer: "VBExperts", operands: Operands) -> TeamWork | HostWork | None:
+    def begin(self, layer: ExpertsModule, operands: Operands) -> TeamWork | HostWork | None:
         """Begin to compute the missed experts that the CPU is to compute; None if there are none.
 
         Raises:
@@ -93,7 +90,7 @@ class MissedExperts:
         return self._begin(layer, operands, experts, max(map(pairs.get, experts))) if experts else None
 
     def _begin(
-        self, layer: "VBExperts", operands: Operands, experts: Sequence[int], most: int
+        self, layer: ExpertsModule, operands: Operands, experts: Sequence[int], most: int
     ) -> TeamWork | HostWork | None:
         handle = layer.handle
         lower = LowerLease(handle.stack, handle.keys_of(experts, "full"))
@@ -120,7 +117,7 @@ class MissedExperts:
 
     # -- who decides --------------------------------------------------------------------------------------------------
 
-    def left_to_device(self, handles: Iterable["ExpertsHandle"], room_bytes: int) -> bool:
+    def left_to_device(self, handles: Iterable[ExpertsWeights], room_bytes: int) -> bool:
         """True if the device decides which experts are resident, and fetches all misses, although the host could
         divide them: by measured rates it is done earlier.
 
@@ -141,14 +138,14 @@ class MissedExperts:
         self.announce(f"the GPU decides, which is faster at {rates}")
         return True
 
-    def keeps_on_host(self, handle: "ExpertsHandle") -> bool:
+    def keeps_on_host(self, handle: ExpertsWeights) -> bool:
         """True if the host decides for a layer because all its misses are computed, whatever the device could do."""
         layer = next(iter(handle.layers), None)
         return self.mode == "compute" and layer is not None and self._layer(layer) is not None
 
     # -- layers -------------------------------------------------------------------------------------------------------
 
-    def why_fetched(self, layer: "VBExperts") -> str:
+    def why_fetched(self, layer: ExpertsModule) -> str:
         """Return why the misses of a layer are fetched whatever is asked for; "" if they need not be."""
         spec, stack = layer.handle.spec, layer.handle.stack
         if not has_host_below(stack):
@@ -165,7 +162,7 @@ class MissedExperts:
         refusal = build.refusal(torch.device("cpu"), "tiles") if tiled else None
         return "" if refusal is None else f"its pages are in the order of the GPU's kernels ({refusal})"
 
-    def _layer(self, layer: "VBExperts") -> HostLayer | None:
+    def _layer(self, layer: ExpertsModule) -> HostLayer | None:
         """How the CPU computes a layer; None where its misses are fetched."""
         if layer not in self._layers:
             why = self.why_fetched(layer)
@@ -181,12 +178,12 @@ class MissedExperts:
             if self.mode == "compute":
                 warnings.warn(self.fallbacks[0], stacklevel=2)
 
-    def _with_biases(self, layer: "VBExperts") -> HostLayer:
+    def _with_biases(self, layer: ExpertsModule) -> HostLayer:
         """How the CPU computes a layer, with its biases as they are now."""
         up, down = (self._bias(layer, f"{site.parameter}_bias") for site in layer.handle.spec.sites)
         return self._layer(layer)._replace(handle=layer.handle, up=up, down=down)
 
-    def _bias(self, layer: "VBExperts", name: str) -> Tensor | None:
+    def _bias(self, layer: ExpertsModule, name: str) -> Tensor | None:
         """A bias in host memory, contiguous; a copy of it is made again only after it was written."""
         bias = layer._parameters.get(name)
         if bias is None or not bias.is_cuda:
@@ -199,7 +196,7 @@ class MissedExperts:
 
     # -- rates --------------------------------------------------------------------------------------------------------
 
-    def rates_of(self, layer: "VBExperts") -> MissRates | None:
+    def rates_of(self, layer: ExpertsModule) -> MissRates | None:
         """Return the measured rates; None, to compute all misses, while no page of the layer lies in host memory."""
         if self.rates is None:
             self.rates = measured_rates(self._with_biases(layer), self._awake(), self._crew)

@@ -1,23 +1,55 @@
 """Who decides which experts are resident: the host by leases, or the device, by a layer's part of a `DeviceCache`."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from vbrt.kernels import resolve
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.device_cache import DeviceCache, Part
-from vbrt.layers.experts.gathered_dense import may_gather, why_not_gathered
-from vbrt.layers.weights.linear_product import pass_precision
 
-if TYPE_CHECKING:
-    from vbrt.layers.experts.experts_handle import ExpertsHandle
-    from vbrt.layers.experts.missed_experts import MissedExperts
+__all__ = ["CachedLayer", "Deciding", "HostOperands", "HostRows", "Misses"]
 
-__all__ = ["CachedLayer", "Deciding", "why_host", "why_waits"]
+
+class HostOperands(Protocol):
+    """The arguments of a layer's forward in host memory."""
+
+    def pairs(self, experts: int) -> Mapping[int, int]:
+        """Return how many pairs go to each expert that has any, ascending."""
+
+    def sent(self, experts: Sequence[int], ids_Tk: Tensor) -> Tensor:
+        """Return the ids on the computing device, with those of other experts masked."""
+
+
+class HostRows(Protocol):
+    """Rows of missed experts that the CPU computes.
+
+    Attributes:
+        experts: which those are.
+    """
+
+    experts: Sequence[int]
+
+    def rows(self) -> Tensor:
+        """Return the rows of all pairs on the computing device, zeros but for these experts'; waits for them."""
+
+    def ids(self) -> Tensor:
+        """Return the ids [T, k], those of other experts masked."""
+
+
+class Misses(Protocol):
+    """Computes missed experts where their pages lie."""
+
+    def operands(self, layer: Any, x: Tensor, ids: Tensor) -> HostOperands | None:
+        """Return the arguments of a pass in host memory; None where its misses are fetched."""
+
+    def begin(self, layer: Any, operands: HostOperands) -> HostRows | None:
+        """Begin to compute missed experts; None if the CPU is to compute none."""
+
+    def keeps_on_host(self, handle: Any) -> bool:
+        """True if the host decides for a layer because all its misses are computed."""
 
 
 class CachedLayer(NamedTuple):
@@ -80,7 +112,7 @@ class Deciding:
     """
 
     def __init__(self) -> None:
-        self.missed: MissedExperts | None = None
+        self.missed: Misses | None = None
         self.cache: CachedLayer | None = None
         self.resident = 0
         self.follow: weakref.WeakMethod | None = None
@@ -101,31 +133,3 @@ class Deciding:
             if follow is not None:
                 follow()
         return self.cache
-
-
-def why_host(handle: "ExpertsHandle") -> str:
-    """Return why the device cannot decide which experts are resident; "" if it can."""
-    name, spec = handle.spec.name, handle.spec.first
-    if spec.dense:
-        return why_not_gathered(handle)
-    if handle.planes > 1 or spec.lossless:
-        return f"{name}: held as {spec.label}; the GPU fetches experts of one plane by itself"
-    kernel = resolve("experts_up", spec.backend, handle.device, spec.format)
-    if not kernel.by_address(handle.pages[0].layout, handle.device):
-        return f"{name}: the {kernel.backend} kernels of {spec.label} do not take pages by address here"
-    return ""
-
-
-def why_waits(handle: "ExpertsHandle") -> str:
-    """Return why a pass waits for the device, to hear which experts tokens are sent to; "" if it does not."""
-    name, label = handle.spec.name, handle.spec.first.label
-    cached = handle.deciding.cache is not None
-    if handle.spec.dense:
-        why = why_not_gathered(handle)
-        if why or cached or may_gather(handle):
-            return why
-    elif cached:
-        return ""
-    if handle.spec.lossless or pass_precision() == "coarse":
-        return f"{name}: held as {label}: the host leases the experts that tokens are sent to"
-    return f"{name}: its pages move, and the host decides which" if handle.streams else ""

@@ -7,13 +7,11 @@ with room for a few experts.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from vbrt.layers.experts.experts_handle import ExpertsHandle
-    from vbrt.layers.experts.leased_experts import Leased
+from vbrt.layers.experts.protocols import ExpertsWeights, LeasedExperts
 
 __all__ = ["InTurn"]
 
@@ -24,10 +22,10 @@ class InTurn:
     A matrix may be a view of its page: it is good until one of another chunk is read.
     """
 
-    def __init__(self, handle: "ExpertsHandle", chunks: Sequence[Sequence[int]], precision: str) -> None:
+    def __init__(self, handle: ExpertsWeights, chunks: Sequence[Sequence[int]], precision: str) -> None:
         self.handle, self._precision = handle, precision
         self._chunk_of = {expert: chunk for chunk in chunks for expert in chunk}
-        self._leased: Leased | None = None
+        self._leased: LeasedExperts | None = None
         self._lease = ExitStack()
 
     def __enter__(self) -> "InTurn":

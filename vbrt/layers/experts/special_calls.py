@@ -21,11 +21,11 @@ from vbrt.kernels.experts import ExpertPages
 from vbrt.kernels.frozen_product import as_autocast
 from vbrt.kernels.observers import is_bare
 from vbrt.kernels.uncompiled import uncompiled
-from vbrt.layers.experts.expert_views import temporary_of
 from vbrt.layers.experts.experts_layer import VBExperts
 from vbrt.layers.experts.gates import act_gate
 from vbrt.layers.experts.library_experts import ExpertsView
-from vbrt.layers.experts.run_experts import Routed, plain_forward
+from vbrt.layers.experts.run_experts import plain_forward
+from vbrt.layers.experts.touched_experts import Routed
 from vbrt.layers.experts.unread_stack import Unread
 from vbrt.layers.weights.linear_product import pass_precision
 
@@ -39,7 +39,7 @@ class _VBCalledOtherwise(VBExperts):
     """Experts whose call is turned into that of others."""
 
     def _vb_forward(self, *args: Any) -> Tensor:
-        if not is_compiling() and not self.materialized and not self._given():
+        if not is_compiling() and not self.materialized and not self._is_given():
             self.materialize_()
         return super()._vb_forward(*self._routed(*args))
 
@@ -139,20 +139,20 @@ class VBParallelExperts(_VBCalledOtherwise):
 class VBGivenExperts(VBExperts):
     """DBRX: another module picks the matrices of an expert out of the parameters, and gives them back with its rows."""
 
-    def _weight(self, name: str) -> Tensor:
-        if self._given() or is_compiling():
-            return super()._weight(name)
+    def _read(self, name: str) -> Tensor:
+        if self._is_given() or is_compiling():
+            return super()._read(name)
         self.notice_writes()
         self._note_read()
         handle = self._vb_handle
-        if handle.dense or temporary_of(handle, name) is not None:
-            return super()._weight(name)
+        if handle.dense or handle.temporary(name) is not None:
+            return super()._read(name)
         return Unread.of(handle, name, handle.spec.site_of(name).kept_shape)
 
     @uncompiled(reason="which expert's matrices these are is read from where they lie")
     def _vb_forward(self, x_TH: Tensor, *matrices: Tensor) -> Tensor:
         expert = self._picked(matrices)
-        if not self.materialized and not self._given():
+        if not self.materialized and not self._is_given():
             self.materialize_()
         if expert is None:
             contents = (m.content() if isinstance(m, Unread) else m for m in matrices)
@@ -199,9 +199,9 @@ class VBSharedExperts(VBExperts):
         if is_compiling():  # all experts are read in each pass: a graph decodes them
             return type(self).plain_class().forward(self, hidden, gammas)
         self.notice_writes()
-        if not self.materialized and not self._given():
+        if not self.materialized and not self._is_given():
             self.materialize_()
-        if self._given() or not is_bare(hidden):
+        if self._is_given() or not is_bare(hidden):
             return plain_forward(self, hidden, gammas)
         return self._by_lease(hidden, gammas)
 

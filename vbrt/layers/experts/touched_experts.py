@@ -1,6 +1,7 @@
-"""Which experts a pass touches, and how many one token is sent to."""
+"""Routing of a pass: its arguments, the experts that it touches, and how many experts one token is sent to."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from vbrt.layers.modules.layer_kinds import KINDS
 from vbrt.residency.weight_site import ROOT, WeightSite
 
-__all__ = ["local_ids", "pairs_of", "top_k_of", "touched_experts"]
+__all__ = ["Routed", "local_ids", "pairs_of", "top_k_of", "touched_experts"]
 
 #: the names that the configs of models have for the number of experts a token is sent to
 _NAMES = (
@@ -23,6 +24,15 @@ _NAMES = (
     "num_selected_experts",
     "top_k",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The arguments of a layer's forward: x [T, H], ids and weights [T, k]."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
 
 
 def top_k_of(site: WeightSite, modules: Mapping[str, nn.Module]) -> int:

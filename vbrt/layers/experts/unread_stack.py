@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from vbrt.layers.experts.expert_stack import FACTS
-from vbrt.layers.experts.expert_views import lend
 from vbrt.libraries.torch_api import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Unread(Tensor):
             with handle.lease([self.expert]) as leased:
                 return leased.matrix(handle.spec.part_of(self.parameter), 0).clone()
         if self.read is None:
-            self.read = lend(handle, self.parameter)
+            self.read = handle.lend(self.parameter)
         site = handle.spec.site_of(self.parameter)
         return self.read if tuple(self.shape) == site.kept_shape else self.read.view(self.shape)
 

@@ -1,6 +1,6 @@
 """A VB layer's forward as torch.compile sees it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -10,11 +10,9 @@ from vbrt.kernels import TILES, page_of
 from vbrt.kernels.frozen_product import as_autocast
 from vbrt.kernels.reference import wants_grad
 from vbrt.layers.modules.vb_layer import VBLayer
-from vbrt.layers.weights.graph_planes import GraphForm, GraphTiles, graph_planes
+from vbrt.layers.weights.graph_planes import GraphForm, GraphTiles
 from vbrt.layers.weights.linear_product import pass_precision
-
-if TYPE_CHECKING:
-    from vbrt.layers.weights.weight_handle import WeightHandle
+from vbrt.layers.weights.state import Weight
 
 __all__ = ["compiled_linear", "refuse_given_in_graph", "tiles_of_pass"]
 
@@ -40,13 +38,13 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
             return torch.ops.vbrt.fp4_linear(x, page, None, bias, format, int(n), "none")
     handle = layer._vb_handle
     if frozen and (bias is None or bias.shape == handle.spec.shape[:1]):
-        planes = graph_planes(handle)
+        planes = handle.graph_planes
         if planes is not None and x.dtype == handle.dtype and x.device == handle.stack.device:
             return handle.kernels.linear(x, planes, bias)
     return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0], cast, wants_grad(x, bias))
 
 
-def tiles_of_pass(handle: "WeightHandle") -> GraphTiles | None:
+def tiles_of_pass(handle: Weight) -> GraphTiles | None:
     """The tiles that a recorded pass of this thread's precision may hold: those that a compiled graph may, or, of an
     `exact` weight in a coarse pass, its coarse page's where that lives in the top tier. None: the pass leases."""
     if not handle.spec.fine or pass_precision() == "full":

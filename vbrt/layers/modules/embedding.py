@@ -23,11 +23,10 @@ from vbrt.formats.row_decoding import Rows, by_chunks, coarse_rows, exact_rows
 from vbrt.kernels.observers import dispatch_modes, is_altered, is_memory, is_watched, traced_call, unwatched
 from vbrt.kernels.operator_trace import recorder
 from vbrt.layers.modules.compiled_forward import refuse_given_in_graph
-from vbrt.layers.modules.unencoded_layers import become_shell, empty_weight, given_weight
 from vbrt.layers.modules.vb_layer import VBLayer
 from vbrt.layers.weights.kernel_selection import Kernels
 from vbrt.layers.weights.linear_product import kernels_of_pass
-from vbrt.layers.weights.weight_handle import WeightHandle
+from vbrt.layers.weights.state import Weight
 from vbrt.layers.weights.weight_operators import TAGS, library, materialized
 from vbrt.tiers.stack.row_lookup import PageRows, page_rows
 
@@ -51,15 +50,12 @@ class VBEmbedding(VBLayer, nn.Embedding):
             return traced_call(self, input)
         if is_compiling():
             return _compiled(self, input)
-        if self._vb_handle.lent is not None:
-            self.notice_writes()
-        if self._vb_handle.tied or self._vb_handle.dense or self._parameters["weight"] is not None:
-            given = given_weight(self)
+        if self._vb_handle.product is None or self._parameters["weight"] is not None:
+            given = self._settled_or_given()
             if given is not None:
                 return F.embedding(
                     input, given, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
                 )
-            self.materialize_()
         return _lookup(self._vb_handle, input)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -73,7 +69,7 @@ class VBEmbedding(VBLayer, nn.Embedding):
     def reset_parameters(self) -> None:
         """Draw a new random table, as nn.Embedding does."""
         if self.materialized:
-            become_shell(self, empty_weight(self._vb_handle))
+            self.weight = self._vb_handle.empty_parameter()
         super().reset_parameters()
 
     def extra_repr(self) -> str:
@@ -84,7 +80,7 @@ class VBEmbedding(VBLayer, nn.Embedding):
 # -- eager calls ------------------------------------------------------------------------------------------------------
 
 
-def _lookup(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
+def _lookup(handle: Weight, ids: torch.Tensor) -> torch.Tensor:
     """Return the rows [..., K] of indices [...], counted as a forward."""
     step = recorder()
     if step is not None:
@@ -94,7 +90,7 @@ def _lookup(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
     return _counted_rows(handle, ids)
 
 
-def _watched_rows(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
+def _watched_rows(handle: Weight, ids: torch.Tensor) -> torch.Tensor:
     """A lookup as an operator; somebody's modes see the plain layer's call, too, in the rows that were asked for."""
     token = handle.token_at(handle.generation) if dispatch_modes() else handle.token
     rows = torch.ops.vbrt.rows(ids, token, handle.spec.shape[1], handle.dtype)
@@ -104,7 +100,7 @@ def _watched_rows(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
     return F.embedding(places, rows.reshape(-1, rows.shape[-1]))
 
 
-def _counted_rows(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
+def _counted_rows(handle: Weight, ids: torch.Tensor) -> torch.Tensor:
     handle.forwards += 1
     if handle.separation is not None:
         handle.separation.tick()
@@ -129,7 +125,7 @@ def _check_range(index_T: torch.Tensor, n: int) -> None:
 # -- rows of planes ---------------------------------------------------------------------------------------------------
 
 
-def _rows_once(handle: WeightHandle, kernels: Kernels, index_T: torch.Tensor) -> torch.Tensor:
+def _rows_once(handle: Weight, kernels: Kernels, index_T: torch.Tensor) -> torch.Tensor:
     """`_rows`; on a CPU each row is decoded once, however often it is asked for. A GPU would have to wait for that."""
     if index_T.is_cuda or len(index_T) < _MANY or kernels.spec.dense:
         return _rows(handle, kernels, index_T)
@@ -137,7 +133,7 @@ def _rows_once(handle: WeightHandle, kernels: Kernels, index_T: torch.Tensor) ->
     return _rows(handle, kernels, index_U)[place_T]
 
 
-def _rows(handle: WeightHandle, kernels: Kernels, index_T: torch.Tensor) -> torch.Tensor:
+def _rows(handle: Weight, kernels: Kernels, index_T: torch.Tensor) -> torch.Tensor:
     """Return rows [T, K] as the pages hold them, in the handle's dtype or, if they are lossless, in the stored one."""
     spec = kernels.spec
     keys = handle.keys[:1] if kernels.precision == "coarse" else handle.keys
@@ -176,7 +172,7 @@ def _as_encoded(kernels: Kernels, rows: Rows) -> Rows:
     return Rows(get_format(spec.format).layout(spec.shape, spec.dtype), take)
 
 
-def _coarse(handle: WeightHandle, kernels: Kernels, page: PageRows, index_T: torch.Tensor) -> torch.Tensor:
+def _coarse(handle: Weight, kernels: Kernels, page: PageRows, index_T: torch.Tensor) -> torch.Tensor:
     """Decode rows of a 4-bit plane, in the format's order or in a kernel's, whose entries hold several rows each."""
     k, rows = kernels.spec.shape[1], _rows_of(page)
     high = kernels.packing.rows if kernels.packs(rows.layout) else 1

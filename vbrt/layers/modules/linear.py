@@ -1,18 +1,13 @@
 """VBLinear: an nn.Linear whose weight lives as planes in a tier stack."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.compiler import is_compiling
 
-from vbrt.kernels.observers import dispatch_modes, is_tracing
 from vbrt.layers.modules.compiled_forward import compiled_linear
-from vbrt.layers.modules.unencoded_layers import become_shell, empty_weight
 from vbrt.layers.modules.vb_layer import VBLayer
 
 __all__ = ["VBLinear"]
-
-_is_grad_enabled = torch.is_grad_enabled
 
 
 class VBLinear(VBLayer, nn.Linear):
@@ -28,21 +23,15 @@ class VBLinear(VBLayer, nn.Linear):
         if is_compiling():
             return compiled_linear(self, input, self._parameters["bias"])
         handle, parameters = self._vb_handle, self._parameters
-        weight = handle.resident
-        if weight is not None and parameters["weight"] is None and input.is_cuda is weight.is_cuda:
-            ledger = handle.stack.ledger  # what `at_rest` says, without a call
-            moving = ledger.travellers or ledger.retired or ledger.lost or ledger.guard.recorder
-            if not (moving or _is_grad_enabled() or dispatch_modes() or is_tracing()):
-                # the short way, with little more Python than nn.Linear's; modes would keep the very tensor, a page's
-                handle.forwards += 1
-                handle.page.hits += 1  # no call in between: one step for threads that share an interpreter lock
-                return F.linear(input, weight, parameters["bias"])
+        product = handle.product
+        if product is not None and type(input) is torch.Tensor and parameters["weight"] is None:
+            return product(handle, input, parameters["bias"])  # as `_product`, with a call less
         return self._product(input, parameters["bias"])
 
     def reset_parameters(self) -> None:
         """A new random weight, as nn.Linear draws it."""
         if self.materialized:
-            become_shell(self, empty_weight(self._vb_handle))
+            self.weight = self._vb_handle.empty_parameter()
         super().reset_parameters()
 
     def extra_repr(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from vbrt.layers.modules.unencoded_layers import warn_of_thawing
+from vbrt.layers.modules.training_warnings import warn_of_thawing
 from vbrt.layers.modules.vb_layer import VBLayer
 from vbrt.layers.swapped_layer import SwappedLayer
 
@@ -19,7 +19,7 @@ __all__ = ["thaw"]
 def thaw(layers: Sequence[VBLayer]) -> None:
     """Have VB layers leave the tiers because somebody wants their weights to train; says so."""
     if layers:
-        warn_of_thawing(layers)
+        warn_of_thawing([layer.handle for layer in layers])
     for layer in layers:
         if isinstance(layer, VBLayer):  # not yet, with one that is tied to it
             layer.thaw_()

@@ -1,15 +1,13 @@
 """Planes that compiled graphs hold, because they never move."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from vbrt.formats.format import WeightPlanes
+from vbrt.kernels import TILES, page_of
 
-if TYPE_CHECKING:
-    from vbrt.layers.weights.weight_handle import WeightHandle
-
-__all__ = ["GraphForm", "GraphTiles", "graph_planes", "mark_static", "show_to_graphs"]
+__all__ = ["GraphForm", "GraphTiles", "graph_tiles", "mark_static"]
 
 
 class GraphForm(NamedTuple):
@@ -37,28 +35,20 @@ class GraphTiles(NamedTuple):
     form: str
 
 
-def graph_planes(handle: "WeightHandle") -> WeightPlanes | None:
-    """The planes that a compiled graph may hold: they never move, and kernels compute with them. Else None.
+def graph_tiles(planes: WeightPlanes, shown: GraphTiles | None) -> GraphTiles | None:
+    """Return the tiles of planes that never move, marked as static, or None for planes in another order.
 
-    Graphs that hold them count no forwards and no hits.
+    `shown` is returned where it holds these tiles already: a layer's dict then stays as it is, or dynamo would check it
+    again.
     """
-    return handle.ready if handle.shows_planes else None
-
-
-def show_to_graphs(handle: "WeightHandle", tiles: GraphTiles | None) -> None:
-    """Have compiled graphs compute with planes that never move, or with a lease again (None).
-
-    Layers hold this themselves, as a tensor and a string: dynamo checks in one step that these have not changed in a
-    module's dict; behind another object it would go through them one by one at each call.
-    """
-    handle.graph_tiles = tiles
-    while True:  # again where another thread has shown something else meanwhile
-        shown = handle.graph_tiles
-        page, form = shown or (None, None)
-        for layer in list(handle.layers):
-            layer.__dict__.update(_vb_page=page, _vb_form=form)
-        if handle.graph_tiles is shown:
-            return
+    for tensor in planes.coarse.values():
+        mark_static(tensor)
+    tiles = planes.coarse.get(TILES)
+    if tiles is None or (shown and shown.page.data_ptr() == tiles.data_ptr()):
+        return shown
+    page = page_of(tiles, planes.coarse["tensor_scale"])
+    form = GraphForm(planes.format, *planes.shape, planes.dtype, str(page.device))
+    return GraphTiles(mark_static(page), form.encode())
 
 
 def mark_static(tensor: torch.Tensor) -> torch.Tensor:

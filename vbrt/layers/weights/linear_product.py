@@ -2,9 +2,7 @@
 
 | caller | function | how it differs |
 | --- | --- | --- |
-| `VBLinear.forward`, dense pages that never move, no grad | `F.linear` on the page | as little Python as nn.Linear |
-| the same, few tokens on 4-bit planes of a CPU | `short_linear` | a kernel whose arguments are prepared |
-| other eager calls | `linear` | counts, casts as autocast does, tells autograd |
+| eager calls, unless `products.py` has a shorter way | `linear` | counts, casts as autocast does, tells autograd |
 | `Product` and compiled graphs, after that | `linear_without_grad`, `linear_as_cast` | neither counts nor casts |
 | all of them | `leased_linear` | leases planes, or takes those that never move |
 | | `linear_on_planes` | the kernel of `kernel_selection.py` on planes |
@@ -20,7 +18,7 @@ A pass may ask for less precision:
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,14 +39,11 @@ from vbrt.kernels.observers import (
 )
 from vbrt.kernels.operator_trace import recorder
 from vbrt.kernels.reference import wants_grad
+from vbrt.layers.weights.encoded_weight import EncodedWeight
 from vbrt.layers.weights.kernel_selection import Kernels
-from vbrt.layers.weights.resident_planes import keep_ready, requiring_grad
 from vbrt.layers.weights.weight_spec import HandleSpec
 from vbrt.libraries.torch_api import TransformType, interpreter_stack, is_any_autocast_enabled, is_functorch_wrapped
 from vbrt.tiers import LeasedTensors
-
-if TYPE_CHECKING:
-    from vbrt.layers.weights.weight_handle import WeightHandle
 
 __all__ = [
     "PRECISIONS",
@@ -65,11 +60,12 @@ __all__ = [
     "pass_precision",
     "precision",
     "precision_notes",
+    "products_are_taken",
     "products_by",
     "refuse_coarse",
+    "requiring_grad",
     "resting_product",
     "shared_product",
-    "short_linear",
 ]
 
 # -- precision --------------------------------------------------------------------------------------------------------
@@ -81,7 +77,7 @@ class Products(Protocol):
     """Computes the products of a thread's passes in the place of `leased_linear`, as `lockstep` does."""
 
     def product(
-        self, handle: "WeightHandle", kernels: Kernels, x: torch.Tensor, bias: torch.Tensor | None
+        self, handle: EncodedWeight, kernels: Kernels, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """x Wᵀ + bias."""
 
@@ -136,20 +132,20 @@ def pass_precision() -> str:
     return _pass.precision
 
 
-def kernels_of_pass(handle: "WeightHandle") -> Kernels:
+def kernels_of_pass(handle: EncodedWeight) -> Kernels:
     """The kernels for the planes that this pass takes of a weight."""
     kernels = handle.kernels or handle.take_kernels()
     return handle.coarse_kernels if kernels.spec.fine and _pass.precision == "coarse" else kernels
 
 
-def precision_notes(handle: "WeightHandle") -> list[str]:
+def precision_notes(handle: EncodedWeight) -> list[str]:
     """For statistics: that coarse passes, once there has been one, compute a layer in full."""
     if not _drafted or not handle.spec.dense:
         return []
     return ['precision("coarse"): layers that are held dense have no coarse plane and compute in full']
 
 
-def refuse_coarse(handle: "WeightHandle", what: str) -> None:
+def refuse_coarse(handle: EncodedWeight, what: str) -> None:
     """Raise WrapError in a coarse pass, for a computation that always takes all planes of an `exact` weight."""
     if handle.spec.fine and _pass.precision == "coarse":
         raise WrapError(f'{handle.spec.name}: {what} cannot compute with precision("coarse")')
@@ -158,7 +154,7 @@ def refuse_coarse(handle: "WeightHandle", what: str) -> None:
 # -- eager calls ------------------------------------------------------------------------------------------------------
 
 
-def linear(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(handle: EncodedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x Wᵀ + bias for x [..., K] -> [..., N]; gradients flow to x and bias, the weight is frozen.
 
     As nn.Linear's, in dtype too: what autocast casts there it casts here, and dtypes that do not fit are refused
@@ -184,25 +180,8 @@ def linear(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor | None) -
         return whole(leased_linear(handle, kernels, x, bias))
 
 
-def short_linear(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """What `linear` gives, bit for bit, by the handle's short way; None where `linear` has more to do than multiply."""
-    short, ledger = handle.short, handle.stack.ledger
-    if short is None or ledger.travellers or ledger.retired or ledger.lost or ledger.guard.recorder:
-        return None  # as `at_rest` says, without a call
-    if torch.is_grad_enabled() or is_any_autocast_enabled() or _pass.products is not None:
-        return None
-    if handle.tied or not is_bare(x) or not x.is_cpu or not (_is_plain(bias) and (bias is None or bias.is_cpu)):
-        return None
-    y = short(x, bias)
-    if y is not None:
-        handle.forwards += 1
-        for page in handle.pages:
-            page.hits += 1  # no call in between: one step for threads that share an interpreter lock
-    return y
-
-
 def _watched_linear(
-    handle: "WeightHandle", kernels: Kernels, x: torch.Tensor, bias: torch.Tensor | None
+    handle: EncodedWeight, kernels: Kernels, x: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """`linear` for tracers, modes of the dispatcher and transforms of torch.func.
 
@@ -237,7 +216,7 @@ def _sees_no_functions() -> bool:
 class _Snapshot(NamedTuple):
     """A weight as it was stored at a forward, and the kernels for the planes that the forward took."""
 
-    handle: "WeightHandle"
+    handle: EncodedWeight
     generation: int
     kernels: Kernels
 
@@ -256,7 +235,7 @@ class _Snapshot(NamedTuple):
 
 
 def linear_without_grad(
-    handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None = None
+    handle: EncodedWeight, x: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None = None
 ) -> torch.Tensor:
     """`linear` without counting a forward or casting anything; to be called under no_grad."""
     if is_bare(x):
@@ -264,7 +243,7 @@ def linear_without_grad(
     return linear_on_weight(handle.spec, x, _weight_by_operator(handle, x.device), bias)
 
 
-def linear_as_cast(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_as_cast(handle: EncodedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear_without_grad` for graphs that have cast x and bias as autocast does."""
     if x.dtype is handle.dtype or torch.float64 in (x.dtype, handle.dtype):
         return linear_without_grad(handle, x, bias)
@@ -274,12 +253,12 @@ def linear_as_cast(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor |
         return linear_on_weight(handle.spec, x, weight.to(x.dtype), bias)
 
 
-def leased_linear(handle: "WeightHandle", kernels: Kernels, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def leased_linear(handle: EncodedWeight, kernels: Kernels, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x Wᵀ + bias on planes that never move, where they are kept, or on leased ones."""
     products = _pass.products
     if products is not None:
         return products.product(handle, kernels, x, bias)
-    ready = handle.ready  # another thread may take it away
+    ready = handle.held.planes  # another thread may take them away
     if ready is not None and handle.stack.at_rest and x.device == handle.device:
         pages = handle.pages
         if kernels.precision == "coarse":
@@ -291,10 +270,10 @@ def leased_linear(handle: "WeightHandle", kernels: Kernels, x: torch.Tensor, bia
         return linear_on_planes(handle, kernels, x, _planes(handle, kernels, tensors, x.device), bias)
 
 
-def resting_product(handle: "WeightHandle") -> tuple[Kernels, WeightPlanes] | None:
+def resting_product(handle: EncodedWeight) -> tuple[Kernels, WeightPlanes] | None:
     """The kernels and planes that this pass takes of a weight whose pages never move, for `linear_on_planes`; whoever
     uses them counts. None: the pass leases."""
-    ready, kernels = handle.ready, kernels_of_pass(handle)
+    ready, kernels = handle.held.planes, kernels_of_pass(handle)
     if ready is None or _pass.products is not None or not handle.stack.at_rest:
         return None
     if kernels.precision == "coarse":
@@ -313,6 +292,11 @@ def products_by(products: Products | None) -> Iterator[None]:
         _pass.products = before
 
 
+def products_are_taken() -> bool:
+    """True if this thread's products are computed by another than the layers' kernels."""
+    return _pass.products is not None
+
+
 class SharedProduct(NamedTuple):
     """A weight that is leased for several products; (x, bias) -> what `leased_linear` gives, bit for bit.
 
@@ -329,7 +313,7 @@ class SharedProduct(NamedTuple):
 
 
 @contextlib.contextmanager
-def shared_product(handle: "WeightHandle", kernels: Kernels, device: torch.device) -> Iterator[SharedProduct]:
+def shared_product(handle: EncodedWeight, kernels: Kernels, device: torch.device) -> Iterator[SharedProduct]:
     """Lease a weight once for several products.
 
     A lossless weight is restored once. The products may be computed in several threads.
@@ -346,7 +330,7 @@ def shared_product(handle: "WeightHandle", kernels: Kernels, device: torch.devic
 
 
 def linear_on_planes(
-    handle: "WeightHandle", kernels: Kernels, x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None
+    handle: EncodedWeight, kernels: Kernels, x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """x Wᵀ + bias by the kernel; for a lossless weight the very call of the original module, bit for bit."""
     if not kernels.lossless:
@@ -360,6 +344,22 @@ def linear_on_planes(
         if not weight.requires_grad:
             planes = WeightPlanes("dense", planes.shape, planes.dtype, {"weight": requiring_grad(weight)})
     return kernels.linear(x, planes, bias)
+
+
+def requiring_grad(weight: torch.Tensor) -> torch.Tensor:
+    """An alias that requires grad, for use under no_grad; `weight` itself stays as it is.
+
+    torch.matmul looks at that, under no_grad too: it folds the leading dimensions of x for a weight that requires
+    grad and may call a batched matmul, with other rounding, for one that does not.
+    """
+    if weight.requires_grad:
+        return weight
+    if weight.is_inference():  # views of such a tensor forget requires_grad, and linear() takes one
+        with torch.inference_mode(False):
+            alias = torch.empty(0, dtype=weight.dtype, device=weight.device)
+            weight = alias.set_(weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride())
+    with torch.no_grad():
+        return weight.detach().requires_grad_().view_as(weight)  # a view, because autocast keeps its casts of leaves
 
 
 def linear_on_weight(
@@ -385,7 +385,7 @@ def _fits(x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None) -> b
     return dtype is not torch.float64 and torch.is_autocast_enabled(kind) and x.dtype is torch.get_autocast_dtype(kind)
 
 
-def input_gradient(handle: "WeightHandle", dy: torch.Tensor, kernels: Kernels | None = None) -> torch.Tensor:
+def input_gradient(handle: EncodedWeight, dy: torch.Tensor, kernels: Kernels | None = None) -> torch.Tensor:
     """dX [..., K] = dY [..., N] W, leasing the planes again instead of keeping the weight."""
     if not is_bare(dy):
         return _matmul(handle, dy, _weight_by_operator(handle, dy.device))
@@ -394,7 +394,7 @@ def input_gradient(handle: "WeightHandle", dy: torch.Tensor, kernels: Kernels | 
         return _matmul(handle, dy, _weight_of(kernels, _planes(handle, kernels, tensors, dy.device)))
 
 
-def _matmul(handle: "WeightHandle", dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _matmul(handle: EncodedWeight, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     weight = weight.to(dy.dtype)
     return dy.matmul(weight.t() if handle.spec.transposed else weight)
 
@@ -403,7 +403,7 @@ def _matmul(handle: "WeightHandle", dy: torch.Tensor, weight: torch.Tensor) -> t
 
 
 def _planes(
-    handle: "WeightHandle", kernels: Kernels, tensors: list[dict[str, torch.Tensor]], device: torch.device
+    handle: EncodedWeight, kernels: Kernels, tensors: list[dict[str, torch.Tensor]], device: torch.device
 ) -> WeightPlanes:
     """Leased tensors as kernels take them, on the device of x."""
     again = type(tensors) is LeasedTensors and device == handle.device
@@ -421,14 +421,14 @@ def _planes(
         return WeightPlanes("dense", shape, handle.dtype, {"weight": weight})
     if dtype is handle.dtype:
         if device == handle.device and kernels.precision == "full":
-            keep_ready(handle, planes, tensors)
+            handle.keep_resident(planes, tensors)
         if again:
             tensors.planes = handle.id, dtype, planes
         return planes
     return WeightPlanes("dense", shape, handle.dtype, {"weight": kernels.decode(planes).to(handle.dtype)})
 
 
-def _note_foreign(handle: "WeightHandle", device: torch.device) -> None:
+def _note_foreign(handle: EncodedWeight, device: torch.device) -> None:
     reason = (
         f"{handle.spec.name}: input on {device}, pages on {handle.device}; the planes are copied on each call. "
         "Move the input, or enable the tier of that device"
@@ -443,7 +443,7 @@ def _weight_of(kernels: Kernels, planes: WeightPlanes) -> torch.Tensor:
     return kernels.decode_turned(planes) if turned else kernels.decode(planes)
 
 
-def decoded_weight(handle: "WeightHandle") -> torch.Tensor:
+def decoded_weight(handle: EncodedWeight) -> torch.Tensor:
     """The decoded weight in the module's orientation and dtype: a temporary that shares memory with nothing."""
     handle.weight_reads += 1
     with unwatched(), handle.lease() as tensors:  # tables that formats keep are made on the way
@@ -455,12 +455,12 @@ def decoded_weight(handle: "WeightHandle") -> torch.Tensor:
         return weight.clone() if stored else weight
 
 
-def _restrided(handle: "WeightHandle", weight: torch.Tensor) -> torch.Tensor:
+def _restrided(handle: EncodedWeight, weight: torch.Tensor) -> torch.Tensor:
     """A copy that lies in memory as the module's own weight did."""
     return torch.empty_strided(weight.shape, handle.strides, dtype=weight.dtype, device=weight.device).copy_(weight)
 
 
-def _weight_by_operator(handle: "WeightHandle", device: torch.device) -> torch.Tensor:
+def _weight_by_operator(handle: EncodedWeight, device: torch.device) -> torch.Tensor:
     """The decoded weight as the result of an operator that asks for it each time it runs, now and in a trace."""
     # a mode of fake tensors takes those that are made under it
     token = handle.token_at(handle.generation) if dispatch_modes() else handle.token

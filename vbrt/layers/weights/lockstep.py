@@ -25,7 +25,7 @@ from vbrt.layers.weights.linear_product import products_by, shared_product
 
 if TYPE_CHECKING:
     from vbrt.layers.weights.kernel_selection import Kernels
-    from vbrt.layers.weights.weight_handle import WeightHandle
+    from vbrt.layers.weights.state import Weight
 
 __all__ = ["in_lockstep", "is_following"]
 
@@ -105,7 +105,7 @@ class _Group:
                 self.error = interrupt
         self._lease.close()
 
-    def lease(self, handle: "WeightHandle", kernels: "Kernels", device: torch.device) -> None:
+    def lease(self, handle: "Weight", kernels: "Kernels", device: torch.device) -> None:
         """Lease another weight for all calls."""
         self.give_back()
         self.product = self._lease.enter_context(shared_product(handle, kernels, device))
@@ -159,9 +159,7 @@ class _Row:
         finally:
             self.group.leave(self)
 
-    def product(
-        self, handle: "WeightHandle", kernels: "Kernels", x: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def product(self, handle: "Weight", kernels: "Kernels", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x Wᵀ + bias in this call's turn, on the weight that the first call has leased for all."""
         group = self.group
         self.next.gate.release()

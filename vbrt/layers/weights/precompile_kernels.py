@@ -16,7 +16,7 @@ from vbrt.formats.page import PageLayout, unpack
 from vbrt.kernels.cuda.compiling import Compilation, begin, noting
 from vbrt.kernels.observers import unwatched
 from vbrt.layers.weights.kernel_selection import Kernels
-from vbrt.layers.weights.weight_handle import WeightHandle
+from vbrt.layers.weights.state import Weight
 
 __all__ = ["compile_ahead"]
 
@@ -73,13 +73,13 @@ def compile_ahead(
 
 def _takes(handle: Any, device: torch.device) -> bool:
     """True for a weight whose kernels say what they compile."""
-    if not isinstance(handle, WeightHandle) or handle.device != device:
+    if not isinstance(handle, Weight) or handle.device != device:
         return False
     kernels = handle.kernels or handle.take_kernels()
     return not kernels.lossless and kernels.packing is not None and kernels.kernel.code_of is not None
 
 
-def _jobs_of(handle: WeightHandle, tokens: int) -> Iterator[tuple[tuple, _Job]]:
+def _jobs_of(handle: Weight, tokens: int) -> Iterator[tuple[tuple, _Job]]:
     """The product of a weight, by its kind; none where its operands are large."""
     kernels, (n, k) = handle.kernels, handle.spec.shape
     code = kernels.kernel.code_of((n, k), handle.dtype, tokens, handle.device)

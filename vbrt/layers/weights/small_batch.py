@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, Self
 
 import torch
 
-__all__ = ["Prepared", "ShortWay"]
+__all__ = ["Prepared", "SmallBatch"]
 
 _MOST_FOLLOWERS = 3
 _PATIENCE = 8  # results that nobody asked for, before a group is given up
@@ -53,14 +53,14 @@ class _Ahead(NamedTuple):
 class _Last(threading.local):
     """The first layer that a thread has called with the last input, and that input."""
 
-    leader: Callable[[], "ShortWay | None"] = staticmethod(lambda: None)
+    leader: Callable[[], "SmallBatch | None"] = staticmethod(lambda: None)
     x: Callable[[], torch.Tensor | None] = staticmethod(lambda: None)
 
 
 _last = _Last()
 
 
-class ShortWay:
+class SmallBatch:
     """The products of one layer, and those of its followers.
 
     Attributes:
@@ -73,8 +73,8 @@ class ShortWay:
 
     def __init__(self, few: Prepared) -> None:
         self.few, self._me = few, weakref.ref(self)
-        self.followers: tuple[weakref.ref[ShortWay], ...] = ()
-        self.leader: weakref.ref[ShortWay] | None = None
+        self.followers: tuple[weakref.ref[SmallBatch], ...] = ()
+        self.leader: weakref.ref[SmallBatch] | None = None
         self._ahead: dict[None, _Ahead] = {}  # one result or none; `pop` gives it to one thread
         self._given = self._asked = 0  # results for each follower; results of the leader's that were asked for
         self._given_up = False
@@ -116,7 +116,7 @@ class ShortWay:
     def _is_free(self) -> bool:
         return not self.followers and (self.leader is None or self.leader() is None)
 
-    def takes(self, other: "ShortWay") -> bool:
+    def takes(self, other: "SmallBatch") -> bool:
         """True if another layer may follow this one."""
         free = not self._given_up and len(self.followers) < _MOST_FOLLOWERS and self.leader is None
         return free and self.few.suits(other.few)

@@ -13,15 +13,15 @@ from torch.autograd import forward_ad
 from vbrt.errors import WrapError
 from vbrt.kernels.frozen_product import Product, mapped, whole
 from vbrt.layers.weights.linear_product import input_gradient, linear_as_cast, linear_without_grad, refuse_coarse
-from vbrt.layers.weights.weight_handle import WeightHandle, find_handle
+from vbrt.layers.weights.state import Weight, find_weight
 from vbrt.libraries.torch_api import AutoDispatchBelowAutograd
 
 __all__ = ["TAGS", "handle_of", "library", "materialized"]
 
 
-def handle_of(token: torch.Tensor) -> WeightHandle:
+def handle_of(token: torch.Tensor) -> Weight:
     """The live handle that a graph's token names."""
-    handle = find_handle(token.tolist()[0])
+    handle = find_weight(token.tolist()[0])
     if handle is None:
         raise WrapError(
             "a compiled, traced or exported graph names a VB layer that no longer exists in this process; "
@@ -31,7 +31,7 @@ def handle_of(token: torch.Tensor) -> WeightHandle:
     return handle
 
 
-def materialized(token: torch.Tensor) -> WeightHandle:
+def materialized(token: torch.Tensor) -> Weight:
     """The handle that a graph's token names, encoded by now."""
     handle = handle_of(token)
     layer = next(iter(handle.layers), None)

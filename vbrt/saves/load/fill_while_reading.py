@@ -15,7 +15,7 @@ from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError
 from vbrt.host.mapped_weights import page_out
 from vbrt.host.worker_threads import Crew
-from vbrt.layers import WeightHandle
+from vbrt.layers import Weight
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.expert_encoding import EncodedExperts, MatricesOnDemand
 from vbrt.model.attach import attach_held, make_handles, plan_for
@@ -87,7 +87,7 @@ class Filling:
         """True if the weight of this name goes into pages as it is read."""
         return name in self._targets
 
-    def handle_of(self, name: str) -> WeightHandle | ExpertsHandle:
+    def handle_of(self, name: str) -> Weight | ExpertsHandle:
         """Return what holds the pages of a weight that is taken."""
         return self._targets[name][1]
 
@@ -140,7 +140,7 @@ class Filling:
             handle.store(EncodedExperts(handle, {key: parts[key] for key in handle.spec.parts}))
         self._finished(swap, (p for p in parts.values() if isinstance(p, torch.Tensor)))
 
-    def _read_saved(self, swap: Swap, handle: WeightHandle | ExpertsHandle) -> None:
+    def _read_saved(self, swap: Swap, handle: Weight | ExpertsHandle) -> None:
         if swap.site.tensor in self.stored:
             return
         if isinstance(handle, ExpertsHandle):

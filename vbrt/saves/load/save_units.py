@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig
-from vbrt.layers import HandleSpec, WeightHandle
+from vbrt.layers import HandleSpec, Weight
 from vbrt.layers.experts import ExpertsHandle, ExpertsSpec
 from vbrt.layers.weights.weight_encoding import Planes
 from vbrt.residency.plan import Beside, Plan, Swap
@@ -127,14 +127,13 @@ def _weight(swap: Swap, source: Source, model: nn.Module, where: _Where) -> "_We
         model if swap.site.module == ROOT else model.get_submodule(swap.site.module), swap.site.parameter
     )
     if swap.experts:
-        handle = ExpertsHandle(ExpertsSpec.of(swap, config), stack)
+        handle = ExpertsHandle(ExpertsSpec.of(swap, config), stack, trainable=parameter.requires_grad)
         encoders = handle.coder.encoders.values()
     else:
-        handle = WeightHandle(HandleSpec.of(swap, config), stack)
+        handle = Weight(HandleSpec.of(swap, config), stack, trainable=parameter.requires_grad)
         encoders = [handle.encoder]
     for encoder in encoders:
         encoder.packing = None  # files have the order in which the format encodes
-    handle.trainable = parameter.requires_grad
     return (_Experts if swap.experts else _Weight)(source, swap, handle, names)
 
 
@@ -161,7 +160,7 @@ def _everywhere(sites: Iterable[WeightSite], names: Mapping[str, list[str]]) -> 
 class _Weight:
     """A weight on its way into a save."""
 
-    def __init__(self, source: Source, swap: Swap, handle: WeightHandle, names: Mapping[str, list[str]]) -> None:
+    def __init__(self, source: Source, swap: Swap, handle: Weight, names: Mapping[str, list[str]]) -> None:
         self._source, self._swap, self._handle = source, swap, handle
         dtype = source.computes_in(swap, handle)
         self.layers = [_entry(handle, _everywhere((swap.site, *swap.tied), names), dtype)]

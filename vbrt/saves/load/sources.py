@@ -10,7 +10,7 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError
-from vbrt.layers import WeightHandle
+from vbrt.layers import Weight
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.weights.weight_encoding import Planes
 from vbrt.residency.plan import Beside, Plan, Swap
@@ -52,13 +52,13 @@ class Source(Protocol):
     def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
         """Return the plan for the outlined model, beside the models on the runtime that it will share."""
 
-    def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
+    def planes_of(self, swap: Swap, handle: Weight) -> Planes:
         """Return the planes of a weight, to be stored by its handle."""
 
     def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
         """Yield the joint planes of each of a layer's routed experts, to be stored by their handle."""
 
-    def computes_in(self, swap: Swap, handle: WeightHandle | ExpertsHandle) -> torch.dtype:
+    def computes_in(self, swap: Swap, handle: Weight | ExpertsHandle) -> torch.dtype:
         """Return the dtype that the layers of a weight compute in."""
 
     def fill_kept_(self, model: nn.Module, landing: Landing) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig, load_config
-from vbrt.layers import WeightHandle
+from vbrt.layers import Weight
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.expert_encoding import EncodedExperts, MatricesOnDemand
 from vbrt.layers.weights.weight_encoding import Planes
@@ -101,7 +101,7 @@ class DenseCheckpoint:
         """Return the parameter at one of a swap's sites, in the dtype of the swap. Raises CheckpointError."""
         return self.read(site.tensor).to(getattr(torch, swap.dtype)).reshape(site.kept_shape)
 
-    def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
+    def planes_of(self, swap: Swap, handle: Weight) -> Planes:
         """See `Source`: encoded now."""
         return handle.split(self.read(swap.site.tensor))
 
@@ -117,7 +117,7 @@ class DenseCheckpoint:
         read = entry.matrix
         return MatricesOnDemand(lambda expert: read(expert).reshape(shape[1:]), shape, entry.info.dtype)
 
-    def computes_in(self, swap: Swap, handle: WeightHandle | ExpertsHandle) -> torch.dtype:
+    def computes_in(self, swap: Swap, handle: Weight | ExpertsHandle) -> torch.dtype:
         """See `Source`."""
         return handle.dtype
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from vbrt.config import FORMATS, VBConfig, load_config
 from vbrt.errors import ConfigError
-from vbrt.layers import WeightHandle
+from vbrt.layers import Weight
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.expert_encoding import ExpertsOnDemand
 from vbrt.layers.weights.weight_encoding import Planes
@@ -146,7 +146,7 @@ class PublishedCheckpoint(DenseCheckpoint):
         """See `DenseCheckpoint.encodes`."""
         return swap.name not in self._formats
 
-    def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
+    def planes_of(self, swap: Swap, handle: Weight) -> Planes:
         """See `Source`: as they are in the files, or encoded now."""
         if swap.name not in self._formats:
             return super().planes_of(swap, handle)

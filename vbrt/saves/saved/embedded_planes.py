@@ -16,7 +16,7 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.layers import WeightHandle
+from vbrt.layers import Weight
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.model.attachment import Attachment
 from vbrt.model.machine_memory import passing_directory, ssd_directory
@@ -91,7 +91,7 @@ def dense_tensors(attachment: Attachment) -> dict[str, torch.Tensor]:
         return _collected(parts, config, work)[0] | _kept(model)
 
 
-def _decoded(layer: SavedLayer, handle: WeightHandle | ExpertsHandle) -> Part:
+def _decoded(layer: SavedLayer, handle: Weight | ExpertsHandle) -> Part:
     site, name = layer.site, layer.site.tensor
     read = partial(handle.weight, site.parameter) if isinstance(handle, ExpertsHandle) else handle.weight
     info = TensorInfo(name, handle.dtype, site.kept_shape)

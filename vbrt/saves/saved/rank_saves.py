@@ -28,7 +28,7 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, VBError, WrapError, describe_os_error
 from vbrt.host.safe_files import expanded, sync_directory, write_file
-from vbrt.layers import KINDS, SwappedLayer, WeightHandle
+from vbrt.layers import KINDS, SwappedLayer, Weight
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.expert_encoding import ExpertsOnDemand
 from vbrt.layers.weights.weight_encoding import Planes
@@ -276,13 +276,13 @@ class RankedSave:
         ]
         return make_plan(model, config, saved=saved_swaps(local, model), beside=beside)
 
-    def computes_in(self, swap: Swap, handle: WeightHandle | ExpertsHandle) -> torch.dtype:
+    def computes_in(self, swap: Swap, handle: Weight | ExpertsHandle) -> torch.dtype:
         """See `Source`."""
         return self._first.computes_in(swap, handle)
 
     # -- planes -------------------------------------------------------------------------------------------------------
 
-    def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
+    def planes_of(self, swap: Swap, handle: Weight) -> Planes:
         """See `Source`."""
         layer, site = self._layers[swap.name], handle.spec.site
         matrix = _matrix(layer, site)

@@ -22,7 +22,7 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.safe_files import alone_in, expanded, sync_directory, write_file
-from vbrt.layers import SwappedLayer, WeightHandle, site_of
+from vbrt.layers import SwappedLayer, Weight, site_of
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.weights.weight_shards import local_of
 from vbrt.model.attachment import Attachment
@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 Experts = ExpertsHandle | TrainedExpertsWeight
-Handle = WeightHandle | TrainedWeight | Experts
+Handle = Weight | TrainedWeight | Experts
 _SHARD_BYTES = 1 << 30
 _OURS = re.compile(rf"({SHARD.pattern}|{re.escape(MANIFEST)})((\.[0-9a-f]{{8}})?\.tmp)?")
 
@@ -223,7 +223,7 @@ def _expert_part(layer: SavedLayer, handle: Experts, expert: int) -> Part:
     return Part(infos, write)
 
 
-def _layer_part(layer: SavedLayer, handle: WeightHandle | TrainedWeight) -> Part:
+def _layer_part(layer: SavedLayer, handle: Weight | TrainedWeight) -> Part:
     infos = [
         TensorInfo(layer.file_tensor(layout.plane, field.name), getattr(torch, field.dtype), field.shape)
         for layout in handle.encoded_layouts()

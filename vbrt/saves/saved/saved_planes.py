@@ -16,7 +16,7 @@ from vbrt.errors import CheckpointError, ConfigError, FormatError
 from vbrt.formats import get_format
 from vbrt.formats.fine_plane import check_fine
 from vbrt.host.worker_threads import Crew
-from vbrt.layers import KINDS, WeightHandle
+from vbrt.layers import KINDS, Weight
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.expert_encoding import ExpertsOnDemand
 from vbrt.layers.experts.touched_experts import top_k_of
@@ -167,7 +167,7 @@ class SavedModel:
         """See `Source`: with the swaps of the model that was saved."""
         return make_plan(model, config, saved=saved_swaps(self._manifest.layers, model), beside=beside)
 
-    def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
+    def planes_of(self, swap: Swap, handle: Weight) -> Planes:
         """See `Source`: as they were encoded, straight from the file into the page where that is possible."""
         layer, encoder = self._layers[swap.name], handle.encoder
         if not encoder.stores_as_encoded or layer.fine:
@@ -222,7 +222,7 @@ class SavedModel:
             for name in _beyond(layer)
         }
 
-    def computes_in(self, swap: Swap, handle: WeightHandle | ExpertsHandle) -> torch.dtype:
+    def computes_in(self, swap: Swap, handle: Weight | ExpertsHandle) -> torch.dtype:
         """See `Source`."""
         return getattr(torch, self._layers[swap.site.name].dtype)
 

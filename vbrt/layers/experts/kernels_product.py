@@ -1,0 +1,99 @@
+"""Product of experts in 4 and 8 bits: the ops `experts_up` and `experts_down` on pages.
+
+All experts of few tokens go through the ops at once. In a scan the rows of pairs are kept and weighed at the end, in
+one chunk as in many, so that a budget changes no bit.
+"""
+
+from torch import Tensor
+
+from vbrt.kernels.experts import ExpertPages
+from vbrt.kernels.frozen_product import as_autocast
+from vbrt.layers.experts.gates import kept_gate, own_gate
+from vbrt.layers.experts.library_product import has_norm
+from vbrt.layers.experts.protocols import ExpertsModule, LeasedExperts
+from vbrt.layers.experts.residency_owner import HostRows
+from vbrt.layers.experts.touched_experts import Routed, local_ids, pairs_of
+
+__all__ = ["KernelsProduct"]
+
+
+class KernelsProduct:
+    """One call of a layer by the ops on pages."""
+
+    in_order = only_in_turn = False
+
+    def __init__(self, layer: ExpertsModule, routed: Routed) -> None:
+        self.layer, self.handle, self.ops = layer, layer.handle, layer.handle.coder.ops_of_pass()
+        self.routed = Routed(as_autocast(routed.x), routed.ids, routed.weights)
+        self.dtype = routed.x.dtype
+        self.rows: Tensor | None = None
+
+    def whole(self, leased: LeasedExperts) -> Tensor:
+        """All touched experts at once."""
+        return self.on_pages(leased.pages())
+
+    def on_pages(self, pages: ExpertPages) -> Tensor:
+        """All touched experts at once, on their pages."""
+        x, ids_Tk, weights_Tk = self.routed.x, self.routed.ids, self.routed.weights
+        if has_norm(self.layer):
+            y = self.ops.sum(self._rows(x, ids_Tk, None, pages), ids_Tk, weights_Tk, pages.experts)
+        else:
+            y = self._rows(x, ids_Tk, weights_Tk, pages)
+        return self._complete(y)
+
+    def resident(self, pages: ExpertPages, *, scan: bool) -> Tensor:
+        """All experts, where all pages are on the GPU: as where they are not, bit for bit."""
+        if not scan:
+            return self.on_pages(pages)
+        self.add_rows(self.routed.ids, pages)
+        return self.result()
+
+    def add(self, leased: LeasedExperts) -> None:
+        """Some of them: the rows of their pairs."""
+        x, ids_Tk = self.routed.x, self.routed.ids
+        if self.rows is None and not x.is_cuda:
+            self.rows = x.new_zeros(ids_Tk.numel(), self.handle.spec.columns)
+        local_Tk = local_ids(ids_Tk, self.handle.spec.experts, list(leased.experts))
+        if x.is_cuda:  # kernels are chosen by the number of tokens: the same ones as where the device decides
+            self.add_rows(ids_Tk.masked_fill(local_Tk == len(leased.experts), -1), leased.pages())
+            return
+        pairs_P = pairs_of(local_Tk, len(leased.experts))
+        ids_P1 = ids_Tk.reshape(-1, 1)[pairs_P]
+        self.rows[pairs_P] = self._rows(x[pairs_P // ids_Tk.shape[1]], ids_P1, None, leased.pages())
+
+    def add_rows(self, ids_Tk: Tensor, pages: ExpertPages) -> None:
+        """Some of them: the rows of the pairs whose ids are no sentinels; all others are zero."""
+        rows = self._rows(self.routed.x, ids_Tk, None, pages)
+        if has_norm(self.layer):
+            rows = rows.masked_fill(ids_Tk.reshape(-1, 1) < 0, 0.0)
+        self.rows = rows if self.rows is None else self.rows.add_(rows)
+
+    def add_host(self, work: HostRows) -> None:
+        """Add the rows that the CPU computes, when they are there."""
+        rows = work.rows()
+        if has_norm(self.layer):
+            apart = work.ids().reshape(-1, 1).to(rows.device) < 0
+            rows = self.layer.post_expert_norm(rows).masked_fill(apart, 0.0)
+        self.rows = rows if self.rows is None else self.rows.add_(rows)  # each row has one summand that is not zero
+
+    def _rows(self, x_TH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor | None, pages: ExpertPages) -> Tensor:
+        """W_down g(W_up x) of each pair, or their weighted sums."""
+        layer, ops = self.layer, self.ops
+        own = getattr(type(layer), "rows_of_pages", None)
+        if own is not None:
+            return own(layer, ops, Routed(x_TH, ids_Tk, weights_Tk), pages)
+        up, down = (layer._parameters.get(f"{site.parameter}_bias") for site in self.handle.spec.sites)
+        gate = kept_gate(layer)
+        h_PI = ops.up(x_TH, ids_Tk, pages, gate=gate, bias_EN=up)
+        h_PI = own_gate(layer)(h_PI) if gate is None else h_PI
+        y = ops.down(h_PI, ids_Tk, weights_Tk, pages, bias_EN=down)
+        return layer.post_expert_norm(y) if weights_Tk is None and has_norm(layer) else y
+
+    def result(self) -> Tensor:
+        """The output after the last chunk."""
+        return self._complete(self.ops.sum(self.rows, self.routed.ids, self.routed.weights, self.handle.spec.experts))
+
+    def _complete(self, y_TH: Tensor) -> Tensor:
+        """With what the layer adds beside its experts."""
+        beside = getattr(type(self.layer), "beside_experts", None)
+        return (y_TH if beside is None else y_TH + beside(self.layer, self.routed)).to(self.dtype)

@@ -1,0 +1,36 @@
+"""Reasons why the host decides which experts are resident, and why a pass waits for the device; for statistics."""
+
+from vbrt.kernels import resolve
+from vbrt.layers.experts.gathered_dense import may_gather, why_not_gathered
+from vbrt.layers.experts.protocols import ExpertsWeights
+from vbrt.layers.weights.linear_product import pass_precision
+
+__all__ = ["why_host", "why_waits"]
+
+
+def why_host(handle: ExpertsWeights) -> str:
+    """Return why the device cannot decide which experts are resident; "" if it can."""
+    name, spec = handle.spec.name, handle.spec.first
+    if spec.dense:
+        return why_not_gathered(handle)
+    if handle.planes > 1 or spec.lossless:
+        return f"{name}: held as {spec.label}; the GPU fetches experts of one plane by itself"
+    kernel = resolve("experts_up", spec.backend, handle.device, spec.format)
+    if not kernel.by_address(handle.pages[0].layout, handle.device):
+        return f"{name}: the {kernel.backend} kernels of {spec.label} do not take pages by address here"
+    return ""
+
+
+def why_waits(handle: ExpertsWeights) -> str:
+    """Return why a pass waits for the device, to hear which experts tokens are sent to; "" if it does not."""
+    name, label = handle.spec.name, handle.spec.first.label
+    cached = handle.deciding.cache is not None
+    if handle.spec.dense:
+        why = why_not_gathered(handle)
+        if why or cached or may_gather(handle):
+            return why
+    elif cached:
+        return ""
+    if handle.spec.lossless or pass_precision() == "coarse":
+        return f"{name}: held as {label}: the host leases the experts that tokens are sent to"
+    return f"{name}: its pages move, and the host decides which" if handle.streams else ""
