@@ -50,9 +50,8 @@ from scripts.gpu_timing import (
 )
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.host.safe_files import write_file
-from vbrt.kernels import fp4_refusal, fp8_refusal, resolve
+from vbrt.kernels import fp8_refusal, resolve
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
-from vbrt.kernels.cuda.rounded import fp4 as fp4_scaled
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.kernels.cuda.whole import linear as whole_linear
@@ -89,8 +88,6 @@ def linear_rows(format: str, k: int, n: int, tokens: Sequence[int]) -> Iterator[
         calls = {"bf16": [partial(F.linear, x, w) for w in dense], "fp4": [partial(linear, x, p) for p in planes]}
         if fp8_refusal(torch.device("cuda", 0)) is None and fp8_linear.route(x, planes[0]) == "fp8":
             calls["fp8"] = [partial(fp8_linear.linear, x, p) for p in planes]
-        if fp4_refusal(torch.device("cuda", 0)) is None and fp4_scaled.route(x, planes[0]) == "fp4":
-            calls["scaled"] = [partial(fp4_scaled.linear, x, p) for p in planes]
         us = dict(zip(calls, side_by_side(*calls.values()), strict=True))
         row = {
             "format": format,
@@ -103,13 +100,12 @@ def linear_rows(format: str, k: int, n: int, tokens: Sequence[int]) -> Iterator[
             "ratio": round(us["bf16"] / us["fp4"], 3),
             "relative_error": error(calls["fp4"][0](), want),
         }
-        for name in ("fp8", "scaled"):
-            if name in us:
-                row |= {
-                    f"{name}_us": round(us[name], 2),
-                    f"{name}_ratio": round(us["bf16"] / us[name], 3),
-                    f"{name}_error": error(calls[name][0](), want),
-                }
+        if "fp8" in us:
+            row |= {
+                "fp8_us": round(us["fp8"], 2),
+                "fp8_ratio": round(us["bf16"] / us["fp8"], 3),
+                "fp8_error": error(calls["fp8"][0](), want),
+            }
         say(row)
         yield row
 

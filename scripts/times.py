@@ -198,7 +198,7 @@ def config_of(row: dict[str, Any]) -> VBConfig | None:
     """Return the config that a setting of scripts/advice.py ran under: all of it, or, as older rows have it, the preset
     and the GPU's budget; None: unwrapped."""
     if "config" in row:
-        return row["config"] and VBConfig.from_dict(row["config"])
+        return row["config"] and VBConfig.from_save(row["config"], source="row")
     return row["preset"] and _config(row["preset"], row["budget"])
 
 

@@ -67,7 +67,6 @@ def test_the_presets_do_what_their_names_say():
     assert load_config("lru").policy.kind == "lru"
     assert load_config("train").mode == "train" and load_config("fp4").mode == "infer"
     assert load_config("fp8").compute.fp8 and not load_config("fp4").compute.fp8
-    assert not load_config("fp4").compute.fp4  # 4-bit weights; activations are another matter
     assert {name: load_config(name).weights.format for name in ("nf4", "mxfp4", "mxint8", "quantile")} == {
         "nf4": "nf4",
         "mxfp4": "mxfp4",

@@ -65,9 +65,7 @@ configs = st.builds(
     )
     | st.builds(PolicyConfig, kind=st.sampled_from(["auto", "experts"]), routing=st.sampled_from(["/a/b", 'ä "c"'])),
     separation=st.builds(SeparationConfig, levels=st.integers(2, 8), refresh_every=st.integers(1, 10**6)),
-    compute=st.builds(
-        ComputeConfig, backend=st.sampled_from(BACKENDS), fp8=st.booleans(), fp4=st.booleans(), int8=st.booleans()
-    ),
+    compute=st.builds(ComputeConfig, backend=st.sampled_from(BACKENDS), fp8=st.booleans(), int8=st.booleans()),
 )
 configs |= configs.map(lambda c: replace(c, mode="train", weights=replace(c.weights, fine="none", formats=())))
 

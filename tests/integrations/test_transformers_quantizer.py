@@ -1,6 +1,7 @@
 """`from_pretrained` of transformers with a `vbrt.QuantizationConfig`."""
 
 import copy
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -79,6 +80,20 @@ def test_planes_that_were_saved_are_not_encoded_again(saved, tmp_path, monkeypat
     expected = load(saved[0], "fp4")(IDS).logits
     monkeypatch.setattr("vbrt.layers.weights.weight_encoding.Encoder.split", None)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("stored", ["planes", "dense"])
+def test_a_config_that_was_saved_with_a_retired_key_still_loads(stored, saved, tmp_path):
+    load(saved[0], "exact", stored=stored).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    content["quantization_config"]["config"]["compute"]["fp4"] = False
+    path.write_text(json.dumps(content))
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, saved[1])
+    with vbrt.from_pretrained(tmp_path) as vb:
+        assert torch.equal(vb(IDS).logits, saved[1])
+    with vbrt.load(tmp_path, llama()) as vb:
+        assert vb.settings.weights.fine == "exact"
 
 
 @pytest.mark.parametrize("stored", ["planes", "dense"])

@@ -81,6 +81,8 @@ SCOPES = ("auto", "layer", "model")
 MISSES = ("fetch", "compute", "auto")
 MOMENTS = ("fp32", "8bit")
 BACKENDS = ("auto", "reference", "compiled", "triton")
+#: keys of compute that saves of earlier versions have
+_RETIRED_COMPUTE = ("fp4",)
 #: `weights.calibrate` for text that the model writes itself
 SAMPLES = "samples"
 
@@ -267,8 +269,6 @@ class ComputeConfig(Section):
     CPUs, built at its first use, and "triton" for GPUs.
 
     fp8: multiply many tokens at a time in FP8 where the GPU can, which rounds activations to 3 bits of mantissa.
-    fp4: experimental, never run on a GPU that has it: the same in FP4, which rounds activations to 1 bit of mantissa.
-    With both, FP8 is for GPUs without FP4.
     int8: multiply few tokens at a time in int8 on a CPU, which rounds activations to steps of 1/127 of eight's largest.
     captures: `generate` records its decode steps, as CUDA graphs or on a CPU as tapes; false: each runs Python.
     joins: recorded decode steps may join launches, which round elsewhere in 4 bits, and attend by a steady kernel.
@@ -278,7 +278,6 @@ class ComputeConfig(Section):
 
     backend: str = opt("auto", choice(*BACKENDS))
     fp8: bool = opt(False, flag)
-    fp4: bool = opt(False, flag)
     int8: bool = opt(False, flag)
     captures: bool = opt(True, flag)
     joins: bool = opt(True, flag)
@@ -369,6 +368,14 @@ class VBConfig:
         Raises ConfigError, naming `source` and the dotted key, for unknown sections and keys, wrong types and values.
         """
         return cls(**_sections(cls, d, source, ""), source=source)
+
+    @classmethod
+    def from_save(cls, d: Mapping[str, Any], *, source: str) -> Self:
+        """`from_dict` for what `to_dict` gave, of this version or an earlier one, without keys that are gone."""
+        compute = d.get("compute")
+        if isinstance(compute, Mapping):
+            d = {**d, "compute": {key: value for key, value in compute.items() if key not in _RETIRED_COMPUTE}}
+        return cls.from_dict(d, source=source)
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Self:

@@ -160,7 +160,7 @@ class QuantizationConfig(QuantizationConfigMixin):
                 f"writes it; expected {', '.join(_KEYS)}; a newer vbrt may read it. A dict that is passed to "
                 'from_pretrained must be such a one, too: pass quantization_config=vbrt.QuantizationConfig("exact")'
             )
-        made = cls(VBConfig.from_dict(config_dict["config"], source="config.json"), stored=config_dict["stored"])
+        made = cls(VBConfig.from_save(config_dict["config"], source="config.json"), stored=config_dict["stored"])
         made.dtypes = tuple(config_dict["dtypes"])
         return (made, kwargs) if return_unused_kwargs else made
 

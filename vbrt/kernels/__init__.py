@@ -4,7 +4,6 @@ from vbrt.kernels.cpu.build import libraries
 from vbrt.kernels.cpu.int8 import int8_refusal
 from vbrt.kernels.cuda.e2m1.linear import Packing
 from vbrt.kernels.cuda.e2m1.tiles import TILES, page_of
-from vbrt.kernels.cuda.rounded.fp4 import fp4_refusal
 from vbrt.kernels.cuda.rounded.fp8 import fp8_refusal, noted_refusal
 from vbrt.kernels.entries import KERNELS
 from vbrt.kernels.registry import BACKENDS, EXACT, Kernel, PageOrder, kernel_refusal, register, resolve, resolves_late
@@ -17,7 +16,6 @@ __all__ = [
     "Kernel",
     "Packing",
     "PageOrder",
-    "fp4_refusal",
     "fp8_refusal",
     "int8_refusal",
     "kernel_refusal",

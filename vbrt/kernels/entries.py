@@ -22,7 +22,6 @@ from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILE_FORMATS
 from vbrt.kernels.cuda.experts import expert_kernels
 from vbrt.kernels.cuda.fine import merge
-from vbrt.kernels.cuda.rounded import fp4 as fp4_linear
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.kernels.cuda.whole import linear as whole_linear
@@ -102,7 +101,7 @@ KERNELS = (
     _triton(
         "linear",
         run=e2m1_linear.linear,
-        rounded={"fp8": fp8_linear.linear, "fp4": fp4_linear.linear},
+        rounded={"fp8": fp8_linear.linear},
         page_order=e2m1_linear.packing,
         merges=merge.serves_shape,
         code_of=e2m1_linear.code_of,

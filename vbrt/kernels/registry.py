@@ -72,8 +72,8 @@ class Kernel:
         rank: "auto" takes the highest rank that serves a device.
         refusal: why it does not serve a device of its types, or None if it does.
         builds: True if `refusal` takes long the first time, because it builds the kernel.
-        rounded: by "fp8", "fp4" or "int8", the function for callers that allow operands to be rounded so; without one
-            `run` serves them.
+        rounded: by "fp8" or "int8", the function for callers that allow operands to be rounded so; without one `run`
+            serves them.
         page_order: by format, the order of the coarse plane that `run` is fast on; None: as the format encodes it.
         runs_unpacked: True if it computes by its own kernels from a coarse plane as the format encodes it.
         merges: True if it restores weights of a format and shape (N, K) from both planes by a kernel of its own.
@@ -151,7 +151,7 @@ def resolve(
 ) -> Kernel:
     """The implementation of `op` for a backend (one of BACKENDS), a device and a weight format (None: any).
 
-    rounding: "fp8", "fp4" or "int8" if operands may be rounded to that where it is faster.
+    rounding: "fp8" or "int8" if operands may be rounded to that where it is faster.
     Raises KernelError, naming op, backend, device and what would do, when there is none.
     """
     offered = _REGISTRY.get(op)

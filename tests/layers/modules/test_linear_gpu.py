@@ -9,12 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import vbrt
-from tests.kernels.cuda.test_fp4_scaled import emulated
 from tests.models import mlp
 from vbrt.formats import get_format
-from vbrt.kernels import fp4_refusal
-from vbrt.kernels.cuda.rounded import fp4 as fp4_scaled
-from vbrt.layers.weights import kernel_selection
 
 pytestmark = pytest.mark.gpu
 
@@ -178,27 +174,6 @@ def test_the_fp8_preset_rounds_long_inputs_and_no_others():
     error = ((layer(x) - exact).double().norm() / exact.double().norm()).item()
     assert error < 3e-3 if vb.stats().fallbacks else 1e-2 < error < 4e-2
     torch.testing.assert_close(layer(x[:64]), exact[:64], atol=2e-2, rtol=2e-2)
-
-
-def test_fp4_rounds_long_inputs_where_it_is_served_and_is_announced_elsewhere(monkeypatch):
-    x = torch.randn(1024, WIDTH, device="cuda", dtype=torch.bfloat16)
-    if fp4_refusal(torch.device("cuda", 0)):
-        vb = vbrt.wrap(model(), compute={"fp4": True}).materialize()
-        assert ["compute.fp4" in reason for reason in vb.stats().fallbacks] == [True]
-        layer = vb.module[0]
-        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), atol=2e-2, rtol=2e-2)
-        monkeypatch.setattr(kernel_selection, "fp4_refusal", lambda device: None)  # with the vendor's call emulated
-        monkeypatch.setattr(fp4_scaled, "_MIN_MAJOR", 8)
-        monkeypatch.setattr(fp4_scaled, "_scaled_matmul", emulated)
-    vb = vbrt.wrap(model(), compute={"fp4": True}).materialize()
-    layer = vb.module[0]
-    exact = F.linear(x, layer.weight, layer.bias)
-    assert ["experimental" in reason for reason in vb.stats().fallbacks] == [True]
-    assert 5e-2 < ((layer(x) - exact).double().norm() / exact.double().norm()).item() < 0.1
-    torch.testing.assert_close(layer(x[:64]), exact[:64], atol=2e-2, rtol=2e-2)
-    run = torch.compile(layer, fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(run(x), layer(x))
 
 
 def test_a_large_weight_in_host_memory_comes_through_the_relay_as_it_is(monkeypatch):

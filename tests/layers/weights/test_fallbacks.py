@@ -24,10 +24,9 @@ def handle(**options):
 
 @pytest.fixture
 def refusals(monkeypatch):
-    """No kernel but the reference, no FP8, and no FP4."""
+    """No kernel but the reference, and no FP8."""
     monkeypatch.setattr(kernel_selection, "kernel_refusal", lambda device: "Triton with Gluon is not installed")
     monkeypatch.setattr(kernel_selection, "fp8_refusal", lambda device: "sm_80 has no FP8 matmul, it takes sm_89")
-    monkeypatch.setattr(kernel_selection, "fp4_refusal", lambda device: "sm_80 has no FP4 matmul, it takes sm_100")
     monkeypatch.setattr(kernel_selection, "resolve", lambda op, *_, **options: resolve(op, "reference", CPU))
 
 
@@ -46,32 +45,13 @@ def test_fp8_that_cannot_be_had_is_announced(refusals):
     assert any("compute.fp8" in reason for reason in layer.fallbacks)
 
 
-def test_fp4_that_cannot_be_had_is_announced_with_what_comes_instead(refusals, monkeypatch):
-    with pytest.warns(UserWarning, match="compute.fp4: sm_80 has no FP4 matmul, it takes sm_100; .* in torch.bfloat16"):
-        layer = handle(fp4=True)
-    assert sum("compute.fp4" in reason for reason in layer.fallbacks) == 1
-    with pytest.warns(UserWarning, match="compute.fp4: "):
-        both = handle(fp4=True, fp8=True)
-    assert [reason.split(":")[0] for reason in both.fallbacks] == ["kernels", "compute.fp4", "compute.fp8"]
-    monkeypatch.setattr(kernel_selection, "fp8_refusal", lambda device: None)
-    with pytest.warns(UserWarning, match="compute.fp4: .* in FP8 instead"):
-        both = handle(fp4=True, fp8=True)
-    assert [reason.split(":")[0] for reason in both.fallbacks] == ["kernels", "compute.fp4"]
-
-
 @pytest.mark.parametrize(
-    ("options", "refusal", "rounding"),
-    [
-        ({"fp4": True}, None, "fp4"),
-        ({"fp4": True, "fp8": True}, None, "fp4"),
-        ({"fp4": True, "fp8": True}, "no FP4", "fp8"),
-        ({"fp4": True}, "no FP4", None),
-        ({"fp4": True, "fine": True}, None, None),
-    ],
+    ("options", "rounding"), [({"fp8": True}, "fp8"), ({"fp8": True, "fine": True}, None), ({}, None)]
 )
-def test_fp4_wins_where_it_is_served_and_fp8_is_for_the_rest(refusals, monkeypatch, options, refusal, rounding):
+def test_operands_are_rounded_where_it_was_asked_for_and_the_weight_loses_bits(
+    refusals, monkeypatch, options, rounding
+):
     asked = []
-    monkeypatch.setattr(kernel_selection, "fp4_refusal", lambda device: refusal)
     monkeypatch.setattr(kernel_selection, "fp8_refusal", lambda device: None)
 
     def ask(op, *_, rounding=None):
@@ -85,15 +65,7 @@ def test_fp4_wins_where_it_is_served_and_fp8_is_for_the_rest(refusals, monkeypat
     assert asked[0] == rounding
 
 
-def test_fp4_that_takes_effect_is_announced_as_experimental(refusals, monkeypatch):
-    monkeypatch.setattr(kernel_selection, "fp4_refusal", lambda device: None)
-    with pytest.warns(UserWarning, match="compute.fp4 is experimental: it has never run on a GPU"):
-        layer = handle(fp4=True)
-    assert [reason.split()[0] for reason in layer.fallbacks] == ["kernels:", "compute.fp4"]
-
-
-@pytest.mark.parametrize("option", ["fp4", "fp8"])
-def test_a_cpu_computes_as_without_the_option_and_says_so_once(option):
+def test_a_cpu_computes_as_without_fp8_and_says_so_once():
     def model():
         torch.manual_seed(0)
         return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).eval()
@@ -104,10 +76,10 @@ def test_a_cpu_computes_as_without_the_option_and_says_so_once(option):
         assert not any("compute." in reason for reason in vb.stats().fallbacks)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        with vbrt.wrap(model(), weights={"keep_head": False}, compute={option: True}) as vb:
+        with vbrt.wrap(model(), weights={"keep_head": False}, compute={"fp8": True}) as vb:
             assert torch.equal(vb(x), want)
-            said = [reason for reason in vb.stats().fallbacks if f"compute.{option}" in reason]
-    reason = f"compute.{option}: cpu has no {option.upper()} matmul; long inputs are multiplied in torch.float32"
+            said = [reason for reason in vb.stats().fallbacks if "compute.fp8" in reason]
+    reason = "compute.fp8: cpu has no FP8 matmul; long inputs are multiplied in torch.float32"
     assert said == [f"{reason} instead"] and [str(w.message) for w in caught].count(said[0]) == 1
 
 
@@ -129,14 +101,14 @@ def test_int8_rounds_few_tokens_on_a_cpu_and_announces_nothing():
     assert 1e-4 < (got[True] - got[False]).norm() / got[False].norm() < 1e-2
 
 
-@pytest.mark.parametrize("option", ["fp8", "fp4", "int8"])
+@pytest.mark.parametrize("option", ["fp8", "int8"])
 def test_what_was_not_asked_for_is_not_announced(refusals, option):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert handle(backend="reference", **{option: True}).fallbacks == []
 
 
-@pytest.mark.parametrize("option", ["fp8", "fp4", "int8"])
+@pytest.mark.parametrize("option", ["fp8", "int8"])
 def test_exact_layers_announce_that_no_kernel_merges_their_planes_and_nothing_of_rounded_products(refusals, option):
     with pytest.warns(UserWarning, match="kernels: Triton with Gluon is not installed"):
         layer = handle(fine=True, **{option: True})
@@ -150,8 +122,7 @@ def test_a_shape_that_the_vendors_matmul_refuses_is_listed(monkeypatch):
     vb = vbrt.wrap(model, "fp8", weights={"keep_head": False, "min_parameters": 1}).materialize()
     before = vb.stats().fallbacks
     with pytest.warns(UserWarning, match="compute.fp8: no FP8 matmul for 64 -> 96; multiplied in torch.bfloat16"):
-        fp8_linear.note_refusal("fp8", 96, 64, torch.bfloat16)
-    fp8_linear._REFUSED["fp4", 64, 96] = "of the other kind"
+        fp8_linear.note_refusal(96, 64, torch.bfloat16)
     added = set(vb.stats().fallbacks) - set(before)
     assert added == {"compute.fp8: no FP8 matmul for 64 -> 96; multiplied in torch.bfloat16"}
     vb.close()

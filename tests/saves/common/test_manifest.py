@@ -9,7 +9,7 @@ import torch
 import vbrt
 from tests.models import mlp
 from tests.saves.cases import logits, on_meta
-from vbrt.errors import CheckpointError
+from vbrt.errors import CheckpointError, ConfigError
 from vbrt.saves.common.manifest import content_digest, read_manifest
 
 
@@ -35,6 +35,21 @@ def test_a_save_of_an_earlier_version_still_loads(saved, version):
     expected = logits(vbrt.load(saved, mlp()), torch.ones(2, 64))
     as_version(saved, version)
     assert torch.equal(logits(vbrt.load(saved, on_meta(mlp)), torch.ones(2, 64)), expected)
+
+
+@pytest.mark.parametrize("fp4", [False, True])
+def test_a_save_whose_config_has_a_retired_key_still_loads(saved, fp4):
+    path, x = saved / "vbrt.json", torch.ones(2, 64)
+    expected = logits(vbrt.load(saved, mlp()), x)
+    content = json.loads(path.read_text())
+    content["config"]["compute"]["fp4"] = fp4
+    path.write_text(json.dumps(content | {"digest": content_digest(content)}))
+    vb = vbrt.load(saved, on_meta(mlp))
+    assert torch.equal(logits(vb, x), expected) and "fp4" not in vb.settings.to_dict()["compute"]
+    content["config"]["compute"]["fp5"] = False
+    path.write_text(json.dumps(content | {"digest": content_digest(content)}))
+    with pytest.raises(ConfigError, match=r"vbrt\.json: compute\.fp5 is not a known key"):
+        vbrt.load(saved, on_meta(mlp))
 
 
 OLD_CHANGES = [

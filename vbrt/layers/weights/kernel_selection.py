@@ -6,7 +6,7 @@
 | --- | --- | --- |
 | `dense` | the format `dense` | torch's own product on the page |
 | coarse and fine (`exact`) | the format EXACT | restores the weight, then torch's own product |
-| coarse | the format, with rounding to FP8, FP4 or int8 where config and device allow | the format's fused kernel |
+| coarse | the format, with rounding to FP8 or int8 where config and device allow | the format's fused kernel |
 
 Of those registered for an op the backend named in `compute.backend` is taken; "auto" takes the fastest that serves the
 device (`kernels/registry.py`).
@@ -23,7 +23,6 @@ from vbrt.kernels import (
     EXACT,
     Kernel,
     PageOrder,
-    fp4_refusal,
     fp8_refusal,
     int8_refusal,
     kernel_refusal,
@@ -103,8 +102,6 @@ def rounding(spec: HandleSpec, device: torch.device) -> str | None:
         return None
     if spec.int8 and int8_refusal(device) is None:
         return "int8"
-    if spec.fp4 and fp4_refusal(device) is None:
-        return "fp4"
     return "fp8" if spec.fp8 else None
 
 
@@ -114,19 +111,9 @@ def refusals(spec: HandleSpec, device: torch.device) -> Iterator[str]:
         return
     no_kernels = kernel_refusal(device) if spec.backend == "auto" else None
     asked = spec.backend != "reference" and not spec.lossless
-    no_fp4 = fp4_refusal(device) if asked and spec.fp4 else None
-    fp8 = asked and spec.fp8 and (no_fp4 is not None or not spec.fp4)
-    no_fp8 = fp8_refusal(device) if fp8 else None
+    no_fp8 = fp8_refusal(device) if asked and spec.fp8 else None
     if no_kernels:
         yield f"kernels: {no_kernels}; {FORMATS[spec.format].bits}-bit layers are decoded and multiplied in plain torch"
-    if no_fp4:
-        instead = "FP8" if fp8 and not no_fp8 else spec.dtype
-        yield f"compute.fp4: {no_fp4}; long inputs are multiplied in {instead} instead"
-    elif asked and spec.fp4:
-        yield (
-            "compute.fp4 is experimental: it has never run on a GPU that multiplies FP4; compare what the model "
-            "gives with compute.fp4 = false"
-        )
     if no_fp8:
         yield f"compute.fp8: {no_fp8}; long inputs are multiplied in {spec.dtype} instead"
     no_int8 = int8_refusal(device) if asked and spec.int8 else None
@@ -136,5 +123,4 @@ def refusals(spec: HandleSpec, device: torch.device) -> Iterator[str]:
 
 def vendor_refusal(spec: HandleSpec, device: torch.device) -> str | None:
     """The reason why the vendor's matmul of rounded weights refused this shape when it was called, or None."""
-    kind = rounding(spec, device)
-    return noted_refusal(kind, *spec.shape) if kind else None
+    return noted_refusal(*spec.shape) if rounding(spec, device) == "fp8" else None

@@ -36,7 +36,6 @@ class HandleSpec:
     by_rows: bool = False
     backend: str = "auto"
     fp8: bool = False
-    fp4: bool = False
     int8: bool = False
     homes: Mapping[str, str] | None = None
     levels: int = 8
@@ -54,7 +53,6 @@ class HandleSpec:
             by_rows=swap.by_rows,
             backend=config.compute.backend,
             fp8=config.compute.fp8,
-            fp4=config.compute.fp4,
             int8=config.compute.int8,
             homes={page.plane: page.home for page in swap.pages},
             levels=config.separation.levels,

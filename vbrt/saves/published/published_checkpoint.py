@@ -52,7 +52,7 @@ def _named_in(scheme: Mapping[str, Any]) -> VBConfig | None:
     config = scheme.get("config")
     if scheme.get("quant_method") != "vbrt" or not isinstance(config, Mapping):
         return None
-    return for_this_machine(VBConfig.from_dict(config, source="config.json"))
+    return for_this_machine(VBConfig.from_save(config, source="config.json"))
 
 
 class QuantizedWeights(Protocol):

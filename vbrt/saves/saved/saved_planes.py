@@ -111,7 +111,7 @@ class SavedModel:
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
         """See `Source`. Weights stay what they were when the model was saved."""
-        saved = for_this_machine(VBConfig.from_dict(self._manifest.config, source=str(self._said_in)))
+        saved = for_this_machine(VBConfig.from_save(self._manifest.config, source=str(self._said_in)))
         asked = load_config(saved if config is None else config, **overrides)
         for key in ("format", "fine", "formats"):
             if getattr(asked.weights, key) != getattr(saved.weights, key):

@@ -1,3 +1,3 @@
-"""Products of which both operands are rounded, to FP8 or FP4."""
+"""Products of which both operands are rounded, to FP8."""
 
 __all__: list[str] = []

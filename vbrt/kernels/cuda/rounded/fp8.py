@@ -15,7 +15,6 @@ Legend: M tokens, N outputs, K inputs.
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,29 +30,14 @@ from vbrt.kernels.cuda.e2m1.tiles import TILES, TiledWeight
 from vbrt.kernels.cuda.launcher import cuda_op
 from vbrt.libraries import triton_api
 
-__all__ = [
-    "FP8_TOKENS",
-    "fp8_refusal",
-    "fp8_tokens",
-    "is_long",
-    "linear",
-    "matmul_refusal",
-    "note_refusal",
-    "noted_refusal",
-    "on_tiles",
-    "rounded",
-    "route",
-]
-
-Multiply = Callable[[Tensor, WeightPlanes, Tensor | None], Tensor]
-"""x @ w.T + bias."""
+__all__ = ["FP8_TOKENS", "fp8_refusal", "fp8_tokens", "linear", "note_refusal", "noted_refusal", "route"]
 
 _MIN_CAPABILITY = (8, 9)  # the first with E4M3 conversions and matmuls
 #: compute capability major -> the fewest tokens for which FP8 beats decode + bf16 matmul; measured by scripts/gpu-check
 FP8_TOKENS = {9: 512}
 _DEFAULT_TOKENS = 512
 _DECODE_WARPS = 4
-_REFUSED: dict[tuple[str, int, int], str] = {}
+_REFUSED: dict[tuple[int, int], str] = {}
 _ROW = 32768  # activations that the quantizer keeps in registers: a longer row is read twice
 
 
@@ -67,20 +51,15 @@ def _kernels() -> Any:
 @functools.cache
 def fp8_refusal(device: torch.device) -> str | None:
     """Why a device cannot multiply in FP8, or None if it can."""
-    return matmul_refusal(device, "FP8", _MIN_CAPABILITY)
-
-
-def matmul_refusal(device: torch.device, kind: str, capability: tuple[int, int]) -> str | None:
-    """Why a device has no matmul of a `kind` that takes this compute capability and Triton, or None if it has."""
     if device.type != "cuda":
-        return f"{device.type} has no {kind} matmul"
+        return f"{device.type} has no FP8 matmul"
     if not devices.available():
         return "Triton is not installed"
     if (device.index or 0) >= torch.cuda.device_count():
         return f"{device} is not there"
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < capability:
-        return f"sm_{major}{minor} has no {kind} matmul, it takes sm_{capability[0]}{capability[1]}"
+    if (major, minor) < _MIN_CAPABILITY:
+        return f"sm_{major}{minor} has no FP8 matmul, it takes sm_{_MIN_CAPABILITY[0]}{_MIN_CAPABILITY[1]}"
     return None
 
 
@@ -96,17 +75,17 @@ def _fewest(index: int) -> int | None:
     return fp8_tokens(capability[0]) if capability >= _MIN_CAPABILITY else None
 
 
-def is_long(x: Tensor, planes: WeightPlanes, fewest: Callable[[int], int | None]) -> bool:
-    """True if a matmul of rounded operands takes x and the weight, and x has the `fewest` tokens of the GPU or more."""
+def _is_long(x: Tensor, planes: WeightPlanes) -> bool:
+    """True if the FP8 matmul takes x and the weight, and x has the `_fewest` tokens of the GPU or more."""
     if not tiled.serves(planes) or x.dtype is not torch.bfloat16 or planes.shape[0] % 16:
         return False
-    tokens = fewest(planes.coarse[TILES].device.index)
+    tokens = _fewest(planes.coarse[TILES].device.index)
     return tokens is not None and x.numel() >= tokens * x.shape[-1] > 0
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
     """Name the kernel of a call: "fp8", or as `e2m1.linear.route` names it."""
-    return "fp8" if is_long(x, planes, _fewest) else tiled.route(x, planes)
+    return "fp8" if _is_long(x, planes) else tiled.route(x, planes)
 
 
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -114,19 +93,14 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
     Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
     """
-    if not is_long(x, planes, _fewest):
+    if not _is_long(x, planes):
         return tiled.linear(x, planes, bias, activation)
-    return rounded(x, planes, bias, activation, _multiply)
-
-
-def rounded(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: str, multiply: Multiply) -> Tensor:
-    """`linear` by a `multiply` that rounds what it multiplies, with the gradients of the unrounded product."""
     reference.check(x, planes, activation)
     if reference.wants_grad(x, bias):
-        y = _Product.apply(x, planes, multiply)
+        y = _Product.apply(x, planes)
         y = y if bias is None else y + bias
     else:
-        y = multiply(x, planes, bias)
+        y = _multiply(x, planes, bias)
     return reference.activate(y, activation)
 
 
@@ -134,37 +108,33 @@ class _Product(torch.autograd.Function):
     """x @ w.T, rounded, with the gradient of the unrounded product for x; no decoded weight is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, planes: WeightPlanes, multiply: Multiply) -> Tensor:
+    def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
         ctx.planes = planes
-        return multiply(x, planes, None)
+        return _multiply(x, planes, None)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         planes = ctx.planes
         bf16 = WeightPlanes(planes.format, planes.shape, dy.dtype, planes.coarse)
-        return dy @ tiled.decode_weight(bf16), None, None
+        return dy @ tiled.decode_weight(bf16), None
 
 
-def note_refusal(kind: str, n: int, k: int, dtype: torch.dtype) -> None:
-    """The vendor's library has no "fp8" or "fp4" kernel for some shapes (K = 33008 to N = 64 on sm_90 no FP8)."""
-    _REFUSED[kind, n, k] = f"compute.{kind}: no {kind.upper()} matmul for {k} -> {n}; multiplied in {dtype}"
-    warnings.warn(_REFUSED[kind, n, k], stacklevel=3)
+def note_refusal(n: int, k: int, dtype: torch.dtype) -> None:
+    """The vendor's library has no FP8 kernel for some shapes (K = 33008 to N = 64 on sm_90)."""
+    _REFUSED[n, k] = f"compute.fp8: no FP8 matmul for {k} -> {n}; multiplied in {dtype}"
+    warnings.warn(_REFUSED[n, k], stacklevel=3)
 
 
-def noted_refusal(kind: str, n: int, k: int) -> str | None:
+def noted_refusal(n: int, k: int) -> str | None:
     """The message of `note_refusal` about a weight [N, K] in this process, or None."""
-    return _REFUSED.get((kind, n, k))
+    return _REFUSED.get((n, k))
 
 
-def on_tiles(launch: Callable[..., Tensor], op: Callable[..., Tensor]) -> Multiply:
-    """A launch on a weight's tiles as a `Multiply`; torch.compile gets its op."""
-
-    def multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -> Tensor:
-        run = op if torch.compiler.is_compiling() else launch
-        n, k = planes.shape
-        return run(x, planes.coarse[TILES], planes.coarse["tensor_scale"], bias, planes.format, n, k)
-
-    return multiply
+def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -> Tensor:
+    """x @ w.T + bias; torch.compile gets the op."""
+    run = _multiply_op if torch.compiler.is_compiling() else _scaled_linear
+    n, k = planes.shape
+    return run(x, planes.coarse[TILES], planes.coarse["tensor_scale"], bias, planes.format, n, k)
 
 
 def _scaled_linear(x: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, format: str, n: int, k: int) -> Tensor:
@@ -181,7 +151,7 @@ def _scaled_linear(x: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None,
         except RuntimeError as error:
             if "NOT_SUPPORTED" not in str(error):
                 raise
-            note_refusal("fp8", n, k, x.dtype)
+            note_refusal(n, k, x.dtype)
             return F.linear(x, launches.decode(weight, x.dtype), bias)
     return y.view(*x.shape[:-1], n)
 
@@ -238,4 +208,3 @@ _multiply_op = cuda_op(
     "(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, str format, SymInt n, SymInt k) -> Tensor",
     lambda x, tiles, scale, bias, format, n, k: x.new_empty(*x.shape[:-1], n),
 )
-_multiply = on_tiles(_scaled_linear, _multiply_op)
