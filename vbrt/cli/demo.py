@@ -1,9 +1,14 @@
-"""`vbrt demo`: a model run whole, and in a quarter of its memory by accelerate and by vbrt; then trained weights."""
+"""`vbrt demo`: a model run whole, and in a quarter of its memory by accelerate and by vbrt."""
 
 import argparse
 import contextlib
 import importlib.util
+import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,10 +17,8 @@ from typing import Any
 
 from rich.console import Console
 
-from vbrt.cli.demo_search import print_search
-from vbrt.cli.demo_workers import Workers
 from vbrt.cli.options import add_command, add_config, integration, positive
-from vbrt.cli.screen import add_row, complain, console_for_stdout, table_of, without_warnings_of_wrap
+from vbrt.cli.screen import add_row, console_for_stdout, table_of
 from vbrt.cli.stats import keep_stats
 from vbrt.config import VBConfig, assign, load_config
 from vbrt.errors import VBError
@@ -25,13 +28,10 @@ from vbrt.residency.plan import format_bytes
 
 __all__ = ["add"]
 
-_CHECKOUT = Path(__file__).resolve().parent.parent.parent
-_TRAINED = _CHECKOUT / "tests" / "data" / "lm" / "run.json"
 _WHOLE, _PEER, _OURS = "whole", "accelerate", "vbrt"
 _SHARE = 4  # a quarter of the model
 _PAGES = {"cpu": 0.8, "cuda": 0.65}  # of that for pages, the rest for everything else: libraries' workspace on a GPU
 _ROOM = 2.2  # files of the model and of pages, in sizes of the model
-_CONTINUED = 60  # bytes that the trained model writes
 
 
 def add(commands: Any) -> None:
@@ -67,7 +67,6 @@ class _Shown:
     model: dict[str, int]
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
-    trained: dict[str, Any] | None = None
 
     @property
     def quarter(self) -> int:
@@ -86,7 +85,6 @@ class _Shown:
 def _demo(args: argparse.Namespace) -> int:
     named = load_config(args.config) if args.config or args.settings else None
     config = assign(named, args.settings) if named is not None else None
-    _check_packages()
     with _scratch(args) as scratch:
         shown = _run(args, config, scratch)
     console = console_for_stdout()
@@ -94,12 +92,7 @@ def _demo(args: argparse.Namespace) -> int:
     stats = Stats.from_dict(shown.runs[_OURS]["stats"])
     console.print(f"\nwhat each tier did\n{stats.table(width=console.width)}", soft_wrap=True)
     keep_stats(stats)
-    return int(_print_real(console, shown, config) or failed)
-
-
-def _check_packages() -> None:
-    if importlib.util.find_spec("transformers") is None:
-        raise VBError("this command needs transformers; pip install 'vbrt[hf]'")
+    return int(failed)
 
 
 @contextlib.contextmanager
@@ -122,42 +115,47 @@ def _scratch(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def _run(args: argparse.Namespace, config: VBConfig | None, scratch: Path) -> _Shown:
-    """Have a process for each part do it, one after the other."""
+    """Write the model and run it in each way, one after the other."""
     absent = {} if importlib.util.find_spec("accelerate") else {_PEER: "not installed: pip install accelerate"}
-    has_trained = _TRAINED.exists()
-    steps = 3 + (not absent) + has_trained
-    with Workers() as workers, Progress("demo", steps, unit="steps") as work:
+    with Progress("demo", 3 + (not absent), unit="steps") as work:
+        work.at(f"writing a model of {args.gb:g} GB")
+        showcase = integration("showcase")
+        import torch
 
-        def ask(act: str, what: str, **asked: Any) -> Any:
-            work.at(what)
-            found = workers.ask(act, **asked)
-            work.done()
-            return found
-
-        work.at("importing torch and transformers")
-        about = workers.ready()
-        given = {"directory": str(scratch / "model"), "tokens": args.tokens}
-        made = ask("make", f"writing a model of {args.gb:g} GB", **given, gigabytes=args.gb)
-        shown = _Shown(**about, model=made, absent=absent)
-        shown.runs[_WHOLE] = ask(_WHOLE, "the whole model", **given)
-        if not absent:
-            with _left_out(shown):
-                offload = {"budget": shown.quarter, "scratch": str(scratch / "offload")}
-                shown.runs[_PEER] = ask(_PEER, "accelerate", **given, **offload)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        made = showcase.make(scratch / "model", device, args.gb)
+        shown = _Shown(device, torch.get_num_threads(), made, absent=absent)
+        work.done()
+        given = {"device": device, "directory": str(scratch / "model"), "tokens": args.tokens}
         ours = _config(config, shown, scratch / "pages")
-        shown.runs[_OURS] = ask(_OURS, "vbrt", **given, config=ours.to_dict())
-        if has_trained:
-            shown.trained = ask("trained", "trained weights", checkout=str(_CHECKOUT), count=_CONTINUED)
+        offload = {"budget": shown.quarter, "scratch": str(scratch / "offload")}
+        for run, more in {_WHOLE: {}, _PEER: offload, _OURS: {"config": ours.to_dict()}}.items():
+            if run in absent:
+                continue
+            work.at(run)
+            try:
+                shown.runs[run] = _ask({"run": run, **given, **more})
+            except VBError as error:
+                if run != _PEER:
+                    raise
+                absent[run] = str(error)  # the table says it
+            work.done()
     return shown
 
 
-@contextlib.contextmanager
-def _left_out(shown: _Shown) -> Iterator[None]:
-    """The peer may fail; the table then says how."""
-    try:
-        yield
-    except VBError as error:
-        shown.absent[_PEER] = str(error)
+def _ask(asked: dict[str, Any]) -> dict[str, Any]:
+    """Have a process of its own run the model, and return what it found. Raises VBError: it ended without an answer."""
+    waits = {"OMP_WAIT_POLICY": "passive"}  # threads that spin for work take the cores from those that read pages
+    command = [sys.executable, "-m", "vbrt.integrations.showcase", json.dumps(asked)]
+    environment = waits | dict(os.environ) | {"PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    why = [line.strip() for line in done.stderr.splitlines() if line.strip()][-1:]
+    if done.returncode < 0:
+        why = [f"signal {-done.returncode}"]
+        why += ["the system was out of memory, it seems"] if done.returncode == -signal.SIGKILL else []
+    raise VBError(f"the process for {asked['run']!r} ended: {'; '.join(why) or f'exit code {done.returncode}'}")
 
 
 def _config(config: VBConfig | None, shown: _Shown, pages: Path) -> VBConfig:
@@ -236,47 +234,3 @@ def _verdict(shown: _Shown) -> str:
 def _agreeing(one: list[int], other: list[int]) -> str:
     same = next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
     return f"other bits, the first {same} of {len(one)} tokens the same"
-
-
-def _print_real(console: Console, shown: _Shown, config: VBConfig | None) -> bool:
-    """Print what trained weights give: the language model of a checkout, else the sentence encoder that pip has."""
-    if shown.trained is not None:
-        return _print_trained(console, shown.trained)
-    try:
-        minilm = integration("minilm")
-        with without_warnings_of_wrap():
-            result = minilm.run_demo(config or load_config(None), say=lambda text: None, progress=False)
-    except VBError as error:
-        complain("note", f"no trained weights: {error}")
-        return False
-    console.print()
-    print_search(console, minilm.QUERIES, minilm.SENTENCES, result)
-    return bool(result.changed)
-
-
-def _print_trained(console: Console, trained: dict[str, Any]) -> bool:
-    """Print what the trained model writes, and how far the wrapped ones write the same."""
-    texts = trained["texts"]
-    plain = texts["plain"]
-    console.print(
-        f"\ntrained weights: a language model of {trained['parameters'] / 1e6:.1f} M parameters goes on with\n"
-    )
-    for line in plain["text"].splitlines():
-        console.print(f"    {line}", soft_wrap=True)
-    console.print()
-    for preset, found in texts.items():
-        if preset != "plain":
-            console.print(f"{preset:6s} {_compared(found, plain)}", soft_wrap=True)
-    return texts["exact"]["digest"] != plain["digest"]
-
-
-def _compared(found: dict[str, str], plain: dict[str, str]) -> str:
-    text, other = found["text"], plain["text"]
-    if found["digest"] == plain["digest"]:
-        return "the same text, and the same bits of all logits"
-    if text == other:
-        return "the same text, with other bits"
-    same = next(
-        (at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(map(len, (text, other)))
-    )
-    return f"the same first {same} of {len(other)} characters, and then: {text[same:]!r}"

@@ -1,32 +1,23 @@
-"""What `vbrt demo` compares: one model, run whole, offloaded by accelerate, and wrapped, each in a process of its own.
+"""Runs that `vbrt demo` compares: one model, whole, offloaded by accelerate, or wrapped.
 
-A process that has imported torch and transformers, which takes seconds, and done nothing else reads questions, one JSON
-line on stdin each, forks a process for each of them, and that one writes a line to stdout:
+    python -m vbrt.integrations.showcase '{"run": "whole", "device": "cpu", "directory": ..., "tokens": 12}'
 
-    {"act": "make", "directory": ..., "gigabytes": 1.0}               -> {"answer": {"bytes": ..., "parameters": ...}}
-    {"act": "whole" | "accelerate" | "vbrt", "directory": ..., ...}   -> {"answer": see `Outcome`}
-    {"act": "trained", "checkout": ...}                               -> {"answer": see `trained`}
-    what fails                                                        -> {"error": what happened}
+runs one and prints its `Outcome` as a line of JSON: the memory of that process beyond its imports is the model's.
 
 The model is a Llama with random weights by a seed, written as safetensors files without ever being held: fp32 where
 the CPU computes, which every CPU multiplies fast, and bf16 on a GPU. Importing this module imports transformers.
 """
 
-import gc
 import hashlib
-import importlib
 import json
-import os
-import signal
 import statistics
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +27,9 @@ from vbrt.config import load_config
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.saves.files.safetensors_file import TensorInfo, TensorWriter
-from vbrt.wrapper.wrap import wrap
 from vbrt.wrapper.wrapper_of import of
 
-__all__ = ["ACTS", "Outcome", "answer", "main", "make", "trained"]
+__all__ = ["RUNS", "SIZES", "Outcome", "make", "run"]
 
 SIZES = {
     "cpu": {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8},
@@ -74,14 +64,10 @@ class Outcome:
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-def _device(asked: dict[str, Any]) -> torch.device:
-    return torch.device(asked.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _config(device: torch.device, gigabytes: float) -> LlamaConfig:
+def _config(device: str, gigabytes: float) -> LlamaConfig:
     """Return the config of a model of about that many GB: as many layers as that takes."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    sizes = SIZES[device.type]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    sizes = SIZES[device]
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     layer = (3 * hidden**2 + 3 * hidden * inner) * dtype.itemsize
     config = LlamaConfig(
@@ -96,8 +82,9 @@ def _config(device: torch.device, gigabytes: float) -> LlamaConfig:
     return config
 
 
-def make(directory: Path, config: LlamaConfig) -> dict[str, int]:
+def make(directory: Path, device: str, gigabytes: float) -> dict[str, int]:
     """Write the model's files, a weight at a time; return its bytes and the number of its parameters."""
+    config = _config(device, gigabytes)
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in LlamaForCausalLM(config).named_parameters()}
     infos = [TensorInfo(name, config.dtype, shape) for name, shape in shapes.items()]
@@ -179,7 +166,7 @@ def _run(asked: dict[str, Any], load: Callable[[], nn.Module]) -> tuple[Outcome,
     sampler, start = Sampler(), time.perf_counter()
     model = load()
     loaded = time.perf_counter() - start
-    device = _device(asked)
+    device = torch.device(asked["device"])
     generator = torch.Generator("cpu").manual_seed(1)
     ids = torch.randint(1, _VOCABULARY, (1, _PROMPT), generator=generator, dtype=torch.int64, device="cpu").to(device)
     how = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
@@ -196,14 +183,13 @@ def _run(asked: dict[str, Any], load: Callable[[], nn.Module]) -> tuple[Outcome,
 
 
 def _whole(asked: dict[str, Any]) -> Outcome:
-    device = _device(asked)
-    load = lambda: AutoModelForCausalLM.from_pretrained(asked["directory"], dtype="auto").to(device)  # noqa: E731
-    return _run(asked, load)[0]
+    load = lambda: AutoModelForCausalLM.from_pretrained(asked["directory"], dtype="auto")  # noqa: E731
+    return _run(asked, lambda: load().to(asked["device"]))[0]
 
 
 def _accelerate(asked: dict[str, Any]) -> Outcome:
     """Offloaded by accelerate: to host memory below a GPU, to the model's own files below a CPU."""
-    top = 0 if _device(asked).type == "cuda" else "cpu"
+    top = 0 if asked["device"] == "cuda" else "cpu"
     memory = {top: asked["budget"]} | ({"cpu": 1 << 50} if top == 0 else {})
     given = {"dtype": "auto", "device_map": "auto", "max_memory": memory, "offload_folder": asked["scratch"]}
     return _run(asked, lambda: AutoModelForCausalLM.from_pretrained(asked["directory"], **given))[0]
@@ -216,96 +202,20 @@ def _vbrt(asked: dict[str, Any]) -> Outcome:
     )
     outcome, model = _run(asked, load)
     vb = of(model)
-    found = Outcome(**asdict(outcome) | {"stats": vb.stats().to_dict()})
+    found = replace(outcome, stats=vb.stats().to_dict())
     vb.close()
     return found
 
 
-# -- real weights -----------------------------------------------------------------------------------------------------
-
-_PRESETS = ("exact", "fp4")
-_BEGINS = b"    def __init__(self, "
+RUNS: dict[str, Callable[[dict[str, Any]], Outcome]] = {"whole": _whole, "accelerate": _accelerate, "vbrt": _vbrt}
 
 
-def trained(checkout: Path, count: int) -> dict[str, Any]:
-    """Continue a line of Python with the trained model of a checkout: plain, and wrapped in two presets.
-
-    Returns "parameters", and "texts": preset -> {"text", "digest" of all logits, "hits"}; "plain" is the model itself.
-    """
-    sys.path.insert(0, str(checkout))
-    committed = importlib.import_module("scripts.committed")
-    model = committed.dense(torch.bfloat16)
-    texts = {"plain": _continued(model, count)}
-    half = {"gpu": {"enabled": False}}
-    for preset in _PRESETS:
-        with wrap(committed.dense(torch.bfloat16), preset, tiers=half, weights={"keep_head": True}) as vb:
-            texts[preset] = _continued(vb, count)
-    return {"parameters": sum(p.numel() for p in model.parameters()), "texts": texts}
-
-
-@torch.inference_mode()
-def _continued(model: Callable[..., Tensor], count: int) -> dict[str, str]:
-    ids, digest = torch.tensor([list(_BEGINS)], dtype=torch.int64, device="cpu"), hashlib.sha256()
-    for _ in range(count):
-        logits = model(ids, last=True)[0, -1].float()
-        digest.update(logits.numpy().tobytes())
-        ids = torch.cat([ids, logits.argmax().view(1, 1)], 1)
-    return {"text": bytes(ids[0].tolist()).decode("utf-8", "replace"), "digest": digest.hexdigest()}
-
-
-# -- the process ------------------------------------------------------------------------------------------------------
-
-
-def _made(asked: dict[str, Any]) -> dict[str, int]:
-    return make(Path(asked["directory"]), _config(_device(asked), asked["gigabytes"]))
-
-
-ACTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "make": _made,
-    "whole": lambda asked: asdict(_whole(asked)),
-    "accelerate": lambda asked: asdict(_accelerate(asked)),
-    "vbrt": lambda asked: asdict(_vbrt(asked)),
-    "trained": lambda asked: trained(Path(asked["checkout"]), asked["count"]),
-}
-
-
-def answer(asked: dict[str, Any]) -> Any:
-    """Do what is asked and return what came of it."""
+def run(asked: dict[str, Any]) -> dict[str, Any]:
+    """Run the model as "run" names it; return its `Outcome` as a dict."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    try:
-        return ACTS[asked["act"]](asked)
-    finally:
-        gc.collect()
-
-
-def main() -> None:
-    """Say that everything is imported and which device computes; answer questions until there are no more."""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # which wakes no GPU: a fork could not use it then
-    print(json.dumps({"device": _device({}).type, "threads": torch.get_num_threads()}), flush=True)
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            _answer_and_end(json.loads(line))
-        _, status = os.waitpid(pid, 0)
-        if os.WIFSIGNALED(status):
-            print(json.dumps({"error": _killed(os.WTERMSIG(status))}), flush=True)
-
-
-def _answer_and_end(asked: dict[str, Any]) -> NoReturn:
-    try:
-        said = {"answer": answer(asked)}
-    except BaseException as error:  # noqa: BLE001 - the parent says it
-        traceback.print_exc()
-        said = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(said), flush=True)
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _killed(number: int) -> str:
-    return f"signal {number}" + ("; the system was out of memory, it seems" if number == signal.SIGKILL else "")
+    return asdict(RUNS[asked["run"]](asked))
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(run(json.loads(sys.argv[1]))))
