@@ -11,10 +11,10 @@ from vbrt.residency.plan import format_bytes
 
 
 class Display:
-    """A bar on a terminal; elsewhere a plain line for each step, with what is left."""
+    """A bar on a terminal; elsewhere a plain line for each step."""
 
     def __init__(self, first: int, steps: int) -> None:
-        self._terminal, self._at = sys.stderr.isatty(), first
+        self._terminal, self._at, self._steps = sys.stderr.isatty(), first, steps
         self._work = Progress("training", steps, unit="steps", show=self._terminal)
         self._work.skip(first)
 
@@ -33,9 +33,7 @@ class Display:
         now = f"loss {record['loss']:.4f}  {speed['tokens_per_s']:,.0f} tokens/s  {memory}"
         self._work.at(now)
         if not self._terminal:
-            look = self._work.look()
-            left = ", ".join(filter(None, (f"{100 * look.share:.0f} %", look.left)))
-            print(f"step {record['step']}  {now}  {left}", flush=True)
+            print(f"step {record['step']}  {now}  {100 * self._at / self._steps:.0f} %", flush=True)
 
     def say(self, text: str) -> None:
         """A line that stays."""

@@ -35,7 +35,7 @@ def test_the_first_forward_shows_how_much_is_encoded_and_later_ones_show_nothing
     vb, x = wrap(mlp(), "nvfp4"), torch.randn(1, 64)
     handle = vb.module[6].handle
     store = handle.store
-    handle.store = lambda planes: (until("vbrt: encoding: 50 %, 48.0 KiB of 96.0 KiB, ", capsys), store(planes))
+    handle.store = lambda planes: (until("vbrt: encoding: 50 %, 48.0 KiB of 96.0 KiB", capsys), store(planes))
     with torch.no_grad():
         vb(x)
     assert capsys.readouterr().err.splitlines()[-1].startswith("vbrt: encoding: 96.0 KiB in ")
