@@ -33,7 +33,8 @@ from scripts.lm import LanguageModel, Shape
 from vbrt.config import Machine, VBConfig
 from vbrt.estimation.advice.candidates import Asked
 from vbrt.estimation.advice.machine_rates import Rates
-from vbrt.estimation.advice.step_time import STEP_MS, Speed, predict
+from vbrt.estimation.advice.step_time import Speed, predict
+from vbrt.estimation.cost_model import default_cost_model
 from vbrt.estimation.memory.estimate import bare_model
 from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.task import Task
@@ -147,7 +148,7 @@ def missed_experts(rates: Rates) -> Iterator[Row]:
         case = row["case"].replace("% of the expert pages", " % of the experts") + (miss != "fetch") * f", {miss}"
         config = _config("fp4", row["budget_gb"] * 1e9 if "budget_gb" in row else None)
         found = model.row(f"{name}: {case}", task, vbrt.load_config(config, experts={"miss": miss}), row["ms"])
-        yield replace(found, predicted_ms=found.predicted_ms - STEP_MS)
+        yield replace(found, predicted_ms=found.predicted_ms - default_cost_model("gpu").generate_ms)
 
 
 def _one_token(model: nn.Module) -> Any:

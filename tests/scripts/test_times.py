@@ -8,6 +8,7 @@ import pytest
 
 import vbrt
 from scripts import estimates, times
+from scripts.estimates import llama_8b_meta
 
 _COMMITTED = Path("benchmarks/results/advice-nvidia-h200.json")
 
@@ -24,6 +25,15 @@ def test_estimates_hold_against_every_first_answer_that_was_followed():
     rows = times.followed(json.loads(_COMMITTED.read_text()))
     off = {row["case"]: found.again_bytes / row["peak_bytes"] - 1 for row, found, _ in rows if row["first"]}
     assert len(off) == 12 and all(-0.02 <= one <= 0.05 for one in off.values()), off
+
+
+@pytest.mark.parametrize("which", ["cpu", "streaming", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_the_page_has_the_times_that_are_predicted_today(which):
+    if which == "streaming":
+        rows = times.streaming(times.Model(llama_8b_meta(), times.rates()))
+    else:
+        rows = times.on_cpu() if which == "cpu" else times.every()
+    assert set(times.times_table(rows)) <= set(times._PAGE.read_text().splitlines())
 
 
 def test_a_row_is_read_by_its_config_or_by_its_preset_and_budget():

@@ -14,10 +14,9 @@ import vbrt
 from tests.models import config, qwen3_moe, wrap
 from vbrt.config import Machine, load_config
 from vbrt.errors import ArgumentError, WrapError
-from vbrt.estimation.advice import cpu_expert_rates
-from vbrt.estimation.advice.calibrated_rates import SHARES
 from vbrt.estimation.advice.machine_rates import device_name, keep_rates, kept_rates, rates_file
 from vbrt.estimation.advice.step_time import predict
+from vbrt.estimation.cost_model import default_cost_model
 from vbrt.estimation.memory.estimate_report import records
 from vbrt.estimation.memory.expert_workspace import HeldExperts, experts_at_once
 from vbrt.estimation.memory.extrapolation import STAGES
@@ -327,8 +326,9 @@ def test_attention_is_bound_by_its_softmax_in_fp32_on_a_cpu_and_counts_as_other_
         scores = found.work["attention bfloat16"]
         assert scores == 2 * 4 * 512 * 512 * 128 // 2  # layers; two products for each, of which half is masked
         more = predict(model, found, replace(rates, **slow)).device_ms - predict(model, found, rates).device_ms
-        share = SHARES[found.compute_tier].attention
-        expected = 1e3 * scores / share * (1 / 0.01e12 - 1 / 0.2e12) if on is ON else 0.0
+        expected = 0.0
+        if on is ON:
+            expected = 1e3 * scores / default_cost_model("cpu").attention_share * (1 / 0.01e12 - 1 / 0.2e12)
         assert more == pytest.approx(expected)
 
 

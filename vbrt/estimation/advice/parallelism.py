@@ -27,12 +27,10 @@ from dataclasses import asdict, dataclass
 from vbrt.estimation.advice.machine_rates import Rates
 from vbrt.estimation.advice.multi_gpu_rates import GroupRates
 from vbrt.estimation.advice.step_time import streamed_share
+from vbrt.estimation.cost_model import default_cost_model
 from vbrt.residency.plan import Plan, Swap
 
 __all__ = ["Comparison", "Way", "compare_ways"]
-
-_READS = 0.75  # of the rate of copies, at which products of few tokens read weights
-_MATMUL = 0.85  # of the rate of large products
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +135,11 @@ def _way(name: str, asked: _Asked, tokens: int) -> Way:
 
 def _costs(load: _Load, rates: Rates, group: GroupRates) -> dict[str, float]:
     """Return the seconds of each part."""
+    costs = default_cost_model("gpu")
     return {
         "link": load.streamed / (1e9 * load.link_gb_s) if load.streamed else 0.0,
-        "memory": load.read / (1e9 * rates.memory_gb_s * _READS),
-        "matmul": load.operations / (1e12 * rates.tflops * _MATMUL),
+        "memory": load.read / (1e9 * rates.memory_gb_s * costs.ranks_read_share),
+        "matmul": load.operations / (1e12 * rates.tflops * costs.ranks_matmul_share),
         "sums": sum(map(group.sum_s, load.sums)) + sum(map(group.gather_s, load.gathers)),
     }
 

@@ -2,8 +2,8 @@
 
 A step takes as long as the slowest of three that run side by side: copies over the links, what the device reads and
 computes, and the host that launches it where no graph does. Experts that a step misses are waited for. What runs is
-traced (`Meter.work`); weights are read as the plan holds them. `calibrated_rates.py` has the shares of a peak that
-kernels reach. A CPU launches nothing: its host and device are one, so that their times add up.
+traced (`Meter.work`); weights are read as the plan holds them. `CostModel` has the shares of a peak that kernels
+reach. A CPU launches nothing: its host and device are one, so that their times add up.
 """
 
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ from torch import nn
 
 from vbrt.config import VBConfig, load_config
 from vbrt.config.format_records import FORMATS
-from vbrt.estimation.advice.calibrated_rates import SHARES, Shares
 from vbrt.estimation.advice.machine_rates import Rates
+from vbrt.estimation.cost_model import CostModel, default_cost_model
 from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.expert_workspace import touched_share
 from vbrt.estimation.memory.task import Task
@@ -25,28 +25,10 @@ from vbrt.residency.miss_policy import missed_gb_per_s
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.token_cost import LINK_GB_PER_S, TokenCost, token_cost
 
-__all__ = ["STEP_MS", "Speed", "predict", "streamed_share"]
+__all__ = ["Speed", "predict", "streamed_share"]
 
-#: milliseconds of `generate` itself, for each token: it chooses one and looks whether it is the last
-STEP_MS = 0.27
-#: of the rate at which torch's products in 16 bits read weights for one row, that for several rows on a GPU
-_FEW_ROWS, _READS_FEW_ROWS = range(2, 65), 0.7
-#: of the rate of products in 16 bits, by 4-bit weights with compute.fp8, from so many tokens on
-_PACKED_FP8 = ((8192, 1.7), (2048, 1.5), (512, 1.1))
-_ROUNDED_BYTES = 240  # of copies, that take as long as it takes to round a weight that trains in 4 bits, in each pass
-_LAUNCH_US = 2.5  # that a weight's kernels and those around it take beside reading, in a recorded step
-#: microseconds that a layer of routed experts in 4 bits, and dense, takes to find what it misses, in a recorded step
-_FETCH_US, _FETCH_DENSE_US = 15, 110
-_UPDATES = 150  # bare launches that take as long as what Python does to begin and to end a weight's update on the host
-_LEASES = 20  # bare launches that take as long as a lease of pages that pass through
-#: microseconds that routing takes in a layer of 4-bit experts, and with torch's products in one of dense ones, in a
-#: recorded step
-_ROUTED_US, _ROUTED_DENSE_US = 12, 200
 _STAGED = 80 << 20  # bytes that are staged ahead
 _FINE_MARGIN = 1.1  # by which plans take fine planes for larger than they are
-#: bytes that take as long as it takes to update a weight: two halves, two moments, the gradient; moments of 8 bits
-_UPDATE_BYTES = {"fp32": 28, "8bit": 23}
-_UNHIDDEN = 0.5  # of the shorter of an update and of what runs beside it, that is not hidden
 #: share of a layer's experts that are resident -> of those that a token goes to; with reuse as published routing has it
 _HITS = ((0.0, 0.0), (0.1, 0.6), (0.25, 0.8), (0.5, 0.89), (1.0, 1.0))
 
@@ -74,21 +56,30 @@ class Speed:
         return max(of, key=of.__getitem__)
 
 
-def predict(model: nn.Module, found: Estimate, rates: Rates, *, hit_rate: float | None = None) -> Speed:
+def predict(
+    model: nn.Module,
+    found: Estimate,
+    rates: Rates,
+    *,
+    hit_rate: float | None = None,
+    cost_model: CostModel | None = None,
+) -> Speed:
     """Predict a step of an estimated task: one token a sequence with "decode", else the whole batch.
 
     Args:
         hit_rate: of routed experts, where it is known; by default as published routing has it.
+        cost_model: of the tier that computes; by default the one that ships for it.
     """
     ways = {"fetch": ("fetch",), "compute": ("compute",), "auto": ("fetch", "auto")}[_miss(found)]
-    return min((_predict(model, found, rates, miss, hit_rate) for miss in ways), key=lambda speed: speed.ms)
+    costs = cost_model or default_cost_model(found.compute_tier)
+    return min((_predict(model, found, rates, costs, miss, hit_rate) for miss in ways), key=lambda speed: speed.ms)
 
 
-def _routed_us(swap: Swap, *, fetches: bool) -> int:
+def _routed_us(swap: Swap, costs: CostModel, *, fetches: bool) -> float:
     """Return the microseconds that a layer of routed experts takes beside its weights, in a recorded step."""
     if swap.lossless:
-        return _ROUTED_DENSE_US + _FETCH_DENSE_US * fetches
-    return _ROUTED_US + _FETCH_US * fetches
+        return costs.routed_dense_us + costs.fetch_dense_us * fetches
+    return costs.routed_us + costs.fetch_us * fetches
 
 
 def _miss(found: Estimate) -> str:
@@ -99,36 +90,39 @@ def _miss(found: Estimate) -> str:
     return "fetch" if not plan.routed or any(s.lossless for s in plan.routed) else found.config.experts.miss
 
 
-def _predict(model: nn.Module, found: Estimate, rates: Rates, miss: str, hit_rate: float | None) -> Speed:
-    task, plan, shares = found.task, found.plan, SHARES[found.compute_tier]
+def _predict(
+    model: nn.Module, found: Estimate, rates: Rates, costs: CostModel, miss: str, hit_rate: float | None
+) -> Speed:
+    task, plan = found.task, found.plan
     tokens = task.batch if task.kind == "decode" else task.batch * task.context
     passes = _passes(task, plan)
     streamed, missed = (1e3 * seconds * min(passes, 2) for seconds in _link_s(plan, rates, tokens, miss, hit_rate))
     link, recorded = streamed + missed, found.recorded and not (miss != "fetch" and missed > 0)
     # those of a prompt are staged ahead, and where the host leases them they come while it launches what is next
     waited = missed if task.kind == "decode" and (recorded or miss != "fetch") else 0.0
-    device = 1e3 * _device_s(model, found, rates, tokens, passes)
+    device = 1e3 * _device_s(model, found, rates, costs, tokens, passes)
     host = 0.0
-    if recorded and shares.queued:
-        routed = sum(_routed_us(swap, fetches=missed > 0) for swap in plan.routed)
-        device += 1e-3 * (_LAUNCH_US * len(plan.swaps) + routed) + STEP_MS
+    if recorded and costs.queued:
+        routed = sum(_routed_us(swap, costs, fetches=missed > 0) for swap in plan.routed)
+        device += 1e-3 * (costs.weight_us * len(plan.swaps) + routed) + costs.generate_ms
     else:
-        launches = found.work.get("operators", 0) * shares.operator["recorded" if recorded else task.kind]
-        launches += len(plan.swaps) * _LEASES * passes if plan is not None and link else 0
-        launches += len(plan.swaps) * _UPDATES if plan is not None and plan.mode == "full" else 0
-        routed = shares.routed_us * len(plan.routed) if plan is not None and not recorded else 0.0
+        of_operator = costs.recorded_operator_launches if recorded else costs.operator_launches[task.kind]
+        launches = found.work.get("operators", 0) * of_operator
+        launches += len(plan.swaps) * costs.lease_launches * passes if plan is not None and link else 0
+        launches += len(plan.swaps) * costs.update_launches if plan is not None and plan.mode == "full" else 0
+        routed = costs.routed_layer_us * len(plan.routed) if plan is not None and not recorded else 0.0
         host = 1e-3 * (launches * rates.launch_us + routed)
-    beside = max(link - waited, device, host) if shares.queued else max(link - waited, device + host)
-    update, longest = _update_ms(found, rates), beside + waited
-    return Speed(max(longest, update) + _UNHIDDEN * min(longest, update), link, device, host, tokens, update)
+    beside = max(link - waited, device, host) if costs.queued else max(link - waited, device + host)
+    update, longest = _update_ms(found, rates, costs), beside + waited
+    return Speed(max(longest, update) + costs.exposed_share * min(longest, update), link, device, host, tokens, update)
 
 
-def _update_ms(found: Estimate, rates: Rates) -> float:
+def _update_ms(found: Estimate, rates: Rates, costs: CostModel) -> float:
     """Return the milliseconds of an update of weights that train from the tiers; else 0."""
     plan = found.plan
     if plan is None or plan.mode != "full":
         return 0.0
-    nbytes = _UPDATE_BYTES[found.config.training.moments] * sum(swap.site.parameters for swap in plan.swaps)
+    nbytes = costs.update_bytes[found.config.training.moments] * sum(swap.site.parameters for swap in plan.swaps)
     return nbytes / (1e6 * rates.host_gb_s)
 
 
@@ -143,45 +137,45 @@ def _passes(task: Task, plan: Plan | None) -> int:
 # -- the device -------------------------------------------------------------------------------------------------------
 
 
-def _device_s(model: nn.Module, found: Estimate, rates: Rates, tokens: int, passes: int) -> float:
+def _device_s(model: nn.Module, found: Estimate, rates: Rates, costs: CostModel, tokens: int, passes: int) -> float:
     """Return the seconds in which the device reads its weights and computes."""
-    task, plan, rate, shares = found.task, found.plan, 1e9 * rates.memory_gb_s, SHARES[found.compute_tier]
+    task, plan, rate = found.task, found.plan, 1e9 * rates.memory_gb_s
     swaps = plan.swaps if plan is not None else _routed(model)
     packed = plan is not None and any(not swap.lossless for swap in plan.swaps)
-    products = sum(n / _flops_s(rates, shares, dtype, task.trains) for dtype, n in _flops(found, "flops"))
-    products += sum(
-        n / _attention_flops_s(rates, shares, dtype, task.trains) for dtype, n in _flops(found, "attention")
-    )
+    products = sum(n / _flops_s(rates, costs, dtype, task.trains) for dtype, n in _flops(found, "flops"))
+    products += sum(n / _attention_flops_s(rates, costs, dtype, task.trains) for dtype, n in _flops(found, "attention"))
     experts = sum(_elements(swap, 1) for swap in swaps if swap.experts)  # whose products no trace has
-    products += 2 * tokens * passes * experts / _flops_s(rates, shares, "bfloat16", task.trains)
-    products += passes * sum(_repack_s(swap, rates, tokens) for swap in swaps if swap.experts and shares.repacks)
-    few = _READS_FEW_ROWS if shares.queued and tokens in _FEW_ROWS else 1.0
-    read = _kept_bytes(model, swaps) / shares.reads / few
-    read += sum(_read_bytes(swap, tokens, shares) / (few if swap.lossless else 1.0) for swap in swaps)
-    merged = sum(shares.merged_bytes * _elements(swap, tokens) for swap in swaps if swap.fine == "exact")
+    products += 2 * tokens * passes * experts / _flops_s(rates, costs, "bfloat16", task.trains)
+    products += passes * sum(_repack_s(swap, rates, tokens) for swap in swaps if swap.experts and costs.repacks)
+    few = costs.few_rows_read_share if 1 < tokens <= costs.few_rows_most else 1.0
+    read = _kept_bytes(model, swaps) / costs.dense_read_share / few
+    read += sum(_read_bytes(swap, tokens, costs) / (few if swap.lossless else 1.0) for swap in swaps)
+    merged = sum(costs.merged_bytes * _elements(swap, tokens) for swap in swaps if swap.fine == "exact")
     if plan is not None and plan.mode == "train":
-        merged = sum(_ROUNDED_BYTES * _elements(swap, tokens) for swap in swaps) * (2 + task.checkpointing) / passes
-    moved = 0 if task.kind == "decode" and plan is not None else found.work.get("moved", 0) / shares.moves
-    cache = sum(row.nbytes for row in found.rows if row.name == "KV cache") / shares.reads_cache
-    computing = products / (_packed(found.config, shares, tokens) if packed else 1.0)
+        rounded = sum(costs.rounded_bytes * _elements(swap, tokens) for swap in swaps)
+        merged = rounded * (2 + task.checkpointing) / passes
+    moved = 0 if task.kind == "decode" and plan is not None else found.work.get("moved", 0) / costs.elementwise_share
+    cache = sum(row.nbytes for row in found.rows if row.name == "KV cache") / costs.cache_read_share
+    computing = products / (_packed(found.config, costs, tokens) if packed else 1.0)
     return max(read * passes / rate, computing) + (merged * passes + moved + cache) / rate
 
 
-def _flops_s(rates: Rates, shares: Shares, dtype: str, trains: bool) -> float:
+def _flops_s(rates: Rates, costs: CostModel, dtype: str, trains: bool) -> float:
     """Return the floating-point operations a second that products of a dtype reach over a whole step."""
-    return rates.flops_of(dtype) * (shares.matmul_train if trains and dtype != "float32" else shares.matmul)
+    return rates.flops_of(dtype) * (costs.matmul_train_share if trains and dtype != "float32" else costs.matmul_share)
 
 
-def _attention_flops_s(rates: Rates, shares: Shares, dtype: str, trains: bool) -> float:
+def _attention_flops_s(rates: Rates, costs: CostModel, dtype: str, trains: bool) -> float:
     """Return the floating-point operations a second of fused attention in a dtype, of which the softmax is in fp32."""
-    own = shares.attention * rates.flops_of("float32")
-    return own or _flops_s(rates, shares, dtype, trains)
+    if costs.attention_share is not None:
+        return costs.attention_share * rates.flops_of("float32")
+    return _flops_s(rates, costs, dtype, trains)
 
 
-def _packed(config: VBConfig, shares: Shares, tokens: int) -> float:
+def _packed(config: VBConfig, costs: CostModel, tokens: int) -> float:
     """Return the rate of products with 4-bit weights, in that of dense ones."""
-    fp8 = _PACKED_FP8 if config.compute.fp8 else ()
-    return next((rate for least, rate in fp8 if tokens >= least), shares.packed)
+    reached = [least for least in costs.fp8_matmul_ratio or () if config.compute.fp8 and tokens >= least]
+    return costs.fp8_matmul_ratio[max(reached)] if reached else costs.packed_matmul_share
 
 
 def _flops(found: Estimate, of: str) -> Iterable[tuple[str, int]]:
@@ -221,18 +215,18 @@ def _repack_s(swap: Swap, rates: Rates, tokens: int) -> float:
     return _elements(swap, tokens) * rates.repack_s(decoded=not swap.lossless)
 
 
-def _read_bytes(swap: Swap, tokens: int, shares: Shares) -> float:
+def _read_bytes(swap: Swap, tokens: int, costs: CostModel) -> float:
     """Return the bytes of copies that take as long as it takes to read a swapped weight; merging it is apart."""
     if swap.fine == "exact":
         return 0.0
     held = sum(page.nbytes for page in swap.pages if not page.by_rows) or swap.dense_bytes
-    return held * _touched(swap, tokens) / _reads(swap, shares)
+    return held * _touched(swap, tokens) / _reads(swap, costs)
 
 
-def _reads(swap: Swap, shares: Shares) -> float:
+def _reads(swap: Swap, costs: CostModel) -> float:
     """Return the share of the rate of copies at which a weight is read for products of one token."""
     kernels = None if swap.lossless else FORMATS[swap.format].kernels
-    return shares.reads_packed.get(kernels or "", shares.reads)
+    return costs.packed_read_share.get(kernels or "", costs.dense_read_share)
 
 
 # -- the links --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,85 @@
+"""Coefficients of predicted times: the files that ship, files that are wrong, another machine's set."""
+
+import datetime
+import re
+from pathlib import Path
+
+import pytest
+from vbrt.estimation.speed import predict
+
+import vbrt
+from tests.models import llama_of
+from vbrt.config import Machine
+from vbrt.errors import ConfigError
+from vbrt.estimation.cost_model import default_cost_model, read_cost_model
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "vbrt" / "estimation" / "cost_models"
+H200, ZEN4 = ((FOLDER / f"{name}.toml").read_text("utf-8") for name in ("h200", "zen4"))
+GiB = 1 << 30
+
+
+@pytest.mark.parametrize("tier", ["gpu", "cpu"])
+def test_the_files_that_ship_name_machine_date_and_a_committed_script(tier):
+    costs = default_cost_model(tier)
+    assert costs.computes_on == tier and costs.machine and isinstance(costs.date, datetime.date)
+    script = ROOT / costs.script.split()[0]
+    assert script.is_file()
+
+
+@pytest.mark.parametrize("text", [H200, ZEN4], ids=["h200", "zen4"])
+def test_a_file_without_any_one_of_its_keys_is_refused(text, tmp_path):
+    file = tmp_path / "own.toml"
+    lines = text.splitlines()
+    keys = [at for at, line in enumerate(lines) if re.match(r"(?!512|2048|8192)\w+ = ", line)]
+    assert len(keys) > 20
+    for at in keys:
+        file.write_text("\n".join(lines[:at] + lines[at + 1 :]))
+        with pytest.raises(ConfigError) as refused:
+            read_cost_model(file)
+        assert f"{file}: " in str(refused.value) and lines[at].split(" = ")[0] in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("exposed_share = 0.5", "exposed_shares = 0.5", 'exposed_shares: unknown; did you mean "exposed_share"?'),
+        ("exposed_share = 0.5", 'exposed_share = "half"', 'exposed_share = "half"; expected a number above 0'),
+        ("exposed_share = 0.5", "exposed_share = true", "exposed_share = true; expected a number above 0"),
+        ("exposed_share = 0.5", "exposed_share = nan", "exposed_share = nan; expected a number above 0"),
+        ("exposed_share = 0.5", "exposed_share = 0", "exposed_share = 0; expected a number above 0"),
+        ("exposed_share = 0.5", "exposed_share = 0.5\nattention_share = 1", "attention_share: unknown"),
+        ("table = 0.28", "tables = 0.28", "packed_read_share.tables: unknown"),
+        ("table = 0.28", "table = -1", "packed_read_share.table = -1; expected a number above 0"),
+        ("512 = 1.1", "few = 1.1", "expected a table from numbers of tokens"),
+        ("2026-11-24", '"2026-11-24"', 'date = "2026-11-24"; expected a date without quotes'),
+        ('machine = "NVIDIA H200"', 'machine = ""', 'machine = ""; expected a string'),
+        ('computes_on = "gpu"', 'computes_on = "npu"', 'computes_on = "npu"; expected "gpu" or "cpu"'),
+        ("exposed_share = 0.5", "exposed_share", "not valid TOML"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_refused_with_its_name_the_key_and_what_would_do(old, new, said, tmp_path):
+    file = tmp_path / "own.toml"
+    assert H200.count(old) >= 1
+    file.write_text(H200.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=re.escape(said)) as refused:
+        read_cost_model(str(file))
+    assert str(refused.value).startswith(f"{file}: ")
+
+
+@pytest.fixture(scope="module")
+def model():
+    pytest.importorskip("transformers")
+    return llama_of(hidden_size=512, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+
+
+def test_products_in_fp8_are_faster_from_the_numbers_of_tokens_that_the_set_has(model, tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text(H200.replace("2048 = 1.5", "1024 = 1.5"))
+    on = Machine(GiB, GiB, 4 * GiB, 4 * GiB)
+    rates = vbrt.Rates("a GPU", 50.0, 1e6, 1.0, launch_us=1e-6)  # products decide
+    sets = default_cost_model("gpu"), read_cost_model(file)
+    for tokens, faster in ((512, False), (1024, True), (4096, False)):
+        found = vbrt.estimate(model, "prefill", vbrt.load_config("fp8"), machine=on, context=tokens)
+        ours, own = (predict(model, found, rates, cost_model=each).ms for each in sets)
+        assert (own < ours) == faster and (own == ours) == (not faster)
