@@ -1,13 +1,17 @@
 """`vbrt advise`: the table, the command, the TOML."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+import vbrt
 from vbrt.cli import main as cli
 from vbrt.config import load_config
 
 pytest.importorskip("transformers")
+
+H200 = Path(vbrt.__file__).parent / "estimation" / "cost_models" / "h200.toml"
 
 
 def test_the_command_says_what_to_do_and_writes_it(config_json, tmp_path, capsys):
@@ -29,3 +33,14 @@ def test_nothing_that_fits_is_said_with_what_would_do(config_json, capsys):
     assert "nothing fits" in told.err and "would do" in told.err
     assert cli.main([*arguments[:-3], "--rates", "Voodoo 2"]) == 2
     assert "no data sheet of a GPU 'Voodoo 2'" in capsys.readouterr().err
+
+
+def test_a_cost_model_of_another_machine_is_a_file(config_json, tmp_path, capsys):
+    arguments = ["advise", str(config_json), "--gpu-memory", "1500MiB", "--ram", "16GiB", "--rates", "RTX 4090"]
+    file = tmp_path / "own.toml"
+    file.write_text(H200.read_text().replace("NVIDIA H200", "RTX 4090"))
+    assert cli.main([*arguments, "--cost-model", str(file)]) == 0
+    assert "times by the cost model of RTX 4090, 2026-11-24" in capsys.readouterr().out
+    file.write_text("")
+    assert cli.main([*arguments, "--cost-model", str(file)]) == 2
+    assert f"{file}: computes_on" in capsys.readouterr().err

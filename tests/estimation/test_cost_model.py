@@ -10,7 +10,7 @@ from vbrt.estimation.speed import predict
 import vbrt
 from tests.models import llama_of
 from vbrt.config import Machine
-from vbrt.errors import ConfigError
+from vbrt.errors import ArgumentError, ConfigError
 from vbrt.estimation.cost_model import default_cost_model, read_cost_model
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def test_the_files_that_ship_name_machine_date_and_a_committed_script(tier):
     costs = default_cost_model(tier)
     assert costs.computes_on == tier and costs.machine and isinstance(costs.date, datetime.date)
     script = ROOT / costs.script.split()[0]
-    assert script.is_file()
+    assert script.is_file() and str(costs) == f"{costs.machine}, {costs.date}"
 
 
 @pytest.mark.parametrize("text", [H200, ZEN4], ids=["h200", "zen4"])
@@ -71,6 +71,30 @@ def test_a_wrong_file_is_refused_with_its_name_the_key_and_what_would_do(old, ne
 def model():
     pytest.importorskip("transformers")
     return llama_of(hidden_size=512, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+
+
+def test_another_set_changes_what_advice_predicts_and_advice_names_it(model, tmp_path):
+    on, rates = Machine(GiB, GiB, 4 * GiB, 4 * GiB), vbrt.data_sheet("RTX 4090")
+    file = tmp_path / "own.toml"
+    file.write_text(H200.replace("generate_ms = 0.27", "generate_ms = 1000.27").replace("NVIDIA H200", "slow"))
+    asked = {"machine": on, "rates": rates, "context": 256}
+    ours, other = (vbrt.advise(model, cost_model=path, **asked) for path in (None, file))
+    names = [choice.name for choice in ours.choices if choice.fits and choice.found.recorded]
+    assert names
+    for mine, its in zip(ours.choices, other.choices, strict=True):
+        more = 1000 if mine.name in names else 0
+        assert its.speed.device_ms == pytest.approx(mine.speed.device_ms + more)
+    assert "times by the cost model of slow, 2026-11-24" in str(other)
+    assert other.to_dict()["cost_model"] == {"machine": "slow", "date": "2026-11-24", "script": "scripts/times.py"}
+    assert ours.to_dict()["cost_model"]["machine"] == "NVIDIA H200"
+
+
+def test_a_set_of_the_other_tier_is_refused(model, tmp_path):
+    on, rates = Machine(None, None, 4 * GiB, 4 * GiB), vbrt.Rates("two cores", 0.0, 30.0, 0.43)
+    with pytest.raises(ArgumentError, match=r'h200\.toml: computes_on = "gpu".*name a file with computes_on = "cpu"'):
+        vbrt.advise(model, machine=on, rates=rates, cost_model=FOLDER / "h200.toml")
+    with pytest.raises(ArgumentError, match="the path of a TOML file"):
+        vbrt.advise(model, machine=on, rates=rates, cost_model=3)
 
 
 def test_products_in_fp8_are_faster_from_the_numbers_of_tokens_that_the_set_has(model, tmp_path):

@@ -36,6 +36,11 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--context", type=positive, default=2048, metavar="N", help="tokens of each (2048)")
     machine = add_machine(parser)
     machine.add_argument("--rates", metavar="GPU", help="how fast it is: a GPU by name, by its data sheet")
+    machine.add_argument(
+        "--cost-model",
+        metavar="FILE",
+        help="TOML: coefficients of its predicted times (default: an H200's; without a GPU, a Zen 4's)",
+    )
     parser.add_argument("--explain", action="store_true", help="each candidate: why, or why not")
     parser.add_argument("--write", metavar="FILE", type=Path, help="the config as TOML")
     parser.add_argument("--json", action="store_true", help="all candidates as JSON")
@@ -56,7 +61,8 @@ def _advise(args: argparse.Namespace) -> int:
         machine, _ = machine_of(sizes, load_config("fp4"))
         say("trying what there is")
         with hf_configs.unadvised():
-            advice = advise(model, args.goal, machine=machine, rates=rates, batch=args.batch, context=args.context)
+            how = {"machine": machine, "rates": rates, "cost_model": args.cost_model}
+            advice = advise(model, args.goal, **how, batch=args.batch, context=args.context)
     if args.json:
         print(json.dumps(advice.to_dict(), indent=2))
     else:

@@ -1,7 +1,8 @@
 """Cost model of one machine: coefficients of predicted times, in a TOML file.
 
-`cost_models/` has h200.toml, for GPUs, and zen4.toml, for CPUs; comments there give the meaning of each key, and what
-it was fitted to. Another machine's set is another file with the same keys.
+`cost_models/` has h200.toml, for GPUs, and zen4.toml, for CPUs; comments there give the meaning of each key, and its
+source as far as that is known. Another machine's set is another file with the same keys: `vbrt advise --cost-model
+FILE`.
 """
 
 import datetime
@@ -110,6 +111,13 @@ class CostModel:
     def repacks(self) -> bool:
         """True if products of experts take the time in which matrices are made ready for them, `Rates.repack_s`."""
         return self.computes_on == "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.machine}, {self.date}"
+
+    def to_dict(self) -> dict[str, str]:
+        """Return where the coefficients come from, as plain data for JSON."""
+        return {"machine": self.machine, "date": str(self.date), "script": self.script}
 
 
 def read_cost_model(path: str | os.PathLike[str]) -> CostModel:

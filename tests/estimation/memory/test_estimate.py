@@ -14,6 +14,7 @@ import vbrt
 from tests.models import config, qwen3_moe, wrap
 from vbrt.config import Machine, load_config
 from vbrt.errors import ArgumentError, WrapError
+from vbrt.estimation.advice import cpu_expert_rates
 from vbrt.estimation.advice.machine_rates import device_name, keep_rates, kept_rates, rates_file
 from vbrt.estimation.advice.step_time import predict
 from vbrt.estimation.cost_model import default_cost_model

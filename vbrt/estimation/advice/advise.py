@@ -4,6 +4,7 @@ Every candidate is planned and estimated as it would run (`candidates.py`) and t
 is kept with the reason (`choices.py`). Nothing is loaded.
 """
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from vbrt.errors import ArgumentError
 from vbrt.estimation.advice.candidates import Asked, candidates, nearest
 from vbrt.estimation.advice.choices import Advice
 from vbrt.estimation.advice.machine_rates import SHEETS, Rates, device_name, kept_rates, measure_rates
+from vbrt.estimation.cost_model import CostModel, default_cost_model, read_cost_model
 from vbrt.estimation.memory.estimate import as_task
 from vbrt.estimation.memory.task import GOALS, Task
 from vbrt.model.machine_memory import this_machine
@@ -30,6 +32,7 @@ def advise(
     *,
     machine: Machine | None = None,
     rates: Rates | None = None,
+    cost_model: str | os.PathLike[str] | None = None,
     **sizes: Any,
 ) -> Advice:
     """Say how a model runs best on a machine, before it is loaded.
@@ -41,25 +44,41 @@ def advise(
             least that is given up for a training step that fits.
         task: "decode" (default; "train" with that goal) or "prefill"; `sizes` as for `vbrt.estimate`.
         machine: its memory (default: this machine's). rates: how fast it is (default: what `vbrt tune --machine` kept,
-            else measured now).
+            else measured now). cost_model: a TOML file of coefficients fitted to another machine, with the keys of
+            vbrt/estimation/cost_models/h200.toml (with a GPU) or zen4.toml (default: these).
 
     Raises:
         ArgumentError: an unknown goal, an impossible size, or rates of a GPU where there is none (or the other way
-            round).
+            round), or a cost model of the other tier.
+        ConfigError: a cost model that cannot be read, or whose keys are missing, unknown or wrong.
         WrapError: the model is wrapped.
     """
     check_instance(model, nn.Module, "advise(): model", "a torch.nn.Module")
     check_instance(machine, Machine | None, "advise(): machine", "a Machine, or None for this one")
     check_instance(rates, Rates | None, "advise(): rates", "Rates, or None for those that were measured")
+    check_instance(cost_model, str | os.PathLike | None, "advise(): cost_model", "the path of a TOML file, or None")
     check_one_of(goal, GOALS, "advise(): goal")
     task = as_task(task or ("train" if goal == "train" else "decode"), sizes)
     machine = machine or this_machine(load_config("fp4"))
+    costs = _cost_model(machine, cost_model)
     rates = rates or kept_rates() or _measured(machine)
     _check(machine, rates)
-    asked = Asked(model, machine, rates)
+    asked = Asked(model, machine, rates, costs)
     choices = tuple(candidates(asked, task, longest=goal == "longest"))
-    advice = Advice(type(model).__name__, goal, task, machine, rates, choices)
+    advice = Advice(type(model).__name__, goal, task, machine, rates, costs, choices)
     return advice if advice.fitting else replace(advice, nearest=nearest(asked, task, lossless=goal == "exact"))
+
+
+def _cost_model(machine: Machine, path: str | os.PathLike[str] | None) -> CostModel:
+    """Return the coefficients of the tier that computes. Raises ArgumentError: those of a file are of the other one."""
+    tier = "cpu" if machine.gpu_total_bytes is None else "gpu"
+    costs = default_cost_model(tier) if path is None else read_cost_model(path)
+    if costs.computes_on != tier:
+        raise ArgumentError(
+            f'{os.fspath(path)}: computes_on = "{costs.computes_on}", and the machine that is asked about computes on '
+            f'the {tier}; name a file with computes_on = "{tier}"'
+        )
+    return costs
 
 
 def _measured(machine: Machine) -> Rates:

@@ -16,6 +16,7 @@ from vbrt.errors import ConfigError
 from vbrt.estimation.advice.choices import Choice, Nearest
 from vbrt.estimation.advice.machine_rates import Rates
 from vbrt.estimation.advice.step_time import predict
+from vbrt.estimation.cost_model import CostModel
 from vbrt.estimation.memory.estimate import bare_model, estimate_of
 from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.extrapolation import whole_trace
@@ -72,11 +73,12 @@ class _Way:
 
 @dataclass
 class Asked:
-    """A model and a machine; traces are made once for each task."""
+    """A model and a machine; traces are made once for each task. cost_model: by default the one that ships."""
 
     model: nn.Module
     machine: Machine
     rates: Rates
+    cost_model: CostModel | None = None
 
     def __post_init__(self) -> None:
         self._bare: dict[int, nn.Module] = {}
@@ -84,7 +86,7 @@ class Asked:
 
     def on(self, machine: Machine) -> "Asked":
         """Return the same model on another machine, with what was traced of it."""
-        other = Asked(self.model, machine, self.rates)
+        other = Asked(self.model, machine, self.rates, self.cost_model)
         other._bare, other._traces = self._bare, self._traces
         return other
 
@@ -106,7 +108,8 @@ class Asked:
         found = replace(found, config=estimate.config)
         if estimate.missing:
             return replace(found, found=estimate, missing=next(iter(estimate.missing.items())))
-        return replace(found, found=estimate, speed=predict(self.bare(way.task), estimate, self.rates))
+        speed = predict(self.bare(way.task), estimate, self.rates, cost_model=self.cost_model)
+        return replace(found, found=estimate, speed=speed)
 
     def found(self, task: Task, config: VBConfig | None) -> Estimate:
         """Return the estimate of a task under a config; None: unwrapped. Raises ConfigError: budgets are impossible."""

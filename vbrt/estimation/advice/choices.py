@@ -12,6 +12,7 @@ from vbrt.config.format_records import FORMATS
 from vbrt.errors import ConfigError
 from vbrt.estimation.advice.machine_rates import Rates
 from vbrt.estimation.advice.step_time import Speed
+from vbrt.estimation.cost_model import CostModel
 from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.task import Task
 from vbrt.libraries.transformers_api import checkpointing_name
@@ -155,6 +156,7 @@ class Advice:
     task: Task
     machine: Machine
     rates: Rates
+    cost_model: CostModel
     choices: tuple[Choice, ...]
     nearest: Nearest | None = None
 
@@ -216,7 +218,7 @@ class Advice:
         """Return plain data for JSON."""
         front = {id(choice) for choice in self.front}
         rows = [choice.to_dict() | {"front": id(choice) in front} for choice in self.choices]
-        return {"model": self.model, "goal": self.goal, "choices": rows}
+        return {"model": self.model, "goal": self.goal, "cost_model": self.cost_model.to_dict(), "choices": rows}
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -270,6 +272,7 @@ def _lines(advice: Advice) -> Iterator[str]:
     if refused:
         yield f"NOT TRACED, weights alone are counted: {refused}"
     yield f"{rates.name}, {rates.source}: {link}, {rates.tflops:.3g} TFLOP/s"
+    yield f"times by the cost model of {advice.cost_model}"
     yield ""
     yield f"  {'':<42}{'gpu':>10}{'cpu':>10}{'ms':>9}{'tokens/s':>10}  {'bits':<7}limit"
     front = {id(choice) for choice in advice.front}
