@@ -32,9 +32,9 @@ from scripts.experts_decode import build
 from scripts.lm import LanguageModel, Shape
 from vbrt.config import Machine, VBConfig
 from vbrt.estimation.advice.candidates import Asked
+from vbrt.estimation.advice.cost_model import default_cost_model
 from vbrt.estimation.advice.machine_rates import Rates
 from vbrt.estimation.advice.step_time import Speed, predict
-from vbrt.estimation.cost_model import default_cost_model
 from vbrt.estimation.memory.estimate import bare_model
 from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.task import Task

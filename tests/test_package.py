@@ -22,4 +22,4 @@ def test_a_wheel_says_that_it_has_types_and_brings_presets_and_cost_models():
     wheel = pytest.importorskip("hatchling.builders.wheel")
     paths = {Path(file.distribution_path) for file in wheel.WheelBuilder(str(ROOT)).recurse_included_files()}
     assert {Path("vbrt/py.typed"), Path("vbrt/__init__.py"), Path("vbrt/configs/fp4.toml")} <= paths
-    assert {Path(f"vbrt/estimation/cost_models/{name}.toml") for name in ("h200", "zen4")} <= paths
+    assert {Path(f"vbrt/estimation/advice/cost_models/{name}.toml") for name in ("h200", "zen4")} <= paths

@@ -15,9 +15,9 @@ from tests.models import config, qwen3_moe, wrap
 from vbrt.config import Machine, load_config
 from vbrt.errors import ArgumentError, WrapError
 from vbrt.estimation.advice import cpu_expert_rates
+from vbrt.estimation.advice.cost_model import default_cost_model
 from vbrt.estimation.advice.machine_rates import device_name, keep_rates, kept_rates, rates_file
 from vbrt.estimation.advice.step_time import predict
-from vbrt.estimation.cost_model import default_cost_model
 from vbrt.estimation.memory.estimate_report import records
 from vbrt.estimation.memory.expert_workspace import HeldExperts, experts_at_once
 from vbrt.estimation.memory.extrapolation import STAGES

@@ -16,8 +16,8 @@ from vbrt.config.argument_checks import check_instance, check_one_of
 from vbrt.errors import ArgumentError
 from vbrt.estimation.advice.candidates import Asked, candidates, nearest
 from vbrt.estimation.advice.choices import Advice
+from vbrt.estimation.advice.cost_model import CostModel, default_cost_model, read_cost_model
 from vbrt.estimation.advice.machine_rates import SHEETS, Rates, device_name, kept_rates, measure_rates
-from vbrt.estimation.cost_model import CostModel, default_cost_model, read_cost_model
 from vbrt.estimation.memory.estimate import as_task
 from vbrt.estimation.memory.task import GOALS, Task
 from vbrt.model.machine_memory import this_machine
@@ -45,7 +45,7 @@ def advise(
         task: "decode" (default; "train" with that goal) or "prefill"; `sizes` as for `vbrt.estimate`.
         machine: its memory (default: this machine's). rates: how fast it is (default: what `vbrt tune --machine` kept,
             else measured now). cost_model: a TOML file of coefficients fitted to another machine, with the keys of
-            vbrt/estimation/cost_models/h200.toml (with a GPU) or zen4.toml (default: these).
+            vbrt/estimation/advice/cost_models/h200.toml (with a GPU) or zen4.toml (default: these).
 
     Raises:
         ArgumentError: an unknown goal, an impossible size, or rates of a GPU where there is none (or the other way

@@ -14,9 +14,9 @@ from torch import nn
 from vbrt.config import Machine, VBConfig, load_config
 from vbrt.errors import ConfigError
 from vbrt.estimation.advice.choices import Choice, Nearest
+from vbrt.estimation.advice.cost_model import CostModel
 from vbrt.estimation.advice.machine_rates import Rates
 from vbrt.estimation.advice.step_time import predict
-from vbrt.estimation.cost_model import CostModel
 from vbrt.estimation.memory.estimate import bare_model, estimate_of
 from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.extrapolation import whole_trace

@@ -10,9 +10,9 @@ from typing import Any
 from vbrt.config import Machine, VBConfig
 from vbrt.config.format_records import FORMATS
 from vbrt.errors import ConfigError
+from vbrt.estimation.advice.cost_model import CostModel
 from vbrt.estimation.advice.machine_rates import Rates
 from vbrt.estimation.advice.step_time import Speed
-from vbrt.estimation.cost_model import CostModel
 from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.task import Task
 from vbrt.libraries.transformers_api import checkpointing_name

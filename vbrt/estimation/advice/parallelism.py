@@ -24,10 +24,10 @@ rank need not read or stream take longer than the start of a sum (few).
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from vbrt.estimation.advice.cost_model import default_cost_model
 from vbrt.estimation.advice.machine_rates import Rates
 from vbrt.estimation.advice.multi_gpu_rates import GroupRates
 from vbrt.estimation.advice.step_time import streamed_share
-from vbrt.estimation.cost_model import default_cost_model
 from vbrt.residency.plan import Plan, Swap
 
 __all__ = ["Comparison", "Way", "compare_ways"]

@@ -14,8 +14,8 @@ from torch import nn
 
 from vbrt.config import VBConfig, load_config
 from vbrt.config.format_records import FORMATS
+from vbrt.estimation.advice.cost_model import CostModel, default_cost_model
 from vbrt.estimation.advice.machine_rates import Rates
-from vbrt.estimation.cost_model import CostModel, default_cost_model
 from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.expert_workspace import touched_share
 from vbrt.estimation.memory.task import Task

@@ -11,7 +11,7 @@ import vbrt
 from tests.models import llama_of
 from vbrt.config import Machine
 from vbrt.errors import ArgumentError, ConfigError
-from vbrt.estimation.cost_model import default_cost_model, read_cost_model
+from vbrt.estimation.advice.cost_model import default_cost_model, read_cost_model
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "vbrt" / "estimation" / "cost_models"
