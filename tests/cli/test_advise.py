@@ -11,7 +11,7 @@ from vbrt.config import load_config
 
 pytest.importorskip("transformers")
 
-H200 = Path(vbrt.__file__).parent / "estimation" / "cost_models" / "h200.toml"
+H200 = Path(vbrt.__file__).parent / "estimation" / "advice" / "cost_models" / "h200.toml"
 
 
 def test_the_command_says_what_to_do_and_writes_it(config_json, tmp_path, capsys):

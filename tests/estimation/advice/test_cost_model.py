@@ -5,16 +5,16 @@ import re
 from pathlib import Path
 
 import pytest
-from vbrt.estimation.speed import predict
 
 import vbrt
 from tests.models import llama_of
 from vbrt.config import Machine
 from vbrt.errors import ArgumentError, ConfigError
 from vbrt.estimation.advice.cost_model import default_cost_model, read_cost_model
+from vbrt.estimation.advice.step_time import predict
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "vbrt" / "estimation" / "cost_models"
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "vbrt" / "estimation" / "advice" / "cost_models"
 H200, ZEN4 = ((FOLDER / f"{name}.toml").read_text("utf-8") for name in ("h200", "zen4"))
 GiB = 1 << 30
 

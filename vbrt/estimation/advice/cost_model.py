@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vbrt.config.checks import choice, did_you_mean, wrong
-from vbrt.config.files import read_toml
+from vbrt.config.presets import read_toml
+from vbrt.config.value_checks import choice, did_you_mean, wrong
 from vbrt.errors import ConfigError
 
 __all__ = ["CostModel", "default_cost_model", "read_cost_model"]
