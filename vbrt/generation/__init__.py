@@ -1,3 +1,4 @@
-"""Decoding: what `generate` does beside transformers."""
+"""Decoding: captured steps, static and quantized KV caches, kernel fusion, and speculation for transformers'
+`generate`."""
 
 __all__: list[str] = []

@@ -1,9 +1,9 @@
-"""`generate` of a wrapped model: transformers' own, with decode steps that may be recorded.
+"""`generate` of a wrapped model: transformers' own loop, with decode steps captured and replayed.
 
-    follow(attachment, model)      # the model's `generate`, and those of the models in it, from now on
+    follow(attachment, model)      # overrides `generate` on the instances of the model and of the models in it
 
-The loop stays transformers': sampling, processors, streamers, stopping criteria, beams and assistants are its code. For
-the length of a call the instance has a `forward` of ours in front of the class's (`session.py`).
+Sampling, logits processors, streamers, stopping criteria, beams and assistants remain transformers' code. During a
+call, an instance-level `forward` (`_Forward`) shadows the class's and hands each forward to the session (`session.py`).
 """
 
 import contextlib
@@ -45,7 +45,7 @@ __all__ = ["Followed", "Generating", "Recordable", "follow", "generating_modules
 
 
 class Generating:
-    """The `generate` of one model; an attribute of the instance, which it refers to weakly."""
+    """The `generate` of one model: a callable set on the instance, with a weak reference to it."""
 
     def __init__(self, model: nn.Module, attachment: "Attachment | None") -> None:
         self._model, self._attachment = weakref.ref(model), None if attachment is None else weakref.ref(attachment)
@@ -90,7 +90,7 @@ class Generating:
         return attachment
 
     def _plainly(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own decoding, with steps that may be recorded."""
+        """transformers' own decoding loop, with captured steps where the device allows capture."""
         model = self._model()
         generate = type(model).generate.__get__(model)
         attachment = None if self._attachment is None else self._attachment()
@@ -100,7 +100,7 @@ class Generating:
             self.steps.note(CUSTOM)
             return generate(*args, **kwargs)
         mine = model.__dict__.get("forward")
-        if isinstance(mine, _Forward) and mine.here():  # a call within a call: assistants that are the model itself
+        if isinstance(mine, _Forward) and mine.here():  # reentrant: the model is its own assistant
             with mine.nested():
                 return generate(*args, **kwargs)
         move_rest_(model, attachment.stack.device)  # before transformers asks where the model is
@@ -111,10 +111,10 @@ class Generating:
 
     @contextlib.contextmanager
     def passes(self, limit: int, *, watched: bool) -> Iterator["Passes"]:
-        """Run a call of passes of one phase and precision, behind a prompt, that may be recorded.
+        """Context of forwards of one phase and precision after a prompt, which may be captured.
 
-        To be entered in that phase and precision.
-        `limit`: tokens of a sequence at most. `watched`: callbacks of the call may change the model.
+        Enter it with that phase and precision set.
+        `limit`: maximum sequence length, in tokens. `watched`: callbacks of the call may change the model.
         """
         if self._recorder() is None:
             yield Passes()
@@ -124,12 +124,12 @@ class Generating:
             yield Recordable(self._model(), session)
 
     def refusal(self) -> str:
-        """Return why steps of the current phase and precision are not recorded; "" if they are."""
+        """Return why steps of the current phase and precision are not captured; "" if they are."""
         return "the device has no graphs" if self._recorder() is None else self.steps.refusal()
 
     @property
     def steps(self) -> Steps:
-        """The steps of all calls."""
+        """Captured steps, shared by all calls."""
         if self._steps is None:
             self._steps = Steps(self._model(), Terms(self._attachment(), self._recorder))
         return self._steps
@@ -138,16 +138,16 @@ class Generating:
         return recorder_for(self._attachment().stack.device)
 
     def prepare(self) -> None:
-        """Begin to compile what steps of one sequence will launch, while others encode weights or read a prompt."""
+        """Start to compile kernels for batch-1 decode steps while weights are encoded or a prompt is read."""
         if self._attachment().stack.device.type == "cuda":
             self.steps.compile_ahead(1, soon=False)
 
     def counts(self) -> StepCounts:
-        """What was captured, and what not."""
+        """Counters of captured and eager steps."""
         return StepCounts() if self._steps is None else self._steps.counts()
 
     def end(self) -> None:
-        """Free what is recorded, and give the model its class's method back."""
+        """Free captured steps and restore the class's `generate`."""
         if self._steps is not None:
             self._steps.release()
         model = self._model()
@@ -165,7 +165,7 @@ class Generating:
 
 
 class _Forward:
-    """What stands in front of a class's forward for the length of a call of generate."""
+    """Instance-level override of `forward` for the duration of a `generate` call."""
 
     def __init__(self, plain: Callable[..., Any], session: Session) -> None:
         self._plain, self.session = plain, session
@@ -176,12 +176,12 @@ class _Forward:
         return self.session.forward(self._plain, args, kwargs)
 
     def here(self) -> bool:
-        """True if the call of generate is of this thread."""
+        """True if the `generate` call runs in the current thread."""
         return self.session.thread == threading.get_ident()
 
     @contextlib.contextmanager
     def nested(self) -> Iterator[None]:
-        """Run another call within the call: its forwards are plain."""
+        """Reentrant `generate`: its forwards run eagerly."""
         self.session.nested += 1
         try:
             yield
@@ -192,7 +192,7 @@ class _Forward:
 def _with_forward(
     model: nn.Module, session: Session, generate: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    if "forward" in model.__dict__:  # a hook's or a compiler's, or that of another thread's call
+    if "forward" in model.__dict__:  # set by a hook, a compiler or another thread's call
         return generate(*args, **kwargs)
     model.__dict__["forward"] = _Forward(model.forward, session)
     try:
@@ -202,22 +202,22 @@ def _with_forward(
 
 
 class Recordable(Passes):
-    """Passes that are replayed where they can be recorded."""
+    """Forwards that are captured and replayed where possible."""
 
     def __init__(self, model: nn.Module, session: Session) -> None:
         self._model, self._session = model, session
 
     def run(self, passes: Callable[[], Any]) -> Any:
-        """Run a function that runs passes."""
+        """Run a function whose forwards may be replayed."""
         return _with_forward(self._model, self._session, passes, (), {})
 
     def placed(self, cache: Any) -> Statics:
-        """Have a cache lie where recorded steps find it. Raises NotRecordable."""
+        """Move a cache into static memory. Raises NotRecordable."""
         return self._session.placed(cache)
 
 
 def limit_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | None:
-    """Return the length at which a call of generate stops at the latest, if its arguments say so."""
+    """Return the maximum sequence length of a `generate` call; None if its arguments do not set one."""
     prompt = _given(args, kwargs)
     for source in _sources(model, kwargs):
         new, length = _read(source, "max_new_tokens"), _read(source, "max_length")
@@ -229,7 +229,7 @@ def limit_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | Non
 
 
 def prompt_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the token ids of a call's first forward; None if that will compute another number of them."""
+    """Return the token ids of the first forward; None if it runs on another number of them (beams, several returns)."""
     ids, names = _given(args, kwargs), ("num_beams", "num_return_sequences", *transformers_api.CACHE_ARGUMENTS[:2])
     others = (_read(source, name) for source in _sources(model, kwargs) for name in names)
     is_another = ids is None or ids.is_floating_point() or any(value not in (None, 1) for value in others)
@@ -241,7 +241,7 @@ def _given(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def _sources(model: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Where options of a call may stand, the first one wins."""
+    """Sources of generation options, by descending priority."""
     return kwargs, kwargs.get("generation_config"), getattr(model, "generation_config", None)
 
 
@@ -250,21 +250,21 @@ def _read(source: Any, name: str) -> Any:
 
 
 class Terms:
-    """What steps ask of a model's place on its runtime; see `vbrt.generation.capture.session.Terms`."""
+    """Runtime side of captured steps for one attachment; see `vbrt.generation.capture.session.Terms`."""
 
     def __init__(self, attachment: "Attachment", new_recorder: Callable[[], Recorder]) -> None:
         self._attachment, self._stack, self.new_recorder = weakref.ref(attachment), attachment.stack, new_recorder
 
     @property
     def _phase(self) -> str:
-        """The phase of a decode step now."""
+        """Current phase name for decode steps."""
         attachment = self._attachment()
         named = phase_name(attachment)
         inferred = DECODE if attachment.name_phase is None else attachment.name_phase(DECODE)
         return attachment.prefix + (named or inferred)
 
     def _keys(self) -> list[str] | None:
-        """The pages that a coarse pass takes; None for other passes."""
+        """Page keys that a coarse pass reads; None for full-precision passes."""
         if pass_precision() != "coarse":
             return None
         handles = self._attachment().registry.handles
@@ -274,21 +274,21 @@ class Terms:
 
     @property
     def joins(self) -> bool:
-        """True if recorded steps may round in other places than eager ones."""
+        """True if captured steps may be fused and so round differently from eager ones."""
         return self._attachment().settings.compute.joins
 
     @property
     def passes_masks(self) -> bool:
-        """True if attention of recorded steps passes over masked places: that of 4-bit models is joined."""
+        """True if captured attention skips masked slots: fused (4-bit models) or batch-invariant attention."""
         return self.steady or (self.joins and not self._attachment().lossless)
 
     @property
     def steady(self) -> bool:
-        """True if attention of exact steps may be a kernel of ours, and is."""
+        """True if lossless steps use batch-invariant attention."""
         return self.joins and self._attachment().lossless and is_steady_on(self._stack.device)
 
     def moment(self) -> object:
-        """Return what must be as it was when a step was recorded."""
+        """Return the runtime state that a capture depends on; replay requires it unchanged."""
         ledger, guard = self._stack.ledger, self._stack.guard
         return (
             self._phase,
@@ -300,7 +300,7 @@ class Terms:
         )
 
     def refusal(self) -> str:
-        """Return why no pass can be recorded now; "" if one can."""
+        """Return why no forward can be captured now; "" if one can."""
         guard, attachment = self._stack.guard, self._attachment()
         if not attachment.settings.compute.captures:
             return OFF
@@ -314,7 +314,7 @@ class Terms:
         return "a timeline is being recorded" if guard.recorder is not None else ""
 
     def begin_pass(self) -> None:
-        """Begin a pass that is not replayed; noted by who records the step's operations."""
+        """Begin an eager pass; while an operator trace runs, as one leaf of it."""
         step = recorder()
         if step is None:
             self._begin()
@@ -322,7 +322,7 @@ class Terms:
             step.leaf(self._begin)
 
     def compile_ahead(self, tokens: int, *, soon: bool) -> list[Compilation]:
-        """Begin to compile the kernels of 4-bit layers for passes of so many tokens; `soon`: for the next one."""
+        """Start to compile the 4-bit layers' kernels for `tokens` tokens; `soon`: the next forward needs them."""
         return compile_ahead(self._attachment().registry.handles, (tokens,), self._stack.device, soon=soon)
 
     def _begin(self) -> None:
@@ -330,7 +330,7 @@ class Terms:
             self._stack.begin_pass(self._phase)
 
     def recorded(self, recorder: Recorder, body: Callable[[], None]) -> Callable[[], bool]:
-        """Record a pass and return what replays it: False, with nothing done, once pages have moved."""
+        """Capture a pass; return its replay, which returns False and does nothing once pages have moved."""
         if self._stack.device.type != "cuda":
             return self._counted(self._recorded_on_host(recorder.record(body, contextlib.nullcontext)))
         ledger, attachment, passes = self._stack.ledger, self._attachment(), []
@@ -342,7 +342,7 @@ class Terms:
         def step() -> None:
             body()
             if passes:
-                passes[0].end()  # the copies of a streamed pass end within the capture
+                passes[0].end()  # streamed passes: H2D copies must end within the capture
 
         captured = ledger.captured
         try:
@@ -353,7 +353,7 @@ class Terms:
         return self._counted(functools.partial(passes[0].replay, graph))
 
     def _counted(self, replay: Callable[[], bool]) -> Callable[[], bool]:
-        """Have replays count: other ranks see by that whether this one goes on."""
+        """Count replays: other ranks detect progress by them."""
 
         def again() -> bool:
             done = replay()
@@ -363,7 +363,7 @@ class Terms:
         return again
 
     def _recorded_on_host(self, tape: Recorded) -> Callable[[], bool]:
-        """Return what replays a tape, which computes with pages where they lay when it was recorded."""
+        """Return the replay of a CPU tape, which reads pages at their captured addresses."""
         stack, ledger, changes = self._stack, self._stack.ledger, self._stack.ledger.changes
 
         def again() -> bool:
@@ -378,19 +378,19 @@ class Terms:
         return again
 
     def handles(self) -> list[Any]:
-        """Return what counts forwards, and has pages that count hits: not experts, which count by token."""
+        """Return layers whose forwards and page hits are counted per pass; experts count per token instead."""
         handles = self._attachment().registry.handles
         return [handle for handle in handles if isinstance(handle, Weight) and not handle.spec.by_rows]
 
 
 def generating_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that transformers can generate with: the model, or models in it."""
+    """Return the modules with transformers' GenerationMixin: the model itself, or models in it."""
     mixin = transformers_api.generation_mixin()
     return [] if mixin is None else [module for module in model.modules() if isinstance(module, mixin)]
 
 
 def follow(attachment: "Attachment", model: nn.Module) -> None:
-    """Put a `generate` of ours on the instances, until the attachment ends. Does nothing where that was done."""
+    """Override `generate` on the instances until the attachment ends. Idempotent."""
     if attachment.closed or attachment.follower is not None or attachment.settings.mode != "infer":
         return
     modules = generating_modules(model)
@@ -402,21 +402,21 @@ def follow(attachment: "Attachment", model: nn.Module) -> None:
 
 
 class Followed:
-    """The `generate` of all models in one attached model."""
+    """The `generate` overrides of all models in one attached model."""
 
     def __init__(self, generating: list[Generating]) -> None:
         self.generating = generating
 
     def defer(self, model: nn.Module, begin: Callable[[], None]) -> bool:
-        """Have a call of generate begin the pass that a forward of the model is, if this thread is in one."""
+        """Defer the start of a pass to the session of the current `generate` call; False if there is none here."""
         forward = model.__dict__.get("forward")
         return isinstance(forward, _Forward) and forward.session.defer(begin)
 
     def counts(self) -> StepCounts:
-        """What they captured together."""
+        """Sum of the models' step counters."""
         return sum((each.counts() for each in self.generating), StepCounts())
 
     def end(self) -> None:
-        """Leave the models as they were, without recordings. Idempotent."""
+        """Remove the overrides and free captured steps. Idempotent."""
         for each in self.generating:
             each.end()

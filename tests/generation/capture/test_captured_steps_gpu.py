@@ -243,7 +243,7 @@ def test_a_step_that_waits_for_the_device_stays_eager_and_sampling_goes_on():
 
         layer.__class__ = Waiting
     vb = wrapped(model)
-    with pytest.warns(UserWarning, match="a step cannot be recorded"):
+    with pytest.warns(UserWarning, match="a step cannot be captured"):
         same(vb, plain, do_sample=True)
     assert vb.stats().steps.captured == 0
     torch.cuda.empty_cache()

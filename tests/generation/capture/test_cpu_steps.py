@@ -187,7 +187,7 @@ def test_lossless_weights_keep_the_bits_of_eager_steps():
 def test_a_hook_within_the_model_is_named_and_called():
     vb, seen = wrapped(), []
     vb.module.model.layers[1].register_forward_hook(lambda module, args, out: seen.append(1))
-    with pytest.warns(UserWarning, match=r"without recordings: model\.layers\.1 has a hook"):
+    with pytest.warns(UserWarning, match=r"without capture: model\.layers\.1 has a hook"):
         generated(vb)
     assert steps(vb) == (0, 13) and len(seen) == 14
 

@@ -162,8 +162,8 @@ def hooked(register):
     {
         lambda: hooked(register_module_forward_hook): "all modules have a hook",
         lambda: hooked(register_module_forward_pre_hook): "all modules have a hook",
-        Counting: r"a mode of torch is on \(Counting\)",
-        TorchDispatchMode: r"a mode of torch is on \(TorchDispatchMode\)",
+        Counting: r"a torch mode is active \(Counting\)",
+        TorchDispatchMode: r"a torch mode is active \(TorchDispatchMode\)",
     }.items(),
 )
 def test_what_would_see_each_step_is_named(around, why):

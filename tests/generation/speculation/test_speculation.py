@@ -108,7 +108,7 @@ def test_windows_of_a_transformers_whose_past_does_not_fit_its_masks_are_decoded
 def test_passes_in_lockstep_verify_what_no_pass_can_token_by_token(monkeypatch):
     with wrap(qwen3_moe(experts="eager"), "exact") as vb:
         plain = run(vb, prompts(2), max_new_tokens=7)
-        with pytest.warns(UserWarning, match="a pass cannot be verified token by token: NotByToken: linear of tokens"):
+        with pytest.warns(UserWarning, match="row-wise verification failed: NotByToken: linear of a tensor"):
             assert_same(run(vb, prompts(2), max_new_tokens=7, speculate=3), plain)
         assert any("verified in lockstep" in reason for reason in vb.stats().fallbacks)
 
@@ -119,7 +119,7 @@ def test_passes_in_lockstep_verify_what_no_pass_can_token_by_token(monkeypatch):
     monkeypatch.setattr("vbrt.generation.speculation.verification.token_by_token", off_by_a_bit)
     with wrap(llama(dtype=BF16), "exact") as vb:
         plain = run(vb, prompts(1))
-        with pytest.warns(UserWarning, match="gives other bits than passes of one token"):
+        with pytest.warns(UserWarning, match="is not bitwise equal to single-token passes"):
             assert_same(run(vb, prompts(1), speculate=K), plain)
 
 
@@ -328,7 +328,7 @@ def test_a_model_that_leaves_it_to_its_cache_to_forget_is_decoded_plainly(steps,
         assert torch.equal(got.sequences, plain.sequences) and vb.stats().speculation is None
         assert run(vb, prompts(2), max_new_tokens=2, speculate=3).sequences.shape == (2, 11)
         assert vb.stats().speculation.rounds  # the window is not passed by then
-    assert sum("Forgetful leaves it to its cache to forget" in str(each.message) for each in said) == 1
+    assert sum("Forgetful relies on its cache to drop" in str(each.message) for each in said) == 1
 
 
 def test_a_model_that_steps_compute_otherwise_where_they_are_recorded_is_decoded_plainly(recorded):
@@ -348,7 +348,7 @@ def test_a_model_that_steps_compute_otherwise_where_they_are_recorded_is_decoded
             found.append(run(vb, prompts(2), **how, **further))
     assert_same(*found)
     assert vb.stats().speculation.rounds  # in the blocks where they are alike
-    why = "a recorded step computes something else than an eager one"
+    why = "a captured step differs from the eager one"
     assert [each for each in said if f"speculate: {why}" in str(each.message)]
 
 
@@ -360,7 +360,7 @@ def test_recorded_steps_one_after_the_other_verify_what_no_pass_can_token_by_tok
         rows = in_one_pass(decoding, draft)
         return rows._replace(logits=[logits.nextafter(torch.ones_like(logits)) for logits in rows.logits])
 
-    for instead, said in ((refuse, "NotByToken: einsum"), (off_by_a_bit, "gives other bits than recorded steps")):
+    for instead, said in ((refuse, "NotByToken: einsum"), (off_by_a_bit, "is not bitwise equal to captured steps")):
         monkeypatch.setattr("vbrt.generation.speculation.verification.token_by_token", instead)
         with wrap(llama(dtype=BF16), "exact") as vb:
             plain = run(vb, prompts(1))

@@ -14,8 +14,8 @@ REFUSED = {
     "bamba": "its cache cannot be rewound: DynamicCache of LinearAttentionLayer",
     "falcon_h1": "its cache cannot be rewound",
     "mamba": "its cache is NoneType",
-    "t5": "T5ForConditionalGeneration has an encoder and a decoder",
-    "bart": "BartForConditionalGeneration has an encoder and a decoder",
+    "t5": "T5ForConditionalGeneration is an encoder-decoder model",
+    "bart": "BartForConditionalGeneration is an encoder-decoder model",
 }
 
 

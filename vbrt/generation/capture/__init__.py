@@ -1,8 +1,8 @@
-"""Capture and replay of decode steps: what `generate` runs in place of a model's forward.
+"""Capture and replay of decode steps: `generate` runs them in place of a model's forward.
 
-A forward call enters (`step_io` takes it apart into tensors); `session` decides whether it can be captured, replays it,
-compares the first replays with eager steps, and falls back with a reason. Fingerprints of the model's Python state and
-code, a watch on mutations and a record of side effects say when a captured step no longer stands for the model.
+`session` decides per forward call: capture, replay, or eager fallback with a reason; it also checks the first replays
+against eager steps. `step_io` flattens a call into tensors and back. `model_fingerprint`, `code_fingerprint`,
+`mutation_watch` and `side_effects` detect when a captured step is stale, and protect the model's state.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Recorded decode steps: one for each form of inputs and block of lengths, on the memory of one cache."""
+"""Captured decode steps: one for each input signature and length bucket, on one cache's static memory."""
 
 import functools
 import threading
@@ -33,7 +33,7 @@ __all__ = [
     "difference",
 ]
 
-#: the largest difference, over the norm of the result, that is rounding
+#: tolerance of a replay, relative to the norm of the eager result
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 _COARSE_ROUNDING = 0.06
 
@@ -41,12 +41,12 @@ Plain = Callable[..., Any]
 
 
 class Terms(Protocol):
-    """What steps ask of a model's runtime.
+    """Runtime interface of captured steps.
 
     Attributes:
-        joins: True if recorded steps of 4-bit models may round in other places than eager ones.
-        passes_masks: True if attention of recorded steps passes over masked places: it is joined, or steady.
-        steady: True if attention of exact steps is that of `deterministic_attention.py`.
+        joins: True if captured steps of 4-bit models may be fused and so round differently from eager ones.
+        passes_masks: True if captured attention skips masked slots: it is fused, or batch-invariant.
+        steady: True if lossless steps use the batch-invariant attention of `deterministic_attention.py`.
     """
 
     joins: bool
@@ -57,22 +57,22 @@ class Terms(Protocol):
         """Return a recorder for the steps on one cache."""
 
     def moment(self) -> object:
-        """Return what must be as it was when a step was recorded; it is asked before each step."""
+        """Return the runtime state that a capture depends on; compared before each step."""
 
     def refusal(self) -> str:
-        """Return why no pass can be recorded now; "" if one can."""
+        """Return why no forward can be captured now; "" if one can."""
 
     def begin_pass(self) -> None:
-        """Begin a pass that is not replayed."""
+        """Begin an eager pass."""
 
     def compile_ahead(self, tokens: int, *, soon: bool) -> list[Compilation]:
-        """Begin to compile kernels for passes of so many tokens; `soon`: for the next one."""
+        """Start to compile kernels for forwards of `tokens` tokens; `soon`: the next forward needs them."""
 
     def recorded(self, recorder: Recorder, body: Callable[[], None]) -> Callable[[], bool]:
-        """Record a pass and return what replays it: False, with nothing done, once that must not be."""
+        """Capture a pass; return its replay, which returns False and does nothing once the capture is stale."""
 
     def handles(self) -> list[Any]:
-        """Return what counts forwards, and has pages that count hits."""
+        """Return layers whose forwards and page hits are counted per pass."""
 
 
 class _Captured(threading.local):
@@ -83,13 +83,13 @@ _captured = _Captured()
 
 
 def answer_captures() -> None:
-    """Have transformers ask here whether a CUDA graph captures. Idempotent."""
+    """Patch transformers' query for CUDA graph capture to include ours. Idempotent."""
     replace_capture_query(lambda asked: asked if hasattr(asked, "vbrt") else _or_captured(asked))
 
 
 @contextmanager
 def as_captured() -> Iterator[None]:
-    """Have transformers take the block, in this thread, for one that a CUDA graph captures: it then reads no masks."""
+    """Make transformers assume CUDA graph capture in this thread, so that it does not read mask values on the host."""
     answer_captures()
     before, _captured.now = _captured.now, True
     try:
@@ -108,11 +108,11 @@ def _or_captured(asked: Callable[[], bool]) -> Callable[[], bool]:
 
 
 class PagesMoved(NotRecordable):
-    """A recording knows pages that are not any more where they were."""
+    """A captured step refers to pages that have moved since."""
 
 
 class Counted:
-    """What one pass adds to the counters of layers and of pages that never move, for passes that are replayed."""
+    """Counter increments of one replayed pass: layer forwards and hits of pages that never move."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -120,14 +120,14 @@ class Counted:
 
     @contextmanager
     def during(self, handles: list[Any]) -> Iterator[None]:
-        """Note which layers the block runs."""
+        """Record which layers run in the block."""
         before = [handle.forwards for handle in handles]
         yield
         added = [(handle, handle.forwards - old) for handle, old in zip(handles, before, strict=True)]
         self._added = [(handle, more) for handle, more in added if more] or self._added
 
     def settle(self) -> None:
-        """Count the replays since the last time."""
+        """Apply the increments of all replays since the last call."""
         passes, self.passes = self.passes, 0
         for handle, more in self._added:
             handle.forwards += passes * more
@@ -136,18 +136,18 @@ class Counted:
 
 
 class Recording:
-    """One recorded step: for inputs of one form and the lengths of one span.
+    """One captured step: for one input signature and one length bucket.
 
     Attributes:
-        inputs: tensors at fixed addresses.
-        again: launches the step once more, on what the inputs and the cache hold; False, and nothing done, where pages
-            are not any more where they were.
-        report: what was joined.
-        written: what the step writes to beside its cache: states of the model.
-        compared: whether it was compared with eager steps within windows (False) and behind them (True).
+        inputs: static input tensors.
+        again: launches the replay on the current contents of `inputs` and the cache; returns False and does nothing
+            if pages have moved.
+        report: what was fused.
+        written: side effects: model state that the step mutates besides the cache.
+        compared: whether it was checked against eager steps, within sliding windows (False) and past them (True).
     """
 
-    @torch.inference_mode(False)  # tensors of inference mode could be written there only
+    @torch.inference_mode(False)  # tensors of inference mode are writable only in it
     @torch.no_grad()
     def __init__(self, plain: Plain, call: Call, kept: "Kept", terms: Terms) -> None:
         statics, self._terms, self._counted = kept.statics, terms, Counted()
@@ -159,7 +159,7 @@ class Recording:
         self.written = Written((*statics.tensors(), *self.inputs))
         with statics.undone():
             try:
-                self._run = run = self._joined(plain, call, kept)  # which holds constants that the graph reads
+                self._run = run = self._joined(plain, call, kept)  # run holds constants that the graph reads
 
                 def body() -> None:
                     tensors = run(*self.inputs)
@@ -172,7 +172,7 @@ class Recording:
         self._results.drop_cache()
 
     def _joined(self, plain: Plain, call: Call, kept: "Kept") -> Joined:
-        """Run the step and return it with its launches joined."""
+        """Run the step once and return it with its launches fused."""
         step, keeps = functools.partial(self._step, plain, call, kept.statics), None if self._terms.joins else True
         how = {"same_bits": keeps, "program": kept.recorder.program, "before_write": self.written.note}
         try:
@@ -186,7 +186,7 @@ class Recording:
         return run
 
     def _step(self, plain: Plain, call: Call, statics: Statics, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """Run the model's forward on tensors at fixed addresses."""
+        """Run the model's forward on the static inputs."""
         self._terms.begin_pass()
         statics.recording = True
         try:
@@ -200,8 +200,8 @@ class Recording:
         return self._results.tensors
 
     def replay(self, call: Call, statics: Statics) -> Any:
-        """Compute a step; return what the forward returns. Raises PagesMoved, with nothing done."""
-        statics.settle()  # rows may have been put in another order
+        """Replay a step; return the forward's result. Raises PagesMoved, without side effects."""
+        statics.settle()  # a beam reorder may be pending
         call.load(self.inputs, self._last)
         self._last = call
         statics.put_at(call.length or 0)
@@ -212,7 +212,7 @@ class Recording:
         return self._results.copied(call, self.inputs)
 
     def tried(self, call: Call, statics: Statics) -> Any:
-        """Do as `replay`, undone again, and count no pass."""
+        """Replay for a check: restore the cache and the side effects afterwards; do not count the pass."""
         with statics.undone(), statics.spoiled(), self.written.undone():
             out = self.replay(call, statics)
         self._counted.passes -= 1
@@ -220,17 +220,17 @@ class Recording:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of results at fixed addresses, but for those in a CUDA graph's own pool."""
+        """Bytes of static results outside of a CUDA graph's own pool."""
         return self._run.run.nbytes
 
     def end_call(self) -> None:
-        """Keep nothing of the caller's, and have layers and pages count what was replayed."""
+        """Drop references to the caller's tensors and settle the counters of replays."""
         self._last = None
         self._counted.settle()
 
 
 def computed_as_recorded(plain: Plain, kwargs: Mapping[str, Any], statics: Statics) -> Any:
-    """Compute a step on a cache that lies in `statics` with the kernels of a recorded one; record nothing.
+    """Run a step eagerly on a static cache with the kernels of a captured step; capture nothing.
 
     Raises:
         NotRecordable: an argument is neither a tensor nor a constant.
@@ -242,7 +242,7 @@ def computed_as_recorded(plain: Plain, kwargs: Mapping[str, Any], statics: Stati
 
 
 class Kept:
-    """A cache's memory and the recordings on it."""
+    """Static memory of one cache and the steps captured on it."""
 
     def __init__(self, cache: Any, limit: int | None, terms: Terms) -> None:
         room, wide = room_wanted(cache, limit), terms.passes_masks
@@ -251,17 +251,17 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache's memory and of the results of tapes."""
+        """Bytes of the static cache and of the results of CPU tapes."""
         return self.statics.nbytes + sum(recording.nbytes for recording in list(self.recordings.values()))
 
     def end_call(self) -> None:
-        """Keep nothing of the caller's; see `Recording.end_call`."""
+        """Drop references to the caller's tensors; see `Recording.end_call`."""
         self.statics.forget()
         for recording in self.recordings.values():
             recording.end_call()
 
     def release(self) -> None:
-        """Free graphs and memory."""
+        """Free graphs and static memory."""
         for recording in self.recordings.values():
             recording.end_call()
         self.recordings.clear()
@@ -269,9 +269,9 @@ class Kept:
 
 
 def difference(out: Any, expected: Any, *, joined: float = 0.0) -> str:
-    """Return how a result differs from the expected one by more than rounding; "" if it does not.
+    """Return where a replay deviates from the expected result by more than rounding; "" if nowhere.
 
-    joined: how far rounding elsewhere took the joined step from the step itself, at one place.
+    joined: relative error that fusion alone introduced, measured when the step was captured.
     """
     for name, wanted in expected.items() if hasattr(expected, "items") else enumerate(expected):
         got = out[name]

@@ -1,12 +1,11 @@
-"""Functions and constants of Python modules that the forwards of a model look up by name in every call.
+"""Code fingerprint: functions and constants that a model's forwards look up by name at each call.
 
-A forward of transformers calls functions of its own file, and those call others: `rotate_half`, and whatever somebody
-puts in its place. They are found by the names in the code of each class's forward, of the methods that it names, and of
-the functions that are found: names of globals, also of what they hold (dispatch tables, attributes of objects, methods
-of classes), and of what is imported within a function. What is in torch, vbrt and Python's own library is told apart
-and not looked into; what somebody has put there in the place of torch's own is told by `replaced_in_torch`. Not seen
-are methods of objects that are neither modules of torch nor reached by a name, and what a name leads to that is put
-together as text (`getattr`, `importlib`).
+A forward of transformers calls functions of its module, which call others: `rotate_half`, say, or a monkeypatch of it.
+The search starts at the code of each class's forward, follows the methods it names and the functions it finds: global
+names, their contents (dispatch tables, attributes of objects, methods of classes), and imports within functions.
+Functions in torch, vbrt and the standard library are fingerprinted by identity and not searched; patches of torch
+itself are found by `replaced_in_torch`. Not seen: methods of objects that are neither torch modules nor reachable by a
+name, and names built as text (`getattr`, `importlib`).
 """
 
 import dis
@@ -23,26 +22,26 @@ from torch import Tensor, nn
 
 __all__ = ["PLAIN", "looked_up", "reference", "replaced_in_torch"]
 
-#: types of constants, which are told by what they are
+#: constant types, fingerprinted by value
 PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 _NOT_LOOKED_INTO = frozenset((*sys.stdlib_module_names, "numpy", "torch", "triton", "vbrt")) - {"__main__"}
 _GLOBAL, _ATTRIBUTE = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
-_MOST_ITEMS = 1024  # of a container that is looked through
-#: what tools replace in torch, each with what it held when vbrt was imported
+_MOST_ITEMS = 1024  # containers with more items are not searched
+#: torch namespaces that tools monkeypatch, with their contents when vbrt was imported
 _TORCH = tuple((of, dict(vars(of))) for of in (torch, F, Tensor, nn.Module))
 
 
 def looked_up(kinds: Iterable[type[nn.Module]], functions: Iterable[Any] = ()) -> tuple:
-    """Return what tells the functions and constants that forwards of classes use from others.
+    """Return a fingerprint of the functions and constants that the classes' forwards use.
 
-    functions: that forwards find in another way.
+    functions: further roots, which forwards reach without a name.
     """
     search = _Search()
     for function in functions:
         search.add(function)
     for kind in kinds:
         classes = _own_classes(kind)
-        # a forward of ours may call any method of the plain class
+        # a VB class's forward may call any method of the plain class
         ours = _package(getattr(kind.forward, "__globals__", {})) == "vbrt"
         for name in {name for of in classes for name in of.__dict__} if ours else ("forward",):
             search.add_method(name, classes)
@@ -50,12 +49,12 @@ def looked_up(kinds: Iterable[type[nn.Module]], functions: Iterable[Any] = ()) -
 
 
 def reference(function: Any) -> Any:
-    """Return what equals a function, and no other one that takes its address; it does not keep the function."""
+    """Return a stand-in that equals only this function, even if its address is reused; it does not keep it alive."""
     return id(function) if getattr(type(function), "__weakrefoffset__", 0) == 0 else weakref.ref(function)
 
 
 def replaced_in_torch() -> tuple:
-    """Return what tells the functions and methods that are others in torch than when vbrt was imported."""
+    """Return a fingerprint of torch's functions and methods replaced since vbrt was imported."""
     return tuple(
         (name, reference(value))
         for of, before in _TORCH
@@ -65,7 +64,7 @@ def replaced_in_torch() -> tuple:
 
 
 class _Search:
-    """Functions that are to be looked into, each with the classes that it is a method of."""
+    """Worklist of functions to search, each with the classes that it is a method of."""
 
     def __init__(self) -> None:
         self._told: list[Any] = []
@@ -73,7 +72,7 @@ class _Search:
         self._todo: list[tuple[types.FunctionType, tuple[type, ...]]] = []
 
     def add(self, value: Any, classes: tuple[type, ...] = ()) -> None:
-        """Have what may be a function, or hold some, be told and looked into."""
+        """Fingerprint a value and queue the functions in it."""
         if type(value) in PLAIN:
             self._told.append(value)
             return
@@ -84,14 +83,14 @@ class _Search:
             self._todo += ((function, classes) for function in _functions_in(value))
 
     def add_method(self, name: str, classes: tuple[type, ...]) -> None:
-        """Have the methods of a name be told and looked into, overridden ones too."""
+        """Fingerprint and queue all methods of a name, overridden ones included."""
         for of in classes:
             member = of.__dict__.get(name)
             if member is not None:
                 self.add(member, classes)
 
     def found(self) -> tuple:
-        """Look into all of them; return what tells them from others."""
+        """Search the whole queue; return the fingerprint."""
         done: set[tuple[int, tuple[type, ...]]] = set()
         while self._todo:
             function, classes = self._todo.pop()
@@ -103,7 +102,7 @@ class _Search:
     def _look_into(self, function: types.FunctionType, classes: tuple[type, ...]) -> None:
         named = function.__kwdefaults__ or {}
         self._told += function.__code__, *map(_told, (*(function.__defaults__ or ()), *named, *named.values()))
-        for cell in function.__closure__ or ():  # of wrappers: what they wrap
+        for cell in function.__closure__ or ():  # wrappers: the function they wrap
             self.add(_content(cell), classes)
         if _package(function.__globals__) in _NOT_LOOKED_INTO:
             return
@@ -127,8 +126,7 @@ class _Import(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """What code names: paths from a global, as ("torch", "nn", "functional", "silu"), attributes of anything, and what
-    it imports."""
+    """Names in a code object: paths from a global, as ("torch", "nn", "silu"), attribute names, imports."""
 
     paths: tuple[tuple[str, ...], ...]
     attributes: tuple[str, ...]
@@ -141,9 +139,9 @@ def _names(code: types.CodeType) -> _Names:
     attributes: dict[str, None] = {}
     imports: dict[_Import, None] = {}
     path: tuple[str, ...] = ()
-    before: tuple[Any, Any] = (0, None)  # constants in front of an import: its level, and the names
+    before: tuple[Any, Any] = (0, None)  # constants before an import: level and names
     for step in dis.get_instructions(code):
-        if step.opname == "EXTENDED_ARG":  # a part of the next one, where code names many things
+        if step.opname == "EXTENDED_ARG":  # prefix of the next instruction, for large arguments
             continue
         is_attribute = step.opname in _ATTRIBUTE
         if path and not is_attribute:
@@ -165,7 +163,7 @@ def _names(code: types.CodeType) -> _Names:
 
 
 def _along(names: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[type, ...]]]:
-    """Yield what a path leads to behind modules, and each part further on, with the classes that a method is of."""
+    """Yield the value behind a dotted path's modules and each further attribute, with the classes it is a method of."""
     value, classes = names.get(path[0]), ()
     for name in path[1:]:
         if not isinstance(value, types.ModuleType):
@@ -179,16 +177,16 @@ def _along(names: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[An
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """Return what an object, a class or a module holds by a name; None if nothing does. Calls nothing."""
+    """Return an attribute of an object, a class or a module; None if missing. Runs no code (no descriptors)."""
     if isinstance(value, types.ModuleType):
-        return vars(value).get(name)  # not getattr, which might import something
+        return vars(value).get(name)  # getattr may trigger a lazy import
     kinds = (value if isinstance(value, type) else type(value)).__mro__
     held = () if isinstance(value, type) else (getattr(value, "__dict__", {}),)
     return next((of[name] for of in (*held, *map(vars, kinds)) if name in of), None)
 
 
 def _imported(of: _Import, names: Mapping[str, Any], attributes: Iterable[str]) -> Iterator[Any]:
-    """Yield what an import within a function gives it; of modules what the function names."""
+    """Yield the values that an import within a function binds; for modules, the attributes that the function names."""
     package = str(names.get("__package__") or "").split(".")
     above = package[: len(package) - of.level + 1] if of.level else []
     module = sys.modules.get(".".join((*above, of.module) if of.module else above))
@@ -202,7 +200,7 @@ def _imported(of: _Import, names: Mapping[str, Any], attributes: Iterable[str]) 
 
 
 def _told(value: Any, depth: int = 3) -> Any:
-    """Return what tells a value from another one, a container by its items; None for objects that cannot be called."""
+    """Return a fingerprint of a value, of a container by its items; None for objects that are not callable."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, Tensor):
@@ -214,9 +212,9 @@ def _told(value: Any, depth: int = 3) -> Any:
 
 
 def _items(value: Any) -> list[Any] | None:
-    """Return what a container, or an object of the model's own packages, holds, and by which names; None for others."""
+    """Return a container's keys and values, or the attributes of an object of the model's packages; else None."""
     if isinstance(value, dict):
-        items = [*dict.keys(value), *dict.values(value)]  # not its own methods, which might import something
+        items = [*dict.keys(value), *dict.values(value)]  # a subclass's methods may trigger lazy imports
     elif type(value) in (list, tuple):
         items = list(value)
     elif callable(value) or isinstance(value, types.ModuleType) or _is_foreign(type(value)):
@@ -227,7 +225,7 @@ def _items(value: Any) -> list[Any] | None:
 
 
 def _functions_in(value: Any, depth: int = 3) -> Iterator[types.FunctionType]:
-    """The functions of Python that a function, a method, a wrapper of one or a container consists of."""
+    """Yield the Python functions in a function, a method, a wrapper or a container."""
     if isinstance(value, types.FunctionType):
         yield value
     elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
@@ -257,12 +255,12 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _is_foreign(kind: type) -> bool:
-    """True for a class of torch, of vbrt or of Python."""
+    """True for a class of torch, vbrt or the standard library."""
     return kind.__module__.partition(".")[0] in _NOT_LOOKED_INTO
 
 
 def _own_classes(kind: type) -> tuple[type, ...]:
-    """Return the classes that a class is made of, but for those of torch, of vbrt and of Python."""
+    """Return a class's MRO without classes of torch, vbrt and the standard library."""
     return tuple(of for of in kind.__mro__ if not _is_foreign(of))
 
 

@@ -1,10 +1,9 @@
-"""What a recording has read of a model in Python: another model state needs another recording.
+"""Model fingerprint: the Python state that a captured step depends on; a different one invalidates the capture.
 
-A graph replays launches: addresses, shapes and constants are those of the moment when it was recorded. `fingerprint` is
-what these can depend on: classes and their forwards, addresses of parameters, buffers and other tensors, every
-attribute of every module and config that is a constant, a function or a container of these (so adapters that are
-switched, scaled or added), the functions that forwards look up by name, those that transformers has under the name of
-an implementation, and torch's own switches.
+A graph replays launches with the addresses, shapes and constants of capture time. `fingerprint` covers what determines
+these: classes and their forwards; addresses of parameters, buffers and other tensors; every attribute of modules and
+configs that is a constant, a function or a container of these (so also switching, scaling or adding adapters);
+functions that forwards look up by name; transformers' tables of implementations; and torch's global switches.
 """
 
 import functools
@@ -29,12 +28,12 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 _WITH_CODE = (types.FunctionType, types.MethodType, functools.partial)
 _CALLED = ("forward", "__call__", "_call_impl")  # of a class, when a module is called
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-#: attributes that every module has: tensors, modules and hooks are looked at elsewhere
+#: attributes of every module: tensors, submodules and hooks are covered elsewhere
 _OF_ALL = frozenset(vars(nn.Module())) - {"training"}
-_MOST_ITEMS = 4096  # of a container that is looked through
+_MOST_ITEMS = 4096  # containers with more items are not fingerprinted
 _DIFFERENT_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-_OURS = ("vbrt.", "transformers.")  # whose hooks launch the same in every step
-#: functions by the name of an implementation, which models look up in each forward
+_OURS = ("vbrt.", "transformers.")  # their hooks launch the same kernels in every step
+#: transformers' tables of implementations, which models look up in each forward
 _INTERFACES = (
     ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
     ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
@@ -43,7 +42,7 @@ _INTERFACES = (
 
 
 def fingerprint(model: nn.Module) -> tuple:
-    """Return what recordings of a model's step depend on; equal where they are good still."""
+    """Return the state that captured steps depend on; equal fingerprints mean that they are valid still."""
     modules = list(model.modules())
     configs = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
     kinds = dict.fromkeys(map(type, modules))
@@ -53,8 +52,7 @@ def fingerprint(model: nn.Module) -> tuple:
 
 
 def attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what tells the attributes and buffers of each module, by name, from others, but for those of layers of
-    ours."""
+    """Return fingerprints of each module's attributes and buffers, by name, without those of VB layers."""
     return {
         name: dict(_plain_items(module.__dict__) + _plain_items(module._buffers))
         for name, module in model.named_modules()
@@ -62,7 +60,7 @@ def attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def changed(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> str:
-    """Return the name of an attribute that is another one after a step; "" if there is none."""
+    """Return the name of an attribute that a step has changed; "" if there is none."""
     for module, values in after.items():
         was = before.get(module, {})
         for name, value in values.items():
@@ -83,7 +81,7 @@ def _of_module(module: nn.Module) -> tuple:
 
 
 def _plain_items(values: dict[str, Any]) -> tuple:
-    """Return the items that are constants, tensors, functions, or containers of them."""
+    """Return the items that are constants, tensors, functions, or containers of these."""
     return tuple(
         (name, plain)
         for name, value in values.items()
@@ -95,7 +93,7 @@ _OTHER = object()
 
 
 def _plain(name: Any, value: Any) -> Any:
-    """Return what tells a value from another one; _OTHER for objects of other kinds, and for tensors of our layers."""
+    """Return a fingerprint of a value; _OTHER for objects of other kinds, and for tensors of VB layers."""
     kind = type(value)
     if kind in PLAIN:
         return value
@@ -103,7 +101,7 @@ def _plain(name: Any, value: Any) -> Any:
         return tuple(_item(name, item) for item in value)
     if kind is dict and len(value) <= _MOST_ITEMS:
         return tuple((_item(name, key), _item(name, item)) for key, item in value.items())
-    if isinstance(value, Tensor) and not str(name).startswith("_vb_"):  # whose handle tells
+    if isinstance(value, Tensor) and not str(name).startswith("_vb_"):  # VB layers: their handle is fingerprinted
         return id(value), value.data_ptr() if kind in (Tensor, nn.Parameter) else 0
     if kind is types.MethodType:
         return id(value.__self__), reference(value.__func__)
@@ -120,7 +118,7 @@ def _of_config(config: Any) -> tuple:
 
 
 def _functions_of(modules: Iterable[nn.Module]) -> list:
-    """Return functions that forwards find without a name: in attributes of modules, and in transformers' tables."""
+    """Return functions that forwards reach without a name: attributes of modules, and transformers' tables."""
     held = [value for module in modules for value in module.__dict__.values() if isinstance(value, _WITH_CODE)]
     tables = (getattr(sys.modules.get(module), name, None) for module, name in _INTERFACES)
     return held + [of[name] for of in tables if of is not None for name in of]
@@ -145,7 +143,7 @@ def _of_torch() -> tuple:
 
 
 def why_eager(model: nn.Module, own: Iterable[nn.Module]) -> str:
-    """Return why steps of a model cannot be recorded as it is now; "" if they can.
+    """Return why steps of a model cannot be captured in its current state; "" if they can.
 
     Args:
         own: modules whose hooks run around a step, not within it.
@@ -164,19 +162,19 @@ def _why_module(module: nn.Module, *, inside: bool) -> str:
     if module.training and (not inside or isinstance(module, _DIFFERENT_IN_TRAINING)):
         return "is in training mode"
     if inside and "forward" in module.__dict__ and not is_wrapped_by_plan(module):
-        return "has a forward of its own on the instance, as accelerate's hooks and compilers put there"
+        return "has an instance-level forward, as accelerate's hooks and compilers set it"
     for hooks in _HOOKS if inside else ():
         for hook in _strange(module.__dict__[hooks].values()):
             return f"has a hook ({_name_of(hook)}), which a graph does not call"
     if isinstance(module, SwappedLayer) and isinstance(module, VBLayer):
         module.notice_writes()
         if module.handle.lent is not None:
-            return "has lent its weight as a temporary that is still held, and may be written to"
+            return "has lent its weight as a temporary that is still held, which may be written to"
     return ""
 
 
 def _strangers() -> Iterator[str]:
-    """What would see or change every step of an eager call of this thread, but not those that are replayed."""
+    """Yield hooks and modes that observe or change eager calls of this thread, but would miss replays."""
     if is_any_autocast_enabled():
         yield "autocast is on"
     for hooks in ("_global_forward_hooks", "_global_forward_pre_hooks"):
@@ -184,7 +182,7 @@ def _strangers() -> Iterator[str]:
             yield f"all modules have a hook ({_name_of(hook)}), which a graph does not call"
     for mode in (*_get_current_function_mode_stack(), *mode_stack()):
         if not is_quiet(mode):
-            yield f"a mode of torch is on ({type(mode).__qualname__}), which sees nothing of a graph"
+            yield f"a torch mode is active ({type(mode).__qualname__}), which does not see replays"
 
 
 def _strange(hooks: Iterable[Any]) -> Iterator[Any]:

@@ -1,9 +1,9 @@
-"""What callbacks of a call of `generate` may change in a model between two steps.
+"""Mutation watch: detects callbacks of a `generate` call that change the model between two steps.
 
-Recordings are good for the model as it was when the call began to decode; to look at all of it before each step would
-take as long as some steps. So that is done only for calls that run code of others between steps: processors of logits,
-stopping criteria, streamers. It is compared in C, object by object: attributes, hooks, submodules, configs, and where
-parameters lie. Functions of Python modules are not looked at.
+Captured steps are valid for the model at the start of decoding; a full fingerprint before each step would take as long
+as some steps. So only calls that run foreign code between steps (logits processors, stopping criteria, streamers) are
+watched, by dict comparisons in C: attributes, hooks, submodules, configs, and addresses of parameters. Functions of
+Python modules are not compared.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,13 +20,13 @@ __all__ = ["Watch", "calls_others"]
 
 _CONTAINERS = (dict, list)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_KNOWN = ("transformers", "vbrt")  # whose callbacks leave models as they are
-#: what transformers itself changes in configs between a prompt and the first step, on devices other than CPUs
+_KNOWN = ("transformers", "vbrt")  # their callbacks do not change models
+#: config attributes that transformers itself changes between prompt and first step, on devices other than CPUs
 _OF_STEPS = transformers_api.CHANGED_BY_STEPS
 
 
 def calls_others(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if arguments of a call of generate have it call code that may change the model."""
+    """True if a `generate` call's arguments include foreign callbacks, which may change the model."""
     given = [kwargs.get("streamer"), *_called(args), *_called(kwargs.values())]
     return any(_package(one) not in _KNOWN for one in given if one is not None)
 
@@ -43,13 +43,13 @@ def _called(values: Iterable[Any]) -> Iterator[Any]:
 
 
 class Watch:
-    """A model as it was when the watch began, for the length of one call."""
+    """Snapshot of a model's Python state for one call."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = [module for module in model.modules() if module is not model]
         for module in modules:
             if isinstance(module, VBExperts):
-                kept_gate(module)  # which a first step would find and keep
+                kept_gate(module)  # the first step would set it, and look like a change
         everything = [model, *modules]
         configs = (vars(of).get("config") for of in everything)
         of_configs = {id(config): vars(config) for config in configs if hasattr(config, "__dict__")}
@@ -59,15 +59,15 @@ class Watch:
         self._places = self._places_now()
 
     def begin_steps(self) -> None:
-        """Take as it is now what transformers changes in front of the first step."""
+        """Accept the changes that transformers makes before the first step."""
         for now, before in zip(self._dicts, self._before, strict=True):
             before.update((name, now[name]) for name in _OF_STEPS if name in now and name in before)
 
     def sees_changes(self) -> bool:
-        """True if the model is not as it was."""
+        """True if the model differs from the snapshot."""
         try:
             same = self._dicts == self._before and _own(self._model) == self._own
-        except (RuntimeError, ValueError, TypeError):  # tensors and arrays, which are others, have no one truth
+        except (RuntimeError, ValueError, TypeError):  # tensors and arrays: == has no truth value, so they differ
             return True
         return not same or self._places != self._places_now()
 
@@ -76,15 +76,14 @@ class Watch:
 
 
 def _own(model: nn.Module) -> dict[str, Any]:
-    """A model's attributes, but for the forward that stands in front of its own within a call, and the hook that waits
-    for the end of a pass."""
+    """A model's attributes, without the session's forward and the hook that waits for the end of a pass."""
     own = {name: value for name, value in vars(model).items() if name != "forward"}
     hooks = own["_forward_hooks"]
     return {**own, "_forward_hooks": {key: hook for key, hook in hooks.items() if not isinstance(hook, ShellsHook)}}
 
 
 def _copies(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes, and copies of those that may be written into."""
+    """Attributes, with shallow copies of mutable containers."""
     return {
         name: value.copy() if type(value) in _CONTAINERS or name in _HOOKS else value
         for name, value in attributes.items()

@@ -1,17 +1,16 @@
-"""Decode steps as recordings: what one call of generate runs in the place of the model's forward.
+"""Decode session: one `generate` call, with its steps captured, replayed and checked.
 
     with steps.session(limit) as session:
-        session.forward(plain, args, kwargs)      # the prompt, and whatever is no decode step: `plain` itself
+        session.forward(plain, args, kwargs)      # the prompt, and anything but a decode step, runs `plain` itself
 
-A *step* is a forward on a filled cache with one new token a sequence. The first one moves the cache into `Statics`; it
-is recorded for the lengths of a block, and each later one loads the inputs, replays, and copies the results out.
-Recordings outlive the call: the next one with the same shapes replays at once.
+A *step* is a forward with one new token per sequence on a filled cache. The first step moves the cache into `Statics`
+and is captured for one length bucket; each later one loads the inputs, replays, and copies the results out. Captures
+outlive the call: the next call with the same shapes replays at once.
 
-The first two replays of a kind of step, the first one of each recording, and the first one behind a sliding window are
-checked: the same step is computed eagerly, by the plain forward on the plain cache. Where the results differ by more
-than rounding, steps of this kind stay eager, and `stats()` says so: a model that keeps a count in Python, that takes
-the size of a cache for its length, or that leaves it to the cache to forget what lies before a window, is found rather
-than believed.
+Checks: the first two replays of each signature, the first of each capture, and the first past a sliding window are
+compared with the same step run eagerly on the plain cache. If they differ by more than rounding, steps of that
+signature stay eager, and `stats()` gives the reason. This finds models that count steps in Python, take the cache's
+capacity for its length, or rely on the cache to drop tokens before a window.
 """
 
 import inspect
@@ -41,25 +40,25 @@ from vbrt.report.stats import StepCounts
 
 __all__ = ["CUSTOM", "KEEPS_BITS", "OFF", "Session", "Steps"]
 
-#: caches of how many forms are kept from one call of generate to the next
+#: static caches kept from one `generate` call to the next, by shape (LRU)
 _KEPT = 2
-#: replays of one kind of step that are compared with eager ones
+#: replays per signature that are checked against eager steps
 _CHECKS = 2
 
 NO_CACHE = "there is no cache (use_cache=False)"
-SEVERAL = "several tokens a sequence in one forward, as assisted decoding verifies them"
+SEVERAL = "several tokens per sequence in one forward, as verification in assisted decoding"
 CHANGED = "a callback of the call has changed the model since its first step"
 OFF = "compute.captures = false"
-KEEPS_BITS = "weights that lose no bits keep those of eager attention on a CPU"
-CUSTOM = "custom_generate decodes in its own way"
-#: reasons that follow from what was asked for; they are counted, and nobody is warned of them
+KEEPS_BITS = "lossless weights on a CPU: captured attention would round differently from eager attention"
+CUSTOM = "custom_generate runs its own decoding loop"
+#: reasons that follow from what the caller asked for: counted, without a warning
 EXPECTED = (NO_CACHE, SEVERAL, CUSTOM, OFF, KEEPS_BITS)
 
 Plain = Callable[..., Any]
 
 
 class Differs(NotRecordable):
-    """A replay gives something else than the step. Attributes: out: what the step itself has given."""
+    """A replay differs from the eager step. Attributes: out: result of the eager step."""
 
     def __init__(self, why: str, out: Any) -> None:
         super().__init__(why)
@@ -67,17 +66,17 @@ class Differs(NotRecordable):
 
 
 class Steps:
-    """The decode steps of one model, over all calls of generate.
+    """Captured decode steps of one model, over all `generate` calls.
 
     Args:
         model: held weakly.
-        terms: what its runtime says.
+        terms: its runtime's side.
     """
 
     def __init__(self, model: nn.Module, terms: Terms) -> None:
         self._model, self._terms = weakref.ref(model), terms
         self._kept: OrderedDict[tuple, Kept] = OrderedDict()
-        self._good_for: object = None  # the fingerprint and moment that the recordings were made under
+        self._good_for: object = None  # fingerprint and runtime state at capture
         self._checks: Counter[tuple] = Counter()
         self._refused: dict[tuple, str] = {}
         self._lock = threading.Lock()
@@ -86,7 +85,7 @@ class Steps:
         self.eager: Counter[str] = Counter()
         self.joined: Counter[str] = Counter()
         self.unjoined: Counter[str] = Counter()
-        self._foreseen: set[int] = set()  # tokens of passes
+        self._foreseen: set[int] = set()  # token counts per forward that are compiled or compiling
         self._begun: list[Compilation] = []
         self._not_begun: Counter[str] = Counter()
 
@@ -94,10 +93,10 @@ class Steps:
 
     @contextmanager
     def session(self, limit: int | None, *, watched: bool = False) -> Iterator["Session"]:
-        """Run a call of generate; the recordings are its own until it ends.
+        """Context of one `generate` call, with exclusive use of the captures.
 
         Args:
-            limit: the length at which it will stop, if that is known.
+            limit: maximum sequence length, if known.
             watched: callbacks of the call may change the model.
         """
         owns = self._lock.acquire(blocking=False)
@@ -112,16 +111,16 @@ class Steps:
                     self._lock.release()
 
     def refusal(self) -> str:
-        """Return why no pass of this phase and precision can be recorded; "" if one can."""
+        """Return why no forward of this phase and precision can be captured; "" if one can."""
         model = self._model()
         return self._terms.refusal() or why_eager(model, [model])
 
     def why_not_now(self) -> str:
-        """Return why nothing can be recorded in this call; forget recordings of a model that has changed since."""
+        """Return why nothing can be captured in this call; drop stale captures first."""
         why = self.refusal()
         if why:
             return why
-        answer_captures()  # before functions are looked at, or the first recording would change one
+        answer_captures()  # before the fingerprint, which this patch would change
         self._follow((fingerprint(self._model()), self._terms.moment()))
         return ""
 
@@ -132,48 +131,48 @@ class Steps:
 
     @property
     def kept(self) -> list[Kept]:
-        """What is kept, the last used at the end."""
+        """Static caches, the most recently used last."""
         return list(self._kept.values())
 
     def compile_for(self, ids: Tensor | None) -> None:
-        """Begin to compile what a prompt [B, S], and the steps behind it, will launch."""
+        """Start to compile kernels for a prompt [B, S] and the steps after it."""
         if ids is not None and ids.ndim > 1:
             self.compile_ahead(ids.shape[0] * ids.shape[1], soon=True)
             self.compile_ahead(ids.shape[0], soon=False)
 
     def compile_ahead(self, tokens: int, *, soon: bool) -> None:
-        """Begin to compile what passes of so many tokens will launch: the next one, if `soon`.
+        """Start to compile kernels for forwards of `tokens` tokens; `soon`: the next forward needs them.
 
-        What fails here is counted, and compiled when it is launched.
+        Failures are counted; those kernels compile at launch.
         """
         if tokens in self._foreseen:
             return
         try:
             self._begun += self._terms.compile_ahead(tokens, soon=soon)
             self._foreseen.add(tokens)
-        except Exception as error:  # noqa: BLE001 - a pass does without
+        except Exception as error:  # noqa: BLE001 - launches compile instead
             why = f"{type(error).__name__}: {first_line(error)}"
             if why not in self._not_begun:
                 warnings.warn(f"vbrt: nothing is compiled ahead, launches compile: {why}", stacklevel=2)
             self._not_begun[why] += 1
 
     def still_good(self) -> bool:
-        """True if the recordings are of the model as it is, by what changes within a call."""
+        """True if the captures are valid by the state that can change within a call."""
         return self._good_for is not None and self._good_for[1] == self._terms.moment()
 
     def watch(self) -> Watch:
-        """Return what sees whether the model changes from now on."""
+        """Return a watch for changes of the model from now on."""
         return Watch(self._model())
 
     def renew(self) -> str:
-        """Forget recordings of pages that have moved; return why no others can be made, "" if they can."""
+        """Drop captures after pages have moved; return why no new ones can be made, "" if they can."""
         self.release()
         return self.why_not_now()
 
     # -- recordings ---------------------------------------------------------------------------------------------------
 
     def kept_for(self, cache: Any, limit: int | None) -> Kept:
-        """Return memory and recordings for a cache, which is moved there."""
+        """Move a cache into static memory, allocated or reused; return that with its captures."""
         key, length = cache_form(cache), length_of(cache) or 0
         kept = self._kept.pop(key, None)
         if kept is not None and kept.statics.room < span_of(length).end:
@@ -188,21 +187,21 @@ class Steps:
         return kept
 
     def offer(self, cache: Any) -> None:
-        """Have a cache that holds nothing compute its prompt in the memory of an earlier call."""
+        """Let an empty cache run its prompt in static memory of an earlier call."""
         offer(cache, self._memory())
 
     def take_back(self, cache: Any) -> None:
-        """Give a cache that took what it was offered tensors of its own."""
+        """Give a cache that accepted the offer tensors of its own."""
         own(cache, self._memory())
 
     def _memory(self) -> list[Statics]:
         return [kept.statics for kept in reversed(self.kept)]
 
     def recording(self, plain: Plain, call: Call, kept: Kept) -> Recording:
-        """Return the recording of a step, made now if there is none.
+        """Return the captured step, captured now on first use.
 
         Raises:
-            NotRecordable: the step computes something else when it is recorded, or cannot be recorded.
+            NotRecordable: the step cannot be captured, or its replay differs from the eager step.
         """
         if call.form in self._refused:
             raise NotRecordable(self._refused[call.form])
@@ -220,7 +219,7 @@ class Steps:
             raise
         except Exception as error:
             why = error if isinstance(error, NotRecordable) else f"{type(error).__name__}: {first_line(error)}"
-            self._refused[call.form] = f"a step cannot be recorded: {why}"
+            self._refused[call.form] = f"a step cannot be captured: {why}"
             raise NotRecordable(self._refused[call.form]) from error
         self.recordings += 1
         self.joined.update(recording.report.joined)
@@ -229,18 +228,18 @@ class Steps:
         return recording
 
     def replayed(self, plain: Plain, call: Call, kept: Kept) -> tuple[Any, Recording]:
-        """Compute a step by its recording, beside an eager one where it has not been compared often enough."""
+        """Replay a step, after an eager check if replays like it have not been checked often enough."""
         recording = self.recording(plain, call, kept)
         if not self.is_checked(call, recording, kept.statics):
             self._check(plain, call, kept.statics, recording)
         return recording.replay(call, kept.statics), recording
 
     def is_checked(self, call: Call, recording: Recording, statics: Statics) -> bool:
-        """True if replays like this one have been compared with eager steps."""
+        """True if replays like this one have been checked against eager steps often enough."""
         return statics.passes_windows in recording.compared and self._checks[call.form] >= _CHECKS
 
     def _check(self, plain: Plain, call: Call, statics: Statics, recording: Recording) -> None:
-        """Compare a replay with the eager step, and undo both. Raises Differs, with the eager step done."""
+        """Compare a replay with the eager step, then undo both. Raises Differs, with the eager step applied."""
         behind = statics.passes_windows
         out = recording.tried(call, statics)
         self._terms.begin_pass()
@@ -249,18 +248,18 @@ class Steps:
             error = difference(out, expected, joined=recording.report.error or 0.0)
             undo.wanted = not error
         if error:
-            self._refused[call.form] = f"a recorded step computes something else than an eager one: {error}"
+            self._refused[call.form] = f"a captured step differs from the eager one: {error}"
             raise Differs(self._refused[call.form], expected)
         self._checks[call.form] += 1
         recording.compared.add(behind)
 
     def end_call(self) -> None:
-        """Keep nothing of what a call's steps ran on."""
+        """Drop references to the call's tensors."""
         for kept in self.kept:
             kept.end_call()
 
     def release(self) -> None:
-        """Free all graphs and caches; the next step makes others."""
+        """Free all graphs and static caches; the next step captures anew."""
         while self._kept:
             self._kept.popitem()[1].release()
         self._good_for = None
@@ -270,11 +269,11 @@ class Steps:
     # -- counts -------------------------------------------------------------------------------------------------------
 
     def note(self, why: str) -> None:
-        """Count an eager step, and warn of its reason once."""
+        """Count an eager step by reason; warn once per reason."""
         self.eager[why] += 1
         if why not in self._warned and why not in EXPECTED:
             self._warned.add(why)
-            warnings.warn(f"vbrt: generate runs its decode steps eagerly, without recordings: {why}", stacklevel=2)
+            warnings.warn(f"vbrt: generate runs its decode steps eagerly, without capture: {why}", stacklevel=2)
 
     def counts(self) -> StepCounts:
         """Return the counters."""
@@ -285,7 +284,7 @@ class Steps:
 
 
 class Session:
-    """One call of generate."""
+    """One `generate` call."""
 
     def __init__(self, steps: Steps, limit: int | None, why_not: str | None, *, watched: bool) -> None:
         self._steps, self._limit, self._why = steps, limit, why_not
@@ -293,23 +292,23 @@ class Session:
         self.thread = threading.get_ident()
         self._kept: Kept | None = None
         self._cache: weakref.ref[Any] | None = None
-        self._lying: list[weakref.ref[Any]] = []  # layers that may lie where recordings find them; of one cache
-        self.prompted, self._stepped = False, False  # whether the prompt has been computed, and looked at for a step
+        self._lying: list[weakref.ref[Any]] = []  # weak: layers of one cache, which may be in static memory
+        self.prompted, self._stepped = False, False  # prompt computed; watch rebased at the first step
         self._masks: bool | None = None
         self._begin: Callable[[], None] | None = None
-        self._last: Call | None = None  # a step, and its recording, that the next one may be like
+        self._last: Call | None = None  # the previous step and its capture, which the next step probably shares
         self._recording: Recording | None = None
         self.nested = 0
 
     def defer(self, begin: Callable[[], None]) -> bool:
-        """Have the next forward of this call begin its pass, unless it is replayed. False: it is another's forward."""
+        """Let the call's next forward begin its pass, unless it replays. False if that forward is not this call's."""
         if self.nested or threading.get_ident() != self.thread or torch.compiler.is_compiling():
             return False
         self._begin = begin
         return True
 
     def forward(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Compute a forward: by a recording where it is a step that can be recorded."""
+        """Run a forward: replayed if it is a step that can be captured."""
         if self.nested or threading.get_ident() != self.thread or torch.compiler.is_compiling():
             return plain(*args, **kwargs)
         found = None if args else cache_in(kwargs)
@@ -329,13 +328,13 @@ class Session:
         else:
             self._steps.captured += 1
             return out
-        self._let_go(found[1], copied=False)  # its memory is its own once the recordings are gone
+        self._let_go(found[1], copied=False)  # no copy: it keeps the memory, as captures are released
         self._steps.release()
         self._why = why
         return self._eager(why, found, plain, args, kwargs)
 
     def _step(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Any:
-        """Compute a step by its recording, made again where pages have moved. Raises NotRecordable."""
+        """Replay a step; capture it again if pages have moved. Raises NotRecordable."""
         try:
             call = self._next(found, kwargs)
             if call is not None:
@@ -347,7 +346,7 @@ class Session:
         return self._first(plain, found, kwargs)
 
     def _next(self, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Call | None:
-        """Return a step that the last one's recording serves; None if it may need another."""
+        """Fast path: return the call if the previous step's capture serves it; None if it may need another."""
         last, self._last = self._last, None
         if last is None or found is None or torch.is_grad_enabled():
             return None
@@ -368,7 +367,7 @@ class Session:
         return out
 
     def _call(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Call:
-        """Take a step apart, with its cache where recordings find it. Raises NotRecordable."""
+        """Flatten a step's arguments, with its cache moved into static memory. Raises NotRecordable."""
         why = self._why_eager(found, kwargs)
         if why:
             raise NotRecordable(why)
@@ -386,7 +385,7 @@ class Session:
         return call
 
     def _look(self) -> None:
-        """Look at the model, once: whether steps can be recorded, and whether recordings are of it as it is now."""
+        """Inspect the model once per call: can steps be captured, and are existing captures valid."""
         if self._why is None:
             self._why = self._steps.why_not_now()
             self._watch = self._steps.watch() if self._watched and not self._why else None
@@ -414,20 +413,20 @@ class Session:
         return "" if is_entered(found[1]) else why_not(found[1])
 
     def _place(self, cache: Any, length: int) -> None:
-        """Have the cache lie in static memory that reaches to the end of the span of a length."""
+        """Move the cache into static memory of at least the length's bucket, and select that bucket."""
         if not self._holds(cache) or self._kept.statics.room < span_of(length).end:
             self._let_go_others(cache)
             self._let_go(cache)
             self._lying = list(map(weakref.ref, layers_of(cache)))
             self._kept, self._cache = self._steps.kept_for(cache, self._limit), weakref.ref(cache)
-            self._last = None  # its recording is of other memory
+            self._last = None  # its capture is on other memory
         statics = self._kept.statics
         if statics.span != statics.span_at(length):
             statics.move_to(statics.span_at(length))
-            self._last = None  # its recording is of another span
+            self._last = None  # its capture is for another bucket
 
     def placed(self, cache: Any) -> Statics:
-        """Have a cache lie where recorded steps find it. Raises NotRecordable."""
+        """Move a cache into static memory. Raises NotRecordable."""
         self._look()
         why = self._why or ("" if is_entered(cache) else why_not(cache))
         if why:
@@ -437,7 +436,7 @@ class Session:
         return self._kept.statics
 
     def _holds(self, cache: Any) -> bool:
-        """True if the cache lies in static memory, all of it."""
+        """True if the whole cache is in static memory."""
         return self._cache is not None and self._cache() is cache and self._kept.statics.holds_all()
 
     def _eager(self, why: str, found: tuple[str, Any] | None, plain: Plain, args: tuple, kwargs: Mapping) -> Any:
@@ -447,7 +446,7 @@ class Session:
         return self._plainly(plain, args, kwargs)
 
     def _prompt(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any], cache: Any | None) -> Any:
-        """Compute a prompt. `cache`: the only one of this call so far, which may use the memory of an earlier one."""
+        """Run a prompt. `cache`: the call's only one so far, which may reuse static memory of an earlier call."""
         self._steps.compile_for(ids_in(kwargs))
         offered = cache is not None and why_not(cache) == EMPTY and self._why is None and not torch.is_grad_enabled()
         try:
@@ -456,12 +455,12 @@ class Session:
                 self._steps.offer(cache)
             out = self._plainly(plain, args, kwargs)
         except torch.OutOfMemoryError:
-            self._steps.release()  # the next call has that much more
+            self._steps.release()  # more memory for the next call
             raise
         finally:
             if offered:
                 withdraw(cache)
-        self._look()  # while the device computes the prompt
+        self._look()  # overlaps with the device's work on the prompt
         return out
 
     def _plainly(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -477,7 +476,7 @@ class Session:
             self._cache = None
 
     def _let_go_others(self, cache: Any | None, *, copied: bool = True) -> None:
-        """Give layers of other caches of this call, which may lie where this one will, tensors of their own."""
+        """Move layers of the call's other caches out of static memory, which this cache is about to take."""
         mine = set() if cache is None else set(map(id, layers_of(cache)))
         alive = [layer for kept in self._lying if (layer := kept()) is not None and id(layer) not in mine]
         if alive:
@@ -487,22 +486,22 @@ class Session:
         self._steps.take_back(others)
 
     def end(self) -> None:
-        """Give the cache tensors of its own, if somebody has kept it."""
-        self._last = self._recording = self._begin = None  # they know the cache, too
+        """Give the cache tensors of its own, if the caller still holds it."""
+        self._last = self._recording = self._begin = None  # these refer to the cache
         if self._kept is not None:
             self._steps.end_call()
         try:
             self._let_go_others(None)
         except torch.OutOfMemoryError:
             self._steps.release()
-            self._let_go_others(None, copied=False)  # its memory is its own now
+            self._let_go_others(None, copied=False)  # no copy: it keeps the memory
         self._kept = self._cache = None
         self._lying = []
 
 
 @contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Record a step. Raises NotRecordable, with the attributes of modules as they were, where it changes them."""
+    """Capture a step. Raises NotRecordable and restores attributes of modules if the step changes any."""
     before, modules = attributes(model), list(model.modules())
     held = [(of, dict(of)) for module in modules for of in (module.__dict__, module._buffers)]
     name = ""
@@ -517,12 +516,12 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _put_back(now: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Have a module's attributes, or buffers, be what they were, but for those of layers of ours."""
+    """Restore a module's attributes or buffers, except those of VB layers."""
     for name in [name for name in now if name not in before and not name.startswith("_vb_")]:
         del now[name]
     now.update({name: value for name, value in before.items() if not name.startswith("_vb_")})
 
 
 def _holds_tokens(cache: Any) -> bool:
-    """True after a prompt: a layer of the cache holds something."""
+    """True after a prompt: at least one layer of the cache holds tokens."""
     return is_entered(cache) or why_not(cache) != EMPTY

@@ -1,6 +1,6 @@
-"""What a step writes to beside its cache and its inputs: states that a model keeps in buffers and other tensors.
+"""Side effects of a captured step: snapshot and restore mutated buffers, besides the cache and the inputs.
 
-A step that is recorded runs, and one that is checked runs more than once; a model's states must not notice.
+Capture and checks run a step more often than the caller asked for; the model's state must not show it.
 """
 
 import contextlib
@@ -15,21 +15,21 @@ __all__ = ["Written"]
 
 
 class Written:
-    """Tensors that a step has written to, and what was in them before."""
+    """Tensors that a step mutates, with their contents before it."""
 
     def __init__(self, apart: Iterable[Tensor]) -> None:
-        """apart: tensors whose memory somebody else looks after."""
+        """apart: tensors that someone else snapshots (the cache, the inputs)."""
         self._apart = {storage_of(tensor) for tensor in apart}
         self._before: list[tuple[Tensor, Tensor]] = []
         self._tensors: list[Tensor] = []
 
     def note(self, tensor: Tensor) -> None:
-        """Copy what is in a tensor that was there before the step, which is about to write to it."""
+        """Snapshot a tensor that existed before the step and is about to be written to."""
         if storage_of(tensor) not in self._apart:
             self._before.append((tensor, tensor.clone()))
 
     def undo(self) -> None:
-        """Put back what was there before all that was noted, and keep no copies."""
+        """Restore all snapshots and drop them; remember the tensors."""
         before, self._before = self._before, []
         for tensor, held in reversed(before):
             tensor.copy_(held)
@@ -37,7 +37,7 @@ class Written:
 
     @contextlib.contextmanager
     def undone(self, undo: Undo | None = None) -> Iterator[None]:
-        """Undo, on leaving, what a step in the block has done to these tensors, unless `undo` says not to."""
+        """Restore the tensors on exit, unless `undo.wanted` is False by then."""
         held = [tensor.clone() for tensor in self._tensors]
         try:
             yield

@@ -1,4 +1,4 @@
-"""A decode step as tensors: what a forward is called with, and what it returns, taken apart and put together again."""
+"""Flattening of a decode step: a forward's arguments and results as lists of tensors, and back."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,33 +20,33 @@ _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def cache_in(kwargs: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the name and the value of the argument that is a cache of transformers, if one is."""
+    """Return name and value of the argument that is a transformers Cache; None if there is none."""
     from transformers import Cache
 
     return next(((name, value) for name, value in kwargs.items() if isinstance(value, Cache)), None)
 
 
 def new_tokens(kwargs: Mapping[str, Any]) -> int:
-    """Return how many tokens a sequence a forward appends; 0 if that cannot be seen."""
+    """Return the number of new tokens per sequence; 0 if unknown."""
     ids = ids_in(kwargs)
     return 0 if ids is None else ids.shape[1] if ids.ndim > 1 else 1
 
 
 def ids_in(kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the tokens [B, T] that a forward appends, or their embeddings [B, T, D]; None if there are none."""
+    """Return the new token ids [B, T], or their embeddings [B, T, D]; None if there are none."""
     return next((kwargs[name] for name in _IDS if isinstance(kwargs.get(name), Tensor)), None)
 
 
 @dataclass(slots=True)
 class Call:
-    """The arguments of a step.
+    """Flattened arguments of a step.
 
     Attributes:
-        cache_name, cache: the argument that is the cache.
-        length: the tokens before the step; None if neither the cache nor a mask counts them.
-        mask_name, mask: the argument that has a column for every token, int or bool [B, length + 1], if there is one.
-        tensors: all others, in order.
-        form: what steps have in common that one recording serves: names, shapes, dtypes, constants.
+        cache_name, cache: the cache argument.
+        length: tokens before the step; None if neither the cache nor a mask tells.
+        mask_name, mask: the mask argument with a column per token, int or bool [B, length + 1]; None without one.
+        tensors: all other tensors, in order.
+        form: signature: steps of the same names, shapes, dtypes and constants share a capture.
     """
 
     cache_name: str
@@ -63,7 +63,7 @@ class Call:
     _places: Mapping[str, int]
 
     def inputs(self, end: int) -> list[Tensor]:
-        """Return copies of the tensors that keep their addresses, the mask first, widened to `end` columns."""
+        """Return static inputs: copies of the tensors, the mask first, widened to `end` columns."""
         made = [tensor.clone(memory_format=torch.contiguous_format) for tensor in self.tensors]
         if self.mask is None:
             return made
@@ -72,7 +72,7 @@ class Call:
         return [wide, *made]
 
     def load(self, inputs: Sequence[Tensor], before: "Call | None") -> None:
-        """Copy the tensors to their addresses, but those that the call before had and nobody has written to."""
+        """Copy the tensors into the static inputs; skip those unchanged since `before` (same object, same version)."""
         fixed = list(inputs)
         if self.mask is not None:
             self._load_mask(fixed.pop(0), before)
@@ -81,7 +81,7 @@ class Call:
             for place, now in enumerate(self.tensors)
             if before is None or before.tensors[place] is not now or _version(now) != before.versions[place]
         ]
-        if changed:  # in one launch, where they are of one dtype
+        if changed:  # one launch per dtype
             torch._foreach_copy_([fixed[place] for place in changed], [self.tensors[place] for place in changed])
 
     def _load_mask(self, fixed: Tensor, before: "Call | None") -> None:
@@ -91,7 +91,7 @@ class Call:
             fixed[:, columns:].zero_()
 
     def next(self, kwargs: Mapping[str, Any], length: int | None) -> "Call | None":
-        """Return the call after this one; None if more has changed than the contents of tensors."""
+        """Return the next step's call; None if anything besides contents of tensors has changed."""
         if len(kwargs) != len(self._kwargs) or pass_precision() != self.form[0]:
             return None
         tensors = list(self.tensors)
@@ -119,29 +119,29 @@ class Call:
     def _next_mask(self, kwargs: Mapping[str, Any]) -> Tensor | None:
         if self.mask is None or self.mask_name in kwargs:
             return kwargs.get(self.mask_name) if self.mask is not None else None
-        return torch.nn.functional.pad(self.mask, (0, 1), value=1)  # it was made for a forward that gets none
+        return torch.nn.functional.pad(self.mask, (0, 1), value=1)  # the forward makes its own mask: extend ours
 
     def kwargs(self, inputs: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the arguments of the forward with other tensors: those of `inputs`, in its order."""
+        """Return the forward's arguments with `inputs` in place of its tensors, in order."""
         rest = iter(inputs)
         masked = {} if self.mask_name is None else {self.mask_name: next(rest)}
         leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         return {**tree_unflatten(leaves, self._spec), **masked, self.cache_name: self.cache}
 
     def given(self) -> list[Tensor]:
-        """Return the caller's own tensors, in the order of `inputs`."""
+        """Return the caller's tensors, in the order of `inputs`."""
         return self.tensors if self.mask is None else [self.mask, *self.tensors]
 
 
 def take_apart(kwargs: Mapping[str, Any], cache_name: str, length: int | None, *, masks: bool = False) -> Call:
-    """Take the arguments of a step apart.
+    """Flatten the arguments of a step.
 
     Args:
-        length: what the cache has seen; None where its layers do not count.
-        masks: whether the forward takes a mask of the decoder's tokens, and makes one by the length if it gets none.
+        length: tokens in the cache; None if its layers do not count.
+        masks: the forward takes a mask of the decoder's tokens, and makes one of the length if it gets none.
 
     Raises:
-        NotRecordable: an argument is neither a tensor nor a constant, named.
+        NotRecordable: an argument is neither a tensor nor a constant; the message gives its type.
     """
     rest = {name: value for name, value in kwargs.items() if name != cache_name}
     if masks and length is not None and rest.get(_MASKS[0]) is None:
@@ -167,7 +167,7 @@ def take_apart(kwargs: Mapping[str, Any], cache_name: str, length: int | None, *
 
 
 def _growing_mask(kwargs: Mapping[str, Any], length: int | None) -> str | None:
-    """Return the name of the mask over all tokens: the decoder's, in a model that has two."""
+    """Return the name of the mask over all tokens: the decoder's in an encoder-decoder model."""
     paired = "encoder_outputs" in kwargs or "decoder_input_ids" in kwargs
     name = _MASKS[0] if paired else _MASKS[1]
     mask = kwargs.get(name)
@@ -188,7 +188,7 @@ def _alike(tensor: Any, other: Tensor) -> bool:
 
 
 def _version(tensor: Tensor) -> float:
-    """Return how often a tensor was written to; NaN, which equals nothing, for one that does not count."""
+    """Return a tensor's version counter; NaN, which equals nothing, for inference tensors, which have none."""
     return math.nan if tensor.is_inference() else tensor._version
 
 
@@ -199,7 +199,7 @@ def _form(leaf: Any) -> Any:
 
 
 class Results:
-    """What a recorded step returns: the tensors at fixed addresses, and how to put copies of them together."""
+    """Flattened results of a captured step: static tensors, and the structure to return copies in."""
 
     def __init__(self, out: Any, cache: Any) -> None:
         self._leaves, self._spec = tree_flatten(out, is_leaf=lambda item: item is cache)
@@ -211,21 +211,21 @@ class Results:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors, in order."""
+        """Result tensors, in order."""
         return [self._leaves[place] for place in self._places]
 
     def put(self, tensors: Sequence[Tensor]) -> None:
-        """Take other tensors for those that the step returned: a step in fewer launches returned them."""
+        """Replace the result tensors by those of the fused step."""
         for place, tensor in zip(self._places, tensors, strict=True):
             self._leaves[place] = tensor
 
     def drop_cache(self) -> None:
-        """Forget the cache that the step was recorded with."""
+        """Drop the reference to the cache that was used at capture."""
         if self._cache is not None:
             self._leaves[self._cache] = None
 
     def copied(self, call: Call, inputs: Sequence[Tensor]) -> Any:
-        """Return the result as the forward returns it, with copies; tensors that it got are the caller's own."""
+        """Return the result in the forward's structure: copies, but inputs passed through are the caller's tensors."""
         own = {id(fixed): given for fixed, given in zip(inputs, call.given(), strict=True)}
         leaves = list(self._leaves)
         for place in self._places:

@@ -1,4 +1,4 @@
-"""What makes a recorded step plain for other joins: one way to say a thing, and nothing computed twice."""
+"""Canonicalization and common-subexpression elimination of a step graph, before fusion patterns match."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ _IN_PLACE = {
     _aten.mul_.Tensor: _aten.mul.Tensor,
     _aten.add_.Tensor: _aten.add.Tensor,
 }
-#: casts say what would be so anyway
+#: cast arguments that equal the default
 _DEFAULTS = {"layout": torch.strided, "pin_memory": False, "non_blocking": False, "memory_format": None}
 
 
 def say_plainly(step: StepGraph) -> None:
-    """Drop other names of a tensor, what casts say of layout and device, and arithmetic in place on temporaries."""
+    """Canonicalize: drop aliases, default arguments of casts, and in-place arithmetic on temporaries."""
     for node in step.calls(_aten.alias.default, _aten.detach.default):
         node.replace_all_uses_with(node.args[0])
     for node in step.calls(_aten.clone.default):
@@ -41,7 +41,7 @@ def say_plainly(step: StepGraph) -> None:
 
 
 def _functional(step: StepGraph) -> None:
-    """Have arithmetic in place on the step's own temporaries, which nothing else refers to, give a new tensor."""
+    """Make in-place arithmetic on the step's own temporaries functional, where nothing else aliases them."""
     shared: dict[Node, list[Node]] = {}
     for node in step.graph.nodes:
         if node.op == "call_function" and "root" in node.meta:
@@ -58,7 +58,7 @@ def _functional(step: StepGraph) -> None:
 
 
 def join_repeated(step: StepGraph) -> None:
-    """Compute once what the step computes several times from the same: positions, casts, views of the same tensors."""
+    """Common-subexpression elimination: positions, casts and views of the same tensors."""
     first: dict[Any, Node] = {}
     for node in step.graph.nodes:
         if node.op != "call_function" or node.meta.get("effect") or not isinstance(node.target, OpOverload):
@@ -68,9 +68,9 @@ def join_repeated(step: StepGraph) -> None:
         same = first.setdefault(_key(node), node)
         if same is not node:
             node.replace_all_uses_with(same)
-            step.joined["computed again"] += root_of(node) is node  # views cost no launch
+            step.joined["computed again"] += root_of(node) is node  # views launch nothing
 
 
 def _key(node: Node) -> Any:
-    """Equal for nodes that give the same."""
+    """Equal keys: same value."""
     return node.target, repr((node.args, node.kwargs))

@@ -1,12 +1,12 @@
-"""A recorded step on a CPU: every result at an address of its own, every call with its arguments prepared.
+"""CPU tape: a captured step with static buffers and prepared calls.
 
     tape = Tape(step, inputs)
-    tape(*inputs)      # the step's outputs: the same tensors each time, with other numbers in them
+    tape(*inputs)      # the step's outputs: always the same tensors, overwritten by each call
 
-What is worked out once, when the tape is made: views, since addresses stay; arguments; memory, which results share
-whose lives do not overlap; for calls that C code serves, everything but the call itself. What remains of an operator
-of torch is its call with `out=`. A call of a Python function, such as of a layer whose pages move, is made as it is,
-and its result copied to where the calls behind it read it.
+Done once, when the tape is built: views (addresses are static), arguments, buffer reuse among results with disjoint
+lifetimes, and argument structures of calls that the C library serves. A torch operator remains as one call with `out=`.
+A call of a Python function, such as a layer whose pages move, remains as it is; its result is copied to a static
+buffer.
 """
 
 import functools
@@ -34,10 +34,10 @@ Run = Callable[[], Any]
 
 
 class Tape:
-    """Runs a graph on fixed addresses. Attributes: nbytes: of the memory that results share."""
+    """Runs a step graph on static addresses. Attributes: nbytes: of the result buffers."""
 
     def __init__(self, step: StepGraph, inputs: Sequence[Any]) -> None:
-        """inputs: the tensors that the step was recorded with; calls must give the very same."""
+        """inputs: the tensors that the step was captured with; calls must pass the same objects."""
         self._inputs = list(inputs)
         nodes = [node for node in step.graph.nodes if node.op == "call_function"]
         self._memory = _Memory(nodes, step.graph.output_node())
@@ -57,11 +57,11 @@ class Tape:
         return len(self._runs)
 
     def calls(self) -> Counter[str]:
-        """What is called how often."""
+        """Number of calls by function name."""
         return self._calls
 
     def __call__(self, *inputs: Any) -> Any:
-        """Compute the step; return its outputs, which the next call writes over."""
+        """Run the step; return its outputs, which the next call overwrites."""
         assert all(given is mine for given, mine in zip(inputs, self._inputs, strict=True)), "a tape knows addresses"
         for run in self._runs:
             run()
@@ -87,7 +87,7 @@ class Tape:
             self._add_result(node, functools.partial(target, *args, **kwargs), args, kwargs)
 
     def _add_prepared(self, node: Node, args: tuple, kwargs: dict) -> bool:
-        """Add a call that C code serves, if it does."""
+        """Add a call of prepared C code; False if the C library does not serve it."""
         forms, empty = form_of(node), functools.partial(self._memory.empty, node)
         maker = prepare_experts if node.target is experts_at_rest else functools.partial(prepare, node.target)
         made = None if kwargs else maker(args, forms, empty)
@@ -99,7 +99,7 @@ class Tape:
         return True
 
     def _add_result(self, node: Node, call: Run, args: tuple, kwargs: dict) -> None:
-        """Add a call whose result goes to a fixed address: by `out=`, or copied."""
+        """Add a call whose result goes to a static buffer: through `out=`, or copied."""
         forms = form_of(node)
         if not isinstance(forms, Form):
             results = tuple(None if form is None else self._memory.empty(node, form) for form in forms)
@@ -137,13 +137,13 @@ def _is_view(operator: Any) -> bool:
 
 
 def _takes_part(node: Node) -> bool:
-    """True for a part of a call's result."""
+    """True for an item of a call's tuple of results."""
     return getattr(node.target, "__name__", "") in ("getitem", "_item")
 
 
 @functools.cache
 def _out_variant(operator: Any) -> Any:
-    """Return the overload of an operator of torch that writes its one result to `out`, if there is one."""
+    """Return the `out=` overload of a torch operator with one result; None if there is none."""
     if not isinstance(operator, OpOverload) or len(operator._schema.returns) != 1:
         return None
     mine = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
@@ -161,7 +161,7 @@ def _out_variant(operator: Any) -> Any:
 
 
 class _Memory:
-    """Memory of results: a block is used again once nothing reads what is in it.
+    """Buffer allocator for results: a block is reused after the last read of its contents.
 
     Attributes: nbytes: of all blocks.
     """
@@ -182,7 +182,7 @@ class _Memory:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def empty(self, node: Node, form: Form) -> Tensor:
-        """Return memory for a result of a node."""
+        """Return a buffer for a result of a node."""
         span = 1 + sum((size - 1) * step for size, step in zip(form.shape, form.strides, strict=True))
         size = -(-max(span, 1) * form.dtype.itemsize // _ALIGNED) * _ALIGNED
         block = self._free[size].pop() if self._free[size] else self._new(size)
@@ -194,14 +194,14 @@ class _Memory:
         return torch.zeros(size, dtype=torch.uint8, device="cpu")
 
     def end(self, place: int) -> None:
-        """Free what nothing behind a place reads."""
+        """Free the buffers whose last reader is the node at this place."""
         for group in self._ending.get(place, ()):
             for block in self._used.pop(group, ()):
                 self._free[block.numel()].append(block)
 
 
 def _groups_of_aliases(nodes: Sequence[Node]) -> dict[Node, Node]:
-    """Node -> the one that stands for all whose results may share memory with its own."""
+    """Node -> representative of its alias group: nodes whose results may share memory (union-find)."""
     above: dict[Node, Node] = {}
 
     def top(node: Node) -> Node:

@@ -1,10 +1,10 @@
-"""Attention of decode steps whose bits depend on its query, keys and mask only.
+"""Batch-invariant attention for decode steps: its bits depend on query, keys and mask only.
 
     with steady_attention():
-        model(...)     # attention of few queries to masked keys is `kernels.step.attended`, each query summed by itself
+        model(...)     # masked attention of few queries is `kernels.step.attended`: a separate reduction per query
 
-Kernels of libraries choose how to sum by how many queries, sequences and heads there are, and where these lie in
-memory. So one token would have other bits in a verification than in a step, in another batch, or beside other work.
+Library kernels choose the reduction order by the number of queries, sequences and heads, and by memory layout. So a
+token's bits would differ between verification and a plain step, or between batch sizes.
 """
 
 import contextlib
@@ -23,24 +23,24 @@ from vbrt.kernels.step import attended
 
 __all__ = ["MOST_COLUMNS", "is_steady_on", "steady_attention"]
 
-MOST_COLUMNS = 256  # of a head
-_MOST_ROWS = 65535  # of a grid
+MOST_COLUMNS = 256  # head dimension
+_MOST_ROWS = 65535  # grid size limit of CUDA (y and z)
 
 
 def is_steady_on(device: torch.device) -> bool:
-    """True if a device has the kernel."""
+    """True if the kernel runs on the device (CUDA with Triton, minimum compute capability)."""
     return device.type == "cuda" and devices.available() and devices.major(device.index or 0) >= devices.MIN_MAJOR
 
 
 @contextlib.contextmanager
 def steady_attention(*, wanted: bool = True) -> Iterator[None]:
-    """Have torch's attention in the block computed by `attended`, where that takes it; `wanted`: False: by torch."""
+    """Route scaled_dot_product_attention in the block to `attended` where it is eligible; `wanted`: False: a no-op."""
     with _Steady() if wanted else contextlib.nullcontext():
         yield
 
 
 class _Steady(TorchFunctionMode):
-    """Puts `attended` in the place of torch's attention."""
+    """Overrides scaled_dot_product_attention by `attended`."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         call = _taken(*args, **(kwargs or {})) if func is F.scaled_dot_product_attention else None
@@ -59,7 +59,7 @@ def _taken(
     is_causal: bool = False,
     **others: Any,
 ) -> tuple | None:
-    """Return the arguments of `attended` that say the same; None if it does not take them."""
+    """Return equivalent arguments of `attended`; None if the call is not eligible."""
     if dropout_p or is_causal or torch.is_grad_enabled() or not is_steady_on(query.device):
         return None
     if query.dim() != 4 or key.shape != value.shape or not _alike(query, key, value) or not _shares(query, key):
@@ -80,12 +80,12 @@ def _shares(query: Tensor, key: Tensor) -> bool:
     heads, groups = query.shape[1], key.shape[1]
     fits = (
         query.shape[:3].numel() <= _MOST_ROWS
-    )  # counted as if no head shared its keys: copies of these change nothing
+    )  # counted without GQA: whether K and V come repeated must not change the kernel
     return fits and heads % groups == 0 and heads // groups <= MOST_QUERIES
 
 
 def _is_mask(mask: Tensor | None, batch: int, queries: int, length: int) -> bool:
-    """True for a mask [B or 1, 1, S or 1, L] of what is attended to, or none for one query."""
+    """True for a bool mask [B or 1, 1, S or 1, L], or for no mask with one query."""
     if mask is None:
         return queries == 1
     if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, queries):

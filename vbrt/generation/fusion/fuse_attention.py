@@ -1,4 +1,4 @@
-"""Joins around attention: rotary embeddings with the norms of heads and the cache's writes, and attention itself."""
+"""Fusion around attention: rotary embedding with head norms and KV cache writes, and attention itself."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 
 
 class _Rotary(NamedTuple):
-    """What one rotary embedding reads, and its result."""
+    """Operands and result of one rotary embedding."""
 
     y: Node
     x: Node
@@ -32,7 +32,7 @@ class _Rotary(NamedTuple):
 
 
 def join_rotary(step: StepGraph) -> None:
-    """Replace x cos + rotate_half(x) sin of queries and keys by one call, which norms heads in front of it too."""
+    """Fuse x cos + rotate_half(x) sin of queries and keys into one call, with the head norms before it."""
     found, places = defaultdict(list), step.places()
     for node in step.calls(_aten.add.Tensor):
         rotary = _whole(next(_rotaries(node), None))
@@ -48,7 +48,7 @@ def join_rotary(step: StepGraph) -> None:
 
 
 def _rotaries(node: Node) -> Iterator[_Rotary]:
-    """The ways to read a sum as a rotary embedding: at most one."""
+    """Yield the rotary embedding that a sum is, if it is one."""
     if node.kwargs or len(node.args) != 2:
         return
     for straight, turned in (node.args, node.args[::-1]):
@@ -61,12 +61,12 @@ def _rotaries(node: Node) -> Iterator[_Rotary]:
 
 
 def _whole(rotary: _Rotary | None) -> _Rotary | None:
-    """The rotary embedding with the columns of the head that it leaves alone, if there are such."""
+    """Extend a partial rotary embedding by the head's pass-through columns, if it has any."""
     if rotary is None or len(rotary.y.users) != 1:
         return rotary
     (y,), d, last = rotary.y.users, rotary.x.meta["val"].shape[-1], len(rotary.x.meta["val"].shape) - 1
     is_part = _is_call(rotary.x, _aten.slice.Tensor) and rotary.x.args[1:] == (last, 0, d)
-    head = rotary.x.args[0] if is_part else rotary.x  # torch makes no slice of all columns
+    head = rotary.x.args[0] if is_part else rotary.x  # the trace has no slice for all columns
     if not _is_call(y, _aten.cat.default) or y.args[1:] not in ((-1,), (last,)):
         return rotary
     parts = y.args[0]
@@ -81,7 +81,7 @@ def _is_call(node: Any, target: Any) -> bool:
 
 
 def _turns(node: Any, x: Any) -> bool:
-    """True if a node is rotate_half(x): its second half, negated, before the first."""
+    """True if a node is rotate_half(x): cat(-second half, first half)."""
     if not _is_call(node, _aten.cat.default) or not isinstance(x, Node):
         return False
     last, half = len(x.meta["val"].shape) - 1, x.meta["val"].shape[-1] // 2
@@ -95,7 +95,7 @@ def _turns(node: Any, x: Any) -> bool:
 
 
 def _is_rotary(step: StepGraph, rotary: _Rotary) -> bool:
-    """True if kernels take it: 4 dimensions, heads whose columns are dense."""
+    """True if the kernel supports it: 4 dimensions, contiguous head columns."""
     x, cos, sin, y = (node.meta["val"] for node in (rotary.x, rotary.cos, rotary.sin, rotary.y))
     if len(x.shape) != 4 or cos.shape != sin.shape or cos.strides != sin.strides or len(cos.shape) != 3:
         return False
@@ -107,7 +107,7 @@ def _is_rotary(step: StepGraph, rotary: _Rotary) -> bool:
 
 
 def _can_pair(pair: list[_Rotary], places: dict[Node, int]) -> bool:
-    """True if queries and keys have the same tokens, and both are there before either is rotated."""
+    """True if query and key have the same tokens, and both exist before either is rotated."""
     first, second = pair
     (b, _, s, d), (other_b, _, other_s, other_d) = first.x.meta["val"].shape, second.x.meta["val"].shape
     place = places.get(second.x)
@@ -124,7 +124,7 @@ def _rotate(step: StepGraph, pair: list[_Rotary]) -> None:
 
 
 def _with_norms(step: StepGraph, pair: list[_Rotary]) -> tuple[Part, ...] | None:
-    """The parts with the norms of their heads, if all have alike ones that nothing else reads."""
+    """Fold head norms into the rotary call, if all parts have the same rule and nothing else reads the normed heads."""
     rules = []
     for rotary in pair:
         turned = rotary.x
@@ -155,7 +155,7 @@ def _turned(step: StepGraph, rotary: _Rotary, x: Node) -> Node:
 
 
 def join_cache_writes(step: StepGraph) -> None:
-    """Have the call that rotates keys write them into the cache, and the values beside them."""
+    """Fuse KV cache writes into the rotary call: it writes rotated keys, and the values too."""
     for call in step.calls(rotated):
         places = step.places()
         items = {node.args[1]: node for node in call.users}
@@ -164,13 +164,13 @@ def join_cache_writes(step: StepGraph) -> None:
             continue
         writes = _writes_of(key, places)
         if writes is None:
-            step.kept["rotated keys that go elsewhere than into a static cache"] += 1
+            step.kept["rotated keys not written to a static cache"] += 1
             continue
         _write_behind(step, call, (query, key), writes, places)
 
 
 def _writes_of(key: Node, places: dict[Node, int]) -> tuple[Node, Node] | None:
-    """The nodes that copy rotated keys and their values to the same places of two caches."""
+    """Return the key and value index_copy_ nodes at the same cache positions; None if there is no such pair."""
     (write, *more) = [*key.users, None]
     if more != [None] or not _is_call(write, _aten.index_copy_.default) or write.args[1] != 2:
         return None
@@ -185,7 +185,7 @@ def _writes_of(key: Node, places: dict[Node, int]) -> tuple[Node, Node] | None:
 
 
 def _copy_behind(write: Node, places: dict[Node, int]) -> Node | None:
-    """The next node that copies something to the same places of a cache; layers may share what says which."""
+    """Return the next write to the same cache positions; several layers may share the index."""
     at = write.args[2]
     copies = [n for n in at.users if _is_call(n, write.target) and n.args[1:3] == (2, at) and places[n] > places[write]]
     return min(copies, key=places.__getitem__, default=None)
@@ -194,7 +194,7 @@ def _copy_behind(write: Node, places: dict[Node, int]) -> Node | None:
 def _write_behind(
     step: StepGraph, call: Node, items: tuple[Node, Node], writes: tuple[Node, Node], places: dict[Node, int]
 ) -> None:
-    """Move a rotation to where the later of the two copies is, if nothing reads any of them before."""
+    """Move the rotary call to the later write, unless something reads its results or the caches before that."""
     first, last = sorted(writes, key=places.__getitem__)
     query, _ = items
     key_write, value_write = writes
@@ -205,7 +205,7 @@ def _write_behind(
         node not in writes and "val" in node.meta and not isinstance(node.meta["val"], tuple) and root_of(node) in read
         for node in between
     ):
-        step.kept["a cache that is read between its writes"] += 1
+        step.kept["a cache read between its key and value writes"] += 1
         return
     parts, cos, sin = call.args
     caches = [write.args[0] for write in writes]
@@ -224,7 +224,7 @@ def _write_behind(
 
 
 def join_attention(step: StepGraph) -> None:
-    """Replace attention of few queries by a kernel that splits the keys, and reads repeated heads once."""
+    """Replace attention of few queries by split-K attention (flash decoding), which reads GQA heads unrepeated."""
     for node in step.calls(F.scaled_dot_product_attention):
         given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
         given |= node.kwargs
@@ -238,15 +238,15 @@ def _join_one(step: StepGraph, node: Node, given: dict[str, Any]) -> str:
     heads, groups = q.meta["val"].shape[1], k.meta["val"].shape[1]
     queries, d = q.meta["val"].shape[-2:]
     if given.get("dropout_p") or given.get("is_causal"):
-        return "dropout, or a mask by order"
+        return "dropout or is_causal"
     if len(q.meta["val"].shape) != 4 or heads % groups or (heads != groups and queries != 1):
-        return "heads that share keys, and several queries"
+        return "grouped-query heads with several queries"
     if heads // groups * queries > MOST_QUERIES or d > MOST_COLUMNS or v.meta["val"].shape != k.meta["val"].shape:
         return "more queries, or wider heads, than the kernel takes"
     if len({n.meta["val"].dtype for n in (q, k, v)}) > 1 or any(n.meta["val"].strides[-1] != 1 for n in (q, k, v)):
-        return "other dtypes or orders in memory"
+        return "mixed dtypes, or a head dimension that is not contiguous"
     if mask is not None and not _is_row_mask(mask.meta["val"], q.meta["val"].shape[0], k.meta["val"].shape[2]):
-        return "a mask that is not bool, or not the same for all heads and queries"
+        return "a mask that is not bool [B, 1, 1, L]"
     scale = given.get("scale")
     args = (q, k, v, mask, d**-0.5 if scale is None else scale)
     value = node.meta["val"]
@@ -256,7 +256,7 @@ def _join_one(step: StepGraph, node: Node, given: dict[str, Any]) -> str:
 
 
 def share_heads(step: StepGraph) -> None:
-    """Have steady attention, whose bits do not depend on it, read once what is repeated for several heads."""
+    """Read keys and values unrepeated in batch-invariant attention, whose bits do not depend on it."""
     for node in step.calls(attended):
         q, k, v, *others = node.args
         once = [_once(of) for of in (k, v)]
@@ -274,7 +274,7 @@ def _is_row_mask(mask: Any, batch: int, length: int) -> bool:
 
 
 def _once(node: Node) -> Node:
-    """Keys [B, G, L, D] before they are repeated to [B, H, L, D], if that is what a node does."""
+    """Return unrepeated keys [B, G, L, D] behind a GQA repeat to [B, H, L, D], or the node itself."""
     inner, repeated = node, False
     while isinstance(inner, Node) and inner.target in (
         _aten.view.default,

@@ -1,4 +1,4 @@
-"""Joins of steps that are recorded on a CPU: layers of one input are one call of C code, and so is a gate."""
+"""Fusion for CPU steps: layers sharing an input become one C call, and so does a gate."""
 
 from collections import defaultdict
 from typing import Any
@@ -17,13 +17,13 @@ from vbrt.layers.weights.linear_product import linear_on_planes, linear_without_
 
 __all__ = ["join_gates", "join_products", "join_projections"]
 
-_MOST = 8  # layers of one call
-_SMALL_MATRIX, _FEW_ROWS = 1 << 17, 2  # numbers of a weight, and tokens, that one thread multiplies
+_MOST = 8  # layers per call
+_SMALL_MATRIX, _FEW_ROWS = 1 << 17, 2  # weight elements and tokens that one thread multiplies
 _aten = torch.ops.aten
 
 
 def join_products(step: StepGraph) -> None:
-    """Have layers whose pages never move compute without a lease, and those of one input together."""
+    """Bypass leases for layers whose pages never move, and fuse those that share an input."""
     families: dict[Any, list[tuple[Node, Few]]] = defaultdict(list)
     for node in step.calls(linear_without_grad):
         handle, x, bias = node.args
@@ -47,7 +47,7 @@ def join_products(step: StepGraph) -> None:
 
 
 def _rest(step: StepGraph, node: Node) -> None:
-    """Have experts whose pages never move compute without a lease."""
+    """Bypass leases for experts whose pages never move."""
     layer, x, ids, *_ = node.args
     if len(node.args) != 4 or len(x.meta["val"].shape) != 2 or x.meta["val"].dtype is not layer.handle.dtype:
         return
@@ -59,7 +59,7 @@ def _rest(step: StepGraph, node: Node) -> None:
 
 
 def _few(handle: Any, node: Node) -> Few | None:
-    """What multiplies few tokens by a layer, if it takes this x and bias."""
+    """Return the layer's small-batch product, if it supports this x and bias."""
     _, x, bias = node.args
     short, value = handle.held.small_batch, x.meta["val"]
     if short is None or not isinstance(short.few, Few):
@@ -72,7 +72,7 @@ def _few(handle: Any, node: Node) -> Few | None:
 
 
 def _is_dense(form: Any) -> bool:
-    """True if rows lie one behind the other; torch says any number where a dimension has one place."""
+    """True if contiguous; strides of size-1 dimensions are arbitrary."""
     step = 1
     for size, stride in zip(reversed(form.shape), reversed(form.strides), strict=True):
         if size != 1 and stride != step:
@@ -82,7 +82,7 @@ def _is_dense(form: Any) -> bool:
 
 
 def _groups(step: StepGraph, family: list[tuple[Node, Few]], places: dict[Node, int]) -> list[list[tuple[Node, Few]]]:
-    """Layers that one call may compute where the first of them is: their input and biases are there, and stay."""
+    """Group layers into calls at the first layer's place: input and biases must exist there and not be written to."""
     first = places[family[0][0]]
     early, late = [], []
     for node, few in family:
@@ -103,7 +103,7 @@ def _join(step: StepGraph, group: list[tuple[Node, Few]]) -> None:
 
 
 def join_projections(step: StepGraph) -> None:
-    """Replace products of few tokens with small dense matrices, where torch takes longer to begin than to compute."""
+    """Replace small dense products of few tokens, where torch's call overhead exceeds the compute time."""
     for node in step.calls(_aten.mm.default):
         x, turned = node.args
         weight = turned.args[0] if turned.target is _aten.t.default else None
@@ -117,7 +117,7 @@ def join_projections(step: StepGraph) -> None:
 
 
 def join_gates(step: StepGraph) -> None:
-    """Replace activation(gate) * up."""
+    """Fuse activation(gate) * up."""
     for node in step.calls(_aten.mul.Tensor):
         found = _gate(node)
         if found is None or not step.is_fixed(*found[:2]):

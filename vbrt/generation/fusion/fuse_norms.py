@@ -1,4 +1,4 @@
-"""Joins of RMS norms: six operators of torch become one launch, with the residual sum in front of them."""
+"""Fusion of RMS norms: six torch operators become one launch, with the residual add before them."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 
 
 class _NormForm(NamedTuple):
-    """A way to write an RMS norm: its traced input, gain (None: there is none) and result, and what its rule is."""
+    """One way to write an RMS norm: traced input, gain (None without) and result, and its `NormRule` fields."""
 
     given: Node
     gain: Node | None
@@ -38,7 +38,7 @@ def _by_power(wide: Tensor) -> Tensor:
     return wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + EPS, -0.5)
 
 
-#: (what is done to the fp32 quotient, the gain and x's dtype; the shift of the gain; is the quotient rounded before?)
+#: (gain applied to the fp32 quotient, by x's dtype; offset added to the gain; quotient rounded before the gain?)
 _WRITTEN: tuple[tuple[Callable[[Tensor, Tensor, torch.dtype], Tensor], float, bool], ...] = (
     (lambda v, gain, dtype: gain * v.to(dtype), 0.0, True),  # Llama, Qwen
     (lambda v, gain, dtype: v.to(dtype) * gain, 0.0, True),
@@ -52,7 +52,7 @@ _WRITTEN: tuple[tuple[Callable[[Tensor, Tensor, torch.dtype], Tensor], float, bo
 
 @functools.cache
 def _norm_forms(dtype: torch.dtype) -> list[_NormForm]:
-    """All of them as torch's operators, those with a gain first."""
+    """All variants traced to torch operators, those with a gain first."""
     return [
         _NormForm(*_traced(lambda x, g, w=write, q=quotient: w(q(x.to(torch.float32)), g, x.dtype), dtype), *rule)
         for write, *rule in _WRITTEN
@@ -70,7 +70,7 @@ def _traced(function: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Node, 
 
 @functools.cache
 def eager_forms() -> Forms:
-    """Gates and bf16 norms as eager operators, for `join_layers`."""
+    """Gates and bf16 norms as eager operators, patterns for `join_layers`."""
     gates = {name: _gate(name) for name in ACTIVATIONS if name != "none"}
     return Forms(gates, [form[:3] for form in _norm_forms(torch.bfloat16) if form.gain is not None and not form.shift])
 
@@ -84,19 +84,19 @@ def _gate(name: str) -> tuple[Node, Node]:
 
 
 def join_norms(step: StepGraph) -> None:
-    """Replace RMS norms, and sums with their norms."""
+    """Fuse RMS norms, with a residual add before them if there is one."""
     roots = step.calls(_aten.rsqrt.default, _aten.pow.Tensor_Scalar)
     for root in roots:
         if root.target is _aten.rsqrt.default or root.args[1] == -0.5:
             found = next((match for y in _results(root) for match in [_match(step, y)] if match), None)
             if found is None:
-                step.kept["a root that is no known RMS norm's"] += 1
+                step.kept["a reciprocal root that is not part of a known RMS norm"] += 1
             else:
                 _replace(step, *found)
 
 
 def _results(root: Node) -> Iterator[Node]:
-    """What may be the norm that a root is part of, the farthest first."""
+    """Candidate results of the norm that a root belongs to, the farthest first."""
     rows: list[list[Node]] = [[root]]
     for _ in range(4):
         rows.append([user for node in rows[-1] for user in node.users if user.op == "call_function"])
@@ -105,7 +105,7 @@ def _results(root: Node) -> Iterator[Node]:
 
 
 def _match(step: StepGraph, y: Node) -> tuple[Node, Node, NormRule] | None:
-    """(result, x, the rule of its norm)."""
+    """Return (result, x, rule) of a matching norm."""
     if not hasattr(y.meta.get("val"), "dtype") or not y.meta["val"].dtype.is_floating_point:
         return None
     for form in _norm_forms(y.meta["val"].dtype):
@@ -142,7 +142,7 @@ def _replace(step: StepGraph, y: Node, x: Node, rule: NormRule) -> None:
 
 
 def _is_sum(step: StepGraph, node: Node) -> bool:
-    """True for a sum of two tensors of one shape and dtype, dense in memory."""
+    """True for a sum of two contiguous tensors of one shape and dtype."""
     if node.target is not _aten.add.Tensor or node.kwargs or not all(isinstance(a, Node) for a in node.args):
         return False
     values = [n.meta["val"] for n in (node, *node.args)]

@@ -1,4 +1,4 @@
-"""Joins of routers: softmax, the k largest and their normalization are one launch."""
+"""Fusion of MoE routers: softmax, top-k and normalization become one launch."""
 
 from typing import Any
 
@@ -16,15 +16,15 @@ _MOST_CHOSEN = 32
 
 
 def join_routers(step: StepGraph) -> None:
-    """Replace what a router does to its logits."""
+    """Replace softmax, top-k and normalization on router logits."""
     for node in step.calls(_aten.topk.default):
         found = _of_softmax(node) or _of_logits(node)
         if found is None:
-            step.kept["a choice of the largest that is no known router's"] += 1
+            step.kept["a top-k that is not part of a known router"] += 1
             continue
         logits, result, rule = found
         if not _fits(step, logits, rule):
-            step.kept["a router of more experts or other logits than the kernel takes"] += 1
+            step.kept["router logits that the kernel does not support"] += 1
             continue
         items = {user.args[1]: user for user in node.users}
         call = step.call(node, routed, (logits, rule), (result.meta["val"], node.meta["val"][1]))
@@ -41,20 +41,20 @@ def _fits(step: StepGraph, logits: Node, rule: RouteRule) -> bool:
 
 
 def _is_largest(node: Node) -> bool:
-    """True for the k largest of the last dimension, sorted."""
+    """True for a sorted top-k of the largest along the last dimension."""
     last = len(node.args[0].meta["val"].shape) - 1
     dim, largest, ordered = (*node.args[2:], -1, True, True)[:3] if len(node.args) < 5 else node.args[2:5]
     return not node.kwargs and dim in (-1, last) and largest is True and ordered is True
 
 
 def _sole(node: Any, target: Any) -> Node | None:
-    """The one user of a node, if it calls `target`."""
+    """The node's only user, if it calls `target`."""
     users = list(node.users)
     return users[0] if len(users) == 1 and users[0].target is target else None
 
 
 def _of_softmax(node: Node) -> tuple[Node, Node, RouteRule] | None:
-    """(logits, weights, rule) where the k largest of a softmax are taken, perhaps divided by their sum, and cast."""
+    """Match top-k of softmax, optionally renormalized and cast: (logits, weights, rule)."""
     probabilities = node.args[0]
     if probabilities.target is not _aten._softmax.default or not _is_largest(node):
         return None
@@ -76,7 +76,7 @@ def _of_softmax(node: Node) -> tuple[Node, Node, RouteRule] | None:
 
 
 def _divided(values: Node) -> tuple[Node, bool]:
-    """(the quotient, True) where values are divided by their sum, else (values, False)."""
+    """(quotient, True) if the values are divided by their sum, else (values, False)."""
     total = next((user for user in values.users if user.target is _aten.sum.dim_IntList), None)
     if total is None or total.args[1:] not in (([-1], True), ([1], True)) or len(values.users) != 2:
         return values, False
@@ -85,7 +85,7 @@ def _divided(values: Node) -> tuple[Node, bool]:
 
 
 def _of_logits(node: Node) -> tuple[Node, Node, RouteRule] | None:
-    """(logits, weights, rule) where a softmax is taken of the k largest logits, as gpt-oss does."""
+    """Match softmax of top-k logits, as in gpt-oss: (logits, weights, rule)."""
     values = next((user for user in node.users if user.args[1] == 0), None)
     if values is None or not _is_largest(node):
         return None

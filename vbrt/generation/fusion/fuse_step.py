@@ -1,31 +1,30 @@
-"""A decode step with its small launches joined, without torch.compile.
+"""Kernel fusion of a decode step, without torch.compile.
 
     step = joined(lambda: model(ids, past_key_values=cache).logits, same_bits=False)
     with torch.cuda.graph(graph):
         logits = step()
 
-The step runs once, for real, while its operators are recorded (`vbrt/kernels/operator_trace.py`): 40 to 90 µs each.
-What the record shows to be an RMS norm, a rotary embedding, attention of one query, a router or layers of one input is
-replaced by a launch of ours, each by a rule whose arithmetic and roundings are known. What comes out is called like the
-step, and reads and writes the very tensors that the step did.
+The step runs once, for real, under an operator trace (`vbrt/kernels/operator_trace.py`; 40 to 90 µs per operator).
+Traced RMS norms, rotary embeddings, attention of few queries, routers and layers sharing an input are replaced by fused
+launches with known arithmetic and roundings. The result is called like the step, and reads and writes the same tensors.
 
-As a CUDA graph, it repeats what the step did that one time: what Python decided stays decided. Where the record cannot
-be what the step does, because a number in a tensor decided or because a check of the result failed, the step itself is
-what one gets, and the report says why.
+Like a CUDA graph, it repeats what the step did that one time: Python control flow is frozen. Where the trace cannot
+stand for the step (control flow read a tensor's value, or the check of the result failed), the unchanged step is
+returned, and the report says why.
 
 | pattern | same bits as eager | what it replaces |
 | --- | --- | --- |
-| plain | yes | arithmetic in place on temporaries, casts that say more than they do: so that others see through it |
-| repeated | yes | what is computed several times from the same |
-| layers | no | on GPUs, 4-bit layers of one input, gated pairs, sums and norms: `kernels/cuda/horizontal_fusion.py` |
-| products | yes | on CPUs, layers of one input |
-| gates | no | on CPUs, an activation, and the product with what lies beside it |
-| small products | no | on CPUs, those of few tokens with small dense matrices, such as routers |
-| norms | no | RMS norms, with the residual sum in front |
-| rotary | yes | queries and keys, with the norms of heads where norms may be replaced |
-| cache | yes | the copies of keys and values into a static cache |
-| attention | no | of few queries to many keys |
-| heads | yes | keys that are repeated for several heads, in front of steady attention |
+| plain | yes | in-place arithmetic on temporaries, redundant cast arguments: so that other patterns match |
+| repeated | yes | common subexpressions |
+| layers | no | GPUs: 4-bit layers of one input, gated pairs, sums and norms: `kernels/cuda/horizontal_fusion.py` |
+| products | yes | on CPUs, layers sharing an input |
+| gates | no | on CPUs, activation(gate) * up |
+| small products | no | on CPUs, few tokens times small dense matrices, such as routers |
+| norms | no | RMS norms, with the residual add before them |
+| rotary | yes | rotary embedding of queries and keys, with head norms where norms may be replaced |
+| cache | yes | writes of keys and values into a static cache |
+| attention | no | attention of few queries to many keys |
+| heads | yes | repeated keys and values (GQA) before batch-invariant attention |
 | routers | no | softmax, top-k, normalization |
 """
 
@@ -57,18 +56,18 @@ from vbrt.libraries.torch_api import tree_leaves
 
 __all__ = ["PATTERNS", "JoinReport", "Joined", "joined"]
 
-_OWN = 4  # times what a step's own results differ from run to run: nobody could keep its bits
-_TOLERANCE = 0.1  # of the norm of what the step gave: rounding is a tenth of that, a wrong replacement ten times
+_OWN = 4  # times the step's own run-to-run difference: then it is not reproducible, and there are no bits to keep
+_TOLERANCE = 0.1  # relative to the result's norm: rounding is about a tenth of this, a wrong replacement ten times
 
 
 class Pattern(NamedTuple):
-    """What can be replaced.
+    """A fusion pattern.
 
     Attributes:
-        name: by which it can be left out.
-        same_bits: True if what replaces it gives the bits of the eager kernels.
-        apply: changes a graph and counts what it did.
-        on: where it serves: devices of kernels of ours, "" where there are none.
+        name: identifies it in `without`.
+        same_bits: True if the replacement is bit-exact with the eager kernels.
+        apply: transforms a graph and counts replacements.
+        on: kinds of devices where it applies; "" where vbrt has no kernels.
     """
 
     name: str
@@ -79,18 +78,18 @@ class Pattern(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JoinReport:
-    """What became of a step.
+    """Outcome of fusion.
 
     Attributes:
-        joined: pattern -> how often it was replaced.
-        kept: why something like a pattern was left alone -> how often.
-        operators: that the step ran, views included, and that the joined one runs.
-        seconds: recording, joining and checking, the step's own time included.
-        error: of the first output of floating point, relative to its norm; None: not compared.
-        refused: why the step itself is what runs; "" if the joined one does.
-        from_host: what a CUDA graph would read of host memory in every replay, where it is gone by then; "" if
-            nothing. For a step that runs as it is that is not known: numbers that Python makes tensors of are copied,
-            too, and only a joined step has them as constants.
+        joined: pattern -> number of replacements.
+        kept: reason -> number of rejected candidates.
+        operators: count in the traced step, views included, and in the fused one.
+        seconds: trace, fusion and check, the step's own run included.
+        error: largest relative error (of the norm) over the floating-point outputs; None: not compared.
+        refused: why the step runs unfused; "" if it is fused.
+        from_host: which H2D copy a CUDA graph would replay from freed host memory; "" if there is none. For an unfused
+            step this is unknown and set to `refused`: Python numbers made into tensors are copied too, and become
+            constants in a fused step only.
     """
 
     joined: Mapping[str, int] = field(default_factory=dict)
@@ -103,30 +102,30 @@ class JoinReport:
 
     @property
     def unjoined(self) -> Mapping[str, int]:
-        """What was left as it is -> how often; the whole step, if it was."""
+        """Rejected candidates by reason; if the step runs unfused, that reason."""
         return {f"the step: {self.refused}": 1} if self.refused else self.kept
 
 
 class Joined:
-    """A step to be called in the place of another; a CUDA graph of it reads constants that live as long as this does.
+    """A fused step, called like the original. Keep it alive with a CUDA graph of it, which reads its constants.
 
     Attributes:
         run: a `Program`, or the step itself.
-        report: what was joined.
-        first: what the step gave while it was recorded.
+        report: what was fused.
+        first: the step's result from the traced run.
     """
 
     def __init__(self, run: Callable[..., Any], report: JoinReport, first: Any) -> None:
         self.run, self.report, self.first = run, report, first
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run it; inputs of the same shapes as the examples."""
+        """Run it; inputs have the shapes of the examples."""
         with torch.no_grad():
             return self.run(*inputs)
 
 
 def _join_layers(step: StepGraph) -> None:
-    """Show 4-bit layers whose planes never move as operators, and join them."""
+    """Replace 4-bit layers on resident planes by operators, and fuse those."""
     for node in step.calls(linear_without_grad):
         handle, x, bias = node.args
         tiles, value = tiles_of_pass(handle), x.meta["val"]
@@ -155,7 +154,7 @@ _LAYER_JOINS = {
 
 _EVERYWHERE = ("cuda", "cpu", "")
 
-#: in the order in which they are applied
+#: in order of application
 PATTERNS = (
     Pattern("plain", True, say_plainly, _EVERYWHERE),
     Pattern("repeated", True, join_repeated, _EVERYWHERE),
@@ -183,28 +182,28 @@ def joined(
     program: Callable[[StepGraph, Sequence[Any]], Any] = Program,
     before_write: Callable[[Tensor], object] | None = None,
 ) -> Joined:
-    """Run a step once and return it with its launches joined.
+    """Run a step once and return it fused.
 
     Args:
-        step: gives a tensor, or tuples, lists and dicts of them. What it reads besides its inputs it must find in the
-            same memory each time: parameters, caches, static inputs.
-        example_inputs: of the step; tensors among them may be others of the same shape at later calls.
-        same_bits: True: only what gives the bits of the eager kernels is replaced. None: so it is unless the step has
-            4-bit layers, which promise no bits.
-        without: names of patterns to leave alone.
-        check: run the joined step too and compare, from the same state: counters that the step advances are put back
-            before, and caches get the same entries once more.
-        program: makes of a graph, and the example inputs, what runs it.
-        before_write: called with each tensor that was there before and that the step is about to write to.
+        step: returns a tensor, or tuples, lists and dicts of them. State it reads besides its inputs (parameters,
+            caches, static inputs) must stay at the same addresses.
+        example_inputs: of the step; later calls may pass other tensors of the same shapes.
+        same_bits: True: apply bit-exact patterns only. None: as True, unless the step has 4-bit layers, which are not
+            bit-exact anyway.
+        without: names of patterns to skip.
+        check: run the fused step as well and compare, from the same state: tensors that the step mutates are restored
+            first, and caches get the same entries again.
+        program: builds the runner from a graph and the example inputs.
+        before_write: called with each pre-existing tensor that the step is about to mutate.
 
-    Raises: whatever the step raises, and StepRefused where `before_write` is given and the step cannot be recorded.
+    Raises: whatever the step raises, and StepRefused if `before_write` is given and the step cannot be captured.
     """
     with without_collections():
         return _joined(step, example_inputs, _How(same_bits, frozenset(without), check, program, before_write))
 
 
 class _How(NamedTuple):
-    """What `joined` was asked for."""
+    """Options of `joined`."""
 
     same_bits: bool | None
     without: frozenset[str]
@@ -242,7 +241,7 @@ def _joined(step: Callable[..., Any], inputs: Sequence[Any], how: _How) -> Joine
 
 
 def _as_it_is(recorder: StepRecorder, inputs: Sequence[Any], how: _How, refused: Joined) -> Joined:
-    """Record a step again, to be run with nothing replaced, where bits were lost by that; else what is refused."""
+    """Fuse the step again with no pattern, if bits were lost by fusion; else return the refused one."""
     if not how.same_bits or how.without >= _ALL:
         return refused
     _restore(recorder)
@@ -252,7 +251,7 @@ def _as_it_is(recorder: StepRecorder, inputs: Sequence[Any], how: _How, refused:
 
 
 def _restore(recorder: StepRecorder) -> None:
-    """Put back what the step has written, such as counters that it advanced."""
+    """Restore tensors that the step has mutated, such as counters."""
     for tensor, before in reversed(recorder.saved):
         tensor.copy_(before)
 
@@ -261,7 +260,7 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
 def _from_host(recorder: StepRecorder) -> str:
-    """What copies from host memory to the device, which a CUDA graph would do again from an address that is free."""
+    """Return the first copy from host memory to the device, whose address a replay would find freed; "" if none."""
     for node in recorder.graph.nodes:
         if any(form.device.type == "cuda" for form in _forms(node)) and any(map(_is_copied, _reads(node))):
             return f"{node.target} copies from host memory"
@@ -273,20 +272,20 @@ def _reads(node: Node) -> Iterator[tuple[Node, Form]]:
 
 
 def _is_copied(read: tuple[Node, Form]) -> bool:
-    """False for a number that a launch takes for an argument."""
+    """False for a CPU scalar that is passed as a launch argument."""
     node, form = read
     return form.device.type == "cpu" and (form.numel() > 1 or node.target in _COPIES)
 
 
 def _forms(node: Node) -> list[Form]:
-    """The forms of a node's results; none for what gives no tensors."""
+    """Forms of a node's tensor results."""
     forms = form_of(node) if "val" in node.meta else None
     parts = [forms] if forms is None or isinstance(forms, Form) else list(forms)
     return [part for part in parts if part is not None]
 
 
 def _has_rounded_layers(recorder: StepRecorder) -> bool:
-    """True if a layer in 4 bits computes in the step; of `exact` weights it does in a coarse pass."""
+    """True if the step has rounding layers: 4-bit ones, and coarse passes of `exact` weights."""
     layers = recorder.graph.find_nodes(op="call_function", target=linear_without_grad)
     experts = recorder.graph.find_nodes(op="call_function", target=encoded_forward)
     specs = [kernels_of_pass(node.args[0]).spec for node in layers] + [node.args[0].handle.spec for node in experts]
@@ -294,7 +293,7 @@ def _has_rounded_layers(recorder: StepRecorder) -> bool:
 
 
 def _change(graph: StepGraph, without: Collection[str]) -> str:
-    """Apply the patterns that serve where the step computes; return where that is, see `_kind_of_device`."""
+    """Apply the patterns for the step's device; return its kind, see `_kind_of_device`."""
     graph.drop_unused()
     device = _kind_of_device(graph)
     for pattern in PATTERNS:
@@ -305,7 +304,7 @@ def _change(graph: StepGraph, without: Collection[str]) -> str:
 
 
 def _kind_of_device(graph: StepGraph) -> str:
-    """Return where launches of ours run: "cuda", "cpu", or "" where plain torch stands in for them."""
+    """Return where fused kernels run: "cuda", "cpu", or "" where plain torch stands in for them."""
     found = {tensor.device for tensor in graph.given.values() if tensor.is_cuda}
     if not found:
         return "cpu" if build.refusal(torch.device("cpu"), "step") is None else ""
@@ -316,7 +315,7 @@ def _kind_of_device(graph: StepGraph) -> str:
 
 
 def _error_of(program: Callable[..., Any], recorder: StepRecorder, inputs: Sequence[Any], first: Any) -> float | None:
-    """The error of a step's first output of floating point, from the state that the recorded one began with."""
+    """Return the largest relative error of a run's floating-point outputs, from the traced run's initial state."""
     if recorder.random:
         return None
     _restore(recorder)

@@ -1,10 +1,10 @@
-"""Recorders: run a function, keep what it launches, launch that again.
+"""Recorders: capture what a function launches, and replay it.
 
-    tape = recorder.record(step, within)   # `step` reads and writes tensors that stay where they are
-    tape.replay()                          # the same kernels on the same addresses; none of step's Python runs
+    tape = recorder.record(step, within)   # `step` reads and writes tensors at static addresses
+    tape.replay()                          # the same kernels on the same addresses, without step's Python
 
-`CudaRecorder` keeps a CUDA graph. `CpuRecorder` keeps the step itself, which a `Tape` computes. Whatever has the
-members of `Recorder` may take their place.
+`CudaRecorder` captures a CUDA graph. `CpuRecorder` keeps the step itself, which runs a `Tape`. Any object with the
+members of `Recorder` can be used in their place.
 """
 
 import contextlib
@@ -23,41 +23,42 @@ __all__ = ["CpuRecorder", "CudaRecorder", "Recorded", "Recorder", "recorder_for"
 
 
 class Recorded(Protocol):
-    """What was launched."""
+    """Captured launches."""
 
     def replay(self) -> None:
-        """Launch it again, on the current stream."""
+        """Launch them again, on the current stream."""
 
 
 class Recorder(Protocol):
-    """Keeps what a function launches on the device.
+    """Captures a function's launches on a device.
 
     Attributes:
-        lossless: True if it records steps of models whose weights lose no bits, too.
+        lossless: True if it may also capture steps of models with lossless weights.
     """
 
     lossless: bool
 
     def program(self, step: StepGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return what runs the graph of a step in the function to be recorded, on these very inputs."""
+        """Return a runner of a step graph, on exactly these inputs."""
 
     def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> Recorded:
-        """Record a function.
+        """Capture a function.
 
         Args:
-            step: may run more than once; it is not certain to have run when this returns.
-            within: gives a context manager, entered once, for the run that is recorded.
+            step: may run more than once; may not have run when this returns.
+            within: gives a context manager, entered once, around the captured run.
 
         Raises:
-            Exception: whatever they raise, or the device, where the function waits for it; nothing is kept then.
+            Exception: whatever they raise, or the device's error if the function synchronizes; nothing is captured
+                then.
         """
 
     def release(self) -> None:
-        """Free what the tapes hold. Idempotent; they must not be replayed any more."""
+        """Free what captures hold. Idempotent; they must not be replayed afterwards."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory: they never run at one time, and results are copied out."""
+    """Captures CUDA graphs in one memory pool: they never run concurrently, and results are copied out."""
 
     program, lossless = Program, True
 
@@ -67,7 +68,7 @@ class CudaRecorder:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> torch.cuda.CUDAGraph:
-        """Run `step` once on a stream beside the current one, which compiles kernels and makes handles; capture it."""
+        """Warm up `step` on a side stream (compiles kernels, creates handles), then capture it."""
         stream = self._stream = self._stream or torch.cuda.Stream(self._device)
         current = torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
@@ -83,7 +84,7 @@ class CudaRecorder:
 
     def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with without_collections():  # a tensor that is collected meanwhile would be freed within the capture
+        with without_collections():  # a tensor collected during capture would be freed within it
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 step()
@@ -98,14 +99,14 @@ class CudaRecorder:
         return graph
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture whose function has raised; the device may refuse to, since it waits for nothing meanwhile."""
+        """End the capture of a function that has raised; capture_end may fail, for example after a synchronization."""
         try:
             graph.capture_end()
         except RuntimeError:
             self._recover()
 
     def _recover(self) -> None:
-        """Undo what a capture that did not end leaves: torch's allocator and random numbers take it for running."""
+        """Reset torch's allocator and RNG state after a failed capture, which they take for active."""
         index = self._device.index if self._device.index is not None else torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):
             end_allocate_to_pool(index, self._pool)
@@ -114,7 +115,7 @@ class CudaRecorder:
         empty.capture_end()
 
     def release(self) -> None:
-        """Free the graphs and their pool, once the device has finished with them."""
+        """Synchronize, then free the graphs and their pool."""
         if self._graphs:
             torch.cuda.synchronize(self._device)
         for graph in self._graphs:
@@ -128,22 +129,22 @@ class _Again:
 
 
 class CpuRecorder:
-    """Records steps that are computed by tapes: a replay is one more run of what little Python is left."""
+    """Captures steps that run CPU tapes: a replay calls the function, with little Python left in it."""
 
     program, lossless = Tape, False
 
     def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> _Again:
-        """Keep the function; it does not run now."""
+        """Keep the function without running it."""
         with within():
             return _Again(step)
 
     def release(self) -> None:
-        """Nothing is held: tapes go with their recordings."""
+        """No-op: tapes are freed with their captures."""
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Put off collections of cyclic garbage."""
+    """Suspend cyclic garbage collection."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -154,7 +155,7 @@ def without_collections() -> Iterator[None]:
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """Return the recorder of a device; None where there is none."""
+    """Return the recorder for a device; None if it has none."""
     if device.type == "cuda":
         return CudaRecorder(device)
     return CpuRecorder() if device.type == "cpu" else None

@@ -1,7 +1,7 @@
-"""Compiling what a joined step launches, all at once, before it first runs.
+"""Ahead-of-time compilation of all kernels that a fused step launches, before its first run.
 
-The graph of a step says every launch: each kind of call is made once here, on the tensors it will be given or, for
-results of other calls, on memory of their form. Nothing is launched (`vbrt.kernels.cuda.compiling`).
+Each distinct call in the step graph is made once, on the given tensors, or on empty memory of the same form for results
+of other calls. Nothing is launched (`vbrt.kernels.cuda.compiling`).
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from vbrt.libraries.torch_api import OpOverload
 
 __all__ = ["compile_launches"]
 
-#: calls that launch kernels of ours, and do nothing by the numbers in their tensors
+#: functions that launch vbrt kernels, independently of tensor values
 _FUNCTIONS = {kernels.attended, kernels.normed, kernels.rotated, kernels.rotated_into, kernels.routed, kernels.summed}
 _OPERATORS = ("vbrt::fp4_linear", "vbrt::fp4_linears", "vbrt::fp4_gated", "vbrt::fp4_residual", "vbrt::normed_sum")
 
 
 def compile_launches(step: StepGraph) -> list[Compilation]:
-    """Begin to compile what the step's launches need; return what was begun. A failure is counted in `step.kept`."""
+    """Start to compile the step's kernels; return the compilations. Failures are counted in `step.kept`."""
     calls = {}
     for node in step.graph.nodes:
         if node.op == "call_function" and _launches(node.target):
@@ -36,7 +36,7 @@ def compile_launches(step: StepGraph) -> list[Compilation]:
         with noting() as found, unwatched():
             for node in calls.values():
                 node.target(*map_arg(node.args, _stand_in(step)), **map_arg(node.kwargs, _stand_in(step)))
-    except Exception as error:  # noqa: BLE001 - the step compiles what it launches, and raises what is wrong
+    except Exception as error:  # noqa: BLE001 - launches compile instead, and raise real errors
         step.kept[f"nothing was compiled ahead: {type(error).__name__}: {error}"] += 1
         return []
     begin(found)
@@ -50,12 +50,12 @@ def _launches(target: Any) -> bool:
 
 
 def _kind(step: StepGraph) -> Callable[[Node], str]:
-    """What kernels can tell apart: the form of a tensor, and how it is aligned."""
+    """Specialization key of a tensor argument: its form and 16-byte alignment."""
     return lambda node: f"{form_of(node)} {step.given[node].data_ptr() % 16 if node in step.given else 0}"
 
 
 def _stand_in(step: StepGraph) -> Callable[[Node], Tensor]:
-    """A given tensor itself, memory of it for a view, which may be of a whole cache, or memory of a result's form."""
+    """Stand-in argument: a given tensor itself, a view of its storage, or empty memory of a result's form."""
 
     def made(node: Node) -> Tensor:
         if node in step.given:

@@ -1,4 +1,4 @@
-"""A recorded step as a graph that can be changed and run."""
+"""Step graph: a traced step as an FX graph that fusion transforms, and an interpreter for it."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ __all__ = ["Program", "StepGraph"]
 
 
 class StepGraph:
-    """The graph of a step while joins change it.
+    """The FX graph of a step during fusion.
 
     Attributes:
         graph, given, written: as of `StepRecorder`.
-        same_bits: True if only what gives the same bits may be put in place of anything.
-        joined: name of a pattern -> how often it was replaced.
-        kept: why something like a pattern stays as it is -> how often.
+        same_bits: True if only bit-exact replacements are allowed.
+        joined: pattern -> number of replacements.
+        kept: reason -> number of rejected candidates.
     """
 
     def __init__(self, recorder: StepRecorder, *, same_bits: bool) -> None:
@@ -31,44 +31,44 @@ class StepGraph:
         self.kept: Counter[str] = Counter()
 
     def calls(self, *targets: Any) -> list[Node]:
-        """The nodes that call one of these operators or functions, in order."""
+        """Nodes that call one of these operators or functions, in order."""
         return [node for node in self.graph.nodes if node.op == "call_function" and node.target in targets]
 
     def places(self) -> dict[Node, int]:
-        """Where each node stands in the order."""
+        """Index of each node in execution order."""
         return {node: at for at, node in enumerate(self.graph.nodes)}
 
     def is_fixed(self, *nodes: Any) -> bool:
-        """True if nothing in the step writes to the memory of these results."""
+        """True if the step never writes to the memory of these results."""
         return all(not isinstance(node, Node) or root_of(node) not in self.written for node in nodes)
 
     def constant(self, tensor: Tensor) -> Node:
-        """A placeholder for a tensor that layers hold."""
+        """Add a placeholder for a tensor that a layer holds."""
         return self._give(tensor)
 
     def call(self, before: Node, function: Callable[..., Any], args: tuple, val: Any, *, effect: bool = False) -> Node:
-        """Put a call in front of a node; `val`: the Form of its result or a tuple of them."""
+        """Insert a call before a node; `val`: the Form of its result, or a tuple of them."""
         with self.graph.inserting_before(before):
             node = self.graph.create_node("call_function", function, args, {})
         node.meta.update(val=val, effect=effect)
         return node
 
     def item(self, of: Node, at: int) -> Node:
-        """A part of a call's result, right behind it."""
+        """Insert an item of a call's tuple, right after it."""
         with self.graph.inserting_after(of):
             node = self.graph.call_function(_item, (of, at))
         node.meta["val"] = of.meta["val"][at]
         return node
 
     def replace(self, node: Node, other: Node) -> None:
-        """Have everything that reads a node read another one, of the same dtype and shape."""
+        """Redirect all users of a node to another one of the same shape and dtype."""
         ours, theirs = node.meta["val"], other.meta["val"]
         if isinstance(ours, Form) and (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
             raise AssertionError(f"{node}: {ours} replaced by {theirs}")
         node.replace_all_uses_with(other)
 
     def drop_unused(self) -> None:
-        """Remove what has no effect and that nothing reads."""
+        """Dead-code elimination: remove unused nodes without effects."""
         for node in reversed(list(self.graph.nodes)):
             if node.op == "call_function" and not node.users and not node.meta.get("effect"):
                 self.graph.erase_node(node)
@@ -79,12 +79,12 @@ def _item(values: Sequence[Any], at: int) -> Any:
 
 
 class Program:
-    """Runs a graph: operator after operator, results dropped after their last use; `nbytes` that stay: none."""
+    """Interpreter of a step graph; frees results after their last use. `nbytes` of static buffers: none."""
 
     nbytes = 0
 
     def __init__(self, step: StepGraph, inputs: Sequence[Any]) -> None:
-        """inputs: tensors that a call may put others in the place of."""
+        """inputs: tensors that a call may substitute."""
         nodes = list(step.graph.nodes)
         self._given = {node: tensor for node, tensor in step.given.items() if node.users}
         by_id = {id(tensor): node for node, tensor in self._given.items()}
@@ -97,11 +97,11 @@ class Program:
         return len(self._steps)
 
     def calls(self) -> Counter[str]:
-        """What is called how often."""
+        """Number of calls by function name."""
         return Counter(getattr(node.target, "__name__", str(node.target)) for node in self._steps)
 
     def __call__(self, *inputs: Any) -> Any:
-        """The step's outputs."""
+        """Run the step; return its outputs."""
         values = dict(self._given)
         for node, tensor in zip(self._inputs, inputs, strict=True):
             if node is not None:
@@ -115,7 +115,7 @@ class Program:
 
 
 def _last_uses(steps: Sequence[Node], output: Any) -> dict[Node, list[Node]]:
-    """Node -> the results that nothing reads after it."""
+    """Node -> results whose last use it is."""
     seen: set[Node] = set()
     map_arg(output, seen.add)
     last: dict[Node, list[Node]] = {}

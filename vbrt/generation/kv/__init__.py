@@ -1,9 +1,9 @@
 """KV cache in the tiers: `vbrt.KVCache`, for `generate(past_key_values=...)` and
 `generate(cache_implementation="vbrt")`.
 
-Keys and values of new tokens enter; keys and values of all tokens leave, a layer at a time. Tokens are sealed into
-pages (as they are, or in 8 or 4 bits), pages into extents, and extents live in the GPU, CPU and SSD tiers under the
-weights' budgets, prefetched through a ring.
+`layer_tokens` seals a layer's tokens into pages (16, 8 or 4 bits, `quantized`); `extent_store` groups pages into
+extents in the GPU, CPU and SSD tiers, under the same budgets as the weights; `fetch_ring` prefetches them layer by
+layer.
 """
 
 __all__: list[str] = []

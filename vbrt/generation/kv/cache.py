@@ -1,12 +1,12 @@
-"""`vbrt.KVCache`: a cache of keys and values for transformers' models, in the tiers of a wrapped model.
+"""`vbrt.KVCache`: a KV cache for transformers' models, stored in the tiers of a wrapped model.
 
     cache = vbrt.KVCache(vb)                      # or bits=8, bits=4, room="4GiB"
     vb.generate(ids, cache=cache)
 
-A drop-in for `transformers.DynamicCache`: what a layer's `update` returns is what that returns, with `bits = 16` bit
-for bit. It is gathered anew for each layer, as DynamicCache concatenates its tensors anew: one layer's keys and values
-are the scratch that no budget counts. Layers that keep no tokens, or few, stay transformers' own: linear attention, and
-windows shorter than the tail.
+Drop-in for `transformers.DynamicCache`: a layer's `update` returns the same tensors, bit-exact with `bits = 16`. They
+are gathered for each layer and call, as DynamicCache concatenates anew: one layer's keys and values are scratch memory
+outside of all budgets. Layers that cache no tokens or few remain transformers' own: linear attention, and windows
+shorter than the tail.
 """
 
 import contextlib
@@ -48,35 +48,36 @@ KV_CACHE.check()
 
 
 class KVLayer(CacheLayerMixin):
-    """The keys and values of one attention layer, [B, H, T, D], in pages."""
+    """Keys and values [B, H, T, D] of one attention layer, in pages."""
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, tokens: LayerTokens) -> None:  # the parent's would set what is worked out here
+    def __init__(self, tokens: LayerTokens) -> None:  # super() sets what are properties here
         self.tokens = tokens
         self._values: Tensor | None = None
 
-    # -- what transformers' layers have -------------------------------------------------------------------------------
+    # -- interface of transformers' cache layers
+    # --------------------------------------------------------------------------
 
     @property
     def is_initialized(self) -> bool:
-        """True once it has been given tokens."""
+        """True after the first tokens."""
         return self.tokens.held is not None
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of keys and values; None before the first tokens."""
+        """Dtype of keys and values; None before the first tokens."""
         return self.tokens.held.code.shape.dtype if self.is_initialized else None
 
     @property
     def device(self) -> torch.device:
-        """Where they are computed with."""
+        """The tiers' computing device."""
         return self.tokens.store.stack.device
 
     @property
     def keys(self) -> Tensor | None:
-        """All keys that the next tokens see, gathered; reading `values` next costs nothing more."""
+        """Keys that the next tokens attend to, gathered; `values` read next is free."""
         if not self.is_initialized:
             return None
         with self._lock:
@@ -85,7 +86,7 @@ class KVLayer(CacheLayerMixin):
 
     @property
     def values(self) -> Tensor | None:
-        """All values that the next tokens see, gathered."""
+        """Values that the next tokens attend to, gathered."""
         if not self.is_initialized:
             return None
         values, self._values = self._values, None
@@ -95,16 +96,16 @@ class KVLayer(CacheLayerMixin):
         return values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Reserve the tail for tensors of these shapes."""
+        """Allocate the tail for these shapes."""
         self.tokens.begin(key_states, value_states)
 
     @uncompiled(reason="a KVCache grows, and its pages move")
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add tokens; return keys [B, H, T, K] and values [B, H, T, V] of all that they see.
+        """Append tokens; return keys [B, H, T, K] and values [B, H, T, V] that they attend to.
 
         Raises:
-            TierError: no tier has room for them, or a page cannot be read; the layer is as it was.
-            WrapError: they are part of autograd's graph, of another device, or recorded by a CUDA graph.
+            TierError: no tier has room for them, or a page cannot be read; the layer is unchanged.
+            WrapError: they require gradients, are on another device, or are being captured in a CUDA graph.
         """
         self._check(key_states, value_states)
         self._values = None
@@ -113,7 +114,7 @@ class KVLayer(CacheLayerMixin):
 
     @property
     def _lock(self) -> threading.RLock:
-        """Held while pages are used: no budget change and no other cache moves them meanwhile."""
+        """Held while pages are in use, so that no budget change and no other cache moves them."""
         return self.tokens.store.stack.encoding
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
@@ -134,32 +135,32 @@ class KVLayer(CacheLayerMixin):
                 )
 
     def get_seq_length(self) -> int:
-        """Return the tokens so far."""
+        """Return the number of tokens so far."""
         return self.tokens.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys queries of this length see, and the position of the first."""
+        """Return how many keys queries of this length attend to, and the position of the first key."""
         return self.tokens.past + query_length, self.tokens.length - self.tokens.past
 
     def get_max_length(self) -> int:
-        """Return -1: there is none."""
+        """Return -1: unbounded."""
         return -1
 
     def offload(self) -> None:
-        """Do nothing: tiers do that."""
+        """No-op: the tiers offload."""
 
     prefetch = offload
 
     def reset(self) -> None:
-        """Forget all tokens; their pages are freed."""
+        """Drop all tokens and free their pages."""
         self._values = None
         self.tokens.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, so many as the negative number says.
+        """Remove the last -`tokens_to_remove` tokens.
 
         Raises:
-            ArgumentError: a positive number, which older versions of transformers took for the length to keep.
+            ArgumentError: a positive number, which older versions of transformers took as the length to keep.
         """
         if tokens_to_remove > 0:
             raise ArgumentError(f"crop({tokens_to_remove}): expected a negative number, of tokens to remove")
@@ -169,13 +170,13 @@ class KVLayer(CacheLayerMixin):
                 self.tokens.crop(-tokens_to_remove)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Have the sequences be those of these numbers, in this order, or those that a mask holds True for."""
+        """Select sequences by index, in this order, or by a bool mask."""
         self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
     reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have each sequence `repeats` times."""
+        """Repeat each sequence `repeats` times."""
         if self.get_seq_length():
             batch = self.tokens.held.code.shape.batch
             self._select(torch.arange(batch, dtype=torch.int64, device=self.device).repeat_interleave(repeats))
@@ -188,18 +189,18 @@ class KVLayer(CacheLayerMixin):
 
 
 class KVSlidingLayer(KVLayer):
-    """The same for a layer whose queries see a window; pages that it has left behind are freed."""
+    """KVLayer with sliding-window attention; pages behind the window are freed."""
 
     is_sliding = True
 
     @property
     def sliding_window(self) -> int:
-        """Tokens that a query sees, itself included."""
+        """Tokens that a query attends to, itself included."""
         return self.tokens.window
 
     @property
     def record_past(self) -> bool:
-        """True while pages behind the window are kept, to be cropped back to."""
+        """True while pages behind the window are kept, for a later `crop`."""
         return self.tokens.keep_past
 
     @record_past.setter
@@ -211,14 +212,14 @@ class KVSlidingLayer(KVLayer):
         self.tokens.keep_past = True
 
     def get_max_length(self) -> int:
-        """Return the window."""
+        """Return the window size."""
         return self.tokens.window
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove tokens, and what the window has then left behind.
+        """Remove tokens, then drop pages behind the window.
 
         Raises:
-            WrapError: the window would need tokens that have been dropped: `activate_past_recording` keeps them.
+            WrapError: the window would need dropped tokens; `activate_past_recording` keeps them.
         """
         held = self.tokens.held
         if held is not None and tokens_to_remove < 0:
@@ -235,29 +236,29 @@ class KVSlidingLayer(KVLayer):
 
 
 class KVCache(DynamicCache):
-    """Keys and values in the tiers of a wrapped model: on the computing device while its budget has room, then in host
-    memory, then in files. They are written there once and come back ahead of their use, layer by layer.
+    """KV cache in the tiers of a wrapped model: on the computing device within its budget, then in host memory, then in
+    files. Pages are written once and prefetched layer by layer.
 
-    For an encoder–decoder model this is a `transformers.EncoderDecoderCache` of two of them.
+    For an encoder-decoder model the constructor returns a `transformers.EncoderDecoderCache` of two of them.
 
     Args:
-        vb: what `vbrt.wrap`, `load` or `from_pretrained` returned, or the model in it.
-        bits: of a value in a sealed page: 16 (as it is), 8 or 4, see `vbrt.generation.kv.quantized` for the error.
-        page: tokens a page. Between one and two pages of the last tokens are always kept as they are.
-        room: of the computing tier that the cache takes, in bytes or as "4GiB": weights give way to it. By default what
-            pages that live there leave, but for slots that others pass through.
+        vb: result of `vbrt.wrap`, `load` or `from_pretrained`, or the model in it.
+        bits: per value in sealed pages: 16 (unchanged), 8 or 4; for the error see `vbrt.generation.kv.quantized`.
+        page: tokens per page. The last one to two pages of tokens always stay unquantized.
+        room: share of the computing tier for the cache, in bytes or as "4GiB"; weights are evicted for it. Default:
+            what resident pages leave there, minus streaming slots.
 
     Attributes:
         store: the pages.
-        fallbacks: sentences for users: which layers hold their tokens elsewhere.
+        fallbacks: messages for users: which layers keep their tokens outside of the tiers.
 
     Raises:
-        ArgumentError: an argument that is none of these.
-        WrapError: not a wrapped model, or one without a transformers config.
+        ArgumentError: an argument is out of range.
+        WrapError: the model is not wrapped, or has no transformers config.
     """
 
     def __new__(cls, vb: nn.Module, **options: Any) -> Cache:
-        """Return the cache, or the pair of an encoder–decoder model."""
+        """Return the cache, or an EncoderDecoderCache of two for an encoder-decoder model."""
         config = getattr(_attachment_of(vb).model, "config", None)
         if getattr(config, "is_encoder_decoder", False):
             return EncoderDecoderCache(_made(cls, vb, **options), _made(cls, vb, **options))
@@ -274,7 +275,7 @@ class KVCache(DynamicCache):
         if not hasattr(config, "get_text_config"):
             raise WrapError(
                 f"KVCache({type(attachment.model).__name__}): expected a model with a transformers config, which says "
-                "what its layers cache"
+                "which kinds of cache layers it has"
             )
         attachment.materialize(progress=False)
         plain = DynamicCache(config=config.get_text_config(decoder=True)).layers
@@ -286,7 +287,7 @@ class KVCache(DynamicCache):
         self._begin()
 
     def _layer(self, plain: CacheLayerMixin, paged: list[CacheLayerMixin]) -> CacheLayerMixin:
-        """Return the layer that stands for one of transformers', or that itself."""
+        """Return the KVLayer that replaces a transformers layer, or that layer itself."""
         if plain not in paged:
             return plain
         window = getattr(plain, "sliding_window", None)
@@ -294,7 +295,7 @@ class KVCache(DynamicCache):
         return KVLayer(tokens) if window is None else KVSlidingLayer(tokens)
 
     def _begin(self) -> None:
-        """Tell the store in which order pages are read, and the runtime of the cache."""
+        """Set the store's prefetch order, and register the cache with the runtime."""
         refs = [weakref.ref(layer.tokens) for layer in self.layers if isinstance(layer, KVLayer)]
 
         def order(place: Place) -> tuple[Place, Extent, int] | None:
@@ -309,29 +310,30 @@ class KVCache(DynamicCache):
         self.store.order = order
         self._runtime.caches.add(self)
 
-    # -- its own ------------------------------------------------------------------------------------------------------
+    # -- vbrt's interface
+    # -------------------------------------------------------------------------------------------------
 
     @property
     def plain_layers(self) -> dict[int, str]:
-        """Layers that are transformers' own, on the computing device and in no budget, by number: their kind."""
+        """Index -> class name of layers that remain transformers' own, on the computing device, outside of budgets."""
         return {n: type(layer).__name__ for n, layer in enumerate(self.layers) if not isinstance(layer, KVLayer)}
 
     @property
     def name(self) -> str:
-        """In stats and timelines."""
+        """Name in stats and timelines."""
         return self.store.name
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages, in all tiers."""
+        """Bytes of all pages in all tiers."""
         return self.store.nbytes
 
     def movable(self) -> contextlib.AbstractContextManager[None]:
-        """Let budget changes move pages in a `with` block."""
+        """Allow budget changes to move pages in a `with` block."""
         return self.store.movable()
 
     def stats(self) -> CacheStats:
-        """Return a frozen snapshot of its counters."""
+        """Return a frozen snapshot of the counters."""
         tally, paged = self.store.tally, [layer for layer in self.layers if isinstance(layer, KVLayer)]
         return CacheStats(
             bits=self.bits,
@@ -346,20 +348,20 @@ class KVCache(DynamicCache):
         )
 
     def align(self) -> None:
-        """Have all layers hold as many tokens as the shortest: for going on after a pass that was interrupted."""
+        """Crop all layers to the shortest one, to continue after an interrupted pass."""
         lengths = [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
         for layer in self.layers:
             if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > min(lengths):
                 layer.crop(min(lengths) - layer.get_seq_length())
 
     def close(self) -> None:
-        """Forget all tokens and free the pages now, not with the next access to the tiers. Idempotent."""
+        """Drop all tokens and free the pages now instead of at the next access to the tiers. Idempotent."""
         for layer in self.layers:
             layer.reset()
         self.store.close()
 
     def __deepcopy__(self, memo: dict) -> "KVCache":
-        """Return a cache that goes on by itself: sealed pages are shared, as they never change."""
+        """Return an independent cache: sealed pages are shared (they are immutable), tails are copied."""
         copied = Cache.__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("layers", "store")})
@@ -369,7 +371,7 @@ class KVCache(DynamicCache):
         return copied
 
     def _copied(self, layer: CacheLayerMixin, memo: dict) -> CacheLayerMixin:
-        """Return a copy of another cache's layer for this one."""
+        """Return a copy of another cache's layer, on this cache's store."""
         if not isinstance(layer, KVLayer):
             return copy.deepcopy(layer, memo)
         old = layer.tokens
@@ -385,7 +387,7 @@ class KVCache(DynamicCache):
 
 
 def _store(runtime: Runtime, layers: int, room: int | None) -> KVStore:
-    """Return the store of a cache on a runtime."""
+    """Return a new store on a runtime."""
 
     def stores() -> list[KVStore]:
         runtime.open_stores()
@@ -410,7 +412,7 @@ def _made(cls: type[KVCache], vb: nn.Module, **options: Any) -> KVCache:
 
 
 def _attachment_of(vb: nn.Module) -> Attachment:
-    """Return the place on a runtime of a wrapped model, or of the first one in it."""
+    """Return the attachment of a wrapped model, or of the first one within it."""
     model = vb if isinstance(vb, nn.Module) else getattr(vb, "model", None)  # a pipeline's
     for module in model.modules() if isinstance(model, nn.Module) else ():
         hook = pass_hook_of(module)
@@ -420,7 +422,7 @@ def _attachment_of(vb: nn.Module) -> Attachment:
 
 
 def _announced(plain: dict[int, str], layers: list[CacheLayerMixin]) -> list[str]:
-    """Warn of layers that keep all their tokens outside of the tiers; return what was said."""
+    """Warn about layers that keep all their tokens outside of the tiers; return the messages."""
     found = [n for n in plain if isinstance(layers[n], CacheLayerMixin) and not getattr(layers[n], "is_sliding", False)]
     if not found:
         return []
@@ -431,7 +433,7 @@ def _announced(plain: dict[int, str], layers: list[CacheLayerMixin]) -> list[str
 
 
 def _is_paged(layer: CacheLayerMixin, page: int) -> bool:
-    """True for layers that keep all their tokens, or more than the tail has."""
+    """True for layers that cache all tokens, or a window longer than the tail."""
     if type(layer) is DynamicSlidingWindowLayer:
         return layer.sliding_window > TAIL_PAGES * page
     return type(layer) is DynamicLayer

@@ -1,4 +1,4 @@
-"""`generate(cache_implementation="vbrt")`: a cache in the tiers, by the argument that transformers has for its own."""
+"""`generate(cache_implementation="vbrt")`: create a `vbrt.KVCache` through transformers' own argument."""
 
 import importlib
 from collections.abc import Mapping
@@ -14,10 +14,11 @@ _NAME = "vbrt"
 
 
 def with_asked_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `generate`, with a `vbrt.KVCache` where they ask for one; `cache_config`, a dict, has its
-    options. A cache may be named "cache" or "past_key_values", whatever the installed transformers calls it."""
+    """Return `generate`'s arguments, with a `vbrt.KVCache` if they ask for one; its options are the dict
+    `cache_config`. Both names of the cache argument, "cache" and "past_key_values", are mapped to the installed
+    transformers' one."""
     if kwargs.get("cache_implementation") != _NAME:
         return as_generate_names_it(kwargs)
     rest = {name: value for name, value in kwargs.items() if name not in ("cache_implementation", "cache_config")}
-    made = importlib.import_module("vbrt.generation.kv.cache")  # needs transformers, which a model that generates is of
+    made = importlib.import_module("vbrt.generation.kv.cache")  # imports transformers, which a generating model has
     return as_generate_names_it({**rest, "cache": made.KVCache(model, **(kwargs.get("cache_config") or {}))})

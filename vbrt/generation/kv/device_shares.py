@@ -1,18 +1,18 @@
-"""How a KV cache divides its room on the computing device: open pages, the ring's slots, and the layers' shares."""
+"""Split of a KV cache's room on the computing device: tails (open pages), ring slots, and each layer's share."""
 
 from dataclasses import dataclass
 
 __all__ = ["Needs", "Sizes", "whole"]
 
-_EXTENT_BYTES = 16 << 20  # a link's full speed needs copies of this size
+_EXTENT_BYTES = 16 << 20  # copies of this size reach the link's full bandwidth
 _FEWEST_SLOTS, _MOST_SLOTS = 8, 32
-_RING_PART = 8  # of the room, at most: where a third of all pages has its home there, two layers' others
+_RING_PART = 8  # denominator: at most an eighth of the room
 _UNIT = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes that each layer may have in extents, how many slots the ring has, and the bytes of the largest extent."""
+    """Per-layer bytes for extents, number of ring slots, and bytes of the largest extent."""
 
     share: int
     slots: int
@@ -21,7 +21,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a cache needs: a tail for each of its layers, pages of this size, and a ring where tiers lie below."""
+    """Fixed needs of a cache: a tail per layer, pages of this size, and a ring if there are lower tiers."""
 
     layers: int
     tail_bytes: int
@@ -29,10 +29,10 @@ class Needs:
     ring: bool
 
     def divide(self, room: int, held: int = 0) -> Sizes:
-        """Divide the room. The share is negative where there is too little.
+        """Split the room. The share is negative if the room is too small.
 
         Args:
-            held: bytes of the largest extent that is there already: a slot holds it.
+            held: bytes of the largest existing extent, which a slot must hold.
         """
         ring = min(_MOST_SLOTS * _EXTENT_BYTES, (room - self._tails) // _RING_PART) if self.ring else 0
         slot = min(_EXTENT_BYTES, ring // _FEWEST_SLOTS) if self.ring else _EXTENT_BYTES
@@ -42,14 +42,14 @@ class Needs:
         return Sizes((room - self._tails - slots * whole(extent)) // self.layers, slots, extent)
 
     def fixed(self, sizes: Sizes) -> int:
-        """Return the bytes that are needed whatever the tokens."""
+        """Return the bytes needed independently of the number of tokens."""
         return self._tails + sizes.slots * whole(sizes.extent)
 
     @property
     def _tails(self) -> int:
-        return (self.layers + 1) * whole(self.tail_bytes)  # while a batch changes a layer has two
+        return (self.layers + 1) * whole(self.tail_bytes)  # one spare, for changes of a batch size
 
 
 def whole(nbytes: int) -> int:
-    """Return the bytes of a stack's page that holds so many."""
+    """Round up to the stack's page granularity."""
     return -(-nbytes // _UNIT) * _UNIT

@@ -1,13 +1,13 @@
-"""Where the pages of a KV cache live: extents in the tiers of a runtime, under the budgets of the weights.
+"""Extent store: pages of a KV cache in the tiers of a runtime, under the same budgets as the weights.
 
-An *extent* is room for up to 16 MiB of pages of one layer, side by side, and one page of the stack: so one copy moves
-many pages, at the link's speed. Pages are written into it once, as they are sealed, and never change. Its home is the
-computing tier while the layer's share of the room lasts, else the first tier below with room. Every layer has the same
-share, so the link has something to do all through a pass.
+An *extent* is room for up to 16 MiB of pages of one layer, contiguous, in one page of the stack: so one copy moves many
+KV pages at the link's full bandwidth. Pages are written into it once, when sealed, and are immutable. Its home is the
+computing tier while the layer's share lasts, else the first lower tier with room. All layers have equal shares, so that
+the link stays busy throughout a pass.
 
-Extents are *put*: no policy hears of them and no rehoming moves them, weights beside them are used as if they were not
-there. Their order of use is known without learning (layer by layer, oldest tokens first), so they come through a ring
-of their own (`fetch_ring.py`). A budget change releases them for its length, and the stack moves them as any page.
+Extents are *put* (pinned to their home): policies ignore them, and rehoming does not move them. Their order of use is
+known (layer by layer, oldest tokens first), so they are prefetched through their own ring (`fetch_ring.py`). A budget
+change releases them for its duration; the stack then moves them like any page.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from vbrt.tiers import Level, Owner, Page, Tally, TierStack
 
 __all__ = ["Extent", "KVStore", "Memory"]
 
-_PASSING_PAGES = 4  # slots that weights pass through: two leased, two ahead
+_PASSING_PAGES = 4  # streaming slots of weights: two leased, two prefetched
 _names, _serials = itertools.count(1), itertools.count()
 
 
 class Memory:
-    """Bytes of one page of the stack that stay where they are while this object lives."""
+    """Allocation of one page of the stack, which stays in place while this object lives."""
 
     __slots__ = ("__weakref__", "key", "owner", "page", "stack")
 
     def __init__(self, stack: TierStack, key: str, home: str, nbytes: int, content: Tensor | None = None) -> None:
-        """Reserve `nbytes` in a tier, a store with their content. Raises TierError: no room, or an unwritten file."""
+        """Allocate `nbytes` in a tier; a file tier needs the content. Raises TierError: no room, or a failed write."""
         self.stack, self.key, self.owner = stack, key, Owner(stack)
         layout = build_layout("dense", "kv", [("pages", "uint8", (nbytes,))])
 
@@ -52,37 +52,37 @@ class Memory:
         self.put()
 
     def put(self) -> None:
-        """Have the page stay where it is, unless it is gone."""
-        with self.stack.guard.lock:
+        """Pin the page to its home; a no-op if it is gone."""
+        with self.stack.guard.entered:
             if self.stack.pages.get(self.key) is self.page and self.page.put is None:
                 self.stack.ledger.put(self.page, self.owner.claim)
 
     def release(self) -> None:
-        """Let budget changes move the page; waits for the device."""
-        with self.stack.guard.lock:
+        """Unpin the page, so that budget changes may move it; synchronizes with the device."""
+        with self.stack.guard.entered:
             if self.stack.pages.get(self.key) is self.page and self.page.put is not None:
                 self.stack.ledger.release_put(self.page)
 
     @property
     def level(self) -> Level:
-        """The tier where it lives. Raises TierError if the stack was closed."""
+        """The page's home tier. Raises TierError if the stack is closed."""
         self.stack.ledger.check_open(self.key)
         return self.stack.levels[self.page.home]
 
     @property
     def bytes(self) -> Tensor:
-        """Its bytes in a memory tier."""
+        """The page's bytes, in a memory tier."""
         return self.level.slots[self.key].view
 
 
 class Extent(Memory):
-    """Room for `capacity` pages of a layer, of which `filled` are written; they never change.
+    """Room for `capacity` pages of one layer, the first `filled` of them written; written pages are immutable.
 
     Attributes:
-        code: of the pages.
-        serial: the order in which extents were made.
-        shared: True once a copy of the cache has it: both go on in extents of their own.
-        written: when its last page has left the computing device; None where nothing has to be waited for.
+        code: encoding of the pages.
+        serial: creation order.
+        shared: True once a copy of the cache shares it: both append to new extents.
+        written: event of the last D2H write; None if there is nothing to wait for.
     """
 
     __slots__ = ("capacity", "code", "filled", "serial", "shared", "written")
@@ -97,11 +97,11 @@ class Extent(Memory):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the budget that it takes."""
+        """Bytes charged to the budget."""
         return self.page.nbytes
 
     def pages(self, count: int) -> Tensor:
-        """Return the first pages, uint8 [count, page_bytes], in a memory tier."""
+        """Return the first `count` pages, uint8 [count, page_bytes], in a memory tier."""
         return self.bytes[: count * self.code.page_bytes].view(count, -1)
 
 
@@ -109,13 +109,13 @@ M = TypeVar("M", bound=Memory)
 
 
 class Alive(Generic[M]):
-    """Those of the added that are alive. May be walked while other threads add."""
+    """Weak set of allocations; safe to iterate while other threads add."""
 
     def __init__(self) -> None:
         self._refs: weakref.WeakValueDictionary[str, M] = weakref.WeakValueDictionary()
 
     def add(self, memory: M) -> None:
-        """Add one."""
+        """Add an allocation."""
         self._refs[memory.key] = memory
 
     def __iter__(self) -> Iterator[M]:
@@ -126,20 +126,20 @@ class Alive(Generic[M]):
 
 
 class KVStore:
-    """The pages of one cache.
+    """Pages of one cache.
 
     Args:
         stack: of the model's runtime.
-        layers: how many keep pages.
-        room: bytes of the computing tier that the cache may take; None: what weights leave.
-        others: returns the stores of all caches on the runtime, this one's too.
-        give_way: has weights leave so many bytes to a cache that names its room.
+        layers: number of paged layers.
+        room: bytes of the computing tier for the cache; None: what weights leave.
+        others: returns the stores of all caches on the runtime, including this one's.
+        give_way: evicts weights to free that many bytes for a cache with an explicit room.
 
     Attributes:
         name: in keys, stats and timelines.
-        tally: counts extents that were where kernels compute (hits), that came through the ring (misses), and the bytes
-            moved; on a link upwards, such as "gpu>cpu", those that were written.
-        extents: that live, by layer.
+        tally: counts extents read in place (hits) and through the ring (misses), and bytes moved; links such as
+            "gpu>cpu" count writes.
+        extents: live extents, by layer.
     """
 
     def __init__(
@@ -157,10 +157,10 @@ class KVStore:
         self.tally = Tally()
         self.extents = {layer: Alive[Extent]() for layer in range(self.layers)}
         self.tails = Alive[Memory]()
-        self.order: Callable = lambda place: None  # what comes after a place; the cache sets it
-        self._sizes: Sizes | None = None  # until a budget changes
+        self.order: Callable = lambda place: None  # next extent to prefetch after a place; set by the cache
+        self._sizes: Sizes | None = None  # None: recompute after a budget change
         self._ring: Ring | None = None
-        self._peers = 0  # that the room was divided with
+        self._peers = 0  # caches that the room was shared with
         self._serial, self._passing_bytes, self._tail_bytes, self._page_bytes = itertools.count(), 0, 0, 0
         self._out = torch.cuda.Stream(stack.device) if stack.device.type == "cuda" else None
 
@@ -168,13 +168,13 @@ class KVStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages, the ring's among them, in all tiers."""
+        """Bytes of all pages in all tiers, ring included."""
         extents = sum(extent.nbytes for layer in self.extents.values() for extent in layer)
         ring = self._ring.nbytes if self._ring else 0
         return extents + ring + sum(tail.page.nbytes for tail in self.tails)
 
     def bytes_by_tier(self) -> dict[str, int]:
-        """Return the bytes of all pages in each tier."""
+        """Return the bytes of all pages per tier."""
         found = dict.fromkeys(self.stack.names, 0)
         memories = [*itertools.chain(*self.extents.values()), *self.tails, *([self._ring.memory] if self._ring else [])]
         for memory in memories:
@@ -182,7 +182,7 @@ class KVStore:
         return found
 
     def tail(self, nbytes: int, page_bytes: int) -> Memory:
-        """Reserve a layer's open pages on the computing device. Raises TierError: the budget has no room for them."""
+        """Allocate a layer's tail on the computing device. Raises TierError: the budget has no room for it."""
         if nbytes > self._tail_bytes or page_bytes > self._page_bytes:
             self._tail_bytes, self._page_bytes = max(self._tail_bytes, nbytes), max(self._page_bytes, page_bytes)
             self._sizes = None
@@ -197,14 +197,14 @@ class KVStore:
 
     @property
     def sizes(self) -> Sizes:
-        """How the room is divided. Raises TierError: there is too little."""
+        """Current split of the room. Raises TierError: the room is too small."""
         if self._sizes is None:
             self._share()
         return self._sizes
 
     def _share(self) -> None:
-        """Divide what weights leave of the computing device among the caches that have begun and name no room, equally;
-        those that have more move pages down."""
+        """Split what weights leave on the computing device equally among active caches without an explicit room; a
+        cache that holds more demotes extents."""
         stores = self._sharing()
         sharing = [] if self.room is not None else [self, *stores]
         passing, free = self._left(sharing or [self])
@@ -222,19 +222,19 @@ class KVStore:
             store._grow()
 
     def _left(self, stores: "list[KVStore]") -> tuple[int, int]:
-        """Return the bytes of slots that weights pass through, and what is left for some caches beside those slots, the
-        pages that live on the computing device and the room of other caches."""
+        """Return the bytes of streaming slots, and the bytes left for these caches after streaming slots, resident
+        pages and other caches' room."""
         top, pages = self.stack.levels[0], self.stack.pages.values()
         passing = _PASSING_PAGES * max((p.nbytes for p in pages if p.passes and p.home and p.put is None), default=0)
         free = top.free_bytes - passing + sum(store.bytes_by_tier()[top.tier.name] for store in stores)
         return passing, free - sum(_unused(store) for store in self._others() if store.tails and store is not self)
 
     def _sharing(self) -> "list[KVStore]":
-        """Return the other caches that have begun and name no room."""
+        """Return the other active caches without an explicit room."""
         return [store for store in self._others() if store.room is None and store.tails and store is not self]
 
     def _divided(self, room: int, free: int) -> Sizes:
-        """Divide room on the computing device, of which `free` bytes are there, among tails, ring and shares."""
+        """Split room on the computing device, of which `free` bytes are available, into tails, ring and shares."""
         needs = Needs(self.layers, self._tail_bytes, self._page_bytes, ring=len(self.stack.levels) > 1)
         held = max((extent.nbytes for extent in itertools.chain(*self.extents.values())), default=0)
         sizes = needs.divide(room, held)
@@ -249,8 +249,7 @@ class KVStore:
         return sizes
 
     def _shrink(self, sizes: Sizes) -> None:
-        """Take another division of the room: give the ring up, and move each layer's newest extents down, where they
-        have no place any more."""
+        """Apply a new split, part one: drop the ring, and demote each layer's newest extents beyond its share."""
         self.forget_ring()
         self._sizes = sizes
         for layer, extents in self.extents.items():
@@ -261,7 +260,7 @@ class KVStore:
                     self._move(extent, self._home(layer, extent.nbytes, below=True), layer)
 
     def _grow(self) -> None:
-        """Make the ring of the division, and move the oldest extents up, where there is room for them."""
+        """Apply a new split, part two: allocate the ring, and promote the oldest extents that fit."""
         sizes, top = self._sizes, self.stack.names[0]
         if sizes.slots:
             slot = whole(sizes.extent)
@@ -284,15 +283,15 @@ class KVStore:
     # -- extents ------------------------------------------------------------------------------------------------------
 
     def extend(self, layer: int, code: PageCode, pages: Tensor, held: int) -> Extent:
-        """Return a new extent with the first of these pages, uint8 [n, page_bytes], at least one.
+        """Create an extent and write the first of these pages, uint8 [n, page_bytes], at least one.
 
         Args:
-            held: pages that the layer has already: the extent has room for as many to come.
+            held: pages that the layer already has: capacity grows to as many, so sizes double.
 
         Raises:
             TierError: no tier has room, or a file cannot be written.
         """
-        if self._peers != len(self._sharing()):  # another cache has gone, and left its room
+        if self._peers != len(self._sharing()):  # another cache came or went
             self._sizes = None
         size = code.page_bytes
         most = max(1, self.sizes.extent // size)
@@ -317,7 +316,7 @@ class KVStore:
         return extent
 
     def write(self, extent: Extent, pages: Tensor) -> None:
-        """Add pages to an extent in a memory tier that has room for them; their bytes leave in the background."""
+        """Append pages to an extent with room in a memory tier; D2H copies are asynchronous on pinned memory."""
         size, count = extent.code.page_bytes, len(pages)
         level, slot = extent.level, extent.level.slots[extent.key]
         out = slot.view[extent.filled * size : (extent.filled + count) * size].view(count, size)
@@ -339,7 +338,7 @@ class KVStore:
         extent.filled += count
 
     def _home(self, layer: int, nbytes: int, *, below: bool = False) -> str | None:
-        """Return the first tier with room for an extent of a layer; `below`: of those below the computing one."""
+        """Return the first tier with room for an extent of a layer; `below`: skip the computing tier."""
         top, *lower = self.stack.levels
         on_top = sum(extent.nbytes for extent in self.extents[layer] if extent.page.home == 0)
         if not below and on_top + nbytes <= self.sizes.share and nbytes <= top.free_bytes - self._passing_bytes:
@@ -352,14 +351,14 @@ class KVStore:
 
     @property
     def ring(self) -> Ring:
-        """The ring that extents come through. Raises TierError: no room for it."""
+        """The prefetch ring. Raises TierError: no room for it."""
         if self._ring is None or self._sizes is None:
-            self._sizes = None  # so that the ring is made, whatever they were
+            self._sizes = None  # force a new split, which allocates the ring
             self._share()
         return self._ring
 
     def forget_ring(self) -> None:
-        """Give the ring up; another one is made when it is needed. Idempotent."""
+        """Drop the ring; it is allocated again on demand. Idempotent."""
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.close()
@@ -368,14 +367,14 @@ class KVStore:
 
     @contextlib.contextmanager
     def movable(self) -> Iterator[None]:
-        """Let the stack move extents in a `with` block, as a budget change does. Then the room is divided anew."""
+        """Unpin extents in a `with` block, for a budget change; then the room is split anew."""
         with self.stack.encoding:
             extents = [extent for layer in self.extents.values() for extent in layer]
             self.forget_ring()
             try:
                 for extent in extents:
                     extent.release()
-                    extent.written = None  # release has waited for the device
+                    extent.written = None  # release has synchronized
                 yield
             finally:
                 for extent in extents:
@@ -392,12 +391,12 @@ class KVStore:
 
 
 def _unused(store: KVStore) -> int:
-    """Bytes of the room that a cache names which it has not taken yet."""
+    """Bytes of an explicit room that are not allocated yet."""
     return 0 if store.room is None else max(0, store.room - store.bytes_by_tier()[store.stack.names[0]])
 
 
 def _full(store: KVStore, layer: int, nbytes: int) -> TierError:
-    """What is raised where no tier has room for an extent."""
+    """Build the error for an extent that fits into no tier."""
     rooms = (
         f"tiers.{level.tier.name}.budget = {level.tier.capacity_bytes} has {max(level.free_bytes, 0)} free"
         for level in store.stack.levels

@@ -1,13 +1,12 @@
-"""The ring that extents of a KV cache come through on their way to the computing device.
+"""Prefetch ring: slots through which extents of a KV cache are streamed to the computing device.
 
-Their order of use is a circle: layer by layer, the oldest tokens first, and from the last layer to the first one of the
-next pass. So the next ones are always on their way, as many as there are slots. A slot is filled again as soon as the
-kernels that read it have been queued: copies wait for kernels and kernels for copies on the device, the host for
-neither. Files are read by two threads beside a GPU; where the CPU computes, threads would take its cores, and the
-system only reads ahead what is needed next.
+The order of use is cyclic: layer by layer, oldest tokens first, and from the last layer to the first one of the next
+pass. So the next extents are always in flight, as many as there are slots. A slot is refilled as soon as the kernels
+that read it are queued: copies and kernels wait for each other by events, never the host. With a GPU, two threads read
+files; on a CPU they would compete with compute for cores, so the OS only reads ahead what is needed next.
 
-Whoever takes another extent than the next (after a crop, in another pass than was expected) has the ring begin anew
-there. What was interrupted is begun anew, too.
+An unexpected extent (after a crop, or in another pass than predicted) restarts the ring there, and so does an
+interrupt.
 """
 
 import time
@@ -32,22 +31,22 @@ if TYPE_CHECKING:
 __all__ = ["Load", "Place", "Ring"]
 
 Place = tuple[int, int]
-"""A layer, and the number of an extent among those that it holds."""
+"""(layer, index of an extent in that layer)."""
 
 _THREADS = 2
-_LONGEST_S = 600.0  # that an extent takes to be read, at most
+_LONGEST_S = 600.0  # timeout for reading an extent
 
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """The pages of an extent in a slot, or on their way.
+    """Load of an extent's pages into a slot, in flight or complete.
 
     Attributes:
-        ahead: True if it began before it was asked for.
-        lazy: True if whoever takes it moves the bytes.
-        arrived: the event after which kernels may read it.
-        bell: held until a thread has read the file; None if no thread does.
-        error: what that thread met.
+        ahead: True if it was prefetched.
+        lazy: True if the consumer copies the bytes itself.
+        arrived: event after which kernels may read the slot.
+        bell: lock held until a thread has read the file; None without a thread.
+        error: exception of that thread.
     """
 
     place: Place
@@ -61,7 +60,7 @@ class Load:
     error: Exception | None = field(default=None)
 
     def join(self) -> None:
-        """Wait until no thread reads into the slot. Raises TierError: one has not ended within `_LONGEST_S`."""
+        """Wait until no thread writes to the slot. Raises TierError after `_LONGEST_S`."""
         if self.bell is None:
             return
         if not self.bell.acquire(timeout=_LONGEST_S):
@@ -73,12 +72,12 @@ class Load:
 
 
 class Ring:
-    """Slots on the computing device that extents pass through.
+    """Ring of slots on the computing device.
 
     Args:
         memory: of the slots, each of `slot_bytes`.
-        tally: counts what comes.
-        order: returns place, extent and pages of what comes after a place; None if nothing does.
+        tally: counts loads.
+        order: returns (place, extent, pages) after a place; None at the end.
     """
 
     def __init__(self, memory: "Memory", slot_bytes: int, tally: Tally, order: Callable) -> None:
@@ -87,8 +86,8 @@ class Ring:
         self._stack = memory.stack
         self._room = memory.level.slots[memory.key].room
         self._stream = torch.cuda.Stream(self._stack.device) if self._stack.device.type == "cuda" else None
-        self._used: list[torch.cuda.Event | None] = [None] * len(self._views)  # when kernels have read a slot
-        self._staging: dict[int, Tensor] = {}  # page-locked, for files, by slot
+        self._used: list[torch.cuda.Event | None] = [None] * len(self._views)  # events after the last read of each slot
+        self._staging: dict[int, Tensor] = {}  # pinned staging buffers for files, by slot
         self._crew = Crew(_THREADS)
         self._loads: deque[Load] = deque()
         self._free = list(range(len(self._views)))
@@ -96,16 +95,17 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots."""
+        """Bytes of all slots."""
         return self.memory.page.nbytes
 
-    # -- for those who read -------------------------------------------------------------------------------------------
+    # -- consumers
+    # --------------------------------------------------------------------------------------------------------
 
     def take(self, place: Place, extent: "Extent", pages: int) -> Load:
-        """Return the load of an extent whose pages may be read by kernels that are queued from now on; `done` ends it.
+        """Return a load whose pages may be read by kernels queued from now on; end it with `done`.
 
         Raises:
-            TierError: a page cannot be read or verified, or the stack was closed.
+            TierError: a page cannot be read or verified, or the stack is closed.
         """
         if len(self._free) + len(self._loads) != len(self._views):
             self.reset()  # after an interrupt
@@ -126,11 +126,11 @@ class Ring:
         return load
 
     def pages(self, load: Load) -> Tensor:
-        """Return the pages of a load, uint8 [n, page_bytes]."""
+        """Return the load's pages, uint8 [n, page_bytes]."""
         return self._views[load.slot][: load.pages * load.extent.code.page_bytes].view(load.pages, -1)
 
     def done(self, load: Load) -> None:
-        """Note that all kernels that read a load have been queued; its slot is filled with what comes next."""
+        """Release a load once all kernels that read it are queued; refill its slot."""
         if self._stream is not None:
             self._used[load.slot] = torch.cuda.current_stream(self._stack.device).record_event()
         self._loads.remove(load)
@@ -138,7 +138,7 @@ class Ring:
         self._look_ahead()
 
     def reset(self) -> None:
-        """Give up all loads; return when no thread reads into a slot."""
+        """Cancel all loads; returns when no thread writes to a slot."""
         for load in self._loads:
             load.join()
         if self._stream is not None:
@@ -149,17 +149,18 @@ class Ring:
         self._last = None
 
     def close(self) -> None:
-        """Give the slots back, after the kernels and copies that use them."""
+        """Free the slots after the kernels and copies that use them."""
         self.reset()
         self._crew.stop()
         if self._stream is not None:
             self._stream.synchronize()
         self._stack.retire(self.memory.owner)
 
-    # -- what comes next ----------------------------------------------------------------------------------------------
+    # -- prefetch
+    # ---------------------------------------------------------------------------------------------------------
 
     def _expected(self, extent: "Extent", pages: int) -> Load | None:
-        """Return the load of an extent, if it has begun with enough pages; give up what should have come before."""
+        """Return an extent's load in flight with enough pages, dropping the ones before it; None if there is none."""
         found = next((load for load in self._loads if load.extent is extent and load.pages >= pages), None)
         while found is not None and self._loads[0] is not found:
             skipped = self._loads[0]
@@ -169,7 +170,7 @@ class Ring:
         return found
 
     def _look_ahead(self) -> None:
-        """Fill free slots with what comes next, around the end of a pass."""
+        """Fill free slots with the next extents, across the end of a pass."""
         while self._free and self._last is not None:
             following = self._order(self._last)
             if following is None or any(load.extent is following[1] for load in self._loads):
@@ -179,7 +180,7 @@ class Ring:
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     def _begin(self, place: Place, extent: "Extent", pages: int, *, ahead: bool) -> Load:
-        """Begin to bring an extent's pages into a slot."""
+        """Start a load into a free slot."""
         load = Load(place, extent, pages, self._free[-1], ahead)
         level = extent.level
         source = level.slots[extent.key]
@@ -217,7 +218,7 @@ class Ring:
             torch.cuda.current_stream(self._stack.device).wait_event(load.arrived)
 
     def _fetch(self, load: Load) -> None:
-        """Bring a load's bytes into its slot, in this thread, where the CPU computes."""
+        """CPU compute: copy or read a load's bytes into its slot, in this thread."""
         level, extent = load.extent.level, load.extent
         source, began = level.slots[extent.key], time.perf_counter_ns()
         if level.tier.memory:
@@ -227,7 +228,7 @@ class Ring:
         self._note(level, load, began, time.perf_counter_ns())
 
     def _copy(self, load: Load, level: Level, source: Slot) -> None:
-        """Queue a copy from host memory."""
+        """Queue an H2D copy."""
         stream, recorder, target = self._stream, self._stack.guard.recorder, self.pages(load)
         self._wait_for_slot(load)
         if load.extent.written is not None:
@@ -240,7 +241,7 @@ class Ring:
         else:
             self._stack.levels[0].relay.copy(target.view(-1), origin, stream)
         load.arrived = source.room.fence(stream)
-        self._room.fences[stream.cuda_stream] = load.arrived  # a ring that is collected is freed after it
+        self._room.fences[stream.cuda_stream] = load.arrived  # keeps a collected ring's memory until the copy is done
         self._note(level, load, began, None if recorder is None else recorder.mark_on(stream))
 
     def _wait_for_slot(self, load: Load) -> None:
@@ -249,7 +250,7 @@ class Ring:
             self._stream.wait_event(used)
 
     def _read(self, load: Load, level: Level, source: Slot) -> None:
-        """Read a file, in a thread; what fails is raised to whoever takes the load."""
+        """Read a file in a worker thread; errors are raised to the consumer."""
         try:
             began, view = time.perf_counter_ns(), self._views[load.slot][: load.extent.page.nbytes]
             target = view if self._stream is None else self._staged(load.slot)[: view.numel()]
@@ -259,7 +260,7 @@ class Ring:
                 with torch.cuda.stream(self._stream):
                     view.copy_(target, non_blocking=True)
                 load.arrived = self._stream.record_event()
-                load.arrived.synchronize()  # the staging is free then
+                load.arrived.synchronize()  # then the staging buffer is free
             self._note(level, load, began, time.perf_counter_ns())
         except Exception as error:  # noqa: BLE001 - raised by _await
             load.error = error
@@ -267,12 +268,12 @@ class Ring:
             load.bell.release()
 
     def _staged(self, slot: int) -> Tensor:
-        """Page-locked memory beside a slot; no tier counts it."""
+        """Pinned staging buffer of a slot, outside of all budgets."""
         if slot not in self._staging:
             memory = map_memory(self._views[slot].numel(), shared=True)
             try:
                 pin(memory, memory)
-            except OSError:  # a slower copy
+            except OSError:  # pageable: a slower copy
                 memory = aligned(memory.numel())
             self._staging[slot] = memory
         return self._staging[slot]

@@ -1,16 +1,14 @@
-"""The tokens of one attention layer: sealed pages in extents, and the last tokens in open pages of the tail.
+"""Tokens of one attention layer: sealed pages in extents, and the last tokens in open pages of the tail.
 
-The tail is three pages on the computing device, in the dtype of the model. Tokens are written into it once, and a page
-is sealed, encoded and sent to its home, when two pages behind it have tokens: so between one and two pages of the last
-tokens, more than drafts are rejected by, are always at hand and exact. After a prompt that is longer than the tail they
-may be fewer.
+The tail is three pages on the computing device, in the model's dtype. Tokens are written to it once; a page is sealed
+(encoded and sent to its home) once two later pages have tokens. So the last one to two pages of tokens, more than any
+rejected draft, stay resident and exact; after a prompt longer than the tail it may be fewer.
 
-What a layer holds is one immutable record, `Held`, and every change ends with putting another one in its place. What
-Ctrl-C interrupts has not happened: new tokens lie in parts of the tail that no record names, and new extents are
-retired with their last reference.
+A layer's state is one immutable record, `Held`; every change ends by swapping it. So an interrupt (Ctrl-C) has no
+effect: new tokens are in parts of the tail that no record refers to, and new extents are freed with their last
+reference.
 
-Beam search reorders sequences at every step. Sealed pages stay as they were written; the record of an extent says which
-of its sequences each row is.
+Beam search reorders sequences at every step. Sealed pages are not rewritten; the record maps rows to their sequences.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,14 +26,14 @@ from vbrt.generation.kv.quantized import KVShape, PageCode, page_code
 __all__ = ["TAIL_PAGES", "LayerTokens", "Part"]
 
 TAIL_PAGES = 3
-_OPEN_PAGES = 2  # of the tail, that tokens stay in
-_ROUNDED_TOKENS = 8  # results on a GPU get room for an eighth more tokens at most, so that memory fits the next ones
+_OPEN_PAGES = 2  # of the tail, that stay open
+_ROUNDED_TOKENS = 8  # GPU results are padded by up to an eighth, so that later steps reuse their memory
 
 Pair = tuple[Tensor, Tensor]
 
 
 class Part(NamedTuple):
-    """Pages of an extent that a layer holds, and the sequence of them that each row is; None: all, in order."""
+    """Used pages of an extent, and the sequence in them for each row; rows None: identity."""
 
     extent: Extent
     used: int
@@ -43,7 +41,7 @@ class Part(NamedTuple):
 
 
 class Tail:
-    """Open pages: uint8 [pages, B, row_bytes], of each row its keys and then its values."""
+    """Open pages: uint8 [pages, B, row_bytes], each row its keys, then its values."""
 
     def __init__(self, store: KVStore, shape: KVShape, page_bytes: int) -> None:
         self.shape = shape
@@ -60,13 +58,13 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a layer holds.
+    """Immutable state of a layer.
 
     Attributes:
-        length: tokens that it has been given, less those that were cropped.
-        dropped: of the first of them, how many a sliding window has left behind.
+        length: tokens appended minus tokens cropped.
+        dropped: leading tokens that a sliding window has dropped.
         parts: sealed pages, oldest first.
-        slots: pages of the tail that hold the tokens behind them, in order.
+        slots: tail pages with the tokens after them, in order.
     """
 
     tail: Tail
@@ -78,12 +76,12 @@ class Held:
 
     @property
     def sealed(self) -> int:
-        """The number of the first token in the tail."""
+        """Index of the first token in the tail."""
         return self.dropped + self.code.shape.page * sum(part.used for part in self.parts)
 
     @property
     def open(self) -> int:
-        """Tokens in the tail."""
+        """Number of tokens in the tail."""
         return self.length - self.sealed
 
 
@@ -91,15 +89,15 @@ class LayerTokens:
     """Keys and values of one layer.
 
     Args:
-        store: where pages go.
-        layer: its number among those of the store.
-        bits: of a value in a sealed page.
-        page: tokens.
-        window: tokens that a query sees, itself included; None: all.
+        store: holds the pages.
+        layer: index in the store.
+        bits: per value in sealed pages.
+        page: tokens per page.
+        window: tokens that a query attends to, itself included; None: all.
 
     Attributes:
         held: None before the first tokens.
-        keep_past: True while tokens that the window has left behind are kept, to be cropped back to.
+        keep_past: True while tokens behind the window are kept, for a later crop.
     """
 
     def __init__(self, store: KVStore, layer: int, *, bits: int, page: int, window: int | None = None) -> None:
@@ -107,20 +105,21 @@ class LayerTokens:
         self.held: Held | None = None
         self.keep_past = False
 
-    # -- what it has --------------------------------------------------------------------------------------------------
+    # -- state
+    # ------------------------------------------------------------------------------------------------------------
 
     @property
     def length(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return self.held.length if self.held else 0
 
     @property
     def past(self) -> int:
-        """Tokens that the next ones see."""
+        """Number of cached tokens that the next ones attend to."""
         return self.length if self.window is None else min(self.length, self.window - 1)
 
     def streamed(self, first: int = 0) -> Iterator[tuple[Place, Extent, int]]:
-        """Yield the extents below the computing tier that the next pass reads, from the one of this number on."""
+        """Yield the extents that the next pass streams from lower tiers, starting at index `first`."""
         if self.held is None:
             return
         parts, end = self.held.parts, self.held.dropped
@@ -134,7 +133,7 @@ class LayerTokens:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(self, new: Pair | None = None) -> Pair:
-        """Return keys [B, H, T, K] and values [B, H, T, V] of the tokens that new ones see, and behind them the new."""
+        """Return keys [B, H, T, K] and values [B, H, T, V]: the cached tokens that new ones attend to, then these."""
         held, past = self.held, self.past
         shape, total = held.code.shape, past + (new[0].shape[2] if new else 0)
         if not held.parts and total:
@@ -154,7 +153,7 @@ class LayerTokens:
         return out
 
     def _read_parts(self, out: Pair, past: int) -> int:
-        """Write the sealed tokens into the result; return how many there are."""
+        """Decode sealed tokens into the result; return their number."""
         held, at, begin = self.held, 0, self.held.dropped
         first = self.held.length - past
         for number, part in enumerate(held.parts):
@@ -167,7 +166,7 @@ class LayerTokens:
         return at
 
     def _pieces(self, new: Pair | None, last: int) -> Iterator[Pair]:
-        """Yield the `last` tokens of the tail page by page, then the new ones."""
+        """Yield the last `last` tokens of the tail page by page, then the new ones."""
         held, page = self.held, self.page
         skip = held.open - min(last, held.open)
         for number, slot in enumerate(held.slots):
@@ -180,10 +179,10 @@ class LayerTokens:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def append(self, keys: Tensor, values: Tensor) -> Pair:
-        """Add tokens, keys [B, H, T, K] and values [B, H, T, V]; return what `read` gives with them.
+        """Append keys [B, H, T, K] and values [B, H, T, V]; return what `read` gives with them.
 
         Raises:
-            TierError: no tier has room for them, or pages cannot be read; the layer is as it was.
+            TierError: no tier has room for them, or pages cannot be read; the layer is unchanged.
         """
         self.begin(keys, values)
         result = self.read((keys, values))
@@ -192,7 +191,7 @@ class LayerTokens:
         return result
 
     def begin(self, keys: Tensor, values: Tensor) -> None:
-        """Reserve the tail for tokens of these shapes, unless it is there. Raises TierError: there is no room."""
+        """Allocate the tail for these shapes on first use. Raises TierError: no room."""
         if self.held is not None:
             return
         batch, heads, _, key_dim = keys.shape
@@ -203,14 +202,14 @@ class LayerTokens:
         return Held(Tail(self.store, shape, code.page_bytes), code)
 
     def _stored(self, keys: Tensor, values: Tensor) -> Held:
-        """Write tokens; return what the layer holds with them."""
+        """Write tokens; return the new state."""
         held, page, new = self.held, self.page, (keys, values)
         tail, live, count = held.tail.pair, len(held.slots), keys.shape[2]
         pages = -(-(held.open + count) // page)
         sealed = max(0, pages - _OPEN_PAGES)
         if pages - max(sealed, live) > TAIL_PAGES - live:
             sealed = pages - (TAIL_PAGES - live)
-        if live and held.open < live * page:  # complete the last page
+        if live and held.open < live * page:  # fill the last open page
             begin = held.open - (live - 1) * page
             end = min(page, begin + count)
             for target, source in zip(tail, new, strict=True):
@@ -227,7 +226,7 @@ class LayerTokens:
         return replace(held, length=held.length + count, parts=parts, slots=tuple(slots))
 
     def _sealed(self, held: Held, new: Pair, count: int) -> tuple[Part, ...]:
-        """Seal the first `count` pages, of the tail and then of new tokens; return all parts."""
+        """Seal `count` pages, from the tail and then from new tokens; return all parts."""
         parts = list(held.parts)
         for slot in held.slots[:count]:
             self._seal(parts, held.code.encode(*(x[slot] for x in held.tail.pair)))
@@ -241,7 +240,7 @@ class LayerTokens:
         return tuple(parts)
 
     def _seal(self, parts: list[Part], pages: Tensor) -> None:
-        """Add encoded pages to the last extent, if it has room for more, and to new ones."""
+        """Append encoded pages to the last extent while it has room, then to new ones."""
         while len(pages):
             last = parts[-1] if parts else None
             count = _room_behind(last, pages.shape[1])
@@ -255,7 +254,7 @@ class LayerTokens:
             pages = pages[count:]
 
     def _dropped(self, held: Held) -> Held:
-        """Drop extents that the window has left behind."""
+        """Drop extents entirely behind the window."""
         if self.window is None or self.keep_past:
             return held
         parts, dropped = held.parts, held.dropped
@@ -267,17 +266,17 @@ class LayerTokens:
     # -- operations ---------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Drop all tokens."""
         self.held = None
 
     def forget_past(self) -> None:
-        """Drop what the window has left behind."""
+        """Drop tokens behind the window."""
         if self.held is not None:
             self.held = self._dropped(self.held)
 
     def crop(self, count: int) -> None:
-        """Remove the last `count` tokens, at most all of them. A sealed page that the end comes to lie in is opened
-        again, in 8 and 4 bits as it was rounded."""
+        """Remove the last `count` tokens, at most all. A sealed page at the new end is decoded back into the tail,
+        which in 8 and 4 bits keeps its rounding."""
         held = self.held
         length = max(0, held.length - count)
         if length >= held.sealed:
@@ -293,7 +292,7 @@ class LayerTokens:
         self.held = replace(held, length=length, parts=tuple(parts), slots=slots)
 
     def _open(self, held: Held, number: int, slot: int) -> None:
-        """Write a sealed page into a slot of the tail."""
+        """Decode a sealed page into a tail slot."""
         for place, part in enumerate(held.parts):
             if number < part.used:
                 with _pages(self, place, part) as pages:
@@ -303,7 +302,7 @@ class LayerTokens:
             number -= part.used
 
     def select(self, rows: Tensor) -> None:
-        """Have the sequences be those of these numbers, int64 [R], in this order."""
+        """Select sequences by index, int64 [R], in this order."""
         held = self.held
         rows = rows.to(held.tail.rows.device)
         parts, known = [], {}
@@ -321,7 +320,7 @@ class LayerTokens:
         self.held = replace(new, length=held.length, dropped=held.dropped, parts=tuple(parts), slots=held.slots)
 
     def copy_to(self, other: "LayerTokens") -> None:
-        """Have another layer hold the same tokens: sealed pages are shared, the tail is copied."""
+        """Copy the tokens to another layer: sealed pages are shared, the tail is copied."""
         other.keep_past, held = self.keep_past, self.held
         if held is None:
             return
@@ -334,14 +333,14 @@ class LayerTokens:
 
 
 def _pages(layer: LayerTokens, number: int, part: Part) -> "_Resident | _Streamed":
-    """Return the pages of a layer's part of this number, for one `with` block."""
+    """Return a context manager for the pages of a part."""
     if part.extent.level.index == 0:
         return _Resident(layer.store, part)
     return _Streamed(layer.store, (layer.layer, number), part)
 
 
 class _Resident:
-    """Pages of an extent where they live, for one `with` block."""
+    """Pages read in place, in the computing tier."""
 
     def __init__(self, store: KVStore, part: Part) -> None:
         self._store, self._part = store, part
@@ -351,11 +350,11 @@ class _Resident:
         return self._part.extent.pages(self._part.used)
 
     def __exit__(self, *exc_info: object) -> None:
-        """Nothing is held."""
+        """No-op."""
 
 
 class _Streamed:
-    """Pages of an extent in the ring, for one `with` block."""
+    """Pages read through the ring."""
 
     def __init__(self, store: KVStore, place: Place, part: Part) -> None:
         self._ring, self._place, self._part = store.ring, place, part
@@ -369,7 +368,7 @@ class _Streamed:
 
 
 def _decode(part: Part, pages: Tensor, skip: int, out: Pair, at: int) -> int:
-    """Write the tokens of pages, but for the first `skip`, into the result from token `at` on; return their end."""
+    """Decode pages without the first `skip` tokens into the result at token `at`; return the end."""
     code, page = part.extent.code, part.extent.code.shape.page
     first, inside = divmod(skip, page)
     if inside:
@@ -386,8 +385,8 @@ def _decode(part: Part, pages: Tensor, skip: int, out: Pair, at: int) -> int:
 
 
 def _room_behind(part: Part | None, page_bytes: int) -> int:
-    """Return how many pages may be added to the extent of a layer's last part: none where somebody else may have
-    written behind it, or holds it in another order."""
+    """Return how many pages may be appended to the extent of a layer's last part: none if it is shared, full, in a
+    file, or if rows are reordered."""
     if part is None or part.rows is not None or part.extent.shared or not part.extent.level.tier.memory:
         return 0
     extent = part.extent
@@ -404,7 +403,7 @@ def _first_pages(parts: Sequence[Part], count: int) -> Iterator[Part]:
 
 
 def _results(shape: KVShape, tokens: int, device: torch.device) -> Pair:
-    """Return uninitialized keys and values, of one memory where their shapes are the same: one kernel writes both."""
+    """Return uninitialized keys and values, in one buffer if their shapes match, so that one kernel can write both."""
     head = (shape.batch, shape.heads, tokens)
     if shape.key_dim == shape.value_dim:
         return _result((2, *head, shape.key_dim), shape.dtype, device).unbind(0)
@@ -412,8 +411,8 @@ def _results(shape: KVShape, tokens: int, device: torch.device) -> Pair:
 
 
 def _result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialized memory. On a GPU it has room for some more tokens than asked for: those of the next passes
-    get the same memory from torch's allocator, and not each time a little more."""
+    """Return uninitialized memory. On a GPU it is padded by some tokens: the results of the next steps then have the
+    same size, and torch's allocator reuses the block."""
     *head, tokens, dim = shape
     if device.type != "cuda":
         return torch.empty(shape, dtype=dtype, device=device)

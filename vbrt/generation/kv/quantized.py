@@ -1,16 +1,16 @@
-"""How a page of a KV cache holds its tokens: as they are, or in 8 or 4 bits.
+"""Page encodings of the KV cache: unchanged, or asymmetric quantization to 8 or 4 bits.
 
-A page holds the keys and values of `page` consecutive tokens of one attention layer, keys first:
+A page holds keys, then values, of `page` consecutive tokens of one attention layer:
 
     16 bits        the bytes of keys [B, H, P, K] and values [B, H, P, V]
-    8 and 4 bits   codes uint8, the even column in the low nibble; then lows and steps, bfloat16, one of each a group
+    8 and 4 bits   codes uint8, the even column in the low nibble; then per-group lows and steps, bfloat16
 
-In 8 and 4 bits x = low + code * step, computed in fp32 and rounded to the cache's dtype. A group of keys is one channel
-over 64 tokens, a group of values one token's 64 channels: channels of keys have offsets and outliers that all tokens
-share (Liu et al., KIVI, 2024). low is the group's least value rounded down, step reaches its largest, rounded up, so
-the error is at most half a step: (largest - low) / 30 or / 510 of the group's range, and bf16's rounding of the bounds.
+Dequantization: x = low + code * step in fp32, rounded to the cache's dtype. Key groups are 64 tokens of one channel,
+value groups 64 channels of one token: key channels have offsets and outliers common to all tokens (Liu et al., KIVI,
+2024). low is the group's minimum rounded down, step is rounded up to reach its maximum, so the error is at most half a
+step: (maximum - low) / 30 or / 510, plus bf16 rounding of the bounds.
 
-Legend: n pages, B sequences, H heads, P tokens a page, K and V channels of a key and a value.
+Legend: n pages, B sequences, H heads, P tokens per page, K and V channels of a key and a value.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ _GROUP = 64
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What a page holds: sequences, heads, tokens a page, channels of a key and of a value, and their dtype."""
+    """Shape of a page: sequences, heads, tokens per page, channels of a key and of a value; and dtype."""
 
     batch: int
     heads: int
@@ -50,15 +50,15 @@ class KVShape:
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of a page's tokens as they are."""
+        """Bytes of a page's tokens unencoded."""
         return self.batch * self.heads * self.page * sum(self.dims) * self.dtype.itemsize
 
 
 class PageCode(Protocol):
-    """Tokens to pages and back.
+    """Encoder and decoder of pages.
 
     Attributes:
-        shape: of what a page holds.
+        shape: of a page.
         page_bytes: of one page, a multiple of 256.
     """
 
@@ -69,15 +69,15 @@ class PageCode(Protocol):
         """Return pages uint8 [n, page_bytes] of keys [B, H, n P, K] and values [B, H, n P, V]."""
 
     def decode(self, pages: Tensor, out: tuple[Tensor, Tensor], rows: Tensor | None = None) -> None:
-        """Write the tokens of pages [n, page_bytes] into keys [R, H, n P, K] and values [R, H, n P, V], which may be
-        strided. `rows`, int64 [R], says which sequence each row is; by default all, in order."""
+        """Decode pages [n, page_bytes] into keys [R, H, n P, K] and values [R, H, n P, V], which may be strided.
+        `rows`, int64 [R], gives the sequence for each row; default: identity."""
 
 
 def page_code(shape: KVShape, bits: int) -> PageCode:
-    """Return the code of pages of a shape.
+    """Return the page encoding for a shape.
 
     Raises:
-        ArgumentError: 4 bits of an odd number of channels, or 8 or 4 bits of what is no floating-point number.
+        ArgumentError: 4 bits with an odd number of channels, or 8 or 4 bits of a non-floating dtype.
     """
     if bits == 16:
         return _Plain(shape)
@@ -90,7 +90,7 @@ def page_code(shape: KVShape, bits: int) -> PageCode:
 
 
 class _Parts:
-    """The fields of a page one after the other, each from a multiple of 256 bytes on: dtype and shape of each."""
+    """Field layout of a page, each field 256-byte aligned: dtype and shape."""
 
     def __init__(self, *fields: tuple[torch.dtype, tuple[int, ...]]) -> None:
         self._fields, self._ends, end = fields, [], 0
@@ -110,14 +110,14 @@ class _Parts:
 
 
 class _Plain:
-    """Keys and values as they are."""
+    """Unencoded keys and values."""
 
     def __init__(self, shape: KVShape) -> None:
         self.shape = shape
         self._parts = _Parts(*((shape.dtype, (shape.batch, shape.heads, shape.page, dim)) for dim in shape.dims))
         self.page_bytes = self._parts.nbytes
         both = _Parts((shape.dtype, (2 * shape.batch, shape.heads, shape.page, shape.key_dim)))
-        alike = shape.key_dim == shape.value_dim and both.nbytes == self.page_bytes  # nothing between the two
+        alike = shape.key_dim == shape.value_dim and both.nbytes == self.page_bytes  # no padding between the two
         self._both = both if alike else None
 
     def encode(self, keys: Tensor, values: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class _Plain:
 
 
 class _Affine:
-    """Codes of 8 or 4 bits with a low and a step for each group."""
+    """8- or 4-bit codes with a low and a step per group."""
 
     def __init__(self, shape: KVShape, bits: int) -> None:
         self.shape, self.bits, self.top = shape, bits, (1 << bits) - 1
@@ -178,7 +178,7 @@ class _Affine:
         return x.unflatten(4, (-1, self.channel_group))
 
     def _encode(self, x: Tensor, along: int, codes: Tensor, bounds: Tensor) -> None:
-        """Write codes and bounds of x fp32, whose groups lie along a dimension."""
+        """Quantize x fp32, grouped along a dimension, into codes and bounds."""
         low = _rounded_down(x.amin(along))
         step = _rounded_up(divided(x.amax(along) - low, self.top))
         bounds[:, 0], bounds[:, 1] = low, step
@@ -199,15 +199,14 @@ class _Affine:
 
 
 def _new_pages(like: Tensor, code: PageCode) -> Tensor:
-    """Return pages for all tokens of a tensor, whose bytes between fields are zero, so that equal tokens give equal
-    bytes."""
+    """Return zeroed pages for all tokens of a tensor: zero padding, so that equal tokens give equal bytes."""
     pages = like.shape[2] // code.shape.page
     return torch.zeros(pages, code.page_bytes, dtype=torch.uint8, device=like.device)
 
 
 def _joined(keys: Tensor, values: Tensor) -> Tensor | None:
-    """Return keys and values [B, H, T, D] as one view [2 B, H, T, D]; None unless they lie in one memory, the values
-    behind the keys at the distance of a sequence more."""
+    """Return keys and values [B, H, T, D] as one view [2 B, H, T, D]; None unless values directly follow keys in the
+    same storage."""
     batch, step = keys.shape[0], keys.stride(0)
     if keys.shape != values.shape or keys.stride() != values.stride():
         return None
@@ -224,23 +223,23 @@ def _by_page(x: Tensor, page: int) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return a view in words of 8 bytes where rows are made of them: strided copies move words faster."""
+    """Return a view in 8-byte words if rows are aligned: strided copies of words are faster."""
     whole = x.stride(-1) == 1 and x.shape[-1] * x.itemsize % 8 == 0 and x.data_ptr() % 8 == 0
     strides = x.stride()[:-1]
     return x.view(torch.int64) if whole and all(stride * x.itemsize % 8 == 0 for stride in strides) else x
 
 
 def _divisor(n: int) -> int:
-    """Return the largest divisor that is at most a group."""
+    """Return the largest divisor up to the group size."""
     return next(group for group in range(min(n, _GROUP), 0, -1) if n % group == 0)
 
 
 def _rounded_down(x: Tensor) -> Tensor:
-    """Return fp32 x as the next number of bfloat16 that is not above it."""
+    """Round fp32 x down to bfloat16, toward -inf."""
     bits = x.contiguous().view(torch.int32)
     return torch.where(x < 0, bits + 0xFFFF, bits).bitwise_and_(-65536).view(torch.float32)
 
 
 def _rounded_up(x: Tensor) -> Tensor:
-    """Return fp32 x, not negative, as the next number of bfloat16 that is not below it."""
+    """Round non-negative fp32 x up to bfloat16."""
     return (x.contiguous().view(torch.int32) + 0xFFFF).bitwise_and_(-65536).view(torch.float32)

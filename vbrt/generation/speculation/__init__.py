@@ -1,8 +1,7 @@
-"""Self-speculation: coarse planes of `exact` weights draft tokens, one pass over the exact weights verifies them.
+"""Self-speculative decoding: coarse planes of `exact` weights draft, one pass over the exact weights verifies.
 
-A prompt and generate's arguments enter; the tokens of plain decoding leave (or, by choice, tokens of the same
-distribution), and counters of acceptance. `draft_length` chooses how many tokens to draft by measured acceptance and
-times.
+The tokens are those of plain decoding, or by choice of the same distribution. `draft_loop` runs the rounds,
+`verification` computes exact logits, `draft_length` adapts the number of drafts to measured acceptance and times.
 """
 
 __all__: list[str] = []

@@ -1,8 +1,8 @@
-"""One launch in the place of several, where it gives the same bits.
+"""Bitwise equivalence of fused launches: one launch instead of several where it gives the same bits, found by trial.
 
-Kernels sum in an order that follows from shapes, types and strides, not from the numbers. So a form whose results were
-the same for enough numbers is computed in one launch from then on, and one that differed once never again. Sums in
-another order round to another bfloat16 in about one of 10,000 cases, so that some hundred thousand numbers tell.
+The reduction order of a kernel depends on shapes, dtypes and strides, not on values. So a signature is trusted once
+enough values were bitwise equal, and rejected forever after one difference. Another order changes about one bfloat16
+result in 10,000, so some hundred thousand values decide.
 """
 
 from collections import Counter
@@ -15,26 +15,26 @@ __all__ = ["Way", "comparisons", "first_that_agrees", "form_of"]
 
 Way = Callable[[], torch.Tensor]
 
-#: numbers that are compared until a way is trusted
+#: values to compare until a signature is trusted
 _ENOUGH = 1 << 18
-_agreed: dict[tuple, tuple[int, int]] = {}  # by form: the way that is tried or trusted, and the numbers compared
+_agreed: dict[tuple, tuple[int, int]] = {}  # signature -> index of the current candidate, values compared
 _counts: Counter[str] = Counter()
 
 
 def comparisons() -> int:
-    """Return how often something was computed in two ways until now: such a pass takes longer than the next one."""
+    """Return the number of comparisons so far: a pass with one is slower, and its time is not representative."""
     return _counts["compared"]
 
 
 def form_of(argument: Any) -> Any:
-    """Return what of an argument may decide how a kernel sums."""
+    """Return an argument's signature: what a kernel's reduction order may depend on."""
     if not isinstance(argument, torch.Tensor):
         return repr(argument)
     return argument.device.type, argument.dtype, tuple(argument.shape), argument.stride()
 
 
 def first_that_agrees(form: tuple, ways: Sequence[Way], certain: Way) -> torch.Tensor:
-    """Return what `certain` computes, by the first of `ways` that has given its bits for calls of this form."""
+    """Return `certain`'s result, through the first of `ways` that has been bitwise equal for this signature."""
     way, compared = _agreed.get(form, (0, 0))
     if way == len(ways):
         return certain()

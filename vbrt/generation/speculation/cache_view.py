@@ -1,9 +1,8 @@
-"""Caches of transformers as a pass sees them that begins a few tokens later.
+"""Cache view with a length offset, for verification passes that start some tokens later.
 
-Passes in lockstep begin at one time, but each must find the cache as it is once the passes before it have written their
-tokens: masks and positions follow from its length. A shadow has that length from the beginning. When its pass writes
-into a layer, the passes before it have written into it already, so the shadow hands the write on to the layer itself,
-and from then on shows what that layer holds.
+Passes in lockstep start together, but each needs the cache as it is after the passes before it: masks and positions
+follow from its length. A shadow reports that length from the start. When its pass writes to a layer, earlier passes
+have written to it already, so the shadow forwards the write to the real layer and mirrors its state from then on.
 """
 
 import copy
@@ -17,12 +16,12 @@ from vbrt.libraries import transformers_api
 
 __all__ = ["layer_ahead", "past_refusal", "shadow_of", "shadow_refusal"]
 
-#: layers whose masks follow from how many tokens they have seen, and from their window
+#: layer classes whose masks depend only on the number of tokens and the window
 _KNOWN = ("DynamicLayer", "DynamicSlidingWindowLayer", "KVLayer", "KVSlidingLayer")
 
 
 def shadow_refusal(cache: Any) -> str | None:
-    """Return why no pass can be shown a cache some tokens ahead, or rewound in it; None if it can."""
+    """Return why a cache cannot be shadowed or rewound; None if it can."""
     if cache is None or not hasattr(cache, "layers") or not hasattr(cache, "crop"):
         return f"its cache is {type(cache).__name__}; expected DynamicCache or KVCache"
     if not getattr(cache, "is_croppable", False):
@@ -37,8 +36,7 @@ def shadow_refusal(cache: Any) -> str | None:
 
 
 def past_refusal(cache: Any) -> str | None:
-    """Return why several drafts in a row cannot be eager steps on a cache that keeps what windows leave behind, to be
-    rewound; None if they can."""
+    """Return why drafts cannot be eager steps on a window cache that records its past; None if they can."""
     if not any(type(layer).__name__ == "DynamicSlidingWindowLayer" for layer in cache.layers) or _keeps_past():
         return None
     return "DynamicSlidingWindowLayer of this transformers gives more past keys than its masks have; a newer does not"
@@ -46,7 +44,7 @@ def past_refusal(cache: Any) -> str | None:
 
 @functools.cache
 def _keeps_past() -> bool:
-    """True if windows of transformers that keep their past give as many keys as their masks have: 5.17's do not."""
+    """Feature probe: window layers that record their past return as many keys as their masks have (not in 5.17)."""
     layer = transformers_api.DynamicSlidingWindowLayer(sliding_window=2)
     key = torch.zeros(1, 1, 1, 1, dtype=torch.float32, device="cpu")
     layer.activate_past_recording()
@@ -57,15 +55,15 @@ def _keeps_past() -> bool:
 
 
 def shadow_of(cache: Any, tokens: int) -> Any:
-    """Return the cache as it will be once `tokens` more have been written to each of its layers."""
-    shadow = object.__new__(type(cache))  # a copy.copy() that caches in the tiers do not refuse
+    """Return a view of the cache as of `tokens` more tokens in each layer."""
+    shadow = object.__new__(type(cache))  # not copy.copy(), which caches in the tiers refuse
     shadow.__dict__.update(cache.__dict__)
     shadow.layers = [layer_ahead(layer, tokens) for layer in cache.layers]
     return shadow
 
 
 def layer_ahead(layer: Any, tokens: int) -> Any:
-    """Return a layer of a cache as it will be once `tokens` more have been written to it."""
+    """Return a view of a cache layer as of `tokens` more tokens."""
     ahead = copy.copy(layer)
     ahead.__dict__.update(_vb_layer=layer, _vb_length=layer.get_seq_length() + tokens)
     ahead.__class__ = _shadow_class(type(layer))

@@ -1,4 +1,4 @@
-"""Times of what a device does, taken without waiting for it."""
+"""Device timing without synchronization."""
 
 import time
 
@@ -8,14 +8,14 @@ __all__ = ["Marks"]
 
 
 class Marks:
-    """Moments of a device's work, in order."""
+    """Timestamps in a device's stream (CUDA events), or of the CPU clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._marks: list[float | torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """Note the moment when what was launched until now is done."""
+        """Record a timestamp after all work launched so far."""
         if self._stream is None:
             self._marks.append(time.perf_counter())
             return
@@ -24,7 +24,7 @@ class Marks:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Return the times between the marks; waits for the last one."""
+        """Return the intervals between marks, in seconds; synchronizes with the last one."""
         if self._stream is None:
             return [end - start for start, end in zip(self._marks, self._marks[1:], strict=False)]
         self._marks[-1].synchronize()

@@ -1,9 +1,9 @@
-"""How many tokens to draft: what has the most tokens a second, by what was measured so far.
+"""Draft length: the one with the highest expected tokens per second, by measurement.
 
-With an acceptance of a (the share of drafted tokens, up to the first wrong one, that verification confirms), a round of
-k drafts gives E(k) = (1 - a^(k + 1)) / (1 - a) tokens (Leviathan, Kalman, Matias 2023) in k d + v(k) seconds: d for a
-draft, v(k) = base + slope * k for the verification of k + 1 rows. Plain decoding is tried, too, where its steps are
-recorded and wait for no link: they then may take a fraction of v(0).
+With acceptance a (share of drafted tokens, up to the first wrong one, that verification confirms), a round of k drafts
+yields E(k) = (1 - a^(k + 1)) / (1 - a) tokens (Leviathan, Kalman, Matias 2023) in k d + v(k) seconds: d per draft,
+v(k) = base + slope * k for verifying k + 1 rows. Plain decoding (k = 0) is a candidate as well where its steps are
+captured and nothing is streamed: they may take a fraction of v(0).
 """
 
 from collections import deque
@@ -11,30 +11,30 @@ from dataclasses import dataclass, field
 
 __all__ = ["MOST", "Pace", "expected_tokens"]
 
-#: drafts a round at most
+#: maximum drafts per round
 MOST = 32
-_CHOICES = (0, 1, 2, 4, 8, 16, 24, MOST)  # within 2 % of the best; few: verification learns what agrees for each
-_FIRST = (16, 8)  # of the first rounds: two lengths, so that times can be fitted
-_AGAIN = 4  # after rounds without drafts
-_MEMORY = 24  # rounds
-_PROBE = 64  # rounds without drafts until one is tried again
-_SLOW, _PLAIN = 3, 6  # plain steps that are recorded and compared first; and those that are tried in all
+_CHOICES = (0, 1, 2, 4, 8, 16, 24, MOST)  # within 2 % of the best; few, since each is checked for bitwise equivalence
+_FIRST = (16, 8)  # first rounds: two lengths, to fit the line
+_AGAIN = 4  # drafts of a probe round
+_MEMORY = 24  # rounds in the moving window
+_PROBE = 64  # rounds without drafts between probes
+_SLOW, _PLAIN = 3, 6  # plain steps that are captured and checked (not timed), and all that are tried
 
 
 @dataclass(slots=True)
 class Pace:
-    """Chooses the drafts of each round.
+    """Chooses the number of drafts per round.
 
     Attributes:
-        fixed: drafts of every round; None: by measurement.
-        k: the last choice.
-        tries_plain: whether a round without drafts is a recorded step, whose time says nothing of verification.
+        fixed: constant number of drafts; None: adaptive.
+        k: last choice.
+        tries_plain: True if a round without drafts is a captured step, whose time says nothing about verification.
     """
 
     fixed: int | None = None
     k: int = 0
     tries_plain: bool = False
-    _right: float = 4.0  # before anything is known: four of five
+    _right: float = 4.0  # prior acceptance: 4 of 5
     _wrong: float = 1.0
     _draft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMORY))
     _verify: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_MEMORY))
@@ -45,11 +45,11 @@ class Pace:
 
     @property
     def acceptance(self) -> float:
-        """The share of drafted tokens that are confirmed, up to the first wrong one; recent rounds count more."""
+        """Share of drafted tokens confirmed, up to the first wrong one; exponentially weighted."""
         return self._right / (self._right + self._wrong)
 
     def choose(self, room: int) -> int:
-        """Return how many tokens to draft, at most `room`: one round for what is left costs less than several."""
+        """Return how many tokens to draft, at most `room`."""
         self.k = max(0, min(room, MOST, self._wanted()))
         return self.k
 
@@ -72,7 +72,7 @@ class Pace:
         return max(_CHOICES, key=pace)
 
     def _verify_line(self) -> tuple[float, float]:
-        """(base, slope) of the verification's seconds by the number of drafts: least squares, neither negative."""
+        """Least-squares fit (base, slope) of verification seconds over drafts, both non-negative."""
         count = len(self._verify)
         mean_k = sum(k for k, _ in self._verify) / count
         mean_s = sum(s for _, s in self._verify) / count
@@ -82,11 +82,11 @@ class Pace:
         return max(mean_s - slope * mean_k, 1e-9), slope
 
     def note(self, drafted: int, accepted: int, tried: int, seconds: tuple[float, float] | None) -> None:
-        """Learn from a round.
+        """Update the estimates with a round.
 
         Args:
-            accepted, tried: drafts that were confirmed, of those that were looked at before the round ended.
-            seconds: of all drafts, and of the verification; None of a round that also did something else.
+            accepted, tried: drafts confirmed, and drafts examined up to the first wrong one.
+            seconds: of all drafts and of verification; None if the round included other work.
         """
         self._idle = 0 if drafted else self._idle + 1
         if not drafted and self.tries_plain:
@@ -107,5 +107,5 @@ class Pace:
 
 
 def expected_tokens(acceptance: float, k: int) -> float:
-    """Return how many tokens a round of k drafts gives on average."""
+    """Return the expected number of tokens per round of k drafts."""
     return k + 1 if acceptance >= 1 else (1 - acceptance ** (k + 1)) / (1 - acceptance)

@@ -1,19 +1,18 @@
-"""Lossless self-speculation: the coarse planes of `exact` weights draft, one pass over the exact weights verifies.
+"""Draft loop of lossless self-speculation: coarse planes of `exact` weights draft, one exact pass verifies.
 
-A round drafts k tokens, one coarse pass each, on the very KV cache that verification uses; then the cache is rewound,
-and the last token and the k drafts are computed exactly, which writes their exact keys and values. Tokens are taken,
-one after the other as plain decoding takes them, up to the first draft that is wrong; that one's place has the right
-token by then. So each round gives between 1 and k + 1 tokens for one read of the weights.
+A round drafts k tokens with coarse passes on the same KV cache that verification uses; then the cache is rewound, and
+the last token and the k drafts are computed exactly, which overwrites their keys and values. Tokens are accepted, one
+by one as in plain decoding, up to the first wrong draft, in whose place the right token is known by then. So a round
+yields 1 to k + 1 tokens for one read of the exact weights.
 
-| exactness | k + 1 rows are verified by | the tokens are |
+| exactness | verification of k + 1 rows | tokens |
 | --- | --- | --- |
-| "tokens" | sums for each token alone (`verification.py`) | bit for bit those of plain decoding |
-| "distribution" | one pass of k + 1 tokens, whose sums may be rounded otherwise | of the same distribution |
+| "tokens" | a separate reduction per token (`verification.py`) | bitwise equal to plain decoding |
+| "distribution" | one pass of k + 1 tokens, which may round differently | same distribution |
 
-Sampling draws with noise by seed, row and position (`sampling_noise.py`), so a draft is confirmed if it is the very
-token that plain sampling with this seed gives. Rows of a batch advance together, by what all of them accept: plain
-decoding multiplies one token of each row at a time, so these are its shapes. What a row has got right beyond that is
-its draft in the next round.
+Sampling uses noise by seed, row and position (`sampling_noise.py`), so a draft is accepted if it equals the token that
+plain sampling with this seed gives. Rows of a batch advance together, by the smallest number accepted: plain decoding
+multiplies one token per row at a time, and shapes must match. A row's surplus tokens are its drafts of the next round.
 """
 
 import contextlib
@@ -42,13 +41,13 @@ DRAFT, VERIFY = "draft", "verify"
 
 
 def speculate(decoding: Decoding, sequences: Sequences, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Decode until all sequences are finished, beginning with the outputs of the prompt's pass.
+    """Decode until all sequences are finished, starting with the outputs of the prompt's pass.
 
     Args:
         kwargs: of the prompt's pass, as transformers keeps them between passes.
 
     Returns:
-        The arguments that a next pass would have.
+        The arguments for a next pass.
     """
     kwargs = decoding.after(outputs, kwargs)
     sequences.look(sequences.append(outputs.logits[:, -1]))
@@ -79,7 +78,7 @@ def _plainly(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -
 
 
 def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Decode in rounds, until all sequences are finished or drafts are of no use."""
+    """Decode in rounds until all sequences are finished or verification would be as slow as decoding."""
     cache, hint, recorded = cache_of(kwargs), None, decoding.is_recorded()
     with contextlib.ExitStack() as opened:
         with decoding.attachment.phase(DRAFT, "coarse"):
@@ -95,7 +94,7 @@ def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any])
         try:
             while not sequences.finished and can_verify(decoding, len(sequences.ids)):
                 kwargs, hint = _round(decoding, sequences, kwargs, hint)
-        except NotRecordable as error:  # before a token was taken: no memory for graphs any more, say
+        except NotRecordable as error:  # before a token was accepted: out of memory for graphs, say
             announce(decoding.counts, str(error))
             cache.crop(sequences.length - 1 - cache.get_seq_length())
     stop_keeping_past(cache)
@@ -103,14 +102,14 @@ def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any])
 
 
 def _placed(decoding: Decoding, cache: Any) -> Decoding:
-    """Have the cache lie where recorded steps find it, if steps on it can be recorded."""
+    """Move the cache into static memory, if steps on it can be captured."""
     with contextlib.suppress(NotRecordable):
         return replace(decoding, statics=decoding.passes.placed(cache))
     return decoding
 
 
 class _Hint(NamedTuple):
-    """Tokens [B, M] that rows have right already, where `known` bool [B, M] says so."""
+    """Tokens [B, M] that rows have right already, valid where `known` bool [B, M]."""
 
     tokens: torch.Tensor
     known: torch.Tensor
@@ -119,7 +118,7 @@ class _Hint(NamedTuple):
 def _round(
     decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any], hint: _Hint | None
 ) -> tuple[dict[str, Any], _Hint | None]:
-    """Draft, verify, take what is right. Returns the next pass's arguments, and what is known beyond."""
+    """Draft, verify, accept. Returns the next pass's arguments, and rows' surplus tokens."""
     cache, marks = cache_of(kwargs), Marks(sequences.ids.device)
     recorder = decoding.attachment.stack.guard.recorder
     began = None if recorder is None else recorder.mark()
@@ -128,12 +127,12 @@ def _round(
     while k and not can_verify(decoding, len(sequences.ids), k):
         k -= 1
     if decoding.attachment.watcher is not None:
-        k = decoding.attachment.watcher.least(k)  # ranks that compute this model together draft alike
+        k = decoding.attachment.watcher.least(k)  # ranks of one model must draft alike
     draft = decoding.passes.run(functools.partial(_draft, decoding, sequences, kwargs, k, hint))
     marks.mark()
     if decoding.statics is None:
         leave(cache)
-    else:  # again, if drafts were eager
+    else:  # drafts may have run eagerly
         decoding = replace(decoding, statics=decoding.passes.placed(cache))
     cache.crop(-k)
     with _phase_of_rows(decoding, k):
@@ -152,14 +151,14 @@ def _round(
 
 
 def _phase_of_rows(decoding: Decoding, k: int) -> AbstractContextManager:
-    """The phase of the passes that verify k drafts: recorded steps are in that of the other recordings."""
+    """Phase of the passes that verify k drafts; captured plain steps share the phase of the other captures."""
     if k:
         return decoding.attachment.phase(VERIFY, None)
     return decoding.attachment.phase(DRAFT, None) if decoding.replays_plain(k) else contextlib.nullcontext()
 
 
 def _reach(decoding: Decoding, sequences: Sequences, cache: Any) -> int:
-    """Return how many tokens can be drafted: all rows that are verified attend to the block of the first."""
+    """Return the maximum number of drafts: all verified rows must be in the first row's length bucket."""
     room = decoding.limit - sequences.length - 1
     if decoding.statics is None:
         return room
@@ -182,9 +181,9 @@ def _draft(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any], k: 
 
 
 def _take(sequences: Sequences, draft: Draft, rows: Sequence[torch.Tensor], watch: Watch | None) -> tuple[int, bool]:
-    """Take tokens up to the first wrong draft. Returns how many, and whether the last one was a right draft.
+    """Accept tokens up to the first wrong draft. Returns how many, and whether the last was a right draft.
 
-    watch: of the model since the rows were computed: behind a token whose callbacks change it, rows are of another one.
+    watch: on the model since the rows were computed: once a callback changes it, the remaining rows are stale.
     """
     for row, logits_BV in enumerate(rows):
         tokens = sequences.append(logits_BV)
@@ -195,7 +194,7 @@ def _take(sequences: Sequences, draft: Draft, rows: Sequence[torch.Tensor], watc
 
 
 def _ahead(sequences: Sequences, draft: Draft, rows: Sequence[torch.Tensor], taken: int) -> _Hint:
-    """What rows of a batch have right beyond the tokens that all have taken, by the logits of the verification."""
+    """Surplus: tokens that rows of a batch have right beyond those accepted by all, from the verification's logits."""
     known = sequences.ids[:, -1] == draft.ids[:, draft.start + taken - 1]
     tokens, knowns = [], []
     for row in range(taken, draft.k + 1):

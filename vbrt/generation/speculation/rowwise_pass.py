@@ -1,23 +1,22 @@
-"""One pass over several tokens that computes each of them as a pass of its own would, bit for bit.
+"""Row-wise pass: several tokens in one pass, each bitwise equal to a pass of that token alone.
 
-    with one_by_one(model, cache, 1, tokens):
+    with one_by_one(model, cache, (1, tokens)):
         logits = model(input_ids=ids[:, -tokens:], past_key_values=cache).logits
 
-Sums are what depends on how many tokens there are: kernels and their order of summation are chosen by the shape. So
-every operation that sums is run token by token, on what a pass of one token would have given it, and the others, which
-compute each number for itself, on all tokens at once:
+Only reductions depend on the number of tokens: shapes choose kernels and summation order. So every operation that
+reduces runs token by token, on the inputs of a single-token pass, and elementwise operations run on all tokens at once:
 
 | operation | token by token |
 | --- | --- |
-| VB layers | one lease, and the weight is restored once; then the product of each token |
-| other products, norms, means, softmax | a mode of torch's functions finds them and runs them on slices |
-| attention | the model's own function: one query, the keys and the mask that a pass of one token would have |
+| VB layers | one lease and one decode of the weight, then a product per token |
+| other products, norms, means, softmax | intercepted by a torch function mode, and run on slices |
+| attention | the model's own function: one query, with the keys and mask of a single-token pass |
 
-Where one launch for all tokens gives the bits of a launch for each, it takes their place (`bitwise_equivalence.py`).
+Where one launch for all tokens gives the same bits, it is used instead (`bitwise_equivalence.py`).
 
-Compared with passes in lockstep (`layers/weights/lockstep.py`), of which the model sees nothing, this saves the host
-the Python of all passes but one. Compared with a pass over all tokens it is exact as long as nothing else sums: whoever
-uses it compares it with those first. What it does not know it refuses (`NotByToken`).
+Compared with lockstep passes (`layers/weights/lockstep.py`), which are transparent to the model, this saves the Python
+overhead of all passes but one. It is exact only if nothing else reduces, so callers compare it with single-token passes
+first. Unsupported operations are refused (`NotByToken`).
 """
 
 import contextlib
@@ -45,7 +44,7 @@ __all__ = ["NotByToken", "masks_windows", "one_by_one"]
 
 NAME = "vbrt_one_by_one"
 
-#: sums over the last dimension, or all but the first ones
+#: reductions over the last dimension, or over all but the first ones
 _SUMS = {
     "linear",
     "mean",
@@ -60,7 +59,7 @@ _SUMS = {
     "vector_norm",
 }
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm"}
-#: whose results may depend on other tokens, or on how many there are
+#: results may depend on other tokens, or on their number
 _OTHERS = {
     "einsum",
     "conv1d",
@@ -89,31 +88,31 @@ _KNOWN = {"sdpa", "eager"}
 
 
 class NotByToken(VBError):
-    """A pass cannot be computed token by token; the text says why."""
+    """A pass cannot be computed row-wise; the message gives the reason."""
 
 
 class _Here(threading.local):
     now: "_Pass | None" = None
-    asked: set[bool] | None = None  # whether masks that were asked for have a window
+    asked: set[bool] | None = None  # windowed or not, of the masks that were requested
 
 
 _here = _Here()
-_names: dict[int, str] = {}  # of configs that have ours in the place of their attention
+_names: dict[int, str] = {}  # config id -> attention implementation that ours replaces
 
 
 @contextlib.contextmanager
 def one_by_one(model: Any, cache: Any, shape: tuple[int, int], statics: Statics | None = None) -> Iterator[None]:
-    """Compute each token of passes in a `with` block as a pass of one token would.
+    """Compute each token of passes in a `with` block like a single-token pass.
 
     Args:
-        model: of transformers; its attention goes by transformers' interface.
-        cache: of the pass, with layers as `shadow.shadow_refusal` wants them.
-        shape: sequences, and tokens of each, in the pass.
-        statics: where the cache lies, to compute what recorded steps compute: these attend to a block of it, masked.
-            None: what eager steps compute.
+        model: of transformers, with attention through its AttentionInterface.
+        cache: of the pass; layers as `cache_view.shadow_refusal` accepts.
+        shape: (sequences, tokens per sequence) of the pass.
+        statics: static memory with the cache, to match captured steps, which attend to a masked bucket. None: match
+            eager steps.
 
     Raises:
-        NotByToken: (also in the block) something cannot be computed so.
+        NotByToken: (also in the block) an operation is not supported.
     """
     _register()
     here = _Pass(cache, shape[1], statics)
@@ -127,9 +126,9 @@ def one_by_one(model: Any, cache: Any, shape: tuple[int, int], statics: Statics 
 
 
 def masks_windows(model: Any, token: torch.Tensor) -> bool:
-    """True if a model masks what lies before a window, False if it leaves it to its cache to forget that.
+    """True if a model masks tokens before a sliding window, False if it relies on its cache to drop them.
 
-    token: [1, 1], for a pass that has no cache. Attention that is none of torch's is told the window, and masks it.
+    token: [1, 1], for a pass without a cache. Attention outside of torch's is passed the window, and masks it.
     """
     _register()
     _here.asked = asked = set()
@@ -147,8 +146,8 @@ class _Pass:
     """A pass over several tokens.
 
     Attributes:
-        kept: by whether layers have a sliding window: for each token, how many keys a pass of it alone attends to.
-        attending: True while attention runs, whose own sums are left to it.
+        kept: sliding or not -> per token, (key count, offset) of a single-token pass.
+        attending: True during attention, whose reductions are not intercepted.
     """
 
     def __init__(self, cache: Any, tokens: int, statics: Statics | None) -> None:
@@ -167,21 +166,21 @@ class _Pass:
                 self.kept[layer.is_sliding] = [each.get_mask_sizes(1) for each in ahead]
 
     def slices(self, length: int, *, sliding: bool) -> list[slice]:
-        """Return which of `length` keys, the last of them the last token's, each token attends to."""
+        """Return, per token, its slice of `length` keys, the last of which are the pass's own."""
         ends = [length - self.tokens + 1 + token for token in range(self.tokens)]
         return [slice(end - kept, end) for end, (kept, _) in zip(ends, self.kept[sliding], strict=True)]
 
     def block(self, *, sliding: bool) -> tuple[int, int]:
-        """Return how many places recorded steps attend to, and the position of the first."""
+        """Return the number of slots that captured steps attend to, and the position of the first."""
         for layer in self.cache.layers:
             if layer.is_sliding is sliding:
                 return self.statics.span.end - layer.first, layer.first
         raise NotByToken("a mask for a window that no layer of the cache has")
 
     def product(self, handle: Any, kernels: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x Wᵀ + bias for x [B, T, K], a token at a time, on one lease."""
+        """x Wᵀ + bias for x [B, T, K], token by token under one lease."""
         if x.dim() != 3 or x.shape[1] != self.tokens:
-            raise NotByToken(f"{handle.name} gets tokens that are not a dimension of their own")
+            raise NotByToken(f"{handle.name} gets x without a token dimension")
         with DisableTorchFunction(), shared_product(handle, kernels, x.device) as product:
             ways = [functools.partial(product, x, bias)]
             form = "linear", form_of(x), form_of(product.weight), form_of(bias), kernels.precision
@@ -189,17 +188,17 @@ class _Pass:
 
 
 def _cat_by_token(func: Callable, args: tuple, kwargs: dict, place: int = 1) -> torch.Tensor:
-    """Call a function with each token of its first argument."""
+    """Call a function on each token of its first argument, and concatenate."""
     return torch.cat([func(one, *args[1:], **kwargs) for one in _each(args[0], place)], place)
 
 
 def _each(x: torch.Tensor, place: int = 1) -> list[torch.Tensor]:
-    """The tokens of [B, T, ...] as tensors [B, 1, ...] of their own; `place`: the dimension that has them."""
+    """Split [B, T, ...] into contiguous tensors [B, 1, ...]; `place`: the token dimension."""
     return [one.contiguous() for one in x.split(1, place)]
 
 
 class _Sums(TorchFunctionMode):
-    """Runs what sums on a token at a time, and refuses what it does not know how to."""
+    """Runs reductions token by token, and refuses unsupported ones."""
 
     def __init__(self, rows: int, tokens: int) -> None:
         self.tokens, self._counts = tokens, {tokens, rows * tokens}
@@ -221,25 +220,25 @@ class _Sums(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _summed(self, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
-        """A sum of each token, in one launch where that gives the same bits."""
+        """A reduction per token, in one launch if that is bitwise equal."""
         if not args:
-            raise NotByToken(f"{func.__name__} of an argument by name")
+            raise NotByToken(f"{func.__name__} of a keyword argument")
         place = self._place(args[0], func.__name__)
         form = func.__name__, place, *map(form_of, args), *((name, form_of(kwargs[name])) for name in sorted(kwargs))
         ways = [functools.partial(func, *args, **kwargs)]
         return first_that_agrees(form, ways, functools.partial(_cat_by_token, func, args, kwargs, place))
 
     def _has_tokens(self, x: Any) -> bool:
-        summed = isinstance(x, torch.Tensor) and x.is_floating_point()  # sums of whole numbers are exact
+        summed = isinstance(x, torch.Tensor) and x.is_floating_point()  # integer sums are exact in any order
         return summed and not self._counts.isdisjoint(x.shape)
 
     def _place(self, x: torch.Tensor, name: str) -> int:
-        """The dimension that has the tokens: of [B, T, ...], or of heads' [B, H, T, D]."""
+        """Return the token dimension of [B, T, ...], or of heads [B, H, T, D]."""
         if x.dim() > 2 and x.shape[1] == self.tokens:
             return 1
         if x.dim() == 4 and x.shape[2] == self.tokens:
             return 2
-        raise NotByToken(f"{name} of tokens that are not a dimension of their own")
+        raise NotByToken(f"{name} of a tensor without a token dimension")
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -247,7 +246,7 @@ class _Sums(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _attention_of(model: Any) -> Iterator[None]:
-    """Have the model's attention computed by `_attention`, with masks by `_masks`."""
+    """Route the model's attention through `_attention`, and its masks through `_masks`."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     held = {key: attention_of(config) for key, config in configs.items()}
     unknown = {name for name in held.values() if name is not None} - _KNOWN
@@ -273,11 +272,11 @@ def _register() -> None:
 
 
 class _Masks(list):
-    """The mask of each token, as a pass of one token has it.
+    """One mask per token, as in single-token passes.
 
     Attributes:
-        added: as numbers to add to the scores.
-        whole: of all tokens, where these attend to one block.
+        added: additive masks.
+        whole: mask of all tokens, if they attend to one bucket.
     """
 
     added: Sequence[torch.Tensor] = ()
@@ -285,12 +284,12 @@ class _Masks(list):
 
 
 def _masks(*args: Any, **kwargs: Any) -> Any:
-    """Make masks as transformers does, for each token of the pass."""
+    """Make transformers' masks for each token of the pass."""
     here = _here.now
     make = transformers_api.ALL_MASK_ATTENTION_FUNCTIONS[_names[id(kwargs["config"])]]
     if _here.asked is not None:
         _here.asked.add(kwargs.get("local_size") is not None)
-    if here is None:  # another thread, in a pass of its own
+    if here is None:  # another thread's pass
         return make(*args, **kwargs)
     if args or kwargs["q_length"] != here.tokens:
         raise NotByToken(f"a mask of {kwargs.get('q_length')} queries")
@@ -310,7 +309,7 @@ def _masks(*args: Any, **kwargs: Any) -> Any:
 
 
 def _masks_of_block(make: Callable[..., Any], here: _Pass, kwargs: dict[str, Any], *, sliding: bool) -> _Masks:
-    """Make masks as recorded steps have them: of all places of a block."""
+    """Make masks of captured steps: over all slots of a bucket."""
     size, first = here.block(sliding=sliding)
     own = {"kv_length": size, "kv_offset": first, "allow_is_causal_skip": False}
     padding = kwargs.get("attention_mask")
@@ -328,12 +327,12 @@ def _as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-    """Attend as the model would, one query at a time."""
+    """The model's attention, one query at a time."""
     here, attend = _here.now, _attention_named(_names[id(module.config)], module)
     if here is None:
         return attend(module, query, key, value, attention_mask, **kwargs)
     if type(attention_mask) is not _Masks or query.shape[2] != here.tokens:
-        raise NotByToken(f"{type(module).__name__} attends with a mask of its own")
+        raise NotByToken(f"{type(module).__name__} makes its own attention mask")
     layer = here.cache.layers[module.layer_idx]
     if here.statics is not None and here.statics.steady:
         return _steadily(here, attend, module, (query, _block_of(layer, key), attention_mask), kwargs), None
@@ -351,7 +350,7 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
 
 
 def _steadily(here: _Pass, attend: Callable, module: Any, given: tuple, kwargs: dict) -> torch.Tensor:
-    """All queries at once, each summed by itself, where the kernel takes them; else one after the other."""
+    """Batch-invariant attention of all queries at once if bitwise equal, else one by one."""
     query, block, masks = given
     form = "steady", type(module), form_of(query), form_of(block[0]), form_of(masks.whole)
     here.attending = True
@@ -375,7 +374,7 @@ def _by_query(
 def _over_one_block(
     attend: Callable, module: Any, query: torch.Tensor, block: tuple, masks: "_Masks", kwargs: dict
 ) -> torch.Tensor:
-    """`_by_query` with keys and values repeated for the heads, and masks made numbers, once instead of each time."""
+    """`_by_query`, but with GQA heads repeated and masks made additive once instead of per query."""
     groups = query.shape[1] // block[0].shape[1]
     if groups > 1:
         block = tuple(of.repeat_interleave(groups, 1) for of in block)
@@ -384,7 +383,7 @@ def _over_one_block(
 
 
 class _Repeated:
-    """An attention module whose keys are there for each head of the queries."""
+    """Proxy of an attention module with keys already repeated for all heads."""
 
     num_key_value_groups = 1
 
@@ -396,22 +395,22 @@ class _Repeated:
 
 
 def _keys_until(here: _Pass, layer: Any, key: Any, value: Any) -> list[tuple[Any, Any]]:
-    """The keys and values that each token attends to, up to its own."""
+    """Return each token's keys and values, up to its own."""
     slices = here.slices(key.shape[2], sliding=layer.is_sliding)
     return [(key[:, :, held], value[:, :, held]) for held in slices]
 
 
 def _block_of(layer: Any, key: Any) -> tuple[Any, Any]:
-    """The keys and values that each token attends to as a recorded step does."""
+    """Return the bucket of keys and values that captured steps attend to."""
     block = layer.block()
     if storage_of(key) != storage_of(block[0]):
-        raise NotByToken(f"{type(layer).__name__}: the model attends to other keys than its cache holds")
+        raise NotByToken(f"{type(layer).__name__}: the model attends to keys outside of its cache")
     return block
 
 
 def _attention_named(name: str, module: Any) -> Callable[..., Any]:
     found = transformers_api.ALL_ATTENTION_FUNCTIONS.get(name)
-    if found is None:  # of the file that has the model
+    if found is None:  # defined in the model's module
         found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if found is None:
         raise NotByToken(f"{type(module).__name__} has no attention function")

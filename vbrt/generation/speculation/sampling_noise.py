@@ -1,9 +1,9 @@
-"""Noise for sampling that depends on a seed, a row of the batch and a position only.
+"""Sampling noise as a function of seed, batch row and position.
 
-Plain decoding, a draft and a verification that draw with it draw the same token from the same scores (Gumbel-max with
-common random numbers; Daliri, Musco and Suresh 2024, "Coupling without communication and drafter-invariant speculative
-decoding", arXiv 2408.07978). So sampled tokens can be drafted and verified like greedy ones, and the output is what
-sampling token by token with the same seed gives.
+Plain decoding, drafting and verification then draw the same token from the same scores (Gumbel-max with common random
+numbers; Daliri, Musco and Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding",
+arXiv 2408.07978). So sampled tokens are drafted and verified like greedy ones, and the output equals sampling token by
+token with the same seed.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Draws tokens with Gumbel noise by (seed, row, position). One seed gives other noise on another device type."""
+    """Gumbel-max sampling by (seed, row, position). Device types have different noise for one seed."""
 
     seed: int
 
     def draw(self, scores: torch.Tensor, position: int) -> torch.Tensor:
-        """Return tokens int64 [B] for scores [B, V] (processed logits): a draw from softmax(scores) each.
+        """Sample tokens int64 [B] from softmax(scores), scores [B, V] being processed logits; -1 for invalid rows.
 
-        `position`: of the token in the sequence, prompt and padding included. A row with nothing to draw gives -1.
+        `position`: of the token in the sequence, prompt and padding included.
         """
         generator = torch.Generator(scores.device)
         noise = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
@@ -42,7 +42,7 @@ def greedy(scores: torch.Tensor, position: int) -> torch.Tensor:
 
 
 def mixed(*numbers: int) -> int:
-    """Return 63 bits that depend on all of the numbers (SplitMix64; Steele, Lea and Flood 2014)."""
+    """Hash integers to 63 bits (SplitMix64; Steele, Lea and Flood 2014)."""
     state = 0
     for number in numbers:
         state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK

@@ -1,4 +1,4 @@
-"""`generate` of a wrapped model of transformers with drafts from its own coarse planes, or with noise by a seed."""
+"""`generate` of a wrapped transformers model with self-speculation, or with seeded sampling."""
 
 import contextlib
 import copy
@@ -26,17 +26,16 @@ __all__ = ["Speculation", "generate"]
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Arguments of `generate` of a wrapped model beside transformers' own.
+    """vbrt's own arguments of `generate`.
 
     Attributes:
-        speculate: "auto" or a number: draft that many tokens with the coarse planes of `exact` weights, and verify them
-            in one pass over the exact ones; where that cannot be, a warning and `stats().fallbacks` say why. False: do
-            not.
-        exactness: "tokens": tokens and logits are, bit for bit, those of decoding one token at a time: by
-            recorded steps where `generate` records them, and by eager ones elsewhere.
-            "distribution": all drafts are verified at once, which is faster and rounds otherwise.
-        seed: sampled tokens are drawn with noise by seed, row and position, the same with drafts and without. None:
-            with drafts one is drawn from torch's default generator, without them transformers samples.
+        speculate: "auto" or a number: draft that many tokens with the coarse planes of `exact` weights and verify them
+            in one exact pass; if that is impossible, a warning and `stats().fallbacks` give the reason. False: off.
+        exactness: "tokens": tokens and logits are bitwise equal to decoding one token at a time: by captured steps
+            where `generate` captures them, else by eager ones. "distribution": all drafts in one pass, faster, with
+            different rounding.
+        seed: sample with noise by seed, row and position, the same with and without drafts. None: with drafts, a seed
+            is drawn from torch's default generator; without, transformers samples.
     """
 
     speculate: str | int | bool = False
@@ -44,7 +43,7 @@ class Speculation:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises ArgumentError for values out of range."""
+        """Raises ArgumentError for invalid values."""
         k = self.speculate
         if not (k is False or k == "auto" or (type(k) is int and 1 <= k <= MOST)):
             raise ArgumentError(f'generate: speculate = {k!r}; expected "auto", a number from 1 to {MOST}, or False')
@@ -55,26 +54,26 @@ class Speculation:
 
     @classmethod
     def taken(cls, kwargs: dict[str, Any]) -> tuple[Self, dict[str, Any]]:
-        """Return what the arguments of a call of generate say of it, and the others. Raises ArgumentError."""
+        """Split `generate`'s arguments into these and the rest. Raises ArgumentError."""
         names = {of.name for of in fields(cls)}
         own = {name: value for name, value in kwargs.items() if name in names}
         return cls(**own), {name: value for name, value in kwargs.items() if name not in names}
 
     @property
     def asked(self) -> bool:
-        """True if there is something to do that transformers does not do."""
+        """True if any of these options is used."""
         return self.speculate is not False or self.seed is not None
 
 
 def generate(
     model: Any, attachment: Attachment, how: Speculation, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """Return what `plain(*args, **kwargs)` returns, the model's own `generate`, decoded as `how` says.
+    """Run the model's own `generate`, `plain(*args, **kwargs)`, with the decoding loop that `how` selects.
 
-    Where drafts are asked for and cannot be had, a warning and `stats().fallbacks` say why.
+    If drafting is impossible, a warning and `stats().fallbacks` give the reason.
 
     Raises:
-        ArgumentError: a seed for a call that draws no tokens one by one, such as beam search.
+        ArgumentError: a seed for a call that does not sample token by token, such as beam search.
     """
     refusal = DRAFTS.refusal()
     if not refusal:
@@ -98,16 +97,16 @@ def generate(
 
 
 def _refusal(model: Any, config: Any, kwargs: dict[str, Any]) -> str:
-    """Return why a call does not decode token by token, by itself, with a cache; "" if it does."""
+    """Return why a call does not decode token by token with a cache; "" if it does."""
     mode = str(getattr(config.get_generation_mode(kwargs.get("assistant_model")), "value", ""))
     if kwargs.get("custom_generate") is not None:
-        return "custom_generate decodes in its own way"
+        return "custom_generate runs its own decoding loop"
     if mode not in ("greedy_search", "sample"):
         return f"{mode.replace('_', ' ')} does not decode token by token"
     if model.config.is_encoder_decoder:
-        return f"{type(model).__name__} has an encoder and a decoder"
+        return f"{type(model).__name__} is an encoder-decoder model"
     if config.output_attentions or config.output_hidden_states:
-        return "output_attentions and output_hidden_states ask for every pass of plain decoding"
+        return "output_attentions and output_hidden_states need every pass of plain decoding"
     if not config.use_cache:
         return "use_cache = False"
     if model.generation_config.stop_strings is not None:
@@ -121,9 +120,9 @@ def _can_draft(attachment: Attachment) -> bool:
 
 
 def _with_stop_strings(kwargs: dict[str, Any]) -> Any:
-    """Take stop strings out of the arguments: the caller's stopping criteria, and one for those.
+    """Pop stop strings from the arguments; return the caller's stopping criteria plus one for them.
 
-    transformers gives the tokenizer that they need to its own methods only.
+    transformers passes the tokenizer, which they need, to its own decoding methods only.
     """
     from transformers import StoppingCriteriaList
 
@@ -142,10 +141,10 @@ _paces: "weakref.WeakKeyDictionary[Attachment, dict[tuple[int, str], Pace]]" = w
 
 
 class _Method:
-    """A decoding method as transformers calls it, with everything prepared.
+    """Decoding method in the form of transformers' `custom_generate`.
 
     Args:
-        streamer: which transformers gives the prompt, and itself to its own methods only.
+        streamer: transformers puts the prompt to it, but passes it to its own methods only.
     """
 
     def __init__(self, attachment: Attachment, how: Speculation, streamer: Any) -> None:
@@ -182,7 +181,7 @@ class _Method:
         return _result(sequences, model_kwargs, generation_config)
 
     def _pace(self, batch: int) -> Pace:
-        """What "auto" has learned in earlier calls goes on."""
+        """Return the pace; "auto" keeps what earlier calls have learned."""
         if self._how.speculate != "auto":
             return Pace(int(self._how.speculate))
         return _paces.setdefault(self._attachment, {}).setdefault((batch, self._how.exactness), Pace())
@@ -196,7 +195,7 @@ class _Method:
 
 @contextlib.contextmanager
 def _link_bytes(attachment: Attachment) -> Iterator[None]:
-    """Count the bytes that move between tiers within a `with` block."""
+    """Count bytes moved between tiers in a `with` block."""
     before = sum(attachment.stats().bytes_moved.values())
     try:
         yield

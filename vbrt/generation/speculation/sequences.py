@@ -1,7 +1,7 @@
-"""The sequences that a call of `generate` makes, and what plain decoding does with each step's logits.
+"""Sequences of a `generate` call: plain decoding's handling of each step's logits.
 
-Processors, stopping criteria and streamers are called as `transformers` does: for each new token once, in order, with
-the tokens before it. Decoding that looks ahead asks `propose` first, which changes nothing.
+Processors, stopping criteria and streamers are called as `transformers` does: once per new token, in order, with the
+tokens before it. Drafting uses `propose`, which has no side effects.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ __all__ = ["Draw", "Sequences"]
 Draw = Callable[[torch.Tensor, int], torch.Tensor]
 """(processed scores [B, V], position) -> tokens [B]."""
 
-#: processors of transformers that keep something between calls, or call a model or a user's function
+#: processors of transformers that are stateful, or call a model or a user's function
 _NOT_PURE = {
     "SynthIDTextWatermarkLogitsProcessor",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
@@ -27,14 +27,14 @@ _NOT_PURE = {
 
 
 class Sequences:
-    """Token ids int64 [B, L] that grow by a token a step, with what is recorded beside them.
+    """Token ids int64 [B, L] that grow by one token per step, and the recorded scores.
 
     Attributes:
         ids: prompt and tokens so far.
         unfinished: int64 [B], 1 for rows that have not stopped.
-        finished: True once all have.
-        scores, logits: of each step float32 [B, V], processed and not, where the config asks for them; else None.
-        pure: the processors that may be called ahead, with tokens that are not certain yet.
+        finished: True once all rows have stopped.
+        scores, logits: per step float32 [B, V], processed and raw, if the config asks for them; else None.
+        pure: processors without side effects, which may run on unverified tokens.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Sequences:
 
     @property
     def length(self) -> int:
-        """Tokens of each sequence so far, prompt and padding included."""
+        """Tokens per sequence so far, prompt and padding included."""
         return self.ids.shape[1]
 
     def append(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Draw the next token of each row from its logits; return the tokens int64 [B]."""
+        """Select the next token of each row from its logits; return the tokens int64 [B]."""
         logits_BV = logits_BV.to(copy=True, dtype=torch.float32, device=self.ids.device)
         scores_BV = self._processors(self.ids, logits_BV)
         if self.scores is not None:
@@ -73,13 +73,13 @@ class Sequences:
         return tokens
 
     def look(self, tokens: torch.Tensor, guessed: torch.Tensor | None = None) -> bool:
-        """Wait for the tokens of `append`; update `finished`.
+        """Synchronize with the tokens of `append`; update `finished`.
 
         Returns:
-            True if all tokens are those that were guessed, the padding of rows that have stopped included.
+            True if all tokens equal the guessed ones, padding of stopped rows included.
 
         Raises:
-            ArgumentError: a row had nothing to draw.
+            ArgumentError: a row's logits are invalid.
         """
         right = tokens if guessed is None else tokens == guessed
         left, all_right, lowest = torch.stack([self.unfinished.max(), right.min().long(), tokens.min()]).tolist()
@@ -89,18 +89,18 @@ class Sequences:
         return guessed is not None and bool(all_right)
 
     def propose(self, ids: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Return the tokens int64 [B] that would follow `ids` under these logits, as far as one can tell ahead."""
+        """Predict the tokens int64 [B] that follow `ids` under these logits, with pure processors only."""
         scores_BV = logits_BV.to(copy=True, dtype=torch.float32, device=ids.device)
         for processor in self.pure:
             scores_BV = processor(ids, scores_BV)
         return self._padded(self._draw(scores_BV, ids.shape[1]).clamp_(min=0))
 
     def _padded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens, with padding in rows that have stopped."""
+        """Replace the tokens of stopped rows by padding."""
         return tokens if self._pad is None else tokens * self.unfinished + self._pad * (1 - self.unfinished)
 
     def end(self) -> None:
-        """Tell the streamer that there is no more."""
+        """End the stream."""
         if self._streamer is not None:
             self._streamer.end()
 

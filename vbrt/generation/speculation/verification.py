@@ -1,19 +1,18 @@
-"""Verification: the exact logits after the last token and after each draft, by as many rows as there are of these.
+"""Verification: exact logits after the last token and after each draft, one row for each.
 
 | function | rows are computed by | bits |
 | --- | --- | --- |
-| `in_one_pass` | one pass over all of them | those of a pass of that length |
-| `token_by_token` | one pass that sums for each token alone (`rowwise_pass.py`) | those of plain decoding: compared |
-| `one_at_a_time` | a pass for each, with the kernels of recorded steps | those of recorded steps, by construction |
-| `in_step` | a pass for each, in lockstep (`layers/weights/lockstep.py`) | those of eager steps, by construction |
+| `in_one_pass` | one pass over all of them | of a pass of that length |
+| `token_by_token` | one pass with a separate reduction per token (`rowwise_pass.py`) | of plain decoding: checked |
+| `one_at_a_time` | a pass per row, with the kernels of captured steps | of captured steps, by construction |
+| `in_step` | a pass per row, in lockstep (`layers/weights/lockstep.py`) | of eager steps, by construction |
 
-Plain decoding replays recorded steps where `generate` can record them. The cache then lies where these find it
-(`static_cache.py`), and rows attend to the whole block, masked, as they do: the same kernels, and shapes that stay the
-same from round to round. Elsewhere plain decoding is eager, and rows attend to the keys until their own.
+Where `generate` captures steps, plain decoding replays them. The cache is then in static memory (`static_cache.py`),
+and rows attend to the whole masked bucket as captured steps do: same kernels, and constant shapes from round to round.
+Elsewhere plain decoding is eager, and each row attends to the keys up to its own.
 
-The first rounds of `token_by_token` are computed in the other way, too. Where a bit differs, or where it refuses a
-model, `in_step` serves that model from then on, or plain decoding where steps are recorded; `stats().fallbacks` has the
-reason.
+The first rounds of `token_by_token` are computed both ways. If a bit differs, or the model is not supported, the
+fallback is `in_step`, or plain decoding where steps are captured; `stats().fallbacks` has the reason.
 """
 
 import contextlib
@@ -44,34 +43,34 @@ from vbrt.report.speculation_counters import SpeculationCounts
 
 __all__ = ["Decoding", "Draft", "Passes", "Rows", "announce", "can_verify", "verified", "window_refusal"]
 
-_CHECKS = 2  # rounds of a batch size that are computed by both
+_CHECKS = 2  # rounds per batch size that are computed both ways
 _TOKENS = "tokens"
 
 
 class Passes:
-    """Runs functions that run passes of one phase and precision; these are not recorded."""
+    """Runs functions with forwards of one phase and precision, without capture."""
 
     def run(self, passes: Callable[[], Any]) -> Any:
         """Run a function."""
         return passes()
 
     def placed(self, cache: Any) -> Statics:
-        """Have a cache lie where recorded steps find it. Raises NotRecordable."""
-        raise NotRecordable(f"steps on {type(cache).__name__} are not recorded")
+        """Move a cache into static memory. Raises NotRecordable."""
+        raise NotRecordable(f"steps on {type(cache).__name__} are not captured")
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """What a call of `generate` decodes with.
+    """State of a `generate` call with speculation.
 
     Attributes:
-        model: of transformers; its layers are those of `attachment`.
-        pace: how many tokens to draft.
+        model: of transformers; its layers belong to `attachment`.
+        pace: chooses the number of drafts.
         exactness: "tokens" or "distribution".
-        counts: of the model, for its statistics; added to.
-        limit: tokens of a sequence at most.
-        passes: run the drafts.
-        statics: where the cache lies, if plain decoding replays recorded steps; None if it is eager.
+        counts: the model's speculation counters.
+        limit: maximum sequence length.
+        passes: runs the drafts.
+        statics: static memory with the cache, if plain decoding replays captured steps; None if it is eager.
         watched: callbacks of the call may change the model.
     """
 
@@ -86,40 +85,40 @@ class Decoding:
     watched: bool = False
 
     def recordable(self) -> AbstractContextManager[Passes]:
-        """Return a context manager that gives `passes` of the current phase and precision."""
+        """Return a context manager for `passes` of the current phase and precision."""
         own = getattr(self.model.__dict__.get("generate"), "passes", None)
         return contextlib.nullcontext(Passes()) if own is None else own(self.limit, watched=self.watched)
 
     def watch(self) -> Watch | None:
-        """Return what sees whether callbacks change the model from now on, if they may."""
+        """Return a mutation watch from now on, if callbacks may change the model."""
         return Watch(self.model) if self.watched else None
 
     def replays_plain(self, k: int) -> bool:
-        """True if a round of k drafts is a recorded step of plain decoding."""
+        """True if a round of k drafts is a captured step of plain decoding."""
         return k == 0 and self.statics is not None and self.pace.tries_plain
 
     def is_recorded(self) -> bool:
-        """True if steps of the current phase and precision are recorded."""
+        """True if steps of the current phase and precision are captured."""
         why = getattr(self.model.__dict__.get("generate"), "refusal", None)
         return why is not None and not why()
 
     def step(self, ids: torch.Tensor, tokens: int, kwargs: dict[str, Any]) -> Any:
-        """Run a pass over the last tokens of `ids`."""
+        """Run a pass over the last `tokens` tokens of `ids`."""
         return self.model(**self.inputs(ids, tokens, kwargs), return_dict=True)
 
     def inputs(self, ids: torch.Tensor, tokens: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a pass over the last tokens of `ids`."""
+        """Return the arguments of a pass over the last `tokens` tokens of `ids`."""
         return self.model.prepare_inputs_for_generation(ids, next_sequence_length=tokens, **kwargs)
 
     def after(self, outputs: Any, kwargs: dict[str, Any], cache: Any = None) -> dict[str, Any]:
-        """Return the arguments of the pass after one token more; `cache`: in the place of the one in `outputs`."""
+        """Return the arguments of the pass after one more token; `cache`: replaces the one in `outputs`."""
         encoder_decoder = self.model.config.is_encoder_decoder
         updated = self.model._update_model_kwargs_for_generation(outputs, dict(kwargs), encoder_decoder)
         return updated if cache is None else with_cache(updated, cache)
 
 
 class Draft(NamedTuple):
-    """Sequences with their drafts behind them, and the arguments of the pass over each last token, k + 1 of them."""
+    """Sequences followed by their drafts, and the arguments of each of the k + 1 passes."""
 
     start: int
     ids: torch.Tensor
@@ -127,7 +126,7 @@ class Draft(NamedTuple):
 
     @property
     def k(self) -> int:
-        """How many tokens were drafted."""
+        """Number of drafts."""
         return len(self.kwargs) - 1
 
     @property
@@ -137,8 +136,8 @@ class Draft(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Logits [B, V] after the last token and after each draft; outputs of the passes, one or as many; `compared`: True
-    if they were computed in two ways."""
+    """Logits [B, V] after the last token and after each draft; outputs of the passes, one or k + 1; `compared`: True if
+    computed both ways, so that the time is not representative."""
 
     logits: list[torch.Tensor]
     outputs: list[Any]
@@ -146,7 +145,7 @@ class Rows(NamedTuple):
 
 
 def verified(decoding: Decoding, draft: Draft) -> Rows:
-    """Compute the rows of a draft exactly; the cache holds all of them afterwards."""
+    """Compute the rows of a draft exactly; the cache then holds all of them."""
     if draft.k and decoding.exactness != _TOKENS:
         with _without_plans(draft.ids.device):
             return in_one_pass(decoding, draft)
@@ -156,13 +155,13 @@ def verified(decoding: Decoding, draft: Draft) -> Rows:
 
 
 class _Certain(NamedTuple):
-    """Rows as plain decoding computes them.
+    """Reference for rows: a way that has plain decoding's bits by construction.
 
     Attributes:
-        rows: computes the first rows of a draft, at least as many as it is asked for.
-        few: rows of a round that are compared.
-        name: of the passes that it computes rows by.
-        instead: what happens where `token_by_token` does not give these bits.
+        rows: computes at least the requested number of first rows.
+        few: rows to compare per round.
+        name: of these passes, for messages.
+        instead: fallback if `token_by_token` does not match, for messages.
     """
 
     rows: Callable[[Decoding, Draft, int], Rows]
@@ -172,7 +171,7 @@ class _Certain(NamedTuple):
 
 
 def _as_decoded(decoding: Decoding, draft: Draft, certain: _Certain) -> Rows:
-    """Compute the rows with the bits of plain decoding: token by token where that gives them."""
+    """Compute the rows with plain decoding's bits: by `token_by_token` if that is bitwise equal."""
     known, batch, tokens = _known_of(decoding), len(draft.ids), draft.k + 1
     if decoding.statics is not None:
         _compare_recorded(decoding, draft, known)
@@ -188,7 +187,7 @@ def _as_decoded(decoding: Decoding, draft: Draft, certain: _Certain) -> Rows:
         raise
     except Exception as error:  # noqa: BLE001 (models that cannot take its masks say so in many ways)
         known.refused.add(draft.k)
-        why = f"a pass cannot be verified token by token: {type(error).__name__}: {error}"
+        why = f"row-wise verification failed: {type(error).__name__}: {error}"
     else:
         if wanted is None:
             return rows
@@ -196,14 +195,14 @@ def _as_decoded(decoding: Decoding, draft: Draft, certain: _Certain) -> Rows:
             known.checks[certain.name, batch] += 1
             return rows._replace(compared=True)
         known.unlike.add((certain.name, batch))
-        why = f"a pass verified token by token gives other bits than {certain.name}"
+        why = f"row-wise verification is not bitwise equal to {certain.name}"
     announce(decoding.counts, why, certain.instead)
     _rewind(draft.cache, before)
     return certain.rows(decoding, draft, tokens)._replace(compared=True)
 
 
 def _compare_recorded(decoding: Decoding, draft: Draft, known: "_Known") -> None:
-    """Compare a step as it is recorded with an eager one, where plain decoding would. Raises NotRecordable."""
+    """Check a step with captured kernels against an eager one, as plain decoding would. Raises NotRecordable."""
     statics, batch = decoding.statics, len(draft.ids)
     case = batch, statics.span, statics.passes_windows
     if case in known.as_eager:
@@ -215,21 +214,20 @@ def _compare_recorded(decoding: Decoding, draft: Draft, known: "_Known") -> None
         error = difference(got, decoding.model(**inputs))
     if error:
         known.unlike.add((_AS_RECORDED.name, batch))
-        raise NotRecordable(f"a recorded step computes something else than an eager one: {error}")
+        raise NotRecordable(f"a captured step differs from the eager one: {error}")
     known.as_eager.add(case)
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of `token_by_token` for a model.
+    """What is known about `token_by_token` for a model.
 
     Attributes:
-        checks: rounds in which it was right, by what it was compared with and by batch size.
-        refused: numbers of drafts for which it does not serve.
-        unlike: what it has given other bits than, and at which batch size.
-        masks_windows: whether the model does; None before it was looked at.
-        as_eager: where steps as they are recorded were found to be like eager ones: batch size, span of the cache, and
-            whether a window has moved on.
+        checks: successful rounds, by reference and batch size.
+        refused: numbers of drafts that failed.
+        unlike: (reference, batch size) with a bitwise difference.
+        masks_windows: whether the model masks windows itself; None: unknown.
+        as_eager: (batch size, bucket, window moved) for which captured kernels matched an eager step.
     """
 
     checks: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -247,7 +245,7 @@ def _known_of(decoding: Decoding) -> _Known:
 
 
 def window_refusal(decoding: Decoding, cache: Any, ids: torch.Tensor) -> str | None:
-    """Return why several tokens of a model cannot share a pass once its window has moved; None if they can."""
+    """Return why several tokens cannot share a pass once a sliding window has moved; None if they can."""
     windows = [layer.sliding_window for layer in cache.layers if getattr(layer, "is_sliding", False)]
     if not windows or decoding.limit <= min(windows):
         return None
@@ -255,19 +253,18 @@ def window_refusal(decoding: Decoding, cache: Any, ids: torch.Tensor) -> str | N
     if known.masks_windows is None:
         known.masks_windows = masks_windows(decoding.model, ids[:1, -1:])
     kind = type(decoding.model).__name__
-    return None if known.masks_windows else f"{kind} leaves it to its cache to forget what its window has passed"
+    return None if known.masks_windows else f"{kind} relies on its cache to drop tokens before a window"
 
 
 def can_verify(decoding: Decoding, batch: int, k: int | None = None) -> bool:
-    """True unless k drafts (None: any number) of `batch` rows would be verified one after the other, which takes as
-    long as decoding does."""
+    """True unless k drafts (None: any number) for `batch` rows would be verified one by one, as slow as decoding."""
     known = _known_of(decoding)
     slow = decoding.statics is not None and decoding.exactness == _TOKENS
     return not (slow and ((_AS_RECORDED.name, batch) in known.unlike or k in known.refused))
 
 
 def in_step(decoding: Decoding, draft: Draft, rows: int) -> Rows:
-    """Compute the rows, all of them, by passes of one token in lockstep."""
+    """Compute all rows by single-token passes in lockstep."""
     calls = []
     for row, kwargs in enumerate(draft.kwargs):
         own = with_cache(kwargs, shadow_of(draft.cache, row)) if row else kwargs
@@ -278,13 +275,13 @@ def in_step(decoding: Decoding, draft: Draft, rows: int) -> Rows:
 
 
 def _by_recording(decoding: Decoding, draft: Draft) -> Rows:
-    """Compute the only row by a recorded step."""
+    """Compute the only row by a captured step."""
     outputs = decoding.passes.run(functools.partial(decoding.step, draft.ids, 1, draft.kwargs[0]))
     return Rows([outputs.logits[:, -1]], [outputs])
 
 
 def one_at_a_time(decoding: Decoding, draft: Draft, rows: int) -> Rows:
-    """Compute the first rows by passes of one token, one after the other, with the kernels of recorded steps."""
+    """Compute the first rows by consecutive single-token passes, with the kernels of captured steps."""
     outputs = []
     for row, kwargs in enumerate(draft.kwargs[:rows]):
         inputs = decoding.inputs(draft.ids[:, : draft.start + row], 1, kwargs)
@@ -292,8 +289,8 @@ def one_at_a_time(decoding: Decoding, draft: Draft, rows: int) -> Rows:
     return Rows([each.logits[:, -1] for each in outputs], outputs)
 
 
-_AS_RECORDED = _Certain(one_at_a_time, 4, "recorded steps", "decoded one token at a time")
-_IN_STEP = _Certain(in_step, MOST + 1, "passes of one token", "verified in lockstep")
+_AS_RECORDED = _Certain(one_at_a_time, 4, "captured steps", "decoded one token at a time")
+_IN_STEP = _Certain(in_step, MOST + 1, "single-token passes", "verified in lockstep")
 
 
 def in_one_pass(decoding: Decoding, draft: Draft) -> Rows:
@@ -306,24 +303,24 @@ def in_one_pass(decoding: Decoding, draft: Draft) -> Rows:
 
 
 def token_by_token(decoding: Decoding, draft: Draft) -> Rows:
-    """Compute the rows by one pass that sums for each token alone. Raises NotByToken, and whatever the model does."""
+    """Compute the rows by one row-wise pass. Raises NotByToken, and the model's own errors."""
     before = comparisons()
     with one_by_one(decoding.model, draft.cache, (len(draft.ids), draft.k + 1), decoding.statics):
         rows = in_one_pass(decoding, draft)
     return rows._replace(compared=comparisons() > before)
 
 
-# -- the cache as it was ----------------------------------------------------------------------------------------------
+# -- rewinding the cache ----------------------------------------------------------------------------------------------
 
 
 def _rewind(cache: Any, length: int) -> None:
-    """Take back what a pass has written, or a part of one that has failed."""
+    """Drop tokens beyond `length` from all layers, also after a failed pass."""
     for layer in cache.layers:
         layer.crop(length - layer.get_seq_length())
 
 
 def _entries(draft: Draft, start: int, tokens: int) -> list[torch.Tensor]:
-    """The keys and values of tokens from position `start` on; of a cache that is not in `Statics`, of the last ones."""
+    """Return keys and values of `tokens` tokens from position `start`; outside of static memory, of the last ones."""
     found = []
     for layer in draft.cache.layers:
         block = layer.block() if hasattr(layer, "block") else (layer.keys[:, :, -tokens:], layer.values[:, :, -tokens:])
@@ -334,7 +331,7 @@ def _entries(draft: Draft, start: int, tokens: int) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _without_plans(device: torch.device) -> Iterator[None]:
-    """Have attention in the block computed by other kernels than cuDNN's, which the host plans anew for each length."""
+    """Disable cuDNN attention in the block: the host builds a new plan for each length."""
     if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
         yield
         return
@@ -346,7 +343,7 @@ def _without_plans(device: torch.device) -> Iterator[None]:
 
 
 def announce(counts: SpeculationCounts, reason: str, instead: str = "decoded one token at a time") -> None:
-    """Say once, in a warning and in `stats().fallbacks`, what cannot be as it was asked for, and what is instead."""
+    """Record a fallback and its reason in `stats().fallbacks`, and warn, once per text."""
     text = f"generate: speculate: {reason}; {instead}"
     if text not in counts.reasons:
         counts.reasons.append(text)

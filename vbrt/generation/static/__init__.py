@@ -1,7 +1,8 @@
-"""Static caches: transformers' caches with their tensors at fixed addresses, so that a captured graph can read them.
+"""Static caches: transformers' caches with their tensors at fixed addresses, for captured graphs.
 
-A cache that a model has filled enters (`cache_kinds` says whether its layers can be captured); one of the same class
-leaves, whose tensors have room for a length bucket (`length_buckets`) and whose appends are writes at a position.
+`cache_kinds` decides which caches can be captured; `static_cache` moves a filled cache's tensors into memory for a
+length bucket (`length_buckets`), where appends are writes at a position that the device reads. The cache keeps its
+class.
 """
 
 __all__: list[str] = []

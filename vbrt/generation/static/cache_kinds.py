@@ -1,4 +1,4 @@
-"""transformers' caches: what their layers hold, and which of them can be recorded."""
+"""Kinds of transformers' cache layers: their tensors, and which of them can be captured."""
 
 import functools
 from collections.abc import Iterator
@@ -32,16 +32,16 @@ __all__ = [
 
 _MODULE = "transformers.cache_utils"
 EMPTY = "the cache is empty"
-#: tensors of layers that grow; the last one is a constant
+#: tensors of growing layers; the last one is a constant
 OWN = ("keys", "values", "_sliding_window_tensor")
 
 
 class NotRecordable(VBError):
-    """A decode step cannot be recorded; the text says why."""
+    """A decode step cannot be captured; the message gives the reason."""
 
 
 def _halves(cache: Any) -> tuple[Any, ...]:
-    """Return the caches of self and of cross attention, or the only one."""
+    """Return the self- and cross-attention caches, or the only one."""
     return (cache.self_attention_cache, cache.cross_attention_cache) if _is_pair(cache) else (cache,)
 
 
@@ -64,7 +64,7 @@ def linear_layer() -> type:
 
 @functools.cache
 def _known_kinds() -> tuple[frozenset[type], frozenset[type]]:
-    """Return transformers' classes of layers that grow by a token, and of those that keep their size."""
+    """Return transformers' layer classes that append tokens, and those of fixed size."""
     mixed = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
     growing = cache_kinds("DynamicLayer", "DynamicSlidingWindowLayer", *mixed)
     return growing, cache_kinds("LinearAttentionLayer", "DummyLayer")
@@ -75,12 +75,12 @@ def _plain(layer: Any) -> type:
 
 
 def grows(cache: Any, layer: Any) -> bool:
-    """True for keys and values that a step appends to: not those of cross attention, and of layers that began."""
+    """True for a layer that a step appends keys and values to: initialized, and not cross attention."""
     return not _crosses(cache, layer) and _plain(layer) in _known_kinds()[0] and not is_empty(layer)
 
 
 def fills(cache: Any, layer: Any) -> bool:
-    """True for a layer that holds nothing yet, and will append all keys and values of a prompt."""
+    """True for an empty layer that will append all keys and values of a prompt."""
     return type(layer) in cache_kinds("DynamicLayer") and is_empty(layer) and not _crosses(cache, layer)
 
 
@@ -89,7 +89,7 @@ def _crosses(cache: Any, layer: Any) -> bool:
 
 
 def why_not(cache: Any) -> str:
-    """Return why the steps on a cache cannot be recorded; "" if they can."""
+    """Return why steps on a cache cannot be captured; "" if they can."""
     if missing := CACHES.refusal():
         return missing
     if any(getattr(half, "offloading", False) for half in _halves(cache)):
@@ -98,7 +98,7 @@ def why_not(cache: Any) -> str:
         if type(half).__module__ != _MODULE:
             return f"the cache is a {type(half).__name__}, which may hold more than its layers"
     for name in _replaced((cache, *_halves(cache), *layers_of(cache))):
-        return f"{name} of the cache is not transformers' own, and recorded steps might not call it"
+        return f"{name} of the cache is not transformers' own, and captured steps might not call it"
     for layer in layers_of(cache):
         if _plain(layer) not in frozenset.union(*_known_kinds()):
             return f"layers of the cache are {type(layer).__name__}"
@@ -108,19 +108,19 @@ def why_not(cache: Any) -> str:
 
 
 def _replaced(objects: tuple[Any, ...]) -> Iterator[str]:
-    """Yield the names of methods of caches, or of their layers, that somebody has replaced."""
+    """Yield names of monkeypatched methods of caches or their layers."""
     for kind in dict.fromkeys(of for each in objects for of in _plain(each).__mro__ if of.__module__ == _MODULE):
         for name, value in vars(kind).items():
             is_method = callable(value) and not isinstance(value, type)
             module = str(getattr(value, "__globals__", {}).get("__name__"))
-            if is_method and module.partition(".")[0] != "transformers":  # its decorators have a module of their own
+            if is_method and module.partition(".")[0] != "transformers":  # decorators keep their own module
                 yield f"{kind.__name__}.{name}"
     for each in objects:
         yield from (name for name in vars(each) if callable(getattr(_plain(each), name, None)))
 
 
 def length_of(cache: Any) -> int | None:
-    """Return how many tokens a cache has seen; None if none of its layers counts them."""
+    """Return the number of tokens in a cache; None if none of its layers counts them."""
     half = _halves(cache)[0]
     lengths = {layer.get_seq_length() for layer in half.layers if grows(cache, layer)}
     if len(lengths) > 1:
@@ -129,7 +129,7 @@ def length_of(cache: Any) -> int | None:
 
 
 def cache_form(cache: Any) -> tuple:
-    """Return what two caches have in common that can lie in the same memory, one after the other."""
+    """Return a cache's signature: caches of equal signature can use the same static memory."""
     form = []
     for layer in layers_of(cache):
         growing = grows(cache, layer)
@@ -143,7 +143,7 @@ def cache_form(cache: Any) -> tuple:
 
 
 def memory_of(cache: Any) -> Iterator[Tensor]:
-    """Yield tensors that hold what the cache has seen."""
+    """Yield the non-empty tensors of a cache."""
     for layer in layers_of(cache):
         for name in tensors_of(layer):
             if name[0] != OWN[2] and read(layer, name).numel():
@@ -151,7 +151,7 @@ def memory_of(cache: Any) -> Iterator[Tensor]:
 
 
 def room_wanted(cache: Any, limit: int | None) -> int:
-    """Return for how many tokens `Statics` of a cache should have room."""
+    """Return the token capacity for `Statics` of a cache."""
     return room_for(length_of(cache) or 0, limit)
 
 
@@ -168,7 +168,7 @@ def write_to(layer: Any, name: tuple[str, Any], tensor: Tensor) -> None:
 
 
 def tensors_of(layer: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the names of a layer's tensors: attributes, and items of dicts in attributes."""
+    """Return names of a layer's tensors: attributes, and items of dict attributes."""
     found = []
     for name, value in layer.__dict__.items():
         if isinstance(value, Tensor):

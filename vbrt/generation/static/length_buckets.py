@@ -1,24 +1,24 @@
-"""Lengths of a static cache: a graph is recorded for a block of them."""
+"""Length buckets: one captured graph per bucket of cache lengths."""
 
 from typing import NamedTuple
 
 __all__ = ["BLOCK", "Span", "room_for", "span_of"]
 
-#: tokens of a block, until an eighth of the length is more; and at most
+#: bucket size in tokens: minimum (an eighth of the length from there on), and maximum
 BLOCK, MOST = 256, 1024
 
 
 class Span(NamedTuple):
-    """The lengths that one graph serves: caches that hold `start` to `end` - 1 tokens before a step.
+    """Length bucket: caches with `start` to `end` - 1 tokens before a step share one graph.
 
-    The step attends to the first `end` places; those that are not filled are masked.
+    The step attends to the first `end` slots, with unfilled ones masked.
     """
 
     start: int
     end: int
 
     def first(self, window: int | None) -> int:
-        """Return the first position that a layer with this sliding window keeps; 0 without one."""
+        """Return the first position that a layer with this sliding window stores; 0 without one."""
         if window is None:
             return 0
         step = self.end - self.start
@@ -26,9 +26,9 @@ class Span(NamedTuple):
 
 
 def span_of(length: int, *, wide: bool = False) -> Span:
-    """Return the block that a length lies in, of BLOCK tokens, or of an eighth of the length between BLOCK and MOST.
+    """Return a length's bucket: BLOCK tokens, or an eighth of the length as a power of two, up to MOST.
 
-    wide: blocks of four times BLOCK at least, for steps that pass over masked places.
+    wide: at least 4 * BLOCK, for attention that skips masked slots.
     """
     step = max(BLOCK, min(MOST, 1 << max(0, length.bit_length() - 4)))
     step = max(step, 4 * BLOCK) if wide else step
@@ -37,10 +37,10 @@ def span_of(length: int, *, wide: bool = False) -> Span:
 
 
 def room_for(length: int, limit: int | None) -> int:
-    """Return for how many tokens a cache takes memory that holds `length` now.
+    """Return the token capacity to allocate for a cache with `length` tokens.
 
     Args:
-        limit: the length at which the caller will stop, if that is known.
+        limit: maximum sequence length, if known.
     """
     wanted = max(2 * length, 4 * BLOCK)
     if limit is not None and limit > length:

@@ -1,24 +1,24 @@
-"""transformers' caches with their tensors where a graph finds them: at the same addresses in every step.
+"""Static cache: transformers' caches with their tensors at fixed addresses, for captured graphs.
 
-    statics = Statics(cache, room)     # memory for a cache of this form
-    statics.enter(cache)               # its layers keep their tensors there from now on
+    statics = Statics(cache, room)     # memory for caches of this signature
+    statics.enter(cache)               # moves its tensors there
     ...
     leave(cache)                       # plain layers again
 
-A cache that has been entered stays the object that it was, and its layers count as layers of their class: whoever reads
-`layer.keys`, reorders beams or runs a forward eagerly sees what a `DynamicCache` shows. Only while
-`statics.recording` is true do layers behave as those of transformers' StaticCache: keys and values are the whole block,
-the new token is written at `statics.position`, which the device reads, and models mask what lies beyond it.
+An entered cache remains the same object with layers of their own class (by inheritance): reading `layer.keys`,
+reordering beams, or an eager forward behaves as on a `DynamicCache`. Only while `statics.recording` is true do layers
+behave like transformers' StaticCache: keys and values are the whole bucket, the new token is written at
+`statics.position`, a device tensor, and models mask the slots after it.
 
-| layer | what it becomes |
+| layer | becomes |
 | --- | --- |
-| keys and values that grow (full attention, sliding windows, chunks) | a part of a longer tensor, see `Growing` |
-| states of one size (linear attention, convolutions, cross attention) | copies at fixed addresses, see `Fixed` |
-| layers that hold nothing (shared keys and values) | stay, and refuse to begin (`Idle`) |
-| layers before the prompt, where memory is left from an earlier call | compute it there (`Filling`) |
+| growing keys and values (full attention, sliding windows, chunks) | part of a longer tensor, see `Growing` |
+| states of fixed size (linear attention, convolutions, cross attention) | copies at fixed addresses, see `Fixed` |
+| layers without tensors (shared keys and values) | unchanged, but they refuse to begin (`Idle`) |
+| layers before the prompt, if an earlier call left memory | run the prompt in that memory (`Filling`) |
 
-A layer changes class in place, to one made of a mixin and its own class. What it does not know how to do (cropping,
-repeating rows) it does as a plain layer, which it becomes first.
+A layer's class is swapped in place for one of a mixin and its own class. For unsupported operations (repeating or
+selecting rows, reset) it first becomes a plain layer again.
 """
 
 import contextlib
@@ -50,35 +50,35 @@ from vbrt.host.host_memory import storage_of
 
 __all__ = ["Fixed", "Growing", "Room", "Statics", "Undo", "is_entered", "leave", "offer", "own", "withdraw"]
 
-#: thousands of times what values are, and finite in 16 bits: what is masked is multiplied by zero
+#: poison for masked slots: far above real values, but finite in fp16, since masked values are multiplied by zero
 _SPOILED = 1e4
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
-class _Static(ABC):  # as most of transformers' layers are, or Python would refuse to change their class
-    """What layers of a cache have in common whose tensors are in `Statics`."""
+class _Static(ABC):  # an ABC, like most of transformers' layers: else Python refuses the class swap
+    """Base of layers whose tensors are in `Statics`."""
 
-    _vb_plain: type  # the class that the layer had
+    _vb_plain: type  # original class
 
     @property
     def is_compileable(self) -> bool:
-        """True while a step is recorded: models then mask what a cache holds beyond its length."""
+        """True during capture: models then mask slots beyond the cache's length."""
         return self._vb_statics.recording
 
     def leave_(self, *, copied: bool = True) -> None:
-        """Become a plain layer, with tensors of its own."""
+        """Become a plain layer with its own tensors."""
         raise NotImplementedError
 
 
 class Growing(_Static):
-    """A layer whose keys and values lie in longer tensors [B, H, room, D]: a mixin before DynamicLayer and its kin."""
+    """Mixin before DynamicLayer and its subclasses: keys and values are views of longer tensors [B, H, room, D]."""
 
     def enter_(self, statics: "Statics", room: "Room", length: int) -> None:
-        """Copy what the layer holds, the last of `length` tokens, into the room."""
+        """Copy the layer's tokens, the last of `length`, into the room."""
         held = self.__dict__["keys"], self.__dict__["values"]
-        room.fill(held, statics.span.first(self.__dict__.get("sliding_window")), length)  # or it stays a plain layer
+        room.fill(held, statics.span.first(self.__dict__.get("sliding_window")), length)  # may raise
         del self.__dict__["keys"], self.__dict__["values"]
         self.__dict__.update(_vb_statics=statics, _vb_room=room, _vb_length=length)
         self.__class__ = _made(Growing, type(self))
@@ -99,14 +99,14 @@ class Growing(_Static):
         return self.__dict__.get("sliding_window")
 
     def _held(self) -> slice:
-        """The places of the room that a plain layer would hold now."""
+        """Slots that a plain layer would hold now."""
         length, window = self._vb_length, self._vb_window
         begin = 0 if window is None else max(0, length - window + 1)
         return slice(begin - self._vb_room.first, length - self._vb_room.first)
 
     @property
     def keys(self) -> Tensor:
-        """What a plain layer holds: [B, H, tokens, D]. To put others in their place makes it one."""
+        """Keys [B, H, tokens, D] as of a plain layer. Assignment turns the layer into a plain one."""
         return self._vb_room.keys[:, :, self._held()]
 
     @keys.setter
@@ -116,7 +116,7 @@ class Growing(_Static):
 
     @property
     def values(self) -> Tensor:
-        """What a plain layer holds: [B, H, tokens, D]. To put others in their place makes it one."""
+        """Values [B, H, tokens, D] as of a plain layer. Assignment turns the layer into a plain one."""
         return self._vb_room.values[:, :, self._held()]
 
     @values.setter
@@ -125,7 +125,7 @@ class Growing(_Static):
         self.values = values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append tokens; return what the queries attend to, the whole block while a step is recorded."""
+        """Append tokens; return keys and values to attend to: the whole bucket during capture."""
         statics, room, tokens = self._vb_statics, self._vb_room, key_states.shape[-2]
         if statics.recording:
             if _has_history(key_states, value_states):
@@ -141,7 +141,7 @@ class Growing(_Static):
         return room.keys[:, :, held.start : at + tokens], room.values[:, :, held.start : at + tokens]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -`tokens_to_remove` tokens; as a plain layer where an earlier window is wanted."""
+        """Remove the last -`tokens_to_remove` tokens; as a plain layer if that needs an earlier window position."""
         length, window = max(0, self._vb_length + tokens_to_remove), self._vb_window
         gone = window is not None and length < self._vb_statics.span.start
         if tokens_to_remove > 0 or gone or "conv_states" in self.__dict__:
@@ -152,49 +152,49 @@ class Growing(_Static):
 
     @property
     def first(self) -> int:
-        """The position of the first place of `block`."""
+        """Position of the first slot of `block`."""
         return self._vb_room.first
 
     def passed(self) -> slice:
-        """Return the places of the room that the window has passed: a plain layer has dropped what is there."""
+        """Return the slots behind the window, which a plain layer has dropped."""
         return slice(0, self._held().start)
 
     def block(self) -> tuple[Tensor, Tensor]:
-        """Return all places that a step recorded for this span attends to, keys and values [B, H, places, D]."""
+        """Return the whole bucket that captured attention reads, keys and values [B, H, slots, D]."""
         size = self._vb_statics.span.end - self._vb_room.first
         return self._vb_room.keys[:, :, :size], self._vb_room.values[:, :, :size]
 
     def get_seq_length(self) -> Any:
-        """The tokens that the layer has seen; while a step is recorded, a tensor on the device."""
+        """Number of tokens; a device tensor during capture."""
         return self._vb_statics.position[0] if self._vb_statics.recording else self._vb_length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Return how many places the next queries attend to, and the position of the first one."""
+        """Return how many slots the next queries attend to, and the position of the first."""
         if self._vb_statics.recording:
             return self._vb_statics.span.end - self._vb_room.first, self._vb_room.first
         held = self._held()
         return held.stop - held.start + query_length, held.start + self._vb_room.first
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Have each row continue another one: [B] int64."""
+        """Reorder beams: row i continues row beam_idx[i], int64 [B]."""
         held, index = self._held(), beam_idx.to(self._vb_room.keys.device)
         for tensor in (self._vb_room.keys, self._vb_room.values):
             tensor[:, :, held] = tensor[:, :, held].index_select(0, index)
-        if "conv_states" in self.__dict__:  # of a layer that has both
+        if "conv_states" in self.__dict__:  # hybrid layer
             linear_layer().reorder_cache(self, beam_idx)
 
 
 class Filling(ABC):
-    """A layer that holds nothing yet, of a cache whose prompt comes: a mixin before DynamicLayer.
+    """Mixin before DynamicLayer: an empty layer that takes its prompt into static memory of an earlier call.
 
-    Its first tokens are written where recorded steps of an earlier call attend to them, so that there is one cache, not
-    two. From then on it is the plain layer that it was, whose tensors are parts of that memory.
+    This avoids a second copy of the cache when steps are captured. Afterwards it is a plain layer again, whose tensors
+    are views of that memory.
     """
 
     _vb_plain: type
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hold the first tokens; return them, as contiguous as a plain layer does."""
+        """Store the first tokens; return them contiguous, as a plain layer does."""
         self.__class__, rooms = self._vb_plain, self.__dict__.pop("_vb_rooms")
         rooms = () if _has_history(key_states, value_states) else rooms
         taken = next(filter(None, (room.take(key_states, value_states) for room in rooms)), None)
@@ -206,7 +206,7 @@ class Filling(ABC):
 
 
 class Idle(_Static):
-    """A layer that holds nothing, and will not begin to within a recorded step."""
+    """A layer without tensors, which must not begin to hold any during capture."""
 
     def enter_(self, statics: "Statics") -> None:
         self.__dict__["_vb_statics"] = statics
@@ -216,7 +216,7 @@ class Idle(_Static):
         self.__class__ = self._vb_plain
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Begin as a plain layer does; refused while a step is recorded."""
+        """Begin as a plain layer; raises NotRecordable during capture."""
         if self._vb_statics.recording:
             raise NotRecordable("a layer of the cache begins to hold keys after the prompt")
         self.leave_()
@@ -228,7 +228,7 @@ def _as_plain(name: str) -> Any:
         self.leave_()
         return getattr(self, name)(*args, **kwargs)
 
-    method.__name__, method.__doc__ = name, "As a plain layer, which this becomes."
+    method.__name__, method.__doc__ = name, "Become a plain layer, then call its method."
     return method
 
 
@@ -247,33 +247,33 @@ _OF_CLASSES = ("__dict__", "__weakref__", "__abstractmethods__", "_abc_impl")
 
 
 def _bare(mixin: type[_Static]) -> type:
-    """A mixin for a class that is no ABC: the same members, without that base, by which Python tells layouts apart."""
+    """Mixin without the ABC base, for classes that are not ABCs: layouts must match for the class swap."""
     members = {name: of for kind in (_Static, mixin) for name, of in vars(kind).items() if name not in _OF_CLASSES}
     return mixin.register(type(mixin.__name__, (), members))
 
 
 def leave(cache: Any, *, copied: bool = True) -> None:
-    """Turn every layer of a cache into the plain one that it was, with tensors of its own.
+    """Turn every layer of a cache back into a plain one with its own tensors.
 
     Args:
-        copied: False to let it have those of `Statics`, which nobody must use any more.
+        copied: False: hand over the tensors of `Statics`, which must not be used afterwards.
     """
     for layer in layers_of(cache):
         if isinstance(layer, _Static):
             layer.leave_(copied=copied)
-        if "_vb_fixed" in layer.__dict__:  # of a layer that has both, too
+        if "_vb_fixed" in layer.__dict__:  # also hybrid layers
             layer.__dict__.pop("_vb_fixed").leave_(layer, copied=copied)
 
 
 def is_entered(cache: Any) -> bool:
-    """True if layers of a cache keep their tensors in `Statics`."""
+    """True if the cache has layers in `Statics`."""
     return any(isinstance(layer, _Static) or "_vb_fixed" in layer.__dict__ for layer in layers_of(cache))
 
 
 def offer(cache: Any, memory: Sequence["Statics"]) -> None:
-    """Have the layers of a cache that holds nothing put their first tokens where recorded steps will want them.
+    """Let an empty cache write its prompt into existing static memory, where captured steps will need it.
 
-    memory: of caches that have ended, the best first; layers of other shapes, or longer prompts, leave it alone.
+    memory: of ended caches, the best first; layers of other shapes and longer prompts do not use it.
     """
     for index, layer in enumerate(layers_of(cache)):
         rooms = [statics.rooms[index] for statics in memory if index in statics.rooms]
@@ -283,16 +283,16 @@ def offer(cache: Any, memory: Sequence["Statics"]) -> None:
 
 
 def withdraw(cache: Any) -> None:
-    """Have layers that still hold nothing be plain again."""
+    """Revert layers that are still empty to plain ones."""
     for layer in layers_of(cache):
         if layer.__dict__.pop("_vb_rooms", None) is not None:
             layer.__class__ = layer._vb_plain
 
 
 def own(cache: Any, memory: Sequence["Statics"], *, but: "Statics | None" = None) -> None:
-    """Give plain layers of a cache tensors of their own, where theirs are parts of what was offered.
+    """Give plain layers of a cache their own tensors where they are views of offered memory.
 
-    but: memory that the cache is about to enter: what already lies at its place there stays.
+    but: memory that the cache is about to enter: tensors already in place there stay.
     """
     rooms = {storage_of(tensor) for statics in memory for room in statics.rooms.values() for tensor in room.tensors}
     for index, layer in enumerate(layers_of(cache)):
@@ -309,11 +309,12 @@ def own(cache: Any, memory: Sequence["Statics"], *, but: "Statics | None" = None
 
 
 class Room:
-    """Memory of one layer that grows, made when it is filled first: of two caches no more than a layer is there twice.
+    """Static memory of one growing layer, allocated on first fill: so a copy between caches doubles one layer at a
+    time.
 
     Attributes:
         keys, values: [B, H, room, D].
-        first: the position of place 0.
+        first: position of slot 0.
     """
 
     keys: Tensor
@@ -323,18 +324,18 @@ class Room:
         self._room, self.first = room, 0
 
     def fill(self, held: tuple[Tensor, Tensor], first: int, length: int) -> None:
-        """Hold the last of `length` tokens, with position `first` in place 0; what lies beyond is zero."""
+        """Store the last of `length` tokens, with position `first` at slot 0; zero the rest."""
         if not self.tensors:
             self.keys, self.values = (_longer(tensor, self._room) for tensor in held)
         self.first = first
         begin, end = length - held[0].shape[-2] - first, length - first
         for tensor, now in zip(self.tensors, held, strict=True):
-            if storage_of(now) != storage_of(tensor):  # else it was computed here, see `Filling`
+            if storage_of(now) != storage_of(tensor):  # else already in place, see `Filling`
                 tensor[:, :, max(begin, 0) : end] = now[:, :, max(-begin, 0) :]
             tensor[:, :, end:] = 0
 
     def take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Hold the first tokens of a sequence; return where they are. None, and nothing done, if they do not fit."""
+        """Store the first tokens of a sequence and return their views; None, unchanged, if they do not fit."""
         new, size = (keys, values), keys.shape[-2]
         if not self.tensors or size > self._room or not all(map(_suits, new, self.tensors)):
             return None
@@ -345,18 +346,18 @@ class Room:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys and values; none before the first `fill`."""
+        """Keys and values; empty before allocation."""
         return (self.keys, self.values) if "keys" in self.__dict__ else ()
 
     def shift(self, first: int, length: int) -> None:
-        """Move what is held so that place 0 is position `first`, up to `length`."""
+        """Move tokens up to `length` so that slot 0 is position `first`."""
         by, end = first - self.first, length - self.first
         for tensor in (self.keys, self.values):
             tensor[:, :, : end - by] = tensor[:, :, by:end].clone()
         self.first = first
 
     def write(self, keys: Tensor, values: Tensor, statics: "Statics") -> tuple[Tensor, Tensor]:
-        """Write one token where the device says, in a step that is recorded; return the block."""
+        """Write one token at the device's position, during capture; return the bucket."""
         at, size = statics.position - self.first if self.first else statics.position, statics.span.end - self.first
         block_keys, block_values = self.keys[:, :, :size], self.values[:, :, :size]
         block_keys.index_copy_(2, at, keys)
@@ -365,26 +366,26 @@ class Room:
 
 
 def _suits(tensor: Tensor, room: Tensor) -> bool:
-    """True if a tensor [B, H, tokens, D] can lie in memory [B, H, room, D]."""
+    """True if a tensor [B, H, tokens, D] fits memory [B, H, room, D]."""
     shape = (*tensor.shape[:2], room.shape[2], *tensor.shape[3:])
     return shape == room.shape and tensor.dtype is room.dtype and tensor.device == room.device
 
 
 def _has_history(*tensors: Tensor) -> bool:
-    """True if a copy of a tensor would have gradients flow back through it."""
+    """True if autograd would record a copy of a tensor."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-@torch.inference_mode(False)  # what is made in inference mode could be written there only
+@torch.inference_mode(False)  # inference tensors are writable only in inference mode
 def _longer(tensor: Tensor, room: int) -> Tensor:
     shape = (*tensor.shape[:2], room, tensor.shape[3])
-    return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)  # what is masked is multiplied, too: no NaN
+    return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)  # masked slots are multiplied, too: no NaN
 
 
 class Fixed:
-    """Tensors of a layer that keep their size, each with a copy at a fixed address.
+    """Copies at fixed addresses of a layer's fixed-size tensors.
 
-    A step may write into them or put others in their place: `settle` then copies these back, in the recorded step too.
+    A step may write into them or rebind the attributes; `settle` copies rebound ones back, during capture too.
     """
 
     def __init__(self, layer: Any, names: tuple[tuple[str, Any], ...]) -> None:
@@ -398,7 +399,7 @@ class Fixed:
         self.settle()
 
     def settle(self) -> None:
-        """Have the layer hold the tensors at the fixed addresses, with what it holds now."""
+        """Bind the layer to the fixed tensors, with its current contents."""
         for name, fixed in zip(self._names, self.tensors, strict=True):
             now = read(self._layer, name)
             if now is not fixed:
@@ -406,46 +407,46 @@ class Fixed:
                 write_to(self._layer, name, fixed)
 
     def leave_(self, layer: Any, *, copied: bool = True) -> None:
-        """Give the layer that was entered tensors of its own."""
+        """Give the entered layer its own tensors."""
         for name, fixed in zip(self._names, self.tensors, strict=True):
             if copied and read(layer, name) is fixed:
                 write_to(layer, name, fixed.clone())
         self.forget()
 
     def forget(self) -> None:
-        """Hold no layer."""
+        """Drop the reference to the layer."""
         self._layer = None
 
 
 class Undo:
-    """What a block says of its end. Attributes: wanted: False to keep what it has done."""
+    """Handle of an undo block. Attributes: wanted: False to keep the block's effects."""
 
     wanted = True
 
 
 class Statics:
-    """Memory for a cache of one form, and where a recorded step reads and writes it.
+    """Static memory for caches of one signature, read and written by captured steps.
 
     Attributes:
-        room: tokens that growing layers have memory for.
-        span: the lengths that the steps recorded now serve.
-        position: int64 [1], the place of the new token, read by the device.
-        recording: whether layers behave as a static cache's.
-        steady: whether steps on it attend as `deterministic_attention.py` does.
-        rooms: memory of growing layers, by their index.
+        room: token capacity of growing layers.
+        span: current length bucket.
+        position: int64 [1] on the device, the new token's slot.
+        recording: True while layers behave like a static cache's.
+        steady: True if steps use the attention of `deterministic_attention.py`.
+        rooms: memory of growing layers, by index.
     """
 
-    @torch.inference_mode(False)  # what is made in inference mode could be written there only
+    @torch.inference_mode(False)  # inference tensors are writable only in inference mode
     def __init__(self, cache: Any, room: int, *, wide: bool = False, steady: bool = False) -> None:
-        """wide: steps pass over masked places, so one recording may serve more lengths; not where windows move."""
+        """wide: attention skips masked slots, so buckets may be larger; not with sliding windows."""
         self.room, self.recording, self.steady, length = room, False, steady, length_of(cache)
         self._wide = wide and not any(layer.__dict__.get("sliding_window") for layer in layers_of(cache))
         self.span = self.span_at(length or 0)
         device = next(memory_of(cache)).device
         self.position = torch.full((1,), length or 0, dtype=torch.int64, device=device)
         self._growing: list[Any] = []
-        self._passed_at: int | float = math.inf  # the length at which a window passes the first place of a room
-        self._at: int | None = None  # what `position` holds, if that is known
+        self._passed_at: int | float = math.inf  # length at which a window passes slot 0 of a room
+        self._at: int | None = None  # host copy of `position`, if known
         self.rooms: dict[int, Room] = {}
         self._fixed: dict[int, Fixed] = {}
         for index, layer in enumerate(layers_of(cache)):
@@ -462,9 +463,9 @@ class Statics:
             self._fixed[index] = Fixed(layer, names)
 
     def enter(self, cache: Any) -> None:
-        """Have the layers of a cache of this form keep their tensors here, and copy them."""
+        """Move the tensors of a cache of this signature here."""
         self.forget()
-        own(cache, [self], but=self)  # a room is filled before layers behind it are read
+        own(cache, [self], but=self)  # filling a room must not overwrite tensors of later layers
         length = length_of(cache) or 0
         self.span = self.span_at(length)
         for index, layer in enumerate(layers_of(cache)):
@@ -484,12 +485,12 @@ class Statics:
 
     @property
     def passes_windows(self) -> bool:
-        """True if the next step finds places that a window has passed, which a recorded one must mask."""
+        """True if the next step sees slots behind a window, which captured attention must mask."""
         return (self.length or 0) >= self._passed_at
 
     @contextlib.contextmanager
     def spoiled(self) -> Iterator[None]:
-        """Have places that windows have passed hold, in the block, values that no step could attend to unnoticed."""
+        """Poison slots behind windows in the block: a step that attends to them gives visibly wrong results."""
         found = [(layer._vb_room, layer.passed()) for layer in self._growing]
         parts = [part[:, :, at] for room, at in found for part in (room.keys, room.values) if at.stop > at.start]
         before = [part.clone() for part in parts]
@@ -503,27 +504,27 @@ class Statics:
                 part.copy_(held)
 
     def put_at(self, position: int) -> None:
-        """Have the device write the next token at a position; a replay leaves it behind its own."""
+        """Set the device's position for the next token; replays advance it themselves."""
         if self._at != position:
             self.position.fill_(position)
-        self._at = None  # until the step has run
+        self._at = None  # unknown until the step has run
 
     def holds_all(self) -> bool:
-        """True if every growing layer of the cache that was entered is here still."""
+        """True if every growing layer of the entered cache is still here."""
         return all(layer.__dict__.get("_vb_statics") is self for layer in self._growing)
 
     @property
     def length(self) -> int | None:
-        """The tokens that the cache has seen; None if no layer counts them."""
+        """Number of tokens in the cache; None if no layer counts them."""
         return self._growing[0]._vb_length if self._growing else None
 
     def span_at(self, length: int) -> Span:
-        """Return the lengths that a step recorded at this one serves, as far as there is room."""
+        """Return the bucket of a length, limited to the room."""
         span = span_of(length, wide=self._wide)
         return Span(span.start, min(span.end, self.room)) if self._wide else span
 
     def move_to(self, span: Span) -> None:
-        """Serve another block of lengths: layers with windows let go of what lies before them."""
+        """Switch to another bucket; window layers drop tokens before their window."""
         self.span = span
         for layer in self._growing:
             if layer._vb_room.first != span.first(layer._vb_window):
@@ -531,22 +532,22 @@ class Statics:
         self._note_windows()
 
     def settle(self) -> None:
-        """Have states that were put in the place of those at fixed addresses lie there again."""
+        """Copy rebound states back to their fixed addresses."""
         for fixed in self._fixed.values():
             fixed.settle()
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors."""
+        """Return all static tensors."""
         rooms = [tensor for room in self.rooms.values() for tensor in room.tensors]
         return [self.position, *rooms, *self.states()]
 
     def states(self) -> list[Tensor]:
-        """Return the tensors of one size, which a step may overwrite."""
+        """Return the fixed-size tensors, which a step may overwrite."""
         return [tensor for fixed in self._fixed.values() for tensor in fixed.tensors]
 
     @contextlib.contextmanager
     def undone(self) -> Iterator["Undo"]:
-        """Undo, on leaving, what steps in the block have done to the cache, unless told not to."""
+        """Undo the block's steps on exit (lengths and states), unless `wanted` is set to False."""
         self.settle()
         growing, undo = list(self._growing), Undo()
         lengths, states = [layer._vb_length for layer in growing], [state.clone() for state in self.states()]
@@ -562,14 +563,14 @@ class Statics:
                     state.copy_(before)
 
     def advance(self, position: int) -> None:
-        """Note that the device has appended a token, and where."""
+        """Account for a token that the device has appended at `position`."""
         for layer in self._growing:
             layer._vb_length += 1
         self._at = position + 1
 
     @contextlib.contextmanager
     def as_recorded(self) -> Iterator[None]:
-        """Have layers behave, in the block, as while a step is recorded; the step in it appends a token."""
+        """Behave as during capture in the block, which must append one token."""
         length = self.length
         self.put_at(length or 0)
         self.recording = True
@@ -579,21 +580,21 @@ class Statics:
             self.recording = False
         self.settle()
         self.advance(length or 0)
-        self._at = None  # the device's position has not moved
+        self._at = None  # the device's position was not advanced
 
     def forget(self) -> None:
-        """Hold no layer of a cache."""
+        """Drop references to the cache's layers."""
         self._growing.clear()
         for fixed in self._fixed.values():
             fixed.forget()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all static tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
 
 def room_for_window(window: int, room: int) -> int:
-    """Return the places that a layer with a sliding window needs in a cache with room for so many tokens."""
+    """Return the slots for a layer with a sliding window, at this token capacity."""
     span = span_of(room)
     return window + 2 * (span.end - span.start)
