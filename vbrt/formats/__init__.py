@@ -1,8 +1,7 @@
-"""Number formats and pages: pure tensor functions, no device effects.
+"""Number formats and page layouts: pure tensor functions without side effects on devices.
 
-`get_format("nvfp4")` gives an encoder/decoder pair; `split_fine` and `merge_fine` add the exact fine plane;
-`pack` and `unpack` turn a plane into a page and back. What others must know of a format is its record in
-`vbrt.config.FORMATS`.
+`get_format("nvfp4")` returns an encoder/decoder; `split_fine` and `merge_fine` add the exact fine plane; `pack` and
+`unpack` turn a plane into a page and back. Properties of formats are in their records, `vbrt.config.FORMATS`.
 """
 
 from importlib import import_module
@@ -75,7 +74,7 @@ _INSTANCES: dict[str, Format] = {}
 
 
 def get_format(name: str) -> Format:
-    """The shared instance of a format. Raises FormatError for an unknown name."""
+    """Return the shared instance of a format. Raises FormatError for an unknown name."""
     known = _INSTANCES.get(name)
     return known if known is not None else _made(name)
 
@@ -87,5 +86,5 @@ def _made(name: str) -> Format:
     return _INSTANCES.setdefault(name, getattr(import_module(module), codec)(FORMATS[name]))
 
 
-for _name in FORMATS:  # now, not in the middle of what somebody compiles or traces
+for _name in FORMATS:  # eagerly, not while someone compiles or traces
     get_format(_name)

@@ -1,11 +1,11 @@
-"""Shared by the block formats: the tile loop of encode, block scales, nibble packing, table decode.
+"""Block formats, common part: the tile loop of encode, the search for block scales, nibble packing, table decode.
 
-A weight is cut into blocks of b along K. A block holds b codes of 4 bits (or 8: `mxint8`) and one scale byte:
+A weight is split into blocks of b along K. A block has b codes of 4 bits (or 8: `mxint8`) and one scale byte:
 
     weight = level[code] * (scale * tensor_scale)        both products rounded to fp32, the result to the dtype
 
-Encoding works on tiles that stay in cache, transposed to [b, B] so that sums over a block and products with
-its scale run along the vector lanes. Two codes share a byte, the even column in the low nibble.
+Encoding works on tiles that fit in cache, transposed to [b, B] so that reductions over a block and products with its
+scale are vectorized across blocks. Two codes share a byte, the even column in the low nibble.
 """
 
 from abc import abstractmethod
@@ -36,51 +36,51 @@ __all__ = [
 ]
 
 E4M3_MAX = 448.0
-_OUTGROWN = 7 / 6  # of the largest level: where E2M1's cell ends, and little less than what searches clip
+_OUTGROWN = 7 / 6  # times the largest level: where E2M1's cell ends, and slightly less than what searches clip
 
 
 class Range(NamedTuple):
-    """Facts about a weight, known before its first tile: `limit`, the largest finite magnitude of its dtype, which no
-    decoded weight may exceed, and `unit`, the power of two that tiles are divided by (exactly)."""
+    """Range of a weight, known before its first tile: `limit`, the largest finite magnitude of its dtype, which decoded
+    weights may not exceed, and `unit`, the power of two that tiles are divided by (exactly)."""
 
     limit: float
     unit: float
 
 
 Step = Callable[["BlockFormat", Tensor, Range, Tensor | None], dict[str, Tensor]]
-"""Encodes a weight (N, K) of a known range; by squares (G, K), if given, of which each serves N / G rows."""
+"""Encoder of a weight (N, K) of a known range; optional squares (G, K) apply to N / G rows each."""
 
 
 class BlockFormat(Format):
-    """Codes with one scale byte a block of `block` columns, of 4 bits by default. Subclasses say what they round to."""
+    """4-bit codes by default, with one scale byte per block of `block` columns. Subclasses define levels and scales."""
 
     scale_dtype: str
-    #: fields besides codes and scales: (name, dtype, shape)
+    #: further fields: (name, dtype, shape)
     extra: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
-    #: codes whose cell reaches zero, so that their weights may lie any number of octaves below the level
+    #: codes whose cell includes zero, so that weights may be many octaves below the level
     wide_codes: tuple[int, ...]
-    #: the largest level, and the level that the largest weight of a block gets under the largest scale searched
+    #: the largest level, and the level of a block's largest weight under the largest scale searched
     top: float
     low_top: float
-    #: the byte of the largest scale
+    #: byte of the largest scale
     last_byte: int
-    #: the scale bytes that are tried, relative to the one nearest to absmax / top
+    #: candidate scale bytes, relative to the one nearest to absmax / top
     offsets: range
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> PageLayout:
-        """codes [N, Kp/2], or [N, Kp] of 8 bits, scales [N, Kp/block], then the format's own fields."""
+        """codes [N, Kp/2] (or [N, Kp] of 8 bits), scales [N, Kp/block], then the format's own fields."""
         n, kp = shape[0], padded(shape[1], self.block)
         codes = ("codes", self.code_dtype, (n, kp * self.record.bits // 8))
         fields = [codes, ("scales", self.scale_dtype, (n, kp // self.block)), *self.extra]
         return build_layout(self.name, "coarse", fields)
 
     def pack_codes(self, code_bB: Tensor) -> Tensor:
-        """Return fp32 codes [b, B] as the page has them: [B, b/2], or [B, b] of 8 bits."""
+        """Pack fp32 codes [b, B] as in the page: [B, b/2], or [B, b] of 8 bits."""
         return pack_nibbles(code_bB)
 
     @torch.no_grad()
     def encode(self, w_NK: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
-        """See `Format.encode`. Extra memory: a few MiB on a CPU, whatever the weight's size."""
+        """See `Format.encode`. Extra memory on a CPU: a few MiB for any weight size."""
         return self._encode(w_NK, self._range(w_NK), None if squares is None else squares[None])
 
     def _range(self, w_NK: Tensor) -> Range:
@@ -97,14 +97,14 @@ class BlockFormat(Format):
         squares: Tensor | None = None,
         step: Step | None = None,
     ) -> Iterator[EncodedGroup]:
-        """See `Format.encode_many`. Blocks know nothing of each other but the range of their matrix, so matrices of one
-        range are encoded as one. Waits for the device once.
+        """See `Format.encode_many`. Blocks depend on the rest only through the matrix's range, so matrices of equal
+        range are encoded as one. Synchronizes with the device once.
 
         Args:
             amax_E: see `Format.encode_many`.
-            step: encodes a weight (N, K) of a known range in place of this class, with the same bits.
+            step: replaces this class's encoder for a weight (N, K) of known range, with the same bits.
         """
-        if self.record.fitted:  # levels of its own for each matrix
+        if self.record.fitted:  # each matrix has its own levels
             yield from super().encode_many(w_ENK, squares=squares)
             return
         step = step or type(self)._encode
@@ -119,7 +119,7 @@ class BlockFormat(Format):
 
     @torch.no_grad()
     def frame(self, w_NK: Tensor, **extra: Tensor) -> "Frame":
-        """The scales that `encode` would choose for a weight; raises what that raises."""
+        """Return the scales that `encode` would choose; raises like `encode`."""
         return Frame(self, self._encode(w_NK, self._range(w_NK), coded=False, **extra))
 
     def _encode(
@@ -150,13 +150,13 @@ class BlockFormat(Format):
         return {"codes": codes, **tensors} if coded else tensors
 
     def range_fields(self, known: Range, device: torch.device) -> dict[str, Tensor]:
-        """Return the fields of a coarse plane that follow from the weight's range alone."""
+        """Return the coarse plane's fields that depend on the weight's range alone."""
         return {}
 
     def _search(
         self, x_bB: Tensor, known: Range, m_bB: Tensor | None = None, **extra: Tensor
     ) -> tuple[Rounding, Tensor, Tensor]:
-        """(how to round, scales [B], scale bytes [B]) for fp32 weights in units of known.unit."""
+        """Search block scales for fp32 weights in units of known.unit: (rounding, scales [B], scale bytes [B])."""
         amax_B = torch.maximum(x_bB.amax(0), -x_bB.amin(0))
         near_B = self._near_byte(divided(amax_B, self.top))
         offset_C = torch.arange(self.offsets.start, self.offsets.stop, dtype=torch.int32, device=x_bB.device)
@@ -169,47 +169,47 @@ class BlockFormat(Format):
         return rounding, scale_CB.gather(0, pick_1B).squeeze(0), byte_B
 
     def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a kernel's tables: fp32 levels by code, values [256] by scale byte, the tensor scale [1]."""
+        """Return a kernel's lookup tables: fp32 levels by code, values [256] by scale byte, the tensor scale [1]."""
         device = tensors["codes"].device
         scale = tensors.get("tensor_scale")
         return self._levels(tensors), self.byte_values(device), ones(device) if scale is None else scale
 
     @abstractmethod
     def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
-        """fp32 [16], or [256] of 8 bits: the level of each code."""
+        """Level of each code, fp32 [16], or [256] for 8 bits."""
 
     @abstractmethod
     def _scales(self, tensors: dict[str, Tensor]) -> Tensor:
-        """fp32 [N, Kp/block]: the block scales, tensor scale included."""
+        """Block scales fp32 [N, Kp/block], tensor scale included."""
 
     @abstractmethod
     def _grid(self, tensors: dict[str, Tensor]) -> Grid:
-        """Return the grid that weights, in units of their scale, are rounded to."""
+        """Return the grid for rounding weights in units of their scale."""
 
     @abstractmethod
     def _rounding(self, x_bB: Tensor, m_bB: Tensor | None = None, **extra: Tensor) -> Rounding:
-        """Return the rounding of a tile, errors multiplied by m_bB."""
+        """Return the rounding of a tile, with squared errors weighted by m_bB."""
 
     @abstractmethod
     def _near_byte(self, scale_B: Tensor) -> Tensor:
-        """The int32 byte whose value is nearest to a scale."""
+        """int32 byte whose value is nearest to each scale."""
 
     @abstractmethod
     def byte_bounds(self, known: Range) -> tuple[int, int]:
-        """Return the lowest and highest byte that may be used."""
+        """Return the lowest and highest allowed byte."""
 
     @abstractmethod
     def byte_values(self, device: torch.device) -> Tensor:
-        """Return fp32 [256]: the value of each byte, in units of known.unit."""
+        """Return fp32 [256]: value of each byte, in units of known.unit."""
 
     @abstractmethod
     def stored(self, known: Range) -> tuple[int, float]:
-        """Return what is added to a scale's byte in the page, and the largest magnitude of a block, in units of
-        known.unit, up to which zero is stored."""
+        """Return the offset added to scale bytes in the page, and the largest block magnitude, in units of known.unit,
+        that is stored as zero."""
 
 
 class TensorScaled(BlockFormat):
-    """A block format with one fp32 tensor scale, which encode makes a power of two, over its byte scales.
+    """Block format with one fp32 tensor scale (a power of two from encode) on top of byte scales.
 
     Range: the tensor scale follows the largest magnitude, so neither bf16's 3e38 nor fp16's 65504 overflows: a block
     whose scale times the largest level would not be finite takes a smaller scale and clips by up to 1/8. Blocks more
@@ -228,8 +228,8 @@ class TensorScaled(BlockFormat):
         return 1, max(1, int((values <= known.limit / known.unit / self.top).sum()) - 1)
 
     def stored(self, known: Range) -> tuple[int, float]:
-        """See `BlockFormat.stored`: under a quarter of the smallest scale weights round to nothing in every format or
-        are not worth their codes."""
+        """See `BlockFormat.stored`: below a quarter of the smallest scale, weights round to zero in every format or are
+        not worth their codes."""
         return 0, float(self.byte_values(torch.device("cpu"))[1]) / 4
 
     def _scales(self, tensors: dict[str, Tensor]) -> Tensor:
@@ -252,9 +252,9 @@ class E4M3Format(TensorScaled):
 
 
 class UE4M4Format(TensorScaled):
-    """Block scales that spend E4M3's sign bit on the mantissa: (1 + byte % 16 / 16) * 2^(byte // 16 - 7), byte 0 is 0.
+    """Block scales with E4M3's sign bit used as mantissa: (1 + byte % 16 / 16) * 2^(byte // 16 - 7), byte 0 is 0.
 
-    Steps of 3 to 6 % instead of 6 to 12 % are worth 0.15 dB to formats with 64 weights under one scale.
+    Steps of 3 to 6 % instead of 6 to 12 % gain 0.15 dB for formats with 64 weights per scale.
     """
 
     scale_dtype = "uint8"
@@ -262,7 +262,7 @@ class UE4M4Format(TensorScaled):
     _EXPONENT = 127 - 7
 
     def _near_byte(self, scale_B: Tensor) -> Tensor:
-        # the byte is a run of the fp32 pattern's own bits, so adding half a step rounds
+        # the byte is a bit field of the fp32 pattern, so adding half a step rounds
         return ((scale_B.view(torch.int32) + (1 << 18)) >> 19) - (self._EXPONENT << 4)
 
     def byte_values(self, device: torch.device) -> Tensor:
@@ -276,28 +276,28 @@ class UE4M4Format(TensorScaled):
 
 
 class Frame:
-    """The scales (and levels) that were chosen for a weight, to round the weight by once it has changed.
+    """Frozen scales (and levels) of a weight, to round later values of the weight with.
 
     Attributes:
-        tensors: the fields of the coarse plane but for the codes.
+        tensors: fields of the coarse plane except codes.
     """
 
     def __init__(self, format: BlockFormat, tensors: dict[str, Tensor], grid: Grid | None = None) -> None:
-        """grid: that of another frame with the same levels, which need not be made again."""
+        """grid: of another frame with the same levels, to reuse."""
         self.format, self.tensors = format, tensors
         self._grid = grid or format._grid(tensors)
 
     @torch.no_grad()
     def round(self, w_NK: Tensor, dtype: torch.dtype | None = None, *, clipped: Tensor | None = None) -> Tensor:
-        """Return `decode(encode(w))` [N, K] in `dtype` (default: the weight's), without making codes.
+        """Fake quantization: return `decode(encode(w))` [N, K] in `dtype` (default: the weight's), without codes.
 
-        NaN and Inf come out as NaN. `clipped` (fp32 []) is increased by the number of weights beyond the cell of their
-        block's largest level, which is taken to reach as far above the level as below. Nothing waits for the device.
+        NaN and Inf become NaN. `clipped` (fp32 []) is incremented by the number of weights beyond the cell of their
+        block's largest level; that cell is taken to be symmetric around its level. Does not synchronize.
         """
         n, k = w_NK.shape
         block, out = self.format.block, torch.empty(n, k, dtype=dtype or w_NK.dtype, device=w_NK.device)
         scale_NB = self.format._scales(self.tensors)
-        divisor_NB = scale_NB.masked_fill(scale_NB == 0, 2.0**-126)  # all but zeros lie beyond a scale of zero
+        divisor_NB = scale_NB.masked_fill(scale_NB == 0, 2.0**-126)  # under scale zero all but zeros are out of range
         for rows, columns in tiles((n, k), block, round_tile(w_NK.device)):
             x_RK = whole_blocks(w_NK[rows, columns].float(), block)
             blocks = slice(columns.start // block, columns.start // block + x_RK.shape[1] // block)
@@ -311,8 +311,8 @@ class Frame:
 
     @torch.no_grad()
     def widened(self, w_NK: Tensor) -> "Frame":
-        """These scales, but for blocks whose largest weight lies a sixth or more beyond the largest level, the one that
-        puts it there, as far as the format's range goes. Nothing waits for the device."""
+        """Return a frame with larger scales for blocks whose largest weight exceeds the largest level by a sixth or
+        more: the scale that maps it to that level, within the format's range. Does not synchronize."""
         fmt, scales = self.format, self.tensors["scales"]
         scale_NB, byte_NB = fmt._scales(self.tensors), scales.view(torch.uint8)
         amax_NB = torch.empty_like(scale_NB)
@@ -321,7 +321,7 @@ class Frame:
             first = columns.start // fmt.block
             amax_NB[rows, first : first + x_RK.shape[1] // fmt.block] = _block_amax(x_RK, fmt.block)
         unit = self.tensors.get("tensor_scale", ones(w_NK.device))
-        largest = torch.finfo(w_NK.dtype).max / fmt.top / 2  # whatever the scale is rounded to, weights stay finite
+        largest = torch.finfo(w_NK.dtype).max / fmt.top / 2  # rounded up or down, weights stay finite
         near_NB = fmt._near_byte(divided(amax_NB, fmt.top).clamp_(max=largest) / unit).clamp_(1, fmt.last_byte)
         wider_NB = torch.maximum(near_NB, byte_NB).to(torch.uint8)
         wider_NB = torch.where(amax_NB > scale_NB * (_OUTGROWN * fmt.top), wider_NB, byte_NB)
@@ -329,7 +329,7 @@ class Frame:
 
     @torch.no_grad()
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        """The coarse plane of a weight under these scales: `decode` gives what `round` gives."""
+        """Encode a weight with these scales: `decode` gives the result of `round`."""
         n, block = len(w_NK), self.format.block
         scale_NB = self.format._scales(self.tensors)
         x_NBb = whole_blocks(w_NK.float(), block).reshape(n, -1, block)
@@ -339,7 +339,7 @@ class Frame:
 
 
 def _block_amax(x_RK: Tensor, block: int) -> Tensor:
-    """The largest magnitude of each block [R, K/block]; NaN where a block holds one."""
+    """Largest magnitude of each block [R, K/block]; NaN if the block has one."""
     if x_RK.is_cuda:
         return x_RK.abs().view(len(x_RK), -1, block).amax(-1)
     return F.max_pool1d(x_RK.abs(), block, block)  # four times as fast as amax over a short last dimension
@@ -347,73 +347,73 @@ def _block_amax(x_RK: Tensor, block: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def ue4m4_values(device: torch.device) -> Tensor:
-    """fp32 [256]: the value of each byte of `UE4M4Format`."""
+    """Value of each byte of `UE4M4Format`, fp32 [256]."""
     byte = torch.arange(256, dtype=torch.int32, device=device)
     return ((byte + (UE4M4Format._EXPONENT << 4)) << 19).view(torch.float32) * (byte > 0)
 
 
 @lru_cache(maxsize=8)
 def e4m3_values(device: torch.device) -> Tensor:
-    """fp32 [256]: the value of each E4M3 byte; byte order is value order up to 0x7E."""
+    """Value of each E4M3 byte, fp32 [256]; ascending up to 0x7E."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
 
 
 @lru_cache(maxsize=8)
 def ones(device: torch.device) -> Tensor:
-    """fp32 [1]: the tensor scale of a format without one."""
+    """Tensor scale of a format without one, fp32 [1]."""
     return torch.ones(1, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=32)
 def constant_levels(levels: Sequence[float], device: torch.device) -> Tensor:
-    """fp32 [16]: a format's fixed levels on a device, kept."""
+    """Fixed levels of a format, fp32 [16], cached per device."""
     return torch.tensor(levels, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=8)
 def powers_of_two(device: torch.device) -> Tensor:
-    """fp32 [256]: the value 2^(byte - 127) of each E8M0 byte, 255 being NaN."""
+    """Value 2^(byte - 127) of each E8M0 byte, fp32 [256]; 255 is NaN."""
     value = torch.arange(-127, 129, dtype=torch.float64, device="cpu").exp2_()
     value[255] = float("nan")
     return value.float().to(device)
 
 
 def power_of_two_scale(largest: float) -> float:
-    """The power of two S with largest / S in (224, 448], held within [2^-126, 2^127] so that 1 / S is finite too.
+    """Power of two S with largest / S in (224, 448], clamped to [2^-126, 2^127] so that 1 / S is finite too.
 
     A power of two keeps level * scale * S exact: E4M3 has 4 significant bits, E2M1 has 2, bf16 holds 8.
     """
     if not largest:
         return 2.0**-126
-    mantissa, exponent = frexp(largest / E4M3_MAX)  # exact where it decides: 448 = 7 * 2^6, and weights have 24 bits
+    mantissa, exponent = frexp(largest / E4M3_MAX)  # exact where it matters: 448 = 7 * 2^6, and weights have 24 bits
     return 2.0 ** min(127, max(-126, exponent - (mantissa == 0.5)))
 
 
 def encode_tile(device: torch.device) -> int:
-    """Weights that encode works on at a time: on a CPU they and four fp32 temporaries fit a core's L2."""
+    """Weights per encode tile: on a CPU they and four fp32 temporaries fit in a core's L2 cache."""
     return 1 << 15 if device.type == "cpu" else 1 << 22
 
 
 def round_tile(device: torch.device) -> int:
-    """Weights that a frame rounds at a time: they and three fp32 temporaries stay in cache, and threads pay."""
+    """Weights per tile of `Frame.round`: they and three fp32 temporaries fit in cache, and threading pays off."""
     return torch.get_num_threads() << 16 if device.type == "cpu" else 1 << 24
 
 
 def decode_tile(device: torch.device) -> int:
-    """Weights that decode works on at a time: few operations, so each is made long enough to start threads for."""
+    """Weights per decode tile: few operations, each long enough for torch to thread."""
     return torch.get_num_threads() << 18 if device.type == "cpu" else 1 << 24
 
 
 def _for_each(
     encode: Callable[[tuple[slice, slice]], None], work: list[tuple[slice, slice]], device: torch.device
 ) -> None:
-    """Run encode on every tile, on a CPU from as many threads as torch may use.
+    """Run encode on every tile, on a CPU from torch's number of threads.
 
-    Tiles are just small enough that torch does not thread the hundred operations on each. That beats threads within an
-    operation, which meet at a barrier each time: twentyfold on a machine whose cores are busy elsewhere.
+    Tiles are small enough that torch does not thread their hundred operations. Threads over tiles beat threads within
+    an operation, with a barrier each: twentyfold on a machine with busy cores.
     """
     threads = min(torch.get_num_threads(), len(work)) if device.type == "cpu" else 1
-    inference = torch.is_inference_mode_enabled()  # both modes belong to a thread
+    inference = torch.is_inference_mode_enabled()  # thread-local, like grad mode
 
     def in_mode(tile: tuple[slice, slice]) -> None:
         with torch.inference_mode(inference), torch.no_grad():
@@ -424,36 +424,36 @@ def _for_each(
             encode(tile)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="vbrt-encode") as pool:
-        for _ in pool.map(in_mode, work):  # raises what a tile raised
+        for _ in pool.map(in_mode, work):  # re-raises exceptions of tiles
             pass
 
 
 def whole_blocks(x_RK: Tensor, block: int) -> Tensor:
-    """x with zeros behind its columns, where those do not fill the last block; F.pad would copy in any case."""
+    """Pad x with zero columns to a whole block; F.pad alone would always copy."""
     return F.pad(x_RK, (0, -x_RK.shape[1] % block)) if x_RK.shape[1] % block else x_RK
 
 
 def pack_nibbles(code_bB: Tensor) -> Tensor:
-    """fp32 codes [b, B] to bytes [B, b/2]; the sum is exact in fp32 and leaves half as many numbers to convert."""
+    """Pack fp32 codes [b, B] into bytes [B, b/2]; the sum is exact in fp32 and halves the conversions."""
     byte = torch.add(code_bB[0::2], code_bB[1::2], alpha=16)
     return byte.to(torch.int32).to(torch.uint8).t().contiguous()
 
 
 def unpack_codes(codes: Tensor, k: int) -> Tensor:
-    """Codes uint8 [N, K] from packed bytes [N, >= K/2]."""
+    """Unpack bytes [N, >= K/2] into codes uint8 [N, K]."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)[:, :k]
 
 
 def pair_table(level_16: Tensor) -> Tensor:
-    """complex64 [256], really two fp32 an entry: the levels of a byte's two codes, low nibble first."""
+    """complex64 [256], really two fp32 per entry: levels of a byte's two codes, low nibble first."""
     byte = torch.arange(256, dtype=torch.int64, device=level_16.device)
     return torch.stack((level_16[byte & 15], level_16[byte >> 4]), dim=-1).view(torch.complex64).squeeze(-1)
 
 
 def quad_table(level_16: Tensor) -> Tensor:
-    """complex128 [65536], really four fp32 an entry: the levels of the four codes of two adjacent bytes.
+    """complex128 [65536], really four fp32 per entry: levels of the four codes in two adjacent bytes.
 
-    One gather of 16 bytes serves four weights, and gathers are what a table decode is made of.
+    One 16-byte gather serves four weights; gathers dominate a table decode.
     """
     pair = pair_table(level_16)
     quad = torch.empty(256, 256, 2, dtype=torch.complex64, device=level_16.device)
@@ -463,14 +463,14 @@ def quad_table(level_16: Tensor) -> Tensor:
 
 
 def lookup(quads: Tensor, codes: Tensor) -> Tensor:
-    """One entry of a 65,536-entry table for each two bytes of `codes`, flat."""
+    """Gather one entry of a 65,536-entry table per two bytes of `codes`, flat."""
     index = codes.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
     return quads.index_select(0, index.view(-1))
 
 
 @lru_cache(maxsize=8)
 def code_mask_quads(chosen: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 [65536], really four bools an entry: which of two bytes' four codes are among `chosen`."""
+    """int32 [65536], really four bools per entry: which of two bytes' four codes are in `chosen`."""
     index = torch.arange(65536, dtype=torch.int64, device=device)
     code = torch.stack([(index >> shift) & 15 for shift in (0, 4, 8, 12)], dim=-1)
     return torch.isin(code, torch.tensor(chosen, dtype=torch.int64, device=device)).view(torch.int32).squeeze(-1)
@@ -478,14 +478,14 @@ def code_mask_quads(chosen: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)
 def constant_quads(levels: Sequence[float], device: torch.device) -> Tensor:
-    """`quad_table` of a format's fixed levels, 1 MiB, kept."""
+    """`quad_table` of fixed levels, 1 MiB, cached per device."""
     return quad_table(torch.tensor(levels, dtype=torch.float32, device=device))
 
 
 def decode_blocks(codes: Tensor, scale_NB: Tensor, quads: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """level[code] * scale [N, K] from codes [N, Kp/2], scale_NB fp32 [N, Kp/block] and `quad_table`'s table.
+    """Dequantize: level[code] * scale [N, K] from codes [N, Kp/2], scale_NB fp32 [N, Kp/block] and a `quad_table`.
 
-    The product is rounded to fp32, then to `dtype`; every device gives the same bits.
+    The product is rounded to fp32, then to `dtype`; all devices give the same bits.
     """
     n, k = shape
     block = codes.shape[1] * 2 // scale_NB.shape[1]

@@ -1,4 +1,4 @@
-"""`dense`: the original bytes, so that an unquantized layer moves through the same pages as any other."""
+"""`dense`: the original bytes, so that unquantized layers use the same pages as others."""
 
 import torch
 from torch import Tensor
@@ -10,14 +10,14 @@ __all__ = ["Dense"]
 
 
 class Dense(Format):
-    """The weight itself, in its own dtype; nothing is checked or changed, NaN included."""
+    """The weight in its own dtype, unchecked and unchanged, NaN included."""
 
     def encode(self, w_NK: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
-        """The detached weight, not copied."""
+        """The detached weight, without a copy."""
         return {"weight": w_NK.detach()}
 
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """The very tensor when its dtype is already `dtype`."""
+        """The stored tensor itself if its dtype is `dtype`."""
         return tensors["weight"].to(dtype)
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> PageLayout:

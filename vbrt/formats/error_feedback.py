@@ -1,13 +1,12 @@
-"""Codes that make up for each other's errors, under block scales that are chosen already.
+"""Error feedback (GPTQ): codes that compensate each other's rounding errors, under given block scales.
 
-Columns are rounded one after the other, and what a column loses is given to those behind it, as far as their inputs go
-along with its own: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers"
-(2022), by way of the Cholesky factor of the inverse of the inputs' second moments. Columns are cut into groups that
-know nothing of each other, so that the moments of a layer take as much memory as `GROUP` rows of its weight in fp32,
-and all groups go ahead together. A row of a group keeps its nearest codes where they have the smaller error of the
-output.
+Columns are rounded in order, and each column's error is distributed to later ones by the correlation of their inputs:
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022), with the
+Cholesky factor of the inverse of the inputs' second moments. Columns form independent groups, so that a layer's moments
+take as much memory as `GROUP` rows of its weight in fp32, and all groups run in parallel. A group's row keeps its
+nearest codes if they have the smaller output error.
 
-Legend: N rows, K columns, G groups of C columns, b weights a block, T tokens.
+Legend: N rows, K columns, G groups of C columns, b weights per block, T tokens.
 """
 
 from dataclasses import dataclass
@@ -22,21 +21,21 @@ from vbrt.formats.rounding import Grid
 __all__ = ["GROUP", "Inputs", "compensated", "moments_of"]
 
 GROUP = 256
-#: of the mean of the diagonal, added to it: few tokens say little about how inputs go together
+#: damping, times the mean diagonal: with few tokens, correlations are unreliable
 _DAMPING = 0.3
-_STEP = 16  # columns whose errors go to those behind them at once
-#: weights that are compensated at a time, by the type of the device: six fp32 temporaries of them
+_STEP = 16  # columns whose errors are propagated by one matmul
+#: weights per chunk, by device type: six fp32 temporaries of them
 _WEIGHTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 
 
 @dataclass(slots=True, eq=False)
 class Inputs:
-    """What is known of the inputs that meet a parameter's matrices, on the CPU.
+    """Input statistics of a parameter's matrices, on the CPU.
 
     Attributes:
-        squares: their mean squares, fp32 [matrices, K], about 1.
-        moments: as `moments_of` gives them. They are large, so whoever holds the encoded weight lets them go (None):
-            a weight that takes its place later has its scales searched by the squares alone.
+        squares: mean squares, fp32 [matrices, K], about 1.
+        moments: from `moments_of`. Large, so dropped (None) once the weight is encoded: a weight assigned later has its
+            scales searched with the squares alone.
     """
 
     squares: Tensor
@@ -44,7 +43,7 @@ class Inputs:
 
 
 def moments_of(x_TK: Tensor) -> Tensor:
-    """Return the sums of products of inputs within each group, fp32 [G, C, C]; columns beyond K count as zeros."""
+    """Return the sums of outer products of inputs within each group, fp32 [G, C, C]; columns beyond K are zero."""
     k = x_TK.shape[1]
     group = min(GROUP, k)
     x_GTC = F.pad(x_TK.float(), (0, -k % group)).view(len(x_TK), -(-k // group), group).transpose(0, 1)
@@ -54,23 +53,23 @@ def moments_of(x_TK: Tensor) -> Tensor:
 
 @torch.no_grad()
 def compensated(format: BlockFormat, w_NK: Tensor, coarse: dict[str, Tensor], moments_GCC: Tensor) -> dict[str, Tensor]:
-    """Return a coarse plane of a weight under the scales of another, with less error of the layer's output.
+    """Return a coarse plane with the scales of another and less error of the layer's output.
 
     Args:
-        coarse: as `format.encode` gives it.
-        moments_GCC: as `moments_of` gives them, summed over what the layer has seen, in any unit.
+        coarse: from `format.encode`.
+        moments_GCC: from `moments_of`, summed over the layer's inputs, in any unit.
     """
     moments_GCC = moments_GCC.to(w_NK.device)
     moments_GCC = moments_GCC / moments_GCC.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30).view(-1, 1, 1)
     turns = _Turns(moments_GCC, format._grid(coarse), format)
     scale_NB, rows = format._scales(coarse), max(1, _WEIGHTS.get(w_NK.device.type, _WEIGHTS["cpu"]) // w_NK.shape[1])
     parts = zip(w_NK.split(rows), scale_NB.split(rows), strict=True)
-    with torch.autocast(w_NK.device.type, enabled=False):  # a weight may be encoded in a first forward
+    with torch.autocast(w_NK.device.type, enabled=False):  # encoding may happen in a first forward
         return {**coarse, "codes": torch.cat([turns.codes(w_RK, scale_RB) for w_RK, scale_RB in parts])}
 
 
 class _Turns:
-    """Rounds the columns of groups in turn, by their damped moments."""
+    """Rounds the columns of each group in order, with damped moments."""
 
     def __init__(self, moments_GCC: Tensor, grid: Grid, format: BlockFormat) -> None:
         self._moments, self._grid, self._format = moments_GCC, grid, format
@@ -80,7 +79,7 @@ class _Turns:
         self._factors = (upper / upper.diagonal(dim1=1, dim2=2).unsqueeze(2)).float()
 
     def codes(self, w_NK: Tensor, scale_NB: Tensor) -> Tensor:
-        """Return the codes of a weight under block scales, as the format packs them."""
+        """Return the codes of a weight under block scales, packed."""
         (n, k), (groups, group, _) = w_NK.shape, self._moments.shape
         w_GCN = F.pad(w_NK.float(), (0, groups * group - k)).t().contiguous().view(groups, group, n)
         scale_KN = scale_NB.t().repeat_interleave(self._format.block, 0)[: groups * group]
@@ -110,5 +109,5 @@ class _Turns:
         return level_GCN
 
     def _loss(self, error_GCN: Tensor) -> Tensor:
-        """Return what an error of the weight costs the output [G, N]."""
+        """Return the output error caused by a weight error, [G, N]."""
         return ((self._moments @ error_GCN).mul_(error_GCN)).sum(1)

@@ -1,13 +1,12 @@
-"""The fine plane: what turns a coarse plane back into the original bf16 or fp16 weight, bit for bit.
+"""Fine plane: the residual that restores the original bf16 or fp16 weight from a coarse plane, bit for bit.
 
-Bit patterns are mapped to integers in the order of their values (`ordinal`), and fine = ordinal(w) -
-ordinal(decode(coarse)) modulo 2^16. A code away from zero lies within a factor of two of its weight, which is 128
-ordinals in bf16 and 1024 in fp16, so a difference takes 8 bits in bf16 and 12 in fp16; one value of that range
-means "escape: 16 bits in the list `escapes`". A code whose cell reaches zero (`wide_codes`, known from the coarse
-plane) needs all 16 bits: the rest goes to the list `side`. Both lists are in row-major order of their weights; `starts`
-lets a kernel begin anywhere in them.
+Bit patterns are mapped to integers in order of value (`ordinal`), and fine = ordinal(w) - ordinal(decode(coarse))
+modulo 2^16. A code away from zero is within a factor of two of its weight, which is 128 ordinals in bf16 and 1024 in
+fp16, so a difference takes 8 bits in bf16 and 12 in fp16; one value of that range is an escape: 16 bits in the list
+`escapes`. A code whose cell includes zero (`wide_codes`, known from the coarse plane) needs all 16 bits: the upper ones
+go to the list `side`. Both lists are in row-major order of their weights; `starts` lets a kernel begin anywhere.
 
-For Gaussian weights under nvfp4: 8.63 bits a weight in bf16, 12.63 in fp16.
+For Gaussian weights under nvfp4: 8.63 bits per weight in bf16, 12.63 in fp16.
 """
 
 from collections.abc import Iterator
@@ -32,14 +31,14 @@ __all__ = [
     "split_fine",
 ]
 
-#: bits kept in place for each weight: an octave each way
+#: in-place bits per weight: an octave each way
 WIDTH = {torch.bfloat16: 8, torch.float16: 12}
-#: weights, in row-major order, for which `starts` says how many entries of each list come before
+#: weights, in row-major order, per entry of `starts`, which holds the number of preceding entries of each list
 SPAN = 4096
 
 
 def ordinal(bits: Tensor) -> Tensor:
-    """int16 bit patterns to int16 in the order of their values, -0.0 just below 0.0; its own inverse."""
+    """Map int16 bit patterns to int16 in order of value, -0.0 just below 0.0; an involution."""
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
@@ -56,7 +55,7 @@ def _check(dtype: torch.dtype, fmt: Format) -> BlockFormat:
 
 
 def _wide_at(codes_RQ: Tensor, k: int, fmt: BlockFormat) -> Tensor:
-    """Flat positions, ascending, of the wide codes among the first k columns of packed rows [R, >= k/2]."""
+    """Flat positions, ascending, of wide codes in the first k columns of packed rows [R, >= k/2]."""
     if not fmt.wide_codes:
         return torch.empty(0, dtype=torch.int64, device=codes_RQ.device)
     return wide_codes_in(codes_RQ, k, fmt).reshape(-1).nonzero().squeeze(1)
@@ -69,7 +68,7 @@ def wide_codes_in(codes_RQ: Tensor, k: int, fmt: BlockFormat) -> Tensor:
 
 
 def _coarse_tiles(coarse: dict[str, Tensor], shape: tuple[int, int]) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, columns, their packed codes) in row-major order of the weights, whatever the tile size."""
+    """(rows, columns, packed codes) in row-major order of weights, for any tile size."""
     for rows, columns in tiles(shape, 4, decode_tile(coarse["codes"].device)):
         yield rows, columns, coarse["codes"][rows, columns.start // 2 : padded(columns.stop, 4) // 2]
 
@@ -90,7 +89,7 @@ def split_fine(w_NK: Tensor, coarse: dict[str, Tensor], fmt: Format) -> dict[str
     if width == 12:
         fine["nibbles"] = torch.empty(n, (k + 1) // 2, dtype=torch.uint8, device=w_NK.device)
     side, escapes = [], []
-    lists = torch.zeros(2, padded(n * k, SPAN), dtype=torch.bool, device=w_NK.device)  # who is in which, row-major
+    lists = torch.zeros(2, padded(n * k, SPAN), dtype=torch.bool, device=w_NK.device)  # membership, row-major
     first = 0
     for rows, columns, codes in _coarse_tiles(coarse, (n, k)):
         bits, near = (t[rows, columns].contiguous().view(torch.int16) for t in (w_NK, dec_NK))
@@ -114,12 +113,12 @@ def split_fine(w_NK: Tensor, coarse: dict[str, Tensor], fmt: Format) -> dict[str
 
 
 def _starts(lists: Tensor) -> Tensor:
-    """int32 [ceil(N * K / SPAN), 2] from bool [2, N * K up to whole spans]: entries before each span."""
+    """int32 [ceil(N * K / SPAN), 2] from bool [2, N * K padded to whole spans]: entries before each span."""
     return F.pad(_counts(lists)[:, :-1], (1, 0)).cumsum(1).to(torch.int32).t().contiguous()
 
 
 def _counts(lists: Tensor) -> Tensor:
-    """int64 [2, spans]: entries in each. Eight at a time: no byte of a sum of 128 words carries into the next."""
+    """int64 [2, spans]: entries per span. Eight bools per word: a byte of a sum of 128 words never overflows."""
     words = lists.view(torch.int64).view(2, -1, SPAN // 1024, 128).sum(-1)
     return words.view(torch.uint8).view(2, lists.shape[1] // SPAN, -1).sum(-1)
 
@@ -133,7 +132,7 @@ def _pack_nibbles(nibble_RK: Tensor) -> Tensor:
 def merge_fine(
     coarse: dict[str, Tensor], fine: dict[str, Tensor], fmt: Format, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """The original weight [N, K], bit for bit. On a GPU this synchronizes (the lists are located with nonzero)."""
+    """The original weight [N, K], bit for bit. Synchronizes on a GPU (nonzero locates the lists' entries)."""
     fmt = _check(dtype, fmt)
     width = WIDTH[dtype]
     out = fmt.decode(coarse, shape, dtype)
@@ -148,7 +147,7 @@ def merge_fine(
         wide = flat[wide_at] | (side[: len(wide_at)].to(torch.int16) << width)
         side = side[len(wide_at) :]
         flat[wide_at] = 0
-        flat.bitwise_left_shift_(16 - width).bitwise_right_shift_(16 - width)  # carries the sign up
+        flat.bitwise_left_shift_(16 - width).bitwise_right_shift_(16 - width)  # sign extension
         if len(escapes):
             escape_at = (flat == -1 << (width - 1)).nonzero().squeeze(1)
             flat[escape_at] = escapes[: len(escape_at)]
@@ -160,7 +159,7 @@ def merge_fine(
 
 
 def fine_fields(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-    """Name -> dtype and shape of the tensors that `split_fine` makes; None for the lengths of the two lists."""
+    """Name -> dtype and shape of `split_fine`'s tensors; None for the lengths of the two lists."""
     n, k = shape
     nibbles = {"nibbles": ("uint8", (n, (k + 1) // 2))} if WIDTH[dtype] == 12 else {}
     return {
@@ -176,9 +175,9 @@ def fine_fields(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[s
 def check_fine(
     coarse: dict[str, Tensor], fine: dict[str, Tensor], fmt: Format, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """Raise FormatError where the lists are not as long as the codes say: kernels trust `starts`, and read by it.
+    """Validate planes from untrusted sources: kernels index by `starts` without bounds checks.
 
-    For planes of `fine_fields`, on a CPU, that somebody else may have made.
+    Takes planes of `fine_fields`, on a CPU. Raises FormatError if lists or `starts` do not match the codes.
     """
     fmt = _check(dtype, fmt)
     total = shape[0] * shape[1]
@@ -201,13 +200,13 @@ def check_fine(
 
 
 def fine_layout(fine: dict[str, Tensor], format: str = "") -> PageLayout:
-    """The page of a fine plane; the lists' lengths are known only after the split."""
+    """Page layout of a fine plane; the lists' lengths are known only after the split."""
     fields = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in fine.items()]
     return build_layout(format, "fine", fields)
 
 
 def estimate_fine_bytes(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> int:
-    """A planning estimate before the page's padding: 8.875 bits a weight in bf16, 12.875 in fp16.
+    """Estimate for planning, before page padding: 8.875 bits per weight in bf16, 12.875 in fp16.
 
     Measured on Gaussian weights in bf16: nvfp4 8.63, nf4 8.70, quantile 8.73, mxfp4 8.77; in fp16: 12.63, 12.69,
     12.35, 12.77.

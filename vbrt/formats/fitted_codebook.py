@@ -1,11 +1,11 @@
-"""The fitted codebook of a weight that is frozen, kept for as long as it fits.
+"""Codebook cache: fitted levels of a frozen weight, reused until they are stale.
 
-A format whose record says `fitted` (`quantile`) finds eight numbers for each weight, and looks at the whole weight for
-them. `Separation` reuses them for every encode until they are stale: the weight has changed and `refresh_every`
-forwards have passed since the fit, or the share of weights that it clips has grown.
-`vbrt.training.qat.incremental_encoding` has the engine for weights that an optimizer moves.
+A format whose record says `fitted` (`quantile`) fits eight magnitudes to each weight, reading all of it. `Separation`
+reuses them for every encode until they are stale: the weight has changed and `refresh_every` forwards have passed since
+the fit, or the share of clipped weights has grown. For weights that an optimizer moves, see
+`vbrt.training.qat.incremental_encoding`.
 
-What is kept is detached, and of one size whatever happens.
+The cache is detached and of constant size.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ __all__ = ["Separation", "SeparationCounters", "check_separation", "clipping_bou
 
 @dataclass(frozen=True, slots=True)
 class SeparationCounters:
-    """hits: encodes (in training: optimizer steps) that reused what is kept; refreshes: fits, the first included;
-    clipped_share: of the weights of the last encode, those beyond the cell of their block's largest level, 0..1."""
+    """hits: encodes (in training: optimizer steps) with the cached codebook; refreshes: fits, the first included;
+    clipped_share: share of the last encode's weights beyond the cell of their block's largest level, 0..1."""
 
     hits: int = 0
     refreshes: int = 0
@@ -32,10 +32,10 @@ class SeparationCounters:
 
 
 class Separation:
-    """One layer's codebook cache; `levels` magnitudes (2..8), a refresh due `refresh_every` forwards after the last.
+    """One layer's codebook cache; `levels` magnitudes (2..8), refreshed after `refresh_every` forwards if needed.
 
     Attributes:
-        format: what fits and encodes; an equal one of other kernels may take its place.
+        format: fits and encodes; may be replaced by an equivalent with other kernels.
 
     Raises FormatError for values out of range.
     """
@@ -52,19 +52,18 @@ class Separation:
 
     @property
     def counters(self) -> SeparationCounters:
-        """A snapshot."""
+        """Snapshot of the counters."""
         return self._counters
 
     def tick(self) -> None:
-        """One forward of the layer happened."""
+        """Count a forward of the layer."""
         self._forwards += 1
 
     @torch.no_grad()
     def encode(self, w_NK: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
-        """The coarse plane of a weight under the cached codebook, after refreshing that if it is due; `squares` as for
-        `Format.encode`.
+        """Encode a weight with the cached codebook, refreshed first if it is stale; `squares` as in `Format.encode`.
 
-        Raises FormatError as `Quantile.encode` does; the cached codebook then stays as it was.
+        Raises FormatError like `Quantile.encode`; the cached codebook is then unchanged.
         """
         if self._codebook is not None and not self._due(w_NK):
             tensors = self.format.encode(w_NK, squares, self._codebook.to(w_NK.device))
@@ -77,10 +76,10 @@ class Separation:
 
     @torch.no_grad()
     def encode_part(self, part: Tensor, w_NK: Tensor, amax: float) -> dict[str, Tensor]:
-        """The coarse plane of a part of a weight under a codebook that is fitted to the weight, each time anew: every
-        process that holds a part finds the same. `amax`: the largest magnitude of the weight.
+        """Encode a part of a weight with a codebook fitted to the whole weight, each time anew: every process with a
+        part finds the same one. `amax`: largest magnitude of the whole weight.
 
-        Raises FormatError as `Quantile.encode` does.
+        Raises FormatError like `Quantile.encode`.
         """
         codebook = self.format.fit(w_NK, self._count)
         tensors = self.format.encode(part, levels=codebook, amax=amax)
@@ -111,13 +110,13 @@ def check_separation(levels: int, refresh_every: int) -> None:
 
 
 def clipping_bound(accepted_share: float) -> float:
-    """Return the largest share of clipped weights that needs no fit: 1.5 times that right after the last one, and a
-    thousandth more, because small layers clip a few weights by chance."""
+    """Return the share of clipped weights that triggers a refit: 1.5 times the share after the last fit, plus 0.001,
+    since small layers clip a few weights by chance."""
     return 1.5 * accepted_share + 1e-3
 
 
 def identity(w_NK: Tensor) -> tuple[object, ...]:
-    """Return what changes when the weight is replaced or written to, without a reference to it. Inference tensors count
-    no versions."""
+    """Return a key that changes when the weight is replaced or written to, without a reference to it. Inference tensors
+    have no version counter."""
     version = 0 if w_NK.is_inference() else w_NK._version
     return w_NK.data_ptr(), version, w_NK.shape, w_NK.dtype, w_NK.device

@@ -1,6 +1,6 @@
-"""The interface of number formats: an encoder, a decoder and a page layout, all pure tensor functions.
+"""Interface of number formats: encoder, decoder and page layout, all pure tensor functions.
 
-Legend: N rows (outputs), K columns (inputs), Kp = K padded to the block, B blocks, b weights a block.
+Legend: N rows (outputs), K columns (inputs), Kp = K padded to the block, B blocks, b weights per block.
 """
 
 from abc import ABC, abstractmethod
@@ -26,17 +26,17 @@ __all__ = [
     "tiles",
 ]
 
-# A tile and its handful of fp32 temporaries should stay in a core's L2 cache (1-2 MiB).
+# A tile and about five fp32 temporaries should fit in a core's L2 cache (1-2 MiB).
 TILE_WEIGHTS = 1 << 17
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPlanes:
-    """The resident planes of one weight: what a kernel needs to compute with it.
+    """Planes of one weight in memory: the operands of a kernel.
 
-    shape (N, K) and dtype are the original weight's. For format "dense", coarse = {"weight": W_NK}. `prepared` is what
-    a kernel made of them for its next calls.
+    shape (N, K) and dtype are the original weight's. For format "dense", coarse = {"weight": W_NK}. `prepared` caches a
+    kernel's preprocessing of them.
     """
 
     format: str
@@ -48,19 +48,19 @@ class WeightPlanes:
 
 
 class EncodedGroup(NamedTuple):
-    """Matrices of one shape that were encoded together.
+    """Matrices of one shape, encoded together.
 
     Attributes:
-        members: their places among the matrices that were given.
-        coarse: the fields of their planes. A field that has rows has those of all members below each other; one that a
-            plane has once, such as the tensor scale, is the same for all of them.
+        members: indices among the given matrices.
+        coarse: fields of their planes. Fields with rows have all members' rows concatenated; per-plane ones, such as
+            the tensor scale, are common to all members.
     """
 
     members: Sequence[int]
     coarse: Mapping[str, Tensor]
 
     def planes(self, layout: PageLayout) -> Iterator[dict[str, Tensor]]:
-        """Yield the plane of each member, as views; `layout`: of one of them."""
+        """Yield each member's plane as views; `layout`: of one plane."""
         rows = {field.name: field.shape[0] for field in layout.fields}
         shared = {name for name, tensor in self.coarse.items() if tensor.shape[0] == rows[name]}
         for at in range(len(self.members)):
@@ -71,10 +71,10 @@ class EncodedGroup(NamedTuple):
 
 
 class Format(ABC):
-    """A number format. Instances are stateless but for lookup tables, and shared (`get_format`).
+    """A number format. Instances are stateless except for lookup tables, and shared (`get_format`).
 
     Attributes:
-        code_dtype: of the field "codes", where there is one.
+        code_dtype: of the field "codes", if it has one.
     """
 
     code_dtype = "uint8"
@@ -85,35 +85,36 @@ class Format(ABC):
 
     @abstractmethod
     def encode(self, w_NK: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
-        """The coarse plane of a finite fp32, bf16 or fp16 weight, on its device; K is padded with zeros inside.
+        """Encode a finite fp32, bf16 or fp16 weight into a coarse plane on its device; K is zero-padded internally.
 
-        squares: the mean square of each input, fp32 [K], positive and about 1: squared errors are multiplied by it
-            where a scale is searched. Formats that search none do not look at it.
+        squares: mean square of each input, fp32 [K], positive and about 1: weights of the squared errors in the scale
+        search.
+            Ignored by formats without a search.
 
-        Raises FormatError for another dtype or rank, an empty weight, or NaN/Inf (saying how many).
+        Raises FormatError for another dtype or rank, an empty weight, or NaN/Inf (with their counts).
         """
 
     def encode_many(
         self, w_ENK: Tensor, amax_E: Sequence[float] | None = None, squares: Tensor | None = None
     ) -> Iterator[EncodedGroup]:
-        """Encode matrices of one shape, with the bits that `encode` gives each of them. Together they take fewer steps.
+        """Encode matrices of one shape, bit-exact with `encode` on each, in fewer operations.
 
         Args:
-            amax_E: the largest magnitudes, finite, of the matrices that these are parts of; by default their own.
-            squares: [E, K], as `encode` takes them for each.
+            amax_E: largest magnitudes, finite, of the matrices that these are parts of; default: their own.
+            squares: [E, K], as in `encode` for each.
 
-        Raises FormatError as `encode` does.
+        Raises FormatError like `encode`.
         """
         for at, w_NK in enumerate(w_ENK):
             yield EncodedGroup((at,), self.encode(w_NK) if squares is None else self.encode(w_NK, squares[at]))
 
     @abstractmethod
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """The weight [N, K] in `dtype`, on the tensors' device, without the padding."""
+        """Decode to the weight [N, K] in `dtype`, on the tensors' device, without padding."""
 
     @abstractmethod
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> PageLayout:
-        """The page of `encode`'s tensors; depends on nothing but the weight's shape and dtype."""
+        """Page layout of `encode`'s tensors; depends only on the weight's shape and dtype."""
 
     def __repr__(self) -> str:
         return f"<format {self.name}, block {self.block}>"
@@ -125,7 +126,7 @@ def padded(k: int, block: int) -> int:
 
 
 def check_weight(w_NK: Tensor, format: str) -> float:
-    """The largest magnitude of a weight that can be encoded; raises FormatError for one that cannot."""
+    """Return the largest magnitude of a weight; raises FormatError if it cannot be encoded."""
     if w_NK.dtype not in _DTYPES:
         raise FormatError(f"{format}: weight is {w_NK.dtype}; expected float32, bfloat16 or float16")
     if w_NK.ndim != 2 or not w_NK.numel():
@@ -138,10 +139,10 @@ def check_weight(w_NK: Tensor, format: str) -> float:
 
 
 def check_weights(w_ENK: Tensor, format: str) -> list[float]:
-    """The largest magnitude of each of several weights; raises FormatError for one that cannot be encoded."""
+    """Return the largest magnitude of each weight; raises FormatError if one cannot be encoded."""
     if w_ENK.dtype not in _DTYPES or w_ENK.ndim != 3 or not w_ENK.numel():
-        return [check_weight(w_NK, format) for w_NK in w_ENK]  # says what is wrong
-    ends = torch.stack([end.float() for w_NK in w_ENK for end in torch.aminmax(w_NK)]).tolist()  # waits once
+        return [check_weight(w_NK, format) for w_NK in w_ENK]  # raises with the reason
+    ends = torch.stack([end.float() for w_NK in w_ENK for end in torch.aminmax(w_NK)]).tolist()  # one synchronization
     amax_E = [max(-low, high) for low, high in zip(ends[::2], ends[1::2], strict=True)]
     for w_NK, amax in zip(w_ENK, amax_E, strict=True):
         if not amax < float("inf"):
@@ -150,7 +151,7 @@ def check_weights(w_ENK: Tensor, format: str) -> list[float]:
 
 
 def refuse_nonfinite(w_NK: Tensor, format: str) -> None:
-    """Raise the FormatError that counts the NaN and Inf of a weight."""
+    """Raise a FormatError with the numbers of NaN and Inf in a weight."""
     nan = int(w_NK.isnan().sum())
     inf = int(w_NK.isinf().sum())
     raise FormatError(
@@ -159,7 +160,7 @@ def refuse_nonfinite(w_NK: Tensor, format: str) -> None:
 
 
 def tiles(shape: tuple[int, int], block: int, size: int = TILE_WEIGHTS) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) slices of about `size` weights that cover [N, K]; columns start at multiples of block."""
+    """Yield (rows, columns) slices of about `size` weights that cover [N, K]; columns start at multiples of block."""
     n, k = shape
     wide = max(block, size // block * block)
     high = max(1, size // padded(min(k, wide), block))

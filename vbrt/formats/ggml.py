@@ -1,8 +1,8 @@
-"""Blocks of GGUF files, repacked into vbrt's coarse planes without decoding them: pure tensor functions.
+"""GGUF blocks, repacked into coarse planes without decoding: pure tensor functions.
 
-A tensor of these types is a number of equal blocks along K, whose bytes hold scales and codes. `GGML_PLANES` has the
-types whose weights are level times scale, as formats of vbrt hold them; what has minima, zero points or codes of more
-bits is for readers to decode. Layouts: ggml-common.h and ggml-quants.c of ggml, and `gguf.quants` of its package.
+A tensor of these types is a sequence of equal blocks along K with scales and codes. `GGML_PLANES` lists the types whose
+weights are level times scale; types with minima, zero points or wider codes must be decoded by the reader. Layouts:
+ggml-common.h and ggml-quants.c of ggml, and `gguf.quants` of its package.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ __all__ = ["GGML_PLANES", "GGMLPlane", "repack_gguf"]
 
 @dataclass(frozen=True, slots=True)
 class GGMLPlane:
-    """How blocks of one type become a plane.
+    """Repacking of one block type into a plane.
 
     Attributes:
         format: of the plane.
-        weights: in a block.
-        nbytes: of a block.
-        repack: the plane of all blocks [B, nbytes] of a weight of shape (N, K).
+        weights: per block.
+        nbytes: per block.
+        repack: converts all blocks [B, nbytes] of a weight of shape (N, K) into a plane.
     """
 
     format: str
@@ -36,12 +36,12 @@ class GGMLPlane:
 
 
 def repack_gguf(blocks: Tensor, shape: tuple[int, int], type: str) -> Repacked:
-    """The plane of a GGUF tensor of one of the types of `GGML_PLANES`, such as "Q4_0".
+    """Repack a GGUF tensor of one of the types of `GGML_PLANES`, such as "Q4_0", into a plane.
 
-    blocks: the tensor's bytes, uint8 in any shape; shape (N, K), which is GGUF's dimensions from the last to the first.
-    Decoded it is bit for bit what `gguf.dequantize` gives, rounded once to the weight's dtype.
+    blocks: the tensor's bytes, uint8 in any shape; shape (N, K), GGUF's dimensions reversed. Decoded, it equals
+    `gguf.dequantize` bit for bit, rounded once to the weight's dtype.
 
-    Raises FormatError for another type, a number of bytes that does not fit the shape, or scales that are not finite.
+    Raises FormatError for another type, a number of bytes that does not match the shape, or non-finite scales.
     """
     if type not in GGML_PLANES:
         raise FormatError(f"gguf: type {type!r}; expected one of {', '.join(GGML_PLANES)}")
@@ -56,8 +56,8 @@ def repack_gguf(blocks: Tensor, shape: tuple[int, int], type: str) -> Repacked:
 
 
 def _sequential(packed: Tensor) -> Tensor:
-    """Return bytes [.., 16] of 32 codes in their order, where low nibbles were the first 16 and high ones the rest."""
-    pairs = packed.clone(memory_format=torch.contiguous_format).view(torch.int16)  # two neighbours of either half
+    """Reorder bytes [.., 16] of 32 codes to sequential: low nibbles held the first 16 codes, high ones the rest."""
+    pairs = packed.clone(memory_format=torch.contiguous_format).view(torch.int16)  # two adjacent codes of either half
     out = torch.empty(packed.shape, dtype=torch.uint8, device=packed.device)
     out[..., :8] = pairs & 0x0F | pairs >> 4 & 0xF0
     out[..., 8:] = pairs >> 4 & 0x0F | pairs >> 8 & 0xF0
@@ -69,7 +69,7 @@ def _half(two_bytes: Tensor) -> Tensor:
 
 
 def _of_levels(levels: tuple[float, ...]) -> Callable[[Tensor, tuple[int, int]], Repacked]:
-    """Q4_0 and IQ4_NL: an fp16 scale and 16 bytes of codes for 32 weights."""
+    """Q4_0 and IQ4_NL: an fp16 scale and 16 bytes of codes per 32 weights."""
 
     def repack(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
         n = shape[0]
@@ -80,8 +80,8 @@ def _of_levels(levels: tuple[float, ...]) -> Callable[[Tensor, tuple[int, int]],
 
 
 def _iq4_xs(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
-    """256 weights: an fp16 scale d; for each 32 a scale of 6 bits less 32, its high bits (2 bytes), its low ones (4);
-    codes. d times such a scale has 17 bits, so it is exact in fp32."""
+    """IQ4_XS, 256 weights: an fp16 scale d; 6-bit scales minus 32 per 32 weights, as high bits (2 bytes) and low bits
+    (4); codes. d times such a scale has 17 bits, so it is exact in fp32."""
     n = shape[0]
     high = blocks[:, 2:4].contiguous().view(torch.int16).int()
     high = high >> torch.arange(0, 16, 2, dtype=torch.int32, device=blocks.device) & 3
@@ -92,8 +92,8 @@ def _iq4_xs(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
 
 
 def _q3_k(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
-    """256 weights: the third bits of all codes (32 bytes), the lower two (64), scales of 6 bits less 32 for each 16
-    weights (12), an fp16 scale d. weight = d * scale * (code - 4), which the levels -4 to 3 of int4 hold."""
+    """Q3_K, 256 weights: the high bits of all codes (32 bytes), the low two (64), 6-bit scales minus 32 per 16 weights
+    (12), an fp16 scale d. weight = d * scale * (code - 4); int4 has the levels -4 to 3."""
     device = blocks.device
     shifts = torch.arange(8, dtype=torch.uint8, device=device).view(1, 8, 1)
     third = (blocks[:, None, :32] >> shifts & 1).flatten(1)
@@ -107,7 +107,7 @@ def _q3_k(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
 
 
 def _mxfp4(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
-    """32 weights: an E8M0 scale and 16 bytes of codes."""
+    """MXFP4, 32 weights: an E8M0 scale and 16 bytes of codes."""
     codes = _sequential(blocks[:, 1:]).view(shape[0], -1, 16)
     return Repacked("mxfp4", shape, repack_mxfp4(codes, blocks[:, 0].reshape(shape[0], -1)))
 

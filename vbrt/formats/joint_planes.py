@@ -1,8 +1,8 @@
-"""Joint planes: the same plane of the matrices of one routed expert in one page.
+"""Joint planes: one page with the same plane of all matrices of a routed expert.
 
-An expert's matrices are always used together, so that one copy brings them all. They are called `parts`: "up" and
-"down" (with "gate" in front where a module keeps its gate's matrix apart), and the fields of a joint page are named
-after them: "up.codes", "up.scales", "down.codes", ...
+An expert's matrices are always used together, so one copy transfers them all. They are called `parts`: "up" and "down"
+(preceded by "gate" if a module stores the gate's matrix separately), and prefix the fields of a joint page: "up.codes",
+"up.scales", "down.codes", ...
 """
 
 from collections.abc import Mapping
@@ -15,31 +15,31 @@ __all__ = ["PARTS", "join_fields", "join_layouts", "join_planes", "part_fields",
 
 Planes = list[tuple[PageLayout, dict[str, Tensor]]]
 
-#: the names of parts, in the order in which a page has them
+#: names of parts, in page order
 PARTS = ("gate", "up", "down")
 
 
 def join_layouts(parts: Mapping[str, PageLayout]) -> PageLayout:
-    """Return the layout of the joint page of the same plane of several matrices, by part."""
+    """Return the joint layout of several matrices' planes, by part."""
     first = next(iter(parts.values()))
     fields = [(f"{part}.{f.name}", f.dtype, f.shape) for part, layout in parts.items() for f in layout.fields]
     return build_layout(first.format, first.plane, fields)
 
 
 def join_fields(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the fields of a joint page, from those of each part."""
+    """Return the fields of a joint page from those of its parts."""
     return {f"{part}.{name}": tensor for part, fields in parts.items() for name, tensor in fields.items()}
 
 
 def part_layout(layout: PageLayout, part: str) -> PageLayout:
-    """Return the layout that one part of a joint page has in a page of its own."""
+    """Return a part's layout as a separate page."""
     head = f"{part}."
     own = [(f.name.removeprefix(head), f.dtype, f.shape) for f in layout.fields if f.name.startswith(head)]
     return build_layout(layout.format, layout.plane, own)
 
 
 def part_fields(fields: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
-    """Return the fields of one part of a joint page, under the names that the format gives them."""
+    """Return one part's fields of a joint page, under the format's names."""
     head = f"{part}."
     return {name.removeprefix(head): tensor for name, tensor in fields.items() if name.startswith(head)}
 

@@ -1,7 +1,7 @@
 """`mxfp4`: E2M1 codes, block 32 along K, E8M0 scale bytes (OCP Microscaling Formats v1.0, section 5.3.3): 4.25 bits.
 
-A scale is a bare power of two, so the search only chooses among octaves: the specification's floor(log2(absmax)) - 2,
-which clips up to a quarter of the largest weight, and its neighbours.
+Scales are powers of two, so the search has few candidates: the specification's floor(log2(absmax)) - 2, which clips up
+to a quarter of the largest weight, and its neighbours.
 """
 
 from math import log2
@@ -15,7 +15,7 @@ from vbrt.formats.rounding import E2M1_LEVELS, E2M1Grid, E2M1Rounding, Grid, Rou
 __all__ = ["MXFP4"]
 
 _BIAS = 127
-_DEEPEST = 60  # octaves below the unit that the search follows; keeps its fp32 arithmetic normal
+_DEEPEST = 60  # octaves below the unit that the search covers; keeps its fp32 arithmetic normal
 
 
 class MXFP4(BlockFormat):
@@ -23,7 +23,7 @@ class MXFP4(BlockFormat):
 
     Range: all of bf16's and fp16's; a block whose 6 * scale would not be finite in the weight's dtype takes half the
     scale and clips. Magnitudes below 2^-127 round to a multiple of 2^-128 or to zero, and blocks more than 2^70 below
-    the tensor's largest weight are zero.
+    the tensor's largest weight become zero.
     """
 
     scale_dtype = "uint8"
@@ -56,7 +56,7 @@ class MXFP4(BlockFormat):
         return powers_of_two(device)
 
     def stored(self, known: Range) -> tuple[int, float]:
-        """See `BlockFormat.stored`: zeros have a scale like all others."""
+        """See `BlockFormat.stored`: zero blocks have an ordinary scale."""
         return int(log2(known.unit)), -1.0
 
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

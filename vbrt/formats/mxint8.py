@@ -1,8 +1,8 @@
-"""`mxint8`: whole numbers of 8 bits, block 32 along K, E8M0 scale bytes: 8.25 bits a weight.
+"""`mxint8`: 8-bit integers, block 32 along K, E8M0 scale bytes: 8.25 bits per weight.
 
-MXINT8 of OCP Microscaling Formats v1.0, section 5.3.4: an element is code / 64, of which -128 is never written. For
-normally distributed weights MXFP8 of the same size has three times the error: of the range of a block's weights its
-exponent covers much more than there is, which costs four bits of precision. Every decoded weight is exact in bf16.
+MXINT8 of OCP Microscaling Formats v1.0, section 5.3.4: an element is code / 64; -128 is never written. For normally
+distributed weights MXFP8 of the same size has three times the error: its exponent covers a much wider range than a
+block's weights have, which costs four bits of precision. Every decoded weight is exact in bf16.
 """
 
 from functools import lru_cache
@@ -19,7 +19,7 @@ __all__ = ["MXINT8"]
 
 _BIAS = 127
 _POINT = 6  # binary places of an element
-_DEEPEST = 60  # octaves below the unit that the search follows; keeps its fp32 arithmetic normal
+_DEEPEST = 60  # octaves below the unit that the search covers; keeps its fp32 arithmetic normal
 
 
 class MXINT8(BlockFormat):
@@ -31,10 +31,10 @@ class MXINT8(BlockFormat):
 
     code_dtype = "int8"
     scale_dtype = "uint8"
-    wide_codes = ()  # there is no fine plane
+    wide_codes = ()  # no fine plane
     last_byte = 254
     top, low_top = 127.0, 127.0
-    # the least power of two that clips nothing, and half of it, which clips a weight that is hardly beyond
+    # the smallest power of two that clips nothing, and half of it, which clips weights slightly beyond
     offsets = range(-1, 1)
 
     def pack_codes(self, code_bB: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class MXINT8(BlockFormat):
         return _every_level(tensors["codes"].device)
 
     def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """See `BlockFormat.tables`: levels are whole numbers, so that the tensor scale is 1/64."""
+        """See `BlockFormat.tables`: levels are integers, so the tensor scale is 1/64."""
         device = tensors["codes"].device
         return self._levels(tensors), self.byte_values(device), _step(device)
 
@@ -56,7 +56,7 @@ class MXINT8(BlockFormat):
         return Int8Grid()
 
     def _near_byte(self, scale_B: Tensor) -> Tensor:
-        return (scale_B.view(torch.int32) + 0x007FFFFF) >> 23  # the least power of two that is not below
+        return (scale_B.view(torch.int32) + 0x007FFFFF) >> 23  # round up to a power of two
 
     def byte_bounds(self, known: Range) -> tuple[int, int]:
         """See `BlockFormat.byte_bounds`."""
@@ -69,11 +69,11 @@ class MXINT8(BlockFormat):
         return powers_of_two(device)
 
     def stored(self, known: Range) -> tuple[int, float]:
-        """See `BlockFormat.stored`: zeros have a scale like all others."""
+        """See `BlockFormat.stored`: zero blocks have an ordinary scale."""
         return int(log2(known.unit)) + _POINT, -1.0
 
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """See `Format.decode`: the product is rounded to fp32, then to `dtype`; every device gives the same bits."""
+        """See `Format.decode`: the product is rounded to fp32, then to `dtype`; all devices give the same bits."""
         codes, scale_NB, block = tensors["codes"], self._scales(tensors), self.block
         out = torch.empty(shape, dtype=dtype, device=codes.device)
         for rows, columns in tiles(shape, block, decode_tile(codes.device)):
@@ -91,7 +91,7 @@ class MXINT8(BlockFormat):
 
 @lru_cache(maxsize=8)
 def _every_level(device: torch.device) -> Tensor:
-    """fp32 [256]: the number of each code."""
+    """Integer value of each code, fp32 [256]."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(torch.int8).float()
 
 

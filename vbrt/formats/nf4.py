@@ -1,7 +1,7 @@
 """`nf4`: the 16-entry NormalFloat table of QLoRA, block 64 along K, one-byte block scales, one fp32 tensor
-scale: 4.125 bits a weight.
+scale: 4.125 bits per weight.
 
-The scale is searched for least squared error, not absmax: 21.3 dB instead of 20.7 on Gaussian weights.
+Scales minimize the squared error instead of following absmax: 21.3 dB instead of 20.7 on Gaussian weights.
 """
 
 from functools import lru_cache

@@ -1,8 +1,8 @@
-"""Pages: one plane of one layer as one contiguous, aligned block of bytes with a versioned layout.
+"""Pages: one plane of one layer as a contiguous, aligned block of bytes with a versioned layout.
 
-A page is a flat uint8 tensor; a `PageLayout` says where each field lies in it. Fields start at multiples of
-256 bytes (one GPU cache-line burst, and any dtype's alignment), the page ends at a multiple of 4096 (what
-O_DIRECT wants), so a page moves between tiers in one copy and its fields are read where they land, as views.
+A page is a flat uint8 tensor; a `PageLayout` gives each field's offset. Fields start at multiples of 256 bytes (one GPU
+cache-line burst, and any dtype's alignment), and the page size is a multiple of 4096 (required by O_DIRECT), so a page
+moves between tiers in one copy and its fields are views into it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ __all__ = [
 FIELD_ALIGN = 256
 PAGE_ALIGN = 4096
 LAYOUT_VERSION = 1
-_SHOWN = 80  # characters of what is wrong, in an error
+_SHOWN = 80  # characters of invalid input shown in an error
 
 _NAMES = "uint8 int8 int16 int32 int64 float8_e4m3fn float16 bfloat16 float32 float64"
 DTYPES = {name: getattr(torch, name) for name in _NAMES.split()}
@@ -39,7 +39,7 @@ DTYPES = {name: getattr(torch, name) for name in _NAMES.split()}
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor inside a page: `offset` in bytes from the page's start, `dtype` by its torch name."""
+    """A tensor within a page: `offset` in bytes from the page's start, `dtype` by torch name."""
 
     name: str
     dtype: str
@@ -48,15 +48,15 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the field without padding."""
+        """Bytes without padding."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """The place of each field of a plane in its page. `nbytes` is the page's size, a multiple of 4096.
+    """Offsets of a plane's fields in its page. `nbytes`: page size, a multiple of 4096.
 
-    Raises FormatError for an unknown version or dtype and for fields that overlap, are misaligned or leave the page.
+    Raises FormatError for an unknown version or dtype and for fields that overlap, are misaligned or exceed the page.
     """
 
     format: str
@@ -64,7 +64,7 @@ class PageLayout:
     fields: tuple[Field, ...]
     nbytes: int
     version: int = LAYOUT_VERSION
-    # (name, dtype, shape, strides, element offset) per field: `unpack` runs in each forward and must not recompute it
+    # (name, dtype, shape, strides, element offset) per field, precomputed: `unpack` runs in each forward
     _plan: tuple[tuple[Any, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class PageLayout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "PageLayout":
-        """The inverse of `to_dict`. Raises FormatError for another version and for what is malformed, by field."""
+        """Inverse of `to_dict`. Raises FormatError for another version and for malformed data, naming the field."""
         version = data.get("version") if isinstance(data, Mapping) else None
         if version != LAYOUT_VERSION:
             raise FormatError(f"page layout version {version!r}; this vbrt reads version {LAYOUT_VERSION}")
@@ -130,11 +130,11 @@ def _align(nbytes: int, to: int) -> int:
 
 
 def build_layout(format: str, plane: str, fields: Iterable[tuple[str, str, tuple[int, ...]]]) -> PageLayout:
-    """Lay (name, dtype, shape) fields out in the given order. Equal arguments give the same layout."""
+    """Lay out (name, dtype, shape) fields in this order. Equal arguments give the same layout."""
     return _built(format, plane, tuple((name, dtype, tuple(shape)) for name, dtype, shape in fields))
 
 
-@lru_cache(maxsize=1024)  # thousands of pages of experts have one layout
+@lru_cache(maxsize=1024)  # thousands of expert pages share one layout
 def _built(format: str, plane: str, fields: tuple[tuple[str, str, tuple[int, ...]], ...]) -> PageLayout:
     placed: list[Field] = []
     end = 0
@@ -147,7 +147,7 @@ def _built(format: str, plane: str, fields: tuple[tuple[str, str, tuple[int, ...
 
 
 def new_page(layout: PageLayout, device: torch.device | str = "cpu") -> Tensor:
-    """A zero-filled uint8 tensor [layout.nbytes]; on the CPU its address is a multiple of 4096."""
+    """Allocate a zeroed uint8 tensor [layout.nbytes]; on the CPU aligned to 4096 bytes."""
     device = torch.device(device)
     if device.type != "cpu":
         return torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
@@ -165,7 +165,7 @@ def _check_page(page: Tensor, layout: PageLayout) -> None:
 
 
 class Incoming(Protocol):
-    """A tensor that is not in memory yet, but in a file."""
+    """A tensor in a file, not in memory yet."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -174,17 +174,17 @@ class Incoming(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self) -> Tensor:
-        """Return it, in memory of its own."""
+        """Read it into new memory."""
 
     def read_into(self, out: Tensor) -> None:
-        """Write it into a contiguous tensor of its dtype and shape, on any device."""
+        """Read it into a contiguous tensor of its dtype and shape, on any device."""
 
 
 def pack(tensors: Mapping[str, Tensor | Incoming], layout: PageLayout, out: Tensor) -> Tensor:
-    """Copy the plane's tensors into `out` (uint8 [layout.nbytes]) and zero the bytes between them; returns `out`.
+    """Copy a plane's tensors into `out` (uint8 [layout.nbytes]) and zero the padding; returns `out`.
 
-    Equal tensors give equal bytes, so pages can be checksummed. Raises FormatError for a missing or extra tensor,
-    a wrong shape or dtype, or a page of another size.
+    Equal tensors give equal bytes, so pages can be checksummed. Raises FormatError for missing or extra tensors, a
+    wrong shape or dtype, or a page of another size.
     """
     _check_page(out, layout)
     if set(tensors) != {f.name for f in layout.fields}:
@@ -213,15 +213,15 @@ def pack(tensors: Mapping[str, Tensor | Incoming], layout: PageLayout, out: Tens
 
 
 def unpack(page: Tensor, layout: PageLayout) -> dict[str, Tensor]:
-    """Zero-copy views of the fields, on the page's device, with the layout's shapes and dtypes.
+    """Return zero-copy views of the fields, on the page's device.
 
-    Raises FormatError when the page is not a contiguous uint8 tensor of `layout.nbytes`.
+    Raises FormatError if the page is not a contiguous uint8 tensor of `layout.nbytes`.
     """
     if page.shape != (layout.nbytes,) or page.dtype is not torch.uint8 or not page.is_contiguous():
         _check_page(page, layout)
     views = {}
     for name, dtype, shape, strides, first in layout._plan:
         typed = page if dtype is torch.uint8 else page.view(dtype)
-        # as_strided counts from the storage's start, so a page that is itself a slice adds its own offset
+        # as_strided counts from the storage's start, so a sliced page adds its own offset
         views[name] = typed.as_strided(shape, strides, typed.storage_offset() + first)
     return views

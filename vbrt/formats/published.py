@@ -1,9 +1,8 @@
-"""Published 4-bit checkpoints, repacked into vbrt's coarse planes without decoding them: pure tensor functions.
+"""Published 4-bit checkpoints, repacked into coarse planes without decoding: pure tensor functions.
 
-`nvfp4` and `mxfp4` are the published formats themselves. The others are 16 levels under a scale for each group of
-weights along K (`vbrt.formats.sixteen_levels`): codes get our order of nibbles, groups are cut into blocks of up to
-128, and a scale is repeated for the blocks of its group. `levels_format` says from shapes alone which format that will
-be.
+`nvfp4` and `mxfp4` are the published formats themselves. The others have 16 levels with a scale per group of weights
+along K (`vbrt.formats.sixteen_levels`): nibbles are reordered, groups are split into blocks of up to 128, and a group's
+scale is repeated for its blocks. `levels_format` gives the resulting format from shapes alone.
 """
 
 from collections.abc import Sequence
@@ -38,12 +37,12 @@ _STORED_ZERO = {"gptq": 7, "gptq_v2": 8}
 
 
 class Repacked(NamedTuple):
-    """A coarse plane made of a published weight.
+    """Coarse plane made from a published weight.
 
     Attributes:
-        format: the name of its format, one of `vbrt.config.FORMATS`.
+        format: name of its format, one of `vbrt.config.FORMATS`.
         shape: (N, K).
-        coarse: the tensors of the plane, as `get_format(format).layout(shape, dtype)` has them.
+        coarse: tensors of the plane, as in `get_format(format).layout(shape, dtype)`.
     """
 
     format: str
@@ -52,8 +51,8 @@ class Repacked(NamedTuple):
 
 
 class Nested(NamedTuple):
-    """What bitsandbytes' double quantization adds to absmax in a byte each: `nested_absmax` fp32, `nested_quant_map`
-    fp32 [256], and of the quant state `nested_blocksize` and `nested_offset`."""
+    """bitsandbytes' double quantization of absmax to a byte each: `nested_absmax` fp32, `nested_quant_map` fp32 [256],
+    and the quant state's `nested_blocksize` and `nested_offset`."""
 
     absmax: Tensor
     quant_map: Tensor
@@ -64,13 +63,13 @@ class Nested(NamedTuple):
 def repack_nvfp4(
     weight_packed: Tensor, weight_scale: Tensor, global_scale: Tensor | float, *, divide: bool
 ) -> dict[str, Tensor]:
-    """The `nvfp4` coarse plane of an NVFP4 checkpoint's tensors; codes and block scales are taken as they are.
+    """Build the `nvfp4` coarse plane from an NVFP4 checkpoint's tensors; codes and block scales are used as they are.
 
     weight_packed uint8 [N, K/2]; weight_scale float8_e4m3fn (or its bytes) [N, K/16], not swizzled; global_scale one
     positive number. divide=False: ModelOpt's `weight_scale_2`, weight = code * scale * global. divide=True:
     compressed-tensors' `weight_global_scale`, weight = code * scale / global; its reciprocal is rounded to fp32.
 
-    Raises FormatError for shapes or dtypes that do not fit together, NaN scales, or a scale that is not positive.
+    Raises FormatError for mismatched shapes or dtypes, NaN scales, or a scale that is not positive.
     """
     scales = weight_scale.view(torch.uint8) if weight_scale.dtype == torch.float8_e4m3fn else weight_scale
     _check_bytes("nvfp4", weight_packed, scales, (weight_packed.ndim == 2, scales.ndim == 2))
@@ -82,7 +81,7 @@ def repack_nvfp4(
         )
     if ((scales & 0x7F) == 0x7F).any():
         raise FormatError("nvfp4: block scales hold NaN (byte 0x7F or 0xFF); expected finite E4M3 values")
-    own = global_scale.device if isinstance(global_scale, Tensor) else "cpu"  # where looking at it waits for nothing
+    own = global_scale.device if isinstance(global_scale, Tensor) else "cpu"  # read there without a sync
     scale = torch.as_tensor(global_scale, dtype=torch.float32, device=own).reshape(-1)
     if scale.numel() != 1 or not (torch.isfinite(scale) & (scale > 0)).all():
         raise FormatError(f"nvfp4: global scale {scale.tolist()}; expected one positive finite number")
@@ -95,11 +94,11 @@ def repack_nvfp4(
 
 
 def repack_mxfp4(blocks: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """The `mxfp4` coarse plane of an MXFP4 checkpoint's tensors (gpt-oss: `*_blocks`, `*_scales`), byte for byte.
+    """Build the `mxfp4` coarse plane from an MXFP4 checkpoint's tensors (gpt-oss: `*_blocks`, `*_scales`), bit-exact.
 
     blocks uint8 [..., K/32, 16]; scales uint8 (or float8_e8m0fnu) [..., K/32]. Leading dimensions become rows.
 
-    Raises FormatError for shapes or dtypes that do not fit together, or NaN scales (byte 255).
+    Raises FormatError for mismatched shapes or dtypes, or NaN scales (byte 255).
     """
     scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
     _check_bytes("mxfp4", blocks, scales, (blocks.ndim >= 2, scales.ndim >= 1))
@@ -118,10 +117,10 @@ def repack_mxfp4(blocks: Tensor, scales: Tensor) -> dict[str, Tensor]:
 
 
 def levels_format(k: int, group: int, scales: torch.dtype, *, flat: bool = False) -> str:
-    """Return the format that holds rows of K weights with a scale for each `group` of them (-1: one a row).
+    """Return the format for rows of K weights with a scale per `group` of them (-1: one per row).
 
-    flat: groups are counted through the whole weight and not from the start of each row, as bitsandbytes does.
-    Raises FormatError where groups do not consist of blocks of 16 weights or more, or scales have another dtype.
+    flat: groups are counted through the flattened weight instead of from the start of each row, as in bitsandbytes.
+    Raises FormatError if groups are not multiples of 16 weights within rows, or scales have another dtype.
     """
     known = str(scales).removeprefix("torch.")
     if known not in LEVEL_SCALES:
@@ -148,13 +147,13 @@ def repack_bitsandbytes(
     blocksize: int = 64,
     nested: Nested | None = None,
 ) -> Repacked:
-    """The plane of a bitsandbytes NF4 or FP4 weight; block scales are fp32, decoded where they are quantized again.
+    """Repack a bitsandbytes NF4 or FP4 weight; block scales become fp32, dequantized first if they are nested.
 
-    packed: N K / 2 bytes, high nibble first, in any shape (a storage dtype of more bytes is seen as bytes); absmax fp32
-    (with `nested` uint8) for each `blocksize` weights of the flattened weight; quant_map fp32 [16]; shape (N, K) is the
-    quant state's. Decoded in the quant state's dtype it is bit for bit what `dequantize_4bit` gives.
+    packed: N K / 2 bytes, high nibble first, in any shape (wider storage dtypes are viewed as bytes); absmax fp32
+    (uint8 with `nested`) per `blocksize` weights of the flattened weight; quant_map fp32 [16]; shape (N, K) from the
+    quant state. Decoded in the quant state's dtype, it equals `dequantize_4bit` bit for bit.
 
-    Raises FormatError for tensors that do not fit together, scales that are not finite, or blocks across rows.
+    Raises FormatError for mismatched tensors, non-finite scales, or blocks across rows.
     """
     n, k = matrix_shape("bitsandbytes", shape)
     codes = packed.detach().contiguous().view(torch.uint8).reshape(-1)
@@ -172,14 +171,14 @@ def repack_bitsandbytes(
 
 
 def matrix_shape(source: str, shape: Sequence[int]) -> tuple[int, int]:
-    """(N, K) of a weight's shape; raises FormatError for one that is no matrix with weights in it."""
+    """Return (N, K); raises FormatError for a shape that is not a non-empty matrix."""
     if len(shape) != 2 or min(shape) < 1:
         raise FormatError(f"{source}: a weight of shape {tuple(shape)}; expected (N, K) with at least one weight")
     return shape[0], shape[1]
 
 
 def _unnested(absmax: Tensor, nested: Nested) -> Tensor:
-    """absmax fp32 of double quantization, by the steps of bitsandbytes' own `dequantize_4bit`."""
+    """Dequantize absmax to fp32, in the steps of bitsandbytes' `dequantize_4bit`."""
     flat = absmax.detach().reshape(-1)
     groups = -(-flat.numel() // nested.blocksize) if nested.blocksize > 0 else -1
     if absmax.dtype != torch.uint8 or nested.quant_map.numel() != 256 or nested.absmax.numel() != groups:
@@ -201,16 +200,16 @@ def repack_gptq(
     group: int,
     checkpoint_format: str = "gptq",
 ) -> Repacked:
-    """The plane of a symmetric 4-bit weight as GPTQ and AutoRound (packing `auto_gptq`) store it.
+    """Repack a symmetric 4-bit weight of GPTQ or AutoRound (packing `auto_gptq`).
 
-    qweight int32 [K/8, N], eight codes of a column a word, the first in the lowest bits; scales [G, N], G = K / group
-    rounded up (group -1: one a row); qzeros int32 [G, N/8], which say that each zero point is 8: as 7 where the file's
-    `checkpoint_format` is "gptq", as 8 where it is "gptq_v2". weight = (code - 8) * scale. Of AutoRound's packings
+    qweight int32 [K/8, N], eight codes of a column per word, the first in the lowest bits; scales [G, N], G = K / group
+    rounded up (group -1: one per row); qzeros int32 [G, N/8], which encode the zero point 8: as 7 if the file's
+    `checkpoint_format` is "gptq", as 8 if it is "gptq_v2". weight = (code - 8) * scale. Of AutoRound's packings
     "auto_round:auto_gptq" is the former, "auto_round" and "auto_round:gptqmodel" are the latter. Decoded in the scales'
-    dtype it is bit for bit what both libraries multiply with; in another dtype they round twice, this once.
+    dtype it equals both libraries' weights bit for bit; in another dtype they round twice, this once.
 
-    g_idx [K]: only that of groups in order. Raises FormatError for act-order (columns in another order than their
-    groups, which no kernel takes: decode those), zero points other than 8, or tensors that do not fit together.
+    g_idx [K]: groups in order only. Raises FormatError for act-order (columns permuted against their groups,
+    unsupported by the kernels: decode such weights), zero points other than 8, or mismatched tensors.
     """
     k, n = (8 * qweight.shape[0], qweight.shape[-1]) if qweight.ndim else (0, 0)
     if qweight.dtype != torch.int32 or qweight.ndim != 2 or scales.ndim != 2:
@@ -225,7 +224,7 @@ def repack_gptq(
 
 
 def _check_zeros(qzeros: Tensor | None, scales: Tensor, checkpoint_format: str) -> None:
-    """Raise FormatError for zero points of GPTQ that are not all 8."""
+    """Raise FormatError for GPTQ zero points that are not all 8."""
     if checkpoint_format not in _STORED_ZERO:
         raise FormatError(f"gptq: checkpoint_format {checkpoint_format!r}; expected one of {', '.join(_STORED_ZERO)}")
     if qzeros is None:
@@ -252,13 +251,13 @@ def repack_compressed_int4(
     group: int,
     weight_g_idx: Tensor | None = None,
 ) -> Repacked:
-    """The plane of a symmetric 4-bit weight of compressed-tensors' `pack-quantized`: weight = (code - 8) * scale.
+    """Repack a symmetric 4-bit weight of compressed-tensors' `pack-quantized`: weight = (code - 8) * scale.
 
     weight_packed int32 [N, ceil(K/8)], the first code in the lowest bits; weight_scale [N, G] for groups, [N, 1] or [N]
     for channels, one number for a tensor (group -1 for both); shape (N, K) is `weight_shape`. Decoded in the scales'
-    dtype it is bit for bit what compressed-tensors decompresses.
+    dtype it equals compressed-tensors' decompression bit for bit.
 
-    Raises FormatError for tensors that do not fit together, or a g_idx that is not in order.
+    Raises FormatError for mismatched tensors, or a g_idx out of order.
     """
     n, k = matrix_shape("pack-quantized", shape)
     if weight_packed.dtype != torch.int32 or tuple(weight_packed.shape) != (n, -(-k // 8)):
@@ -273,7 +272,7 @@ def repack_compressed_int4(
 
 
 def cut_blocks(made: Repacked, block: int) -> Repacked:
-    """The same weights in blocks of `block`, a divisor of theirs: for parts that are to be of one format.
+    """Split blocks into smaller ones of `block`, a divisor, so that several parts can share a format.
 
     Raises FormatError for another block.
     """
@@ -289,9 +288,9 @@ def cut_blocks(made: Repacked, block: int) -> Repacked:
 
 
 def join_rows(parts: Sequence[Repacked]) -> Repacked:
-    """One weight of several of the same K, below each other, such as an expert's gate and up projections.
+    """Concatenate the rows of weights of one K, such as an expert's gate and up projections.
 
-    Blocks are cut to the smallest. Raises FormatError where K, levels or the scales' dtype differ.
+    Blocks are split to the smallest. Raises FormatError if K, levels or the scales' dtype differ.
     """
     block = min(_block(part.format) for part in parts)
     cut = [cut_blocks(part, block) for part in parts]
@@ -306,7 +305,7 @@ def join_rows(parts: Sequence[Repacked]) -> Repacked:
 
 
 def _check_order(source: str, g_idx: Tensor | None, k: int, group: int) -> None:
-    """Raise FormatError where columns do not lie in the order of their groups."""
+    """Raise FormatError if columns are not in the order of their groups."""
     if g_idx is None:
         return
     own = torch.arange(k, dtype=torch.int64, device=g_idx.device) // (k if group == -1 else max(1, group))
@@ -318,7 +317,7 @@ def _check_order(source: str, g_idx: Tensor | None, k: int, group: int) -> None:
 
 
 def _grouped(source: str, shape: tuple[int, int], codes: Tensor, scale_NG: Tensor, group: int) -> Repacked:
-    """The plane of an int4 weight whose groups are counted from the start of each row; codes uint8 [N, >= K/2]."""
+    """Build the plane of an int4 weight with per-row groups; codes uint8 [N, >= K/2]."""
     n, k = shape
     width = k if group == -1 else group
     groups = -(-k // width) if width > 0 else -1
@@ -332,13 +331,13 @@ def _grouped(source: str, shape: tuple[int, int], codes: Tensor, scale_NG: Tenso
     each = -(-padded(k, block) // block) if groups == 1 else width // block
     scales = scale_NG.repeat_interleave(each, dim=1)[:, : padded(k, block) // block]
     half = padded(k, block) // 2
-    wide = torch.full((n, half), 0x88, dtype=torch.uint8, device=codes.device)  # 0x88: two zeros
+    wide = torch.full((n, half), 0x88, dtype=torch.uint8, device=codes.device)  # 0x88: two zero weights
     wide[:, : (k + 1) // 2] = codes[:, : (k + 1) // 2]
     return levels_plane(format, shape, wide, scales, _table(INT4_LEVELS, codes))
 
 
 def levels_plane(format: str, shape: tuple[int, int], codes: Tensor, scales: Tensor, levels: Tensor) -> Repacked:
-    """Return the plane of codes, block scales and sixteen levels. Raises FormatError: a number that is not finite."""
+    """Build a plane of codes, block scales and sixteen levels. Raises FormatError for non-finite numbers."""
     levels = levels.detach().float().reshape(-1).contiguous()
     if levels.numel() != 16 or not torch.isfinite(levels).all():
         raise FormatError(f"{format}: {levels.numel()} levels; expected 16 finite numbers")
@@ -359,5 +358,5 @@ def _check_bytes(format: str, codes: Tensor, scales: Tensor, ranks: tuple[bool, 
     if codes.dtype != torch.uint8 or scales.dtype != torch.uint8 or not all(ranks):
         raise FormatError(
             f"{format}: codes are {codes.dtype} {tuple(codes.shape)}, scales {scales.dtype} {tuple(scales.shape)}; "
-            "expected torch.uint8 codes and one scale byte a block"
+            "expected torch.uint8 codes and one scale byte per block"
         )

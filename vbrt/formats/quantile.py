@@ -1,8 +1,8 @@
-"""`quantile`: 8 magnitudes fitted to the layer and a sign, block 64 along K, UE4M4 block scales: 4.125 bits a weight.
+"""`quantile`: 8 magnitudes fitted to the layer and a sign, block 64 along K, UE4M4 block scales: 4.125 bits per weight.
 
-The fit starts from the quantiles of |W| and does not end there: equal-probability levels spend themselves near
-zero and are 2.6 dB worse than NF4. Lloyd's iteration moves them to the centroids of their cells, then the block
-scales are searched, and once more with the weights seen under those scales.
+The fit starts from quantiles of |W| only: levels of equal probability concentrate near zero and are 2.6 dB worse than
+NF4. Lloyd's iteration moves them to the centroids of their cells; then the block scales are searched, and both steps
+are repeated with the weights under those scales.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +18,17 @@ from vbrt.formats.rounding import Grid, Rounding, TableGrid, TableRounding
 __all__ = ["MAGNITUDES", "Quantile", "magnitude_quantiles"]
 
 MAGNITUDES = 8
-_SAMPLE = 1 << 16  # weights that a fit looks at besides the quantiles; SQNR within 0.01 dB of four times as many
+_SAMPLE = 1 << 16  # weights in the fit, besides quantiles; SQNR within 0.01 dB of four times as many
 _LLOYD_STEPS = 40
 _ROUNDS = 2
 _FINITE = 0x7F80  # bf16 magnitude patterns below infinity
 
 
 class Quantile(UE4M4Format):
-    """Fields: codes uint8 [N, Kp/2] (bit 3 is the sign), scales uint8 [N, Kp/64], levels float32 [8]
+    """Fields: codes uint8 [N, Kp/2] (bit 3: sign), scales uint8 [N, Kp/64], levels float32 [8]
     ascending in (0, 1], tensor_scale float32 [1]."""
 
-    wide_codes = ()  # half of the lowest cell lies within an octave of its level; the rest is cheaper as escapes
+    wide_codes = ()  # half of the lowest cell is within an octave of its level; the rest is cheaper as escapes
     extra = (("levels", "float32", (MAGNITUDES,)), *UE4M4Format.extra)
     top, low_top = 1.0, 0.5
     offsets = range(-3, 3)
@@ -37,8 +37,8 @@ class Quantile(UE4M4Format):
     def encode(
         self, w_NK: Tensor, squares: Tensor | None = None, levels: Tensor | None = None, amax: float | None = None
     ) -> dict[str, Tensor]:
-        """See `Format.encode`. `levels` (fp32 [8], of an earlier `fit`) saves the fit, which looks at no squares;
-        `amax` is the largest magnitude of the weight that this is a part of."""
+        """See `Format.encode`. `levels` (fp32 [8], from an earlier `fit`) skips the fit, which ignores squares; `amax`:
+        largest magnitude of the weight that this is a part of."""
         known = self._range(w_NK) if amax is None else self._range_of(amax, w_NK.dtype)
         levels = self.fit(w_NK) if levels is None else levels
         return self._encode(w_NK, known, None if squares is None else squares[None], levels=levels)
@@ -49,9 +49,9 @@ class Quantile(UE4M4Format):
 
     @torch.no_grad()
     def fit(self, w_NK: Tensor, count: int = MAGNITUDES) -> Tensor:
-        """`count` magnitudes (2..8) for a weight, ascending, the largest 1.0: fp32 [8], the largest repeated.
+        """Fit `count` magnitudes (2..8) to a weight, ascending, the largest 1.0: fp32 [8], the largest repeated.
 
-        Quantiles are of the whole weight, the rest looks at `_SAMPLE` weights in evenly spread rows.
+        Quantiles use the whole weight, the rest `_SAMPLE` weights from evenly spread rows.
         """
         unit = self._range(w_NK).unit
         n, k = w_NK.shape
@@ -71,7 +71,7 @@ class Quantile(UE4M4Format):
         return full
 
     def _searched(self, a_Bb: Tensor, levels: Tensor) -> Tensor:
-        """The block scales [B, 1] that the encoder would choose."""
+        """Block scales [B, 1] that the encoder would choose."""
         known = Range(torch.finfo(torch.float32).max, 1.0)
         _, _, byte_B = self._search(a_Bb.t().contiguous(), known, levels=levels)
         return self.byte_values(a_Bb.device).index_select(0, byte_B.int()).unsqueeze(1)
@@ -92,13 +92,13 @@ class Quantile(UE4M4Format):
         return decode_blocks(tensors["codes"], self._scales(tensors), table, shape, dtype)
 
     def clipped_share(self, w_NK: Tensor, tensors: dict[str, Tensor]) -> float:
-        """The share of weights that lie beyond the cell of their block's largest level, 0..1. The cell is taken to
-        reach as far above its level as below, so a fitted codebook clips next to nothing."""
+        """Share of weights beyond the cell of their block's largest level, 0..1. That cell is taken to be symmetric
+        around its level, so a fitted codebook clips almost nothing."""
         reach = 1 + (tensors["levels"][-1] - tensors["levels"][-2]) / 2
         return self._beyond(w_NK, tensors, reach) / w_NK.numel()
 
     def _beyond(self, w_NK: Tensor, tensors: dict[str, Tensor], reach: Tensor) -> int:
-        """How many weights are larger than `reach` times the scale of their block."""
+        """Number of weights larger than `reach` times their block's scale."""
         scale_NB = self._scales(tensors).mul_(reach)
         clipped = torch.zeros((), dtype=torch.int64, device=w_NK.device)
         for rows, columns in tiles((w_NK.shape[0], w_NK.shape[1]), self.block):
@@ -119,13 +119,13 @@ def _signed(levels: Tensor) -> Tensor:
 def magnitude_quantiles(
     w_NK: Tensor, probabilities: Sequence[float], count: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Quantiles of |W| as fp32 [P], the value at rank ceil(p * size) of the sorted magnitudes.
+    """Quantiles of |W| as fp32 [P]: the value at rank ceil(p * size) of the sorted magnitudes.
 
-    bf16 and fp16: exact, by counting the 32,768 magnitude patterns in one pass, for any size (torch.quantile takes
-    neither 16-bit dtypes nor more than 2^24 elements). fp32: the same, rounded to bf16, on about 2^20 weights in evenly
-    spread rows (and columns, when there are few rows).
+    bf16 and fp16: exact, by a histogram of the 32,768 magnitude patterns, for any size (torch.quantile supports neither
+    16-bit dtypes nor more than 2^24 elements). fp32: rounded to bf16 first, on about 2^20 weights from evenly spread
+    rows (and columns, if there are few rows).
 
-    count: counts the patterns of a 16-bit weight, int64 [32768]; default: in plain torch.
+    count: histogram of a 16-bit weight's patterns, int64 [32768]; default: in plain torch.
     """
     if w_NK.dtype == torch.float32:
         step = -(-w_NK.numel() // (1 << 20))
@@ -146,10 +146,10 @@ def _count_patterns(w_NK: Tensor) -> Tensor:
 
 
 def _lloyd(a_Bb: Tensor, scale_B1: Tensor, level: Tensor) -> Tensor:
-    """Lloyd's iteration ("Least squares quantization in PCM", 1982) on a / scale from a first guess (ascending).
+    """Lloyd's iteration ("Least squares quantization in PCM", 1982) on a / scale from an ascending initial guess.
 
-    A weight's error counts times scale^2, that is in weight units. It works on a histogram over bf16 patterns, so
-    that a step costs the same for any sample; a cell that is empty keeps its level.
+    Errors are weighted by scale^2, that is measured in weight units. Runs on a histogram of bf16 patterns, so that a
+    step costs the same for any sample size; empty cells keep their level.
     """
     pattern = (a_Bb / scale_B1.clamp(min=2.0**-60)).bfloat16().view(torch.int16).reshape(-1)
     mass = torch.bincount(pattern, (scale_B1 * scale_B1).double().expand_as(a_Bb).reshape(-1), minlength=_FINITE)

@@ -1,8 +1,8 @@
-"""Rounding weights to the 16 levels of a format, and the search for the block scale that rounds best.
+"""Rounding of weights to a format's levels, and the search for the block scale with the least error.
 
-Legend: b weights a block, B blocks, C candidate scales. Everything is [b, B], so that a block's scale is a row vector.
-m_bB, where given, multiplies the squared errors of weights: the mean square of the input that meets each, so that the
-sums estimate the squared error of the layer's output.
+Legend: b weights per block, B blocks, C candidate scales. Tensors are [b, B], so that block scales are a row vector.
+m_bB, if given, weights the squared errors: the mean square of each weight's input, so that sums estimate the squared
+error of the layer's output.
 """
 
 from typing import Protocol
@@ -28,31 +28,31 @@ __all__ = [
 ]
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-#: the value of each 4-bit E2M1 code; bit 3 is the sign (OCP Microscaling Formats v1.0, section 5.3.3)
+#: value of each 4-bit E2M1 code; bit 3 is the sign (OCP Microscaling Formats v1.0, section 5.3.3)
 E2M1_LEVELS = _MAGNITUDES + tuple(-m for m in _MAGNITUDES)
 
 
 def divided(x: Tensor, divisor: float) -> Tensor:
-    """Return x / divisor, rounded once, on every device: torch divides by a number on a GPU by multiplying with its
-    reciprocal, which rounds twice."""
+    """Return x / divisor, correctly rounded on every device: torch on a GPU multiplies by the reciprocal of a Python
+    number, which rounds twice."""
     return x / x.new_full((), divisor)
 
 
 class Rounding(Protocol):
-    """A tile of weights x_bB that can be rounded under any scale."""
+    """Rounding of a tile of weights x_bB under any scale."""
 
     def squared_error(self, scale_B: Tensor, out: Tensor) -> None:
-        """Write the sum over each block of m (x / scale - level)^2, up to one constant factor, into out [B]."""
+        """Write the block sums of m (x / scale - level)^2, up to a constant factor, into out [B]."""
 
     def codes(self, scale_B: Tensor) -> Tensor:
-        """The nearest codes of x / scale, as fp32 0..15 [b, B]; whole numbers of 8 bits have a sign."""
+        """Nearest codes of x / scale, as fp32 0..15 [b, B]; 8-bit integers are signed."""
 
 
 def least_error(rounding: Rounding, scale_CB: Tensor) -> Tensor:
-    """For each block the candidate (int32 [B]) with the least squared error in weight units; the first of equals.
+    """Return each block's candidate (int32 [B]) with the least squared error in weight units; the first among equals.
 
-    The candidate's number replaces the error's last four mantissa bits, so that one vectorized minimum over integers
-    finds it (positive floats order like their bits); torch's argmin over C is fifty times slower. C <= 16.
+    The candidate's index replaces the error's last four mantissa bits, so that one vectorized integer minimum finds it
+    (positive floats order like their bits); torch's argmin over C is fifty times slower. C <= 16.
     """
     error_CB = torch.empty_like(scale_CB)
     for scale_B, error_B in zip(scale_CB, error_CB, strict=True):
@@ -64,10 +64,9 @@ def least_error(rounding: Rounding, scale_CB: Tensor) -> Tensor:
 
 
 def block_sum(q_bB: Tensor, out: Tensor) -> None:
-    """Write the sum over each block into out [B]; q_bB is overwritten. b is a power of two.
+    """Sum each block into out [B]; q_bB is overwritten. b is a power of two.
 
-    The halves of a block are added, then the halves of the sums: an order that does not depend on device, shape or
-    threads, as that of torch.sum does.
+    Pairwise halving: a summation order independent of device, shape and threads, unlike torch.sum's.
     """
     half = len(q_bB) // 2
     while half > 1:
@@ -77,8 +76,8 @@ def block_sum(q_bB: Tensor, out: Tensor) -> None:
 
 
 def of_tile(squares: Tensor, rows: slice, columns: slice, n: int, block: int) -> Tensor:
-    """Return the mean squares of the inputs that meet the weights of a tile of a weight with n rows, as m_bB; squares
-    (G, K) serve N / G rows each."""
+    """Return the mean squares of the inputs for a tile of a weight with n rows, as m_bB; squares (G, K) apply to N / G
+    rows each."""
     own = squares[:, columns]
     own = F.pad(own, (0, -own.shape[1] % block))
     if len(own) > 1:
@@ -88,16 +87,16 @@ def of_tile(squares: Tensor, rows: slice, columns: slice, n: int, block: int) ->
 
 
 class E2M1Rounding:
-    """Rounding to {0, .5, 1, 1.5, 2, 3, 4, 6} and their negatives; beyond 6 saturates."""
+    """Rounding to {0, .5, 1, 1.5, 2, 3, 4, 6} and their negatives; saturates at 6."""
 
     def __init__(self, x_bB: Tensor, m_bB: Tensor | None = None) -> None:
         self.x, self.a, self._m = x_bB, x_bB.abs(), m_bB
         self._y, self._t, self._q = (torch.empty_like(x_bB) for _ in range(3))
 
     def squared_error(self, scale_B: Tensor, out: Tensor) -> None:
-        """See `Rounding`. With y = a / scale, adding and taking away t = 2^22 max(y, 1) leaves two significant bits
-        above 1 and steps of one half below, which is E2M1's grid: Veltkamp's splitting (Dekker, 1971) with the
-        exponent held at E2M1's smallest. The factor 2^22 is carried in y, a multiply less."""
+        """See `Rounding`. With y = a / scale, adding and subtracting t = 2^22 max(y, 1) leaves two significant bits
+        above 1 and steps of one half below, which is E2M1's grid: Veltkamp's splitting (Dekker, 1971) with the exponent
+        clamped to E2M1's smallest. The factor 2^22 is folded into y, which saves a multiply."""
         y = torch.mul(self.a, 2.0**22 / scale_B, out=self._y)
         t = torch.clamp(y, min=2.0**22, out=self._t)
         q = torch.add(t, y, alpha=2.0**-22, out=self._q).sub_(t).clamp_(max=6.0)
@@ -105,10 +104,9 @@ class E2M1Rounding:
         block_sum(q if self._m is None else q.mul_(self._m), out)
 
     def codes(self, scale_B: Tensor) -> Tensor:
-        """See `Rounding`. Ties go to the even code, as in hardware, and the sign bit is kept for zeros too.
+        """See `Rounding`. Ties go to the even code, as in hardware; zeros keep their sign bit.
 
-        min(2y, y + 2, y/2 + 4) carries the magnitudes to 0..7 and is linear between neighbours, so rounding it
-        rounds y.
+        min(2y, y + 2, y/2 + 4) maps the magnitudes to 0..7 and is linear between neighbours, so rounding it rounds y.
         """
         y = torch.div(self.a, scale_B, out=self._y)
         code = torch.minimum(torch.mul(y, 2, out=self._t), torch.add(y, 2, out=self._q), out=self._t)
@@ -117,7 +115,7 @@ class E2M1Rounding:
 
 
 class Int8Rounding:
-    """Rounding to whole numbers from -127 to 127, ties to the even one, under scales that are powers of two."""
+    """Rounding to integers from -127 to 127, ties to even, under power-of-two scales."""
 
     def __init__(self, x_bB: Tensor, m_bB: Tensor | None = None) -> None:
         self.x, self._m = x_bB, m_bB
@@ -131,15 +129,15 @@ class Int8Rounding:
         block_sum(q if self._m is None else q.mul_(self._m), out)
 
     def codes(self, scale_B: Tensor) -> Tensor:
-        """See `Rounding`; the numbers themselves."""
+        """See `Rounding`; codes are the integers themselves."""
         return torch.div(self.x, scale_B, out=self._y).clamp_(-127, 127).round_()
 
 
 class TableRounding:
-    """Rounding to 16 arbitrary levels in [-1, 1], given in the order of their codes.
+    """Rounding to 16 arbitrary levels in [-1, 1], given in code order.
 
-    `cells` [CELLS] maps a position x / scale in [-1, 1] to the level of its cell's middle; that is enough to
-    compare scales. The codes themselves are found against the exact midpoints.
+    `cells` [CELLS] maps a position x / scale in [-1, 1] to the level nearest to its cell's centre, which is accurate
+    enough to compare scales. Codes are found by the exact midpoints.
     """
 
     CELLS = 4096
@@ -149,14 +147,14 @@ class TableRounding:
 
     @classmethod
     def cells(cls, level_16: Tensor) -> Tensor:
-        """The search table of 16 levels, in units of cells from -1."""
+        """Search table of 16 levels, in units of cells from -1."""
         middle = (torch.arange(cls.CELLS, dtype=torch.float32, device=level_16.device) + 0.5) / (cls.CELLS / 2) - 1
         level, code = _nearest(level_16, middle)
         return (level[code] + 1) * (cls.CELLS / 2)
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a kernel needs: the search table, the 15 midpoints in ascending order, and uint8 [16]: the code of each
-        level in that order."""
+        """A kernel's operands: search table, 15 midpoints in ascending order, and uint8 [16]: code of each level in
+        that order."""
         level, order = self._level_16.sort()
         return self._cells, (level[1:] + level[:-1]) / 2, order.to(torch.uint8)
 
@@ -170,22 +168,22 @@ class TableRounding:
         block_sum(y if self._m is None else y.mul_(self._m), out)
 
     def codes(self, scale_B: Tensor) -> Tensor:
-        """See `Rounding`. A tie goes to the lower level."""
+        """See `Rounding`. Ties go to the lower level."""
         order = self._level_16.argsort()
         _, rank = _nearest(self._level_16, self.x / scale_B)
         return order.to(torch.float32).index_select(0, rank.view(-1)).view_as(self.x)
 
 
 class Grid(Protocol):
-    """The levels of a format, to round to when scales are known. `reach`: where the largest level's cell ends."""
+    """Levels of a format, to round to under known scales. `reach`: end of the largest level's cell."""
 
     reach: float | Tensor
 
     def nearest(self, y: Tensor) -> Tensor:
-        """The nearest level of each fp32 y, in a new tensor; NaN gives any level. `y` is overwritten."""
+        """Nearest level of each fp32 y, in a new tensor; arbitrary for NaN. `y` is overwritten."""
 
     def codes(self, level: Tensor) -> Tensor:
-        """The codes of levels that `nearest` gave, as fp32 0..15; whole numbers of 8 bits have a sign."""
+        """Codes of levels from `nearest`, as fp32 0..15; 8-bit integers are signed."""
 
 
 class E2M1Grid:
@@ -194,8 +192,8 @@ class E2M1Grid:
     reach = 7.0
 
     def nearest(self, y: Tensor) -> Tensor:
-        """See `Grid`. Adding and taking away 1.5 * 2^22 times y's power of two, at least 1, leaves two significant bits
-        above 1 and steps of one half below: the power of two is the exponent field of y's own pattern."""
+        """See `Grid`. Adding and subtracting 1.5 * 2^22 times y's power of two, at least 1, leaves two significant bits
+        above 1 and steps of one half below; the power of two is y's exponent field."""
         y.clamp_(-6, 6)
         t = y.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=0x3F800000).add_((22 << 23) + (1 << 22))
         t = t.view(torch.float32)
@@ -208,7 +206,7 @@ class E2M1Grid:
 
 
 class Int8Grid:
-    """Whole numbers from -127 to 127; ties go to the even one. Their codes are themselves."""
+    """Integers from -127 to 127, ties to even; codes are the integers themselves."""
 
     reach = 127.5
 
@@ -222,10 +220,10 @@ class Int8Grid:
 
 
 class TableGrid:
-    """16 arbitrary levels in [-1, 1], given in the order of their codes; a tie goes to the lower level.
+    """16 arbitrary levels in [-1, 1], given in code order; ties go to the lower level.
 
-    [-1, 1] is cut into cells so narrow that few hold a boundary between two levels, and none two of a table that is of
-    any use; a cell's lowest level, its boundary and the level above that are looked up.
+    A lookup table over [-1, 1] has cells so narrow that at most one level boundary falls into each, for any useful
+    table; a cell stores its lower level, the boundary and the level above.
     """
 
     _CELLS = 4096
@@ -235,7 +233,7 @@ class TableGrid:
         self.reach = 1 + (self._level[-1] - torch.where(self._level < self._level[-1], self._level, -1).max()) / 2
         half, bounds = self._CELLS / 2, (self._level[1:] + self._level[:-1]) / 2
         start = torch.arange(self._CELLS, dtype=torch.float32, device=level_16.device) / half - 1
-        # a y that rounds into the cell may lie beside it by a little
+        # a y that rounds into the cell may be slightly outside
         low = torch.bucketize(start - 1e-6, bounds)
         high = torch.bucketize(start + 1 / half + 1e-6, bounds)
         self._low, self._high = self._level[low], self._level[high]
@@ -243,9 +241,9 @@ class TableGrid:
 
     def nearest(self, y: Tensor) -> Tensor:
         """See `Grid`."""
-        y, half = y.contiguous(), self._CELLS / 2  # the weight of a Conv1D comes transposed
+        y, half = y.contiguous(), self._CELLS / 2  # a Conv1D's weight is transposed
         cell = y.add(1).mul_(half).clamp_(0, self._CELLS - 1).to(torch.int32)
-        cell = cell.bitwise_and_(self._CELLS - 1).view(-1)  # NaN becomes any integer
+        cell = cell.bitwise_and_(self._CELLS - 1).view(-1)  # NaN converts to an arbitrary integer
         low, high = self._low.index_select(0, cell), self._high.index_select(0, cell)
         above = y.view(-1) > self._bound.index_select(0, cell)
         return torch.where(above, high, low).view_as(y)
@@ -256,6 +254,6 @@ class TableGrid:
 
 
 def _nearest(level_16: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """(levels in ascending order, the index among them nearest to each y)."""
+    """(levels in ascending order, index of the nearest one for each y)."""
     level = level_16.sort().values
     return level, torch.bucketize(y, (level[1:] + level[:-1]) / 2, out_int32=True)

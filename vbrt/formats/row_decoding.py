@@ -1,9 +1,8 @@
-"""Decodes some rows of a weight from its planes, for lookups in a table: pure tensor functions.
+"""Row decoding: some rows of a weight from its planes, for embedding lookups: pure tensor functions.
 
-The cost, in weights that are read and decoded for each row asked for, K a row's length: `dense` and the 4-bit planes
-K; tiles, which hold 16 rows, 16 K; a fine plane K and the weights between the row and the beginning of its span of
-4096 in the lists (`starts` knows where a span's entries begin), in whole rows: none where K is a multiple of 4096, K
-for 2048, 6 K for 768.
+Cost per row, in weights read and decoded, with row length K: `dense` and 4-bit planes K; tiles, which hold 16 rows,
+16 K; a fine plane K plus the weights from the start of its 4096-weight span in the lists (`starts` locates a span's
+entries) to the row, in whole rows: none if K is a multiple of 4096, K for 2048, 6 K for 768.
 """
 
 from collections.abc import Callable
@@ -20,16 +19,16 @@ from vbrt.formats.page import PageLayout
 
 __all__ = ["Rows", "by_chunks", "coarse_rows", "exact_rows"]
 
-_CHUNK_WEIGHTS = 1 << 22  # decoded at a time: bounds the temporaries
+_CHUNK_WEIGHTS = 1 << 22  # weights decoded at a time; bounds the temporaries
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A plane, some of whose fields' rows can be had.
+    """A plane with random access to the rows of its fields.
 
     Attributes:
         layout: of the plane's page.
-        take: (field, indices int64 [n]) -> the field's entries [n, ...] at those indices along its first dimension.
+        take: (field, indices int64 [n]) -> the field's entries [n, ...] at those indices of the first dimension.
     """
 
     layout: PageLayout
@@ -41,7 +40,7 @@ class Rows:
 
 
 def by_chunks(decode: Callable[[Tensor], Tensor], index_T: Tensor, weights_a_row: int) -> Tensor:
-    """Return decode(index_T), made of parts whose temporaries stay small."""
+    """Return decode(index_T), computed in chunks to bound temporaries."""
     size = max(1, _CHUNK_WEIGHTS // max(1, weights_a_row))
     if len(index_T) <= size:
         return decode(index_T)
@@ -49,8 +48,8 @@ def by_chunks(decode: Callable[[Tensor], Tensor], index_T: Tensor, weights_a_row
 
 
 def coarse_rows(plane: Rows, index_T: Tensor) -> dict[str, Tensor]:
-    """Return the fields of a plane with only the entries `index_T` of those that have one for each row (or tile row);
-    fields of one dimension, such as a tensor scale or a codebook, are whole."""
+    """Return a plane's fields, restricted to entries `index_T` where a field has one per row (or tile row);
+    one-dimensional fields, such as a tensor scale or a codebook, are complete."""
     return {
         field.name: plane.take(field.name, index_T)
         if len(field.shape) > 1
@@ -63,9 +62,9 @@ def coarse_rows(plane: Rows, index_T: Tensor) -> dict[str, Tensor]:
 def exact_rows(
     coarse: Rows, fine: Rows, fmt: Format, shape: tuple[int, int], dtype: torch.dtype, index_T: Tensor
 ) -> Tensor:
-    """Return rows [T, K] of the original weight (N, K), bit for bit, from its coarse and its fine plane."""
+    """Return rows [T, K] of the original weight (N, K), bit for bit, from its coarse and fine planes."""
     k = shape[1]
-    lead = -(-(SPAN - gcd(k, SPAN)) // k)  # rows before each that its span may begin in
+    lead = -(-(SPAN - gcd(k, SPAN)) // k)  # preceding rows in which its span may begin
 
     def decode(chunk_T: Tensor) -> Tensor:
         return _exact_rows(coarse, fine, fmt, (lead, k), dtype, chunk_T)
@@ -76,7 +75,7 @@ def exact_rows(
 def _exact_rows(
     coarse: Rows, fine: Rows, fmt: Format, window: tuple[int, int], dtype: torch.dtype, index_T: Tensor
 ) -> Tensor:
-    """The rows [T, K], each by a window of W weights: `lead` rows before it, and it."""
+    """Rows [T, K], each from a window of W weights: `lead` preceding rows and itself."""
     lead, k = window
     count, width = len(index_T), WIDTH[dtype]
     rows_TL = (index_T.unsqueeze(1) + torch.arange(-lead, 1, dtype=torch.int64, device=index_T.device)).clamp(min=0)
@@ -99,8 +98,8 @@ def _exact_rows(
 
 
 def _span_of(fine: Rows, index_T: Tensor, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """(entries of each list before the span that a row begins in [T, 2], whether a weight of the window is in that span
-    or behind it [T, W])."""
+    """(list entries before the span of a row's start [T, 2], whether each weight of the window is in or after that span
+    [T, W])."""
     lead, k = window
     span_T = index_T * k // SPAN
     before_T = lead * k - (index_T * k - span_T * SPAN)
@@ -109,7 +108,7 @@ def _span_of(fine: Rows, index_T: Tensor, window: tuple[int, int]) -> tuple[Tens
 
 
 def _deltas(fine: Rows, rows: Tensor, k: int, width: int) -> Tensor:
-    """int16 [R, K]: the bits that each weight keeps in place, with their sign."""
+    """In-place bits of each weight, sign-extended, int16 [R, K]."""
     delta_RK = fine.take("low", rows).to(torch.int16)
     if width == 12:
         delta_RK = delta_RK | (unpack_codes(fine.take("nibbles", rows), k).to(torch.int16) << 8)
@@ -121,7 +120,7 @@ def _length(plane: Rows, field: str) -> int:
 
 
 def _entries(fine: Rows, field: str, has_TW: Tensor, start_T: Tensor, k: int) -> Tensor:
-    """[T, K]: the list's entry for each weight of a window's last row that has one; anything for the others."""
+    """List entries for weights of the window's last row that have one; arbitrary for the others, [T, K]."""
     own_TK = has_TW[:, -k:]
     start_T = start_T + has_TW[:, :-k].sum(1)
     take = _take_for_all if has_TW.is_cuda else _take_counted
@@ -129,7 +128,7 @@ def _entries(fine: Rows, field: str, has_TW: Tensor, start_T: Tensor, k: int) ->
 
 
 def _take_for_all(fine: Rows, field: str, has_TK: Tensor, start_T: Tensor) -> Tensor:
-    """Take an entry for each weight, whether it has one or not: a GPU need not know how many there are."""
+    """Gather an entry for every weight, whether it has one or not: avoids a synchronization to count them."""
     entry_TK = torch.where(has_TK, start_T.unsqueeze(1) + has_TK.cumsum(1) - 1, 0)
     return fine.take(field, entry_TK.view(-1)).view_as(entry_TK)
 

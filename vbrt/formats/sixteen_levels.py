@@ -1,13 +1,13 @@
-"""`levels16-float16` to `levels128-float32`: any sixteen levels and 16- or 32-bit block scales, as published.
+"""`levels16-float16` to `levels128-float32`: any sixteen levels with 16- or 32-bit block scales, as published.
 
     weight = level[code] * scale of its block        the product rounded to fp32, then to the weight's dtype
 
-It holds what other libraries store, bit for bit and without decoding it: bitsandbytes' NF4 and FP4, symmetric int4 of
-GPTQ, AutoRound and compressed-tensors, GGUF's Q4_0 and IQ4_NL (`vbrt.formats.published` repacks them). The name of a
-format says the block and the dtype of its scales, so a page's layout depends on the weight's shape alone: 4 bits a
-weight and 0.125 (128, 16 bits) to 2 (16, 32 bits) for scales.
+Holds other libraries' weights bit for bit, without decoding: bitsandbytes' NF4 and FP4, symmetric int4 of GPTQ,
+AutoRound and compressed-tensors, GGUF's Q4_0 and IQ4_NL (repacked by `vbrt.formats.published`). A format's name
+contains block and scale dtype, so a page's layout depends on the weight's shape alone: 4 bits per weight plus 0.125
+(128, 16 bits) to 2 (16, 32 bits) for scales.
 
-Encoding is for weights that are assigned to such a layer afterwards; no config asks for these formats.
+Encoding is for weights assigned to such a layer later; no config selects these formats.
 """
 
 import torch
@@ -41,11 +41,11 @@ IQ4_NL_LEVELS = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 1
 
 _TABLES = (INT4_LEVELS, NF4_LEVELS, FP4_LEVELS, IQ4_NL_LEVELS)
 _SAMPLE = 1 << 14  # weights that the choice of a table looks at
-_LEAST = 2.0**-100  # what weights are divided by at least: smaller ones are rounded to nothing
+_LEAST = 2.0**-100  # smallest divisor: smaller weights round to zero
 
 
 class Levels(Format):
-    """Fields: codes uint8 [N, Kp/2], low nibble first; scales [N, Kp/block] in the dtype of the record, of either sign;
+    """Fields: codes uint8 [N, Kp/2], low nibble first; scales [N, Kp/block] in the record's dtype, of either sign;
     levels float32 [16] by code."""
 
     def __init__(self, record: FormatRecord) -> None:
@@ -65,16 +65,16 @@ class Levels(Format):
         return decode_blocks(tensors["codes"], tensors["scales"].float(), quad_table(tensors["levels"]), shape, dtype)
 
     def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """See `BlockFormat.tables`: the levels, no values of scale bytes, and 1."""
+        """See `BlockFormat.tables`: the levels, an empty table of scale bytes, and 1."""
         device = tensors["levels"].device
         return tensors["levels"], torch.empty(0, dtype=torch.float32, device=device), ones(device)
 
     @torch.no_grad()
     def encode(self, w_NK: Tensor, squares: Tensor | None = None, levels: Tensor | None = None) -> dict[str, Tensor]:
-        """See `Format.encode`. Of the scales under which a block's largest weight is one of the levels, the one of
-        least squared error is taken. levels fp32 [16]; default: of the published tables the one that loses least.
+        """See `Format.encode`. Candidate scales map a block's largest weight to one of the levels; the one with the
+        least squared error is taken. levels fp32 [16]; default: the published table with the least error.
 
-        Raises FormatError too where the scales' dtype does not reach the largest weight.
+        Also raises FormatError if the scales' dtype cannot reach the largest weight.
         """
         amax = check_weight(w_NK, self.name)
         if levels is None:
@@ -88,7 +88,7 @@ class Levels(Format):
         return {"codes": codes, "scales": scales, "levels": levels}
 
     def _encode_weight(self, w_NK: Tensor, levels: Tensor, squares: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(codes uint8 [N, Kp/2], scales [N, Kp/block]) of a weight whose numbers the scales reach."""
+        """(codes uint8 [N, Kp/2], scales [N, Kp/block]) of a weight within the scales' range."""
         n, kp, block = len(w_NK), padded(w_NK.shape[1], self.block), self.block
         codes = torch.empty(n, kp // 2, dtype=torch.uint8, device=w_NK.device)
         scales = torch.empty(n, kp // block, dtype=self.scale_dtype, device=w_NK.device)
@@ -104,11 +104,11 @@ class Levels(Format):
         return codes, scales
 
     def reach(self, levels: Tensor, dtype: torch.dtype) -> float:
-        """Return the largest scale, whose dtype holds it and under which decoded weights are finite in theirs."""
+        """Return the largest scale that its dtype can represent and for which decoded weights are finite."""
         return min(torch.finfo(self.scale_dtype).max, torch.finfo(dtype).max / float(levels.abs().max()))
 
     def rounding(self, x_bB: Tensor, levels: Tensor, m_bB: Tensor | None = None) -> TableRounding:
-        """Return the rounding of a tile to levels in units of the largest; see `BlockFormat._rounding`."""
+        """Return the rounding of a tile, levels in units of the largest; see `BlockFormat._rounding`."""
         unit = levels / float(levels.abs().max())
         return TableRounding(x_bB, unit, TableRounding.cells(unit), m_bB)
 
@@ -125,7 +125,7 @@ class Levels(Format):
         return rounding.codes(divisor_CB.gather(0, pick_1B).squeeze(0)), scale_CB.gather(0, pick_1B).squeeze(0)
 
     def _best_table(self, w_NK: Tensor) -> Tensor:
-        """Return the published levels under which some rows of a weight lose least."""
+        """Return the published levels with the least error on some rows of a weight."""
         sample = w_NK[:: -(-w_NK.numel() // _SAMPLE), : max(self.block, _SAMPLE)].contiguous()
         errors = []
         for table in _TABLES:
