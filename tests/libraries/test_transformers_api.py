@@ -77,7 +77,7 @@ def test_without_rules_for_checkpoints_their_own_names_are_taken(without, tmp_pa
     model = llama(dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     without("core_model_loading:rename_source_key")
-    with pytest.warns(UserWarning, match="rename_source_key .*: tensors of checkpoints are read by the names"):
+    with pytest.warns(UserWarning, match="rename_source_key .*: tensors of checkpoints are read by their names"):
         vb = vbrt.load(tmp_path, copy.deepcopy(model), "dense")
     with torch.no_grad():
         assert torch.equal(vb(IDS).logits, model(IDS).logits)
@@ -103,6 +103,6 @@ def test_without_a_table_of_implementations_experts_run_by_their_modules_forward
     monkeypatch.setattr(probe, "_losses", {})
     assert transformers_api.experts_function("batched_mm") is not None and not probe.losses()
     monkeypatch.delattr(moe, "ALL_EXPERTS_FUNCTIONS")
-    with pytest.warns(UserWarning, match="ALL_EXPERTS_FUNCTIONS .*routed experts are computed one after the other"):
+    with pytest.warns(UserWarning, match="ALL_EXPERTS_FUNCTIONS .*routed experts are computed one by one"):
         assert transformers_api.experts_function("batched_mm") is None
     assert len(probe.losses()) == 1

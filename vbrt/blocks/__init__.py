@@ -1,4 +1,4 @@
-"""Building blocks for models of one's own: attention, a frozen 4-bit layer, a block, sampling."""
+"""Building blocks for custom models: attention in O(N) memory, a frozen 4-bit linear layer, a block, sampling."""
 
 from vbrt.blocks.attention import AttentionChoice, FlashAttention
 from vbrt.blocks.fp4_linear import FusedFP4Linear, quantize

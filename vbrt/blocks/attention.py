@@ -1,25 +1,25 @@
-"""FlashAttention: projections around scaled dot product attention that never holds an N × N matrix.
+"""FlashAttention: projections around scaled dot product attention that never materializes an N × N matrix.
 
-torch's own `scaled_dot_product_attention` takes its math path, which holds all N² scores, whenever no fused kernel
-serves the call, and says nothing. Here one of three backends is chosen by device, dtype, shape and mask, and the math
-path is never one of them:
+torch's `scaled_dot_product_attention` silently falls back to its math path, which materializes all N² scores, whenever
+no fused kernel supports the call. Here one of three backends is selected by device, dtype, shape and mask, never the
+math path:
 
     sdpa          one call of a fused kernel
-    sdpa-blocks   a fused kernel on blocks of queries: masks, and causal attention of fewer queries than keys
-    blocks        plain torch on blocks of queries, where no fused kernel serves: announced once, with the reason
+    sdpa-blocks   a fused kernel per block of queries: masks, and causal attention of fewer queries than keys
+    blocks        plain torch per block of queries, where no fused kernel applies: warned about once, with the reason
 
-A block holds up to 64 MiB of scores (blocks) or of the kernel's copy of the mask (sdpa-blocks). Blocks are computed
-again in the backward pass (torch.utils.checkpoint), so what lives at once is one block. That costs a second forward of
-the attention, and it is what makes masks, dropout on a CPU and gradients of an additive mask O(N) beyond the mask
-itself. Where the mask's copy fits into one block, it is kept and nothing is computed again.
+A block holds up to 64 MiB of scores (blocks) or of the kernel's copy of the mask (sdpa-blocks). Blocks are recomputed
+in the backward pass (torch.utils.checkpoint), so one block is live at a time. That costs a second forward of the
+attention, and makes masks, dropout on a CPU and gradients of an additive mask O(N) beyond the mask itself. If the
+mask's copy fits into one block, it is saved instead, without recomputation.
 
-A query that may attend to nothing gets zeros, and gives and takes zero gradients. Its row is opened and the result
-discarded, because what kernels make of such a row differs between devices and versions.
+A fully masked query gives zeros, and zero gradients. Its row is unmasked and the result discarded, because kernels
+treat such rows differently by device and version.
 
-The road not taken: FlexAttention. A BlockMask of a mask that is given as a tensor is made from a dense one, and on a
-CPU it has no backward pass; causal attention of a rectangle, which it would do well, needs torch.compile for it.
+The road not taken: FlexAttention. A BlockMask for a mask tensor is built from a dense one, and on a CPU it has no
+backward pass; bottom-right causal attention, which it would do well, needs torch.compile.
 
-Legend: B batch, S positions, Sq queries, Sk keys, H heads, Hk key/value heads, D head dimension, C queries of a block.
+Legend: B batch, S positions, Sq queries, Sk keys, H heads, Hk key/value heads, D head dimension, C queries per block.
 """
 
 import contextlib
@@ -42,14 +42,14 @@ from vbrt.errors import ArgumentError
 __all__ = ["AttentionChoice", "FlashAttention", "attention"]
 
 _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-_BLOCK_SCORES = 1 << 24  # 64 MiB of fp32 scores, or mask, a block
+_BLOCK_SCORES = 1 << 24  # 64 MiB of fp32 scores or mask per block
 _AUTOCASTING = ("cpu", "cuda")
-_FEWEST, _MOST = 16, 512  # queries of a block: fewer starve a matmul, more gain nothing
+_FEWEST, _MOST = 16, 512  # queries per block: fewer starve a matmul, more gain nothing
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The backend that computes an attention, and why; `block` is the number of queries computed at once."""
+    """Backend selected for an attention call, with the reason; `block`: queries computed at once."""
 
     backend: Literal["sdpa", "sdpa-blocks", "blocks"]
     reason: str
@@ -58,7 +58,7 @@ class AttentionChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """All that the choice depends on."""
+    """Inputs of the selection."""
 
     device: str
     dtype: torch.dtype
@@ -78,9 +78,9 @@ def attention(
 ) -> Tensor:
     """softmax(q kᵀ / √D + mask) v in O(Sq + Sk) memory: [B, H, Sq, D] from q, and k, v [B, Hk, Sk, D], H = n · Hk.
 
-    mask: bool (True: attend) or floating (added to the scores), of shape [Sq, Sk] or [B, H, Sq, Sk], where any
-    dimension may be 1. causal: bottom-right, query i attends to the keys up to i + Sk - Sq, as in decoding with a
-    cache; with a mask both hold. dropout is of the attention weights. Softmax statistics are fp32, or float64 for
+    mask: bool (True: attend) or floating (additive), of shape [Sq, Sk] or [B, H, Sq, Sk], where any dimension may be 1.
+    causal: bottom-right aligned: query i attends to the keys up to i + Sk - Sq, as in decoding with a cache; combined
+    with a mask if both are given. dropout: of the attention weights. Softmax statistics are fp32, or float64 for
     float64.
 
     Raises:
@@ -91,11 +91,11 @@ def attention(
     dtype = _computed_in(q)
     choice = _choose(_case_of(q.device.type, dtype, shape, q.shape[3], mask, dropout, causal))
     if choice.backend == "blocks" and not torch.compiler.is_compiling():
-        # one text a reason, so that Python's filter shows it once
+        # one text per reason, so that Python's filter shows it once
         warnings.warn(f"attention: {choice.reason}; computed in plain torch, by blocks of queries", stacklevel=2)
     mask = mask if mask is None or mask.ndim == 4 else mask[None, None]
     if q.numel() == 0 or k.shape[2] == 0:
-        return q.to(dtype).masked_fill(torch.ones_like(q, dtype=torch.bool), 0)  # zero gradients, not none
+        return q.to(dtype).masked_fill(torch.ones_like(q, dtype=torch.bool), 0)  # zero gradients instead of none
     with _without_autocast(q.device.type):  # which would cast masks and scores too
         return _tail(q.to(dtype), k.to(dtype), v.to(dtype), mask, dropout, causal, choice)
 
@@ -103,7 +103,7 @@ def attention(
 def _tail(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, choice: AttentionChoice
 ) -> Tensor:
-    """Leave out the first queries of a causal attention with more queries than keys: they attend to nothing."""
+    """Skip the first queries of a causal attention with more queries than keys: they are fully masked."""
     blind = q.shape[2] - k.shape[2] if causal else 0
     if blind > 0:
         q = q[:, :, blind:]
@@ -115,7 +115,7 @@ def _tail(
     return F.pad(y, (0, 0, blind, 0)) if blind > 0 else y
 
 
-# -- the choice -------------------------------------------------------------------------------------------------------
+# -- backend selection ------------------------------------------------------------------------------------------------
 
 
 def _case_of(
@@ -133,7 +133,7 @@ def _case_of(
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
-    """The dtype of the attention of x: its own, or autocast's."""
+    """Compute dtype: x's own, or autocast's."""
     device = x.device.type
     if x.dtype is torch.float64 or device not in _AUTOCASTING or not torch.is_autocast_enabled(device):
         return x.dtype
@@ -145,27 +145,27 @@ def _without_autocast(device: str) -> contextlib.AbstractContextManager:
 
 
 def _choose(case: _Case) -> AttentionChoice:
-    """The backend for a case; pure."""
+    """Select the backend for a case; a pure function."""
     refusal = _no_fused_kernel(case)
     if refusal:
         return AttentionChoice("blocks", refusal, min(_MOST, _rows(case.batch * case.heads * case.keys)))
-    block = min(case.queries, _rows(max(1, case.masks) * case.keys))  # kernels hold the mask's copy, and no scores
+    block = min(case.queries, _rows(max(1, case.masks) * case.keys))  # kernels hold the mask's copy, but no scores
     if case.masks:
         return AttentionChoice("sdpa-blocks", "a mask, of which a fused kernel makes a floating copy", block)
     if case.causal and 1 < case.queries < case.keys:
-        why = "causal with fewer queries than keys, aligned bottom-right, needs a mask a block"
+        why = "causal with fewer queries than keys, aligned bottom-right, needs a mask per block"
         return AttentionChoice("sdpa-blocks", why, block)
     what = "causal" if case.causal else "no mask"
     return AttentionChoice("sdpa", f"{what}, {str(case.dtype).removeprefix('torch.')} on {case.device}", case.queries)
 
 
 def _rows(length: int) -> int:
-    """Queries of a block with `length` numbers for each."""
+    """Queries per block, with `length` numbers for each."""
     return max(_FEWEST, _BLOCK_SCORES // max(1, length))
 
 
 def _no_fused_kernel(case: _Case) -> str | None:
-    """Why no fused kernel of torch's serves a case, or None."""
+    """Return why no fused torch kernel supports a case; None if one does."""
     if case.mask_trains:
         return "an additive mask that requires grad has no fused kernel"
     if case.device == "cpu":
@@ -178,13 +178,13 @@ def _no_fused_kernel(case: _Case) -> str | None:
     return f"a head dimension of {case.head_dim} is not a multiple of {align}" if case.head_dim % align else None
 
 
-# -- the backends -----------------------------------------------------------------------------------------------------
+# -- backends ---------------------------------------------------------------------------------------------------------
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, *, causal: bool) -> Tensor:
-    """One fused kernel, or an error: with the math path left out torch has nothing to fall back to."""
+    """One fused kernel, or an error: the math path is disabled."""
     grouped = q.shape[1] != k.shape[1]
-    if grouped and q.is_cuda:  # not every fused kernel there knows groups
+    if grouped and q.is_cuda:  # not every fused kernel supports GQA
         k, v, grouped = *_each_head(q, k, v), False
     with sdpa_kernel(_FUSED):
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=grouped)
@@ -193,7 +193,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float,
 def _in_blocks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, choice: AttentionChoice
 ) -> Iterator[Tensor]:
-    """The attention of each block of queries, [B, H, C, D]."""
+    """Yield the attention of each block of queries, [B, H, C, D]."""
     compute = _fused_block if choice.backend == "sdpa-blocks" else _plain_block
     if choice.backend == "blocks":
         k, v = _each_head(q, k, v)
@@ -202,11 +202,11 @@ def _in_blocks(
         last = min(first + choice.block, queries)
         seen = last + keys - queries if causal else keys
         part = None if mask is None else _block_of(mask, first, last, seen)
-        # the causal mask is made inside, so that the recomputation makes it again
+        # the causal mask is built inside, so that recomputation rebuilds it
         allowed = functools.partial(_block_mask, device=q.device, offset=first + keys - queries if causal else None)
         args = (q[:, :, first:last], k[:, :, :seen], v[:, :, :seen], part)
         run = functools.partial(compute, allowed=allowed, dropout=dropout)
-        alone = choice.backend == "sdpa-blocks" and choice.block >= queries  # keeps a copy of the mask, of limited size
+        alone = choice.backend == "sdpa-blocks" and choice.block >= queries  # saves a copy of the mask, of limited size
         yield run(*args) if alone else _recomputed(run, *args, random=dropout > 0)
 
 
@@ -216,7 +216,7 @@ def _block_of(mask: Tensor, first: int, last: int, seen: int) -> Tensor:
 
 
 def _recomputed(compute: Callable[..., Tensor], *args: Tensor | None, random: bool) -> Tensor:
-    """compute(*args), keeping nothing but args for the backward pass."""
+    """compute(*args), saving only args for the backward pass."""
     if torch.is_grad_enabled() and any(arg is not None and arg.requires_grad for arg in args):
         return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=random)
     return compute(*args)
@@ -225,7 +225,7 @@ def _recomputed(compute: Callable[..., Tensor], *args: Tensor | None, random: bo
 def _block_mask(
     mask: Tensor | None, queries: int, keys: int, *, device: torch.device, offset: int | None
 ) -> tuple[Tensor, Tensor]:
-    """(mask with the causal one in it, rows that attend to nothing [..., C, 1]); those rows are opened in the mask."""
+    """Return (mask with the causal one applied, fully masked rows [..., C, 1]); those rows are unmasked in the mask."""
     causal = None
     if offset is not None:
         rows = torch.arange(offset, offset + queries, dtype=torch.int64, device=device)
@@ -249,7 +249,7 @@ def _fused_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, allowe
 
 
 def _as_added(mask: Tensor, q: Tensor) -> Tensor:
-    """An additive mask in the dtype that the kernels of q's device take, large finite values still finite."""
+    """Additive mask in the dtype that the device's kernels take; large finite values remain finite."""
     dtype = torch.float32 if q.device.type == "cpu" and q.dtype.itemsize == 2 else q.dtype
     if torch.finfo(dtype).max < torch.finfo(mask.dtype).max:
         mask = torch.where(mask == -torch.inf, mask, mask.clamp(min=torch.finfo(dtype).min))
@@ -257,7 +257,7 @@ def _as_added(mask: Tensor, q: Tensor) -> Tensor:
 
 
 def _plain_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, allowed: Callable, dropout: float) -> Tensor:
-    """The definition, with scores and softmax in fp32, or in float64."""
+    """Reference: scores and softmax in fp32, or in float64."""
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     scores = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
     dead = None
@@ -273,7 +273,7 @@ def _each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (k, v) if group == 1 else (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
 
 
-# -- the module -------------------------------------------------------------------------------------------------------
+# -- module -----------------------------------------------------------------------------------------------------------
 
 
 def _check_mask(mask: Tensor | None, shape: tuple[int, int, int, int]) -> None:
@@ -293,20 +293,20 @@ def _check_mask(mask: Tensor | None, shape: tuple[int, int, int, int]) -> None:
 
 
 class FlashAttention(nn.Module):
-    """Multi-head attention with grouped keys and values, O(N) in memory.
+    """Multi-head attention with grouped-query heads, O(N) in memory.
 
-    The projections `q_proj`, `k_proj`, `v_proj`, `o_proj` are nn.Linear (or `linear`, called alike) without bias, so
-    that `vbrt.wrap` can swap them, and so that a query that may attend to nothing gets zeros.
+    The projections `q_proj`, `k_proj`, `v_proj`, `o_proj` are nn.Linear (or `linear`, with the same signature) without
+    bias, so that `vbrt.wrap` can swap them and fully masked queries give zeros.
 
     Args:
         d_model: width of input, context and output.
-        n_heads: query heads, of d_model / n_heads each.
-        n_kv_heads: heads of keys and values; None: n_heads.
-        dropout: of the attention weights, while training.
+        n_heads: query heads, of d_model / n_heads columns each.
+        n_kv_heads: key/value heads; None: n_heads.
+        dropout: of the attention weights, in training.
         causal: bottom-right, see `attention`.
 
     Raises:
-        ArgumentError: numbers that do not divide, a dropout outside [0, 1).
+        ArgumentError: sizes that do not divide, or a dropout outside [0, 1).
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class FlashAttention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def explain(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> AttentionChoice:
-        """Which backend a forward with these arguments, in the present mode, takes, and why; nothing is computed.
+        """Return the backend that a forward with these arguments would select now, and why; computes nothing.
 
         Raises:
             ArgumentError: as in forward.
@@ -376,5 +376,5 @@ class FlashAttention(nn.Module):
             raise ArgumentError(f"FlashAttention: context has a batch of {context.shape[0]}; expected {x.shape[0]}")
 
     def extra_repr(self) -> str:
-        """The sizes that the projections do not show."""
+        """Sizes that the projections do not show."""
         return f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, dropout={self.dropout}, causal={self.causal}"

@@ -1,16 +1,15 @@
-"""FusedFP4Linear: an nn.Linear that trains dense and is frozen to 4 bits with one call.
+"""FusedFP4Linear: an nn.Linear that trains dense and is frozen to 4 bits by one call.
 
     layer = FusedFP4Linear(1024, 4096, activation="gelu")
     ...                                         # trains like nn.Linear followed by the activation
     layer.quantize()                            # or vbrt.quantize(model), for every such layer
 
-Frozen, the weight is one uint8 buffer, `planes`: the page of its format (vbrt/formats/page.py). Bytes are left alone
-by `.to(dtype)`, copied by deepcopy and pickle, and saved by safetensors, where scales in 8-bit floats would not be. On
-a GPU whose kernels want another order the buffer is kept in that order; state dicts hold the format's own, so they fit
-any machine.
+The frozen weight is one uint8 buffer, `planes`: a page of its format (vbrt/formats/page.py). `.to(dtype)` leaves uint8
+alone, deepcopy and pickle copy it, and safetensors can store it, unlike float8 scales. On a GPU whose kernels prefer
+another order, the buffer is repacked; state dicts always hold the format's own order, so they load on any machine.
 
-The road not taken: a tensor subclass as the weight. It would keep `weight` a Parameter, but optimizers, state dicts and
-`torch.compile` each treat subclasses in ways of their own.
+The road not taken: a tensor subclass as the weight. `weight` would remain a Parameter, but optimizers, state dicts and
+`torch.compile` each treat subclasses differently.
 """
 
 import json
@@ -43,15 +42,15 @@ _DTYPES = {
 
 
 def _formats() -> tuple[str, ...]:
-    """The formats that a layer can be frozen to."""
+    """Formats that a layer can be frozen to."""
     return tuple(name for name in chosen_formats() if not FORMATS[name].lossless)
 
 
 class FusedFP4Linear(nn.Linear):
-    """activation(x Wᵀ + bias), dense until `quantize`, with a frozen 4-bit weight after.
+    """activation(x Wᵀ + bias): dense until `quantize`, afterwards with a frozen 4-bit weight.
 
-    Once frozen, `weight` reads as a decoded temporary, the bias still trains, and gradients flow to the input; an
-    optimizer made before must be replaced: it still holds the dense weight.
+    When frozen, `weight` returns a decoded temporary, the bias still trains, and gradients flow to the input.
+    Optimizers created before still hold the dense weight and must be replaced.
 
     Attributes:
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
@@ -77,7 +76,7 @@ class FusedFP4Linear(nn.Linear):
         check_whole(out_features, "FusedFP4Linear: out_features")
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation, self.format = activation, None
-        self._dtype, self._form = self._parameters["weight"].dtype, None  # of the page, once there is one
+        self._dtype, self._form = self._parameters["weight"].dtype, None  # dtype and form of the page, once frozen
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., in_features] -> [..., out_features]."""
@@ -86,7 +85,7 @@ class FusedFP4Linear(nn.Linear):
             return ACTIVATIONS[self.activation](F.linear(input, self._parameters["weight"], bias))
         if not is_compiling() and not is_bare(input):
             return traced_call(self, input) if isinstance(input, Proxy) else self._watched(input, bias)
-        input, bias = as_autocast(input), as_autocast(bias)  # as it does for nn.Linear
+        input, bias = as_autocast(input), as_autocast(bias)  # as autocast does for nn.Linear
         if is_compiling():
             return self._compiled(input, bias)
         if not wants_grad(input, bias):
@@ -94,7 +93,7 @@ class FusedFP4Linear(nn.Linear):
         return ACTIVATIONS[self.activation](Product.here(input, bias, _Snapshot(self, self.planes), False))
 
     def _watched(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The dense layer's calls on the decoded weight, for tracers, modes and transforms."""
+        """Fallback under tracers, modes and transforms: a dense product with the decoded weight."""
         weight = frozen_weight(self.planes, self._form.text(), self._dtype)
         return ACTIVATIONS[self.activation](F.linear(x, weight, bias))
 
@@ -102,18 +101,18 @@ class FusedFP4Linear(nn.Linear):
 
     @torch.no_grad()
     def quantize(self, format: str = "nvfp4") -> "FusedFP4Linear":
-        """Encode the weight in a 4-bit format and drop the dense one, with its gradient; returns self.
+        """Encode the weight in a 4-bit format and drop the dense one with its gradient; returns self.
 
         Raises:
-            WrapError: the layer is frozen already.
-            FormatError: a format that is not one of the 4-bit ones, or a weight that it cannot hold (NaN, Inf,
-                float64, no data); the layer stays dense.
+            WrapError: the layer is already frozen.
+            FormatError: not a 4-bit format, or a weight that cannot be encoded (NaN, Inf, float64, meta device); the
+                layer stays dense.
         """
         self._freeze(format, self._encoded(format))
         return self
 
     def _encoded(self, format: str) -> Tensor:
-        """The page of the weight."""
+        """Encode the weight into a page."""
         if self.format is not None:
             raise WrapError(
                 f"FusedFP4Linear({self.in_features}, {self.out_features}): its weight is already frozen in "
@@ -128,7 +127,7 @@ class FusedFP4Linear(nn.Linear):
         return pack(get_format(format).encode(weight), layout, new_page(layout, weight.device))
 
     def _freeze(self, format: str, page: Tensor) -> None:
-        """Hold a page in the format's own order, and no dense weight any more."""
+        """Replace the dense weight by a page in the format's own order."""
         if self.format is None:
             self._dtype = self._parameters.pop("weight").dtype
         self.format = format
@@ -149,7 +148,7 @@ class FusedFP4Linear(nn.Linear):
             return self._form.decode(self.planes, self._dtype)
 
     def _compiled(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product as one operator, which torch.compile does not look into."""
+        """The product as one custom operator, opaque to torch.compile."""
         dtype = x.dtype if torch.is_autocast_enabled(x.device.type) else self._dtype
         if not wants_grad(x, bias):
             return frozen_linear(x, self.planes, bias, self._form.text(), dtype, self.activation)
@@ -166,7 +165,7 @@ class FusedFP4Linear(nn.Linear):
         super().__setattr__(name, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> "FusedFP4Linear":
-        """As in nn.Module; of a frozen layer only the bias trains, which is warned of."""
+        """As in nn.Module; a frozen layer warns that only its bias trains."""
         if requires_grad and self.__dict__.get("format") is not None:
             warnings.warn(
                 f"requires_grad_(True): FusedFP4Linear({self.in_features}, {self.out_features}) is frozen in "
@@ -176,15 +175,16 @@ class FusedFP4Linear(nn.Linear):
         return super().requires_grad_(requires_grad)
 
     def reset_parameters(self) -> None:
-        """A new random weight, as nn.Linear draws it. Raises WrapError for a frozen layer."""
+        """Reinitialize the weight like nn.Linear. Raises WrapError if frozen."""
         if self.__dict__.get("format") is not None:
             raise WrapError("FusedFP4Linear: its weight is frozen; make a new layer for a new weight")
         super().reset_parameters()
 
-    # -- nn.Module's walks --------------------------------------------------------------------------------------------
+    # -- nn.Module hooks
+    # --------------------------------------------------------------------------------------------------
 
     def _apply(self, fn, recurse: bool = True):
-        """A cast of a frozen layer changes what it computes in; its planes only move."""
+        """On a frozen layer, a cast changes the compute dtype only; its planes are only moved."""
         super()._apply(fn, recurse)
         if self.format is None:
             self._dtype = self._parameters["weight"].dtype
@@ -224,7 +224,7 @@ class FusedFP4Linear(nn.Linear):
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _adopt(self, state_dict: Mapping[str, Tensor], planes: str, header: str, *, assign: bool) -> str | None:
-        """Take a page over as it is, and its dtype if it is to be assigned; what is wrong with it, or None."""
+        """Load a page, and its dtype if `assign`; returns an error message, or None."""
         if header not in state_dict:
             return f"expected {header} beside it"
         try:
@@ -247,20 +247,19 @@ class FusedFP4Linear(nn.Linear):
         return None
 
     def extra_repr(self) -> str:
-        """nn.Linear's, the activation and the format."""
+        """nn.Linear's, plus activation and format."""
         return f"{super().extra_repr()}, activation={self.activation}, format={self.format or 'dense'}"
 
 
 def _header(form: PageForm, dtype: torch.dtype) -> Tensor:
-    """JSON in uint8: what is needed to read the page, in a form that every checkpoint file can hold."""
+    """JSON as uint8: metadata of the page, storable in any checkpoint file."""
     layout = PageForm(form.format, form.shape).layout
     text = json.dumps({"layout": layout.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
 
 class _FrozenOwner:
-    """The owner of a decoded weight, for which it refuses writes and training by the layer's name. Called, it gives
-    itself."""
+    """Owner of a decoded weight; refuses writes and training, naming the layer. Calling it returns itself."""
 
     def __init__(self, layer: FusedFP4Linear) -> None:
         self.name = f"FusedFP4Linear({layer.in_features}, {layer.out_features})"
@@ -270,14 +269,14 @@ class _FrozenOwner:
 
     def refuse(self, what: object) -> None:
         raise WrapError(
-            f"{self.name}: its weight is frozen, and what `.weight` gives is a decoded copy, which is "
+            f"{self.name}: its weight is frozen, and `.weight` returns a decoded copy, which can be "
             "neither written to nor trained; make a new layer for a new weight"
         )
 
     check = take_over = thaw = refuse
 
     def freeze(self) -> None:
-        """Do nothing: it is."""
+        """No-op: already frozen."""
 
     def died_written(self, weight: Tensor) -> None:
         warnings.warn(
@@ -286,7 +285,7 @@ class _FrozenOwner:
 
 
 class _Snapshot(NamedTuple):
-    """A frozen weight as it was at a forward."""
+    """The frozen weight at the time of a forward."""
 
     layer: FusedFP4Linear
     page: Tensor
@@ -311,13 +310,13 @@ class _Snapshot(NamedTuple):
 
 
 def quantize(model: nn.Module, format: str = "nvfp4") -> int:
-    """Freeze every FusedFP4Linear of a model that is still dense; returns how many that were. All or none.
+    """Freeze every dense FusedFP4Linear of a model; returns how many. All or none.
 
-    Each is encoded before the first one is frozen, so that the pages of all live beside the dense weights for a while.
+    All are encoded before the first is frozen, so all pages exist next to the dense weights for a while.
 
     Raises:
-        FormatError: a format that is not one of the 4-bit ones, or a weight that it cannot hold, with its name.
-        WrapError: the model has such layers, and all are frozen already.
+        FormatError: not a 4-bit format, or a weight that cannot be encoded, with its name.
+        WrapError: all such layers of the model are frozen already.
     """
     check_instance(model, nn.Module, "quantize(): model", "a torch.nn.Module")
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FusedFP4Linear)}

@@ -1,4 +1,4 @@
-"""A frozen 4-bit weight in one page, and its product as operators of compiled graphs."""
+"""Frozen page: a 4-bit weight in one buffer, and its product as custom operators for compiled graphs."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ __all__ = ["PageForm", "frozen_linear", "frozen_weight", "kernels_of"]
 
 
 class PageForm:
-    """How a weight (N, K) lies in its page: `packed` in the order of a kernel, or as its format encodes it."""
+    """Layout of a weight (N, K) in its page: `packed` in a kernel's order, or in the format's own."""
 
     def __init__(self, format: str, shape: tuple[int, int], *, packed: bool = False) -> None:
         self.format, self.shape, self.packed = format, shape, packed
@@ -21,12 +21,12 @@ class PageForm:
         self.layout: PageLayout = order.layout(shape) if order else get_format(format).layout(shape, torch.float32)
 
     def text(self) -> str:
-        """The form as an operator takes it: "format n k order"."""
+        """Serialize for operators: "format n k order"."""
         return f"{self.format} {self.shape[0]} {self.shape[1]} {'packed' if self.packed else 'plain'}"
 
     @staticmethod
     def parse(text: str) -> "PageForm":
-        """The form that `text` wrote."""
+        """Inverse of `text`."""
         format, n, k, order = text.split()
         return PageForm(format, (int(n), int(k)), packed=order == "packed")
 
@@ -39,11 +39,11 @@ class PageForm:
         return kernels_of(page.device, self.format).linear.run(x, self.planes(page, dtype), bias, activation)
 
     def decode(self, page: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight [N, K]."""
+        """The decoded weight [N, K]."""
         return kernels_of(page.device, self.format).decode.run(self.planes(page, dtype))
 
     def plain(self, page: Tensor) -> tuple["PageForm", Tensor]:
-        """The page in its format's own order."""
+        """Repack a page into the format's own order."""
         if not self.packed:
             return self, page
         form = PageForm(self.format, self.shape)
@@ -51,7 +51,7 @@ class PageForm:
         return form, pack(tensors, form.layout, new_page(form.layout, page.device))
 
     def for_kernel(self, page: Tensor) -> tuple["PageForm", Tensor]:
-        """The page in the order of the kernel of its device, if that wants one that is exact for it."""
+        """Repack a page into the order that its device's kernel prefers, if that is exact for it."""
         if self.packed and page.device.type == "cuda":
             return self, page
         plain, page = self.plain(page)
@@ -72,22 +72,22 @@ _KERNELS: dict[tuple[torch.device, str], _Kernels] = {}
 
 
 def kernels_of(device: torch.device, format: str) -> _Kernels:
-    """The kernels for a device: resolved once, and not kept in a layer that is pickled."""
-    kernels = _KERNELS.get((device, format))  # no functools.cache: torch.compile warns when it traces one
+    """The kernels for a device: resolved once, and outside of the layer, which is pickled."""
+    kernels = _KERNELS.get((device, format))  # not functools.cache: torch.compile warns when it traces one
     if kernels is None:
         found = (resolve(op, "auto", device, format) for op in ("linear", "decode_weight"))
         kernels = _KERNELS[device, format] = _Kernels(*found)
     return kernels
 
 
-# -- in compiled graphs -----------------------------------------------------------------------------------------------
+# -- custom operators -------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("vbrt::frozen_linear", mutates_args=())
 def frozen_linear(
     x: Tensor, page: Tensor, bias: Tensor | None, form: str, dtype: torch.dtype, activation: str
 ) -> Tensor:
-    """activation(x Wᵀ + bias), [..., K] to [..., N], with the weight in a page; `form`: a `PageForm` as text."""
+    """activation(x Wᵀ + bias), [..., K] to [..., N], on a page; `form`: `PageForm.text()`."""
     with torch.autocast(x.device.type, enabled=False):
         bias = None if bias is None else bias.to(dtype)
         return PageForm.parse(form).multiply(x, page, bias, dtype, activation)

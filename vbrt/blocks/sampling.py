@@ -1,11 +1,11 @@
-"""Drawing tokens: the Gumbel-max trick, right in the tails.
+"""Token sampling by the Gumbel-max trick, with correct tail probabilities.
 
-argmax(logits / T + G) with G = -log(E), E ~ Exp(1), has the distribution softmax(logits / T) (Gumbel 1954; Maddison,
-Tarlow and Minka 2014, "A* Sampling"). The noise is what goes wrong in practice: -log(-log(u)) of a float32 uniform
-never exceeds 16.6, so a token of probability 1e-9 is never drawn beside a likely one, and u = 0 gives -inf.
-Exponential noise in float64 reaches 36 and, kept away from zero, never becomes infinite.
+argmax(logits / T + G) with G = -log(E), E ~ Exp(1), is distributed as softmax(logits / T) (Gumbel 1954; Maddison,
+Tarlow and Minka 2014, "A* Sampling"). The noise is the numerical hazard: -log(-log(u)) of a float32 uniform never
+exceeds 16.6, so a token of probability 1e-9 is never drawn against a likely one, and u = 0 gives -inf. Exponential
+noise in float64 reaches 36 and, clamped away from zero, is always finite.
 
-Legend: V tokens of the vocabulary.
+Legend: V vocabulary size.
 """
 
 import math
@@ -18,7 +18,7 @@ from vbrt.errors import ArgumentError
 
 __all__ = ["gumbel_max_sample"]
 
-_SMALLEST = 2.0**-60  # below every non-zero value of float64 exponential noise (2^-53)
+_SMALLEST = 2.0**-60  # below every non-zero float64 exponential sample (2^-53)
 
 
 def gumbel_max_sample(
@@ -29,22 +29,22 @@ def gumbel_max_sample(
     noise: Tensor | None = None,
     check: bool | None = None,
 ) -> Tensor:
-    """Token indices, int64 [...], drawn from softmax(logits / temperature) of floating logits [..., V].
+    """Sample token indices, int64 [...], from softmax(logits / temperature) for floating logits [..., V].
 
-    Temperature 0 is argmax. Tokens with a logit of -inf are never drawn. Noise and sums are float64, whatever the
-    logits' dtype. A generator, on the logits' device, makes the result reproducible, and so does noise that is given:
-    float64 [..., V] of Exp(1), which is overwritten.
+    Temperature 0 is argmax. Tokens with logit -inf are never drawn. Noise and sums are float64 for any dtype. Results
+    are reproducible with a generator on the logits' device, or with given noise: float64 [..., V] of Exp(1),
+    overwritten.
 
-    Shapes, dtypes and the temperature are checked on the host, at no cost. Whether each row has something to draw is
-    known on the device only: `check` None raises for logits on a CPU and, so as not to wait for a GPU, gives -1 for
-    such rows on other devices; True always raises (and waits), False never.
+    Shapes, dtypes and the temperature are checked on the host for free; whether each row is valid is known on the
+    device only. `check` None raises for logits on a CPU and returns -1 for invalid rows on other devices, without
+    synchronization; True always raises (and synchronizes), False never.
 
     Raises:
-        ArgumentError: no vocabulary, logits that are not floating, a temperature that is negative or not finite; and,
-            if checked, a row that holds NaN or +inf, or nothing but -inf.
+        ArgumentError: empty vocabulary, non-floating logits, a temperature that is negative or not finite; and, if
+            checked, a row with NaN or +inf, or with nothing but -inf.
     """
     _check_arguments(logits, temperature)
-    top = logits.amax(-1)  # NaN wherever a row has one
+    top = logits.amax(-1)  # NaN if the row has one
     valid = top.isfinite()
     if check or (check is None and logits.device.type == "cpu"):
         _check_rows(logits, valid)
@@ -62,7 +62,7 @@ def gumbel_max_sample(
 
 
 def _perturbed(logits: Tensor, top: Tensor, temperature: float, noise: Tensor) -> Tensor:
-    """(logits - top) / temperature + Gumbel noise; with the largest at zero no temperature overflows it."""
+    """(logits - top) / temperature + Gumbel noise; subtracting the maximum prevents overflow at any temperature."""
     noise.clamp_(min=_SMALLEST).log_()
     return (logits.double() - top.double().unsqueeze(-1)).div_(float(temperature)).sub_(noise)
 

@@ -1,4 +1,4 @@
-"""OptimizedTransformerBlock: a pre-norm transformer block of vbrt's own layers."""
+"""OptimizedTransformerBlock: a pre-norm transformer block made of vbrt's layers."""
 
 from functools import partial
 
@@ -18,16 +18,16 @@ class OptimizedTransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + down(gelu(up(norm(x)))), as in GPT-2 (Radford et al. 2019, section 2.3).
 
     Args:
-        d_model: width of the attention, whose projections have no bias.
-        n_heads: of the attention; they divide `d_model`.
-        d_ff: width between `up` and `down`.
-        dropout: of attention weights and of what both halves add, while training.
-        use_fp4: all six projections are FusedFP4Linear: they train dense, and `vbrt.quantize` freezes them.
-        use_checkpoint: keep the block's input only, and compute the block again in the backward pass (while training).
-        causal: each position attends to itself and those before it.
+        d_model: width of the block; attention projections have no bias.
+        n_heads: of the attention; must divide `d_model`.
+        d_ff: width of the MLP's hidden layer.
+        dropout: of attention weights and of both residual branches, in training.
+        use_fp4: make all six projections FusedFP4Linear: trained dense, frozen by `vbrt.quantize`.
+        use_checkpoint: save only the block's input, and recompute the block in the backward pass (in training).
+        causal: each position attends to itself and earlier ones.
 
     Raises:
-        ArgumentError: sizes or a dropout that do not fit.
+        ArgumentError: invalid sizes or dropout.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class OptimizedTransformerBlock(nn.Module):
         self.attention = FlashAttention(d_model, n_heads, dropout=dropout, causal=causal, linear=linear)
         self.up = FusedFP4Linear(d_model, d_ff, activation="gelu") if use_fp4 else nn.Linear(d_model, d_ff)
         self.down = linear(d_ff, d_model)
-        self.activation = nn.Identity() if use_fp4 else nn.GELU()  # with use_fp4 it is in the launch of `up`
+        self.activation = nn.Identity() if use_fp4 else nn.GELU()  # with use_fp4 it is fused into `up`
         self.dropout, self.use_checkpoint = dropout, use_checkpoint
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -68,5 +68,5 @@ class OptimizedTransformerBlock(nn.Module):
         return x + drop(self.down(self.activation(self.up(self.mlp_norm(x)))))
 
     def extra_repr(self) -> str:
-        """The settings that the layers inside do not print."""
+        """Settings that the inner layers do not print."""
         return f"dropout={self.dropout}, use_checkpoint={self.use_checkpoint}"

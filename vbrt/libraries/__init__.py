@@ -1,8 +1,7 @@
-"""Other libraries: the names that vbrt asks of each, found by probing, and what is off where a name is missing.
+"""Adapters to other libraries: private or version-dependent names that vbrt uses, found by feature probes.
 
-One file for each library. Enters: features that rooms below want. Leaves: functions, classes and argument names of the
-installed version, or a refusal that names version and missing part. Nothing here imports a library before it is asked
-for one of its parts.
+One file per library. Each feature lists the parts that it needs and says what is disabled without them; a missing part
+is reported with the installed version. Importing these modules imports no library (except torch).
 """
 
 __all__: list[str] = []

@@ -1,8 +1,8 @@
-"""PEFT: the adapters that it leaves on a model, and how a model gets some.
+"""PEFT: adapters on a model, and creation of LoRA adapters.
 
 | feature | without it |
 | --- | --- |
-| `ADAPTERS` | `vbrt.estimate(lora=...)` is refused; adapters that the user makes work as their PEFT does |
+| `ADAPTERS` | `vbrt.estimate(lora=...)` raises; adapters made by the user work as usual |
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,11 +22,11 @@ ADAPTERS = Feature(
 )
 FEATURES = (ADAPTERS,)
 
-_CONFIGS = "peft_config"  # where PEFT leaves its configs on a model, by adapter
+_CONFIGS = "peft_config"  # attribute of a model with PEFT's configs by adapter
 
 
 def adapters_of(model: nn.Module) -> tuple[str, ...]:
-    """The names of the adapters that have been put on a model itself."""
+    """Names of the adapters on the model itself."""
     return tuple(_configs_of(model))
 
 
@@ -36,13 +36,13 @@ def _configs_of(model: nn.Module) -> Mapping[str, Any]:
 
 
 def targeted_parameters(model: nn.Module) -> set[str]:
-    """The `target_parameters` of all adapters of a model."""
+    """`target_parameters` of all the model's adapters."""
     configs = _configs_of(model).values()
     return {target for config in configs for target in getattr(config, "target_parameters", None) or ()}
 
 
 def saved_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The copies of modules that PEFT trains and saves as a whole (`modules_to_save`), under the modules' names."""
+    """Yield the module copies that PEFT trains and saves as a whole (`modules_to_save`), by module name."""
     trained = {
         adapter
         for adapter, config in _configs_of(model).items()
@@ -56,11 +56,11 @@ def saved_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def lora_on(model: nn.Module, rank: int, *, meta: bool) -> nn.Module:
-    """A model with LoRA of a rank on all linear layers but the head; `meta`: whose adapters hold no memory.
+    """Return a model with LoRA of this rank on all linear layers except the head; `meta`: adapters on the meta device.
 
     Raises:
-        LibraryError: PEFT is not installed, or not as it is asked for.
-        ValueError: it finds nothing to adapt.
+        LibraryError: PEFT is missing, or lacks a part.
+        ValueError: PEFT finds nothing to adapt.
     """
     if refusal := ADAPTERS.refusal():
         raise LibraryError(f"{refusal}: {ADAPTERS.without}")

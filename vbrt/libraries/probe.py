@@ -1,15 +1,14 @@
-"""Feature probes: a part of another library is looked up by name and signature, never by version.
+"""Feature probes: parts of another library are looked up by name and signature, never by version.
 
     DRAFTS = Feature(
         "transformers",
         ("generation.utils:GenerationMixin._prefill(input_ids, generation_config, model_kwargs)",),
         without="generate(speculate=...) decodes without drafts",
     )
-    DRAFTS.refusal()    # "" where all of it is there
-    DRAFTS.is_there()   # False: says so once, in a warning and in `stats().fallbacks`
+    DRAFTS.refusal()    # "" if all parts exist
+    DRAFTS.is_there()   # if False, reports it once, as a warning and in `stats().fallbacks`
 
-An ask is `module:attribute.attribute`, relative to the library; names in parentheses are parameters that a function
-must take by that name.
+An ask is `module:attribute.attribute`, relative to the library; names in parentheses are required parameters.
 """
 
 import importlib
@@ -30,9 +29,9 @@ __all__ = ["Feature", "announce", "find", "loaded", "losses", "takes", "version_
 
 
 def version_of(library: str) -> str:
-    """Version of an installed library; "of no version" where nothing says it."""
+    """Version of an installed library; "of no version" if unknown."""
     module = sys.modules.get(library)
-    found = getattr(module, "__version__", None)  # what runs, whatever was installed since
+    found = getattr(module, "__version__", None)  # the imported version, even if another one was installed since
     if isinstance(found, str):
         return found
     try:
@@ -42,12 +41,12 @@ def version_of(library: str) -> str:
 
 
 def loaded(library: str, module: str = "") -> ModuleType | None:
-    """A module of a library that this process has imported already; None for any other."""
+    """A module of a library, if this process has imported it already; else None."""
     return sys.modules.get(f"{library}.{module}".rstrip("."))
 
 
 def find(library: str, path: str, default: Any = None) -> Any:
-    """The object at `module:attribute.attribute` of a library, imported if need be; `default` where there is none."""
+    """Import and return the object at `module:attribute.attribute` of a library; `default` if it is missing."""
     module, _, names = path.partition(":")
     try:
         found: Any = importlib.import_module(f"{library}.{module}".rstrip("."))
@@ -59,7 +58,7 @@ def find(library: str, path: str, default: Any = None) -> Any:
 
 
 def takes(function: Callable[..., Any], *names: str) -> bool:
-    """True if a function has parameters of these names; decorators that name what they wrap are looked through."""
+    """True if a function has these parameters; `functools.wraps` decorators are looked through."""
     parameters = inspect.signature(function).parameters
     return all(name in parameters for name in names)
 
@@ -68,12 +67,12 @@ _losses: dict[str, None] = {}
 
 
 def losses() -> list[str]:
-    """What is off in this process because a library lacks a part, in the order in which it was noticed."""
+    """Messages about disabled features in this process, in order of detection."""
     return list(_losses)
 
 
 def announce(loss: str) -> None:
-    """Warn of what is off, once in a process, and keep it for `stats().fallbacks`."""
+    """Warn about a disabled feature once per process, and record it for `stats().fallbacks`."""
     if loss not in _losses:
         _losses[loss] = None
         warnings.warn(loss, stacklevel=4)
@@ -84,12 +83,12 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Something that vbrt does with parts of another library.
+    """A vbrt feature and the parts of another library that it needs.
 
     Attributes:
-        library: its top-level package.
-        asks: the parts; see the head of this file.
-        without: what is off where one is missing, as a sentence for users.
+        library: top-level package.
+        asks: the parts; syntax in the module docstring.
+        without: what is disabled if one is missing, as a message for users.
     """
 
     library: str
@@ -97,19 +96,18 @@ class Feature:
     without: str
 
     def absent(self) -> str:
-        """The first ask that the installed version does not answer; "" if it has them all."""
+        """Return the first missing ask; "" if none is."""
         return next((ask for ask in self.asks if not self._is_answered(ask)), "")
 
     def refusal(self) -> str:
-        """Which part is missing, with the version; "" if none is."""
+        """Return which part is missing, with the version; "" if none is."""
         absent = self.absent()
         if absent and importlib.util.find_spec(self.library) is None:
             return f"{self.library} is not installed"
         return absent and _lacks(self.library, absent)
 
     def part(self, path: str) -> Any:
-        """The object at `module:name`. Raises LibraryError where there is none, ModuleNotFoundError without the
-        library."""
+        """Return the object at `module:name`. Raises LibraryError if missing, ModuleNotFoundError without library."""
         importlib.import_module(self.library)
         found = find(self.library, path, _ABSENT)
         if found is _ABSENT:
@@ -117,14 +115,14 @@ class Feature:
         return found
 
     def is_there(self) -> bool:
-        """False where a part is missing, which is then said once in a warning and kept for `stats().fallbacks`."""
+        """True if no part is missing; else report it once, as a warning and in `stats().fallbacks`."""
         refusal = self.refusal()
         if refusal:
             announce(f"{refusal}: {self.without}")
         return not refusal
 
     def check(self) -> None:
-        """Raise LibraryError where a part is missing."""
+        """Raise LibraryError if a part is missing."""
         refusal = self.refusal()
         if refusal:
             raise LibraryError(f"{refusal}: {self.without}")
@@ -138,7 +136,7 @@ class Feature:
 
 
 def _lacks(library: str, ask: str) -> str:
-    """Which part a version lacks, and which version has it."""
+    """Message: the part that a version lacks, and which version has it."""
     version = version_of(library)
     remedy = f" ({wanted(library, version)})" if library in TESTED else ""
     return f"{library} {version} has no {_written(library, ask)}{remedy}"

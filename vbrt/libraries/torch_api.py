@@ -1,17 +1,17 @@
-"""torch's private parts: what vbrt asks of `torch._C`, of functorch, fake tensors and the dispatcher, of its compiler.
+"""torch: private parts of `torch._C`, functorch, fake tensors, the dispatcher and the compiler that vbrt uses.
 
-All but the compiler's are looked up when this module is imported, so a torch that lacks one is refused by name before a
-model is touched; `OPTIONAL` ones are torch's public functions then, which take longer, or None. Functions are bound
-here, since some are called in every forward.
+All except the compiler's are looked up at import, so a torch that lacks one is rejected by name before a model is
+touched; `OPTIONAL` parts fall back to slower public functions, or to None. They are bound as module attributes because
+some are called in every forward.
 
-| of the compiler | without it |
+| compiler part | without it |
 | --- | --- |
-| `never_lower` | slow compilation, announced |
-| passes over graphs, their options | KernelError from `vbrt.compile_options` |
+| `never_lower` | slow compilation, with a warning |
+| graph passes, their options | KernelError from `vbrt.compile_options` |
 | names of dynamo's guards, `guards_attribute` | KernelError |
-| `skip_frames_of`, and the marks of `kernels/uncompiled.py` | dynamo's import, announced |
+| `skip_frames_of`, and the marks of `kernels/uncompiled.py` | dynamo is imported, with a warning |
 
-`vbrt.libraries.versions` says with which versions all of it has been run. Imports inductor when asked for its parts.
+Tested versions: `vbrt.libraries.versions`. Inductor is imported only when its parts are used.
 """
 
 import importlib
@@ -80,15 +80,15 @@ __all__ = [
     "without_functorch",
 ]
 
-#: what a forward or a pass cannot do without
+#: required for a forward or a training pass
 REQUIRED: dict[str, str] = {}
-#: what only makes host code shorter
+#: only reduce host overhead
 OPTIONAL: dict[str, str] = {}
 _ABSENT = object()
 
 
 def _required(name: str, path: str) -> Any:
-    """A part of torch. Raises LibraryError where there is none."""
+    """A part of torch. Raises LibraryError if it is missing."""
     REQUIRED[name] = path
     found = find("torch", path, _ABSENT)
     if found is _ABSENT:
@@ -158,15 +158,15 @@ end_allocate_to_pool = _optional("end_allocate_to_pool", "_C:_cuda_endAllocateTo
 
 # -- the compiler -----------------------------------------------------------------------------------------------------
 
-#: options of torch.compile: a pass over graphs after autograd, and which of dynamo's guards to keep
+#: options of torch.compile: a post-autograd graph pass, and a filter for dynamo's guards
 PASS_OPTION, GUARD_OPTION = "post_grad_custom_pre_pass", "guard_filter_fn"
 
 
 def never_lower(op: OpOverload) -> None:
-    """Tell inductor, if it is loaded, to call an operator that it has no code for.
+    """Register a fallback with inductor, if it is loaded, for an operator without a lowering.
 
-    Left to find that out itself, torch 2.11 formats the expression of the operator's inputs, for a log that is off;
-    the text doubles with each norm before it: a model whose first such operator was behind 8 layers took minutes.
+    Without it, torch 2.11 formats the expression of the operator's inputs for a disabled log; the text doubles with
+    each norm before it, and a model whose first such operator came after 8 layers took minutes.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     if lowering is None:
@@ -183,22 +183,22 @@ def never_lower(op: OpOverload) -> None:
 
 
 def graph_pass_base() -> type:
-    """The class of inductor's passes over graphs."""
+    """Base class of inductor's graph passes."""
     return _of_inductor("custom_graph_pass", "CustomGraphPass")
 
 
 def hash_of_files(paths: tuple[str, ...]) -> Any:
-    """A hash of files, by which inductor identifies a pass in its cache."""
+    """Hash of source files, which identifies a pass in inductor's cache."""
     return _of_inductor("custom_graph_pass", "get_hash_for_files")(paths)
 
 
 def decompositions() -> dict[Any, Any]:
-    """Inductor's decompositions of operators. Takes seconds, which compiling takes anyway."""
+    """Inductor's operator decompositions. Imports inductor, which takes seconds."""
     return _of_inductor("decomposition", "select_decomp_table")()
 
 
 def options_of_mode(mode: str) -> dict[str, Any]:
-    """The options of torch.compile that a mode stands for."""
+    """torch.compile options of a mode."""
     _of_inductor("config", PASS_OPTION)
     modes = _of_inductor("", "list_mode_options")()
     check_one_of(mode, modes, "compile_options(): mode")
@@ -206,7 +206,7 @@ def options_of_mode(mode: str) -> dict[str, Any]:
 
 
 def _of_inductor(module: str, name: str) -> Any:
-    """Raises KernelError if inductor has no such name."""
+    """A part of inductor. Raises KernelError if it is missing."""
     try:
         return getattr(importlib.import_module(f"torch._inductor.{module}".rstrip(".")), name)
     except (ImportError, AttributeError) as error:
@@ -217,7 +217,7 @@ def _of_inductor(module: str, name: str) -> Any:
 
 
 def guards_attribute(guard: Any, attribute: str) -> bool:
-    """True if one of dynamo's guards is on the attribute of some module."""
+    """True if a dynamo guard is on this attribute of a module."""
     try:
         return guard.name.endswith(f".{attribute}")
     except AttributeError as error:
@@ -225,15 +225,15 @@ def guards_attribute(guard: Any, attribute: str) -> bool:
 
 
 def skip_frames_of(function: Any) -> bool:
-    """Tell dynamo, which need not be imported, to leave a function's own frames as they are, not those it calls.
+    """Make dynamo skip a function's own frames but not its callees', without importing dynamo.
 
-    False: this torch has no such thing, which is announced.
+    Returns False, with a warning, if this torch cannot.
     """
     try:
         frames = torch._C._dynamo.eval_frame
         own, called = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(own, called))
-    except (AttributeError, TypeError) as error:  # a name, or the arguments of one
+    except (AttributeError, TypeError) as error:  # a missing name, or a changed signature
         announce(
             f"torch {torch.__version__}: {error}; tested with {tested_range('torch')}. Importing vbrt imports torch's "
             "compiler, which takes two seconds"

@@ -1,18 +1,18 @@
-"""transformers: the parts that may change from version to version, by what vbrt does with them.
+"""transformers: parts that may change between versions, by the vbrt feature that uses them.
 
 | feature | without it |
 | --- | --- |
-| `DRAFTS` | `generate(speculate=...)` decodes without drafts, a `seed` is refused |
-| `ROWS` | drafts are verified by passes of one token |
-| `CACHES` | decode steps are not recorded |
-| `KV_CACHE` | `vbrt.KVCache` is refused |
-| `EXPERTS` | routed experts are computed one after the other |
-| `CHECKPOINTS` | a checkpoint that needs renamed or merged tensors is refused |
-| `LOADING` | `from_pretrained` with `vbrt.QuantizationConfig` is refused |
-| `GGUF` | GGUF files are refused |
+| `DRAFTS` | `generate(speculate=...)` decodes without drafts; `seed` raises |
+| `ROWS` | drafts are verified by single-token passes |
+| `CACHES` | decode steps are not captured |
+| `KV_CACHE` | `vbrt.KVCache` raises |
+| `EXPERTS` | routed experts are computed one by one |
+| `CHECKPOINTS` | checkpoints that need renamed or merged tensors raise |
+| `LOADING` | `from_pretrained` with `vbrt.QuantizationConfig` raises |
+| `GGUF` | GGUF files raise |
 
-The classes, functions and tables that a feature asks for can be imported from here by name:
-`from vbrt.libraries.transformers_api import ConversionOps`. Importing this module imports nothing of transformers.
+The classes, functions and tables of a feature can be imported from here by name:
+`from vbrt.libraries.transformers_api import ConversionOps`. Importing this module does not import transformers.
 """
 
 import functools
@@ -76,7 +76,7 @@ DRAFTS = Feature(
         "generation.utils:GenerateDecoderOnlyOutput",
         "generation.stopping_criteria:StopStringCriteria",
     ),
-    without="generate() of a wrapped model has no drafts (speculate=) and no noise by a seed (seed=)",
+    without="generate() of a wrapped model supports neither drafts (speculate=) nor seeded sampling (seed=)",
 )
 ROWS = Feature(
     _NAME,
@@ -88,7 +88,7 @@ ROWS = Feature(
         "modeling_utils:ALL_ATTENTION_FUNCTIONS",
         "configuration_utils:PreTrainedConfig._attn_implementation",
     ),
-    without="drafts are verified by passes of one token",
+    without="drafts are verified by single-token passes",
 )
 CACHES = Feature(
     _NAME,
@@ -101,7 +101,7 @@ CACHES = Feature(
         "cache_utils:DynamicSlidingWindowLayer",
         "cache_utils:LinearAttentionLayer",
     ),
-    without="decode steps of generate() are not recorded",
+    without="decode steps of generate() are not captured",
 )
 KV_CACHE = Feature(
     _NAME,
@@ -113,12 +113,12 @@ KV_CACHE = Feature(
         "cache_utils:DynamicSlidingWindowLayer",
         "cache_utils:EncoderDecoderCache",
     ),
-    without="vbrt.KVCache has nothing to take the place of; use transformers' own caches",
+    without="vbrt.KVCache has no base class; use transformers' own caches",
 )
 EXPERTS = Feature(
     _NAME,
     ("integrations.moe:ALL_EXPERTS_FUNCTIONS",),
-    without="routed experts are computed one after the other, as their module's own forward does",
+    without="routed experts are computed one by one, as their module's own forward does",
 )
 CHECKPOINTS = Feature(
     _NAME,
@@ -130,7 +130,7 @@ CHECKPOINTS = Feature(
         "core_model_loading:build_glob_alternation",
         "conversion_mapping:get_model_conversion_mapping",
     ),
-    without="tensors of checkpoints are read by the names that the files have, as this version's from_pretrained does",
+    without="tensors of checkpoints are read by their names in the files, as in this version's from_pretrained",
 )
 LOADING = Feature(
     _NAME,
@@ -147,7 +147,7 @@ LOADING = Feature(
         "modeling_utils:PreTrainedModel._get_dtype_plan(dtype)",
     ),
     without="from_pretrained(quantization_config=vbrt.QuantizationConfig(...)) needs another version; vbrt.load, and "
-    "vbrt.wrap of a model that was loaded, work with this one",
+    "vbrt.wrap on a loaded model, work with this one",
 )
 GGUF = Feature(
     _NAME,
@@ -160,7 +160,7 @@ GGUF = Feature(
     ),
     without="GGUF files need another version",
 )
-#: classes and tables that vbrt looks up without depending on them
+#: classes and tables that vbrt uses if they exist
 OTHERS = Feature(
     _NAME,
     (
@@ -176,7 +176,7 @@ FEATURES = (DRAFTS, ROWS, CACHES, KV_CACHE, EXPERTS, CHECKPOINTS, LOADING, GGUF,
 
 
 def _of_module(ask: str) -> str:
-    """`module:Name` of an ask for a part of that name, whatever is asked of it."""
+    """Reduce an ask to `module:Name`."""
     module, _, names = ask.partition("(")[0].partition(":")
     return f"{module}:{names.partition('.')[0]}"
 
@@ -185,7 +185,7 @@ _PARTS = {path.rpartition(":")[2]: (path, feature) for feature in FEATURES for p
 
 
 def __getattr__(name: str) -> Any:
-    """A part that a feature asks for. Raises LibraryError, with version and what is off, where there is none."""
+    """A part that a feature needs. Raises LibraryError, with version and consequence, if it is missing."""
     if name not in _PARTS:
         raise AttributeError(name)
     path, feature = _PARTS[name]
@@ -196,26 +196,26 @@ def __getattr__(name: str) -> Any:
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """True for a model of transformers."""
-    library = loaded(_NAME)  # which made the model, if it did
+    """True for a transformers model."""
+    library = loaded(_NAME)  # must be loaded if it made the model
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def ignored_patterns(model: nn.Module) -> Collection[str]:
-    """Patterns of names in checkpoints that a model says it does not need."""
+    """Patterns of checkpoint names that a model ignores."""
     return getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
 
 
 def adapters_only(model: nn.Module) -> bool:
-    """True if `save_pretrained` of a model writes its adapters and nothing else: `add_adapter` has been called."""
+    """True if the model's `save_pretrained` writes adapters only: `add_adapter` was called."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def own_dtypes_of(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """The dtype that a model's class wants for a parameter whatever that of the rest, by the parameter's name.
+    """Return a function from parameter name to the dtype that the model's class prescribes for it; None for most.
 
     Args:
-        dtype: of the rest.
+        dtype: of the other parameters.
     """
     ask = getattr(model, "_get_dtype_plan", None)
     plan = ask(dtype) if ask is not None else {}
@@ -230,34 +230,34 @@ def own_dtypes_of(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch
     return wanted
 
 
-_SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second warns from 5.24 on
+_SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second warns since 5.24
 
 
 def checkpointing_switch(model: nn.Module) -> Callable[[dict[str, Any]], None] | None:
-    """The method of a model that switches activation checkpointing on, with options; None without one."""
+    """The model's method that enables activation checkpointing, taking options; None if it has none."""
     return next((getattr(model, name) for name in _SWITCHES if hasattr(model, name)), None)
 
 
 def checkpointing_name() -> str:
-    """How this version calls that method."""
+    """Name of that method in this version."""
     module = loaded(_NAME, "modeling_utils")
     return _SWITCHES[0] if hasattr(getattr(module, "PreTrainedModel", None), _SWITCHES[0]) else _SWITCHES[1]
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------
 
-#: names of the argument that takes a cache of keys and values: of forwards, blocks, outputs and `generate`
+#: names of the KV cache argument, in forwards, blocks, outputs and `generate`
 CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 def generation_mixin() -> type | None:
-    """The class that models inherit `generate` from; None before a model has imported it."""
+    """The class that provides `generate`; None before a model has imported it."""
     module = loaded(_NAME, "generation.utils")
     return None if module is None else getattr(module, "GenerationMixin", None)
 
 
 def cache_of(holder: Any) -> Any:
-    """The cache in the arguments of a pass (a mapping) or in a model's outputs; None without one."""
+    """The cache in a pass's arguments (a mapping) or a model's outputs; None if there is none."""
     if isinstance(holder, Mapping) and not hasattr(holder, "to_tuple"):
         return next((holder[name] for name in CACHE_ARGUMENTS if holder.get(name) is not None), None)
     found = (vars(holder).get(name) for name in CACHE_ARGUMENTS)  # properties of older names warn
@@ -265,18 +265,18 @@ def cache_of(holder: Any) -> Any:
 
 
 def is_cache(value: Any) -> bool:
-    """True for a cache of keys and values, whatever the argument is called that it is given by."""
+    """True for a KV cache, by its methods."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def with_cache(kwargs: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-    """The arguments of a pass with another cache, under the name that they have for it."""
+    """A pass's arguments with another cache, under the same name."""
     (name,) = (name for name in CACHE_ARGUMENTS if name in kwargs)
     return {**kwargs, name: cache}
 
 
 def cache_argument(function: Callable[..., Any]) -> str:
-    """The name by which a forward takes its cache."""
+    """Name of a forward's cache argument."""
     known = inspect.signature(function).parameters
     return next((name for name in CACHE_ARGUMENTS if name in known), CACHE_ARGUMENTS[1])
 
@@ -287,8 +287,7 @@ def _name_in_generate(mixin: type) -> str:
 
 
 def as_generate_names_it(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `generate` with the cache, if they have one, under this version's name for it: "cache"
-    from 5.24 on, "past_key_values" before."""
+    """Rename `generate`'s cache argument to this version's: "cache" since 5.24, "past_key_values" before."""
     mixin = generation_mixin()
     given = [name for name in CACHE_ARGUMENTS[:2] if name in kwargs]
     if mixin is None or len(given) != 1:
@@ -299,23 +298,23 @@ def as_generate_names_it(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def cache_kinds(*names: str) -> frozenset[type]:
-    """The classes of cache layers of these names, as far as there are any."""
+    """Cache layer classes of these names, as far as they exist."""
     return frozenset(kind for name in names if (kind := find(_NAME, f"cache_utils:{name}")) is not None)
 
 
 def stop_keeping_past(cache: Any) -> None:
-    """Leave a cache as `generate` leaves one that it need not rewind any more."""
+    """End past recording on a cache, as `generate` does once it need not rewind."""
     for layer in cache.layers:
         if hasattr(layer, "record_past"):
             layer.record_past = False
 
 
-#: what transformers changes in configs between a prompt and the first step, on devices other than CPUs
+#: config attributes that transformers changes between a prompt and the first step, on devices other than CPUs
 CHANGED_BY_STEPS = ("_experts_implementation_internal",)
 
 
 def replace_capture_query(replaced: Callable[[Callable[[], bool]], Callable[[], bool]]) -> None:
-    """Put another function in the place of the one that tells transformers whether a CUDA graph captures."""
+    """Replace the function by which transformers detects CUDA graph capture."""
     module = loaded(_NAME, "utils.import_utils")
     asked = getattr(module, "is_cuda_stream_capturing", None)
     if asked is not None:
@@ -326,31 +325,31 @@ def replace_capture_query(replaced: Callable[[Callable[[], bool]], Callable[[], 
 
 
 def attention_of(config: Any) -> str | None:
-    """The name of the attention that a config asks for."""
+    """Name of the config's attention implementation."""
     return getattr(config, "_attn_implementation", None)
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Have a config ask for another attention, unchecked."""
+    """Set the config's attention implementation, unchecked."""
     config._attn_implementation_internal = name
 
 
 def experts_implementation(config: Any) -> str | None:
-    """The name of the implementation of routed experts that a config asks for."""
+    """Name of the config's implementation of routed experts."""
     return getattr(config, "_experts_implementation", None)
 
 
 def experts_function(name: str | None) -> Callable[..., Any] | None:
-    """The implementation of routed experts of a name; None where this version has none."""
-    module = loaded(_NAME, "integrations.moe")  # which decorates the classes of experts
+    """Implementation of routed experts by name; None if this version has none."""
+    module = loaded(_NAME, "integrations.moe")  # imported with any class of experts
     table = getattr(module, "ALL_EXPERTS_FUNCTIONS", ())
     if module is not None and not table:
-        EXPERTS.is_there()  # says that it is not
+        EXPERTS.is_there()  # reports that it is missing
     return table[name] if name in table else None
 
 
 def loaded_part(module: str, name: str) -> Any:
-    """An attribute of a module that this process has imported; None otherwise."""
+    """An attribute of a module that this process has imported; else None."""
     return getattr(loaded(_NAME, module), name, None)
 
 
@@ -358,7 +357,7 @@ def loaded_part(module: str, name: str) -> Any:
 
 
 def keep_loading_attributes_of(config: type) -> None:
-    """Have what is asked of `from_pretrained` merged into the config of this class that a directory has."""
+    """Merge `from_pretrained` arguments of this config class into the config in a directory."""
     LOADING.check()
     auto = find(_NAME, "quantizers.auto")
     auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, config)
@@ -368,7 +367,7 @@ def keep_loading_attributes_of(config: type) -> None:
 
 
 def rules_of(mapping: Collection[Any]) -> tuple[list[Any], list[Any]]:
-    """The rules that rename tensors, and those that convert them."""
+    """Split into renaming and converting rules."""
     renaming, converting = __getattr__("WeightRenaming"), __getattr__("WeightConverter")
     of_kind = ([rule for rule in mapping if isinstance(rule, kind)] for kind in (renaming, converting))
     return next(of_kind), next(of_kind)
@@ -378,12 +377,12 @@ def rules_of(mapping: Collection[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def newer_gguf_architectures() -> Collection[str]:
-    """Architectures whose config this version makes of a GGUF file's metadata without its vocabulary."""
+    """Architectures whose config this version builds from GGUF metadata without the vocabulary."""
     return find(_NAME, "integrations.gguf:GGUF_CONFIG_ARCHS", ())
 
 
 def newer_gguf_rules(architecture: str, config: Any) -> list[Any] | None:
-    """The conversion rules of an architecture; None where this version has none for it."""
+    """Conversion rules of an architecture; None if this version has none."""
     known = find(_NAME, "integrations.gguf.utils:is_gguf_arch_supported")
     if known is None or not known(architecture):
         return None

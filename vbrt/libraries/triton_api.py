@@ -1,15 +1,15 @@
-"""Triton's private parts: launches without its work on every call, its caches, names that differ by version.
+"""Triton: private parts for launches with less host overhead, caches, and names that differ by version.
 
-| what | without it |
+| part | without it |
 | --- | --- |
-| calling a compiled kernel again, `direct_launch` (tested versions only) | Triton's own launch each time, announced |
-| C code that launches a kernel, `make_launcher` (Triton 3.6) | compiled by the first launch |
-| a kernel's cache of compiled code, `open_cache` | what threads compile first may be compiled again |
+| relaunch of a compiled kernel, `direct_launch` (tested versions only) | Triton's own launch, with a warning |
+| C launcher of a kernel, `make_launcher` (Triton 3.6) | compiled at the first launch |
+| a kernel's cache of compiled code, `open_cache` | the first threads may compile twice |
 | names of a kernel's constants, `constant_names` | KernelError |
 | names in Gluon that differ by version, `renamed` | KernelError |
-| a launch's option `fp_fusion` | Triton's own default, announced |
+| launch option `fp_fusion` | Triton's default, with a warning |
 
-`vbrt.libraries.versions` says with which versions all of it has been run. Imports Triton only when asked for its parts.
+Tested versions: `vbrt.libraries.versions`. Triton is imported only when its parts are used.
 """
 
 import functools
@@ -33,10 +33,10 @@ Launch = Callable[[int, int, int, Sequence[int], Sequence[Any], Sequence[Any]], 
 
 
 def direct_launch(compiled: Any) -> Launch | None:
-    """A launch of what `kernel[grid](...)` has returned, without Triton's work on every call; None if it cannot be had.
+    """Return a direct launch of a kernel that `kernel[grid](...)` has compiled; None, with one warning, if unavailable.
 
-    Triton binds arguments, specializes them and looks up its cache each time. This hands pointers straight to the
-    compiled kernel; Triton's launch hooks (profilers) do not see it. Announces why there is none, once.
+    Triton binds and specializes arguments and looks up its cache at each launch. This passes pointers straight to the
+    compiled kernel; Triton's launch hooks (profilers) do not see it.
     """
     import triton
 
@@ -57,8 +57,8 @@ def direct_launch(compiled: Any) -> Launch | None:
 
 
 def open_cache(kernel: Any) -> None:
-    """Have Triton make a jitted kernel's cache of compiled code for the current device, before threads fill it: two
-    that come first at once make one each, and what one of them compiles is lost."""
+    """Create a jitted kernel's cache for the current device, before threads fill it: otherwise two first threads create
+    one each, and what one of them compiles is lost."""
     from triton.runtime import driver
 
     caches = getattr(kernel, "device_caches", None)
@@ -67,12 +67,11 @@ def open_cache(kernel: Any) -> None:
 
 
 def make_launcher(compiled: Any) -> None:
-    """Have the C code compiled that launches a compiled kernel, where no launch of its signature was: Triton 3.6 does
-    that when a kernel is launched first, for .3 s. Does not touch the device; does nothing with another Triton.
+    """Compile the C launcher of a compiled kernel ahead of its first launch, which takes Triton 3.6 0.3 s. Does not
+    touch the device; a no-op with another Triton.
 
-    What is made lies on disk, where the launch looks for it, and is not imported here. All of these modules have one
-    name, so that Python gives one module object for all that it imports again: while one thread imports a launcher and
-    takes its function, others must not.
+    The launcher is written to Triton's disk cache, not imported. All launchers share one module name, so Python may
+    return one module object for several: while a thread imports a launcher and takes its function, others must not.
     """
     import triton
 
@@ -97,8 +96,8 @@ def make_launcher(compiled: Any) -> None:
 
 @functools.cache
 def fp_fusion(fused: bool, /) -> Mapping[str, bool]:
-    """The option of a launch by which Triton fuses multiplications with additions, or does not: bits depend on it, and
-    Triton 3.10 changes what it does by default. Empty, and announced, where there is no such option."""
+    """Launch option that makes Triton fuse multiply and add, or not: bits depend on it, and Triton 3.10 changes the
+    default. Empty, with a warning, if there is no such option."""
     import triton
     from triton.backends.nvidia.compiler import CUDAOptions
 
@@ -107,13 +106,13 @@ def fp_fusion(fused: bool, /) -> Mapping[str, bool]:
         return {name: fused}
     announce(
         f"Triton {triton.__version__} has no option {name}; tested with {tested_range('triton')}. Kernels that "
-        "multiply and add may round otherwise than they are documented to"
+        "multiply and add may round differently than documented"
     )
     return {}
 
 
 def constant_names(kernel: Any) -> tuple[str, ...]:
-    """The names of a jitted kernel's constants (`constexpr` parameters), in the order of its signature."""
+    """Names of a jitted kernel's constants (`constexpr` parameters), in order of its signature."""
     try:
         return tuple(parameter.name for parameter in kernel.params if parameter.is_constexpr)
     except AttributeError as error:
@@ -121,7 +120,7 @@ def constant_names(kernel: Any) -> tuple[str, ...]:
 
 
 def renamed(module: Any, *names: str) -> Any:
-    """The first of `names` that a module of Triton has. Raises KernelError if it has none."""
+    """The first of `names` that a Triton module has. Raises KernelError if it has none."""
     for name in names:
         if hasattr(module, name):
             return getattr(module, name)

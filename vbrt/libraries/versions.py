@@ -1,4 +1,4 @@
-"""Tested versions of other libraries: the only place where the package has them, and what is newer here.
+"""Tested versions of other libraries: the only place in the package that lists them.
 
     newer_than_tested()              # ("transformers 5.25.0 is newer than the newest tested (5.24)",), of all installed
     newer_than_tested(loaded=True)   # of those that this process has imported: `stats().untested`
@@ -14,7 +14,7 @@ import sys
 
 __all__ = ["TESTED", "is_tested", "newer_than_tested", "tested_range", "wanted"]
 
-#: library -> the lowest and the newest minor version that the short suite, and of the newest the whole suite, ran with
+#: library -> lowest and newest minor version: the short suite ran with both, the whole suite with the newest
 TESTED = {
     "torch": ("2.11", "2.14"),
     "triton": ("3.6", "3.9"),
@@ -27,25 +27,25 @@ TESTED = {
 
 
 def _minor(version: str) -> tuple[int, int] | None:
-    """(major, minor) of a version; None of what is none."""
+    """(major, minor) of a version; None if it does not parse."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return None if found is None else (int(found[1]), int(found[2]))
 
 
 def is_tested(library: str, version: str) -> bool:
-    """True for a version within the tested range; patch releases do not matter."""
+    """True for a version in the tested range; patch releases are ignored."""
     minor = _minor(version)
     first, last = map(_minor, TESTED[library])
     return minor is not None and first <= minor <= last
 
 
 def tested_range(library: str) -> str:
-    """The tested range in words: "3.6 to 3.9"."""
+    """The tested range as text: "3.6 to 3.9"."""
     return " to ".join(TESTED[library])
 
 
 def wanted(library: str, version: str) -> str:
-    """The version to install for one that lacks a part: the lowest, where that is newer; else the tested range."""
+    """Advice on the version to install: the lowest, if that is newer; else the tested range."""
     minor, lowest = _minor(version), TESTED[library][0]
     if minor is not None and minor < _minor(lowest):
         return f"vbrt needs {library} {lowest} or newer"
@@ -53,10 +53,10 @@ def wanted(library: str, version: str) -> str:
 
 
 def newer_than_tested(*, loaded: bool = False) -> tuple[str, ...]:
-    """A sentence for each library that is newer than the newest tested version.
+    """Return a message for each library newer than its newest tested version.
 
     Args:
-        loaded: leave out what this process has not imported.
+        loaded: only libraries that this process has imported.
     """
     found = (_newer(library) for library in TESTED if not loaded or library in sys.modules)
     return tuple(filter(None, found))

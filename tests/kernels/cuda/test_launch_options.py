@@ -50,7 +50,7 @@ def test_the_option_is_one_that_triton_knows(monkeypatch):
     triton_api.fp_fusion.cache_clear()
     probe._losses.clear()
     monkeypatch.setattr(compiler, "CUDAOptions", Fewer)
-    with pytest.warns(UserWarning, match="has no option enable_fp_fusion.*may round otherwise"):
+    with pytest.warns(UserWarning, match="has no option enable_fp_fusion.*may round differently"):
         assert triton_api.fp_fusion(True) == {}
     triton_api.fp_fusion.cache_clear()
 
