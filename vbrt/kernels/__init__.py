@@ -1,4 +1,4 @@
-"""Ops on planes: a reference in plain torch and faster ones for CPUs and GPUs, found by `resolve`."""
+"""Kernels: ops on planes, in plain torch as the reference, and faster for CPUs and GPUs; see `resolve`."""
 
 from vbrt.kernels.cpu.build import libraries
 from vbrt.kernels.cpu.int8 import int8_refusal

@@ -1,17 +1,16 @@
-"""DecodedWeight: the temporary that `.weight` of a VB layer gives; it stands for the layer's weight while it lives.
+"""DecodedWeight: the temporary returned by `.weight` of a VB layer; a write to it updates the layer.
 
-Tied layers give the same one, and what is written into it, or into a view of it, is the layer's weight from then on.
-Nobody but the temporary holds its memory until it is written to; its owner only knows where it is.
+Tied layers return the same temporary. Only the temporary holds its memory until it is written to; the owner has a weak
+reference. A write to it or to a view of it becomes the layer's weight.
 
-Writes are seen in three ways. Every method of a temporary, and of the views that its methods make, compares the version
-counter when it is done. What goes by them, such as `out=` or a compiled function, counts in the version too: the owner
-looks before it uses its planes, and the temporary as it dies. Memory that was handed out, to numpy or by address, is
-written to without a count, so its content is compared by a digest from then on.
+Writes are detected in three ways. Every method of a temporary, and of the views that its methods return, compares the
+version counter afterwards. Writes outside of methods, such as `out=` or a compiled function, bump the version too: the
+owner checks it before using its planes, and so does the temporary's `__del__`. Memory that was exposed, to numpy or by
+address, can be written without a version bump, so its content is compared by digest from then on.
 
-Roads not taken: `__torch_function__` would see calls of torch's functions as well, but where a tensor has it, torch
-leaves its fast paths (nn.TransformerEncoder's gives other values at padded places than the slow one). A subclass that
-sees the dispatcher's operators has no memory of its own that numpy could read, and every transform and tracer of torch
-would have to be taught about it.
+Roads not taken: `__torch_function__` would intercept torch functions as well, but torch disables its fast paths for
+such tensors (nn.TransformerEncoder's has other values at padded positions than the slow one). A `__torch_dispatch__`
+subclass has no memory of its own for numpy, and every transform and tracer of torch would need support for it.
 """
 
 import functools
@@ -40,7 +39,7 @@ _HAND_OUT = {
     _BASE.storage,
     _BASE._typed_storage,
 }
-_VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # properties; methods are all followed
+_VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # properties; all methods are wrapped
 _NOT_FOLLOWED = {
     "__new__",
     "__init__",
@@ -61,101 +60,100 @@ _NOT_FOLLOWED = {
 
 
 def _nobody() -> None:
-    """The owner of a tensor that has become a parameter."""
+    """Owner of a tensor that has become a parameter: none."""
 
 
 class Owner(Protocol):
-    """Whose weight a temporary stands for."""
+    """The layer side of a temporary."""
 
     def check(self, weight: torch.Tensor) -> None:
-        """Raise WrapError for a weight that cannot take the place of this one."""
+        """Raise WrapError for a tensor that cannot replace the weight."""
 
     def refuse(self, what: str) -> None:
-        """Raise WrapError for what cannot be done to the weight."""
+        """Raise WrapError for an unsupported operation on the weight."""
 
     def take_over(self, weight: torch.Tensor) -> None:
-        """The weight is this tensor from now on. Raises WrapError where it cannot change."""
+        """Adopt this tensor as the weight. Raises WrapError if the weight cannot change."""
 
     def died_written(self, weight: torch.Tensor) -> None:
-        """A temporary has died that held this. Called wherever memory is freed: neither waits nor raises."""
+        """Adopt the content of a deleted temporary. Called from `__del__`: must neither block nor raise."""
 
     def thaw(self, weight: "DecodedWeight") -> None:
-        """Make the temporary a parameter that trains. Raises WrapError where it cannot."""
+        """Turn the temporary into a trainable parameter. Raises WrapError if that is not possible."""
 
     def freeze(self) -> None:
-        """The weight is not asked to train: whoever gets it back as a parameter gets a frozen one."""
+        """Mark the weight as frozen: later conversions back to a parameter set requires_grad=False."""
 
 
 class DecodedWeight(torch.Tensor):
-    """A decoded weight, or a view of one. Results of operations that share no memory with it, its copies and its
-    pickles are plain tensors; `nn.Parameter` of it is a parameter of its own."""
+    """A decoded weight, or a view of one. Results that share no memory with it, copies and pickles are plain tensors;
+    `nn.Parameter` of it is an independent parameter."""
 
     __torch_function__ = disabled_torch_function
     _owner: Callable[[], "Owner | None"]
-    _root: "torch.Tensor | None"  # what this is a view of, which lives as long
-    _seen: int  # the version that the owner knows
-    _digest: int | None = None  # of the content that the owner knows, once memory was handed out
+    _root: "torch.Tensor | None"  # base of a view, which it keeps alive
+    _seen: int  # version known to the owner
+    _digest: int | None = None  # of the content known to the owner, once memory was exposed
 
     @classmethod
     def of(cls, owner: Callable[[], Owner | None], weight: torch.Tensor) -> "DecodedWeight":
-        """`weight`, just decoded for what `owner` gives or still dense, without a copy."""
-        with torch.inference_mode(False):  # tensors of inference mode count no writes
+        """Wrap `weight`, just decoded or still dense, for the owner that `owner()` returns; no copy."""
+        with torch.inference_mode(False):  # inference tensors have no version counter
             decoded = torch.Tensor._make_subclass(cls, weight.clone() if weight.is_inference() else weight)
         decoded.lend(owner)
         return decoded
 
     def lend(self, owner: Callable[[], Owner | None]) -> None:
-        """Stand for the weight of what `owner` gives, as it is now."""
+        """Represent the current weight of the owner that `owner()` returns."""
         self._owner, self._root = owner, None
         self.settle()
 
     def settle_at(self, version: int) -> None:
-        """The owner knows the content as it was at a version. The memory was not the temporary's alone until then, and
-        others may have handed it out."""
+        """Set the version known to the owner. The memory was shared before, so it may have been exposed."""
         self._seen = version
         self.hand_out()
 
     def move(self, values: torch.Tensor) -> None:
-        """Hold these values, which the owner knows, in their memory, and leave what was there as it is."""
+        """Rebind to these values, known to the owner, without a copy; the old memory is left as it is."""
         _BASE.data.__set__(self, values)
         self.settle()
 
     @property
     def owner(self) -> Owner | None:
-        """Whose weight this is; None for a view of it, and once the owner is gone."""
+        """The owner; None for a view, and once the owner is gone."""
         return self._owner() if self._root is None else None
 
     def hold(self, values: torch.Tensor) -> None:
-        """Hold these values, which the owner knows."""
+        """Copy these values, known to the owner, into the temporary."""
         with torch.inference_mode(False), torch.no_grad():
             _BASE.copy_(self, values)
         self.settle()
 
     def settle(self) -> None:
-        """The owner knows the content."""
+        """Mark the current content as known to the owner."""
         self._seen = self._version
         self._digest = None if self._digest is None else _digest(self)
 
     def hand_out(self) -> None:
-        """From now on somebody may write without a count."""
+        """Mark the memory as exposed: writes may no longer bump the version."""
         if self._digest is None:
             self._digest = _digest(self)
 
     @property
     def written(self) -> bool:
-        """True if the content has changed since the owner knew it."""
-        known = self.__dict__.copy()  # another thread may make a parameter of it
+        """True if the content differs from what the owner knows."""
+        known = self.__dict__.copy()  # another thread may turn it into a parameter
         digest = known.get("_digest")
         return self._version != known.get("_seen", self._version) or (digest is not None and _digest(self) != digest)
 
     @property
     def data(self) -> torch.Tensor:
-        """A view that counts as one: unlike Tensor.data, it shares the count of writes."""
+        """A view that, unlike Tensor.data, shares the version counter."""
         return self.detach()
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        """Of the values a copy is taken: later writes to them do not count."""
+        """Copies the values: later writes to them have no effect."""
         if self._root is not None:
             _BASE.data.__set__(self, values)
             return
@@ -166,7 +164,7 @@ class DecodedWeight(torch.Tensor):
         self._tell()
 
     def set_(self, *source: Any, **kwargs: Any) -> torch.Tensor:
-        """Refused by the owner's name: parametrizations put another tensor into the weight so, before they take it."""
+        """Refused through the owner: parametrizations swap the weight's tensor this way before they register it."""
         owner = self.owner
         if owner is not None:
             owner.refuse("set_")
@@ -174,8 +172,8 @@ class DecodedWeight(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """As any tensor's. Setting it makes a temporary a parameter, in layers that train; clearing it freezes what
-        `unwrap` gives back."""
+        """As of any tensor. Setting it turns a temporary into a parameter, in layers that train; clearing it freezes
+        what `unwrap` restores."""
         return _BASE.requires_grad.__get__(self)
 
     @requires_grad.setter
@@ -189,13 +187,13 @@ class DecodedWeight(torch.Tensor):
         _BASE.requires_grad.__set__(self, requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
-        """As Tensor's, see `requires_grad`."""
+        """As Tensor.requires_grad_, see `requires_grad`."""
         self.requires_grad = requires_grad
         return self
 
-    @uncompiled(reason="dynamo would look at the memory that is looked at here")
+    @uncompiled(reason="it inspects memory that dynamo would trace")
     def report_writes(self, *, handed_out: bool = False) -> None:
-        """Tell the owner if somebody has written."""
+        """Notify the owner of writes."""
         if handed_out:
             self.hand_out()
         if self.written:
@@ -208,7 +206,7 @@ class DecodedWeight(torch.Tensor):
             owner.take_over(self)
 
     def become_parameter(self) -> nn.Parameter:
-        """This very tensor as a plain parameter that does not require grad; the owner forgets it or holds it."""
+        """Turn this tensor itself into a plain parameter with requires_grad=False, detached from its owner."""
         self.__dict__.clear()
         self.__class__ = nn.Parameter
         return self
@@ -217,7 +215,7 @@ class DecodedWeight(torch.Tensor):
         if name != "_is_param":
             super().__setattr__(name, value)
             return
-        with torch.no_grad():  # nn.Parameter(weight) marks what detach() gave it
+        with torch.no_grad():  # nn.Parameter(weight) sets it on the result of detach()
             _BASE.data.__set__(self, _BASE.clone(self))
         self.become_parameter()
 
@@ -236,7 +234,7 @@ class DecodedWeight(torch.Tensor):
 
 
 def _roots(values: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """The temporaries that an operation was given, themselves or views of them, by id."""
+    """Temporaries among the arguments of an operation, or the bases of views, by id."""
     found: dict[int, torch.Tensor] = {}
     for value in values:
         if isinstance(value, DecodedWeight):
@@ -249,7 +247,7 @@ def _roots(values: Iterable[Any]) -> dict[int, torch.Tensor]:
 
 
 def _followed(func: Callable) -> Callable:
-    """A method of Tensor, after which owners hear of what was written, and whose views are views of a temporary."""
+    """Wrap a Tensor method: notify owners of writes, and track results that are views of a temporary."""
 
     @functools.wraps(func)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -264,7 +262,7 @@ def _followed(func: Callable) -> Callable:
 
 
 def _follow(result: Any, roots: dict[int, torch.Tensor]) -> Any:
-    """Results that share memory with a temporary are views of it: they keep it, and show what is written to them."""
+    """Make results that share memory with a temporary its views: they keep it alive and are tracked."""
     if isinstance(result, tuple | list):
         for each in result:
             _follow(each, roots)
@@ -279,12 +277,12 @@ def _follow(result: Any, roots: dict[int, torch.Tensor]) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # which torch does without, and so does vbrt
+    numpy = sys.modules.get("numpy")  # optional for torch and for vbrt
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 class _Memory:
-    """Keeps the temporaries alive for a numpy array whose own base is another tensor on the same memory."""
+    """Keeps temporaries alive for a numpy array whose base is another tensor on the same memory."""
 
     def __init__(self, array: Any, roots: tuple[torch.Tensor, ...]) -> None:
         self.__array_interface__ = array.__array_interface__
@@ -300,7 +298,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def _digest(weight: torch.Tensor) -> int:
-    """XXH3-64 of its memory; nothing that records a step sees the look."""
+    """XXH3-64 of the tensor's memory, invisible to tracers."""
     with unwatched():
         memory = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(_storage(weight)).cpu()
     return xxhash.xxh3_64_intdigest(bytes_view(memory))

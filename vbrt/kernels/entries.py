@@ -1,4 +1,4 @@
-"""Every implementation of the package, one record each: the screen that answers "which kernel runs?"."""
+"""Kernel table: every implementation in the package as one record; answers "which kernel runs?"."""
 
 import functools
 from collections.abc import Callable
@@ -32,7 +32,7 @@ __all__ = ["KERNELS"]
 
 @functools.cache
 def _no_triton(device: torch.device) -> str | None:
-    """Why Triton's kernels cannot run on a CUDA device, or None."""
+    """Return why Triton kernels cannot run on a CUDA device, or None."""
     if not devices.available():
         return "Triton with Gluon is not installed"
     if (device.index or 0) >= torch.cuda.device_count():
@@ -70,7 +70,7 @@ _wholes = functools.partial(_triton, formats=whole_linear.FORMATS, runs_unpacked
 
 
 def _decoding(record: Callable[..., Kernel], decode: Callable[..., Any]) -> tuple[Kernel, ...]:
-    """The ops of routed experts on matrices that `decode` restores, one expert after the other."""
+    """MoE ops that `decode` one expert's matrices at a time."""
     functions = {"experts_up": experts.experts_up, "experts_down": experts.experts_down}
     return tuple(record(op, run=functools.partial(run, decode=decode)) for op, run in functions.items())
 
@@ -94,7 +94,7 @@ KERNELS = (
     _built("linear", run=cpu_linear.linear, rounded={"int8": cpu_int8.linear}, few=small_batch_linear.few),
     _built_experts("experts_up", run=cpu_experts.experts_up, rounded={"int8": cpu_int8.experts_up}),
     _built_experts("experts_down", run=cpu_experts.experts_down, rounded={"int8": cpu_int8.experts_down}),
-    # nothing to decode: torch's own matmul, and nothing to build
+    # nothing to decode or build: torch's matmul
     _compiled("decode_weight", run=reference.decode_weight, formats=("dense",), rank=-1),
     _compiled("linear", run=reference.linear, formats=("dense",), rank=-1),
     _triton("decode_weight", run=e2m1_linear.decode_weight),

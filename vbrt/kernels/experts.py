@@ -1,15 +1,15 @@
-"""Routed experts: the ops "experts_up" and "experts_down", their operands, and the reference in plain torch.
+"""Routed experts: ops "experts_up" and "experts_down", their operands, and the reference in plain torch.
 
-A layer of routed experts sends each token through k of its E experts. With g the gate and w the routing weights:
+An MoE layer routes each token to k of its E experts. With gate g and routing weights w:
 
     h[p] = g(W_up[e] x[t] + b_up[e])            p = (t, j): the j-th expert e of token t      experts_up
     y[t] = sum over j of w[t, j] (W_down[e] h[p] + b_down[e])                                 experts_down
 
-The weights come as pages, one for each expert, in which the parts of an expert lie side by side
-(`formats/joint_planes.py`). Experts that no token is sent to need no page. An id that is not in 0 .. E - 1 is a
-sentinel: its pair is skipped, adds nothing, and its row of h is zero.
+Weights come as one page per expert, with the planes of its parts concatenated (`formats/joint_planes.py`). Experts
+without tokens need no page. An id outside 0 .. E - 1 is a sentinel: its pair is skipped, adds nothing, and its row of h
+is zero.
 
-Legend: T tokens, k experts a token, P = T k pairs, E experts, H hidden, I inner, N rows of a matrix.
+Legend: T tokens, k experts per token, P = T k pairs, E experts, H hidden, I inner, N rows of a matrix.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ __all__ = [
     "weigh_and_sum",
 ]
 
-#: the functions of gates by name
+#: activation functions of gates by name
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": F.relu,
@@ -51,15 +51,15 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What is done to the product with "up", in the kernel.
+    """Activation after "up", fused into the kernel.
 
     Attributes:
         function: one of GATES.
-        gated: True if the rows hold gates and values: g(v) = function(gate) * value; False: g(v) = function(v).
+        gated: True: rows are gates and values, g(v) = function(gate) * value; False: g(v) = function(v).
         interleaved: rows are gate 0, value 0, gate 1, ...; False: all gates, then all values.
-        alpha: the gate is multiplied by it within a "silu": gate * sigmoid(alpha * gate), as gpt-oss does.
-        limit: gates are clamped to at most it, values to +- it; None: not at all.
-        shift: is added to the values.
+        alpha: scale within the sigmoid of "silu": gate * sigmoid(alpha * gate), as in gpt-oss.
+        limit: upper clamp of gates, and symmetric clamp of values; None: no clamp.
+        shift: added to the values.
     """
 
     function: str
@@ -70,21 +70,21 @@ class Gate:
     shift: float = 0.0
 
     def columns(self, n: int) -> int:
-        """Return the number of columns of g(v) for v of n columns."""
+        """Return the number of columns of g(v) for n columns of v."""
         return n // 2 if self.gated else n
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPages:
-    """The pages of one plane of a layer's experts, in the memory of the device that computes.
+    """Pages of one plane of a layer's experts, in the computing device's memory.
 
     Attributes:
         format: of the plane.
         dtype: of the weights.
         shapes: (N, K) of each part.
         layout: of every page.
-        pages: by expert, uint8; None where no page is leased, or only the device knows it.
-        addresses: (on a GPU) int64 [E], the address of each expert's page there; of those without one, anything.
+        pages: by expert, uint8; None if not leased, or known to the device only.
+        addresses: (on a GPU) int64 [E], device address of each expert's page; undefined for experts without one.
     """
 
     format: str
@@ -96,17 +96,17 @@ class ExpertPages:
 
     @property
     def experts(self) -> int:
-        """E."""
+        """Number of experts E."""
         return len(self.pages)
 
     def offsets(self, part: str) -> dict[str, int]:
-        """Return where each field of a part lies in a page, in bytes, under the names that the format gives them."""
+        """Return the byte offset of each field of a part within a page, by the format's field name."""
         head = f"{part}."
         return {f.name.removeprefix(head): f.offset for f in self.layout.fields if f.name.startswith(head)}
 
 
 def addresses_of(pages: ExpertPages, device: torch.device) -> Tensor:
-    """Return the table of the pages' addresses, made from them where there is none."""
+    """Return the table of page addresses, built on first use."""
     if pages.addresses is not None:
         return pages.addresses
     addresses = [0 if page is None else page.data_ptr() for page in pages.pages]
@@ -114,10 +114,10 @@ def addresses_of(pages: ExpertPages, device: torch.device) -> Tensor:
 
 
 def part_planes(pages: ExpertPages, expert: int, part: str) -> WeightPlanes:
-    """Return one matrix of one expert. Raises KernelError for an expert without a page."""
+    """Return one matrix of one expert. Raises KernelError if its page is missing."""
     page = pages.pages[expert]
     if page is None:
-        raise KernelError(f"expert {expert}: its page is not here; lease the pages of all experts that tokens go to")
+        raise KernelError(f"expert {expert}: its page is not here; lease the pages of all routed experts")
     fields = part_fields(unpack(page, pages.layout), part)
     return WeightPlanes(pages.format, pages.shapes[part], pages.dtype, fields)
 
@@ -136,8 +136,8 @@ def experts_up(
 
     Args:
         ids_Tk: int32 or int64 [T, k].
-        gate: None: v as it is.
-        decode: restores a matrix.
+        gate: None: identity.
+        decode: decodes a matrix.
     """
     k = ids_Tk.shape[1]
     out = x_TH.new_zeros(ids_Tk.numel(), pages.shapes[part][0])
@@ -161,16 +161,16 @@ def experts_down(
     bias_EN: Tensor | None = None,
     decode: Callable[[WeightPlanes], Tensor] = decode_weight,
 ) -> Tensor:
-    """Return the weighted sums [T, H] in h's dtype, or, without weights, the rows of all pairs [P, H].
+    """Return the weighted sums [T, H] in h's dtype or, without weights, the rows of all pairs [P, H].
 
-    The sum over a token's experts is in fp32 and in the order of `ids_Tk`.
+    The sum over a token's experts is in fp32, in the order of `ids_Tk`.
     """
     rows = experts_up(h_PI, ids_Tk.reshape(-1, 1), pages, part=part, bias_EN=bias_EN, decode=decode)
     return rows if weights_Tk is None else weigh_and_sum(rows, ids_Tk, weights_Tk, pages.experts)
 
 
 def weigh_and_sum(rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: int) -> Tensor:
-    """Return the sum over each token's experts, [T, H] in the rows' dtype; sentinels weigh nothing."""
+    """Return the weighted sum over each token's experts, [T, H] in the rows' dtype; sentinels have weight zero."""
     routed = (ids_Tk >= 0) & (ids_Tk < experts)
     rows_TkH, weights_Tk = rows_PH.view(*ids_Tk.shape, rows_PH.shape[1]), weights_Tk.float().masked_fill(~routed, 0.0)
     weighted = rows_TkH.float() * weights_Tk.unsqueeze(-1)
@@ -190,7 +190,7 @@ def apply_gate(v_PN: Tensor, gate: Gate) -> Tensor:
 
 
 def pairs_of_experts(ids_Tk: Tensor, experts: int) -> list[tuple[int, Tensor]]:
-    """Return (expert, its pairs int64, ascending) for every expert that has any, ascending; waits for the device."""
+    """Return (expert, its pairs int64, ascending) for every expert with tokens, ascending; synchronizes."""
     ids_P = ids_Tk.reshape(-1)
     order = torch.argsort(ids_P, stable=True)
     found, counts = ids_P[order].unique_consecutive(return_counts=True)

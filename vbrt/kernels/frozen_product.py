@@ -1,7 +1,7 @@
-"""x Wᵀ + bias for a frozen weight, as autograd and torch.func see it.
+"""Frozen-weight product x Wᵀ + bias for autograd and torch.func.
 
-The product is linear in x and in bias, so each of its derivatives is such a product again, with W or with Wᵀ. Nothing
-of the weight's size is kept: whoever needs the weight again asks for it again.
+The product is linear in x and bias, so each derivative is again such a product, with W or Wᵀ. Nothing of the weight's
+size is saved: backward decodes the weight again.
 """
 
 from collections.abc import Callable
@@ -17,20 +17,20 @@ __all__ = ["FrozenWeight", "Product", "as_autocast", "mapped", "sum_rows", "whol
 
 
 class FrozenWeight(Protocol):
-    """A weight at one moment. What it gives raises WrapError where it is another one by now."""
+    """A weight at the time of a forward. Methods raise WrapError if it has changed since."""
 
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + bias, [..., K] to [..., N]; under no_grad."""
+        """x Wᵀ + bias, [..., K] to [..., N]; runs under no_grad."""
 
     def back(self, dy: Tensor) -> Tensor:
-        """dY W, [..., N] to [..., K]; under no_grad."""
+        """dY W, [..., N] to [..., K]; runs under no_grad."""
 
     def product(self, x: Tensor, *, back: bool) -> Tensor:
-        """x Wᵀ, or x W, through which autograd sees."""
+        """x Wᵀ, or x W if `back`, differentiable."""
 
 
 class Product(Function):
-    """`weight.times(x, bias)`, or `weight.back(x)`: differentiable any number of times, both ways, and mapped."""
+    """`weight.times(x, bias)` or `weight.back(x)`; supports backward and jvp of any order, and vmap."""
 
     @staticmethod
     def forward(x: Tensor, bias: Tensor | None, weight: FrozenWeight, back: bool) -> Tensor:
@@ -60,12 +60,12 @@ class Product(Function):
 
     @classmethod
     def here(cls, *args: Any) -> Tensor:
-        """`apply` where no transform of torch.func is at work: it binds its arguments by name, which takes 50 us."""
+        """`apply` outside of torch.func transforms: skips binding arguments by name, which takes 50 µs."""
         return super(Function, cls).apply(*args)
 
     @classmethod
     def at_this_level(cls, *args: Any) -> Tensor:
-        """`apply` for an operator, which torch.func calls once at each level of its transforms."""
+        """`apply` within an operator, which torch.func calls once per transform level."""
         with plain_autograd_function():
             return cls.here(*args)
 
@@ -73,7 +73,7 @@ class Product(Function):
 def mapped(
     info: Any, in_dims: tuple, x: Tensor, bias: Tensor | None, product: Callable[[Tensor, Tensor | None], Tensor]
 ) -> tuple[Tensor, int | None]:
-    """A product under vmap, as torch wants it: what it gives, and which of its dimensions is the mapped one."""
+    """A product under vmap: (result, mapped dimension), as torch expects."""
     x_dim, bias_dim, *_ = in_dims
     if x_dim is not None:
         x = x.movedim(x_dim, 0)
@@ -86,17 +86,17 @@ def mapped(
 
 
 def sum_rows(dy: Tensor) -> Tensor:
-    """The gradient [N] of a bias from dY [..., N]."""
+    """Bias gradient [N] from dY [..., N]."""
     return dy.reshape(-1, dy.shape[-1]).sum(0)
 
 
 def whole(y: Tensor) -> Tensor:
-    """y as no view of another tensor, without a copy: nobody may write into views that autograd has not seen made."""
+    """y as a non-view without a copy: autograd forbids writes to views created in a custom Function."""
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
 def as_autocast(tensor: Tensor | None) -> Tensor | None:
-    """A tensor in the dtype that autocast, where it is on, multiplies it in."""
+    """Cast a tensor to the dtype of autocast, if that is enabled."""
     if tensor is None or tensor.dtype is torch.float64 or not tensor.is_floating_point():
         return tensor
     kind = tensor.device.type

@@ -1,7 +1,7 @@
-"""Detect observers of an operation: tracers, modes of torch's dispatcher, transforms of torch.func.
+"""Observers of operations: tracers, dispatcher modes and torch.func transforms, which kernels must not bypass.
 
-A kernel that reads memory by its address is invisible to them. Inputs that are not `is_bare` are computed by operators
-of the dispatcher instead, which all observers understand.
+A kernel that reads memory by address is invisible to observers. Inputs that are not `is_bare` take dispatcher operators
+instead, which all observers understand.
 """
 
 import contextlib
@@ -45,10 +45,10 @@ __all__ = [
 ]
 
 _TYPES = (Tensor, torch.nn.Parameter)
-_BARE_KEYS: set[int] = set()  # of dense tensors that are their memory; a few for each kind of device
+_BARE_KEYS: set[int] = set()  # dispatch keys of dense tensors seen so far; a few per device type
 
-# no functions around them: forwards that take microseconds ask them each time
-_QUIET = ("vbrt.", "torch.utils._device")  # whose modes leave products as they are
+# called without wrappers: microseconds matter in forwards
+_QUIET = ("vbrt.", "torch.utils._device")  # modules of modes that do not affect products
 
 
 def is_bare(x: Tensor) -> bool:
@@ -57,12 +57,12 @@ def is_bare(x: Tensor) -> bool:
 
 
 def is_known_memory(x: Tensor) -> bool:
-    """`is_memory`, quicker for kinds of tensors that it has seen."""
+    """`is_memory` with a cache of dispatch keys."""
     return type(x) in _TYPES and (dispatch_keys(x).raw_repr() in _BARE_KEYS or is_memory(x))
 
 
 def is_watched() -> bool:
-    """True if a mode, a transform, a tracer or forward differentiation is active in this thread."""
+    """True if a mode, transform, tracer or forward-mode differentiation is active in this thread."""
     if function_modes_enabled() and function_modes():
         return True
     return dispatch_modes() > 0 or functorch_enabled() or is_tracing() or forward_ad._current_level >= 0
@@ -76,17 +76,17 @@ def function_modes() -> bool:
 
 
 def is_quiet(mode: object) -> bool:
-    """True if a mode is vbrt's or a default device: it sees and changes nothing of products."""
+    """True if a mode is vbrt's or a default device, which neither observes nor changes products."""
     return type(mode).__module__.startswith(_QUIET)
 
 
 def is_recorded() -> bool:
-    """True if a mode or a tracer records operations with the tensors that they run on."""
+    """True if a mode or tracer records operations with their tensors."""
     return dispatch_modes() > 0 or is_tracing()
 
 
 def is_memory(x: Tensor) -> bool:
-    """True if x is plain memory: no subclass, no wrapper of torch.func, not sparse, nested, or negated when read."""
+    """True if x is plain memory: no subclass, functorch wrapper, sparse or nested layout, or lazy negation."""
     if type(x) not in _TYPES or x.layout is not torch.strided or x.is_nested or x.is_quantized:
         return False
     if x.is_neg() or x.is_conj() or x._is_zerotensor() or is_functorch_wrapped(x):
@@ -96,19 +96,19 @@ def is_memory(x: Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """True if a transform of torch.func or a level of forward-mode derivatives is active."""
+    """True if a torch.func transform or forward-mode differentiation is active."""
     return functorch_enabled() or forward_ad._current_level >= 0
 
 
 def is_altered() -> bool:
-    """True if a mode that is neither torch's own nor vbrt's may look for calls of the plain layer, to alter them."""
+    """True if a foreign mode (not torch's, not vbrt's) may intercept calls of the plain layer."""
     modes = mode_stack()
     return function_modes() or not all(getattr(mode, "_mode_key", None) or is_quiet(mode) for mode in modes)
 
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Suspend all observers and default devices in the block: for work that is not the observed function's own."""
+    """Suspend all observers and default devices in the block, for vbrt's internal work."""
     with _untraced(), disable_current_modes(), without_functorch(), torch.no_grad():
         with DisableTorchFunction():
             yield
@@ -117,7 +117,7 @@ def unwatched() -> Iterator[None]:
 @contextlib.contextmanager
 def _untraced() -> Iterator[None]:
     tracing = tracing_state()
-    if tracing is None:  # what sets it is refused in some states
+    if tracing is None:  # setting it is refused in some states
         yield
         return
     set_tracing_state(None)
@@ -128,5 +128,5 @@ def _untraced() -> Iterator[None]:
 
 
 def traced_call(module: torch.nn.Module, x: Proxy) -> Proxy:
-    """Record a call of the module in a graph of torch.fx."""
+    """Add a call of the module to a torch.fx graph."""
     return x.tracer.create_proxy("call_module", x.tracer.path_of_module(module), (x,), {})

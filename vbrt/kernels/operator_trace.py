@@ -1,15 +1,14 @@
-"""Record what a function computes as a graph of torch's operators, while it computes it.
+"""Operator trace: records a function as a graph of torch operators while it runs.
 
     recorder = StepRecorder()
     with recorder:
         y = step()
     recorder.finish(y)
-    recorder.graph          # torch.fx.Graph: a node for each operator that ran, in order
+    recorder.graph          # torch.fx.Graph: a node per operator that ran, in order
 
-Each tensor that the function did not make is a placeholder of the graph, bound to that very tensor: parameters,
-buffers, caches and inputs. Operators that write in place are recorded as they are. What must stay one piece is a
-*leaf*: a call of a Python function, which runs unseen and whose result is the node's. Layers of vbrt are leaves,
-because their kernels read memory by its address, and so is attention.
+Tensors that the function did not create (parameters, buffers, caches, inputs) are placeholders bound to those tensors.
+In-place operators are recorded as such. A *leaf* is an opaque call of a Python function, recorded as one node: VB
+layers are leaves because their kernels read memory by address, and so is attention.
 
 The road not taken: `make_fx`, which takes twenty times as long for the same nodes.
 """
@@ -33,22 +32,22 @@ from vbrt.libraries.torch_api import TorchDispatchMode, disable_current_modes, d
 __all__ = ["Form", "StepRecorder", "form_of", "kind_of", "recorder", "root_of"]
 
 _aten = torch.ops.aten
-#: what runs as one piece, though torch takes it apart: kernels of attention are chosen by mask, dtype and layout
+#: composite functions kept as leaves: attention kernels are selected by mask, dtype and layout
 LEAVES = {F.scaled_dot_product_attention}
-#: functions that give Python the numbers in a tensor past the dispatcher
+#: functions that expose a tensor's values to Python past the dispatcher
 _READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
-#: devices whose sums over ranks are recorded: by Gloo and NCCL, which were seen to replay
+#: devices whose all-reduces are recorded: Gloo and NCCL, whose replay was tested
 SUMS_ON = {"cpu", "cuda"}
-#: operators that give Python what it may know: nothing of the numbers in a tensor
+#: operators that expose metadata only, no tensor values
 _METADATA = ("aten::sym_", "aten::is_same_size", "aten::size", "aten::stride")
-#: operators that may be repeated: they write the same to the same place
+#: idempotent in-place operators
 _REPEATABLE = {_aten.index_copy_.default, _aten.index_put_.default}
 _DRAWS, _BY_DATA = torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is known of a tensor without having it: what passes over graphs ask of `meta["val"]`."""
+    """Tensor metadata without the tensor: what graph passes need of `meta["val"]`."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -57,19 +56,19 @@ class Form:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Form":
-        """The form of a tensor."""
+        """Metadata of a tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def numel(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return self.shape.numel()
 
     def is_contiguous(self) -> bool:
-        """True if rows lie one behind the other."""
+        """True if row-major without gaps."""
         return self.strides == _dense_strides(self.shape)
 
     def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> "Form":
-        """The form of a new tensor beside this one."""
+        """Metadata of a new contiguous tensor on the same device."""
         return Form(torch.Size(shape), _dense_strides(shape), dtype or self.dtype, self.device)
 
 
@@ -82,52 +81,51 @@ def _dense_strides(shape: Any) -> tuple[int, ...]:
 
 
 def form_of(node: Node) -> Any:
-    """The Form of a node's result, or a tuple of them."""
+    """Form of a node's result, or a tuple of Forms."""
     return node.meta["val"]
 
 
 def root_of(node: Node) -> Node:
-    """The node whose memory a node's result shares; itself if it has its own."""
+    """The node that owns the memory of a node's result; itself if not a view."""
     return node.meta.get("root", node)
 
 
 class _Kind(NamedTuple):
-    """What an operator does to its tensors, by its schema."""
+    """An operator's effects on tensors, from its schema."""
 
-    writes: tuple[int | str, ...]  # arguments, by place or name
-    views: bool  # the result shares the memory of the first argument
-    collective: bool = False  # it sends tensors to other processes
+    writes: tuple[int | str, ...]  # mutated arguments, by position or name
+    views: bool  # the result aliases the first argument
+    collective: bool = False  # communicates with other processes
 
 
 _KINDS: dict[Any, _Kind] = {}
 
 
 class StepRefused(Exception):
-    """A step ended where it was found that it cannot be recorded."""
+    """A step was aborted because it cannot be captured."""
 
 
 class StepRecorder(TorchDispatchMode):
-    """Records what runs within the `with`, once; what cannot be recorded runs all the same.
+    """Traces what runs in the `with` block, once; untraceable operations still run.
 
     Attributes:
-        graph: a node for each operator. `node.meta`: "val", the Form of its result or a tuple of them; "root", see
-            `root_of`; "effect", True where it does more than give a result; "constant", True for numbers in host
-            memory that no input has a part in: where they go to a device they stay what they are.
-        given: placeholder -> the tensor that it stands for.
-        written: roots that something has written to.
-        saved: tensors that were there before and what was in them, in the order in which they were first written to;
-            without those to which repeating the function writes the same.
-        random: True if something drew random numbers.
-        refused: why the graph is not what the function does; "" if it is.
+        graph: a node per operator. `node.meta`: "val", the Form of its result or a tuple of them; "root", see
+            `root_of`; "effect", True for side effects; "constant", True for host values independent of the inputs:
+            copies of them to a device are constants, too.
+        given: placeholder -> its tensor.
+        written: roots that were mutated.
+        saved: pre-existing tensors and their contents before the first write, in order; without idempotent writes.
+        random: True if random numbers were drawn.
+        refused: why the graph does not represent the function; "" if it does.
     """
 
     def __init__(self, inputs: Iterable[Any] = (), *, before_write: Callable[[Tensor], object] | None = None) -> None:
-        """Record what runs within.
+        """Trace what runs in the block.
 
         Args:
-            inputs: tensors that are others, or hold other numbers, when what is recorded runs again.
-            before_write: called with each tensor that was there before, or a view of it, when something is about to
-                write to it. Where that cannot be told any more, at a refusal, the run ends with StepRefused.
+            inputs: tensors that may be replaced, or hold other values, in later runs.
+            before_write: called with each pre-existing tensor, or view of one, that is about to be mutated. At a
+                refusal, when later writes can no longer be reported, the run is aborted with StepRefused.
         """
         super().__init__()
         self._before_write = before_write
@@ -143,7 +141,7 @@ class StepRecorder(TorchDispatchMode):
 
     def __enter__(self) -> "StepRecorder":
         if torch.is_grad_enabled():
-            self._refuse("derivatives are wanted: no torch.no_grad()")
+            self._refuse("gradients are enabled; expected torch.no_grad()")
         if is_any_autocast_enabled():
             self._refuse("autocast is on")
         self._functions.__enter__()
@@ -154,11 +152,11 @@ class StepRecorder(TorchDispatchMode):
         self._functions.__exit__(*args)
 
     def finish(self, outputs: Any) -> None:
-        """End the graph; `outputs`: a tensor, or tuples, lists and dicts of them and of anything else."""
+        """Complete the graph; `outputs`: tensors, in tuples, lists and dicts with anything else."""
         self.graph.output(self._argument(outputs))
 
     def leaf(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function unseen and record the call: it runs again whenever the graph does."""
+        """Run a function untraced and record the call as one node, with side effects."""
         with disable_current_modes():
             out = function(*args, **kwargs)
         if not self.refused:
@@ -171,7 +169,7 @@ class StepRecorder(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         if any(cls.__name__ == "DTensor" for cls in types):
-            self._refuse(f"{func} of a DTensor, of which torch computes this rank's part out of sight")
+            self._refuse(f"{func} of a DTensor, whose local computation cannot be traced")
         if self.refused:
             return func(*args, **kwargs)
         kind = kind_of(func)
@@ -187,18 +185,18 @@ class StepRecorder(TorchDispatchMode):
         elif out is None:
             self._call(func, args, kwargs).meta["effect"] = True
         elif not func._schema.name.startswith(_METADATA):
-            self._refuse(f"{func} gives Python a number out of a tensor, which may decide what is computed")
+            self._refuse(f"{func} reads a tensor's value into Python, which may control what is computed")
         return out
 
     def _leaves_host(self, given: Tensor, out: Tensor) -> bool:
-        """True if numbers that Python made are copied to a device; a CUDA graph would find their memory free."""
+        """True for an H2D copy of a Python-made constant; a CUDA graph would read its freed host memory."""
         if given.device.type != "cpu" or out.device.type == "cpu":
             return False
         node = self.node_of(given)
         return node.meta.get("constant", False) and root_of(node) not in self.written
 
     def _constant(self, tensor: Tensor) -> Tensor:
-        """A copy of numbers that are the same each time, as a placeholder; each run gets a copy, to write to."""
+        """Add a constant as a placeholder; each run gets a clone, which it may write to."""
         kept = tensor.clone()
         self.give(kept).meta["constant"] = True
         return kept
@@ -209,7 +207,7 @@ class StepRecorder(TorchDispatchMode):
             raise StepRefused(self.refused)
 
     def _writes(self, tensor: Tensor) -> None:
-        """Note that an operator is about to write to a tensor."""
+        """Record that an operator is about to mutate a tensor."""
         root = root_of(self.node_of(tensor))
         self.written.add(root)
         if root in self.given and self._before_write is not None:
@@ -218,14 +216,14 @@ class StepRecorder(TorchDispatchMode):
     # -- nodes --------------------------------------------------------------------------------------------------------
 
     def node_of(self, tensor: Tensor) -> Node:
-        """The node whose result a tensor is; a placeholder for one that was there before."""
+        """Node whose result a tensor is; a new placeholder for a pre-existing tensor."""
         known = self._nodes.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
         return self.give(tensor)
 
     def give(self, tensor: Tensor) -> Node:
-        """A placeholder for a tensor, in front of everything that computes."""
+        """Add a placeholder for a tensor, before all calls."""
         behind = self._last_given or self.graph._root
         with self.graph.inserting_after(behind):
             node = self._last_given = self.graph.placeholder(f"given_{len(self.given)}")
@@ -258,10 +256,10 @@ class StepRecorder(TorchDispatchMode):
         tags = getattr(func, "tags", ())
         self.random = self.random or _DRAWS in tags
         if _BY_DATA in tags and not _by_places(func, args):
-            self._refuse(f"{func}: the shape of its result depends on numbers in a tensor")
-        given = self._argument(args), self._argument(kwargs)  # placeholders come first
+            self._refuse(f"{func}: its result's shape depends on a tensor's values")
+        given = self._argument(args), self._argument(kwargs)  # placeholders are created first
         node = self.graph.create_node("call_function", func, name=f"call{len(self.graph.nodes)}")
-        node.args, node.kwargs = given  # not above, where torch 2.13 looks through them for symbols
+        node.args, node.kwargs = given  # set afterwards: torch 2.13's create_node searches arguments for symbols
         node.meta["effect"] = _DRAWS in tags
         return node
 
@@ -276,7 +274,7 @@ class StepRecorder(TorchDispatchMode):
             return node
         parts = list(_flat(out))
         if not all(part is None or isinstance(part, Tensor) for part in parts):
-            self._refuse(f"{func}: gives {type(out).__name__} to Python")
+            self._refuse(f"{func}: returns {type(out).__name__} to Python")
             return node
         node.meta.update(val=tuple(None if part is None else Form.of(part) for part in parts), root=root)
         for at, part in enumerate(parts):
@@ -287,14 +285,14 @@ class StepRecorder(TorchDispatchMode):
         return node
 
     def _run_collective(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Run what sends tensors to other processes: a sum over ranks is recorded as a call that gives its tensor."""
+        """Run a collective; a synchronous all-reduce is recorded as a call that returns its tensor."""
         is_sum = func.overloadpacket is torch.ops.c10d.allreduce_ and len(args[0]) == 1
         is_sum = is_sum and args[0][0].device.type in SUMS_ON
         if not is_sum or not _is_awaited(func, args, kwargs):
             self._refuse(f"{func}: sends tensors to other processes")
             return func(*args, **kwargs)
         (tensor,), before = args[0], self.node_of(args[0][0])
-        if root_of(before) is not before or before in self.given:  # others may see what is written there
+        if root_of(before) is not before or before in self.given:  # visible through aliases
             self._writes(tensor)
             if root_of(before) in self.given:
                 self.saved.append((tensor, tensor.clone()))
@@ -319,27 +317,27 @@ class StepRecorder(TorchDispatchMode):
             node.meta.update(val=Form.of(out), root=root_of(self.node_of(out)))
             self._remember(out, node)
         elif not all(any(part is t for t in tensors) for part in _flat(out) if part is not None):
-            self._refuse(f"{func}: writes in place and gives other tensors")
+            self._refuse(f"{func}: mutates in place and returns other tensors")
         return out
 
 
 def _reduced(tensor: Tensor, func: Any, rest: tuple, kwargs: dict) -> Tensor:
-    """Sum a tensor over ranks, in place; on a GPU as a part of the current stream, for which nobody waits."""
+    """All-reduce in place; on a GPU ordered by the current stream, without host synchronization."""
     _, work = func([tensor], *rest, **kwargs)
     if tensor.device.type == "cpu":
-        work.wait()  # NCCL gives an empty one, which nothing may be asked of
+        work.wait()  # not with NCCL, whose work handle is empty here
     return tensor
 
 
 def _is_awaited(func: Any, args: tuple, kwargs: dict) -> bool:
-    """True if a collective is over, for the stream that called it, when the call is: not asked for as `async_op`."""
+    """True for a collective that is complete, in stream order, when the call returns (not `async_op`)."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     return "async_op" in names and not given.get("async_op", True)
 
 
 def _by_places(func: Any, args: tuple) -> bool:
-    """True for an index of whole numbers, whose result has their shape; masks give as many rows as are true."""
+    """True for integer indexing, whose result has the index's shape; masks have data-dependent shapes."""
     masks = (torch.bool, torch.uint8)
     return func is _aten.index.Tensor and all(i is None or i.dtype not in masks for i in args[1])
 
@@ -349,7 +347,7 @@ def _flat(out: Any) -> Iterator[Any]:
 
 
 def kind_of(func: Any) -> _Kind:
-    """What an operator of torch does to its tensors: `writes`, `views` and whether it is `collective`."""
+    """Effects of a torch operator: `writes`, `views`, `collective`."""
     return _KINDS.get(func) or _kind(func)
 
 
@@ -364,7 +362,7 @@ def _kind(func: Any) -> _Kind:
 
 
 class _Leaves(TorchFunctionMode):
-    """Makes a leaf of each call of LEAVES, and sees what the dispatcher does not."""
+    """Turns calls of LEAVES into leaves, and detects reads past the dispatcher."""
 
     def __init__(self, owner: StepRecorder) -> None:
         super().__init__()
@@ -374,12 +372,12 @@ class _Leaves(TorchFunctionMode):
         if func in LEAVES and recorder() is self._owner:
             return self._owner.leaf(func, *args, **(kwargs or {}))
         if func in _READS and recorder() is self._owner:
-            self._owner._refuse(f"Tensor.{func.__name__} gives Python the numbers in a tensor, which may decide")
+            self._owner._refuse(f"Tensor.{func.__name__} reads a tensor's values into Python, which may decide")
         return func(*args, **(kwargs or {}))
 
 
 def recorder() -> StepRecorder | None:
-    """The recorder that sees what this thread computes, if it is the innermost mode; None otherwise."""
+    """The recorder that traces this thread, if it is the innermost dispatch mode; else None."""
     count = dispatch_modes()
     mode = dispatch_mode_at(count - 1) if count else None
     return mode if isinstance(mode, StepRecorder) else None

@@ -1,4 +1,4 @@
-"""The ops in plain torch: what every faster kernel is tested against, on any device.
+"""Reference ops in plain torch, for any device: the specification that faster kernels are tested against.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -26,7 +26,7 @@ __all__ = [
     "wants_grad",
 ]
 
-#: what `linear` can apply to its result
+#: activations of `linear`
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda y: y,
     "relu": F.relu,
@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def codec(format: Format) -> Format:
-    """Return what encodes weights of a format in place of it, to the same bits: the format itself."""
+    """Return an encoder for a format, with the reference's bits: here the format itself."""
     return format
 
 
@@ -46,12 +46,12 @@ def encode_many(
 ) -> Iterator[EncodedGroup]:
     """Yield the coarse planes of matrices of one shape, in groups; `amax_E`, `squares`: see `Format.encode_many`.
 
-    Raises FormatError for what cannot be encoded."""
+    Raises FormatError for weights that cannot be encoded."""
     return format.encode_many(w_ENK, amax_E, squares)
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
-    """The weight [N, K] in planes.dtype: exact when the fine plane is there; for "dense" the very tensor."""
+    """The weight [N, K] in planes.dtype: exact with a fine plane; "dense" returns the stored tensor itself."""
     fmt = get_format(planes.format)
     if fmt.record.lossless:
         return planes.coarse["weight"]
@@ -63,18 +63,18 @@ def decode_weight(planes: WeightPlanes) -> Tensor:
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
     """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype.
 
-    Raises KernelError for an activation that is not one of ACTIVATIONS.
+    Raises KernelError for an unknown activation.
     """
     y = F.linear(x, decode_weight(planes), bias)
     _check_activation(activation)
     return activate(y, activation)
 
 
-# -- what every implementation does alike -----------------------------------------------------------------------------
+# -- shared by all implementations ------------------------------------------------------------------------------------
 
 
 def check(x: Tensor, planes: WeightPlanes, activation: str) -> None:
-    """Raise KernelError for an activation that is not one of ACTIVATIONS, or an x whose last dimension is not K."""
+    """Raise KernelError for an unknown activation, or if x's last dimension is not K."""
     _check_activation(activation)
     if x.shape[-1] != planes.shape[1]:
         raise KernelError(f"linear: x has shape {tuple(x.shape)}; expected (..., {planes.shape[1]})")
@@ -86,10 +86,10 @@ def _check_activation(activation: str) -> None:
 
 
 def activate(y: Tensor, activation: str) -> Tensor:
-    """An activation by name; "none" gives the very tensor."""
+    """Apply an activation by name; "none" returns the tensor itself."""
     return y if activation == "none" else ACTIVATIONS[activation](y)
 
 
 def wants_grad(x: Tensor, bias: Tensor | None) -> bool:
-    """True if autograd must see a product of x with a frozen weight."""
+    """True if a product of x with a frozen weight must be recorded by autograd."""
     return torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))

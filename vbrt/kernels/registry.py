@@ -1,11 +1,11 @@
-"""Which implementation of an op serves a backend, a device and a weight format, and what its callers must know of it.
+"""Kernel registry: selects the implementation of an op for a backend, a device and a weight format.
 
     linear = resolve("linear", "auto", device, "nvfp4")      # once, at construction
     y = linear(x, planes, bias, "none")                      # hot paths keep linear.run, the bare function
 
-Every implementation is one record, `Kernel`; `vbrt.kernels.entries` lists those of the package. "reference" is plain
-torch, runs anywhere and specifies the op; there are faster ones: "triton" for GPUs and "compiled" (C, built at first
-use) for CPUs. Callers ask the record, never for its name.
+Every implementation is one record, `Kernel`; `vbrt.kernels.entries` lists the package's. "reference" is plain torch,
+runs anywhere and specifies the op; faster ones are "triton" for GPUs and "compiled" (C, built on first use) for CPUs.
+Callers query the record's fields instead of its name.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -22,27 +22,27 @@ from vbrt.formats import PageLayout, WeightPlanes
 
 __all__ = ["BACKENDS", "EXACT", "Kernel", "PageOrder", "kernel_refusal", "register", "resolve", "resolves_late"]
 
-#: the format to ask for where a weight has a fine plane: the kernel restores the original weight, whatever its format
+#: pseudo-format for weights with a fine plane: the kernel restores the original weight, for any coarse format
 EXACT = "exact"
 
 
 class PageOrder(Protocol):
-    """An order of the coarse plane in its page that suits a kernel better than the format's own.
+    """A kernel-specific order of the coarse plane in its page.
 
     Attributes:
-        rows: how many rows of the weight an entry of the plane's fields holds, along their first dimension.
+        rows: rows of the weight per entry of the plane's fields, along their first dimension.
     """
 
     rows: int
 
     def layout(self, shape: tuple[int, int]) -> PageLayout:
-        """The page of a weight (N, K); depends on nothing else."""
+        """Page layout for a weight (N, K); depends on nothing else."""
 
     def pack(self, coarse: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
-        """The coarse tensors of `Format.encode` in this order, or None if that would not be exact."""
+        """Reorder the coarse tensors of `Format.encode`; None if that would not be exact."""
 
     def unpack(self, tensors: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-        """The exact inverse of `pack`."""
+        """Exact inverse of `pack`."""
 
 
 def _never_refuses(device: torch.device) -> None:
@@ -66,26 +66,25 @@ class Kernel:
     """One implementation of an op.
 
     Attributes:
-        op, backend: what it computes, and the name under which users choose it and statistics show it.
-        run: the function; calling the record is the same, with one Python call more.
-        devices, formats: device types and weight formats that it serves; None: any.
-        rank: "auto" takes the highest rank that serves a device.
-        refusal: why it does not serve a device of its types, or None if it does.
-        builds: True if `refusal` takes long the first time, because it builds the kernel.
-        rounded: by "fp8" or "int8", the function for callers that allow operands to be rounded so; without one `run`
-            serves them.
-        page_order: by format, the order of the coarse plane that `run` is fast on; None: as the format encodes it.
-        runs_unpacked: True if it computes by its own kernels from a coarse plane as the format encodes it.
-        merges: True if it restores weights of a format and shape (N, K) from both planes by a kernel of its own.
-        turned: decodes to [K, N], contiguous, in one step; None: `run`, then a transposed copy.
-        prepare: makes on a device what must be there before a CUDA graph records the kernel.
-        code_of: (shape (N, K), dtype, tokens, device) -> what decides which code a product compiles on a GPU, beside
-            format and shape; None where it only decodes the weight. Without one, nothing is compiled ahead.
-        few: prepares, for planes that never move, products of few tokens by `run`, see `layers/weights/small_batch.py`;
-        None where it
-            does not serve them. It takes a key of `rounded`, too.
-        by_address: True if it computes from pages of a layout of which it has the addresses alone, on a device.
-        reads_resident_planes: True if compiled graphs may hold the planes of pages that never move and run it on them.
+        op, backend: the op, and the backend's name for users and statistics.
+        run: the function; calling the record adds one Python call.
+        devices, formats: supported device types and weight formats; None: any.
+        rank: "auto" selects the highest rank that serves a device.
+        refusal: returns why it does not serve a device of its types; None if it does.
+        builds: True if `refusal` builds the kernel, and so is slow the first time.
+        rounded: by "fp8" or "int8": the function for callers that allow operands to be rounded to that; `run`
+            without one.
+        page_order: by format, the order of the coarse plane that `run` is fast on; None: the format's own.
+        runs_unpacked: True if its kernels read a coarse plane in the format's own order.
+        merges: True if a kernel merges both planes for a format and shape (N, K).
+        turned: decodes to contiguous [K, N] in one step; None: `run`, then a transposed copy.
+        prepare: allocates on a device what must exist before CUDA graph capture.
+        code_of: (shape (N, K), dtype, tokens, device) -> specialization key of a GPU product besides format and shape;
+            None if it only decodes the weight. Without it, nothing is compiled ahead.
+        few: prepares small-batch products on resident planes (`layers/weights/small_batch.py`), with an optional key of
+            `rounded`; returns None where unsupported.
+        by_address: True if it can compute from page addresses alone, for a layout and device.
+        reads_resident_planes: True if compiled graphs may hold resident planes and run it on them.
     """
 
     op: str
@@ -111,22 +110,22 @@ class Kernel:
         return self.run(*args, **kwargs)
 
     def serves(self, device: torch.device) -> bool:
-        """True if it runs on a device; builds the kernel if need be."""
+        """True if it runs on a device; may build the kernel."""
         return self.is_for(device) and self.refusal(device) is None
 
     def is_for(self, device: torch.device) -> bool:
-        """True if the device is of a type that it was written for."""
+        """True if it is written for the device's type."""
         return self.devices is None or device.type in self.devices
 
     def rounding(self, to: str | None) -> "Kernel":
-        """The same implementation where operands may be rounded so (None: not at all)."""
+        """Variant with operands rounded to this (None: not rounded)."""
         if to not in self.rounded:
             return self
         few = None if self.few is None else partial(self.few, rounded=to)
         return replace(self, run=self.rounded[to], few=few)
 
     def decode_turned(self, planes: WeightPlanes) -> Tensor:
-        """The weight as [K, N], contiguous; of an implementation of "decode_weight"."""
+        """The weight as contiguous [K, N]; for op "decode_weight"."""
         return self.run(planes).t().contiguous() if self.turned is None else self.turned(planes)
 
 
@@ -134,9 +133,9 @@ _REGISTRY: dict[str, dict[tuple[str, str | None], Kernel]] = {}
 
 
 def register(kernel: Kernel) -> None:
-    """Offer an implementation; one of the same op, backend and format is replaced.
+    """Add an implementation; replaces one of the same op, backend and format.
 
-    Raises KernelError for a backend that config does not know.
+    Raises KernelError for an unknown backend.
     """
     if kernel.backend not in BACKENDS[1:]:
         raise KernelError(
@@ -149,10 +148,10 @@ def register(kernel: Kernel) -> None:
 def resolve(
     op: str, backend: str, device: torch.device, format: str | None = None, *, rounding: str | None = None
 ) -> Kernel:
-    """The implementation of `op` for a backend (one of BACKENDS), a device and a weight format (None: any).
+    """Select the implementation of `op` for a backend (one of BACKENDS), a device and a weight format (None: any).
 
-    rounding: "fp8" or "int8" if operands may be rounded to that where it is faster.
-    Raises KernelError, naming op, backend, device and what would do, when there is none.
+    rounding: "fp8", "fp4" or "int8" if operands may be rounded to that for speed.
+    Raises KernelError, with op, backend, device and alternatives, if there is none.
     """
     offered = _REGISTRY.get(op)
     if offered is None:
@@ -174,27 +173,27 @@ def _no_implementation(op: str, backend: str, device: torch.device, format: str 
 def _serving(
     offered: dict[tuple[str, str | None], Kernel], backends: tuple[str, ...], device: torch.device, format: str | None
 ) -> dict[str, Kernel]:
-    """The implementations that serve, by backend. Others than `backends` are not asked: asking may build them."""
+    """Serving implementations by backend. Backends not in `backends` are not queried, which might build them."""
     serving: dict[str, Kernel] = {}
-    for only in (None, format):  # one for the format replaces one for any
+    for only in (None, format):  # a format-specific one overrides a generic one
         serving |= {name: k for (name, f), k in offered.items() if f == only and name in backends and k.serves(device)}
     return serving
 
 
 def _on(device: torch.device, op: str = "linear") -> list[Kernel]:
-    """The implementations of an op that were written for a device's type, whether they serve this one or not."""
+    """Implementations of an op written for the device's type, whether or not they serve this device."""
     return [k for k in _REGISTRY.get(op, {}).values() if k.devices and k.is_for(device)]
 
 
 def kernel_refusal(device: torch.device, op: str = "linear") -> str | None:
-    """Why no implementation of an op but the reference serves a device that some were written for, or None."""
+    """Return why only the reference serves a device that kernels were written for; None if another does."""
     refusals = [kernel.refusal(device) for kernel in _on(device, op) if kernel.rank > 0]
     return refusals[0] if refusals and all(refusals) else None
 
 
 def resolves_late(backend: str, device: torch.device) -> bool:
-    """True if `resolve` may have to build a kernel, which then is for the first forward and not for `wrap`.
+    """True if `resolve` may have to build a kernel, which is deferred from `wrap` to the first forward.
 
-    Such kernels have no order of pages of their own.
+    Such kernels have no page order of their own.
     """
     return backend == "auto" and any(kernel.builds for kernel in _on(device))

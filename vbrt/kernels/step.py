@@ -1,18 +1,17 @@
-"""What stands between the layers of a decode step: norms, rotary embeddings, routers, attention of few queries.
+"""Ops between the layers of a decode step: norms, rotary embeddings, routers, attention of few queries.
 
-    normed(x, rule)                     an RMS norm
-    summed(x, other, rule)              a residual sum and its RMS norm
-    rotated(parts, cos, sin)            queries and keys, normed if asked for, rotated by their position
-    gated(gate, up, "silu")             an activation, multiplied by what lies beside it
-    projected(x, w)                     a product with a small dense matrix, such as a router's
-    routed(logits, rule)                the experts of each token and their weights
+    normed(x, rule)                     RMS norm
+    summed(x, other, rule)              residual add and its RMS norm
+    rotated(parts, cos, sin)            rotary embedding of queries and keys, with optional head norms
+    gated(gate, up, "silu")             activation(gate) * up
+    projected(x, w)                     product with a small dense matrix, such as a router's
+    routed(logits, rule)                top-k experts of each token and their weights
     attended(q, k, v, mask, scale)      attention of few queries to many keys
 
-The plain torch here is the specification; on a GPU each is one launch (`cuda/step_ops.py`), attention two, and in steps
-that are recorded on a CPU one call of C code (`cpu/step.py`). Where a rule names a rounding, the kernels round there
-too.
+The plain torch here is the specification. On a GPU each is one launch (`cuda/step_ops.py`; attention two), and in steps
+captured on a CPU one C call (`cpu/step.py`). Kernels round wherever a rule specifies a rounding.
 
-Legend: B batch, S tokens, H heads, D columns of a head, K columns, T tokens in all, E experts, L keys.
+Legend: B batch, S tokens, H heads, D columns of a head, K columns, T tokens in total, E experts, L keys.
 """
 
 from collections.abc import Sequence
@@ -41,13 +40,13 @@ __all__ = [
 
 
 class NormRule(NamedTuple):
-    """An RMS norm: x / sqrt(mean(x²) + eps), and what it is multiplied by.
+    """RMS norm: x / sqrt(mean(x²) + eps), times a gain.
 
     Attributes:
-        gain: [K], in x's dtype; None: nothing.
-        eps: below the root.
-        shift: is added to the gain, in fp32.
-        rounds: True if the quotient is rounded to x's dtype before it is multiplied by the gain.
+        gain: [K], in x's dtype; None: no gain.
+        eps: added to the mean square.
+        shift: added to the gain, in fp32.
+        rounds: True if the quotient is rounded to x's dtype before the multiplication by the gain.
     """
 
     gain: Tensor | None
@@ -57,20 +56,20 @@ class NormRule(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Heads that are rotated: x [B, H, S, D], and the norm over each head in front, if there is one."""
+    """Heads to rotate, x [B, H, S, D], with an optional norm of each head before."""
 
     x: Tensor
     norm: NormRule | None = None
 
 
 class RouteRule(NamedTuple):
-    """How a router's logits [T, E] become k weights a token.
+    """Routing of logits [T, E] to k experts per token.
 
     Attributes:
-        k: experts a token.
-        first: True: softmax over all experts, of which the k largest are taken; False: softmax over the k largest.
-        renormalized: True: the k weights are divided by their sum.
-        dtype: of the weights that are given; probabilities are fp32.
+        k: experts per token.
+        first: True: softmax over all experts, then top-k; False: top-k, then softmax over the k.
+        renormalized: True: divide the k weights by their sum.
+        dtype: of the returned weights; probabilities are fp32.
     """
 
     k: int
@@ -80,7 +79,7 @@ class RouteRule(NamedTuple):
 
 
 def normed(x: Tensor, rule: NormRule) -> Tensor:
-    """x [..., K] -> its norm, in x's dtype."""
+    """RMS norm of x [..., K], in x's dtype."""
     if x.is_cuda:
         return step_ops.norm_rows(x, None, rule)[1]
     wide = x.float()
@@ -93,7 +92,7 @@ def normed(x: Tensor, rule: NormRule) -> Tensor:
 
 
 def summed(x: Tensor, other: Tensor, rule: NormRule) -> tuple[Tensor, Tensor]:
-    """(x + other, its norm)."""
+    """(x + other, its RMS norm)."""
     if x.is_cuda:
         return step_ops.norm_rows(x, other, rule)
     total = x + other
@@ -103,8 +102,8 @@ def summed(x: Tensor, other: Tensor, rule: NormRule) -> tuple[Tensor, Tensor]:
 def rotated(parts: Sequence[Part], cos: Tensor, sin: Tensor) -> list[Tensor]:
     """x cos + rotate_half(x) sin of each part, products and sum rounded to x's dtype; cos and sin [B or 1, S, D].
 
-    Where these have fewer columns than x, the rest of x stays as it is; no norm then.
-    The results are [B, H, S, D], in memory [B, S, H, D].
+    Partial rotary embedding: if cos has fewer columns than x, the remaining columns pass through; then without a norm.
+    Results are [B, H, S, D], stored as [B, S, H, D].
     """
     if parts[0].x.is_cuda:
         return step_ops.rotate(parts, cos, sin)
@@ -123,9 +122,9 @@ def _rotated(part: Part, cos: Tensor, sin: Tensor) -> Tensor:
 def rotated_into(
     parts: Sequence[Part], cos: Tensor, sin: Tensor, value: Tensor, keys: Tensor, values: Tensor, at_S: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(rotated queries, keys, values): the rotated keys and `value` [B, H, S, D] are written into caches [B, H, L, D].
+    """(rotated queries, keys, values): writes rotated keys and `value` [B, H, S, D] into caches [B, H, L, D].
 
-    parts: queries and keys. at_S: int64 [S], the places in the caches.
+    parts: queries and keys. at_S: int64 [S], cache slots.
     """
     if value.is_cuda:
         return step_ops.rotate(parts, cos, sin, step_ops.Store(value, keys, values, at_S))[0], keys, values
@@ -136,7 +135,7 @@ def rotated_into(
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, of one shape; activations are those of `vbrt.kernels.reference.ACTIVATIONS`."""
+    """activation(gate) * up, elementwise; activations of `vbrt.kernels.reference.ACTIVATIONS`."""
     return activate(gate, activation) * up
 
 
@@ -146,7 +145,7 @@ def projected(x: Tensor, w: Tensor) -> Tensor:
 
 
 def routed(logits: Tensor, rule: RouteRule) -> tuple[Tensor, Tensor]:
-    """(weights [T, k], ids int64 [T, k]), the largest first."""
+    """(weights [T, k], ids int64 [T, k]), in descending order."""
     if logits.is_cuda:
         return step_ops.route(logits, rule)
     if rule.first:
@@ -162,11 +161,11 @@ def routed(logits: Tensor, rule: RouteRule) -> tuple[Tensor, Tensor]:
 def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, steady: bool = False) -> Tensor:
     """softmax(q kᵀ scale + mask) v for q [B, H, S, D], k and v [B, G, L, D], H a multiple of G -> [B, H, S, D].
 
-    A query that may attend to nothing gives zeros on a GPU, and what torch gives on a CPU.
+    A fully masked query gives zeros on a GPU, and torch's result on a CPU.
 
     Args:
-        mask: bool (True: attend) [B or 1, 1, 1, L], with `steady` also [B or 1, 1, S, L]; None: attend to all.
-        steady: on a GPU, sum each query as it would be alone: its bits do not depend on B, on S or on G.
+        mask: bool (True: attend) [B or 1, 1, 1, L], with `steady` also [B or 1, 1, S, L]; None: no mask.
+        steady: batch-invariant on a GPU: each query is reduced separately, so its bits do not depend on B, S or G.
     """
     if q.is_cuda:
         return step_ops.attend(q, k, v, mask, scale, steady=steady)

@@ -1,7 +1,8 @@
-"""`torch.compiler.disable` without dynamo's import: two seconds that whoever compiles nothing need not wait.
+"""`torch.compiler.disable` without importing dynamo, which takes two seconds.
 
-torch's decorator imports torch._dynamo when a class body runs. This one marks a function as torch's own does, and hands
-a call to torch's decorator once dynamo is there; until then no frame is compiled, and there is nothing to disable.
+torch's decorator imports torch._dynamo at decoration. This one sets the marks of torch's own on a function, and
+delegates to torch's decorator once dynamo is imported; before that no frame is compiled, so there is nothing to
+disable.
 """
 
 import functools
@@ -19,10 +20,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(*, reason: str) -> Callable[[F], F]:
-    """Return a decorator: a compiled graph ends before a call of the function, and the next one begins behind it.
+    """Return a decorator that makes torch.compile break the graph around calls of the function.
 
     Args:
-        reason: what torch says where it is asked for `fullgraph=True`.
+        reason: torch's message under `fullgraph=True`.
     """
 
     def decorate(function: F) -> F:
@@ -39,7 +40,7 @@ def uncompiled(*, reason: str) -> Callable[[F], F]:
             return disabled()
         marks = {"disable": True, "disable_msg": reason, "disable_recursive": True}
         marks |= {"orig_callable": function, "wrapper_id": id(call)}
-        for name, value in marks.items():  # by which dynamo knows what it must not trace into
+        for name, value in marks.items():  # dynamo's marks of functions not to trace into
             setattr(call, f"_torchdynamo_{name}", value)
         return call
 

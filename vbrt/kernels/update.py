@@ -1,11 +1,11 @@
-"""One step of an optimizer on a weight in two halves: what is computed, in plain torch, which is the specification.
+"""Optimizer step on a split master weight: the specification, in plain torch.
 
-    master (fp32) = high (bf16: what the model computes with) + low (16 bits) + ties (one bit), bit for bit
+    master (fp32) = high (bf16: the model's weight) + low (16 bits) + ties (one bit), bit for bit
     part = update(halves, moments, gradient, step)
     part(0, TILE), part(TILE, n)                  # in place, in parts that begin at multiples of TILE: the same bits
 
-Adam, AdamW and SGD are torch's own fused optimizers on the joined master; Lion is after its paper. Moments are fp32, or
-8 bits with a scale for each block. `vbrt.kernels.cpu.update` does the same in one pass over memory, with the same bits.
+Adam, AdamW and SGD are torch's fused optimizers on the joined master; Lion follows its paper. Moments are fp32, or 8
+bits with a scale per block. `vbrt.kernels.cpu.update` is bit-exact with this, in one pass over memory.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,17 +37,17 @@ __all__ = [
     "without_ties",
 ]
 
-TILE = 1024  #: parts of a weight begin at multiples of it, and end there or with the weight
-BLOCK = 256  #: moments of 8 bits that share a scale
+TILE = 1024  #: parts of a weight begin at multiples of it, and end at one or with the weight
+BLOCK = 256  #: 8-bit moments per scale
 Part = Callable[[int, int], None]
 GRADIENTS = (torch.bfloat16, torch.float32)
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class Halves(NamedTuple):
-    """A master weight, as `split_master` makes it: `high`, bf16 [n], `low`, 16 bits [n], and `ties`, uint8
-    [ceil(n / 8)], the first weight's bit lowest; and which tiles have bits that are 1, `tied`, uint8 [ceil(n / 1024)],
-    since few have. Contiguous, on the CPU."""
+    """A split master weight, from `split_master`: `high`, bf16 [n]; `low`, 16 bits [n]; `ties`, uint8 [ceil(n / 8)],
+    the first weight's bit lowest; and `tied`, uint8 [ceil(n / 1024)], which tiles have any bit set in `ties`, since few
+    have. Contiguous, on the CPU."""
 
     high: Tensor
     low: Tensor
@@ -55,13 +55,13 @@ class Halves(NamedTuple):
     tied: Tensor
 
     def part(self, begin: int, end: int) -> "Halves":
-        """Return those of some weights, in place; `begin` is a multiple of `TILE`."""
+        """Return views of some weights' halves; `begin` is a multiple of `TILE`."""
         each = (1, 1, 8, TILE)
         return Halves(*(half[begin // n : -(-end // n)] for half, n in zip(self, each, strict=True)))
 
 
 class Coded(NamedTuple):
-    """Moments of 8 bits: `codes`, int8 or (second moments) uint8 [n], and `scales`, fp32 [ceil(n / 256)]."""
+    """8-bit moments: `codes`, int8 or (second moments) uint8 [n], and `scales`, fp32 [ceil(n / 256)]."""
 
     codes: Tensor
     scales: Tensor
@@ -69,17 +69,17 @@ class Coded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step of a rule does, for the weights of one parameter group.
+    """Hyperparameters of one optimizer step, for one parameter group.
 
     Attributes:
         rule: "adam", "sgd" or "lion".
         number: of the step, from 1.
         lr, beta1, beta2, epsilon, weight_decay: of Adam and Lion; SGD's momentum is `beta1`.
         dampening, nesterov: of SGD.
-        decoupled: weight decay acts on the weight (AdamW, Lion), not on the gradient.
-        maximize: go up.
-        divisor: what gradients are divided by first (of a loss that was scaled up).
-        factor: what they are multiplied with then (of clipping).
+        decoupled: weight decay acts on the weight (AdamW, Lion) instead of the gradient.
+        maximize: gradient ascent.
+        divisor: gradients are divided by it first (loss scaling).
+        factor: then multiplied by it (clipping).
     """
 
     rule: str
@@ -101,17 +101,17 @@ class Step:
 
 
 def split_master(master: Tensor) -> Halves:
-    """Split fp32 into bf16, rounded to nearest even as `master.to(torch.bfloat16)`, 16 lower bits and a bit of ties.
+    """Split fp32 into bf16, rounded to nearest even like `master.to(torch.bfloat16)`, 16 low bits and a tie bit.
 
-    The halves of the master's bits plus 2^15, an integer, are bf16, rounded half up, and the lower bits. It differs
-    from nearest even where those are 0, a tie, and the half is odd: that is one too many, and its bit says so. An even
-    half has 65,537 masters that round to it, both ties among them, so no 16 bits tell them apart.
+    Adding 2^15 to the master's bits as an integer and cutting in half gives bf16, rounded half up, and the low bits. It
+    differs from nearest even only at a tie (low bits 0) with an odd half, which is one too many: the tie bit records
+    that. 65,537 masters round to an even half, both ties included, so 16 bits cannot tell them apart.
 
-    Exact for every number. A NaN becomes a quiet one, and where its high half would be a zero (its upper 17 bits but
-    the sign are ones) loses the lowest of them.
+    Exact for every number. A NaN becomes quiet, and one whose high half would become zero (its upper 17 bits except the
+    sign all set) loses the lowest of them.
 
     Args:
-        master: any shape; `high` and `low` have it, and lie where it does.
+        master: any shape and device; `high` and `low` have the same.
     """
     bits = master.contiguous().view(torch.int32)
     bits = torch.where(bits & 0x7FFFFFFF > 0x7F800000, bits | 0x400000, bits)
@@ -125,13 +125,13 @@ def split_master(master: Tensor) -> Halves:
 
 
 def without_ties(high: Tensor, low: Tensor) -> Halves:
-    """Return halves whose ties round up in magnitude, if there are any."""
+    """Return halves without tie bits: ties round up in magnitude."""
     ties, tied = (torch.zeros(-(-low.numel() // each), dtype=torch.uint8, device=low.device) for each in (8, TILE))
     return Halves(high, low, ties, tied)
 
 
 def join_master(halves: Halves) -> Tensor:
-    """Return the fp32 master of halves, in the shape of the low one."""
+    """Return the fp32 master, in the shape of `low`."""
     high, low, ties, _ = halves
     below = low.view(torch.int16).to(torch.int32) & 0xFFFF
     upper = high.view(torch.int16).to(torch.int32) + _unpacked_bits(ties, low.numel()).view(low.shape)
@@ -153,28 +153,28 @@ def _unpacked_bits(packed: Tensor, count: int) -> Tensor:
 
 # -- moments of 8 bits
 #
-# Companded, after FlashOptim (Gonzalez Ortiz et al., 2026, arXiv 2602.23349): x / (1 + |x|) for the first, the square
-# root for the second, of numbers divided by the largest of their block. It differs in that blocks have 256 numbers, and
-# that no positive second moment becomes 0: no step is divided by epsilon alone.
+# Companding after FlashOptim (Gonzalez Ortiz et al., 2026, arXiv 2602.23349): x / (1 + |x|) for first moments, the
+# square root for second ones, of numbers divided by their block's maximum. Differences: blocks of 256, and no positive
+# second moment becomes 0, so no step divides by epsilon alone.
 
 
 def encode_first(moment: Tensor) -> Coded:
-    """Round first moments, fp32 [n], to 8 bits: by at most 0.0079 of the largest magnitude in a block, and by 0.002 of
-    it near 0. A block with a number that is not finite becomes NaN."""
+    """Quantize first moments, fp32 [n], to 8 bits: error at most 0.0079 of the block's largest magnitude, 0.002 of it
+    near 0. A block with a non-finite number becomes NaN."""
     x, scales = _scaled(moment)
     codes = torch.round(254.0 * x / (1.0 + x.abs()))
     return Coded(_packed(codes, scales, moment.numel(), torch.int8), scales)
 
 
 def decode_first(coded: Coded) -> Tensor:
-    """Return first moments, fp32 [n]."""
+    """Dequantize first moments, fp32 [n]."""
     codes = _blocks(coded.codes.float())
     return (coded.scales[:, None] * (codes / (254.0 - codes.abs()))).flatten()[: coded.codes.numel()]
 
 
 def encode_second(moment: Tensor) -> Coded:
-    """Round second moments, fp32 [n], none negative, to 8 bits: their roots by at most 0.002 of the largest root in a
-    block, and up by at most 0.0039 of it where they are smaller. A block with a number that is not finite becomes NaN.
+    """Quantize non-negative second moments, fp32 [n], to 8 bits: error of the root at most 0.002 of the block's largest
+    root, and up to 0.0039 of it upward for smaller roots. A block with a non-finite number becomes NaN.
     """
     x, scales = _scaled(moment)
     codes = torch.round(x.sqrt() * 255.0)
@@ -183,7 +183,7 @@ def encode_second(moment: Tensor) -> Coded:
 
 
 def decode_second(coded: Coded) -> Tensor:
-    """Return second moments, fp32 [n]."""
+    """Dequantize second moments, fp32 [n]."""
     roots = _blocks(coded.codes.float()) * _fp32(1.0 / 255.0)
     return (roots * roots * coded.scales[:, None]).flatten()[: coded.codes.numel()]
 
@@ -193,8 +193,8 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 def _scaled(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """Return blocks [b, 256] divided by their scales, and the scales [b]: the largest magnitude; 0 where it is below
-    the normal numbers, NaN where a number of the block is not finite."""
+    """Return blocks [b, 256] divided by their scales, and the scales [b]: the largest magnitude; 0 if it is subnormal,
+    NaN if the block has a non-finite number."""
     blocks = _blocks(moment)
     scales = blocks.abs().amax(1)
     scales = torch.where(scales.isfinite(), scales, torch.nan)
@@ -206,22 +206,22 @@ def _packed(codes: Tensor, scales: Tensor, count: int, dtype: torch.dtype) -> Te
     return torch.where((scales > 0)[:, None], codes, 0.0).to(dtype).flatten()[:count]
 
 
-# -- the step
+# -- update
 
 
 def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> Part:
-    """Return a function of (begin, end) that does one step in place for that part of a weight.
+    """Return a function of (begin, end) that applies one step in place to that part of a weight.
 
-    Parts begin at multiples of `TILE` and end there or with the weight. Threads may do them side by side.
+    Parts begin at multiples of `TILE` and end at one or with the weight. Threads may run them concurrently.
 
     Args:
         halves: the weight, [n].
-        moments: by name, what the rule has of "first", "second" and "peak" (AMSGrad), each [n]; zeros before the first
-            step. "first" and "second" are fp32 or both of 8 bits.
-        gradient: bf16 or fp32 [n]; not changed.
+        moments: by name, the rule's "first", "second" and "peak" (AMSGrad), each [n]; zeros before the first step.
+            "first" and "second" are both fp32 or both 8 bits.
+        gradient: bf16 or fp32 [n]; unchanged.
 
     Raises:
-        ArgumentError: a rule, dtype or length that it cannot take; nothing was changed.
+        ArgumentError: unsupported rule, dtype or length; nothing was changed.
     """
     check(halves, moments, gradient, step)
 
@@ -257,7 +257,7 @@ def _update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Ten
 
 
 def check(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> None:
-    """Raise ArgumentError for what `update` cannot take."""
+    """Raise ArgumentError for unsupported arguments of `update`."""
     count = halves.high.numel()
     if step.rule not in _RULES:
         raise ArgumentError(f"an update by {step.rule!r}; expected one of {', '.join(sorted(_RULES))}")
@@ -299,7 +299,7 @@ def _sgd(master: Tensor, moments: dict[str, Tensor], gradient: Tensor, step: Ste
 
 
 def _lion(master: Tensor, moments: dict[str, Tensor], gradient: Tensor, step: Step) -> None:
-    """Chen et al., 2023, arXiv 2302.06675, algorithm 2; each product and sum is rounded by itself."""
+    """Chen et al., 2023, arXiv 2302.06675, algorithm 2; each product and sum is rounded separately."""
     gradient = -gradient if step.maximize else gradient
     first, products = (
         moments["first"],
@@ -318,23 +318,23 @@ _ENCODE = {"first": encode_first, "second": encode_second}
 
 
 def gradient_norm(gradient: Tensor, factor: float = 1.0) -> float:
-    """Return the Euclidean norm of a gradient times a factor: `torch.linalg.vector_norm` of it in fp32."""
+    """Return the Euclidean norm of a gradient times a factor: `torch.linalg.vector_norm` in fp32."""
     scaled = gradient.detach().float()
     scaled = scaled if factor == 1 else scaled * _fp32(factor)
     return torch.linalg.vector_norm(scaled).item()
 
 
 def gradient_sum(held: Tensor, more: Tensor, out: Tensor, factor: float = 1.0) -> Part:
-    """Return a function of (begin, end) that adds one gradient to another for that part: out = held * factor + more.
+    """Return a function of (begin, end) that accumulates gradients in that part: out = held * factor + more.
 
-    Product and sum are rounded to the dtype of `out`, each by itself. Threads may do parts side by side.
+    Product and sum are each rounded to the dtype of `out`. Threads may run parts concurrently.
 
     Args:
         held, more: bf16 or of the dtype of `out`; contiguous, on the CPU, of one size.
         out: bf16 or fp32; may be `held`.
 
     Raises:
-        ArgumentError: other tensors; nothing was changed.
+        ArgumentError: unsupported tensors; nothing was changed.
     """
     check_sum(held, more, out)
     flat = [tensor.detach().view(-1) for tensor in (held, more, out)]
@@ -348,7 +348,7 @@ def gradient_sum(held: Tensor, more: Tensor, out: Tensor, factor: float = 1.0) -
 
 
 def check_sum(held: Tensor, more: Tensor, out: Tensor) -> None:
-    """Raise ArgumentError for what `gradient_sum` cannot take."""
+    """Raise ArgumentError for unsupported arguments of `gradient_sum`."""
     known = all(tensor.dtype in (torch.bfloat16, out.dtype) for tensor in (held, more)) and out.dtype in GRADIENTS
     if not known or len({tensor.numel() for tensor in (held, more, out)}) > 1:
         raise ArgumentError(

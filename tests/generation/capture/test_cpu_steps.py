@@ -206,7 +206,7 @@ class Counted(torch.nn.Module):
         return self.inner(x) + 0.1 * self.sum
 
 
-@pytest.mark.parametrize(("how", "why"), [("tolist", r"Tensor\.tolist gives"), ("sums", r"it changes .*\.mlp\.sum")])
+@pytest.mark.parametrize(("how", "why"), [("tolist", r"Tensor\.tolist reads"), ("sums", r"it changes .*\.mlp\.sum")])
 def test_a_layer_whose_python_a_replay_would_miss_stays_eager(how, why):
     vb, eager = wrapped(), wrapped(compute={"captures": False})
     for model in (vb.module, eager.module):

@@ -140,7 +140,7 @@ def test_a_tensor_that_python_makes_is_a_new_one_each_time():
 
 
 REFUSED = {
-    "a number": (lambda x: x * 2 if x.sum() > 0 else x, "number out of a tensor"),
+    "a number": (lambda x: x * 2 if x.sum() > 0 else x, "reads a tensor's value"),
     "a shape": (lambda x: x[x > 0], "shape"),
 }
 

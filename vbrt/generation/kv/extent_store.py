@@ -53,13 +53,13 @@ class Memory:
 
     def put(self) -> None:
         """Pin the page to its home; a no-op if it is gone."""
-        with self.stack.guard.entered:
+        with self.stack.guard.lock:
             if self.stack.pages.get(self.key) is self.page and self.page.put is None:
                 self.stack.ledger.put(self.page, self.owner.claim)
 
     def release(self) -> None:
         """Unpin the page, so that budget changes may move it; synchronizes with the device."""
-        with self.stack.guard.entered:
+        with self.stack.guard.lock:
             if self.stack.pages.get(self.key) is self.page and self.page.put is not None:
                 self.stack.ledger.release_put(self.page)
 

@@ -1,9 +1,9 @@
-"""Host memory for decoded weights, which the next one takes over once nobody holds the one before.
+"""Buffer reuse for decoded weights in host memory: a freed weight's pages back the next one.
 
-A weight of 32 MiB or more is fresh memory from the operating system each time: the C library maps it and unmaps it, and
-a page fault every 4 KiB costs five times what decoding does (8192 x 8192 in bf16: 59 ms instead of 14 with the matmul
-behind it). Here a few blocks are kept, each for weights of one size. A block is free when the storage in it is
-gone, whoever held it last, so what comes from here may be kept, shared and written to like any other tensor.
+For 32 MiB or more the C library maps fresh memory each time and unmaps it; a page fault every 4 KiB costs five times as
+much as decoding (8192 x 8192 in bf16: 59 ms instead of 14 including the matmul). Here a few blocks are kept, each for
+one size. A block is free once its storage is gone, whoever held it last, so tensors from here can be kept, shared and
+written to like any other.
 """
 
 import mmap
@@ -17,17 +17,17 @@ from torch import Tensor
 
 __all__ = ["empty", "trim"]
 
-_SMALLEST_BYTES = 16 << 20  # what the C library reuses by itself, whatever its thresholds have become
-_BLOCKS = 4  # that are kept while they are free
+_SMALLEST_BYTES = 16 << 20  # smaller blocks are reused by the C library, whatever its thresholds
+_BLOCKS = 4  # free blocks kept
 
 
 class _Loan(weakref.ref):
-    """Watches the view of a block that a storage holds."""
+    """Weak reference to a storage's view of a block."""
 
     block: mmap.mmap
 
 
-# Only calls that cannot be interrupted change these: a loan ends wherever its storage is freed, in any thread.
+# Changed only by atomic calls: a loan ends wherever its storage is freed, in any thread.
 _loans: dict[int, _Loan] = {}
 _ended: deque[_Loan] = deque()
 _free: deque[mmap.mmap] = deque()
@@ -37,8 +37,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, *, smallest_bytes: int = _
     """An uninitialised CPU tensor.
 
     Args:
-        smallest_bytes: what is smaller is left to the C library, which outside the main thread gives megabytes back to
-            the operating system each time.
+        smallest_bytes: smaller tensors use the C library's allocator, which outside the main thread returns megabytes
+            to the operating system each time.
     """
     nbytes = prod(shape) * dtype.itemsize
     if nbytes < smallest_bytes:
@@ -60,15 +60,15 @@ def _take(nbytes: int) -> mmap.mmap:
             except ValueError:  # another thread was faster
                 continue
             return block
-    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # private: a fork has its own
+    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # private: copy-on-write in a fork
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # no transparent huge pages in this kernel
             block.madvise(mmap.MADV_HUGEPAGE)
     return block
 
 
 def _settle() -> None:
-    """Collect the blocks whose storages are gone; free those that were unused longest."""
+    """Collect blocks whose storages are gone; free the longest unused."""
     with suppress(IndexError):  # another thread may take the last one
         while True:
             loan = _ended.popleft()
@@ -80,9 +80,9 @@ def _settle() -> None:
 
 
 def trim() -> None:
-    """Give the free blocks back to the operating system."""
+    """Return the free blocks to the operating system."""
     _settle()
     _free.clear()
     for number, loan in list(_loans.items()):
-        if loan() is None:  # an interrupt came while it was settled
+        if loan() is None:  # interrupted in `_settle`
             _loans.pop(number, None)

@@ -1,10 +1,10 @@
-"""The C kernels for CPUs: libraries for several instruction sets in a wheel, or built on the machine that runs them.
+"""Loader of the C kernels: prebuilt libraries from the wheel, or built on the machine that runs them.
 
-A wheel has `linear.c`, `experts.c` and so on as libraries for each instruction set of `compiler.INSTRUCTION_SETS`; the
-fastest that this CPU has is loaded when an op of it is first resolved. Where there is none (a checkout, a wheel made
-without a compiler, another kind of CPU) the machine's C compiler builds the same with the same flags, in half a second
-each, and keeps it for the processes that come after (`build_cache.py`). torch.compile of the reference takes seconds,
-and Python's headers. `refusal` says why there is neither.
+A wheel has `linear.c`, `experts.c` etc. as libraries for each instruction set of `compiler.INSTRUCTION_SETS`; the
+fastest that this CPU supports is loaded when one of its ops is first resolved. Without one (a checkout, a wheel built
+without a compiler, another CPU architecture) the machine's C compiler builds them with the same flags, in half a second
+each, and caches them (`build_cache.py`). torch.compile of the reference would take seconds, and Python's headers.
+`refusal` says why neither works.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ __all__ = [
     "scale_type",
 ]
 
-#: functions of OpenMP, in the order of threads.c
+#: OpenMP functions, in the order of threads.c
 _OPENMP = (
     "GOMP_parallel",
     "omp_get_num_threads",
@@ -55,13 +55,13 @@ _OPENMP = (
     "GOMP_atomic_end",
 )
 
-#: dots.h's names of types by dtype
+#: type numbers of dots.h, by dtype
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BYTE = 3
 
 
 def scale_type(record: FormatRecord) -> int:
-    """Return dots.h's name for the type of a format's scales."""
+    """Return dots.h's type number for a format's scales."""
     return NUMBERS[getattr(torch, record.scales)] if record.scales in LEVEL_SCALES else _BYTE
 
 
@@ -168,14 +168,14 @@ class Sum(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A library and, in words, where it comes from and what it is for."""
+    """A loaded library, its origin and its purpose as text."""
 
     library: ctypes.CDLL
     origin: str
 
 
 def refusal(device: torch.device, source: str = "linear") -> str | None:
-    """Why the compiled kernels cannot serve a device, or None. The first call for a CPU loads or builds them."""
+    """Return why the compiled kernels cannot serve a device, or None. The first call for a CPU loads or builds them."""
     if device.type != "cpu":
         return f"made for CPUs, not for {device}"
     built = _build(source)
@@ -184,7 +184,7 @@ def refusal(device: torch.device, source: str = "linear") -> str | None:
 
 @functools.cache
 def _build(source: str) -> _Loaded | str:
-    """Return the library of `source`.c, or the reason that there is none."""
+    """Return the library of `source`.c, or the reason why there is none."""
     instructions = compiler.suitable()
     paths = {each.name: compiler.FOLDER / compiler.file_name(source, each.name) for each in instructions}
     name = next((name for name, path in paths.items() if path.exists()), None)
@@ -204,7 +204,7 @@ def _build(source: str) -> _Loaded | str:
 
 
 def _no_library() -> str:
-    """Say that a wheel's libraries are for other CPUs, where they are."""
+    """Say that a wheel's libraries are for other CPUs, if it has any."""
     if not compiler.FOLDER.is_dir():
         return ""
     return f"the package's libraries are for other CPUs than this one ({compiler.machine()}), and "
@@ -227,14 +227,14 @@ def _built_here(source: str, instructions: tuple[compiler.InstructionSet, ...]) 
 
 
 def _built_before(known: str, source: str, best: compiler.InstructionSet, path: Path) -> _Loaded | None:
-    """Load what is kept, from a path of this process: a file that others may replace was checked, but is not mapped."""
+    """Load a cached library from a private copy: the cached file was verified, but another process may replace it."""
     library = build_cache.fetch(known, source, best)
     if library is None:
         return None
     path.write_bytes(library)
     try:
         return _Loaded(_load(path, source), f"built here ({best.name})")
-    except KernelError:  # linked to libraries that this machine no longer has
+    except KernelError:  # linked against libraries that this machine no longer has
         path.unlink()
         return None
 
@@ -248,7 +248,7 @@ def _kept(source: str, loaded: _Loaded) -> _Loaded:
 
 
 def libraries() -> dict[str, str]:
-    """Return the libraries that this process has loaded so far: name to "prebuilt (avx2)" or "built here (avx2)"."""
+    """Return the libraries loaded so far: name -> "prebuilt (avx2)" or "built here (avx2)"."""
     return dict(sorted(_ORIGINS.items()))
 
 
@@ -269,9 +269,9 @@ def _load(path: Path, source: str) -> ctypes.CDLL:
 
 @functools.cache
 def _openmp() -> ctypes.Array[ctypes.c_void_p]:
-    """The addresses of `_OPENMP` in the runtime that torch computes with; zeros where it has none."""
+    """Addresses of `_OPENMP` in torch's OpenMP runtime; zeros if it has none."""
     table = (ctypes.c_void_p * len(_OPENMP))()
-    torch_library = ctypes.CDLL(torch._C.__file__)  # symbols are looked up in what it depends on, too
+    torch_library = ctypes.CDLL(torch._C.__file__)  # dlsym also searches its dependencies
     with contextlib.suppress(AttributeError):
         for place, name in enumerate(_OPENMP):
             table[place] = ctypes.cast(torch_library[name], ctypes.c_void_p)
@@ -367,7 +367,7 @@ _DECLARE = {
 
 
 def library(source: str = "linear") -> ctypes.CDLL:
-    """The compiled kernels. Raises KernelError, with the reason, where they cannot be built."""
+    """Return the loaded library. Raises KernelError, with the reason, if it cannot be built."""
     built = _build(source)
     if isinstance(built, str):
         raise KernelError(f"kernels for CPUs: {built}")

@@ -1,9 +1,8 @@
-"""C kernels that were built on this machine before, below $XDG_CACHE_HOME/vbrt/kernels or ~/.cache/vbrt/kernels.
+"""Cache of C kernels built on this machine, below $XDG_CACHE_HOME/vbrt/kernels or ~/.cache/vbrt/kernels.
 
-A file is named by what made it: sources, the compiler with its version and flags, what it reads of the environment. It
-ends with a digest of that and of itself, and is read whole and checked before anything of it is loaded: a file that
-is damaged, another user's, or one that others may write is built again. Processes that build at once replace each
-other's file by one that is equal.
+The key of a file is its inputs: sources, the compiler with its version and flags, and relevant environment variables. A
+file ends with a digest of key and content, and is read whole and verified before it is loaded: a file that is damaged,
+owned by another user or writable by others is rebuilt. Concurrent builds replace each other's file by an equal one.
 """
 
 import contextlib
@@ -22,9 +21,9 @@ from vbrt.kernels.cpu.compiler import InstructionSet
 __all__ = ["fetch", "folder", "identity", "keep"]
 
 _LARGEST = 64 << 20
-_KEPT = 8  # of a source and an instruction set: checkouts and compilers that take turns
+_KEPT = 8  # per source and instruction set: for several checkouts and compilers
 _DIGEST = hashlib.sha256().digest_size
-#: what gcc and clang read beside the command line
+#: environment variables that gcc and clang read
 _ENVIRONMENT = (
     "CPATH",
     "C_INCLUDE_PATH",
@@ -37,14 +36,14 @@ _ENVIRONMENT = (
 
 
 def folder() -> Path:
-    """Return where libraries are kept; it need not exist."""
+    """Return the cache folder, which may not exist."""
     return cache_folder() / "kernels"
 
 
 def identity(command: list[str], source: str, wanted: InstructionSet) -> str | None:
-    """Return a name for what a compiler makes of a source; None where that cannot be told.
+    """Return the cache key of a source compiled for an instruction set; None if unknown.
 
-    Only of the sets that a wheel has: others are made for whatever CPU compiles.
+    Only for the wheel's instruction sets: others compile for the native CPU.
     """
     known = _compiler_identity(tuple(command)) if wanted in compiler.INSTRUCTION_SETS else None
     if known is None:
@@ -56,7 +55,7 @@ def identity(command: list[str], source: str, wanted: InstructionSet) -> str | N
 
 
 def fetch(name: str, source: str, wanted: InstructionSet) -> bytes | None:
-    """Return the library that was kept under an identity; None where there is none, or none to be trusted."""
+    """Return a cached library; None if missing or not trustworthy."""
     try:
         with open(open_regular(_path(name, source, wanted), os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             status = os.fstat(file.fileno())
@@ -70,7 +69,7 @@ def fetch(name: str, source: str, wanted: InstructionSet) -> bytes | None:
 
 
 def keep(name: str, source: str, wanted: InstructionSet, library: bytes) -> None:
-    """Keep a library, and the newest of others. Where nothing can be written, each process builds its own."""
+    """Cache a library, and drop the oldest ones. Failures to write are ignored: each process then builds its own."""
     path = _path(name, source, wanted)
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,7 +87,7 @@ def _path(name: str, source: str, wanted: InstructionSet) -> Path:
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """True if nobody but this user may write it."""
+    """True if only this user may write it."""
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
@@ -107,7 +106,7 @@ def _sources_digest() -> str:
 
 @functools.cache
 def _compiler_identity(command: tuple[str, ...]) -> tuple[str, int, int, str] | None:
-    """Return the file of a compiler, its size and date, and what it says of its version."""
+    """Return a compiler's path, size, modification time and version text."""
     try:
         path = Path(shutil.which(command[0]) or command[0]).resolve()
         status = path.stat()

@@ -1,7 +1,7 @@
-"""Instruction sets of CPUs, and the C compiler that builds the kernels for one of them.
+"""CPU instruction sets, and the C compiler that builds the kernels for one.
 
-Used by `build.py` where the kernels run, and by the build backend (`hatch_build.py`), which loads this file by its
-path: it needs neither torch nor the rest of vbrt.
+Used by `build.py` at run time, and by the build backend (`hatch_build.py`), which loads this file by path: so it
+imports neither torch nor the rest of vbrt.
 """
 
 import contextlib
@@ -34,32 +34,32 @@ __all__ = [
 ]
 
 HERE = Path(__file__).parent
-#: where a wheel has its libraries
+#: folder of a wheel's libraries
 FOLDER = HERE / "prebuilt"
 _MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}
 _COMPILERS = ("cc", "gcc", "clang")
 _THREADS = HERE / "threads.c"
-# a library names only the runtimes that it calls: threads.c stands in for gcc's
+# --as-needed: link only runtimes in use; threads.c replaces gcc's OpenMP runtime
 _OPENMP = ("-fopenmp", "-Wl,--as-needed") if sys.platform == "linux" else ("-fopenmp",)
-# these have torch's bits, which says itself where a product and a sum are rounded once; they ask for no errno
+# bit-exact with torch: no contraction (fmaf is explicit), no errno
 _TWO_STEPS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS_OF = {"update": _TWO_STEPS, "encode": _TWO_STEPS, "step": _TWO_STEPS}
-_LIMIT_S = 60  # of a machine that has other things to do, too
+_LIMIT_S = 60  # generous, for a busy machine
 
 
 class CompileError(Exception):
-    """There is no compiler, or it made nothing."""
+    """No compiler, or it failed."""
 
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """What a library is built for.
+    """Target of a library.
 
     Attributes:
-        name: as users see it.
-        machine: as `platform.machine` on Linux has it; empty for the one at hand.
-        flags: of the compiler.
-        features: what the CPU has, as /proc/cpuinfo names it.
+        name: shown to users.
+        machine: as in `platform.machine` on Linux; empty for the native one.
+        flags: compiler flags.
+        features: required CPU features, as named in /proc/cpuinfo.
     """
 
     name: str
@@ -80,7 +80,7 @@ def _arm(name: str, version: str, *features: str) -> InstructionSet:
 _AVX2 = ("avx2", "fma", "bmi1", "bmi2", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _VNNI = (*_AVX512, "avx512vbmi", "avx512_vbmi2", "avx512_vnni")
-#: those that a wheel has libraries for, the fastest of each machine first, and last one for every CPU of it
+#: instruction sets of a wheel's libraries, the fastest of each machine first, a baseline last
 INSTRUCTION_SETS = (
     _x86("avx512bf16", *_VNNI, "avx512_bf16"),  # Zen 4, Sapphire Rapids
     _x86("avx512vnni", *_VNNI),  # Ice Lake
@@ -90,7 +90,7 @@ INSTRUCTION_SETS = (
     _arm("neon-bf16", "armv8.2-a+dotprod+bf16", "asimddp", "bf16"),  # Graviton 3, Grace
     _arm("neon", "armv8-a"),
 )
-# not every compiler knows the CPU it runs on, or has OpenMP
+# fallbacks: some compilers do not support the native CPU, or OpenMP
 _OTHERS = (
     InstructionSet("this CPU", "", ("-march=native", *_OPENMP)),
     InstructionSet("this CPU", "", ("-mcpu=native", *_OPENMP)),
@@ -100,12 +100,12 @@ _OTHERS = (
 
 
 def machine() -> str:
-    """Return this machine's kind of CPU, as Linux names it."""
+    """Return this machine's CPU architecture, as Linux names it."""
     return _MACHINES.get(platform.machine(), platform.machine())
 
 
 def cpu_features() -> frozenset[str]:
-    """Return what the CPU has, by the names in /proc/cpuinfo; nothing where there is no such file."""
+    """Return the CPU's features, as named in /proc/cpuinfo; empty without that file."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -116,28 +116,28 @@ def cpu_features() -> frozenset[str]:
 
 
 def served(machine: str, features: frozenset[str]) -> tuple[InstructionSet, ...]:
-    """Return the instruction sets that a CPU has, the fastest first."""
+    """Return the instruction sets that a CPU supports, the fastest first."""
     return tuple(each for each in INSTRUCTION_SETS if each.machine == machine and each.features <= features)
 
 
 def suitable() -> tuple[InstructionSet, ...]:
-    """Return what the kernels can be built for on this machine: its instruction sets, the fastest first, and what a
-    compiler may know of a CPU that none is for."""
+    """Return the possible targets on this machine: its instruction sets, the fastest first, then native builds for CPUs
+    without one."""
     return (*served(machine(), cpu_features()), *_OTHERS)
 
 
 def sources() -> list[str]:
-    """Return the names of the libraries: each is made of the C file of its name."""
+    """Return the names of the libraries, one per C file."""
     return sorted(path.stem for path in HERE.glob("*.c") if path != _THREADS)
 
 
 def file_name(source: str, name: str) -> str:
-    """Return the name of the library of a source for an instruction set."""
+    """Return the file name of a source's library for an instruction set."""
     return f"{source}.{name}.so"
 
 
 def find_compiler() -> list[str]:
-    """Return the command of the C compiler. Raises CompileError."""
+    """Return the C compiler's command. Raises CompileError."""
     named = os.environ.get("CC", "")
     try:
         command = shlex.split(named)
@@ -151,14 +151,14 @@ def find_compiler() -> list[str]:
 
 
 def options_of(source: str, instructions: InstructionSet) -> list[str]:
-    """Return the compiler's options for a source and an instruction set."""
+    """Return compiler options for a source and an instruction set."""
     return ["-O3", "-w", "-shared", "-fPIC", *instructions.flags, *_FLAGS_OF.get(source, ())]
 
 
 def compile_library(command: list[str], source: str, wanted: Iterable[InstructionSet], library: Path) -> str:
-    """Build the library of a source for the first of some instruction sets that the compiler knows; return its name.
+    """Build a source's library for the first instruction set that the compiler supports; return its name.
 
-    Raises CompileError, with what the compiler said last.
+    Raises CompileError with the compiler's last message.
     """
     for each in wanted:
         files = [str(HERE / f"{source}.c"), str(_THREADS)]
@@ -170,8 +170,8 @@ def compile_library(command: list[str], source: str, wanted: Iterable[Instructio
 
 
 def run(line: list[str], *, output: int = subprocess.DEVNULL) -> subprocess.CompletedProcess[str]:
-    """Run a command without input, which one that is no compiler may wait for; kill it and its children if it takes too
-    long. Raises CompileError, then."""
+    """Run a command without stdin; kill it with its children after the time limit, with CompileError (a wrong command
+    might wait for input)."""
     options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.PIPE}
     with subprocess.Popen(line, text=True, errors="replace", start_new_session=True, **options) as process:
         try:

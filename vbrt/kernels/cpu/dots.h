@@ -1,20 +1,21 @@
-/* Dots of a few tokens with rows of 4-bit weights, or of 8 bits (`eight.h`): decoded in registers and multiplied there.
+/* Dot products of a few tokens with rows of 4-bit weights, or of 8-bit ones (`eight.h`): codes are decoded in registers
+ * and multiplied there.
  *
- * weight = level[code] * (value[scale byte] * unit), or level[code] * scale where scales have 16 or 32 bits; a scale may
- * be multiplied with a sum of level[code] * x instead.
+ * weight = level[code] * (value[scale byte] * unit), or level[code] * scale for scales of 16 or 32 bits; a scale may be
+ * applied to a sum of level[code] * x instead.
  * Two codes share a byte, the even column in the low nibble. A block has 16, 32, 64 or 128 columns.
- * Each dot is computed in an order that depends on the row's length alone.
- * `dots` itself is in a file of each instruction set, with `Dots`, its tables of scales and the order of its spans.
+ * The summation order of a dot product depends on the row's length alone.
+ * `dots` itself is in one file per instruction set, with `Dots`, its scale tables and its span layout.
  */
 #include <stdlib.h>
 #include "numbers.h"
 
 #define INLINE static inline __attribute__((always_inline))
-#define TOKENS 4     /* tokens that share one decoding of a row */
-#define TILE 4096    /* columns whose scales are looked up at a time */
+#define TOKENS 4     /* tokens per decoding of a row */
+#define TILE 4096    /* columns per lookup of scales */
 
 enum { FP32, BF16, FP16, BYTE };
-/* how inputs lie in spans: as numbers, rounded to int8, or in the order of columns, as fp32 or as bf16 */
+/* layout of inputs in spans: fp32, bf16 or int8, or in column order, as fp32 or bf16 */
 enum { AS_FP32, AS_BF16, AS_INT8, IN_ORDER, PAIRS_IN_ORDER };
 static const int SCALE_BYTES[] = {4, 2, 2, 1};
 
@@ -31,7 +32,7 @@ static inline void store(void *to, int type, int64_t at, float value) {
 
 #include "int8.h"
 
-/* -- dots: sums[r * TOKENS + m] of rows r with tokens m; `rows` and `tokens` are constants once it is inlined */
+/* -- dots: sums[r * TOKENS + m] of rows r with tokens m; `rows` and `tokens` are constants after inlining */
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define WIDE 1
@@ -50,7 +51,7 @@ static inline void store(void *to, int type, int64_t at, float value) {
 
 #include "eight.h"
 
-/* Bytes of the codes of `columns` weights. */
+/* Bytes of codes for `columns` weights. */
 static inline int64_t code_bytes(int64_t columns, int64_t bits) { return columns * bits / 8; }
 
 INLINE void dots_in_form(const Dots *d, int rows, int tokens, float *sums) {
@@ -77,8 +78,8 @@ INLINE void dots_of_tokens(const Dots *d, int rows, int tokens, float *sums) {
     else dots_in_form(d, rows, 1, sums);
 }
 
-/* How x is multiplied with levels: in int8 where it may be `rounded`, as pairs of bf16 where that changes neither. With
- * codes of 8 bits it is in order, and as bf16 where it is that. */
+/* Layout of x for these levels: int8 if it may be `rounded`, bf16 pairs if exact for levels and x. With 8-bit codes x
+ * is in column order, in bf16 if it has that type. */
 static int form_of(const float *levels, int64_t count, int64_t bits, int x_type, int rounded) {
     if (bits == 8) return NARROW8 && x_type == BF16 ? PAIRS_IN_ORDER : IN_ORDER;
     if (rounded) return AS_INT8;
@@ -91,7 +92,7 @@ static int form_of(const float *levels, int64_t count, int64_t bits, int x_type,
 #endif
 }
 
-/* Dots of x, in some form, with rows of weights; `values` are looked at for scales of bytes only. */
+/* Dots of x, in some layout, with rows of weights; `values` are used for byte scales only. */
 static Dots dots_with(const float *levels, const float *values, float unit, int64_t type, int64_t block, int form,
                       Scales *scales) {
     Dots d = {.levels = levels, .scale_type = (int)type, .shift = __builtin_ctzll(block), .form = form};
@@ -100,7 +101,7 @@ static Dots dots_with(const float *levels, const float *values, float unit, int6
     return d;
 }
 
-/* Bytes of one row of x in spans. */
+/* Bytes of a row of x in spans. */
 static inline int64_t row_bytes(int64_t columns) { return (columns + SPAN - 1) / SPAN * SPAN * sizeof(float); }
 
 INLINE void spread_in_form(const float *span, int form, void *to) {
@@ -120,7 +121,7 @@ INLINE void spread_in_form(const float *span, int form, void *to) {
 #endif
 }
 
-/* One row of `inputs` numbers of x in spans, zeros behind the last, in some form; `type` is a constant once it is inlined. */
+/* Convert a row of `inputs` numbers of x to spans, zero-padded, in some layout; `type` is a constant after inlining. */
 INLINE void spread_as(const void *x, int type, int64_t at, int64_t inputs, int64_t columns, int form, void *to) {
     for (int64_t first = 0; first < columns; first += SPAN) {
         const int64_t count = inputs - first < SPAN ? inputs - first : SPAN;

@@ -1,14 +1,14 @@
-/* `dots` for AVX2 with FMA. Two lookups by 32 codes give the upper bytes of their levels, which is all of E2M1's; two more
- * give the rest of others. Vectors have two lanes, which the lookups keep apart: the lower has columns 0 to 31. */
+/* `dots` for AVX2 with FMA. Two lookups by 32 codes give the upper bytes of their levels, which is all of E2M1's; two
+ * more give the lower bytes of others. Lookups work within 128-bit lanes: the lower lane has columns 0 to 31. */
 #include <immintrin.h>
 #include "dots_spans.h"
 
-/* 32 bytes of codes. A vector of x has four columns of each lane, all of one block: of each half of a lane, the even
+/* 32 bytes of codes. A vector of x has four columns of each lane, all of one block: for each half of a lane, the even
  * columns, then the odd ones. */
 #define SPAN 64
-#define AHEAD 8192  /* bytes of codes that are read ahead, into the second cache: rows follow each other */
+#define AHEAD 8192  /* prefetch distance in bytes of codes, into L2: rows are consecutive */
 
-/* One span of x, as fp32. */
+/* Convert a span of x to fp32. */
 INLINE void spread_span(const float *span, int narrow, void *to) {
     (void)narrow;
     for (int k = 0; k < SPAN; k++) {
@@ -24,14 +24,14 @@ INLINE __m256i codes_at(const uint8_t *at, int64_t columns) {
     return _mm256_loadu_si256((const __m256i *)rest);
 }
 
-/* words[half] of the bytes `place` and `place + 1` of the levels of 32 codes */
+/* words[half] of bytes `place` and `place + 1` of 32 codes' levels */
 INLINE void words_of(const __m256i *bytes, int place, __m256i code, __m256i *words) {
     const __m256i low = _mm256_shuffle_epi8(bytes[place], code), high = _mm256_shuffle_epi8(bytes[place + 1], code);
     words[0] = _mm256_unpacklo_epi8(low, high);
     words[1] = _mm256_unpackhi_epi8(low, high);
 }
 
-/* Scales of one half of each lane; 0 behind the row's end. */
+/* Scales of one half of each lane; 0 beyond the row's end. */
 INLINE __m256 scales_at(const Dots *d, int r, int64_t k) {
     const float low = k < d->columns ? scale_at(d, r, k >> d->shift) : 0;
     const float high = k + 32 < d->columns ? scale_at(d, r, (k + 32) >> d->shift) : 0;
@@ -44,13 +44,13 @@ INLINE float total(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 }
 
-/* `upper`, a constant once it is inlined: the lower two bytes of levels are zeros. */
+/* `upper`, a constant after inlining: the lower two bytes of levels are zero. */
 INLINE void dots_as(const Dots *d, int rows, int tokens, int upper, float *sums) {
     const __m256i four = _mm256_set1_epi8(15), zero = _mm256_setzero_si256();
     __m256i bytes[4];
     for (int i = 0; i < 4; i++) bytes[i] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)d->bytes[i]));
     for (int r = 0; r < rows; r++) {
-        __m256 sum[TOKENS];  /* one a token: there are 16 registers */
+        __m256 sum[TOKENS];  /* one per token: there are 16 registers */
         for (int m = 0; m < tokens; m++) sum[m] = _mm256_setzero_ps();
         for (int64_t k = 0; k < d->columns; k += SPAN) {
             _mm_prefetch((const char *)d->codes[r] + k / 2 + AHEAD, _MM_HINT_T1);

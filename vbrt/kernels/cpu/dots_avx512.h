@@ -1,18 +1,18 @@
-/* `dots` for AVX-512, of pairs of bf16 where the CPU multiplies them. */
+/* `dots` for AVX-512, on bf16 pairs where the CPU supports them. */
 #include <immintrin.h>
 #ifdef __AVX512BF16__
-#define PAIRS 1  /* products of pairs of bf16 */
+#define PAIRS 1  /* bf16 dot products (vdpbf16ps) */
 #endif
 
-/* The codes of 128 columns are 16 words of eight; shifted by 4 j bits their lowest four bits are the codes of columns j,
- * 8 + j, 16 + j, ... A block's weights are in whole words, so a word has one scale. */
+/* The codes of 128 columns are 16 words of eight; shifted by 4 j bits their lowest four bits are the codes of columns
+ * j, 8 + j, 16 + j, ... A block consists of whole words, so a word has one scale. */
 #define SPAN 128
 #define WORD 8
-/* Bytes of codes that are read ahead, into the second cache: the few lines that the first one can wait for at a time come
- * at half of the memory's rate. Rows follow each other. */
+/* Prefetch distance in bytes of codes, into L2: the few line fill buffers of L1 limit it to half of the memory
+ * bandwidth. Rows are consecutive. */
 #define AHEAD 8192
 
-/* Values by scale byte: their upper halves, as they have few significant bits. */
+/* Values by scale byte: only their upper halves, as they have few significant bits. */
 typedef struct { uint16_t halves[256]; } Scales;
 
 typedef struct {
@@ -20,16 +20,16 @@ typedef struct {
     const float *levels;  /* [16] */
     int scale_type, shift;  /* a block has 1 << shift columns */
     const uint16_t *halves;  /* [256] by scale byte */
-    int e4m3;  /* the values are those of E4M3, which are computed faster than looked up */
+    int e4m3;  /* values are E4M3, computed faster than looked up */
     float unit;
     const void *x[TOKENS];  /* in spans */
     int64_t columns;
-    int form;  /* of x */
-    int8_t whole[16];  /* levels in steps, for inputs in int8 */
+    int form;  /* layout of x */
+    int8_t whole[16];  /* integer levels, for int8 inputs */
     float step;
 } Dots;
 
-/* out [count, rounded up to 32] = value * unit of `count` scale bytes */
+/* out [count, rounded up to 32] = value * unit for `count` scale bytes */
 INLINE void look_up(const uint8_t *bytes, int64_t count, const uint16_t *halves, float unit, float *out) {
     __m512i table[8];
     for (int i = 0; i < 8; i++) table[i] = _mm512_loadu_si512(halves + 32 * i);
@@ -51,13 +51,13 @@ INLINE void look_up(const uint8_t *bytes, int64_t count, const uint16_t *halves,
     }
 }
 
-/* the values / 256 of 16 E4M3 bytes but for NaN: their bits are a half's */
+/* values / 256 of 16 E4M3 bytes except NaN: their bits are those of a half */
 INLINE __m512 e4m3_256ths(__m128i bytes) {
     const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16((short)0xBF80));
     return _mm512_cvtph_ps(bits);
 }
 
-/* out [count, rounded up to 64] = value * unit of `count` E4M3 bytes; false where one of them is NaN */
+/* out [count, rounded up to 64] = value * unit for `count` E4M3 bytes; false if one of them is NaN */
 INLINE int compute(const uint8_t *bytes, int64_t count, float unit, float *out) {
     const __m512 factor = _mm512_set1_ps(256 * unit);
     const __m512i nan = _mm512_set1_epi8(0x7F);
@@ -74,7 +74,7 @@ INLINE int compute(const uint8_t *bytes, int64_t count, float unit, float *out) 
     return !found;
 }
 
-/* out [count, rounded up to 16] of `count` scales of 16 or 32 bits */
+/* out [count, rounded up to 16] from `count` scales of 16 or 32 bits */
 static void convert(const uint8_t *scales, int64_t count, int type, float *out) {
     for (int64_t i = 0; i < count; i += 16, scales += 16 * SCALE_BYTES[type]) {
         const __mmask16 here = count - i >= 16 ? 0xFFFF : (1u << (count - i)) - 1;
@@ -90,7 +90,7 @@ static void convert(const uint8_t *scales, int64_t count, int type, float *out) 
     }
 }
 
-/* out = the scales of a row's `columns`, from column `first` on; those of rows to come are read ahead, as their codes are */
+/* out = scales of a row's `columns`, from column `first` on; prefetches those of later rows, like their codes */
 static __attribute__((noinline)) void scales_of(const Dots *d, int r, int64_t first, int64_t columns, float *out) {
     const int type = d->scale_type;
     const int64_t count = columns >> d->shift, width = SCALE_BYTES[type];
@@ -101,14 +101,14 @@ static __attribute__((noinline)) void scales_of(const Dots *d, int r, int64_t fi
     else if (!d->e4m3 || !compute(stored, count, d->unit, out)) look_up(stored, count, d->halves, d->unit, out);
 }
 
-/* The sums of a word's eight products, of levels and inputs of even columns and of odd ones. */
+/* Sums of a word's eight products, of levels and inputs of even columns and of odd ones. */
 INLINE __m512i sums_of_int8(__m512i even, __m512i odd, const char *x) {
     const __m512i x0 = _mm512_loadu_si512(x), x1 = _mm512_loadu_si512(x + 64);
 #ifdef __AVX512VNNI__
-    /* one side has no sign: levels are 127 too large, for which the sums begin 127 times the inputs too low */
+    /* vpdpbusd needs one unsigned operand: levels are offset by 127, compensated in the initial sums */
     return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_loadu_si512(x + 128), even, x0), odd, x1);
 #else
-    /* pairs of products are below 2^15: both sides are at most 127 */
+    /* pairs of products are below 2^15: both operands are at most 127 */
     const __m512i zero = _mm512_setzero_si512(), ones = _mm512_set1_epi16(1);
     const __m512i signs0 = _mm512_mask_sub_epi8(x0, _mm512_movepi8_mask(even), zero, x0);
     const __m512i signs1 = _mm512_mask_sub_epi8(x1, _mm512_movepi8_mask(odd), zero, x1);
@@ -117,7 +117,7 @@ INLINE __m512i sums_of_int8(__m512i even, __m512i odd, const char *x) {
 #endif
 }
 
-/* What a form looks levels up in, by code: in lanes of 128 bits, or in halves of 256 for pairs of bf16. */
+/* Lookup table of levels by code for a layout: in 128-bit lanes, or in 256-bit halves for bf16 pairs. */
 INLINE __m512i table_of(const Dots *d, int form) {
     if (form == AS_INT8) {
         const __m128i whole = _mm_loadu_si128((const __m128i *)d->whole);
@@ -132,8 +132,8 @@ INLINE __m512i table_of(const Dots *d, int form) {
     return _mm512_shuffle_i64x2(halves, halves, 0x44);  /* twice */
 }
 
-/* What a span of codes gives with one span of each token's x: a lane sums a word's eight columns. `form` is a constant
- * once it is inlined. */
+/* Products of a span of codes with one span of each token's x: a lane sums a word's eight columns. `form` is a constant
+ * after inlining. */
 INLINE void parts_of(const Dots *d, __m512i codes, int64_t at, int tokens, int form, __m512 levels, __m512i table,
                      __m512 *part) {
     if (form == AS_INT8) {
@@ -148,11 +148,11 @@ INLINE void parts_of(const Dots *d, __m512i codes, int64_t at, int tokens, int f
     }
     if (form == AS_FP32) {
         __m512 level[WORD];
-        /* vpermps looks at the lowest four bits of an index only */
+        /* vpermps uses only the lowest four bits of an index */
         for (int j = 0; j < WORD; j++) level[j] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * j), levels);
         for (int m = 0; m < tokens; m++) {
             const float *x = (const float *)d->x[m] + at;
-            __m512 other = _mm512_mul_ps(level[1], _mm512_loadu_ps(x + 16));  /* two sums wait half as long */
+            __m512 other = _mm512_mul_ps(level[1], _mm512_loadu_ps(x + 16));  /* two chains halve the latency */
             part[m] = _mm512_mul_ps(level[0], _mm512_loadu_ps(x));
             for (int j = 2; j < WORD; j += 2) {
                 part[m] = _mm512_fmadd_ps(level[j], _mm512_loadu_ps(x + 16 * j), part[m]);
@@ -163,7 +163,7 @@ INLINE void parts_of(const Dots *d, __m512i codes, int64_t at, int tokens, int f
     }
 #ifdef PAIRS
     if (form == AS_BF16) {
-        __m512i level[WORD / 2];  /* vpermw looks at the lowest five bits: there are two copies of the levels */
+        __m512i level[WORD / 2];  /* vpermw uses five bits: two copies of the levels */
         for (int j = 0; j < WORD / 2; j++) level[j] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * j), table);
         for (int m = 0; m < tokens; m++) {
             const uint16_t *x = (const uint16_t *)d->x[m] + at;
@@ -217,7 +217,7 @@ static int are_e4m3(const float *values) {
     for (int i = 0; i < 256; i += 16) {
         const __m512i bytes = _mm512_add_epi32(_mm512_set1_epi32(i), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
         const __m512 computed = _mm512_mul_ps(e4m3_256ths(_mm512_cvtepi32_epi8(bytes)), _mm512_set1_ps(256));
-        const __mmask16 looked_at = i % 128 == 112 ? 0x7FFF : 0xFFFF;  /* but for NaN */
+        const __mmask16 looked_at = i % 128 == 112 ? 0x7FFF : 0xFFFF;  /* except NaN */
         same = same && _mm512_cmp_ps_mask(computed, _mm512_loadu_ps(values + i), _CMP_EQ_OQ) >= looked_at;
     }
     return same;
@@ -231,7 +231,7 @@ static void fill_scales(Dots *d, const float *values, float unit, Scales *scales
     d->halves = scales->halves, d->unit = unit, d->e4m3 = bytes && are_e4m3(values);
 }
 
-/* v[j] = columns j, 8 + j, 16 + j, ... of 128 */
+/* transpose to v[j] = columns j, 8 + j, 16 + j, ... of 128 */
 INLINE void deal(__m512 *v) {
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
@@ -245,12 +245,13 @@ INLINE void deal(__m512 *v) {
     }
 }
 
-/* One span of x, dealt, in int8: 64 even columns and 64 odd ones, what the sums of words begin with, and their scales. */
+/* Quantize a transposed span of x to int8: 64 even columns, 64 odd ones, the initial sums of words, and their scales.
+*/
 INLINE void round_span(const __m512 *v, char *to) {
     __m512 largest = _mm512_setzero_ps(), zero = largest;
     for (int j = 0; j < WORD; j++) {
         largest = _mm512_max_ps(largest, _mm512_abs_ps(v[j]));
-        zero = _mm512_fmadd_ps(v[j], _mm512_setzero_ps(), zero);  /* NaN where one is no finite number */
+        zero = _mm512_fmadd_ps(v[j], _mm512_setzero_ps(), zero);  /* NaN if one is not finite */
     }
     const __mmask16 finite = _mm512_cmp_ps_mask(zero, zero, _CMP_ORD_Q)
         & _mm512_cmp_ps_mask(largest, _mm512_set1_ps(SMALLEST), _CMP_GE_OQ);
@@ -268,7 +269,7 @@ INLINE void round_span(const __m512 *v, char *to) {
     _mm512_storeu_ps(to + 192, _mm512_fmadd_ps(largest, _mm512_set1_ps(1.0f / STEPS), zero));
 }
 
-/* One span of x: in int8, as bf16, which it is then, or as fp32. */
+/* Convert a span of x: to int8, to bf16 (if exact), or to fp32. */
 INLINE void spread_span(const float *span, int form, void *to) {
     __m512 v[WORD];
     for (int j = 0; j < WORD; j++) v[j] = _mm512_loadu_ps(span + 16 * j);

@@ -1,15 +1,15 @@
-/* `dots` for NEON, of pairs of bf16 where the CPU multiplies them. Two lookups by 16 codes give the upper bytes of their
- * levels, which is all of E2M1's; two more give the rest of others. */
+/* `dots` for NEON, on bf16 pairs where the CPU supports them. Two lookups by 16 codes give the upper bytes of their
+ * levels, which is all of E2M1's; two more give the lower bytes of others. */
 #include <arm_neon.h>
 #include "dots_spans.h"
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-#define PAIRS 1  /* products of pairs of bf16 */
+#define PAIRS 1  /* bf16 dot products */
 #endif
 
-/* 16 bytes of codes. Of each half, which has one scale, the even columns, then the odd ones. */
+/* 16 bytes of codes. For each half, which has one scale, the even columns, then the odd ones. */
 #define SPAN 32
 
-/* One span of x, as bf16 where `narrow`, else as fp32. */
+/* Convert a span of x to bf16 if `narrow`, else to fp32. */
 INLINE void spread_span(const float *span, int narrow, void *to) {
     for (int k = 0; k < SPAN; k++) {
         const int place = k / 16 * 16 + k % 2 * 8 + k % 16 / 2;
@@ -18,7 +18,7 @@ INLINE void spread_span(const float *span, int narrow, void *to) {
     }
 }
 
-/* words[half] of the bytes `place` and `place + 1` of the levels of 16 codes */
+/* words[half] of bytes `place` and `place + 1` of 16 codes' levels */
 INLINE void words_of(const Dots *d, int place, uint8x16_t code, uint16x8_t *words) {
     const uint8x16_t low = vqtbl1q_u8(vld1q_u8(d->bytes[place]), code);
     const uint8x16_t high = vqtbl1q_u8(vld1q_u8(d->bytes[place + 1]), code);
@@ -26,7 +26,7 @@ INLINE void words_of(const Dots *d, int place, uint8x16_t code, uint16x8_t *word
     words[1] = vreinterpretq_u16_u8(vzip2q_u8(low, high));
 }
 
-/* Eight levels times eight of x; `upper` says that the lower words are zeros. */
+/* Eight levels times eight of x; `upper`: the lower words are zero. */
 INLINE float32x4_t plus_products(float32x4_t part, uint16x8_t high, uint16x8_t low, int upper, const float *x) {
     if (upper) low = vdupq_n_u16(0);
     const float32x4_t first = vreinterpretq_f32_u16(vzip1q_u16(low, high));
@@ -34,7 +34,7 @@ INLINE float32x4_t plus_products(float32x4_t part, uint16x8_t high, uint16x8_t l
     return vfmaq_f32(vfmaq_f32(part, first, vld1q_f32(x)), second, vld1q_f32(x + 4));
 }
 
-/* `narrow` and `upper` are constants once it is inlined. */
+/* `narrow` and `upper` are constants after inlining. */
 INLINE void dots_as(const Dots *d, int rows, int tokens, int narrow, int upper, float *sums) {
     for (int r = 0; r < rows; r++) {
         float32x4_t sum[TOKENS][2];

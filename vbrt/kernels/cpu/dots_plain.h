@@ -2,7 +2,7 @@
 #include "dots_spans.h"
 #define SPAN 32
 
-/* One span of x, as fp32. */
+/* Convert a span of x to fp32. */
 INLINE void spread_span(const float *span, int narrow, void *to) {
     (void)narrow;
     for (int k = 0; k < SPAN; k++) ((float *)to)[k % 2 * 16 + k / 2] = span[k];

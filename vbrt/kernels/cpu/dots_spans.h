@@ -1,5 +1,5 @@
-/* What `dots` for AVX2, for NEON and in plain C share: fp32 scales by byte, and levels as bytes for lookups of 16 codes at
- * a time. The codes of 16 columns are eight bytes, which never straddle two blocks. */
+/* Common to `dots` for AVX2, NEON and plain C: fp32 scales by byte, and levels as bytes for lookups of 16 codes at a
+ * time. The codes of 16 columns are eight bytes, which never straddle two blocks. */
 
 typedef struct {
     float values[256];  /* by scale byte, times the unit */
@@ -14,9 +14,9 @@ typedef struct {
     const uint8_t (*bytes)[16];
     const void *x[TOKENS];  /* in spans */
     int64_t columns;
-    int upper;  /* levels are numbers that bf16 has: the upper two bytes are all */
-    int form;  /* of x */
-    int8_t whole[16];  /* levels in steps, for inputs in int8 */
+    int upper;  /* levels are exact in bf16: the upper two bytes suffice */
+    int form;  /* layout of x */
+    int8_t whole[16];  /* integer levels, for int8 inputs */
     float step;
 } Dots;
 

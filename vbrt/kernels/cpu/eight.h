@@ -1,10 +1,10 @@
-/* `dots` with rows of whole numbers of 8 bits: converted in registers, 32 columns a block with one scale. x is in the order of
- * its columns. One function for all instruction sets, on the few operations that they name differently. */
+/* `dots` for rows of 8-bit integers: converted in registers, one scale per block of 32 columns. x is in column order.
+ * One implementation for all instruction sets, on the few operations that they name differently. */
 
-#define BLOCK8 32  /* columns of a block */
-#define AHEAD8 8192  /* bytes of codes that are read ahead, into the second cache: rows follow each other */
+#define BLOCK8 32  /* columns per block */
+#define AHEAD8 8192  /* prefetch distance in bytes of codes, into L2: rows are consecutive */
 
-/* whether pairs of bf16 are multiplied, which all numbers of 8 bits are exact in */
+/* whether bf16 pairs are multiplied: all 8-bit integers are exact in bf16 */
 #if defined(WIDE) && defined(PAIRS)
 #define NARROW8 1
 #else
@@ -69,7 +69,7 @@ INLINE Lanes plus_product(Lanes sum, Lanes a, Lanes b) {
 INLINE float sum_of(Lanes lanes) { return (lanes.lane[0] + lanes.lane[1]) + (lanes.lane[2] + lanes.lane[3]); }
 #endif
 
-/* out = the scales of a row's `columns`, from column `first` on */
+/* out = scales of a row's `columns`, from column `first` on */
 INLINE void scales_of_bytes(const Dots *d, int r, int64_t first, int64_t columns, float *out) {
 #ifdef WIDE
     scales_of(d, r, first, columns, out);
@@ -78,7 +78,7 @@ INLINE void scales_of_bytes(const Dots *d, int r, int64_t first, int64_t columns
 #endif
 }
 
-/* A block of weights times a block of each token's x, from column k on: as fp32 */
+/* A block of weights times a block of each token's x, from column k on: in fp32 */
 INLINE void parts_of_bytes(const Dots *d, const Lanes *weight, int64_t k, int tokens, Lanes *part) {
     for (int m = 0; m < tokens; m++) {
         part[m] = all_of(0);
@@ -87,7 +87,7 @@ INLINE void parts_of_bytes(const Dots *d, const Lanes *weight, int64_t k, int to
     }
 }
 
-/* or as pairs of bf16 */
+/* or as bf16 pairs */
 INLINE void parts_of_pairs(const Dots *d, const Lanes *weight, int64_t k, int tokens, Lanes *part) {
 #if NARROW8
     const __m512bh both = _mm512_cvtne2ps_pbh(weight[1], weight[0]);
@@ -98,7 +98,7 @@ INLINE void parts_of_pairs(const Dots *d, const Lanes *weight, int64_t k, int to
 #endif
 }
 
-/* sums[r * TOKENS + m] of rows r with tokens m; `rows`, `tokens` and `pairs` are constants once it is inlined */
+/* sums[r * TOKENS + m] of rows r with tokens m; `rows`, `tokens` and `pairs` are constants after inlining */
 INLINE void dots_of_bytes(const Dots *d, int rows, int tokens, int pairs, float *sums) {
     float scales[TILE / BLOCK8 + 64];
     for (int r = 0; r < rows; r++) {

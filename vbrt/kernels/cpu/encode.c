@@ -1,7 +1,9 @@
-/* Encoding to formats of blocks on a CPU: the arithmetic of `BlockFormat._search` and `Levels._encode_blocks` with
- * `E2M1Rounding`, `TableRounding` and `Int8Rounding`, operation by operation. Compiled by build.py, without fused multiply-adds.
+/* Block format encoder on a CPU: the arithmetic of `BlockFormat._search` and `Levels._encode_blocks` with
+ * `E2M1Rounding`, `TableRounding` and `Int8Rounding`, operation by operation. Compiled by build.py, without FMA
+ * contraction.
  *
- * Sixteen blocks go together, a lane each, so that sums over a block add vectors in the order of `rounding.block_sum`.
+ * Sixteen blocks are processed together, one per lane, so that block sums add vectors in the order of
+ * `rounding.block_sum`.
  */
 #include <stddef.h>
 #ifdef __AVX512F__
@@ -12,22 +14,22 @@
 enum { LANES = 16, LARGEST = 128, CELLS = 4096 };
 enum { FP32, BF16, FP16 };
 enum { E4M3, E8M0, UE4M4 };
-/* what codes stand for: E2M1, entries of a table, whole numbers */
+/* kinds of codes: E2M1, table entries, integers */
 enum { FLOATS, TABLE, WHOLE };
 
 #define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     const void *weight;  /* [rows, columns] of `type` */
-    const float *values;  /* [256] by scale byte; of formats of levels the `candidates` levels that are not zero */
-    const float *squares;  /* [rows / rows_each, columns], or NULL: errors count alike */
-    const float *cells, *bounds;  /* [CELLS], [15] between the levels, ascending; NULL: codes are E2M1, or of 8 bits */
-    const uint8_t *order;  /* [16]: the code of each level, ascending */
-    uint8_t *codes;  /* [blocks, block / 2] or, of 8 bits, [blocks, block], `per_row` blocks in a row; NULL: scales alone */
-    void *scales;  /* [blocks]: bytes, or numbers of `scale_type` */
+    const float *values;  /* [256] by scale byte; for level formats: the `candidates` nonzero levels */
+    const float *squares;  /* [rows / rows_each, columns], or NULL: unweighted errors */
+    const float *cells, *bounds;  /* [CELLS], [15] midpoints of levels, ascending; NULL: E2M1 or 8-bit codes */
+    const uint8_t *order;  /* [16]: code of each level, in ascending order */
+    uint8_t *codes;  /* [blocks, block / 2] or, of 8 bits, [blocks, block], `per_row` blocks a row; NULL: scales only */
+    void *scales;  /* [blocks]: bytes, or `scale_type` */
     int64_t rows, columns, per_row, rows_each;
     int32_t type, block, first, candidates, low, high, shift, scale_type, bits;
-    float per_unit, least, top;  /* of formats of levels, `least` is the largest scale */
+    float per_unit, least, top;  /* for level formats, `least` is the largest scale */
 } Encoding;
 
 static inline int32_t bits_of(float value) {
@@ -42,7 +44,7 @@ static inline float value_at(const void *weight, int64_t at, int type) {
     return type == BF16 ? bf16_value(word) : fp16_value(word);
 }
 
-/* the byte of the E4M3 value nearest to one in [0, 448], ties to even */
+/* nearest E4M3 byte of a value in [0, 448], ties to even */
 static inline int32_t nearest_e4m3(float value) {
     const int32_t bits = bits_of(value);
     if (value < 0.015625f) return bits_of(value * 512.0f + 8388608.0f) & 0xFF;
@@ -63,17 +65,17 @@ static __attribute__((noinline)) void load(
 }
 
 static inline int32_t nearest_byte(float scale, int scales, int kind) {
-    if (kind == WHOLE) return (bits_of(scale) + 0x007FFFFF) >> 23;  /* the least power of two that is not below */
+    if (kind == WHOLE) return (bits_of(scale) + 0x007FFFFF) >> 23;  /* round up to a power of two */
     if (scales == E4M3) return nearest_e4m3(scale > 448.0f ? 448.0f : scale);
     if (scales == E8M0) return (bits_of(scale) + 0x004AFB0D) >> 23;
     return ((bits_of(scale) + (1 << 18)) >> 19) - (120 << 4);
 }
 
-/* squares of what a candidate loses of each weight, in units that all candidates share but for the scale */
+/* squared errors of a candidate scale per weight, in units common to all candidates except for the scale */
 INLINE void e2m1_losses(
     int block, const float (*a)[LANES], const float *scale, float (*loss)[LANES]) {
     float factor[LANES];
-    for (int lane = 0; lane < LANES; lane++) factor[lane] = 4194304.0f / scale[lane];  /* 2^22, carried in y */
+    for (int lane = 0; lane < LANES; lane++) factor[lane] = 4194304.0f / scale[lane];  /* 2^22, folded into y */
     for (int j = 0; j < block; j++)
         for (int lane = 0; lane < LANES; lane++) {
             const float y = a[j][lane] * factor[lane], t = y < 4194304.0f ? 4194304.0f : y;
@@ -105,7 +107,7 @@ INLINE void table_losses(
 #endif
 }
 
-/* to a whole number from -127 to 127, ties to even */
+/* to an integer from -127 to 127, ties to even */
 static inline float whole(float y) {
     const float low = y < -127.0f ? -127.0f : y;
     return ((low > 127.0f ? 127.0f : low) + 12582912.0f) - 12582912.0f;
@@ -119,7 +121,7 @@ INLINE void whole_losses(int block, const float (*x)[LANES], const float *scale,
         }
 }
 
-/* the sums over each block, in loss[0] */
+/* sums over each block, in loss[0] */
 INLINE void sum_losses(
     const Encoding *e, int block, const float (*m)[LANES], float (*loss)[LANES]) {
     if (e->squares)
@@ -130,7 +132,7 @@ INLINE void sum_losses(
             for (int lane = 0; lane < LANES; lane++) loss[j][lane] += loss[j + half][lane];
 }
 
-/* the scale byte of each lane, whose candidate has the least sum of m (x / scale - level)^2; of E2M1, x are magnitudes */
+/* scale byte of each lane: the candidate with the least sum of m (x / scale - level)^2; for E2M1, x are magnitudes */
 INLINE void search(
     const Encoding *e, int block, int kind, const float (*x)[LANES], const float (*m)[LANES], const int32_t *near,
     int32_t *chosen) {
@@ -162,7 +164,7 @@ INLINE void search(
 static inline int32_t e2m1_code(float x, float scale) {
     const float y = __builtin_fabsf(x) / scale, twice = y * 2.0f, more = y + 2.0f, half = y * 0.5f + 4.0f;
     const float least = twice < more ? twice : more, v = least < half ? least : half;
-    const int32_t nearest = bits_of(v + 8388608.0f) & 0xFF;  /* to whole numbers, ties to even */
+    const int32_t nearest = bits_of(v + 8388608.0f) & 0xFF;  /* to integers, ties to even */
     return (nearest > 7 ? 7 : nearest) | (bits_of(x) >> 28 & 8);
 }
 
@@ -226,9 +228,9 @@ void vbrt_encode(const Encoding *e, int threads) {
     }
 }
 
-/* -- formats of any 16 levels: scales of either sign, under which the largest weight of a block is one of the levels */
+/* -- formats of any 16 levels: scales of either sign, which map a block's largest weight to one of the levels */
 
-/* scales as they are stored */
+/* round scales to their stored type */
 static __attribute__((noinline)) void round_scales(float *scale, int type) {
     if (type == BF16)
         for (int lane = 0; lane < LANES; lane++) scale[lane] = bf16_value((uint16_t)bf16_bits(scale[lane]));
@@ -236,13 +238,13 @@ static __attribute__((noinline)) void round_scales(float *scale, int type) {
         for (int lane = 0; lane < LANES; lane++) scale[lane] = fp16_value((uint16_t)fp16_bits(scale[lane]));
 }
 
-/* what weights are divided by under a scale: levels are in units of the largest; smaller ones round to nothing */
+/* divisor of weights under a scale: levels are in units of the largest; smaller weights round to zero */
 INLINE float divisor_of(float scale, float top) {
     const float divisor = scale * top;
     return __builtin_fabsf(divisor) < 0x1p-100f ? 0x1p-100f : divisor;
 }
 
-/* the scale of each lane that loses least, of one for each level */
+/* scale of each lane with the least error, among one candidate per level */
 static void search_levels(
     const Encoding *e, int block, const float (*x)[LANES], const float (*m)[LANES], const float *largest,
     float *chosen) {
@@ -274,7 +276,7 @@ static void encode_levels(const Encoding *e, int64_t begin, int64_t blocks, int 
     load(e, begin, blocks, block, e->type, x, m);
     for (int lane = 0; lane < LANES; lane++) amax[lane] = -1;
     for (int j = 0; j < block; j++)
-        for (int lane = 0; lane < LANES; lane++) {  /* the first of equals */
+        for (int lane = 0; lane < LANES; lane++) {  /* the first among equals */
             const float a = __builtin_fabsf(x[j][lane]);
             largest[lane] = a > amax[lane] ? x[j][lane] : largest[lane];
             amax[lane] = a > amax[lane] ? a : amax[lane];
@@ -294,11 +296,11 @@ void vbrt_encode_levels(const Encoding *e, int threads) {
     for (int64_t begin = 0; begin < blocks; begin += LANES) encode_levels(e, begin, blocks, e->block);
 }
 
-/* -- fitted levels: what looks at every weight */
+/* -- fitted levels: passes over all weights */
 
 enum { PATTERNS = 1 << 15 };
 
-/* how many weights of 16 bits have each pattern, without their signs: counts [threads, PATTERNS], zeros before */
+/* histogram of 16-bit magnitude patterns: counts [threads, PATTERNS], zeroed before */
 void vbrt_count_patterns(const uint16_t *weight, int64_t size, int64_t *counts, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int part = 0; part < threads; part++) {
@@ -307,7 +309,7 @@ void vbrt_count_patterns(const uint16_t *weight, int64_t size, int64_t *counts, 
     }
 }
 
-/* how many weights lie beyond the scale of their block times `reach` */
+/* number of weights larger than `reach` times their block's scale */
 int64_t vbrt_count_beyond(const Encoding *e, const uint8_t *bytes, float unit, float reach, int threads) {
     int64_t count = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : count)

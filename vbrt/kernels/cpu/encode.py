@@ -1,7 +1,7 @@
-"""Encoding to formats of blocks on a CPU: `encode.c` searches block scales and rounds, with the bits of the reference.
+"""Block format encoder on a CPU: `encode.c` searches block scales and rounds, bit-exact with the reference.
 
-The library is loaded, or built, once as many weights have come as make up for that; before, and where it cannot be had,
-the reference encodes. `codec` gives a format whose passes over a weight are those of the library.
+The library is loaded or built only once enough weights have been encoded to be worth it; before that, or without a
+compiler, the reference encodes. `codec` returns a format whose passes over a weight run in C.
 """
 
 import ctypes
@@ -23,10 +23,10 @@ from vbrt.kernels.cpu.build import NUMBERS, libraries, library, refusal
 __all__ = ["FORMATS", "codec", "encode_many", "encoded", "encoded_levels", "serves"]
 
 FORMATS = formats_of("e2m1", "table", "levels", "int8")
-#: of encode.c, by the name in the record
+#: scale types of encode.c, by name in the record
 _SCALES = {"e4m3": 0, "e8m0": 1, "ue4m4": 2} | {name: NUMBERS[getattr(torch, name)] for name in LEVEL_SCALES}
-_WORTH_BUILDING = 1 << 21  # weights: as long as the reference takes as the compiler does
-_seen = 0  # weights that have come so far
+_WORTH_BUILDING = 1 << 21  # weights that the reference encodes in the time of a build
+_seen = 0  # weights seen so far
 _PATTERNS = 1 << 15
 
 
@@ -48,12 +48,12 @@ class Encoding(ctypes.Structure):
 def encode_many(
     format: Format, w_ENK: Tensor, amax_E: Sequence[float] | None = None, squares: Tensor | None = None
 ) -> Iterator[EncodedGroup]:
-    """See `Format.encode_many`: the same bits, by C where that is worth it."""
+    """See `Format.encode_many`: bit-exact, in C if that is worth it."""
     return codec(format).encode_many(w_ENK, amax_E, squares)
 
 
 def codec(format: Format) -> Format:
-    """Return a format that encodes to the same bits, by C where that is worth it; the same object each time."""
+    """Return a bit-exact format that encodes in C if that is worth it; cached per format."""
     return format if isinstance(format, _InC) or format.name not in FORMATS else _codec(format)
 
 
@@ -64,7 +64,7 @@ def _codec(format: Format) -> Format:
 
 
 def serves(weight: Tensor) -> bool:
-    """True if C reads a weight: the library is there, or enough weights have come, experts one by one, to have it."""
+    """True if C can encode a weight: the library is loaded, or worth loading by the number of weights seen."""
     if type(weight) not in (Tensor, torch.nn.Parameter) or not weight.is_cpu or weight.dtype not in NUMBERS:
         return False
     return _worth(weight.numel()) and refusal(weight.device, "encode") is None
@@ -77,7 +77,7 @@ def _worth(weights: int) -> bool:
 
 
 class _InC:
-    """Overrides a format's passes over a weight."""
+    """Mixin that overrides a format's passes over a weight."""
 
 
 class _BlocksInC(_InC):
@@ -115,9 +115,9 @@ def encoded(
     coded: bool = True,
     **extra: Tensor,
 ) -> dict[str, Tensor]:
-    """The coarse plane of a weight of a known range, in CPU memory; see `BlockFormat._encode`.
+    """Encode a weight of known range to a coarse plane in CPU memory; see `BlockFormat._encode`.
 
-    Raises KernelError: the library cannot be had.
+    Raises KernelError: no library.
     """
     codes, scales = _outputs(format, w_NK, torch.uint8)
     (low, high), (shift, least) = format.byte_bounds(known), format.stored(known)
@@ -133,7 +133,7 @@ def encoded(
 
 
 def encoded_levels(format: Levels, w_NK: Tensor, levels: Tensor, squares: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of a weight under 16 levels; see `Levels.encode`. Raises KernelError: no library."""
+    """Encode a weight to 16 levels: (codes, scales); see `Levels.encode`. Raises KernelError: no library."""
     found, candidates = _outputs(format, w_NK, format.scale_dtype), levels[levels != 0]
     _run(
         "vbrt_encode_levels", format, w_NK, None if squares is None else squares[None], found,
@@ -164,7 +164,7 @@ def _run(
     tables: tuple[Tensor, Rounding],
     **numbers: Any,
 ) -> None:
-    """Have C write codes and scales. Squares are as `Step` has them; tables: values to make scales of, a rounding."""
+    """Run the C encoder. squares as in `Step`; tables: (scale values, rounding)."""
     w_NK, (values, rounding) = w_NK.detach().contiguous(), tables
     squares = None if squares is None else squares.float().contiguous()
     read = (w_NK, values, squares, *(rounding.tables() if isinstance(rounding, TableRounding) else [None] * 3))
@@ -179,11 +179,11 @@ def _run(
     getattr(library("encode"), entry)(ctypes.byref(task), torch.get_num_threads())
 
 
-# -- what a fit looks at ----------------------------------------------------------------------------------------------
+# -- passes of the codebook fit ---------------------------------------------------------------------------------------
 
 
 def _count_patterns(w_NK: Tensor) -> Tensor:
-    """How many weights of 16 bits have each pattern, without their signs: int64 [32768]."""
+    """Histogram of 16-bit magnitude patterns: int64 [32768]."""
     w_NK, threads = w_NK.detach().contiguous(), torch.get_num_threads()
     counts = torch.zeros(threads, _PATTERNS, dtype=torch.int64, device="cpu")
     library("encode").vbrt_count_patterns(w_NK.data_ptr(), w_NK.numel(), counts.data_ptr(), threads)

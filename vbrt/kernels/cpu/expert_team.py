@@ -1,14 +1,14 @@
-"""Routed experts of few tokens, computed by threads of their own while the caller does something else.
+"""Expert team: routed experts of few tokens on dedicated threads, overlapping with the caller's other work.
 
     team = ExpertTeam(threads)
-    job = team.post(work, product)     # they begin; nobody waits, and no thread needs Python's lock
-    team.finish(job)                   # the caller takes part until the rows are there
+    job = team.post(work, product)     # starts at once, without blocking; threads never need the GIL
+    team.finish(job)                   # the caller takes part until the rows are complete
 
-`team.h` and `experts.c` have the computation: both products of a layer are one job, whose results are those of
-`experts_up` and `experts_down`, bit for bit.
+The computation is in `team.h` and `experts.c`: both products of a layer form one job, bit-exact with `experts_up` and
+`experts_down`.
 
-What is posted is kept until it is done, whatever becomes of the caller; a job that nobody comes for within 20 ms is
-handed to `work.end`, in a thread of the team.
+Operands are kept alive until the job is done, even if the caller is gone; for a job done for 20 ms without
+a `finish`, a team thread calls `work.end`.
 """
 
 import ctypes
@@ -29,20 +29,20 @@ __all__ = ["ExpertTeam", "HostProduct", "Span", "TeamForm", "Work", "team_form"]
 
 
 class Work(Protocol):
-    """What a job is for."""
+    """Owner of a job's resources."""
 
     def end(self) -> None:
-        """Finish the job, and give back what it needed. Idempotent."""
+        """Finish the job and release its resources. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeamForm:
-    """Pages of a layer as the C code sees them, but for their addresses.
+    """A layer's pages in C structures, except addresses.
 
     Attributes:
-        up, down: banks without addresses; None where each page has levels of its own.
-        most: pairs of an expert that the C code multiplies; 0: any number.
-        pages: without any page.
+        up, down: banks without addresses; None if each page has its own levels.
+        most: maximum pairs per expert for C; 0: unlimited.
+        pages: layout and shapes, without pages.
     """
 
     up: Bank | None
@@ -53,10 +53,10 @@ class TeamForm:
 
 
 def team_form(pages: ExpertPages, dtype: torch.dtype, gate: Gate) -> TeamForm | None:
-    """Return what is the same in all jobs of a layer; None where a team cannot compute with such pages.
+    """Return the job-independent form of a layer's pages; None if a team cannot compute with them.
 
     Args:
-        pages: without any page.
+        pages: layout and shapes, without pages.
         dtype: of x.
     """
     if pages.format not in FORMATS or dtype not in NUMBERS:
@@ -70,7 +70,7 @@ def team_form(pages: ExpertPages, dtype: torch.dtype, gate: Gate) -> TeamForm | 
 
 
 class HostProduct(NamedTuple):
-    """W_down g(W_up x) of the pairs of some experts.
+    """Operands of W_down g(W_up x) for the pairs of some experts.
 
     Attributes:
         form: of the pages.
@@ -78,8 +78,8 @@ class HostProduct(NamedTuple):
         biases: [E, N] of "up" and of "down", or None.
         x: [T, H], contiguous.
         ids: int64 [T, k], contiguous.
-        pages: those of the experts that are computed, by expert.
-        out: [T k, N], of x's dtype, contiguous; rows of other experts become 0.
+        pages: of the computed experts, by expert.
+        out: [T k, N], of x's dtype, contiguous; rows of other experts are zeroed.
     """
 
     form: TeamForm
@@ -92,7 +92,7 @@ class HostProduct(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When the last job began in a thread of the team, 0 if in none, and when it was done: monotonic nanoseconds."""
+    """Start of the last job in a team thread (0: none joined) and its end, in monotonic nanoseconds."""
 
     begun_ns: int
     done_ns: int
@@ -102,8 +102,8 @@ class ExpertTeam(Team):
     """Threads that compute experts.
 
     Args:
-        threads: that compute, the one that finishes a job among them; one more at least looks after what nobody comes
-            for.
+        threads: number of computing threads, including the one that finishes a job; there is at least one other, to
+            look after abandoned jobs.
     """
 
     def __init__(self, threads: int) -> None:
@@ -112,22 +112,22 @@ class ExpertTeam(Team):
         self._number = 0
 
     def post(self, work: Work | None, product: HostProduct) -> int:
-        """Have the team compute; return the number of the job, for `finish`. Waits for an earlier one, if there is any.
+        """Start a job; return its number, for `finish`. Waits for an earlier job first.
 
-        `work` and `product` are kept until the job is done.
+        Keeps `work` and `product` alive until the job is done.
 
         Args:
-            work: what is ended where nobody comes for the job.
+            work: ended if nobody finishes the job.
 
-        Raises MemoryError: there is no memory for the job.
+        Raises MemoryError: no memory for the job.
         """
         memory = self._memory
         (up_bank, down_bank), held = _banks(product)
         up, down = _tasks(product)
         with self._lock:
-            self._start()  # before the job: Ctrl-C between both would leave it to nobody
+            self._start()  # first: after an interrupt in between, a posted job would have no threads
             memory.library.vbrt_team_finish(memory.address, 0)
-            self._posted = work, product, held  # before the job: threads read it from then on
+            self._posted = work, product, held  # first: threads read it once the job is open
             number = self._number = memory.library.vbrt_team_experts(
                 memory.address, up_bank, down_bank, gating_of(product.gate), up, down
             )
@@ -136,27 +136,27 @@ class ExpertTeam(Team):
         return number
 
     def finish(self, number: int) -> None:
-        """Return when a job is done; this thread takes part in it until then. Idempotent."""
+        """Take part in a job until it is done. Idempotent."""
         self._memory.library.vbrt_team_finish(self._memory.address, number)
         with self._lock:
             if number == self._number:
-                self._posted = None  # no thread reads it any more
+                self._posted = None  # no thread reads it anymore
 
     def span(self) -> Span:
-        """Return when the last job began and ended."""
+        """Return the start and end of the last job."""
         times = (ctypes.c_int64 * 2)()
         self._memory.library.vbrt_team_times(self._memory.address, times)
         return Span(*times)
 
     def look_after(self) -> None:
-        """End the work that nobody has come for."""
+        """End an abandoned job's work."""
         posted = self._posted
         if posted is not None and posted[0] is not None:
             posted[0].end()
 
 
 def _banks(product: HostProduct) -> tuple[tuple[Bank, Bank], tuple]:
-    """The banks with the addresses of the pages, and what they point to."""
+    """Banks with page addresses, and the objects that they point to."""
     form, pages = product.form, product.pages
     if form.up is None or form.down is None:
         every = [pages.get(expert) for expert in range(form.pages.experts)]
@@ -173,7 +173,7 @@ def _banks(product: HostProduct) -> tuple[tuple[Bank, Bank], tuple]:
 
 
 def _tasks(product: HostProduct) -> tuple[Task, Task]:
-    """Both products; the second one's inputs are the team's own."""
+    """Tasks of both products; the second one's inputs are internal to the team."""
     form, ids, number = product.form, product.ids, NUMBERS[product.x.dtype]
     pairs, (up, down), shapes = ids.numel(), product.biases, form.pages.shapes
     most = form.most or pairs

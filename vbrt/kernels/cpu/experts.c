@@ -1,26 +1,26 @@
-/* Products of tokens with the matrices of routed experts in 4 or 8 bits, for few tokens an expert: decoded in registers and
- * multiplied there, gated before they are stored: by OpenMP's threads, or by a team (team.h) while the caller does something
- * else. Compiled by build.py.
+/* Products of tokens with routed experts' matrices in 4 or 8 bits, for few tokens per expert: codes are decoded in
+ * registers and multiplied there, with the gate as epilogue: by OpenMP's threads, or by a team (team.h) that overlaps
+ * with the caller's work. Compiled by build.py.
  * Each result is computed by one thread, in an order that depends on the matrix alone: neither on the number of threads
- * nor on the other tokens.
- * Legend: T tokens, k experts a token, P = T k pairs, E experts, N rows, K columns padded to the block.
+ * nor on other tokens.
+ * Legend: T tokens, k experts per token, P = T k pairs, E experts, N rows, K columns padded to the block.
  */
 #include <math.h>
 #include "dots.h"
 #include "shares.h"
 #include "team.h"
 #include "tiled.h"
-#define CHUNK 32     /* results that a thread takes at a time */
+#define CHUNK 32     /* results per work item */
 enum { NONE, RELU, RELU2, GELU, GELU_TANH, SILU };
 
 /* One matrix of each expert. */
 typedef struct {
     const uint8_t *const *pages;  /* [E] */
-    const float *levels, *values;  /* [E or 1, 16], [256]; values of bytes only */
-    int64_t level_step;  /* 16 where each expert has levels of its own, else 0 */
-    int64_t codes, scales, unit;  /* offsets in a page, in bytes; unit: -1 where it is 1 */
+    const float *levels, *values;  /* [E or 1, 16], [256]; values for byte scales only */
+    int64_t level_step;  /* 16 if each expert has its own levels, else 0 */
+    int64_t codes, scales, unit;  /* offsets in a page, in bytes; unit: -1 if it is 1 */
     int64_t experts, rows, columns, block, scale_type, bits;
-    int64_t tiled;  /* codes are tiles, with scales in them */
+    int64_t tiled;  /* codes are in tile order, with interleaved scales */
 } Bank;
 
 typedef struct {
@@ -28,15 +28,15 @@ typedef struct {
     float alpha, limit, shift;  /* limit: infinite for none */
 } Gate;
 
-/* What is multiplied, and where results go: both rows of numbers of one type. */
+/* Operands and results of a product: rows of one type each. */
 typedef struct {
     const int64_t *ids;  /* [P] */
     int64_t pairs, pairs_per_row;  /* row of x = pair / pairs_per_row */
-    int64_t most;  /* an expert with more pairs is left to the caller */
+    int64_t most;  /* experts with more pairs are left to the caller */
     const void *x, *bias;  /* [rows, inputs], [E, N] or NULL */
     void *out;  /* [P, results] */
-    int64_t inputs;  /* K without the padding */
-    int32_t x_type, bias_type, out_type, rounded;  /* rounded: x may be, to int8 */
+    int64_t inputs;  /* K without padding */
+    int32_t x_type, bias_type, out_type, rounded;  /* rounded: x may be quantized to int8 */
 } Task;
 
 /* -- gates -------------------------------------------------------------------------------------------------------- */
@@ -62,7 +62,7 @@ static inline float gated(const Gate *g, float gate, float value) {
 
 /* -- products ----------------------------------------------------------------------------------------------------- */
 
-/* The pairs of one expert: order[first] to order[first + count - 1]. */
+/* Pairs of one expert: order[first] to order[first + count - 1]. */
 typedef struct { int64_t expert, first, count; } Group;
 
 /* Tables of one expert's matrix. */
@@ -71,12 +71,12 @@ typedef struct { Dots dots; Scales scales; } Tables;
 typedef struct {
     char *x;  /* rows in spans */
     int64_t pitch;  /* bytes of a row */
-    int form;  /* in which they are */
+    int form;  /* layout of x */
     int64_t *order;  /* pairs by expert, ascending within each */
     Group *groups;
-    Tables *tables;  /* by group; not for tiles */
-    int64_t count;  /* of groups */
-    int64_t chunks;  /* of results, by group */
+    Tables *tables;  /* by group; not used for tiles */
+    int64_t count;  /* number of groups */
+    int64_t chunks;  /* work items per group */
 } Plan;
 
 static void *taken(char **memory, int64_t bytes) {
@@ -85,7 +85,7 @@ static void *taken(char **memory, int64_t bytes) {
     return here;
 }
 
-/* The pairs of experts that have a page. */
+/* Sort the pairs of experts that have a page, by counting. */
 static void sort_pairs(const Bank *b, const Task *t, Plan *plan, int64_t *starts) {
     memset(starts, 0, (b->experts + 1) * sizeof *starts);
     for (int64_t p = 0; p < t->pairs; p++)
@@ -100,7 +100,7 @@ static void sort_pairs(const Bank *b, const Task *t, Plan *plan, int64_t *starts
         if (t->ids[p] >= 0 && t->ids[p] < b->experts && b->pages[t->ids[p]]) plan->order[starts[t->ids[p]]++] = p;
 }
 
-/* row r of x, as the products read it */
+/* convert row r of x to the layout of the products */
 static void spread(const Bank *b, const Task *t, const Plan *plan, int64_t r) {
 #ifdef PAIRS
     if (b->tiled) {
@@ -126,13 +126,13 @@ static void fill_tables(const Bank *b, const Plan *plan) {
 
 static int64_t most_groups(const Bank *b, const Task *t) { return t->pairs < b->experts ? t->pairs : b->experts; }
 
-/* Bytes that a plan takes. */
+/* Bytes of a plan. */
 static int64_t plan_bytes(const Bank *b, const Task *t) {
     return t->pairs / t->pairs_per_row * row_bytes(b->columns) + t->pairs * 8 + (b->experts + 1) * 8 +
            most_groups(b, t) * (sizeof(Group) + sizeof(Tables)) + 6 * 64;
 }
 
-/* All of a plan but the rows of x; `memory` begins at a whole cache line. */
+/* All of a plan except the rows of x; `memory` is cache-line aligned. */
 static Plan planned(const Bank *b, const Gate *g, const Task *t, char **memory) {
     const int64_t pitch = row_bytes(b->columns), most = most_groups(b, t);
     const int64_t results = g->gated ? b->rows / 2 : b->rows, at_once = b->tiled ? TILE_ROWS : CHUNK;
@@ -147,7 +147,7 @@ static Plan planned(const Bank *b, const Gate *g, const Task *t, char **memory) 
     return plan;
 }
 
-/* results first to last - 1 of the pairs of a group */
+/* results first to last - 1 for the pairs of a group */
 static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *plan, const Group *group, int64_t first,
                      int64_t last) {
     const uint8_t *page = b->pages[group->expert];
@@ -169,7 +169,7 @@ static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *pl
             const int64_t left = group->count - i, *pairs = plan->order + group->first + i;
             const int tokens = left >= 4 ? 4 : left >= 2 ? 2 : 1;
             for (int m = 0; m < tokens; m++) d.x[m] = plan->x + pairs[m] / t->pairs_per_row * plan->pitch;
-            dots_of_tokens(&d, 2, tokens, sums);  /* the last row, where it is alone, twice */
+            dots_of_tokens(&d, 2, tokens, sums);  /* a single last row is computed twice */
             for (int m = 0; m < tokens; m++) {
                 const float one = sums[m] + bias[0], two = sums[TOKENS + m] + bias[1];
                 const int64_t at = pairs[m] * results + n;
@@ -186,8 +186,8 @@ static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *pl
 }
 
 #ifdef PAIRS
-/* 16 results of the pairs of a group, from 16 `item` on; those behind the last are left out. A gate and its value are in one
- * row of tiles, or half of all rows, which are whole rows of tiles, lie between them. */
+/* 16 results for the pairs of a group, from 16 `item` on; those beyond the last are dropped. A gate and its value are
+ * in the same row of tiles, or half of all rows apart, which is whole rows of tiles. */
 static void multiply_tiles(const Bank *b, const Gate *g, const Task *t, const Plan *plan, const Group *group, int64_t item) {
     const uint8_t *page = b->pages[group->expert], *tiles = page + b->codes;
     const int64_t across = tiles_across(b->columns), pitch = across * tile_bytes(b->block), half = b->rows / 2;
@@ -223,7 +223,7 @@ static void multiply_tiles(const Bank *b, const Gate *g, const Task *t, const Pl
 }
 #endif
 
-/* One chunk of the results of one expert: item i of `count` times `chunks`. */
+/* One work item: item i of `count` times `chunks`. */
 static void multiply_item(const Bank *b, const Gate *g, const Task *t, const Plan *plan, int64_t i) {
     const Group *group = plan->groups + i / plan->chunks;
     const int64_t results = g->gated ? b->rows / 2 : b->rows;
@@ -237,8 +237,8 @@ static void multiply_item(const Bank *b, const Gate *g, const Task *t, const Pla
     multiply(b, g, t, plan, group, first, end < results ? end : results);
 }
 
-/* Returns 0 where there was no memory. Rows of sentinels, of experts without a page, and of those with more than `most`
- * pairs, are not written. */
+/* Returns 0 if out of memory. Does not write rows of sentinels, of experts without a page, and of those with more than
+ * `most` pairs. */
 int vbrt_experts_product(const Bank *b, const Gate *g, const Task *t, int threads) {
     char *memory = malloc(plan_bytes(b, t)), *at = (char *)(((uintptr_t)memory + 63) / 64 * 64);
     if (!memory) return 0;
@@ -257,14 +257,15 @@ int vbrt_experts_product(const Bank *b, const Gate *g, const Task *t, int thread
 
 /* -- both products, by a team --------------------------------------------------------------------------------------- */
 
-/* W_down g(W_up x) of some pairs. An expert's second product begins when its first one is done, whatever others do. */
+/* W_down g(W_up x) of some pairs. An expert's second product starts when its first one is done, independently of
+ * others. */
 typedef struct {
     Bank up_bank, down_bank;
     Gate up_gate, down_gate;
     Task up_task, down_task;
     Plan up, down;
     Range *up_ranges, *down_ranges;  /* by place */
-    int64_t *up_left, *waits;  /* by group: items of "up" that are not done; 1 until "down" may begin */
+    int64_t *up_left, *waits;  /* by group: unfinished items of "up"; 1 until "down" may start */
 } Job;
 
 static void take_part(Team *t, int place) {
@@ -285,8 +286,8 @@ static void take_part(Team *t, int place) {
     }
 }
 
-/* Begin W_down g(W_up x) of the pairs whose experts have pages; rows of others are 0. `down` has the ids of `up`, one row
- * of inputs a pair, and no x. Returns the job's number, and 0 where there was no memory. */
+/* Start W_down g(W_up x) for the pairs whose experts have pages; rows of others are zeroed. `down` has the ids of `up`,
+ * one input row per pair, and no x. Returns the job's number, or 0 if out of memory. */
 int64_t vbrt_team_experts(Team *t, const Bank *up_bank, const Bank *down_bank, const Gate *gate, const Task *up, const Task *down) {
     static const Gate none;
     const int64_t pairs = up->pairs, groups = most_groups(up_bank, up), h_bytes = pairs * down->inputs * 4;
@@ -315,7 +316,7 @@ int64_t vbrt_team_experts(Team *t, const Bank *up_bank, const Bank *down_bank, c
     return number;
 }
 
-#define PART 256  /* results of a token that a thread adds up at a time */
+#define PART 256  /* results per work item */
 
 INLINE void sum_part(const void *rows, int type, const int64_t *ids, const float *weights, int64_t experts, int64_t k,
                      int64_t n, int64_t count, float *sum) {
@@ -325,8 +326,8 @@ INLINE void sum_part(const void *rows, int type, const int64_t *ids, const float
     }
 }
 
-/* out [T, N] = sum over j of weights[t, j] * rows[t k + j], in the order of j; ids outside 0 .. experts - 1 are skipped;
- * shape is T, k, N; rows and out are of one type */
+/* out [T, N] = sum over j of weights[t, j] * rows[t k + j], in the order of j; ids outside 0 .. experts - 1 are
+ * skipped; shape is T, k, N; rows and out have the same type */
 void vbrt_experts_sum(const char *rows, const int64_t *ids, const float *weights, int64_t experts, const int64_t *shape,
                       void *out, int type, int threads) {
     const int64_t tokens = shape[0], k = shape[1], n = shape[2], parts = (n + PART - 1) / PART;
@@ -342,7 +343,7 @@ void vbrt_experts_sum(const char *rows, const int64_t *ids, const float *weights
     }
 }
 
-/* Whether bf16 is multiplied with pages in the order of tiles, as they are. */
+/* Whether bf16 can be multiplied by pages in tile order directly. */
 int vbrt_experts_tiles(void) {
 #ifdef PAIRS
     return 1;
@@ -351,7 +352,7 @@ int vbrt_experts_tiles(void) {
 #endif
 }
 
-/* the most pairs of an expert for which vbrt_experts_product beats decoding its matrix and a matmul */
+/* maximum pairs of an expert for which vbrt_experts_product beats decoding and a matmul */
 int vbrt_experts_most(void) {
 #ifdef WIDE
     return 16;

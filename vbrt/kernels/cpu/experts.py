@@ -1,13 +1,13 @@
-"""Routed experts on block formats on a CPU: the backend "compiled" of the ops "experts_up" and "experts_down".
+"""Routed experts on block formats on a CPU: backend "compiled" of the ops "experts_up" and "experts_down".
 
-`experts.c` computes the experts that few tokens go to: codes are decoded in registers and multiplied there, all experts
-of a call are shared out over the threads, and the gate is applied before a result is stored. An expert that more than
-`most_pairs` pairs go to has its matrix decoded once, for torch's matmul. A pair's result depends on how many pairs go
-to its expert, and not on the number of threads.
+`experts.c` computes experts with few tokens: codes are decoded in registers and multiplied there, all experts of a call
+are balanced over the threads, and the gate is fused as an epilogue. For an expert with more than `most_pairs` pairs the
+matrix is decoded once, for torch's matmul. A pair's result depends on how many pairs its expert has, not on the number
+of threads.
 
-What the C code does not serve (gradients, tensors on other devices) goes through the reference.
+Unsupported cases (gradients, tensors on other devices) fall back to the reference.
 
-Legend: T tokens, k experts a token, P = T k pairs, E experts, N rows of a matrix.
+Legend: T tokens, k experts per token, P = T k pairs, E experts, N rows of a matrix.
 """
 
 import ctypes
@@ -36,28 +36,28 @@ from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, pairs_of_experts
 __all__ = ["FORMATS", "experts_down", "experts_up", "is_decoded", "most_pairs", "takes_tiles", "weigh_and_sum"]
 
 FORMATS = (*cpu_linear.FORMATS, *cpu_linear.LEVELS, *cpu_linear.BYTES)
-_THREAD_WORK = 1 << 16  # products that are worth a thread
+_THREAD_WORK = 1 << 16  # multiply-adds per thread that make threading worth it
 _FUNCTIONS = {name: number for number, name in enumerate(("none", "relu", "relu2", "gelu", "gelu_tanh", "silu"))}
 _RAW = Gate("none", gated=False)
 
 
 @functools.cache
 def most_pairs() -> int:
-    """The most pairs of an expert that the C code multiplies itself."""
+    """Maximum pairs per expert for which C beats decoding and a matmul."""
     return library("experts").vbrt_experts_most()
 
 
 def is_decoded(pairs: float, most: int) -> bool:
-    """True if the matrix of an expert that so many pairs go to is decoded once, for torch's matmul.
+    """True if an expert with this many pairs is decoded once, for torch's matmul.
 
-    most: `most_pairs` of the CPU.
+    most: the CPU's `most_pairs`.
     """
     return pairs > most
 
 
 def takes_tiles(pages: ExpertPages, dtype: torch.dtype, gate: Gate) -> bool:
-    """True if `experts_up` and `experts_down` compute with pages in the order of a GPU's tiles as they are: for x in
-    bf16, on CPUs that multiply it, where the first gate and the first value begin a row of tiles."""
+    """True if `experts_up` and `experts_down` can compute on pages in a GPU's tile order directly: bf16 x, on CPUs with
+    bf16 products, if the first gate and the first value each begin a row of tiles."""
     if dtype != torch.bfloat16 or not all(TILES in pages.offsets(part) for part in pages.shapes):
         return False
     parted = not gate.gated or gate.interleaved or pages.shapes["up"][0] // 2 % ROWS == 0
@@ -76,8 +76,8 @@ def experts_up(
 ) -> Tensor:
     """g(W x + b) for each pair; see `vbrt.kernels.experts`.
 
-    rounded: x may be, to int8 (`vbrt.kernels.cpu.int8`), where few pairs go to an expert.
-    x is read by its address, so it must be bare (`watched.is_bare`): callers see to that.
+    rounded: x may be quantized to int8 (`vbrt.kernels.cpu.int8`) for experts with few pairs.
+    x is read by address, so callers must ensure that it is bare (`observers.is_bare`).
     """
     if not _serves((x_TH, bias_EN), pages):
         decode = cpu_linear.decode_weight
@@ -95,7 +95,7 @@ def experts_down(
     bias_EN: Tensor | None = None,
     rounded: bool = False,
 ) -> Tensor:
-    """The weighted sums of each token's experts; see `vbrt.kernels.experts`."""
+    """Weighted sums over each token's experts; see `vbrt.kernels.experts`."""
     if not _serves((h_PI, bias_EN, weights_Tk), pages):
         decode = cpu_linear.decode_weight
         return reference.experts_down(h_PI, ids_Tk, weights_Tk, pages, part=part, bias_EN=bias_EN, decode=decode)
@@ -112,14 +112,14 @@ def _serves(tensors: tuple[Tensor | None, ...], pages: ExpertPages) -> bool:
 
 
 class _Product:
-    """One product with a part of each expert's weight."""
+    """One product with one part of each expert's weight."""
 
     def __init__(
         self, x: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str, bias_EN: Tensor | None, rounded: bool
     ) -> None:
         self.pages, self.part, self.rounded = pages, part, rounded
         self.n, self.k = pages.shapes[part]
-        # pages in the order of tiles are multiplied as they are, whatever number of pairs goes to an expert
+        # pages in tile order are multiplied directly for any number of pairs
         self.most = ids_Tk.numel() if TILES in pages.offsets(part) else most_pairs()
         if x.dim() != 2 or x.shape != (len(ids_Tk), self.k):
             raise KernelError(f"experts, {part}: x has shape {tuple(x.shape)}; expected {(len(ids_Tk), self.k)}")
@@ -145,16 +145,16 @@ class _Product:
         return out
 
     def _decoded(self, expert: int, pairs_p: Tensor, gate: Gate) -> Tensor:
-        """The rows of one expert's pairs, by torch's matmul, under autocast too."""
+        """Rows of one expert's pairs by decode and torch's matmul, with autocast disabled."""
         dtype = torch.float32 if self.x.dtype in cpu_linear.slow_dtypes() else self.x.dtype
         w_NK = cpu_linear.decode_to(part_planes(self.pages, expert, self.part), dtype)
         bias = None if self.bias_EN is None else self.bias_EN[expert].to(dtype)
-        with torch.autocast("cpu", enabled=False):  # which has cast x already, and would multiply in 16 bits
+        with torch.autocast("cpu", enabled=False):  # x is cast already; autocast would multiply in 16 bits
             v_pN = F.linear(self.x[pairs_p // self.ids_Tk.shape[1]].to(dtype), w_NK, bias)
         return apply_gate(v_pN, gate).to(self.x.dtype)
 
     def _fused(self, experts: list[int], pairs: int, gate: Gate, out: Tensor) -> None:
-        """Write the rows of the experts that few pairs go to."""
+        """Compute the rows of experts with few pairs in C."""
         bank, held = bank_of(self.pages, self.part, experts)
         bias = self.bias_EN
         task = Task(
@@ -166,11 +166,11 @@ class _Product:
         threads = threads_for(pairs * self.n * self.k)
         if not library("experts").vbrt_experts_product(bank, gating_of(gate), task, threads):
             raise MemoryError(f"experts, {self.part}: no memory to sort {self.ids_Tk.numel()} pairs")
-        del held  # until here
+        del held  # keeps it alive until here
 
 
 def bank_of(pages: ExpertPages, part: str, experts: Iterable[int]) -> tuple[Bank, tuple]:
-    """A part of some experts as the C code sees it, and what it points to. Raises KernelError: a page is not there."""
+    """C structure of a part of some experts, and its pointees. Raises KernelError: a page is missing."""
     experts = list(experts)
     levels, values = _tables(pages, part, experts)
     addresses = _addresses(pages, experts)
@@ -178,20 +178,18 @@ def bank_of(pages: ExpertPages, part: str, experts: Iterable[int]) -> tuple[Bank
 
 
 def _addresses(pages: ExpertPages, experts: Iterable[int]) -> ctypes.Array[ctypes.c_void_p]:
-    """The pages' addresses by expert. Raises KernelError for an expert without a page."""
+    """Page addresses by expert. Raises KernelError for an expert without a page."""
     table = (ctypes.c_void_p * pages.experts)()
     for expert in experts:
         page = pages.pages[expert]
         if page is None:
-            raise KernelError(
-                f"expert {expert}: its page is not here; lease the pages of all experts that tokens go to"
-            )
+            raise KernelError(f"expert {expert}: its page is not here; lease the pages of all routed experts")
         table[expert] = page.data_ptr()
     return table
 
 
 def _tables(pages: ExpertPages, part: str, experts: Iterable[int]) -> tuple[Tensor, Tensor]:
-    """fp32 levels by code, [1, 16], or [E, 16] where each expert has its own, and values by scale byte, [256]."""
+    """fp32 levels by code, [1, 16], or [E, 16] if experts have their own, and values by scale byte, [256]."""
     if "levels" not in pages.offsets(part):
         return _constant_tables(pages.format)
     levels_E16, fmt = torch.zeros(pages.experts, 16, dtype=torch.float32, device="cpu"), _block_format(pages.format)
@@ -203,7 +201,7 @@ def _tables(pages: ExpertPages, part: str, experts: Iterable[int]) -> tuple[Tens
 @functools.cache
 def _constant_tables(format: str) -> tuple[Tensor, Tensor]:
     levels, values, unit = _block_format(format).tables({"codes": torch.empty(0, dtype=torch.uint8, device="cpu")})
-    return levels.view(1, -1), values * unit  # 1 but for formats that have no scale of a tensor
+    return levels.view(1, -1), values * unit  # unit is 1, except for formats without a tensor scale
 
 
 def _block_format(format: str) -> BlockFormat | Levels:
@@ -225,7 +223,7 @@ def _bank(pages: ExpertPages, part: str, tables: tuple[int, Tensor, Tensor]) -> 
 
 @functools.lru_cache(maxsize=64)
 def gating_of(gate: Gate) -> Gating:
-    """A gate as the C code sees it."""
+    """C structure of a gate."""
     limit = math.inf if gate.limit is None else gate.limit
     by_sigmoid = gate.alpha != 1.0
     number = _FUNCTIONS[gate.function]
@@ -233,7 +231,7 @@ def gating_of(gate: Gate) -> Gating:
 
 
 def weigh_and_sum(rows_PN: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: int) -> Tensor:
-    """The sum over each token's experts, in fp32 and in the order of the ids; see `vbrt.kernels.experts`."""
+    """Weighted sum over each token's experts, in fp32, in the order of the ids; see `vbrt.kernels.experts`."""
     if not (rows_PN.is_cpu and rows_PN.dtype in NUMBERS):
         return reference.weigh_and_sum(rows_PN, ids_Tk, weights_Tk, experts)
     (tokens, k), n = ids_Tk.shape, rows_PN.shape[1]
@@ -246,5 +244,5 @@ def weigh_and_sum(rows_PN: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: 
 
 
 def threads_for(work: int) -> int:
-    """How many threads so many products are worth."""
+    """Number of threads for this many multiply-adds."""
     return team(work // _THREAD_WORK)

@@ -1,4 +1,4 @@
-"""Routed experts of few tokens on tensors and pages that stay where they are: see `vbrt.kernels.cpu.experts`."""
+"""Prepared experts: routed experts of few tokens on static tensors and pages; see `vbrt.kernels.cpu.experts`."""
 
 import ctypes
 import functools
@@ -16,7 +16,7 @@ __all__ = ["Experts", "prepare_layer"]
 
 
 class Experts(NamedTuple):
-    """A layer of experts. Attributes: pages: of all of them; up, down: biases [E, N] or None; rounded: x may be."""
+    """A layer of experts. Attributes: pages: of all; up, down: biases [E, N] or None; rounded: x may be quantized."""
 
     pages: ExpertPages
     gate: Gate
@@ -28,12 +28,12 @@ class Experts(NamedTuple):
 def prepare_layer(
     layer: Experts, x_TH: Tensor, routed: tuple[Tensor, Tensor], form: Any, empty: Empty
 ) -> Prepared | None:
-    """Return the weighted sums of each token's experts as calls of C code; None where they do not serve these tensors.
+    """Return the layer's weighted sums as prepared C calls; None if C does not support these tensors.
 
     Args:
         routed: ids, int64 [T, k], and weights [T, k].
         form: of the result, [T, H].
-        empty: makes it.
+        empty: allocates it.
     """
     ids_Tk, weights_Tk = routed
     given = [t for t in (x_TH, layer.up, layer.down) if t is not None]

@@ -1,14 +1,14 @@
-/* Products in int8: inputs in 255 steps of a scale for eight columns, a word of codes, levels in whole steps of one size, and
- * sums of eight products in integers, each of which has the scale of its word. A word with NaN or Inf gives NaN.
+/* int8 products: inputs quantized to 255 steps with a scale per word of eight columns, levels as multiples of one step,
+ * and integer sums of eight products, scaled per word. A word with NaN or Inf gives NaN.
  */
 #include <math.h>
 
-#define STEPS 127  /* the largest number on both sides */
-#define SMALLEST 1.6e-36f  /* inputs below it are taken for zeros */
-#define FEWEST 64  /* the fewest that the largest level may have */
+#define STEPS 127  /* largest integer of both operands */
+#define SMALLEST 1.6e-36f  /* smaller inputs count as zero */
+#define FEWEST 64  /* minimum steps of the largest level */
 
-/* whole[i] * (what is returned) = levels[i], as nearly as any number of steps for the largest one gives: exactly for E2M1, int4
- * and IQ4_NL; it is 127 for none that 120 or so serves better. */
+/* whole[i] * (return value) = levels[i], with the best number of steps for the largest level: exact for E2M1, int4 and
+ * IQ4_NL; 127 unless another number, down to FEWEST, is better. */
 static float in_whole_steps(const float *levels, int8_t *whole) {
     float top = 0, least = INFINITY, step = NAN;
     for (int i = 0; i < 16; i++) top = fabsf(levels[i]) > top ? fabsf(levels[i]) : top;
@@ -27,5 +27,5 @@ static float in_whole_steps(const float *levels, int8_t *whole) {
     return step;
 }
 
-/* What numbers of this largest magnitude are multiplied with to be at most 127. */
+/* Factor that maps numbers of this largest magnitude to at most 127. */
 INLINE float steps_per_one(float largest) { return largest >= SMALLEST ? STEPS / largest : 0; }

@@ -1,15 +1,15 @@
-/* Dots in int8 for AVX2, for NEON and in plain C. x is in spans of 32 columns, 64 bytes each: 16 even columns, 16 odd ones, and the
- * scales of the four words. */
+/* int8 dot products for AVX2, NEON and plain C. x is in spans of 32 columns, 64 bytes each: 16 even columns, 16 odd
+ * ones, and the scales of the four words. */
 #define SPAN8 32
 
-/* One span of x. */
+/* Quantize a span of x. */
 INLINE void round_span(const float *span, void *to) {
     for (int first = 0; first < SPAN; first += 8) {
         int8_t *bytes = (int8_t *)to + first / SPAN8 * 64;
         float largest = 0, zero = 0;
         for (int k = first; k < first + 8; k++) {
             if (fabsf(span[k]) > largest) largest = fabsf(span[k]);
-            zero += span[k] * 0;  /* NaN where one is no finite number */
+            zero += span[k] * 0;  /* NaN if one is not finite */
         }
         const float per_one = zero == 0 ? steps_per_one(largest) : 0;
         for (int k = first; k < first + 8; k++)
@@ -27,7 +27,7 @@ INLINE void dots_in_int8(const Dots *d, int rows, int tokens, float *sums) {
         __m256 sum[TOKENS];
         for (int m = 0; m < tokens; m++) sum[m] = _mm256_setzero_ps();
         for (int64_t k = 0; k < d->columns; k += SPAN8) {
-            const int64_t left = d->columns - k;  /* 16 at least */
+            const int64_t left = d->columns - k;  /* at least 16 */
             const uint8_t *at = d->codes[r] + k / 2;
             _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T1);
             const __m128i codes = left >= SPAN8 ? _mm_loadu_si128((const __m128i *)at) : _mm_loadl_epi64((const __m128i *)at);
@@ -38,7 +38,7 @@ INLINE void dots_in_int8(const Dots *d, int rows, int tokens, float *sums) {
             const __m128 scale = _mm_setr_ps(one, one, two, two);
             for (int m = 0; m < tokens; m++) {
                 const char *x = (const char *)d->x[m] + 2 * k;
-                /* pairs of products are below 2^15: both sides are at most 127 */
+                /* pairs of products are below 2^15: both operands are at most 127 */
                 const __m256i signs = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)x), level);
                 const __m256i parts = _mm256_madd_epi16(_mm256_maddubs_epi16(size, signs), ones);
                 const __m256 factor = _mm256_set_m128(scale, scale);
@@ -53,13 +53,13 @@ INLINE void dots_in_int8(const Dots *d, int rows, int tokens, float *sums) {
 
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 
-/* The sums of each word's eight products. */
+/* Sums of each word's eight products. */
 INLINE int32x4_t sums_of_int8(int8x16_t even, int8x16_t odd, const int8_t *x) {
     const int8x16_t x0 = vld1q_s8(x), x1 = vld1q_s8(x + 16);
 #ifdef __ARM_FEATURE_DOTPROD
     return vdotq_s32(vdotq_s32(vdupq_n_s32(0), even, x0), odd, x1);
 #else
-    /* pairs of products are below 2^15: both sides are at most 127 */
+    /* pairs of products are below 2^15: both operands are at most 127 */
     const int16x8_t low = vmlal_s8(vmull_s8(vget_low_s8(even), vget_low_s8(x0)), vget_low_s8(odd), vget_low_s8(x1));
     const int16x8_t high = vmlal_s8(vmull_s8(vget_high_s8(even), vget_high_s8(x0)), vget_high_s8(odd), vget_high_s8(x1));
     return vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
@@ -72,7 +72,7 @@ INLINE void dots_in_int8(const Dots *d, int rows, int tokens, float *sums) {
         float32x4_t sum[TOKENS];
         for (int m = 0; m < tokens; m++) sum[m] = vdupq_n_f32(0);
         for (int64_t k = 0; k < d->columns; k += SPAN8) {
-            const int64_t left = d->columns - k;  /* 16 at least */
+            const int64_t left = d->columns - k;  /* at least 16 */
             const uint8_t *at = d->codes[r] + k / 2;
             const uint8x16_t codes = left >= SPAN8 ? vld1q_u8(at) : vcombine_u8(vld1_u8(at), vdup_n_u8(0));
             const int8x16_t even = vqtbl1q_s8(whole, vandq_u8(codes, vdupq_n_u8(15)));

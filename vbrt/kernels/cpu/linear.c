@@ -1,17 +1,17 @@
-/* 4-bit weights, and those of 8 bits, on a CPU: multiply rows by few tokens; decode them; with a fine plane, restore the original weight.
+/* Linear layers of 4-bit and 8-bit weights on a CPU: multiply rows by few tokens; decode them; merge a fine plane.
  * Compiled by build.py.
  *
- * A decoded weight is level[code] * (value[scale byte] * unit), both products rounded to fp32: the bits of the reference;
- * or level[code] * scale, where scales have 16 or 32 bits. Those have no fine plane, nor have codes of 8 bits, which are their
- * own levels.
+ * A decoded weight is level[code] * (value[scale byte] * unit), both products rounded to fp32, bit-exact with the
+ * reference; or level[code] * scale for scales of 16 or 32 bits. Those have no fine plane, nor have 8-bit codes, which
+ * are their own levels.
  * Legend: M tokens, N outputs, K inputs padded to the block.
  */
 #include "dots.h"
 #include "shares.h"
 
 typedef struct {
-    const uint8_t *codes, *scales;  /* [N, K/2] or, of 8 bits, [N, K]; [N, K/block] of scale_type */
-    const float *levels, *values, *unit;  /* [16], [256], [1]; the last two for bytes only */
+    const uint8_t *codes, *scales;  /* [N, K/2] or, for 8 bits, [N, K]; [N, K/block] of scale_type */
+    const float *levels, *values, *unit;  /* [16], [256], [1]; the last two for byte scales only */
     int64_t rows, columns, block, scale_type, bits;
 } Weight;
 
@@ -35,7 +35,7 @@ static inline float scale_of(const Weight *w, const uint8_t *at, int type, float
     return type == FP16 ? fp16_value(word) : bf16_value(word);
 }
 
-/* `columns` weights, whole blocks of them; `type` is a constant once it is inlined */
+/* `columns` weights in whole blocks; `type` is a constant after inlining */
 INLINE void decode_as(const Weight *w, const Pair *pairs, const uint8_t *codes, const uint8_t *scales,
                       int64_t columns, float *out, int type) {
     const float unit = type == BYTE ? *w->unit : 1;
@@ -50,7 +50,7 @@ INLINE void decode_as(const Weight *w, const Pair *pairs, const uint8_t *codes, 
 #ifdef __AVX512F__
             __m128i bytes = _mm_loadl_epi64((const __m128i *)codes);
             __m512i code = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes));
-            /* vpermps looks at the lowest four bits of an index only */
+            /* vpermps uses only the lowest four bits of an index */
             __m512 level = _mm512_permutexvar_ps(_mm512_srlv_epi32(code, shifts), levels);
             _mm512_storeu_ps(out + k, _mm512_mul_ps(level, _mm512_set1_ps(scale)));
 #else
@@ -70,7 +70,7 @@ static void decode_bytes(const Weight *w, const int8_t *codes, const uint8_t *sc
     }
 }
 
-/* `columns` weights that begin with number `at` of the weight, the start of a block */
+/* `columns` weights starting at index `at` of the weight, a block boundary */
 static void decode(const Weight *w, const Pair *pairs, int64_t at, int64_t columns, float *out) {
     const uint8_t *codes = w->codes + code_bytes(at, w->bits);
     const uint8_t *scales = w->scales + at / w->block * SCALE_BYTES[w->scale_type];
@@ -86,21 +86,21 @@ static void decode(const Weight *w, const Pair *pairs, int64_t at, int64_t colum
     }
 }
 
-/* What is multiplied, and where results go: rows of numbers of one type. */
+/* Operands and results of a product: rows of one type each. */
 typedef struct {
     const void *x, *bias;  /* [M, inputs], [N] or NULL */
     void *y;  /* [M, N] */
-    int64_t tokens, inputs;  /* K without the padding */
-    int32_t x_type, bias_type, y_type, rounded;  /* rounded: x may be, to int8 */
+    int64_t tokens, inputs;  /* K without padding */
+    int32_t x_type, bias_type, y_type, rounded;  /* rounded: x may be quantized to int8 */
 } Product;
 
-#define CHUNK 32  /* rows that a thread takes at a time */
+#define CHUNK 32  /* rows per work item */
 
 /* y of rows first to last - 1; x is in spans */
 static void multiply(const Weight *w, const Product *p, Dots d, const char *x, int64_t first, int64_t last) {
     const int64_t pitch = row_bytes(w->columns);
     float sums[TOKENS];
-    for (int64_t n = first; n < last; n++) {  /* one after the other: the machine reads ahead */
+    for (int64_t n = first; n < last; n++) {  /* sequential, for the hardware prefetcher */
         const float bias = p->bias ? load(p->bias, p->bias_type, n) : 0;
         d.codes[0] = w->codes + n * code_bytes(w->columns, w->bits);
         d.scales[0] = w->scales + n * (w->columns / w->block) * SCALE_BYTES[w->scale_type];
@@ -115,12 +115,12 @@ static void multiply(const Weight *w, const Product *p, Dots d, const char *x, i
     }
 }
 
-#define KEPT_BYTES (64 << 10)  /* inputs in spans that need no memory of their own */
+#define KEPT_BYTES (64 << 10)  /* inputs in spans on the stack */
 
-/* One weight of a call: chunks up to number `end` of all chunks are its rows; x is in spans. */
+/* One weight of a call: its rows are the chunks up to `end`; x is in spans. */
 typedef struct { const Weight *w; const Product *p; Dots d; const char *x; int64_t end; } Part;
 
-/* Whether the inputs of a part lie in spans as another's do. */
+/* Whether two parts' inputs have the same layout in spans. */
 static int shares_spans(const Part *one, const Part *other) {
     return one->p->x == other->p->x && one->p->tokens == other->p->tokens && one->p->inputs == other->p->inputs
         && one->p->x_type == other->p->x_type && one->w->columns == other->w->columns && one->d.form == other->d.form;
@@ -128,7 +128,7 @@ static int shares_spans(const Part *one, const Part *other) {
 
 static int64_t span_bytes(const Part *part) { return part->p->tokens * row_bytes(part->w->columns); }
 
-/* The inputs of all parts in spans, once for those that are alike; `at` has room for them. */
+/* Convert the inputs of all parts to spans, once per layout, at `at`. */
 static void spread_parts(Part *parts, int count, char *at) {
     for (int i = 0; i < count; i++) {
         Part *part = parts + i;
@@ -161,7 +161,7 @@ static void multiply_parts(const Part *parts, int count, int threads) {
     }
 }
 
-/* y = x @ w.T + bias for `count` weights, with the bits of a call for each; returns 0 where there was no memory */
+/* y = x @ w.T + bias for `count` weights, bit-exact with a call for each; returns 0 if out of memory */
 int vbrt_linears(const Weight *const *weights, const Product *products, int count, int threads) {
     static _Thread_local _Alignas(64) char kept[KEPT_BYTES];
     Part parts[count];
@@ -187,7 +187,7 @@ int vbrt_linears(const Weight *const *weights, const Product *products, int coun
 
 int vbrt_linear(const Weight *w, const Product *p, int threads) { return vbrt_linears(&w, p, 1, threads); }
 
-/* The same with x, biases and results of one type; biases: NULL, or NULL for those without. */
+/* The same with x, biases and results of one type; biases: NULL, or an array with NULL for none. */
 int vbrt_few(const Weight *const *weights, int count, const void *x, const void *const *biases, void *const *ys,
              int64_t tokens, int64_t inputs, int type, int rounded, int threads) {
     Product products[count];
@@ -196,9 +196,9 @@ int vbrt_few(const Weight *const *weights, int count, const void *x, const void 
     return vbrt_linears(weights, products, count, threads);
 }
 
-#define PIECE 1024  /* columns that are decoded before they are rounded: they stay in the first cache */
+#define PIECE 1024  /* columns decoded, then rounded, within L1 */
 
-/* one row, its first `inputs` columns, in numbers of 16 bits */
+/* one row, its first `inputs` columns, as 16-bit numbers */
 static void decode_rounded(const Weight *w, const Pair *pairs, int64_t n, int64_t inputs, int16_t *out, int type) {
     _Alignas(64) float piece[PIECE];
     for (int64_t first = 0; first < inputs; first += PIECE) {
@@ -210,7 +210,7 @@ static void decode_rounded(const Weight *w, const Pair *pairs, int64_t n, int64_
     }
 }
 
-/* rows first to last: out fp32 [last - first, columns], or of 16 bits [last - first, inputs] */
+/* rows first to last: out fp32 [last - first, columns], or 16-bit [last - first, inputs] */
 void vbrt_decode(const Weight *w, int64_t first, int64_t last, int64_t inputs, void *out, int type, int threads) {
     const int64_t k = w->columns;
     Pair pairs[256];

@@ -1,12 +1,12 @@
-"""Linear layers on block formats on a CPU: the backend "compiled" of the ops "linear" and "decode_weight".
+"""Linear layers on block formats on a CPU: backend "compiled" of the ops "linear" and "decode_weight".
 
-`linear.c` decodes codes in registers and multiplies them there, so that a forward reads 4-bit weights and writes none.
-With a fine plane it restores the weight for torch's matmul, about as fast as memory copies it.
+`linear.c` decodes codes in registers and multiplies there, so a forward reads 4-bit weights and writes none. With a
+fine plane it restores the weight for torch's matmul, at about the speed of a memory copy.
 
-Above `fused_tokens`, tiles are decoded into the cache and multiplied there (`panels.h`) on CPUs with AVX-512. On
-others, and in bf16 where the CPU has AMX, the weight is decoded to the activations' dtype and torch's matmul takes
-over; in tiles of fp32 on an x86 CPU without bf16 instructions, whose 16-bit matmuls take four times as long as those in
-fp32. What the C code does not serve (tensors on other devices) goes through the reference.
+Above `fused_tokens` tokens, CPUs with AVX-512 decode tiles into the cache and multiply there (`panels.h`). Others, and
+CPUs with AMX in bf16, decode the weight to the activations' dtype for torch's matmul; in fp32 tiles on an x86 CPU
+without bf16 instructions, whose 16-bit matmuls are four times slower than fp32. Unsupported cases (tensors on other
+devices) fall back to the reference.
 
 Legend: M tokens, N outputs, K inputs, R rows of a tile.
 """
@@ -45,22 +45,21 @@ __all__ = [
     "slow_dtypes",
 ]
 
-#: 4-bit codes of 16 levels, and a byte of scale for a block
+#: 4-bit codes of 16 levels, and a scale byte per block
 FORMATS = formats_of("e2m1", "table")
-#: the same with scales of 16 or 32 bits, which have no fine plane
+#: the same with scales of 16 or 32 bits, without a fine plane
 LEVELS = formats_of("levels")
-#: whole numbers of 8 bits, which have none either
+#: 8-bit integer codes, without a fine plane
 BYTES = formats_of("int8")
-#: products that are worth a thread
+#: multiply-adds per thread that make threading worth it
 THREAD_WORK = 1 << 16
-_TILE_WEIGHTS = 1 << 22  # 16 MiB of fp32: enough rows for a matmul at full speed, less than the weight in 16 bits
+_TILE_WEIGHTS = 1 << 22  # 16 MiB of fp32: enough rows for a fast matmul, smaller than the weight in 16 bits
 _GROUP = 32  # GROUP of linear.c
 
 
 @functools.cache
 def fused_tokens() -> int:
-    """The most tokens that are multiplied as codes are decoded in registers; measured at 5632 x 2048 with AVX-512, and
-    at 4096 x 4096 without."""
+    """Maximum tokens for decoding in registers; measured at 5632 x 2048 with AVX-512, and at 4096 x 4096 without."""
     return library().vbrt_fused_tokens()
 
 
@@ -69,7 +68,7 @@ def _served(planes: WeightPlanes) -> bool:
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """Return how `linear` computes: "fused", "panels", "tiles" (decode a tile, multiply it in fp32, and so on),
+    """Return the path that `linear` takes: "fused", "panels", "tiles" (decode a tile, multiply in fp32, repeat),
     "decode+matmul", "merge+matmul" or "reference"."""
     if not (x.is_cpu and x.dim() and x.dtype in NUMBERS and _served(planes) and not torch.compiler.is_compiling()):
         return "reference"
@@ -84,7 +83,7 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
 
 @functools.cache
 def slow_dtypes() -> tuple[torch.dtype, ...]:
-    """Return the dtypes that this CPU multiplies more slowly than fp32."""
+    """Return the dtypes whose matmuls are slower than fp32's on this CPU."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ()
     if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
@@ -93,7 +92,7 @@ def slow_dtypes() -> tuple[torch.dtype, ...]:
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
-    """The weight [N, K] in planes.dtype, the same bits as the reference; exact when the fine plane is there."""
+    """The weight [N, K] in planes.dtype, bit-exact with the reference; the original weight with a fine plane."""
     if torch.compiler.is_compiling() or not _served(planes):
         return reference.decode_weight(planes)
     return decode_to(planes, planes.dtype) if planes.fine is None else _merge(planes)
@@ -111,10 +110,10 @@ def linear(
 ) -> Tensor:
     """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype; differentiable in x and bias.
 
-    rounded: x of few tokens may be, to int8 (`vbrt.kernels.cpu.int8`).
-    x is read by its address, so it must be bare (`watched.is_bare`): callers see to that.
+    rounded: x of few tokens may be quantized to int8 (`vbrt.kernels.cpu.int8`).
+    x is read by address, so callers must ensure that it is bare (`observers.is_bare`).
 
-    Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
+    Raises KernelError for an unknown activation, or if x's last dimension is not K.
     """
     way = route(x, planes)
     if way == "reference":
@@ -144,7 +143,7 @@ def _multiply(
     *,
     rounded: bool = False,
 ) -> Tensor:
-    """x @ w.T + bias, summed in fp32, by a function of the C code (None: that of few tokens)."""
+    """x @ w.T + bias with fp32 accumulation, by a C function (None: the one for few tokens)."""
     n, k = planes.shape
     x_MK = x.reshape(-1, k).contiguous()
     y = torch.empty(*x.shape[:-1], n, dtype=dtype, device="cpu")
@@ -162,24 +161,24 @@ def _multiply(
 
 
 def _multiply_tiles(x: Tensor, planes: WeightPlanes) -> Tensor:
-    """x @ w.T in fp32, under autocast too, by torch; the weight is never there as a whole."""
+    """x @ w.T in fp32 by torch, with autocast disabled; never materializes the whole weight."""
     n, k = planes.shape
     x_MK = x.reshape(-1, k).float()
     y_MN = torch.empty(x_MK.shape[0], n, dtype=torch.float32, device="cpu")
-    with torch.autocast("cpu", enabled=False):  # which has cast x already, and would multiply in 16 bits
+    with torch.autocast("cpu", enabled=False):  # x is cast already; autocast would multiply in 16 bits
         for first, last, w_RK in _decoded_rows(planes, min(n, max(1, _TILE_WEIGHTS // k)), torch.float32):
             y_MN[:, first:last] = x_MK @ w_RK.t()
     return y_MN.view(*x.shape[:-1], n)
 
 
 def decode_to(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
-    """Return the weight [N, K] of a coarse plane in a dtype."""
+    """Return a coarse plane's weight [N, K] in a dtype."""
     ((_, _, w_NK),) = _decoded_rows(planes, planes.shape[0], dtype if dtype in NUMBERS else torch.float32)
     return w_NK.to(dtype).contiguous()
 
 
 def _decoded_rows(planes: WeightPlanes, rows: int, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
-    """(first row, row past the last, [R, K]) of tiles of so many rows; each overwrites the one before."""
+    """Yield (first row, end row, [R, K]) of decoded tiles; each overwrites the previous one."""
     n, k = planes.shape
     columns = padded(k, get_format(planes.format).block) if dtype is torch.float32 else k
     w_RK = buffer_reuse.empty((rows, columns), dtype)
@@ -192,10 +191,10 @@ def _decoded_rows(planes: WeightPlanes, rows: int, dtype: torch.dtype) -> Iterat
 
 
 def _merge(planes: WeightPlanes, *, turned: bool = False) -> Tensor:
-    """The weight [N, K], bit for bit what `formats.merge_fine` gives; [K, N] if `turned`."""
+    """The weight [N, K], bit-exact with `formats.merge_fine`; [K, N] if `turned`."""
     n, k = planes.shape
     w = buffer_reuse.empty((k, n) if turned else (n, k), planes.dtype)
-    threads, pitch = _threads(w.numel()), k + _GROUP if turned else k  # at a power of two, rows share a few cache sets
+    threads, pitch = _threads(w.numel()), k + _GROUP if turned else k  # no power of two: rows share cache sets
     rows = torch.empty(threads, _GROUP, pitch, dtype=planes.dtype, device="cpu") if turned else None
     fine = _fine(planes)
     memory = None if rows is None else rows.data_ptr()
@@ -206,7 +205,7 @@ def _merge(planes: WeightPlanes, *, turned: bool = False) -> Tensor:
 
 
 def _fine(planes: WeightPlanes) -> Fine:
-    """A fine plane as the C code sees it. Raises FormatError for tensors of other sizes than the weight asks for."""
+    """C structure of a fine plane. Raises FormatError for tensors whose sizes do not match the weight."""
     (n, k), fine, fmt = planes.shape, planes.fine or {}, get_format(planes.format)
     width, low, starts = WIDTH[planes.dtype], fine["low"], fine["starts"]
     nibbles = fine["nibbles"] if width == 12 else low
@@ -223,7 +222,7 @@ def _threads(work: int) -> int:
 
 
 class _Prepared:
-    """Planes as the C code sees them, made once for those that never move. Copies of the planes make their own."""
+    """C structure of resident planes, built once. Copies of the planes build their own."""
 
     def __init__(self, planes: WeightPlanes) -> None:
         fmt = get_format(planes.format)
@@ -234,14 +233,14 @@ class _Prepared:
         bits, kind = fmt.record.bits, scale_type(fmt.record)
         columns = self.codes.shape[1] * 8 // bits
         self.weight = Weight(*pointers, planes.shape[0], columns, fmt.block, kind, bits)
-        self.weight.tensors = tensors  # what it points to: another thread may replace this object during a call
+        self.weight.tensors = tensors  # keeps pointees alive: another thread may replace this object during a call
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
 
 
 def prepared(planes: WeightPlanes) -> _Prepared | None:
-    """Return what the C code computes from, or None for planes that it does not serve."""
+    """Return the C structure of planes, cached in them; None for planes that C does not support."""
     kept = planes.prepared
     if isinstance(kept, _Prepared) and kept.codes is planes.coarse.get("codes"):
         return kept
@@ -256,9 +255,9 @@ def prepared(planes: WeightPlanes) -> _Prepared | None:
 
 
 def _weight(planes: WeightPlanes) -> Weight:
-    """Planes that are served, as the C code sees them; valid as long as the planes live."""
+    """C structure of supported planes; valid as long as the planes live."""
     kept = prepared(planes)
-    assert kept is not None  # `route` has asked
+    assert kept is not None  # `route` has checked
     return kept.weight
 
 

@@ -1,25 +1,25 @@
-/* Fine planes (formats/fine_plane.py): merged with the weights of a coarse plane. Part of linear.c. */
+/* Merge of fine planes (formats/fine_plane.py) with coarse ones. Part of linear.c. */
 
 typedef struct {
     const uint8_t *low, *nibbles;  /* [N, columns], [N, ceil(columns / 2)] (fp16 only) */
     const int8_t *side;
     const int16_t *escapes;
-    const int32_t *starts;  /* [ceil(N * columns / LISTED), 2]: entries of both lists before each span */
+    const int32_t *starts;  /* [ceil(N * columns / LISTED), 2]: entries of both lists preceding each span */
     int64_t sides, escaped;  /* entries of the lists */
-    int64_t columns;  /* without the padding */
+    int64_t columns;  /* without padding */
     uint32_t wide;  /* bit c: code c is wide */
-    int32_t width;  /* bits in place: 8 for bf16, 12 for fp16 */
+    int32_t width;  /* in-place bits: 8 for bf16, 12 for fp16 */
 } Fine;
 
 /* the next entry of each list */
 typedef struct { int64_t side, escape; } Cursor;
 
-#define LISTED 4096  /* weights between two entries of `starts` */
-#define PART 2048  /* columns of a row that are merged at a time */
+#define LISTED 4096  /* weights per entry of `starts` */
+#define PART 2048  /* columns merged at a time */
 
 static inline int16_t ordinal(int16_t bits) { return bits ^ ((bits >> 15) & 0x7FFF); }
 
-/* ordinals of a block's 16 levels by its scale's byte; the bytes of a pair of words apart where SPLIT */
+/* ordinals of a block's 16 levels by scale byte; with SPLIT, low and high bytes separately */
 typedef struct { uint8_t low[16], high[16]; } Split;
 typedef union { int16_t words[16]; Split split; } Near;
 
@@ -54,8 +54,8 @@ static inline int16_t near_word(const Near *near, int code) {
 #endif
 }
 
-/* Each of these merges weights k to `columns` of those that begin with column `first`, the start of a block, of row n, and
- * says how far it came: not to the end where a list ends before. `width` and `block` are constants once it is inlined. */
+/* Each of these merges weights k to `columns` of those from column `first`, a block boundary, of row n, and returns how
+ * far it came: it may stop before the end of a list. `width` and `block` are constants after inlining. */
 
 INLINE int64_t merge_plain(const Weight *w, const Fine *f, const Near *near, int64_t n, int64_t first, int64_t k,
                            int64_t columns, Cursor *at, int16_t *out, int width, int block) {
@@ -91,7 +91,7 @@ static inline __m512i ordinals(__m512i bits) {
 
 static inline __m256i words_of(const Near *near) { return _mm256_loadu_si256((const __m256i *)near); }
 
-/* 32 words, one a nibble, the low one first */
+/* 32 words, one per nibble, the low one first */
 static inline __m512i nibble_words(__m128i bytes) {
     const __m512i pair = _mm512_cvtepu8_epi32(bytes);
     return _mm512_and_si512(_mm512_or_si512(pair, _mm512_slli_epi32(pair, 12)), _mm512_set1_epi32(0x000F000F));
@@ -111,7 +111,7 @@ INLINE int64_t merge_32(const Weight *w, const Fine *f, const Near *near, int64_
         const int64_t left = columns - k;
         const __mmask32 valid = left >= 32 ? ~0u : (1u << left) - 1;
         const __mmask16 bytes = left >= 32 ? 0xFFFF : (1u << (left + 1) / 2) - 1;
-        if (block == 16) {  /* two blocks side by side */
+        if (block == 16) {  /* two adjacent blocks */
             const __m256i second = words_of(near + scales[left <= 16 ? k / 16 : k / 16 + 1]);
             table = _mm512_inserti64x4(_mm512_castsi256_si512(words_of(near + scales[k / 16])), second, 1);
         } else if (k % block == 0) {
@@ -128,7 +128,7 @@ INLINE int64_t merge_32(const Weight *w, const Fine *f, const Near *near, int64_
         const __mmask32 escaped = _mm512_mask_cmpeq_epi16_mask(valid & ~wide, delta, sign);
         const int sides = _mm_popcnt_u32(wide), escapes = _mm_popcnt_u32(escaped);
         if (side + sides > f->sides || escape + escapes > f->escaped) break;
-        /* masked, so that nothing is read behind a list's end */
+        /* masked: never reads beyond a list's end */
         const __m256i listed = _mm256_maskz_loadu_epi8(_bzhi_u32(~0u, sides), f->side + side);
         const __m512i high = _mm512_cvtepi8_epi16(_mm256_maskz_expand_epi8(wide, listed));
         const __m512i whole = _mm512_or_si512(delta, _mm512_slli_epi16(high, width));
@@ -152,7 +152,7 @@ static inline __m256i ordinals(__m256i bits) {
     return _mm256_xor_si256(bits, _mm256_and_si256(_mm256_srai_epi16(bits, 15), _mm256_set1_epi16(0x7FFF)));
 }
 
-/* 32 bytes, one a nibble, the low one first */
+/* 32 bytes, one per nibble, the low one first */
 static inline __m256i nibble_bytes(const uint8_t *bytes) {
     const __m128i pair = _mm_loadu_si128((const __m128i *)bytes), four = _mm_set1_epi8(15);
     const __m128i low = _mm_and_si128(pair, four), high = _mm_and_si128(_mm_srli_epi16(pair, 4), four);
@@ -163,7 +163,7 @@ static inline __m256i twice(const uint8_t *first, const uint8_t *second) {
     return _mm256_set_m128i(_mm_loadu_si128((const __m128i *)second), _mm_loadu_si128((const __m128i *)first));
 }
 
-/* the next entries of a list, put where `chosen` has ones */
+/* expand the next list entries to the positions of ones in `chosen` */
 static inline __m256i expanded(__m256i chosen, const int8_t *list) {
     uint64_t mask[4], entry[4];
     memcpy(mask, &chosen, sizeof mask);
@@ -175,7 +175,7 @@ static inline __m256i expanded(__m256i chosen, const int8_t *list) {
     return _mm256_set_epi64x(entry[3], entry[2], entry[1], entry[0]);
 }
 
-/* words made of bytes apart, in order */
+/* interleave low and high bytes to words, in order */
 static inline void store_words(__m256i low, __m256i high, __m256i near_low, __m256i near_high, int16_t *out) {
     const __m256i a = _mm256_add_epi16(_mm256_unpacklo_epi8(low, high), _mm256_unpacklo_epi8(near_low, near_high));
     const __m256i b = _mm256_add_epi16(_mm256_unpackhi_epi8(low, high), _mm256_unpackhi_epi8(near_low, near_high));
@@ -212,7 +212,7 @@ INLINE int64_t merge_32(const Weight *w, const Fine *f, const Near *near, int64_
         uint32_t places = _mm256_movemask_epi8(_mm256_andnot_si256(wide, escaped));
         if (escape + __builtin_popcount(places) > f->escaped) break;
         if (f->wide) {
-            if (side + 40 > f->sides) break;  /* entries are read by eights */
+            if (side + 40 > f->sides) break;  /* entries are read in groups of eight */
             __m256i listed = expanded(wide, f->side + side);
             if (width == 12) listed = _mm256_and_si256(_mm256_slli_epi16(listed, 4), _mm256_set1_epi8(-16));
             high = _mm256_blendv_epi8(high, _mm256_or_si256(whole, listed), wide);
@@ -252,7 +252,7 @@ static int merge(const Weight *w, const Fine *f, const Near *near, int64_t n, in
     }
 }
 
-/* past the entries of row n, from column k on */
+/* skip the entries of row n, from column k on */
 static void skip(const Weight *w, const Fine *f, int64_t n, int64_t k, Cursor *at) {
     const uint8_t *codes = w->codes + n * w->columns / 2, *low = f->low + n * f->columns;
     const uint8_t *nibbles = f->nibbles + n * ((f->columns + 1) / 2);
@@ -264,7 +264,7 @@ static void skip(const Weight *w, const Fine *f, int64_t n, int64_t k, Cursor *a
     }
 }
 
-/* what the lists hold before row n: counted from the start of the span that it starts in */
+/* list positions at the start of row n: counted from the start of its span */
 static Cursor find(const Weight *w, const Fine *f, int64_t n) {
     if (n == w->rows) return (Cursor){f->sides, f->escaped};
     const int64_t span = n * f->columns / LISTED, first = span * LISTED;
@@ -282,11 +282,11 @@ static int merge_row(const Weight *w, const Fine *f, const Near *near, int64_t n
     return whole;
 }
 
-#define GROUP 32  /* rows that are turned at a time: a column of theirs is a cache line */
+#define GROUP 32  /* rows transposed at a time: their column is a cache line */
 
 #ifdef __AVX512BW__
-/* GROUP columns of GROUP rows. A riffle of the two halves moves the highest bit of a row's number below those of the
- * column's; five make a row of each column. */
+/* Transpose GROUP columns of GROUP rows. Interleaving the two halves moves the highest bit of the row index below those
+ * of the column index; five times make a row of each column. */
 static void turn_block(const int16_t *rows, int64_t pitch, int16_t *out, int64_t all, int large) {
     __m512i a[GROUP], b[GROUP], low, high;
     int16_t order[2 * GROUP];
@@ -300,7 +300,7 @@ static void turn_block(const int16_t *rows, int64_t pitch, int16_t *out, int64_t
         }
         memcpy(a, b, sizeof a);
     }
-    const int past = large && !(((uintptr_t)out | 2 * all) & 63);  /* the caches: no line is read to be written */
+    const int past = large && !(((uintptr_t)out | 2 * all) & 63);  /* non-temporal stores: no read for ownership */
     for (int k = 0; k < GROUP; k++) {
         if (past) _mm512_stream_si512((__m512i *)(out + k * all), a[k]);
         else _mm512_storeu_si512(out + k * all, a[k]);
@@ -308,7 +308,7 @@ static void turn_block(const int16_t *rows, int64_t pitch, int16_t *out, int64_t
 }
 #endif
 
-/* out [columns, all] from `count` rows of `pitch` */
+/* transpose `count` rows of `pitch` to out [columns, all] */
 static void turn(const int16_t *rows, int64_t pitch, int64_t count, int64_t columns, int16_t *out, int64_t all) {
     for (int64_t k = 0; k < columns; k += GROUP) {
 #ifdef __AVX512BW__
@@ -322,8 +322,8 @@ static void turn(const int16_t *rows, int64_t pitch, int64_t count, int64_t colu
     }
 }
 
-/* The original weight in bf16 or fp16, out [N, columns], or [columns, N] where `rows` is memory for GROUP rows a thread
- * of `pitch` weights; 0 where the lists do not fit the codes. */
+/* The original weight in bf16 or fp16, out [N, columns], or [columns, N] if `rows` is memory for GROUP rows per thread
+ * of `pitch` weights; 0 if the lists do not match the codes. */
 int vbrt_merge(const Weight *w, const Fine *f, int16_t *out, int16_t *rows, int64_t pitch, int threads) {
     const int64_t step = rows ? GROUP : 1, steps = (w->rows + step - 1) / step;
     int whole = 1;

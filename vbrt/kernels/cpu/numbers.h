@@ -1,4 +1,4 @@
-/* 16-bit floating point numbers as their bits. */
+/* 16-bit floating point numbers, by bits. */
 #include <stdint.h>
 #include <string.h>
 
@@ -15,7 +15,7 @@ static inline int16_t fp16_bits(float value) {
     const uint32_t sign = bits >> 16 & 0x8000, large = bits & 0x7FFFFFFF;
     if (large > 0x7F800000) return (int16_t)(sign | 0x7E00);
     if (large >= 0x477FF000) return (int16_t)(sign | 0x7C00);
-    if (large < 0x38800000) {  /* denormal: the sum's last bit is worth the smallest magnitude */
+    if (large < 0x38800000) {  /* denormal: the sum's ulp is the smallest magnitude */
         float sum;
         memcpy(&sum, &large, 4);
         sum += 0.5f;
@@ -34,10 +34,10 @@ static inline float bf16_value(uint16_t word) {
 
 static inline float fp16_value(uint16_t word) {
     const uint32_t large = (uint32_t)(word & 0x7FFF) << 13, sign = (uint32_t)(word & 0x8000) << 16;
-    uint32_t bits = large + 0x38000000;  /* 112 more in the exponent */
+    uint32_t bits = large + 0x38000000;  /* add 112 to the exponent */
     float value;
     if (large >= 0x0F800000) bits += 0x38000000;  /* Inf, NaN */
-    else if (large < 0x00800000) {  /* denormal: an exponent that fits, and its leading one taken off again */
+    else if (large < 0x00800000) {  /* denormal: normalize by subtracting the implicit one */
         bits += 0x00800000;
         memcpy(&value, &bits, 4);
         value -= 6.103515625e-05f;

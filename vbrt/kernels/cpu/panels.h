@@ -1,13 +1,13 @@
-/* Products of many tokens: 32 rows are decoded into the second cache, turned, and multiplied there by panels of up to 12
- * tokens, whose sums stay in registers. Nothing of the weight's size is written, and no weight is decoded twice.
- * A word is an fp32 number or a pair of bf16. A sum is computed in an order that depends on the row's length alone.
+/* Products of many tokens: 32 rows are decoded into L2, transposed, and multiplied there by panels of up to 12 tokens,
+ * with accumulators in registers. Nothing of the weight's size is written, and no weight is decoded twice.
+ * A word is an fp32 number or a bf16 pair. The summation order depends on the row's length alone.
  */
 #ifdef WIDE
 #define SIDE 32      /* rows of a tile */
-#define DEEP 256     /* words of its rows that are decoded at a time */
+#define DEEP 256     /* words per row decoded at a time */
 #define PANEL 12     /* tokens */
-#define PASS 1020    /* tokens for which a tile is decoded once */
-#define ROW (DEEP + 16)  /* words between decoded rows, no power of two */
+#define PASS 1020    /* tokens per decoding of a tile */
+#define ROW (DEEP + 16)  /* row pitch in words, not a power of two */
 
 typedef struct {
     float tile[DEEP * SIDE];  /* [word, row] */
@@ -18,7 +18,7 @@ typedef struct {
 
 static int64_t row_words(int64_t columns, int pairs) { return (columns / (pairs ? 2 : 1) + 15) / 16 * 16; }
 
-/* sums [tokens, 32] += x [words, tokens] and w [words, 32]; `tokens` and `pairs` are constants once it is inlined */
+/* sums [tokens, 32] += x [words, tokens] and w [words, 32]; `tokens` and `pairs` are constants after inlining */
 INLINE void add_as(const float *x, const float *w, int64_t words, int tokens, int pairs, float *sums) {
     __m512 sum[PANEL][2];
 #pragma GCC unroll 12
@@ -57,7 +57,7 @@ static void add_panel(const float *x, const float *w, int64_t words, int tokens,
     }
 }
 
-/* 16 x 16 words: rows become columns */
+/* transpose 16 x 16 words */
 INLINE void turn_words(__m512i *v) {
     __m512i t[16], u[16];
     for (int i = 0; i < 16; i += 2) {
@@ -80,7 +80,7 @@ INLINE void turn_words(__m512i *v) {
     }
 }
 
-/* 16 weights; of 4 bits the lower half of a lane's word is an even column's level, the upper an odd one's */
+/* 16 weights; for 4 bits the lower half of a word is an even column's level, the upper an odd one's */
 INLINE __m512 weights_at(const uint8_t *codes, __m512 levels, float scale, int bits) {
     if (bits == 8) {
         Lanes number;
@@ -88,11 +88,11 @@ INLINE __m512 weights_at(const uint8_t *codes, __m512 levels, float scale, int b
         return _mm512_mul_ps(number, _mm512_set1_ps(scale));
     }
     const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)codes));
-    const __m512i both = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  /* vpermps looks at the lowest four bits */
+    const __m512i both = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  /* vpermps uses the lowest four bits */
     return _mm512_mul_ps(_mm512_permutexvar_ps(both, levels), _mm512_set1_ps(scale));
 }
 
-/* the words of `columns` weights of a row, to a multiple of 16 words; `bits` and `pairs` are constants once it is inlined */
+/* words of `columns` weights of a row, to a multiple of 16 words; `bits` and `pairs` are constants after inlining */
 INLINE void decode_words(const uint8_t *codes, const float *scales, int shift, int64_t columns, __m512 levels, int bits,
                          int pairs, float *out) {
     if (!pairs)
@@ -110,7 +110,7 @@ INLINE void decode_words(const uint8_t *codes, const float *scales, int shift, i
 #endif
 }
 
-/* The tile of rows from n on, `columns` of them from `first` on; zeros beyond the last row and column. */
+/* Decode the tile of rows from n on, `columns` of them from `first` on; zeros beyond the last row and column. */
 static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t first, int64_t columns, int pairs, Room *room) {
     const __m512 levels = _mm512_loadu_ps(w->levels);
     const int64_t words = row_words(columns, pairs);
@@ -142,10 +142,11 @@ static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t first, 
     }
 }
 
-/* Tokens before panel i of `panels`, which are as alike as can be. */
+/* Tokens before panel i of `panels`, of nearly equal size. */
 static int64_t before(int64_t tokens, int64_t panels, int64_t i) { return tokens * i / panels; }
 
-/* The first multiple of 16 words of x of tokens `from` to `to` - 1, as [words, tokens]; x has words of the panels' kind. */
+/* Transpose the first multiple of 16 words of x of tokens `from` to `to` - 1 to [words, tokens]; x has the word type.
+*/
 static int64_t turn_inputs(const Product *p, int64_t from, int64_t to, int pairs, float *out) {
     const int64_t step = to - from, bytes = p->inputs * (pairs ? 2 : 4), words = bytes / 64 * 16;
     const __mmask16 kept = (1 << step) - 1;
@@ -159,7 +160,7 @@ static int64_t turn_inputs(const Product *p, int64_t from, int64_t to, int pairs
     return words;
 }
 
-/* x of tokens `from` to `to` - 1, as [words, tokens] */
+/* x of tokens `from` to `to` - 1 as [words, tokens] */
 static void spread_panel(const Product *p, int64_t from, int64_t to, int64_t words, int pairs, float *out) {
     const int64_t begin = pairs || p->x_type == FP32 ? turn_inputs(p, from, to, pairs, out) : 0;
     const int64_t count = p->inputs, step = to - from;
@@ -188,7 +189,7 @@ static void store_row(const Product *p, int64_t at, __m512 y, __mmask16 kept) {
     }
 }
 
-/* y of `tokens` tokens from number `from` on and of rows n to n + 31; x is in panels */
+/* y of `tokens` tokens from `from` on and of rows n to n + 31; x is in panels */
 static void multiply_tile(const Weight *w, const Product *p, const Dots *d, const float *x, int64_t from,
                           int64_t tokens, int64_t n, int pairs, Room *room) {
     const int64_t panels = (tokens + PANEL - 1) / PANEL, all = row_words(w->columns, pairs);
@@ -216,7 +217,7 @@ static void multiply_tile(const Weight *w, const Product *p, const Dots *d, cons
     }
 }
 
-/* y = x @ w.T + bias, in bf16 where `pairs`, else in fp32; returns 0 where there was no memory */
+/* y = x @ w.T + bias, in bf16 if `pairs`, else in fp32; returns 0 if out of memory */
 static int multiply_panels(const Weight *w, const Product *p, int pairs, int threads) {
     const int64_t tiles = (w->rows + SIDE - 1) / SIDE, words = row_words(w->columns, pairs);
     const int64_t most = p->tokens < PASS ? p->tokens : PASS;
@@ -248,8 +249,8 @@ static int multiply_panels(const Weight *w, const Product *p, int pairs, int thr
 }
 #endif
 
-/* y = x @ w.T + bias for many tokens, with weights rounded to bf16 where x is that and this CPU multiplies it; returns 0
- * where there was no memory, or no panels are made for this CPU */
+/* y = x @ w.T + bias for many tokens, with weights rounded to bf16 if x is bf16 and this CPU multiplies it; returns 0
+ * if out of memory, or if this CPU has no panels */
 int vbrt_panels(const Weight *w, const Product *p, int threads) {
 #if defined(WIDE) && defined(PAIRS)
     return multiply_panels(w, p, p->x_type == BF16, threads);
@@ -269,5 +270,5 @@ int vbrt_has_panels(void) {
 #endif
 }
 
-/* the most tokens for which vbrt_linear beats panels, or vbrt_decode and a matmul where there are none */
+/* maximum tokens for which vbrt_linear beats panels, or vbrt_decode and a matmul if there are none */
 int vbrt_fused_tokens(void) { return vbrt_has_panels() ? 8 : 4; }

@@ -1,4 +1,4 @@
-"""Computations on tensors that stay where they are, with everything but the call worked out once."""
+"""Prepared calls: computations on static tensors whose arguments are set up once."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from torch import Tensor
 
 __all__ = ["Empty", "Prepared"]
 
-#: makes a result of a form, at an address of its own
+#: allocates a static result of a form
 Empty = Callable[[Any], Tensor]
 
 
@@ -15,9 +15,9 @@ class Prepared(NamedTuple):
     """A computation on fixed addresses.
 
     Attributes:
-        run: computes it.
-        results: what it writes.
-        held: tensors and structures whose addresses it has.
+        run: executes it.
+        results: tensors that it writes.
+        held: tensors and structures whose addresses it uses.
     """
 
     run: Callable[[], Any]

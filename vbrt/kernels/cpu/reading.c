@@ -1,9 +1,9 @@
-/* Reads a page of a file and its digests with the threads that compute. Compiled by build.py.
+/* File pages and their digests, read by the computing threads. Compiled by build.py.
  *
- * A page that is in the system's cache costs a copy, so reading it is work for every core; but threads of our own would
- * compete with those of OpenMP, which wait for their next task by spinning, and then a product waits for a thread that
- * has lost its core. So OpenMP's own threads read. Each segment's XXH3-64 (the long form, with seed 0 and the standard
- * secret, github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md) is computed while the segment is in cache.
+ * A page in the OS page cache costs a copy, so reading it is work for every core; but separate threads would compete
+ * with OpenMP's, which spin for their next task, and then a product waits for a thread that has lost its core. So
+ * OpenMP's own threads read. Each segment's XXH3-64 (the long form, with seed 0 and the standard secret,
+ * github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md) is computed while the segment is in cache.
  */
 #include <errno.h>
 #include <stdint.h>
@@ -20,9 +20,9 @@
 #define P64_5 0x27D4EB2F165667C5u
 
 #define LANES 8
-#define STRIPE 64           /* bytes that are taken at once, a word of each lane */
-#define STRIPES 16          /* of a block */
-#define SHORT 240           /* bytes of which another form is defined */
+#define STRIPE 64           /* bytes per step, a word per lane */
+#define STRIPES 16          /* per block */
+#define SHORT 240           /* up to here XXH3 is defined differently */
 #define ENDED (-1)
 
 static const uint8_t secret[192] = {
@@ -59,7 +59,7 @@ static inline uint64_t folded(uint64_t a, uint64_t b) {
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-/* of more than SHORT bytes */
+/* for more than SHORT bytes */
 static uint64_t xxh3(const uint8_t *data, int64_t nbytes) {
     uint64_t sums[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
     const uint8_t *const last = secret + sizeof secret - STRIPE;
@@ -89,8 +89,8 @@ static int filled(int fd, uint8_t *out, int64_t nbytes, int64_t offset) {
     return 0;
 }
 
-/* Fill out [nbytes] from an offset of a file, and digests [segments][8] as xxhash writes them, the highest byte first.
- * Every segment has more than SHORT bytes. Returns 0, a number of errno, or ENDED where the file is too short. */
+/* Fill out [nbytes] from a file offset, and digests [segments][8] in xxhash's big-endian form. Every segment has more
+ * than SHORT bytes. Returns 0, an errno, or ENDED if the file is too short. */
 int vbrt_read(int fd, uint8_t *out, int64_t nbytes, int64_t offset, int64_t segment, uint8_t *digests, int threads) {
     const int64_t segments = (nbytes + segment - 1) / segment;
     int failed = 0;

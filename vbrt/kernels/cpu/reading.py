@@ -1,4 +1,4 @@
-"""Pages of files, read by the threads that compute; see reading.c."""
+"""File pages read by the computing (OpenMP) threads; see reading.c."""
 
 import ctypes
 import os
@@ -14,18 +14,18 @@ _DIGEST_BYTES = 8
 
 
 def page_reader(backend: str) -> Callable[[int, torch.Tensor, int, int], bytes] | None:
-    """Return `read_page` for a backend of config; None where plain torch is asked for, or the library cannot be built,
-    which is said where the first weight is computed with."""
+    """Return `read_page` for a configured backend; None for plain torch, or if the library cannot be built, which is
+    reported with the first weight that is computed with."""
     cpu = torch.device("cpu")
     return None if backend == "reference" or refusal(cpu, "reading") is not None else read_page
 
 
 def read_page(fd: int, out: torch.Tensor, offset: int, segment_bytes: int) -> bytes:
-    """Fill `out` (uint8, contiguous, CPU, more than 240 bytes) from an offset of a file, by torch's threads; return the
-    XXH3-64 digests of its segments, one behind the other. The last segment has more than 240 bytes, too.
+    """Fill `out` (uint8, contiguous, CPU, more than 240 bytes) from a file offset, with torch's threads; return the
+    concatenated XXH3-64 digests of its segments. The last segment must also have more than 240 bytes.
 
     Raises:
-        OSError: the file cannot be read; EOFError: it ends too early.
+        OSError: the file cannot be read; EOFError: it is too short.
         KernelError: there is no library, see `build.refusal`.
     """
     nbytes = out.numel()

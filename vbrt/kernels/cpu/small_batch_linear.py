@@ -1,10 +1,10 @@
-"""Products of few tokens with weights whose planes never move, every argument prepared.
+"""Small-batch products on resident planes, with prepared arguments.
 
-    q = few(planes)              # of one layer; None where the C code does not serve it
-    q(x)                         # y, with the bits of `linear`; None where that has to compute
-    q.together([k, v], x)        # [q(x), k(x), v(x)], the same bits, by one call of C code: x is prepared once
+    q = few(planes)              # of one layer; None if C does not support it
+    q(x)                         # y, bit-exact with `linear`; None if only that can compute it
+    q.together([k, v], x)        # [q(x), k(x), v(x)], bit-exact, in one C call: x is prepared once
 
-A token of a model with small layers waits for what a call costs the host: here a result, its address and one C call.
+With small layers, a token's latency is dominated by host overhead per call: here a result, its address and one C call.
 """
 
 import ctypes
@@ -24,10 +24,10 @@ __all__ = ["Few", "few", "prepare_products", "products"]
 
 
 class Few:
-    """x @ w.T + bias for few tokens x [..., K] of the weight's own dtype; it keeps the planes.
+    """x @ w.T + bias for few tokens x [..., K] of the weight's own dtype; keeps the planes alive.
 
-    rounded: "int8" if x may be rounded to that (`vbrt.kernels.cpu.int8`).
-    To be called with bare tensors (`watched.is_bare`), where nobody wants gradients.
+    rounded: "int8" if x may be quantized to it (`vbrt.kernels.cpu.int8`).
+    Call it with bare tensors (`observers.is_bare`) and without gradients.
     """
 
     __slots__ = ("address", "form", "inputs", "most", "number", "outputs", "rounded", "weight")
@@ -40,12 +40,12 @@ class Few:
         self.number, self.most = NUMBERS[planes.dtype], fused_tokens() * self.inputs
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """y [..., N] in x's dtype; None for an x or bias that this does not serve."""
+        """y [..., N] in x's dtype; None for unsupported x or bias."""
         ys = self.together((), x, bias)
         return None if ys is None else ys[0]
 
     def together(self, others: Sequence["Few"], x: Tensor, bias: Tensor | None = None) -> list[Tensor] | None:
-        """The products with this weight and its bias, and with those of `others`, which have none and `suit` it."""
+        """Products with this weight and bias, and with those of `others`, which have no bias and must `suit` it."""
         size, numbers, dtype = x.shape, x.numel(), self.form[2]
         if x.dtype is not dtype or not size or size[-1] != self.inputs or not 0 < numbers <= self.most:
             return None
@@ -66,31 +66,31 @@ class Few:
         return bias.dtype is self.form[2] and bias.shape == (self.outputs,) and bias.is_contiguous()
 
     def suits(self, other: "Few") -> bool:
-        """True if both multiply inputs of one form, so that one call may compute both."""
+        """True if both accept the same inputs, so that one call can compute both."""
         return self.form == other.form and self.rounded == other.rounded
 
 
 def few(planes: WeightPlanes, rounded: str | None = None) -> Few | None:
-    """Prepare products with a weight (see `Few`); None where the C code does not multiply it, or restores it first."""
+    """Prepare products with a weight (see `Few`); None if C does not support it, or if it has a fine plane."""
     if prepared(planes) is None or planes.fine is not None or planes.dtype not in NUMBERS:
         return None
     return Few(planes, rounded)
 
 
 def products(layers: Sequence[Few], x: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """x @ w.T + bias of several layers of one form; x of few tokens, in memory order."""
+    """x @ w.T + bias for several layers of one form; x of few tokens, contiguous."""
     ys = [layer(x, bias) for layer, bias in zip(layers, biases, strict=True)]
     assert all(y is not None for y in ys), "callers ask `prepare_products`, or look at forms"
     return ys
 
 
 def prepare_products(args: tuple, forms: Any, empty: Empty) -> Prepared | None:
-    """Return `products` of tensors that stay where they are; None for an x not served.
+    """Return `products` on static tensors; None for an unsupported x.
 
     Args:
         args: of `products`.
         forms: of its results.
-        empty: makes them.
+        empty: allocates them.
     """
     layers, x, biases = args
     first, given = layers[0], [bias for bias in biases if bias is not None]

@@ -1,27 +1,27 @@
-/* Fine planes (formats/fine_plane.py), made from a weight and its coarse plane. Part of encode.c. */
+/* Split of fine planes (formats/fine_plane.py) from a weight and its coarse plane. Part of encode.c. */
 
-enum { SPAN = 4096 };  /* weights between two entries of `starts` */
-enum { SLACK = 64 };  /* entries behind a list that are written to */
+enum { SPAN = 4096 };  /* weights per entry of `starts` */
+enum { SLACK = 64 };  /* entries written beyond a list's end */
 
-typedef struct { int8_t *side; int16_t *escape; } Lists;  /* the next entry of each */
+typedef struct { int8_t *side; int16_t *escape; } Lists;  /* next entry of each */
 
 typedef struct {
     const uint16_t *weight;  /* bf16 or fp16 [rows, columns] */
     const uint8_t *codes, *bytes;  /* [rows, per_row * block / 2], [rows, per_row] */
     const float *levels, *values;  /* [16], [256] by scale byte */
     uint8_t *low, *nibbles;  /* [rows, columns], [rows, ceil(columns / 2)] (fp16 only) */
-    int8_t *side;  /* room for as many as there are weights in the rows of a call, and SLACK a thread */
+    int8_t *side;  /* room for all weights in a call's rows, plus SLACK per thread */
     int16_t *escapes;
-    int32_t *counts;  /* [ceil(rows * columns / SPAN), 2]: entries of both lists in each span, zeros before */
+    int32_t *counts;  /* [ceil(rows * columns / SPAN), 2]: entries of both lists per span, zeroed before */
     int64_t columns, per_row;
     uint32_t wide;  /* bit c: code c is wide */
-    int32_t block, width;  /* bits in place: 8 for bf16, 12 for fp16 */
+    int32_t block, width;  /* in-place bits: 8 for bf16, 12 for fp16 */
     float unit;
 } Splitting;
 
 static inline int16_t ordinal(int16_t bits) { return bits ^ ((bits >> 15) & 0x7FFF); }
 
-/* ordinals of a block's 16 levels by its scale's byte */
+/* ordinals of a block's 16 levels by scale byte */
 static void fill_near(const Splitting *s, int16_t (*near)[16]) {
     for (int byte = 0; byte < 256; byte++) {
         const float scale = s->values[byte] * s->unit;
@@ -32,8 +32,8 @@ static void fill_near(const Splitting *s, int16_t (*near)[16]) {
     }
 }
 
-/* Each of these splits weights from column k of row n, appends to both lists, and says how far it came. `width` is a
- * constant once it is inlined. */
+/* Each of these splits weights from column k of row n on, appends to both lists, and returns how far it came. `width`
+ * is a constant after inlining. */
 
 INLINE int64_t split_plain(
     const Splitting *s, const int16_t (*near)[16], int64_t n, int64_t k, int64_t end, Lists *lists, int width) {
@@ -53,7 +53,7 @@ INLINE int64_t split_plain(
             const int16_t delta = (int16_t)(ordinal((int16_t)weight[k]) - level[code]);
             const int wide = wide_codes >> code & 1, escaped = (wide ^ 1) & ((delta >= half) | (delta <= -half));
             const int kept = escaped ? -half : delta;
-            *side = (int8_t)(delta >> width), *escape = delta;  /* overwritten unless it is one */
+            *side = (int8_t)(delta >> width), *escape = delta;  /* kept only if it is one */
             side += wide, escape += escaped;
             low[k] = (uint8_t)kept;
             if (width == 12) {
@@ -67,7 +67,7 @@ INLINE int64_t split_plain(
 }
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VBMI2__)
-/* 32 words, one a nibble, the low one first */
+/* 32 words, one per nibble, the low one first */
 static inline __m512i nibble_words(__m128i bytes) {
     const __m512i pair = _mm512_cvtepu8_epi32(bytes);
     return _mm512_and_si512(_mm512_or_si512(pair, _mm512_slli_epi32(pair, 12)), _mm512_set1_epi32(0x000F000F));
@@ -101,7 +101,7 @@ INLINE int64_t split_32(
         const __mmask32 far = _mm512_cmpge_epi16_mask(delta, half) | _mm512_cmple_epi16_mask(delta, least);
         const __mmask32 escaped = valid & ~wide & far;
         const __m512i kept = _mm512_mask_mov_epi16(delta, escaped, least);
-        /* whole vectors: stores of chosen lanes are slow */
+        /* whole vectors: compress-stores are slow */
         const __m256i high = _mm512_cvtepi16_epi8(_mm512_srai_epi16(delta, width));
         _mm256_storeu_si256((__m256i *)side, _mm256_maskz_compress_epi8(wide, high));
         _mm512_storeu_si512(escape, _mm512_maskz_compress_epi16(escaped, delta));
@@ -123,7 +123,7 @@ INLINE int64_t split_32(
 }
 #endif
 
-/* Split row n, and count the entries of each span in it. */
+/* Split row n, and count its entries per span. */
 INLINE void split_row(const Splitting *s, const int16_t (*near)[16], int64_t n, Lists *lists, int width) {
     for (int64_t k = 0; k < s->columns;) {
         const int64_t flat = n * s->columns + k, span = flat / SPAN, left = (span + 1) * SPAN - flat;
@@ -138,8 +138,8 @@ INLINE void split_row(const Splitting *s, const int16_t (*near)[16], int64_t n, 
     }
 }
 
-/* Split rows `first` to `last`. The lists of each of the parts that they are cut into begin where found [parts, 4] says,
- * which is also told how long they are: (first side, sides, first escape, escapes). */
+/* Split rows `first` to `last` in parts. found [parts, 4] has each part's list positions on entry, and gets the
+ * lengths: (first side, sides, first escape, escapes). */
 void vbrt_split_fine(const Splitting *s, int64_t first, int64_t last, int64_t *found, int parts) {
     int16_t near[256][16];
     fill_near(s, near);

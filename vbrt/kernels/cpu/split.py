@@ -1,4 +1,4 @@
-"""Fine planes made on a CPU: `split.h` gives the bits of `formats.split_fine`."""
+"""Fine planes on a CPU: `split.h`, bit-exact with `formats.split_fine`."""
 
 import ctypes
 
@@ -13,7 +13,7 @@ from vbrt.kernels.cpu.build import library
 
 __all__ = ["split", "split_in_c"]
 
-_STEP = 1 << 22  # weights that a thread splits in a call: it has room for lists of three bytes each
+_STEP = 1 << 22  # weights per thread and call, with room for lists of three bytes each
 _SLACK = 64  # split.h's
 
 
@@ -31,7 +31,7 @@ class Splitting(ctypes.Structure):
 
 
 def split(w_NK: Tensor, coarse: dict[str, Tensor], format: Format) -> dict[str, Tensor]:
-    """See `formats.split_fine`: the same bits, by C where that is worth it."""
+    """See `formats.split_fine`: bit-exact, in C if that is worth it."""
     refined = isinstance(format, BlockFormat) and format.record.bits == 4 and w_NK.dtype in WIDTH
     if not refined or not encode.serves(w_NK) or not all(type(t) is Tensor and t.is_cpu for t in coarse.values()):
         return split_fine(w_NK, coarse, format)
@@ -41,7 +41,7 @@ def split(w_NK: Tensor, coarse: dict[str, Tensor], format: Format) -> dict[str, 
 
 @torch.no_grad()
 def split_in_c(w_NK: Tensor, coarse: dict[str, Tensor], format: BlockFormat) -> dict[str, Tensor]:
-    """The fine plane of a finite weight in bf16 or fp16, in CPU memory. Raises KernelError: no library."""
+    """Split the fine plane of a finite bf16 or fp16 weight in CPU memory. Raises KernelError: no library."""
     w_NK, (n, k), width = w_NK.detach().contiguous(), w_NK.shape, WIDTH[w_NK.dtype]
     codes, scales = coarse["codes"].contiguous(), coarse["scales"].contiguous()
     levels, values, unit = format.tables(coarse)

@@ -1,7 +1,7 @@
-/* What stands between the layers of a decode step: norms, rotations, gates, attention of few queries, routers. Compiled by
- * build.py.
+/* Step ops between the layers of a decode step: norms, rotary embeddings, gates, attention of few queries, routers.
+ * Compiled by build.py.
  *
- * Numbers are fp32, bf16 or fp16 and computed with in fp32, rounded where `vbrt/kernels/step.py` rounds. Each result is
+ * Numbers are fp32, bf16 or fp16, computed in fp32 and rounded where `vbrt/kernels/step.py` rounds. Each result is
  * computed by one thread, in an order that depends on its own row alone.
  * Legend: B batch, S tokens, H heads, G heads of keys, D columns of a head, K columns, L keys, E experts.
  */
@@ -10,18 +10,18 @@
 #include "numbers.h"
 
 #define INLINE static inline __attribute__((always_inline))
-#define APART static __attribute__((noinline))  /* compiled once: the types of numbers are looked at for a row, not for each */
+#define APART static __attribute__((noinline))  /* not inlined: types are dispatched per row, not per number */
 #define LANES 16
-#define PIECE 256    /* numbers that are computed with at a time */
-#define COLUMNS 256  /* of a head, at most */
-#define QUERIES 16   /* that share their keys, at most */
-#define KEYS 64      /* whose scores are computed at a time */
+#define PIECE 256    /* numbers processed at a time */
+#define COLUMNS 256  /* maximum head dimension */
+#define QUERIES 16   /* maximum queries that share keys */
+#define KEYS 64      /* keys per block of scores */
 
 enum { FP32, BF16, FP16 };
 
 /* -- rows of numbers ---------------------------------------------------------------------------------------------- */
 
-/* to nearest, ties to even; a NaN stays one, without a branch that would keep loops from being vectorized */
+/* to nearest, ties to even; NaN-safe without a branch, which would prevent vectorization */
 INLINE uint16_t bf16_word(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -43,7 +43,7 @@ APART void write_row(const float *row, int type, int64_t at, int64_t count, void
     else for (int64_t i = 0; i < count; i++) words[i] = (uint16_t)fp16_bits(row[i]);
 }
 
-/* what reading would give after writing */
+/* round in place: store, then load */
 APART void round_row(float *row, int type, int64_t count) {
     if (type == BF16) for (int64_t i = 0; i < count; i++) row[i] = bf16_value(bf16_word(row[i]));
     if (type == FP16) for (int64_t i = 0; i < count; i++) row[i] = fp16_value((uint16_t)fp16_bits(row[i]));
@@ -53,7 +53,7 @@ static int64_t bytes_of(int type) { return type == FP32 ? 4 : 2; }
 
 INLINE int64_t at_most(int64_t count, int64_t most) { return count < most ? count : most; }
 
-/* by halves, which waits for four sums, not for sixteen */
+/* pairwise sum: a latency of four adds instead of sixteen */
 INLINE float summed(const float *lanes) {
     float eight[8], four[4];
     for (int i = 0; i < 8; i++) eight[i] = lanes[i] + lanes[8 + i];
@@ -61,7 +61,7 @@ INLINE float summed(const float *lanes) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* adds the products of two rows, number i to lane i % LANES */
+/* accumulate the products of two rows, number i in lane i % LANES */
 INLINE void add_products(const float *a, const float *b, int64_t count, float *lanes) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES)
@@ -69,7 +69,7 @@ INLINE void add_products(const float *a, const float *b, int64_t count, float *l
     for (; i < count; i++) lanes[i % LANES] += a[i] * b[i];
 }
 
-/* e to the power of x, to a few units of the last place; what underflows gives the least normal number */
+/* e^x, to a few ulp; underflow gives the smallest normal number */
 INLINE float exponential(float x) {
     x = x > 88.3762626647949f ? 88.3762626647949f : x;
     x = x < -87.3365447504019f ? -87.3365447504019f : x;
@@ -96,7 +96,7 @@ typedef struct {
     int32_t rounds, pad;
 } Rule;
 
-/* numbers `at` to `at + count - 1` of a row, multiplied by the norm's factor and by the gain */
+/* numbers `at` to `at + count - 1` of a row, times the norm's factor and the gain */
 INLINE void scale_row(float *row, int type, const Rule *rule, float factor, int64_t at, int64_t count) {
     float gain[PIECE];
     for (int64_t i = 0; i < count; i++) row[i] *= factor;
@@ -110,7 +110,7 @@ INLINE void scale_row(float *row, int type, const Rule *rule, float factor, int6
     for (int64_t i = 0; i < count; i++) row[i] *= gain[i];
 }
 
-/* Rows of x; of x + other where there is one, which are stored in `total`. */
+/* Rows of x, or of x + other if given, which are stored in `total`. */
 typedef struct {
     const void *x, *other;
     void *total, *y;
@@ -147,12 +147,12 @@ void vbrt_step_norm(const Norm *n) {
 
 /* -- rotary embeddings -------------------------------------------------------------------------------------------- */
 
-/* Heads [B, H, S, D] that are normed, if there is a rule, rotated or copied, and stored. */
+/* Heads [B, H, S, D] to norm, if there is a rule, rotate or copy, and store. */
 typedef struct {
     const void *x;
     void *y;
-    const int64_t *at;  /* [S], the places in y; NULL: those in x */
-    int64_t heads, x_step[3], y_step[3];  /* numbers from one of B, H and S to the next */
+    const int64_t *at;  /* [S], positions in y; NULL: as in x */
+    int64_t heads, x_step[3], y_step[3];  /* strides of B, H and S */
     Rule rule;
     int32_t normed, copied;
 } Part;
@@ -160,11 +160,11 @@ typedef struct {
 typedef struct {
     const Part *parts;
     const void *cos, *sin;  /* [B, S, turned] */
-    int64_t count, batch, tokens, columns, turned, step[2];  /* of cos and sin: from one of B and S to the next */
+    int64_t count, batch, tokens, columns, turned, step[2];  /* strides of cos and sin in B and S */
     int32_t type, pad;
 } Rotation;
 
-/* heads of one token: number `from` of x is the first one's first, `to` its place in y */
+/* heads of one token: x and y offsets of the first one are `from` and `to` */
 static void rotate_heads(const Rotation *r, const Part *p, int64_t from, const float *cos, const float *sin, int64_t to) {
     const int64_t d = r->columns, turned = r->turned, half = turned / 2;
     float row[COLUMNS], straight[COLUMNS], crossed[COLUMNS];
@@ -223,7 +223,7 @@ static void activate_row(int function, float *x, int64_t count) {
         }
 }
 
-/* activation(gate) * up, of rows [rows, columns] that may be parts of longer ones. */
+/* activation(gate) * up for rows [rows, columns] with a pitch. */
 typedef struct {
     const void *gate, *up;
     void *y;
@@ -247,11 +247,11 @@ void vbrt_step_gate(const Gate *g) {
 
 /* -- attention ---------------------------------------------------------------------------------------------------- */
 
-/* q [B, H, S, D], k and v [B, G, L, D]: H is G, or S is 1; y is dense. */
+/* q [B, H, S, D], k and v [B, G, L, D]: H is G, or S is 1; y is contiguous. */
 typedef struct {
     const void *q, *k, *v;
     void *y;
-    const uint8_t *mask;  /* [B, L] with `mask_step` from one of B to the next; NULL: attend to all */
+    const uint8_t *mask;  /* [B, L] with stride `mask_step` in B; NULL: no mask */
     int64_t batch, heads, groups, tokens, keys, columns, mask_step;
     int64_t q_step[3], k_step[3], v_step[3];
     float scale;
@@ -264,7 +264,7 @@ INLINE float dot(const float *a, const float *b, int64_t d) {
     return summed(lanes);
 }
 
-/* places from `*next` on that are attended to, KEYS at most */
+/* up to KEYS unmasked positions from `*next` on */
 INLINE int some_places(const uint8_t *mask, int64_t keys, int64_t *next, int64_t *places) {
     int count = 0;
     int64_t l = *next;
@@ -280,7 +280,7 @@ INLINE int some_places(const uint8_t *mask, int64_t keys, int64_t *next, int64_t
     return count;
 }
 
-/* the queries that share the keys of head g of batch b; softmax as its terms come, KEYS at a time */
+/* queries that share key head g of batch b; online softmax over blocks of KEYS */
 static void attend_group(const Attention *a, int64_t b, int64_t g) {
     const int64_t d = a->columns, shared = a->heads / a->groups, rows = shared * a->tokens;
     float q[QUERIES][COLUMNS], sums[QUERIES][COLUMNS], weights[QUERIES][KEYS], one[COLUMNS];
@@ -321,7 +321,7 @@ static void attend_group(const Attention *a, int64_t b, int64_t g) {
     }
 }
 
-#define WORK_OF_A_THREAD (1 << 18)  /* products of queries and keys that are worth a thread */
+#define WORK_OF_A_THREAD (1 << 18)  /* query-key products per thread that make threading worth it */
 
 void vbrt_step_attend(const Attention *a, int threads) {
     const int64_t groups = a->batch * a->groups;
@@ -337,7 +337,7 @@ void vbrt_step_attend(const Attention *a, int threads) {
 
 /* -- small matrices ------------------------------------------------------------------------------------------------- */
 
-/* x [T, K] @ w.T for w [N, K], all dense */
+/* x [T, K] @ w.T for w [N, K], all contiguous */
 typedef struct {
     const void *x, *w;
     void *y;
@@ -367,13 +367,13 @@ void vbrt_step_project(const Projection *p) {
 #define EXPERTS 1024
 #define CHOSEN 32
 
-/* logits [T, E], a row every `pitch` numbers -> weights and ids [T, chosen], the largest first, of equal ones the first. */
+/* logits [T, E] with a row pitch -> weights and ids [T, chosen] in descending order, the first among equals. */
 typedef struct {
     const void *logits;
     void *weights;
     int64_t *ids;
     int64_t tokens, experts, pitch, chosen;
-    int32_t type, weights_type, first, renormalized;  /* first: softmax over all experts, else over those chosen */
+    int32_t type, weights_type, first, renormalized;  /* first: softmax before top-k, else after */
 } Route;
 
 static void choose(float *logits, int64_t experts, int64_t chosen, float *best, int64_t *ids) {

@@ -1,11 +1,10 @@
-"""What stands between the layers of a decode step, in C, on tensors that stay where they are.
+"""Prepared step ops in C: the ops between layers of a decode step, on static tensors.
 
-    prepared = prepare(normed, (x, rule), forms, empty)     # None where the C code does not serve these tensors
-    prepared.run()                                          # writes `prepared.results`, the same tensors each time
+    prepared = prepare(normed, (x, rule), forms, empty)     # None if C does not support these tensors
+    prepared.run()                                          # writes `prepared.results`, always the same tensors
 
-A function of `vbrt/kernels/step.py` is what each computes, and rounds where that rounds; sums are in another order, and
-powers of e are within a few units of the last place. Everything that a call needs is worked out once, so that it costs
-the host one call of C code.
+Each computes a function of `vbrt/kernels/step.py` and rounds where it rounds; sums have another order, and exponentials
+are accurate to a few ulp. Arguments are set up once, so a call costs the host one C call.
 """
 
 import ctypes
@@ -25,10 +24,10 @@ from vbrt.kernels.cpu.small_batch_linear import prepare_products, products
 
 __all__ = ["COLUMNS", "GATES", "QUERIES", "prepare"]
 
-#: of a head, and that share their keys: COLUMNS and QUERIES of step.c
+#: limits on head dimension and on queries that share keys: COLUMNS and QUERIES of step.c
 COLUMNS, QUERIES = 256, 16
 _EXPERTS, _CHOSEN = 1024, 32  # EXPERTS and CHOSEN of step.c
-#: activations of a gate, by their numbers in step.c
+#: activation numbers of step.c
 GATES = {"none": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 # -- structures of step.c ---------------------------------------------------------------------------------------------
@@ -115,23 +114,23 @@ def _called(name: str, structure: ctypes.Structure, results: Sequence[Tensor], h
     return Prepared(call, tuple(results), (structure, *held))
 
 
-# -- what is served ---------------------------------------------------------------------------------------------------
+# -- preparation ------------------------------------------------------------------------------------------------------
 
 
 def prepare(function: Callable[..., Any], args: tuple, forms: Any, empty: Empty) -> Prepared | None:
-    """Return a function of `kernels.step`, or `products`, as a call of C code; None where that serves no such tensors.
+    """Return a call of a function of `kernels.step`, or of `products`, as a C call; None for unsupported tensors.
 
     Args:
-        args: of the function, tensors that keep their addresses and forms.
+        args: of the function; tensors keep their addresses and forms.
         forms: the Form of its result, or of each.
-        empty: makes results.
+        empty: allocates results.
     """
     maker = _MAKERS.get(function)
     return None if maker is None else maker(args, forms, empty)
 
 
 def _served(*tensors: Tensor | None) -> bool:
-    """True for CPU tensors of one dtype that C reads."""
+    """True for CPU tensors of one dtype that C supports."""
     given = [tensor for tensor in tensors if tensor is not None]
     return all(t.is_cpu and t.dtype is given[0].dtype for t in given) and given[0].dtype in NUMBERS
 
@@ -221,7 +220,7 @@ def _gated(args: tuple, form: Any, empty: Empty) -> Prepared | None:
 
 
 def _rows(tensor: Tensor) -> int | None:
-    """The numbers from one row to the next; None if there is no one distance."""
+    """Row pitch in elements; None if it is not uniform."""
     if tensor.stride(-1) != 1 or not tensor.numel():
         return None
     sizes = [(n, step) for n, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1]

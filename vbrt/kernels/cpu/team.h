@@ -1,31 +1,32 @@
-/* Threads that compute what one thread posts, while that one does something else: jobs of many items, one job at a time.
+/* Thread team: threads that compute jobs of many items, posted by one thread, one job at a time, overlapping with its
+ * work.
  *
- * A job is done when its items are, not when all threads have come: one that wakes late, or shares its core, holds nobody
- * up, and who waits for the job takes items too. Threads spin after a job for twice as long as the last one let them wait,
- * so that the next one finds them awake, and sleep then; jobs that come seldom find them asleep, as spinning threads slow
- * down whoever else has work. No thread of the team needs Python's lock: in a process whose main thread launches kernels, one
- * that waits for that lock costs it a call of the system at each launch.
+ * A job is done when its items are, not when all threads have joined: a thread that wakes late, or shares its core,
+ * delays nobody, and the thread that waits for the job takes items too. After a job, threads spin for twice as long as
+ * the last gap between jobs, so that the next one finds them awake, then sleep; infrequent jobs find them asleep, as
+ * spinning slows other work down. No team thread needs the GIL: in a process whose main thread launches kernels, a
+ * thread that waits for the GIL costs the main thread a system call per launch.
  *
- * The threads are those of the caller, which call `serve`. A job lies in memory of the team and is replaced by the next
- * one only when no thread is inside. */
+ * The threads are the caller's, which call `serve`. A job is stored in the team's memory and replaced by the next one
+ * only when no thread is inside. */
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <time.h>
 
-#define LONGEST_NS 3000000  /* that threads spin for, about as long as gcc's OpenMP does */
+#define LONGEST_NS 3000000  /* maximum spin time, about that of gcc's OpenMP */
 #define SHORTEST_NS 50000
-#define ABANDONED_NS 20000000  /* a job that is done and that nobody has come for by then */
-#define SPINS 256  /* between two looks at the clock, and before a thread that waits gives its core away */
+#define ABANDONED_NS 20000000  /* a job that is done but not finished by its owner by then */
+#define SPINS 256  /* iterations between clock reads, and before a yield */
 
 typedef struct {
-    _Alignas(64) int64_t open;  /* number of the job that threads may join, 0: none */
-    _Alignas(64) int64_t inside;  /* threads that have joined it */
-    _Alignas(64) int64_t left;  /* of its items */
+    _Alignas(64) int64_t open;  /* number of the joinable job, 0: none */
+    _Alignas(64) int64_t inside;  /* threads in the job */
+    _Alignas(64) int64_t left;  /* unfinished items */
     _Alignas(64) int64_t sleepers, stop, places, number, fetched, told;
-    int64_t begun_ns, done_ns;  /* when the first thread joined the last job, and when its last item was done; 0: not yet */
-    int64_t spin_ns;  /* for which threads spin after a job */
+    int64_t begun_ns, done_ns;  /* first join and last item of the last job; 0: not yet */
+    int64_t spin_ns;  /* spin time after a job */
     pthread_mutex_t lock, posting;
     pthread_cond_t bell;
     void *memory;  /* of the job */
@@ -46,18 +47,18 @@ static inline void pause_core(void) {
 #endif
 }
 
-/* One turn, from 1 on, of a loop that waits. */
+/* Iteration `turn`, from 1 on, of a spin loop. */
 static inline void spin(int64_t turn) {
     pause_core();
     if (turn % SPINS == 0) sched_yield();
 }
 
-/* Spin while `*word` has a value. */
+/* Spin while `*word` equals a value. */
 static void spin_while(const int64_t *word, int64_t value) {
     for (int64_t i = 1; __atomic_load_n(word, __ATOMIC_ACQUIRE) == value; i++) spin(i);
 }
 
-/* Join a job; 0 where it is no longer open. */
+/* Join a job; 0 if it is closed. */
 static int enter(Team *t, int64_t number) {
     __atomic_add_fetch(&t->inside, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&t->open, __ATOMIC_SEQ_CST) == number) return 1;
@@ -67,12 +68,12 @@ static int enter(Team *t, int64_t number) {
 
 static void leave(Team *t) { __atomic_sub_fetch(&t->inside, 1, __ATOMIC_SEQ_CST); }
 
-/* One item is done; the last one's time says that the job is. */
+/* Count one finished item; the last one records the job's end. */
 static void tick(Team *t) {
     if (__atomic_sub_fetch(&t->left, 1, __ATOMIC_ACQ_REL) == 0) __atomic_store_n(&t->done_ns, now_ns(), __ATOMIC_RELEASE);
 }
 
-/* Wake sleepers: each of them wakes two more. */
+/* Wake sleepers in a tree: each wakes two more. */
 static void ring(Team *t, int count) {
     if (!__atomic_load_n(&t->sleepers, __ATOMIC_SEQ_CST)) return;
     pthread_mutex_lock(&t->lock);
@@ -80,7 +81,7 @@ static void ring(Team *t, int count) {
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Take items of the job; the thread is at a place of 0 to places - 1. */
+/* Take items of the job; `place` is the thread's index, 0 to places - 1. */
 static void take_part(Team *t, int place);
 
 static void close_job(Team *t) {
@@ -88,17 +89,17 @@ static void close_job(Team *t) {
     for (int64_t i = 1; __atomic_load_n(&t->inside, __ATOMIC_SEQ_CST); i++) spin(i);
 }
 
-/* Return when a job is done: number, or 0 for the one that is open. Any thread may, again and again. */
+/* Return when a job is done: `number`, or 0 for the open one. Any thread may call it repeatedly. */
 void vbrt_team_finish(Team *t, int64_t number) {
     if (!number) number = __atomic_load_n(&t->open, __ATOMIC_SEQ_CST);
-    if (!number || !enter(t, number)) return;  /* what is closed is done */
+    if (!number || !enter(t, number)) return;  /* closed jobs are done */
     take_part(t, 0);
     spin_while(&t->done_ns, 0);
     __atomic_store_n(&t->fetched, number, __ATOMIC_RELEASE);
     leave(t);
 }
 
-/* Return memory for a job of so many bytes; NULL where there is none. The last job is done and closed then. */
+/* Return memory for a job; NULL if there is none. The last job is then done and closed. */
 static void *job_memory(Team *t, int64_t bytes) {
     vbrt_team_finish(t, 0);
     close_job(t);
@@ -110,7 +111,7 @@ static void *job_memory(Team *t, int64_t bytes) {
     return t->memory;
 }
 
-/* Have threads join the job that was written into the team's memory; return its number. */
+/* Open the job in the team's memory for threads; return its number. */
 static int64_t open_job(Team *t, int64_t items) {
     const int64_t number = ++t->number, waited = t->done_ns ? now_ns() - t->done_ns : 0;
     __atomic_store_n(&t->spin_ns, 2 * waited > LONGEST_NS ? SHORTEST_NS : 2 * waited + SHORTEST_NS, __ATOMIC_RELAXED);
@@ -122,7 +123,7 @@ static int64_t open_job(Team *t, int64_t items) {
     return number;
 }
 
-/* True, once for each job, if it has been done for long and nobody has come for it. */
+/* True, once per job, if it was done long ago and not finished by its owner. */
 static int abandoned(Team *t, int64_t number) {
     const int64_t done = __atomic_load_n(&t->done_ns, __ATOMIC_RELAXED);
     if (!number || !done || now_ns() - done < ABANDONED_NS) return 0;
@@ -130,7 +131,7 @@ static int abandoned(Team *t, int64_t number) {
     return __atomic_exchange_n(&t->told, number, __ATOMIC_SEQ_CST) != number;
 }
 
-/* Sleep until there is another job than one that was seen; for a while only if somebody is still to come for that one. */
+/* Sleep until a job newer than `seen`; with a timeout only while that one is unfinished by its owner. */
 static void sleep_after(Team *t, int64_t seen) {
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
@@ -150,7 +151,7 @@ static void sleep_after(Team *t, int64_t seen) {
     pthread_mutex_unlock(&t->lock);
 }
 
-/* A thread's life at a place: 0 when the team is stopped, 1 when somebody should look after a job that was abandoned. */
+/* A thread's loop: returns 0 when the team is stopped, 1 when an abandoned job should be looked after. */
 int vbrt_team_serve(Team *t, int place) {
     int64_t seen = 0, last = now_ns();
     while (!__atomic_load_n(&t->stop, __ATOMIC_RELAXED)) {
@@ -159,7 +160,7 @@ int vbrt_team_serve(Team *t, int place) {
             seen = open;
             ring(t, 2);
             if (enter(t, open)) {
-                int64_t none = 0;  /* if this is the first thread */
+                int64_t none = 0;  /* the first thread sets it */
                 __atomic_compare_exchange_n(&t->begun_ns, &none, now_ns(), 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
                 take_part(t, place);
                 leave(t);
@@ -169,7 +170,7 @@ int vbrt_team_serve(Team *t, int place) {
         }
         for (int i = 0; i < SPINS && __atomic_load_n(&t->open, __ATOMIC_RELAXED) == open; i++) pause_core();
         if (now_ns() - last < __atomic_load_n(&t->spin_ns, __ATOMIC_RELAXED)) {
-            sched_yield();  /* where cores are few, to those that have work */
+            sched_yield();  /* with few cores, let working threads run */
             continue;
         }
         sleep_after(t, seen);
@@ -179,7 +180,7 @@ int vbrt_team_serve(Team *t, int place) {
     return 0;
 }
 
-/* A team of `places` threads, the one that posts among them; NULL where there is no memory. */
+/* A team of `places` threads, including the posting one; NULL if out of memory. */
 Team *vbrt_team_new(int places) {
     void *memory;
     if (posix_memalign(&memory, 64, sizeof(Team))) return NULL;
@@ -190,7 +191,7 @@ Team *vbrt_team_new(int places) {
     return t;
 }
 
-/* Finish the job that is open, and have all threads return. */
+/* Finish the open job, and make all threads return. */
 void vbrt_team_stop(Team *t) {
     vbrt_team_finish(t, 0);
     __atomic_store_n(&t->stop, 1, __ATOMIC_SEQ_CST);
@@ -199,13 +200,13 @@ void vbrt_team_stop(Team *t) {
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Free a team that no thread serves. */
+/* Free a team without serving threads. */
 void vbrt_team_free(Team *t) {
     free(t->memory);
     free(t);
 }
 
-/* Nanoseconds on the monotonic clock: when a thread of the team joined the last job (0: none did), and when it was done. */
+/* Monotonic nanoseconds: first join of the last job by a team thread (0: none), and its end. */
 void vbrt_team_times(const Team *t, int64_t *times) {
     times[0] = __atomic_load_n(&t->begun_ns, __ATOMIC_RELAXED);
     times[1] = __atomic_load_n(&t->done_ns, __ATOMIC_RELAXED);

@@ -1,6 +1,6 @@
-"""Threads that compute what is posted in C, and need no lock of Python's for it: `team.h`.
+"""Thread team: threads that run jobs posted in C without the GIL: `team.h`.
 
-They are Python's, and stay in C until the team is stopped.
+They are Python threads that stay in C until the team is stopped.
 """
 
 import atexit
@@ -15,7 +15,7 @@ __all__ = ["Team"]
 
 
 class _Memory:
-    """The team in C. Its threads hold it while they serve."""
+    """The team's C structure, kept alive by its threads while they serve."""
 
     def __init__(self, source: str, places: int) -> None:
         self.library = library(source)
@@ -32,11 +32,11 @@ class Team:
     """Threads of a library, started with the first job. They end with `stop`, with the team, or with the process.
 
     Args:
-        source: of the library that has the jobs.
-        threads: that compute, the one that finishes a job among them.
+        source: library with the jobs.
+        threads: number of computing threads, including the one that finishes a job.
 
     Attributes:
-        pid: of the process that the threads are in. A forked child has none of them, and makes a team of its own.
+        pid: process of the threads. A forked child has none of them, and makes its own team.
     """
 
     def __init__(self, source: str, threads: int) -> None:
@@ -44,22 +44,22 @@ class Team:
         self._places, self._started = threads, 1
         self._memory = _Memory(source, threads)
         self._stop = weakref.finalize(self, _stop, self._memory, self.pid)
-        self._stop.atexit = False  # `_stop_all`: before the interpreter's own end
+        self._stop.atexit = False  # `_stop_all` does it, before interpreter shutdown
         _teams.add(self)
 
     def stop(self) -> None:
-        """Finish the job that is under way, and end the threads; who posts then computes alone. Idempotent."""
+        """Finish the current job and end the threads; later jobs run in the posting thread alone. Idempotent."""
         self._stop()
 
     def _start(self) -> None:
-        """Start the threads that are not there yet. The caller holds `_lock`."""
-        with contextlib.suppress(RuntimeError):  # no more threads: those that are there and who finishes it compute
+        """Start missing threads. The caller holds `_lock`."""
+        with contextlib.suppress(RuntimeError):  # no more threads: the existing ones and the caller compute
             while self._started < self._places:
                 start_new_thread(_serve, (self._memory, self._started, weakref.ref(self)))
                 self._started += 1
 
     def look_after(self) -> None:
-        """What a thread does, outside of C, when a job has been done for 20 ms and nobody has come for it."""
+        """Called in a team thread when a job has been done for 20 ms and nobody has finished it."""
 
 
 def _serve(memory: _Memory, place: int, team: "weakref.ref[Team]") -> None:
@@ -71,7 +71,7 @@ def _serve(memory: _Memory, place: int, team: "weakref.ref[Team]") -> None:
 
 
 def _stop(memory: _Memory, pid: int) -> None:
-    if pid == os.getpid():  # a forked child has none of the threads, and perhaps half of a job
+    if pid == os.getpid():  # a forked child has no threads, and maybe an incomplete job
         memory.library.vbrt_team_stop(memory.address)
 
 
@@ -80,6 +80,6 @@ _teams: "weakref.WeakSet[Team]" = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Finish what is under way: memory goes while the interpreter ends."""
+    """Finish jobs at exit, before interpreter shutdown frees memory."""
     for team in list(_teams):
         team.stop()

@@ -1,7 +1,7 @@
-"""How many threads a kernel for CPUs takes: torch's number of them, less what its caller leaves to other threads.
+"""Thread counts of CPU kernels: torch's number, minus threads that the caller reserves for others.
 
-A parallel region ends when all of its threads have: with as many as there are cores, one that shares its core with a
-thread that launches kernels holds up the others.
+A parallel region ends with its slowest thread: with one per core, a thread that shares its core with one that launches
+kernels delays the others.
 """
 
 import threading
@@ -21,13 +21,13 @@ _left = _Left()
 
 
 def team(parts: int) -> int:
-    """Return how many threads of this one's share so many parts of work."""
+    """Return the number of threads for this many parts of work."""
     return max(1, min(torch.get_num_threads() - _left.count, parts))
 
 
 @contextmanager
 def leaving(count: int) -> Iterator[None]:
-    """Leave some of the threads of this thread's kernels to others: at most a quarter of them."""
+    """Reserve some of this thread's kernel threads for others: at most a quarter."""
     before, _left.count = _left.count, min(count, torch.get_num_threads() // 4)
     try:
         yield

@@ -1,13 +1,13 @@
-/* The functions of OpenMP that gcc's `#pragma omp` calls, forwarded to the runtime that torch computes with: a process has
- * one pool of threads, and a library names no runtime, which other machines may lack. Linked with each source.
- * Where torch has none, they do the work in the thread that asks.
+/* OpenMP entry points that gcc's `#pragma omp` calls, forwarded to torch's OpenMP runtime: the process keeps one thread
+ * pool, and libraries link no runtime, which other machines may lack. Linked with each source.
+ * If torch has none, the work runs in the calling thread.
  */
 #include <stdbool.h>
 #include <stddef.h>
 
 #define HIDDEN __attribute__((visibility("hidden")))
 
-/* in the order of `_OPENMP` in build.py; all or none are there */
+/* in the order of `_OPENMP` in build.py; all or none are set */
 static struct {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
     int (*threads)(void), (*number)(void);

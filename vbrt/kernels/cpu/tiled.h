@@ -1,15 +1,15 @@
-/* Dots of a few tokens with rows of weights in the order of a GPU's tiles (e2m1/tiles.py), for CPUs that multiply pairs of
- * bf16: a tile is read once, and nothing is put in order.
+/* Dot products of a few tokens with rows of weights in a GPU's tile order (e2m1/tiles.py), for CPUs with bf16 dot
+ * products: a tile is read once, and nothing is reordered.
  *
- * A word has eight codes, as four pairs of halves whose bit 15 is the sign and whose bits 8 to 6 are the magnitude; the first
- * and the third pair are row g's, the others row g + 8's. The 16 words at half p and row g are those of lanes t = 0 to 3, four
- * each: word j has columns 32 t + 16 p + 4 (j ^ 2 (t / 2)) to + 3. So 512 bits have one scale in each 128, and x lies in the
- * order of the words.
+ * A word has eight codes, as four pairs of halves with the sign in bit 15 and the magnitude in bits 8 to 6; the first
+ * and the third pair are row g's, the others row g + 8's. The 16 words of half p and row g belong to lanes t = 0 to 3,
+ * four each: word j has columns 32 t + 16 p + 4 (j ^ 2 (t / 2)) to + 3. So 512 bits have one scale per 128, and x is
+ * stored in the order of the words.
  * Legend: g row 0 to 7 of a tile, t quarter of its columns, p half of a quarter.
  */
 #define TILE_ROWS 16
 #define TILE_COLUMNS 128
-#define TILE_CODES 1024  /* bytes; scales are behind them, by lane: those of row g, then those of row g + 8 */
+#define TILE_CODES 1024  /* bytes; followed by scales by lane: row g, then row g + 8 */
 #define TILE_AHEAD 4096
 
 static int64_t tiles_across(int64_t columns) { return (columns + TILE_COLUMNS - 1) / TILE_COLUMNS; }
@@ -18,7 +18,7 @@ static int64_t tile_bytes(int64_t block) { return TILE_CODES + TILE_ROWS * TILE_
 
 #ifdef PAIRS
 
-/* One row of `inputs` bf16, zeros behind the last, in the order of tiles: four times 32 numbers for each. */
+/* Convert a row of `inputs` bf16, zero-padded, to tile order: four times 32 numbers per tile. */
 static void spread_tiles(const uint16_t *x, int64_t inputs, int64_t across, uint16_t *to) {
     for (int64_t u = 0; u < across; u++)
         for (int p = 0; p < 2; p++)
@@ -30,13 +30,13 @@ static void spread_tiles(const uint16_t *x, int64_t inputs, int64_t across, uint
                     }
 }
 
-/* The scales of row g in lanes 4 t + p, those of row g + 8 in 4 t + 2 + p: E4M3 / 256, or powers of two relative to the
- * largest, of which those below 2^-126 are 0. */
+/* Scales of row g in lanes 4 t + p, of row g + 8 in 4 t + 2 + p: E4M3 / 256, or powers of two relative to the largest,
+ * where those below 2^-126 are 0. */
 INLINE __m512 tile_scales(const uint8_t *at, int powers) {
     if (powers) {
         const __m128i twice = _mm_loadl_epi64((const __m128i *)at), bytes = _mm_unpacklo_epi16(twice, twice);
         const __m512i wide = _mm512_cvtepu8_epi32(_mm_subs_epu8(bytes, _mm_set1_epi8(112)));
-        /* row g's, row g + 8's, and both again */
+        /* row g's, row g + 8's, each twice */
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_shuffle_epi32(wide, _MM_PERM_DBCA), 23));
     }
     const __m128i bytes = _mm_loadu_si128((const __m128i *)at), nan = _mm_set1_epi8(0x7F);
@@ -44,10 +44,10 @@ INLINE __m512 tile_scales(const uint8_t *at, int powers) {
     return _mm512_mask_mov_ps(e4m3_256ths(bytes), found, _mm512_set1_ps(NAN));
 }
 
-/* sums[r * TOKENS + m] of the rows of one row of tiles with tokens m, in units of what `tile_unit` gives. */
+/* sums[r * TOKENS + m] of the rows of one row of tiles with tokens m, in units of `tile_unit`. */
 INLINE void dots_of_tiles(const uint8_t *tiles, int64_t across, int powers, const char *const *x, int tokens, float *sums) {
     const __m512i sign = _mm512_set1_epi16((short)0x8000);
-    /* bf16 by magnitude; vpermw looks at the lowest five bits, of which two are of no account */
+    /* bf16 by magnitude; vpermw uses the lowest five bits, two of which are irrelevant */
     const __m512i level = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0));
     __m512 sum[TILE_ROWS][TOKENS];
     for (int r = 0; r < TILE_ROWS; r++)

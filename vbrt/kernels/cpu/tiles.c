@@ -1,5 +1,5 @@
-/* Weights in the order of a GPU's tiles (e2m1/tiles.py), put back into the order of their format: rows of codes, rows of
- * scales. Compiled by build.py.
+/* Unpacking of weights in a GPU's tile order (e2m1/tiles.py) to the format's order: rows of codes, rows of scales.
+ * Compiled by build.py.
  * Legend: N rows, K columns, U column tiles; a tile has 16 rows and 128 columns.
  */
 #include <stdint.h>
@@ -7,20 +7,20 @@
 
 #define ROWS 16
 #define COLUMNS 128
-#define WORDS 256           /* of a tile's codes; its scales lie behind them */
+#define WORDS 256           /* of a tile's codes, followed by its scales */
 #define MASK 0x81C081C0u
-#define TOP 239             /* a power of two's byte is stored relative to the largest one, which becomes this */
+#define TOP 239             /* E8M0 bytes are stored relative to the largest one, which becomes this */
 
 typedef struct {
     const uint8_t *const *from;  /* pages in tile order */
     uint8_t *const *to;          /* pages in the format's order */
-    int64_t pages, tiles, unit;  /* how many; offsets in `from`, in bytes */
-    int64_t codes, scales, unit_to;  /* offsets in `to`; unit_to: -1 where the format has none */
-    int64_t rows, columns, block;    /* N, K, columns under one scale */
+    int64_t pages, tiles, unit;  /* count; offsets in `from`, in bytes */
+    int64_t codes, scales, unit_to;  /* offsets in `to`; unit_to: -1 if the format has none */
+    int64_t rows, columns, block;    /* N, K, columns per scale */
 } Order;
 
-/* Byte of two codes, the even column in the low nibble, of a pair of halves; higher bits are not zero. Of each half bit
- * 15 is the code's sign, bits 8 to 6 its magnitude, and the others are of no account. */
+/* Byte of two codes, the even column in the low nibble, from a pair of halves; higher bits are not zero. In each half
+ * bit 15 is the code's sign, bits 8 to 6 its magnitude; other bits are ignored. */
 static inline uint32_t two_codes(uint32_t pair) {
     const uint32_t codes = ((pair >> 6) & 0x00070007) | ((pair >> 12) & 0x00080008);
     return codes | codes >> 12;
@@ -32,7 +32,7 @@ static inline uint16_t four_codes(uint32_t first, uint32_t second) {
 
 /* codes [16][64] bytes of one tile */
 static void tile_codes(const uint32_t *words, uint8_t codes[ROWS][COLUMNS / 2]) {
-    uint16_t upper[WORDS], lower[WORDS];  /* of rows g, and of rows g + 8 */
+    uint16_t upper[WORDS], lower[WORDS];  /* rows g, and rows g + 8 */
     for (int i = 0; i < WORDS; i++) {
         const uint32_t w = words[i];
         upper[i] = four_codes(w << 2, (w << 12) | (w >> 20));
@@ -49,7 +49,7 @@ static void tile_codes(const uint32_t *words, uint8_t codes[ROWS][COLUMNS / 2]) 
             }
 }
 
-/* scales of one tile, which lie by lane: g t, then those of row g before those of row g + 8 */
+/* scales of one tile, stored by lane: g t, then row g's before row g + 8's */
 static void tile_scales(const uint8_t *from, int per_lane, int shift, uint8_t scales[ROWS][COLUMNS / 16]) {
     for (int g = 0; g < 8; g++)
         for (int t = 0; t < 4; t++, from += 2 * per_lane)
@@ -70,7 +70,7 @@ static void row_of_tiles(const Order *o, int64_t page, int64_t row) {
     uint8_t *codes_to = o->to[page] + o->codes + row * ROWS * pitch;
     uint8_t *scales_to = o->to[page] + o->scales + row * ROWS * blocks;
     int shift = 0;
-    if (o->unit_to < 0) {  /* the scale of all is 2 to the power of the largest byte less 127 */
+    if (o->unit_to < 0) {  /* tensor scale = 2^(largest byte - 127) */
         uint32_t bits;
         memcpy(&bits, o->from[page] + o->unit, 4);
         shift = (int)(bits >> 23 & 255) - TOP;

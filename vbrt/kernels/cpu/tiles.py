@@ -1,7 +1,7 @@
-"""Experts' pages in the order of a GPU's tiles, put back into the order of their format, for the CPU's kernels.
+"""Tile unpacking: experts' pages in a GPU's tile order, converted back to the format's order for CPU kernels.
 
-Pages lie in host memory as they go to the GPU. An expert that is computed where it lies is unpacked first: one pass
-over its bytes, by all threads, bit for bit as `unpack_tiles`.
+Pages are stored in host memory as they are copied to the GPU. An expert computed on the host is unpacked first: one
+pass over its bytes, by all threads, bit-exact with `unpack_tiles`.
 """
 
 import ctypes
@@ -20,17 +20,17 @@ from vbrt.kernels.experts import ExpertPages
 
 __all__ = ["in_rows"]
 
-_THREAD_BYTES = 1 << 16  # of pages that are worth a thread
-_KEPT_BYTES = 1 << 20  # of memory for pages from which on it is used again: it takes as long to map as to fill
+_THREAD_BYTES = 1 << 16  # bytes per thread that make threading worth it
+_KEPT_BYTES = 1 << 20  # reuse larger buffers: mapping takes as long as filling
 
 
 def in_rows(pages: ExpertPages, layout: PageLayout) -> ExpertPages:
-    """Return pages in host memory in the order of their format: `pages` as they are, or copies.
+    """Return host pages in the format's order: `pages` themselves, or converted copies.
 
     Args:
         layout: of a page in the format's order.
 
-    Raises KernelError: they are in an order that nobody knows here, or the kernels cannot be built.
+    Raises KernelError: unknown page order, or the kernels cannot be built.
     """
     if pages.layout == layout:
         return pages
@@ -38,7 +38,7 @@ def in_rows(pages: ExpertPages, layout: PageLayout) -> ExpertPages:
     if strange:
         raise KernelError(f"pages of {', '.join(strange)} are neither in the format's order nor in that of tiles")
     held = {expert: page for expert, page in enumerate(pages.pages) if page is not None}
-    room = 1 << (len(held) - 1).bit_length()  # few sizes, so that memory fits again
+    room = 1 << (len(held) - 1).bit_length()  # few sizes, for buffer reuse
     memory = buffer_reuse.empty((room, layout.nbytes), torch.uint8, smallest_bytes=_KEPT_BYTES)[: len(held)]
     copies: list[Tensor | None] = [None] * pages.experts
     for expert, page in zip(held, memory, strict=True):

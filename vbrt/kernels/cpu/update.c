@@ -1,16 +1,16 @@
-/* One step of an optimizer on weights that lie in two halves, in one pass over memory. Compiled by build.py, without
- * contraction: where a product and a sum are rounded once, it says so (fmaf).
+/* Optimizer step on split master weights, in one pass over memory. Compiled by build.py, without contraction: FMAs are
+ * explicit (fmaf).
  *
- * A weight is fp32, the master. Its bits, as an integer, plus HALF are two halves: the upper 16, a bf16 number (the master
- * rounded half up), and the lower 16. The model computes with the nearest even one: where the lower half is 0, a tie, and
- * the upper one odd, that is the upper half less 1, and the weight's bit in `ties` is 1. All three are the master again,
- * bit for bit. Few tiles have such ties, and `tied` says which: bits of others, which are 0, are neither read nor written.
- * Gradients are bf16 or fp32. Moments are fp32, or codes of 8 bits with one fp32 scale for each BLOCK of them.
+ * The master is fp32. Its bits, as an integer, plus HALF are two halves: the upper 16, a bf16 number (the master
+ * rounded half up), and the lower 16. The model computes with round-to-nearest-even: for a lower half of 0, a tie, with
+ * an odd upper half, that is the upper half minus 1, and the weight's bit in `ties` is set. All three restore the
+ * master bit for bit. Few tiles have such ties, marked in `tied`: the zero bits of other tiles are neither read nor
+ * written. Gradients are bf16 or fp32. Moments are fp32, or 8-bit codes with one fp32 scale per BLOCK.
  *
- * The order of operations is that of torch's fused optimizers on x86 (FusedAdamKernel.cpp, FusedSGDKernel.cpp), and so
- * are the bits: of the vectors of LANES numbers, and of the numbers after the last whole vector, for which its compiler
- * chose other products to fuse. Work is done in tiles that stay in the first cache, one loop for each thing that is done,
- * which compilers turn into vectors. Threads divide a weight into parts of whole tiles: the bits are the same.
+ * The order of operations, and so the bits, are those of torch's fused optimizers on x86 (FusedAdamKernel.cpp,
+ * FusedSGDKernel.cpp): for vectors of LANES numbers, and for the remainder after the last whole vector, where its
+ * compiler contracted other products. Work is done in tiles that fit in L1, one vectorizable loop per stage. Threads
+ * split a weight into parts of whole tiles: the bits are the same.
  */
 #include <math.h>
 #include "numbers.h"
@@ -19,31 +19,31 @@
 #define INLINE static inline __attribute__((always_inline))
 #define RARE static __attribute__((noinline))
 #define TILE 1024
-#define PART (16 * TILE)  /* that a thread of a team takes at a time: some tens of microseconds */
-#define BLOCK 256    /* moments that share a scale */
+#define PART (16 * TILE)  /* work item of a team: some tens of microseconds */
+#define BLOCK 256    /* moments per scale */
 #define LANES 8
 #define HALF 0x8000u
-#define SMALLEST 1.17549435e-38f  /* scales below it are 0: their inverse is not finite */
+#define SMALLEST 1.17549435e-38f  /* smaller scales become 0: their inverse is not finite */
 
 enum { BF16, FP32 };
 enum { ADAM, SGD, LION };
 
-/* What a rule does not have is NULL. */
+/* NULL for what a rule does not use. */
 typedef struct {
     uint16_t *high, *low;
-    uint8_t *ties, *tied;  /* a bit for each weight, the first one's lowest; a byte for each TILE, 0 if all are */
+    uint8_t *ties, *tied;  /* a bit per weight, the first one's lowest; a byte per TILE, 0 if no bit is set */
     void *first, *second;  /* fp32, or 8 bits */
-    float *first_scales, *second_scales;  /* one for each BLOCK; of moments of 8 bits only */
+    float *first_scales, *second_scales;  /* one per BLOCK; 8-bit moments only */
     float *peak;  /* the largest second moments so far (AMSGrad) */
     const void *gradient;
 } Weight;
 
 typedef struct {
     int32_t rule, gradient_type, eight_bit, decoupled, maximize, nesterov, begins, pad;
-    float divisor, factor;  /* gradient = stored / divisor * factor; 1 for none */
-    float decay;  /* weight decay; decoupled: what the master is multiplied with. 0 and 1 for none */
+    float divisor, factor;  /* gradient = stored / divisor * factor; 1: none */
+    float decay;  /* weight decay; decoupled: factor of the master. None: 0 and 1 */
     float lerp, beta1, beta2, rest1, rest2;  /* rest: 1 - beta */
-    float root, epsilon, rate;  /* root of the second bias correction; rate: signed, of the step */
+    float root, epsilon, rate;  /* root of the second bias correction; rate: signed step size */
 } Step;
 
 /* out = held * factor + more */
@@ -70,7 +70,7 @@ INLINE uint32_t bits_of(float value) {
 
 INLINE float joined(uint16_t high, uint16_t low) { return of_bits(((uint32_t)high << 16 | low) - HALF); }
 
-/* Both halves, rounded half up. A NaN that would have a zero as its upper half (its upper 17 bits but the sign are ones)
+/* Both halves, rounded half up. A NaN whose upper half would become zero (its upper 17 bits except the sign all set)
  * loses the bit of HALF. */
 INLINE uint32_t halves(float w) {
     uint32_t bits = bits_of(w);
@@ -82,7 +82,7 @@ INLINE void join(const uint16_t *restrict high, const uint16_t *restrict low, in
     for (int64_t i = 0; i < n; i++) w[i] = joined(high[i], low[i]);
 }
 
-/* Rounded half up; true if there may be ties. */
+/* Split, rounded half up; true if there may be ties. */
 INLINE int split(const float *restrict w, int64_t n, uint16_t *restrict high, uint16_t *restrict low) {
     uint16_t least = 0xFFFF;
     for (int64_t i = 0; i < n; i++) {
@@ -94,19 +94,19 @@ INLINE int split(const float *restrict w, int64_t n, uint16_t *restrict high, ui
     return !least;
 }
 
-/* Halves of a tile, rounded to nearest even, become those rounded half up. */
+/* Convert a tile's upper halves from nearest even to half up. */
 RARE void to_half_up(uint16_t *restrict high, const uint8_t *ties, int64_t n) {
     for (int64_t i = 0; i < n; i++) high[i] += ties[i / 8] >> i % 8 & 1;
 }
 
-/* True if there is a tie that rounds to another half. */
+/* True if there is a tie that rounds to another upper half. */
 RARE int any_down(const uint16_t *high, const uint16_t *low, int64_t n) {
     int any = 0;
     for (int64_t i = 0; i < n; i++) any |= !low[i] & high[i];
     return any;
 }
 
-/* And back; true if that changed any. */
+/* Convert back to nearest even; true if any changed. */
 RARE int to_even(uint16_t *restrict high, const uint16_t *restrict low, uint8_t *ties, int64_t n) {
     uint8_t any = 0;
     for (int64_t i = 0; i < n; i += 8) {
@@ -133,9 +133,9 @@ INLINE void read_gradient(const Weight *c, const Step *s, int64_t at, int64_t n,
     if (s->maximize) for (int64_t i = 0; i < n; i++) g[i] = -g[i];
 }
 
-/* -- rules; the numbers from `body` on are those after the last whole vector */
+/* -- rules; numbers from `body` on are the remainder after the last whole vector */
 
-/* What a step divides by, of second moments. */
+/* Denominator of a step, from second moments. */
 INLINE float divisor(const Step *s, float second) { return sqrtf(second) / s->root + s->epsilon; }
 
 INLINE void adam(const Step *s, float *restrict w, float *restrict g, float *restrict m, float *restrict v,
@@ -155,7 +155,7 @@ INLINE void adam(const Step *s, float *restrict w, float *restrict g, float *res
     for (int64_t i = 0; i < n; i++) w[i] = w[i] * kept + s->rate * m[i] / divisor(s, roots[i]);
 }
 
-/* What nearly all tiles of AdamW take: join, step and split as one loop. `lerp` is below a half, tiles are whole. */
+/* Fast path of most AdamW tiles: join, step and split in one loop. `lerp` is below one half, tiles are whole. */
 INLINE int adamw(const Step *s, uint16_t *restrict high, uint16_t *restrict low, const float *restrict g,
                   float *restrict m, float *restrict v, int64_t n) {
     const float lerp = s->lerp, kept = s->decay, beta2 = s->beta2, rest2 = s->rest2, rate = s->rate;
@@ -188,7 +188,7 @@ INLINE void sgd(const Step *s, float *restrict w, float *restrict g, float *rest
     for (int64_t i = 0; i < n; i++) w[i] = fmaf(g[i], s->rate, w[i]);
 }
 
-/* Chen et al., 2023, arXiv 2302.06675, algorithm 2; each product and sum rounded by itself. */
+/* Chen et al., 2023, arXiv 2302.06675, algorithm 2; each product and sum is rounded separately. */
 INLINE void lion(const Step *s, float *restrict w, const float *restrict g, float *restrict m, int64_t n) {
     if (s->decay != 1) for (int64_t i = 0; i < n; i++) w[i] = w[i] * s->decay;
     for (int64_t i = 0; i < n; i++) {
@@ -199,10 +199,10 @@ INLINE void lion(const Step *s, float *restrict w, const float *restrict g, floa
     }
 }
 
-/* -- moments of 8 bits: companded, after FlashOptim (Gonzalez Ortiz et al., 2026, arXiv 2602.23349): x / (1 + |x|) for
- * the first, the square root for the second, of numbers divided by the largest of their block. Differs: blocks of 256,
- * and no positive second moment becomes 0, so that no step is divided by epsilon alone. A block with a number that is
- * not finite becomes NaN. */
+/* -- 8-bit moments: companding after FlashOptim (Gonzalez Ortiz et al., 2026, arXiv 2602.23349): x / (1 + |x|) for
+ * first moments, the square root for second ones, of numbers divided by their block's maximum. Differences: blocks of
+ * 256, and no positive second moment becomes 0, so no step divides by epsilon alone. A block with a non-finite number
+ * becomes NaN. */
 
 INLINE float scale_of(const float *values, int64_t n, float *inverse) {
     uint32_t largest = 0;
@@ -217,7 +217,7 @@ INLINE float scale_of(const float *values, int64_t n, float *inverse) {
     return scale;
 }
 
-/* To the nearest integer, ties to even; of numbers below 2^22. */
+/* To the nearest integer, ties to even, for numbers below 2^22. */
 INLINE float rounded(float x) { return x + 12582912.0f - 12582912.0f; }
 
 INLINE void decode_first(const int8_t *restrict codes, const float *scales, int64_t n, float *restrict m) {
@@ -270,7 +270,7 @@ INLINE void encode_second(const float *restrict v, int64_t n, uint8_t *restrict 
 
 /* -- a tile, a part of a weight */
 
-/* With halves rounded half up, before and after; true if there may be ties. */
+/* With halves rounded half up, on entry and exit; true if there may be ties. */
 INLINE int step_halves(const Weight *c, const Step *s, int64_t at, int64_t n) {
     float w[TILE], g[TILE], m8[TILE], v8[TILE];
     const int64_t body = n - n % LANES;
@@ -302,13 +302,13 @@ INLINE void step_tile(const Weight *c, const Step *s, int64_t at, int64_t n) {
         c->tied[at / TILE] = to_even(c->high + at, c->low + at, c->ties + at / 8, n);
 }
 
-/* Of the weights from `begin`, a multiple of TILE, to `end`, another one or the last. */
+/* Update weights from `begin`, a multiple of TILE, to `end`, another one or the last. */
 void vbrt_update(const Weight *weight, const Step *step, int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += TILE) step_tile(weight, step, at, end - at < TILE ? end - at : TILE);
 }
 
-/* The Euclidean norm of a gradient times a factor, in the order and with the bits of torch.linalg.vector_norm on x86:
- * LANES sums in fp32, added from left to right, then the rest: fours of products, and single ones, whose sum is fused. */
+/* Euclidean norm of a gradient times a factor, bit-exact with torch.linalg.vector_norm on x86: LANES sums in fp32,
+ * added from left to right, then the remainder: fours of products, and single ones with FMA. */
 float vbrt_norm(const void *gradient, int32_t type, int64_t count, float factor) {
     float sums[LANES] = {0}, g[TILE];
     const Weight weight = {.gradient = gradient};
@@ -329,7 +329,7 @@ float vbrt_norm(const void *gradient, int32_t type, int64_t count, float factor)
     return sqrtf(sum);
 }
 
-/* Of the numbers from `begin` to `end`, rounded to the type of `out` after the product and after the sum, as torch does;
+/* Add numbers from `begin` to `end`, rounded to the type of `out` after the product and after the sum, like torch;
  * `more` is bf16 or of that type. */
 void vbrt_add(const Sum *sum, int64_t begin, int64_t end) {
     float a[TILE], b[TILE];
@@ -351,14 +351,14 @@ void vbrt_add(const Sum *sum, int64_t begin, int64_t end) {
     }
 }
 
-/* -- by a team: whoever is there takes the next part; the caller too, which returns when all are done */
+/* -- by a team: each thread takes the next part; so does the caller, which returns when all are done */
 
 typedef struct {
     Weight weight;
     Step step;
-    Sum sum;  /* without `out`, the job is an update */
+    Sum sum;  /* without `out`, the job is an update instead */
     int64_t count;
-    _Alignas(64) int64_t next;  /* where the next part begins */
+    _Alignas(64) int64_t next;  /* start of the next part */
 } Job;
 
 static void do_numbers(const Job *j, int64_t begin, int64_t end) {
@@ -386,10 +386,10 @@ static void share(Team *t, const Job *job) {
     else do_numbers(job, 0, job->count);
 }
 
-/* Of a whole weight. */
+/* Update a whole weight. */
 void vbrt_team_update(Team *t, const Weight *weight, const Step *step, int64_t count) {
     share(t, &(Job){.weight = *weight, .step = *step, .count = count});
 }
 
-/* Of all numbers. */
+/* Add all numbers. */
 void vbrt_team_add(Team *t, const Sum *sum, int64_t count) { share(t, &(Job){.sum = *sum, .count = count}); }

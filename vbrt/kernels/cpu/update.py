@@ -1,10 +1,10 @@
-"""Updates on a CPU in C: the backend "compiled" of the ops "update", "gradient_norm" and "gradient_sum".
+"""Optimizer updates on a CPU in C: backend "compiled" of the ops "update", "gradient_norm" and "gradient_sum".
 
-One pass over memory, with the bits of torch's fused optimizers. Those depend on how torch was compiled (which products
-are fused with sums), so the first call for a process compares a few thousand numbers with the reference, and refuses to
-serve where a bit differs. Calls hold no lock of Python's. A part is done in the caller's thread; a whole weight by the
-caller and an `UpdateTeam`, in one call: threads that come back between parts wait for Python's lock, and hold up a main
-thread that launches kernels.
+One pass over memory, bit-exact with torch's fused optimizers. Their bits depend on how torch was compiled (which
+products are contracted into FMAs), so the first call in a process compares a few thousand numbers with the reference,
+and refuses on any difference. Calls release the GIL. Parts run in the caller's thread; a whole weight runs in one call,
+on the caller and an `UpdateTeam`: threads that return to Python between parts would contend for the GIL and delay a
+main thread that launches kernels.
 """
 
 import ctypes
@@ -27,17 +27,17 @@ _TYPES = {torch.bfloat16: 0, torch.float32: 1}
 
 
 class UpdateTeam(Team):
-    """Threads that update weights and add gradients, beside the one that asks for it; one weight at a time.
+    """Threads that update weights and accumulate gradients together with the caller; one weight at a time.
 
     Args:
-        threads: the caller's included.
+        threads: including the caller.
     """
 
     def __init__(self, threads: int) -> None:
         super().__init__("update", threads)
 
     def run(self, job: Callable[..., None], *arguments: object) -> None:
-        """Do a job of update.c; return when it is done and no thread touches what it is about."""
+        """Run a job of update.c; returns when it is done and no thread accesses its operands."""
         if self._started < self._places:
             with self._lock:
                 self._start()
@@ -45,12 +45,12 @@ class UpdateTeam(Team):
 
 
 class TeamPart:
-    """A `Part` whose work a team can do as a whole.
+    """A `Part` that a team can also run as a whole.
 
     Args:
-        name: of the function in update.c that does a part; "team_" before it: of the one that does all.
+        name: C function of a part; "team_" is prefixed for the whole.
         arguments: of both.
-        held: what the arguments point to.
+        held: objects that the arguments point to.
     """
 
     def __init__(self, name: str, arguments: tuple[ctypes.Structure, ...], held: object) -> None:
@@ -59,11 +59,11 @@ class TeamPart:
         self._arguments, self._held = arguments, held
 
     def __call__(self, begin: int, end: int) -> None:
-        """Do the part in this thread."""
+        """Run the part in this thread."""
         self._part(*self._arguments, begin, end)
 
     def by_team(self, team: UpdateTeam, count: int) -> None:
-        """Do all of [0, count), this thread and those of a team together."""
+        """Run [0, count) in this thread and a team's."""
         team.run(self._whole, *self._arguments, count)
 
 
@@ -83,7 +83,7 @@ def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tens
 
 @functools.lru_cache(maxsize=64)
 def _step(step: Step, gradient_type: int, eight_bit: bool) -> build.Step:
-    """Return what C computes with: each number as torch's kernels round it to fp32."""
+    """Return C's step constants, each rounded to fp32 like in torch's kernels."""
     root = math.sqrt(1 - step.beta2**step.number) if step.rule == "adam" else 1.0
     size = step.lr / (1 - step.beta1**step.number) if step.rule == "adam" else step.lr
     rest1 = 1 - (step.dampening if step.rule == "sgd" else step.beta1)
@@ -111,19 +111,19 @@ def gradient_sum(held: Tensor, more: Tensor, out: Tensor, factor: float = 1.0) -
     return TeamPart("add", (build.Sum(*addresses, *types, factor),), held=tensors)
 
 
-# -- the same bits
+# -- bit comparison
 
 
 @functools.cache
 def refusal(device: torch.device) -> str | None:
-    """Why the compiled update cannot serve a device, or None. The first call for a CPU builds it and compares bits."""
+    """Return why the compiled update cannot serve a device, or None. The first call builds it and compares bits."""
     why = build.refusal(device, "update")
     if why is not None:
         return why
     differs = next((step for step in _CASES if _differs(step)), None)
     if differs is None:
         return None
-    return f"the compiled update gives other bits than torch {torch.__version__} here ({differs.rule})"
+    return f"the compiled update is not bitwise equal to torch {torch.__version__} here ({differs.rule})"
 
 
 _CASES = (
@@ -135,7 +135,7 @@ _CASES = (
 
 
 def _differs(step: Step) -> bool:
-    """True if any number of a weight of several tiles, with a rest, differs from the reference's."""
+    """True if any number differs from the reference's, for a weight of several tiles plus a remainder."""
     draws = torch.Generator().manual_seed(0)
     master, gradient, first, second = torch.randn(
         4, 4 * TILE + 7, generator=draws, dtype=torch.float32, device="cpu"

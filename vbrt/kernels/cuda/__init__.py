@@ -1,3 +1,3 @@
-"""Kernels for NVIDIA GPUs, by family of number formats, and what launches them."""
+"""Kernels for NVIDIA GPUs, by family of number formats, with their launch code."""
 
 __all__: list[str] = []

@@ -1,13 +1,13 @@
-"""Compiling kernels ahead of their first launch, in threads.
+"""Ahead-of-time kernel compilation in threads, before the first launch.
 
     with noting() as found:
-        linear(x, planes)          # launches nothing: each `Launcher` notes what a launch would need compiled
+        linear(x, planes)          # launches nothing: each `Launcher` notes the compilation that a launch would need
     begin(found)
 
-What is compiled is what the launch itself asks Triton for, with the same arguments, so there is no second list of
-kernels. Triton lets other threads run for all but a tenth of a compilation. A first launch takes what is ready, waits
-for what is under way, and compiles what nobody has begun; `FIRST` says which it was. Where compiling ahead failed, the
-launch compiles again, and raises what that raises.
+Compilations are those that the launch itself requests from Triton, with the same arguments, so there is no second list
+of kernels. Triton releases the GIL for nine tenths of a compilation. A first launch takes what is ready, waits for what
+is in progress, and compiles what has not begun; `FIRST` records which. If a compilation ahead failed, the launch
+compiles again, and raises its error.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from vbrt.host.worker_threads import Crew
 
 __all__ = ["FIRST", "Compilation", "FirstLaunch", "begin", "noters", "noting"]
 
-_MOST = 4096  # first launches that are remembered
+_MOST = 4096  # first launches to remember
 
 
 class FirstLaunch(NamedTuple):
-    """How the first launch of a kernel's specialization came to its code.
+    """How the first launch of a kernel specialization obtained its code.
 
     Attributes:
         name: of the kernel.
-        how: "ready", "waited" for a thread that was compiling it, "compiled" by the launch, although noted ahead,
-            "unforeseen": compiled by the launch, or "failed": ahead, and compiled again.
+        how: "ready"; "waited" for a thread in the middle of it; "compiled" by the launch although noted ahead;
+            "unforeseen": compiled by the launch; or "failed" ahead, and compiled again.
         wait_us: of the launch.
-        compile_us: of the compilation, or of reading it from disk; that of an unforeseen one is `wait_us`.
-        at_ns: when it ended, by time.perf_counter_ns.
+        compile_us: of the compilation, or of reading it from disk; equals `wait_us` if unforeseen.
+        at_ns: end, by time.perf_counter_ns.
     """
 
     name: str
@@ -47,20 +47,20 @@ class FirstLaunch(NamedTuple):
     at_ns: int
 
 
-#: the first launches of this process, the last `_MOST` of them
+#: recent first launches of this process
 FIRST: deque[FirstLaunch] = deque(maxlen=_MOST)
-#: thread -> what its launches note, in place of launching
+#: thread id -> compilations noted instead of launching
 noters: dict[int, list["Compilation"]] = {}
 
 
 class Compilation:
-    """One specialization of a kernel, compiled once by whoever comes first: a thread, or the launch that needs it.
+    """Compilation of one kernel specialization, run once by the first of: a thread, or the launch that needs it.
 
     Attributes:
         name: of the kernel.
-        compiled: what Triton made; None before, and where it failed.
+        compiled: Triton's compiled kernel; None before, and on failure.
         error: why it failed; "" if it did not.
-        took_us: microseconds of it.
+        took_us: duration in microseconds.
     """
 
     __slots__ = ("_compile", "_lock", "compiled", "error", "name", "took_us")
@@ -71,30 +71,29 @@ class Compilation:
         self.error, self.took_us = "", 0
 
     def finish(self) -> None:
-        """Compile it, unless that is done; wait for a thread that is at it."""
+        """Compile unless done; wait if another thread is compiling."""
         with self._lock:
             if self._compile is None:
                 return
             begun = time.perf_counter_ns()
             try:
                 self.compiled = _again_after_collisions(self._compile)
-            except Exception as error:  # noqa: BLE001 - the launch compiles again, and raises
+            except Exception as error:  # noqa: BLE001 - the launch retries, and raises
                 self.error = f"{self.name}: {type(error).__name__}: {first_line(error)}"
                 warnings.warn(f"vbrt: compiling ahead failed, the first launch compiles: {self.error}", stacklevel=2)
-            self._compile = None  # and the arguments with it
+            self._compile = None  # frees the arguments
             self.took_us = (time.perf_counter_ns() - begun) // 1000
 
     def finished(self) -> tuple[str, Any, int | None]:
-        """Finish it. Return how that was, see `FirstLaunch`, what was compiled, and the time it took if it did not
-        fail."""
+        """Finish it. Return how, see `FirstLaunch`, the compiled kernel, and the duration unless it failed."""
         how = "ready" if self._compile is None else "waited" if self._lock.locked() else "compiled"
         self.finish()
         return ("failed", None, None) if self.error else (how, self.compiled, self.took_us)
 
 
 def _again_after_collisions(compile: Callable[[], Any], attempts: int = 4) -> Any:
-    """Compile; once more where two threads have parsed at the same time: CPython 3.11 counts how deep syntax trees are
-    for all threads together, and raises SystemError where that does not add up."""
+    """Compile, with retries on SystemError: CPython 3.11's AST recursion counter is shared by threads, and raises when
+    two parse concurrently."""
     for _ in range(attempts - 1):
         with contextlib.suppress(SystemError):
             return compile()
@@ -103,9 +102,8 @@ def _again_after_collisions(compile: Callable[[], Any], attempts: int = 4) -> An
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[Compilation]]:
-    """Yield a list of what launches of this thread need that were never launched; within the block none is launched.
-
-    Results hold what their memory held.
+    """Yield a list of compilations that this thread's launches need and that have not happened; launches in the block
+    are skipped, and their results hold arbitrary memory.
     """
     me, found = threading.get_ident(), []
     before = noters.get(me)
@@ -120,10 +118,10 @@ def noting() -> Iterator[list[Compilation]]:
 
 
 def begin(compilations: Iterable[Compilation], *, soon: bool = True) -> None:
-    """Have threads compile these.
+    """Compile in threads.
 
-    soon: all at the same time. False: one after the other, for what is needed later: a compilation holds the
-    interpreter for a tenth of its time, at its beginning, and what is needed first shall not wait for that.
+    soon: all concurrently. False: sequentially, for later needs: a compilation holds the GIL for the first tenth of its
+    time, which must not delay urgent ones.
     """
     crew = _crew(os.cpu_count() or 1) if soon else _crew(1)
     for each in dict.fromkeys(compilations):

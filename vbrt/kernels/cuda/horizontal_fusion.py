@@ -1,18 +1,17 @@
-"""Joining layers that read one tensor into one launch, in a graph of operators.
+"""Horizontal fusion: layers that share an input become one launch, in a graph of operators.
 
-A query, key and value projection, or a gate and an up projection, are layers of their own in a model; of a graph their
-common input can be read off. One launch in place of two or three saves the gaps between them, and layers
-too short to fill a GPU fill it together. Holds for 4-bit layers that never move, without a bias, for up to 8 tokens:
-more tokens make a launch long enough not to care. A gate and an up projection that are read by activation(gate) * up
-alone become one launch that also multiplies, for as many tokens as that takes; it rounds once, where the graph rounded
-both results and the activation. A residual sum and its RMS norm in front of such layers become one launch, while which
-those layers load their first weights. With one token and a layer before the sum there is no launch at all: that layer
-adds the residual, multiplies by the norm's gain and computes sums of squares, from which the layers behind it get the
-norm's factor.
+Query, key and value projections, or gate and up projections, are separate layers in a model; the graph shows their
+common input. One launch instead of two or three saves launch gaps, and layers too small to fill a GPU fill it together.
+Applies to resident 4-bit layers without a bias, for up to 8 tokens: more make a launch long enough anyway. Gate and up
+projections read only by activation(gate) * up become one launch with the multiplication as epilogue, for as many tokens
+as its kernel supports; it rounds once, where the graph rounded both results and the activation. A residual sum and its
+RMS norm before such layers become one launch, which overlaps with those layers loading their first weights. With one
+token and a layer before the sum, even that launch is fused: the layer adds the residual, multiplies by the norm's gain
+and computes sums of squares, from which the next layers derive the norm's factor.
 
-What an activation or a norm looks like depends on who made the graph: torch.compile takes operators apart
-(`graph_pass.py`), a recorded step has those of torch (`vbrt/generation/fusion/fuse_step.py`). So it is compared with
-what the same expression gives there: `Forms`.
+The form of an activation or a norm depends on the graph's origin: torch.compile decomposes operators (`graph_pass.py`),
+a captured step has torch's own (`vbrt/generation/fusion/fuse_step.py`). So nodes are compared with the same expression
+traced there: `Forms`.
 """
 
 import operator
@@ -27,14 +26,14 @@ from vbrt.kernels.cuda.e2m1.tiles import ROWS
 
 __all__ = ["EPS", "Forms", "join_layers", "matches"]
 
-EPS = 0.125  # stands for any number in what is traced
+EPS = 0.125  # placeholder for any number in traced patterns
 
 
 class Forms(NamedTuple):
-    """What graphs of one origin have in the place of an expression.
+    """Patterns of expressions in graphs of one origin.
 
     Attributes:
-        gates: activation -> (its input, its result).
+        gates: activation -> (input, result).
         norms: (input, gain, result) of each way to write an RMS norm with `EPS`.
     """
 
@@ -44,7 +43,7 @@ class Forms(NamedTuple):
 
 def join_layers(graph: Graph, forms: Forms) -> None:
     """Replace `vbrt::fp4_linear` calls on one x by `vbrt::fp4_gated`, or by `vbrt::fp4_linears` for up to three, and
-    sums with their norms around them. Nodes have `meta["val"]`: shape, dtype, device."""
+    sums with norms around them. Nodes have `meta["val"]`: shape, dtype, device."""
     products = graph.find_nodes(op="call_function", target=torch.ops.vbrt.fp4_linear.default)
     for x in dict.fromkeys(node.args[0] for node in products):
         _norm(graph, x, forms)
@@ -57,7 +56,7 @@ def join_layers(graph: Graph, forms: Forms) -> None:
         if _can_join(node):
             families.setdefault((x, scale is None, format), []).append(node)
     for nodes in families.values():
-        # all are computed where the first one is, so their weights must be there by then
+        # the fused call is at the first layer, so all weights must exist by then
         early = [n for n in nodes if all(place[t] < place[nodes[0]] for t in n.args[1:3] if t is not None)]
         for at in range(0, len(early) - 1, MOST_SIBLINGS):
             _join(graph, early[at : at + MOST_SIBLINGS])
@@ -66,7 +65,7 @@ def join_layers(graph: Graph, forms: Forms) -> None:
 
 
 def _tokens(node: Node) -> int:
-    """Of a product that can be joined with others; 0 for any other node, and if their number is not fixed."""
+    """Tokens of a product that can be fused with others; 0 for other nodes, and for a dynamic number."""
     if node.target is not torch.ops.vbrt.fp4_linear.default:
         return 0
     x, _, _, bias, _, _, activation = node.args
@@ -76,7 +75,7 @@ def _tokens(node: Node) -> int:
 
 
 def _k(x: Node) -> Any:
-    """The columns of a layer's input."""
+    """Columns of a layer's input."""
     return x.meta["val"].shape[-1]
 
 
@@ -85,8 +84,8 @@ def _can_join(node: Node) -> bool:
 
 
 def matches(node: Any, traced: Node, found: dict[Any, Any]) -> bool:
-    """True if a node computes what a traced one does; fills `found` with the node of each traced one, and the number
-    in the place of `EPS`."""
+    """True if a node computes the traced expression; fills `found` with the node of each traced one, and the number in
+    place of `EPS`."""
     if not isinstance(node, Node):
         return False
     if traced in found:
@@ -109,7 +108,7 @@ def _same(ours: Any, theirs: Any, found: dict[Any, Any]) -> bool:
 
 
 def _norm(graph: Graph, y: Any, forms: Forms) -> None:
-    """Replace a sum of two tensors and its RMS norm by one launch, if that is what `y` is."""
+    """Replace a sum of two tensors with its RMS norm by one launch, if `y` is one."""
     for given, gain, result in forms.norms:
         found: dict[Any, Any] = {}
         if not matches(y, result, found):
@@ -128,9 +127,9 @@ def _norm(graph: Graph, y: Any, forms: Forms) -> None:
 
 
 def _share(graph: Graph, both: Node) -> None:
-    """Have the layer before a sum and its norm compute them but for the norm's factor, which the layers behind apply.
+    """Fuse a sum and its norm into the layer before, except the norm's factor, which the layers after apply.
 
-    Does so for one token, if one summand is a layer's result that nothing else reads, and only layers read y.
+    For one token, if one summand is a layer's result that nothing else reads, and only layers read y.
     """
     *summed, gain, eps = both.args
     parts = {node.args[1]: node for node in both.users}
@@ -160,13 +159,13 @@ def _share(graph: Graph, both: Node) -> None:
 
 
 def _can_share(user: Node, y: Node) -> bool:
-    """True if it is a layer, or several, that can apply the factor of a norm to its x."""
+    """True for one or several layers that can apply a norm's factor to their x."""
     several = user.target in (torch.ops.vbrt.fp4_linears.default, torch.ops.vbrt.fp4_gated.default)
     return (several or _can_join(user)) and user.args[0] is y and user.all_input_nodes.count(y) == 1
 
 
 def _is_sum(node: Node) -> bool:
-    """True for a sum of two bf16 tensors of one shape, with few enough and short enough rows for the kernel."""
+    """True for a sum of two bf16 tensors of one shape, within the kernel's limits on rows and columns."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or not all(isinstance(a, Node) for a in node.args):
         return False
     value, *others = (n.meta["val"] for n in (node, *node.args))
@@ -176,14 +175,14 @@ def _is_sum(node: Node) -> bool:
 
 
 def _is_gain(node: Node, total: Node) -> bool:
-    """True for a bf16 parameter, which is there wherever the launch is put."""
+    """True for a bf16 parameter, which exists wherever the launch is inserted."""
     value = node.meta["val"]
     fits = value.shape == total.meta["val"].shape[-1:] and value.is_contiguous()
     return fits and node.op == "placeholder" and value.dtype is torch.bfloat16
 
 
 def _gate(graph: Graph, product: Node, forms: Forms) -> None:
-    """Replace activation(gate) * up by one launch, if that is what `product` is."""
+    """Replace activation(gate) * up by one launch, if `product` is one."""
     for first, up in (product.args, product.args[::-1]):
         for name, (given, result) in forms.gates.items():
             found: dict[Node, Node] = {}
@@ -209,7 +208,7 @@ def _are_gated(gate: Node, up: Node) -> bool:
 
 
 def _weights(layers: Sequence[Node]) -> list[Node]:
-    """Their pages or, of layers that have them apart, the tiles and the scale of each."""
+    """Pages of the layers, or tiles and scale of layers that have them separately."""
     return [part for layer in layers for part in layer.args[1:3] if part is not None]
 
 

@@ -1,4 +1,4 @@
-"""Pages of a KV cache are copied or decoded in one kernel on a GPU, right to where keys or values are wanted."""
+"""KV page kernels: copy or dequantize pages of a KV cache directly into the result, in one kernel on a GPU."""
 
 import functools
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ _WORD_BYTES = 8
 
 
 class Groups(NamedTuple):
-    """Tokens and channels that share their bounds, one of them 1, and the bits of a code."""
+    """Group sizes along tokens and channels, one of them 1, and bits per code."""
 
     tokens: int
     channels: int
@@ -25,25 +25,25 @@ class Groups(NamedTuple):
 
 
 class Launchers(NamedTuple):
-    """What launches the kernels."""
+    """Launchers of the kernels."""
 
     copy: Any
     decode: Any
 
 
 def serves(pages: Tensor, out: tuple[Tensor, Tensor]) -> bool:
-    """True if pages are where Triton runs, and tokens [R, H, T, D] lie behind each other in the result."""
+    """True if pages are on a GPU with Triton, and tokens [R, H, T, D] are contiguous in the result."""
     return pages.is_cuda and available() and all(x.stride(2) == x.shape[3] and x.stride(3) == 1 for x in out)
 
 
 def copy(part: Tensor, out: Tensor, rows: Tensor | None, launchers: Launchers | None = None) -> bool:
-    """Copy keys or values of pages; False if they are not made of words of 8 bytes.
+    """Copy keys or values of pages; False if they do not consist of 8-byte words.
 
     Args:
-        part: [n, B, H, P, D], a page's own values side by side, the n pages at any distance.
-        out: [R, H, n P, D]; tokens behind each other, rows and heads at any distance.
-        rows: int64 [R], the sequence of each row; None: R = B, all in order.
-        launchers: other than this device's.
+        part: [n, B, H, P, D], contiguous within a page, the n pages at any stride.
+        out: [R, H, n P, D]; contiguous tokens, rows and heads at any stride.
+        rows: int64 [R], the sequence of each row; None: R = B, identity.
+        launchers: instead of this device's.
     """
     pages, _, heads, tokens, channels = part.shape
     row, head, distance = (stride * part.itemsize for stride in (out.stride(0), out.stride(1), part.stride(0)))
@@ -71,10 +71,10 @@ def copy(part: Tensor, out: Tensor, rows: Tensor | None, launchers: Launchers | 
 def decode(
     codes: Tensor, bounds: Tensor, groups: Groups, out: Tensor, rows: Tensor | None, launchers: Launchers | None = None
 ) -> None:
-    """Write low + code * step, rounded from fp32 to its dtype, into `out`.
+    """Dequantize low + code * step, rounded from fp32 to its dtype, into `out`.
 
     Args:
-        codes: uint8 [n, B, H, P, D * bits / 8], the n pages at any distance.
+        codes: uint8 [n, B, H, P, D * bits / 8], the n pages at any stride.
         bounds: bf16 [n, 2, B, H, P / groups.tokens, D / groups.channels], likewise: lows, then steps.
         out, rows, launchers: see `copy`.
     """
@@ -102,7 +102,7 @@ def decode(
 
 
 def _tokens_of_a_program(tokens: int, group: int, width: int) -> int:
-    """Return a power of two: of one group of tokens, where they are grouped."""
+    """Return a power of two: tokens per program, within one group if tokens are grouped."""
     most = max(1, _BLOCK_VALUES // width)
     if group == 1:
         return min(most, 1 << (tokens - 1).bit_length())
@@ -110,7 +110,7 @@ def _tokens_of_a_program(tokens: int, group: int, width: int) -> int:
 
 
 def _as_words(x: Tensor) -> Tensor:
-    """Return the memory that x spans as int64."""
+    """View the memory range of x as int64."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     begin, words = x.storage_offset() * x.itemsize // _WORD_BYTES, -(-span * x.itemsize // _WORD_BYTES)
     return torch.empty(0, dtype=torch.int64, device=x.device).set_(x.untyped_storage(), begin, (words,), (1,))

@@ -1,4 +1,4 @@
-"""Pages of a KV cache to keys or values, where they are wanted. Importing needs Triton."""
+"""Triton kernels of `kv_pages`. Importing needs Triton."""
 
 import triton
 import triton.language as tl
@@ -20,9 +20,9 @@ def copy_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out [R, H, n WORDS] from pages [n, B, H, WORDS] of int64, which begin every PAGE_WORDS.
+    """out [R, H, n WORDS] from pages [n, B, H, WORDS] of int64, with a page stride of PAGE_WORDS.
 
-    ROWS: True if row_ptr, int64 [R], says which of the B sequences each row is. PAIRED: all strides are even. Grid
+    ROWS: True if row_ptr, int64 [R], maps rows to the B sequences. PAIRED: all strides are even. Grid
     (n * WORDS / BLOCK, R * H).
     """
     BLOCKS: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
@@ -60,13 +60,12 @@ def decode_kernel(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """out [R, H, n TOKENS, CHANNELS] = low + code * step, of codes uint8 [n, B, H, TOKENS, CHANNELS * BITS / 8] and
-    bounds bf16 [n, 2, B, H, TOKENS / TOKEN_GROUP, CHANNELS / CHANNEL_GROUP], which begin where the pointers say, every
-    PAGE_BYTES. One of the groups has one member.
-
-    ROWS: as for `copy_kernel`. A program has BLOCK tokens, of one group where tokens are grouped, and WIDTH channels:
-    the power of two that holds a group of them, or all where they are not grouped. Grid (n * TOKENS / BLOCK, R * H *
-    groups of channels, where they are grouped).
+    """out [R, H, n TOKENS, CHANNELS] = low + code * step, from codes uint8 [n, B, H, TOKENS, CHANNELS * BITS / 8] and
+    bounds bf16 [n, 2, B, H, TOKENS / TOKEN_GROUP, CHANNELS / CHANNEL_GROUP], both with a page stride of PAGE_BYTES. One
+    of the group sizes is 1.
+    ROWS: as for `copy_kernel`. A program has BLOCK tokens, within one group if tokens are grouped, and WIDTH channels:
+    the power of two that holds a channel group, or all channels if they are not grouped. Grid (n * TOKENS / BLOCK, R *
+    H * channel groups, if channels are grouped).
     """
     ACROSS: tl.constexpr = CHANNELS // CHANNEL_GROUP
     PARTS: tl.constexpr = ACROSS if CHANNEL_GROUP > 1 else 1

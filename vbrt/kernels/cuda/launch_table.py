@@ -1,8 +1,8 @@
-"""Which configuration a kernel is launched with: the one table, looked up by shape and GPU, never searched in a call.
+"""Launch table: kernel configurations by shape and GPU, looked up, never searched in a call.
 
-`choose` says which of the kernels for 4-bit weights in tile order multiplies a number of tokens, and how; `launch_for`
-is the table of the kernels for few tokens. Entries were measured on the family's chip (see benchmarks/results); GPUs
-without entries of their own take those of sm_90, which ask for nothing that an older or newer chip lacks.
+`choose` selects the kernel for 4-bit weights in tile order by number of tokens, with its configuration; `launch_for` is
+the table of the small-batch kernels. Entries were measured on the family's chip (see benchmarks/results); GPUs without
+entries use those of sm_90, which need nothing that an older or newer chip lacks.
 
 Legend: a row tile is 16 outputs, a column 128 inputs, a pair two columns.
 """
@@ -42,17 +42,17 @@ __all__ = [
 
 
 class Gpu(NamedTuple):
-    """A GPU as `choose` sees it: the first number of its compute capability, and its multiprocessors."""
+    """GPU properties for `choose`: compute capability major version, and number of multiprocessors."""
 
     major: int
     processors: int
 
 
 class Launch(NamedTuple):
-    """A kernel for few tokens: `row_tiles` a program, whose `k_warps` share the columns.
+    """Small-batch kernel: `row_tiles` per program, whose `k_warps` split the columns.
 
-    prefetch: the next tile is read before this one is used. carry_pointers: pointers move on from column to column
-    instead of being computed in each, where the shape allows it.
+    prefetch: load the next tile before using this one. carry_pointers: increment pointers from column to column instead
+    of recomputing them, where the shape allows it.
     """
 
     row_tiles: int
@@ -62,9 +62,9 @@ class Launch(NamedTuple):
 
 
 class WideLaunch(NamedTuple):
-    """The kernel for many tokens on sm_90: `tokens` and 16 * `warps` rows a program.
+    """Kernel for many tokens on sm_90: `tokens` and 16 * `warps` rows per program.
 
-    splits: ranges of K, each multiplied by programs of its own. ring: columns in shared memory.
+    splits: split-K factor. ring: columns in shared memory.
     """
 
     tokens: int
@@ -79,10 +79,10 @@ class WideLaunch(NamedTuple):
 
 
 class PersistentLaunch(NamedTuple):
-    """The kernel for the most tokens on sm_90, on tiles of 128 rows by `tokens` of the result.
+    """Persistent kernel, for the most tokens on sm_90: tiles of 128 rows by `tokens` of the result.
 
-    cut: tiles that all programs share along K. programs: how many there are; 0 for as many as can run. ordered: a
-    launch before it puts the activations in the order of the tiles' columns, so that codes are decoded as they lie.
+    cut: tiles that all programs share along K (stream-K). programs: their number; 0: as many as can run. ordered: a
+    launch before it permutes the activations into the tiles' column order, so that codes are decoded in place.
     """
 
     cut: int
@@ -92,7 +92,7 @@ class PersistentLaunch(NamedTuple):
 
 
 class RowsLaunch(NamedTuple):
-    """The kernel of routed experts for few tokens: `row_tiles` of a matrix and 8 * `groups` pairs a program."""
+    """MoE kernel for few tokens: `row_tiles` of a matrix and 8 * `groups` pairs per program."""
 
     row_tiles: int
     groups: int
@@ -100,9 +100,9 @@ class RowsLaunch(NamedTuple):
 
 
 class TokenLaunch(NamedTuple):
-    """The kernel that sums over the experts of a token: `side_by_side` of them at a time share the `k_warps`.
+    """Kernel that sums over a token's experts: `side_by_side` experts at a time share the `k_warps`.
 
-    ahead: tiles of a warp that are read before they are used.
+    ahead: tiles that a warp prefetches.
     """
 
     side_by_side: int
@@ -116,7 +116,7 @@ Choice = Launch | WideLaunch | PersistentLaunch | None
 
 
 class Rule(NamedTuple):
-    """Holds up to `tokens` tokens, `row_tiles` row tiles and `columns` columns (None: any)."""
+    """Applies up to `tokens` tokens, `row_tiles` row tiles and `columns` columns (None: any)."""
 
     tokens: int
     row_tiles: int | None
@@ -124,12 +124,12 @@ class Rule(NamedTuple):
     launch: Launch
 
 
-#: kernel -> compute capability major -> rules, of which the first that holds applies
+#: kernel -> compute capability major -> rules; the first that applies is used
 RULES: dict[str, dict[int, tuple[Rule, ...]]] = {
-    # one weight in tile order, or several of one input as one of all their rows
+    # one weight in tile order, or several of one input, concatenated by rows
     "linear": {
         9: (
-            Rule(8, 264, 48, Launch(2, 16, True)),  # one program a multiprocessor, for which its registers have room
+            Rule(8, 264, 48, Launch(2, 16, True)),  # one program per multiprocessor, limited by registers
             Rule(8, 512, 48, Launch(1, 8, True)),
             Rule(8, 512, None, Launch(1, 16, True)),
             Rule(8, 1280, 48, Launch(1, 4, True)),
@@ -137,7 +137,7 @@ RULES: dict[str, dict[int, tuple[Rule, ...]]] = {
             Rule(8, None, None, Launch(2, 4, False)),
             Rule(16, 264, None, Launch(2, 16, True)),
             Rule(16, 512, None, Launch(2, 8, True)),
-            Rule(16, 1056, None, Launch(2, 4, True, True)),  # up to here all programs run at the same time
+            Rule(16, 1056, None, Launch(2, 4, True, True)),  # up to here all programs are resident at once
             Rule(16, 1584, None, Launch(4, 4, True, True)),  # as here
             Rule(16, None, None, Launch(4, 4, False)),
             Rule(32, 512, None, Launch(2, 8, True)),
@@ -150,9 +150,9 @@ RULES: dict[str, dict[int, tuple[Rule, ...]]] = {
         9: (
             Rule(8, 264, None, Launch(2, 16, True)),
             Rule(8, 480, None, Launch(1, 8, True)),
-            Rule(8, 512, None, Launch(2, 8, True)),  # two programs a multiprocessor; with 384 row tiles 20 % slower
+            Rule(8, 512, None, Launch(2, 8, True)),  # two programs per multiprocessor; with 384 row tiles 20 % slower
             Rule(8, 924, None, Launch(1, 4, True)),
-            Rule(8, 1320, None, Launch(2, 4, False)),  # up to here all programs run at the same time, as up to 924
+            Rule(8, 1320, None, Launch(2, 4, False)),  # up to here all programs are resident at once, as up to 924
             Rule(8, None, None, Launch(1, 4, True)),
             Rule(16, 264, None, Launch(1, 8, True)),
             Rule(16, 480, None, Launch(1, 8, False)),
@@ -163,7 +163,7 @@ RULES: dict[str, dict[int, tuple[Rule, ...]]] = {
             Rule(16, None, None, Launch(2, 4, False)),
         )
     },
-    # codes looked up in a table of levels
+    # table formats: codes looked up in a table of levels
     "table": {
         9: (
             Rule(16, None, None, Launch(1, 8, True)),
@@ -174,26 +174,26 @@ RULES: dict[str, dict[int, tuple[Rule, ...]]] = {
 }
 _DEFAULT_MAJOR = 9
 
-#: compute capability major -> (fewest, most) tokens of the kernel with `warpgroup_mma`, which only sm_90 has
+#: compute capability major -> (fewest, most) tokens of the `warpgroup_mma` kernel, which only sm_90 supports
 WIDE: dict[int, tuple[int, int]] = {9: (17, 512)}
-#: tokens up to which the same kernel was the fastest everywhere
+#: tokens up to which that kernel was always the fastest
 _WIDE_ALONE = 64
-#: fewest tokens of rows of so many columns and more, by the same kernel, where it has few programs that split them or,
+#: fewest tokens of the same kernel for rows of at least so many columns, where it has few programs, split along K, or,
 #: with sixteen warps, one for most multiprocessors
 _WIDE_LONG, _LONG, _FEW_ROWS, _MANY_ROWS = 9, 64, 512, (1584, 2112)
-#: tokens -> columns that fit in shared memory together, eight warps
+#: tokens -> columns that fit in shared memory, with eight warps
 _RINGS = {16: (8, 7, 6), 32: (8, 7, 6), 64: (8, 7, 6), 128: (5, 4)}
 _PROCESSORS = 132
-#: of all splits together, up to which programs reduce partial sums themselves; on an H200 with 256 that took 9 % longer
-#: than one more launch
+#: tokens times splits, up to which programs reduce partial sums themselves; on an H200 with 256 that took 9 % longer
+#: than another launch
 _OWN_REDUCTION_TOKENS = 128
-#: rows of a tile of the persistent kernel, and warps of one of its warpgroups
+#: rows per tile of the persistent kernel, and warps per warpgroup
 PERSISTENT_ROWS, PERSISTENT_WARPS = 128, 4
-#: from here on decoding costs next to nothing beside the vendor's matmul, and that was the faster by 1 to 2 %
+#: beyond, decoding costs little compared with the vendor's matmul, which was faster by 1 to 2 %
 _PERSISTENT_MOST = 4096
-#: The rest are estimates in microseconds, fitted to 3800 launches of 32 shapes on an H200; they are off by 6 %
-#: (root mean square).
-#: tokens of a tile of the persistent kernel -> two of its columns, with activations as they are and in the tiles' order
+#: Cost model: the rest are estimates in microseconds, fitted to 3800 launches of 32 shapes on an H200; the RMS error is
+#: 6 %.
+#: tokens per tile of the persistent kernel -> time of two columns, with activations as they are and in tile order
 _PAIR_US = {
     32: (1.2, 1.11),
     64: (1.59, 1.23),
@@ -204,21 +204,21 @@ _PAIR_US = {
     224: (2.8, 2.63),
     256: (2.72, 2.82),
 }
-#: putting activations in that order: a launch, and for each token and column
+#: permuting activations to tile order: per launch, and per token and column
 _ORDER_US = (0.5, 1e-4)
-#: the same for codes that are looked up in a table, over that
+#: the same for codes looked up in a table, relative to that
 _TABLE_WORK = 1.27
-#: bytes of activations that stay in the second-level cache while programs read different columns of them
+#: bytes of activations that stay in L2 while programs read different columns of them
 _CUT_BYTES = 48 << 20
-#: the wide kernel: a column of a program of so many tokens and warps
+#: wide kernel: time of a column by (tokens, warps) of a program
 _WIDE_US = {(64, 4): 0.3, (64, 8): 0.49, (128, 4): 0.46, (128, 8): 0.725, (128, 16): 1.425}
-#: the vendor's matmul: tiles (tokens, rows) that it may take
+#: the vendor's matmul: candidate tiles (tokens, rows)
 _MATMUL_TILES = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 128))
 
 
-@functools.lru_cache(maxsize=4096)  # each call asks
+@functools.lru_cache(maxsize=4096)  # called for each product
 def choose(gpu: Gpu, tokens: int, summands: int, n: int, columns: int) -> Choice:
-    """The kernel that multiplies `tokens` tokens, each a sum of so many bf16 summands, by a weight of n rows."""
+    """Return the kernel for `tokens` tokens, each a sum of that many bf16 summands, and a weight of n rows."""
     rows, row_tiles = tokens * summands, -(-n // 16)
     if rows > _WIDE_ALONE and summands == 1 and gpu.major in WIDE:
         return _fastest(gpu, tokens, n, columns)
@@ -227,9 +227,9 @@ def choose(gpu: Gpu, tokens: int, summands: int, n: int, columns: int) -> Choice
     return wide_for(gpu.major, rows, row_tiles, columns) or launch_for("linear", gpu.major, rows, row_tiles, columns)
 
 
-@functools.lru_cache(maxsize=4096)  # each call of a launch for several layers asks
+@functools.lru_cache(maxsize=4096)  # called for each fused launch
 def launch_for(kernel: str, major: int, tokens: int, row_tiles: int, columns: int) -> Launch:
-    """The table's entry for a kernel of `RULES`. Raises ValueError for more tokens than it has entries for."""
+    """Look up a kernel of `RULES`. Raises ValueError for more tokens than its entries allow."""
     rules = RULES[kernel].get(major, RULES[kernel][_DEFAULT_MAJOR])
     for rule in rules:
         fits_rows = rule.row_tiles is None or row_tiles <= rule.row_tiles
@@ -244,16 +244,16 @@ def _most_tokens(kernel: str, major: int) -> int:
 
 @functools.cache
 def fused_limit(major: int) -> int:
-    """The most tokens for which a fused kernel may be used; above it, decode and the vendor's matmul."""
+    """Maximum tokens of fused kernels; beyond, decode and the vendor's matmul."""
     return max(_most_tokens("linear", major), WIDE[major][1] if major in WIDE else 0)
 
 
 def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> WideLaunch | None:
-    """The configuration of the kernel for many tokens, or None if `launch_for` has one.
+    """Return the configuration of the kernel for many tokens; None if `launch_for` has one.
 
     K is split until every multiprocessor has a program, but no split is shorter than four columns. The ring is the one
-    that overshoots the last column by the fewest. If there are more programs than can run at the same time, the ring is
-    small instead, so that more of them can.
+    that overshoots the last column by the least. If there are more programs than can be resident, a smaller ring lets
+    more of them be.
     """
     fewest, most = WIDE.get(major, (1, 0))
     few, many = row_tiles <= _FEW_ROWS, _MANY_ROWS[0] < row_tiles <= _MANY_ROWS[1]
@@ -265,7 +265,7 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> WideLaunc
     blocks = -(-tokens // block)
     warps = _wide_warps(block, blocks, row_tiles, columns)
     programs = -(-row_tiles // warps) * blocks
-    room = _PROCESSORS * (2 if (block, warps) == (32, 4) else 1)  # small enough for two to share a multiprocessor
+    room = _PROCESSORS * (2 if (block, warps) == (32, 4) else 1)  # small enough for two per multiprocessor
     crowded = block <= 64 and programs > room
     splits = 1
     while splits < 8 and 2 * splits * programs <= room and columns >= 8 * splits:
@@ -278,7 +278,7 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> WideLaunc
 
 
 def _fastest(gpu: Gpu, tokens: int, n: int, columns: int) -> Choice:
-    """The launch with the least estimated time of all that can multiply more tokens than `_WIDE_ALONE` in bf16."""
+    """Return the launch with the least estimated time for more bf16 tokens than `_WIDE_ALONE`."""
     launches: list[tuple[float, Choice]] = [(_matmul_us(gpu, tokens, n, columns), None)]
     launches += _wide_times(gpu, tokens, n, columns)
     launches += _persistent_times(gpu, tokens, n, columns, False)
@@ -288,8 +288,8 @@ def _fastest(gpu: Gpu, tokens: int, n: int, columns: int) -> Choice:
 
 @functools.lru_cache(maxsize=4096)
 def table_for(gpu: Gpu, tokens: int, n: int, columns: int) -> PersistentLaunch | None:
-    """The fastest launch of the persistent kernel for codes that stand for entries of a table and a weight of n rows,
-    or None where decoding and the vendor's matmul are faster."""
+    """Return the fastest persistent launch for table formats and a weight of n rows; None if decode and the vendor's
+    matmul are faster."""
     launches = [*_persistent_times(gpu, tokens, n, columns, False, _TABLE_WORK), (math.inf, None)]
     us, launch = min(launches, key=lambda launch: launch[0])
     return launch if us <= _matmul_us(gpu, tokens, n, columns) else None
@@ -298,9 +298,9 @@ def table_for(gpu: Gpu, tokens: int, n: int, columns: int) -> PersistentLaunch |
 def _persistent_times(
     gpu: Gpu, tokens: int, n: int, columns: int, ordered: bool, work: float = 1.0
 ) -> Iterator[tuple[float, PersistentLaunch]]:
-    """(Microseconds, launch) of the persistent kernel with tiles of each number of tokens.
+    """Yield (microseconds, launch) of the persistent kernel for each tile width.
 
-    work: time of a column over that of one in tiles.
+    work: time of a column relative to the tile-order kernel.
     """
     if gpu.major not in WIDE or not 0 < tokens <= _PERSISTENT_MOST:
         return
@@ -315,7 +315,7 @@ def _persistent_times(
 def _cuts(
     processors: int, tokens: int, n: int, columns: int, block: int, pair_us: float
 ) -> Iterator[tuple[float, int, int]]:
-    """(Microseconds, tiles that are cut, programs) for tiles of `block` tokens."""
+    """Yield (microseconds, cut tiles, programs) for tiles of `block` tokens."""
     pairs = -(-columns // 2)
     tiles = persistent_tiles(tokens, n, block)
     rounds, share = -(-tiles // processors), tiles / processors
@@ -323,20 +323,20 @@ def _cuts(
     if tokens * columns * 256 > _CUT_BYTES:
         return
     parts = min(processors // tiles, pairs)
-    if parts > 1:  # each tile by as many programs
+    if parts > 1:  # each tile by equally many programs
         yield (
             2.75 + 0.0042 * block + parts * (0.22 + 0.0054 * block) + -(-pairs // parts) * pair_us,
             tiles,
             tiles * parts,
         )
-    # up to 128 tokens the wide kernel was faster than tiles whose parts are unequal
+    # up to 128 tokens the wide kernel beat tiles with unequal parts
     if 2 * tiles > processors and tiles % processors and (rounds > 1 or tokens > 128):
         sums_us = 4 + 0.025 * block if rounds == 1 else 2.7 + 0.0275 * block + 0.06 * share * pairs
         yield sums_us + share * pairs * pair_us, tiles if rounds <= 2 else tiles % processors + processors, 0
 
 
 def _wide_times(gpu: Gpu, tokens: int, n: int, columns: int) -> Iterator[tuple[float, WideLaunch]]:
-    """(Microseconds, launch) of the wide kernel with 64 or 128 tokens a program."""
+    """Yield (microseconds, launch) of the wide kernel with 64 or 128 tokens per program."""
     if tokens > WIDE[gpu.major][1]:
         return
     for (block, warps), column_us in _WIDE_US.items():
@@ -354,7 +354,7 @@ def _wide_times(gpu: Gpu, tokens: int, n: int, columns: int) -> Iterator[tuple[f
 
 
 def _matmul_us(gpu: Gpu, tokens: int, n: int, columns: int) -> float:
-    """Microseconds of decoding and the vendor's matmul, which is taken for the best of its tiles."""
+    """Estimated microseconds of decode and the vendor's matmul, assumed to use its best tile."""
     k = 128 * columns
     rounds = ((-(-tokens // m) * -(-n // rows), m * rows) for m, rows in _MATMUL_TILES)
     largest = min(-(-tiles // gpu.processors) * size for tiles, size in rounds)
@@ -364,18 +364,18 @@ def _matmul_us(gpu: Gpu, tokens: int, n: int, columns: int) -> float:
 
 
 def persistent_tiles(tokens: int, n: int, block: int) -> int:
-    """The number of the persistent kernel's tiles of so many tokens in the result [tokens, n]."""
+    """Number of the persistent kernel's tiles, of this many tokens, in the result [tokens, n]."""
     return -(-tokens // block) * -(-n // PERSISTENT_ROWS)
 
 
 def _wide_warps(block: int, blocks: int, row_tiles: int, columns: int) -> int:
-    """Row tiles of a program, one a warp: more of them read activations less often, fewer fill the GPU."""
+    """Row tiles per program, one per warp: more of them reread activations less, fewer fill the GPU."""
     by_four = -(-row_tiles // 4) * blocks
     if block == 16:
         return 8 if row_tiles <= _FEW_ROWS else 16
     if block == 32:
         return 4 if by_four <= 2 * _PROCESSORS and columns < _LONG else 8
-    # fewer partial results than by more splits
+    # fewer partial results than with more splits
     few_rows = 4 * _PROCESSORS if block == 64 and columns <= 24 else 2 * _PROCESSORS
     if block > 32 and columns <= 48 and row_tiles <= few_rows and by_four <= _PROCESSORS:
         return 4
@@ -384,52 +384,52 @@ def _wide_warps(block: int, blocks: int, row_tiles: int, columns: int) -> int:
     return 16 if many else 8
 
 
-#: mean pairs of an expert up to which the kernel of routed experts for many tokens takes so many at a time; with 256
-#: it was slower but in one of five cases, by 2 %, and torch's grouped matmul on weights in bf16 slower than with 128
+#: mean pairs per expert up to which the MoE kernel for many tokens takes this many at a time; 256 was slower except in
+#: one of five cases, by 2 %, and torch's grouped matmul on bf16 weights slower than 128
 _GROUPED = ((20, 32), (50, 64))
 _GROUPED_MOST = 128
-#: so many -> tiles' columns of activations in shared memory
+#: pairs at a time -> stages of activations in shared memory
 _GROUPED_STAGES = {32: 8, 64: 8, 128: 6}
 
 
 def grouped_for(pairs: int, experts: int) -> int:
-    """The most pairs of an expert that the kernel of routed experts for many tokens takes at a time."""
+    """Pairs of an expert that the MoE kernel for many tokens takes at a time."""
     return next((block for most, block in _GROUPED if pairs <= most * experts), _GROUPED_MOST)
 
 
 def grouped_stages(block: int) -> int:
-    """The places of the same kernel's ring of activations."""
+    """Stages of that kernel's ring of activations."""
     return _GROUPED_STAGES[block]
 
 
-#: mean pairs of an expert up to which the kernels of routed experts for few tokens are the fastest: on an H200 18 with
-#: short rows, 27 with longer ones
+#: mean pairs per expert up to which the MoE kernels for few tokens are the fastest: on an H200 18 with short rows, 27
+#: with longer ones
 _FEW_PAIRS = 20
-#: pairs that they take at all: each needs a row in fp32
+#: maximum pairs of these kernels: each needs a row in fp32
 MOST_FEW_PAIRS = 1 << 14
-#: pairs are not sorted by expert where there are at most this share of the experts: two of them hardly ever have one
+#: pairs are not sorted by expert up to this share of the number of experts: two rarely share one
 _ALONE = 0.25
-#: mean pairs of an expert up to which programs take 8, then 16 of them at a time
+#: mean pairs per expert up to which programs take 8, then 16 at a time
 _ONE_GROUP, _TWO_GROUPS = 6, 12
 #: programs up to which eight warps are faster than four; columns up to which two are, and from which eight are
 _FEW_PROGRAMS, _SHORT_ROWS, _LONG_ROWS = 512, 8, 64
-#: columns of a warp from which two row tiles of it are faster than one
+#: columns per warp from which two row tiles are faster than one
 _LONG_SHARE = 10
 
 
 def are_few(pairs: int, experts: int) -> bool:
-    """True if the kernels of routed experts for few tokens are the fastest."""
+    """True if the MoE kernels for few tokens are the fastest."""
     return pairs <= _FEW_PAIRS * experts
 
 
 def pairs_are_alone(tokens: int, pairs: int, experts: int) -> bool:
-    """True if the kernels of routed experts for few tokens take each pair by itself."""
+    """True if the MoE kernels for few tokens take each pair separately."""
     return tokens == 1 or pairs <= _ALONE * experts
 
 
 def rows_for(pairs: int, experts: int, row_tiles: int, columns: int, matrices: int) -> RowsLaunch:
-    """The configuration for rows of pairs, of each of which a program multiplies row tiles of one matrix or of two."""
-    mean, rows = pairs / experts, 2 // matrices  # a program's accumulators are as many
+    """Configuration for rows of pairs, with row tiles of one matrix or two per program."""
+    mean, rows = pairs / experts, 2 // matrices  # accumulators per program
     groups = 1 if mean <= _ONE_GROUP else 2 if mean <= _TWO_GROUPS or matrices == 1 else 4
     programs = -(-row_tiles // rows) * min(pairs, experts)
     if programs <= _FEW_PROGRAMS:
@@ -440,6 +440,6 @@ def rows_for(pairs: int, experts: int, row_tiles: int, columns: int, matrices: i
 
 
 def token_for(k: int, columns: int) -> TokenLaunch:
-    """The configuration for sums over the k experts of a token."""
+    """Configuration for sums over a token's k experts."""
     side = min(16, 1 << (k - 1).bit_length())
     return TokenLaunch(side, 2, 16, 2) if columns * side >= 16 * _LONG_SHARE else TokenLaunch(side, 1, 16)

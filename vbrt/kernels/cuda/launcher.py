@@ -1,8 +1,8 @@
-"""Launching compiled Triton kernels with little work on the host, and launches as operators of torch.
+"""Kernel launcher with little host overhead, and launches as torch operators.
 
-Triton binds arguments, specializes them and looks up its cache on every call. A `Launcher` does so once for all
-arguments that compile to one kernel, and then hands pointers straight to it. A kernel's constants are given by name.
-What a launch will need can be compiled before it, see `compiling`.
+Triton binds and specializes arguments and looks up its cache on every call. A `Launcher` does so once per
+specialization, and then passes pointers straight to the compiled kernel. Constants are passed by name. Specializations
+can be compiled before their first launch, see `compiling`.
 """
 
 import copy
@@ -23,19 +23,19 @@ __all__ = ["Launcher", "cuda_op", "pairs_are_aligned", "rows_are_aligned"]
 
 
 def rows_are_aligned(x_MK: Tensor) -> bool:
-    """True if 16-bit rows start and end at multiples of 16 bytes, as kernels read them."""
+    """True if 16-bit rows start and end at multiples of 16 bytes, as kernels require."""
     aligned = x_MK.stride(1) == 1 and x_MK.stride(0) % 8 == 0 and x_MK.shape[1] % 8 == 0
     return aligned and x_MK.data_ptr() % 16 == 0
 
 
 def pairs_are_aligned(x_MK: Tensor) -> bool:
-    """True if 16-bit rows are whole words of 4 bytes."""
+    """True if 16-bit rows consist of aligned 4-byte words."""
     aligned = x_MK.stride(1) == 1 and x_MK.stride(0) % 2 == 0 and x_MK.shape[1] % 2 == 0
     return aligned and x_MK.data_ptr() % 4 == 0
 
 
 class _Pointer:
-    """What Triton asks of a tensor to compile code for it; does not hold the tensor's memory."""
+    """Stand-in for a tensor in Triton's specialization, without holding its memory."""
 
     __slots__ = ("_address", "dtype")
 
@@ -43,31 +43,32 @@ class _Pointer:
         self._address, self.dtype = tensor.data_ptr(), tensor.dtype
 
     def data_ptr(self) -> int:
-        """The address of the first element."""
+        """Address of the first element."""
         return self._address
 
 
 def _without_memory(argument: Any) -> Any:
-    """An argument for which Triton compiles the same code, of a launch that is not made."""
+    """Replace tensors by stand-ins of the same specialization."""
     if isinstance(argument, Tensor):
         return _Pointer(argument)
-    if isinstance(getattr(argument, "base", None), Tensor):  # a descriptor
+    if isinstance(getattr(argument, "base", None), Tensor):  # a tensor descriptor
         argument = copy.copy(argument)
         argument.base = _Pointer(argument.base)
     return argument
 
 
 class Launcher:
-    """A jitted kernel whose signature has tensors first, then numbers, then constants."""
+    """A jitted kernel whose signature has tensors, then numbers, then constants."""
 
     __slots__ = ("_ahead", "_compiled", "_kernel", "_options")
 
     def __init__(self, kernel: Any, *, dependent: bool = False) -> None:
-        """dependent: may start before the stream's last kernel has ended, for which it waits itself (sm_90)."""
+        """dependent: programmatic dependent launch: may start before the stream's last kernel ends; waits itself
+        (sm_90)."""
         self._kernel = kernel
         self._options = {"launch_pdl": True} if dependent else {}
         self._compiled: dict[Hashable, triton_api.Launch | None] = {}
-        self._ahead: dict[Hashable, Compilation] = {}  # not launched yet
+        self._ahead: dict[Hashable, Compilation] = {}  # compiled ahead, not launched yet
 
     def __call__(
         self,
@@ -82,9 +83,9 @@ class Launcher:
     ) -> None:
         """Launch on the device's current stream.
 
-        specialized: dtypes that are not always the same, and numbers for which Triton compiles special code: all that
-        are not in the kernel's `do_not_specialize`. numbers may have descriptors of tensors among them.
-        constants: the kernel's, by name. Raises KernelError if they are not exactly those of its signature.
+        specialized: varying dtypes, and numbers that Triton specializes on: all that are not in the kernel's
+        `do_not_specialize`. numbers may include tensor descriptors.
+        constants: the kernel's, by name. Raises KernelError if they do not match its signature.
         """
         if torch_api.current_device() != device:
             with torch.cuda.device(device):
@@ -108,14 +109,14 @@ class Launcher:
                 launch = self._launch_first(key, grid, arguments, options)
                 if launch is None:
                     return
-        # a compiled kernel takes constants for their number alone, so any order does
+        # a compiled kernel only checks the number of constants, so their order does not matter
         launch(grid[0], grid[1], torch_api.raw_stream(device), addresses, numbers, constants.values())
 
     def _with_options(self, constants: dict[str, Any], warps: int) -> dict[str, Any]:
         return {**constants, "num_warps": warps, **triton_api.fp_fusion(True), **self._options}
 
     def _note(self, key: Hashable, device: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Note what a launch needs, unless it is there."""
+        """Note the compilation that a launch needs, unless it exists."""
         if key in self._compiled:
             return
         triton_api.open_cache(self._kernel)
@@ -123,7 +124,7 @@ class Launcher:
         noters[threading.get_ident()].append(self._ahead.setdefault(key, Compilation(self._kernel.__name__, compile)))
 
     def _compile(self, device: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """What a launch with these arguments has Triton compile, and what launches it."""
+        """Compile a specialization; return the kernel and its direct launch."""
         with torch.cuda.device(device):
             compiled = self._kernel.warmup(*arguments, grid=(1, 1), **options)
         triton_api.make_launcher(compiled)
@@ -132,13 +133,13 @@ class Launcher:
     def _launch_first(
         self, key: Hashable, grid: tuple[int, int], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> triton_api.Launch | None:
-        """What was compiled ahead, to be launched; None if Triton has launched, and compiled if it had to."""
+        """Return a launch compiled ahead; None if Triton has launched, after compiling if needed."""
         begun, ahead = time.perf_counter_ns(), self._ahead.pop(key, None)
         how, compiled, compile_us = ("unforeseen", None, None) if ahead is None else ahead.finished()
         launch = None if compiled is None else triton_api.direct_launch(compiled)
         if launch is None:
             compiled = self._kernel[grid](*arguments, **options)
-        if key not in self._compiled:  # else these are Triton's own launches, each time
+        if key not in self._compiled:  # else Triton launches each time
             self._compiled[key] = launch or triton_api.direct_launch(compiled)
             now = time.perf_counter_ns()
             wait_us = (now - begun) // 1000
@@ -155,7 +156,7 @@ class Launcher:
 
 
 def cuda_op(name: str, launch: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a launch as the operator vbrt::`name`, opaque to torch.compile; `fake` makes empty outputs."""
+    """Register a launch as the operator vbrt::`name`, opaque to torch.compile; `fake` allocates empty outputs."""
     op = torch.library.custom_op(f"vbrt::{name}", launch, mutates_args=(), device_types="cuda", schema=schema)
 
     def traced(*args: Any, **kwargs: Any) -> Any:

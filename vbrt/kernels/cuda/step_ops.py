@@ -1,4 +1,4 @@
-"""Launches of what stands between the layers of a decode step: see `vbrt.kernels.step`, which is the specification."""
+"""Launch code of the step ops on a GPU; the specification is `vbrt.kernels.step`."""
 
 import functools
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_EXPERTS", "MOST_QUERIES", "NORM_ROW", "Store", "attend", "norm_rows", "rotate", "route"]
 
-NORM_ROW = 16384  # columns of a norm, which it keeps in registers
+NORM_ROW = 16384  # maximum columns of a norm, kept in registers
 MOST_EXPERTS = 1024
-MOST_QUERIES = 16  # that share their keys: the rows of one matrix instruction
-_KEYS = 32  # at a time
-_PROGRAMS = 2  # of attention for each multiprocessor, if there are keys enough
-_BLOCKS = 4  # of keys that a program goes through, unless there are more than MOST_SPANS of them
+MOST_QUERIES = 16  # maximum queries that share keys: rows of one mma instruction
+_KEYS = 32  # keys per iteration
+_PROGRAMS = 2  # attention programs per multiprocessor, if there are enough keys
+_BLOCKS = 4  # key blocks per program, unless there are more than MOST_SPANS of them
 _MOST_SPANS = 64
-_STEADY_BLOCKS = 2  # of keys that a program goes through, whatever else there is
+_STEADY_BLOCKS = 2  # key blocks per program in batch-invariant attention
 
 
 class _Kernels(NamedTuple):
@@ -48,7 +48,7 @@ def _kernels(dependent: bool) -> _Kernels:
 
 
 class Store(NamedTuple):
-    """Where rotated keys and their values go: value [B, H, S, D]; caches [B, H, L, D]; places int64 [S]."""
+    """Cache destination of rotated keys and of values: value [B, H, S, D]; caches [B, H, L, D]; slots int64 [S]."""
 
     value: Tensor
     keys: Tensor
@@ -61,13 +61,13 @@ def _power(count: int) -> int:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """[M, K] whose rows are contiguous."""
+    """[M, K] with contiguous rows."""
     x_MK = x.reshape(-1, x.shape[-1])
     return x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
 
 
 def norm_rows(x: Tensor, other: Tensor | None, rule: "NormRule") -> tuple[Tensor, Tensor]:
-    """(x + other, or x; its norm), dense in memory."""
+    """(x + other, or x; its norm), contiguous."""
     x_MK, device = _dense_rows(x), x.device.index
     rows, k = x_MK.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -92,7 +92,7 @@ def norm_rows(x: Tensor, other: Tensor | None, rule: "NormRule") -> tuple[Tensor
 
 
 def rotate(parts: Sequence["Part"], cos: Tensor, sin: Tensor, store: Store | None = None) -> list[Tensor]:
-    """The rotated parts, one or two; with `store` the queries alone, and keys and values in their caches."""
+    """The rotated parts, one or two; with `store` only the queries: keys and values go to their caches."""
     query, key = parts[0], parts[-1]
     batch, heads, tokens, d = query.x.shape
     outs = [_like_projection(part.x) for part in (parts[:1] if store else parts)]
@@ -127,7 +127,7 @@ def rotate(parts: Sequence["Part"], cos: Tensor, sin: Tensor, store: Store | Non
 
 
 def _like_projection(x: Tensor) -> Tensor:
-    """[B, H, S, D], in memory [B, S, H, D]."""
+    """Allocate [B, H, S, D], stored as [B, S, H, D]."""
     b, h, s, d = x.shape
     return torch.empty(b, s, h, d, dtype=x.dtype, device=x.device).transpose(1, 2)
 
@@ -157,7 +157,7 @@ def route(logits: Tensor, rule: "RouteRule") -> tuple[Tensor, Tensor]:
 
 
 def _span(length: int, pairs: int, processors: int) -> int:
-    """Keys of one program: few enough that all multiprocessors have some, and that masked ones are passed at once."""
+    """Keys per program: few enough to occupy all multiprocessors, and to skip masked ones in parallel."""
     blocks = -(-length // _KEYS)
     programs = max(1, _PROGRAMS * processors // pairs)
     few = min(_BLOCKS, -(-blocks // programs))
@@ -165,16 +165,16 @@ def _span(length: int, pairs: int, processors: int) -> int:
 
 
 def _steady_span(length: int) -> int:
-    """Keys of one program, by the length alone."""
+    """Keys per program, as a function of the length alone."""
     return max(_STEADY_BLOCKS, -(-length // (_KEYS * _MOST_SPANS))) * _KEYS
 
 
 class _Shared(NamedTuple):
-    """How queries [B, H, S, D] are shared among programs.
+    """Assignment of queries [B, H, S, D] to programs.
 
     Attributes:
-        rows: queries of one program, which share keys: the H / G heads of one token, or all tokens of one head.
-        apart: tokens that have programs of their own.
+        rows: queries per program, which share keys: the H / G heads of one token, or all tokens of one head.
+        apart: tokens with separate programs.
     """
 
     rows: int
@@ -182,14 +182,14 @@ class _Shared(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, groups: int, mask: Tensor | None, *, steady: bool) -> "_Shared":
-        """Tokens with masks of their own are computed apart, and so are all of several heads if `steady`."""
+        """Tokens with different masks are computed separately, and so are all GQA tokens if `steady`."""
         heads, queries = q.shape[1] // groups, q.shape[2]
         masks = 1 if mask is None else mask.shape[2]
         fits = masks == 1 and heads * queries <= MOST_QUERIES and 1 in (heads, queries)
         return cls(heads * queries, 1) if fits or not steady else cls(heads, queries)
 
     def strides(self, x: Tensor, groups: int) -> tuple[int, int, int, int]:
-        """Steps in memory between sequences, groups, rows and tokens of x."""
+        """Strides of x between sequences, groups, rows and tokens."""
         heads = x.shape[1] // groups
         row = x.stride(2) if self.apart == 1 < x.shape[2] else x.stride(1)
         return x.stride(0), x.stride(1) * heads, row, x.stride(2)

@@ -1,8 +1,7 @@
-"""The GPU side of `step_ops`. Importing this needs Triton.
+"""Triton kernels of `step_ops`. Importing this needs Triton.
 
-Rounding follows the eager kernels of torch: fp32 inside of an operator, the tensor's dtype between two of them. Where
-bits must be torch's, products are instructions of their own, because LLVM would make one instruction of a product, its
-rounding to bf16 and a sum.
+Rounding follows torch's eager kernels: fp32 within an operator, the tensor's dtype in between. For bit-exactness,
+products are inline PTX instructions where LLVM would contract a product, its rounding to bf16 and a sum.
 """
 
 import triton
@@ -38,7 +37,7 @@ def norm_kernel(
     ROUNDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """y [M, K] = the RMS norm of x, or of total = x + other; rows of y and total are dense. Grid (M,)."""
+    """y [M, K] = RMS norm of x, or of total = x + other; rows of y and total are contiguous. Grid (M,)."""
     m = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < K
@@ -67,7 +66,7 @@ def _rounded(v, like):
 
 @triton.jit
 def _product(a, b, like):
-    """a b as an operator of torch gives it, which nothing contracts with a sum."""
+    """a * b rounded like a torch operator, protected from contraction."""
     product = tl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -128,10 +127,10 @@ def rotate_kernel(
     STORE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Rotate the first D columns of a head of queries or keys; with STORE keys and values go to their place in a cache.
+    """Rotate the first D columns of a head of queries or keys; with STORE, write keys and values to their cache slots.
 
-    Grid (q_heads + k_heads, and as many again as k_heads with STORE, B * S). BLOCK, REST: at least half of D, and the
-    rest of the columns; powers of two, or 0.
+    Grid (q_heads + k_heads, plus k_heads with STORE, B * S). BLOCK, REST: at least half of D, and the remaining
+    columns; powers of two, or 0.
     """
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
@@ -201,7 +200,7 @@ def route_kernel(
     RENORMALIZED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The K largest of each token's E logits, and their weights. Grid (T,). PLACES: a power of two, at least K."""
+    """Top-K of each token's E logits, and their weights. Grid (T,). PLACES: a power of two, at least K."""
     _wait_for_launch_before(DEPENDENT)
     t = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -212,7 +211,7 @@ def route_kernel(
     place = tl.arange(0, PLACES)
     best = tl.full((PLACES,), float("-inf"), tl.float32)
     ids = tl.zeros((PLACES,), tl.int32)
-    v = tl.where(inside, tl.maximum(v, -3.0e38), float("-inf"))  # of equal logits the first is taken
+    v = tl.where(inside, tl.maximum(v, -3.0e38), float("-inf"))  # the first among equal logits is taken
     for j in tl.static_range(K):
         largest = tl.max(v, 0)
         first = tl.min(tl.where(v == largest, at, BLOCK), 0)
@@ -261,10 +260,10 @@ def attend_kernel(
     MASKED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """R queries of one group of heads and a span of keys: a sum of values, and its maximum and denominator.
+    """Flash decoding, part one: R queries of a head group and a span of keys: sum of values, maximum, denominator.
 
-    Grid (spans, B * G * S), S: tokens that are computed apart, each with a mask. part [B * G * S, spans, R, D] and
-    stat [B * G * S, spans, 2, R] are fp32; a span without a key gives a maximum of -inf and leaves its part as it is.
+    Grid (spans, B * G * S), S: tokens computed separately, each with its mask. part [B * G * S, spans, R, D] and stat
+    [B * G * S, spans, 2, R] are fp32; a span without keys gives a maximum of -inf and leaves its part uninitialized.
     """
     _wait_for_launch_before(DEPENDENT)
     pair = tl.program_id(1).to(tl.int64)
@@ -323,7 +322,7 @@ def gather_kernel(
     COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One query's sum over spans. Grid (R, B * G * S); SPANS: a power of two."""
+    """Flash decoding, part two: combine one query's spans. Grid (R, B * G * S); SPANS: a power of two."""
     _wait_for_launch_before(DEPENDENT)
     r = tl.program_id(0)
     pair = tl.program_id(1).to(tl.int64)

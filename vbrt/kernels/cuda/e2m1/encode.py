@@ -1,4 +1,4 @@
-"""Encoding to E2M1 formats on a GPU: one kernel searches block scales and rounds, another puts codes into tiles."""
+"""E2M1 encoder on a GPU: one kernel searches block scales and rounds, another packs codes into tiles."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,13 +11,13 @@ from vbrt.libraries import triton_api
 
 __all__ = ["encode_many", "launch_encode", "launch_pack"]
 
-_ROWS = 128  # blocks a program
+_ROWS = 128  # blocks per program
 
 
 def encode_many(
     format: Format, w_ENK: Tensor, amax_E: Sequence[float] | None = None, squares: Tensor | None = None
 ) -> Iterator[EncodedGroup]:
-    """See `Format.encode_many`: the same bits, in one launch for the matrices of one range."""
+    """See `Format.encode_many`: bit-exact, in one launch for all matrices of equal range."""
     return format.encode_many(w_ENK, amax_E, squares, step=_on_its_device)
 
 
@@ -27,7 +27,7 @@ def _on_its_device(format: BlockFormat, w_NK: Tensor, known: Range, squares: Ten
 
 
 def launch_encode(format: BlockFormat, w_NK: Tensor, known: Range, squares: Tensor | None = None) -> dict[str, Tensor]:
-    """The coarse plane of a weight of a known range, on any device that Triton runs on; squares as `Step` has them."""
+    """Encode a weight of known range to a coarse plane, on any device that Triton supports; squares as in `Step`."""
     from vbrt.kernels.cuda.e2m1.encode_triton import encode_kernel
 
     w_NK = w_NK.contiguous()
@@ -60,7 +60,7 @@ def launch_encode(format: BlockFormat, w_NK: Tensor, known: Range, squares: Tens
         CANDIDATES=len(format.offsets),
         E4M3=format.scale_dtype == "float8_e4m3fn",
         WEIGHED=squares is not None,
-        **triton_api.fp_fusion(False),  # the specification multiplies and adds in two steps
+        **triton_api.fp_fusion(False),  # the specification multiplies and adds separately
     )
     scales = scales.view(getattr(torch, format.scale_dtype))
     return {"codes": codes, "scales": scales, **format.range_fields(known, w_NK.device)}
@@ -69,7 +69,7 @@ def launch_encode(format: BlockFormat, w_NK: Tensor, known: Range, squares: Tens
 def launch_pack(codes: Tensor, scales: Tensor, tiles: Tensor, top: Tensor | None, raised: int) -> None:
     """Fill tiles int32 [I, U, words] from codes uint8 [N, Kp / 2] and scale bytes uint8 [N, B].
 
-    top: the largest scale byte [1], where bytes are stored less it plus `raised`; None: as they are.
+    top: the largest scale byte [1]; bytes are stored relative to it, plus `raised`; None: unchanged.
     """
     from vbrt.kernels.cuda.e2m1.encode_triton import pack_kernel
 

@@ -1,4 +1,4 @@
-"""The GPU side of encoding to E2M1 formats. Importing needs Triton; plain operations only, for its interpreter too."""
+"""Triton kernels of the E2M1 encoder. Importing needs Triton; plain operations only, for its interpreter."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ __all__ = ["encode_kernel", "pack_kernel"]
 
 @triton.jit
 def _block_sum(q, ROWS: tl.constexpr, LEVELS: tl.constexpr):
-    """[ROWS] from [ROWS, 2^LEVELS]: halves are added, then halves of the sums, as `rounding.block_sum` does."""
+    """Sum [ROWS, 2^LEVELS] to [ROWS] by pairwise halving, in the order of `rounding.block_sum`."""
     for level in tl.static_range(LEVELS):
         first, second = tl.split(tl.permute(tl.reshape(q, (ROWS, 2, 1 << (LEVELS - 1 - level))), (0, 2, 1)))
         q = first + second
@@ -17,10 +17,10 @@ def _block_sum(q, ROWS: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def _nearest_e4m3(value):
-    """The byte of the E4M3 value nearest to one in [0, 448], ties to even."""
+    """Nearest E4M3 byte of a value in [0, 448], ties to even."""
     bits = value.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    small = (value * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xFF  # in steps of 2^-9: 2^23 rounds to whole ones
+    small = (value * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xFF  # in units of 2^-9; 2^23 rounds to integers
     return tl.where(value < 0.015625, small, normal)
 
 
@@ -48,13 +48,12 @@ def encode_kernel(
     E4M3: tl.constexpr,
     WEIGHED: tl.constexpr,
 ):
-    """Codes uint8 [total, BLOCK / 2] and scale bytes uint8 [total] of the blocks of w [N, K], BLOCK = 2^LEVELS
-    columns each; grid (ceil(total / ROWS),).
-
-    A row has `blocks` blocks; columns beyond K are zeros. A weight times per_unit, a power of two, is encoded. A byte
-    from low to high is worth value_ptr[byte]; the candidates are FIRST and following, counted from the one nearest to
-    the largest magnitude over 6. Stored is the byte plus shift, or zero where that magnitude is not above `least`.
-    With WEIGHED the squared errors of a row are multiplied by square_ptr[row // rows_each, K].
+    """Codes uint8 [total, BLOCK / 2] and scale bytes uint8 [total] of the blocks of w [N, K], BLOCK = 2^LEVELS columns
+    each; grid (ceil(total / ROWS),).
+    A row has `blocks` blocks; columns beyond K are zero. Encodes weight * per_unit, a power of two. A byte from low to
+    high has the value value_ptr[byte]; the candidates are FIRST and following, relative to the byte nearest to the
+    largest magnitude over 6. Stores the byte plus shift, or zero if that magnitude is at most `least`.
+    WEIGHTED: a row's squared errors are weighted by square_ptr[row // rows_each, K].
     The arithmetic is that of `BlockFormat._search` with `E2M1Rounding`, operation by operation.
     """
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -93,7 +92,7 @@ def encode_kernel(
     scale = tl.load(value_ptr + chosen)
     y = tl.div_rn(a, tl.broadcast_to(scale[:, None], (ROWS, BLOCK)))
     v = tl.minimum(tl.minimum(y * 2.0, y + 2.0), y * 0.5 + 4.0)
-    code = ((v + 8388608.0).to(tl.int32, bitcast=True) & 0xFF).to(tl.int32)  # rounds to whole numbers, ties to even
+    code = ((v + 8388608.0).to(tl.int32, bitcast=True) & 0xFF).to(tl.int32)  # rounds to integers, ties to even
     code = tl.minimum(code, 7) + ((x.to(tl.int32, bitcast=True) >> 28) & 8)
     even, odd = tl.split(tl.reshape(code, (ROWS, BLOCK // 2, 2)))
     half = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
@@ -104,7 +103,7 @@ def encode_kernel(
 
 @triton.jit
 def _pair(byte):
-    """Two codes as the halves of a pair: bit 15 the sign, bits 8..6 the magnitude."""
+    """Two codes as the halves of a pair: sign in bit 15, magnitude in bits 8..6."""
     low = ((byte & 8) << 12) | ((byte & 7) << 6)
     high = ((byte & 0x80) << 8) | ((byte & 0x70) << 2)
     return low | (high << 16)
@@ -124,10 +123,10 @@ def pack_kernel(
     PER_TILE: tl.constexpr,
     RAISED: tl.constexpr,
 ):
-    """A tile of WORDS words, codes then scale bytes, as `tiles.pack_tiles` describes it; grid (I, U).
+    """Pack a tile of WORDS words, codes then scale bytes, as in `tiles.pack_tiles`; grid (I, U).
 
-    code_ptr: uint8 [N, code_bytes]; byte_ptr: uint8 [N, blocks]; PER_TILE blocks in a row of a tile. With RAISED a
-    scale byte is stored less top_ptr[0] plus RAISED. Beyond N and K a tile holds zeros.
+    code_ptr: uint8 [N, code_bytes]; byte_ptr: uint8 [N, blocks]; PER_TILE blocks per row of a tile. RAISED: scale bytes
+    are stored relative to top_ptr[0], plus RAISED. Tiles are zero beyond N and K.
     """
     i, u = tl.program_id(0), tl.program_id(1)
     out_ptr = tile_ptr + (i.to(tl.int64) * columns + u) * WORDS
@@ -152,12 +151,12 @@ def pack_kernel(
             pair_2 = pair
         else:
             pair_3 = pair
-    # words are joined by exclusive or, as unsigned numbers: a signed shift to the right would repeat the sign
+    # words are combined by xor, unsigned: a signed right shift would replicate the sign
     word = (pair_0.to(tl.uint32, bitcast=True) >> 2) | (pair_1.to(tl.uint32, bitcast=True) >> 6)
     turned = pair_2.to(tl.uint32, bitcast=True)
     word = word | (turned >> 12) | (turned << 20)
     last = pair_3.to(tl.uint32, bitcast=True)
-    word = word | (last & 0x81000000)  # bits 31 and 24: nothing lies above them
+    word = word | (last & 0x81000000)  # bits 31 and 24: no bits above affect them
     word = word | ((((last >> 23) ^ (word >> 31)) & 1) << 23) | ((((last >> 22) ^ (word >> 22)) & 1) << 30)
     word = word | ((((last >> 15) ^ (word >> 23)) & 1) << 15) | ((((last >> 8) ^ (word >> 16)) & 1) << 8)
     word = word | ((((last >> 7) ^ (word >> 15)) & 1) << 7) | ((((last >> 6) ^ (word >> 6)) & 1) << 14)

@@ -1,12 +1,12 @@
-"""One launch in place of several: layers of one input, a gated pair, a layer with a residual sum and its norm.
+"""Fused launches: layers that share an input, a gated pair, a layer with a residual sum and its norm.
 
-    siblings(x, weights)                  x @ w.T of up to three weights
+    siblings(x, weights)                  x @ w.T for up to three weights
     gated(x, gate, up, "silu")            activation(x @ gate.T) * (x @ up.T)
     residual(x, weight, other, gain)      x @ w.T + other, that times gain, and its sums of squares
     normed_sum(x, other, gain, eps)       x + other, and its RMS norm
 
-All in bf16, for few tokens; `graph_pass` puts them into the graphs of torch.compile. A residual sum with its sums of
-squares is an RMS norm but for a factor, which `siblings` and `gated` apply if they are given a `Norm`.
+All in bf16, for few tokens; `graph_pass` inserts them into torch.compile's graphs. A residual sum with its sums of
+squares is an RMS norm except for a factor, which `siblings` and `gated` apply if given a `Norm`.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -41,11 +41,11 @@ __all__ = [
 
 GATED_TOKENS = 16  # two groups of 8
 SIBLING_TOKENS, MOST_SIBLINGS = 8, 3
-NORM_ROW = 32768  # activations that the norm keeps in registers
+NORM_ROW = 32768  # maximum columns of the norm, kept in registers
 
 
 class Norm(NamedTuple):
-    """The factor of an RMS norm of one token: the sums of squares that `residual` computes, and epsilon."""
+    """Factor of an RMS norm of one token: sums of squares from `residual`, and epsilon."""
 
     squares: Tensor
     eps: float
@@ -67,7 +67,7 @@ def _kernels(dependent: bool) -> _Kernels:
 
 
 def _check_one_token(x: Tensor, k: int, multiple: int = 1) -> None:
-    """Raises KernelError for an x that the kernels which share a norm do not take."""
+    """Raises KernelError for an x that kernels with a shared norm do not support."""
     if x.dtype is not torch.bfloat16 or x.numel() != k or k % multiple:
         raise KernelError(
             f"x is {x.dtype} {tuple(x.shape)}; expected torch.bfloat16, one token of {k} columns and "
@@ -76,15 +76,15 @@ def _check_one_token(x: Tensor, k: int, multiple: int = 1) -> None:
 
 
 def _squares_block(norm: Norm | None, k: int) -> int:
-    """The number of sums of squares that a kernel reads: a power of two, at least four a lane; 0 without a norm."""
+    """Number of sums of squares that a kernel reads: a power of two, at least four per lane; 0 without a norm."""
     return 0 if norm is None else max(128, 1 << (-(-k // ROWS) - 1).bit_length())
 
 
-# -- layers of one input ----------------------------------------------------------------------------------------------
+# -- layers that share an input ---------------------------------------------------------------------------------------
 
 
 def siblings(x: Tensor, weights: Sequence[TiledWeight], norm: Norm | None = None) -> list[Tensor]:
-    """x @ w.T of up to three weights: one launch for up to 8 bf16 tokens, otherwise one each."""
+    """x @ w.T for up to three weights: one launch for up to 8 bf16 tokens, otherwise one each."""
     k = weights[0].k
     x_MK = x.reshape(-1, k)
     if norm is not None:
@@ -128,11 +128,11 @@ def _launch_siblings(x_MK: Tensor, weights: Sequence[TiledWeight], ys: Sequence[
     )
 
 
-# -- a norm that the layers around it share ---------------------------------------------------------------------------
+# -- a norm shared by the layers around it ----------------------------------------------------------------------------
 
 
 def residual(x: Tensor, weight: TiledWeight, other: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(x @ w.T + other, that times gain, the sums of squares of each 16 of it, fp32): for one bf16 token."""
+    """(x @ w.T + other, that times gain, sums of squares per 16 columns, fp32), for one bf16 token."""
     _check_one_token(x, weight.k)
     x_1K, word_loads = readable(x.reshape(1, weight.k))
     (row_tiles, columns, _), device, n, k = weight.tiles.shape, x.device.index, weight.n, x_1K.shape[1]
@@ -162,14 +162,14 @@ def residual(x: Tensor, weight: TiledWeight, other: Tensor, gain: Tensor) -> tup
 
 
 def gates_in_one(dtype: torch.dtype, tokens: int, n: int, k: int) -> bool:
-    """True if one launch serves a gated pair of two weights (N, K) on x of this dtype, and is the fastest."""
-    if n < k:  # few rows, each long: two launches were faster (14336 -> 4096 on an H200: by 6 to 15 %)
+    """True if one launch supports a gated pair of two weights (N, K) on x of this dtype, and is the fastest."""
+    if n < k:  # few long rows: two launches were faster (14336 -> 4096 on an H200: by 6 to 15 %)
         return False
     return dtype is torch.bfloat16 and 0 < tokens <= GATED_TOKENS and k % 8 == 0
 
 
 def gated(x: Tensor, gate: TiledWeight, up: TiledWeight, activation: str, norm: Norm | None = None) -> Tensor:
-    """activation(x @ gate.T) * (x @ up.T), rounded once, where `gates_in_one` is true."""
+    """activation(x @ gate.T) * (x @ up.T), rounded once; requires `gates_in_one`."""
     n, k = gate.n, gate.k
     if norm is not None:
         _check_one_token(x, k, multiple=8)
@@ -233,12 +233,12 @@ def normed_sum(x: Tensor, other: Tensor, gain: Tensor, eps: float) -> tuple[Tens
 
 
 def _rows(x: Tensor, k: int) -> Tensor:
-    """[M, K] whose rows are contiguous."""
+    """[M, K] with contiguous rows."""
     x_MK = x.reshape(-1, k)
     return x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
 
 
-# -- as operators: weights as tensors, and what is known of them as numbers -------------------------------------------
+# -- operators: weights as tensors, metadata as numbers ---------------------------------------------------------------
 
 
 def _norm(squares: Tensor | None, eps: float) -> Norm | None:
@@ -246,7 +246,7 @@ def _norm(squares: Tensor | None, eps: float) -> Norm | None:
 
 
 def _weights(tensors: Sequence[Tensor], format: str, ns: Sequence[int], k: int) -> list[TiledWeight]:
-    """Weights of one format and K from their pages, or from the tiles and the scale of each in turn."""
+    """Weights of one format and K from their pages, or from alternating tiles and scales."""
     if len(tensors) == len(ns):
         return [tiled_weight(page, None, format, n, k) for page, n in zip(tensors, ns, strict=True)]
     return [TiledWeight(tensors[2 * i], tensors[2 * i + 1], format, n, k) for i, n in enumerate(ns)]

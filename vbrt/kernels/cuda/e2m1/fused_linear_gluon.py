@@ -1,12 +1,12 @@
-"""The GPU side of `joined`: several matrices in tile order in one launch, and the norms around them.
+"""Gluon kernels of `fused_linear`: several matrices in tile order per launch, and the norms around them.
 
-The loop over K is `narrow_gluon`'s; the gated kernel multiplies a row tile of each of two matrices. The
-kernels' constants are explained in `narrow_gluon`; SQUARES is how many sums of squares are read: 0, or a power of two,
-at least 128 and ceil(K / 16).
+The loop over K is `narrow_gluon`'s; the gated kernel multiplies a row tile of each of two matrices. Constants are
+explained in `narrow_gluon`; SQUARES is the number of sums of squares to read: 0, or a power of two, at least 128 and
+ceil(K / 16).
 
-The norm is a launch of its own, a short one: the next kernel starts and loads weights while it runs.
-Gathering the norm's statistics inside the linear kernel, as matrix instructions on x, was faster on an H200 in two of
-thirteen cases (1.06x), slower in nine (by up to 1.5x), and needed four times the code.
+The norm is a short launch of its own: the next kernel starts and prefetches weights while it runs. Computing the norm's
+statistics within the linear kernel, by mma instructions on x, was faster on an H200 in two of thirteen cases (1.06x),
+slower in nine (by up to 1.5x), and needed four times the code.
 """
 
 from triton.experimental import gluon
@@ -38,7 +38,7 @@ def room_for_squares(SQUARES: gl.constexpr):
 
 @gluon.jit
 def read_squares(squares, K_WARPS: gl.constexpr):
-    """All of them for each warp, so that none waits for another's sum."""
+    """Each warp reads all of them, so that none waits for another's sum."""
     async_copy.wait_group(0)
     return squares.load(gl.SliceLayout(0, gl.BlockedLayout([1, 4], [1, 32], [K_WARPS, 1], [1, 0])))
 
@@ -79,10 +79,9 @@ def siblings_kernel(
     SQUARES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Three products of one x of up to 8 tokens, y0 [M, N0] and so on; N1 and N2 may be 0.
+    """Three products of one x of up to 8 tokens, y0 [M, N0] etc.; N1 and N2 may be 0.
 
-    Grid: the sum of what `linear_kernel` takes. With SQUARES, x is one token that is divided by its root of mean
-    squares.
+    Grid: the sum of the `linear_kernel` grids. SQUARES: x is one token, to be divided by its root mean square.
     """
     program = gl.program_id(0)
     first = (N0 + 16 * ROW_TILES - 1) // (16 * ROW_TILES)
@@ -150,9 +149,9 @@ def residual_kernel(
     WORD_LOADS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """total [N] = x [K] @ w.T * scale + other, y = total * gain, and the sum of squares of each 16 of total.
+    """total [N] = x [K] @ w.T * scale + other, y = total * gain, and the sums of squares of total per 16 columns.
 
-    That is all of an RMS norm but a factor, which the next kernel has from the squares. Grid as of `linear_kernel`.
+    That is an RMS norm except for a factor, which the next kernel derives from the squares. Grid as `linear_kernel`.
     """
     row, token = result_places(gl.program_id(0), ROW_TILES, 1, K_WARPS)
     keep = (row < N) & (token == 0)
@@ -188,7 +187,7 @@ def residual_kernel(
     gl.store(total_ptr + row, total, mask=keep)
     v = total.to(gl.float32)
     gl.store(y_ptr + row, (v * read[1].to(gl.float32)).to(y_ptr.dtype.element_ty), mask=keep)
-    squares = gl.sum(gl.reshape(gl.where(keep, v * v, 0.0), (ROW_TILES, 4, 32)), 2)  # each a warp's
+    squares = gl.sum(gl.reshape(gl.where(keep, v * v, 0.0), (ROW_TILES, 4, 32)), 2)  # one per warp
     squares = gl.sum(gl.convert_layout(squares, gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])), 1)
     at = gl.program_id(0) * ROW_TILES + gl.arange(0, ROW_TILES, layout=squares.type.layout)
     gl.store(square_ptr + at, squares, mask=at * 16 < N)
@@ -226,7 +225,7 @@ def gated_kernel(
     TOKEN_GROUPS is one or two.
     """
     squares = ()
-    if SQUARES:  # not in registers, of which many programs on a multiprocessor leave none
+    if SQUARES:  # not in registers: high occupancy leaves none
         squares = room_for_squares(SQUARES)
     sums, _ = sums_of_products(
         x_ptr,

@@ -1,7 +1,6 @@
-"""The launches of the kernels for one weight in tile order: narrow, wide, persistent and decode.
+"""Launches of the kernels for one weight in tile order: narrow, wide, persistent and decode.
 
-`linear` decides which of them runs; a launch takes its configuration as an argument. The kernels' constants are
-explained in `narrow_gluon`.
+`linear` selects one; a launch takes its configuration as an argument. Constants are explained in `narrow_gluon`.
 
 Legend: M tokens, N outputs, K inputs, S summands.
 """
@@ -42,12 +41,12 @@ __all__ = [
     "wide",
 ]
 
-#: dtype -> bf16 summands that hold all its bits
+#: dtype -> number of bf16 summands that represent it exactly
 SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
 _PAD_WARPS, _PAD_SPAN, _REDUCE_WARPS = 4, 1024, 4
-_TICKETS = itertools.count(1 << 61 | secrets.randbits(61))  # of calls, see `persistent_gluon`
-_ORDER_MANY = 16384  # tokens times columns from which a program of the ordering kernel has two warps
+_TICKETS = itertools.count(1 << 61 | secrets.randbits(61))  # unique per call, see `persistent_gluon`
+_ORDER_MANY = 16384  # tokens times columns from which the ordering kernel uses two warps per program
 
 
 class _Narrow(NamedTuple):
@@ -63,12 +62,12 @@ class _Wide(NamedTuple):
 
 class _Persistent(NamedTuple):
     multiply: Launcher
-    describe: Any  # (activations [M, K], tokens of a tile) -> their descriptor for the copy engine
+    describe: Any  # (activations [M, K], tokens per tile) -> TMA descriptor
 
 
 @functools.cache
 def import_device_code() -> None:
-    """Import the kernel for few tokens ahead of its first launch, which takes a tenth of a second, if it can be had."""
+    """Import the small-batch kernel ahead of its first launch, which takes 0.1 s, if available."""
     if devices.available():
         importlib.import_module("vbrt.kernels.cuda.e2m1.narrow_gluon")
 
@@ -115,17 +114,17 @@ def _persistent() -> _Persistent:
 
 
 def readable(x_MK: Tensor) -> tuple[Tensor, bool]:
-    """(x as the kernels for few tokens can read it, True if a word at a time)."""
+    """Return (x in a form that the small-batch kernels can read, True if word by word)."""
     if rows_are_aligned(x_MK):
         return x_MK, False
-    # for more than one group of tokens so many loads take longer than a launch
+    # beyond one token group, word loads take longer than the launch of a copy
     if x_MK.shape[0] <= 8 and pairs_are_aligned(x_MK):
         return x_MK, True
     return _padded(x_MK), False
 
 
 def _padded(x_MK: Tensor) -> Tensor:
-    """A contiguous copy with zeros up to a multiple of eight columns."""
+    """Contiguous copy, zero-padded to a multiple of eight columns."""
     (tokens, k), device = x_MK.shape, x_MK.device.index
     width = -(-k // 8) * 8
     o_MK = x_MK.new_empty(tokens, width)
@@ -148,17 +147,17 @@ def _padded(x_MK: Tensor) -> Tensor:
 
 
 def carries_pointers(config: Launch, columns: int, word_loads: bool) -> bool:
-    """True if a kernel for few tokens moves its pointers on, which takes whole turns of its warps along K."""
+    """True if a small-batch kernel increments its pointers, which requires whole rounds of its warps along K."""
     return config.carry_pointers and columns % config.k_warps == 0 and not word_loads
 
 
 def token_groups(tokens: int) -> int:
-    """How many groups of 8 tokens a kernel for few of them is compiled for."""
+    """Number of 8-token groups that a small-batch kernel is compiled for."""
     return 1 << max(0, (tokens - 1).bit_length() - 3)
 
 
 def narrow(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, activation: str, config: Launch) -> None:
-    """y [..., N] = activation(x @ w.T + bias) by the kernel for few tokens; x in bf16, y contiguous."""
+    """y [..., N] = activation(x @ w.T + bias) by the small-batch kernel; x in bf16, y contiguous."""
     x_MK, word_loads = readable(x_MK)
     tokens, k = x_MK.shape
     row_tiles, columns, _ = weight.tiles.shape
@@ -189,11 +188,11 @@ def narrow(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, ac
 
 
 class Codes(NamedTuple):
-    """A weight (n, k) as the persistent kernel takes it.
+    """A weight (n, k) in the form of the persistent kernel.
 
-    kind: "e4m3", "e8m0" (of the scales in tiles), "table" or "magnitudes". words: codes, int32, in tile order or, for
-    the latter two, as their format has them. scale: of all of it, fp32 [1]. columns: of 128. For a table also scales,
-    one byte for 64 columns, [n, blocks], and levels, fp32 [16] or, where bit 3 of a code is a sign, [8].
+    kind: "e4m3", "e8m0" (scales in tiles), "table" or "magnitudes". words: codes, int32, in tile order or, for the
+    latter two, in the format's order. scale: tensor scale, fp32 [1]. columns: number of 128-column groups. For tables
+    also scales, one byte per 64 columns, [n, blocks], and levels, fp32 [16], or [8] if bit 3 of a code is the sign.
     """
 
     words: Tensor
@@ -207,13 +206,13 @@ class Codes(NamedTuple):
 
 
 def codes_of(weight: TiledWeight) -> Codes:
-    """A weight in tile order."""
+    """A weight in tile order as `Codes`."""
     tiles, kind = weight.tiles, "e8m0" if weight.e8m0_scales else "e4m3"
     return Codes(tiles, kind, weight.scale, weight.n, tiles.shape[1], weight.scale, weight.scale)
 
 
 def persistent(x_MK: Tensor, weight: Codes, bias: Tensor | None, activation: str, config: PersistentLaunch) -> Tensor:
-    """activation(x @ w.T + bias) in one launch, or two if one puts the activations in order; x in bf16."""
+    """activation(x @ w.T + bias) in one launch, or two if the activations are permuted first; x in bf16."""
     tokens, device, n, columns = x_MK.shape[0], weight.words.device.index, weight.n, weight.columns
     x_MK = _ordered(x_MK, columns, config.tokens, device) if config.ordered else _for_copies(x_MK)
     kernels, cut, processors = _persistent(), config.cut, devices.gpu(device).processors
@@ -244,15 +243,15 @@ def persistent(x_MK: Tensor, weight: Codes, bias: Tensor | None, activation: str
 
 
 def _for_copies(x_MK: Tensor) -> Tensor:
-    """x in rows as the copy engine wants them."""
+    """x with rows aligned for TMA."""
     rows_fit = rows_are_aligned(x_MK) and x_MK.stride(0) >= x_MK.shape[1]
     return x_MK if rows_fit else _padded(x_MK)
 
 
 def _ordered(x_MK: Tensor, columns: int, block: int, device: int) -> Tensor:
-    """bf16 x with its columns in the tiles' order, zeros behind K, and memory for a block of tokens at least.
+    """bf16 x with columns permuted to tile order, zeros beyond K, and at least one block of token rows.
 
-    What lies behind the last token is read and never stored: the copy engine takes longer for rows that are not there.
+    Rows beyond the last token are read but never stored: TMA is slower for out-of-bounds rows.
     """
     o_MK = x_MK.new_empty(max(block, x_MK.shape[0]), COLUMNS * columns)
     _order(x_MK, o_MK, _Partials(1, o_MK, 0, o_MK), device)
@@ -260,10 +259,10 @@ def _ordered(x_MK: Tensor, columns: int, block: int, device: int) -> Tensor:
 
 
 class _Partials(NamedTuple):
-    """Buffers for the partial sums of the wide kernel's programs.
+    """Buffers for partial sums of the wide kernel's programs.
 
-    count: of parts [M, N] that another launch adds up; 1 if the programs do. counters: int32, a power of two of them,
-    or any tensor if `counters_used` is 0; sums: fp32, those of each program.
+    count: parts [M, N] that another launch reduces; 1 if the programs do. counters: int32, a power of two of them, or
+    any tensor if `counters_used` is 0; sums: fp32, those of each program.
     """
 
     count: int
@@ -282,7 +281,7 @@ def _partials(y_MN: Tensor, blocks: int, summands: int, config: WideLaunch) -> _
 
 
 def wide(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str, config: WideLaunch) -> Tensor:
-    """activation(x @ w.T + bias) by two launches, or three if one adds up partial results."""
+    """activation(x @ w.T + bias) in two launches, or three if one reduces partial sums."""
     tokens, summands, n, device = x_MK.shape[0], SUMMANDS[x_MK.dtype], weight.n, weight.tiles.device.index
     rows, (row_tiles, columns, _) = summands * tokens, weight.tiles.shape
     token_blocks = -(-rows // config.tokens)
@@ -316,7 +315,7 @@ def wide(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str
 
 
 def _order(x_MK: Tensor, x_RK: Tensor, partials: _Partials, device: int) -> None:
-    """Fill x_RK with x as bf16 summands, columns in the tiles' order; clear the counters."""
+    """Fill x_RK with x as bf16 summands, columns in tile order; clear the counters."""
     (tokens, k), columns = x_MK.shape, x_RK.shape[1] // COLUMNS
     warps = 2 if tokens * columns >= _ORDER_MANY else 1
     _wide().order(
@@ -351,7 +350,7 @@ def reduce(parts_PMN: Tensor, bias: Tensor | None, y_MN: Tensor, activation: str
 
 
 def decode(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] in a dtype, bit for bit what the format's `decode` gives."""
+    """The weight [N, K] in a dtype, bit-exact with the format's `decode`."""
     tiles, n, k = weight.tiles, weight.n, weight.k
     w_NK = torch.empty(n, k, dtype=dtype, device=tiles.device)
     row_tiles, columns, _ = tiles.shape

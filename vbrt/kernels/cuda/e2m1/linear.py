@@ -1,12 +1,12 @@
-"""Which kernel multiplies by a weight in tile order: the backend "triton" of the ops "linear" and "decode_weight".
+"""Linear layers on weights in tile order: backend "triton" of the ops "linear" and "decode_weight".
 
-Up to thousands of tokens a kernel reads 4-bit tiles, multiplies on the tensor cores and applies bias and activation;
-`launch_table.choose` says which. Where none is the fastest the weight is decoded to the activations' dtype and the
-vendor's matmul multiplies. Weights that are not in tile order (another format, a plain coarse plane) and GPUs older
-than sm_80 go through the reference: decode, then matmul. `route` names the kernel of a call.
+Up to thousands of tokens, a kernel reads 4-bit tiles, multiplies on tensor cores and applies bias and activation as an
+epilogue; `launch_table.choose` selects it. Where none is the fastest, the weight is decoded to the activations' dtype
+for the vendor's matmul. Weights not in tile order (another format, a plain coarse plane) and GPUs older than sm_80 fall
+back to the reference: decode, then matmul. `route` names a call's kernel.
 
-The kernels multiply in bf16 and sum in fp32. bf16 activations go in as they are; fp16 and fp32 are split into two and
-three bf16 summands, which hold all their bits, and count as that many times the tokens.
+The kernels multiply in bf16 and accumulate in fp32. bf16 activations are used as they are; fp16 and fp32 are split
+exactly into two and three bf16 summands, and count as that many times the tokens.
 
 Legend: M tokens, N outputs, K inputs, S summands.
 """
@@ -61,7 +61,7 @@ __all__ = [
 _SLICE_BYTES, _MOST_SLICES, _BLOCK_ROWS, _SLICE_TOKENS = 64 << 20, 4, 256, 2048
 
 
-# -- which kernel runs ------------------------------------------------------------------------------------------------
+# -- kernel selection -------------------------------------------------------------------------------------------------
 
 
 def multiply(x: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str) -> Tensor:
@@ -90,8 +90,8 @@ def _choice(x_MK: Tensor, weight: TiledWeight) -> Choice:
 
 
 def code_of(shape: tuple[int, int], dtype: torch.dtype, tokens: int, device: torch.device) -> Hashable:
-    """What decides which code a product of so many tokens compiles, beside the weight's format and shape (N, K); None
-    where it only decodes."""
+    """Specialization key of a product of this many tokens, besides the weight's format and shape (N, K); None if it
+    only decodes."""
     summands = SUMMANDS.get(dtype)
     if summands is None:
         return None
@@ -103,7 +103,7 @@ def code_of(shape: tuple[int, int], dtype: torch.dtype, tokens: int, device: tor
 
 
 def few_tokens_launch(device: int, tokens: int, row_tiles: int, columns: int) -> Launch:
-    """The configuration of a kernel for few tokens: what `vbrt.tune` has found on this machine, or the table's."""
+    """Configuration of a small-batch kernel: from `vbrt.tune` on this machine, else from the table."""
     found = _found(device, tokens, row_tiles, columns)
     return found or launch_for("linear", devices.major(device), tokens, row_tiles, columns)
 
@@ -114,7 +114,7 @@ def _found(device: int, tokens: int, row_tiles: int, columns: int) -> Launch | N
 
 
 def serves(planes: WeightPlanes) -> bool:
-    """True if kernels take these planes: in tile order, without a fine plane, on a GPU that is new enough."""
+    """True if kernels support these planes: in tile order, without a fine plane, on a GPU from sm_80 on."""
     return planes.fine is None and _on_new_gpu(planes)
 
 
@@ -139,7 +139,7 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
-    """The weight [N, K] in planes.dtype, the same bits as the reference; exact when the fine plane is there."""
+    """The weight [N, K] in planes.dtype, bit-exact with the reference; the original weight with a fine plane."""
     if merge.serves(planes):
         return merge.merge(planes)
     if not is_tiled(planes.coarse):
@@ -153,7 +153,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype; differentiable in x and bias.
 
     In bf16 the fused kernels' GELU and SiLU of v are within |v| * 2.5e-4 + 3e-4, see `narrow_gluon.activate`. Raises
-    KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
+    KernelError for an unknown activation, or if x's last dimension is not K.
     """
     if merge.serves(planes):
         reference.check(x, planes, activation)
@@ -168,7 +168,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
 
 class _Product(torch.autograd.Function):
-    """x @ w.T with the gradient for x; the weight is decoded again for it, and not kept."""
+    """x @ w.T with the gradient for x; backward decodes the weight again instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
@@ -195,20 +195,20 @@ def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
 
 
 def plain(planes: WeightPlanes) -> WeightPlanes:
-    """The same planes with the coarse one as its format encodes it."""
+    """The same planes with the coarse one in its format's order."""
     if not is_tiled(planes.coarse):
         return planes
     coarse = unpack_tiles(planes.format, planes.coarse, planes.shape)
     return WeightPlanes(planes.format, planes.shape, planes.dtype, coarse, planes.fine)
 
 
-# -- by several launches ----------------------------------------------------------------------------------------------
+# -- several launches -------------------------------------------------------------------------------------------------
 
 
 def _narrow(
     x: Tensor, x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str, config: Launch
 ) -> Tensor:
-    """By the kernel for few tokens, on what `vbrt.tune` has found rather than the table's configuration."""
+    """By the small-batch kernel, with a tuned configuration in preference to the table's."""
     tokens, summands = x_MK.shape[0], SUMMANDS[x_MK.dtype]
     row_tiles, columns, _ = weight.tiles.shape
     config = _found(weight.tiles.device.index, summands * tokens, row_tiles, columns) or config
@@ -224,7 +224,7 @@ def _narrow(
 
 
 def _summands(x_MK: Tensor) -> Tensor:
-    """bf16 [S * M, K] that add up to x: each takes the 8 leading bits of what the ones before it left."""
+    """bf16 [S * M, K] that add up to x: each takes the 8 leading bits of the previous remainder."""
     parts, rest = [], x_MK.float()
     for _ in range(SUMMANDS[x_MK.dtype]):
         parts.append(rest.bfloat16())
@@ -233,11 +233,11 @@ def _summands(x_MK: Tensor) -> Tensor:
 
 
 def _decode_and_multiply(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None) -> Tensor:
-    """x @ w.T + bias by torch, a slice of the weight's rows at a time: less scratch memory, and more of it in cache.
+    """x @ w.T + bias by torch, in slices of the weight's rows: less scratch memory, and better cache use.
 
-    A bias is passed to the matmul of all rows, because the vendor's library adds it only to a contiguous product;
-    slices would take another pass. For rows that do not start at multiples of 16 bytes the library rounds before it
-    adds the bias, so there it is added here.
+    Bias: the vendor's library adds it only to a contiguous product, and slices would need another pass, so it is passed
+    to an unsliced matmul. For rows not aligned to 16 bytes the library rounds before adding the bias, so there it is
+    added here.
     """
     (tokens, k), row_tiles = x_MK.shape, weight.tiles.shape[0]
     if bias is not None and k * x_MK.element_size() % 16:
@@ -251,15 +251,15 @@ def _decode_and_multiply(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None)
         part = weight._replace(tiles=weight.tiles[at : at + step], n=rows.stop - rows.start)
         w_RK = launches.decode(part, x_MK.dtype)
         torch.mm(x_MK, w_RK.t(), out=y_MN[:, rows])
-        del w_RK  # its memory is the next slice's
+        del w_RK  # reused for the next slice
     return y_MN
 
 
 def slice_tiles(row_tiles: int, row_bytes: int, tokens: int) -> int:
-    """The number of row tiles to decode at a time: whole blocks of cuBLAS, about 64 MiB, at most four slices.
+    """Row tiles per slice: whole cuBLAS blocks, about 64 MiB, at most four slices.
 
-    On an H200 two to four slices are as fast as one or faster from 2048 tokens on, by the shape, and more are slower;
-    at 1024 tokens one was the fastest for four shapes of five, by 2 to 11 %.
+    On an H200, from 2048 tokens on two to four slices are as fast as one or faster, by shape, and more are slower; at
+    1024 tokens one was the fastest for four shapes of five, by 2 to 11 %.
     """
     if tokens < _SLICE_TOKENS:
         return row_tiles
@@ -273,36 +273,36 @@ def slice_tiles(row_tiles: int, row_bytes: int, tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The order of a format's coarse plane in its page that `linear` is fast on: tiles of `rows` rows."""
+    """Page order of a format's coarse plane that `linear` is fast on: tiles of `rows` rows."""
 
     format: str
     rows: int = ROWS
 
     def layout(self, shape: tuple[int, int]) -> PageLayout:
-        """The page of a weight (N, K); depends on nothing else."""
+        """Page layout for a weight (N, K); depends on nothing else."""
         return tile_layout(self.format, shape)
 
     def pack(self, coarse: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
-        """The coarse tensors of `encode` in this order, or None if that would not be exact."""
+        """Reorder the coarse tensors of `encode`; None if that would not be exact."""
         if not fits(self.format, coarse):
             return None
         tensors = pack_tiles(self.format, coarse, shape)
-        if tensors[TILES].is_cuda:  # a launch after the one that wrote them, see narrow_gluon
+        if tensors[TILES].is_cuda:  # one launch after the writer, see narrow_gluon
             torch.zeros(1, dtype=torch.float32, device=tensors[TILES].device)
-            launches.import_device_code()  # a loader waits for its drive, the first forward for nothing
+            launches.import_device_code()  # overlaps with the loader's I/O instead of delaying the first forward
         return tensors
 
     def unpack(self, tensors: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-        """Undo `pack` exactly."""
+        """Exact inverse of `pack`."""
         return unpack_tiles(self.format, tensors, shape)
 
 
 def packing(format: str) -> Packing | None:
-    """The page order for a format, or None if `linear` has none of its own."""
+    """Page order for a format; None if `linear` uses the format's own."""
     return Packing(format) if format in FORMATS else None
 
 
-# -- as operators -----------------------------------------------------------------------------------------------------
+# -- operators --------------------------------------------------------------------------------------------------------
 
 
 def _fp4_linear(

@@ -1,33 +1,34 @@
-"""The kernel for few tokens, for weights in tile order, and the decoder of such weights. Importing this needs Triton.
+"""Small-batch kernel for weights in tile order, and their decoder. Importing this needs Triton.
 
-A warp takes several row tiles and walks along K. In each step it reads its tiles (16 bytes a lane and load), turns each
-word into the A operand of one `mma.sync.m16n8k16` by bit arithmetic and two products with the block scale, all exact in
-bf16, and multiplies with activations that come straight from global memory in the order of the B operand. Weights
-never pass through shared memory. The warps of a program split K; their sums meet in shared memory once, in a fixed
-order, so results do not change from run to run.
+A warp takes several row tiles and walks along K. In each step it loads its tiles (16 bytes per lane and load), converts
+each word into the A operand of one `mma.sync.m16n8k16` by bit arithmetic and two products with the block scale, all
+exact in bf16, and multiplies by activations loaded straight from global memory in B operand order. Weights never pass
+through shared memory. The warps of a program split K; their sums are reduced in shared memory once, in a fixed order,
+so results are deterministic.
 
-On sm_90 and newer they are launched as dependents of whatever the stream runs before them: they start as it ends, have
-their first weights loaded while it does, and wait for its end before they read activations or write. Each lets the next
-one start only after its own wait, so weights may come from any launch but the very last one; `Packing.pack` sees to it.
+On sm_90 and newer the kernels use programmatic dependent launch: they start while the stream's previous kernel ends,
+prefetch their first weights meanwhile, and wait for its end before they read activations or write. Each triggers the
+next one only after its own wait, so weights may come from any launch but the very last one; `Packing.pack` ensures
+that.
 
-Constants of the kernels for weights in tile order, here and in the files that import this one:
+Constants of the kernels for weights in tile order, here and in files that import this one:
 
-    ROW_TILES        row tiles of 16 outputs that a program computes
-    TOKEN_GROUPS     groups of 8 tokens that a program computes; they cover M
-    K_WARPS          warps of a program, which split K; its num_warps
-    PREFETCH         the next tiles are read before the current ones are used
-    CARRY_POINTERS   pointers move on from column to column, a quarter fewer instructions than to compute each; takes
-                     PREFETCH, columns in whole turns of K_WARPS, one matrix and aligned rows of x
+    ROW_TILES        row tiles of 16 outputs per program
+    TOKEN_GROUPS     groups of 8 tokens per program; they cover M
+    K_WARPS          warps per program, which split K; its num_warps
+    PREFETCH         load the next tiles before using the current ones
+    CARRY_POINTERS   increment pointers from column to column, a quarter fewer instructions than recomputing; requires
+                     PREFETCH, columns in whole rounds of K_WARPS, one matrix and aligned rows of x
     E8M0_SCALES      block scales are powers of two (mxfp4); otherwise E4M3 (nvfp4)
     ALL_TOKENS       M = 8 * TOKEN_GROUPS, so no token is masked; gains nothing with one group
-    K_TAIL           K is no multiple of 128, so the last column is masked
+    K_TAIL           K is not a multiple of 128, so the last column is masked
     ACTIVATION       "none", "relu", "gelu", "gelu_tanh" or "silu"
     HAS_BIAS         bias_ptr is a bias; otherwise any tensor
-    WORD_LOADS       rows of x are aligned to 4 bytes only, with K even: a load a word. Otherwise to 16 bytes
-    DEPENDENT        launched as a dependent, see above
+    WORD_LOADS       rows of x are aligned to 4 bytes only, with K even: a load per word. Otherwise to 16 bytes
+    DEPENDENT        programmatic dependent launch, see above
 
-Gluon and not plain Triton, because correctness rests on the layout: an assembly block with pack=4 must get the four
-words of one lane, and plain Triton is free to give it four lanes' words.
+Gluon instead of plain Triton, because correctness depends on the layout: an inline assembly block with pack=4 must get
+the four words of one lane, and plain Triton may give it four lanes' words.
 """
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
@@ -48,9 +49,9 @@ _OUT_16 = ",".join(["=&r"] * 16)
 
 
 def decode_word(word: str, pairs: list[str], scales: tuple[str, str]) -> list[str]:
-    """Instructions from one word of codes to its four pairs of bf16, times the scales of rows g and g + 8.
+    """Instructions that convert one word of codes to four bf16 pairs, times the scales of rows g and g + 8.
 
-    They need registers t, and z = 0x80008000.
+    Require registers t, and z = 0x80008000.
     """
     lines = [
         f"shl.b32 t, {word}, 2; and.b32 {pairs[0]}, t, 0x81C081C0;",
@@ -63,8 +64,8 @@ def decode_word(word: str, pairs: list[str], scales: tuple[str, str]) -> list[st
 
 
 def _decode_assembly(order: tuple[tuple[int, int], ...]) -> str:
-    """Words $16..$19 to bf16 pairs times scales $20 (row g) and $24 (row g + 8); output k is pair order[k][0] of word
-    order[k][1]."""
+    """Convert words $16..$19 to bf16 pairs times scales $20 (row g) and $24 (row g + 8); output k is pair order[k][0]
+    of word order[k][1]."""
     place = {pair_word: f"${k}" for k, pair_word in enumerate(order)}
     lines = ["{ .reg .b32 t, z; mov.b32 z, 0x80008000;"]
     for word in range(4):
@@ -87,7 +88,7 @@ def _multiply_assembly() -> str:
 
 
 def _e4m3_assembly(block: int, factors: tuple[int, ...]) -> str:
-    """Of the bytes of $2 (row g: blocks 0, 1; row g + 8: blocks 0, 1), those of one block as bf16, each twice.
+    """Extract one block's scales from the bytes of $2 (row g: blocks 0, 1; row g + 8: blocks 0, 1) as bf16, each twice.
 
     An E4M3 byte shifted to bits 10..4 is a bf16 of its value * 2^-120, subnormals included.
     """
@@ -101,7 +102,7 @@ def _e4m3_assembly(block: int, factors: tuple[int, ...]) -> str:
 
 _TWO_120, _TWO_112 = 0x7B807B80, 0x77807780  # powers of two as pairs of bf16
 _OPERANDS = tuple((pair, word) for pair in range(4) for word in range(4))
-# output tensors (p, h): two words times pairs (c01, c23) of row half h are eight adjacent columns
+# output tensors (p, h): two words times pairs (c01, c23) of row half h are eight consecutive columns
 _COLUMNS = tuple((2 * c + h, 2 * p + jj) for p in range(2) for h in range(2) for jj in range(2) for c in range(2))
 
 DECODE = gl.constexpr(_decode_assembly(_OPERANDS))
@@ -126,13 +127,13 @@ RESCALE = gl.constexpr(2.0**14)
 
 @gluon.jit
 def wait_for_launch_before():
-    """Until the kernel launched before this one has ended; until then only what it does not write may be read."""
+    """Wait for the previous kernel to end (griddepcontrol.wait); before, do not read what it writes."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def allow_launch_after():
-    """From here the next kernel may start; it waits for this one's end before it reads results."""
+    """Let the next kernel start (griddepcontrol.launch_dependents); it waits itself before reading results."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -140,13 +141,13 @@ def allow_launch_after():
 
 @gluon.constexpr_function
 def out_layout(K_WARPS):
-    """[COUNT, 32, 4] sums, one a thread."""
+    """[COUNT, 32, 4] sums, one per thread."""
     return gl.BlockedLayout([1, 1, 1], [1, 8, 4], [max(1, K_WARPS // 4), min(4, K_WARPS), 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def store_layout(ROW_TILES, TOKEN_GROUPS, warps):
-    """Accumulators [row tiles * token groups, 32, 4] with 16 or 32 adjacent rows of the result in a warp's lanes."""
+    """Accumulators [row tiles * token groups, 32, 4] with 16 or 32 consecutive rows of the result in a warp's lanes."""
     bits = lambda v: v.bit_length() - 1  # noqa: E731  # must stay an expression inside a constexpr function
     bases = [[0, 4, 0], [0, 8, 0], [0, 16, 0], [0, 0, 2]]
     bases = bases + [[1 << i, 0, 0] for i in range(bits(ROW_TILES))]
@@ -164,7 +165,7 @@ def store_layout(ROW_TILES, TOKEN_GROUPS, warps):
 
 @gluon.jit
 def sum_over_warps(entries, FIRST: gl.constexpr, COUNT: gl.constexpr, K_WARPS: gl.constexpr):
-    """[COUNT, 32, 4] of entries FIRST .. FIRST + COUNT [threads, 4], added up over the warps in their order."""
+    """Reduce entries FIRST .. FIRST + COUNT [threads, 4] over the warps, in order, to [COUNT, 32, 4]."""
     IN: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, K_WARPS, 1], [2, 1, 0])
     OUT: gl.constexpr = out_layout(K_WARPS)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -180,16 +181,15 @@ def sum_over_warps(entries, FIRST: gl.constexpr, COUNT: gl.constexpr, K_WARPS: g
 
 @gluon.jit
 def tanh_of(x):
-    """Within 2^-11 of the value."""
+    """tanh within 2^-11."""
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def activate(v, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr):
-    """For a result of DTYPE: within |v| * 2.5e-4 + 3e-4 for bf16, and to single precision for others.
-
-    GELU and SiLU are v times a share of one. That takes two special functions, of which a multiprocessor computes the
-    fewest a cycle, or one as (1 + tanh) / 2.
+    """Activation for a result of DTYPE: within |v| * 2.5e-4 + 3e-4 for bf16, single precision for others.
+    GELU and SiLU are v times a factor in 0..1. That takes two special functions, which have the lowest throughput of a
+    multiprocessor, or one as (1 + tanh) / 2.
     """
     if ACTIVATION == "relu":
         v = gl.maximum(v, 0.0, propagate_nan=NAN_STAYS)
@@ -206,7 +206,7 @@ def activate(v, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr):
 def tanh_argument(v, ACTIVATION: gl.constexpr):
     if ACTIVATION == "silu":
         a = 0.5 * v
-    elif ACTIVATION == "gelu":  # of all a v + b v^3 the one whose tanh is closest to erf(v / sqrt(2)), within 2.8e-4
+    elif ACTIVATION == "gelu":  # best fit a v + b v^3 with tanh close to erf(v / sqrt(2)), within 2.8e-4
         a = v * (0.80014206 + 0.034707733 * v * v)
     else:  # sqrt(2 / pi), and that times 0.044715
         a = v * (0.7978845608 + 0.0356774081 * v * v)
@@ -215,9 +215,10 @@ def tanh_argument(v, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def activate_in_fp32(v, ACTIVATION: gl.constexpr):
-    """To single precision."""
+    """Activation in single precision."""
     if ACTIVATION == "gelu":
-        # Abramowitz and Stegun 7.1.26, within 1.5e-7: the library's erf is so long that fetching its code would show
+        # Abramowitz and Stegun 7.1.26, within 1.5e-7: the library's erf is so long that instruction fetch would be
+        # measurable
         x = gl.abs(v) * 0.7071067811865476
         t = 1.0 / (1.0 + 0.3275911 * x)
         tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
@@ -242,7 +243,7 @@ def load_tiles(
     ROW_TILES: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
 ):
-    """(first words, second words, scale bytes) of ROW_TILES tiles; zeros outside."""
+    """(first words, second words, scale bytes) of ROW_TILES tiles; zeros out of bounds."""
     WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     out = ()
@@ -250,12 +251,12 @@ def load_tiles(
         wanted = (column < columns) & (row_tile + r < row_tiles)
         base = ((row_tile + r) * columns + column) * WORDS
         word_ptr = tile_ptr + (gl.multiple_of((base + lane * 4)[:, None], (4, 4)) + four)
-        # .cg: each weight is read once, the first cache level is for activations
+        # .cg: weights are read once; L1 is for activations
         first = gl.load(word_ptr, mask=wanted[:, None], other=0, cache_modifier=".cg")
         second = gl.load(word_ptr + 128, mask=wanted[:, None], other=0, cache_modifier=".cg")
         scale_ptr = tile_ptr + base + 256 + (lane // 2 if E8M0_SCALES else lane)
         scale = gl.load(scale_ptr, mask=wanted, other=0, cache_modifier=".cg")
-        if E8M0_SCALES:  # two lanes' a word
+        if E8M0_SCALES:  # two lanes per word
             scale = scale >> (16 * (lane % 2))
         out = out + (first, second, scale)
     return out
@@ -277,14 +278,14 @@ def load_tokens(
     K_TAIL: gl.constexpr,
     WORD_LOADS: gl.constexpr,
 ):
-    """Eight columns of eight tokens as four words a lane: the B operands of instructions 2 p and 2 p + 1."""
+    """Eight columns of eight tokens as four words per lane: the B operands of instructions 2 p and 2 p + 1."""
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     token = n * 8 + lane // 4
     t = lane % 4
     offset = column * 64 + t * 16 + (p ^ (t // 2)) * 4
     if not ALL_TOKENS:
         wanted = wanted & (token < M)
-    if WORD_LOADS:  # a load a word
+    if WORD_LOADS:  # a load per word
         words = offset[:, None] + four
         whole = wanted[:, None] & (words * 2 < K)
         return gl.load(x_ptr + (token * (x_stride // 2))[:, None] + words, mask=whole, other=0)
@@ -306,7 +307,7 @@ def tile_pointers(
     ROW_TILES: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
 ):
-    """Of each of ROW_TILES tiles where its words and where its scales are; behind the last row of tiles that one's."""
+    """Pointers to the words and to the scales of each of ROW_TILES tiles; clamped to the last row of tiles."""
     WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     out = ()
@@ -322,7 +323,7 @@ def tile_pointers(
 
 @gluon.jit
 def token_pointers(x_ptr, x_stride, column, lane, LAYOUT: gl.constexpr, TOKEN_GROUPS: gl.constexpr):
-    """Of each group of tokens where the first, then where the second operand is that `load_tokens` reads."""
+    """Pointers to the first, then the second operand that `load_tokens` reads, per token group."""
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     t = lane % 4
     out = ()
@@ -335,7 +336,7 @@ def token_pointers(x_ptr, x_stride, column, lane, LAYOUT: gl.constexpr, TOKEN_GR
 
 @gluon.jit
 def advanced(pointers, EVEN: gl.constexpr, ODD: gl.constexpr, COUNT: gl.constexpr):
-    """Pointers EVEN and ODD elements on, by their places in the tuple."""
+    """Increment pointers by EVEN and ODD elements, by their index in the tuple."""
     out = ()
     for i in gl.static_range(COUNT):
         out = out + (pointers[i] + (EVEN if i % 2 == 0 else ODD),)
@@ -344,7 +345,7 @@ def advanced(pointers, EVEN: gl.constexpr, ODD: gl.constexpr, COUNT: gl.constexp
 
 @gluon.jit
 def read_tiles(pointers, wanted, ROW_TILES: gl.constexpr, OUTSIDE: gl.constexpr):
-    """As `load_tiles`, but OUTSIDE, or with None anything, where tiles are not wanted."""
+    """Like `load_tiles`, but OUTSIDE, or undefined values if None, where tiles are not wanted."""
     out = ()
     for r in gl.static_range(ROW_TILES):
         words = pointers[2 * r]
@@ -358,7 +359,7 @@ def read_tiles(pointers, wanted, ROW_TILES: gl.constexpr, OUTSIDE: gl.constexpr)
 def read_tokens(
     pointers, column, lane, M, K, TOKEN_GROUPS: gl.constexpr, ALL_TOKENS: gl.constexpr, K_TAIL: gl.constexpr
 ):
-    """The operands of `load_tokens` for each group of tokens and p."""
+    """The operands of `load_tokens` for each token group and p."""
     out = ()
     for n in gl.static_range(TOKEN_GROUPS):
         for p in gl.static_range(4):
@@ -386,7 +387,7 @@ def places(program, ROW_TILES: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.con
 
 @gluon.jit
 def squares_at(square_ptr, K, SQUARES: gl.constexpr, WARPS: gl.constexpr):
-    """(Pointers to SQUARES sums of squares of a vector of K, one for each 16 numbers; which of them exist)."""
+    """(Pointers to SQUARES sums of squares of a vector of K, one per 16 numbers; mask of the valid ones)."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     at = gl.arange(0, SQUARES, layout=LAYOUT)
     return square_ptr + at, at < (K + 15) // 16
@@ -394,11 +395,11 @@ def squares_at(square_ptr, K, SQUARES: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def first_tile(thread, program, N, ROW_TILES: gl.constexpr):
-    """(column of each thread, row tile, row tiles of the weight) that a program begins with.
+    """(column of each thread, row tile, row tiles of the weight) that a program starts with.
 
-    Both arms compute the same, in another order: how ptxas gives loads to scoreboards depends on it. Where weights that
-    are read ahead share a scoreboard with activations, a wait for these is one for those too. With the second order
-    that happens to `gated_kernel`, which then takes 8 to 15 % longer on an H200; it therefore passes None.
+    Both branches compute the same in different order: ptxas assigns loads to scoreboards by it. If prefetched weights
+    share a scoreboard with activations, a wait for one waits for both. With the second order that happens to
+    `gated_kernel`, which then takes 8 to 15 % longer on an H200; so it passes None.
     """
     if program is None:
         column = thread // 32
@@ -440,12 +441,12 @@ def sums_of_products(
     EXTRAS: gl.constexpr,
     SQUARES: gl.constexpr,
 ):
-    """16 * ROW_TILES rows of x [M, K] @ w.T of each of MATRICES, a sum for each warp: [32 * K_WARPS, 4] for each group
-    of tokens and row tile of one matrix, then of the next. And what the extras point at, and SCALE_FIRST's scale.
+    """16 * ROW_TILES rows of x [M, K] @ w.T for each of MATRICES, a sum per warp: [32 * K_WARPS, 4] for each token
+    group and row tile of one matrix, then of the next. Also the values of the extras, and SCALE_FIRST's scale.
 
-    extras: EXTRAS pointers and masks, read before the loop so that nobody waits for them behind it. squares: shared
-    memory to which SQUARES numbers of square_ptr are on their way. SCALE_FIRST: *scale_ptr is read before the loop.
-    program: whose rows, None for the grid's own.
+    extras: EXTRAS pointers and masks, loaded before the loop to hide their latency. squares: shared memory to which
+    SQUARES numbers of square_ptr are being copied. SCALE_FIRST: *scale_ptr is loaded before the loop. program: whose
+    rows to compute, None: the grid's.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
     THREADS: gl.constexpr = 32 * K_WARPS
@@ -500,7 +501,7 @@ def sums_of_products(
         if CARRY_POINTERS:
             tokens = read_tokens(xs, column, lane, M, K, TOKEN_GROUPS, ALL_TOKENS, K_TAIL)
             xs = advanced(xs, 64 * K_WARPS, 64 * K_WARPS, 2 * TOKEN_GROUPS)
-        elif TOKEN_GROUPS <= 4:  # more would not stay in registers
+        elif TOKEN_GROUPS <= 4:  # more would spill registers
             for n in gl.static_range(TOKEN_GROUPS):
                 for p in gl.static_range(4):
                     loaded = load_tokens(
@@ -620,10 +621,10 @@ def linear_program(
     DEPENDENT: gl.constexpr,
     EXTRAS: gl.constexpr,
 ):
-    """x [M, K] @ w.T * scale + bias at `result_places`, and what the extras point at; see `sums_of_products`."""
+    """x [M, K] @ w.T * scale + bias at `result_places`, and the extras' values; see `sums_of_products`."""
     SCALE_FIRST: gl.constexpr = (
         K_WARPS < 16 and ROW_TILES < 4
-    )  # with few columns a warp the first weights would wait for it
+    )  # with few columns per warp the first weights would wait for it
     sums, read = sums_of_products(
         x_ptr,
         (tile_ptr,),
@@ -668,7 +669,7 @@ def linear_program(
 
 @gluon.jit
 def result_places(program, ROW_TILES: gl.constexpr, TOKEN_GROUPS: gl.constexpr, K_WARPS: gl.constexpr):
-    """(row, token) of what a program of K_WARPS warps computes, as it is stored."""
+    """(row, token) of the results of a program of K_WARPS warps, in store layout."""
     return places(
         program,
         ROW_TILES,
@@ -745,7 +746,7 @@ def linear_kernel(
 def pad_kernel(
     x_ptr, o_ptr, K, width, x_stride, k_stride, WARPS: gl.constexpr, SPAN: gl.constexpr, DEPENDENT: gl.constexpr
 ):
-    """o [M, width] = x [M, K] and zeros behind it, grid (M, ceil(width / SPAN)). DEPENDENT: a dependent launch."""
+    """o [M, width] = x [M, K] padded with zeros, grid (M, ceil(width / SPAN)). DEPENDENT: a dependent launch."""
     if DEPENDENT:
         wait_for_launch_before()
         allow_launch_after()
@@ -757,7 +758,7 @@ def pad_kernel(
 
 @gluon.jit
 def widen(pair, s, DTYPE: gl.constexpr, WARPS: gl.constexpr):
-    """[threads, 4] pairs of bf16 times s, as [threads, 8] of DTYPE."""
+    """[threads, 4] bf16 pairs times s, as [threads, 8] of DTYPE."""
     low = (pair << 16).to(gl.float32, bitcast=True) * s
     high = (pair & -65536).to(gl.float32, bitcast=True) * s
     return gl.reshape(gl.join(low.to(DTYPE), high.to(DTYPE)), (32 * WARPS, 8))
@@ -771,7 +772,7 @@ def decode_program(program, tile_ptr, scale_ptr, w_ptr, N, K, columns, E8M0_SCAL
     ROWS: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [WARPS, 1, 1], [2, 1, 0])
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
-    groups = (columns + WARPS - 1) // WARPS  # neighbours in time are neighbours in memory
+    groups = (columns + WARPS - 1) // WARPS  # consecutive in time, consecutive in memory
     row_tile = program // groups
     group = program % groups
     column = group * WARPS + thread // 32
@@ -825,7 +826,7 @@ def decode_program(program, tile_ptr, scale_ptr, w_ptr, N, K, columns, E8M0_SCAL
 
 @gluon.jit(do_not_specialize=["N", "columns"])
 def decode_kernel(tile_ptr, scale_ptr, w_ptr, N, K, columns, E8M0_SCALES: gl.constexpr, WARPS: gl.constexpr):
-    """w [N, K] in its own dtype, bit for bit what the format's `decode` gives; grid (row tiles * column groups,).
+    """w [N, K] in its own dtype, bit-exact with the format's `decode`; grid (row tiles * column groups,).
 
     level * (scale * tensor scale), both products rounded to fp32.
     """

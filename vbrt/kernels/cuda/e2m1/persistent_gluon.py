@@ -1,29 +1,29 @@
-"""The fused kernel for Hopper and hundreds to thousands of tokens: persistent, warp-specialized, no decoded weight.
+"""Persistent, warp-specialized kernel for Hopper and hundreds to thousands of tokens, without a decoded weight.
 
-A program takes tiles of 128 rows of the result by TOKENS tokens until there are none left. Two warpgroups multiply 64
-rows each: a warp decodes one tile of `tiles` into the register operand of `wgmma`, while the instructions before it
-run. One more warp has the copy engine (TMA) fill a ring in shared memory with activations as they lie, which both
-warpgroups read. The sums stay in registers, up to 128 a thread, and leave through shared memory.
+A program takes tiles of 128 rows by TOKENS tokens of the result until none are left. Two consumer warpgroups compute 64
+rows each: a warp decodes one tile of `tiles` into the register operand of `wgmma`, while previous instructions run. A
+producer warp fills a shared-memory ring with activations by TMA, which both warpgroups read. Accumulators stay in
+registers, up to 128 per thread, and are stored through shared memory.
 
-TOKENS is a multiple of 32 up to 256, so that tiles fit most numbers of tokens with little padding. Tensors of the
-kernel language have powers of two as sizes, so other numbers are made of *pieces*, 192 = 128 + 64: each has sums, a
-ring and instructions of its own, which take the same register operand.
+TOKENS is a multiple of 32 up to 256, so that tiles fit most numbers of tokens with little padding. Gluon tensors have
+power-of-two sizes, so other numbers consist of *pieces*, 192 = 128 + 64: each has accumulators, a ring and instructions
+of its own, with the same register operand.
 
-Where whole tiles would leave multiprocessors idle in the last round, the first tiles are cut along K into one range for
-each program, all of one length (stream-K, Osama et al., arXiv:2301.03598). A program begins with the end of a tile,
-whose sums it leaves in memory, and the one that has the tile's beginning has that last, when the others are there. Sums
-are added in a fixed order. Programs wait only for such as the GPU starts before them. That sums are there is said by
-the call's *ticket*, 64 bits that no other call has, so flags need no launch that clears them; whoever has read them
-does.
+Where whole tiles would leave multiprocessors idle in the last wave, the first tiles are cut along K into one equal
+range per program (stream-K, Osama et al., arXiv:2301.03598). A program starts with the end of a tile, whose sums it
+leaves in memory; the program with the tile's beginning processes that last, when the other sums exist. Sums are added
+in a fixed order. Programs wait only for ones that the GPU starts before them. A flag holds the call's *ticket*, 64 bits
+unique to the call, so flags need no launch that clears them; their reader does.
 
-The tiles' order of columns suits the kernel for few tokens, where a lane t of four reads 32 adjacent columns. Here the
-instruction wants columns 8 m + 2 t and 8 m + 2 t + 1 from it, so the four lanes exchange: words first (the half of
-eight columns that holds them), then decoded pairs. That costs a hundred instructions a tile. With ORDERED activations
-come in the tiles' order, from a launch before this one, and nothing is exchanged: faster by as much as decoding is of
-the time, so for tiles of few tokens. At 2048 tokens and 14336 columns that launch took a tenth of the time.
+The tiles' column order suits the small-batch kernel, where a lane t of four reads 32 consecutive columns. Here the
+instruction needs columns 8 m + 2 t and 8 m + 2 t + 1 from it, so the four lanes exchange: words first (the half of
+eight columns that contains them), then decoded pairs. That costs a hundred instructions per tile. With ORDERED,
+activations are in tile order, from a preceding launch, and nothing is exchanged: it saves the more, the larger
+decoding's share of the time, so it is for tiles of few tokens. At 2048 tokens and 14336 columns that launch took a
+tenth of the time.
 
-The order of instructions matters. A warpgroup keeps at least four in flight but for once in two columns: were there
-any at the loop's end, ptxas would run out of registers for their results and put a wait behind every one.
+Instruction order matters. A warpgroup keeps at least four wgmma in flight except once in two columns: with any in
+flight at the loop's end, ptxas would run out of registers for their results and insert a wait after each.
 """
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
@@ -62,29 +62,29 @@ from vbrt.libraries.triton_api import renamed
 __all__ = ["COLUMNS", "box_of", "persistent_kernel"]
 
 ROWS = gl.constexpr(PERSISTENT_ROWS)
-#: columns of activations that a copy takes: a row of 128 bytes in shared memory
+#: columns of activations per copy: a 128-byte row in shared memory
 COLUMNS = gl.constexpr(64)
-#: bytes of shared memory for activations, and the most tiles' columns of them that are of use
+#: bytes of shared memory for activations, and the maximum useful number of stages
 RING_BYTES, MOST_STAGES = gl.constexpr(204_800), gl.constexpr(8)
-#: of a warpgroup; a program has three, the third one for the warp that copies
+#: per warpgroup; a program has three, the third one for the producer warp
 WARPS = gl.constexpr(PERSISTENT_WARPS)
 
 
 @gluon.constexpr_function
 def box_of(TOKENS):
-    """Tokens of activations that a copy takes."""
+    """Tokens of activations per copy."""
     return 32 if TOKENS % 64 else 64
 
 
 @gluon.constexpr_function
 def pieces_of(TOKENS):
-    """The number of pieces of a tile."""
+    """Number of pieces of a tile."""
     return TOKENS.bit_count()
 
 
 @gluon.constexpr_function
 def piece_tokens(TOKENS, piece):
-    """The tokens of a piece: the largest comes first."""
+    """Tokens of a piece: the largest comes first."""
     sizes = [size for size in (256, 128, 64, 32) if TOKENS & size]
     return sizes[piece]
 
@@ -98,7 +98,7 @@ def piece_first(TOKENS, piece):
 
 @gluon.constexpr_function
 def stages_of(TOKENS):
-    """Tiles' columns of activations in the ring, each of TOKENS * 128 bf16."""
+    """Stages of the activation ring, each of TOKENS * 128 bf16."""
     return min(MOST_STAGES.value, RING_BYTES.value // (256 * TOKENS))
 
 
@@ -109,7 +109,7 @@ def sums_layout(TOKENS):
 
 @gluon.constexpr_function
 def first_column(instruction, PART, ORDERED):
-    """Of the 128 columns of activations in the ring, the first of the 16 that an instruction multiplies."""
+    """First of the 16 columns that an instruction multiplies, among the 128 columns of a stage."""
     return 64 * PART + 16 * instruction if ORDERED else 32 * instruction + 16 * PART
 
 
@@ -117,7 +117,7 @@ tma_load = renamed(tma, "async_load", "async_copy_global_to_shared")
 
 
 def _exchange_assembly() -> str:
-    """Words $16..$19 of lane $36 to four A operands in $0..$15, columns in their own order.
+    """Convert words $16..$19 of lane $36 to four A operands in $0..$15, columns in natural order.
 
     Word 2 p + j holds pairs c = 0, 1 of columns 32 t + 8 (p ^ (t // 2)) + 4 j + 2 c, for rows g and g + 8. Lane t gets
     pair j = t // 2, c = t % 2 of all four lanes' words: from lane t ^ 2 first, then from t ^ 1. The scales of rows g
@@ -149,7 +149,7 @@ def _exchange_assembly() -> str:
 
 EXCHANGE = gl.constexpr(_exchange_assembly())
 EXCHANGE_REGISTERS = gl.constexpr(",".join(["=&r"] * 16) + ",r" * 24)
-#: a lane's $2 and that of lane t ^ 2, the one of the lower t first
+#: $2 of this lane and of lane t ^ 2, the one of the lower t first
 BOTH = gl.constexpr(
     "{ .reg .b32 r, t; .reg .pred high; and.b32 t, $3, 2; setp.ne.u32 high, t, 0; "
     "shfl.sync.bfly.b32 r, $2, 2, 31, -1; selp.b32 $0, r, $2, high; selp.b32 $1, $2, r, high; }"
@@ -186,7 +186,7 @@ def operands(words, lower, upper, lane, PART: gl.constexpr, E8M0_SCALES: gl.cons
 
 @gluon.constexpr_function
 def is_table(CODES):
-    """True if codes stand for entries of a table: of 16 levels, or of eight magnitudes with a sign in bit 3."""
+    """True for table codes: an index into 16 levels, or into eight magnitudes with a sign in bit 3."""
     return CODES in ("table", "magnitudes")
 
 
@@ -194,7 +194,7 @@ def is_table(CODES):
 def weight_pointers(
     tile_ptr, block_ptr, row_tile, N, column, columns, blocks, lane, LAYOUT: gl.constexpr, CODES: gl.constexpr
 ):
-    """Where a warp's tile of 16 rows and 128 columns is."""
+    """Pointers to a warp's tile of 16 rows and 128 columns."""
     if is_table(CODES):
         return table_pointers(tile_ptr, block_ptr, row_tile, N, column, blocks, lane, LAYOUT)
     else:
@@ -203,7 +203,7 @@ def weight_pointers(
 
 @gluon.jit
 def read_column(pointers, wanted, column, blocks, lane, LAYOUT: gl.constexpr, CODES: gl.constexpr):
-    """(words of a warp's tile, more of them, scales) as they are stored, and pointers to the next tile."""
+    """(words of a warp's tile, more of them, scales) as stored, and pointers to the next tile."""
     if is_table(CODES):
         return table_column(pointers, wanted, column, blocks, lane, LAYOUT)
     else:
@@ -214,7 +214,7 @@ def read_column(pointers, wanted, column, blocks, lane, LAYOUT: gl.constexpr, CO
 
 @gluon.jit
 def scales_of(raw, lane, CODES: gl.constexpr, ORDERED: gl.constexpr):
-    """The scales of a column as `operands_of` takes them."""
+    """Scales of a column in the form of `operands_of`."""
     if is_table(CODES):
         return (scale_pairs(raw[2]),)
     elif ORDERED:
@@ -238,7 +238,7 @@ def operands_of(
 
 @gluon.jit
 def zeros_of(TOKENS: gl.constexpr):
-    """No sums yet, [64 rows, tokens] for each piece."""
+    """Zero accumulators, [64 rows, tokens] for each piece."""
     out = ()
     for p in gl.static_range(pieces_of(TOKENS)):
         out = out + (
@@ -249,7 +249,7 @@ def zeros_of(TOKENS: gl.constexpr):
 
 @gluon.jit
 def multiply(totals, a, rings, stage, PART: gl.constexpr, ORDERED: gl.constexpr):
-    """Starts four instructions a piece on what `operands_of` gives and a place of the rings."""
+    """Issue four instructions per piece on `operands_of` and a stage of the rings."""
     for s in gl.static_range(4):
         out = ()
         for p in gl.static_range(len(rings)):
@@ -262,7 +262,7 @@ def multiply(totals, a, rings, stage, PART: gl.constexpr, ORDERED: gl.constexpr)
 
 @gluon.jit
 def wait_for_products(totals, LEFT: gl.constexpr):
-    """The sums once all instructions but the last LEFT of each piece have ended; the hardware counts to seven."""
+    """Return the sums after all but the last LEFT instructions of each piece; the hardware counts to seven."""
     COUNT: gl.constexpr = len(totals)
     if COUNT == 1:
         x = hopper.warpgroup_mma_wait(LEFT, deps=totals)
@@ -277,20 +277,20 @@ def wait_for_products(totals, LEFT: gl.constexpr):
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
-    """The place behind one of the ring, and the parity of its barriers' phase."""
+    """The next stage of the ring, and the parity of its barriers' phase."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
 def halves(v):
-    """[rows, tokens] to its first and last tokens, without moving them."""
+    """Split [rows, tokens] into first and last tokens, in place in registers."""
     return gl.permute(gl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1)).split()
 
 
 @gluon.jit
 def store_tokens(v, staging, y_ptr, first_row, first_token, own_token, M, N, y_stride, ACTIVATION: gl.constexpr):
-    """y = activation(v [64 rows, up to 64 tokens]), through shared memory: a token's rows are stored together."""
+    """y = activation(v [64 rows, up to 64 tokens]), through shared memory: coalesces a token's rows."""
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     SIZE: gl.constexpr = v.shape[1]
     place = staging.slice(0, SIZE, dim=0)
@@ -340,7 +340,7 @@ def store_piece(
         here, last = halves(v)
         store_half(here, staging, y_ptr, first_row, first_token, own_token, M, N, y_stride, ACTIVATION)
         store_half(last, staging, y_ptr, first_row, first_token + 128, own_token, M, N, y_stride, ACTIVATION)
-    else:  # more instructions, which take longer to fetch than to run twice
+    else:  # more instructions: fetching them takes longer than running the others twice
         here, last = halves(v)
         for i in range(gl.minimum((M - first_token + 127) // 128, 2)):
             store_half(here, staging, y_ptr, first_row, first_token + i * 128, own_token, M, N, y_stride, ACTIVATION)
@@ -349,14 +349,14 @@ def store_piece(
 
 @gluon.jit
 def share_of(program, programs, split, pairs):
-    """[begin, end) of the pairs of columns of the tiles that are cut up; the last program has the first."""
+    """[begin, end) of the column pairs of cut tiles for a program; the last program has the first range."""
     at = programs - 1 - program
     return at * (split * pairs) // programs, (at + 1) * (split * pairs) // programs
 
 
 @gluon.jit
 def parts_of(split, pairs, tiles):
-    """(begin of this program's share, its end, parts of tiles in it, those and whole tiles)."""
+    """(begin of this program's range, its end, parts of cut tiles in it, parts plus whole tiles)."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     begin, end = share_of(program, programs, split, pairs)
@@ -366,7 +366,7 @@ def parts_of(split, pairs, tiles):
 
 @gluon.jit
 def part_at(i, begin, end, cut, split, pairs):
-    """(tile, its first pair of columns, the pair behind its last) of a program's part i."""
+    """(tile, first column pair, end pair) of a program's part i."""
     tile = gl.where(i < cut, begin // pairs + i, split + gl.program_id(0) + (i - cut) * gl.num_programs(0))
     first = gl.where(i < cut, gl.maximum(begin - tile * pairs, 0), 0)
     return tile, first, gl.where(i < cut, gl.minimum(end - tile * pairs, pairs), pairs)
@@ -374,7 +374,7 @@ def part_at(i, begin, end, cut, split, pairs):
 
 @gluon.jit
 def leave_partial_sums(totals, part_ptr, flag_ptr, ticket, HALF: gl.constexpr, TOKENS: gl.constexpr):
-    """Puts a program's sums where the one that has the tile's beginning finds them."""
+    """Store a program's partial sums for the one that has the tile's beginning."""
     place = 2 * gl.program_id(0) + HALF
     own = part_ptr + place.to(gl.int64) * (ROWS // 2 * TOKENS)
     for p in gl.static_range(pieces_of(TOKENS)):
@@ -390,7 +390,7 @@ def leave_partial_sums(totals, part_ptr, flag_ptr, ticket, HALF: gl.constexpr, T
 def add_partial_sums(
     totals, part_ptr, flag_ptr, ticket, behind, until, split, pairs, HALF: gl.constexpr, TOKENS: gl.constexpr
 ):
-    """totals and the sums that other programs have of pairs `behind` to `until`, once they are there."""
+    """Add other programs' sums of column pairs `behind` to `until` to totals, once they exist."""
     programs = gl.num_programs(0)
     program = gl.program_id(0) - 1
     while behind < until:
@@ -406,7 +406,7 @@ def add_partial_sums(
             )
             out = out + (totals[p] + gl.load(pointers, cache_modifier=".cg"),)
         totals = out
-        gl.store(flag_ptr + place, ticket * 0)  # for the next replay of a graph, which has the same ticket
+        gl.store(flag_ptr + place, ticket * 0)  # for the next replay of a graph, with the same ticket
         _, behind = share_of(program, programs, split, pairs)
         program = program - 1
     return totals
@@ -414,8 +414,8 @@ def add_partial_sums(
 
 @gluon.jit
 def tokens_of(block, M, TOKENS: gl.constexpr):
-    """(first token of a block, the first that is stored). The last block reaches back, where there are tokens before
-    it: the copy engine takes longer for what lies outside than for what is there."""
+    """(first token of a block, first one that is stored). The last block reaches back, if there are tokens before it:
+    TMA is slower for out-of-bounds rows than for existing ones."""
     return gl.minimum(block * TOKENS, gl.maximum(M - TOKENS, 0)), block * TOKENS
 
 
@@ -423,9 +423,9 @@ def tokens_of(block, M, TOKENS: gl.constexpr):
 def copy_activations(
     x_desc, rings, ready, free, M, columns, split, tiles, TOKENS: gl.constexpr, DEPENDENT: gl.constexpr
 ):
-    """The warp that keeps the ring full, for an even number of columns; columns outside x are zeros.
+    """Producer warp that keeps the ring full, for an even number of columns; columns outside x are zeros.
 
-    Boxes without a token are left out.
+    Boxes without tokens are skipped.
     """
     BOX: gl.constexpr = box_of(TOKENS)
     if DEPENDENT:
@@ -487,7 +487,7 @@ def multiply_tiles(
     HAS_BIAS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """A warpgroup, for the lower or the upper HALF of each tile's rows.
+    """Consumer warpgroup, for the lower or the upper HALF of each tile's rows.
 
     The second one starts a column after the first, so that one stores its results while the other multiplies.
     """
@@ -505,7 +505,7 @@ def multiply_tiles(
     phase = 0
     for i in range(parts):
         tile, first_pair, last_pair = part_at(i, begin, end, cut, split, pairs)
-        # neighbours share their weights in the second-level cache
+        # neighbouring programs share weights in L2
         first_token, own_token = tokens_of(tile % token_blocks, M, TOKENS)
         first_row = tile // token_blocks * ROWS + HALF * (ROWS // 2)
         last = gl.minimum(2 * last_pair, columns)
@@ -595,9 +595,9 @@ def persistent_kernel(
     """y [M, N] = activation(x [M, K] @ w.T * scale + bias) in bf16, by programs of WARPS warps.
 
     x_desc: x in boxes [box_of(TOKENS), COLUMNS], rows 16-byte aligned, 128-byte swizzle. ORDERED: its columns are in
-    the order of the tiles, see `order_kernel`. CUT_TILES: the first `split` tiles are cut, by sums in part
-    [programs, 2, 64 * TOKENS] fp32 and flags [programs, 2] int64, which may be anything but the ticket.
-    No more programs than the GPU has multiprocessors, nor than tiles or, of those that are cut, pairs of columns.
+    tile order, see `order_kernel`. CUT_TILES: the first `split` tiles are cut, with sums in part [programs, 2, 64 *
+    TOKENS] fp32 and flags [programs, 2] int64, which may be anything but the ticket. At most as many programs as the
+    GPU has multiprocessors, and as there are tiles or, of cut ones, column pairs.
     """
     STAGES: gl.constexpr = stages_of(TOKENS)
     rings = ()

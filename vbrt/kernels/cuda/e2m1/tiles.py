@@ -1,20 +1,20 @@
-"""E2M1 weights in the order that a warp's matrix instruction wants them: pure tensor transforms, any device.
+"""Tile order: E2M1 weights in the operand order of a warp's mma instruction: pure tensor transforms, any device.
 
-A tile is 16 rows by 128 columns, what one warp multiplies with eight `m16n8k16` instructions. It holds 256 words of
-codes, then the tile's block scales, so that one contiguous read brings both (1152 bytes for nvfp4, 1088 for mxfp4).
-Lane l = 4 g + t of the warp owns rows g and g + 8 and the 32 columns 32 t .. 32 t + 31: whole scale blocks. As the sum
-over K may run in any order, instruction j of lane t is given columns 8 (p ^ (t // 2)) + 4 (j % 2) .. + 3 of those, with
-p = j // 2: the exclusive or spreads a warp's reads of the activations over the memory banks.
+A tile is 16 rows by 128 columns, which one warp multiplies with eight `m16n8k16` instructions. It has 256 words of
+codes, then the tile's block scales, so that one contiguous read loads both (1152 bytes for nvfp4, 1088 for mxfp4). Lane
+l = 4 g + t of the warp owns rows g and g + 8 and the 32 columns 32 t .. 32 t + 31: whole scale blocks. As the sum over
+K may be in any order, instruction j of lane t takes columns 8 (p ^ (t // 2)) + 4 (j % 2) .. + 3 of those, with p = j //
+2: the xor spreads a warp's reads of activations over the memory banks.
 
-A word holds the 8 codes of one lane and instruction, as four pairs of bf16 without their low bits: bit 15 is the sign
-and bits 8..6 the magnitude of E2M1, so that the pair read as bf16 is level * 2^-126. Rotations place the 4 * 8 bits:
+A word has the 8 codes of one lane and instruction, as four bf16 pairs without their low bits: bit 15 is the sign and
+bits 8..6 the magnitude of E2M1, so that the pair read as bf16 is level * 2^-126. Rotations place the 4 * 8 bits:
 
     pair 0 = (w << 2) & M      pair 1 = (w << 6) & M      pair 2 = rotl(w, 12) & M      pair 3 = (w ^ (w >> 8)) & M
 
 with M = 0x81C081C0: eight instructions for eight weights. No four shifts alone can do it (x^9 + x^2 + x + 1 does not
-tile 16 bits), hence the exclusive or in the last.
+tile 16 bits), hence the xor in the last.
 
-Legend: N rows, K columns, I row tiles, U column tiles, B scale blocks a row.
+Legend: N rows, K columns, I row tiles, U column tiles, B scale blocks per row.
 """
 
 import functools
@@ -53,21 +53,21 @@ __all__ = [
     "weight_of",
 ]
 
-#: the field of a page that holds tiles; another order of the bits will have another name
+#: page field with tiles; another bit order would get another name
 TILES = "mma_tiles_v1"
 ROWS, COLUMNS = 16, 128
 _CODE_WORDS = 256
 _SIGN_AND_MAGNITUDE = {15: 3, 8: 2, 7: 1, 6: 0}  # bit of a bf16 half -> bit of the code
-#: an E8M0 scale byte is stored relative to the largest one, which becomes 2^112: the product with a code's
-#: level * 2^-126 then stays inside bf16
+#: an E8M0 scale byte is stored relative to the largest one, which becomes 2^112: its product with a code's
+#: level * 2^-126 then stays within bf16's range
 _TOP_FIELD = 239
 
 
 class TileFormat(NamedTuple):
-    """Properties of a format with E2M1 codes that the kernels depend on.
+    """Properties of an E2M1 format that kernels depend on.
 
-    block: columns under one scale. words: int32 words a tile. e8m0_scales: True if block scales are powers of two
-    (E8M0), stored relative to the largest; otherwise they are E4M3.
+    block: columns per scale. words: int32 words per tile. e8m0_scales: True if block scales are powers of two (E8M0),
+    stored relative to the largest; otherwise E4M3.
     """
 
     block: int
@@ -84,7 +84,7 @@ FORMATS = {name: _tile_format(format_records.FORMATS[name]) for name in format_r
 
 
 class TiledWeight(NamedTuple):
-    """A weight (n, k) in tile order: tiles int32 [I, U, words] and the scale of all of it, fp32 [1]."""
+    """A weight (n, k) in tile order: tiles int32 [I, U, words] and the tensor scale, fp32 [1]."""
 
     tiles: Tensor
     scale: Tensor
@@ -110,22 +110,22 @@ def tile_shape(format: str, shape: tuple[int, int]) -> tuple[int, int, int]:
 
 
 def tile_layout(format: str, shape: tuple[int, int]) -> PageLayout:
-    """The page of a coarse plane in tile order."""
+    """Page layout of a coarse plane in tile order."""
     fields = [(TILES, "int32", tile_shape(format, shape)), ("tensor_scale", "float32", (1,))]
     return build_layout(format, "coarse", fields)
 
 
 @functools.cache
 def relative_values(device: torch.device) -> Tensor:
-    """What the bytes of E8M0 scales are worth as tiles hold them, times the tensor's scale: fp32 [256]."""
+    """Values of E8M0 scale bytes as stored in tiles, relative to the tensor scale: fp32 [256]."""
     exponents = torch.arange(256, dtype=torch.float64, device="cpu") - _TOP_FIELD
     return (2.0**exponents).float().to(device)
 
 
 def page_of(tiles: Tensor, scale: Tensor) -> Tensor:
-    """Words int32 from the first tile up to the scale that lies behind them in a page: one tensor for both.
+    """View of int32 words from the first tile up to the scale behind them in a page: one tensor for both.
 
-    It keeps the two as its `_vb_parts`, for `tiled_weight`.
+    It keeps the two as `_vb_parts`, for `tiled_weight`.
     """
     words = (scale.data_ptr() - tiles.data_ptr()) // 4 + 1
     page = tiles.as_strided((words,), (1,))
@@ -134,20 +134,20 @@ def page_of(tiles: Tensor, scale: Tensor) -> Tensor:
 
 
 def tiled_weight(tiles: Tensor, scale: Tensor | None, format: str, n: int, k: int) -> TiledWeight:
-    """The weight (n, k) of tiles and their scale or, without a scale, of a `page_of` both, or of a copy of one."""
+    """The weight (n, k) from tiles and their scale or, without a scale, from a `page_of` both, or a copy of one."""
     if scale is None:
         tiles, scale = parts_of(tiles, format, (n, k))
     return TiledWeight(tiles, scale, format, n, k)
 
 
 def weight_of(planes: WeightPlanes) -> TiledWeight:
-    """The weight that planes in tile order hold."""
+    """The weight in planes in tile order."""
     n, k = planes.shape
     return TiledWeight(planes.coarse[TILES], planes.coarse["tensor_scale"], planes.format, n, k)
 
 
 def parts_of(page: Tensor, format: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """The tiles and the scale of a `page_of` both for a weight (N, K), or of a copy of one."""
+    """Tiles and scale of a `page_of` both for a weight (N, K), or of a copy of one."""
     parts = getattr(page, "_vb_parts", None)
     if parts is None:
         tiles = tile_shape(format, shape)
@@ -166,9 +166,9 @@ def fits(format: str, coarse: dict[str, Tensor]) -> bool:
 
 
 def pack_tiles(format: str, coarse: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-    """Put a coarse plane of one of `FORMATS` in tile order: {TILES: int32 [I, U, words], "tensor_scale": fp32 [1]}.
+    """Reorder a coarse plane of one of `FORMATS` into tiles: {TILES: int32 [I, U, words], "tensor_scale": fp32 [1]}.
 
-    Raises KernelError for another format, or scales that `fits` refuses.
+    Raises KernelError for another format, or scales that do not fit (`fits`).
     """
     if not fits(format, coarse):
         raise KernelError(f"{format} weight {shape}: cannot be put in tile order; keep the plain coarse plane")
@@ -196,7 +196,7 @@ def _fill_tiles(tiles: Tensor, codes: Tensor, scales: Tensor, per_tile: int) -> 
 
 
 def unpack_tiles(format: str, tensors: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-    """Undo `pack_tiles` exactly: the coarse plane as the format's `encode` gave it."""
+    """Exact inverse of `pack_tiles`: the coarse plane in the format's order."""
     n, k = shape
     block = FORMATS[format].block
     tiles = tensors[TILES]
@@ -212,14 +212,14 @@ def unpack_tiles(format: str, tensors: dict[str, Tensor], shape: tuple[int, int]
 
 
 def _stored_scales(scales: Tensor, top: Tensor | None) -> Tensor:
-    """Scale bytes uint8 [N, B] as tiles hold them; top: the largest of E8M0 ones [1]."""
+    """Scale bytes uint8 [N, B] as stored in tiles; top: the largest E8M0 byte [1]."""
     if top is None:
         return scales.view(torch.uint8)
     return (scales.to(torch.int32) - top.to(torch.int32) + _TOP_FIELD).to(torch.uint8)
 
 
 def _power_of_two(byte_1: Tensor) -> Tensor:
-    """The value fp32 [1] of an E8M0 byte [1]."""
+    """Value fp32 [1] of an E8M0 byte [1]."""
     return powers_of_two(byte_1.device).index_select(0, byte_1.to(torch.int32))
 
 
@@ -228,7 +228,7 @@ def _nibbles(codes: Tensor) -> Tensor:
 
 
 def _padded(byte_NX: Tensor, rows: int, columns: int, per_tile: int) -> Tensor:
-    """uint8 [rows * 16, columns * per_tile], zeros around."""
+    """uint8 [rows * 16, columns * per_tile], zero-padded."""
     out = byte_NX.new_zeros(rows * ROWS, columns * per_tile)
     out[: byte_NX.shape[0], : byte_NX.shape[1]] = byte_NX
     return out
@@ -253,7 +253,7 @@ def _pack_codes(code_NK: Tensor) -> Tensor:
     for half in range(2):
         for place, bit in _SIGN_AND_MAGNITUDE.items():
             last[16 * half + place] = (pair[..., 3, half] >> bit) & 1
-    # pair 3 is w ^ (w >> 8): from the top, where the shift brings zeros, every free bit is decided by one above it
+    # pair 3 is w ^ (w >> 8): from the top, where the shift yields zeros, each free bit follows from one above it
     bits[31], bits[24] = last[31], last[24]
     bits[23], bits[30] = last[23] ^ bits[31], last[22] ^ bits[22]
     bits[15], bits[8] = last[15] ^ bits[23], last[8] ^ bits[16]
@@ -264,7 +264,7 @@ def _pack_codes(code_NK: Tensor) -> Tensor:
 
 
 def decode_words(word: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four masked pairs of words int32, as the kernels compute them: bf16 bits of level * 2^-126, two a word."""
+    """The four masked pairs of int32 words, computed like in the kernels: bf16 bits of level * 2^-126, two per word."""
     mask = 0x81C081C0 - (1 << 32)  # as int32
     low = word.to(torch.int64) & 0xFFFFFFFF
     rotated = ((low << 12) | (low >> 20)) & 0xFFFFFFFF
@@ -285,7 +285,7 @@ def _unpack_codes(words: Tensor) -> Tensor:
 
 
 def _pack_scales(byte_NB: Tensor, per_tile: int) -> Tensor:
-    """int32 words [I, U, 4 * per_tile]: each lane's bytes together, those of row g before those of row g + 8."""
+    """int32 words [I, U, 4 * per_tile]: bytes grouped by lane, row g before row g + 8."""
     rows, columns = byte_NB.shape[0] // ROWS, byte_NB.shape[1] // per_tile
     byte = byte_NB.view(rows, 2, 8, columns, 4, per_tile // 4).permute(0, 3, 2, 4, 1, 5)  # i u g t h b
     return byte.reshape(rows, columns, ROWS * per_tile).view(torch.int32)

@@ -1,7 +1,7 @@
-"""The launch configurations that `vbrt.tune` has found on this machine, in a file for each GPU and version of Triton.
+"""Tuned configurations: launch configurations from `vbrt.tune` on this machine, one file per GPU and Triton version.
 
-The file is named after the GPU, Triton's version and `KERNELS`; one that cannot be read or does not belong here is
-announced and ignored.
+The file name contains the GPU, Triton's version and `KERNELS`; a file that is unreadable or does not match is ignored
+with a warning.
 """
 
 import functools
@@ -20,10 +20,10 @@ from vbrt.kernels.cuda.launch_table import Launch
 
 __all__ = ["CANDIDATES", "KERNELS", "Launches", "identity", "tuned", "tuning_file", "tuning_path", "write"]
 
-#: raised with each change of a kernel that can change which configuration is the fastest
+#: incremented with kernel changes that may change the fastest configuration
 KERNELS = 2
 _READS = ((True, True), (True, False), (False, False))  # prefetch, carry_pointers
-#: what a search tries, and a file may name
+#: configurations that a search tries, and that a file may contain
 CANDIDATES = tuple(Launch(rows, warps, *reads) for rows in (1, 2, 4) for warps in (4, 8, 16) for reads in _READS)
 _MAX_BYTES = 1 << 20
 
@@ -32,20 +32,20 @@ Launches = dict[tuple[int, int, int], Launch]
 
 
 def tuning_path(gpu: str, triton: str) -> Path:
-    """The file of the configurations for a GPU and a version of Triton: below $XDG_CACHE_HOME or ~/.cache."""
+    """File for a GPU and Triton version, below $XDG_CACHE_HOME or ~/.cache."""
     name = re.sub(r"[^a-z0-9.]+", "-", f"{gpu} triton {triton} v{KERNELS}".lower())
     return cache_folder() / "tuning" / f"{name}.json"
 
 
 def tuning_file(device: int) -> Path:
-    """The file of the configurations for a CUDA device; it need not exist."""
+    """File for a CUDA device; it may not exist."""
     own = identity(device)
     return tuning_path(own["gpu"], own["triton"])
 
 
 @functools.cache
 def tuned(index: int) -> Launches:
-    """The configurations found for a CUDA device; empty without a valid file."""
+    """Tuned configurations for a CUDA device; empty without a valid file."""
     own = identity(index)
     path = tuning_path(own["gpu"], own["triton"])
     try:
@@ -59,14 +59,14 @@ def tuned(index: int) -> Launches:
 
 
 def identity(index: int) -> dict[str, Any]:
-    """GPU, Triton and kernels that configurations found on a CUDA device are valid for."""
+    """Validity key of tuned configurations: GPU, Triton and kernel versions."""
     import triton
 
     return {"gpu": torch.cuda.get_device_name(index), "triton": triton.__version__, "kernels": KERNELS}
 
 
 def _parsed(content: Any, own: dict[str, Any]) -> Launches:
-    """Raises ValueError or TypeError for what is not a file of this GPU, Triton and kernels."""
+    """Parse a file. Raises ValueError or TypeError if it is invalid or for another GPU, Triton or kernel version."""
     for name, value in own.items():
         if content.get(name) != value:
             raise ValueError(f"{name} = {content.get(name)!r}; expected {value!r}")
@@ -79,7 +79,7 @@ def _parsed(content: Any, own: dict[str, Any]) -> Launches:
 
 
 def write(launches: Launches, own: dict[str, Any]) -> Path:
-    """Replace the file of an `identity` in one step. Raises VBError if it cannot be written."""
+    """Atomically replace the file of an `identity`. Raises VBError if it cannot be written."""
     path = tuning_path(own["gpu"], own["triton"])
     rows: Iterable[list[Any]] = ([*key, *launch] for key, launch in sorted(launches.items()))
     text = json.dumps({**own, "launches": list(rows)}, indent=1) + "\n"

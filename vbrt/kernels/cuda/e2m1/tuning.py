@@ -1,11 +1,11 @@
-"""Finding launch configurations on this machine, for the shapes of a model. Optional: nothing searches by itself.
+"""Autotuning of launch configurations on this machine, for a model's shapes. Optional: nothing is searched implicitly.
 
     vb = vbrt.wrap(model)
-    vbrt.tune(vb.plan)             # seconds a shape; kept for later processes
+    vbrt.tune(vb.plan)             # seconds per shape; cached for later processes
     vbrt tune MODEL_DIR            # the same on the command line, without the weights
 
-The kernel for few tokens takes what is found from then on, see `kept`; `launch_table` stays for all other shapes,
-kernels and GPUs. Every configuration computes the same sums in another order.
+The small-batch kernel uses the results from then on, see `tuned_configs`; `launch_table` remains for all other shapes,
+kernels and GPUs. All configurations compute the same sums in different order.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ from vbrt.residency.plan import Plan
 
 __all__ = ["Case", "Found", "cases", "check", "graph_us", "replays_us", "tune", "tuned", "tuning_file"]
 
-_BEYOND_CACHE = 300 << 20  # bytes of weights, so that they come from memory
-_GAIN = 0.97  # of the table's time; less of a difference is noise
+_BEYOND_CACHE = 300 << 20  # bytes of weights, to exceed the cache
+_GAIN = 0.97  # of the table's time; smaller differences are noise
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One search: a weight (n, k) in a format, and a number of tokens."""
+    """A search: a weight (n, k) in a format, and a number of tokens."""
 
     n: int
     k: int
@@ -41,14 +41,14 @@ class Case:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Its key in the kept file: (groups of 8 tokens, row tiles, columns)."""
+        """Key in the file: (groups of 8 tokens, row tiles, columns)."""
         rows, columns, _ = tile_shape(self.format, (self.n, self.k))
         return -(-self.tokens // 8), rows, columns
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a search: the table's configuration and the fastest, which may be the same, in microseconds."""
+    """Result of a search: the table's configuration and the fastest one, possibly the same, with microseconds."""
 
     case: Case
     table: Launch
@@ -58,7 +58,7 @@ class Found:
 
 
 def check(tokens: Sequence[int], device: int) -> None:
-    """Raises KernelError for numbers of tokens or a device that `tune` cannot serve."""
+    """Raises KernelError for unsupported numbers of tokens or devices."""
     tokens = tuple(tokens) if isinstance(tokens, Sequence) else (tokens,)
     if not tokens or not all(isinstance(m, int) and 0 < m <= 16 for m in tokens):
         raise KernelError(f"tune: tokens = {tokens}; expected numbers from 1 to 16")
@@ -74,7 +74,7 @@ def check(tokens: Sequence[int], device: int) -> None:
 
 
 def cases(plan: Plan, *, tokens: Sequence[int] = (1, 16), device: int = 0) -> list[Case]:
-    """The searches of `tune` for a plan: layers on the kernel for few tokens. Raises KernelError if it has none."""
+    """Searches for a plan: layers on the small-batch kernel. Raises KernelError if there are none."""
     major = devices.major(device)
     # training multiplies by rounded dense weights, and a fine plane is merged into one
     served = [swap for swap in plan.swaps if swap.format in FORMATS and swap.fine == "none"]
@@ -92,25 +92,25 @@ def cases(plan: Plan, *, tokens: Sequence[int] = (1, 16), device: int = 0) -> li
 def tune(
     plan: Plan, *, tokens: Sequence[int] = (1, 16), device: int = 0, report: Callable[[Found], object] | None = None
 ) -> Path:
-    """Time the configurations for the layers of a plan on an idle CUDA device, and keep the fastest.
+    """Time configurations for a plan's layers on an idle CUDA device, and cache the fastest.
 
     Returns the path of the file.
 
-    tokens: numbers of tokens, each standing for its group of 1 to 8 or 9 to 16; of two in one group the last decides.
-    report: is called with each result once the file holds it, so an interrupted search keeps what it has found.
-    Raises KernelError without a device that the kernels serve, for numbers of tokens that they do not, and for a plan
-    without layers that they run; VBError where the file cannot be written.
+    tokens: numbers of tokens, each representing its group of 1 to 8 or 9 to 16; the last one of a group decides.
+    report: called with each result once it is in the file, so an interrupted search keeps its results.
+    Raises KernelError for unsupported devices and numbers of tokens, and for a plan without layers on the kernel;
+    VBError if the file cannot be written.
     """
     check(tokens, device)
     todo = cases(plan, tokens=tokens, device=device)
     found, identity, major = dict(tuned(device)), tuned_configs.identity(device), devices.major(device)
-    path = tuned_configs.write(found, identity)  # a folder that cannot be written is refused before anything is timed
+    path = tuned_configs.write(found, identity)  # fail before timing if the folder is not writable
     shape, timer = None, None
     with Progress("tuning", len(todo), unit="shapes") as work:
         for case in todo:
             work.at(f"{case.n} x {case.k}, {case.tokens} token{'s' if case.tokens > 1 else ''}")
             if shape != (case.n, case.k, case.format):
-                timer = None  # its weights go before the next ones come
+                timer = None  # frees its weights before the next ones are allocated
                 shape, timer = (case.n, case.k, case.format), _timer(case.n, case.k, case.format, device)
             table = launch_for("linear", major, case.tokens, *case.key[1:])
             result = _fastest(case, table, partial(timer, case.tokens))
@@ -135,7 +135,7 @@ def _fastest(case: Case, table: Launch, us: Callable[[Launch], float]) -> Found:
 
 
 def _weights(n: int, k: int, format: str) -> list[TiledWeight]:
-    """Tiles of random codes and scale 1, enough of them to pass the second-level cache."""
+    """Tiles of random codes and scale 1, enough of them to exceed L2."""
     shape = tile_shape(format, (n, k))
     copies = 1 + _BEYOND_CACHE // (4 * shape[0] * shape[1] * shape[2])
     one = torch.ones((), dtype=torch.float32, device="cuda")
@@ -144,7 +144,7 @@ def _weights(n: int, k: int, format: str) -> list[TiledWeight]:
 
 
 def _timer(n: int, k: int, format: str, device: int) -> Callable[[int, Launch], float]:
-    """Microseconds of a layer for a number of tokens and a configuration."""
+    """Return a function for the microseconds of a layer with a number of tokens and a configuration."""
     with torch.cuda.device(device):
         weights = _weights(n, k, format)
 
@@ -163,12 +163,12 @@ def _timer(n: int, k: int, format: str, device: int) -> Callable[[int, Launch], 
 
 
 def graph_us(*sets: Callable[[], None], repeats: int = 9) -> list[float]:
-    """Median time of a graph of each set of calls."""
+    """Median replay time of a graph of each set of calls."""
     return replays_us([_recorded(calls) for calls in sets], repeats=repeats)
 
 
 def replays_us(graphs: Sequence[torch.cuda.CUDAGraph], *, repeats: int = 9) -> list[float]:
-    """Median time of a replay of each graph. The graphs take turns: clocks and heat are the same for all."""
+    """Median replay time of each graph. Graphs are interleaved, for equal clocks and temperature."""
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(repeats):
         for graph, own in zip(graphs, times, strict=True):

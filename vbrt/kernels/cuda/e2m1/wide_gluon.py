@@ -1,16 +1,16 @@
-"""The fused kernel for Hopper and many tokens: `warpgroup_mma` with decoded weights as the register operand.
+"""Wide kernel for Hopper and many tokens: `warpgroup_mma` with decoded weights as the register operand.
 
 A program computes 16 * WARPS rows of the result for TOKENS tokens over one of SPLITS ranges of K. Per 128 columns each
-warp decodes one tile of `tiles` into two [16, 64] operands; activations lie in shared memory, permuted on the way
-there into the order of the tiles' columns, with the 128-byte swizzle that the instruction reads. Tiles come through
-a ring in shared memory filled by asynchronous copies, each lane reading back what it copied. With SPLITS > 1 fp32
-partial results go to a workspace. Few are added up by the last program to end of those that share a block of the
-result, many by `reduce_kernel`, which has the whole GPU read them; both do it in a fixed order.
+warp decodes one tile of `tiles` into two [16, 64] operands; activations are in shared memory, permuted into the tiles'
+column order beforehand, with the instruction's 128-byte swizzle. Tiles come through a shared-memory ring filled by
+asynchronous copies, each lane reading back what it copied. With SPLITS > 1, fp32 partial sums go to a workspace. Few
+are reduced by the last program to finish on a block of the result, many by `reduce_kernel`, with the whole GPU; both in
+a fixed order.
 
-All are launched as dependents (see `narrow_gluon`): the weights are on their way before the activations are in order.
-Leaving out `order_kernel`, which takes 1 to 3 us, was slower on an H200, however activations were put in order on their
-way into shared memory: by copies of 4 bytes 1.1x at 16 and 1.3x at 64 tokens, through registers with 16 bytes a load
-and `stmatrix` 1.3x at 64 and 1.4x at 256 tokens.
+All are dependent launches (see `narrow_gluon`): weights are prefetched while the activations are permuted. Omitting
+`order_kernel`, which takes 1 to 3 us, was slower on an H200 with every way of permuting while copying into shared
+memory: with copies of 4 bytes 1.1x at 16 and 1.3x at 64 tokens, through registers with 16-byte loads and `stmatrix`
+1.3x at 64 and 1.4x at 256 tokens.
 """
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
@@ -46,7 +46,7 @@ DECODE_PAIRS = gl.constexpr(_decode_assembly(_PAIRS))
 
 @gluon.constexpr_function
 def rows_first(WARPS):
-    """[16 * WARPS, tokens] with eight adjacent rows of the result in a lane and as many lanes along rows as fit."""
+    """[16 * WARPS, tokens] with eight consecutive rows of the result per lane, and as many lanes along rows as fit."""
     lanes = min(32, 2 * WARPS)
     return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, WARPS], [0, 1])
 
@@ -55,17 +55,17 @@ def rows_first(WARPS):
 def copy_tiles(
     first, second, scales, tile_ptr, row_tile, row_tiles, column, last, columns, lane, E8M0_SCALES: gl.constexpr
 ):
-    """Start copying one tile a warp into a place of the ring; zeros outside."""
+    """Start copying one tile per warp into a stage of the ring; zeros out of bounds."""
     WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
     LAYOUT: gl.constexpr = lane.type.layout.parent
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     wanted = (row_tile < row_tiles) & (column < last)
-    here = tile_ptr + column * WORDS  # what changes from stage to stage is a scalar
+    here = tile_ptr + column * WORDS  # only a scalar changes from stage to stage
     row = row_tile * columns * WORDS
     pointer = here + (gl.multiple_of((row + lane * 4)[:, None], (4, 4)) + four)
     copy_async(first, pointer, mask=wanted[:, None])
     copy_async(second, pointer + 128, mask=wanted[:, None])
-    if E8M0_SCALES:  # two lanes' scales a word
+    if E8M0_SCALES:  # two lanes' scales per word
         copy_async(scales, here + (row + 256 + lane // 2), mask=wanted)
     else:
         copy_async(scales, here + (row + 256 + lane), mask=wanted)
@@ -81,7 +81,7 @@ def read_tile(firsts, seconds, scales, place, lane, LAYOUT: gl.constexpr, E8M0_S
 
 @gluon.jit
 def register_operands(o, WARPS: gl.constexpr, A: gl.constexpr):
-    """Four [16 * WARPS, 16] of two tensors [threads, 4] each, a lane's pairs for rows g and g + 8, as they lie."""
+    """Four [16 * WARPS, 16] operands from two tensors [threads, 4], a lane's pairs for rows g and g + 8, in place."""
     out = ()
     for j in gl.static_range(4):
         w = gl.reshape(gl.join(o[2 * j], o[2 * j + 1]), (WARPS, 8, 4, 2, 2, 2))  # warp g t h e c
@@ -92,7 +92,7 @@ def register_operands(o, WARPS: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def operands(words, scale, PART: gl.constexpr, E8M0_SCALES: gl.constexpr, WARPS: gl.constexpr, A: gl.constexpr):
-    """Four [16 * WARPS, 16] weights times 2^-14 / tensor scale, in the registers that warpgroup_mma wants them in."""
+    """Four [16 * WARPS, 16] weights times 2^-14 / tensor scale, in warpgroup_mma's register layout."""
     scale_g, scale_h = gl.inline_asm_elementwise(
         DECODE_E8M0 if E8M0_SCALES else (DECODE_E4M3_LOW if PART == 0 else DECODE_E4M3_HIGH),
         SCALE_REGISTERS,
@@ -114,7 +114,7 @@ def operands(words, scale, PART: gl.constexpr, E8M0_SCALES: gl.constexpr, WARPS:
 
 @gluon.jit
 def copy_tokens(place, x_ptr, first_token, column, last, columns, TOKENS: gl.constexpr, WARPS: gl.constexpr):
-    """Start copying 128 ordered columns of the activations into a place of the ring."""
+    """Start copying 128 ordered columns of the activations into a stage of the ring."""
     X: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     row = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, X))
     at = gl.arange(0, 64, layout=gl.SliceLayout(0, X))
@@ -137,10 +137,9 @@ def order_kernel(
     COUNTERS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """o [SUMMANDS * M, 128 * columns] bf16: x [M, K] as summands, columns in the order of the tiles, zeros behind K.
+    """o [SUMMANDS * M, 128 * columns] bf16: x [M, K] as summands, columns in tile order, zeros beyond K.
 
-    And zeros for the COUNTERS numbers, a power of two, that `wgmma_kernel` counts its programs by.
-
+    Also clears COUNTERS numbers, a power of two, with which `wgmma_kernel` counts its programs.
     Grid (M, ceil(columns / (8 * WARPS))). The 128 columns p1 p0 jj c t1 t0 e of a tile come from t1 t0 q1 q0 jj c e
     with q = p ^ t1; see tiles for the names. A thread reads four times eight columns and transposes t and jj c.
     """
@@ -171,7 +170,7 @@ def order_kernel(
 
 @gluon.jit
 def place_of_sums(part_ptr, index, ACC: gl.constexpr):
-    """Pointers to sums [16 * warps, tokens] of wgmma, those of a warp together."""
+    """Pointers to wgmma sums [16 * warps, tokens], contiguous per warp."""
     ROWS: gl.constexpr = 16 * ACC.warps_per_cta[0]
     TOKENS: gl.constexpr = ACC.instr_shape[1]
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))[:, None]
@@ -181,14 +180,14 @@ def place_of_sums(part_ptr, index, ACC: gl.constexpr):
 
 @gluon.jit
 def partial_sums_of(part_ptr, own, first, split, s, ACC: gl.constexpr):
-    """The sums of split s, of those whose parts begin at `first`: what another program has left, or `own`."""
+    """Sums of split s, with parts starting at `first`: another program's from memory, or `own`."""
     mask = gl.full(own.shape, split != s, gl.int1, layout=ACC)
     return gl.load(place_of_sums(part_ptr, first + s, ACC), mask=mask, other=own, cache_modifier=".cg")
 
 
 @gluon.jit
 def multiply(total, a, tokens, PART: gl.constexpr, TOKENS: gl.constexpr):
-    """Four instructions on half a column; some stay in flight while the next operands are decoded."""
+    """Issue four instructions on half a column; some stay in flight while the next operands are decoded."""
     for j in gl.static_range(4):
         b = tokens.slice(PART * TOKENS, TOKENS, dim=0).slice(16 * j, 16, dim=1).permute((1, 0))
         total = hopper.warpgroup_mma(a[j], b, total, is_async=True)
@@ -225,11 +224,10 @@ def wgmma_kernel(
 ):
     """y [M, N] = activation(x [M, K] @ w.T * scale + bias), or PARTIAL: y [SPLITS, M, N] fp32, summands of the product.
 
-    x comes from `order_kernel`, with rows for whole blocks of TOKENS; grid (token blocks * splits * row blocks,).
-    Split s takes the columns of tiles from s * per_split. The last program to end of those with one block of y adds up
-    what all have left in part [programs, 16 * WARPS * TOKENS] fp32; count [blocks], zero at first, says which that is.
-    The loop is unrolled over the ring, which makes every address in shared memory a constant; columns that it runs
-    over are zeros.
+    x comes from `order_kernel`, with rows for whole blocks of TOKENS; grid (token blocks * splits * row blocks,). Split
+    s takes the columns of tiles from s * per_split. The last program to finish on a block of y reduces the parts of
+    all, part [programs, 16 * WARPS * TOKENS] fp32; count [blocks], initially zero, identifies it. The loop is unrolled
+    over the ring, which makes every shared-memory address a constant; columns beyond the last are zeros.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     THREADS: gl.constexpr = 32 * WARPS
@@ -240,7 +238,7 @@ def wgmma_kernel(
 
     token_blocks = (M + TOKENS - 1) // TOKENS
     program = gl.program_id(0)
-    first_token = (program % token_blocks) * TOKENS  # neighbours share their weights in the second-level cache
+    first_token = (program % token_blocks) * TOKENS  # neighbouring programs share weights in L2
     split = (program // token_blocks) % SPLITS
     row_block = program // (token_blocks * SPLITS)
     thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
@@ -280,7 +278,7 @@ def wgmma_kernel(
     first, second, scale = read_tile(firsts, seconds, scales, 0, lane, LAYOUT, E8M0_SCALES)
     for _ in range((last - column + RING - 1) // RING):
         for i in gl.static_range(RING):
-            async_copy.wait_group(RING - 3)  # this column and, for the tile read ahead, the next
+            async_copy.wait_group(RING - 3)  # this column and, for the prefetched tile, the next
             total = multiply(total, operands(first, scale, 0, E8M0_SCALES, WARPS, A), tokens.index(i), 0, TOKENS)
             a = operands(second, scale, 1, E8M0_SCALES, WARPS, A)
             first, second, scale = read_tile(firsts, seconds, scales, (i + 1) % RING, lane, LAYOUT, E8M0_SCALES)

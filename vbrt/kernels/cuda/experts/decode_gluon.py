@@ -1,4 +1,4 @@
-"""The decoder of the pages of routed experts. Importing this needs Triton."""
+"""Decoder of routed experts' pages. Importing this needs Triton."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,9 +22,9 @@ def decode_kernel(
     E8M0_SCALES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """w [experts, N, K] from the pages of experts `first` .. of which there are pairs; the others' stay as they are.
+    """w [experts, N, K] from the pages of experts `first` .. that have pairs; the others are left uninitialized.
 
-    Matrices begin tile_offset bytes behind an address, their scales scale_offset. Grid (row tiles * column groups,
+    Matrices start tile_offset bytes after an address, their scales scale_offset. Grid (row tiles * column groups,
     experts). See `narrow_gluon.decode_kernel`.
     """
     expert = first + gl.program_id(1)

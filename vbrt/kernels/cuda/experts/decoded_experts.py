@@ -1,9 +1,9 @@
-"""Routed experts by decoded weights and torch's grouped matmul: for GPUs without a fused kernel.
+"""MoE fallback with decoded weights and torch's grouped matmul: for GPUs without a fused kernel.
 
-The matrices of all experts that have pairs are decoded into scratch memory, where the addresses say that they are, so
-that nothing waits for the device. bf16 only, and rows of whole units of 16 bytes; `serves` says so.
+Matrices of all experts with pairs are decoded into scratch memory through the address table, without a synchronization.
+bf16 only, with rows in multiples of 16 bytes; see `serves`.
 
-Legend: T tokens, k experts a token, P = T k pairs, E experts, G experts decoded at a time, N rows of a matrix, K its
+Legend: T tokens, k experts per token, P = T k pairs, E experts, G experts decoded at a time, N rows of a matrix, K its
 columns.
 """
 
@@ -20,20 +20,20 @@ from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
 
 __all__ = ["products", "serves"]
 
-#: bytes of decoded weights at a time; more experts than fit are multiplied in turns, each of which repeats work
+#: bytes of decoded weights at a time; with more experts, several passes repeat work
 _SCRATCH_BYTES = 1 << 30
 _WARPS, _BLOCK = 4, 128
 
 
 def serves(x_MK: Tensor, pages: ExpertPages, part: str) -> bool:
-    """True if torch's grouped matmul takes these operands."""
+    """True if torch's grouped matmul supports these operands."""
     return x_MK.dtype is torch.bfloat16 and not any(size % 8 for size in pages.shapes[part])
 
 
 def products(
     x_MK: Tensor, ids_Tk: Tensor, pages: ExpertPages, *, part: str, gate: Gate | None, bias_EN: Tensor | None
 ) -> Tensor:
-    """Return what `many.products` does."""
+    """See `many_tokens.products`."""
     groups = group_pairs(ids_Tk, pages.experts, _BLOCK)
     rows = _multiply(x_MK[groups.order // (ids_Tk.numel() // max(1, len(x_MK)))], groups, pages, part)
     y_PN = _unsorted(rows, groups, pages.experts)
@@ -45,7 +45,7 @@ def products(
 
 
 def _unsorted(rows_PN: Tensor, groups: Groups, experts: int) -> Tensor:
-    """Return the rows in the order of the pairs, zeros for sentinels."""
+    """Return the rows in pair order, zeros for sentinels."""
     place = _places(rows_PN)
     rows_PN = rows_PN.masked_fill((place >= groups.offsets[experts])[:, None], 0)
     return torch.empty_like(rows_PN).index_copy_(0, groups.order.long(), rows_PN)
@@ -56,10 +56,9 @@ def _places(rows_PN: Tensor) -> Tensor:
 
 
 def _multiply(x_PK: Tensor, groups: Groups, pages: ExpertPages, part: str) -> Tensor:
-    """Return x W of sorted pairs; anything for sentinels.
+    """Return x W of sorted pairs; undefined for sentinels.
 
-    A grouped matmul begins at the first row, so a turn repeats the rows of the experts before it, of which nothing is
-    kept.
+    A grouped matmul starts at the first row, so each pass recomputes rows of the experts before it and discards them.
     """
     n, k = pages.shapes[part]
     step = max(1, _SCRATCH_BYTES // (2 * n * k))
@@ -70,12 +69,12 @@ def _multiply(x_PK: Tensor, groups: Groups, pages: ExpertPages, part: str) -> Te
         ends = groups.offsets[first + 1 : first + count + 1]
         rows = F.grouped_mm(x_PK, w_GNK.mT, offs=ends)
         y = rows if y is None else torch.where((place >= groups.offsets[first])[:, None], rows, y)
-        del w_GNK, rows  # their memory is the next turn's
+        del w_GNK, rows  # reused by the next pass
     return y
 
 
 def _decode(pages: ExpertPages, part: str, groups: Groups, first: int, count: int) -> Tensor:
-    """Return the matrices [G, N, K] of the experts from `first` that have pairs; anything for the others."""
+    """Return the matrices [G, N, K] of the experts from `first` that have pairs; undefined for the others."""
     shape, offsets = pages.shapes[part], pages.offsets(part)
     row_tiles, columns, _ = tile_shape(pages.format, shape)
     device = groups.offsets.device

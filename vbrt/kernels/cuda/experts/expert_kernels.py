@@ -1,15 +1,15 @@
-"""Which kernels serve routed experts in tile order on a GPU: the backend "triton" of the ops of `kernels.experts`.
+"""MoE kernel selection for experts in tile order on a GPU: backend "triton" of the ops of `kernels.experts`.
 
-What runs follows from numbers that the host knows: tokens, experts, shapes, the GPU. Nothing looks at what the device
-knows, so a pass can be recorded in a CUDA graph.
+The choice depends on numbers that the host knows: tokens, experts, shapes, the GPU. It never reads device data, so a
+pass can be captured in a CUDA graph.
 
-| pages | inputs | way |
+| pages | inputs | route |
 | --- | --- | --- |
-| in tile order, few pairs of an expert | bf16, fp16, fp32 | "few": `few`, which walks along experts or pairs |
-| in tile order, on sm_90 | bf16, fp16, fp32 | "grouped": `many`, a fused kernel on pairs sorted by expert |
+| in tile order, few pairs per expert | bf16, fp16, fp32 | "few": `few_tokens`, programs per expert or per pair |
+| in tile order, on sm_90 | bf16, fp16, fp32 | "grouped": `many_tokens`, a fused kernel on pairs sorted by expert |
 | in tile order, on other GPUs | bf16 | "decoded": weights decoded to scratch memory, then torch's grouped matmul |
-| in tile order, on other GPUs | fp16, fp32, as many pairs as have room | "few" |
-| others | any | "reference": one expert after the other, decoded by a kernel; waits for the device |
+| in tile order, on other GPUs | fp16, fp32, up to `MOST_FEW_PAIRS` pairs | "few" |
+| others | any | "reference": expert by expert, decoded by a kernel; synchronizes with the device |
 """
 
 import torch
@@ -30,7 +30,7 @@ __all__ = ["down", "route", "takes_addresses", "up", "weigh_and_sum"]
 
 
 def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str) -> str:
-    """Name the way of a product for so many pairs: "few", "grouped", "decoded" or "reference"."""
+    """Name the route of a product with this many pairs: "few", "grouped", "decoded" or "reference"."""
     if not x_MK.is_cuda or TILES not in pages.offsets(part):
         return "reference"
     major, served = devices.major(x_MK.device.index), x_MK.dtype in SUMMANDS
@@ -46,7 +46,7 @@ def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str) -> str:
 
 
 def takes_addresses(layout: PageLayout, device: torch.device) -> bool:
-    """True if products need nothing of pages of this layout but their addresses."""
+    """True if products need only the addresses of pages of this layout."""
     tiled = any(field.name.endswith(f".{TILES}") for field in layout.fields)
     return tiled and devices.major(device.index or 0) in WIDE
 
@@ -60,7 +60,7 @@ def up(
     gate: Gate | None = None,
     bias_EN: Tensor | None = None,
 ) -> Tensor:
-    """Return what `experts.experts_up` does."""
+    """See `kernels.experts.experts_up`."""
     way = route(x_TH, ids_Tk.numel(), pages, part)
     if way == "few":
         return few_tokens.up(x_TH, ids_Tk, pages, part, gate, bias_EN)
@@ -80,7 +80,7 @@ def down(
     part: str = "down",
     bias_EN: Tensor | None = None,
 ) -> Tensor:
-    """Return what `experts.experts_down` does."""
+    """See `kernels.experts.experts_down`."""
     way = route(h_PI, ids_Tk.numel(), pages, part)
     if way == "few":
         return few_tokens.down(h_PI, ids_Tk, weights_Tk, pages, part, bias_EN)
@@ -91,7 +91,7 @@ def down(
 
 
 def weigh_and_sum(rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, count: int) -> Tensor:
-    """Return what `experts.weigh_and_sum` does."""
+    """See `kernels.experts.weigh_and_sum`."""
     if rows_PH.is_cuda and rows_PH.dtype in SUMMANDS and devices.major(rows_PH.device.index) in WIDE:
         return weighted_sums(rows_PH.contiguous(), ids_Tk, weights_Tk, count)
     return experts.weigh_and_sum(rows_PH, ids_Tk, weights_Tk, count)

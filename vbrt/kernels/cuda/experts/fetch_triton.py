@@ -1,4 +1,4 @@
-"""Pages from page-locked host memory into their slots, read by the GPU's own threads.
+"""Page fetch by GPU threads: pages from pinned host memory into their slots (zero-copy reads).
 
 Importing this needs Triton; plain operations only, so that its interpreter runs it too.
 """
@@ -11,10 +11,10 @@ __all__ = ["fetch_kernel"]
 
 @triton.jit(do_not_specialize=["units"])
 def fetch_kernel(fetch_ptr, arena_ptr, units, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Copy as many pages of 4096 * `units` bytes as fetch_ptr says; grid (PROGRAMS,).
+    """Copy the pages of 4096 * `units` bytes listed in fetch_ptr; grid (PROGRAMS,).
 
-    fetch_ptr int64 [1 + 2 EXPERTS]: how many, the address of each source, that of each target. Pages lie at 4 KiB.
-    Programs take blocks in turn, so that the whole link is used for one page too.
+    fetch_ptr int64 [1 + 2 EXPERTS]: count, source addresses, target addresses. Pages are 4 KiB aligned. Programs take
+    blocks round-robin, so that even one page uses the whole link.
     """
     words = units * 512
     blocks = tl.cdiv(words, BLOCK)
@@ -22,7 +22,7 @@ def fetch_kernel(fetch_ptr, arena_ptr, units, EXPERTS: tl.constexpr, BLOCK: tl.c
     arena = arena_ptr.to(tl.int64)
     for item in range(tl.program_id(0), count, PROGRAMS):
         entry_ptr = fetch_ptr + 1 + item // blocks
-        # from a pointer that the compiler knows to be aligned: it loads 16 bytes a thread then
+        # through a pointer that the compiler knows to be aligned: then it loads 16 bytes per thread
         source = tl.multiple_of((tl.load(entry_ptr) - arena) // 8, 512)
         target = tl.multiple_of((tl.load(entry_ptr + EXPERTS) - arena) // 8, 512)
         at = item % blocks * BLOCK + tl.arange(0, BLOCK)

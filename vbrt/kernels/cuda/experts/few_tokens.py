@@ -1,10 +1,10 @@
-"""The launches of the grouped kernels for few tokens: the ops "experts_up" and "experts_down", weights in tile order.
+"""Launches of the grouped MoE kernels for few tokens: ops "experts_up" and "experts_down", weights in tile order.
 
-Where tokens hardly share experts each pair is a program's own; otherwise pairs are sorted by expert, so that those of
-one expert share a read of its weights. Nothing waits for the device, and what pairs there are is known only there:
-all launches can be captured in a CUDA graph. fp16 and fp32 go in as two and three bf16 summands; sums are in fp32.
+If tokens rarely share experts, each pair has its own program; otherwise pairs are sorted by expert, so that an expert's
+pairs share one read of its weights. There is no synchronization, and the pairs are known to the device only, so all
+launches can be captured in a CUDA graph. fp16 and fp32 are split into two and three bf16 summands; sums are in fp32.
 
-Legend: T tokens, k experts a token, P = T k pairs, E experts, N rows of a matrix, K its columns.
+Legend: T tokens, k experts per token, P = T k pairs, E experts, N rows of a matrix, K its columns.
 """
 
 import functools
@@ -29,7 +29,7 @@ _SPLIT_WARPS, _SPLIT_SPAN = 4, 1024
 
 
 class _Matrix(NamedTuple):
-    """One part of all pages, as kernels take it."""
+    """One part of all pages, in the form of the kernels."""
 
     addresses: Tensor
     experts: int
@@ -41,12 +41,12 @@ class _Matrix(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of tiles."""
+        """Number of tile columns."""
         return -(-self.k // COLUMNS)
 
 
 class _Gating(NamedTuple):
-    """What a kernel does to rows. matrices: of which a program multiplies a row tile each."""
+    """A kernel's epilogue on rows. matrices: a program multiplies a row tile of each."""
 
     kind: str
     matrices: int
@@ -54,7 +54,7 @@ class _Gating(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Of the kernel."""
+        """Constants of the kernel."""
         gate = self.gate
         return {
             "MATRICES": self.matrices,
@@ -90,10 +90,10 @@ def up(
     x_TH: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str = "up", gate: Gate | None = None,
     bias_EN: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return g(W x + b) for each pair, as `vbrt.kernels.experts.experts_up`; one launch, or two with a sort."""
+    """g(W x + b) for each pair, see `vbrt.kernels.experts.experts_up`; one launch, or two with a sort."""
     matrix, k = _matrix(x_TH, pages, part), ids_Tk.shape[1]
     gating = _gating(gate, matrix.n)
-    if gating is None:  # halves that do not begin at a tile
+    if gating is None:  # halves that are not aligned to tiles
         v_PN = x_TH.new_empty(ids_Tk.numel(), matrix.n, dtype=torch.float32)
         _rows(x_TH, ids_Tk, matrix, _PLAIN, bias_EN, v_PN, k)
         return apply_gate(v_PN, gate).to(x_TH.dtype)
@@ -107,9 +107,9 @@ def down(
     h_PI: Tensor, ids_Tk: Tensor, weights_Tk: Tensor | None, pages: ExpertPages, part: str = "down",
     bias_EN: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return weighted sums [T, H], or rows of pairs [P, H], as `vbrt.kernels.experts.experts_down`.
+    """Weighted sums [T, H], or rows of pairs [P, H], see `vbrt.kernels.experts.experts_down`.
 
-    Ids, addresses and pages must be older than the launch before, which is that of h: kernels may read them early.
+    Ids, addresses and pages must be older than the previous launch, the one of h: kernels may prefetch them.
     """
     matrix = _matrix(h_PI, pages, part)
     if weights_Tk is None:
@@ -136,7 +136,7 @@ def _matrix(x_MK: Tensor, pages: ExpertPages, part: str) -> _Matrix:
 
 
 def _gating(gate: Gate | None, n: int) -> _Gating | None:
-    """What the kernel does for a gate; None if it cannot."""
+    """The kernel's epilogue for a gate; None if unsupported."""
     if gate is None:
         return _PLAIN
     if not gate.gated:
@@ -157,7 +157,7 @@ def _are_alone(ids_Tk: Tensor, experts: int) -> bool:
 def _rows(
     x_MK: Tensor, ids_Tk: Tensor, matrix: _Matrix, gating: _Gating, bias: Tensor | None, y_PN: Tensor, per_row: int
 ) -> None:
-    """Fill y with g(W x + b) of each pair; per_row: pairs that share a row of x."""
+    """Fill y with g(W x + b) of each pair; per_row: pairs per row of x."""
     if y_PN.numel() == 0:
         return
     row_tiles = -(-matrix.n // gating.matrices // ROWS)
@@ -193,7 +193,7 @@ def _rows(
 def _tokens(
     h_PI: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, matrix: _Matrix, bias: Tensor | None, y_TH: Tensor
 ) -> None:
-    """Fill y with the weighted sums over the experts of each token, by one launch."""
+    """Fill y with the weighted sums over each token's experts, in one launch."""
     if y_TH.numel() == 0:
         return
     (tokens, k), device, h_SPI = ids_Tk.shape, h_PI.device.index, _summands(h_PI)
@@ -223,7 +223,7 @@ def _tokens(
 
 
 def _summands(x_MK: Tensor) -> Tensor:
-    """bf16 [S, M, K] that add up to x, rows at multiples of 16 bytes; K is rounded up to a multiple of 8."""
+    """bf16 [S, M, K] that add up to x, rows 16-byte aligned; K is rounded up to a multiple of 8."""
     summands = SUMMANDS[x_MK.dtype]
     if summands == 1 and rows_are_aligned(x_MK):
         return x_MK.unsqueeze(0)

@@ -1,23 +1,22 @@
-"""Grouped kernels for few tokens, for experts in tile order. Importing this needs Triton.
+"""Grouped MoE kernels for few tokens, for experts in tile order. Importing this needs Triton.
 
-Each program multiplies rows of one expert's matrix by up to 8 * TOKEN_GROUPS pairs of that expert, as
-`e2m1/narrow_gluon` does: weights go from their page straight to registers, the warps of a program split K, and their
-sums meet in shared memory once, in a fixed order. The expert of a program, its pairs and the address of its page come
-from tables on the device, which the launch before may have written, so everything is read behind its end; but see
-WEIGHTS_FIRST.
+Each program multiplies rows of one expert's matrix by up to 8 * TOKEN_GROUPS pairs of that expert, like
+`e2m1/narrow_gluon`: weights go from their page straight to registers, the warps of a program split K, and their sums
+are reduced in shared memory once, in a fixed order. A program's expert, pairs and page address come from tables on the
+device, which the previous launch may have written, so everything is read after its end, except with WEIGHTS_FIRST.
 
     GROUPED          pairs are sorted by expert (`pairs.Groups`); otherwise each pair is a block of its own
     MATRICES         2: a program multiplies a row tile of the gates and the same one of the values; else 1
-    GATING           "none", "halves" (all gates, then all values; takes MATRICES 2) or "interleaved"
+    GATING           "none", "halves" (all gates, then all values; requires MATRICES 2) or "interleaved"
     FUNCTION, ALPHA, LIMIT, SHIFT
                      of `vbrt.kernels.experts.Gate`; LIMIT may be None
-    AHEAD            columns of tiles that are read before they are used
+    AHEAD            tile columns to prefetch
     SUMMANDS         x is [SUMMANDS, M, K]: bf16 summands of activations in fp16 or fp32
-    WEIGHTS_FIRST    ids, addresses and pages are older than the launch before, so that the first weights are read
+    WEIGHTS_FIRST    ids, addresses and pages are older than the previous launch, so the first weights are prefetched
                      while it runs
     the others       as in `narrow_gluon`
 
-Legend: P pairs, E experts, k experts a token, N rows of a matrix, K columns; a column is one of tiles.
+Legend: P pairs, E experts, k experts per token, N rows of a matrix, K columns; a column is one of tiles.
 """
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
@@ -48,7 +47,7 @@ from vbrt.kernels.cuda.e2m1.narrow_gluon import (
 __all__ = ["rows_kernel", "split_kernel", "token_kernel"]
 
 
-# -- where weights and activations are ---------------------------------------------------------------------------------
+# -- addresses of weights and activations ------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -62,9 +61,9 @@ def pointers_of_tiles(
     ROW_TILES: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
 ):
-    """To ROW_TILES tiles from row_tile on of each of MATRICES matrices of row_tiles, in each thread's column.
+    """Pointers to ROW_TILES tiles from row_tile on of each of MATRICES matrices of row_tiles, in each thread's column.
 
-    address: of the first tile of the first matrix, or one for each thread [threads].
+    address: of the first tile of the first matrix, or one per thread [threads].
     """
     WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
     base = address.to(gl.pointer_type(gl.int32))
@@ -85,7 +84,7 @@ def moved(pointers, step, COUNT: gl.constexpr):
 
 @gluon.jit
 def rest(tiles, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT of a tuple from FIRST on."""
+    """COUNT items of a tuple from FIRST on."""
     out = ()
     for i in gl.static_range(COUNT):
         out = out + (tiles[FIRST + i],)
@@ -103,14 +102,14 @@ def read_weights(
     ROW_TILES: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
 ):
-    """(first words, second words, scale bytes) of each tile, zeros where they are not wanted.
+    """(first words, second words, scale bytes) of each tile, zeros where not wanted.
 
     rows_left: row tiles of each matrix from the first of ROW_TILES on.
     """
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     out = ()
     for i in gl.static_range(MATRICES * ROW_TILES):
-        # addresses are known at run time only, so the compiler has to be told that tiles begin at 16 bytes
+        # addresses are known at run time only, so the compiler must be told that tiles are 16-byte aligned
         words = gl.multiple_of(pointers[i] + lane * 4, 16)[:, None] + four
         there = wanted
         if ROW_TILES > 1:
@@ -129,7 +128,7 @@ def read_weights(
 def read_tokens(pointers, column, wanted, part, lane, K, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
     """Operands 2 part and 2 part + 1 (as in `narrow_gluon.load_tokens`) of COUNT groups of eight rows of x.
 
-    pointers: of each lane to its row and its 32 columns of tile column 0. wanted: which lanes have a row.
+    pointers: per lane, to its row and its 32 columns of tile column 0. wanted: lanes with a row.
     """
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     t = lane % 4
@@ -148,7 +147,7 @@ def read_tokens(pointers, column, wanted, part, lane, K, LAYOUT: gl.constexpr, C
 
 @gluon.jit
 def decoded(tile, scales, part: gl.constexpr, E8M0_SCALES: gl.constexpr):
-    """The four operands A of four instructions, from half of a tile's words."""
+    """The four A operands of four instructions, from half of a tile's words."""
     scale_g, scale_h = gl.inline_asm_elementwise(
         DECODE_E8M0 if E8M0_SCALES else (DECODE_E4M3_LOW if part == 0 else DECODE_E4M3_HIGH),
         SCALE_REGISTERS,
@@ -169,7 +168,7 @@ def decoded(tile, scales, part: gl.constexpr, E8M0_SCALES: gl.constexpr):
 
 @gluon.jit
 def multiplied(a, b0, b1, total):
-    """total + the product of operands A with B, four instructions."""
+    """total + A @ B, four instructions."""
     return gl.inline_asm_elementwise(
         MULTIPLY, MULTIPLY_REGISTERS, [a[0], a[1], a[2], a[3], b0, b1, total], dtype=gl.float32, is_pure=True, pack=4
     )
@@ -190,9 +189,9 @@ def added_products(
     SUMMANDS: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
 ):
-    """sums + the products of one column: of each of TILES tiles with each group of tokens, one after the other."""
+    """sums + the products of one column: each of TILES tiles with each token group in turn."""
     COUNT: gl.constexpr = TOKEN_GROUPS * SUMMANDS
-    EARLY: gl.constexpr = COUNT <= 2  # more would not stay in registers
+    EARLY: gl.constexpr = COUNT <= 2  # more would spill registers
     tokens = ()
     if EARLY:
         for part in gl.static_range(2):
@@ -222,11 +221,11 @@ def added_products(
 
 @gluon.jit
 def gate_function(v, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, DTYPE: gl.constexpr):
-    """As exact as `narrow_gluon.activate`."""
+    """As accurate as `narrow_gluon.activate`."""
     if FUNCTION == "relu2":
         v = gl.maximum(v, 0.0, propagate_nan=NAN_STAYS)
         v = v * v
-    elif ALPHA != 1.0:  # of whatever function, as in `vbrt.kernels.experts.apply_gate`
+    elif ALPHA != 1.0:  # for any function, as in `vbrt.kernels.experts.apply_gate`
         if DTYPE == gl.bfloat16:
             half = 0.5 * v
             v = half + half * tanh_of((0.5 * ALPHA) * v)
@@ -286,7 +285,7 @@ def rows_program(
     SHIFT: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Rows of `count` pairs of one expert, from place `first` of the order on; zeros if it is a sentinel."""
+    """Rows of `count` pairs of one expert, from position `first` in the order; zeros for sentinels."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
     STEP: gl.constexpr = (272 if E8M0_SCALES else 288) * K_WARPS
     COUNT: gl.constexpr = TOKEN_GROUPS * ROW_TILES
@@ -321,7 +320,7 @@ def rows_program(
         for s in gl.static_range(SUMMANDS):
             xs = xs + (x_row + s * (x_plane // 2),)
             has_row = has_row + (wanted,)
-    # what is added to the results is read before the loop, so that nobody waits for it behind it
+    # epilogue operands are loaded before the loop, to hide their latency
     row, slot = places(gl.program_id(0), ROW_TILES, COUNT, out_layout(K_WARPS))
     biases = ()
     if HAS_BIAS:
@@ -368,7 +367,7 @@ def rows_program(
 
 @gluon.jit
 def results(sums, FIRST: gl.constexpr, ROW_TILES: gl.constexpr, TOKEN_GROUPS: gl.constexpr, K_WARPS: gl.constexpr):
-    """The sums over all warps of ROW_TILES tiles from FIRST on, in the order of `places`."""
+    """Sums over all warps of ROW_TILES tiles from FIRST on, in the order of `places`."""
     entries = ()
     for n in gl.static_range(TOKEN_GROUPS):
         for r in gl.static_range(ROW_TILES):
@@ -449,7 +448,7 @@ def rows_kernel(
     SHIFT: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """y [P, rows] = g(W x + b) of each pair, row pair // pairs_per_row of x.
+    """y [P, rows] = g(W x + b) of each pair, from row pair // pairs_per_row of x.
 
     Grid (ceil(row tiles of a matrix / ROW_TILES), blocks of pairs).
     """
@@ -565,7 +564,7 @@ def token_kernel(
     WEIGHTS_FIRST: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """y [T, N] = the weighted sum of W x + b over the experts of a token; grid (ceil(row tiles / ROW_TILES), T).
+    """y [T, N] = weighted sum of W x + b over a token's experts; grid (ceil(row tiles / ROW_TILES), T).
 
     SIDE_BY_SIDE experts at a time have K_WARPS / SIDE_BY_SIDE warps each, which split K.
     """
@@ -659,9 +658,9 @@ def split_kernel(
     SPAN: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """o [SUMMANDS, M, width]: bf16 that add up to x [M, K], and zeros behind; grid (M, ceil(width / SPAN)).
+    """o [SUMMANDS, M, width]: bf16 that add up to x [M, K], zero-padded; grid (M, ceil(width / SPAN)).
 
-    Each summand takes the 8 leading bits of what the ones before it left.
+    Each summand takes the 8 leading bits of the previous remainder.
     """
     if DEPENDENT:
         wait_for_launch_before()

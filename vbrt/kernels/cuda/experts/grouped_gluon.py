@@ -1,17 +1,16 @@
-"""The fused kernel of routed experts for Hopper and many tokens: persistent, grouped by expert, no decoded weight.
+"""Grouped persistent MoE kernel for Hopper and many tokens, without decoded weights in memory.
 
-It is `e2m1/persistent_gluon` with one dimension more. Pairs (token, expert) are sorted by expert, and the rows of the
-input copied in that order (`gather_kernel`), columns in the order of the weights' tiles. An item of work is 128 rows of
-one expert's matrix by up to TOKENS pairs of that expert. Items of one expert lie side by side, those of the same
-weights first, so that the second-level cache gives weights and activations to all programs that need them; the
-programs take turns at them. Two warpgroups multiply 64 rows each, and one more warp has the copy engine fetch
-activations.
+`e2m1/persistent_gluon` with a group dimension. Pairs (token, expert) are sorted by expert, and the input rows gathered
+in that order (`gather_kernel`), with columns in tile order. A work item is 128 rows of one expert's matrix by up to
+TOKENS pairs of that expert. Items of one expert are consecutive, those of the same weights first, so that weights and
+activations are shared in L2; programs take them round-robin. Two consumer warpgroups compute 64 rows each, and a
+producer warp fetches activations by TMA.
 
-The gate is applied to the sums before they are stored. A warpgroup has the rows of gates and the rows of values that
-meet: where a matrix has all gates first, its warps take two tiles of rows from either half. Sums leave through shared
-memory, for each pair to its own row of the result, in the order of the pairs before they were sorted.
+The gate is an epilogue on the accumulators. A warpgroup has matching rows of gates and values: if a matrix has all
+gates first, its warps take two tiles of rows from either half. Results are stored through shared memory, each pair to
+its own row, in the order before sorting.
 
-The addresses of pages come from a table, and how many items there are is known on the device alone.
+Page addresses come from a table, and the number of items is known to the device only.
 
 Legend: P pairs, E experts, N rows of a matrix, B blocks of up to TOKENS pairs of one expert.
 """
@@ -30,11 +29,11 @@ from vbrt.libraries.triton_api import renamed
 
 __all__ = ["gather_kernel", "grouped_kernel"]
 
-#: rows of a matrix in an item
+#: rows of a matrix per item
 ROWS = gl.constexpr(128)
-#: of a warpgroup
+#: per warpgroup
 WARPS = gl.constexpr(4)
-#: columns of activations that are a row of 128 bytes in shared memory
+#: columns of activations in a 128-byte row of shared memory
 COLUMNS = gl.constexpr(64)
 
 tma_load = renamed(tma, "async_load", "async_copy_global_to_shared")
@@ -42,10 +41,10 @@ tma_load = renamed(tma, "async_load", "async_copy_global_to_shared")
 
 @gluon.jit
 def describe_block(block, expert_ptr, first_ptr, offset_ptr, address_ptr, table_ptr, E, TOKENS: gl.constexpr):
-    """An entry of the table that programs read ahead, int64 [4], of a block: what item of work it is part of.
+    """Table entry of a block, int64 [4], prefetched by programs.
 
-    The address of its expert's page; where that expert's pairs begin and, in the upper half, end; which is its expert's
-    first block and, in the upper half, how many those are; its expert, or -1 if there is none.
+    Address of its expert's page; begin and, in the upper half, end of that expert's pairs; its expert's first block
+    and, in the upper half, their number; its expert, or -1 if there is none.
     """
     expert = gl.load(expert_ptr + block)
     entry = table_ptr + 4 * block
@@ -88,11 +87,11 @@ def gather_kernel(
     TOKENS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """o [SUMMANDS * P, 128 * columns] bf16: the rows of x [M, K] of the sorted pairs, each pair's being pair // k.
+    """o [SUMMANDS * P, 128 * columns] bf16: rows of x [M, K] of the sorted pairs, row pair // k for each.
 
-    As summands, columns in the order of the tiles, zeros behind K. Rows of sentinels stay as they are, and with CLEARS
-    theirs of y [P, n_out] become zeros. Grid (P, ceil(columns / (8 * WARPS))). See `wide_gluon.order_kernel`.
-    And table [blocks, 4], see `describe_block`.
+    As summands, columns in tile order, zeros beyond K. Rows of sentinels are not written, and with CLEARS theirs of
+    y [P, n_out] are zeroed. Grid (P, ceil(columns / (8 * WARPS))). See `wide_gluon.order_kernel`. Also writes table
+    [blocks, 4], see `describe_block`.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4, 8], [32, 1, 1], [WARPS, 1, 1], [2, 1, 0])
     OUT: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
@@ -128,14 +127,14 @@ def gather_kernel(
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
-    """The place behind one of the ring, and the parity of its barriers' phase."""
+    """The next stage of the ring, and the parity of its barriers' phase."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
 def entry_of(i, table_ptr, row_blocks, blocks):
-    """The entry of item i's block; its last number is -1 if there is no such item."""
+    """Entry of item i's block; its last number is -1 if there is no such item."""
     block = i // row_blocks
     inside = block < blocks
     entry = table_ptr + 4 * block
@@ -147,7 +146,7 @@ def entry_of(i, table_ptr, row_blocks, blocks):
 
 @gluon.jit
 def item_of(i, pairs, place, row_blocks, TOKENS: gl.constexpr):
-    """(block of rows, first place of its pairs in their order, the place behind those of its expert)."""
+    """(row block, begin of its pairs in sorted order, end of its expert's)."""
     count = gl.maximum((place >> 32).to(gl.int32), 1)
     own = i - place.to(gl.int32) * row_blocks
     return own // count, pairs.to(gl.int32) + own % count * TOKENS, (pairs >> 32).to(gl.int32)
@@ -167,9 +166,9 @@ def copy_activations(
     BOX: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The warp that keeps the ring full, for an even number of columns; columns outside x are zeros.
+    """Producer warp that keeps the ring full, for an even number of columns; columns outside x are zeros.
 
-    Boxes without a pair of the item are left out.
+    Boxes without a pair of the item are skipped.
     """
     wait_for_launch_before()
     allow_launch_after()
@@ -197,13 +196,13 @@ def copy_activations(
 
 @gluon.jit
 def read_tile(address, word_at, scale_at, wanted, E8M0_SCALES: gl.constexpr):
-    """(first words, second words, scale bytes) of a warp's tile in the column of tiles at an address; zeros outside."""
+    """(first words, second words, scale bytes) of a warp's tile in a tile column; zeros out of bounds."""
     tile_ptr = gl.multiple_of(address.to(gl.pointer_type(gl.int32)), 16)
     words = tile_ptr + word_at
-    # .cg: each weight is read once
+    # .cg: weights are read once
     first = gl.load(words, mask=wanted[:, None], other=0, cache_modifier=".cg")
     second = gl.load(words + 128, mask=wanted[:, None], other=0, cache_modifier=".cg")
-    if E8M0_SCALES:  # of two lanes a word
+    if E8M0_SCALES:  # two lanes per word
         scale_ptr = (address + 1024).to(gl.pointer_type(gl.int16)) + scale_at
     else:
         scale_ptr = tile_ptr + (256 + scale_at)
@@ -215,7 +214,7 @@ def read_pair(
     q, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, PART: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
 ):  # fmt: skip
-    """A column of tiles, PART of pair q of columns of an item or, behind its last one, of the next item."""
+    """A tile column, PART of column pair q of an item or, past its last one, of the next item."""
     BYTES: gl.constexpr = 4 * (272 if E8M0_SCALES else 288)
     here = q < pairs
     own = gl.where(here, q, q - pairs)
@@ -228,7 +227,7 @@ def read_pair(
 
 @gluon.jit
 def multiply(total, a, ring, stage, PART: gl.constexpr):
-    """Starts four instructions on half a column of tiles and a place of the ring."""
+    """Issue four instructions on half a tile column and a stage of the ring."""
     for j in gl.static_range(4):
         b = ring.index(2 * stage + PART).slice(16 * j, 16, dim=1).permute((1, 0))
         total = hopper.warpgroup_mma(a[j], b, total, is_async=True)
@@ -237,19 +236,19 @@ def multiply(total, a, ring, stage, PART: gl.constexpr):
 
 @gluon.jit
 def halves(v):
-    """[rows, pairs] to its first and last pairs, without moving them."""
+    """Split [rows, pairs] into first and last pairs, in place in registers."""
     return gl.permute(gl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1)).split()
 
 
 @gluon.constexpr_function
 def chunk_of(TOKENS):
-    """Pairs whose sums a warpgroup stores at a time."""
+    """Pairs that a warpgroup stores at a time."""
     return min(64, TOKENS)
 
 
 @gluon.constexpr_function
 def staged_layout(GATED, INTERLEAVED):
-    """[pairs, 64 rows] as read from shared memory: a lane has values that it stores, and the gates that they meet."""
+    """[pairs, 64 rows] as read from shared memory: a lane has values to store, with their gates."""
     if not GATED:
         return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     return gl.BlockedLayout([1, 16 if INTERLEAVED else 8], [8, 4], [4, 1], [1, 0])
@@ -257,13 +256,13 @@ def staged_layout(GATED, INTERLEAVED):
 
 @gluon.constexpr_function
 def stored_layout(GATED):
-    """[pairs, 64 or 32 rows]: 16 bytes a lane."""
+    """[pairs, 64 or 32 rows]: 16 bytes per lane."""
     return gl.BlockedLayout([1, 8], [8, 4] if GATED else [4, 8], [4, 1], [1, 0])
 
 
 @gluon.jit
 def read_pair_numbers(pair_ptr, first, end, TOKENS: gl.constexpr, GATED: gl.constexpr):
-    """The pairs of an item, those of each chunk; -1 where there is none."""
+    """Pair numbers of an item, per chunk; -1 for none."""
     CHUNK: gl.constexpr = chunk_of(TOKENS)
     out = ()
     for c in gl.static_range(TOKENS // CHUNK):
@@ -274,7 +273,7 @@ def read_pair_numbers(pair_ptr, first, end, TOKENS: gl.constexpr, GATED: gl.cons
 
 @gluon.jit
 def store_chunk(v, staging, pair, y_ptr, out, n_out, GATING: gl.constexpr):
-    """Rows of y of the pairs of a chunk, columns from `out` on: the gate of v [64 rows, pairs]."""
+    """Store a chunk's pairs to rows of y, columns from `out` on: the gate of v [64 rows, pairs]."""
     FUNCTION: gl.constexpr = GATING[0]
     GATED: gl.constexpr = GATING[1]
     INTERLEAVED: gl.constexpr = GATING[2]
@@ -302,7 +301,7 @@ def store_chunk(v, staging, pair, y_ptr, out, n_out, GATING: gl.constexpr):
 
 @gluon.jit
 def store_item(v, staging, pairs, y_ptr, first, end, out, n_out, GATING: gl.constexpr):
-    """`store_chunk` for v [64 rows, pairs], those chunks that have pairs."""
+    """`store_chunk` for v [64 rows, pairs], for chunks that have pairs."""
     if v.shape[1] <= 64:
         store_chunk(v, staging, pairs[0], y_ptr, out, n_out, GATING)
     else:
@@ -314,7 +313,7 @@ def store_item(v, staging, pairs, y_ptr, first, end, out, n_out, GATING: gl.cons
 
 @gluon.jit
 def tiles_of(page, row_block, row_tiles, columns, tile_offset, HALF: gl.constexpr, STEP: gl.constexpr):
-    """(Address of a warpgroup's first tile of an item, row tiles from there on), of STEP tiles a warpgroup."""
+    """(Address of a warpgroup's first tile of an item, remaining row tiles), with STEP tiles per warpgroup."""
     tile = (row_block * 2 + HALF) * STEP
     return page + tile_offset + (tile * columns).to(gl.int64), row_tiles - tile
 
@@ -345,10 +344,10 @@ def multiply_items(
     HAS_BIAS: gl.constexpr,
     GATING: gl.constexpr,
 ):
-    """A warpgroup, for the lower or the upper HALF of each item's rows.
+    """Consumer warpgroup, for the lower or the upper HALF of each item's rows.
 
-    The second one starts a column after the first, so that one stores its results while the other multiplies. Columns
-    of tiles are taken in pairs, and read AHEAD pairs before they are multiplied, across the ends of items.
+    The second one starts a column after the first, so that one stores its results while the other multiplies. Tile
+    columns are processed in pairs, and prefetched by AHEAD pairs, across the ends of items.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
@@ -397,7 +396,7 @@ def multiply_items(
     if HALF == 1:
         mbarrier.wait(go, 0, pred=expert >= 0)
     while expert >= 0:
-        # the entry is used when this item is done, so nothing waits for it
+        # the entry is used when this item is done, so its latency is hidden
         later_page, later_span, later_place, later_expert = entry_of(
             i + 2 * gl.num_programs(0), table_ptr, row_blocks, blocks
         )
@@ -497,9 +496,9 @@ def grouped_kernel(
 ):
     """y [P, n_out]: for each pair the gate of its expert's W x + bias [E, N], by programs of WARPS warps.
 
-    x_desc: what `gather_kernel` gives, in boxes [BOX, COLUMNS], 128-byte swizzle. table: its, of blocks of up to TOKENS
-    pairs. pair: `pairs.Groups.order`. Matrices begin tile_offset bytes behind an address, their scales scale_offset.
-    AHEAD: 2 only if there are more than two columns of tiles.
+    x_desc: output of `gather_kernel`, in boxes [BOX, COLUMNS], 128-byte swizzle. table: its table, of blocks of up to
+    TOKENS pairs. pair: `pairs.Groups.order`. Matrices start tile_offset bytes after an address, their scales
+    scale_offset. AHEAD: 2 only if there are more than two tile columns.
     """
     CHUNK: gl.constexpr = chunk_of(TOKENS)
     GATING: gl.constexpr = (FUNCTION, GATED, INTERLEAVED, ALPHA, LIMIT, SHIFT)

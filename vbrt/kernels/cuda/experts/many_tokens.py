@@ -1,9 +1,9 @@
-"""Routed experts for many tokens: pairs sorted by expert, and one fused kernel for the matrices of all experts.
+"""MoE for many tokens: pairs sorted by expert, and one fused kernel for the matrices of all experts.
 
-Nothing waits for the device: how many pairs an expert has, and where its page is, only the device knows. bf16
-activations go in as they are; fp16 and fp32 are split into two and three bf16 summands, whose products are added.
+There is no synchronization: pair counts and page addresses are known to the device only. bf16 activations are used as
+they are; fp16 and fp32 are split into two and three bf16 summands, whose products are added.
 
-Legend: T tokens, k experts a token, P = T k pairs, M rows of the input (T, or P with k = 1), S summands.
+Legend: T tokens, k experts per token, P = T k pairs, M rows of the input (T, or P with k = 1), S summands.
 """
 
 import functools
@@ -27,14 +27,14 @@ __all__ = ["down", "products", "up"]
 _NO_GATE = Gate("none", gated=False)
 _WARPS, _ROWS, _OUTPUT_ROWS = 4, 128, 16
 _GATHER_WARPS = 2
-#: numbers of an entry of the table; columns of tiles that the kernel takes together
+#: numbers per table entry; tile columns that the kernel takes together
 _ENTRY, _PAIR = 4, 2
 
 
 class _Kernels(NamedTuple):
     gather: Launcher
     multiply: Launcher
-    describe: Any  # (matrix, pairs a box) -> its descriptor for the copy engine
+    describe: Any  # (matrix, pairs per box) -> TMA descriptor
 
 
 @functools.cache
@@ -55,16 +55,16 @@ def _kernels() -> _Kernels:
 def up(
     x_TH: Tensor, ids_Tk: Tensor, pages: ExpertPages, *, part: str, gate: Gate | None, bias_EN: Tensor | None
 ) -> Tensor:
-    """Return what `kernels.experts.experts_up` does. The pairs as they are sorted wait for `down` of the same ids."""
+    """See `kernels.experts.experts_up`. Caches the sorted pairs for `down` with the same ids."""
     groups = _sorted(ids_Tk, pages)
-    ids_Tk._vb_groups = groups, _version(ids_Tk)  # type: ignore[attr-defined]  # as long as the ids live
+    ids_Tk._vb_groups = groups, _version(ids_Tk)  # lives as long as the ids
     return products(x_TH, groups, pages, part=part, gate=gate, bias_EN=bias_EN)
 
 
 def down(
     h_PI: Tensor, ids_Tk: Tensor, weights_Tk: Tensor | None, pages: ExpertPages, *, part: str, bias_EN: Tensor | None
 ) -> Tensor:
-    """Return what `kernels.experts.experts_down` does."""
+    """See `kernels.experts.experts_down`."""
     groups = _taken(ids_Tk, pages) or _sorted(ids_Tk, pages)
     rows = products(h_PI, groups, pages, part=part, gate=None, bias_EN=bias_EN)
     return rows if weights_Tk is None else weighted_sums(rows, ids_Tk, weights_Tk, pages.experts)
@@ -75,7 +75,7 @@ def _sorted(ids_Tk: Tensor, pages: ExpertPages) -> Groups:
 
 
 def _taken(ids_Tk: Tensor, pages: ExpertPages) -> Groups | None:
-    """Return what `up` has left, once, if these are still the same pairs and as many experts."""
+    """Take the pairs cached by `up`, once, if ids and number of experts are unchanged."""
     groups, version = ids_Tk.__dict__.pop("_vb_groups", (None, None))
     fits = groups is not None and len(groups.offsets) == pages.experts + 2 and version == _version(ids_Tk)
     return groups if fits else None
@@ -90,7 +90,7 @@ def products(
 ) -> Tensor:
     """Return the gate of W x + b for each pair, [P, N] or, gated, [P, N / 2]; zero rows for sentinels.
 
-    Row p // (P / M) of x is that of pair p. Raises KernelError for an x of another width.
+    Pair p uses row p // (P / M) of x. Raises KernelError for an x of another width.
     """
     (n, k), pairs = pages.shapes[part], len(groups.order)
     if x_MK.shape[1] != k:
@@ -104,12 +104,12 @@ def products(
 
 
 def _fuses(gate: Gate | None, n: int) -> bool:
-    """True if the kernel applies a gate: its rows of gates and of values are whole tiles, or side by side."""
+    """True if the kernel can fuse a gate: its rows of gates and values are whole tiles, or interleaved."""
     return gate is None or not gate.gated or n % (2 if gate.interleaved else 2 * _OUTPUT_ROWS) == 0
 
 
 class _Call(NamedTuple):
-    """The products of one part."""
+    """Operands of one part's products."""
 
     x_MK: Tensor
     groups: Groups
@@ -132,7 +132,7 @@ class _Call(NamedTuple):
         return y_SPN.sum(0)
 
     def _gathered(self, y_PN: Tensor | None, summands: int) -> tuple[Tensor, Tensor]:
-        """Return the sorted pairs' rows as the kernel reads them, [S * P, K], and the table of its items.
+        """Gather the sorted pairs' rows in kernel order, [S * P, K], and build the table of items.
 
         Clears the rows of y of sentinels.
         """

@@ -1,6 +1,6 @@
-"""Pairs (token, expert) sorted by expert on the GPU, without the host: what grouped kernels walk along.
+"""Pairs (token, expert) sorted by expert on the GPU, without the host: the index of the grouped kernels.
 
-Legend: T tokens, k experts a token, P = T k pairs, E experts, B blocks.
+Legend: T tokens, k experts per token, P = T k pairs, E experts, B blocks.
 """
 
 import functools
@@ -14,20 +14,20 @@ from vbrt.kernels.cuda.launcher import Launcher
 
 __all__ = ["Groups", "group_pairs", "most_blocks"]
 
-#: pairs up to which each is compared with all, in one launch; beyond that spans are counted first
+#: pairs up to which each is compared with all, in one launch; beyond, a counting sort
 _FEW_PAIRS = 2048
 _WARPS, _RANKED, _SPAN, _PART = 4, 32, 256, 32
 
 
 class Groups(NamedTuple):
-    """The pairs of each expert, side by side; those of sentinels are the last group. All int32, on the GPU.
+    """Pairs grouped by expert; those of sentinels are the last group. All int32, on the GPU.
 
     Attributes:
-        order: [P], the pairs by expert, within one ascending.
-        offsets: [E + 2], where the pairs of each expert begin in `order`, then those of sentinels, then P.
-        experts: [B], the expert of each block; E: a block of sentinels; -1: there is none.
-        firsts: [B], where each block begins in `order`; it ends with its expert or after `block` pairs.
-        block: pairs of one expert that a block has at most.
+        order: [P], pairs sorted by expert, ascending within each.
+        offsets: [E + 2], start of each expert's pairs in `order`, then of the sentinels', then P.
+        experts: [B], expert of each block; E: a block of sentinels; -1: unused.
+        firsts: [B], start of each block in `order`; it ends with its expert or after `block` pairs.
+        block: maximum pairs per block.
     """
 
     order: Tensor
@@ -38,13 +38,13 @@ class Groups(NamedTuple):
 
 
 def most_blocks(pairs: int, experts: int, block: int) -> int:
-    """Return how many blocks of at most `block` pairs of one expert, or of sentinels, there can be: B."""
+    """Return the maximum number B of blocks, of at most `block` pairs of one expert or of sentinels."""
     groups = min(pairs, experts + 1)
     return groups + (pairs - groups) // block
 
 
 def group_pairs(ids_Tk: Tensor, experts: int, block: int) -> Groups:
-    """Sort the pairs by expert: one launch, or two for many; nothing waits for the device."""
+    """Sort the pairs by expert: one launch, or two for many; no synchronization."""
     ids_P, pairs = ids_Tk.reshape(-1), ids_Tk.numel()
     blocks = most_blocks(pairs, experts, block)
     sizes = [pairs, experts + 2, blocks, blocks]

@@ -1,4 +1,4 @@
-"""The GPU side of `pairs`. Importing this needs Triton; plain operations only, so that its interpreter runs it too.
+"""Triton kernels of `pairs`. Importing this needs Triton; plain operations only, so that its interpreter runs it too.
 
 Legend: P pairs, E experts, G groups: E and that of the sentinels, B blocks.
 """
@@ -20,7 +20,7 @@ def _wait_for_launch_before(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def _groups_of(id_ptr, at, P, E):
-    """The group of each pair `at`: its expert, E for a sentinel, E + 1 for what is not there."""
+    """Group of each pair `at`: its expert, E for a sentinel, E + 1 out of bounds."""
     inside = at < P
     expert = tl.load(id_ptr + at, mask=inside, other=0).to(tl.int32)
     routed = (expert >= 0) & (expert < E)
@@ -29,7 +29,7 @@ def _groups_of(id_ptr, at, P, E):
 
 @triton.jit
 def _store_table(counts, offset_ptr, expert_ptr, first_ptr, E, blocks, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """Where each group begins, and the group and the first place of each block of up to BLOCK of its pairs."""
+    """Store each group's start, and the group and start of each block of up to BLOCK of its pairs."""
     group = tl.arange(0, BINS)
     counts = tl.where(group <= E, counts, 0)
     starts = tl.cumsum(counts, 0) - counts
@@ -63,7 +63,7 @@ def group_kernel(
 ):
     """All of `pairs.Groups` for few pairs, grid (1 + ceil(P / RANKED),).
 
-    The first program counts. The others find the place of RANKED pairs each: how many of all come before it.
+    The first program counts. The others rank RANKED pairs each: the number of pairs that come before.
     """
     _wait_for_launch_before(DEPENDENT)
     if tl.program_id(0) == 0:
@@ -84,7 +84,7 @@ def group_kernel(
 
 @triton.jit(do_not_specialize=["P", "E"])
 def count_kernel(id_ptr, count_ptr, P, E, BINS: tl.constexpr, SPAN: tl.constexpr, DEPENDENT: tl.constexpr):
-    """count [spans, BINS]: of each SPAN pairs how many there are of each group; grid (spans,)."""
+    """count [spans, BINS]: histogram of groups for each SPAN pairs; grid (spans,)."""
     _wait_for_launch_before(DEPENDENT)
     span = tl.program_id(0)
     groups = _groups_of(id_ptr, span * SPAN + tl.arange(0, SPAN), P, E)
@@ -109,7 +109,7 @@ def place_kernel(
     PART: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """All of `pairs.Groups` from the counts of all spans; grid (spans,)."""
+    """All of `pairs.Groups` from the histograms of all spans; grid (spans,)."""
     _wait_for_launch_before(DEPENDENT)
     span = tl.program_id(0)
     group = tl.arange(0, BINS)

@@ -1,9 +1,9 @@
-"""Which pages of routed experts are resident, as tables on the device: a lease is two launches and no synchronization.
+"""Expert residency on the device: tables of resident pages; a lease is two launches without synchronization.
 
-A *pool* is a row of slots that one or several layers share. `ResidentTables.lease` takes routed ids, decides by the
-rule of `vbrt.residency.expert_pool` and copies what is missing; the addresses that it returns say where each leased
-expert lies. All leases and all kernels that read slots belong to one stream, in order: so a slot is overwritten when
-nobody reads it any more. Both launches may be recorded in a CUDA graph: their tables stay where they are.
+A *pool* is an array of slots shared by one or several layers. `ResidentTables.lease` takes routed ids, evicts by the
+rule of `vbrt.residency.expert_pool` and fetches missing pages; the returned addresses locate each leased expert. All
+leases and all kernels that read slots are in one stream, so a slot is overwritten only after its readers. Both launches
+can be captured in a CUDA graph: the tables are static.
 """
 
 import functools
@@ -23,20 +23,20 @@ __all__ = ["Experts", "PoolRoom", "ResidentTables", "gather_pages"]
 _PAGE_ROWS, _HITS = 6, 4  # see resolve_triton
 _CLOCKS = (0, 0, 0, -1, 1, 0, 0, 0)  # whole rows of 64 bytes
 _ROUTED = 8
-_IDS = 1024  # routed ids that are looked at together
-_LANES = 256  # table entries for each warp of the program that decides
-_BLOCK, _PROGRAMS, _WARPS = 1024, 264, 4  # int64 that a program copies at a time; two programs a multiprocessor
+_IDS = 1024  # routed ids processed together
+_LANES = 256  # table entries per warp of the deciding program
+_BLOCK, _PROGRAMS, _WARPS = 1024, 264, 4  # int64 per copy of a program; two programs per multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRoom:
-    """The slots of a pool.
+    """Slots of a pool.
 
     Attributes:
         slots: their number.
-        page_bytes: of each, a multiple of 4096.
-        window: newcomers among the resident pages, at most.
-        epoch: leases after which scores are worth half.
+        page_bytes: per slot, a multiple of 4096.
+        window: maximum newcomers among the resident pages.
+        epoch: leases after which scores are halved.
     """
 
     slots: int
@@ -46,20 +46,20 @@ class PoolRoom:
 
 
 class Experts(NamedTuple):
-    """The experts of a layer, and its pool's number."""
+    """Number of a layer's experts, and index of its pool."""
 
     count: int
     pool: int
 
 
 class ResidentTables:
-    """The tables of some layers.
+    """Residency tables of some layers.
 
     Args:
         layers, pools: pages are numbered by layer and expert, slots by pool.
-        arena: uint8, the memory of all slots, in the order of the pools, on the device that computes.
-        sources: the address of each page in memory that the device can read.
-        one: what a lease adds to a score.
+        arena: uint8, memory of all slots, in pool order, on the computing device.
+        sources: address of each page in device-accessible memory.
+        one: score increment of a lease.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ResidentTables:
         self.forget()
 
     def forget(self) -> None:
-        """Have no page resident; scores, times and counts stay."""
+        """Mark all pages as not resident; scores, times and counters are kept."""
         self._pages[0].fill_(-1)
         self._slots[0].fill_(-1)
         self._slots[1].zero_()
@@ -91,19 +91,19 @@ class ResidentTables:
             self._all_clocks[:, column] = start
 
     def fits(self, layer: int, ids: Tensor) -> bool:
-        """True if the pool has a slot for each expert that so many ids may name."""
+        """True if the pool has a slot for each expert that this many ids may name."""
         experts = self.layers[layer]
         return min(ids.numel(), experts.count) <= self.pools[experts.pool].slots
 
     def lease(self, layer: int, ids: Tensor, *, scan: bool = False) -> Tensor:
-        """Lease the experts that `ids` names; return the addresses of the layer's experts, int64 [E].
+        """Lease the experts in `ids`; return the addresses of the layer's experts, int64 [E].
 
-        Those of other experts are of any slots. The tensor is the same each time; what it says holds until the next
-        lease of the layer's pool. Call `fits` first: the device does not notice that there are too few slots.
+        Addresses of other experts are arbitrary slots. The tensor is static; its contents are valid until the next
+        lease of the layer's pool. Call `fits` first: the device does not detect a lack of slots.
 
         Args:
-            ids: int32 or int64 on the device; what is not in 0 .. E - 1 is a sentinel.
-            scan: True if the lease is part of one.
+            ids: int32 or int64 on the device; values outside 0 .. E - 1 are sentinels.
+            scan: True if the lease is part of a scan.
         """
         experts = self.layers[layer]
         pool, ids = self.pools[experts.pool], ids.contiguous()
@@ -148,34 +148,34 @@ class ResidentTables:
         return addresses
 
     def memory(self, layer: int) -> Tensor:
-        """Return the slots of the layer's pool, uint8 [slots, bytes of a page]."""
+        """Return the slots of the layer's pool, uint8 [slots, page bytes]."""
         number = self.layers[layer].pool
         pool = self.pools[number]
         words = self._arenas[number][: pool.slots * pool.page_bytes // 8]
         return words.view(torch.uint8).view(pool.slots, pool.page_bytes)
 
     def counts(self) -> Tensor:
-        """Return hits and misses of each page, int64 [2, pages] on the CPU; waits for the device."""
+        """Return hits and misses of each page, int64 [2, pages] on the CPU; synchronizes."""
         return self._pages[_HITS : _HITS + 2].cpu()
 
     def routed(self) -> Tensor:
-        """Return what leases but for scans have counted in each layer, int64 [layers, 5] on the CPU: their number, ids
-        that named experts, experts touched, and of those the ones touched right after another lease, and by that one,
-        too; waits for the device."""
+        """Return each layer's counters over leases except scans, int64 [layers, 5] on the CPU: leases, ids that named
+        experts, experts touched, and of those the ones touched right after another lease, and by that one, too;
+        synchronizes."""
         return self._all_routed[:, 1:6].cpu()
 
     def resident(self) -> Tensor:
-        """Return the slot of each page within its pool, int64 [pages] on the CPU, or -1; waits for the device."""
+        """Return each page's slot within its pool, int64 [pages] on the CPU, or -1; synchronizes."""
         return self._pages[0].cpu()
 
 
 def gather_pages(addresses: Tensor, experts: Tensor, page_bytes: int) -> Tensor:
-    """Copy pages together, in one launch that nobody waits for: uint8 [P, page_bytes] on the device.
+    """Gather pages in one launch without synchronization: uint8 [P, page_bytes] on the device.
 
     Args:
-        addresses: of the page of each expert, int64 [E], in memory that the device can read.
+        addresses: of each expert's page, int64 [E], in device-accessible memory.
         experts: int64 [P], within 0 .. E - 1.
-        page_bytes: of each page, a multiple of 4096.
+        page_bytes: per page, a multiple of 4096.
     """
     count = len(experts)
     out = torch.empty((count, page_bytes), dtype=torch.uint8, device=experts.device)
@@ -189,7 +189,7 @@ def gather_pages(addresses: Tensor, experts: Tensor, page_bytes: int) -> Tensor:
 
 
 class _Launch:
-    """A kernel: through a `Launcher` on a GPU, and as Triton's interpreter runs it anywhere else."""
+    """A kernel: through a `Launcher` on a GPU, through Triton's interpreter elsewhere."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel, self._launcher = kernel, Launcher(kernel)
@@ -213,7 +213,7 @@ def _launch(name: str) -> _Launch:
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
-    """Return the sum before each count, and that of all."""
+    """Return the exclusive prefix sums, and the total."""
     sums = [0]
     for count in counts:
         sums.append(sums[-1] + count)

@@ -3,12 +3,12 @@
 One program makes all decisions of a lease. Importing this needs Triton; plain operations only, so that its interpreter
 runs it too. The tables are int64:
 
-    pages [6, pages]    of each page: its slot or -1; score; the time of its last lease; the lease that routed to it
-                        last, scans included; hits; misses
-    slots [2, slots]    of each slot: its page or -1; its place in the window's queue, 0 in the main part
-    clocks [8]          of a pool: the time; leases, scans included; slots in use; the queue's places at either end
-    routed [8]          of a layer: its last lease, or 0 after a scan; leases but for scans; ids they named; experts
-                        that they touched; of those, the ones touched right after another lease; and by that one, too
+    pages [6, pages]    per page: its slot or -1; score; time of its last lease; the last lease that routed to it,
+                        scans included; hits; misses
+    slots [2, slots]    per slot: its page or -1; its position in the window's queue, 0 in the main part
+    clocks [8]          per pool: time; leases, scans included; slots in use; positions of the queue's two ends
+    routed [8]          per layer: its last lease, or 0 after a scan; leases except scans; ids they named; experts that
+                        they touched; of those, the ones touched right after another lease; and by that one, too
 """
 
 import triton
@@ -17,24 +17,24 @@ import triton.language as tl
 __all__ = ["resolve_kernel"]
 
 _NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
-_AGES = tl.constexpr(1 << 38)  # a key is value * _AGES - age: values are below 2^24, ages beyond count as this
+_AGES = tl.constexpr(1 << 38)  # key = value * _AGES - age: values are below 2^24, ages are clamped to this
 
 
 @triton.jit
 def _value(score, last, now, epoch):
-    """What a score is worth now: half for each epoch, of so many leases, that began since the last one."""
+    """Decayed score: halved for each epoch of leases that began since the page's last one."""
     return score >> tl.minimum(now // epoch - last // epoch, 62)
 
 
 @triton.jit
 def _least(value, mask):
-    """The least of the values for which `mask` holds."""
+    """Minimum of the values where `mask` holds."""
     return tl.min(tl.where(mask, value, _NONE))
 
 
 @triton.jit
 def _count_routed(routed_ptr, routed, before, lease, named, SCAN: tl.constexpr):
-    """Count a lease in the layer's row; `before`: the lease that routed to each expert before this one."""
+    """Update the layer's counters; `before`: the lease that last routed to each expert."""
     if SCAN:
         tl.store(routed_ptr, 0)
     else:
@@ -90,14 +90,14 @@ def resolve_kernel(
     ONE: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """Lease the experts that `ids` [P] name, once each; grid (1,).
+    """Lease the experts in `ids` [P], once each; grid (1,).
 
-    The layer's pages are first_page .. + experts, its pool's room the slots first_slot .. + slots. Pages are of
-    `page_bytes`; slots lie side by side from arena_ptr, which is where the pool's first one lies. Writes the address of
-    each leased expert to address_ptr [experts]; how many of them are missing, then their sources and their targets, to
-    fetch_ptr [1 + 2 EXPERTS]. EXPERTS, SLOTS: powers of two that hold them.
+    The layer's pages are first_page .. + experts, its pool's slots first_slot .. + slots. Pages have `page_bytes`; the
+    pool's slots are contiguous from arena_ptr. Writes each leased expert's address to address_ptr [experts]; and to
+    fetch_ptr [1 + 2 EXPERTS] the number of misses, their sources and their targets. EXPERTS, SLOTS: powers of two that
+    hold them.
 
-    epoch: leases in one. SCAN: the lease is part of one.
+    epoch: in leases. SCAN: the lease is part of a scan.
     """
     lease = tl.load(clock_ptr + 1) + 1
     now = tl.load(clock_ptr)
@@ -143,7 +143,7 @@ def resolve_kernel(
         label = tl.load(label_ptr, mask=s < slots, other=-1)
         queue = tl.load(label_ptr + all_slots, mask=s < slots, other=0)
         busy = tl.load(lease_ptr + label, mask=label >= 0, other=0) == lease
-        # of pages that this lease takes the score may be the new one already: they are busy
+        # pages taken by this lease may have their new score already: they are busy
         since = tl.load(page_ptr + 2 * pages + label, mask=label >= 0, other=0)
         value = _value(tl.load(page_ptr + pages + label, mask=label >= 0, other=0), since, now, epoch)
         key = value * _AGES - tl.minimum(now - since, _AGES - 1)
@@ -155,7 +155,7 @@ def resolve_kernel(
                 slot = used
                 used += 1
             else:
-                # W, the oldest of the window, and M, the least of the main part
+                # W, the oldest of the window, and M, the minimum of the main part
                 evictable = (s < slots) & (busy == 0)
                 w_place = _least(queue, evictable & (queue != 0))
                 w_key = _least(key, queue == w_place)

@@ -1,6 +1,6 @@
-"""The sum over the experts of each token of rows that other kernels have left for its pairs.
+"""Weighted sums over each token's experts, of rows that other kernels wrote per pair.
 
-Legend: T tokens, k experts a token, P = T k pairs, H columns.
+Legend: T tokens, k experts per token, P = T k pairs, H columns.
 """
 
 import functools
@@ -26,7 +26,7 @@ def _kernel(dependent: bool) -> Launcher:
 def weighted_sums(
     rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the sum over each token's experts, [T, H] in `dtype` or the rows', added in fp32, in the ids' order."""
+    """Return the sum over each token's experts, [T, H] in `dtype` or the rows', in fp32, in the ids' order."""
     (tokens, k), n, device = ids_Tk.shape, rows_PH.shape[1], rows_PH.device.index
     y_TH = rows_PH.new_empty(tokens, n, dtype=dtype)
     if y_TH.numel() == 0:

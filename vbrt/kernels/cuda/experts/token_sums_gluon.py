@@ -1,4 +1,4 @@
-"""The sum over the experts of each token, for kernels that leave a row for each pair. Importing this needs Triton."""
+"""Gluon kernel of `token_sums`. Importing this needs Triton."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,9 +21,9 @@ def sum_kernel(
     SPAN: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """y [T, N]: the sum in fp32 of each token's K_EXPERTS rows [P, N] times weight [P], in their order.
+    """y [T, N]: fp32 sum of each token's K_EXPERTS rows [P, N] times weight [P], in their order.
 
-    Sentinels add nothing, whatever their rows hold. Grid (T, ceil(N / SPAN)).
+    Sentinels add nothing, whatever their rows contain. Grid (T, ceil(N / SPAN)).
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([SPAN // (32 * WARPS)], [32], [WARPS], [0])
     token = gl.program_id(0)

@@ -1,3 +1,3 @@
-"""Fine planes merged with coarse ones into the original weight."""
+"""Merge of fine and coarse planes into the original weight."""
 
 __all__: list[str] = []

@@ -1,7 +1,8 @@
-"""The original weight from its coarse and fine planes in one kernel on a GPU, without a synchronization.
+"""Fine plane merge on a GPU: the original weight from its coarse and fine planes in one kernel, without
+synchronization.
 
-The coarse plane may be in the order in which the format encodes it, or in that of the fused kernels (`e2m1/tiles.py`),
-so that drafts, which read it alone, are multiplied by those. A word of a tile has codes of two rows: it is read twice.
+The coarse plane may be in the format's order, or in the fused kernels' (`e2m1/tiles.py`), so that drafts, which read it
+alone, can use those. A tile word has codes of two rows: it is read twice.
 """
 
 from typing import NamedTuple
@@ -18,19 +19,19 @@ __all__ = ["merge", "serves", "serves_shape"]
 
 
 def serves(planes: WeightPlanes) -> bool:
-    """True if `merge` takes these planes: on a GPU, with a fine plane, rows of whole blocks."""
+    """True if `merge` supports these planes: on a GPU, with a fine plane, rows of whole blocks."""
     if planes.fine is None or not planes.fine["low"].is_cuda:
         return False
     return serves_shape(planes.format, planes.shape)
 
 
 def serves_shape(format: str, shape: tuple[int, int]) -> bool:
-    """True if the rows of a weight are whole blocks of its format."""
+    """True if a weight's rows are whole blocks of its format."""
     return shape[1] % get_format(format).block == 0
 
 
 def merge(planes: WeightPlanes) -> Tensor:
-    """The weight [N, K], bit for bit what `formats.merge_fine` gives."""
+    """The weight [N, K], bit-exact with `formats.merge_fine`."""
     out = torch.empty(planes.shape, dtype=planes.dtype, device=planes.fine["low"].device)
     with torch.cuda.device(out.device):
         launch(planes, out)
@@ -38,7 +39,7 @@ def merge(planes: WeightPlanes) -> Tensor:
 
 
 def launch(planes: WeightPlanes, out: Tensor) -> None:
-    """`merge` into `out`, on any device that Triton runs on."""
+    """`merge` into `out`, on any device that Triton supports."""
     from vbrt.kernels.cuda.fine.merge_triton import merge_kernel
 
     fine, fmt = planes.fine, get_format(planes.format)
@@ -65,7 +66,7 @@ def launch(planes: WeightPlanes, out: Tensor) -> None:
 
 
 class _Coarse(NamedTuple):
-    """A coarse plane as the kernel takes it: codes, scales, tensor scale, levels, values of scale bytes."""
+    """A coarse plane in the form of the kernel: codes, scales, tensor scale, levels, values of scale bytes."""
 
     tensors: tuple[Tensor, ...]
     tile_words: int

@@ -1,4 +1,4 @@
-"""The GPU side of `merge`. Importing this needs Triton; plain operations only, so that its interpreter runs it too."""
+"""Triton kernel of `merge`. Importing this needs Triton; plain operations only, so that its interpreter runs it too."""
 
 import triton
 import triton.language as tl
@@ -27,11 +27,11 @@ def merge_kernel(
     WIDTH: tl.constexpr,
     TILE_WORDS: tl.constexpr,
 ):
-    """int16 bit patterns of SPAN weights in a row of all `total`; grid (ceil(total / SPAN),).
+    """int16 bit patterns of SPAN consecutive weights of `total`; grid (ceil(total / SPAN),).
 
-    A block scale's byte is worth value_ptr[byte] * tensor scale; bit c of WIDE_CODES says that code c is wide. WIDTH 8
-    gives bf16, 12 gives fp16. start_ptr int32 [grid, 2]: entries of the two lists before each span. TILE_WORDS: 0, or
-    the words of a tile where code_ptr (int32) and scale_ptr (uint8) both point to tiles of rows of `columns` weights.
+    A block's scale is value_ptr[byte] * tensor scale; bit c of WIDE_CODES marks code c as wide. WIDTH 8 is bf16, 12 is
+    fp16. start_ptr int32 [grid, 2]: entries of the two lists before each span. TILE_WORDS: 0, or words per tile if
+    code_ptr (int32) and scale_ptr (uint8) both point to tiles of rows of `columns` weights.
     """
     GROUPS: tl.constexpr = SPAN // 16
     base = tl.program_id(0).to(tl.int64) * SPAN
@@ -59,7 +59,7 @@ def merge_kernel(
     SIGN: tl.constexpr = 1 << (WIDTH - 1)
     wide = (((WIDE_CODES >> code) & 1) != 0) & inside
     escaped = (delta == SIGN) & (wide == 0) & inside
-    # how many of each come before, both in one sum
+    # prefix counts of both lists in one scan
     count = wide.to(tl.int32) + (escaped.to(tl.int32) << 16)
     row = tl.sum(count, 1)
     before = tl.cumsum(count, 1) - count + (tl.cumsum(row, 0) - row)[:, None]
@@ -75,8 +75,8 @@ def merge_kernel(
 
 @triton.jit
 def _tile_codes(word_ptr, group, inside, columns, BLOCK: tl.constexpr, TILE_WORDS: tl.constexpr):
-    """Codes int32 [groups, 16] of the 16 weights in a row that begin at each of `group`, and where the bytes of their
-    scales are; see `e2m1/tiles.py` for the order of words and bits."""
+    """Codes int32 [groups, 16] of the 16 consecutive weights from each of `group` on, and offsets of their scale bytes;
+    see `e2m1/tiles.py` for the order of words and bits."""
     row = group // columns
     column = (group % columns).to(tl.int32)
     tile = ((row // 16) * ((columns + 127) // 128) + column // 128) * TILE_WORDS
@@ -92,20 +92,20 @@ def _tile_codes(word_ptr, group, inside, columns, BLOCK: tl.constexpr, TILE_WORD
     even = tl.join(_code(first), _code(second))
     odd = tl.join(_code(first >> 16), _code(second >> 16))
     code = tl.reshape(tl.join(even, odd), (group.shape[0], 16))
-    BLOCKS: tl.constexpr = 32 // BLOCK  # a lane's, of each of its two rows
+    BLOCKS: tl.constexpr = 32 // BLOCK  # per lane, for each of its two rows
     scale_at = tile * 4 + 1024 + (((lane_row * 4 + lane) * 2 + half) * BLOCKS + column % 32 // BLOCK)
     return code, scale_at
 
 
 @triton.jit
 def _code(pair):
-    """The code whose sign is bit 15 and whose magnitude is bits 8 to 6."""
+    """Code with sign in bit 15 and magnitude in bits 8 to 6."""
     return (((pair >> 12) & 8) | ((pair >> 6) & 7)).to(tl.int32)
 
 
 @triton.jit
 def _bits(value, WIDTH: tl.constexpr):
-    """The bit pattern of fp32 values rounded to bf16 or fp16, in the low half."""
+    """Bit pattern of fp32 values rounded to bf16 or fp16, in the low half."""
     if WIDTH == 12:
         return value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     word = value.to(tl.int32, bitcast=True)
@@ -114,6 +114,6 @@ def _bits(value, WIDTH: tl.constexpr):
 
 @triton.jit
 def _ordinal(word):
-    """See `formats.fine.ordinal`; only the low half of `word` counts."""
+    """See `formats.fine_plane.ordinal`; only the low half of `word` is used."""
     word = (word << 16) >> 16
     return word ^ ((word >> 15) & 0x7FFF)

@@ -1,14 +1,14 @@
-"""Linear layers in FP8 for many tokens: the op "linear_fp8", which `[compute] fp8 = true` asks for.
+"""FP8 linear layers for many tokens: the op "linear_fp8", for `[compute] fp8 = true`.
 
-From `fp8_tokens` on, weights in tile order are decoded to E4M3, activations are rounded to E4M3 with one scale a token
-(`vbrt::fp8_linear`), and `torch._scaled_mm` multiplies. Below that, for other weights, other dtypes than bf16, N that
-is no multiple of 16, and GPUs without E4M3 (older than sm_89) it is the op "linear" and just as exact.
+From `fp8_tokens` on, weights in tile order are decoded to E4M3, activations are quantized to E4M3 with one scale per
+token (`vbrt::fp8_linear`), and `torch._scaled_mm` multiplies. Below that, and for other weights, dtypes other than
+bf16, N not a multiple of 16, and GPUs without E4M3 (older than sm_89), it is the op "linear", just as exact.
 
-What it costs in accuracy, relative to the exact product and measured on Gaussian data: 2.6 % from the activations
-(3 bits of mantissa, any format), and for nvfp4 2.0 % from the weights: level times block scale has up to 6 significant
-bits where E4M3 keeps 4, for the levels 1.5, 3 and 6; the others and all of mxfp4 stay exact. Together 3.3 % and 2.7 %.
-Weights need no scale of their own a row: with the tensor scale aside none exceeds 6 * 448, an eighth of which E4M3
-holds. Blocks more than 2^12 below that fade (E4M3 subnormals). Gradients are the unrounded product's: dX = dY w.
+Accuracy cost relative to the exact product, on Gaussian data: 2.6 % from the activations (3 mantissa bits, any format),
+and for nvfp4 2.0 % from the weights: level times block scale has up to 6 significant bits where E4M3 keeps 4, for the
+levels 1.5, 3 and 6; the others and all of mxfp4 stay exact. Together 3.3 % and 2.7 %. Weights need no per-row scale:
+without the tensor scale none exceeds 6 * 448, an eighth of which E4M3 can hold. Blocks more than 2^12 below that fade
+(E4M3 subnormals). Gradients are straight-through, those of the unrounded product: dX = dY w.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -64,13 +64,13 @@ def fp8_refusal(device: torch.device) -> str | None:
 
 
 def fp8_tokens(major: int) -> int:
-    """The fewest tokens that are multiplied in FP8 on a GPU of compute capability `major`."""
+    """Minimum tokens for FP8 on a GPU of compute capability `major`."""
     return FP8_TOKENS.get(major, _DEFAULT_TOKENS)
 
 
 @functools.cache
 def _fewest(index: int) -> int | None:
-    """`fp8_tokens` of a GPU that is served otherwise, None without FP8."""
+    """`fp8_tokens` of a GPU, None without FP8."""
     capability = torch.cuda.get_device_capability(index)
     return fp8_tokens(capability[0]) if capability >= _MIN_CAPABILITY else None
 
@@ -91,7 +91,7 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
     """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype; differentiable in x and bias.
 
-    Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
+    Raises KernelError for an unknown activation, or if x's last dimension is not K.
     """
     if not _is_long(x, planes):
         return tiled.linear(x, planes, bias, activation)
@@ -105,7 +105,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
 
 class _Product(torch.autograd.Function):
-    """x @ w.T, rounded, with the gradient of the unrounded product for x; no decoded weight is kept."""
+    """x @ w.T, rounded, with the gradient of the unrounded product for x; saves no decoded weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
@@ -144,7 +144,7 @@ def _scaled_linear(x: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None,
         x_MK, scale_M = quantize(x.reshape(-1, k))
         bias = None if bias is None else bias.to(x.dtype)
         try:
-            # fast accumulation: partial sums of FP8 products keep 14 bits, far finer than their operands
+            # fast accumulation: partial sums of FP8 products keep 14 bits, far finer than the operands
             y = torch._scaled_mm(
                 x_MK, w_NK.t(), scale_M.unsqueeze(1), scale_N.unsqueeze(0), bias, out_dtype=x.dtype, use_fast_accum=True
             )
@@ -157,7 +157,7 @@ def _scaled_linear(x: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None,
 
 
 def decode8(weight: TiledWeight) -> tuple[Tensor, Tensor]:
-    """(w as E4M3 [N, K rounded up to 16], scale fp32 [N]) of a weight; w * scale is the weight."""
+    """Decode to (w as E4M3 [N, K rounded up to 16], scale fp32 [N]); w * scale is the weight."""
     tiles, scale, _, n, k = weight
     quads = -(-k // 16)
     w_NK = torch.empty(n, quads * 16, dtype=torch.float8_e4m3fn, device=tiles.device)
@@ -180,7 +180,7 @@ def decode8(weight: TiledWeight) -> tuple[Tensor, Tensor]:
 
 
 def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """(x as E4M3 [M, K rounded up to 16], scale fp32 [M]): the largest magnitude of each row becomes 448."""
+    """Quantize to (x as E4M3 [M, K rounded up to 16], scale fp32 [M]): each row's largest magnitude maps to 448."""
     tokens, k = x_MK.shape
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     wide = -(-k // 16) * 16

@@ -1,7 +1,7 @@
-"""The GPU side of `fp8`: weights in tile order to E4M3 rows, activations to E4M3 rows. Importing needs Triton.
+"""Kernels of `fp8`: weights in tile order to E4M3 rows, activations to E4M3 rows. Importing needs Triton.
 
-`decode8_kernel` is bound by memory (4.5 bits in, 8 bits out a weight), so it decodes by the same bit arithmetic as
-`narrow_gluon` and leaves the rounding to the conversion instruction of sm_89 and later.
+`decode8_kernel` is memory-bound (4.5 bits in, 8 bits out per weight), so it decodes by the bit arithmetic of
+`narrow_gluon` and rounds by the conversion instruction of sm_89 and later.
 """
 
 import triton
@@ -21,8 +21,9 @@ __all__ = ["decode8_kernel", "quantize_kernel"]
 
 
 def _decode8_assembly(factor: int) -> str:
-    """Words $8..$11 times block scales $12 (row g) and $16 (row g + 8) times `factor`, as E4M3: four adjacent columns
-    a register, row g in $0..$3 and row g + 8 in $4..$7. $20: whether this lane's word pairs are swapped, see tiles.
+    """Words $8..$11 times block scales $12 (row g) and $16 (row g + 8) times `factor`, as E4M3: four consecutive
+    columns per register, row g in $0..$3 and row g + 8 in $4..$7. $20: whether this lane's word pairs are swapped, see
+    tiles.
     """
     lines = [
         "{ .reg .b32 w0, w1, w2, w3, t, u, z, c, p0, p1, p2, p3; .reg .b16 lo, hi; .reg .pred s;",
@@ -37,7 +38,7 @@ def _decode8_assembly(factor: int) -> str:
             f"shf.l.wrap.b32 t, {w}, {w}, 12; and.b32 p2, t, 0x81C081C0;",
             f"shr.u32 t, {w}, 8; lop3.b32 p3, {w}, t, 0x81C081C0, 0x28;",
         ]
-        # two products, because one would not fit bf16's range; both are exact
+        # two products, because one would exceed bf16's range; both are exact
         lines += [f"fma.rn.bf16x2 p{i}, p{i}, {('$12', '$16')[i & 1]}, z;" for i in range(4)]
         lines += [f"fma.rn.bf16x2 p{i}, p{i}, c, z;" for i in range(4)]
         for half in range(2):
@@ -60,9 +61,9 @@ DECODE8_REGISTERS = gl.constexpr(",".join(["=&r"] * 8) + ",r" * 16)
 def decode8_kernel(
     tile_ptr, scale_ptr, w_ptr, row_scale_ptr, N, quads, columns, E8M0_SCALES: gl.constexpr, WARPS: gl.constexpr
 ):
-    """w as E4M3 [N, 16 * quads], four a word, and row_scale [N]: the fp32 that each row must be multiplied with.
+    """w as E4M3 [N, 16 * quads], four per word, and row_scale [N]: fp32 factor of each row.
 
-    Grid (row tiles * column groups,). 16 * quads is K rounded up to 16; the padding of K is zeros in the tiles.
+    Grid (row tiles * column groups,). 16 * quads is K rounded up to 16; K is zero-padded in the tiles.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4, 8], [WARPS, 1, 1], [2, 1, 0])  # a row of a tile: 8 lanes
@@ -97,7 +98,7 @@ def decode8_kernel(
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :][:, :, None]
     word = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, :][:, None, :]
     at = (group * WARPS + warp) * 32 + word
-    words = quads * 4  # so that the compiler knows rows to start at 16 bytes
+    words = quads * 4  # tells the compiler that rows are 16-byte aligned
     for half in gl.static_range(2):
         joined = gl.permute(gl.join(parts[half], parts[2 + half]), (0, 2, 1))  # [threads, part, word]
         block = gl.convert_layout(gl.reshape(joined, (WARPS, 8, 32)), ROWS)
@@ -112,9 +113,10 @@ def decode8_kernel(
 
 @triton.jit
 def quantize_kernel(x_ptr, q_ptr, scale_ptr, K, x_stride, q_stride, BLOCK: tl.constexpr, WHOLE_ROW: tl.constexpr):
-    """q = x * 448 / max |x| of the row, as E4M3; scale = max |x| / 448. A program a row; q is K rounded up to 16 wide.
+    """q = x * 448 / max |x| per row, as E4M3; scale = max |x| / 448. One program per row; q has K rounded up to 16
+    columns.
 
-    WHOLE_ROW: a row fits into BLOCK and is read once; otherwise twice, the second time from the cache.
+    WHOLE_ROW: a row fits into BLOCK and is read once; otherwise twice, the second time from cache.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -129,7 +131,7 @@ def quantize_kernel(x_ptr, q_ptr, scale_ptr, K, x_stride, q_stride, BLOCK: tl.co
             x = tl.load(x_ptr + first + column, mask=first + column < K, other=0.0).to(tl.float32)
             seen = tl.maximum(seen, tl.abs(x))
         largest = tl.max(seen)
-    largest = tl.maximum(largest, 7.888609052210118e-31)  # 2^-100: 448 over it stays finite
+    largest = tl.maximum(largest, 7.888609052210118e-31)  # 2^-100: 448 / largest stays finite
     factor = 448.0 / largest
     tl.store(scale_ptr + row, largest / 448.0)
     if WHOLE_ROW:

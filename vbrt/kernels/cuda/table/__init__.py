@@ -1,3 +1,3 @@
-"""Weights whose codes are looked up in a table: nf4 and quantile."""
+"""Kernels for weights with table lookup: nf4 and quantile."""
 
 __all__: list[str] = []

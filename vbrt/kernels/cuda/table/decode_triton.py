@@ -1,8 +1,8 @@
-"""The GPU side of `linear`: weights decoded through a table of 16 levels. Importing needs Triton.
+"""Triton decoder of `linear`: weights dequantized through a table of 16 levels. Importing needs Triton.
 
 A weight is level[code] * (scale * tensor scale), both products rounded to fp32, as the formats define it; scales of 16
-or 32 bits have no tensor scale. The table is one cache line: a warp's lookups fall into it without conflicts, so the
-kernel stays bound by memory.
+or 32 bits have no tensor scale. The table is one cache line: a warp's lookups hit it without conflicts, so the kernel
+stays memory-bound.
 """
 
 import triton

@@ -1,14 +1,14 @@
-"""Linear layers on weights of 16 levels: the backend "triton" of the ops "linear" and "decode_weight".
+"""Linear layers on weights of 16 levels: backend "triton" of the ops "linear" and "decode_weight".
 
-`nf4` and `quantile` have a byte of scale for 64 columns and a tensor scale; `levels…` scales of 16 or 32 bits for 16 to
-128 columns, and their 16 levels in the page. No GPU has run the kernels on those yet.
+`nf4` and `quantile` have a scale byte per 64 columns and a tensor scale; `levels…` have scales of 16 or 32 bits per 16
+to 128 columns, and their 16 levels in the page. No GPU has run the kernels on the latter yet.
 
-Up to `FUSED_TOKENS` bf16 tokens one kernel looks the codes up, multiplies on the tensor cores and applies bias and
-activation; it rounds the levels to bf16 and applies the block scales to fp32 sums. On sm_90 `e2m1/persistent_gluon`
-does so for more tokens of `nf4` and `quantile` where it is the fastest, see `launch_table.table_for`; it rounds
-level times scale to bf16. Otherwise a kernel decodes the weight to the activations' dtype and the vendor's matmul
-multiplies. What neither serves (CPU tensors, a fine plane, GPUs older than sm_80) goes through the reference. Pages
-hold the plain coarse plane.
+Up to `FUSED_TOKENS` bf16 tokens, one kernel looks the codes up, multiplies on tensor cores and applies bias and
+activation as an epilogue; it rounds the levels to bf16 and applies the block scales to fp32 sums. On sm_90
+`e2m1/persistent_gluon` handles more tokens of `nf4` and `quantile` where it is the fastest, see
+`launch_table.table_for`; it rounds level times scale to bf16. Otherwise a kernel decodes the weight to the activations'
+dtype for the vendor's matmul. Unsupported cases (CPU tensors, a fine plane, GPUs older than sm_80) fall back to the
+reference. Pages hold the plain coarse plane.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -32,14 +32,14 @@ from vbrt.libraries import triton_api
 
 __all__ = ["FORMATS", "FUSED_TOKENS", "LEVELS", "decode_weight", "linear", "prepare", "route"]
 
-#: the formats that are decoded through a table, with a byte of scale for a block
+#: formats with a table of levels and a scale byte per block
 FORMATS = formats_of("table")
-#: the same with scales of 16 or 32 bits
+#: formats with a table of levels and scales of 16 or 32 bits
 LEVELS = formats_of("levels")
-#: the most tokens for the fused kernel: four groups of 8
+#: maximum tokens of the fused kernel: four groups of 8
 FUSED_TOKENS = 32
 _ROWS, _COLUMNS, _WARPS = 1, 4096, 4
-_UNROLL = 2  # groups of 64 columns that a warp of the fused kernel reads at a time
+_UNROLL = 2  # 64-column groups that a warp of the fused kernel loads at a time
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def _nf4_levels(index: int) -> Tensor:
 
 
 def prepare(device: torch.device) -> None:
-    """Put nf4's table on a GPU ahead of use: made inside a CUDA graph, it would lie in that graph's memory."""
+    """Allocate nf4's table on a GPU ahead of use: during capture it would be placed in that graph's memory pool."""
     _nf4_levels(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -74,7 +74,7 @@ def _served(planes: WeightPlanes) -> bool:
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """Name the kernel of a call: "fused", "persistent", "decode+matmul" (decoded by a kernel) or "reference"."""
+    """Name a call's kernel: "fused", "persistent", "decode+matmul" (decoded by a kernel) or "reference"."""
     if not (_served(planes) and x.is_cuda):
         return "reference"
     if x.dtype is not torch.bfloat16 or x.numel() == 0:
@@ -86,7 +86,7 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
 
 
 def _launch_of(tokens: int, scales: Tensor) -> PersistentLaunch | None:
-    """The launch for more tokens than `FUSED_TOKENS` in bf16, or None: decode, then the vendor's matmul."""
+    """Launch for more bf16 tokens than `FUSED_TOKENS`; None: decode, then the vendor's matmul."""
     if scales.dtype is not torch.uint8:
         return None
     n, blocks = scales.shape
@@ -94,14 +94,14 @@ def _launch_of(tokens: int, scales: Tensor) -> PersistentLaunch | None:
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
-    """The weight [N, K] in planes.dtype, the same bits as the reference; exact when the fine plane is there."""
+    """The weight [N, K] in planes.dtype, bit-exact with the reference; the original weight with a fine plane."""
     return _decode(planes, planes.dtype) if _served(planes) else reference.decode_weight(planes)
 
 
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
     """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype; differentiable in x and bias.
 
-    Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
+    Raises KernelError for an unknown activation, or if x's last dimension is not K.
     """
     if not (_served(planes) and x.is_cuda):
         return reference.linear(x, planes, bias, activation)
@@ -115,7 +115,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
 
 class _Product(torch.autograd.Function):
-    """x @ w.T with the gradient for x; the weight is decoded again for it, and not kept."""
+    """x @ w.T with the gradient for x; backward decodes the weight again instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
@@ -135,7 +135,7 @@ def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: 
 
 
 def _table(levels: Tensor | None, device: torch.device) -> tuple[Tensor, bool]:
-    """(fp32 levels by code, whether they are 8 magnitudes and bit 3 of a code is the sign)."""
+    """(fp32 levels by code, True if they are 8 magnitudes with the sign in bit 3 of a code)."""
     if levels is None:
         return _nf4_levels(device.index), False
     return levels, len(levels) == 8
@@ -150,7 +150,7 @@ def _product(
     bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """activation(x @ w.T + bias) for any number of tokens in bf16, by the kernel that `route` names."""
+    """activation(x @ w.T + bias) for any number of bf16 tokens, by the kernel that `route` names."""
     tokens, k = x.numel() // x.shape[-1], x.shape[-1]
     if tokens <= FUSED_TOKENS:
         return _fused(x, codes, scales, levels, scale, bias, activation)
@@ -163,7 +163,7 @@ def _product(
 
 
 def _codes_of(codes: Tensor, scales: Tensor, levels: Tensor | None, scale: Tensor | None) -> launches.Codes:
-    """A weight with byte scales, as the persistent kernel takes it."""
+    """A weight with byte scales in the form of the persistent kernel."""
     (n, blocks), (table, signed) = scales.shape, _table(levels, codes.device)
     kind, words = "magnitudes" if signed else "table", codes.view(torch.int32)
     return launches.Codes(words, kind, scale, n, -(-blocks // 2), scales, table, blocks)

@@ -1,12 +1,12 @@
-"""The fused GPU kernel of `linear`: codes through a table into the matrix instruction. Importing needs Triton.
+"""Fused Gluon kernel of `linear`: table lookup into the mma operand. Importing needs Triton.
 
 It reads the plain coarse plane, 64 columns at a time. Lane l = 4 g + t of a warp owns rows g and g + 8 and, of each
-group of 64 columns, those from 16 t on: 8 bytes of codes a row, which four `mma.sync.m16n8k16` take 4 columns at a
-time. So all columns of an instruction lie in one block, and its scale multiplies the sums, not the weights. Of blocks
-of 32 or 16 columns lane t owns 8 or 4: the four instructions then make two or four chains, each with its scale.
+group of 64 columns, those from 16 t on: 8 bytes of codes per row, of which four `mma.sync.m16n8k16` take 4 columns
+each. So all columns of an instruction are in one block, and its scale multiplies the sums instead of the weights. With
+blocks of 32 or 16 columns lane t owns 8 or 4: the four instructions then form two or four chains, each with its scale.
 
-The 16 levels, rounded to bf16, lie in eight registers as bytes. `prmt` looks up four codes at once among eight bytes:
-twice for the low and twice for the high bytes, bit 3 of the codes chooses between the two, and two more interleave
+The 16 levels, rounded to bf16, are in eight registers as bytes. `prmt` looks up four codes at once among eight bytes:
+twice for the low and twice for the high bytes, bit 3 of the codes selects between the two, and two more interleave
 them: eleven instructions for four weights.
 """
 
@@ -42,8 +42,8 @@ def _decode_assembly() -> str:
 
 
 def _multiply_assembly(chains: int) -> str:
-    """Four instructions in chains, each with sums of its own: the first $0..$3 = A, which come behind all sums, in the
-    order 4 * operand + instruction, times B, which come behind A: 2 * instruction, + 1."""
+    """Four instructions in chains, each with its own sums: the first $0..$3 = A, which follow all sums, in the order 4
+    * operand + instruction, times B, which follow A: 2 * instruction, + 1."""
     lines, each, base = ["{ .reg .f32 z; mov.f32 z, 0f00000000;"], 4 // chains, 4 * chains
     for i in range(4):
         sums = ", ".join(f"${4 * (i // each) + j}" for j in range(4))
@@ -83,7 +83,7 @@ def level_bytes(level_ptr, first: gl.constexpr, SIGNED: gl.constexpr):
 
 @gluon.jit
 def load_codes(code_ptr, row, group, blocks, t, wanted, LAYOUT: gl.constexpr, BLOCK: gl.constexpr):
-    """Of rows of blocks below 64 columns: the two words of codes that lane t owns of a group, [threads, 2]."""
+    """For rows of blocks of less than 64 columns: the two words of codes that lane t owns of a group, [threads, 2]."""
     two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     if BLOCK == 32:
         at = (row * (4 * blocks) + group * 8 + t)[:, None] + 4 * two
@@ -101,7 +101,7 @@ def load_codes(code_ptr, row, group, blocks, t, wanted, LAYOUT: gl.constexpr, BL
 
 @gluon.jit
 def load_scale(block_ptr, at, mask):
-    """A block scale as it is stored, a byte as a word; zero outside."""
+    """A block scale as stored, a byte as a word; zero out of bounds."""
     stored = gl.load(block_ptr + at, mask=mask, other=0)
     return stored.to(gl.int32) if block_ptr.dtype.element_ty == gl.uint8 else stored
 
@@ -120,8 +120,7 @@ def load_blocks(
     UNROLL: gl.constexpr,
     BLOCK: gl.constexpr,
 ):
-    """For each of UNROLL groups of 64 columns, of row and of row + 8: codes, then a scale for each chain; zeros
-    outside."""
+    """Codes, then a scale per chain, for each of UNROLL groups of 64 columns, for row and row + 8; zeros outside."""
     two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
     out = ()
@@ -153,7 +152,7 @@ def scale_of(stored):
 
 @gluon.jit
 def multiplied(a, x, scales_g, scales_h, CHAINS: gl.constexpr):
-    """Sums of four instructions times the scales of their blocks: of row g, of row g + 8."""
+    """Sums of four instructions times their blocks' scales: for row g, for row g + 8."""
     if CHAINS == 1:
         s = gl.inline_asm_elementwise(
             MULTIPLY,
@@ -215,9 +214,8 @@ def linear_kernel(
 ):
     """y [M, N] = activation(x [M, K] @ w.T + bias), grid (ceil(N / 16),), K_WARPS warps that split K.
 
-    x is bf16, its rows 16-byte aligned; TOKEN_GROUPS groups of 8 tokens cover M. K_TAIL: K ends before the
-    last group does.
-    block_ptr: scales [N, blocks] of BLOCK columns each, floats, or UE4M4 bytes, which scale_ptr's tensor scale is for.
+    x is bf16, its rows 16-byte aligned; TOKEN_GROUPS groups of 8 tokens cover M. K_TAIL: K ends within the last group.
+    block_ptr: scales [N, blocks] of BLOCK columns each, floats, or UE4M4 bytes with scale_ptr's tensor scale.
     """
     BYTES: gl.constexpr = block_ptr.dtype.element_ty == gl.uint8
     CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
@@ -245,7 +243,7 @@ def linear_kernel(
         low, high = level_bytes(level_ptr, 4 * quarter, SIGNED)
         lows = lows + (blank + low,)
         highs = highs + (blank + high,)
-    uppers = ()  # sums of rows g, a token group each
+    uppers = ()  # sums of rows g, per token group
     lowers = ()  # of rows g + 8
     for _ in gl.static_range(TOKEN_GROUPS):
         uppers = uppers + (zero,)

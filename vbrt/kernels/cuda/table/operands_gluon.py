@@ -1,9 +1,9 @@
-"""Operands of `wgmma` from codes that stand for entries of a table of 16 levels: for `e2m1/persistent_gluon`.
+"""wgmma operands from table codes, for `e2m1/persistent_gluon`.
 
-It reads the plain coarse plane. Of 128 columns lane t of four has 32 t and those that follow, of rows g and g + 8: four
-words of codes each. The instruction wants columns 2 t, 2 t + 1 and 8 + 2 t, 9 + 2 t of each sixteen: one byte of a
-word, so the four lanes exchange bytes before they are looked up, two words at a time. Levels are rounded to bf16, block
-scales of one byte fit it, and the products are rounded again.
+It reads the plain coarse plane. Of 128 columns lane t of four has the 32 from 32 t on, of rows g and g + 8: four words
+of codes each. The instruction needs columns 2 t, 2 t + 1 and 8 + 2 t, 9 + 2 t of each sixteen: one byte of a word, so
+the four lanes exchange bytes before the lookup, two words at a time. Levels are rounded to bf16, one-byte block scales
+are exact in it, and the products are rounded again.
 """
 
 from triton.experimental import gluon
@@ -14,10 +14,10 @@ from vbrt.kernels.cuda.table.linear_gluon import level_bytes
 
 __all__ = ["level_words", "scale_pairs", "table_column", "table_operands", "table_pointers"]
 
-_SELECTORS = {  # of prmt in lanes where a bit of t is not set, and where it is
-    "sa": ("high", 0x7632, 0x5410),  # what goes to lane t ^ 2: bytes of two words that are for it
-    "va": ("high", 0x5410, 0x3254),  # own bytes and those that came, of the first word by lane,
-    "vb": ("high", 0x7610, 0x3276),  # and of the second one
+_SELECTORS = {  # prmt selectors for lanes with a bit of t clear, and set
+    "sa": ("high", 0x7632, 0x5410),  # sent to lane t ^ 2: its bytes of two words
+    "va": ("high", 0x5410, 0x3254),  # own and received bytes, of the first word by lane,
+    "vb": ("high", 0x7610, 0x3276),  # and of the second
     "sb": ("odd", 0x7531, 0x6420),  # the same between t and t ^ 1
     "ua": ("odd", 0x5240, 0x3514),
     "ub": ("odd", 0x7260, 0x3716),
@@ -25,9 +25,9 @@ _SELECTORS = {  # of prmt in lanes where a bit of t is not set, and where it is
 
 
 def _look_up(source: str, outs: list[str], scales: tuple[str, str]) -> list[str]:
-    """Instructions from a word of codes to four pairs of bf16 times the first scale, and from the third on the second.
+    """Instructions from a word of codes to four bf16 pairs, times the first scale, and from the third on the second.
 
-    Levels' low bytes lie in $24 to $27, high bytes in $28 to $31.
+    Levels' low bytes are in $24 to $27, high bytes in $28 to $31.
     """
     lines = [f"and.b32 s, {source}, 0x77777777; shr.u32 q, {source}, 1; and.b32 q, q, 0x44444444;"]
     for half in range(2):
@@ -85,7 +85,7 @@ def level_words(level_ptr, SIGNED: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def table_pointers(code_ptr, block_ptr, row_tile, N, column, blocks, lane, LAYOUT: gl.constexpr):
-    """Where codes of rows g and g + 8 are and where their four scales, of a column; behind the last row that one's."""
+    """Pointers to a column's codes of rows g and g + 8 and to their four scales; clamped to the last row."""
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     g = gl.minimum(row_tile * 16 + lane // 4, N - 1)
     h = gl.minimum(row_tile * 16 + lane // 4 + 8, N - 1)
@@ -98,7 +98,7 @@ def table_pointers(code_ptr, block_ptr, row_tile, N, column, blocks, lane, LAYOU
 
 @gluon.jit
 def table_column(pointers, wanted, column, blocks, lane, LAYOUT: gl.constexpr):
-    """(codes of row g, of row g + 8, scales) of a column of 128, zeros outside; and pointers to the next one."""
+    """(codes of row g, of row g + 8, scales) of 128 columns, zeros out of bounds; and pointers to the next ones."""
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     inside = (wanted & (2 * column + lane % 4 // 2 < blocks))[:, None]
     upper = gl.load(pointers[0], mask=inside, other=0, cache_modifier=".cg")
@@ -110,7 +110,7 @@ def table_column(pointers, wanted, column, blocks, lane, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def scale_pairs(stored):
-    """UE4M4 bytes as bf16, twice a word; 1920 = (127 - 7) << 4."""
+    """UE4M4 bytes as bf16, duplicated in a word; 1920 = (127 - 7) << 4."""
     return gl.where(stored > 0, ((stored + 1920) << 3) * 0x10001, 0)
 
 

@@ -1,3 +1,3 @@
-"""Weights that are whole numbers of 8 bits under scales of a power of two: mxint8."""
+"""Kernels for 8-bit integer weights with power-of-two scales: mxint8."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The GPU side of `linear`: whole numbers of 8 bits decoded. Importing needs Triton."""
+"""Triton decoder of `linear`: 8-bit integers dequantized. Importing needs Triton."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ __all__ = ["decode_kernel"]
 def decode_kernel(code_ptr, block_ptr, w_ptr, N, K, blocks, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """w [N, K] in its own dtype from codes int8 [N, 32 blocks] and E8M0 bytes [N, blocks].
 
-    number * 2^(byte - 127) / 64 is rounded to fp32, then to the dtype. Grid (row groups, block groups).
+    code * 2^(byte - 127) / 64 is rounded to fp32, then to the dtype. Grid (row groups, block groups).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]

@@ -1,9 +1,9 @@
-"""Linear layers on whole numbers of 8 bits (`mxint8`): the backend "triton" of the ops "linear" and "decode_weight".
+"""Linear layers on 8-bit integers (`mxint8`): backend "triton" of the ops "linear" and "decode_weight".
 
-Up to `FUSED_TOKENS` bf16 tokens one kernel converts the codes in registers, multiplies on the tensor cores and applies
-bias and activation. Otherwise a kernel decodes the weight to the activations' dtype and the vendor's matmul multiplies.
-What neither serves (CPU tensors, GPUs older than sm_80) goes through the reference. Pages hold the plain coarse plane.
-No GPU has run the kernels yet: tests run what they are compiled to, instruction by instruction, on a CPU.
+Up to `FUSED_TOKENS` bf16 tokens, one kernel converts the codes in registers, multiplies on tensor cores and applies
+bias and activation as an epilogue. Otherwise a kernel decodes the weight to the activations' dtype for the vendor's
+matmul. Unsupported cases (CPU tensors, GPUs older than sm_80) fall back to the reference. Pages hold the plain coarse
+plane. No GPU has run the kernels yet: tests run their compiled instructions on a CPU.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -25,10 +25,10 @@ from vbrt.libraries import triton_api
 __all__ = ["FORMATS", "FUSED_TOKENS", "decode_weight", "linear", "route"]
 
 FORMATS = formats_of("int8")
-#: the most tokens for the fused kernel, in groups of 8
+#: maximum tokens of the fused kernel, in groups of 8
 FUSED_TOKENS = 32
-_WARPS = 8  # that split K
-_UNROLL = 2  # groups of 64 columns that a warp reads at a time
+_WARPS = 8  # warps that split K
+_UNROLL = 2  # 64-column groups that a warp loads at a time
 _BLOCKS, _DECODE_WARPS = 64, 4
 
 
@@ -54,7 +54,7 @@ def _served(planes: WeightPlanes) -> bool:
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """Name the kernel of a call: "fused", "decode+matmul" (decoded by a kernel) or "reference"."""
+    """Name a call's kernel: "fused", "decode+matmul" (decoded by a kernel) or "reference"."""
     if not (_served(planes) and x.is_cuda):
         return "reference"
     few = x.dtype is torch.bfloat16 and 0 < x.numel() <= FUSED_TOKENS * x.shape[-1]
@@ -62,14 +62,14 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
-    """The weight [N, K] in planes.dtype, the same bits as the reference."""
+    """The weight [N, K] in planes.dtype, bit-exact with the reference."""
     return _decode(planes, planes.dtype) if _served(planes) else reference.decode_weight(planes)
 
 
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
     """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype; differentiable in x and bias.
 
-    Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
+    Raises KernelError for an unknown activation, or if x's last dimension is not K.
     """
     if not (_served(planes) and x.is_cuda):
         return reference.linear(x, planes, bias, activation)
@@ -84,7 +84,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
 
 class _Product(torch.autograd.Function):
-    """x @ w.T with the gradient for x; the weight is decoded again for it, and not kept."""
+    """x @ w.T with the gradient for x; backward decodes the weight again instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
@@ -101,7 +101,7 @@ def _product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, acti
     k, (n, blocks) = x.shape[-1], scales.shape
     x_MK = x.reshape(-1, k)
     tokens = len(x_MK)
-    if tokens > FUSED_TOKENS:  # of a graph that was traced with fewer
+    if tokens > FUSED_TOKENS:  # in a graph traced with fewer
         return reference.activate(F.linear(x, _decode_codes(codes, scales, k, x.dtype), bias), activation)
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     if not rows_are_aligned(x_MK):

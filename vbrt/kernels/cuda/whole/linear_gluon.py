@@ -1,11 +1,11 @@
-"""The fused GPU kernel of `linear`: whole numbers of 8 bits into the matrix instruction. Importing needs Triton.
+"""Fused Gluon kernel of `linear`: 8-bit integers into the mma operand. Importing needs Triton.
 
 It reads the plain coarse plane, 64 columns at a time. Lane l = 4 g + t of a warp owns rows g and g + 8 and, of each
-group of 64 columns, those from 16 t on: 16 bytes of a row, which four `mma.sync.m16n8k16` take 4 columns at a time.
+group of 64 columns, those from 16 t on: 16 bytes per row, of which four `mma.sync.m16n8k16` take 4 columns each.
 
-A byte becomes bf16, two at a time: its lower seven bits are the mantissa of a number from 128 to 255, its sign chooses
-what is taken off, 128 or 256. Numbers of 8 bits are exact in bf16, and scales are powers of two, so
-that the weights that are multiplied are those that the format decodes to.
+Bytes are converted to bf16 in pairs: the lower seven bits are the mantissa of a number from 128 to 255, and the sign
+selects what is subtracted, 128 or 256. 8-bit integers are exact in bf16, and scales are powers of two, so the
+multiplied weights equal the decoded ones.
 """
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
@@ -57,8 +57,8 @@ MULTIPLY_REGISTERS = gl.constexpr(",".join(["=&f"] * 4) + ",r" * 24 + ",f" * 4)
 
 @gluon.jit
 def load_groups(code_ptr, block_ptr, row, N, group, blocks, t, LAYOUT: gl.constexpr, UNROLL: gl.constexpr):
-    """For each of UNROLL groups of 64 columns, of row and of row + 8: four words of codes and a scale byte; zeros
-    outside."""
+    """For each of UNROLL groups of 64 columns, for row and row + 8: four words of codes and a scale byte; zeros out of
+    bounds."""
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     out = ()
     for j in gl.static_range(UNROLL):
@@ -74,7 +74,7 @@ def load_groups(code_ptr, block_ptr, row, N, group, blocks, t, LAYOUT: gl.conste
 
 @gluon.jit
 def scale_pair(stored):
-    """2^(byte - 127) / 64 in bf16, twice a word."""
+    """2^(byte - 127) / 64 in bf16, duplicated in a word."""
     bits = gl.where(stored > 6, (stored - 6) << 7, 1 << (stored & 7))
     return gl.where(stored == 255, 0x7FC0, bits) * 0x10001
 
@@ -101,7 +101,7 @@ def linear_kernel(
     """y [M, N] = activation(x [M, K] @ w.T + bias), grid (ceil(N / 16),), K_WARPS warps that split K.
 
     x is bf16, its rows 16-byte aligned, K a multiple of 8; TOKEN_GROUPS groups of 8 tokens cover M.
-    code_ptr: four codes a word, [N, 8 blocks]; block_ptr: E8M0 bytes [N, blocks], of 32 columns each.
+    code_ptr: four codes per word, [N, 8 blocks]; block_ptr: E8M0 bytes [N, blocks], of 32 columns each.
     """
     groups = (blocks + 1) // 2
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
