@@ -1,3 +1,3 @@
-"""Models in files: manifest, save, safetensors, the names that transformers converts."""
+"""Checkpoints, saves and conversion: read, write and map weights in safetensors, GGUF and vbrt's own files."""
 
 __all__: list[str] = []

@@ -1,4 +1,3 @@
-"""Checkpoints of training: everything that the next step depends on, in a directory, for any tiers and for plain
-torch."""
+"""Training checkpoints: fp32 weights, optimizer state and counters; readable with any tiers, and by plain torch."""
 
 __all__: list[str] = []

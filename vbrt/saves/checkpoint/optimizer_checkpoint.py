@@ -1,4 +1,4 @@
-"""A model that trains from the tiers, written to a checkpoint and put back where a checkpoint was written."""
+"""Checkpoint and resume of a model trained from the tiers: model, optimizer state and param groups."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -23,7 +23,7 @@ __all__ = ["load_training", "save_training"]
 
 
 def save_training(attachment: FullAttachment, directory: str | PathLike, extra: Any, *, progress: bool | None) -> Path:
-    """Write a checkpoint. See `VBFullWrapper.save_checkpoint`."""
+    """Settle pending updates, then write a checkpoint. See `VBFullWrapper.save_checkpoint`."""
     optimizer = attachment.need("save_checkpoint")
     attachment.settle()
     numbers = numbered(optimizer)
@@ -50,12 +50,12 @@ def save_training(attachment: FullAttachment, directory: str | PathLike, extra: 
 
 
 def _groups(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
-    """Return the groups with numbers in the place of parameters, as torch has them."""
+    """Return `param_groups` with indices in place of parameters, as torch's `Optimizer.state_dict` has them."""
     return [{**group, "params": [numbers[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
 
 
 def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield each parameter and each buffer of the state dict once, with all its names."""
+    """Yield each parameter and persistent buffer once, with all its names (tied weights have several)."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -67,7 +67,7 @@ def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
 
 
 def _weight(weight: FullWeight, name: str, number: int | None) -> tuple[dict[str, Any] | None, Piece]:
-    """Return what the optimizer's state says of a weight, and the piece that writes it: the fp32 weight first."""
+    """Return a weight's optimizer state entry (None without state), and its piece: fp32 master first, then moments."""
     state = weight.state
     whole = TensorInfo(f"model.{name}", torch.float32, state.shape)
     if number is None or not (state.steps or state.has_moments):
@@ -87,7 +87,7 @@ def _tensors(weight: FullWeight, name: str, moments: Mapping[str, TensorInfo]) -
 
 
 def load_training(attachment: FullAttachment, directory: str | PathLike, *, progress: bool | None) -> Any:
-    """Be where a checkpoint was written. See `VBFullWrapper.load_checkpoint`."""
+    """Resume from a checkpoint. See `VBFullWrapper.load_checkpoint`."""
     optimizer, saved = attachment.need("load_checkpoint"), SavedCheckpoint(directory)
     attachment.settle()
     here = {name: (names, tensor) for names, tensor in _held(attachment.model) for name in names}
@@ -108,14 +108,14 @@ def load_training(attachment: FullAttachment, directory: str | PathLike, *, prog
 
 
 def _check(saved: SavedCheckpoint, attachment: FullAttachment, here: Mapping[str, tuple[list[str], Tensor]]) -> None:
-    """Raise CheckpointError for a checkpoint of another model or another optimizer, before anything changes."""
+    """Raise CheckpointError for a checkpoint of another model or optimizer class, before anything changes."""
     theirs = {name: entry["value"] for entry in saved.state["model"] for name in entry["names"]}
     for name in (*here, *theirs):
         if name not in theirs or name not in here:
             raise _other(saved, f"{name} is {'there' if name in theirs else 'here'} only")
         if tuple(here[name][1].shape) != theirs[name].shape:
             raise _other(saved, f"{name} has shape {theirs[name].shape} there and {tuple(here[name][1].shape)} here")
-        kept = not isinstance(here[name][1], StreamedParameter)  # with a low half there, or rounded here
+        kept = not isinstance(here[name][1], StreamedParameter)  # the page's low half there, or rounded to bf16 here
         if kept and here[name][1].dtype is not theirs[name].dtype:
             raise _other(saved, f"{name} is {theirs[name].dtype} there and {here[name][1].dtype} here")
     rule, groups = attachment.updater.rule.optimizer.__name__, attachment.optimizer.param_groups
@@ -141,7 +141,7 @@ def _fill(weight: FullWeight, saved: SavedCheckpoint, values: TensorInfo, own: M
 
 
 def _fill_optimizer(optimizer: torch.optim.Optimizer, saved: SavedCheckpoint, numbers: Mapping[int, int]) -> None:
-    """Have torch take the state of the parameters that stayed, and the groups' settings."""
+    """Load the state of non-streamed parameters and the group settings through torch."""
     streamed = {
         numbers[id(parameter)] for parameter in _parameters(optimizer) if isinstance(parameter, StreamedParameter)
     }

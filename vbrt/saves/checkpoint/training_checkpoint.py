@@ -1,14 +1,14 @@
-"""Checkpoints of training: all that the next step depends on, in a directory, for any tiers and for plain torch.
+"""Training checkpoint format: one manifest and safetensors shards, readable with any tiers and by plain torch.
 
-    vbrt-checkpoint.json                         the manifest: names, groups, steps, `extra`, digests
-    vbrt-3f9c01ab-00001-of-00002.safetensors     tensors: fp32 weights, moments, buffers, those of `extra`
+    vbrt-checkpoint.json                         manifest: names, groups, steps, `extra`, digests
+    vbrt-3f9c01ab-00001-of-00002.safetensors     tensors: fp32 weights, moments, buffers, tensors in `extra`
 
-Weights are written one at a time as they are on the host. The files of a checkpoint have a name that no other has, and
-the manifest, renamed into place last, is what makes them the checkpoint: a process that is killed, or a disk that is
-full, leaves the one before. Files that no manifest names are removed by the next checkpoint.
+Weights are written one at a time, straight from host memory. Writing is atomic: shard names carry a random
+token, and renaming the manifest into place comes last, so that a kill or a full disk leaves the previous checkpoint
+intact. The next checkpoint removes shards that no manifest names.
 
-What is read is checked against digests. `read_checkpoint` returns what `load_state_dict` of a plain model and of a
-plain optimizer of the same class take.
+Reads are verified against digests. `read_checkpoint` returns what `load_state_dict` of the plain model and of a plain
+optimizer of the same class take.
 """
 
 import json
@@ -43,31 +43,31 @@ _OURS = re.compile(rf"({SHARD.pattern}|{re.escape(CHECKPOINT)})((\.[0-9a-f]{{8}}
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tensors that are written together, and the call that makes them: of one weight, say."""
+    """Tensors written together (of one weight, say), and the call that makes them."""
 
     tensors: tuple[TensorInfo, ...]
     make: Callable[[], Mapping[str, Tensor]]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Total bytes of the tensors."""
         return sum(info.nbytes for info in self.tensors)
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "Piece":
-        """Return the piece of tensors that are there."""
+        """Return a piece of tensors that already exist."""
         infos = tuple(TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
         return cls(infos, lambda: tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingCheckpoint:
-    """A checkpoint of training, for plain torch.
+    """Training checkpoint for plain torch, in CPU memory.
 
     Attributes:
-        model: fp32 weights and everything else of a state dict, under all names.
-        optimizer: a state dict for a plain optimizer of the class that trained.
-        extra: what was given to `save_checkpoint`.
+        model: state dict with fp32 weights; tied tensors under all their names.
+        optimizer: state dict for a plain optimizer of the class that trained.
+        extra: the `extra` argument of `save_checkpoint`.
     """
 
     model: dict[str, Tensor]
@@ -81,13 +81,14 @@ class TrainingCheckpoint:
 def write_checkpoint(
     directory: str | PathLike, state: Mapping[str, Any], pieces: Iterable[Piece], *, progress: bool | None = None
 ) -> Path:
-    """Write a checkpoint in the place of the one that the directory holds.
+    """Write a checkpoint, replacing the one in the directory atomically.
 
     Args:
-        state: plain data with tensors; those that `pieces` make are there as `TensorInfo`.
+        state: plain data with tensors; tensors that `pieces` make stand there as `TensorInfo`.
 
     Raises:
-        CheckpointError: it cannot be written, or something of `state` cannot be saved; the one before is as it was.
+        CheckpointError: it cannot be written, or `state` holds something that cannot be saved; the previous checkpoint
+            is intact.
     """
     tensors: dict[str, Tensor] = {}
     plain = {key: taken_apart(value, key, tensors) for key, value in state.items()}
@@ -115,7 +116,7 @@ def write_checkpoint(
 
 
 def _write_files(folder: Path, token: str, pieces: list[Piece], work: Progress) -> dict[str, list]:
-    """Write all files but the manifest; return where each tensor is."""
+    """Write all shards; return each tensor's file, dtype, shape and digest."""
     files, entries = in_order(pieces, _FILE_BYTES), {}
     for number, held in enumerate(files, 1):
         name = f"vbrt-{token}-{number:05d}-of-{len(files):05d}.safetensors"
@@ -138,14 +139,14 @@ def _write_one(path: Path, pieces: list[Piece], work: Progress) -> dict[str, lis
 
 
 def _remove(folder: Path, unwanted: Callable[[str], bool]) -> None:
-    """Remove files of checkpoints by name, except those of the one that is in place."""
+    """Remove checkpoint files that match `unwanted`, except the shards of the manifest in place."""
     try:
         manifest = folder / CHECKPOINT
         in_place = read_bounded(manifest, _MAX_BYTES) if manifest.exists() else b""
         for path in folder.iterdir():
             if _OURS.fullmatch(path.name) and unwanted(path.name) and f'"{path.name}"'.encode() not in in_place:
                 path.unlink(missing_ok=True)
-    except OSError:  # what is left over takes room and does no harm
+    except OSError:  # leftover files cost disk space, nothing else
         return
 
 
@@ -161,14 +162,14 @@ def _folder_of(directory: str | PathLike) -> Path:
 
 
 class SavedCheckpoint:
-    """A checkpoint in a directory; its tensors are read one at a time.
+    """Checkpoint in a directory; its tensors are read lazily, one at a time.
 
     Attributes:
-        directory: where.
-        state: what was written, with names of tensors as `TensorInfo`.
+        directory: the checkpoint's directory.
+        state: the written state, with a `TensorInfo` for each tensor.
 
     Raises:
-        CheckpointError: there is none, or it is damaged: names the file and what is wrong.
+        CheckpointError: missing or damaged; names the file and the defect.
     """
 
     def __init__(self, directory: str | PathLike) -> None:
@@ -193,16 +194,16 @@ class SavedCheckpoint:
             raise self.damaged(str(error)) from error
 
     def damaged(self, what: str) -> CheckpointError:
-        """Return the error that says so."""
+        """Return the error for a damaged manifest."""
         return CheckpointError(f"{self.directory / CHECKPOINT}: damaged: {what}; take another checkpoint")
 
     def info(self, name: str) -> TensorInfo:
-        """Return dtype and shape of a tensor."""
+        """Return a tensor's dtype and shape."""
         _, dtype, shape, _ = self._entries[name]
         return TensorInfo(name, getattr(torch, dtype), tuple(shape))
 
     def read(self, info: TensorInfo) -> Tensor:
-        """Return a tensor, in CPU memory. Raises CheckpointError: it cannot be read, or has other bytes."""
+        """Read a tensor into CPU memory. Raises CheckpointError: it cannot be read, or its digest differs."""
         name, _, _, known = self._entries[info.name]
         if SHARD.fullmatch(name) is None:
             raise self.damaged(f"{info.name} in a file of the name {name!r:.80}")
@@ -230,14 +231,14 @@ class SavedCheckpoint:
 
 
 def read_checkpoint(directory: str | PathLike) -> TrainingCheckpoint:
-    """Read a checkpoint of `vb.save_checkpoint` for plain torch, all of it into CPU memory.
+    """Read a checkpoint of `vb.save_checkpoint` into CPU memory, for plain torch.
 
         saved = vbrt.read_checkpoint("run")
         model.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.optimizer)
 
     Raises:
-        CheckpointError: there is none, or it is damaged: names the file and what is wrong.
+        CheckpointError: missing or damaged; names the file and the defect.
     """
     saved = SavedCheckpoint(directory)
     model, optimizer = dict[str, Tensor](), saved.filled(saved.state["optimizer"])

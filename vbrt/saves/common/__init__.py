@@ -1,5 +1,3 @@
-"""Parts that saves and checkpoints share: the manifest, renaming, compatibility of a model with files, assignment of
-tensors.
-"""
+"""Shared by saves and checkpoints: manifest, renaming, compatibility checks, tensor assignment."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Tensors on their way into a model: meta tensors first, then values from files, and buffers that no file has."""
+"""Tensor assignment into a model: meta placeholders, file values, and recomputed non-persistent buffers."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,21 +13,21 @@ __all__ = ["assign_", "compute_buffers_", "on_meta", "with_values"]
 
 
 def assign_(model: nn.Module, names: Iterable[str], make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Give all these names one tensor, made from the one that is there."""
+    """Assign one tensor to all these names (tied weights), made from the current one."""
     value = None
     for name in names:
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
         tensors = module._parameters if own in module._parameters else module._buffers
         if tensors.get(own) is None:
-            continue  # a VB layer's weight, which is in pages
+            continue  # weight of a VB layer: held in pages
         value = make(tensors[own]) if value is None else value
         tensors[own] = value
 
 
 def on_meta(old: torch.Tensor, dtype: torch.dtype, trains: bool) -> nn.Parameter:
     new = nn.Parameter(torch.empty(old.shape, dtype=dtype, device="meta"), requires_grad=trains)
-    new.__dict__.update(old.__dict__)  # marks that optimizers and libraries leave on parameters
+    new.__dict__.update(old.__dict__)  # attributes that optimizers and libraries set on parameters
     return new
 
 
@@ -40,13 +40,13 @@ def with_values(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def compute_buffers_(model: nn.Module, files: Path, has: Callable[[str], bool]) -> None:
-    """Compute buffers that are on the meta device and in no file; transformers' models know how.
+    """Compute meta buffers that no file holds, with the model's own `_init_weights` (transformers).
 
     Args:
-        files: for errors.
+        files: path, for errors.
         has: True for the name of a parameter or buffer that is in the files.
 
-    Raises CheckpointError, with names, for those that nobody can compute.
+    Raises CheckpointError, with names, for meta tensors that remain.
     """
     lost = [
         name
@@ -75,7 +75,7 @@ def _buffer_at(model: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _recompute_(model: nn.Module, path: str) -> None:
-    """Fill a module's buffers as transformers does after building a model on meta; its parameters are on meta."""
+    """Run transformers' `_init_weights` on one module, whose parameters are on meta; keep the buffers that it fills."""
     owners = [model.get_submodule(".".join(path.split(".")[:n])) for n in range(path.count(".") + 2)]
     init = next((m._init_weights for m in reversed(owners) if hasattr(m, "_init_weights")), None)
     module = model.get_submodule(path)
@@ -83,7 +83,7 @@ def _recompute_(model: nn.Module, path: str) -> None:
     if init is None:
         return
     tries, templates = [], {name: module._buffers[name] for name in names}
-    for fill in (torch.zeros_like, torch.ones_like):  # what differs afterwards was not filled
+    for fill in (torch.zeros_like, torch.ones_like):  # a buffer that still differs afterwards was not filled
         module._buffers.update((name, fill(templates[name], device="cpu")) for name in names)
         with torch.random.fork_rng(devices=[]):
             init(module)

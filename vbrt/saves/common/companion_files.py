@@ -1,4 +1,4 @@
-"""What a model of transformers needs beside its weights: configs, tokenizer, templates, its licence."""
+"""Companion files of a transformers model: configs, tokenizer, chat templates, licence."""
 
 import json
 import warnings
@@ -19,7 +19,7 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 
 def copy_companions(path: Path, directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Copy what belongs to a model beside its weights, of files whose name is wanted. Raises OSError."""
+    """Copy a model's companion files, not its weights, where `wanted(name)` holds. Raises OSError."""
     for file in sorted(path.iterdir()) if path.is_dir() else ():
         is_known = file.suffix in _COPIED or file.stem.upper() in _COPIED_NAMES
         is_of_weights = file.name.startswith("vbrt") or file.name.endswith(".index.json")
@@ -29,8 +29,8 @@ def copy_companions(path: Path, directory: Path, wanted: Callable[[str], bool] =
 
 
 def write_companions(model: nn.Module, directory: Path) -> None:
-    """Write the configs of a model of transformers beside its save, and copy its tokenizer from the directory that it
-    was loaded from, if it has one; files of other names that are there stay. Nothing for other models.
+    """Write a transformers model's configs next to its save, and copy its tokenizer from the directory that it was
+    loaded from. Existing files of other names stay. Does nothing for other models.
 
     Raises CheckpointError: they cannot be written; the save itself is in place.
     """
@@ -60,14 +60,14 @@ def write_companions(model: nn.Module, directory: Path) -> None:
 
 
 def _config_of(model: nn.Module) -> bytes:
-    """Return a config.json that names the model's class, as transformers writes it."""
+    """Return a config.json with the model's class in `architectures`, as transformers writes it."""
     data = json.loads(model.config.to_json_string())
     data.pop("quantization_config", None)
     return json.dumps(data | {"architectures": [type(model).__name__]}, indent=2).encode()
 
 
 def _without_method(config: bytes) -> bytes:
-    """Return a config.json that does not say how the weights were quantized: the planes are something else."""
+    """Return config.json without `quantization_config`: vbrt's planes are in another format."""
     try:
         data = json.loads(config)
     except ValueError:

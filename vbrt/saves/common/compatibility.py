@@ -1,4 +1,4 @@
-"""Does a model fit its files? Names, kinds, shapes and dtypes, before anything is read."""
+"""Compatibility of a model with its files: names, kinds, shapes and dtypes, checked before any tensor is read."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,11 +27,11 @@ __all__ = [
     "refuse_any",
 ]
 
-_SHOWN = 3  # names in an error
+_SHOWN = 3  # names listed in an error
 
 
 def check_names(path: Path, model: nn.Module, known: set[str], *, optional: set[str]) -> None:
-    """Raise CheckpointError for parameters and buffers that only the model has, or only the files."""
+    """Raise CheckpointError for parameters and buffers missing from the files, or unexpected in them."""
     needed = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = dict.fromkeys(name for name, _ in model.named_buffers(remove_duplicate=False))
     transient = set(non_persistent(model))
@@ -48,7 +48,7 @@ def check_names(path: Path, model: nn.Module, known: set[str], *, optional: set[
 
 
 def misfit(module: nn.Module | None, site: WeightSite) -> str | None:
-    """Return what keeps a module from taking the weight that was saved at a site."""
+    """Return why a module cannot take the weight saved for a site; None if it can."""
     kind = None if module is None else kind_of(module)
     if kind is None or kind.name != site.kind:
         return f"{site.module} is a {type(module).__name__}, saved was a {site.kind}"
@@ -57,7 +57,7 @@ def misfit(module: nn.Module | None, site: WeightSite) -> str | None:
 
 
 def other_kinds(model: nn.Module, kept: Mapping[str, KeptTensor]) -> Iterator[str]:
-    """Parameters that are buffers in the files, and the other way round."""
+    """Yield parameters that the files hold as buffers, and the reverse."""
     here = {name: "parameter" for name, _ in model.named_parameters(remove_duplicate=False)}
     here |= {name: "buffer" for name, _ in model.named_buffers(remove_duplicate=False)}
     for name, entry in kept.items():
@@ -75,7 +75,7 @@ def other_shapes(model: nn.Module, infos: Mapping[str, TensorInfo]) -> Iterator[
 
 
 def other_dtypes(model: nn.Module, infos: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Numbers with a fraction in the place of whole ones, or the other way round; precision is for the files to say."""
+    """Yield floating-point tensors stored as integers, and the reverse; precision may differ, the files decide it."""
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if name in infos and has_fraction(tensor.dtype) != has_fraction(infos[name].dtype):
             yield f"{name} is {text_of(tensor.dtype)}, saved was {text_of(infos[name].dtype)}"
@@ -102,6 +102,6 @@ def non_persistent(model: nn.Module) -> Iterator[str]:
 
 
 def ignored_names(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Names in a checkpoint that a transformers model says it does not need."""
+    """Return names in a checkpoint that the transformers model declares ignorable."""
     patterns = ignored_patterns(model)
     return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}

@@ -1,8 +1,8 @@
-"""vbrt.json, the manifest of a save: config, layers, what was kept, and where each tensor is.
+"""vbrt.json, the manifest of a save: config, layers, kept tensors, and each tensor's file and digest.
 
-It carries a digest of its own content, and nothing is built from it before every field has been checked: names, types,
-dtypes, planes and the fields in them. Version 1 has no digest; versions 1 and 2 name a layer's modules in `name` and
-`aliases`, and all of them are of one `kind`. They are checked alike.
+The manifest carries a digest of its own content. Every field (names, types, dtypes, planes and their fields) is
+validated before anything is built from it. Version 1 has no digest; versions 1 and 2 name a layer's modules in `name`
+and `aliases`, all of one `kind`. All versions pass the same checks.
 """
 
 import json
@@ -42,23 +42,23 @@ __all__ = [
 
 SHARD = re.compile(r"vbrt-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
 _KIND, _VERSION = "vbrt save", 3
-_MAX_BYTES = 64 << 20  # of about 50,000 layers
+_MAX_BYTES = 64 << 20  # enough for about 50,000 layers
 _STORED = ("float32", "bfloat16", "float16", "float64")
 _FLOATS = tuple(name for name, dtype in TENSOR_DTYPES.items() if dtype.is_floating_point)
 
 Expected = Mapping[str, tuple[str, tuple[int | None, ...]]]
-"""Names of a plane's tensors -> dtype and shape; None where any length will do."""
+"""Tensor names of a plane -> dtype and shape; None for any length."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedLayer:
-    """A weight that is saved as planes.
+    """Weight saved as planes.
 
     Attributes:
-        sites: where the model has it; several where it is tied.
-        stored_dtype: of the weight that was encoded.
-        dtype: that the layers compute in.
-        planes: the names of each plane's tensors.
+        sites: its places in the model; several where it is tied.
+        stored_dtype: dtype of the weight before encoding.
+        dtype: compute dtype of the layers.
+        planes: tensor names of each plane.
     """
 
     sites: tuple[WeightSite, ...]
@@ -71,12 +71,12 @@ class SavedLayer:
 
     @property
     def site(self) -> WeightSite:
-        """The first site, after which the tensors are named."""
+        """First site; the tensors are named after it."""
         return self.sites[0]
 
     @property
     def matrices(self) -> tuple[int | None, ...]:
-        """The numbers of the matrices of routed experts, each of which has planes of its own; else None alone."""
+        """Matrix indices of routed experts, each with planes of its own; `(None,)` for other kinds."""
         return tuple(range(self.site.matrices)) if KINDS[self.site.kind].routed else (None,)
 
     def file_tensor(self, plane: str, field: str, matrix: int | None = None) -> str:
@@ -94,7 +94,7 @@ class SavedLayer:
                     yield self.file_tensor(plane, field, matrix)
 
     def expected(self) -> dict[str, Expected]:
-        """Return what each plane of a matrix must hold. Raises FormatError: the format does not hold the dtype."""
+        """Return each plane's expected tensors. Raises FormatError: the format does not support the dtype."""
         dtype = getattr(torch, self.stored_dtype)
         kept = self.site.matrix_shape if FORMATS[self.format].lossless else self.site.shape
         layout = get_format(self.format).layout(kept, dtype)
@@ -102,7 +102,7 @@ class SavedLayer:
         return planes | ({"fine": fine_fields(self.site.shape, dtype)} if self.fine else {})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layer's entry in the manifest."""
+        """Return the layer's manifest entry."""
         shared = {name: getattr(self, name) for name in _SHARED}
         return {
             "sites": [[site.module, site.parameter, site.kind] for site in self.sites],
@@ -113,12 +113,12 @@ class SavedLayer:
         }
 
 
-_SHARED = ("stored_dtype", "dtype", "format", "fine", "trainable", "planes")  # fields as the manifest has them
+_SHARED = ("stored_dtype", "dtype", "format", "fine", "trainable", "planes")  # fields stored under the same name
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTensor:
-    """A parameter or buffer that was not swapped, under all its names."""
+    """Parameter or buffer that was not swapped, under all its names."""
 
     name: str
     aliases: tuple[str, ...]
@@ -133,7 +133,7 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """The file of a tensor, and XXH3-64 of its bytes in hex; version 1 has no dtype and shape."""
+    """File of a tensor, and XXH3-64 of its bytes in hex; version 1 has no dtype and shape."""
 
     file: str
     digest: str
@@ -143,7 +143,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of vbrt.json."""
+    """Content of vbrt.json."""
 
     config: Mapping[str, Any]
     layers: tuple[SavedLayer, ...]
@@ -152,7 +152,7 @@ class Manifest:
 
 
 def text_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in the manifest."""
+    """Return a dtype's name in the manifest."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -160,7 +160,8 @@ def text_of(dtype: torch.dtype) -> str:
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """Return the file's content, a line for each layer, parameter, buffer and tensor. CheckpointError: too large."""
+    """Return the manifest as JSON, one line per layer, parameter, buffer and tensor. Raises CheckpointError: too
+    large."""
     tensors = {name: [t.file, t.dtype, list(t.shape or ()), t.digest] for name, t in manifest.tensors.items()}
     content = {
         "kind": _KIND,
@@ -191,7 +192,7 @@ def _lines(value: Any) -> str:
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
-    """Return XXH3-64 in hex of all but the digest; the order of keys and the space between them do not count."""
+    """Return XXH3-64 in hex of all but the digest, independent of key order and whitespace."""
     rest = {key: value for key, value in content.items() if key != "digest"}
     return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
@@ -200,16 +201,16 @@ def content_digest(content: Mapping[str, Any]) -> str:
 
 
 class _Damaged(Exception):
-    """Names the entry that is wrong."""
+    """Defect of a manifest; names the entry."""
 
 
 def read_manifest_bytes(directory: Path) -> bytes:
-    """Return the manifest of a directory as bytes. Raises OSError, also for a file that is larger than any manifest."""
+    """Return a directory's manifest as bytes. Raises OSError, also for a file larger than the limit."""
     return read_bounded(directory / MANIFEST, _MAX_BYTES)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a directory. Raises CheckpointError, with file and entry, for anything that is not one."""
+    """Read and validate a directory's manifest. Raises CheckpointError, with file and entry, for anything invalid."""
     path = directory / MANIFEST
     try:
         content = read_manifest_bytes(directory)
@@ -219,7 +220,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(path: Path, content: bytes) -> Manifest:
-    """Return the manifest in `content`, which was read from `path`. Raises CheckpointError as `read_manifest` does."""
+    """Parse and validate `content`, read from `path`. Raises CheckpointError as `read_manifest` does."""
     try:
         data = json.loads(content.decode(), object_pairs_hook=_object, parse_constant=_constant)
     except (ValueError, RecursionError) as error:
@@ -387,7 +388,7 @@ def _tensor(entry: Any, where: str, version: int) -> SavedTensor:
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Check that no two layers, parameters or buffers have one name."""
+    """Check that names of layers, parameters and buffers are unique."""
     taken: dict[str, str] = {}
     layers = [[(site.name, site.tensor) for site in layer.sites] for layer in manifest.layers]
     kept = [[(name, name) for name in entry.names] for entry in manifest.kept]
@@ -400,7 +401,7 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _check_sites(layer: SavedLayer, where: str) -> None:
-    """Check that each kind has such a parameter, and keeps its matrices so."""
+    """Check that each site's kind has the parameter, with this orientation and number of matrices."""
     for site in layer.sites:
         kind = KINDS[site.kind]
         if site.parameter not in kind.parameters:
@@ -412,7 +413,7 @@ def _check_sites(layer: SavedLayer, where: str) -> None:
 
 
 def _check_routed(manifest: Manifest) -> None:
-    """Check that modules of routed experts have all their parameters, held alike."""
+    """Check that modules of routed experts are complete, and that their weights agree in dtype, format and sites."""
     held: dict[str, list[SavedLayer]] = {}
     for layer in manifest.layers:
         if KINDS[layer.site.kind].routed:
@@ -444,7 +445,7 @@ def _check_layer(layer: SavedLayer, where: str) -> None:
 
 
 def _check_tensors(manifest: Manifest) -> None:
-    """Check that every tensor of a layer, parameter or buffer is listed, and no other."""
+    """Check that exactly the tensors of layers, parameters and buffers are listed."""
     wanted = Counter(name for layer in manifest.layers for name in layer.file_tensors())
     wanted.update(entry.name for entry in manifest.kept)
     for name, count in wanted.items():

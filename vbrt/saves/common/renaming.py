@@ -1,7 +1,7 @@
-"""Checkpoints under a model's names: transformers renames, merges and splits tensors as it loads; so does `vbrt.load`.
+"""Checkpoint renaming and conversion: a model's names and tensors from a checkpoint's, by transformers' own rules.
 
-Rules and operations are transformers' own, those of `from_pretrained`. Here they are applied to one tensor of the model
-at a time, when its value is wanted, and to meta tensors before, to know its shape and dtype.
+The rules and operations are those of `from_pretrained`. Here they run lazily, one model tensor at a time when its value
+is needed, and on meta tensors beforehand to find its shape and dtype.
 """
 
 import copy
@@ -23,35 +23,35 @@ __all__ = ["Entry", "TensorSource", "entries_for", "merges_experts", "own_dtypes
 
 
 class TensorSource(Protocol):
-    """Tensors of files by name: a `TensorFile`, or weights that files hold in a form of their own."""
+    """Tensors in files by name: a `TensorFile`, or quantized weights that are decoded on read."""
 
     path: Path
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What is there, by name."""
+        """Tensors by name."""
 
     def read(self, name: str, fill: Fill = fresh) -> torch.Tensor:
-        """Return a tensor where `fill` puts it, or in CPU memory."""
+        """Read a tensor into the memory that `fill` provides, by default fresh CPU memory."""
 
     def read_matrix(self, name: str, index: int) -> torch.Tensor:
-        """Return one part of a tensor along its first dimension."""
+        """Read one index of a tensor's first dimension."""
 
     def map(self, name: str) -> torch.Tensor:
-        """Return a tensor, from a mapping of its file where that can be."""
+        """Return a tensor memory-mapped from its file, where possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a checkpoint under the model's name for it. `read` gives it in fresh CPU memory, `map` from a mapping
-    of its file where that can be.
+    """Checkpoint tensor under the model's name. `read` copies it into fresh CPU memory; `map` memory-maps its file
+    where possible.
 
     Attributes:
-        land: as `read`, where a `Fill` puts it; None where it must be in CPU memory first.
-        matrix: reads one matrix of a stack alone; None where only all of them can be read.
-        rows: the names that the files have for it: for each matrix, those whose rows lie below each other in it; one
-            row for a tensor that is taken as it is. Empty where transformers does anything else with them.
-        sources: all names in the files that a conversion makes it of.
+        land: like `read`, into the memory that a `Fill` provides; None if it must be in CPU memory first.
+        matrix: reads one matrix of a stack; None if only the whole stack can be read.
+        rows: source names per matrix, in the order in which their rows are concatenated; a single one-name row for a
+            tensor taken as it is. Empty for any other conversion.
+        sources: all names in the files that a conversion reads.
     """
 
     info: TensorInfo
@@ -64,9 +64,9 @@ class Entry:
 
 
 def entries_for(path: Path, model: nn.Module, files: Iterable[TensorSource]) -> dict[str, Entry]:
-    """Return the tensors by their names in the model; those that the model lacks, by the names that they would have.
+    """Return entries by model name; tensors that the model lacks are under the names that they would have.
 
-    Raises CheckpointError: two tensors of one name, or a conversion that cannot be done.
+    Raises CheckpointError: duplicate names, or a conversion that fails.
     """
     found: dict[str, TensorSource] = {}
     for file in files:
@@ -91,7 +91,7 @@ def _plain(file: TensorSource, name: str) -> Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """The conversions that transformers applies to the names and tensors of a model's checkpoints."""
+    """Conversions that transformers applies to names and tensors of a model's checkpoints."""
 
     rename: Callable[[str], tuple[str, str | None]]
     converters: Mapping[str, Any]  # by source pattern
@@ -99,7 +99,7 @@ class _Rules:
 
 
 def _rules_for(model: nn.Module) -> _Rules | None:
-    """Return the rules of a transformers model; None for any other, and for versions that have none."""
+    """Return a transformers model's rules; None for other models and for versions without rules."""
     if not transformers_api.is_pretrained(model) or not transformers_api.CHECKPOINTS.is_there():
         return None
     mapping = transformers_api.get_model_conversion_mapping(model)
@@ -125,7 +125,7 @@ _STACKED = [("MergeModulelist", 0)]
 
 @dataclass(slots=True)
 class _Group:
-    """Tensors that are converted together into one or more of the model's; `first` names one of those."""
+    """Source tensors of one conversion rule, which makes one or more model tensors; `first` names one of them."""
 
     path: Path
     model: nn.Module
@@ -134,7 +134,7 @@ class _Group:
     sources: list[tuple[str, str, TensorSource]] = field(default_factory=list)  # (pattern, name, file)
 
     def entries(self) -> dict[str, Entry]:
-        """Return the tensors of the model that the conversion makes."""
+        """Return the model tensors that the conversion makes."""
         out = self._convert(_outline, self.sources)
         return {name: self._entry(name, tensor) for name, tensor in out.items()}
 
@@ -151,7 +151,7 @@ class _Group:
         )
 
     def _experts(self, name: str, like: torch.Tensor) -> list[list[Any]]:
-        """Return the sources of each matrix of a stack; empty where they are not apart in the files."""
+        """Return the sources of each matrix of a stack; empty if the files do not hold the matrices separately."""
         by_pattern: dict[str, list[Any]] = {}
         for source in self.sources:
             by_pattern.setdefault(source[0], []).append(source)
@@ -162,7 +162,7 @@ class _Group:
         return experts if self._convert(_outline, experts[0])[name].shape == (1, *like.shape[1:]) else []
 
     def _rows(self, experts: list[list[Any]]) -> tuple[tuple[str, ...], ...]:
-        """Return the names of `Entry.rows`, in the order of the rule."""
+        """Return `Entry.rows`, in the rule's order."""
         steps = [(type(step).__name__, getattr(step, "dim", None)) for step in self.rule.operations]
         if steps == [("Concatenate", 0)]:
             experts = [self.sources]
@@ -214,8 +214,7 @@ def _value(file: TensorSource, name: str) -> torch.Tensor:
 
 
 def merges_experts(operations: Sequence[Any]) -> bool:
-    """True if operations of transformers stack the matrices of experts and do to the stack what they would do to each
-    matrix alone."""
+    """True if transformers' operations stack expert matrices and then treat each matrix independently."""
     first, *others = operations or [None]
     return (type(first).__name__, getattr(first, "dim", None)) == _STACKED[0] and all(map(_keeps_apart, others))
 
@@ -230,7 +229,7 @@ def _converted(path: Path, model: nn.Module, found: Mapping[str, TensorSource], 
     groups: dict[str, _Group] = {}
     origin: dict[str, str] = {}
     out: dict[str, Entry] = {}
-    for name in sorted(found, key=rules.order):  # experts in the order of their numbers
+    for name in sorted(found, key=rules.order):  # natural sort: experts in numeric order
         new, pattern = rules.rename(name)
         if pattern is not None:
             group = groups.setdefault(new, _Group(path, model, new, rules.converters[pattern]))
@@ -252,10 +251,10 @@ def _check_new(path: Path, origin: dict[str, str], new: str, name: str) -> None:
 
 
 def own_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of parameters that a model of transformers keeps in one of their own, by name.
+    """Return parameters that a transformers model keeps in a dtype other than that of most weights, by name.
 
     Args:
-        model: as it is built, before any dtype of a file is taken.
+        model: as built, before it takes any dtype from files.
         dtype: of most weights in the files.
     """
     if not transformers_api.is_pretrained(model):

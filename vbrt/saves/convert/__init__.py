@@ -1,3 +1,3 @@
-"""Conversion without the model: a checkpoint's weights are read, encoded and written one after the other, resumable."""
+"""Conversion of a checkpoint into a save, without the model: read, encode and write weight by weight, resumable."""
 
 __all__: list[str] = []

@@ -1,9 +1,9 @@
-"""What an interrupted conversion has done: a file beside its output, to which a line is added for each finished file.
+"""Conversion journal, for resuming: an append-only file in the output directory, one line per finished shard.
 
     {"kind": "vbrt conversion", "source": ..., "config": ..., "token": "3f9c01ab", "files": 12}
     {"file": "vbrt-3f9c01ab-00001-of-00012.safetensors", "tensors": {"layers.0.up.weight.codes": ["uint8", ...]}}
 
-A line that was cut off by a crash is no line. What the others say is checked, by digests, before it is believed.
+Lines truncated by a crash are ignored; listed shards are verified by digest before they are reused.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ _SAYS = {
 
 @dataclass(slots=True)
 class Journal:
-    """A conversion's finished files.
+    """Finished shards of a conversion.
 
     Attributes:
-        token: in the names of its files.
-        done: the tensors of each finished file, by its name; checked.
+        token: hex token in its file names.
+        done: tensors of each finished shard, by file name; verified.
     """
 
     path: Path
@@ -48,26 +48,26 @@ class Journal:
     done: dict[str, dict[str, SavedTensor]] = field(default_factory=dict)
 
     def add(self, name: str, tensors: Mapping[str, SavedTensor]) -> None:
-        """Note a finished file; lasts. Raises OSError."""
+        """Append a finished shard and fsync. Raises OSError."""
         entries = {key: [t.dtype, list(t.shape or ()), t.digest] for key, t in tensors.items()}
         _append(self.path, {"file": name, "tensors": entries})
         self.done[name] = dict(tensors)
 
     def remove(self) -> None:
-        """Remove the file: the conversion is done."""
+        """Delete the journal of a finished conversion."""
         self.path.unlink(missing_ok=True)
 
 
 def open_journal(directory: Path, head: Mapping[str, Any], *, overwrite: bool) -> Journal:
-    """Return the journal of a conversion into a directory: that of one that was interrupted, or a new one.
+    """Return the journal of an interrupted conversion in the directory, or start a new one.
 
     Args:
-        head: what a conversion must agree in to be gone on with.
-        overwrite: begin anew where there is another conversion or a save; the save stays until the new one is complete.
+        head: fields in which an interrupted conversion must agree to be resumed.
+        overwrite: start anew over another conversion or a save; the save stays until the new one is complete.
 
     Raises:
-        CheckpointError: the directory holds another conversion, a save or something else.
-        OSError: it cannot be made or written.
+        CheckpointError: the directory holds another conversion, a save or other files.
+        OSError: it cannot be created or written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / JOURNAL
@@ -103,7 +103,7 @@ def _append(path: Path, line: Mapping[str, Any]) -> None:
     fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW)
     try:
         end = os.fstat(fd).st_size
-        lead = b"\n" if end else b""  # ends a line that was cut off
+        lead = b"\n" if end else b""  # ends a truncated line
         write_at(fd, lead + json.dumps(line).encode(), end)
         os.fsync(fd)
     finally:
@@ -111,7 +111,7 @@ def _append(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a journal; none, where there is no journal of this kind."""
+    """Return the valid lines of a journal; empty without a journal of this kind."""
     try:
         texts = read_bounded(path, _MAX_BYTES).split(b"\n")
     except FileNotFoundError:
@@ -132,12 +132,12 @@ def _shard(token: Any) -> str:
 
 
 def _checked(directory: Path, lines: list[dict[str, Any]]) -> dict[str, dict[str, SavedTensor]]:
-    """Return the finished files whose bytes are those that were written."""
+    """Return the finished shards whose digests match."""
     done = {}
     for line in lines:
         name, entries = line.get("file"), line.get("tensors")
         if isinstance(name, str) and SHARD.fullmatch(name) and isinstance(entries, dict):
-            with contextlib.suppress(CheckpointError, ValueError, TypeError):  # is written again
+            with contextlib.suppress(CheckpointError, ValueError, TypeError):  # it is written again
                 tensors = {key: SavedTensor(name, d, t, tuple(shape)) for key, (t, shape, d) in entries.items()}
                 if _holds(directory / name, tensors):
                     done[name] = tensors

@@ -1,7 +1,7 @@
-"""From files to a save, without the model: weights are read, encoded and written one after the other.
+"""Checkpoint-to-save conversion without the model: read, encode and write weight by weight.
 
-What is written is what `vb.save` writes of the model that `vbrt.load` makes of the same files, in smaller files. Memory
-holds one weight and the planes of one of those files; of routed experts, what `Source.experts_of` reads at a time.
+The output equals `vb.save` of the model that `vbrt.load` makes of the same files, in smaller shards. Peak memory is one
+dense weight and the planes of one shard; for routed experts, one batch of `Source.experts_of`.
 """
 
 import sys
@@ -29,7 +29,7 @@ from vbrt.saves.saved.save import remove_files, sync_in_place
 
 __all__ = ["convert"]
 
-#: of dense weights that become one file; its planes are in memory until it is written
+#: dense bytes per shard; its planes stay in memory until it is written
 _FILE_BYTES = 128 << 20
 _MAX_FILES = 256
 _WEIGHT_FILES = (".safetensors", ".gguf", ".bin")
@@ -47,20 +47,19 @@ def convert(
     overwrite: bool = False,
     complete: Complete = lambda directory: None,
 ) -> Path:
-    """Write the model of a source as a save; what was interrupted goes on with the file at which it stopped.
+    """Convert a source into a save; an interrupted conversion resumes at its first unfinished shard.
 
     Args:
         source: see `open_source`; `config` is what it makes of the user's.
-        model: the architecture, on the meta device; it is used up.
-        directory: new, empty, or that of an interrupted conversion of the same files under the same config.
+        model: the architecture, on the meta device; it is consumed.
+        directory: new, empty, or holding an interrupted conversion of the same files under the same config.
         progress: as for `VBModelWrapper.materialize`.
-        overwrite: begin anew in any other; a save that is there stays until the new one is complete.
-        complete: is called when all weights are written, to add what a model needs beside them and its files do not
-            have as files of their own.
+        overwrite: start anew in any other directory; an existing save stays until the new one is complete.
+        complete: called after all weights are written, to add companion files that the source does not have as files.
 
     Raises:
         CheckpointError: files are missing, damaged or of another model; the directory holds something else or cannot be
-            written. What is finished stays for the next call.
+            written. Finished shards stay for the next call.
         ConfigError: `mode = "train"`.
         FormatError: a weight holds NaN or Inf.
     """
@@ -93,7 +92,7 @@ def convert(
 
 
 def _is_foreign(name: str, token: str) -> bool:
-    """True for the files of another save or conversion."""
+    """True for files of another save or conversion."""
     return token not in name and name != MANIFEST
 
 
@@ -119,7 +118,8 @@ def _make(directory: Path) -> None:
 
 
 def _fingerprint(path: Path) -> list[list[Any]]:
-    """Return what changes with a source's files: the name, bytes and time of those that count."""
+    """Return the path, and name, bytes and mtime of each weight, config and manifest file: changes if the source
+    does."""
     files = sorted(path.iterdir()) if path.is_dir() else shard_paths(path)
     counted = [file for file in files if file.suffix in _WEIGHT_FILES or file.name in ("config.json", MANIFEST)]
     found = [(file.name, file.stat()) for file in counted]
@@ -127,12 +127,12 @@ def _fingerprint(path: Path) -> list[list[Any]]:
 
 
 def _divided(pieces: list[Piece]) -> list[list[Piece]]:
-    """Distribute pieces over files, in their order."""
+    """Group pieces into shards, in order."""
     return in_order(pieces, max(_FILE_BYTES, sum(piece.nbytes for piece in pieces) // _MAX_FILES))
 
 
 def _write_files(files: list[list[Piece]], journal: Journal, work: Progress) -> dict[str, SavedTensor]:
-    """Write the files that are not finished; return where each tensor is."""
+    """Write the unfinished shards; return where each tensor is."""
     tensors: dict[str, SavedTensor] = {}
     for number, pieces in enumerate(files, 1):
         name = f"vbrt-{journal.token}-{number:05d}-of-{len(files):05d}.safetensors"

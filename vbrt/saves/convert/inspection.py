@@ -1,4 +1,4 @@
-"""What a checkpoint is and what it becomes under a config, from the headers of its files alone."""
+"""Inspection of a checkpoint from file headers alone: its content, and what a config makes of it."""
 
 import warnings
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ __all__ = ["Inspection", "KindOfLayer", "Stays", "inspect"]
 
 @dataclass(frozen=True, slots=True)
 class KindOfLayer:
-    """Weights of one kind that become alike. Bytes of pages are an upper bound where there is a fine plane."""
+    """Swapped weights of one kind, dtype and format. `page_bytes` is an upper bound where there is a fine plane."""
 
     kind: str
     dtype: str
@@ -36,7 +36,7 @@ class KindOfLayer:
 
 @dataclass(frozen=True, slots=True)
 class Stays:
-    """Parameters that stay as they are, for one reason."""
+    """Parameters left unswapped for one reason."""
 
     reason: str
     modules: int
@@ -46,15 +46,15 @@ class Stays:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What files hold, and what a model of them becomes.
+    """Content of files, and the model that a config makes of them.
 
     Attributes:
-        layout: what wrote them.
-        files, tensors, nbytes: how many there are, and bytes of all tensors.
-        dtypes: bytes of the tensors of each dtype.
-        method: by which they are quantized; "" for dense ones.
-        weights: of a checkpoint, the weights that are held alike; none for planes of vbrt.
-        layers, stays, notes: what becomes of the weights; empty where `refusal` is not.
+        layout: container and writer of the files.
+        files, tensors, nbytes: counts, and total bytes of tensors.
+        dtypes: bytes by dtype.
+        method: quantization method; "" for dense weights.
+        weights: kinds of weights in a checkpoint; empty for a vbrt save.
+        layers, stays, notes: what becomes of the weights; empty if `refusal` is set.
         refusal: why they cannot be loaded.
     """
 
@@ -76,18 +76,18 @@ class Inspection:
 
 
 def inspect(source: Source, model: nn.Module, config: VBConfig) -> Inspection:
-    """Say what the files of a source are, and what they become.
+    """Inspect a source's files and what a config makes of them.
 
     Args:
-        model: the architecture, on the meta device; it is used up.
+        model: the architecture, on the meta device; it is consumed.
 
     Raises:
-        CheckpointError: files that are damaged.
+        CheckpointError: damaged files.
     """
     head = _held(source)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the notes say it
+            warnings.simplefilter("ignore")  # the notes repeat the warnings
             plan = conversion_plan(source, model, config)
     except CheckpointError as error:
         return replace(head, refusal=str(error))
@@ -96,7 +96,7 @@ def inspect(source: Source, model: nn.Module, config: VBConfig) -> Inspection:
 
 
 def _held(source: Source) -> Inspection:
-    """Return what the files hold."""
+    """Return the content of the files."""
     files = source.files
     infos = [info for file in files for info in file.tensors.values()]
     dtypes: dict[str, int] = {}

@@ -1,5 +1,3 @@
-"""Files as bytes: safetensors, GGUF and JSON, read and written a tensor at a time, with checks before anything is
-believed.
-"""
+"""File formats: safetensors, GGUF and JSON, read and written tensor by tensor, headers validated first."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What the path of a checkpoint stands for: a save, safetensors files, a GGUF file; nothing in a file is read."""
+"""Checkpoint paths: tell a save, safetensors files and a GGUF file apart, without reading any file."""
 
 from os import PathLike
 from pathlib import Path
@@ -11,14 +11,14 @@ __all__ = ["INDEX", "MANIFEST", "SINGLE", "gguf_file", "looked_at"]
 
 MANIFEST = "vbrt.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # not read here, but what a directory is then
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # not read, but mark a checkpoint
 
 
 def gguf_file(path: str | PathLike) -> Path | None:
-    """Return the GGUF file that a path stands for, the first part of one that is split: a file, or the only one of a
-    directory without other weights; None for other checkpoints.
+    """Return the GGUF file of a path (the first part of a split one): the path itself, or the only GGUF file of a
+    directory without other weights. None for other checkpoints.
 
-    Raises CheckpointError: a path that cannot be read, or several such files in a directory.
+    Raises CheckpointError: the path cannot be read, or the directory has several GGUF files.
     """
     path = looked_at(path)
     if not path.is_dir():
@@ -33,7 +33,7 @@ def gguf_file(path: str | PathLike) -> Path | None:
 
 
 def looked_at(path: str | PathLike) -> Path:
-    """Return the path without "~". Raises CheckpointError where nobody may look, or nothing is there."""
+    """Return the path with "~" expanded. Raises CheckpointError: missing, no access, or not a checkpoint's path."""
     try:
         path = expanded(path)
         for name in (MANIFEST, INDEX, SINGLE):

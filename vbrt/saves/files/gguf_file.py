@@ -1,12 +1,12 @@
-"""GGUF files: their metadata and tensors, checked before anything is read, and the bytes of rows.
+"""GGUF reader: metadata, tensor entries and rows' bytes, validated before anything is read.
 
-A file is a header (magic, version, counts; metadata as keys and values; names, dimensions, types and offsets of
-tensors) and the tensors' bytes, each aligned. The library's own reader takes counts as they come, whatever the size of
-the file, and several views for each string of a vocabulary. Here every count is held against the bytes that are left
-before it is followed, texts of a vocabulary are skipped, and tensors must lie one behind the other without overlaps or
-holes, as llama.cpp demands. Bytes are read with `preadv` into fresh memory, as those of safetensors files are.
+Layout: a header (magic, version, counts; metadata as keys and values; names, dimensions, types and offsets of tensors),
+then the tensors' bytes, each aligned. Against damaged or hostile files, every count is checked against the remaining
+bytes before it is followed, vocabulary strings are skipped, and tensors must be contiguous without overlaps or holes,
+as llama.cpp demands; the library's own reader checks no counts and makes several views per string. Bytes are read with
+`preadv` into fresh memory, as for safetensors.
 
-Sizes of types come from the package `gguf`, so a type that it does not know is refused by its number.
+Type sizes come from the package `gguf`; a type that it does not know is refused by number.
 """
 
 import importlib
@@ -35,9 +35,9 @@ _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MAX_HEADER_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 20
 _MAX_DIMENSIONS = 4
-_LEAST_ENTRY, _LEAST_VALUE = 32, 13  # bytes of a tensor's entry without a name, of a value with its key
+_LEAST_ENTRY, _LEAST_VALUE = 32, 13  # bytes of a tensor entry without its name; of a value with its key
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-#: types of values in the metadata, but for texts and arrays
+#: metadata value types, except strings and arrays
 _SCALARS = {
     number: struct.Struct(f"<{code}")
     for number, code in {
@@ -50,7 +50,7 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def gguf_library() -> ModuleType:
-    """Return the package `gguf`. Raises CheckpointError where it is missing."""
+    """Return the package `gguf`. Raises CheckpointError if it is not installed."""
     try:
         return importlib.import_module("gguf")
     except ImportError as error:
@@ -61,13 +61,13 @@ def gguf_library() -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor's entry in the header.
+    """Tensor entry of the header.
 
     Attributes:
-        type: ggml's name for how its weights are held, such as "Q4_0".
-        shape: of its weights, the last dimension the one that lies together; never empty.
-        row_nbytes: bytes of the weights of one row, that is of the last dimension.
-        begin: where its bytes are in the file.
+        type: ggml's name of the quantization type, such as "Q4_0".
+        shape: of the weights, the contiguous dimension last; never empty.
+        row_nbytes: bytes of one row (the last dimension).
+        begin: byte offset in the file.
     """
 
     name: str
@@ -78,7 +78,7 @@ class GGUFTensor:
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
+        """Number of rows."""
         return prod(self.shape[:-1])
 
     @property
@@ -89,20 +89,20 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class ArrayOf:
-    """In the place of an array in the metadata: how many values it has."""
+    """Placeholder for a metadata array: its length."""
 
     count: int
 
 
 class _Header:
-    """Reads a file from its beginning; never beyond its end. Raises ValueError where something does not fit."""
+    """Bounded reader of a file's header. Raises ValueError for counts beyond the file's end, and for invalid values."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._head = fd, bytearray()
         self.size, self.at = os.fstat(fd).st_size, 0
 
     def _take(self, nbytes: int) -> int:
-        """Have so many bytes at hand; return where they begin."""
+        """Advance by `nbytes`, reading ahead in chunks; return their offset in `_head`."""
         begin, end = self.at, self.at + nbytes
         if end > self.size:
             raise ValueError(f"{nbytes} bytes wanted at byte {begin} of {self.size}")
@@ -124,7 +124,7 @@ class _Header:
         return self._head[begin : begin + nbytes].decode()
 
     def value(self) -> Any:
-        """Return a value of the metadata; of an array, which is only checked, how long it is."""
+        """Return a metadata value; an array is skipped over and given as its length."""
         kind = self.number(_U32)
         if kind == _ARRAY:
             return self._array()
@@ -144,7 +144,7 @@ class _Header:
         elif kind != _STRING:
             raise ValueError(f"an array of values of type {kind}")
         else:
-            self._take(8 * count)  # each text has its length at least
+            self._take(8 * count)  # each string takes at least its 8-byte length
             self.at -= 8 * count
             for _ in range(count):
                 self._take(self.number(_U64))
@@ -164,12 +164,12 @@ class _Header:
 
 
 class GGUFFile:
-    """A GGUF file; opened for each read, so that any number of them takes no descriptors.
+    """GGUF file; opened for each read, so that no descriptors stay open.
 
     Attributes:
-        metadata: keys and values, with `ArrayOf` in the place of arrays.
-        tensors: name -> what the header says, in the order of their bytes.
-        ahead: is told of what is read, while something reads ahead.
+        metadata: keys and values, with `ArrayOf` in place of arrays.
+        tensors: name -> header entry, in file order.
+        ahead: the prefetcher to notify of reads, while one runs.
 
     Raises:
         CheckpointError: missing, unreadable, truncated, damaged, or of types that the package `gguf` does not know;
@@ -197,14 +197,15 @@ class GGUFFile:
         return value
 
     def text(self, key: str) -> str:
-        """Return a text of the metadata. Raises CheckpointError where it is missing or something else."""
+        """Return a string of the metadata. Raises CheckpointError: missing, or of another type."""
         value = self.metadata.get(key)
         if not isinstance(value, str) or not value:
             raise CheckpointError(f"{self.path}: {key} = {value!r} in its metadata; expected a text")
         return value
 
     def without_vocabulary(self, names: Iterable[str]) -> bytes:
-        """Return a GGUF file of the metadata, less arrays of the tokenizer, and a number for each of these names."""
+        """Return a GGUF file of the metadata without tokenizer arrays, and a one-element tensor for each of these
+        names."""
         kept = [packed for packed in self._values.values() if packed]
         entries = [
             _packed_text(name) + struct.pack("<IQIQ", 1, 1, 0, self._alignment() * place)
@@ -214,12 +215,12 @@ class GGUFFile:
         return head + bytes(_aligned(len(head), self._alignment()) - len(head) + self._alignment() * len(entries))
 
     def span(self, name: str) -> Span:
-        """Return where in the file a tensor is."""
+        """Return a tensor's span of bytes in the file."""
         info = self.tensors[name]
         return Span(name, self.path, info.begin, info.nbytes)
 
     def rows(self, name: str, first: int, count: int) -> torch.Tensor:
-        """Return bytes uint8 [count, row_nbytes] of rows of a tensor. Raises CheckpointError: they cannot be read."""
+        """Read rows of a tensor as bytes, uint8 [count, row_nbytes]. Raises CheckpointError: they cannot be read."""
         info = self.tensors[name]
         if self.ahead is not None:
             self.ahead.used(name, (first + count) * info.row_nbytes)
@@ -233,12 +234,12 @@ class GGUFFile:
         return out
 
 
-_Values = dict[str, bytes]  # keys and values as they are in the file; empty for arrays of the tokenizer
+_Values = dict[str, bytes]  # raw bytes of keys and values; empty for tokenizer arrays
 _Entries = list[tuple[str, tuple[int, ...], int, int]]  # name, shape, type, offset
 
 
 def _parsed(header: _Header) -> tuple[dict[str, Any], _Values, _Entries]:
-    """Return the metadata, read and as they are, and the entries of tensors."""
+    """Return the metadata, parsed and raw, and the tensor entries."""
     magic = bytes(header.number(struct.Struct("<B")) for _ in _MAGIC)
     version = header.number(_U32)
     if magic != _MAGIC:
@@ -274,7 +275,7 @@ def _entry(header: _Header) -> tuple[str, tuple[int, ...], int, int]:
 def _placed(
     header: _Header, entries: _Entries, alignment: int, library: ModuleType
 ) -> Iterator[tuple[str, GGUFTensor]]:
-    """Yield the tensors, which lie one behind the other from the first aligned byte on."""
+    """Yield the tensors in file order, checking that they are contiguous from the first aligned byte on."""
     begin, seen = _aligned(header.at, alignment), set()
     data = begin
     for name, shape, number, offset in sorted(entries, key=lambda entry: entry[3]):
@@ -295,7 +296,7 @@ def _aligned(at: int, alignment: int) -> int:
 
 
 def _type_of(name: str, shape: tuple[int, ...], number: int, library: ModuleType) -> tuple[str, tuple[int, ...], int]:
-    """Return the name of a type, the shape, and the bytes of a row."""
+    """Return ggml's name of the type, the shape, and the bytes per row."""
     try:
         kind = library.GGMLQuantizationType(number)
     except ValueError:
@@ -307,9 +308,9 @@ def _type_of(name: str, shape: tuple[int, ...], number: int, library: ModuleType
 
 
 def open_shards(path: Path) -> list[GGUFFile]:
-    """Open a GGUF file; of one that is split (`-00001-of-00003.gguf`), all parts, the first one first.
+    """Open a GGUF file; if it is split (`-00001-of-00003.gguf`), all parts, in order.
 
-    Raises CheckpointError: as `GGUFFile`, a part is missing, or parts do not belong together.
+    Raises CheckpointError: as `GGUFFile`, a part is missing, or the parts do not belong together.
     """
     named = _SHARD.search(path.name)
     files = [GGUFFile(each) for each in shard_paths(path)]

@@ -1,4 +1,4 @@
-"""Reading the small JSON files beside tensors."""
+"""Bounded reader for small JSON files: configs, indices."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ __all__ = ["read_json"]
 
 
 def read_json(path: Path, limit: int, *, missing: Any = None) -> Any:
-    """Return what a JSON file of at most `limit` bytes says; `missing`, where it is given and there is no such file.
+    """Parse a JSON file of at most `limit` bytes; return `missing`, if given, where there is no such file.
 
-    Raises CheckpointError: the file cannot be read, or is damaged.
+    Raises CheckpointError: the file cannot be read, or is not valid JSON.
     """
     try:
         return json.loads(read_bounded(path, limit).decode())

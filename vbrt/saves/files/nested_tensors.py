@@ -1,4 +1,4 @@
-"""Nested plain data with tensors in it, such as state dicts, as JSON and tensors by name."""
+"""Serialization of nested data with tensors (state dicts) to JSON plus named tensors."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,14 +15,14 @@ _KEYS = (str, int, float, bool, type(None))
 
 
 def taken_apart(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return what JSON takes, with names in the place of tensors, which are added to `tensors` under these names.
+    """Return `value` as JSON data, with names in place of tensors, which are added to `tensors` under these names.
 
     Args:
-        value: `TensorInfo` stands for a tensor that somebody else writes.
-        path: what names begin with, and what an error names.
+        value: a `TensorInfo` in it stands for a tensor that the caller writes.
+        path: prefix of names, also for errors.
 
     Raises:
-        CheckpointError: something is neither plain data nor a tensor.
+        CheckpointError: it holds something other than plain data and tensors.
     """
     if isinstance(value, Tensor):
         tensors[path] = value
@@ -52,13 +52,13 @@ def _refused(path: str, value: Any) -> CheckpointError:
 
 
 def together(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Return what was taken apart.
+    """Inverse of `taken_apart`.
 
     Args:
-        tensor: called with each name; returns what takes the name's place.
+        tensor: called with each tensor's name; returns its replacement.
 
     Raises:
-        ValueError: it is nothing that `taken_apart` makes.
+        ValueError: not in the form that `taken_apart` makes.
     """
     if not isinstance(value, dict):
         if type(value) in _KEYS:

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, read ahead of their use: what is no layer's, and layer after layer."""
+"""Prefetch order of a checkpoint's files: non-layer tensors first or last, layers in numeric order."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ __all__ = ["layers_first", "layers_last", "natural_key", "read_ahead", "reading_
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:
-    """Return what sorts names so that layer 2 comes before layer 10."""
+    """Return a sort key by which layer 2 comes before layer 10."""
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]
 
 
@@ -20,27 +20,26 @@ def _is_in_layer(name: str) -> bool:
 
 
 def layers_first(name: str) -> tuple[bool, list[tuple[int, int | str]]]:
-    """Return what sorts names as transformers uses them, about: embeddings and heads stay mapped until the end."""
+    """Sort key for roughly the order in which transformers uses tensors: layers, then embeddings and heads."""
     return not _is_in_layer(name), natural_key(name)
 
 
 def layers_last(name: str) -> tuple[bool, list[tuple[int, int | str]]]:
-    """Return what sorts names as `vbrt.load` reads them, about."""
+    """Sort key for roughly the order in which `vbrt.load` reads: embeddings and heads, then layers."""
     return _is_in_layer(name), natural_key(name)
 
 
 def read_ahead(
     files: Iterable[TensorFile | GGUFFile], key: Callable[[str], object] = layers_first, share: tuple[int, int] = (0, 1)
 ) -> ReadAhead:
-    """Begin to read the tensors of files, in the order of a key of their names; close it when they are loaded. share:
-    see `ReadAhead`."""
+    """Prefetch tensors in the order of `key`; close the result once they are loaded. share: see `ReadAhead`."""
     found = sorted(((name, file) for file in files for name in file.tensors), key=lambda item: key(item[0]))
     return ReadAhead((file.span(name) for name, file in found), share)
 
 
 @contextlib.contextmanager
 def reading_ahead(files: Iterable[TensorFile | GGUFFile]) -> Iterator[None]:
-    """Read ahead of what is read from these files in the block."""
+    """Prefetch tensors of these files while the block reads them."""
     files = list(files)
     with read_ahead(files, layers_last) as ahead:
         for file in files:

@@ -1,7 +1,7 @@
-"""Where the bytes of files go: into fresh host memory, or straight to the GPU that puts them into their order.
+"""Read targets: file bytes go to fresh host memory, or to the GPU that packs them into pages.
 
-A GPU takes them through a relay's page-locked chunks. Fresh host memory would cost a page fault for each of its pages
-and then a copy at a sixth of the link's speed, which together take longer than the drive.
+A GPU is filled through a relay's pinned chunks. Going through fresh host memory costs page faults and a pageable H2D
+copy at a sixth of the link's rate, which together take longer than the drive.
 """
 
 from collections.abc import Callable
@@ -17,24 +17,24 @@ from vbrt.tiers.storage.pinned_staging import Read
 
 __all__ = ["HOST", "Fill", "Landing", "for_encoder", "fresh", "into", "on_device"]
 
-_ALONE_BYTES = 1 << 20  # that one thread has read by the time another begins
+_ALONE_BYTES = 1 << 20  # read by one thread before another could start
 _PART_BYTES = 2 << 20  # a huge page
 
 Fill = Callable[[int, Read], torch.Tensor]
-"""Returns memory uint8 of so many bytes that it has had filled, part by part."""
+"""Returns uint8 memory of so many bytes, filled part by part through the given reader."""
 
 
 def fresh(nbytes: int, read: Read) -> torch.Tensor:
-    """Return CPU memory, filled at once; a `Fill`."""
+    """`Fill` with fresh CPU memory, read at once."""
     out = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     read(out, 0)
     return out
 
 
 def into(out: torch.Tensor, crew: Crew) -> Fill:
-    """Return the `Fill` of a contiguous tensor in CPU memory, which has as many bytes as are wanted.
+    """Return a `Fill` into a contiguous CPU tensor of exactly the wanted size.
 
-    The crew's threads fill parts of it beside the caller: memory that nobody has touched takes longer than the copy.
+    The crew's threads fill parts in parallel with the caller: first-touch page faults take longer than the copy.
     """
     memory = out.view(-1).view(torch.uint8)
 
@@ -53,7 +53,7 @@ def into(out: torch.Tensor, crew: Crew) -> Fill:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """A device, and how bytes of files get there."""
+    """Target device, and the `Fill` that reads file bytes there."""
 
     device: torch.device
     fill: Fill
@@ -63,12 +63,13 @@ HOST = Landing(torch.device("cpu"), fresh)
 
 
 def on_device(stack: TierStack) -> Landing:
-    """Return the way to the device that a stack computes on."""
+    """Return the landing on a stack's compute device."""
     if stack.device.type != "cuda":
         return HOST
     return Landing(stack.device, partial(stack.levels[0].relay.filled, device=stack.device))
 
 
 def for_encoder(encoder: Encoder, stack: TierStack) -> Fill:
-    """Return where planes are wanted that an encoder stores as they are: on the device if that puts them in order."""
+    """Return the `Fill` for planes stored as encoded: on the device if the encoder packs them there, else fresh
+    memory."""
     return fresh if encoder.packing is None else on_device(stack).fill

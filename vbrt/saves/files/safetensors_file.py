@@ -1,13 +1,12 @@
-"""safetensors files, read and written a tensor at a time.
+"""safetensors reader and writer that work tensor by tensor.
 
-The library writes a whole dict at once and reads through a mapping of the file. Here a file is written while its
-tensors come and go, one layer in memory, and read with `preadv` into fresh memory: an I/O error is an exception with a
-path in it and not a SIGBUS, and what was read does not stay in the process. (`map` is for large weights that a model
-keeps, on request.) The format is the library's own: the
-header's length (8 bytes), the header (JSON: name -> dtype, shape, bytes from where to where), the bytes without gaps.
+The library writes a whole dict at once and reads through mmap. Here tensors are written as they come, one layer in
+memory at a time, and read with `preadv` into fresh memory: an I/O error is an exception with a path instead of a
+SIGBUS, and read bytes do not stay in the process. (`map` memory-maps large weights that a model keeps, on request.)
+Layout, as the library's: header length (8 bytes), header (JSON: name -> dtype, shape, byte range), bytes without gaps.
 
-Headers are parsed by the library, so that both take the same files: it gets the header's bytes, read as all others are,
-at the beginning of a file in memory that is as long as the one on the disk and has a hole in the place of the rest.
+The library itself parses headers, so that both accept the same files: it gets a memfd with the header's bytes, as long
+as the file on disk, with a hole in place of the tensors.
 """
 
 import contextlib
@@ -55,19 +54,19 @@ _DTYPES = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-#: what a file can hold, by torch's names
+#: dtypes that a file can hold, by torch's names
 TENSOR_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
-_ALIGN = 64  # of the first tensor: products of weights that are mapped take the path that weights in memory take
-_MAX_HEADER_BYTES = 32 << 20  # of 250,000 tensors; the library, whose limit is 100 MB, takes ten times that in memory
+_ALIGN = 64  # aligns the first tensor, so that matmuls on mapped weights take the same path as on weights in memory
+_MAX_HEADER_BYTES = 32 << 20  # 250,000 tensors; the library's limit is 100 MB, and it takes ten times that in memory
 _MAX_DIMENSIONS = 64
-_MAP_BYTES = 1 << 20  # smaller tensors are read: that a page of them is missing would cost more than they take
+_MAP_BYTES = 1 << 20  # smaller tensors are read: a page fault would cost more than the memory saved
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor's entry in a header; `begin` counts bytes from the first tensor."""
+    """Tensor entry of a header; `begin` is a byte offset from the first tensor."""
 
     name: str
     dtype: torch.dtype
@@ -81,23 +80,23 @@ class TensorInfo:
 
     @property
     def end(self) -> int:
-        """Where the next one begins."""
+        """End offset: where the next tensor begins."""
         return self.begin + self.nbytes
 
 
 class Sized(Protocol):
-    """Something that takes room in a file."""
+    """Item with a size in bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Bytes that it takes in a file."""
 
 
 _T = TypeVar("_T", bound=Sized)
 
 
 def in_order(items: Iterable[_T], limit: int) -> list[list[_T]]:
-    """Distribute items over files of up to `limit` bytes, in their order; a larger one has a file of its own."""
+    """Group items into files of up to `limit` bytes, in order; a larger item gets a file to itself."""
     files: list[list[_T]] = []
     room = 0
     for item in items:
@@ -122,18 +121,18 @@ def _view(tensor: torch.Tensor) -> memoryview:
 
 
 class TensorWriter:
-    """One safetensors file, its tensors known before their bytes; use as a context manager.
+    """Writer of one safetensors file whose tensors are declared up front; a context manager.
 
-    The file has a temporary name until every byte is there and synced; leaving by an exception removes it.
+    The file is written under a temporary name and renamed once every byte is synced; an exception removes it.
 
     Raises:
-        CheckpointError: a dtype that safetensors has no name for.
+        CheckpointError: a dtype that safetensors does not support.
         OSError: from the methods and at the end of the block.
     """
 
     def __init__(self, path: Path, tensors: Iterable[TensorInfo]) -> None:
         self.path = path
-        # wide types first, as the library has it: then each tensor is aligned to its type
+        # wide dtypes first, as in the library, so that each tensor is aligned to its dtype
         self._infos, header, end = {}, {"__metadata__": {"format": "pt"}}, 0
         for info in sorted(tensors, key=lambda info: -info.dtype.itemsize):
             if info.dtype not in _NAMES:
@@ -165,7 +164,7 @@ class TensorWriter:
             raise CheckpointError(f"{self.path}: no bytes came for {', '.join(sorted(self._missing)[:3])}")
 
     def write(self, name: str, tensor: torch.Tensor) -> str:
-        """Write the bytes of one tensor, from any device; returns their digest."""
+        """Write one tensor, from any device; return its digest."""
         info = self._infos[name]
         tensor = tensor.detach().cpu().contiguous()
         if (tensor.dtype, tuple(tensor.shape)) != (info.dtype, info.shape):
@@ -182,15 +181,15 @@ class TensorWriter:
 
 
 class TensorFile:
-    """A safetensors file; opened for each read, so that any number of them takes no descriptors.
+    """safetensors file; opened for each read, so that no descriptors stay open.
 
     Attributes:
-        tensors: name -> what the header says.
+        tensors: name -> header entry.
         metadata: the header's other entries, as their writer chose them.
-        ahead: is told of what is read, while something reads ahead.
+        ahead: the prefetcher to notify of reads, while one runs.
 
     Raises:
-        CheckpointError: missing, unreadable, truncated, or nothing that the safetensors library takes; always with the
+        CheckpointError: missing, unreadable, truncated, or not accepted by the safetensors library; always with the
             path.
     """
 
@@ -205,7 +204,7 @@ class TensorFile:
             raise CheckpointError(f"{path}: no such file, and the checkpoint needs it; it is incomplete") from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {describe_os_error(error)}") from error
-        except MemoryError as error:  # the library maps as many bytes as the file has, and they may be limited
+        except MemoryError as error:  # the library maps the whole file, which may exceed ulimit -v
             raise CheckpointError(
                 f"{path}: cannot be read: a file as long as it is cannot be mapped; expected a "
                 "shorter one, or a higher limit of address space (ulimit -v)"
@@ -216,18 +215,17 @@ class TensorFile:
             ) from error
 
     def read(self, name: str, fill: Fill = fresh) -> torch.Tensor:
-        """Return the tensor, in CPU memory unless `fill` says otherwise. Raises CheckpointError when the file cannot be
-        read."""
+        """Read a tensor, into CPU memory unless `fill` says otherwise. Raises CheckpointError: it cannot be read."""
         return self._read(name, self.tensors[name], fill)
 
     def read_matrix(self, name: str, index: int, fill: Fill = fresh) -> torch.Tensor:
-        """Return one part of the tensor along its first dimension; see `read`."""
+        """Read one index of a tensor's first dimension; see `read`."""
         info = self.tensors[name]
         part = TensorInfo(name, info.dtype, info.shape[1:])
         return self._read(name, replace(part, begin=info.begin + index * part.nbytes), fill)
 
     def span(self, name: str) -> Span:
-        """Return where in the file a tensor is."""
+        """Return a tensor's span of bytes in the file."""
         info = self.tensors[name]
         return Span(name, self.path, self._first + info.begin, info.nbytes)
 
@@ -248,11 +246,11 @@ class TensorFile:
         return out.view(info.dtype).view(info.shape)
 
     def map(self, name: str) -> torch.Tensor:
-        """Return the tensor in a private mapping of the file, as the library does: its memory is the page cache's,
-        writes stay in this process. Small tensors, and those at an odd offset, are read. Cutting the file short while
-        it is mapped ends the process (SIGBUS); replacing or removing it does no harm.
+        """Map a tensor privately, as the library does: its memory is the page cache, writes stay in this process. Small
+        tensors and misaligned ones are read instead. Truncating the file while it is mapped kills the process (SIGBUS);
+        replacing or removing it is safe.
 
-        Raises CheckpointError when the file cannot be mapped.
+        Raises CheckpointError: the file cannot be mapped.
         """
         info, begin = self.tensors[name], self._first + self.tensors[name].begin
         if info.nbytes < _MAP_BYTES or begin % info.dtype.itemsize:
@@ -266,7 +264,7 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: {name} cannot be mapped: {why}") from error
         if self._mapping.nbytes() < begin + info.nbytes:
             raise CheckpointError(f"{self.path}: {name} cannot be mapped: truncated")
-        own = self._mapping[begin : begin + info.nbytes]  # a storage of its own: copies take no more than the tensor
+        own = self._mapping[begin : begin + info.nbytes]  # copying it copies the tensor's bytes only
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(own).view(info.dtype).view(info.shape)
 
 
@@ -279,7 +277,7 @@ def _mapped(path: Path) -> torch.UntypedStorage:
 
 
 def _header(fd: int) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:
-    """Return the offset of the first tensor, the header's entries and its metadata."""
+    """Return the offset of the first tensor, the tensor entries and the metadata."""
     size = os.fstat(fd).st_size
     head = bytearray(_LENGTH.size)
     read_into(fd, [memoryview(head)], 0)
@@ -300,7 +298,7 @@ def _parsed(head: bytearray, size: int) -> tuple[dict[str, TensorInfo], dict[str
         os.ftruncate(fd, size)
         with safe_open(f"/proc/self/fd/{fd}", _framework()) as file:
             infos, end = {}, 0
-            for name in file.offset_keys():  # the library has seen that they lie side by side
+            for name in file.offset_keys():  # the library has checked that they are contiguous
                 part = file.get_slice(name)
                 infos[name] = _info(name, part.get_dtype(), part.get_shape(), end)
                 end = infos[name].end
@@ -310,8 +308,8 @@ def _parsed(head: bytearray, size: int) -> tuple[dict[str, TensorInfo], dict[str
 
 
 def _framework() -> str:
-    """Return the framework to name to the library: for numpy it maps a file without reserving as much memory."""
-    return "pt" if sys.modules.get("numpy") is None else "numpy"  # torch has imported it where it is installed
+    """Return the framework to request of the library: with numpy it maps a file without reserving as much memory."""
+    return "pt" if sys.modules.get("numpy") is None else "numpy"  # torch imports numpy where it is installed
 
 
 def _info(name: str, dtype: str, shape: list[int], begin: int) -> TensorInfo:

@@ -1,3 +1,4 @@
-"""From files into a runtime: finds what a path holds, and fills planes weight by weight without the dense model."""
+"""Loading from files into a runtime: a path's source is opened, planes are filled weight by weight, and the dense model
+is never in memory."""
 
 __all__: list[str] = []

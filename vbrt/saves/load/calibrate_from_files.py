@@ -1,4 +1,4 @@
-"""`weights.calibrate` for weights that come from files: the model runs on them before any is encoded."""
+"""`weights.calibrate` for weights in files: run the model on calibration inputs before any weight is encoded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,20 +22,20 @@ __all__ = ["calibrated"]
 def calibrated(
     source: Source, model: nn.Module, plan: Plan, config: VBConfig, device: torch.device | None = None
 ) -> Plan:
-    """Return the plan whose swaps say what their errors are weighed by, as `weights.calibrate` asks; else the plan.
+    """Return the plan with input statistics on its swaps, as `weights.calibrate` asks; else the plan itself.
 
-    The model runs with one module's weights in memory at a time, each read as its forward begins.
+    The forward is streamed: one module's weights are in memory at a time, read as its forward begins.
 
     Args:
         model: outlined, its parameters on the meta device; afterwards those that are not swapped hold their values.
-        device: to run on; by default the one that the plan computes on.
+        device: to run on; by default the plan's compute device.
 
     Raises:
         CheckpointError: a file is damaged.
         ConfigError: as `with_inputs`.
     """
     if config.weights.calibrate is None or not isinstance(source, DenseCheckpoint):
-        return plan  # planes are taken as they are
+        return plan  # saved planes are taken as they are
     encoded = tuple(filter(source.encodes, plan.swaps))
     readers = {
         (site.module, site.parameter): partial(source.dense, swap, site)
@@ -60,7 +60,7 @@ def _all_sites(swap: Swap) -> Iterator[WeightSite]:
 
 @contextmanager
 def _without_swapped(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Within: the model lacks the parameters that are swapped."""
+    """Context in which the model lacks its swapped parameters."""
     modules = {name or ROOT: module for name, module in model.named_modules(remove_duplicate=False)}
     sites = [site for swap in plan.swaps for site in _all_sites(swap)]
     own = [(modules[site.module]._parameters, site.parameter) for site in sites]

@@ -1,7 +1,7 @@
-"""A model that is attached while another library reads its weights: pages first, layers at the end.
+"""Filling while another library reads: weights go into pages as they arrive, layers are swapped at the end.
 
-Until the end the model is a plain one on the meta device, so that whatever the library does to modules, ties and
-missing weights finds what it expects. Weights go into pages as they come; what nobody hands over is encoded last.
+Until then the model stays a plain one on the meta device, as the library's handling of modules, ties and missing
+weights expects. Weights that were never handed over are encoded last.
 """
 
 import contextlib
@@ -34,20 +34,20 @@ _TRIM_BYTES = 8 << 20
 
 
 class Filling:
-    """The planes of a model on their way into a runtime.
+    """Pages of a model that another library is loading.
 
-    A weight that several modules share is not taken: whether they do is known when everything is loaded.
+    Weights shared by several modules are not taken: whether they are tied is known only after loading.
 
     Args:
-        model: on the meta device, in the dtypes that its weights will have, tied as they will be.
-        config: for `mode = "infer"`; where there is a runtime, what `shared_config` makes of it.
-        policy: makes the policy of each tier of a new runtime; by default the one that the config names.
-        saved: makes the plan and the planes, instead of weights to encode; it is of this model.
-        runtime: of models that share their tiers with this one; by default a new one.
+        model: on the meta device, in the final dtypes, tied as it will be.
+        config: for `mode = "infer"`; with a runtime, the result of `shared_config`.
+        policy: factory for each tier's policy in a new runtime; by default the config's.
+        saved: source of plan and planes, in place of weights to encode; of this model.
+        runtime: shared with other models; by default a new one.
 
     Attributes:
-        plan: what is done to the model.
-        stored: the names of parameters whose weights are in pages.
+        plan: the model's plan.
+        stored: names of parameters whose weights are in pages.
 
     Raises:
         ConfigError, TierError, WrapError: as `vbrt.wrap`.
@@ -77,27 +77,27 @@ class Filling:
             for site in (swap.site, *swap.parts)
         }
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
-        self._parts: dict[str, dict[str, torch.Tensor | MatricesOnDemand]] = {}  # of experts that are not complete
+        self._parts: dict[str, dict[str, torch.Tensor | MatricesOnDemand]] = {}  # incomplete experts
         self._bytes = 0
-        self._mapped: deque[torch.Tensor] = deque()  # weights to be paged out, which takes long: nothing waits for it
+        self._mapped: deque[torch.Tensor] = deque()  # mapped weights to page out in the background: that takes long
         self._crew = Crew(1)
         self.stored: set[str] = set()
 
     def takes(self, name: str) -> bool:
-        """True if the weight of this name goes into pages as it is read."""
+        """True if this weight goes into pages as it is read."""
         return name in self._targets
 
     def handle_of(self, name: str) -> Weight | ExpertsHandle:
-        """Return what holds the pages of a weight that is taken."""
+        """Return the handle of a weight that is taken."""
         return self._targets[name][1]
 
     def take(self, name: str, weight: torch.Tensor) -> None:
-        """Encode a weight and store it in pages. A part of routed experts waits for the other parts; of planes that
-        are saved, `weight` says only that it is their turn.
+        """Encode a weight and store its pages. Parts of routed experts are held until all have arrived; with saved
+        planes, `weight` only signals whose turn it is.
 
         Raises:
-            CheckpointError: another shape than the model's.
-            FormatError: NaN or Inf in it.
+            CheckpointError: its shape differs from the model's.
+            FormatError: it holds NaN or Inf.
             TierError: the pages cannot be stored.
         """
         swap, handle, site = self._targets[name]
@@ -115,16 +115,16 @@ class Filling:
             self._finished(swap, (weight,))
 
     def takes_matrices(self, name: str) -> bool:
-        """True if `take_matrices` can be called with this name."""
+        """True if `take_matrices` accepts this name."""
         return self._saved is None and self.takes(name) and bool(self._targets[name][0].experts)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape [E, ...] of all matrices of a part of routed experts, one behind the other."""
+        """Return the stacked shape [E, ...] of a part of routed experts."""
         site: WeightSite = self._targets[name][2]
         return (site.matrices, *site.matrix_shape)
 
     def take_matrices(self, name: str, matrices: MatricesOnDemand) -> None:
-        """Store a part of routed experts, of which one matrix after the other is read; see `take`."""
+        """Store a part of routed experts that is read matrix by matrix; see `take`."""
         self._take_part(name, matrices)
 
     def _take_part(self, name: str, part: torch.Tensor | MatricesOnDemand) -> None:
@@ -153,7 +153,7 @@ class Filling:
     def _finished(self, swap: Swap, weights: Iterable[torch.Tensor]) -> None:
         self.stored.update(site.tensor for site in (swap.site, *swap.parts))
         for weight in weights:
-            if not weight.untyped_storage().resizable():  # mapped, and no copy of torch's
+            if not weight.untyped_storage().resizable():  # a file mapping, not torch's copy
                 self._mapped.append(weight)
                 self._crew.give(_page_out_one, self._mapped)
         self._bytes += swap.dense_bytes
@@ -162,10 +162,10 @@ class Filling:
             self._bytes = 0
 
     def finish(self, model: nn.Module) -> Attachment:
-        """Swap the layers of the model, in place, and encode those whose weights were not taken.
+        """Swap the model's layers in place, and encode the weights that were not taken.
 
         Raises:
-            CheckpointError: weights that were planned as one are not one any more.
+            CheckpointError: weights planned as tied are no longer tied.
             FormatError, TierError: as `VBModelWrapper.materialize`.
         """
         _check_ties(model, self.plan)
@@ -186,7 +186,7 @@ class Filling:
         return attachment
 
     def close(self) -> None:
-        """Free the pages of a model that could not be loaded."""
+        """Free the pages of a model that failed to load."""
         self._crew.stop()
         if not self._joins:
             self.runtime.stack.close()
@@ -197,7 +197,7 @@ class Filling:
 
 
 def _place(runtime: Runtime, attachment: Attachment, homes: Homes) -> None:
-    """Give the pages of all models their homes; if that fails, those of the others stay where they were."""
+    """Place the pages of all models; on failure, restore the other models' homes."""
     try:
         place_pages(runtime)
     except BaseException:

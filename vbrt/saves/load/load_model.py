@@ -1,8 +1,8 @@
-"""From files into a runtime, without the dense model in memory.
+"""Load from files into a runtime, without the dense model in memory.
 
-The model is only the architecture: its parameters become meta tensors of the files' dtypes first, so that the same plan
-is made as for the model that was saved, and every value then comes from a file. If anything fails, the model is given
-back as it came, and other models on the runtime are as they were.
+The model provides only the architecture: its parameters first become meta tensors of the files' dtypes, which gives the
+same plan as for the saved model; then every value comes from a file. On any failure the model and the runtime's other
+models are restored.
 """
 
 from torch import nn
@@ -35,12 +35,12 @@ def load_attached(
     policy: PolicyFactory | None = None,
     progress: bool | None = None,
 ) -> Attachment:
-    """Attach a model whose weights come from files; every layer is encoded. See `vbrt.load`.
+    """Attach a model whose weights come from files, and encode every layer. See `vbrt.load`.
 
     Args:
         source: see `open_source`; `config` is what it makes of the user's.
-        runtime: of models that share their tiers with this one; by default a new one.
-        policy: makes the policy of each tier of a new runtime; by default the one that the config names.
+        runtime: shared with other models; by default a new one.
+        policy: factory for each tier's policy in a new runtime; by default the config's.
         progress: as for `VBModelWrapper.materialize`.
     """
     if config.mode == "train":
@@ -61,7 +61,7 @@ def load_attached(
         plan = calibrated(source, model, plan, config)
         attachment = attach(model, config, plan, runtime=runtime, policy=policy)
         _fill_(attachment, source, progress=progress)
-        attachment.materialize(progress=False)  # nothing is left to encode; what was not swapped goes to the device
+        attachment.materialize(progress=False)  # nothing is left to encode; moves unswapped tensors to the device
         release_host_memory()
         return attachment
     except BaseException:
@@ -77,7 +77,7 @@ def _fill_(attachment: Attachment, source: Source, *, progress: bool | None) -> 
     with Progress("loading", plan.kept_bytes + plan.swapped_bytes, show=progress) as work:
         source.fill_kept_(
             attachment.model, on_device(attachment.stack)
-        )  # first: they are large, and nothing is left then
+        )  # first, while there is most room: they are large
         work.done(plan.kept_bytes)
         _store_planes(attachment, source, work)
     for swap in plan.swaps:
@@ -93,6 +93,6 @@ def _store_planes(attachment: Attachment, source: Source, work: Progress) -> Non
         handle.store(source.experts_of(swap, handle) if swap.experts else source.planes_of(swap, handle))
         work.done(swap.dense_bytes)
         read += swap.dense_bytes
-        if read > _TRIM_BYTES:  # or the C library keeps what weights leave between the pages: as much as all of them
+        if read > _TRIM_BYTES:  # else malloc keeps the gaps between pages: in sum as much as all weights
             release_host_memory()
             read = 0

@@ -1,7 +1,7 @@
-"""A model's weights as the tensors of a save, a piece at a time: a weight, some experts of a layer, a kept parameter.
+"""Save units for conversion: a weight, one expert of a layer, or a kept tensor, encoded one at a time.
 
-Nothing is attached: weights are encoded by handles without pages, in the order in which formats encode, on a GPU where
-the config allows one.
+Nothing is attached: handles without pages encode the weights, in the format's own order, on a GPU where the config
+allows one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +37,7 @@ class _Make(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Something that is written at once: the module or tensor that it is of, its dense bytes, and its tensors."""
+    """Unit of writing: its module or tensor name, dense bytes, and the call that makes its tensors."""
 
     name: str
     nbytes: int
@@ -45,7 +45,7 @@ class Piece:
 
 
 def conversion_plan(source: Source, model: nn.Module, config: VBConfig) -> Plan:
-    """Return the plan of a conversion, for a machine with room for everything; the model is outlined on the way.
+    """Return the plan of a conversion, for a machine with unlimited memory; outlines the model on the way.
 
     Raises:
         CheckpointError: the files are of another model.
@@ -56,30 +56,30 @@ def conversion_plan(source: Source, model: nn.Module, config: VBConfig) -> Plan:
 
 
 def _device(config: VBConfig) -> torch.device:
-    """Return the device that encodes: every one gives the same planes."""
+    """Return the device to encode on; all devices give the same planes."""
     gpu = config.tiers.gpu.enabled and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
 
 def _here(config: VBConfig, backend: str = "reference") -> VBConfig:
-    """Return the config to plan by: for a CPU, and by default without kernels, which nothing is computed by."""
+    """Return the config to plan with: CPU only, and without kernels by default, since nothing is computed."""
     tiers = replace(config.tiers, gpu=replace(config.tiers.gpu, enabled=False, budget="auto"))
     return replace(config, tiers=tiers, compute=replace(config.compute, backend=backend))
 
 
 def _to_encode(config: VBConfig, device: torch.device) -> VBConfig:
-    """Return the config to encode by on a device, which has not all kernels that a config may ask for."""
+    """Return the config to encode with on a device that may lack kernels the config asks for."""
     if device.type == "cuda":
         return config
     return _here(config, "reference" if config.compute.backend == "reference" else "auto")
 
 
 class Pieces:
-    """All that a save of a model has.
+    """All units of a model's save.
 
     Attributes:
-        layers: the entries of the manifest for weights in planes.
-        kept: those for all other parameters and buffers.
+        layers: manifest entries of weights in planes.
+        kept: manifest entries of all other parameters and buffers.
     """
 
     def __init__(self, source: Source, model: nn.Module, config: VBConfig) -> None:
@@ -102,7 +102,7 @@ class Pieces:
 
 
 def _names_of(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each module, by its first."""
+    """Return all names of each module, by its first name."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name or ROOT)
@@ -110,7 +110,7 @@ def _names_of(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _forget_(model: nn.Module, plan: Plan) -> None:
-    """Take the swapped parameters, which are empty, out of the model: what is left is kept."""
+    """Remove swapped parameters, which are meta, from the model; the rest is kept."""
     modules = {name or ROOT: module for name, module in model.named_modules(remove_duplicate=False)}
     for swap in plan.swaps:
         others = [replace(part, module=tied.module) for tied in swap.tied for part in swap.parts]
@@ -133,7 +133,7 @@ def _weight(swap: Swap, source: Source, model: nn.Module, where: _Where) -> "_We
         handle = Weight(HandleSpec.of(swap, config), stack, trainable=parameter.requires_grad)
         encoders = [handle.encoder]
     for encoder in encoders:
-        encoder.packing = None  # files have the order in which the format encodes
+        encoder.packing = None  # files hold the format's own order, not the packed one
     return (_Experts if swap.experts else _Weight)(source, swap, handle, names)
 
 
@@ -151,14 +151,14 @@ def _entry(handle: Any, sites: Iterable[WeightSite], dtype: torch.dtype) -> Save
 
 
 def _everywhere(sites: Iterable[WeightSite], names: Mapping[str, list[str]]) -> Iterator[WeightSite]:
-    """Yield the sites under all names of their modules."""
+    """Yield the sites under all names of their modules (tied modules have several)."""
     for site in sites:
         for name in names[site.module]:
             yield replace(site, module=name)
 
 
 class _Weight:
-    """A weight on its way into a save."""
+    """Save unit of one weight."""
 
     def __init__(self, source: Source, swap: Swap, handle: Weight, names: Mapping[str, list[str]]) -> None:
         self._source, self._swap, self._handle = source, swap, handle
@@ -180,7 +180,7 @@ class _Weight:
 
 
 class _Experts:
-    """The routed experts of a layer on their way into a save; in their order, so that few are in memory."""
+    """Save units of a layer's routed experts, encoded in order so that few are in memory."""
 
     def __init__(self, source: Source, swap: Swap, handle: ExpertsHandle, names: Mapping[str, list[str]]) -> None:
         self._source, self._swap, self._handle = source, swap, handle
@@ -195,7 +195,7 @@ class _Experts:
             )
         )
         self._planes: Iterator[Planes] = iter(())
-        self._next = -1  # the expert that comes next out of them
+        self._next = -1  # the expert that the iterator yields next
 
     @property
     def layers(self) -> list[SavedLayer]:
@@ -207,11 +207,11 @@ class _Experts:
             yield Piece(f"{self._swap.name}[{expert}]", each, partial(self._tensors, expert))
 
     def _tensors(self, expert: int) -> dict[str, torch.Tensor]:
-        if self._next != expert:  # the first one, or those before are written already
+        if self._next != expert:  # the first, or resuming after ones that are already written
             self._planes = islice(self._source.experts_of(self._swap, self._handle), expert, None)
         planes, self._next = next(self._planes), expert + 1
         if self._next == self._swap.experts:
-            self._planes, self._next = iter(()), -1  # or the layer's weights would stay
+            self._planes, self._next = iter(()), -1  # releases the layer's weights
         return {
             layer.file_tensor(layout.plane, field, expert): tensor
             for layout, fields in planes

@@ -1,4 +1,4 @@
-"""Files that a model is loaded from: planes that `vb.save` or `save_pretrained` wrote, a checkpoint, a GGUF file."""
+"""Sources to load from: saves of `vb.save`, `save_pretrained` files with planes, checkpoints, GGUF files."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
@@ -31,42 +31,42 @@ _MAX_INDEX_BYTES = 64 << 20
 
 
 class Source(Protocol):
-    """Files that know a model.
+    """Files of a model, whichever format they have.
 
     Attributes:
-        files: to be read ahead.
+        files: to prefetch.
     """
 
     path: Path
     files: Sequence[TensorFile | GGUFFile]
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
-        """Return the config that the user asked for, checked against the files."""
+        """Return the config that the user asked for, validated against the files."""
 
     def outline_(self, model: nn.Module) -> None:
-        """Make every parameter a meta tensor of the files' dtype, or raise CheckpointError for another model."""
+        """Turn every parameter into a meta tensor of the files' dtype. Raises CheckpointError: of another model."""
 
     def has(self, name: str) -> bool:
-        """True if a parameter or buffer of this name is in the files."""
+        """True if the files hold a parameter or buffer of this name."""
 
     def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
-        """Return the plan for the outlined model, beside the models on the runtime that it will share."""
+        """Return the plan for the outlined model, given the other models on a shared runtime."""
 
     def planes_of(self, swap: Swap, handle: Weight) -> Planes:
-        """Return the planes of a weight, to be stored by its handle."""
+        """Return a weight's planes, for its handle to store."""
 
     def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
-        """Yield the joint planes of each of a layer's routed experts, to be stored by their handle."""
+        """Yield the joint planes of each routed expert of a layer, for the handle to store."""
 
     def computes_in(self, swap: Swap, handle: Weight | ExpertsHandle) -> torch.dtype:
-        """Return the dtype that the layers of a weight compute in."""
+        """Return the compute dtype of a weight's layers."""
 
     def fill_kept_(self, model: nn.Module, landing: Landing) -> None:
         """Assign all other parameters and buffers, on the landing's device."""
 
 
 def open_source(path: str | PathLike) -> Source:
-    """Return what a path is the files of. Raises CheckpointError."""
+    """Open the source that a path stands for. Raises CheckpointError."""
     path = looked_at(path)
     if path.is_dir() and (path / MANIFEST).exists():
         return SavedModel(path)
@@ -80,14 +80,14 @@ def open_source(path: str | PathLike) -> Source:
 
 
 def describe(path: str | PathLike) -> Description:
-    """Say what a checkpoint is and what it will become, from the headers of its files; nothing is loaded.
+    """Describe a checkpoint and what it will become, from file headers alone.
 
     Args:
-        path: a directory with safetensors files or a GGUF file, or one such file. What `vb.save` wrote is described by
-            its manifest.
+        path: a directory with safetensors files or a GGUF file, or one such file; not a save, whose manifest describes
+            it.
 
     Raises:
-        CheckpointError: files missing, damaged, or of a layout that vbrt does not read.
+        CheckpointError: files missing, damaged, or of a layout that vbrt does not read; or the path is a save.
     """
     path = looked_at(path)
     if path.is_dir() and (path / MANIFEST).exists():

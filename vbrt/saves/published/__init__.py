@@ -1,6 +1,6 @@
-"""Checkpoints as others publish them: dense, quantized in a published layout, or GGUF.
+"""Published checkpoints: dense, quantized in another library's layout, or GGUF.
 
-Files enter; pages of vbrt's formats leave without decoding where the layout allows it, decoded weights where not.
+Files enter. Weights leave as planes of vbrt's formats, without decoding, where the layout matches one; else decoded.
 """
 
 __all__: list[str] = []

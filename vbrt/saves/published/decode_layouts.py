@@ -1,6 +1,6 @@
-"""Weights of published layouts that are none of vbrt's formats, decoded: pure tensor functions, in plain torch.
+"""Decoders for published layouts without a matching vbrt format: pure functions in plain torch.
 
-Every function gives [N, K] as the layout's own library decodes it.
+Every function returns [N, K] as the layout's own library decodes it.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from vbrt.errors import FormatError
 __all__ = ["decode_awq", "decode_compressed_ints", "decode_gptq", "scaled_blocks", "unswizzled"]
 
 Fields = Mapping[str, Tensor]
-#: the columns that the nibbles of a word of AWQ are, from the lowest
+#: column of each nibble in an AWQ word, from the lowest
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -41,8 +41,8 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def decode_gptq(t: Fields, outline: _Outline) -> Tensor:
-    """GPTQ: qweight int32 [K bits/32, N], scales [G, N], qzeros int32 [G, N bits/32] (less one in "gptq" files), g_idx
-    [K]: the group of each column. weight = (code - zero) * scale. Raises FormatError."""
+    """GPTQ: qweight int32 [K bits/32, N], scales [G, N], qzeros int32 [G, N bits/32] (stored minus one in "gptq"
+    files), g_idx [K]: the group of each column. weight = (code - zero) * scale. Raises FormatError."""
     n, k = outline.shape
     bits, group = outline.more["bits"], outline.more["group"]
     groups = len(t["scales"])
@@ -59,7 +59,7 @@ def decode_gptq(t: Fields, outline: _Outline) -> Tensor:
 
 
 def _groups_of(g_idx: Tensor | None, k: int, group: int, groups: int) -> Tensor:
-    """The group of each column. Raises FormatError for one that is not there."""
+    """Return each column's group. Raises FormatError: a group without scales."""
     index = _places(k) // (k if group < 1 else group) if g_idx is None else g_idx.long()
     if tuple(index.shape) != (k,) or int(index.min()) < 0 or int(index.max()) >= groups:
         raise FormatError(f"columns are of groups up to {int(index.max())}, and there are scales of {groups}")
@@ -83,8 +83,8 @@ def decode_awq(t: Fields, outline: _Outline) -> Tensor:
 
 
 def decode_compressed_ints(t: Fields, outline: _Outline) -> Tensor:
-    """compressed-tensors' `pack-quantized`: weight_packed int32 [N, ceil(K bits/32)] of codes that are counted from the
-    middle, weight_scale [N, G], weight_zero_point int32 [ceil(N bits/32), G] or int8 [N, G], weight_g_idx [K].
+    """compressed-tensors' `pack-quantized`: weight_packed int32 [N, ceil(K bits/32)] of codes with an offset of half
+    the range, weight_scale [N, G], weight_zero_point int32 [ceil(N bits/32), G] or int8 [N, G], weight_g_idx [K].
     weight = (code - zero) * scale. Raises FormatError."""
     n, k = outline.shape
     bits, group = outline.more["bits"], outline.more["group"]
@@ -103,8 +103,7 @@ def decode_compressed_ints(t: Fields, outline: _Outline) -> Tensor:
 
 
 def scaled_blocks(t: Fields, outline: _Outline) -> Tensor:
-    """A weight [N, K] of 8-bit floats times a scale for the whole, for each row, or for each block of rows and columns,
-    in fp32. Raises FormatError."""
+    """FP8 weight [N, K] times a per-tensor, per-row or per-block scale, in fp32. Raises FormatError."""
     scale, blocks = t["scale"].float(), outline.more["block"]
     grid = scale.reshape(1, 1) if scale.numel() == 1 else scale.unsqueeze(1) if scale.ndim == 1 else scale
     if grid.ndim != 2:
@@ -114,7 +113,7 @@ def scaled_blocks(t: Fields, outline: _Outline) -> Tensor:
 
 
 def _blocks_of(size: int, count: int, block: int) -> Tensor:
-    """The block of each of `size` places in `count` blocks."""
+    """Return the block index of each of `size` positions, for `count` blocks."""
     each = size if count == 1 else 1 if count == size else block
     if each < 1 or -(-size // each) != count:
         raise FormatError(f"{count} scales for {size} rows or columns in blocks of {block}")
@@ -122,8 +121,8 @@ def _blocks_of(size: int, count: int, block: int) -> Tensor:
 
 
 def unswizzled(scale: Tensor, n: int, groups: int) -> Tensor:
-    """Block scales [N, G] out of the order of cuBLAS: tiles of 128 rows and 4 groups, in each [32, 4, 4] bytes: rows
-    modulo 32, their quarter, groups. Raises FormatError.
+    """Return block scales [N, G] from cuBLAS's swizzled order: tiles of 128 rows and 4 groups, each [32, 4, 4] bytes:
+    row modulo 32, row quarter, group. Raises FormatError.
 
     Source: cuBLAS documentation, "1D block scaling factors layout".
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of dense models: every weight is read by the name that the model has for it, and encoded."""
+"""Dense checkpoints: read every weight by the model's name for it, and encode it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -27,12 +27,12 @@ __all__ = ["DenseCheckpoint"]
 
 
 class DenseCheckpoint:
-    """An ordinary checkpoint of a dense model.
+    """Dense checkpoint as a `Source`.
 
     Args:
-        files: those that the tensors are in, to be read ahead.
-        entries: finds the tensors of the files by the names that a model has for them.
-        named: the config that goes with the files, for those who name none.
+        files: files of the tensors, to prefetch.
+        entries: maps the files' tensors to a model's names.
+        named: config found with the files, used if the user names none.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class DenseCheckpoint:
         named: VBConfig | None = None,
     ) -> None:
         self.path, self.files, self._entries_for, self._named = path, list(files), entries, named
-        self._found: dict[str, Entry] = {}  # by names of the model
-        self._entries: dict[str, str] = {}  # each name that the model has -> the one that was found, where tied
+        self._found: dict[str, Entry] = {}  # by model name
+        self._entries: dict[str, str] = {}  # model name -> name of its entry; tied names share one
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
         """See `Source`."""
@@ -78,11 +78,11 @@ class DenseCheckpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The model's names of all tensors that were found, of tied ones the first."""
+        """Model names of all found tensors; for tied ones the first."""
         return tuple(dict.fromkeys(self._entries.values()))
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor by one of its names in the model, in fresh CPU memory. Raises CheckpointError."""
+        """Read a tensor by one of its model names into fresh CPU memory. Raises CheckpointError."""
         return self._found[self._entries[name]].read()
 
     def has(self, name: str) -> bool:
@@ -94,11 +94,11 @@ class DenseCheckpoint:
         return make_plan(model, config, beside=beside)
 
     def encodes(self, swap: Swap) -> bool:
-        """True if the planes of a weight are not in the files, but encoded as it is loaded."""
+        """True if a weight is encoded while loading; False if the files hold its planes."""
         return True
 
     def dense(self, swap: Swap, site: WeightSite) -> torch.Tensor:
-        """Return the parameter at one of a swap's sites, in the dtype of the swap. Raises CheckpointError."""
+        """Return the parameter at one of a swap's sites, in the swap's dtype. Raises CheckpointError."""
         return self.read(site.tensor).to(getattr(torch, swap.dtype)).reshape(site.kept_shape)
 
     def planes_of(self, swap: Swap, handle: Weight) -> Planes:
@@ -106,7 +106,7 @@ class DenseCheckpoint:
         return handle.split(self.read(swap.site.tensor))
 
     def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
-        """See `Source`: encoded one after the other, and read so where the files have them apart."""
+        """See `Source`: encoded one at a time, and read one at a time if the files hold experts separately."""
         sites = zip(handle.spec.parts, (swap.site, *swap.parts), strict=True)
         return EncodedExperts(handle, {part: self._matrices(site) for part, site in sites})
 
@@ -122,7 +122,7 @@ class DenseCheckpoint:
         return handle.dtype
 
     def fill_kept_(self, model: nn.Module, landing: Landing) -> None:
-        """See `Source`. Tied parameters get one value."""
+        """See `Source`. Tied parameters share one tensor."""
         groups: dict[str, list[str]] = {}
         for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
             if name in self._entries:
@@ -138,7 +138,7 @@ def _landed(entry: Entry, landing: Landing) -> torch.Tensor:
 
 
 def _with_values(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the values as what they stand for; a parameter has the dtype that it was outlined with."""
+    """Return the values as a parameter or buffer; a parameter takes the dtype that it was outlined with."""
     return with_values(old, value.to(old.dtype) if isinstance(old, nn.Parameter) else value)
 
 

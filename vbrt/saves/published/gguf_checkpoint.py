@@ -1,7 +1,7 @@
-"""GGUF files as checkpoints: rows of blocks that formats of vbrt hold go into pages as they are, others are decoded.
+"""GGUF files as checkpoints: quantized rows of matching formats go into pages unchanged, others are decoded.
 
-A GGUF file does not say in which dtype a model computes: weights are decoded to the dtypes that the model's parameters
-have. What is decoded is `gguf.dequantize` of a few rows at a time, rounded once.
+A GGUF file names no compute dtype: weights are decoded to the dtypes of the model's parameters, by `gguf.dequantize` a
+few rows at a time, rounded once.
 """
 
 import importlib
@@ -32,25 +32,25 @@ from vbrt.saves.published.published_checkpoint import Description, PublishedChec
 
 __all__ = ["GGUFTensors", "describe_gguf", "gguf_checkpoint"]
 
-#: types whose values torch has
+#: types that are torch dtypes
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MIXED = "transformers does more to it than to move rows"
 _UNKNOWN = "no format of vbrt has such blocks"
 _NUMBER = re.compile(r"\d+")
-_CHUNK = 1 << 22  # weights that are decoded at a time
-#: what a model of transformers has in its config or computes, if it has it at all
+_CHUNK = 1 << 22  # weights decoded at a time
+#: tensors that a transformers model takes from its config or computes
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", ".attn_rot_embd.weight")
 
 
 def gguf_checkpoint(tensors: "GGUFTensors") -> DenseCheckpoint:
-    """Return the source for the tensors of a GGUF file."""
+    """Return the source of a GGUF file."""
     if not tensors.is_quantized:
         return DenseCheckpoint(tensors.path, tensors.files, tensors.entries)
     return PublishedCheckpoint(tensors.path, tensors, tensors.files, tensors.entries)
 
 
 def describe_gguf(path: Path) -> Description:
-    """Return what a GGUF file holds, from its header. Raises CheckpointError."""
+    """Describe a GGUF file from its header. Raises CheckpointError."""
     tensors = GGUFTensors(path)
     counts: Counter[str] = Counter(info.type for info in tensors.infos.values())
     nbytes: Counter[str] = Counter()
@@ -73,16 +73,16 @@ class _Named:
 
 
 class GGUFTensors:
-    """The tensors of a GGUF file, or of all parts of one.
+    """Tensors of a GGUF file, or of all parts of a split one.
 
     Attributes:
         path: of the first part.
-        architecture: the family of models, as llama.cpp calls it.
-        weights: after `entries`, the quantized ones by the model's names; by those of the file where values are made of
-            them that are no longer rows.
-        unused: after `entries`, names of tensors that nothing is made of.
+        architecture: llama.cpp's name of the model family.
+        weights: after `entries`, the quantized weights by model name; by file name if transformers does more than
+            permute rows.
+        unused: after `entries`, names of tensors without a use.
 
-    Raises CheckpointError: as `open_shards`, no architecture, or types that nothing decodes.
+    Raises CheckpointError: as `open_shards`, no architecture, or types that cannot be decoded.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,31 +98,31 @@ class GGUFTensors:
 
     @cached_property
     def infos(self) -> dict[str, GGUFTensor]:
-        """What the headers say, by names of the file."""
+        """Header entries, by file name."""
         return {name: file.tensors[name] for name, file in self._where.items()}
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is done to tensors that are not quantized, for users."""
+        """User-facing remarks on tensors that are not quantized."""
         if not self.unused:
             return ()
         return (f"{len(self.unused)} tensors of rotary frequencies are the config's to say, such as {self.unused[0]}",)
 
     @property
     def is_quantized(self) -> bool:
-        """True if some weights are in blocks."""
+        """True if some tensors are block-quantized."""
         return any(info.type not in _PLAIN for info in self.infos.values())
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of a model whose config names none: the file's own where no weight is quantized, else float32, as
-        transformers has it."""
+        """Default dtype for a config that names none: the file's own without quantized weights, else float32, as in
+        transformers."""
         held = {info.type for info in self.infos.values()}
         halves = [_PLAIN[type] for type in ("BF16", "F16") if type in held]
         return halves[0] if halves and not self.is_quantized else torch.float32
 
     def entries(self, model: nn.Module) -> dict[str, Entry]:
-        """Return the tensors by their names in a model, in the dtypes that it has. Raises CheckpointError."""
+        """Return the tensors by model name, in the model's dtypes. Raises CheckpointError."""
         recipes = recipes_for(self.path, self.architecture, model, self.infos)
         used = {name for recipe in recipes.values() for name in recipe.sources}
         left = [name for name in self.infos if name not in used]
@@ -154,7 +154,8 @@ class GGUFTensors:
         return Entry(info, weight.decoded, weight.decoded, matrix, ((recipe.name,),), recipe.sources)
 
     def _order_of(self, recipe: Recipe) -> RowOrder | None:
-        """Return what a recipe does to rows; those of the same weight in other layers do the same."""
+        """Return a recipe's row permutation, cached for the same weight of other layers; None if it is more than
+        one."""
         shapes = {name: self.infos[name].shape for name in recipe.sources}
         key = tuple((_NUMBER.sub("#", name), shapes.get(name)) for name in (recipe.name, *recipe.sources))
         if key not in self._orders:
@@ -162,7 +163,7 @@ class GGUFTensors:
         return self._orders[key]
 
     def _converted(self, recipe: Recipe, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Decode the sources of a tensor as a whole, and let transformers do to them what it does."""
+        """Decode a tensor's sources whole, and run transformers' operations on them."""
         infos = {name: self.infos[name] for name in recipe.sources}
         values = {name: self.decoded_rows(name, 0, info.rows).view(info.shape) for name, info in infos.items()}
         try:
@@ -174,11 +175,11 @@ class GGUFTensors:
         return made.to(dtype).clone()
 
     def read_rows(self, name: str, first: int, count: int) -> Tensor:
-        """Return bytes of rows of a tensor of the file. Raises CheckpointError."""
+        """Read rows of a file tensor as bytes. Raises CheckpointError."""
         return self._where[name].rows(name, first, count)
 
     def decoded_rows(self, name: str, first: int, count: int) -> Tensor:
-        """Return rows of a tensor of the file, as float32 [count, K]. Raises CheckpointError."""
+        """Read and decode rows of a file tensor, float32 [count, K]. Raises CheckpointError."""
         return _decoded(self.read_rows(name, first, count), self.infos[name].type)
 
 
@@ -200,7 +201,7 @@ def _check_decodes(path: Path, type: str) -> None:
 
 
 def _decoded(rows: Tensor, type: str) -> Tensor:
-    """Return what the bytes of rows [R, nbytes] are, as float32 [R, K]."""
+    """Decode rows' bytes [R, nbytes] to float32 [R, K]."""
     if type in _PLAIN:
         return rows.view(_PLAIN[type]).float()
     library: ModuleType = gguf_library()
@@ -209,7 +210,7 @@ def _decoded(rows: Tensor, type: str) -> Tensor:
 
 
 class _Whole:
-    """A quantized weight to which transformers does more than to move rows: it is decoded as a whole."""
+    """Quantized weight that transformers does not merely permute by rows: it is decoded whole."""
 
     def __init__(self, info: GGUFTensor, like: Tensor) -> None:
         self.layout = _Named(f"GGUF {info.type}")
@@ -219,11 +220,11 @@ class _Whole:
 
 
 class GGUFWeight:
-    """A weight of a model whose rows are those of tensors of a file: what a `PackedWeight` is to safetensors.
+    """Model weight made of rows of GGUF tensors: the counterpart of `PackedWeight` for safetensors.
 
     Attributes:
-        layout: its `name` is for users.
-        outline: what it is.
+        layout: its `name` is shown to users.
+        outline: shape, dtype and format.
     """
 
     def __init__(self, tensors: GGUFTensors, recipe: Recipe, order: RowOrder, dtype: torch.dtype) -> None:
@@ -251,12 +252,12 @@ class GGUFWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the model has for it."""
+        """Shape in the model."""
         one = self.outline.shape[::-1] if self.outline.transposed else self.outline.shape
         return (self.outline.matrices, *one) if self.outline.matrices else one
 
     def plane(self, matrix: int | None = None, fill: Fill = fresh) -> dict[str, Tensor]:
-        """Return the coarse plane, of one matrix of a stack, in CPU memory, where its rows are put in order. Raises
+        """Return the coarse plane (of one matrix of a stack) with its rows in the model's order. Raises
         CheckpointError."""
         numbers = self._order.numbers if matrix is None else self._order.numbers[matrix]
         info = self._parts[0][0]
@@ -273,7 +274,7 @@ class GGUFWeight:
             raise CheckpointError(f"{self._tensors.path}: {info.name}: {error}; copy the file again") from error
 
     def decoded(self) -> Tensor:
-        """Return the weight as the model has it. Raises CheckpointError."""
+        """Return the decoded weight in the model's shape. Raises CheckpointError."""
         if not self.outline.matrices:
             return self._decoded(self._order.numbers)
         out = torch.empty(self.shape, dtype=self.outline.dtype, device="cpu")
@@ -282,7 +283,7 @@ class GGUFWeight:
         return out
 
     def matrix(self, index: int) -> Tensor:
-        """Return one matrix of a stack as the model has it. Raises CheckpointError."""
+        """Return one decoded matrix of a stack. Raises CheckpointError."""
         return self._decoded(self._order.numbers[index])
 
     def _decoded(self, numbers: Tensor) -> Tensor:
@@ -295,7 +296,7 @@ class GGUFWeight:
         return out.t().contiguous() if self.outline.transposed else out
 
     def _gathered(self, numbers: Tensor) -> Iterator[tuple[GGUFTensor, Tensor, Tensor]]:
-        """Yield, for each source of these rows, the places that its rows have among them, and their bytes."""
+        """Yield, for each source tensor of these rows, its rows' positions among them and their bytes."""
         for info, begin, end in self._parts:
             places = ((numbers >= begin) & (numbers < end)).nonzero().squeeze(1)
             if not len(places):

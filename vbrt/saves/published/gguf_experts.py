@@ -1,8 +1,8 @@
-"""Routed experts of GGUF files: stacks of a layer, [E, N, K] for gates, values ("up") and the way down, and biases.
+"""Routed experts in GGUF: per layer, stacks [E, N, K] of gate, up and down projections, and biases.
 
-transformers' classes hold gates and values in one parameter, and say how (`is_transposed`, `is_concatenated`): most as
-[E, 2 N, K], gates first; gpt-oss transposed, gates between values. transformers' own reading knows some architectures
-of the first kind.
+transformers fuses gate and up into one parameter, laid out by `is_transposed` and `is_concatenated`: most classes have
+[E, 2 N, K], gate first; gpt-oss has it transposed, gate and up interleaved. transformers' own GGUF reader knows some
+architectures of the first kind.
 """
 
 import re
@@ -22,7 +22,7 @@ Run = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def expert_sources(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...], Run]]:
-    """Yield the parameters of experts: the model's name, those of the file, and what makes the value of theirs."""
+    """Yield per expert parameter: model name, file names, and the function that makes its value of theirs."""
     found: dict[tuple[str, str, str], str] = {}
     for name in names:
         if match := _NAME.match(name):

@@ -1,10 +1,9 @@
-"""What the tensors of a GGUF file are to a model of transformers: names, and what was done to values and rows.
+"""GGUF name mapping and conversion rules, transformers' own from `from_pretrained(gguf_file=...)`.
 
-llama.cpp has names of its own, and its converter does things to weights that a loader must undo: rows of Llama's query
-and key projections are in another order, norms of Gemma are one larger, an expert's gate and up projections lie in two
-tensors. Names and operations are transformers' own, those of `from_pretrained(gguf_file=...)`: `Recipe.run` applies
-them to values. What they do to rows is found by giving them numbered rows (`rows_of`): where rows come out whole, in
-any order, the bytes of quantized rows can be moved in the same way, without decoding them.
+llama.cpp has its own names, and its converter changes weights in ways that a loader must undo: it permutes rows of
+Llama's query and key projections, adds one to Gemma's norms, and splits an expert's gate and up projections.
+`Recipe.run` applies transformers' operations to values. Their effect on rows is found by probing with numbered rows
+(`rows_of`): where rows come out whole, in any order, the bytes of quantized rows are permuted without decoding.
 """
 
 import copy
@@ -27,18 +26,18 @@ from vbrt.saves.published.gguf_experts import expert_sources
 
 __all__ = ["Recipe", "RowOrder", "recipes_for", "rows_of"]
 
-_COLUMNS = 3  # of numbered rows, at least: enough to tell a row from a column
-_NUMBERS, _MAX_NUMBERS = 1 << 24, 1 << 26  # in numbered rows, as a rule and where nothing less serves
-#: what operations end in that cannot be done to numbered rows, or to odd values
+_COLUMNS = 3  # minimum for numbered rows: enough to tell a row from a column
+_NUMBERS, _MAX_NUMBERS = 1 << 24, 1 << 26  # size of numbered rows: usual, and maximum where nothing less works
+#: errors of operations that fail on numbered rows or unusual values
 _ODD = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a tensor of a model is made of tensors of a file.
+    """How to make a model tensor of file tensors.
 
     Attributes:
-        name: the model's.
+        name: in the model.
         sources: names in the file.
         run: makes the value of the sources' values, which have their shapes in the file.
     """
@@ -49,16 +48,16 @@ class Recipe:
 
 
 def recipes_for(path: Path, architecture: str, model: nn.Module, names: Iterable[str]) -> dict[str, Recipe]:
-    """Return how the tensors of a model are made of those of a file, by the model's names.
+    """Return recipes for the model's tensors, by model name.
 
     Args:
         path: for errors.
         architecture: `general.architecture` of the file.
         model: of transformers; it may be on the meta device.
-        names: of the file's tensors; those that nothing is made of are in no recipe.
+        names: of the file's tensors; unused ones are in no recipe.
 
     Raises:
-        CheckpointError: no model of transformers, or an architecture that transformers does not know from GGUF.
+        CheckpointError: not a transformers model, or an architecture that transformers cannot read from GGUF.
     """
     if not transformers_api.is_pretrained(model):
         raise CheckpointError(
@@ -81,7 +80,7 @@ def recipes_for(path: Path, architecture: str, model: nn.Module, names: Iterable
 
 
 def _newer_rules(architecture: str, model: nn.Module) -> list[Any] | None:
-    """Return the rules of an architecture; None where this version of transformers has none for it."""
+    """Return an architecture's conversion rules; None if this version of transformers has none."""
     return transformers_api.newer_gguf_rules(architecture, model.config)
 
 
@@ -136,13 +135,13 @@ def _of_processors(architecture: str, model: nn.Module, names: Iterable[str]) ->
 
 
 def _translated(names_of: Mapping[str, str], name: str) -> str | None:
-    """Return the model's name; of parameters that are no layer's weight, transformers has the file's without ending."""
+    """Return the model's name; transformers keys parameters that are no layer's weight without the file's ending."""
     return names_of.get(name, names_of.get(name.removesuffix(".weight")))
 
 
 class _Named:
-    """What transformers' translation of names asks a model for. It goes through all modules and takes long for each,
-    but finds no names beyond those of the model and of its children, which are a base model and a head."""
+    """Stand-in module for transformers' name mapping, which walks all modules slowly but finds no names beyond those of
+    the model and its children (base model and head)."""
 
     def __init__(self, module: nn.Module, depth: int = 1) -> None:
         self._module, self._depth, self.config = module, depth, getattr(module, "config", None)
@@ -177,11 +176,11 @@ def _run_processor(processor: Any, names_of: Mapping[str, str], new: str, values
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Where the rows of a matrix come from, or those of a stack of matrices.
+    """Source rows of a matrix, or of a stack of matrices.
 
     Attributes:
-        numbers: int64 [N] or [E, N]: for each row, the number of a row of the sources, counted through all of them.
-        transposed: True if the model has the rows as columns.
+        numbers: int64 [N] or [E, N]: for each row, the index of its source row, counted through all sources.
+        transposed: True if the model has rows as columns.
     """
 
     numbers: Tensor
@@ -189,10 +188,10 @@ class RowOrder:
 
 
 def rows_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> RowOrder | None:
-    """Return what a recipe does to rows; None where it does anything else than to move them.
+    """Return a recipe's row permutation; None if it does anything else.
 
     Args:
-        shapes: of the sources' weights, which must have two dimensions or more and rows of one length.
+        shapes: of the sources' weights; there is a permutation only with two dimensions or more and rows of one length.
     """
     lengths = {shapes[name][-1] for name in recipe.sources}
     if len(lengths) != 1 or any(len(shapes[name]) < 2 for name in recipe.sources):
@@ -201,13 +200,13 @@ def rows_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> RowOrder |
     count = sum(prod(shapes[name][:-1]) for name in recipe.sources)
     columns = min(length, max(_COLUMNS, _NUMBERS // count))
     found = _numbered(recipe, shapes, columns)
-    if found is None and columns < length and count * length <= _MAX_NUMBERS:  # it may know how long rows are
+    if found is None and columns < length and count * length <= _MAX_NUMBERS:  # operations may need it
         found = _numbered(recipe, shapes, length)
     return found
 
 
 def _numbered(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], columns: int) -> RowOrder | None:
-    """Apply a recipe to numbered rows of so many columns."""
+    """Run a recipe on numbered rows of so many columns."""
     begin, probes = 0, {}
     for name in recipe.sources:
         lead = shapes[name][:-1]
@@ -223,7 +222,7 @@ def _numbered(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], columns: in
 
 
 def _order(out: Tensor, rows_columns: tuple[int, int], transposed: bool) -> RowOrder | None:
-    """Return the order of numbered rows, if they all came out whole."""
+    """Return the order of numbered rows, if all came out whole."""
     count, width = rows_columns
     if out.dtype != torch.int32 or out.ndim not in (2, 3) or out.numel() != count * width:
         return None

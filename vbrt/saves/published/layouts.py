@@ -1,10 +1,10 @@
-"""Layouts of published quantized weights: one record each, which says how files hold a weight and what it becomes.
+"""Layout records of published quantized weights: the tensors of a weight, and the planes or values they become.
 
-A weight is a few tensors beside each other: `<name>` and the suffixes of a record. `LAYOUTS` are tried in order; the
-first whose tensors are there, of the dtypes that it knows, has the weight. A layout that is one of vbrt's formats gives
-planes, taken as they are (`vbrt.formats.published`); any other decodes its weights.
+A weight is a group of tensors: `<name>` plus the suffixes of a record. `LAYOUTS` are tried in order; the first with
+matching suffixes and dtypes wins. A layout that matches a vbrt format gives planes, unchanged
+(`vbrt.formats.published`); any other is decoded.
 
-To add a layout is to add a record.
+To add a layout, add a record.
 """
 
 import json
@@ -38,7 +38,7 @@ from vbrt.saves.published.decode_layouts import (
 
 __all__ = ["LAYOUTS", "UNUSED", "Facts", "Layout", "Outline", "decoded"]
 
-#: suffixes of tensors that say something of activations and caches, which stay in the model's dtype here
+#: suffixes of scales for activations and caches, which stay in the model's dtype here
 UNUSED = (
     ".input_scale",
     ".input_global_scale",
@@ -59,14 +59,14 @@ Fields = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a weight before its values are read.
+    """Facts about a weight, known before its values are read.
 
     Attributes:
         infos: by field.
         scheme: the checkpoint's quantization config.
-        dtype: of the model, which weights are decoded to.
-        small: reads a field that is a few numbers.
-        metadata: of the weight, in the header of its file.
+        dtype: of the model, to which weights are decoded.
+        small: reads a field of a few numbers.
+        metadata: of the weight, from its file's header.
     """
 
     infos: Mapping[str, TensorInfo]
@@ -76,26 +76,26 @@ class Facts:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a field."""
+        """Shape of a field."""
         return self.infos[name].shape
 
     def is_of(self, name: str, *dtypes: torch.dtype) -> bool:
-        """True if a field is of one of these dtypes."""
+        """True if a field has one of these dtypes."""
         return self.infos[name].dtype in dtypes
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What a weight is.
+    """Shape, dtype and format of a weight.
 
     Attributes:
         shape: (N, K) of each matrix.
-        dtype: that it is decoded to.
-        format: the format of its planes; "" where it is decoded.
-        matrices: of a stack of experts; 0 for one matrix that is not stacked.
+        dtype: decoded dtype.
+        format: format of its planes; "" if it is decoded.
+        matrices: of a stack of experts; 0 for a single matrix.
         transposed: True if the model has each matrix as [K, N].
         why: why it is decoded.
-        more: what the functions of its layout want to know again.
+        more: parameters for the layout's own functions.
     """
 
     shape: tuple[int, int]
@@ -109,18 +109,18 @@ class Outline:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one library holds a weight.
+    """One library's layout of a quantized weight.
 
     Attributes:
-        name: for users.
+        name: shown to users.
         fields: field -> suffix of its tensor's name; the first is the weight's own.
-        optional: those of the fields that may be missing.
-        weight: what the model has in the place of the first suffix.
-        fits: True if these facts are of this layout.
-        outline: what the weight is. Raises FormatError.
-        plane: the coarse plane of one matrix. Raises FormatError.
-        decode: one matrix [N, K], for weights without planes.
-        as_it_is: True if the plane has the bytes of the files, on whichever device they are.
+        optional: fields that may be missing.
+        weight: the model's suffix in place of the first field's.
+        fits: True if these facts match the layout.
+        outline: makes the weight's outline. Raises FormatError.
+        plane: makes the coarse plane of one matrix. Raises FormatError.
+        decode: decodes one matrix [N, K], for weights without planes.
+        as_it_is: True if the plane has the files' bytes unchanged, so that it can be made on any device.
     """
 
     name: str
@@ -193,7 +193,7 @@ def _torchao(t: Fields, outline: Outline) -> dict[str, Tensor]:
 
 
 def _levels(k: int, group: int, scales: torch.dtype, *, flat: bool = False) -> tuple[str, str]:
-    """Return the format of rows of K weights in groups, or "" and why there is none."""
+    """Return the matching format for rows of K weights in groups, or "" and why there is none."""
     try:
         return levels_format(k, group, scales, flat=flat), ""
     except FormatError as error:
@@ -220,7 +220,7 @@ def _bitsandbytes(t: Fields, outline: Outline) -> dict[str, Tensor]:
 
 
 def _decode_bitsandbytes(t: Fields, outline: Outline) -> Tensor:
-    """Decode blocks that go on in the next row, as a weight with a row for each of them."""
+    """Decode blocks that wrap across rows, as a matrix with one block per row."""
     (n, k), block = outline.shape, outline.more["blocksize"]
     if n * k % block:
         raise FormatError(f"{n} x {k} weights in blocks of {block}; expected whole blocks")
@@ -238,7 +238,7 @@ def _repacked_bitsandbytes(t: Fields, outline: Outline, shape: tuple[int, int]) 
     )
 
 
-#: packings of AutoRound whose zero points are stored as they are, as `auto_round.inference.backend` has them
+#: AutoRound packings with zero points stored unmodified, per `auto_round.inference.backend`
 _AUTO_ROUND_V2 = ("auto_round", "auto_round:gptqmodel")
 
 
@@ -256,7 +256,7 @@ def _outline_gptq(facts: Facts) -> Outline:
 
 
 def _zeros_of_gptq(scheme: Mapping[str, Any]) -> str:
-    """Return how zero points are stored: less one ("gptq"), or as they are ("gptq_v2"), as AutoRound may call it."""
+    """Return how zero points are stored: minus one ("gptq") or unmodified ("gptq_v2"), whatever AutoRound calls it."""
     as_they_are = scheme.get("checkpoint_format") == "gptq_v2"
     return "gptq_v2" if as_they_are or scheme.get("packing_format") in _AUTO_ROUND_V2 else "gptq"
 
@@ -297,7 +297,7 @@ def _outline_compressed_ints(facts: Facts) -> Outline:
 
 
 def _group_of(scheme: Mapping[str, Any], k: int, groups: int) -> int:
-    """Return the group size that a checkpoint's config has for rows of K weights in so many groups."""
+    """Return the group size, from the checkpoint's config, for rows of K weights in so many groups."""
     named = scheme.get("config_groups")
     weights = [group.get("weights") or {} for group in (named.values() if isinstance(named, Mapping) else ())]
     sizes = {int(each["group_size"]) for each in weights if each.get("group_size")}

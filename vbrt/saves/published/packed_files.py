@@ -1,5 +1,5 @@
-"""Files of published quantized weights, seen as files of dense ones: a weight has its name, shape and dtype, and is
-decoded when it is read. What else there is to know of it, such as its planes, is asked for by the same name."""
+"""Quantized checkpoint files, presented as dense ones: a weight has its dense name, shape and dtype, and is decoded on
+read. Its planes are available under the same name."""
 
 import json
 from collections import Counter
@@ -21,19 +21,19 @@ from vbrt.saves.published.layouts import LAYOUTS, UNUSED, Facts, Layout, Outline
 __all__ = ["PackedFiles", "PackedWeight", "read_scheme"]
 
 _MAX_CONFIG_BYTES = 16 << 20
-#: what odd values in a config or in tensors end in, where nothing refuses them before
+#: errors from malformed configs or tensors that no check refuses earlier
 _ODD = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 _HALVES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight as its library has left it.
+    """Quantized weight in another library's layout.
 
     Attributes:
-        layout: what it is recognised by.
-        outline: what it is.
-        files: field -> file and name.
+        layout: the layout that it matched.
+        outline: shape, dtype and format.
+        files: field -> file and tensor name.
     """
 
     name: str
@@ -48,21 +48,21 @@ class PackedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the model has for it."""
+        """Shape in the model."""
         outline = self.outline
         one = outline.shape[::-1] if outline.transposed else outline.shape
         return (outline.matrices, *one) if outline.matrices else one
 
     def plane(self, matrix: int | None = None, fill: Fill = fresh) -> dict[str, Tensor]:
-        """Return the coarse plane, of one matrix of a stack; codes and scales lie where `fill` puts them if the layout
-        is made of bytes as they are. Raises CheckpointError."""
+        """Return the coarse plane (of one matrix of a stack). Codes and scales are read into the memory of `fill` if
+        the layout keeps bytes unchanged. Raises CheckpointError."""
         try:
             return self.layout.plane(self._fields(matrix, fill if self.layout.as_it_is else fresh), self.outline)
         except (FormatError, *_ODD) as error:
             raise self._damaged(error) from error
 
     def decoded(self) -> Tensor:
-        """Return the weight as the model has it. Raises CheckpointError."""
+        """Return the decoded weight in the model's shape. Raises CheckpointError."""
         if not self.outline.matrices:
             return self._decoded(None)
         out = torch.empty(self.shape, dtype=self.outline.dtype, device="cpu")
@@ -71,7 +71,7 @@ class PackedWeight:
         return out
 
     def matrix(self, index: int) -> Tensor:
-        """Return one matrix of a stack as the model has it. Raises CheckpointError."""
+        """Return one decoded matrix of a stack. Raises CheckpointError."""
         return self._decoded(index) if self.outline.matrices else self._decoded(None)[index]
 
     def _decoded(self, matrix: int | None) -> Tensor:
@@ -83,7 +83,7 @@ class PackedWeight:
 
     def _fields(self, matrix: int | None, fill: Fill) -> dict[str, Tensor]:
         def read(file: TensorFile, name: str) -> Tensor:
-            to = fill if len(file.tensors[name].shape) > 1 else fresh  # a number is looked at here
+            to = fill if len(file.tensors[name].shape) > 1 else fresh  # scalars are inspected on the host
             return file.read(name, to) if matrix is None else file.read_matrix(name, matrix, to)
 
         return {field: read(file, name) for field, (file, name) in self.files.items()}
@@ -94,12 +94,12 @@ class PackedWeight:
 
 
 class PackedFiles:
-    """The tensors of a checkpoint, quantized weights among them.
+    """Tensors of a checkpoint with quantized weights.
 
     Attributes:
-        files: whose tensors they are.
-        weights: the quantized ones, by the model's names or those that its conversions begin with.
-        unused: names of tensors that nothing is made of.
+        files: the files of the tensors.
+        weights: the quantized ones, by the model's names, or by the names that its conversions start from.
+        unused: names of tensors without a use.
 
     Raises:
         CheckpointError: damaged, or of a layout that vbrt does not read.
@@ -128,7 +128,7 @@ class PackedFiles:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is done to tensors that are not quantized, for users."""
+        """User-facing remarks on tensors that are not quantized."""
         plain = [name for name in self.tensors if name not in self.weights]
         cast = [name for name in plain if self._found[name].tensors[name].dtype is not self.tensors[name].dtype]
         kinds = (
@@ -169,7 +169,7 @@ class PackedFiles:
         self._taken.update(names.values())
 
     def _metadata(self, base: str) -> Mapping[str, Any]:
-        """Return what the header of a file says of a weight, in JSON, as torchao's do."""
+        """Return a weight's metadata from a file's header, as JSON (torchao)."""
         for file in dict.fromkeys(self._found.values()):
             text = file.metadata.get(f"{base}.weight")
             if text is not None:
@@ -181,7 +181,7 @@ class PackedFiles:
         return {}
 
     def _check_rest(self) -> None:
-        """Refuse quantized tensors that no layout has taken."""
+        """Refuse quantized tensors that match no layout."""
         rest = [name for name in self._found if name not in self._taken and name.endswith(_SIGNS)]
         if rest:
             method = self._scheme.get("quant_method", "unknown")
@@ -193,38 +193,38 @@ class PackedFiles:
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        """What is there, quantized weights as what they are decoded to."""
+        """All tensors; quantized weights with their decoded shape and dtype."""
         out = {name: TensorInfo(name, w.outline.dtype, w.shape) for name, w in self.weights.items()}
         dropped = self._taken.union(self.unused)
         others = {name: file.tensors[name] for name, file in self._found.items() if name not in dropped}
         return out | {name: replace(info, dtype=self._dtype_of(info)) for name, info in others.items()}
 
     def _dtype_of(self, info: TensorInfo) -> torch.dtype:
-        """Return the dtype of a tensor that is not quantized: the config's for halves, which a library may have left in
-        another one than that in which the quantized weights compute."""
+        """Return the dtype of an unquantized tensor: the config's for 16-bit floats, which a library may have stored in
+        another dtype than the compute dtype of the quantized weights."""
         cast = self.weights and self._named is not None and info.dtype in (torch.bfloat16, torch.float16)
         return self._named if cast else info.dtype
 
     def read(self, name: str, fill: Fill = fresh) -> Tensor:
-        """Return a tensor, decoded, or where `fill` puts it. Raises CheckpointError."""
+        """Read a tensor, decoded if quantized, else into the memory of `fill`. Raises CheckpointError."""
         if name in self.weights:
             return self.weights[name].decoded()
         return self._found[name].read(name, fill).to(self.tensors[name].dtype)
 
     def read_matrix(self, name: str, index: int) -> Tensor:
-        """Return one matrix of a stack, decoded. Raises CheckpointError."""
+        """Read one matrix of a stack, decoded. Raises CheckpointError."""
         if name in self.weights:
             return self.weights[name].matrix(index)
         return self._found[name].read_matrix(name, index).to(self.tensors[name].dtype)
 
     def map(self, name: str) -> Tensor:
-        """Return a tensor, decoded or from a mapping of its file. Raises CheckpointError."""
+        """Return a tensor, decoded or memory-mapped. Raises CheckpointError."""
         if name in self.weights:
             return self.weights[name].decoded()
         return self._found[name].map(name).to(self.tensors[name].dtype)
 
 
-#: what the names of quantized weights end with; where no layout takes such a tensor, it would be lost
+#: suffixes of quantized weights; such a tensor without a layout would be lost
 _SIGNS = (
     ".qweight",
     ".weight_packed",
@@ -238,10 +238,10 @@ _SIGNS = (
 
 
 def read_scheme(directory: Path) -> tuple[dict[str, Any], torch.dtype | None]:
-    """Return the quantization config of a checkpoint, empty for a dense one, and the dtype that its config names.
+    """Return a checkpoint's quantization config (empty for a dense one), and the dtype in its config.
 
     Raises:
-        CheckpointError: a config that is no JSON.
+        CheckpointError: a config is not valid JSON.
     """
     config = _json(directory / "config.json")
     scheme = config.get("quantization_config") or config.get("compression_config")

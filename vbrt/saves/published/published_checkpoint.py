@@ -1,7 +1,6 @@
-"""Checkpoints as others have published them: quantized weights go into pages as they are, or are decoded.
+"""Published checkpoints with quantized weights: matching layouts go into pages unchanged, others are decoded.
 
-Weights of layouts that are formats of vbrt keep their bytes. Others are decoded, one at a time, and held as the config
-says; what the checkpoint itself has not quantized is held dense.
+Decoded weights are encoded one at a time, as the config says; weights that the checkpoint left unquantized stay dense.
 """
 
 import warnings
@@ -35,11 +34,11 @@ from vbrt.saves.saved.saved_planes import for_this_machine
 
 __all__ = ["Description", "PublishedCheckpoint", "WeightKind", "checkpoint_of", "describe_files"]
 
-_DEFAULT = "exact"  # of what is decoded: no bit is lost that the checkpoint has
+_DEFAULT = "exact"  # for decoded weights: lossless
 
 
 def checkpoint_of(path: Path, files: Sequence[TensorFile]) -> "DenseCheckpoint":
-    """Return the source for a safetensors checkpoint. Raises CheckpointError."""
+    """Return the source of a safetensors checkpoint. Raises CheckpointError."""
     scheme, dtype = read_scheme(path) if path.is_dir() else ({}, None)
     packed = PackedFiles(path, files, scheme, dtype)
     if not packed.weights:
@@ -48,7 +47,7 @@ def checkpoint_of(path: Path, files: Sequence[TensorFile]) -> "DenseCheckpoint":
 
 
 def _named_in(scheme: Mapping[str, Any]) -> VBConfig | None:
-    """Return the config that a config.json names for dense weights, as `save_pretrained` writes it."""
+    """Return the config in config.json for dense weights, as `save_pretrained` writes it."""
     config = scheme.get("config")
     if scheme.get("quant_method") != "vbrt" or not isinstance(config, Mapping):
         return None
@@ -56,21 +55,21 @@ def _named_in(scheme: Mapping[str, Any]) -> VBConfig | None:
 
 
 class QuantizedWeights(Protocol):
-    """Weights of a checkpoint that are quantized, and what users should know of its other tensors."""
+    """Quantized weights of a checkpoint, and user-facing remarks on its other tensors."""
 
     weights: Mapping[str, PackedWeight]
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is done to tensors that are not quantized."""
+        """User-facing remarks on tensors that are not quantized."""
 
 
 class PublishedCheckpoint(DenseCheckpoint):
-    """A checkpoint with weights that another library has quantized.
+    """Checkpoint quantized by another library, as a `Source`.
 
     Args:
-        packed: the quantized weights, once the entries have been found.
-        files, entries: as for `DenseCheckpoint`; a weight of `packed` has the name that its entry has in `rows`.
+        packed: the quantized weights, complete once the entries have been found.
+        files, entries: as for `DenseCheckpoint`; `Entry.rows` names weights of `packed`.
     """
 
     def __init__(
@@ -82,14 +81,14 @@ class PublishedCheckpoint(DenseCheckpoint):
     ) -> None:
         super().__init__(path, files, entries)
         self._packed = packed
-        self._formats: dict[str, str] = {}  # of swaps whose planes are taken as they are, by name
+        self._formats: dict[str, str] = {}  # format of each swap whose planes are taken unchanged, by name
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
-        """See `Source`. By default weights without planes of their own are held exactly."""
+        """See `Source`. The default config holds decoded weights losslessly."""
         return load_config(_DEFAULT if config is None else config, **overrides)
 
     def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
-        """See `Source`: swaps with planes of the checkpoint have its formats, what it left dense stays dense."""
+        """See `Source`. Swaps with planes in the checkpoint have its formats; unquantized weights stay dense."""
         chosen, _ = choose(model, config)
         self._formats = {swap.name: format for swap in chosen if (format := self._format_of(swap))}
         swaps = [self._held(swap) for swap in chosen]
@@ -106,7 +105,7 @@ class PublishedCheckpoint(DenseCheckpoint):
         return replace(plan, notes=(*plan.notes, *notes), fallbacks=(*plan.fallbacks, *lost))
 
     def _is_searched(self, swap: Swap) -> bool:
-        """True if block scales of a weight are searched as it is loaded."""
+        """True if a weight is encoded into a lossy format while loading, with searched block scales."""
         return self.encodes(swap) and not FORMATS[swap.format].lossless
 
     def _held(self, swap: Swap) -> Swap:
@@ -117,7 +116,7 @@ class PublishedCheckpoint(DenseCheckpoint):
         return replace(swap, format="dense", fine="none", note="not quantized in the checkpoint: held dense")
 
     def _format_of(self, swap: Swap) -> str:
-        """Return the format of planes for all matrices of a swap; "" where they must be decoded."""
+        """Return the common format of the planes of all matrices of a swap; "" if they must be decoded."""
         formats = {self._format_at(site) for site in (swap.site, *swap.parts)}
         return formats.pop() if len(formats) == 1 else ""
 
@@ -137,7 +136,7 @@ class PublishedCheckpoint(DenseCheckpoint):
         return self._found[self._entries[site.tensor]]
 
     def _weights_of(self, site: WeightSite) -> list[PackedWeight]:
-        """Return the quantized weights that a parameter is made of, as far as that is known."""
+        """Return the quantized weights that a parameter is made of, as far as they are known."""
         entry = self._entry(site)
         names = [name for row in entry.rows for name in row] or entry.sources
         return [self._packed.weights[name] for name in names if name in self._packed.weights]
@@ -147,14 +146,14 @@ class PublishedCheckpoint(DenseCheckpoint):
         return swap.name not in self._formats
 
     def planes_of(self, swap: Swap, handle: Weight) -> Planes:
-        """See `Source`: as they are in the files, or encoded now."""
+        """See `Source`: unchanged from the files, or encoded now."""
         if swap.name not in self._formats:
             return super().planes_of(swap, handle)
         fill = for_encoder(handle.encoder, handle.stack)
         return handle.encoder.from_encoded({"coarse": self._plane(swap.site, 0, fill)})
 
     def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
-        """See `Source`: as they are in the files, or encoded now; one expert at a time."""
+        """See `Source`: unchanged from the files, or encoded now; one expert at a time."""
         if swap.name not in self._formats:
             return super().experts_of(swap, handle)
         sites = dict(zip(handle.spec.parts, (swap.site, *swap.parts), strict=True))
@@ -173,7 +172,7 @@ class PublishedCheckpoint(DenseCheckpoint):
         rows = self._entry(site).rows
         weights = [self._packed.weights[name] for name in rows[matrix if len(rows) > 1 else 0]]
         planes = [weight.plane(matrix if weight.outline.matrices else None, fill) for weight in weights]
-        if len(planes) == 1:  # a copy of it would take as long as reading it
+        if len(planes) == 1:  # saves a copy, which would take as long as the read
             return planes[0]
         once = {name for name in planes[0] if name in ("tensor_scale", "levels")}
         return {
@@ -204,12 +203,12 @@ _APART = "its parts are quantized in ways that do not go together in one weight"
 
 
 def _joinable(weights: list[PackedWeight]) -> bool:
-    """True if the rows of weights can lie below each other in one plane."""
+    """True if the rows of weights can be concatenated into one plane."""
     return len(weights) == 1 or all(_shared(weight) == _shared(weights[0]) for weight in weights)
 
 
 def _shared(weight: PackedWeight) -> Any:
-    """Return what a plane has once for all of its rows, and what must not differ besides."""
+    """Return the fields that all rows of a plane share, which must be equal for concatenation."""
     name = next((field for field in ("global", "quant_map") if field in weight.files), None)
     value = None if name is None else tuple(weight.files[name][0].read(weight.files[name][1]).reshape(-1).tolist())
     return weight.layout.name, weight.outline.shape[1], weight.outline.format, value
@@ -220,12 +219,12 @@ def _shared(weight: PackedWeight) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
-    """Weights of a checkpoint that are held alike.
+    """Weights of a checkpoint with the same layout and outcome.
 
     Attributes:
-        layout: how the files hold them: the name of a layout, or a dtype.
+        layout: a layout's name, or a dtype.
         becomes: a format, "decoded", or "dense".
-        count: weights, a stack of experts counted once.
+        count: number of weights; a stack of experts counts once.
         nbytes: in the files.
         why: why they are decoded.
     """
@@ -239,13 +238,13 @@ class WeightKind:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a checkpoint is.
+    """Description of a checkpoint's weights.
 
     Attributes:
-        method: the `quant_method` of its config; "" for a dense one.
-        kinds: its weights, the largest part first.
-        unused: tensors that nothing is made of, such as scales of activations.
-        container: the kind of its files.
+        method: `quant_method` of its config; "" for a dense checkpoint.
+        kinds: its weights, most bytes first.
+        unused: number of tensors without a use, such as activation scales.
+        container: file format.
     """
 
     method: str
@@ -260,7 +259,7 @@ class Description:
 
 
 def describe_files(path: Path, files: Iterable[TensorFile]) -> Description:
-    """Return what safetensors files hold, from their headers. Raises CheckpointError."""
+    """Describe safetensors files from their headers. Raises CheckpointError."""
     scheme, dtype = read_scheme(path) if path.is_dir() else ({}, None)
     packed = PackedFiles(path, files, scheme, dtype)
     counts: Counter[tuple[str, str, str]] = Counter()

@@ -1,3 +1,3 @@
-"""Saves of wrapped models: `vb.save` writes planes as they are, whole or by rank, and this reads them back."""
+"""Saves of wrapped models: `vb.save` writes encoded planes, whole or per rank; read back here."""
 
 __all__: list[str] = []

@@ -1,8 +1,8 @@
-"""Planes among the tensors of another library's safetensors files, with the manifest in their metadata.
+"""Planes embedded in another library's safetensors files, with the manifest in their metadata.
 
-A file that `save_pretrained` of transformers writes for a wrapped model holds what `vb.save` writes: planes under the
-same names, and a manifest of the layers. Where a plane does not have the weight's own name, a marker has: one byte,
-whose shape no weight has, so that a reader that knows nothing of planes stops there instead of drawing a new weight.
+Files that transformers' `save_pretrained` writes for a wrapped model hold what `vb.save` writes: planes under the same
+names, and a manifest of the layers. Where no plane has the weight's own name, a marker does: one byte, in a shape that
+no weight has, so that a reader without vbrt fails there instead of initializing a new weight.
 """
 
 import tempfile
@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 METADATA_KEY = "vbrt"
-_ANY_FILE = "vbrt-00000000-00001-of-00001.safetensors"  # the other library chooses the files
+_ANY_FILE = "vbrt-00000000-00001-of-00001.safetensors"  # the other library names the files
 
 
 class _Collector:
-    """Takes the place of a TensorWriter: keeps copies of the tensors.
+    """Stand-in for TensorWriter that collects copies of tensors.
 
     Attributes:
         tensors: in CPU memory, by name.
@@ -52,16 +52,17 @@ class _Collector:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def write(self, name: str, tensor: torch.Tensor) -> str:
-        """Keep a copy; return its digest."""
+        """Keep a CPU copy; return its digest."""
         kept = self.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
         return digest(kept)
 
 
 def embedded_tensors(attachment: Attachment) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return what files of an attached model hold, as planes, and their metadata; every layer is encoded.
+    """Return an attached model's tensors for another library's files, as planes, and their metadata; every layer is
+    encoded.
 
-    Tied tensors are there once, under the first of their names. Where there is an ssd tier, planes lie in a file in its
-    directory that has no name any more, and are mapped: host memory may have no room for them. Else they are copies.
+    Tied tensors appear once, under their first name. With an ssd tier, planes are mapped from an unlinked file in its
+    directory, since host memory may not hold them; otherwise they are copies.
 
     Raises:
         FormatError, TierError: a weight cannot be encoded, or a page cannot be read.
@@ -84,7 +85,7 @@ def embedded_tensors(attachment: Attachment) -> tuple[dict[str, torch.Tensor], d
 
 
 def dense_tensors(attachment: Attachment) -> dict[str, torch.Tensor]:
-    """Return the model's state dict, decoded weight by weight; the rest as for `embedded_tensors`."""
+    """Return the model's state dict, decoded weight by weight; otherwise as `embedded_tensors`."""
     config, model = attachment.ready_to_save(), attachment.model
     parts = [_decoded(layer, handle) for layer, handle in find_layers(model)]
     with Progress("decoding", sum(part.nbytes for part in parts)) as work:
@@ -106,13 +107,13 @@ def _kept(model: nn.Module) -> dict[str, torch.Tensor]:
 def _collected(
     parts: Iterable[Part], config: VBConfig, work: Progress
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of the parts, and their digests."""
+    """Return the parts' tensors and digests."""
     if not config.tiers.ssd.enabled:
         collector = _Collector()
         return collector.tensors, write_parts(parts, collector, work)
     try:
         with passing_directory(ssd_directory(config)) as pages:
-            pages.mkdir(parents=True, exist_ok=True)  # no page is there yet where all of them fit into memory
+            pages.mkdir(parents=True, exist_ok=True)  # absent if all pages fit into memory
             with tempfile.TemporaryDirectory(prefix="vbrt-save-", dir=pages) as directory:
                 path = Path(directory) / "planes.safetensors"
                 with TensorWriter(path, [info for part in parts for info in part.tensors]) as writer:
@@ -127,7 +128,7 @@ def _collected(
 
 
 class EmbeddedModel(SavedModel):
-    """Files that `save_pretrained` wrote for a wrapped model: planes, and all else under the model's names."""
+    """`save_pretrained` files of a wrapped model: planes, and all other tensors under the model's names."""
 
     def __init__(self, path: Path, manifest: Manifest, files: Mapping[str, TensorFile]) -> None:
         super().__init__(path, manifest, files)
@@ -136,7 +137,7 @@ class EmbeddedModel(SavedModel):
         self._files |= self._rest
 
     def outline_(self, model: nn.Module) -> None:
-        """See `Source`. Which tensors are parameters, and which of them are tied, is for the model to say."""
+        """See `Source`. The model decides which tensors are parameters, and which are tied."""
         found: dict[int, tuple[list[str], str, bool]] = {}
         parameters, buffers = (get(remove_duplicate=False) for get in (model.named_parameters, model.named_buffers))
         for kind, named in (("parameter", parameters), ("buffer", buffers)):
@@ -155,20 +156,20 @@ def _kept_entry(names: list[str], kind: str, trainable: bool, files: Mapping[str
 
 
 def has_planes(files: Iterable[TensorFile]) -> bool:
-    """True if `open_embedded` is for these files."""
+    """True if these files embed planes."""
     return any(METADATA_KEY in file.metadata for file in files)
 
 
 def open_embedded(paths: Iterable[Path]) -> EmbeddedModel:
-    """Return the planes in the files of a model, checked as those of a save are.
+    """Open the planes embedded in a model's files, validated like a save.
 
-    Raises CheckpointError: no manifest in them, tensors missing, or anything damaged.
+    Raises CheckpointError: no manifest, missing tensors, or damage.
     """
     return embedded_model(map(TensorFile, paths))
 
 
 def embedded_model(opened: Iterable[TensorFile]) -> EmbeddedModel:
-    """Return the same of files that are open."""
+    """`open_embedded` for files that are already open."""
     files = {file.path.name: file for file in opened}
     first = next(iter(files.values()))
     content = first.metadata.get(METADATA_KEY)

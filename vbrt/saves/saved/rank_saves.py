@@ -1,12 +1,12 @@
-"""Saves of a model that ranks hold parts of, and models of ranks out of any save: the numbers of ranks need not agree.
+"""Rank-sharded saves: each rank writes its shard; loading re-shards for any number of ranks.
 
-    vbrt-ranks.json                      the folders, and how tensors are cut over them
-    ranks-3f9c01ab-00000-of-00002/       a save of what rank 0 holds: `save.py`
+    vbrt-ranks.json                      folders, and how tensors are sharded over them
+    ranks-3f9c01ab-00000-of-00002/       rank 0's save: `save.py`
     ranks-3f9c01ab-00001-of-00002/
 
-Each rank writes its folder; vbrt-ranks.json, renamed into place last by the first rank, makes them the save. Who reads
-joins the parts of one weight at a time and takes its own out of it (`rank_slices.py`); a rank that wants the very part
-that a rank had reads that alone.
+Each rank writes its folder; rank 0 commits the save by renaming vbrt-ranks.json into place last. A reader joins the
+shards of one weight at a time and slices its own out of it (`rank_slices.py`); a rank whose shard equals a saved one
+reads only that.
 """
 
 import contextlib
@@ -57,14 +57,14 @@ _FOLDER = re.compile(r"ranks-[0-9a-f]{8}-\d{5}-of-\d{5}")
 
 
 class Cut(NamedTuple):
-    """How a tensor is cut over the folders: along which dimension, its size there, and how many parts are cut alike."""
+    """Sharding of a tensor over folders: dimension, whole size there, and number of fused parts, each sharded alike."""
 
     dim: int
     whole: int
     parts: int
 
     def shard(self, index: int, count: int, site: WeightSite | None = None) -> Shard:
-        """Return what a folder has: of the matrices at a site, or of the dimensions of a tensor."""
+        """Return a folder's shard: of the matrices at a site, or of a tensor's dimensions."""
         dim = self.dim
         if site is not None:
             dim -= site.stacked
@@ -76,7 +76,7 @@ class Cut(NamedTuple):
 
 
 def save_on_ranks(attachment: Attachment, directory: str | PathLike, *, progress: bool | None = None) -> Path:
-    """Write a model, of which this process may hold a part: then every rank calls it. See `VBModelWrapper.save`."""
+    """Save a model; if it is sharded, every rank of the group must call this. See `VBModelWrapper.save`."""
     shardings = _shardings(attachment.model)
     cut = {name: of for name, of in shardings.items() if of.dim is not None}
     if not cut:
@@ -88,7 +88,7 @@ def save_on_ranks(attachment: Attachment, directory: str | PathLike, *, progress
 
 
 def _shardings(model: nn.Module) -> dict[str, Sharding]:
-    """Return how the weights in planes, and the parameters that are not, are spread over ranks."""
+    """Return the shardings of weights in planes and of kept parameters, by name."""
     found = {}
     for path, module in model.named_modules():
         held = module.__dict__.get("_vb_shardings", {}) if isinstance(module, SwappedLayer) else {}
@@ -121,7 +121,7 @@ def _save_parts(attachment: Attachment, directory: Path, cut: Mapping[str, Shard
 def _write_ranks(
     directory: Path, token: str, digests: Sequence[str], cut: Mapping[str, Sharding]
 ) -> CheckpointError | None:
-    """Put the folders in place, and remove what was the save before; return why that failed."""
+    """Commit the folders and remove the previous save; return the error on failure."""
     names = [f"ranks-{token}-{rank:05d}-of-{len(digests):05d}" for rank in range(len(digests))]
     content: dict[str, Any] = {"kind": _KIND, "version": _VERSION, "ranks": dict(zip(names, digests, strict=True))}
     content["cuts"] = {name: list(_cut_of(sharding)) for name, sharding in cut.items()}
@@ -131,7 +131,7 @@ def _write_ranks(
         sync_directory(directory)
     except OSError as raised:
         return CheckpointError(f"{directory / RANKS}: cannot be written: {describe_os_error(raised)}")
-    with contextlib.suppress(OSError):  # a plain save that was there is none any more
+    with contextlib.suppress(OSError):  # the previous plain save is superseded
         (directory / MANIFEST).unlink(missing_ok=True)
     remove_files(directory, lambda name: True)
     _remove_ranked(directory, but=token)
@@ -144,7 +144,7 @@ def _cut_of(sharding: Sharding) -> Cut:
 
 
 def _one_group(cut: Mapping[str, Sharding]) -> Any:
-    """Return the group whose ranks hold the parts. Raises WrapError for several."""
+    """Return the process group of the shards. Raises WrapError: several groups."""
     groups = {}
     for sharding in cut.values():
         at = next(dim for dim, placement in enumerate(sharding.placements) if not placement.is_replicate())
@@ -162,7 +162,7 @@ def _told_all(value: Any, group: Any) -> list[Any]:
 
 
 def _agree(error: Exception | None, group: Any, folder: Path) -> None:
-    """Raise CheckpointError on all ranks if any has an error; each removes what it wrote."""
+    """Raise CheckpointError on all ranks if any rank failed; each removes its folder."""
     errors = _told_all(None if error is None else str(error), group)
     wrong = next((rank for rank, text in enumerate(errors) if text is not None), None)
     if wrong is not None:
@@ -171,7 +171,7 @@ def _agree(error: Exception | None, group: Any, folder: Path) -> None:
 
 
 def _remove_ranked(directory: Path, *, but: str) -> None:
-    """Remove the folders of saves of ranks, but for those with a token; with none the file that names them, too."""
+    """Remove rank folders, except those with the token `but`; if it is empty, also vbrt-ranks.json."""
     with contextlib.suppress(OSError):
         if not but:
             (directory / RANKS).unlink(missing_ok=True)
@@ -184,7 +184,7 @@ def _remove_ranked(directory: Path, *, but: str) -> None:
 
 
 def open_ranked(path: Path) -> "RankedSave":
-    """Return the save of ranks in a directory. Raises CheckpointError."""
+    """Open the rank-sharded save in a directory. Raises CheckpointError."""
     where = path / RANKS
     content = read_json(where, _MAX_BYTES)
     if not isinstance(content, dict) or (content.get("kind"), content.get("version")) != (_KIND, _VERSION):
@@ -206,18 +206,18 @@ def _opened(folder: Path, held: str) -> SavedModel:
 
 
 def for_ranks(source: Any, model: nn.Module) -> Any:
-    """Return a source for a model of which this process holds a part, where `source` is for a whole one."""
+    """Return a source that serves this rank's shards of `source`, if the model is sharded; else `source`."""
     if not isinstance(source, SavedModel) or not any(map(is_sharded, model.parameters())):
         return source
     return RankedSave(source.path, [source], {})
 
 
 class RankedSave:
-    """A `Source` of planes that folders hold parts of, for models of which this process may hold a part.
+    """`Source` of sharded planes, for models that may themselves be sharded.
 
     Args:
-        pieces: the folders' saves, in order; one, of the whole, for a save of one process.
-        cuts: by name of a tensor in the model; others are whole in every folder.
+        pieces: the folders' saves, in rank order; a single one for a save of a whole model.
+        cuts: sharding by model tensor name; other tensors are replicated in every folder.
     """
 
     def __init__(self, path: Path, pieces: Sequence[SavedModel], cuts: Mapping[str, Cut]) -> None:
@@ -228,7 +228,7 @@ class RankedSave:
 
     @property
     def files(self) -> list[TensorFile]:
-        """The files of all folders."""
+        """Files of all folders."""
         return [file for piece in self._pieces for file in piece.files]
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
@@ -269,7 +269,7 @@ class RankedSave:
         return tuple(cut.whole if cut is not None and dim == cut.dim else size for dim, size in enumerate(shape))
 
     def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
-        """See `Source`: with this process's parts of what was saved."""
+        """See `Source`: with this rank's shards."""
         modules = _modules(model)
         local = [
             replace(layer, sites=tuple(_here(site, modules) for site in layer.sites)) for layer in self._first.layers
@@ -312,7 +312,7 @@ class RankedSave:
     def _parts(
         self, layer: SavedLayer, number: int | None, matrix: Matrix, wanted: Held | None
     ) -> list[tuple[Held | None, dict[str, Any]]]:
-        """Read the parts of a matrix (of expert `number`): all, or the one that is wanted."""
+        """Read the shards of a matrix (of expert `number`): all, or only the one equal to `wanted`."""
         cut, count = self._cuts.get(layer.site.tensor), len(self._pieces)
         shards = [None if cut is None else cut.shard(index, count, layer.site) for index in range(count)]
         if cut is None:
@@ -328,7 +328,7 @@ class RankedSave:
         return [(held, self._read(index, layer, number)) for index, held in enumerate(helds) if held.spans]
 
     def _read(self, index: int, layer: SavedLayer, number: int | None) -> dict[str, Any]:
-        """Read what a folder has of a matrix."""
+        """Read a folder's shard of a matrix."""
         return self._pieces[index].encoded(self._of[index][layer.site.name], number)
 
     def _cut(
@@ -373,7 +373,7 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _here(site: WeightSite, modules: Mapping[str, nn.Module]) -> WeightSite:
-    """Return a saved site as the model has it: with this process's shape and part."""
+    """Return a saved site with this rank's shape and shard."""
     sites = KINDS[site.kind].sites(site.module, modules[site.module])
     return next(own for own in sites if own.parameter == site.parameter)
 
@@ -384,7 +384,7 @@ def _matrix(layer: SavedLayer, site: WeightSite) -> Matrix:
 
 
 def _nth(spans: Sequence[tuple[int, int]], place: int) -> int:
-    """Return the number of the matrix that stands at a place among those that a rank holds."""
+    """Return the index of the matrix at a position among those that a rank holds."""
     return [number for begin, end in spans for number in range(begin, end)][place]
 
 
@@ -396,7 +396,7 @@ def _outlined(old: torch.Tensor, *, dtype: torch.dtype, trains: bool) -> nn.Para
 
 
 def _filled(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a parameter or buffer with the values of a whole one, of which a DTensor has its part."""
+    """Return a parameter or buffer with a whole tensor's values; a DTensor takes its shard."""
     if not is_sharded(old):
         return with_values(old, value)
     sharding = Sharding.of(old)

@@ -1,8 +1,7 @@
-"""Planes of weights that ranks hold parts of: joined to those of the whole weight, and cut for other ranks.
+"""Re-sharding of planes: join shards into the whole weight's planes, and slice them for other ranks.
 
-Codes and scales of a block are columns of their own, so parts that are cut between blocks are put together, and cut
-anew, as they are: no block is encoded again. The lists of a fine plane follow the order of the whole weight's elements;
-they are made again, from the weight that the parts restore.
+Codes and scales are independent per block, so shards cut at block boundaries are joined and sliced without re-encoding.
+A fine plane's lists follow the whole weight's element order; they are rebuilt from the restored weight.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,12 @@ __all__ = ["Held", "Matrix", "cut_between_blocks", "join_parts", "planes_of_part
 
 Fields = Mapping[str, torch.Tensor]
 Spans = Sequence[tuple[int, int]]
-_BY_PLACE = ("codes", "scales")  # fields of a coarse plane that have places for weights; others are of the whole weight
+_BY_PLACE = ("codes", "scales")  # coarse fields indexed by position; the others are per weight
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The whole matrix (N, K) that parts are of, and how it is held; `turned`: files of dense weights have (K, N)."""
+    """Whole matrix (N, K) and its format; `turned`: files of dense weights have (K, N)."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -35,30 +34,30 @@ class Matrix:
 
     @property
     def dense(self) -> bool:
-        """True if files have the weight's own numbers."""
+        """True if the files hold the values themselves."""
         return FORMATS[self.format].lossless
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Which part of a matrix is held: ranges (begin, end) along `dim` of (N, K)."""
+    """Shard of a matrix: ranges (begin, end) along `dim` of (N, K)."""
 
     dim: int
     spans: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, shard: Shard | None, index: int | None = None) -> "Held | None":
-        """Return that of a rank; None for the whole."""
+        """Return a rank's shard; None for the whole matrix."""
         return None if shard is None else cls(shard.dim, tuple(shard.spans(0, index)))
 
     @property
     def size(self) -> int:
-        """Rows or columns in all."""
+        """Total rows or columns."""
         return sum(end - begin for begin, end in self.spans)
 
 
 def cut_between_blocks(matrix: Matrix, held: Held | None) -> bool:
-    """True if no block of codes is cut in two."""
+    """True if the shard cuts at block boundaries."""
     if held is None or held.dim == 0 or matrix.dense:
         return True
     block, k = FORMATS[matrix.format].block, matrix.shape[1]
@@ -69,11 +68,10 @@ def cut_between_blocks(matrix: Matrix, held: Held | None) -> bool:
 
 
 def join_parts(matrix: Matrix, parts: Sequence[tuple[Held | None, Mapping[str, Fields]]]) -> dict[str, Fields]:
-    """Return the planes of a whole matrix: "coarse" or "dense", and "weight" with the restored numbers [N, K] in the
-    place of "fine".
+    """Return the planes of a whole matrix: "coarse" or "dense", and in place of "fine" the restored "weight" [N, K].
 
     Args:
-        parts: what each holds, and its planes; they cover the matrix, and are cut between blocks.
+        parts: shards and their planes; they cover the matrix and are cut at block boundaries.
     """
     if parts[0][0] is None:
         _, planes = parts[0]
@@ -83,7 +81,7 @@ def join_parts(matrix: Matrix, parts: Sequence[tuple[Held | None, Mapping[str, F
 
 
 def planes_of_part(matrix: Matrix, whole: Mapping[str, Fields], held: Held | None) -> dict[str, Fields]:
-    """Return the planes of a part of a matrix, as the format encodes them, of what `join_parts` gave."""
+    """Return the planes of a shard, sliced from the result of `join_parts`."""
     made = {plane: _cut(matrix, plane, fields, held) for plane, fields in whole.items()}
     if matrix.fine:
         weight = made.pop("weight")["weight"]
@@ -107,24 +105,24 @@ def _with_weight(matrix: Matrix, planes: Mapping[str, Fields], shape: tuple[int,
 
 
 class _Axis(NamedTuple):
-    """A dimension of a field along which a matrix is cut: places of `per` weights, in whole blocks."""
+    """Sharded dimension of a field: `per` weights per element, in whole blocks."""
 
     dim: int
     per: int
     block: int
 
     def range_of(self, begin: int, end: int) -> tuple[int, int]:
-        """Return the first place of a range of weights, and how many there are."""
+        """Return a weight range's first element, and the number of elements."""
         last = -(-end // self.block) * self.block // self.per
         return begin // self.per, last - begin // self.per
 
     def count(self, spans: Spans) -> int:
-        """Return how many places ranges of weights have."""
+        """Return the number of elements for weight ranges."""
         return sum(self.range_of(begin, end)[1] for begin, end in spans)
 
 
 def _axis(matrix: Matrix, plane: str, name: str, held: Held) -> _Axis | None:
-    """Return the axis of a field; None for one that a matrix has once, the same on all ranks."""
+    """Return a field's sharded axis; None for a per-weight field, which all ranks share."""
     if plane != "coarse":
         return _Axis(1 - held.dim if matrix.turned and plane == "dense" else held.dim, 1, 1)
     if name not in _BY_PLACE:
@@ -165,7 +163,7 @@ def _cut(matrix: Matrix, plane: str, fields: Fields, held: Held | None) -> Field
 
 
 def _move(whole: torch.Tensor, part: torch.Tensor, spans: Spans, axis: _Axis, *, join: bool) -> None:
-    """Copy a part into its ranges of the whole (`join`), or out of them."""
+    """Copy a shard into its ranges of the whole (`join`), or out of them."""
     at = 0
     for begin, end in spans:
         first, count = axis.range_of(begin, end)

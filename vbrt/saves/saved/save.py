@@ -1,11 +1,11 @@
-"""Saves: a wrapped model in a directory, planes as their format encodes them and everything else as it is.
+"""Saves of a wrapped model: planes as encoded, everything else unchanged.
 
-    vbrt.json                                    the manifest (`manifest.py`): layers, what was kept, digests
+    vbrt.json                                    manifest (`manifest.py`): layers, kept tensors, digests
     vbrt-3f9c01ab-00001-of-00002.safetensors     tensors, under the dense model's names
 
 A plane's tensors are named after the weight: `layers.0.up.weight.codes`, `layers.0.up.weight.fine.low`; a dense plane
-has the weight's own name. The files of a save have a name that no other save has, and the manifest, renamed into place
-last, is what makes them the save: until then the directory holds the one before.
+has the weight's own name. Saving is atomic: shard names carry a random token, and renaming the manifest into place,
+last, commits the save; until then the directory holds the previous one.
 """
 
 import contextlib
@@ -64,32 +64,32 @@ _OURS = re.compile(rf"({SHARD.pattern}|{re.escape(MANIFEST)})((\.[0-9a-f]{{8}})?
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tensors that are written together, and the call that writes them and returns their digests."""
+    """Tensors written together, and the call that writes them and returns their digests."""
 
     tensors: list[TensorInfo]
     write: Callable[[TensorWriter], dict[str, str]]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Total bytes of the tensors."""
         return sum(info.nbytes for info in self.tensors)
 
 
 def save_attached(attachment: Attachment, directory: str | PathLike, *, progress: bool | None = None) -> Path:
-    """Write a model that is attached to a runtime. See `VBModelWrapper.save`."""
+    """Save a model attached to a runtime. See `VBModelWrapper.save`."""
     config = attachment.ready_to_save()
     return save_model(attachment.model, config, directory, progress=progress)
 
 
 def save_model(model: nn.Module, config: VBConfig, directory: str | PathLike, *, progress: bool | None) -> Path:
-    """Write a model whose VB layers are all encoded."""
+    """Save a model whose VB layers are all encoded."""
     try:
         directory = expanded(directory)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: the model cannot be saved there: {error.strerror}") from error
     with contextlib.ExitStack() as alone:
         try:
-            alone.enter_context(alone_in(directory))  # each save removes what it does not know
+            alone.enter_context(alone_in(directory))  # each save removes files that its manifest does not name
         except OSError as error:
             raise _unsaved(directory, error) from error
         _write_model(model, config, directory, progress=progress)
@@ -125,7 +125,7 @@ def _unsaved(directory: Path, error: OSError) -> CheckpointError:
 
 
 def _write_shards(directory: Path, token: str, parts: list[Part], work: Progress) -> dict[str, SavedTensor]:
-    """Write the files of a save, all but the manifest; return where each tensor is."""
+    """Write the shards of a save; return where each tensor is."""
     shards, tensors = in_order(parts, _SHARD_BYTES), {}
     for number, shard in enumerate(shards, 1):
         name = f"vbrt-{token}-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -137,8 +137,8 @@ def _write_shards(directory: Path, token: str, parts: list[Part], work: Progress
 
 
 def sync_in_place(directory: Path) -> None:
-    """Make the manifest's new name last. Raises CheckpointError: the files of the save before stay then, because a
-    power cut may bring back its manifest."""
+    """Sync the manifest's rename to disk. Raises CheckpointError; then the previous save's files stay, because a power
+    cut may bring back its manifest."""
     try:
         sync_directory(directory)
     except OSError as error:
@@ -158,7 +158,7 @@ def _check_unique(names: Iterable[str]) -> None:
 
 
 def write_parts(parts: Iterable[Part], writer: TensorWriter, work: Progress) -> dict[str, str]:
-    """Write parts one after the other; return the digests of their tensors."""
+    """Write parts in order; return the digests of their tensors."""
     digests: dict[str, str] = {}
     for part in parts:
         work.at(part.tensors[0].name)
@@ -179,23 +179,23 @@ def _saved(file: str, info: TensorInfo, digest: str) -> SavedTensor:
 
 
 def remove_files(directory: Path, unwanted: Callable[[str], bool]) -> None:
-    """Remove files of saves by name, except those of the save that is in place."""
+    """Remove saves' files that match `unwanted`, except those that the manifest in place names."""
     try:
         in_place = read_manifest_bytes(directory)
     except FileNotFoundError:
         in_place = b""
-    except OSError:  # nobody knows what it needs
+    except OSError:  # unreadable: which files it names is unknown
         return
     try:
         for path in directory.iterdir():
             if _OURS.fullmatch(path.name) and unwanted(path.name) and f'"{path.name}"'.encode() not in in_place:
                 path.unlink(missing_ok=True)
-    except OSError:  # what is left over takes room and does no harm
+    except OSError:  # leftover files cost disk space, nothing else
         return
 
 
 def layer_parts(layer: SavedLayer, handle: Handle) -> Iterator[Part]:
-    """Yield what is written of a weight at a time: of routed experts, one matrix."""
+    """Yield a weight's units of writing: the whole, or one matrix of routed experts."""
     if not isinstance(handle, Experts):
         yield _layer_part(layer, handle)
         return
@@ -251,7 +251,7 @@ def _kept_part(entry: KeptTensor, tensor: torch.Tensor) -> Part:
 
 
 def find_layers(model: nn.Module) -> list[tuple[SavedLayer, Handle]]:
-    """Return the weights that are in planes, in the order of the model, with all names of their modules."""
+    """Return the weights in planes, in model order, with all names of their modules."""
     sites: dict[Handle, list[WeightSite]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, SwappedLayer):
@@ -295,8 +295,7 @@ def _saved_layer(handle: Handle, sites: tuple[WeightSite, ...]) -> SavedLayer:
 
 
 def find_kept(model: nn.Module) -> list[tuple[KeptTensor, torch.Tensor]]:
-    """Return the parameters and buffers that are not in planes, with all their names. Raises CheckpointError for those
-    without values."""
+    """Return the parameters and buffers not in planes, with all their names. Raises CheckpointError: without values."""
     found: dict[int, tuple[list[str], str, torch.Tensor]] = {}
     for name, kind, tensor in _named_tensors(model):
         if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
@@ -311,7 +310,7 @@ def find_kept(model: nn.Module) -> list[tuple[KeptTensor, torch.Tensor]]:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield (name, kind, tensor) of every parameter and buffer that is not saved as planes, under each of its names."""
+    """Yield (name, kind, tensor) of every parameter and buffer not saved as planes, under each of its names."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""What `vb.save` wrote, and planes that another library has put into files of its own."""
+"""Saved planes as a `Source`: directories of `vb.save`, and planes embedded in another library's files."""
 
 import os
 import re
@@ -35,16 +35,16 @@ __all__ = ["SavedModel", "for_this_machine", "saved_swaps"]
 
 
 class SavedModel:
-    """A directory that `vb.save` wrote, or planes that another library has put into files of its own.
+    """Saved planes: a directory of `vb.save`, or planes embedded in another library's files.
 
     Args:
-        manifest: by default that of the directory.
-        files: by the names that the manifest has for them; they may hold other tensors, too.
+        manifest: by default the directory's.
+        files: by the manifest's file names; they may hold other tensors, too.
 
     Attributes:
-        layers: the entries of weights in planes.
-        kept: those of tensors that are in no planes.
-        crew: threads that read parts of a tensor beside the caller's.
+        layers: manifest entries of weights in planes.
+        kept: manifest entries of tensors not in planes.
+        crew: threads that read parts of a tensor in parallel with the caller.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SavedModel:
         self._manifest: Manifest = read_manifest(path) if manifest is None else manifest
         names = sorted({tensor.file for tensor in self._manifest.tensors.values()})
         own = files is None
-        self._said_in = path / MANIFEST if own else next(iter(files.values())).path  # for errors: where the manifest is
+        self._said_in = path / MANIFEST if own else next(iter(files.values())).path  # path of the manifest, for errors
         files = {name: TensorFile(path / name) for name in names} if files is None else files
         self.files = list(files.values())
         self._files = {name: files[tensor.file] for name, tensor in self._manifest.tensors.items()}
@@ -68,12 +68,12 @@ class SavedModel:
         self._check_entries()
 
     def _keep(self, entries: Iterable[KeptTensor]) -> None:
-        """Take these for the tensors that are in no planes."""
+        """Set the entries of tensors not in planes."""
         self.kept = entries = list(entries)
         self._kept = {name: entry for entry in entries for name in entry.names}
 
     def _check_files(self, files: Mapping[str, TensorFile]) -> None:
-        """Check that the files have the tensors of the manifest, of its dtypes and shapes."""
+        """Check that the files have the manifest's tensors, with their dtypes and shapes."""
         for name, saved in self._manifest.tensors.items():
             info = files[saved.file].tensors.get(name)
             if info is None:
@@ -92,7 +92,7 @@ class SavedModel:
                     raise _damaged(file.path, f"it has {name}, of which {MANIFEST} says nothing")
 
     def _check_entries(self) -> None:
-        """Check that planes have the dtypes and shapes of their format, and that only floating-point tensors train."""
+        """Check the planes' dtypes and shapes against their formats, and that only floating-point tensors train."""
         for number, layer in enumerate(self._manifest.layers):
             for plane, expected in layer.expected().items():
                 for field, wanted in expected.items():
@@ -110,7 +110,7 @@ class SavedModel:
                 raise _damaged(self._said_in, f"kept[{number}].trainable = true, and {entry.name} is {text_of(dtype)}")
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
-        """See `Source`. Weights stay what they were when the model was saved."""
+        """See `Source`. Weights keep the formats in which they were saved."""
         saved = for_this_machine(VBConfig.from_save(self._manifest.config, source=str(self._said_in)))
         asked = load_config(saved if config is None else config, **overrides)
         for key in ("format", "fine", "formats"):
@@ -150,7 +150,7 @@ class SavedModel:
                 assign_(model, entry.names, partial(on_meta, dtype=dtype, trains=entry.trainable))
 
     def check_fit(self, model: nn.Module) -> None:
-        """Raise CheckpointError where layers or kept tensors have another kind or shape in the model."""
+        """Raise CheckpointError for layers or kept tensors of another kind or shape in the model."""
         modules = {name or ROOT: module for name, module in model.named_modules(remove_duplicate=False)}
         sites = [site for layer in self._manifest.layers for site in layer.sites]
         refuse_any(self.path, "layers do not fit", filter(None, (misfit(modules.get(s.module), s) for s in sites)))
@@ -164,11 +164,11 @@ class SavedModel:
         return name in self._kept
 
     def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
-        """See `Source`: with the swaps of the model that was saved."""
+        """See `Source`: with the saved model's swaps."""
         return make_plan(model, config, saved=saved_swaps(self._manifest.layers, model), beside=beside)
 
     def planes_of(self, swap: Swap, handle: Weight) -> Planes:
-        """See `Source`: as they were encoded, straight from the file into the page where that is possible."""
+        """See `Source`: as encoded; read straight from the file into the page where possible."""
         layer, encoder = self._layers[swap.name], handle.encoder
         if not encoder.stores_as_encoded or layer.fine:
             return encoder.from_encoded(self.encoded(layer))
@@ -180,7 +180,7 @@ class SavedModel:
         )
 
     def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
-        """See `Source`: as they were encoded."""
+        """See `Source`: as encoded."""
         layers = {part: self._layers[site.name] for part, site in zip(handle.spec.parts, _sites(swap), strict=True)}
 
         def make(expert: int) -> Planes:
@@ -190,7 +190,7 @@ class SavedModel:
         return ExpertsOnDemand(make, swap.experts)
 
     def encoded(self, layer: SavedLayer, matrix: int | None = None) -> dict[str, dict[str, torch.Tensor]]:
-        """Read the planes of a weight, or of one of its matrices, as they were encoded."""
+        """Read the planes of a weight, or of one of its matrices, as encoded."""
         planes = {
             plane: {field: self.read(layer.file_tensor(plane, field, matrix)) for field in names}
             for plane, names in layer.planes.items()
@@ -211,11 +211,11 @@ class SavedModel:
 
     @property
     def plane_names(self) -> frozenset[str]:
-        """The names of the tensors that planes are made of."""
+        """Names of the planes' tensors."""
         return frozenset(self._manifest.tensors)
 
     def plane_patterns(self) -> set[str]:
-        """Return regular expressions that find the names of planes' tensors which are no names of parameters."""
+        """Return regular expressions for planes' tensor names that are not parameter names."""
         return {
             rf"(^|\.){re.escape(layer.site.parameter)}{re.escape(name).replace('0', '[0-9]+', 1)}$"
             for layer in self._manifest.layers
@@ -236,11 +236,11 @@ class SavedModel:
                 assign_(model, names, partial(with_values, value=value))
 
     def info(self, name: str) -> TensorInfo:
-        """Return the entry of a tensor in its file."""
+        """Return a tensor's entry in its file."""
         return self._files[name].tensors[name]
 
     def read(self, name: str, fill: Fill = fresh) -> torch.Tensor:
-        """Return a tensor. Raises CheckpointError: its bytes are others than those that were saved."""
+        """Read a tensor. Raises CheckpointError: its digest differs."""
         tensor, saved = self._files[name].read(name, fill), self._manifest.tensors.get(name)
         if saved is not None and digest(tensor) != saved.digest:
             raise _damaged(self._files[name].path, f"the bytes of {name} are not those that were saved")
@@ -249,7 +249,7 @@ class SavedModel:
 
 @dataclass(frozen=True, slots=True)
 class _InFile:
-    """A field of a plane; an `Incoming`."""
+    """Plane field in a file; an `Incoming`."""
 
     source: SavedModel
     name: str
@@ -263,11 +263,11 @@ class _InFile:
         return self.source.info(self.name).shape
 
     def read(self) -> torch.Tensor:
-        """See `Incoming`. Raises CheckpointError: its bytes are others than those that were saved."""
+        """See `Incoming`. Raises CheckpointError: its digest differs."""
         return self.source.read(self.name)
 
     def read_into(self, out: torch.Tensor) -> None:
-        """See `Incoming`. Raises CheckpointError: its bytes are others than those that were saved."""
+        """See `Incoming`. Raises CheckpointError: its digest differs."""
         if out.device.type == "cpu":
             self.source.read(self.name, into(out, self.source.crew))
         else:
@@ -275,7 +275,7 @@ class _InFile:
 
 
 def saved_swaps(layers: Sequence[SavedLayer], model: nn.Module) -> list[Swap]:
-    """Return the swaps of saved layers, without pages, in the order of the model."""
+    """Return the swaps of saved layers, without pages, in model order."""
     modules = {name or ROOT: module for name, module in model.named_modules()}
     plain = [layer for layer in layers if not KINDS[layer.site.kind].routed]
     swaps = [_swap(layer, modules) for layer in plain] + list(_routed_swaps(layers, modules))
@@ -284,13 +284,13 @@ def saved_swaps(layers: Sequence[SavedLayer], model: nn.Module) -> list[Swap]:
 
 
 def for_this_machine(saved: VBConfig) -> VBConfig:
-    """Return the config of a save without what it insisted on for the machine where it was made."""
+    """Return a save's config without requirements on the machine where it was made (`tiers.gpu.enabled = true`)."""
     gpu = saved.tiers.gpu
     return replace(saved, tiers=replace(saved.tiers, gpu=replace(gpu, enabled=gpu.enabled and "auto")))
 
 
 def _swap(layer: SavedLayer, modules: Mapping[str, nn.Module]) -> Swap:
-    """Return the swap of a saved layer, without pages; a module that has several names counts once."""
+    """Return the swap of a saved layer, without pages; a module with several names counts once."""
     sites = [site for site in layer.sites if site.module in modules]
     return Swap(
         site=sites[0],
@@ -303,7 +303,7 @@ def _swap(layer: SavedLayer, modules: Mapping[str, nn.Module]) -> Swap:
 
 
 def _beyond(layer: SavedLayer) -> set[str]:
-    """Return what the names of the tensors of a layer's first matrix have behind the name of the weight."""
+    """Return the suffixes that a layer's tensor names (of its first matrix) have after the weight's name."""
     names = (
         layer.file_tensor(plane, field, layer.matrices[0]) for plane in layer.planes for field in layer.planes[plane]
     )
@@ -311,7 +311,7 @@ def _beyond(layer: SavedLayer) -> set[str]:
 
 
 def _routed_swaps(layers: Iterable[SavedLayer], modules: Mapping[str, nn.Module]) -> Iterator[Swap]:
-    """Yield the swap of each saved module of routed experts, of which every parameter is an entry."""
+    """Yield one swap per saved module of routed experts, joining the entries of its parameters."""
     held: dict[str, dict[str, SavedLayer]] = {}
     for layer in layers:
         if KINDS[layer.site.kind].routed:
