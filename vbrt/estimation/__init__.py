@@ -1,3 +1,3 @@
-"""What a model and a task take, before anything is loaded: memory traced on fake tensors, pages from the plan."""
+"""Estimates before anything is loaded: memory of a task, advice on configs, precision by layer."""
 
 __all__: list[str] = []

@@ -1,8 +1,8 @@
-"""Configs for a model, a task and a machine: `vbrt.advise`, with predicted times of a step.
+"""Advice on configs for a model, a task and a machine: `vbrt.advise`, with predicted step times.
 
-Candidates (presets, budgets, options of training, ways over several GPUs) are planned, estimated and timed by a cost
-model whose rates are measured, or come from data sheets. An `Advice` leaves: the best candidates, and why the others
-are not.
+Candidates (presets, budgets, training options) are planned, estimated and timed by a cost model, with measured rates or
+a data sheet's. An `Advice` leaves: the best candidates, and why the others lose. `compare_ways` does so for multi-GPU
+parallelism.
 """
 
 __all__: list[str] = []

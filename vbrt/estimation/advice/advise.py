@@ -1,7 +1,7 @@
-"""`vbrt.advise`: which config, which budgets and which options of training, for a model, a task and a machine.
+"""`vbrt.advise`: config, budgets and training options for a model, a task and a machine.
 
-Every candidate is planned and estimated as it would run (`candidates.py`) and timed (`step_time.py`); what does not fit
-is kept with the reason (`choices.py`). Nothing is loaded.
+Every candidate is planned and estimated as it would run (`candidates.py`) and timed (`step_time.py`); candidates that
+do not fit keep the reason (`choices.py`). Nothing is loaded.
 """
 
 import os
@@ -35,21 +35,22 @@ def advise(
     cost_model: str | os.PathLike[str] | None = None,
     **sizes: Any,
 ) -> Advice:
-    """Say how a model runs best on a machine, before it is loaded.
+    """Find the best way to run a model on a machine, before it is loaded.
 
     Args:
         model: as for `vbrt.estimate`.
-        goal: "fastest": least time for the batch asked, 4 bits allowed; "exact": the same with the model's own bits;
-            "throughput": the most tokens a second, in larger batches too; "longest": the most context; "train": the
-            least that is given up for a training step that fits.
+        goal: "fastest": least time for the given batch, 4 bits allowed; "exact": the same, lossless only; "throughput":
+            most tokens a second, larger batches included; "longest": the longest context; "train": a training step that
+            fits, with the least compromise.
         task: "decode" (default; "train" with that goal) or "prefill"; `sizes` as for `vbrt.estimate`.
-        machine: its memory (default: this machine's). rates: how fast it is (default: what `vbrt tune --machine` kept,
-            else measured now). cost_model: a TOML file of coefficients fitted to another machine, with the keys of
+        machine: its memory (default: this machine's).
+        rates: its speed (default: as stored by `vbrt tune --machine`, else measured now).
+        cost_model: a TOML file of coefficients fitted to another machine, with the keys of
             vbrt/estimation/advice/cost_models/h200.toml (with a GPU) or zen4.toml (default: these).
 
     Raises:
-        ArgumentError: an unknown goal, an impossible size, or rates of a GPU where there is none (or the other way
-            round), or a cost model of the other tier.
+        ArgumentError: an unknown goal, an impossible size, rates of a GPU for a machine without one (or the reverse),
+            or a cost model of the other tier.
         ConfigError: a cost model that cannot be read, or whose keys are missing, unknown or wrong.
         WrapError: the model is wrapped.
     """
@@ -82,7 +83,8 @@ def _cost_model(machine: Machine, path: str | os.PathLike[str] | None) -> CostMo
 
 
 def _measured(machine: Machine) -> Rates:
-    """Measure this machine, which takes seconds. Raises ArgumentError: another one, with a GPU, is asked about."""
+    """Measure this machine, in seconds. Raises ArgumentError: the question is about a machine with a GPU, and this has
+    none."""
     if machine.gpu_total_bytes is not None and not torch.cuda.is_available():
         raise _no_rates(device_name())
     return measure_rates()
@@ -96,7 +98,7 @@ def _no_rates(name: str) -> ArgumentError:
 
 
 def _check(machine: Machine, rates: Rates) -> None:
-    """Raise ArgumentError if the rates are those of a GPU and the machine has none, or the other way round."""
+    """Raise ArgumentError for a GPU's rates with a machine without one, or the reverse."""
     gpu = machine.gpu_total_bytes is not None
     if gpu and not rates.link_gb_s:
         raise _no_rates(rates.name)

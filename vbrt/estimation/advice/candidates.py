@@ -1,7 +1,7 @@
-"""The ways to run a task that advice compares, each planned, estimated and timed.
+"""Candidates for advice: ways to run a task, each planned, estimated and timed.
 
-Formats, shares of the pages that the computing device holds, batches, contexts, checkpointing, autocast, adapters. A
-model is traced once for each task; budgets and shares are then arithmetic.
+They vary format, resident share of pages, batch, context, checkpointing, autocast and adapters. The model is traced
+once per task; budgets and shares are then arithmetic.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -29,31 +29,31 @@ from vbrt.residency.plan import Plan
 
 __all__ = ["Asked", "candidates", "nearest"]
 
-_ROOM = 0.97  # of what is free, that a plan may fill: the rest is the allocator's
+_ROOM = 0.97  # share of free memory to plan for; the rest is for the allocator
 _SCRAPS = (
     768 << 20
-)  # what torch reserved beside what it had given away, at most (0.1 to 0.6 GiB): no more than comes and goes
+)  # allocator fragmentation (reserved minus allocated: 0.1 to 0.6 GiB), at most; bounded by temporaries
 _PRESETS = ("dense", "exact", "fp4")
-_SMALLER = ("nf4", "mxfp4")  # than fp4, and rounded more
-_FINER = ("mxint8",)  # than fp4, and larger
-_INT8 = {"compute": {"int8": True}}  # activations of few tokens on a CPU
+_SMALLER = ("nf4", "mxfp4")  # smaller than fp4, with more rounding
+_FINER = ("mxint8",)  # larger than fp4, with less rounding
+_INT8 = {"compute": {"int8": True}}  # int8 activations for few tokens on a CPU
 _EIGHT_BITS = {"training": {"moments": "8bit"}}
-_SHARES = (0.75, 0.5, 0.25, 0.0)  # of the pages, on the computing device; 0: those that pass through
-_PASSING = 3  # of the largest layer: what passes through has room for the one that computes and those that come
-_LONGEST = 1 << 20  # tokens of context that are tried, at most
-_WIDEST = 256  # sequences that are tried, at most
-_WORTH = 1.1  # times the tokens a second, that a larger batch must give
+_SHARES = (0.75, 0.5, 0.25, 0.0)  # resident shares of pages; 0: all are streamed
+_PASSING = 3  # room for streaming, in largest layers: the computing one and the prefetched ones
+_LONGEST = 1 << 20  # longest context to try, in tokens
+_WIDEST = 256  # largest batch to try
+_WORTH = 1.1  # gain in tokens a second that a larger batch must bring
 _LORA = 16
-_AUTO = 0.8  # of free host memory, that a budget "auto" takes
-_GROWN = 6  # times that a machine is made larger, to see what would do
-_SLACK = 64 << 20  # slots of pages are aligned
+_AUTO = 0.8  # share of free host memory that a budget "auto" takes
+_GROWN = 6  # attempts to enlarge a machine until a way fits
+_SLACK = 64 << 20  # alignment of page slots
 _SSD = {"ssd": {"enabled": True, "path": "~/.cache/vbrt/pages"}}
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A way to run a task: a preset (None: unwrapped), what of its pages the computing device may hold (None: as much
-    as fits), how a person calls it, what differs from the preset, and whether it is tried in one size only."""
+    """Way to run a task: preset (None: unwrapped), resident share of its pages (None: as many as fit), display name,
+    changes to the preset, and whether it is tried in one size only."""
 
     task: Task
     preset: str | None = None
@@ -73,7 +73,7 @@ class _Way:
 
 @dataclass
 class Asked:
-    """A model and a machine; traces are made once for each task. cost_model: by default the one that ships."""
+    """Model and machine of a request; traces are cached per task. cost_model: by default the one that ships."""
 
     model: nn.Module
     machine: Machine
@@ -85,19 +85,19 @@ class Asked:
         self._traces: dict[tuple[Task, Hashable], Trace] = {}
 
     def on(self, machine: Machine) -> "Asked":
-        """Return the same model on another machine, with what was traced of it."""
+        """Return the same model on another machine, sharing the traces."""
         other = Asked(self.model, machine, self.rates, self.cost_model)
         other._bare, other._traces = self._bare, self._traces
         return other
 
     def bare(self, task: Task) -> nn.Module:
-        """Return the model without weights, with the task's adapters."""
+        """Return the meta model with the task's adapters."""
         if task.lora not in self._bare:
             self._bare[task.lora] = bare_model(self.model, task)
         return self._bare[task.lora]
 
     def choice(self, way: _Way) -> Choice:
-        """Return a candidate with its memory and its time, or the reason why it cannot be."""
+        """Return a candidate with memory and time, or with the reason why it does not fit."""
         found = Choice(way.name, way.task, way.config, preset=way.preset, share=way.share)
         try:
             estimate = self._estimate(way)
@@ -112,26 +112,26 @@ class Asked:
         return replace(found, found=estimate, speed=speed)
 
     def found(self, task: Task, config: VBConfig | None) -> Estimate:
-        """Return the estimate of a task under a config; None: unwrapped. Raises ConfigError: budgets are impossible."""
+        """Return a task's estimate under a config; None: unwrapped. Raises ConfigError: budgets are impossible."""
         bare = self.bare(task)
         plan = None if config is None else make_plan(bare, config, self.machine, charge_kept=False)
         return self._found(bare, task, config, plan)
 
     def beside(self, way: _Way) -> tuple[Plan | None, int]:
-        """Return the plan on a machine with room for anything, and the bytes that the task takes beside pages."""
+        """Return the plan on a machine with unlimited memory, and the task's bytes besides pages."""
         bare, config, much = self.bare(way.task), way.config, _endless(self.machine)
         plan = None if config is None else make_plan(bare, config, much, charge_kept=False)
         found = self._found(bare, way.task, config, plan)
         counted = [row for row in found.rows if row.tier == found.compute_tier and row.source == "counted"]
         steady = sum(row.nbytes for row in counted if row.name != "workspace")
         workspaces = max(held.get("workspace", 0) for held in found.parts.values())
-        passing = found.again_bytes - steady - workspaces  # what comes and goes leaves scraps
+        passing = found.again_bytes - steady - workspaces  # temporaries fragment the allocator
         pages = sum(row.nbytes for row in counted if row.name == "pages")
         scraps = min(passing, _SCRAPS) if plan is not None and found.compute_tier == "gpu" else 0
         return plan, found.again_bytes - pages + scraps
 
     def room(self) -> tuple[str, int]:
-        """Return the tier that computes, and the bytes of it that may be filled."""
+        """Return the computing tier, and its bytes that may be filled."""
         gpu = self.machine.gpu_free_bytes
         return ("cpu", int(self.machine.cpu_available_bytes * _ROOM)) if gpu is None else ("gpu", int(gpu * _ROOM))
 
@@ -147,12 +147,12 @@ class Asked:
             if not self.machine.ssd_free_bytes:
                 raise
             found = None
-        if self.machine.ssd_free_bytes and (found is None or found.missing):  # more than host memory takes
+        if self.machine.ssd_free_bytes and (found is None or found.missing):  # exceeds host memory: spill to the drive
             found = self.found(way.task, load_config(config, tiers=_SSD))
         return found
 
     def _with_budget(self, config: VBConfig, plan: Plan, beside: int, share: float | None) -> VBConfig:
-        """Return the config with the budget that the rest of the task leaves to pages. Raises _NoRoom."""
+        """Return the config with the budget that the task leaves for pages. Raises _NoRoom."""
         (tier, room), largest = self.room(), plan.largest_layer_bytes
         budget = min(room - beside, _leased_bytes(plan) + _SLACK)
         if budget < largest:
@@ -169,19 +169,19 @@ class Asked:
 
 
 def _leased_bytes(plan: Plan) -> int:
-    """Return the bytes of the pages that come to the computing tier, if they fit."""
+    """Return the bytes of pages leased by the computing tier, if they fit."""
     return sum(page.nbytes for swap in plan.swaps for page in swap.pages if not page.by_rows)
 
 
 def _endless(machine: Machine) -> Machine:
-    """Return the machine with room for anything: for what a task takes beside pages."""
+    """Return the machine with unlimited memory."""
     much = 1 << 50
     gpu = None if machine.gpu_total_bytes is None else much
     return Machine(gpu, gpu, much, much, machine.ssd_free_bytes)
 
 
 class _NoRoom(ConfigError):
-    """A tier cannot hold what a task takes beside pages, and one layer of those."""
+    """A tier cannot hold a task besides its pages, plus one layer of pages."""
 
     def __init__(self, tier: str, nbytes: int) -> None:
         super().__init__(f"the {tier} lacks {nbytes} bytes")
@@ -192,15 +192,15 @@ class _NoRoom(ConfigError):
 
 
 def candidates(asked: Asked, task: Task, *, longest: bool = False) -> Iterator[Choice]:
-    """Yield the ways to run a task, those first that give up least.
+    """Yield the candidates, least compromise first.
 
-    With `longest` each at the most context that fits; else also with fewer pages on the device, and in larger batches
-    (in training only the first that fits).
+    With `longest`, each at the longest context that fits; otherwise also with fewer resident pages, and in larger
+    batches (in training only for the first that fits).
     """
     answered = False
     for way in _ways(asked, task):
         choice = asked.choice(way)
-        if choice.fits and choice.found.refused:  # nothing says what more of it would take
+        if choice.fits and choice.found.refused:  # an untraced one cannot be scaled
             yield choice
         elif longest and choice.fits:
             yield _longest(asked, choice, way)
@@ -214,7 +214,7 @@ def candidates(asked: Asked, task: Task, *, longest: bool = False) -> Iterator[C
 
 
 def nearest(asked: Asked, task: Task, *, lossless: bool = False) -> Nearest | None:
-    """Return the way that lacks the least, where nothing fits; None: more memory would not help any."""
+    """Return the way that lacks the least memory, where nothing fits; None: more memory would not help any."""
     found = []
     for way in _ways(asked, task):
         for lacks in ({}, _resident_lacks(asked, way)):
@@ -228,7 +228,7 @@ def nearest(asked: Asked, task: Task, *, lossless: bool = False) -> Nearest | No
 
 
 def _enlarged(asked: Asked, way: _Way, lacks: dict[str, int]) -> Choice | None:
-    """Return a way on a machine that is made larger until it fits, with what it lacked in `lacks`; None: never."""
+    """Enlarge a machine until a way fits, adding what it lacked to `lacks`; None: it never fits."""
     for _ in range(_GROWN):
         choice = asked.on(_larger(asked.machine, lacks)).choice(way)
         missing = None if choice.fits else choice.missing or _host_lacks(asked, way, lacks)
@@ -240,7 +240,7 @@ def _enlarged(asked: Asked, way: _Way, lacks: dict[str, int]) -> Choice | None:
 
 
 def _resident_lacks(asked: Asked, way: _Way) -> dict[str, int] | None:
-    """Return what the computing tier lacks to hold all pages of a way; None: it has none, or holds them."""
+    """Return the bytes that the computing tier lacks to hold all pages of a way; None: unwrapped, or it holds them."""
     if way.preset is None:
         return None
     tier, room = asked.room()
@@ -250,7 +250,7 @@ def _resident_lacks(asked: Asked, way: _Way) -> dict[str, int] | None:
 
 
 def _host_lacks(asked: Asked, way: _Way, lacks: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the host memory that a plan is refused for want of; None: it is refused for something else."""
+    """Return the host memory whose lack makes a plan fail; None: it fails for another reason."""
     machine = _larger(asked.machine, lacks)
     choice = asked.on(_larger(machine, {"cpu": 1 << 50})).choice(way)
     takes = 0 if choice.found is None else int(choice.found.tiers.get("cpu", 0) / _AUTO)
@@ -258,7 +258,7 @@ def _host_lacks(asked: Asked, way: _Way, lacks: Mapping[str, int]) -> tuple[str,
 
 
 def _larger(machine: Machine, lacks: Mapping[str, int]) -> Machine:
-    """Return a machine with so many bytes more in its tiers."""
+    """Return a machine with so many more bytes in its tiers."""
     names = {"gpu": ("gpu_free_bytes", "gpu_total_bytes"), "cpu": ("cpu_available_bytes", "cpu_total_bytes")}
     grown = {name: (getattr(machine, name) or 0) + n for tier, n in lacks.items() for name in names.get(tier, ())}
     if "ssd" in lacks:
@@ -271,7 +271,7 @@ def _ways(asked: Asked, task: Task) -> Iterator[_Way]:
 
 
 def _run(asked: Asked, task: Task) -> Iterator[_Way]:
-    """Yield inference as it is, and with each preset."""
+    """Yield inference unwrapped, and with each preset."""
     for preset in (None, *_PRESETS):
         yield _Way(task, preset)
     gpu = asked.machine.gpu_total_bytes is not None
@@ -284,7 +284,7 @@ def _run(asked: Asked, task: Task) -> Iterator[_Way]:
 
 
 def _trained(asked: Asked, task: Task) -> Iterator[_Way]:
-    """Yield training with ever more given up: all weights, all from the tiers, adapters on ever smaller weights."""
+    """Yield training in order of compromise: all weights, all from the tiers, adapters on ever smaller weights."""
     model, on_gpu = asked.model, asked.machine.gpu_total_bytes is not None
     tasks = list(_options(model, task))
     for word, each in tasks:
@@ -306,7 +306,7 @@ def _trained(asked: Asked, task: Task) -> Iterator[_Way]:
 
 
 def _options(model: nn.Module, task: Task) -> Iterator[tuple[str, Task]]:
-    """Yield the options of training that a model has: words for them, and the task with them."""
+    """Yield the training options that a model supports: their words, and the task with them."""
     fp32 = any(p.dtype == torch.float32 for p in model.parameters())
     for mixed in (False, True) if fp32 and not task.mixed else (task.mixed,):
         for saves in (False, True) if checkpointing_switch(model) is not None else (False,):
@@ -315,7 +315,7 @@ def _options(model: nn.Module, task: Task) -> Iterator[tuple[str, Task]]:
 
 
 def _with_less(asked: Asked, choice: Choice, way: _Way) -> Iterator[Choice]:
-    """Yield a way with ever fewer pages on the computing device: less memory, more time."""
+    """Yield a way with ever fewer resident pages: less memory, more time."""
     plan = choice.found.plan
     if plan is None or way.task.trains:
         return
@@ -329,7 +329,7 @@ def _with_less(asked: Asked, choice: Choice, way: _Way) -> Iterator[Choice]:
 
 
 def _wider(asked: Asked, choice: Choice, way: _Way) -> Iterator[Choice]:
-    """Yield a way in the largest batches that fit, with all pages on the device and with those that pass through."""
+    """Yield a way in the largest batches that fit, with all pages resident and with streamed ones."""
     batch, before = way.task.batch, choice
     plan, one = asked.beside(way)
     _, two = asked.beside(replace(way, task=way.task.but(batch=2 * batch)))
@@ -350,7 +350,7 @@ def _wider(asked: Asked, choice: Choice, way: _Way) -> Iterator[Choice]:
 
 
 def _longest(asked: Asked, choice: Choice, way: _Way) -> Choice:
-    """Return a choice at the largest context, in doublings, that fits."""
+    """Return a choice at the longest context that fits, found by doubling."""
     context = way.task.context * 2
     while context <= _LONGEST:
         further = asked.choice(replace(way, task=way.task.but(context=context)))

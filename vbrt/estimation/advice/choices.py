@@ -1,4 +1,4 @@
-"""What `vbrt.advise` found: candidates, the best ones, and why the others are not."""
+"""Result of `vbrt.advise`: candidates, the Pareto front, the best one, and why the others lose."""
 
 import html
 import math
@@ -22,9 +22,9 @@ from vbrt.residency.memory_needs import machine_bytes
 __all__ = ["Advice", "Choice", "Nearest"]
 
 _SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"  # as `vbrt` sets it for itself
-_FP8_NOISE = 0.033  # that rounded activations, and weights once more, leave in a layer
-_INT8_NOISE = 0.007  # that activations in int8 leave, at most
-_ALIKE = 1.05  # times that differ by less are the same, before they are measured
+_FP8_NOISE = 0.033  # relative error of a layer from FP8 activations, and weights rounded once more
+_INT8_NOISE = 0.007  # maximum relative error of int8 activations
+_ALIKE = 1.05  # predicted times within this factor count as equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Choice:
 
     Attributes:
         config: of the wrapper, with its budgets; None: unwrapped.
-        preset: what the config is made from.
-        share: of its pages that the computing device may hold; None: all that fit.
-        found: its memory; None if it cannot be planned, and `why`.
+        preset: the config's origin.
+        share: resident share of its pages; None: as many as fit.
+        found: its memory; None if it cannot be planned, with `why`.
         speed: its time; None if it does not fit.
-        missing: the tier that is too small, and by how many bytes.
+        missing: the tier that is too small, and the missing bytes.
         longest: its task has the longest context that fits.
     """
 
@@ -54,12 +54,12 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """True if the machine has the memory."""
+        """True if it fits in the machine's memory."""
         return self.speed is not None
 
     @property
     def lossless(self) -> bool:
-        """True if results are the model's own, bit for bit."""
+        """True if results equal the model's own bit for bit."""
         if self.config is None or self.found is None:
             weights = None if self.config is None else self.config.weights
             return weights is None or weights.fine == "exact" or FORMATS[weights.format].lossless
@@ -67,7 +67,7 @@ class Choice:
 
     @property
     def noise(self) -> float:
-        """The relative error of rounded weights and of activations in FP8 or int8; 0 if results are the model's own."""
+        """Relative error of rounded weights and of FP8 or int8 activations; 0 if lossless."""
         if self.lossless:
             return 0.0
         plan, compute = self.found.plan, self.found.config.compute
@@ -76,19 +76,19 @@ class Choice:
 
     @property
     def bits(self) -> int:
-        """Of the codes of rounded weights, at least; 0 without."""
+        """Fewest bits of rounded weights' codes; 0 without rounded weights."""
         swaps = () if self.lossless else self.found.plan.swaps
         return min((FORMATS[swap.format].bits for swap in swaps if not swap.lossless), default=0)
 
     @property
     def rounds_moments(self) -> bool:
-        """True if the optimizer's moments are rounded to 8 bits."""
+        """True if optimizer moments are rounded to 8 bits."""
         config = None if self.found is None else self.found.config
         return config is not None and config.mode == "full" and config.training.moments != "fp32"
 
     @property
     def given_up(self) -> tuple[bool, float, bool]:
-        """What a way to train gives up, the worst first: that all weights train, their own bits, exact moments."""
+        """Compromises of a way to train, the worst first: adapters only, weight noise, rounded moments."""
         return bool(self.task.lora), self.noise, self.rounds_moments
 
     @property
@@ -99,7 +99,7 @@ class Choice:
         return self.why
 
     def settings(self) -> tuple[str, ...]:
-        """Return the keys that differ from the preset, as --set takes them."""
+        """Return the keys that differ from the preset, in the form of --set."""
         if self.found is None or self.found.config is None:
             return ()
         config = self.found.config
@@ -135,11 +135,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """Where nothing fits, the way that lacks the least.
+    """The way that lacks the least memory, where nothing fits.
 
     Attributes:
-        lacks: what the machine would need beside what it has, by tier.
-        by_task: less to do would save as much.
+        lacks: missing bytes by tier.
+        by_task: True if the task's traced bytes exceed the lack, so that a smaller task may fit.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Nearest:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """All candidates for a goal, and which of them are worth it; `nearest`: what is missing, if nothing fits."""
+    """All candidates for a goal, and the best of them; `nearest`: what is missing, if nothing fits."""
 
     model: str
     goal: str
@@ -162,19 +162,19 @@ class Advice:
 
     @property
     def fitting(self) -> tuple[Choice, ...]:
-        """What fits, and with goal "exact" gives the model's own bits."""
+        """Candidates that fit, and with goal "exact" are lossless."""
         return tuple(c for c in self.choices if c.fits and (c.lossless or self.goal != "exact"))
 
     @property
     def front(self) -> tuple[Choice, ...]:
-        """What fits and is beaten by nothing else in time, memory, exactness and context (and in what trains)."""
+        """Pareto front of the fitting candidates: time, throughput, memory, exactness, context, and what trains."""
         return tuple(c for c in self.fitting if not any(_beats(other, c) for other in self.fitting))
 
     @property
     def best(self) -> Choice:
-        """The first for the goal; of those that are within a tenth of the least time, the simplest.
+        """Best choice for the goal: among near-equal times, the one with the least compromise.
 
-        Raises ConfigError: nothing fits; by how much, and what would do.
+        Raises ConfigError: nothing fits; by how much, and what would.
         """
         fitting = self.fitting
         if not fitting:
@@ -205,7 +205,7 @@ class Advice:
         return f"{self.model}: nothing fits; {name} comes nearest and lacks {missing}; {enough}{drive}{other} would do"
 
     def command(self, model: str) -> str:
-        """Return what to do for the best choice: a command line, with a model's directory; Python, where it trains."""
+        """Return how to run the best choice: a command line for a model's directory; Python for training."""
         best = self.best
         if self.task.trains:
             return "; ".join(_steps(best))
@@ -232,7 +232,7 @@ class Advice:
 
 
 def _steps(choice: Choice) -> Iterator[str]:
-    """Yield the lines of Python that make a model train as a choice says."""
+    """Yield the Python lines that train a model as chosen."""
     task, config = choice.task, choice.found.config
     if task.lora:
         yield f'model = get_peft_model(model, LoraConfig(r={task.lora}, target_modules="all-linear"))'
@@ -251,7 +251,7 @@ def _steps(choice: Choice) -> Iterator[str]:
 
 
 def _beats(one: Choice, other: Choice) -> bool:
-    """True if a choice is no worse in everything and better in something."""
+    """True if a choice is no worse in everything and better in something (Pareto dominance)."""
     mine, its = _merits(one), _merits(other)
     return all(a >= b for a, b in zip(mine, its, strict=True)) and mine != its
 
@@ -298,7 +298,7 @@ def _row(choice: Choice, mark: str) -> str:
 
 
 def _reasons(advice: Advice) -> Iterator[str]:
-    """Yield a sentence for each candidate, in the order in which they give something up."""
+    """Yield a sentence for each candidate, least compromise first."""
     try:
         best: Choice | None = advice.best
     except ConfigError:

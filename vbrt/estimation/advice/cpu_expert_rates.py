@@ -1,4 +1,4 @@
-"""What the CPU of a machine reaches with routed experts: with pages of missed ones, and with few rows for each."""
+"""CPU rates for routed experts: pages of GPU misses, and matmuls with few rows per expert."""
 
 import itertools
 import time
@@ -19,17 +19,17 @@ from vbrt.residency.miss_policy import CPU_GB_PER_S
 
 __all__ = ["FEW_ROWS", "experts_gb_s", "few_rows"]
 
-FEW_ROWS = 32  # of an expert: a prompt of 512 tokens has so many for each of 64 experts, four a token
+FEW_ROWS = 32  # rows per expert: 512 prompt tokens over 64 experts, four each
 
 _FORMAT, _GATE = "nvfp4", Gate("silu")
 _SHAPES = {"up": (2 * 768, 2048), "down": (2048, 768)}  # of Qwen3-30B-A3B
 _AT_ONCE, _GROUPS, _TIMES = 8, 12, 9  # more bytes than caches hold
-_LONG_S = 1.0  # runs that take so long together tell enough
+_LONG_S = 1.0  # runs of this total length suffice
 
 
 def experts_gb_s() -> float:
-    """Return the GB/s of 4-bit pages, in the order of a GPU's tiles, with which the CPU computes experts for one token,
-    eight at a time; the assumed rate where kernels cannot be built."""
+    """Return the GB/s of 4-bit pages, in GPU tile order, at which the CPU computes experts for one token, eight at a
+    time; the assumed rate where kernels cannot be built."""
     rows, layout = _layout(tiled=False), _layout(tiled=True)
     memory = _memory(_GROUPS, layout)
     groups = itertools.cycle([ExpertPages(_FORMAT, torch.bfloat16, _SHAPES, layout, list(group)) for group in memory])
@@ -49,8 +49,9 @@ def experts_gb_s() -> float:
 
 
 def few_rows() -> tuple[float, float, int]:
-    """Return the TFLOP/s of products of `FEW_ROWS` rows with the matrices of eight experts in bf16, and with 4-bit ones
-    that are decoded first, 0 where kernels cannot be built; and the most pairs of an expert whose matrix is not."""
+    """Return the TFLOP/s of matmuls of `FEW_ROWS` rows with eight experts' matrices in bf16, and with 4-bit ones
+    decoded first (0 where kernels cannot be built); and the most pairs per expert that are computed without decoding.
+    """
     matrices = [torch.ones(s, dtype=torch.bfloat16, device="cpu") for s in _SHAPES.values() for _ in range(_AT_ONCE)]
     rows = {k: torch.ones(FEW_ROWS, k, dtype=torch.bfloat16, device="cpu") for _, k in _SHAPES.values()}
     tflop = 2e-12 * FEW_ROWS * sum(w_NK.numel() for w_NK in matrices)
@@ -70,15 +71,14 @@ def few_rows() -> tuple[float, float, int]:
 
 
 def _layout(*, tiled: bool) -> PageLayout:
-    """Return where the planes of an expert's page lie, in the order of a GPU's tiles or in rows."""
+    """Return the page layout of an expert's planes, in GPU tile order or in rows."""
     plain = get_format(_FORMAT)
     parts = {p: tile_layout(_FORMAT, s) if tiled else plain.layout(s, torch.bfloat16) for p, s in _SHAPES.items()}
     return join_layouts(parts)
 
 
 def _memory(groups: int, layout: PageLayout) -> Tensor:
-    """Return pages, uint8 [groups, experts, bytes]. As bytes of scales and as one fp32, 0x38 is a number near 1 and a
-    small one."""
+    """Return pages, uint8 [groups, experts, bytes], of 0x38: near 1 as a scale byte, small as fp32."""
     return torch.full((groups, _AT_ONCE, layout.nbytes), 0x38, dtype=torch.uint8, device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""How fast a machine is, in a few figures: measured here, or from the data sheet of a GPU that is not here."""
+"""Machine rates: bandwidths, TFLOP/s and launch time, measured here or from a GPU's data sheet."""
 
 import json
 import os
@@ -30,12 +30,12 @@ __all__ = [
 ]
 
 _MAX_BYTES = 1 << 16
-_LONG_S = 1.0  # runs that take so long together tell enough
-_FP8_CAPABILITY = (8, 9)  # the first with products in FP8
-#: of `tflops`, that products of few rows reach with matrices as they are, and with 4-bit ones: of two Zen 5 cores,
-#: where it was not measured
+_LONG_S = 1.0  # runs of this total length suffice
+_FP8_CAPABILITY = (8, 9)  # first compute capability with FP8 matmuls
+#: share of `tflops` of few-row matmuls, with bf16 and with 4-bit matrices, where it was not measured: from two Zen 5
+#: cores
 _FEW, _FEW_DECODED = 0.52, 0.38
-_PCIE4, _PCIE5 = 25.0, 55.0  # GB/s that page-locked copies reach over 16 lanes
+_PCIE4, _PCIE5 = 25.0, 55.0  # GB/s of pinned copies over 16 lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +44,19 @@ class Rates:
 
     Attributes:
         name: of the GPU, or of the CPU on a machine without one.
-        link_gb_s: host memory to GPU, page-locked.
-        memory_gb_s: of the memory that kernels read.
-        tflops: of bf16 matrix products.
+        link_gb_s: H2D from pinned memory.
+        memory_gb_s: memory that kernels read; measured by copies, as bytes read plus written.
+        tflops: bf16 matmuls.
         launch_us: host time of one operator.
         drive_gb_s: sequential reads.
         source: "measured here" or "data sheet".
-        fp32_tflops: of fp32 matrix products.
-        fp8: the GPU multiplies in FP8.
-        host_gb_s: of host memory, read and written by all cores; by default what a host of 16 reaches.
-        experts_gb_s: of 4-bit pages with which the CPU computes experts that the GPU lacks; by default assumed.
-        few_tflops: of bf16 products of `FEW_ROWS` rows on a CPU; 0, as rates that were kept before have it: a share of
-            `tflops`.
-        few_decoded_tflops: of those with 4-bit matrices, which are decoded first; 0: a share of `tflops`.
-        most_pairs: tokens of an expert that the CPU multiplies by its codes; of more the matrix is decoded first.
+        fp32_tflops: fp32 matmuls.
+        fp8: True if the GPU has FP8 matmuls.
+        host_gb_s: host memory, read and written by all cores; default: a host of 16 cores.
+        experts_gb_s: 4-bit pages with which the CPU computes experts missing on the GPU; by default assumed.
+        few_tflops: bf16 matmuls of `FEW_ROWS` rows on a CPU; 0 (also in older files): a share of `tflops`.
+        few_decoded_tflops: the same with 4-bit matrices, decoded first; 0: a share of `tflops`.
+        most_pairs: tokens per expert up to which the CPU multiplies by codes; beyond, it decodes the matrix first.
     """
 
     name: str
@@ -76,18 +75,19 @@ class Rates:
     most_pairs: int = 16
 
     def flops_of(self, dtype: str) -> float:
-        """Return the floating-point operations a second of products of a dtype, by torch's name."""
+        """Return the FLOP/s of matmuls in a dtype, by torch's name."""
         return 1e12 * (self.fp32_tflops or self.tflops if dtype == "float32" else self.tflops)
 
     def repack_s(self, *, decoded: bool) -> float:
-        """Return the seconds for each weight of a matrix in which torch's products repack it, however many rows they
-        have; decoded: and in which it is decoded first."""
+        """Return the seconds per weight in which torch's matmul repacks a matrix, whatever the number of rows; decoded:
+        including decoding it."""
         measured, share = (self.few_decoded_tflops, _FEW_DECODED) if decoded else (self.few_tflops, _FEW)
         few = measured or share * self.tflops
         return max(0.0, 2e-12 * FEW_ROWS * (1 / few - 1 / self.tflops))
 
 
-#: memory GB/s, dense bf16 TFLOP/s with fp32 sums, fp32 TFLOP/s and FP8, by NVIDIA's data sheets; what the link reaches
+#: memory GB/s, dense bf16 TFLOP/s with fp32 accumulation, fp32 TFLOP/s and FP8, from NVIDIA's data sheets; pinned
+#: copies over PCIe
 SHEETS = {
     "H200": Rates("H200", _PCIE5, 4800, 989, fp32_tflops=67, fp8=True),
     "H100": Rates("H100", _PCIE5, 3350, 989, fp32_tflops=67, fp8=True),
@@ -100,7 +100,7 @@ SHEETS = {
 
 
 def data_sheet(name: str) -> Rates:
-    """Return the rates of a GPU by name, in any case. Raises ArgumentError: an unknown GPU; the known ones."""
+    """Return a GPU's rates by name, in any case. Raises ArgumentError: an unknown GPU; lists the known ones."""
     check_instance(name, str, "data_sheet(): name", f"one of {', '.join(SHEETS)}")
     wanted = name.lower().replace("nvidia", "").replace("geforce", "").strip()
     found = next((rates for known, rates in SHEETS.items() if known.lower() == wanted), None)
@@ -113,12 +113,12 @@ def data_sheet(name: str) -> Rates:
 
 
 def rates_file() -> Path:
-    """Return the file that keeps the rates of this machine; it need not exist."""
+    """Return the file of this machine's stored rates; it need not exist."""
     return cache_folder() / "machine.json"
 
 
 def kept_rates() -> Rates | None:
-    """Return what was measured on this machine, if its GPU is still the same."""
+    """Return the stored rates of this machine; None without them, or if the GPU has changed."""
     try:
         found = Rates(**json.loads(read_bounded(rates_file(), _MAX_BYTES).decode()))
     except (OSError, ValueError, TypeError):
@@ -127,7 +127,7 @@ def kept_rates() -> Rates | None:
 
 
 def measure_rates() -> Rates:
-    """Measure this machine, in some seconds; `vbrt tune --machine` also keeps the result for later processes."""
+    """Measure this machine, in some seconds; `vbrt tune --machine` also stores the result for later processes."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     return Rates(
@@ -147,19 +147,19 @@ def measure_rates() -> Rates:
 
 
 def keep_rates(rates: Rates) -> None:
-    """Keep what was measured for later processes. Raises OSError: it cannot be written."""
+    """Store rates for later processes. Raises OSError: the file cannot be written."""
     rates_file().parent.mkdir(parents=True, exist_ok=True)
     write_file(rates_file(), json.dumps(asdict(rates), indent=1).encode())
 
 
 def device_name() -> str:
-    """Return the name of the GPU; on a machine without one of the CPU, with the threads that compute."""
+    """Return the GPU's name; without one the CPU's, with the number of compute threads."""
     gpu = torch.cuda.is_available()
     return torch.cuda.get_device_name() if gpu else f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def _best(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
-    """Return the least seconds of some runs, after one that warms up; of fewer where they are long."""
+    """Return the least seconds of several runs after a warm-up; fewer where they are long."""
     spans = []
     while len(spans) < 2 or (len(spans) <= times and sum(spans) < _LONG_S):
         if device.type == "cuda":
@@ -173,7 +173,7 @@ def _best(run: Callable[[], object], device: torch.device, times: int = 5) -> fl
 
 
 def link_gb_s() -> float:
-    """Return the GB/s of copies of 64 MiB from page-locked memory to the GPU."""
+    """Return the GB/s of 64 MiB H2D copies from pinned memory."""
     host = torch.empty(1 << 30, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
 
@@ -211,7 +211,7 @@ def _launch_us(device: torch.device) -> float:
 
 
 def _drive_gb_s() -> float:
-    """Return what sequential reads of a new file give; where the file stays in memory, the system's rate for that."""
+    """Return the GB/s of sequential reads of a new file; page-cache rate where the file stays in memory."""
     block = os.urandom(1 << 20) * 16
     with tempfile.NamedTemporaryFile() as file:
         for _ in range(16):

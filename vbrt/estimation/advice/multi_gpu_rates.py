@@ -1,4 +1,4 @@
-"""How fast several GPUs are together: their links all at once, sums, copies to the next one. Measured, or of H200s."""
+"""Multi-GPU rates: concurrent H2D links, all-reduce, all-gather, and peer copies; measured, or of H200s."""
 
 import json
 import time
@@ -20,18 +20,18 @@ _SMALL, _LARGE = 16 << 10, 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class GroupRates:
-    """Rates of ranks, a GPU each.
+    """Rates of a group of ranks, with a GPU each.
 
     Attributes:
-        ranks: their number.
-        link_gb_s: from host memory to each GPU while all copy.
-        sum_us: of an all-reduce of a few KiB; gathers are taken to start as fast.
-        sum_gb_s: bytes of a large tensor over the time of its all-reduce.
-        gather_gb_s: bytes of a whole page over the time in which ranks gather its parts.
-        source: "measured here", or of what.
-        neighbour_gb_s: from one GPU's memory to the next one's, while all copy.
+        ranks: number of ranks.
+        link_gb_s: H2D to each GPU while all copy.
+        sum_us: latency of a small all-reduce; all-gathers are assumed to have the same.
+        sum_gb_s: bytes of a large tensor per time of its all-reduce.
+        gather_gb_s: bytes of a whole page per time of its all-gather.
+        source: "measured here", or the machine measured.
+        neighbour_gb_s: from one GPU to the next, while all copy.
         name: of the GPU; of the CPU where ranks had none.
-        backend: that the group had, such as "nccl".
+        backend: the group's backend, such as "nccl".
     """
 
     ranks: int
@@ -53,7 +53,7 @@ class GroupRates:
         return 1e-6 * self.sum_us + nbytes / (1e9 * self.gather_gb_s)
 
 
-#: H200s of one host, by their number: links all at once, NCCL in CUDA graphs (docs/scaling.md)
+#: H200s of one host, by number of ranks: concurrent links, NCCL in CUDA graphs (docs/scaling.md)
 _MEASURED = {
     2: GroupRates(2, 53.7, 12.5, 223.0, 230.0, "two H200s of one host"),
     4: GroupRates(4, 37.0, 15.0, 190.0, 202.0, "four H200s of one host"),
@@ -61,8 +61,8 @@ _MEASURED = {
 
 
 def nvlink_rates(ranks: int) -> GroupRates:
-    """Return what H200s of one host do, measured for 2 and 4 and assumed between and beyond: links share the bytes a
-    second that 4 have together, and a sum takes a quarter longer each time their number doubles."""
+    """Return rates of H200s on one host: measured for 2 and 4, extrapolated otherwise: links share the total bandwidth
+    of 4, and an all-reduce takes a quarter longer for each doubling."""
     if ranks in _MEASURED:
         return _MEASURED[ranks]
     four = _MEASURED[4]
@@ -72,12 +72,12 @@ def nvlink_rates(ranks: int) -> GroupRates:
 
 
 def group_rates_file(ranks: int) -> Path:
-    """Return the file that keeps what `measure_group_rates` found; it need not exist."""
+    """Return the file of the rates of `measure_group_rates`; it need not exist."""
     return cache_folder() / f"machine-{ranks}-ranks.json"
 
 
 def kept_group_rates(ranks: int) -> GroupRates | None:
-    """Return what was measured for a number of ranks, whatever they had computed on: `name` says it."""
+    """Return the stored rates for a number of ranks, whatever their device: see `name`."""
     try:
         return GroupRates(**json.loads(read_bounded(group_rates_file(ranks), _MAX_BYTES).decode()))
     except (OSError, ValueError, TypeError):
@@ -85,9 +85,9 @@ def kept_group_rates(ranks: int) -> GroupRates | None:
 
 
 def measure_group_rates(*, keep: bool = True) -> GroupRates:
-    """Measure the ranks of the default process group, which all call this, in some seconds; the first keeps the result.
+    """Measure the default process group, in some seconds; all ranks call this, and rank 0 stores the result.
 
-    Raises OSError: the result cannot be kept.
+    Raises OSError: the result cannot be stored.
     """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
@@ -143,7 +143,7 @@ def _pass_on_s(nbytes: int, device: torch.device) -> float:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, times: int = 20) -> float:
-    """Return the mean seconds of a collective, issued one after the other; the slowest rank counts."""
+    """Return the mean seconds of a collective, issued back to back; the slowest rank counts."""
     for turn in range(2 * times):
         if turn == times:
             _wait(device)

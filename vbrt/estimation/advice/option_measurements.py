@@ -1,4 +1,4 @@
-"""What options save or cost, measured on this machine: attention kernels, torch.compile, memory option by option."""
+"""Measured effect of options on this machine: attention kernels, torch.compile, memory savers."""
 
 import copy
 import gc
@@ -31,9 +31,9 @@ KERNELS = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One row: what ran, median milliseconds, peak bytes beside what was there before, seconds of the first call.
+    """Measurement: case, median milliseconds, peak bytes beyond earlier allocations, seconds of the first call.
 
-    A figure that was not asked for, or not to be had, is None; `why` says why.
+    A figure that was not requested or is unavailable is None; `why` gives the reason.
     """
 
     case: str
@@ -44,7 +44,7 @@ class Measured:
 
 
 def device() -> torch.device:
-    """Return the device that measures: the GPU, if there is one."""
+    """Return the device to measure on: the GPU, if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -58,7 +58,7 @@ def attention(
     backward: bool = False,
     times: int = 7,
 ) -> Iterator[Measured]:
-    """Measure causal attention by each of torch's kernels, [batch, heads, length, width], for each length."""
+    """Measure causal attention with each of torch's kernels, [batch, heads, length, width], for each length."""
     for length in lengths:
         for name, backend in KERNELS.items():
             shape = (batch, heads, length, width)
@@ -77,7 +77,7 @@ def attention(
 
 
 def compiling(model: nn.Module, task: Task, *, times: int = 7) -> Iterator[Measured]:
-    """Measure a pass, and a pass with its backward pass, eagerly and under torch.compile, the first call apart."""
+    """Measure forward, and forward with backward, eagerly and under torch.compile; the first call is separate."""
     inputs = inputs_of(model, task, device=device())
     for word, backward in (("forward", False), ("forward + backward", True)):
         for how, made in (("eager", lambda m: m), ("torch.compile", torch.compile)):
@@ -95,7 +95,7 @@ def compiling(model: nn.Module, task: Task, *, times: int = 7) -> Iterator[Measu
 
 
 def memory(model: nn.Module, task: Task, *, times: int = 3) -> Iterator[Measured]:
-    """Measure training steps with ever more of what saves memory: each row is the one before with one option more."""
+    """Measure training steps with memory savers added one at a time: each row adds one option to the previous."""
     steps: dict[str, dict[str, Any]] = {
         "as it is": {},
         "+ bf16 autocast": {"mixed": True},
@@ -139,15 +139,16 @@ def _loss(out: Any) -> Tensor:
 
 
 def _measured(case: str, run: Callable[[], None], times: int) -> Measured:
-    """Return medians of a function; the first call apart. What a kernel refuses is a row that says so."""
+    """Return a function's median time and peak, the first call separately; an unsupported kernel gives a row with
+    `why`."""
     try:
         first = _seconds(run)
-        run()  # warm
+        run()  # warm-up
         spans = [_seconds(run) for _ in range(times)]
         return Measured(case, 1e3 * statistics.median(spans), _peak(run), first)
     except torch.OutOfMemoryError:
         why = "out of memory"
-    except RuntimeError as error:  # "No available kernel"; what torch.compile cannot compile
+    except RuntimeError as error:  # "No available kernel"; unsupported by torch.compile
         why = (str(error).strip().splitlines() or ["RuntimeError"])[0].partition(". ")[0]
     gc.collect()
     return Measured(case, why=why)

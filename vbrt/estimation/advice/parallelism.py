@@ -1,24 +1,23 @@
-"""Which way over several GPUs? One, neighbours, data parallel, link sharding, tensor parallel, by what they cost.
+"""Multi-GPU cost model: single GPU, peer memory, data parallel, link-sharded or tensor parallel.
 
-A pass takes as long as the slowest of what runs side by side, copies over the links and the device's reading and
-computing, and the sums between ranks come on top: a layer waits for them. Legend: N ranks, T tokens, P bytes of pages,
-S bytes of them that stream from below, H hidden size.
+A pass takes the maximum of its overlapping parts (H2D copies, device reads, compute), plus the collectives, for which a
+layer waits. Legend: N ranks, T tokens, P bytes of pages, S bytes of them that are streamed, H hidden size.
 
 | way | streamed by a rank | its link | computed by a rank | sums |
 | --- | --- | --- | --- | --- |
 | one GPU | S | alone | all | none |
 | data parallel | S | shared by N | all, N times as many tokens | none |
-| neighbours | S, what the others' memory holds from there | alone | all | none |
+| neighbours | S, from the others' memory where it holds them | alone | all | none |
 | link-sharded | S / N | shared by N, then gathered | all, N times as many tokens | none |
-| tensor parallel, in turn | what its part has beyond the budget | shared by N | its part | T x H, twice a block |
+| tensor parallel, in turn | its shard's pages beyond the budget | shared by N | its shard | T x H, twice a block |
 | columns alone, rows alone | the same | the same | the same | the outputs of every layer |
 
-A rank's part is what the model's own plan gives it (`rank_share.py`), planned as any model. "In turn": layers are cut
-by columns and by rows one after the other, so that what one gives is what the next one takes.
+A rank's shard follows the model's own plan (`rank_share.py`) and is planned like any model. "In turn": column-parallel
+and row-parallel layers alternate, so that one's sharded output is the next one's input.
 
-So compute against communication: splitting a product of weight (N, K) by n ranks saves 2 T N K (1 - 1/n) operations and
-costs a sum of 2 T N bytes. It pays while K (1 - 1/n) / rate > 1 / sum rate (many tokens), and while the bytes that a
-rank need not read or stream take longer than the start of a sum (few).
+Compute against communication: sharding a product with a weight (N, K) over n ranks saves 2 T N K (1 - 1/n) operations
+and costs an all-reduce of 2 T N bytes. It pays while K (1 - 1/n) / rate > 1 / sum rate (many tokens), and while reading
+or streaming the bytes saved takes longer than an all-reduce's latency (few).
 """
 
 from collections.abc import Sequence
@@ -40,9 +39,9 @@ class Way:
     Attributes:
         pass_ms: of a pass of one token, and of many.
         tokens_s: of all ranks together, for passes of one token, and of many.
-        bound: what decides a pass of one token, and of many: "link", "memory", "matmul" or "sums".
-        streamed_gb: that a rank copies over its link in a pass.
-        host_gb: of pages in host memory, for each rank.
+        bound: bottleneck of a pass of one token, and of many: "link", "memory", "matmul" or "sums".
+        streamed_gb: H2D bytes of a rank per pass.
+        host_gb: pages in host memory, per rank.
     """
 
     name: str
@@ -55,8 +54,8 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All ways, and what they say: `advice` is one line for a single stream of tokens, and one for many; `refused`: why
-    tensor parallel ways are not among them, or empty."""
+    """All ways, and the verdict: `advice` is a line for a single stream of tokens, and one for many; `refused`: why
+    tensor parallelism is excluded, or empty."""
 
     ranks: int
     tokens: int
@@ -72,20 +71,20 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What a rank does in a pass."""
+    """A rank's load in a pass."""
 
     streamed: float
     link_gb_s: float
     read: float
     operations: float
-    sums: Sequence[float] = ()  # bytes of each
+    sums: Sequence[float] = ()  # bytes of each all-reduce
     gathers: Sequence[float] = ()
-    passes: int = 1  # of the whole, at once
+    passes: int = 1  # passes of the whole model at once, over all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is compared: plans of the whole model on one GPU, and of one rank's part of it, and the rates."""
+    """Inputs of the comparison: plans of the whole model on one GPU and of one rank's shard, and the rates."""
 
     plan: Plan
     part: Plan
@@ -98,8 +97,8 @@ def compare_ways(plan: Plan, part: Plan | str, rates: Rates, group: GroupRates, 
 
     Args:
         plan: of the whole model on one GPU.
-        part: of what one rank has of it (`split.rank_plan`); why the model cannot be split, else.
-        tokens: of a pass of many.
+        part: plan of one rank's shard (`rank_share.rank_plan`), or why the model cannot be sharded.
+        tokens: of a many-token pass.
     """
     refused = part if isinstance(part, str) else ""
     asked = _Asked(plan, plan if isinstance(part, str) else part, rates, group)
@@ -109,7 +108,7 @@ def compare_ways(plan: Plan, part: Plan | str, rates: Rates, group: GroupRates, 
 
 
 def _source(rates: Rates, group: GroupRates) -> str:
-    """Say where each figure comes from."""
+    """Describe the source of each figure."""
     measured = f"{group.ranks} ranks of {group.name}, {group.backend}" if group.name else group.source
     together = f"{group.source} ({measured})" if group.name else measured
     return (
@@ -148,12 +147,12 @@ def _costs(load: _Load, rates: Rates, group: GroupRates) -> dict[str, float]:
 
 
 def _below(plan: Plan) -> float:
-    """Bytes of pages that live below the computing tier."""
+    """Bytes of pages below the computing tier."""
     return sum(page.nbytes for swap in plan.swaps for page in swap.pages if page.home != plan.compute_tier)
 
 
 def _streamed(plan: Plan) -> float:
-    """Bytes that every pass copies: of routed experts, those that a token goes to."""
+    """H2D bytes per pass; of routed experts only those of one token."""
     below = ((swap, page) for swap in plan.swaps for page in swap.pages if page.home != plan.compute_tier)
     return streamed_share(plan) * sum(page.nbytes * _share(swap) for swap, page in below)
 
@@ -172,18 +171,18 @@ def _operations(plan: Plan, tokens: int) -> float:
 
 
 def _outputs(plan: Plan, tokens: int) -> list[float]:
-    """Bytes of the 16-bit outputs of each layer."""
+    """Bytes of each layer's 16-bit outputs."""
     return [2.0 * tokens * (swap.parts[-1] if swap.parts else swap.site).shape[0] for swap in plan.swaps]
 
 
 def _rowwise(plan: Plan, tokens: int) -> list[float]:
-    """Bytes of the outputs that are summed where columns and rows take turns: of layers that lead back to the width
-    that most others begin from."""
+    """Bytes of the all-reduced outputs where column and row parallel alternate: of layers back to the hidden size,
+    which is the most frequent input width."""
     inputs = [swap.site.shape[1] for swap in plan.swaps]
     hidden = max(set(inputs), key=inputs.count) if inputs else 0
     back = [
         swap for swap in plan.swaps if (swap.parts[-1] if swap.parts else swap.site).shape[0] == hidden
-    ]  # o_proj, down_proj, and square projections, of which a block has one that is summed
+    ]  # o_proj, down_proj, and square projections, of which one per block is reduced
     narrow = [swap for swap in back if swap.parts or swap.site.shape[1] != hidden or "o_proj" in swap.name]
     return [2.0 * tokens * hidden for _ in (narrow or back)]
 
@@ -200,7 +199,7 @@ def _data(asked: _Asked, tokens: int) -> _Load:
 
 
 def _neighbours(asked: _Asked, tokens: int) -> _Load:
-    """One GPU computes; pages that its budget has no room for are in the others' memory as far as that goes."""
+    """One GPU computes; pages beyond its budget come from peers' memory as far as that goes."""
     plan, group = asked.plan, asked.group
     streamed, below = _streamed(plan), _below(plan)
     near = min(1.0, (group.ranks - 1) * next(iter(plan.budgets.values())) / below) if below else 0.0
@@ -214,12 +213,12 @@ def _link_sharded(asked: _Asked, tokens: int) -> _Load:
     gathers = [streamed / max(1, len(plan.swaps))] * len(plan.swaps) if streamed else []
     work = _read(plan), _operations(plan, tokens)
     side_by_side = max(0.0, sum(map(group.gather_s, gathers)) - streamed / group.ranks / (1e9 * group.link_gb_s))
-    late = [side_by_side * 1e9 * group.gather_gb_s] if side_by_side else []  # gathers hide behind the copies
+    late = [side_by_side * 1e9 * group.gather_gb_s] if side_by_side else []  # gathers overlap the copies
     return _Load(streamed / group.ranks, group.link_gb_s, *work, gathers=late, passes=group.ranks)
 
 
 def _tensor(asked: _Asked, tokens: int) -> tuple[float, float, float, float]:
-    """What a rank streams, over which link, and what it reads and computes, with its part of each weight."""
+    """Return a rank's streamed bytes, link rate, read bytes and operations, with its shard of each weight."""
     part = asked.part
     return _streamed(part), asked.group.link_gb_s, _read(part), _operations(part, tokens)
 
@@ -236,7 +235,7 @@ def _rows(asked: _Asked, tokens: int) -> _Load:
     return _Load(*_tensor(asked, tokens), sums=_outputs(asked.plan, tokens))
 
 
-#: ways in which a rank has a part of each weight
+#: ways that shard each weight over ranks
 _SPLIT = {
     "tensor parallel, columns and rows in turn": _in_turn,
     "tensor parallel, columns": _columns,

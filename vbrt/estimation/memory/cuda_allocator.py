@@ -1,4 +1,4 @@
-"""What torch's CUDA allocator gives away for tensors, and counts (c10/cuda/CUDACachingAllocator.cpp)."""
+"""Block sizes of torch's CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp)."""
 
 import bisect
 
@@ -10,26 +10,26 @@ _OWN, _SEGMENT, _ROUND = 10 << 20, 20 << 20, 2 << 20
 
 
 def allocated_bytes(nbytes: int) -> int:
-    """Return what is given away for a tensor that lives by itself.
+    """Return the block size for a tensor allocated by itself.
 
-    Multiples of 512 bytes; from 10 MiB on a segment of the tensor's own, of whole 2 MiB, whose rest is split off only
+    Multiples of 512 bytes; from 10 MiB on a segment of its own, a multiple of 2 MiB, whose remainder is split off only
     if it is larger than 1 MiB.
     """
     return Blocks().take(nbytes)
 
 
 class Blocks:
-    """Tensors that live together, in the segments that an empty allocator makes for them.
+    """Best-fit allocation of tensors that live together, starting from an empty allocator.
 
-    Those of up to 1 MiB share segments of 2 MiB, others below 10 MiB segments of 20 MiB. A tensor gets the smallest
-    free block that holds it, and the rest of it, too, if that is 1 MiB or less.
+    Tensors up to 1 MiB share segments of 2 MiB, others below 10 MiB segments of 20 MiB. A tensor gets the smallest free
+    block that fits; for one larger than 1 MiB, a remainder of 1 MiB or less stays with it.
     """
 
     def __init__(self) -> None:
         self._free: dict[bool, list[int]] = {True: [], False: []}
 
     def take(self, nbytes: int) -> int:
-        """Return the bytes of the block that a further tensor gets."""
+        """Allocate a further tensor; return its block's bytes."""
         size = -(-nbytes // _GRANULE) * _GRANULE
         small = size <= _SMALL
         free = self._free[small]

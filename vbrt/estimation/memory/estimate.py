@@ -1,7 +1,7 @@
-"""`vbrt.estimate`: the memory that a model takes for a task, before anything of it is loaded.
+"""`vbrt.estimate`: memory of a task, before anything is loaded.
 
-Weights are counted: the plan that wrapping would follow says which pages lie where. Everything else is traced: the
-model runs on tensors without values (`fake_trace.py`), with a few of its equal blocks; their differences tell the rest.
+Weights are counted: the plan that wrapping would follow gives the pages of each tier. Everything else is traced: the
+model runs on fake tensors (`fake_trace.py`) with a few of its equal blocks, and the rest is extrapolated.
 """
 
 import os
@@ -39,24 +39,24 @@ def estimate(
     ranks: int = 1,
     **sizes: Any,
 ) -> Estimate:
-    """Estimate the memory that a model takes for a task on a machine, before it is loaded.
+    """Estimate the memory of a task on a machine, before the model is loaded.
 
     Args:
         model: as built under `torch.device("meta")`, or any other; it is not run and not changed.
         task: "decode", "prefill" or "train", or a `Task`; `sizes` are its other attributes: `batch=8, context=4096`.
-        config: as for `vbrt.wrap`; None: the model as it is, unwrapped.
+        config: as for `vbrt.wrap`; None: the unwrapped model.
         machine: its memory (default: this machine's).
-        ranks: of one host, with a GPU each, that the model's own `tp_plan` splits it over: what one of them takes, of
-            its share of the machine. 1: the whole model.
+        ranks: number of ranks on one host, with a GPU each, over which the model's own `tp_plan` shards it; the
+            estimate is for one of them, on its share of the machine. 1: the whole model.
 
     Returns:
-        The rows, by tier, each with the source of its figure, and the largest moments of a step. Of a model that
-        cannot run without values, weights and pages alone, with a warning and `refused`.
+        Rows by tier, each with the source of its figure, and the peak of each stage. For a model that cannot run on
+            fake tensors, weights and pages alone, with a warning and `refused`.
 
     Raises:
-        ArgumentError: the task has an impossible value, nothing says what the model's forward takes, or the model
-            cannot be split over so many ranks.
-        ConfigError: the config is wrong; or budgets are impossible for this model.
+        ArgumentError: an impossible value in the task, unknown inputs of the model's forward, or the model cannot be
+            sharded over so many ranks.
+        ConfigError: an invalid config, or impossible budgets for this model.
         WrapError: the model is wrapped.
     """
     check_instance(model, nn.Module, "estimate(): model", "a torch.nn.Module")
@@ -72,9 +72,9 @@ def estimate(
 
 
 def bare_model(model: nn.Module, task: Task, ranks: int = 1, config: VBConfig | None = None) -> nn.Module:
-    """Return a copy of a model without weights, with the adapters of the task; of several ranks what one of them has.
+    """Return a meta copy of a model with the task's adapters; with several ranks, one rank's shard.
 
-    Raises WrapError: it is wrapped; and what `part_of` raises, of several ranks.
+    Raises WrapError: it is wrapped; with several ranks, also what `part_of` raises.
     """
     _check_plain(model)
     bare = meta_copy(model) if ranks == 1 else part_of(model, ranks, config)
@@ -95,9 +95,9 @@ def estimate_of(
     plan: Plan | None,
     traced: Trace | None = None,
 ) -> Estimate:
-    """Return the estimate of a bare model under a plan; `traced`, if the same task was traced before."""
+    """Estimate a bare model under a plan; `traced` reuses an earlier trace of the same task."""
     if task.trains and plan is not None and plan.mode == "infer":
-        for parameter in swapped_parameters(bare, plan):  # what is swapped does not train
+        for parameter in swapped_parameters(bare, plan):  # swapped weights are frozen
             parameter.requires_grad_(False)
     tier = _compute_tier(plan, machine)
     traced = traced or whole_trace(bare, task, plan, asked_of(config, tier))
@@ -122,9 +122,9 @@ def _compute_tier(plan: Plan | None, machine: Machine) -> str:
 
 
 def lora_model(model: nn.Module, rank: int, *, device: str = "meta") -> nn.Module:
-    """Return a model with PEFT's adapters on all linear layers but the head, which are made on a device.
+    """Return a model with PEFT's LoRA adapters on all linear layers except the head, created on `device`.
 
-    Raises ArgumentError: peft is not installed, or it finds nothing to adapt.
+    Raises ArgumentError: peft is not installed, or finds nothing to adapt.
     """
     try:
         return lora_on(model, rank, meta=device == "meta")
@@ -135,7 +135,7 @@ def lora_model(model: nn.Module, rank: int, *, device: str = "meta") -> nn.Modul
 
 
 def as_task(task: str | Task, sizes: Mapping[str, Any]) -> Task:
-    """Return the task that is named, with its sizes. Raises ArgumentError: an impossible value."""
+    """Return the task with its sizes. Raises ArgumentError: an impossible value."""
     if isinstance(task, Task):
         return task.but(**sizes) if sizes else task
     unknown = sorted(set(sizes) - {f for f in Task.__dataclass_fields__ if f != "kind"})

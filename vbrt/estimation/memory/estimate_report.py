@@ -1,4 +1,4 @@
-"""An estimate as data, as text and as JSON."""
+"""Estimate as data, text and JSON."""
 
 import html
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from vbrt.residency.plan import Plan
 __all__ = ["Estimate", "Row", "records"]
 
 _BAR = 40
-#: what bars are made of, in their order
+#: bars' shades, in order
 _SHADES = {
     "weights": "█",
     "optimizer": "▓",
@@ -25,13 +25,13 @@ _SHADES = {
     "outputs": "▒",
     "temporaries": "░",
 }
-#: what is in a device's memory and in no figure of torch's allocator
+#: device memory outside torch's allocator
 _CONTEXT = "CUDA's context and loaded kernels, 0.4 to 0.6 GiB, come on top; torch's allocator does not count them"
 
 
 def records(task: Task, plan: Plan | None, tier: str) -> bool:
-    """True if `generate` records steps: of wrapped models on a GPU, unless the host hears which experts tokens are sent
-    to (see `layers.experts.why_waits`); on a CPU of those whose weights lose bits."""
+    """True if `generate` captures steps: on a GPU for wrapped models, unless the host needs each token's experts (see
+    `layers.experts.why_waits`); on a CPU for models with lossy weights."""
     if task.kind != "decode" or plan is None:
         return False
     if tier != "gpu":
@@ -41,7 +41,7 @@ def records(task: Task, plan: Plan | None, tier: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Bytes of one thing in one tier, and where the figure is from: "counted" or "traced"."""
+    """Bytes of one item in one tier; source of the figure: "counted" or "traced"."""
 
     name: str
     tier: str
@@ -52,19 +52,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a model takes for a task.
+    """Memory of a model for a task.
 
     Attributes:
         model: its class.
         config: of the wrapper; None: unwrapped.
-        compute_tier: the tier of what computes: "gpu" or "cpu".
-        rows: by tier, at the largest moment of a step.
-        moments: the stages of a step and the bytes of each one's largest moment, in the memory of what computes.
-        plan: what wrapping would do; None: unwrapped.
-        refused: why nothing could be traced, so that weights and pages alone are counted; "": everything is.
-        parts: of each stage, what its largest moment is made of: rows that are always there, what lasts, temporaries.
-        work: what runs in a step of the plain model, as `Meter.work` has it.
-        in_place_bytes: of the prompt's KV cache, what further calls of `generate` compute where recorded steps have it.
+        compute_tier: "gpu" or "cpu".
+        rows: by tier, at the peak of a step.
+        moments: stages of a step and their peak bytes, in the computing tier.
+        plan: the wrapper's plan; None: unwrapped.
+        refused: why tracing failed, so that only weights and pages are counted; "": traced.
+        parts: per stage, the breakdown of its peak: steady rows, tensors that outlive an operator, temporaries.
+        work: operations in a step of the plain model, as `Meter.work` has them.
+        in_place_bytes: part of the prompt's KV cache that further calls of `generate` compute in the captured steps'
+            own cache.
     """
 
     model: str
@@ -82,7 +83,7 @@ class Estimate:
 
     @property
     def tiers(self) -> dict[str, int]:
-        """Bytes by tier, at the largest moment."""
+        """Bytes by tier, at the peak."""
         totals: dict[str, int] = {}
         for row in self.rows:
             totals[row.tier] = totals.get(row.tier, 0) + row.nbytes
@@ -90,18 +91,18 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes in the memory of what computes, at the largest moment: `torch.cuda.max_memory_allocated()` on a GPU."""
+        """Peak bytes in the computing tier: `torch.cuda.max_memory_allocated()` on a GPU."""
         return self.tiers[self.compute_tier]
 
     @property
     def recorded(self) -> bool:
-        """True if `generate` records steps."""
+        """True if `generate` captures steps."""
         return records(self.task, self.plan, self.compute_tier)
 
     @property
     def again_bytes(self) -> int:
-        """Bytes in the memory of what computes, at the largest moment of further calls of `generate`: recorded steps
-        stay, with their KV cache and a pool for their temporaries. Other tasks: `peak_bytes`."""
+        """Peak bytes in the computing tier during further calls of `generate`, when captured steps stay allocated with
+        their KV cache and memory pool. Other tasks: `peak_bytes`."""
         if not self.recorded:
             return self.peak_bytes
         moments, prompt, step = dict(self.moments), self.parts["prompt"], self.parts["step"]
@@ -112,7 +113,7 @@ class Estimate:
 
     @property
     def missing(self) -> dict[str, int]:
-        """Bytes that each tier of the machine lacks; empty if everything fits, further calls of `generate` too."""
+        """Missing bytes by tier; empty if everything fits, including further calls of `generate`."""
         has, takes = machine_bytes(self.machine), self.tiers | {self.compute_tier: self.again_bytes}
         return {t: n - has[t] for t, n in takes.items() if has[t] is not None and n > has[t]}
 
@@ -147,12 +148,12 @@ class Estimate:
         return f"<pre>{html.escape(self.table(width=120))}</pre>"
 
     def table(self, *, width: int = 80) -> str:
-        """Return rows and a bar for each stage of a step, as text."""
+        """Return rows and a bar per stage, as text."""
         return "\n".join(_lines(self, width))
 
 
 def _bars(estimate: Estimate, room: int) -> Iterator[str]:
-    """Yield a bar for each stage, shaded by what its largest moment is made of, and what the shades are."""
+    """Yield a bar per stage, shaded by the breakdown of its peak, and the legend."""
     made = {stage: _shaded(estimate.parts.get(stage, {}), nbytes) for stage, nbytes in estimate.moments}
     longest = max(1, *(nbytes for _, nbytes in estimate.moments))
     for stage, nbytes in estimate.moments:
@@ -167,7 +168,7 @@ def _bars(estimate: Estimate, room: int) -> Iterator[str]:
 
 
 def _shaded(parts: Mapping[str, int], total: int) -> dict[str, int]:
-    """Return the bytes of each shade; weights are all that is there before a step and after it."""
+    """Return bytes per shade; everything outside a step counts as weights."""
     named = {name: parts.get(name, 0) for name in _SHADES if name != "weights"}
     return {"weights": total - sum(named.values()), **named}
 

@@ -1,4 +1,4 @@
-"""The rows of an estimate: weights as the plan has them, and what a step adds at its largest moment."""
+"""Rows of an estimate: weights from the plan, and a step's tensors at its peak."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -15,8 +15,8 @@ from vbrt.residency.plan import Plan
 
 __all__ = ["more_parts", "parts", "stages", "step_rows", "swapped_parameters", "weight_rows"]
 
-_WORKSPACE = 32 << 20  # of cuBLAS for a thread and a stream, on sm_90: ATen/cuda/CUDABlas.cpp
-#: what of all that lasts is there in a stage
+_WORKSPACE = 32 << 20  # cuBLAS workspace per thread and stream, on sm_90: ATen/cuda/CUDABlas.cpp
+#: long-lived tensors by stage
 _THERE = {
     "prompt": ("KV cache",),
     "step": ("KV cache",),
@@ -28,7 +28,7 @@ _THERE = {
 
 
 def weight_rows(model: nn.Module, plan: Plan | None, machine: Machine, tier: str, task: Task) -> list[Row]:
-    """Return what weights and buffers take, in each tier; `tier` is that of what computes."""
+    """Return the bytes of weights and buffers by tier; `tier` is the computing one."""
     sized = allocated_bytes if tier == "gpu" else int
     parameters = {id(p): sized(p.numel() * p.element_size()) for p in model.parameters()}
     buffers = {id(b): sized(b.numel() * b.element_size()) for b in model.buffers()}
@@ -51,7 +51,7 @@ def swapped_parameters(model: nn.Module, plan: Plan) -> Iterator[nn.Parameter]:
 
 
 def _merged_row(plan: Plan | None, tier: str) -> Iterator[Row]:
-    """Yield what restoring weights from two planes takes: the largest of them, as it was."""
+    """Yield the buffer for weights restored from two planes: the largest dense weight."""
     exact = [swap for swap in plan.swaps if swap.fine == "exact"] if plan is not None and plan.mode == "infer" else []
     if exact:
         largest = max(swap.dense_bytes // max(1, swap.experts) for swap in exact)
@@ -68,8 +68,8 @@ def _page_rows(plan: Plan, machine: Machine, task: Task) -> Iterator[Row]:
 
 
 def _passing_bytes(plan: Plan, need: TierNeed, task: Task) -> int:
-    """Return the bytes of the pages that pass through the computing tier and are held there at once: as many as find
-    room, and of routed experts no more than one prompt touches, if that is all."""
+    """Return the bytes of streamed pages held at once in the computing tier: as many as there is room for, and for
+    prefill no more than the pages that one prompt touches."""
     room = need.most_bytes - plan.unbudgeted_bytes - need.home_bytes
     if task.kind != "prefill":
         return room
@@ -85,8 +85,8 @@ def _passing_bytes(plan: Plan, need: TierNeed, task: Task) -> int:
 def more_parts(
     task: Task, plan: Plan | None, machine: Machine, tier: str, stages: Iterable[str], traced: Trace
 ) -> dict[str, dict[str, int]]:
-    """Return what each stage has beside that on a GPU: cuBLAS's workspaces, one, one of the thread of backward passes,
-    and one of recorded steps, which the first prompt comes before; and the rests of the allocator's blocks."""
+    """Return the GPU's further bytes by stage: cuBLAS workspaces (one, one more for the backward thread, one more for
+    captured steps, which come after the first prompt), and the allocator's unsplit remainders."""
     if tier != "gpu":
         return {stage: {} for stage in stages}
     blocks = Blocks()
@@ -99,8 +99,8 @@ def more_parts(
 
 
 def _top_pages(plan: Plan, machine: Machine, task: Task) -> Iterator[int]:
-    """Yield the bytes of the pages that the computing tier holds at once: its own, and as many as find room of those
-    that pass through, in their order."""
+    """Yield the bytes of the pages that the computing tier holds at once: resident ones, and streamed ones in order
+    while they fit."""
     need = tier_needs(plan, machine)[0]
     room = _passing_bytes(plan, need, task)
     for page in (page for swap in plan.swaps for page in swap.pages):
@@ -112,12 +112,12 @@ def _top_pages(plan: Plan, machine: Machine, task: Task) -> Iterator[int]:
 
 
 def _rests(blocks: Blocks, tensors: Iterable[int]) -> int:
-    """Return the bytes that tensors get beyond their own, in whole granules."""
+    """Return the bytes that the allocator gives tensors beyond their own, in whole granules."""
     return sum(blocks.take(nbytes) - nbytes for nbytes in tensors)
 
 
 def step_rows(held: Mapping[str, int], task: Task, tier: str, stage: str) -> list[Row]:
-    """Return what a stage of a step adds: what lives on beside weights, and what comes and goes at its largest."""
+    """Return the rows of a stage: long-lived tensors, and temporaries at the peak."""
     tokens = f"{task.batch} × {task.context + task.new if task.kind == 'decode' else task.context} tokens"
     notes = {
         "KV cache": f"{tokens}, by the model's own cache",
@@ -131,7 +131,7 @@ def step_rows(held: Mapping[str, int], task: Task, tier: str, stage: str) -> lis
 
 
 def stages(traced: Trace) -> dict[str, int]:
-    """Return the stages of a step, and the bytes of the largest moment of each."""
+    """Return the peak bytes of each stage of a step."""
     found: dict[str, int] = {}
     for phase, nbytes in traced.peaks.items():
         stage = phase.partition(":")[0]
@@ -140,7 +140,7 @@ def stages(traced: Trace) -> dict[str, int]:
 
 
 def parts(traced: Trace, stage: str) -> Mapping[str, int]:
-    """Return what is there at the largest moment of a stage: of all that lasts, and temporaries, which come last."""
+    """Return the breakdown of a stage's peak: long-lived tensors, then temporaries as the rest."""
     left, found = stages(traced)[stage], {}
     for name in _THERE[stage]:
         found[name] = min(left, traced.rows.get(name, 0))

@@ -1,4 +1,4 @@
-"""Example inputs of a model, from what its class and its config say: shapes alone matter."""
+"""Example inputs for a forward, from the model's class and config; only shapes matter."""
 
 import inspect
 from typing import Any
@@ -11,15 +11,15 @@ from vbrt.estimation.memory.task import Task
 
 __all__ = ["inputs_of"]
 
-_TEXT = 448  # tokens that a model of speech writes, at most: Whisper's max_target_positions
+_TEXT = 448  # maximum output tokens of a speech model: Whisper's max_target_positions
 
 
 def inputs_of(
     model: nn.Module, task: Task, tokens: int | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """Return keyword arguments for `model.forward` on a device: `tokens` of each sequence, or the task's context.
+    """Return keyword arguments for `model.forward` on a device, with `tokens` per sequence or the task's context.
 
-    Raises ArgumentError: nothing says what the model takes.
+    Raises ArgumentError: the model's inputs are unknown.
     """
     name, tokens = getattr(model, "main_input_name", None), tokens or task.context
     config = getattr(model, "config", None)
@@ -39,7 +39,7 @@ def inputs_of(
     if getattr(config, "is_encoder_decoder", False):
         shapes["decoder_input_ids"] = (task.batch, tokens if name == "input_ids" else min(tokens, _TEXT))
     floating = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    # not zeros: those are padding to some models
+    # ones, because zeros are padding to some models
     return {
         key: torch.ones(shape, dtype=torch.long if key.endswith("_ids") else floating, device=device)
         for key, shape in shapes.items()
@@ -52,7 +52,7 @@ def _image(config: Any, batch: int) -> tuple[int, ...]:
 
 
 def _sample(model: nn.Module, config: Any, batch: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what a denoising model of diffusers takes."""
+    """Return the input shapes of a diffusers denoiser."""
     shapes = {"sample": (batch, config.in_channels, *_pair(config.sample_size)), "timestep": (batch,)}
     if "encoder_hidden_states" in _arguments(model):
         width = config.cross_attention_dim

@@ -1,11 +1,11 @@
-"""What routed experts allocate on a GPU while their layer computes, as a plan holds them, on a copy that is traced.
+"""GPU workspace of routed experts during their layer's forward, simulated on the traced copy.
 
-Lossless ones: the experts of one lease, decoded or gathered together, and what the model's own implementation makes;
-where a pass takes several leases, that for their part of the pairs, and the rows of all pairs. Those in 4 bits: inputs
-and outputs of both products for each pair, and where pages pass through, the rows of the leases before. See
+Lossless experts: those of one lease, decoded or gathered together, plus the allocations of the model's own
+implementation; with several leases, its allocations for one lease's pairs, and output rows for all pairs. 4-bit
+experts: inputs and outputs of both products for each pair, and with streamed pages the rows of earlier leases. See
 `layers/experts/run_experts.py`.
 
-Tokens are taken to be sent to experts at random: T of them touch E (1 - (1 - k / E)^T) of E.
+Tokens are assumed to be routed at random: T tokens touch E (1 - (1 - k / E)^T) of E experts.
 """
 
 import math
@@ -27,18 +27,18 @@ __all__ = ["HeldExperts", "experts_at_once", "heard_by_host", "pairs_among", "sl
 
 
 def pairs_among(values: Iterable[Any]) -> int:
-    """Return the pairs of tokens and experts that arguments name by their ids; 0 if none are ids."""
+    """Return the number of (token, expert) pairs in the arguments' expert ids; 0 without ids."""
     ids = next((v for v in values if isinstance(v, Tensor) and not v.is_floating_point()), None)
     return 0 if ids is None else ids.numel()
 
 
 def touched_share(experts: int, top_k: int, tokens: float) -> float:
-    """Return the share of a layer's experts that some of so many tokens are expected to go to."""
+    """Return the share of a layer's experts that so many tokens are expected to touch."""
     return 1 - (1 - top_k / experts) ** tokens
 
 
 def experts_at_once(leases: ExpertLeases, room_bytes: int | None) -> tuple[int, int]:
-    """Return the experts that a lease takes at most, of few tokens and in a scan, with room for pages that move."""
+    """Return the most experts per lease: for few tokens, and in a scan; room_bytes: room for streamed pages."""
     largest = max(leases.page_bytes)
     wanted = 0 if room_bytes is None else pages_of_scan(auto_scan(largest), room_bytes, largest)
     few, scan = (leases.at_once(scan=scan, room_bytes=room_bytes, scan_pages=wanted) for scan in (False, True))
@@ -46,8 +46,8 @@ def experts_at_once(leases: ExpertLeases, room_bytes: int | None) -> tuple[int, 
 
 
 def slots_of(swap: Swap, plan: Plan) -> int | None:
-    """Return how many experts of a layer held dense the cache has room for of which the GPU decides; None without one:
-    they are held otherwise, or do not all live in host memory."""
+    """Return a dense MoE layer's slots in the GPU-managed expert cache; None without such a cache: other formats, or
+    pages that are not all in host memory."""
     if plan.compute_tier != "gpu" or not _is_dense(swap) or {page.home for page in swap.pages} != {"cpu"}:
         return None
     moving = [one for one in plan.routed if any(page.home != "gpu" for page in one.pages)]
@@ -57,18 +57,18 @@ def slots_of(swap: Swap, plan: Plan) -> int | None:
 
 
 def _parts(leases: ExpertLeases, slots: int) -> tuple[int, int]:
-    """Return the experts that are gathered together at most, of few tokens and in a scan, from so many slots."""
+    """Return the most experts gathered together, for few tokens and in a scan, given the cache's slots."""
     gathered = gathered_at_once(max(leases.page_bytes))
     return gathered, gathered if slots == leases.experts else min(gathered, max(1, slots // 2))
 
 
 def heard_by_host(swap: Swap, plan: Plan, pairs: int) -> bool:
-    """True if the host hears, on a GPU, which routed experts of a layer so many pairs name, and leases these."""
+    """True if the host must learn which experts so many pairs name, to lease them for a GPU."""
     homes = {page.home for page in swap.pages}
     if swap.fine == "exact" or not (homes <= {"gpu"} or homes == {"cpu"}):
         return True
     if not _is_dense(swap):
-        return homes == {"cpu"} and swap.format not in TILE_FORMATS  # whose kernels take pages by address
+        return homes == {"cpu"} and swap.format not in TILE_FORMATS  # tile kernels take pages by address
     at_once = (slots_of(swap, plan) or 0) if homes == {"cpu"} else gathered_at_once(_page_bytes(swap))
     return pairs >= swap.experts or pairs > at_once
 
@@ -82,13 +82,13 @@ def _page_bytes(swap: Swap) -> int:
 
 
 class HeldExperts(NamedTuple):
-    """A layer's experts as a plan holds them.
+    """A layer's experts under a plan.
 
     Attributes:
-        on_gpu: whether a GPU computes.
+        on_gpu: True if a GPU computes.
         at_once: see `experts_at_once`.
-        most: experts that the tokens of a prompt name; 0: any.
-        unheard: pairs of which nobody but the device knows the experts, held dense: it gathers one for each.
+        most: maximum of experts that a prompt's tokens name; 0: unlimited.
+        unheard: number of pairs whose dense experts only the device knows: it gathers one expert per pair.
     """
 
     leases: ExpertLeases
@@ -99,7 +99,7 @@ class HeldExperts(NamedTuple):
 
     @classmethod
     def of(cls, swap: Swap, plan: Plan, task: Task) -> Self:
-        """Of a swap of the plan."""
+        """Make it of a swap of the plan."""
         top = next(iter(plan.budgets))
         planes = len(swap.pages) // swap.experts
         pages = tuple(page.nbytes for page in swap.pages[:planes])
@@ -113,7 +113,7 @@ class HeldExperts(NamedTuple):
         return cls(leases, plan.compute_tier == "gpu", at_once, task.experts, unheard)
 
     def forward(self, module: nn.Module, own: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The output of a layer: nothing of it is computed that the model's own implementation does not compute."""
+        """Forward that makes a layer's allocations; only the model's own implementation computes."""
         pairs = pairs_among((*args, *kwargs.values()))
         if torch.is_grad_enabled() or not self.on_gpu or not pairs:
             return x * 1
@@ -123,13 +123,13 @@ class HeldExperts(NamedTuple):
         return self._by_kernels(stacked, pairs, x)
 
     def touched(self, pairs: int) -> int:
-        """Return the experts that so many pairs are expected to name."""
+        """Return the experts that so many pairs are expected to touch."""
         experts, k = self.leases.experts, self.leases.top_k
         touched = math.ceil(experts * touched_share(experts, k, pairs / k))
         return min(touched, max(k, self.most)) if self.most else touched
 
     def leased(self, pairs: int) -> int:
-        """Return the experts that a lease of so many pairs takes at most."""
+        """Return the most experts per lease for so many pairs."""
         return self.at_once[pairs >= self.leases.experts]
 
     def _by_library(
@@ -150,7 +150,7 @@ class HeldExperts(NamedTuple):
 
     def _by_kernels(self, stacked: list[nn.Parameter], pairs: int, x: Tensor) -> Tensor:
         sorted_pairs = not are_few(pairs, self.leases.experts)
-        inner = min(p.shape[1] * p.shape[2] // x.shape[-1] for p in stacked)  # of gates and values there are two
+        inner = min(p.shape[1] * p.shape[2] // x.shape[-1] for p in stacked)  # twice that for gate and up
         before = x.new_empty(pairs, x.shape[-1]) if self.touched(pairs) > self.leased(pairs) else None
         gathered = x.new_empty(pairs, x.shape[-1]) if sorted_pairs else None
         h = x.new_empty(pairs, inner)

@@ -1,4 +1,4 @@
-"""The trace of a whole model, from those of a few blocks of each kind."""
+"""Extrapolation of a whole model's trace from a few blocks of each kind."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -16,19 +16,19 @@ from vbrt.residency.plan import Plan
 
 __all__ = ["STAGES", "whole_trace"]
 
-_TRACED = 3  # blocks of each kind that are traced (the first differ); one more of each tells what a block adds
+_TRACED = 3  # blocks traced per kind (the first differ); one more gives a block's increment
 #: stages of a step, by task
 STAGES = {"decode": ("prompt", "step"), "prefill": ("pass",), "train": ("forward", "backward", "optimizer")}
-_BLOCK = 256  # tokens by which the cache of captured decoding grows, see vbrt.generation.static.length_buckets
+_BLOCK = 256  # length bucket of the captured cache, in tokens, see vbrt.generation.static.length_buckets
 
 
 def whole_trace(model: nn.Module, task: Task, plan: Plan | None, activations: str | int = KEEP) -> Trace:
-    """Return the trace of a model on the meta device, with the KV cache as it will be after the last token.
+    """Trace a model on the meta device, with the KV cache at its final length.
 
     Args:
-        activations: of training: a word, or the bytes that they may take.
+        activations: in training, the mode of `training.activations`, or their budget in bytes.
 
-    Of a model that cannot run without values it is an empty one, with the reason and a warning.
+    A model that cannot run on fake tensors gives an empty trace with the reason, and a warning.
     """
     try:
         if isinstance(activations, int):
@@ -41,7 +41,7 @@ def whole_trace(model: nn.Module, task: Task, plan: Plan | None, activations: st
 
 
 def _bounded(model: nn.Module, task: Task, plan: Plan | None, room: int) -> Trace:
-    """Return the trace of training whose activations fill their room, or keep everything if that fits."""
+    """Trace training under an activation budget: keep everything if that fits, else fill the budget."""
     kept = _traced(model, task, plan, KEEP)
     if kept.rows.get("activations", 0) <= room:
         return kept
@@ -66,7 +66,7 @@ def _traced(model: nn.Module, task: Task, plan: Plan | None, activations: str) -
 
 
 def _further(total: Trace, base: Trace, other: Trace, times: int) -> Trace:
-    """Add the difference between two traces some times."""
+    """Add the difference between two traces `times` times."""
 
     def added(to: Mapping[Any, int], before: Mapping[Any, int], after: Mapping[Any, int]) -> dict[Any, int]:
         return {key: n + times * (after.get(key, before[key]) - before[key]) for key, n in to.items()}
@@ -78,7 +78,7 @@ def _further(total: Trace, base: Trace, other: Trace, times: int) -> Trace:
 
 
 def _grown(traced: Trace, task: Task, *, by_blocks: bool) -> Trace:
-    """Return the trace with a KV cache of all tokens that come; that of recorded steps has whole blocks."""
+    """Return the trace with the KV cache of all tokens; a captured cache is rounded up to length buckets."""
     if task.kind != "decode":
         return traced
     tokens = task.context + task.new

@@ -1,4 +1,4 @@
-"""One run of a task on fake tensors: the largest moment of each phase, and what lives where the phases meet."""
+"""Trace of a task on fake tensors: peak bytes per phase, and long-lived tensors between phases."""
 
 import contextlib
 import copy
@@ -30,21 +30,21 @@ __all__ = ["Trace", "Untraceable", "trace"]
 
 
 class Untraceable(VBError):
-    """A model cannot run on tensors without values."""
+    """The model cannot run on fake tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Bytes, of a model of some blocks.
+    """Bytes of a model cut to some blocks.
 
     Attributes:
-        peaks: of everything but parameters, by phase.
-        rows: what lives for longer than an operator: "KV cache", "activations", "outputs", "gradients", "optimizer".
-        growth: of the KV cache, for a token more; it has two tokens beside the prompt's.
-        cache: how many of its tensors are of so many bytes then, and grow by so many with a token.
-        room: tokens more that it will have room for.
-        work: what runs in a step (with "decode" of one token), as `Meter.work` has it.
-        refused: why nothing could be traced; "": it was.
+        peaks: peak bytes by phase, without parameters.
+        rows: tensors that outlive an operator: "KV cache", "activations", "outputs", "gradients", "optimizer".
+        growth: KV-cache bytes per further token; the cache then holds two tokens more than the prompt.
+        cache: (bytes, growth per token) of its tensors -> their number.
+        room: further tokens that it will hold.
+        work: operations in a step (one token with "decode"), as `Meter.work` has them.
+        refused: why tracing failed; "": traced.
     """
 
     peaks: Mapping[str, int]
@@ -56,29 +56,29 @@ class Trace:
     room: int = 0
 
     def cache_bytes(self, tokens: int) -> list[int]:
-        """Return the bytes of each tensor of the KV cache with so many tokens more."""
+        """Return the bytes of each KV-cache tensor after so many further tokens."""
         return [nbytes + each * tokens for (nbytes, each), count in self.cache.items() for _ in range(count)]
 
 
 def trace(
     model: nn.Module, task: Task, chosen: Mapping[str, tuple[Stack, Sequence[int]]], held: Held | None = None
 ) -> Trace:
-    """Run a task on a copy of a model without weights that has the chosen blocks of each stack only.
+    """Run a task on a copy of a meta model cut to the chosen blocks of each stack.
 
     Args:
-        held: how a plan holds weights; None: as they are.
+        held: the plan's effect on weights; None: the plain model.
 
     Raises:
-        ArgumentError: nothing says what the model takes, or its outputs have no loss.
+        ArgumentError: the model's inputs are unknown, or no parameter trains.
         Untraceable: it cannot run on fake tensors; the first line of the reason.
     """
     held = held or Held()
     cut_model = cut(copy.deepcopy(model), {name: indices for name, (_, indices) in chosen.items()})
     with _refusals(model), warnings.catch_warnings(), FakeTensorMode():
-        warnings.simplefilter("ignore")  # of hooks and of what the model says to whom trains it
+        warnings.simplefilter("ignore")  # silences warnings of hooks, and the model's own in training
         _materialize(cut_model)
         held.prepare(cut_model)
-        kept = hold_(cut_model, held.activations if task.trains else KEEP)  # noqa: F841  # for as long as it runs
+        kept = hold_(cut_model, held.activations if task.trains else KEEP)  # noqa: F841  # keeps its hooks alive
         run = _Run(cut_model, task, widens=held.full)
         weights = {id(weight) for weight in held.rounded(cut_model)}
         with run.watching(chosen), gpu_sizes(task.attention, weights, run.meter), run.meter:
@@ -100,7 +100,7 @@ def _refusals(model: nn.Module) -> Iterator[None]:
 
 
 def _materialize(model: nn.Module) -> None:
-    """Put fake tensors in place of those on the meta device; ties stay ties."""
+    """Replace meta tensors by fake ones; ties stay ties."""
     seen: dict[int, Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -115,7 +115,7 @@ def _fake(tensor: Tensor) -> Tensor:
 
 
 class _Run:
-    """A model on fake tensors, and the meter beside it."""
+    """A model on fake tensors, and its meter."""
 
     def __init__(self, model: nn.Module, task: Task, *, widens: bool = False) -> None:
         self.model, self.task, self.meter = model, task, Meter()
@@ -125,7 +125,8 @@ class _Run:
 
     @contextlib.contextmanager
     def watching(self, chosen: Mapping[str, tuple[Stack, Sequence[int]]]) -> Iterator[None]:
-        """Let phases follow the blocks: those of one kind between the first and the last allocate between the two."""
+        """Set phases by block hooks: per kind its first block and the further ones, and the gaps before, between and
+        after. Blocks between the first and the last of a kind allocate amounts in between."""
         hooks = []
         for name, (stack, indices) in chosen.items():
             blocks, kinds = self.model.get_submodule(name), [stack.kinds[index] for index in indices]
@@ -162,7 +163,7 @@ class _Run:
     # -- inference ----------------------------------------------------------------------------------------------------
 
     def infer(self) -> Trace:
-        """Run the pass, and with "decode" two steps on its KV cache."""
+        """Run a forward, and with "decode" two steps on its KV cache."""
         with torch.no_grad():
             self._begin("prompt" if self.task.kind == "decode" else "pass", "temporaries")
             if self.task.step is not None:
@@ -173,10 +174,10 @@ class _Run:
             cache = self._cache(outputs)
             rows = {"outputs": self.meter.live["outputs"], "KV cache": self.meter.live["KV cache"]}
             rows["prompt in place"] = _filled_bytes(cache)
-            once, twice = [], []  # bytes, not blocks of the allocator, that few heads do not fill
+            once, twice = [], []  # bytes, not allocator blocks, which few heads do not fill
             if self.task.kind == "decode" and cache is not None:
                 del outputs
-                self._one_token(cache)  # a window lets go of what it has left behind
+                self._one_token(cache)  # a sliding window drops the prompt's older tokens here
                 once = _held_bytes(cache)
                 rows["KV cache"] = self._one_token(cache)
                 twice = _held_bytes(cache)
@@ -191,7 +192,7 @@ class _Run:
         return {name: value for name, value in how.items() if name in known or (name == "use_cache" and _kwargs(known))}
 
     def _generated(self, inputs: dict[str, Any], *, past: int = 0) -> dict[str, Any]:
-        """Return inputs with what `generate` passes beside tokens: a mask, and the position of each."""
+        """Add the inputs that `generate` passes besides tokens: attention mask and positions."""
         ids, known = inputs.get("input_ids"), inspect.signature(self.model.forward).parameters
         if self.task.kind != "decode" or ids is None or "decoder_input_ids" in inputs:
             return inputs
@@ -211,7 +212,7 @@ class _Run:
             self.meter.name(tensor, kind)
 
     def _one_token(self, cache: Any) -> int:
-        """Run a step of one token; return the bytes of the cache after it."""
+        """Run a one-token step; return the cache's bytes after it."""
         self._begin("step", "temporaries")
         self.meter.work.clear()
         inputs = inputs_of(self.model, self.task, tokens=1)
@@ -226,7 +227,7 @@ class _Run:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def train(self) -> Trace:
-        """Run a step twice: the first makes the optimizer's state."""
+        """Run a training step twice: the first creates the optimizer state."""
         model, meter = self.model.train(), self.meter
         if self.task.checkpointing:
             _checkpoint(model)
@@ -280,13 +281,13 @@ def _kwargs(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def _filled_bytes(cache: Any) -> int:
-    """Return the bytes of a prompt that further calls of `generate` compute where recorded steps attend to them."""
+    """Return the bytes of a prompt's cache that further `generate` calls compute in the captured steps' own cache."""
     layers = [layer for layer in getattr(cache, "layers", ()) if type(layer).__name__ == "DynamicLayer"]
     return sum(sum(_held_bytes(layer)) for layer in layers)
 
 
 def _held_bytes(cache: Any) -> list[int]:
-    """Return the bytes of each piece of the memory behind a cache, in its order."""
+    """Return the bytes of each storage of a cache, in order."""
     return list({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in _tensors(cache))}.values())
 
 
@@ -305,7 +306,7 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
 
 
 def _checkpoint(model: nn.Module) -> None:
-    """Switch activation checkpointing on. Raises ArgumentError: the model has no switch for it."""
+    """Enable activation checkpointing. Raises ArgumentError: the model has no switch for it."""
     switch = checkpointing_switch(model)
     if switch is None:
         raise ArgumentError(

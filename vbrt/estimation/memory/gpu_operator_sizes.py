@@ -1,10 +1,10 @@
-"""What operators allocate on a GPU, on fake tensors, where those of a machine without one allocate something else.
+"""GPU allocation sizes for operators on fake tensors, where CPU fallbacks allocate differently.
 
-Attention: torch's fused kernels keep no scores, the definition keeps all; fake tensors would take the CPU's kernels, or
-fall back to the definition where those refuse. Autocast: softmax and norms compute in fp32 on a GPU. Layers that train
-in 4 bits keep no rounded weight. Sizes of fused attention are those of FlashAttention-2 as torch calls it
-(aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp): results and one fp32 a row; backward an fp32 copy of
-the queries' gradient, and where heads share keys, gradients of keys and values for every head.
+Attention: torch's fused kernels keep no scores, the math definition keeps all; fake tensors would take the CPU's
+kernels, or fall back to the definition where those refuse. Autocast: softmax and norms compute in fp32 on a GPU. Layers
+that train in 4 bits keep no rounded weight. Sizes of fused attention are those of FlashAttention-2 as torch calls it
+(aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp): outputs and one fp32 per row; in the backward an fp32
+copy of the queries' gradient, and where heads share keys, gradients of keys and values for every head.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from vbrt.libraries.torch_api import FakeTensor
 
 __all__ = ["gpu_sizes"]
 
-_ROWS = 128  # of a block; sizes are rounded up to it
+_ROWS = 128  # rows per block; sizes are rounded up to it
 
 
 class _Fused(torch.autograd.Function):
-    """softmax(q kᵀ) v as far as memory sees it; q [B, H, S, D], k and v [B, Hk, T, D]; `meter` counts its products."""
+    """Allocations of softmax(q kᵀ) v; q [B, H, S, D], k and v [B, Hk, T, D]; `meter` counts its FLOPs."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, meter: Meter, causal: bool) -> Tensor:
         ctx.meter, ctx.flops = meter, 4 * q.numel() * k.shape[-2] // (2 if causal else 1)
         meter.add_flops(q.dtype, ctx.flops, "attention")
-        heads, rows = q.shape[-3:-1]  # results lie as [B, S, H, D] do: side by side for the projection that follows
+        heads, rows = q.shape[-3:-1]  # laid out as [B, S, H, D], contiguous for the output projection
         out = q.new_empty((*q.shape[:-3], rows, heads, v.shape[-1])).transpose(-3, -2)
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -41,7 +41,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, _ = ctx.saved_tensors
-        ctx.meter.add_flops(q.dtype, 5 * ctx.flops // 2, "attention")  # five products, two of them once more
+        ctx.meter.add_flops(q.dtype, 5 * ctx.flops // 2, "attention")  # 5 matmuls, the forward has 2
         grad = grad.contiguous()
         rows = -(-q.shape[-2] // _ROWS) * _ROWS
         _sums = q.new_empty((*q.shape[:-2], rows, q.shape[-1]), dtype=torch.float32)
@@ -53,7 +53,7 @@ class _Fused(torch.autograd.Function):
 
 
 class _Rounded(torch.autograd.Function):
-    """x [..., K] times a weight [N, K] that is rounded anew in each pass: what layers in training keep and make."""
+    """Allocations of x [..., K] times a weight [N, K] rounded anew in each pass, as in 4-bit training."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _rounded_linear(linear: Callable[..., Tensor], weights: Container[int]) -> C
 
 
 def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Tensor:
-    """Attention with a bias: torch has no fused kernel for one that is learned, and computes by the definition."""
+    """Attention with a bias: torch has no fused kernel for a learned bias and falls back to the math definition."""
     if q.shape[-3] != k.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
     if torch.is_grad_enabled():
@@ -93,9 +93,9 @@ def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Te
 
 
 def _by_definition(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Attention as torch's definition computes it without gradients: 16 bits in fp32, queries once more as they are
-    scaled, a bias of any dtype added in place (aten's _scaled_dot_product_attention_math); rows that are masked as a
-    whole are found in a mask of all scores (_safe_softmax)."""
+    """Attention by torch's math definition without gradients: 16-bit inputs in fp32, scaled copies of the queries, a
+    bias of any dtype added in place (aten's _scaled_dot_product_attention_math); fully masked rows are found through a
+    mask of all scores (_safe_softmax)."""
     wide_q, wide_k, wide_v = (x.float() for x in (q, k, v))
     scaled = wide_q * 1.0
     scores = (scaled @ (wide_k.mT * 1.0)).add_(bias)
@@ -122,7 +122,7 @@ def _sized_attention(plain: Callable[..., Tensor], kernel: str, meter: Meter) ->
 
 
 def _in_fp32(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that computes in fp32 under autocast, as torch's list for GPUs has it."""
+    """Return a function that computes in fp32 under autocast, as in torch's GPU list."""
 
     def sized(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(input, FakeTensor) and torch.is_autocast_enabled("cpu"):
@@ -132,7 +132,7 @@ def _in_fp32(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return sized
 
 
-#: functions that autocast runs in fp32 on a GPU and leaves in 16 bits on a CPU, and that models are made of
+#: functions used by models that autocast runs in fp32 on a GPU, and in 16 bits on a CPU
 _FP32 = tuple(
     (owner, name)
     for owner, names in (
@@ -145,8 +145,8 @@ _FP32 = tuple(
 
 
 def _of_transformers() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """What transformers would look up in values: sequences are not packed, and masks hide nothing; else it makes more
-    masks."""
+    """Return replacements for transformers' data-dependent checks: sequences are not packed, and masks hide nothing;
+    otherwise it makes further masks."""
     masks = loaded("transformers", "masking_utils")
     packed, skips = (
         getattr(masks, name, None) for name in ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa")
@@ -166,15 +166,15 @@ def _of_transformers() -> list[tuple[Any, str, Callable[..., Any]]]:
 
 @contextlib.contextmanager
 def gpu_sizes(kernel: str, rounded: Container[int], meter: Meter) -> Iterator[None]:
-    """While entered, operators on fake tensors allocate what they allocate on a GPU.
+    """Context in which operators on fake tensors allocate as on a GPU.
 
-    The functions themselves are replaced, not a mode of torch's functions entered: such modes are off in a backward
-    pass, where checkpointed blocks run again. Real tensors, of other threads, get torch's own functions.
+    The functions are patched instead of using a TorchFunctionMode: such modes are off in the backward pass, where
+    checkpointed blocks run again. Real tensors, of other threads, get torch's own functions.
 
     Args:
-        kernel: of attention: "flash" or "math".
+        kernel: attention kernel: "flash" or "math".
         rounded: ids of weights that train in 4 bits.
-        meter: counts the products of fused attention, which no operator shows.
+        meter: counts the FLOPs of fused attention, which is not dispatched as an operator here.
     """
     changes = [(F, "scaled_dot_product_attention", _sized_attention(F.scaled_dot_product_attention, kernel, meter))]
     changes += [(F, "linear", _rounded_linear(F.linear, rounded))] if rounded else []

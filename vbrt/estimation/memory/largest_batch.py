@@ -1,4 +1,4 @@
-"""`vbrt.fit_batch`: the largest batch that runs, by estimate first and one confirmation."""
+"""`vbrt.fit_batch`: the largest batch that fits, extrapolated from small ones and confirmed by a run."""
 
 import gc
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from vbrt.model.machine_memory import this_machine
 
 __all__ = ["fit_batch"]
 
-_ROOM = 0.97  # of what is free
-_PROBES = (1, 2, 4)  # batches that are run to learn what one more takes
+_ROOM = 0.97  # share of free memory to fill
+_PROBES = (1, 2, 4)  # batches run to learn the bytes per sample
 
 
 def fit_batch(step: Callable[[int], Any], *, room_bytes: int | None = None, at_most: int = 4096) -> int:
-    """Return the largest batch with which a step runs in the memory that is free.
+    """Return the largest batch whose step fits in free memory.
 
-    Batches of 1, 2 and 4 tell what a further one takes, the rest is extrapolated and the result run once; if that is
-    out of memory, smaller ones, each nine tenths of the one before.
+    Batches of 1, 2 and 4 give the bytes per sample; the extrapolated batch is run once, and reduced by a tenth each
+    time it runs out of memory.
 
     Args:
-        step: runs one whole step with a batch of that many; anything that it keeps must be there from the first on.
-        room_bytes: of the computing device, beside what is allocated now; default: what is free. On a CPU it is needed.
-        at_most: no larger batch is tried.
+        step: runs one whole step with a batch of that size; anything that it keeps must exist from the first call on.
+        room_bytes: device memory beyond current allocations; default: what is free. Required on a CPU.
+        at_most: largest batch to try.
 
     Raises:
         ArgumentError: not even a batch of 1 fits; or `room_bytes` is missing.
-        torch.OutOfMemoryError: never; whatever else the step raises is passed on.
+        torch.OutOfMemoryError: never; any other exception of the step propagates.
     """
     check_instance(step, Callable, "fit_batch(): step", "a function of the batch that runs one step")
     check_whole(at_most, "fit_batch(): at_most")
@@ -46,7 +46,7 @@ def fit_batch(step: Callable[[int], Any], *, room_bytes: int | None = None, at_m
     for batch in _PROBES:
         peak = _peak(measure, step, batch)
         if batch == 1:
-            peak = _peak(measure, step, batch)  # the first step makes what stays: state of an optimizer, workspaces
+            peak = _peak(measure, step, batch)  # the first step also allocates optimizer state and workspaces
         if peak is None or peak > room:
             break
         taken[batch] = peak
@@ -56,7 +56,7 @@ def fit_batch(step: Callable[[int], Any], *, room_bytes: int | None = None, at_m
 
 
 def _extrapolated(taken: dict[int, int], room: int, at_most: int) -> int:
-    """Return the batch that fills the room, if each further one takes as much as the last did."""
+    """Return the batch that fills the room, at the last measured bytes per sample."""
     batches = sorted(taken)
     if len(batches) == 1:
         return batches[0]
@@ -75,12 +75,12 @@ def _confirmed(measure: Callable, step: Callable[[int], Any], batch: int, room: 
 
 
 def _peak(measure: Callable, step: Callable[[int], Any], batch: int) -> int | None:
-    """Return the bytes that a step takes; None: out of memory."""
+    """Return a step's peak bytes; None: out of memory."""
     try:
         return measure(step, batch)
     except torch.OutOfMemoryError:
         pass
-    gc.collect()  # outside the handler, whose traceback holds what the step held
+    gc.collect()  # outside the handler, whose traceback holds the step's tensors
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return None

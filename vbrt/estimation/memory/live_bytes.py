@@ -1,12 +1,12 @@
-"""Bytes that live while a model runs on fake tensors: nothing is computed, every allocation is counted.
+"""Live bytes of a model on fake tensors: nothing is computed, every allocation is counted.
 
     meter = Meter()
     with FakeTensorMode(), meter:
         model(ids)
     meter.peaks["forward"]          # bytes
 
-The method is that of torch.distributed._tools.MemTracker: each result's storage counts from the operator that made it
-until Python and autograd have let go of it.
+The method is that of torch.distributed._tools.MemTracker: a storage counts from the operator that made it until Python
+and autograd release it.
 """
 
 import weakref
@@ -22,24 +22,24 @@ from vbrt.libraries.torch_api import TorchDispatchMode, tree_leaves
 __all__ = ["Meter"]
 
 _ATEN = torch.ops.aten
-#: what runs no kernel, or one of no size
+#: operators without a kernel, or with an empty one
 _FREE = {_ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.empty_strided, _ATEN.detach, _ATEN._unsafe_view}
-#: what reads no more of its inputs than it returns
+#: operators that read no more of their inputs than they return
 _PICKS = {_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather, _ATEN.embedding_dense_backward}
 
-#: what reads the weights of those experts alone that tokens are routed to, which no trace knows
+#: operators that read only the weights of routed-to experts, which no trace knows
 _ROUTED = {getattr(_ATEN, name) for name in ("_grouped_mm",) if hasattr(_ATEN, name)}
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make while it is entered.
+    """Counts the storages that operators allocate while it is entered.
 
     Attributes:
-        phase: what runs now; who drives the model sets it.
-        kind: what storages that are made now are.
-        peaks: bytes of the largest moment of each phase.
-        work: what ran: "operators", the bytes that they read and wrote ("moved"), and of products the floating-point
-            operations by dtype ("flops bfloat16"), those of fused attention apart ("attention bfloat16").
+        phase: current phase, set by the caller.
+        kind: category of storages made now.
+        peaks: peak bytes of each phase.
+        work: counters: "operators", bytes read and written ("moved"), and FLOPs of matmuls by dtype ("flops bfloat16"),
+            with fused attention apart ("attention bfloat16").
     """
 
     def __init__(self) -> None:
@@ -48,26 +48,26 @@ class Meter(TorchDispatchMode):
         self.peaks: dict[str, int] = {}
         self.live: Counter[str] = Counter()
         self.work: Counter[str] = Counter()
-        from torch.utils.flop_counter import flop_registry  # which imports Triton; most of who wraps measures nothing
+        from torch.utils.flop_counter import flop_registry  # imports Triton, so only on use
 
         self._flops_of = flop_registry
         self._total = 0
-        self._held: dict[int, tuple[str, int]] = {}  # of each storage that lives
+        self._held: dict[int, tuple[str, int]] = {}  # category and bytes of each live storage
         self._watches: dict[int, Any] = {}
         self._unseen: set[int] = set()
 
     @property
     def total(self) -> int:
-        """Bytes that live now."""
+        """Live bytes."""
         return self._total
 
     def leave_out(self, tensors: Any) -> None:
-        """Do not count these tensors: parameters and whatever else was there before."""
+        """Exclude tensors that existed before, such as parameters."""
         for tensor in tensors:
             self._unseen.add(tensor.untyped_storage()._cdata)
 
     def name(self, tensor: Tensor, kind: str) -> None:
-        """Say what a tensor's storage is, if it is counted."""
+        """Set the category of a tensor's storage, if it is counted."""
         key = tensor.untyped_storage()._cdata
         before, nbytes = self._held.get(key, (kind, 0))
         if before != kind:
@@ -76,11 +76,11 @@ class Meter(TorchDispatchMode):
             self.live[kind] += nbytes
 
     def note(self) -> None:
-        """Compare this moment with the largest of the phase."""
+        """Update the phase's peak."""
         self.peaks[self.phase] = max(self._total, self.peaks.get(self.phase, 0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator; count its work and the storages that it made."""
+        """Run an operator; count its work and the storages that it allocates."""
         result = func(*args, **(kwargs or {}))
         if not (func.is_view or func.namespace == "prim" or func.overloadpacket in _FREE):
             self._count(func.overloadpacket, args, kwargs or {}, result)
@@ -93,7 +93,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def _count(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add an operator to what ran."""
+        """Add an operator to `work`."""
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.work["operators"] += 1
         if operator in _ROUTED:
@@ -105,7 +105,7 @@ class Meter(TorchDispatchMode):
         self.work["moved"] += sum(tensor.numel() * tensor.element_size() for tensor in (*read, *made))
 
     def add_flops(self, dtype: torch.dtype, flops: int, of: str = "flops") -> None:
-        """Add floating-point operations of products, "flops", or of fused "attention", which no operator shows."""
+        """Add FLOPs of matmuls ("flops"), or of fused "attention", which is not dispatched as an operator."""
         self.work[f"{of} {str(dtype).removeprefix('torch.')}"] += flops
 
     def _add(self, tensor: Tensor) -> bool:

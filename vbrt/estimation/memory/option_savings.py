@@ -1,4 +1,4 @@
-"""What each option saves: the same task with and without it."""
+"""Savings of each memory option: the same task with and without it."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,8 +17,8 @@ __all__ = ["Option", "with_and_without"]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Peak bytes in the memory of what computes, with and without an option, all others as asked; `why`: it cannot be
-    had here."""
+    """Peak bytes in the computing tier with and without an option, all others as asked; `why`: it is unavailable
+    here."""
 
     name: str
     without: int | None
@@ -41,7 +41,7 @@ class Option:
 def with_and_without(
     model: nn.Module, task: Task, config: VBConfig | None, machine: Machine | None = None, ranks: int = 1
 ) -> tuple[Option, ...]:
-    """Estimate a task with and without each option that it could have. Raises as `estimate`."""
+    """Estimate a task with and without each applicable option. Raises as `estimate`."""
     found = []
     for name, (without, having) in _each(task, config):
         try:
@@ -58,7 +58,7 @@ _Case = tuple[Task, VBConfig | None]
 
 
 def _each(task: Task, config: VBConfig | None) -> Iterator[tuple[str, tuple[_Case, _Case]]]:
-    """Yield each option with the case that lacks it and the one that has it."""
+    """Yield each option's cases without and with it."""
     packed = config or load_config("fp4", mode="train" if task.trains and not task.lora else "infer")
     yield "4-bit weights", ((task, None), (task, packed))
     if not task.trains or task.lora:

@@ -1,6 +1,6 @@
-"""How a plan holds weights, as far as memory sees it: changes of a copy of a model that is traced.
+"""A plan's effect on memory: changes to the traced copy of a model.
 
-The copy has fewer blocks than the plan knows, so that weights are found by their class and shape, not by name.
+The copy has fewer blocks than the plan, so weights are matched by class and shape, not by name.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -20,18 +20,18 @@ from vbrt.residency.plan import Plan
 
 __all__ = ["Held", "held_alike", "held_by"]
 
-_BUFFERS = 2  # of gradients on their way from the device, see vbrt.training.full.host_gradients
+_BUFFERS = 2  # double buffer for gradients, D2H, see vbrt.training.full.host_gradients
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is different from the plain model.
+    """Differences from the plain model.
 
     Attributes:
-        rounded: returns the weights of a copy that train in 4 bits.
+        rounded: returns a copy's weights that train in 4 bits.
         prepare: changes a copy before it runs.
-        full: weights train from the tiers: parameters that stay have fp32 masters.
-        activations: what blocks keep for the backward pass, see `vbrt.residency.activation_plan`.
+        full: weights train from the tiers, and unswapped parameters have fp32 masters.
+        activations: mode of blocks' activations, see `vbrt.residency.activation_plan`.
     """
 
     rounded: Callable[[nn.Module], Iterable[Tensor]] = lambda model: ()
@@ -41,7 +41,7 @@ class Held:
 
 
 def held_by(model: nn.Module, plan: Plan | None, task: Task) -> Held:
-    """Return how a plan holds the weights of a model; None: as they are."""
+    """Return a plan's effect on a model's weights; plan None: unwrapped."""
     if plan is None:
         return Held()
     if plan.mode == "full":
@@ -50,14 +50,14 @@ def held_by(model: nn.Module, plan: Plan | None, task: Task) -> Held:
 
 
 def held_alike(model: nn.Module, plan: Plan | None, task: Task) -> Hashable:
-    """Return what is equal for plans of one model under which a task allocates the same."""
+    """Return a key that is equal for plans under which a task allocates the same."""
     if plan is None or (task.trains and plan.mode == "infer" and not plan.routed):
-        return ""  # what is frozen trains nothing, wrapped or not: PEFT freezes all that is swapped, and more
+        return ""  # frozen weights train nothing, wrapped or not; PEFT freezes all swapped weights and more
     return plan.mode, frozenset(_held_experts(model, plan, task).items())
 
 
 def _rounded(plan: Plan) -> Callable[[nn.Module], list[Tensor]]:
-    """Return which weights of a copy train in 4 bits: those of the shapes that are swapped."""
+    """Return a function that finds a copy's 4-bit trained weights: linear weights of swapped shapes."""
     shapes = {swap.shape for swap in plan.swaps} if plan.mode == "train" else set()
 
     def rounded(model: nn.Module) -> list[Tensor]:
@@ -68,7 +68,8 @@ def _rounded(plan: Plan) -> Callable[[nn.Module], list[Tensor]]:
 
 
 def _fused_experts(model: nn.Module, plan: Plan, task: Task) -> Callable[[nn.Module], None]:
-    """Return what gives swapped experts of a copy the sizes of vbrt's kernels, see `expert_workspace.py`."""
+    """Return a function that gives a copy's swapped experts the workspace of vbrt's kernels, see
+    `expert_workspace.py`."""
     held = _held_experts(model, plan, task)
 
     def prepare(model: nn.Module) -> None:
@@ -88,7 +89,8 @@ def _held_experts(model: nn.Module, plan: Plan, task: Task) -> dict[type[nn.Modu
 
 
 def _streamed(model: nn.Module, plan: Plan) -> Callable[[nn.Module], None]:
-    """Return what makes swapped layers of a copy compute with a bf16 half that nobody counts: the plan does."""
+    """Return a function that makes a copy's swapped layers compute with bf16 weights, uncounted: the plan counts
+    them."""
     kinds: dict[tuple[type, tuple[int, ...]], tuple[tuple[str, ...], bool]] = {}
     for site, shape in ((site, swap.shape) for swap in plan.swaps for site in swap.sites):
         module = model.get_submodule(site.module)
@@ -125,14 +127,14 @@ def _multiplied(module: nn.Module, name: str, transposed: bool, leaving: "_Leavi
 
 
 def _routed(module: nn.Module, leaving: "_Leaving", x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The output of routed experts: what their products take and give is counted, nothing is computed."""
+    """Forward of routed experts that allocates the inputs and outputs of their products, without computing."""
     pairs = pairs_among((*args, *kwargs.values())) or x.numel() // x.shape[-1]
     stacked = [p for p in module.parameters(recurse=False) if p.dim() > 2 and not p.requires_grad]
     return _Routed.apply(x, leaving.anchor, stacked, pairs, leaving)
 
 
 class _Leaving:
-    """The buffers through which gradients leave the device; there from the first of them on."""
+    """Device-side gradient buffers for D2H copies, allocated on first use."""
 
     def __init__(self, largest: int) -> None:
         self._largest = largest
@@ -140,14 +142,14 @@ class _Leaving:
         self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
 
     def of(self, weight: Tensor) -> Tensor:
-        """Return room for the gradient of a weight."""
+        """Return a buffer for a weight's gradient."""
         while len(self._buffers) < _BUFFERS:
             self._buffers.append(weight.new_empty(self._largest))
         return self._buffers[0][: weight.numel()].view(weight.shape)
 
 
 class _Streamed(torch.autograd.Function):
-    """x [..., K] times a weight in the tiers, [N, K], or [K, N] if transposed: the gradient goes into a buffer."""
+    """x [..., K] times a streamed weight [N, K] ([K, N] if transposed); the gradient goes into a buffer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, how: Any) -> Tensor:
@@ -166,7 +168,7 @@ class _Streamed(torch.autograd.Function):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows [..., K] of a table [N, K] in the tiers: the gradient is dense, and copied into a buffer."""
+    """Rows [..., K] of a streamed table [N, K]; the gradient is dense, and copied into a buffer."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, table: Tensor, anchor: Tensor, leaving: _Leaving) -> Tensor:
@@ -183,8 +185,8 @@ class _Lookup(torch.autograd.Function):
 
 
 class _Routed(torch.autograd.Function):
-    """Rows [..., K] through routed experts in the tiers: inputs and outputs of the products of all pairs, once in the
-    forward; with gradients of them, and of all stacked weights, in the backward pass, which computes them again."""
+    """Rows [..., K] through streamed routed experts: inputs and outputs of all pairs' products in the forward; in the
+    backward, which recomputes them, also their gradients and those of all stacked weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, stacked: list[Tensor], pairs: int, leaving: _Leaving) -> Tensor:
@@ -205,5 +207,5 @@ class _Routed(torch.autograd.Function):
 
 
 def _products(x: Tensor, stacked: list[Tensor], pairs: int) -> list[Tensor]:
-    """Return room for the inputs and outputs of the products of all pairs."""
+    """Allocate inputs and outputs of all pairs' products."""
     return [x.new_empty((pairs, size), dtype=torch.bfloat16) for weight in stacked for size in weight.shape[1:]]

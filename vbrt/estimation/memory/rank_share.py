@@ -1,9 +1,8 @@
-"""What one of several ranks has of a model: the weights that the model's own parallel plan gives it.
+"""A rank's shard of a model, by the model's own tensor-parallel plan.
 
-A plan (`tp_plan` of transformers' models) names modules and parameters and how each is cut. The part is a plain model
-without weights, with smaller matrices, as wrapping sees it in a rank (`layers/weights/weight_shards.py`): whatever is
-planned, traced and counted of a model is planned, traced and counted of it. Of sizes that do not divide it is the first
-rank's part.
+The plan (`tp_plan` of transformers' models) maps modules and parameters to sharding styles. The shard is a plain meta
+model with smaller matrices, as wrapping sees it on a rank (`layers/weights/weight_shards.py`), so that it can be
+planned, traced and counted like any model. For sizes that do not divide it is the first rank's.
 """
 
 import re
@@ -22,10 +21,10 @@ from vbrt.residency.plan import Plan
 
 __all__ = ["part_of", "rank_of", "rank_plan"]
 
-_GATHERED = ("colwise_gather_output", "colwise_rep", "embedding_colwise")  # outputs, which are whole again
+_GATHERED = ("colwise_gather_output", "colwise_rep", "embedding_colwise")  # styles with gathered outputs
 _ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_rowwise")
 _COLUMNS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise", "embedding_colwise")
-#: parameters, and modules of which a plan names parameters besides
+#: unsharded parameters, and modules for whose parameters the plan has further entries
 _WHOLE = (
     "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "moe_identity_expert",
     "local_params", "all_reduce", "sequence_parallel",
@@ -34,7 +33,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def rank_of(machine: Machine, ranks: int) -> Machine:
-    """Return a machine as one of its ranks has it: a GPU of its own, and an equal share of what is free of the rest."""
+    """Return a rank's share of a machine: a GPU of its own, and an equal part of free host memory and drive."""
     drive = machine.ssd_free_bytes
     shares = {"cpu_available_bytes": machine.cpu_available_bytes // ranks, "ranks_here": ranks}
     shares |= {"ssd_free_bytes": None if drive is None else drive // ranks}
@@ -42,12 +41,11 @@ def rank_of(machine: Machine, ranks: int) -> Machine:
 
 
 def part_of(model: nn.Module, ranks: int, config: VBConfig | None) -> nn.Module:
-    """Return a copy of a model without weights, as one of several ranks has it.
+    """Return a meta copy of one rank's shard of a model.
 
     Raises:
-        ArgumentError: fewer than two ranks; the model has no plan, one that cuts in a way that is not known here, or
-            heads that cannot be shared out.
-        ConfigError: weights train in 4 bits or from the tiers, which takes whole ones.
+        ArgumentError: fewer than two ranks; no plan, an unknown sharding style, or heads that do not divide.
+        ConfigError: weights train in 4 bits or from the tiers, which needs whole ones.
     """
     if type(ranks) is not int or ranks < 2:
         raise ArgumentError(f"ranks = {ranks!r}; expected 2 or more")
@@ -67,7 +65,7 @@ def part_of(model: nn.Module, ranks: int, config: VBConfig | None) -> nn.Module:
 
 
 def rank_plan(model: nn.Module, ranks: int, config: VBConfig, machine: Machine) -> Plan | str:
-    """Return the plan of one of several ranks on its share of a machine, or why there is none."""
+    """Return one rank's plan on its share of a machine, or why there is none."""
     try:
         return shown_plan(part_of(model, ranks, config), config, rank_of(machine, ranks))
     except (ArgumentError, ConfigError) as error:
@@ -83,16 +81,16 @@ def _check_heads(model: nn.Module, ranks: int) -> None:
 
 
 def _styles(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the parameters that a plan names, by themselves or by their module, and how each is cut."""
+    """Yield the parameters that a plan covers, by name or by module, with their styles."""
     for name, _ in model.named_parameters(remove_duplicate=False):
-        general = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)  # numbers of layers, and no digits of names
+        general = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)  # layer indices only, not digits within names
         style = plan.get(general) or plan.get(general.rpartition(".")[0])
         if style is not None:
             yield name, style
 
 
 def _cut_(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
-    """Give a model the part of a rank, in place; tied parameters stay tied, and are cut as the first of them is."""
+    """Shard a model in place; tied parameters stay tied, and follow the style of the first."""
     parts: dict[int, nn.Parameter] = {}
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -107,22 +105,22 @@ def _cut_(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
             parts[id(whole)] = _part(whole, style, ranks)
         owner._parameters[own] = parts[id(whole)]
         if own == "weight" and isinstance(owner, nn.Linear):
-            owner.out_features, owner.in_features = owner.weight.shape  # as adapters read them
+            owner.out_features, owner.in_features = owner.weight.shape  # adapters read them
         if own == "weight" and style in _GATHERED:
             owner.register_forward_hook(_Gather(ranks, whole.shape[0 if style in _ROWS else -1]))
 
 
 def _part(whole: nn.Parameter, style: str, ranks: int) -> nn.Parameter:
-    """Return the first rank's part of a matrix [.., N, K] or of a bias [N]."""
+    """Return the first rank's shard of a matrix [.., N, K] or of a bias [N]."""
     shape, flat = list(whole.shape), whole.dim() == 1
-    if style in _ROWS or (style in _COLUMNS and not flat):  # whoever cuts columns adds the bias once, whole
+    if style in _ROWS or (style in _COLUMNS and not flat):  # row-parallel layers add the whole bias once
         at = -1 if flat or style in _COLUMNS else -2
         shape[at] = -(-shape[at] // ranks)
     return nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"), whole.requires_grad)
 
 
 class _Gather:
-    """A hook that makes an output [.., n] whole again: parts of all ranks, beside each other."""
+    """Forward hook that gathers an output [.., n]: concatenates the ranks' shards."""
 
     def __init__(self, ranks: int, size: int) -> None:
         self._ranks, self._size = ranks, size

@@ -1,6 +1,6 @@
-"""A few blocks of each kind stand for all.
+"""Representative blocks: a few of each kind stand for all.
 
-A transformer's blocks of one kind allocate alike, so that two and three of them tell what fifty take.
+Blocks of one kind allocate alike, so two and three of them determine the bytes of fifty.
 """
 
 import copy
@@ -16,7 +16,7 @@ __all__ = ["cut", "meta_copy"]
 
 
 def cut(model: nn.Module, chosen: dict[str, Sequence[int]]) -> nn.Module:
-    """Return the model with the chosen blocks of each stack only, in place: configs and numbers of layers follow."""
+    """Cut a model's stacks to the chosen blocks, in place, with configs and layer indices adapted."""
     for name, indices in chosen.items():
         blocks = model.get_submodule(name)
         whole, kept = len(blocks), [blocks[index] for index in indices]
@@ -32,7 +32,7 @@ def cut(model: nn.Module, chosen: dict[str, Sequence[int]]) -> nn.Module:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy on the meta device: no weight is copied, ties stay ties, configs are the copy's own."""
+    """Return a copy on the meta device; ties stay ties, configs are copied."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta")
@@ -41,7 +41,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _cut_config(config: Any, whole: int, indices: Sequence[int]) -> None:
-    """Make what a config says of each layer, and of their number, true of the chosen ones."""
+    """Cut a config's per-layer lists, and set its number of layers, to the chosen ones."""
     for key, value in list(vars(config).items()):
         if isinstance(value, list | tuple) and len(value) == whole:
             setattr(config, key, type(value)(value[index] for index in indices))

@@ -1,4 +1,4 @@
-"""What is asked: a task, its sizes, and how the model is run for it."""
+"""Task: its kind, its sizes, and how the model runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,32 +10,32 @@ from vbrt.errors import ArgumentError
 __all__ = ["ATTENTION", "CHECKPOINTS", "GOALS", "TASKS", "Task"]
 
 TASKS = ("decode", "prefill", "train")
-GOALS = ("fastest", "exact", "throughput", "longest", "train")  # of advice
+GOALS = ("fastest", "exact", "throughput", "longest", "train")  # goals of `vbrt.advise`
 ATTENTION = ("flash", "math")
 CHECKPOINTS = (False, True)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task and what decides its memory.
+    """A task and the sizes that decide its memory.
 
     Attributes:
-        kind: "decode": a prompt, then a token at a time with a KV cache; "prefill": one pass over all tokens, and its
-            outputs; "train": forward, backward and an optimizer's step.
+        kind: "decode": a prompt, then one token at a time with a KV cache; "prefill": one forward over all tokens;
+            "train": forward, backward and optimizer step.
         batch: sequences, or images, at once.
-        context: tokens of each, of the prompt with "decode".
+        context: tokens per sequence; prompt tokens with "decode".
         new: tokens that "decode" adds.
         optimizer: a class of torch.optim, by name.
-        checkpointing: blocks keep their inputs alone, and compute again for the backward pass.
+        checkpointing: activation checkpointing: blocks keep only their inputs and recompute in the backward pass.
         mixed: bf16 autocast over fp32 parameters.
         attention: "flash": torch's fused kernels; "math": the definition, with all scores.
-        lora: rank of PEFT's adapters on all linear layers; 0: what requires a gradient trains.
-        experts: of each layer of routed experts, how many the tokens of a prompt are sent to at most; 0: as many as
-            tokens name that are sent anywhere.
-        step: run instead of what the model's config suggests: takes the model, returns outputs, with "train" the loss.
+        lora: rank of PEFT's adapters on all linear layers; 0: parameters with `requires_grad` train.
+        experts: maximum of experts per layer that a prompt's tokens are routed to; 0: as expected of random routing.
+        step: replaces the forward that the model's config suggests: takes the model, returns outputs, with "train" the
+            loss.
 
     Raises:
-        ArgumentError: a value that is none of these.
+        ArgumentError: an invalid value.
     """
 
     kind: str = "decode"

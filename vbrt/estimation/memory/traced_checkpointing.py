@@ -1,4 +1,4 @@
-"""What `training.activations` makes of a copy of a model that is traced: blocks run as they will, on fake tensors."""
+"""`training.activations` on a traced copy: its blocks checkpoint and offload as configured, on fake tensors."""
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ __all__ = ["asked_of", "hold_"]
 
 
 def asked_of(config: VBConfig | None, tier: str) -> str | int:
-    """Return what a config asks for, where blocks are computed in a tier: a word, or bytes."""
+    """Return the activation mode of a config for blocks computed in a tier: a word, or a budget in bytes."""
     if config is None:
         return KEEP
     asked = parse_activations(config.training.activations, where="training.activations")
@@ -26,7 +26,7 @@ def asked_of(config: VBConfig | None, tier: str) -> str | int:
 
 
 def hold_(model: nn.Module, asked: str) -> object:
-    """Have the blocks of a copy keep what is asked for, in place, for as long as what is returned lives."""
+    """Install the activation mode on a copy's blocks, in place, while the returned object lives."""
     if asked == KEEP:
         return None
     offload = Offload(_NoLink(), _Endless(), torch.device("cpu")) if asked == OFFLOAD else None
@@ -34,12 +34,12 @@ def hold_(model: nn.Module, asked: str) -> object:
 
 
 class _Endless:
-    """Host memory that nobody counts."""
+    """Host memory without accounting."""
 
     capacity_bytes = 0
 
     def reserve(self, nbytes: int, holder: Holder) -> bool:
-        """Reserve nothing that anybody reads."""
+        """Reserve a dummy buffer."""
         holder.room = Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"))
         return True
 
@@ -48,7 +48,7 @@ class _Endless:
 
 
 class _NoLink:
-    """Copies that are not made: what is traced has no values."""
+    """Copies without effect: fake tensors have no values."""
 
     def out(self, tensor: Tensor, buffer: Buffer) -> bool:
         """Do nothing."""

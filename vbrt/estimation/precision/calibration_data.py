@@ -1,4 +1,4 @@
-"""What a model is calibrated on: a file of text or of token ids, or text that it writes itself."""
+"""Calibration data: a file of text or token ids, or samples from the model itself."""
 
 import json
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["Text", "text_of"]
 
 _WINDOWS, _LENGTH = 16, 512
 _MAX_BYTES = 64 << 20
-_MAX_CHARACTERS = 1 << 20  # of a text; tokenizers take a second a megabyte or so
+_MAX_CHARACTERS = 1 << 20  # characters of a text; tokenizers take about a second per megabyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Text:
     """Token ids to run a model on.
 
     Attributes:
-        name: of the file and how much of it, for messages.
-        where: the config key, for errors.
-        ids: batches [N, S] of windows of one length; None: what the model writes itself.
+        name: file and amount, for messages.
+        where: config key, for errors.
+        ids: batches [N, S] of windows of equal length; None: the model's own samples.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Text:
 
 
 def text_of(model: nn.Module, config: VBConfig, directory: str | None = None) -> Text:
-    """Return what `weights.calibrate` names, as at most 16 windows of up to 512 tokens, spread over it.
+    """Return the data of `weights.calibrate`, as at most 16 evenly spread windows of up to 512 tokens.
 
     Args:
-        directory: where the tokenizer is; by default where the model's config says that it came from.
+        directory: of the tokenizer; by default the origin in the model's config.
 
     Raises:
-        ConfigError: the file cannot be read, is of another kind, or does not suit the model.
+        ConfigError: the file cannot be read, has the wrong form, or does not match the model.
     """
     asked = config.weights.calibrate
     where = f'{config.source}: weights.calibrate = "{asked}"'
@@ -71,7 +71,7 @@ def _content(path: Path, where: str) -> str:
 
 
 def _ids(content: str, where: str) -> list[list[int]]:
-    """Return the rows of a file of token ids: one list, or a list of lists."""
+    """Parse a JSON file of token ids: one list, or a list of lists."""
     try:
         data = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -84,7 +84,7 @@ def _ids(content: str, where: str) -> list[list[int]]:
 
 
 def _tokens(content: str, model: nn.Module, directory: str | None, where: str) -> list[int]:
-    """Return the ids of a text by the model's tokenizer, from its own files."""
+    """Tokenize a text with the tokenizer in the model's directory."""
     place = directory or getattr(getattr(model, "config", None), "_name_or_path", "")
     wanted = f'expected token ids in a .json file, or "{SAMPLES}"'
     if not place:
@@ -107,7 +107,7 @@ def _windows(row: list[int], length: int) -> list[list[int]]:
 
 
 def _joined(windows: list[list[int]]) -> list[Tensor]:
-    """Return windows of one length as [N, S]."""
+    """Stack windows of equal length into [N, S]."""
     by_length: dict[int, list[list[int]]] = {}
     for window in windows:
         by_length.setdefault(len(window), []).append(window)
@@ -115,7 +115,7 @@ def _joined(windows: list[list[int]]) -> list[Tensor]:
 
 
 def _check_vocabulary(model: nn.Module, windows: list[list[int]], where: str) -> None:
-    """Raise ConfigError for ids beyond the model's tables: a GPU would not forgive them."""
+    """Raise ConfigError for ids beyond the embedding table, which would be a device-side assert on a GPU."""
     table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     tables = model.modules() if table is None else [table]
     sizes = [module.num_embeddings for module in tables if isinstance(module, nn.Embedding)]

@@ -1,9 +1,9 @@
-"""`vbrt.choose_precision`: which layers take 8 bits or stay lossless within a budget, by what each costs in 4 bits.
+"""`vbrt.choose_precision`: mixed precision by layer within a budget, from each layer's measured loss.
 
-The loss of each layer in 4 and in 8 bits is measured alone, the others as they are. Such losses add up to a percent or
-so, and their least sum within the budget is a knapsack (`knapsack.py`). Where two choices are closer than that, sums
-cannot tell them apart: what the diagonal Hessian would choose is a second proposal, and the model as a whole is
-measured as each of the two has it, on the same sequences.
+Each layer's loss in 4 and in 8 bits is measured alone, the others unchanged. These losses are additive to about a
+percent, so the least sum within the budget is a knapsack (`knapsack.py`). Where two choices are closer than that, sums
+cannot rank them: the diagonal Hessian's choice is a second proposal, and the whole model is measured under both, on the
+same sequences.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,27 +53,27 @@ def choose_precision(
     method: str = "kl",
     **overrides: Any,
 ) -> Precision:
-    """Choose which layers of a model are held in 4 bits, in 8 or lossless, within a budget.
+    """Choose each layer's precision (4 bits, 8 bits or lossless) within a budget.
 
     Args:
-        model: with its weights, not wrapped; it runs twice for each layer, and is unchanged afterwards. From host
-            memory, too, it runs on the GPU that the config computes on, with as many weights there as its budget holds.
-        sequences: what it is measured on: token ids [N, S], or a list of sequences, or of mappings of what the forward
-            takes. A few of some hundred tokens will do. None: text that the model writes itself.
+        model: with its weights, not wrapped; it runs twice for each layer, and is unchanged afterwards. A model in host
+            memory runs on the GPU that the config computes on, with as many weights there as its budget holds.
+        sequences: calibration data: token ids [N, S], or a list of sequences, or of mappings of forward arguments. A
+            few of some hundred tokens suffice. None: samples from the model itself.
         budget: of all pages: bits a weight ("5 bits") or bytes (2147483648, "2GiB"). Default: `weights.budget`.
-        config: as for `vbrt.wrap`: which weights are swapped, `weights.format` is the 4-bit format ("auto": nvfp4), and
-            layers that `weights.formats` names stay as it says. overrides: sections of it.
-        method: "kl" measures the KL divergence of the model's outputs, and the whole against what "hessian" chooses
-            (but of models that pass through a GPU from host memory); "hessian" multiplies squared errors of weights
-            by squared inputs, in one run of the model, for linear layers only.
+        config: as for `vbrt.wrap`: it decides which weights are swapped; `weights.format` is the 4-bit format ("auto":
+            nvfp4), and layers in `weights.formats` keep theirs. overrides: sections of it.
+        method: "kl" measures the KL divergence of the model's outputs, and compares the whole model with the choice of
+            "hessian" (except for models streamed to a GPU from host memory); "hessian" is Σ squared weight error × mean
+            squared input, from one run of the model, for linear layers only.
 
     Returns:
-        The choice: `.config` to wrap with, `.layers`, `.to_toml()`; printed, it explains itself.
+        The choice: `.config` to wrap with, `.layers`, `.to_toml()`; `str()` explains it.
 
     Raises:
-        ArgumentError: sequences or method are wrong, or a layer is not one that the method knows.
-        ConfigError: the config or the budget is wrong, or too small for 4 bits: by how much.
-        FormatError: a weight is NaN or Inf somewhere.
+        ArgumentError: invalid sequences or method, or a layer that the method does not support.
+        ConfigError: an invalid config or budget, or a budget too small for 4 bits: by how much.
+        FormatError: a weight holds NaN or Inf.
         WrapError: the model is wrapped, or has no weights to choose for.
     """
     config = load_config(config, **overrides)
@@ -87,7 +87,7 @@ def choose_precision(
     if not options:
         raise WrapError(f"{type(model).__name__} has no layer to choose for: no weight is swapped into 4 bits")
     unmeasured = Precision(base, tuple(options), method, 0, _named(model, base, options))
-    unmeasured.within(room)  # a budget that is too small is refused before anything takes time
+    unmeasured.within(room)  # refuse a budget that is too small before measuring
     text = None if base.weights.calibrate is None else text_of(model, base)
     lies = next(model.parameters()).device
     with evaluating(model), _placed(model, base, options) as device:
@@ -107,9 +107,10 @@ def choose_precision(
 def confirmed(
     choice: Precision, model: nn.Module, batches: list[Any], proxy: Sequence[Mapping[str, float]] | None
 ) -> Precision:
-    """Return a choice or what a proxy's losses would choose, whichever loses less as a whole on the same batches.
+    """Return a choice or the choice by a proxy's losses, whichever has the lower KL for the whole model on the same
+    batches.
 
-    proxy: losses of each layer by format; None: there is no other proposal. Weights are held twice meanwhile.
+    proxy: losses of each layer by format; None: no second proposal. Weights are held twice meanwhile.
     """
     rival = choice if proxy is None else choice.by_losses(proxy)
     if rival.config == choice.config:
@@ -132,7 +133,7 @@ def _together(model: nn.Module, choice: Precision, batches: list[Any], reference
 def _proxy(
     model: nn.Module, options: Sequence[LayerPrecision], batches: list[Any], device: torch.device
 ) -> list[dict[str, float]] | None:
-    """Return the proxy's losses; None of layers that it does not know."""
+    """Return the Hessian proxy's losses; None if it does not support a layer."""
     try:
         return _hessian_losses(model, options, batches, device)
     except ArgumentError:
@@ -140,15 +141,15 @@ def _proxy(
 
 
 def _named(model: nn.Module, base: VBConfig, layers: Sequence[LayerPrecision]) -> tuple[int, int]:
-    """Return the bytes of the pages that are not chosen for, and the number of their weights."""
+    """Return the page bytes, and the number of weights, of layers not chosen for."""
     mine = {layer.name for layer in layers}
     others = [swap for swap in swaps_with_pages(model, base) if swap.name not in mine]
     return sum(swap.page_bytes for swap in others), sum(map(_weights_of, others))
 
 
 def settled(model: nn.Module, config: VBConfig) -> VBConfig:
-    """Return the config with the formats that `weights.format = "auto"` chooses on the model's own samples; any other
-    as it is."""
+    """Return the config with the formats that `weights.format = "auto"` chooses on the model's own samples; other
+    configs unchanged."""
     if config.weights.format != "auto":
         return config
     try:
@@ -172,8 +173,8 @@ def _check_model(model: nn.Module) -> None:
 
 @contextmanager
 def _placed(model: nn.Module, base: VBConfig, options: Sequence[LayerPrecision]) -> Iterator[torch.device]:
-    """Within: the model runs on the returned device: the GPU that would compute, whose budget is kept, or where it
-    lies."""
+    """Context in which the model runs on the returned device: the compute GPU, within its budget, or the model's own
+    device."""
     lies = next(model.parameters()).device
     if lies.type != "cpu" or not base.tiers.gpu.enabled or not torch.cuda.is_available():
         yield lies
@@ -187,13 +188,13 @@ def _placed(model: nn.Module, base: VBConfig, options: Sequence[LayerPrecision])
 def _weighed(
     model: nn.Module, options: Sequence[LayerPrecision], text: Text, device: torch.device
 ) -> list[LayerPrecision]:
-    """Return the layers with what errors are weighed by as they are rounded."""
+    """Return the layers with input statistics, by which rounding weighs errors."""
     found = input_statistics(model, [option.swap for option in options], text, device=device)
     return [replace(o, swap=replace(o.swap, inputs=found.get(o.name, ()))) for o in options]
 
 
 def _coarse_config(config: VBConfig) -> VBConfig:
-    """Return the config whose layers are all in 4 bits but for those that it names. Raises ConfigError."""
+    """Return the config with all layers in 4 bits, except those that it names. Raises ConfigError."""
     weights = config.weights
     coarse = weights.format == "auto" or (FORMATS[weights.format].bits == 4 and not FORMATS[weights.format].lossless)
     if not coarse or config.mode == "train":
@@ -207,7 +208,7 @@ def _coarse_config(config: VBConfig) -> VBConfig:
 
 
 def _options(model: nn.Module, base: VBConfig) -> list[LayerPrecision]:
-    """Return the layers in 4 bits that the config does not name, with what they would take otherwise."""
+    """Return the 4-bit layers that the config does not name, with their alternatives."""
     weights = base.weights
     others = (
         replace(weights, format=_BETWEEN),
@@ -228,7 +229,7 @@ def _options(model: nn.Module, base: VBConfig) -> list[LayerPrecision]:
 
 
 def _worth(ways: Sequence[Way]) -> list[Way]:
-    """Return the smallest lossless way, behind those that lose something and take less."""
+    """Return the smallest lossless way, after the smaller lossy ones."""
     last = min((way for way in ways if way.lossless), key=lambda way: (way.nbytes, way.held != "dense"))
     return [*(way for way in ways if not way.lossless and way.nbytes < last.nbytes), last]
 

@@ -1,10 +1,9 @@
-"""`weights.calibrate`: what is to be known of the inputs that meet each weight, by a run of the model on some text.
+"""`weights.calibrate`: input statistics of each weight, from a run of the model on calibration text.
 
-An error of a weight costs its square times the mean square of the input that it is multiplied with, inputs taken as
-uncorrelated: encoders weigh errors so where they search block scales. How neighbouring inputs go together lets codes
-make up for each other's errors (`vbrt.formats.error_feedback`). Which input meets which weight is seen where products
-are computed, whatever module computes them, so that routed experts have squares of their own; they have nothing else,
-as a layer has many of them.
+A weight's error costs its square times the mean square of its input, if inputs are uncorrelated: encoders weigh errors
+so in their block-scale search. Correlations of neighbouring inputs let codes compensate each other's errors
+(`vbrt.formats.error_feedback`). Inputs are observed at the matmul operators, whatever module calls them, so that each
+routed expert has its own mean squares; experts get no correlations, since a layer has many of them.
 
 Legend: E matrices of a parameter (1 where nothing is routed), K inputs, T tokens.
 """
@@ -31,13 +30,13 @@ from vbrt.residency.weight_site import WeightSite
 
 __all__ = ["input_statistics", "with_inputs"]
 
-#: of the mean over a weight's inputs, added to the square of each: what the text did not excite still counts
+#: share of a weight's mean square added to each input's, so that inputs that the text does not excite still count
 _FLOOR = 0.05
-#: tokens of the mean over a layer's experts that the squares of each expert begin with
+#: weight of the layer's mean, in tokens, in each expert's squares (a prior)
 _PRIOR = 32.0
 _BATCH = 4
 _ATEN = torch.ops.aten
-#: (input, weight) of the operators that multiply, by their place among the arguments
+#: matmul operators -> argument positions of (input, weight)
 _PRODUCTS = {
     _ATEN.mm.default: (0, 1),
     _ATEN.addmm.default: (1, 2),
@@ -57,13 +56,13 @@ def with_inputs(
     directory: str | None = None,
     device: torch.device | None = None,
 ) -> Plan:
-    """Return a plan whose swaps say what their errors are weighed by, as `weights.calibrate` asks; else the plan.
+    """Return the plan with input statistics on its swaps, as `weights.calibrate` asks; else the plan.
 
     Args:
         model: not wrapped; unchanged afterwards.
-        readers: by module and parameter, the weights that the model does not hold.
-        directory: where the model's tokenizer is; by default where the model says that it came from.
-        device: to run on; by default the one that the plan computes on.
+        readers: by module and parameter, for weights that the model does not hold.
+        directory: of the tokenizer; by default the origin in the model's config.
+        device: to run on; by default the plan's compute device.
 
     Raises:
         ConfigError: the text cannot be read, or the model cannot run on it.
@@ -85,12 +84,12 @@ def with_inputs(
 
 
 def _is_weighed(swap: Swap) -> bool:
-    """True for weights whose scales are searched; tables are read by rows, which nothing is multiplied with."""
+    """True for weights with a scale search; lookup tables are not multiplied with anything."""
     return not FORMATS[swap.format].lossless and not swap.by_rows
 
 
 def _device_of(plan: Plan) -> torch.device:
-    """Return the device that computes under a plan."""
+    """Return a plan's compute device."""
     return torch.device("cuda", torch.cuda.current_device()) if "gpu" in plan.budgets else torch.device("cpu")
 
 
@@ -108,12 +107,12 @@ def input_statistics(
     readers: Mapping[tuple[str, str], Reader] | None = None,
     device: torch.device | None = None,
 ) -> dict[str, tuple[Inputs, ...]]:
-    """Return, by the name of each swap that an input reached, what its errors are weighed by: see `Swap.inputs`.
+    """Return input statistics by swap name, for the swaps that an input reached: see `Swap.inputs`.
 
-    An expert to which few tokens were sent has mostly the mean over its layer, one without any nothing else.
+    An expert with few tokens has mostly its layer's mean, one without tokens only that.
 
     Args:
-        text, readers, device: as for `with_inputs`; without a device the model runs where it lies.
+        text, readers, device: as for `with_inputs`; without a device the model runs on its own.
 
     Raises:
         ConfigError: the model cannot run on the text.
@@ -151,7 +150,7 @@ def _run(model: nn.Module, ids: Tensor) -> None:
 
 @contextmanager
 def _one_by_one(model: nn.Module, swaps: Sequence[Swap]) -> Iterator[None]:
-    """Within: routed experts are computed by their modules' own loops, which multiply with each matrix where it is."""
+    """Context in which routed experts use their eager loop, which multiplies with each matrix in place."""
     modules = named_modules(model)
     configs = {
         id(config): config
@@ -172,8 +171,8 @@ def _one_by_one(model: nn.Module, swaps: Sequence[Swap]) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one parameter: the sum of squares [E, K] and the number of tokens [E] for each matrix, on the device; sums of
-    products [G, C, C] on the CPU, if they are wanted."""
+    """Sums of one parameter: squares [E, K] and tokens [E] per matrix, on the device; input products [G, C, C] on the
+    CPU, if wanted."""
 
     site: WeightSite
     total: Tensor
@@ -182,7 +181,7 @@ class _Sums:
 
 
 class _InputMeter(TorchDispatchMode):
-    """Adds up the squares of what is multiplied with each weight, while it is entered."""
+    """Accumulates the squared inputs of each weight while it is entered."""
 
     def __init__(self, swaps: Sequence[Swap], device: torch.device) -> None:
         super().__init__()
@@ -198,7 +197,7 @@ class _InputMeter(TorchDispatchMode):
                 self._of[site.module, site.parameter] = sums
 
     def notice(self, module: str, parameter: str, tensor: Tensor | None) -> None:
-        """Know where a parameter is; None: it is gone."""
+        """Note a parameter's address; None: it is released."""
         key = module, parameter
         if tensor is None:
             self._here.pop(key, None)
@@ -233,7 +232,7 @@ class _InputMeter(TorchDispatchMode):
                 sums.moments += moments_of(x_TK.detach()).cpu()
 
     def inputs(self) -> dict[str, tuple[Inputs, ...]]:
-        """Return what errors are weighed by, on the CPU, by the name of each swap that an input reached."""
+        """Return the statistics on the CPU, by name of each swap that an input reached."""
         found = {}
         for name, parts in self._sums.items():
             made = [_weights(part.total.cpu(), part.tokens.cpu()) for part in parts]
@@ -250,7 +249,7 @@ def _empty(site: WeightSite, device: torch.device, *, fed_back: bool) -> _Sums:
 
 
 def _weights(total_EK: Tensor, tokens_E: Tensor) -> Tensor | None:
-    """Return fp32 [E, K], of mean 1 for each matrix; None where all inputs were zero, or some not finite."""
+    """Return fp32 [E, K], of mean 1 per matrix; None if all inputs were zero, or some not finite."""
     mean_K = total_EK.sum(0) / tokens_E.sum().clamp(min=1)
     if not mean_K.sum() > 0 or not mean_K.isfinite().all():
         return None

@@ -1,8 +1,8 @@
-"""Which way each layer is held, so that the sum of losses is least within a room: a knapsack with one item a layer.
+"""Multiple-choice knapsack: one way per layer, with the least sum of losses within a byte budget.
 
-Solved by dynamic programming over the room in units: exact where the sizes' common divisor is one, as it is for the
-equal layers of a model. Of units that are larger sizes are rounded up, so that the room holds; what greedy steps, by
-loss a byte, find is taken where it is better.
+Dynamic programming over the budget in units: exact where the unit is the sizes' common divisor, as for the equal layers
+of a model. With coarser units sizes are rounded up, which keeps the budget, and the greedy solution (by loss saved per
+byte) is taken where it is better.
 """
 
 import functools
@@ -15,18 +15,18 @@ __all__ = ["least_loss"]
 
 _CELLS = 4096
 
-Items = Sequence[Sequence[tuple[int, float]]]  # of each layer its ways, the smallest first: bytes, loss
+Items = Sequence[Sequence[tuple[int, float]]]  # ways of each layer, the smallest first: bytes, loss
 
 
 def least_loss(items: Items, room: int) -> list[int]:
-    """Return which way of each layer has the least sum of losses; the first ways of all must fit into the room."""
+    """Return the way of each layer for the least sum of losses; the first ways must fit into `room` together."""
     left = room - sum(ways[0][0] for ways in items)
     found = (_filled(items, left, start) for start in ([0] * len(items), _solved(items, left)))
     return min(found, key=lambda held: sum(ways[at][1] for ways, at in zip(items, held, strict=True)))
 
 
 def _solved(items: Items, left: int) -> list[int]:
-    """Return the best ways where bytes count in units."""
+    """Return the optimum with sizes in units."""
     more = [[size - ways[0][0] for size, _ in ways] for ways in items]
     unit = max(functools.reduce(math.gcd, (n for row in more for n in row), 0), -(-left // _CELLS), 1)
     cells = left // unit + 1
@@ -47,7 +47,7 @@ def _solved(items: Items, left: int) -> list[int]:
 
 
 def _filled(items: Items, left: int, held: Sequence[int]) -> list[int]:
-    """Return the ways after steps that fit into what is left, whichever saves the most loss a byte first."""
+    """Take greedy steps, most loss saved per byte first, while they fit."""
     held = list(held)
     left -= sum(ways[at][0] - ways[0][0] for ways, at in zip(items, held, strict=True))
     while True:
@@ -59,7 +59,7 @@ def _filled(items: Items, left: int, held: Sequence[int]) -> list[int]:
 
 
 def _steps(at: int, ways: Sequence[tuple[int, float]], now: int, left: int) -> list[tuple[float, int, int, int]]:
-    """Return the loss that each larger way saves a byte, its further bytes, the layer and the way."""
+    """Return a layer's larger ways: loss saved per byte, further bytes, layer and way."""
     size, loss = ways[now]
     larger = ((n - size, loss - other, to) for to, (n, other) in enumerate(ways) if to > now)
     return [(saves / max(1, more), more, at, to) for more, saves, to in larger if more <= left]

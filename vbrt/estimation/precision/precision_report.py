@@ -1,4 +1,4 @@
-"""A choice of precision by layer: what each layer loses in 4 and in 8 bits, what was chosen for it, and why."""
+"""Precision choice by layer: losses in 4 and 8 bits, what was chosen, and why."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,13 +15,13 @@ __all__ = ["LayerPrecision", "Precision", "Way"]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a layer may be held.
+    """One way to hold a layer.
 
     Attributes:
-        held: as `weights.formats` says it: a format, or "exact".
+        held: a format, or "exact", as in `weights.formats`.
         nbytes: of its pages.
-        loss: alone, all else as it is: KL in nats a position, or by the method's own measure; 0 of what is lossless.
-        lossless: True if the weight comes back bit for bit.
+        loss: with only this layer changed: KL in nats a position, or the method's own measure; 0 if lossless.
+        lossless: True if the weight is restored bit for bit.
     """
 
     held: str
@@ -32,13 +32,13 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class LayerPrecision:
-    """One layer of a choice.
+    """Choice for one layer.
 
     Attributes:
         swap: its weight in 4 bits, with its pages.
-        weights: their number.
-        ways: how it may be held: first in 4 bits, last lossless, "exact" or "dense", whichever takes less.
-        chosen: which of them was.
+        weights: number of weights.
+        ways: alternatives: the first in 4 bits, the last lossless, "exact" or "dense", whichever is smaller.
+        chosen: index of the chosen way.
     """
 
     swap: Swap = field(repr=False)
@@ -47,7 +47,7 @@ class LayerPrecision:
     chosen: int = 0
 
     def with_losses(self, losses: Mapping[str, float]) -> Self:
-        """Return the layer with other losses, by format; what is lossless loses nothing."""
+        """Return the layer with other losses, by format; lossless ways have 0."""
         return replace(self, ways=tuple(replace(way, loss=losses.get(way.held, 0.0)) for way in self.ways))
 
     @property
@@ -57,17 +57,17 @@ class LayerPrecision:
 
     @property
     def held(self) -> str:
-        """What was chosen, as `weights.formats` says it."""
+        """The chosen format, as in `weights.formats`."""
         return self.ways[self.chosen].held
 
     @property
     def lossless(self) -> bool:
-        """True if what was chosen loses nothing."""
+        """True if the chosen way is lossless."""
         return self.ways[self.chosen].lossless
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages that were chosen."""
+        """Bytes of the chosen way's pages."""
         return self.ways[self.chosen].nbytes
 
     @property
@@ -77,22 +77,22 @@ class LayerPrecision:
 
     @property
     def loss(self) -> float:
-        """What it loses in 4 bits."""
+        """Loss in 4 bits."""
         return self.ways[0].loss
 
     @property
     def left(self) -> float:
-        """What it loses as it was chosen."""
+        """Loss as chosen."""
         return self.ways[self.chosen].loss
 
     @property
     def loss_per_byte(self) -> float:
-        """What a byte more than 4 bits take saves of the loss, where it saves most."""
+        """Loss saved per byte beyond 4 bits, at the best step."""
         return max((gain for gain, _ in self.steps()), default=0.0)
 
     def steps(self) -> Iterator[tuple[float, int]]:
-        """Yield ways that are worth their bytes, from 4 bits on: what a byte more than the one before saves, and which.
-        A byte saves less in each."""
+        """Yield the efficient ways above 4 bits (convex hull): loss saved per byte over the previous one, and its
+        index. The gain falls from step to step."""
         at = 0
         while True:
             found = [(self._gain(at, to), to) for to in range(at + 1, len(self.ways))]
@@ -109,17 +109,17 @@ class LayerPrecision:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What each layer is held as: in 4 bits, in 8, or lossless.
+    """Precision of each layer: 4 bits, 8 bits or lossless.
 
     Attributes:
         config: to wrap with: `vbrt.wrap(model, choice.config)`.
-        layers: those that were chosen for, in the order of the model.
-        method: how their losses were found.
+        layers: the layers chosen for, in model order.
+        method: how losses were measured.
         budget_bytes: of all pages.
-        named: bytes of the pages of layers that the config named, and the number of their weights.
-        own: True if the model was measured on text that it wrote itself.
-        together: KL of the whole as it was chosen by each method that proposed another choice, the least first, which
-            was taken; empty where nothing else was proposed, and of `within`.
+        named: page bytes, and number of weights, of layers that the config named.
+        own: True if measured on the model's own samples.
+        together: whole-model KL of each proposal by method, the taken one first; empty without a second proposal, and
+            after `within`.
     """
 
     config: VBConfig
@@ -131,9 +131,9 @@ class Precision:
     together: tuple[tuple[str, float], ...] = field(default=(), compare=False)
 
     def within(self, budget: int | str | Budget) -> Self:
-        """Return the choice for another budget, by the same measurements.
+        """Return the choice for another budget, from the same measurements.
 
-        budget: as for `choose_precision`. Raises ConfigError: it is wrong, or too small for 4 bits: by how much.
+        budget: as for `choose_precision`. Raises ConfigError: it is invalid, or too small for 4 bits: by how much.
         """
         room = budget if isinstance(budget, Budget) else parse_weights_budget(budget, where="budget")
         weights = self.named[1] + sum(layer.weights for layer in self.layers)
@@ -141,7 +141,7 @@ class Precision:
         return self._holding(_spent(self.layers, limit - self.named[0]), limit)
 
     def by_losses(self, losses: Sequence[Mapping[str, float]]) -> Self:
-        """Return what other losses of the layers, by format, would choose for the same budget; its own are as here."""
+        """Return the choice by other losses, for the same budget; the layers keep their own losses."""
         others = [layer.with_losses(found) for layer, found in zip(self.layers, losses, strict=True)]
         chosen = [layer.chosen for layer in _spent(others, self.budget_bytes - self.named[0])]
         layers = [replace(layer, chosen=at) for layer, at in zip(self.layers, chosen, strict=True)]
@@ -161,16 +161,16 @@ class Precision:
 
     @property
     def loss_in_4_bits(self) -> float:
-        """The sum of the losses of all layers."""
+        """Sum of all layers' losses in 4 bits."""
         return sum(layer.loss for layer in self.layers)
 
     @property
     def loss(self) -> float:
-        """The sum of the losses of the layers as they were chosen: an estimate of the whole model's."""
+        """Sum of the losses as chosen: an estimate of the whole model's."""
         return sum(layer.left for layer in self.layers)
 
     def to_toml(self) -> str:
-        """Return the config as a TOML file, with the explanation as comments."""
+        """Return the config as a TOML file, with the explanation in comments."""
         lines = "".join(f"# {line}".rstrip() + "\n" for line in str(self).splitlines())
         return f"{lines}\n{toml_text(self.config)}"
 
@@ -202,7 +202,7 @@ class Precision:
 
 
 def _spent(layers: Sequence[LayerPrecision], room: int) -> list[LayerPrecision]:
-    """Return the layers, held so that the sum of their losses is least within a room. Raises ConfigError."""
+    """Return the layers with the least sum of losses within a room. Raises ConfigError."""
     least = sum(layer.coarse_bytes for layer in layers)
     if least > room:
         short, room = least - room, max(0, room)

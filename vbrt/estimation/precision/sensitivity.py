@@ -1,7 +1,7 @@
-"""Sequences that a model is measured on, and what its logits lose when a weight is rounded.
+"""Sensitivity of a model's logits to rounding: calibration batches, KL divergence, rounded weights.
 
-A sequence is whatever the model's forward takes first, or a mapping of what it takes by name.
-Legend: N sequences, S positions, V vocabulary.
+A sequence is the first argument of the model's forward, or a mapping of its keyword arguments. Legend: N sequences, S
+positions, V vocabulary.
 """
 
 import math
@@ -36,7 +36,7 @@ _BATCH = 8
 
 
 def batches_of(sequences: Sequences, device: torch.device) -> list[Any]:
-    """Return what the model is called with, on its device: rows of a tensor in batches, everything else one by one.
+    """Return the model's inputs on its device: rows of a tensor in batches, everything else one by one.
 
     Raises ArgumentError: there are none, or a list of token ids stands where a list of sequences belongs.
     """
@@ -66,7 +66,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def logits_of(model: nn.Module, batch: Any) -> Tensor:
-    """Return the logits [..., V] of a batch. Raises ArgumentError: the model returns something else."""
+    """Return a batch's logits [..., V]. Raises ArgumentError: the model returns something else."""
     with torch.no_grad():
         found = model(**batch) if isinstance(batch, Mapping) else model(batch)
     logits = found if isinstance(found, Tensor) else getattr(found, "logits", None)
@@ -85,7 +85,7 @@ def kl_between(model: nn.Module, batches: Sequence[Any], references: Sequence[Te
     for batch, reference in zip(batches, references, strict=True):
         for ours, theirs in zip(logits_of(model, batch), reference, strict=True):
             p, q = theirs.float().log_softmax(-1), ours.float().log_softmax(-1)
-            total += (p.exp() * (p - q)).masked_fill(p.isneginf(), 0).sum().item()  # -inf: what the model rules out
+            total += (p.exp() * (p - q)).masked_fill(p.isneginf(), 0).sum().item()  # -inf: masked vocabulary
         count += reference.numel() // reference.shape[-1]
     if not math.isfinite(total):
         raise ArgumentError(f"{type(model).__name__} returns NaN or Inf for these sequences: nothing can be measured")
@@ -94,7 +94,7 @@ def kl_between(model: nn.Module, batches: Sequence[Any], references: Sequence[Te
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within: no dropout. Afterwards each module trains if it did."""
+    """Context in eval mode; restores each module's training flag."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
@@ -106,12 +106,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def rounded(model: nn.Module, swap: Swap, format: str, device: torch.device | None = None) -> Iterator[None]:
-    """Within: the model has a weight as a format gives it back. Afterwards, also after Ctrl-C: its own tensors.
+    """Context in which a weight is replaced by its round trip through a format; restores the model's own tensors, also
+    after Ctrl-C.
 
-    device: to round on; by default where the weight is.
+    device: to round on; by default the weight's.
     """
     inputs = dict(zip((swap.site, *swap.parts), swap.inputs, strict=False))
-    sites = {id(_parameter(model, site)): site for site in reversed(swap.sites)}  # of tied ones the first
+    sites = {id(_parameter(model, site)): site for site in reversed(swap.sites)}  # the first of tied sites
     kept = [(_parameter(model, site), site) for site in sites.values()]
     own = [parameter.data for parameter, _ in kept]
     try:
@@ -130,8 +131,8 @@ def _parameter(model: nn.Module, site: WeightSite) -> nn.Parameter:
 
 
 def rounded_weight(weight: Tensor, site: WeightSite, format: str, inputs: Inputs | None = None) -> Tensor:
-    """Return a site's weight, in the module's layout, after its way through a format; `inputs` as in `Swap.inputs`.
-    Raises FormatError: it is NaN or Inf somewhere."""
+    """Return a site's weight, in the module's layout, after a round trip through a format; `inputs` as in
+    `Swap.inputs`. Raises FormatError: it holds NaN or Inf."""
     codec, result = get_format(format), torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     encode = resolve("encode_many", "auto", weight.device, format).run
     matrices, results = (w.detach().reshape(site.matrices, *site.matrix_shape) for w in (weight, result))
@@ -151,9 +152,9 @@ def rounded_weight(weight: Tensor, site: WeightSite, format: str, inputs: Inputs
 
 
 def own_samples(model: nn.Module, device: torch.device, count: int = 8, length: int = 96) -> Tensor:
-    """Return token ids [N, S] that the model writes itself, each sequence from a random first token; always the same.
+    """Sample token ids [N, S] from the model, each sequence from a random first token; deterministic.
 
-    Raises ArgumentError: the model does not write tokens.
+    Raises ArgumentError: the model does not generate tokens.
     """
     random = torch.Generator(device="cpu").manual_seed(0)
     try:

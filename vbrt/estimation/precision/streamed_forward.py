@@ -1,10 +1,10 @@
-"""Runs a model on a device where its weights are not: each module's tensors are there while its forward runs.
+"""Streamed forward: a module's weights are on the device only while its forward runs.
 
     with streamed(model, device, weights):
         model(ids.to(device))
 
-Nothing is kept on the device but the tensors of the modules that run, so that the largest module is what it takes;
-`lent` keeps as many there as a budget has room for.
+The working set on the device is the modules that are running, so the largest module must fit; `lent` keeps resident as
+many more as a budget allows.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,16 +19,16 @@ from vbrt.residency.weight_site import ROOT
 __all__ = ["Reader", "lent", "streamed"]
 
 Reader = Callable[[], Tensor]
-"""Returns a weight that a model does not hold, on any device."""
+"""Reads a weight that the model does not hold, on any device."""
 
 Notice = Callable[[str, str, Tensor | None], None]
 
 
 class _Visit:
-    """Puts the tensors of one module onto a device for its forward.
+    """Pre- and post-forward hooks that put one module's tensors on a device.
 
     Attributes:
-        readers: by parameter, for those that the module holds no data of.
+        readers: by parameter, for those without data in the module.
     """
 
     def __init__(self, name: str, module: nn.Module, device: torch.device, notice: Notice) -> None:
@@ -38,7 +38,7 @@ class _Visit:
         self._depth = 0
 
     def begin(self, *_: Any) -> None:
-        """Put them there; a module that calls itself has them already."""
+        """Load the tensors; a reentrant call finds them loaded."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -53,13 +53,13 @@ class _Visit:
                 self._notice(self.name, name, parameter)
 
     def end(self, *_: Any) -> None:
-        """Give the module its own back."""
+        """Restore the module's own tensors, after the outermost call."""
         self._depth -= 1
         if self._depth <= 0:
             self.restore()
 
     def restore(self) -> None:
-        """Give the module its own back, wherever its forward has ended. Idempotent."""
+        """Restore the module's own tensors, however its forward ended. Idempotent."""
         self._depth = 0
         while self._own:
             tensors, name, own = self._own.pop()
@@ -78,12 +78,12 @@ def streamed(
     weights: Mapping[tuple[str, str], Reader],
     notice: Notice = lambda module, parameter, tensor: None,
 ) -> Iterator[None]:
-    """Within: forwards of the model run on a device. Afterwards, also after an error: it holds its own tensors.
+    """Context in which the model's forwards run on a device; restores its own tensors, also after an error.
 
     Args:
-        weights: by module and parameter, those that the model holds no data of.
-        notice: is told of each parameter of a module as its forward begins, and of each that was moved as it ends
-            (None).
+        weights: readers by module and parameter, for parameters without data in the model.
+        notice: called with each parameter of a module as its forward begins, and with None for each moved one as it
+            ends.
     """
     visits, hooks = [], []
     try:
@@ -104,8 +104,8 @@ def streamed(
 
 @contextmanager
 def lent(model: nn.Module, device: torch.device, room: int, budgeted: Collection[Tensor]) -> Iterator[None]:
-    """Within: forwards of the model run on a device, where its tensors are; of `budgeted` as many as there is room for,
-    in bytes, the others while their module runs. Afterwards, also after an error, they are where they were."""
+    """Context in which the model's forwards run on a device, with its tensors resident there; of `budgeted`, as many as
+    `room` bytes hold, the others streamed module by module. Restores them, also after an error."""
     counted, there, own = {id(tensor) for tensor in budgeted}, {}, []
     try:
         for tensors, name, tensor in _held(model):
@@ -126,7 +126,7 @@ def lent(model: nn.Module, device: torch.device, room: int, budgeted: Collection
 
 
 def _held(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Return each tensor of each module, with the table that it stands in."""
+    """Return each tensor of each module, with its owning dict."""
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
 
