@@ -1,4 +1,4 @@
-"""Layers whose weights train: as parameters whose forwards see them in 4 bits, or from the tiers."""
+"""Layers whose weights train: quantization-aware (dense parameters, 4-bit forwards), or from the tiers."""
 
 from vbrt.training.full.full_layers import FullLayer, FullLinear
 from vbrt.training.full.full_weight import FullWeight

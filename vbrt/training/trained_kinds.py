@@ -1,8 +1,7 @@
-"""The classes in training of every kind of layer, made from the kind's record (`vbrt/layers/modules/layer_kinds.py`).
+"""Trained classes of every layer kind, generated from the kind's record (`vbrt/layers/modules/layer_kinds.py`).
 
 `TrainedConv1D` and the like (weights stay parameters) and `FullConv1D` and the like (weights live in the tiers) are
-attributes of this module, made when they are first asked for, so that pickles find them and the packages that define
-their plain classes stay optional.
+created lazily as module attributes, so that pickles find them and the packages of their plain classes stay optional.
 """
 
 import functools
@@ -25,7 +24,7 @@ _PREFIX, _FULL_PREFIX = "Trained", "Full"
 
 @functools.cache
 def trained_class(kind: Kind) -> type[TrainedLayer] | type[TrainedExperts]:
-    """The class that takes the place of a kind's own in training; of experts, the one that it is made from."""
+    """Return the class that replaces a kind's own in training; for experts, the mixin."""
     if kind.routed:
         return TrainedExperts
     plain = kind.layer_class().plain_class()
@@ -37,8 +36,7 @@ def trained_class(kind: Kind) -> type[TrainedLayer] | type[TrainedExperts]:
 
 @functools.cache
 def full_class(kind: Kind) -> type[FullLayer]:
-    """The class that takes the place of a kind's own where weights train from the tiers; of experts, the one that it is
-    made from."""
+    """Return the class that replaces a kind's own for training from the tiers; for experts, the mixin."""
     if kind.routed:
         return FullExperts
     plain = kind.layer_class().plain_class()
@@ -50,7 +48,7 @@ def full_class(kind: Kind) -> type[FullLayer]:
 
 
 def _made(kind: Kind, base: type, prefix: str, doc: str, does: str) -> Any:
-    """A class of a kind on a base, whose forward is the base's method `does`."""
+    """Return a class of a kind on a base, whose forward is the base's method `does`."""
     plain = kind.layer_class().plain_class()
     members = {
         "__module__": __name__,
@@ -62,7 +60,7 @@ def _made(kind: Kind, base: type, prefix: str, doc: str, does: str) -> Any:
 
 
 def _forward_like(plain: type, does: str) -> Any:
-    """A forward that takes its input as the plain class does, by the same keyword too."""
+    """Return a forward with the plain class's signature."""
     signature = inspect.signature(plain.forward)
     name = list(signature.parameters)[1]
 

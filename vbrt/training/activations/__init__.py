@@ -1,3 +1,3 @@
-"""Activation memory of repeated blocks: kept, recomputed in the backward pass, or offloaded to host memory."""
+"""Activation checkpointing of repeated blocks: keep, recompute in the backward pass, or offload to host memory."""
 
 __all__: list[str] = []

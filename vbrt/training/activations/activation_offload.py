@@ -1,11 +1,10 @@
-"""Inputs of checkpointed blocks in host memory, from the forward to the backward pass.
+"""Activation offload: inputs of checkpointed blocks wait in host memory from the forward to the backward pass.
 
-autograd asks `pack` for something to keep in the place of a block's input, and gives it to `unpack` when the backward
-pass comes to the block. In between the bytes are in page-locked memory: copied there on a stream of their own while the
-next blocks compute, and back, in reverse order, one block ahead of its use. Bytes come back as they went: results are
-the same bit for bit.
+Autograd's saved-tensor hooks: `pack` replaces a block's input by a handle, `unpack` gives it back when the backward
+pass reaches the block. In between the bytes are in pinned memory: D2H on a separate stream overlaps the next blocks,
+H2D prefetches in reverse order, one block ahead. Copies are exact, so results are the same bit for bit.
 
-What is on the device besides: two inputs on their way out, one on its way back.
+On the device at a time: two inputs on their way out, one on its way back.
 """
 
 import threading
@@ -22,31 +21,31 @@ from vbrt.tiers import Buffer, MemoryTier
 __all__ = ["CudaLink", "HostLink", "Offload"]
 
 _LEAST_BYTES = 1 << 16  # smaller tensors are not worth a copy
-_LEAVING = 2  # inputs whose copies may be under way while blocks go on to compute
-_WAITS = 4096  # measured waits that are not added up yet
+_LEAVING = 2  # D2H copies in flight while blocks go on computing
+_WAITS = 4096  # pending wait measurements before they are added up
 
 
 class Link(Protocol):
-    """Copies between a device and host memory, in the order in which they are asked for."""
+    """Ordered copies between a device and host memory."""
 
     def out(self, tensor: Tensor, buffer: Buffer) -> object:
-        """Begin to copy a tensor's bytes into a buffer; return what `wait` waits for."""
+        """Start copying a tensor into a buffer; return a token for `wait`."""
 
     def back(self, buffer: Buffer, tensor: Tensor) -> object:
-        """Begin to copy a buffer's bytes into a tensor; return what `wait` waits for."""
+        """Start copying a buffer into a tensor; return a token for `wait`."""
 
     def wait(self, done: object) -> None:
-        """Have what is computed from here on come after a copy."""
+        """Order later computation after a copy."""
 
     def drop(self, tensor: Tensor) -> None:
-        """Let go of a tensor that a copy may still use."""
+        """Release a tensor that a copy may still use."""
 
     def waited_us(self) -> int:
-        """Return the time that computing has waited in `wait`, so far as it is known."""
+        """Return the µs that compute has waited in `wait`, as far as known."""
 
 
 class CudaLink:
-    """A stream of a CUDA device for the copies; computing waits for them by events, the host does not."""
+    """Copies on a separate CUDA stream; compute waits by events, the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -54,11 +53,11 @@ class CudaLink:
         self._waited_ms = 0.0
 
     def out(self, tensor: Tensor, buffer: Buffer) -> torch.cuda.Event:
-        """Copy behind what was computed so far."""
+        """Copy, ordered after the work queued so far."""
         return self._copy(_view(buffer, tensor), tensor, buffer)
 
     def back(self, buffer: Buffer, tensor: Tensor) -> torch.cuda.Event:
-        """Copy behind what was computed so far, which may still use the memory of `tensor`."""
+        """Copy, ordered after the work queued so far, which may still use the memory of `tensor`."""
         return self._copy(tensor, _view(buffer, tensor), buffer)
 
     def _copy(self, to: Tensor, of: Tensor, buffer: Buffer) -> torch.cuda.Event:
@@ -68,7 +67,7 @@ class CudaLink:
         return buffer.fence(self.stream)
 
     def wait(self, done: torch.cuda.Event) -> None:
-        """Have the current stream wait, and measure for how long."""
+        """Make the current stream wait, and time the wait."""
         stream = torch.cuda.current_stream(self.stream.device)
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
@@ -79,11 +78,11 @@ class CudaLink:
             self._add_up()
 
     def drop(self, tensor: Tensor) -> None:
-        """Keep the memory from the allocator's hands until the copies are done."""
+        """Keep the caching allocator from reusing the memory until the copies are done."""
         tensor.record_stream(self.stream)
 
     def waited_us(self) -> int:
-        """Return the sum over the waits that are over."""
+        """Return the sum of finished waits, µs."""
         self._add_up()
         return int(1000 * self._waited_ms)
 
@@ -94,7 +93,7 @@ class CudaLink:
 
 
 class HostLink:
-    """Copies at once, from host memory to host memory: what the tests of a machine without a GPU run on."""
+    """Synchronous copies within host memory, for tests without a GPU."""
 
     def out(self, tensor: Tensor, buffer: Buffer) -> bool:
         """Copy now."""
@@ -107,10 +106,10 @@ class HostLink:
         return True
 
     def wait(self, done: bool) -> None:
-        """Do nothing: the copy is done."""
+        """Do nothing: copies are synchronous."""
 
     def drop(self, tensor: Tensor) -> None:
-        """Do nothing: no copy is under way."""
+        """Do nothing: no copy is in flight."""
 
     def waited_us(self) -> int:
         """Return 0."""
@@ -118,9 +117,9 @@ class HostLink:
 
 
 class Parked:
-    """A tensor that autograd has given away: its bytes are in `room`, and in `tensor` while it is on the device.
+    """Offloaded tensor: its bytes are in `room`, and in `tensor` while it is on the device.
 
-    `pending` is the copy, either way, that nobody has waited for yet.
+    `pending` is the copy, either way, that has not been waited for.
     """
 
     __slots__ = ("__weakref__", "before", "dtype", "owner", "pending", "room", "shape", "tensor")
@@ -130,20 +129,20 @@ class Parked:
         self.owner, self.tensor = owner, tensor
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.pending: object = None
-        self.before = owner.last  # the one that the backward pass asks for after this one
+        self.before = owner.last  # the backward pass asks for that one next
 
     def __del__(self) -> None:
-        if getattr(self, "room", None) is not None:  # Ctrl-C may have come before there was any
+        if getattr(self, "room", None) is not None:  # Ctrl-C may come before it is set
             self.owner.free(self)
 
 
 class Offload:
-    """The hooks of autograd, and the memory behind them.
+    """Saved-tensor hooks that offload, and their host memory.
 
     Args:
-        link: does the copies.
-        host: its capacity bounds what is offloaded; inputs that it has no room for stay on the device.
-        device: of the tensors that are offloaded.
+        link: makes the copies.
+        host: its capacity bounds the offload; inputs beyond it stay on the device.
+        device: of the tensors to offload.
     """
 
     def __init__(self, link: Link, host: MemoryTier, device: torch.device) -> None:
@@ -152,14 +151,14 @@ class Offload:
         self.out_bytes = self.back_bytes = self.prefetched = self.late = 0
         self.last: weakref.ref[Parked] | None = None
         self._leaving: deque[weakref.ref[Parked]] = deque()
-        self._lock = threading.RLock()  # the backward pass runs in threads of autograd's; a collection may come inside
+        self._lock = threading.RLock()  # the backward pass runs in autograd's threads; garbage collection may re-enter
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return the context in which autograd's tensors are offloaded."""
+        """Return the context in which autograd's saved tensors are offloaded."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def counted(self, stats: dict) -> ActivationStats:
-        """Return the counters with others'."""
+        """Return the counters, merged with `stats`."""
         return ActivationStats(
             **stats,
             offloaded_bytes=self.out_bytes,
@@ -172,7 +171,8 @@ class Offload:
         )
 
     def pack(self, tensor: Tensor) -> "Parked | Tensor":
-        """Return what autograd keeps: the tensor itself where it is small, elsewhere, or there is no room for it."""
+        """Offload a tensor; return its handle, or the tensor itself if it is small, elsewhere, or beyond the host's
+        capacity."""
         if tensor.device != self.device or tensor.nbytes < _LEAST_BYTES or not tensor.is_contiguous():
             return tensor.detach()
         tensor = tensor.detach()
@@ -190,7 +190,7 @@ class Offload:
         return parked
 
     def unpack(self, kept: "Parked | Tensor") -> Tensor:
-        """Return the tensor, and have the one that is asked for next begin its way back."""
+        """Return the tensor, and prefetch the next one of the backward pass."""
         if not isinstance(kept, Parked):
             return kept
         with self._lock:
@@ -198,7 +198,7 @@ class Offload:
                 self._fetch(kept)
                 self.late += 1
             self._settle(kept)
-            tensor, kept.tensor = kept.tensor, None  # whoever asked has it, and its bytes are in the buffer
+            tensor, kept.tensor = kept.tensor, None  # the caller owns it; the buffer keeps the bytes
             before = kept.before and kept.before()
             if before is not None and before.tensor is None:
                 self._fetch(before)
@@ -206,14 +206,14 @@ class Offload:
         return tensor
 
     def free(self, parked: Parked) -> None:
-        """Take back the memory of a tensor that nobody will ask for any more."""
+        """Free the host memory of a tensor that autograd has released."""
         with self._lock:
             if parked.pending is not None and parked.tensor is not None:
                 self.link.drop(parked.tensor)
             self.host.free(parked.room, reuse=True)
 
     def _leave(self, parked: Parked | None) -> None:
-        """Give the device's memory of a tensor back, behind its copy."""
+        """Release a tensor's device memory, ordered after its copy."""
         if parked is not None and parked.tensor is not None:
             self._settle(parked)
             parked.tensor = None
@@ -237,5 +237,5 @@ class Offload:
 
 
 def _view(buffer: Buffer, like: Tensor) -> Tensor:
-    """Return a buffer as a tensor of the dtype and shape of another."""
+    """Return a buffer as a tensor with another's dtype and shape."""
     return buffer.tensor.view(like.dtype).view(like.shape)

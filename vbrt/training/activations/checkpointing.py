@@ -1,16 +1,15 @@
-"""What a model's repeated blocks keep for the backward pass: all of it, their inputs, or their inputs in host memory.
+"""Activation checkpointing of a model's repeated blocks: keep, recompute, or offload their inputs.
 
     activations = Activations("offload", blocks, device, host_bytes)
-    model(x).backward()      # the blocks ask `activations` at each call
+    model(x).backward()      # the blocks consult `activations` at each call
     activations.release_()   # the blocks are plain again
 
-A block changes its class in place, to one made of its own whose `__call__` goes through torch's checkpoint
+A block's class is swapped in place for a subclass whose `__call__` goes through torch's checkpoint
 (`use_reentrant=False`: RNG states and autocast are restored for the recomputation, hooks and compiled forwards of the
-block run inside). What is computed is computed twice, never otherwise: losses and gradients are those of "keep", bit
-for bit.
+block run inside). Recomputation repeats the same operations, so losses and gradients equal those of "keep" bit for bit.
 
-With bytes for `activations`, the first pass offloads and measures what a block keeps; from the second on `choose` fills
-the bytes.
+With a byte budget for `activations`, the first pass offloads and measures each kind of block; from the second pass on
+`choose` fills the budget.
 """
 
 import functools
@@ -36,7 +35,7 @@ _ATTRIBUTE = "_vb_activations"
 
 
 class HeldBlock(nn.Module):
-    """Mixin of a block's class while somebody decides over its activations. Copies and pickles are plain blocks."""
+    """Mixin of a block's class while its activations are managed. Copies and pickles are plain blocks."""
 
     _plain: type[nn.Module]
 
@@ -58,29 +57,29 @@ def _new(plain: type[nn.Module]) -> nn.Module:
 
 @functools.cache
 def _held_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that takes the place of a block's own; with its name, which libraries look for."""
+    """Return the subclass of a block's class, under the same name, which libraries look for."""
     members = {"__module__": plain.__module__, "__doc__": plain.__doc__, "_plain": plain}
     return type(plain.__name__, (HeldBlock, plain), members)
 
 
 class Activations:
-    """The activations of one model's blocks.
+    """Activation policy of one model's blocks.
 
     Args:
-        asked: "keep", "recompute", "offload", or bytes of the device that activations may take.
-        blocks: in the order in which they run; changed in place.
-        kinds: of each block a number; those of one kind keep the same.
-        offload: where inputs go; None: they stay, as on a CPU, whose memory that is already.
+        asked: "keep", "recompute", "offload", or a budget in device bytes.
+        blocks: in execution order; changed in place.
+        kinds: a number per block; blocks of one kind keep the same amount.
+        offload: target of inputs; None: inputs stay, as on a CPU.
     """
 
     def __init__(
         self, asked: str | int, blocks: Sequence[nn.Module], kinds: Sequence[int], offload: Offload | None
     ) -> None:
         self.asked, self.kinds, self.offload = asked, tuple(kinds), offload
-        self._blocks = tuple(map(weakref.ref, blocks))  # blocks refer to this, and a model goes with its last reference
+        self._blocks = tuple(map(weakref.ref, blocks))  # weak: blocks refer to this object
         self.passes, self._notes = 0, list[str]()
-        self._inputs: dict[int, int] = {}  # bytes by the block's index, of the last pass
-        self._measured: dict[int, tuple[int, int]] = {}  # of a kind: bytes of its input, and of all that it keeps
+        self._inputs: dict[int, int] = {}  # bytes of the last pass, by block index
+        self._measured: dict[int, tuple[int, int]] = {}  # by kind: bytes of its input, and of all that it keeps
         self._modes = self._first_modes()
         self._index = {id(block): index for index, block in enumerate(blocks)}
         if asked != KEEP and not blocks:
@@ -90,14 +89,14 @@ class Activations:
             block.__class__ = _held_class(type(block))
 
     def release_(self) -> None:
-        """Give the blocks their classes back."""
+        """Restore the blocks' classes."""
         for block in (ref() for ref in self._blocks):
             if isinstance(block, HeldBlock):
                 block.__class__ = block._plain
                 del block.__dict__[_ATTRIBUTE]
 
     def run(self, block: nn.Module, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a block as its mode has it."""
+        """Run a block in its mode."""
         index, nbytes = self._index[id(block)], _input_bytes(args, kwargs)
         self._begin(index, nbytes)
         mode = self._modes[index]
@@ -112,7 +111,7 @@ class Activations:
         return _checkpointed(block, call, args, kwargs)
 
     def stats(self) -> ActivationStats | None:
-        """Return the counters; None where autograd keeps what it likes."""
+        """Return the counters; None for "keep"."""
         if self.asked == KEEP:
             return None
         modes = dict(Counter(self._modes)) if self.passes else {}
@@ -128,7 +127,7 @@ class Activations:
 
     @property
     def fallbacks(self) -> list[str]:
-        """What is done otherwise than asked."""
+        """Deviations from the config."""
         return [*self._notes, *(self.offload.fallbacks + self.offload.host.fallbacks if self.offload else [])]
 
     # -- what each block does -----------------------------------------------------------------------------------------
@@ -145,12 +144,12 @@ class Activations:
             )
         modes = [RECOMPUTE if self.offload is None else OFFLOAD] * len(self._blocks)
         if self.asked != OFFLOAD:
-            for index in {kind: index for index, kind in enumerate(self.kinds)}.values():  # the last of each kind
+            for index in {kind: index for index, kind in enumerate(self.kinds)}.values():  # measured: last of its kind
                 modes[index] = KEEP
         return modes
 
     def _begin(self, index: int, nbytes: int) -> None:
-        """Note a block's input, and with the first block of a pass what the blocks will do."""
+        """Record a block's input; at the first block of a pass choose the modes."""
         if torch.compiler.is_compiling():
             return
         if index == 0:
@@ -161,7 +160,7 @@ class Activations:
         self._inputs[index] = nbytes
 
     def _chosen(self, nbytes: int) -> list[str]:
-        """Choose for a pass whose first block takes `nbytes`; what blocks take and keep grows with that."""
+        """Choose modes for a pass whose first block's input has `nbytes`; other sizes scale with it."""
         growth = nbytes / max(1, self._inputs[0])
         inputs = [int(growth * self._inputs[index]) for index in range(len(self._blocks))]
         insides = []
@@ -182,8 +181,8 @@ class Activations:
         return out
 
     def _without_cache(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], bool]:
-        """The arguments of a block without the empty KV cache that transformers makes for a pass of training: a block
-        that runs twice would append twice. False as the third: a cache holds tokens, so the block must run once."""
+        """Drop the empty KV cache that transformers makes in training, since a recomputed block would append twice.
+        Third value False: a cache holds tokens, so the block must run once."""
         found = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         odd = [name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None and not is_cache(kwargs[name])]
         if odd or any(cache.get_seq_length() > 0 for cache in found):
@@ -201,14 +200,14 @@ class Activations:
 
 
 class _Meter:
-    """Adds up what a block keeps, its parameters aside."""
+    """Counts the bytes that autograd saves in a block, without its parameters."""
 
     def __init__(self, block: nn.Module) -> None:
         self.nbytes = 0
         self._block, self._known = block, set[int]()
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Count a tensor's memory once."""
+        """Count each storage once."""
         address = storage_of(tensor)
         if address not in self._known and not self._is_parameter(address):
             self._known.add(address)
@@ -216,23 +215,23 @@ class _Meter:
         return tensor.detach()
 
     def _is_parameter(self, address: int) -> bool:
-        """True for memory that a parameter has now: a layer's first forward frees that of its weight."""
-        held = (p for p in self._block.parameters() if not isinstance(p, StreamedParameter))  # which has no memory
+        """True for memory of a current parameter; a layer's first forward frees its weight's."""
+        held = (p for p in self._block.parameters() if not isinstance(p, StreamedParameter))  # have no memory
         return any(storage_of(parameter) == address for parameter in held)
 
 
 def _input_bytes(args: tuple, kwargs: dict[str, Any]) -> int:
-    """Return the bytes of a block's first tensor: the stream that goes through all blocks."""
+    """Return the bytes of a block's first tensor: the residual stream."""
     return next((value.nbytes for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), 0)
 
 
 def _checkpointed(block: nn.Module, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a block that keeps its inputs only; one that does so by itself is left to that."""
+    """Run a block under torch's checkpoint; leave one that checkpoints itself alone."""
     if getattr(block, "gradient_checkpointing", False) or getattr(block, "use_checkpoint", False):
         return call(*args, **kwargs)
     given = [name for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad]
     rest = {name: value for name, value in kwargs.items() if name not in given}
-    count = len(args)  # the function must not hold the tensors: autograd does
+    count = len(args)  # the closure must not keep the tensors alive: autograd does
 
     def run(*values: Any) -> Any:
         return call(*values[:count], **rest, **dict(zip(given, values[count:], strict=True)))

@@ -1,6 +1,6 @@
-"""Sums of gradients on the host: one pass over memory, by several threads.
+"""Gradient accumulation on the host: one pass over memory, multithreaded.
 
-torch's `add_` of bf16 to fp32 converts number by number: 4.5 GB/s on two cores, where memory gives ten times as much.
+torch's `add_` of bf16 to fp32 converts element by element: 4.5 GB/s on two cores, a tenth of the memory bandwidth.
 """
 
 import functools
@@ -15,10 +15,10 @@ __all__ = ["Sums"]
 
 
 class Sums:
-    """Adds gradients of one model. Its threads begin with the first sum."""
+    """Gradient sums of one model. Its threads start with the first sum."""
 
     def __init__(self) -> None:
-        self._helpers = Helpers(cores() - cores() // 4)  # the others launch what a GPU computes
+        self._helpers = Helpers(cores() - cores() // 4)  # a quarter of the cores launches the GPU's kernels
 
     def __call__(self, held: Tensor, more: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
         """Write held * factor + more into `out`, which may be `held`; return it. See

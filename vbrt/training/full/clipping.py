@@ -1,4 +1,4 @@
-"""The norm of all gradients, those in the tiers too, and clipping by it."""
+"""Gradient clipping by the global norm, including gradients in the tiers."""
 
 from collections.abc import Iterable
 
@@ -13,10 +13,10 @@ __all__ = ["clip_grad_norm_"]
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, helpers: Helpers) -> Tensor:
-    """Scale all gradients so that their Euclidean norm is at most `max_norm`; return what it was.
+    """Scale all gradients so that their Euclidean norm is at most `max_norm`; return the norm before.
 
-    The bits are those of torch.nn.utils.clip_grad_norm_ on gradients in fp32. It waits for all gradients; those of
-    weights in the tiers are read once here, and scaled as the update reads them.
+    Bitwise equal to torch.nn.utils.clip_grad_norm_ on fp32 gradients. Waits for all gradients; those in the tiers are
+    read once here, and scaled when the update reads them.
 
     Args:
         helpers: threads that share the weights.

@@ -1,7 +1,7 @@
 """FullEmbedding: an nn.Embedding whose table trains from the tiers.
 
-A forward reads the rows of its tokens where the table's page lives; the table does not move. The gradient is dense, as
-torch's is, and leaves as those of linear layers do; one that is tied to an output head is added to the head's.
+The forward gathers rows where the table's page lives; the table does not move. The gradient is dense, as torch's, and
+goes to the host like those of linear layers; a table tied to an output head accumulates both gradients.
 """
 
 from typing import Any
@@ -23,10 +23,10 @@ class FullEmbedding(FullLayer, nn.Embedding):
     """nn.Embedding that trains from the tiers. Made by `vbrt.wrap(model, "full", optimizer=...)`, not by hand."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return rows [..., embedding_dim] in bf16 for indices [...] of int32 or int64.
+        """Return rows [..., embedding_dim] in bf16 for int32 or int64 indices [...].
 
         Raises:
-            IndexError: an index that the table does not have (a GPU's indices are looked at on the host).
+            IndexError: an index out of range (GPU indices are checked on the host).
             TierError: a page cannot be read, or the table's last update failed.
         """
         return self._rows(input)
@@ -45,7 +45,7 @@ class FullEmbedding(FullLayer, nn.Embedding):
         return _Lookup.apply(handle.parameter, ids, handle, padding, self.scale_grad_by_freq)
 
     def extra_repr(self) -> str:
-        """nn.Embedding's, and how it is held."""
+        """nn.Embedding's, and where it trains."""
         return f"{super().extra_repr()}, trains from the tiers"
 
 
@@ -57,7 +57,7 @@ def _taken(handle: FullWeight, ids: Tensor) -> Tensor:
 
 
 class _Lookup(Function):
-    """The rows of a table, whose gradient goes to the weight's handle; `parameter` is its place in autograd's graph."""
+    """Embedding lookup whose gradient goes to the weight's handle; `parameter` anchors it in autograd's graph."""
 
     @staticmethod
     def forward(

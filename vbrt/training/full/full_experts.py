@@ -1,10 +1,10 @@
-"""Modules of routed experts that train from the tiers: each stacked parameter is one weight.
+"""Routed experts that train from the tiers: one weight per stacked parameter.
 
-A parameter's matrices, of all experts, are one page of high halves, one page of state and one gradient: a step's tokens
-go to nearly all experts of a layer. Forward and backward lease the pages of all parameters of a module together, and
-compute by the experts implementation that the model's config names, so the bits are those of the resident module. The
-backward pass computes the layer once more, and keeps nothing of the weights' size. Experts without tokens have a
-gradient of zeros, as autograd gives it to a stacked parameter: weight decay and moments go on for them.
+The matrices of all experts in a parameter form one page of high halves, one state page and one gradient, since a step's
+tokens reach nearly all experts of a layer. Forward and backward lease all pages of a module together and compute with
+the experts implementation of the model's config, so results are bitwise those of the resident module. The backward pass
+recomputes the layer and keeps nothing of the weights' size. Experts without tokens get zero gradients, as autograd
+gives a stacked parameter: weight decay and moments go on for them.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ __all__ = ["ExpertsPart", "FullExperts"]
 
 
 class FullExperts(FullLayer):
-    """Common part of modules of routed experts that train from the tiers; a mixin in front of the module's own class.
+    """Mixin for modules of routed experts that train from the tiers, in front of the module's own class.
 
-    What the model's registry has are the module's parts, one for each stacked parameter.
+    The model's registry holds the module's parts, one per stacked parameter.
     """
 
     _vb_parts: "dict[str, ExpertsPart]"
 
     @classmethod
     def adopt_(cls, module: nn.Module, handle: FullWeight) -> "ExpertsPart":
-        """Have a module's parameter train from the tiers; the first one turns the module into a layer in place."""
+        """Make one parameter train from the tiers; the first call swaps the module's class in place."""
         if not isinstance(module, FullExperts):
             module.__class__ = _experts_class(type(module))
             rebind_(module, type(module))
@@ -55,11 +55,11 @@ class FullExperts(FullLayer):
 
     @property
     def trained_parameters(self) -> tuple[str, ...]:
-        """The names of the parameters that train."""
+        """Names of the trained parameters."""
         return tuple(self._vb_parts)
 
     def materialize_(self) -> None:
-        """Take the weights into the tiers, those that are not there."""
+        """Move the remaining weights into the tiers."""
         for part in self._vb_parts.values():
             part.materialize_()
 
@@ -68,7 +68,7 @@ class FullExperts(FullLayer):
 
     @graphs_end_here
     def _experts_forward(self, *args: Any) -> Tensor:
-        """The module's own forward, with the high halves."""
+        """Run the module's own forward on the high halves."""
         if not self.materialized:
             self.materialize_()
         weights = self._held()
@@ -81,18 +81,18 @@ class FullExperts(FullLayer):
             with _leased(weights) as held:
                 return compute(self, args, _read(others) | held, None)
         for weight in weights.values():
-            weight.gradient.expected += weight.trainable and not in_backward()  # computed again there
+            weight.gradient.expected += weight.trainable and not in_backward()  # recomputed there
         stacked = [weight.parameter for weight in weights.values()]
         return _Routed.apply(self, tuple(others), *stacked, *args, *others.values())
 
 
 class ExpertsPart(FullLayer):
-    """One stacked parameter of a module of routed experts, as the model's registry has it. It is no module of the
-    model, and goes with the one that it is a part of."""
+    """One stacked parameter of a module of routed experts, as the model's registry has it. It is not a submodule of the
+    model, and lives as long as its module."""
 
     @classmethod
     def of(cls, module: FullExperts, handle: FullWeight) -> "ExpertsPart":
-        """Return the part of a module that a weight is."""
+        """Return the part for a weight of a module."""
         part = cls.__new__(cls)
         part.__dict__.update(_vb_handle=handle, _vb_module=weakref.ref(module), _modules={}, _buffers={})
         handle.layers.add(part)
@@ -103,7 +103,7 @@ class ExpertsPart(FullLayer):
         return self.__dict__["_vb_module"]()._parameters
 
     def release_(self, dense: nn.Parameter | None = None) -> nn.Module:
-        """Give the module its parameter back, in fp32; with the last one it is what it was. Returns the module."""
+        """Restore the parameter in fp32; the last part also restores the module's class. Returns the module."""
         module, handle = self.__dict__["_vb_module"](), self._vb_handle
         handle.give_back()
         handle.layers.discard(self)
@@ -115,13 +115,13 @@ class ExpertsPart(FullLayer):
 
 @functools.cache
 def _experts_class(plain: type[nn.Module]) -> type[FullExperts]:
-    """Return the class that takes the place of `plain`."""
+    """Return the subclass that replaces `plain`."""
     return class_of_experts(FullExperts, plain, f"Full{plain.__name__}", "trains from the tiers")
 
 
 @contextlib.contextmanager
 def _leased(weights: Mapping[str, FullWeight]) -> Iterator[dict[str, Tensor]]:
-    """Lease the high halves of all weights of a module, by parameter, once they are up to date."""
+    """Lease the high halves of all weights of a module, by parameter, after their pending updates."""
     for weight in weights.values():
         weight.check_pages()
         weight.settle()
@@ -131,13 +131,13 @@ def _leased(weights: Mapping[str, FullWeight]) -> Iterator[dict[str, Tensor]]:
 
 
 def _read(others: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters that the module reads itself; those of modules within it these read."""
+    """Return the module's direct parameters; nested modules read their own."""
     return {name: parameter for name, parameter in others.items() if "." not in name}
 
 
 class _Routed(Function):
-    """A module's output, whose gradients of stacked parameters go to the weights' handles. `inputs`: these parameters,
-    which is where they are in autograd's graph, the module's arguments, and the other parameters, named."""
+    """Output of a module of routed experts whose stacked gradients go to the weights' handles. `inputs`: the stacked
+    parameters (their anchors in autograd's graph), the module's arguments, and the other parameters, named."""
 
     @staticmethod
     def forward(ctx: Any, layer: FullExperts, names: tuple[str, ...], *inputs: Any) -> Tensor:

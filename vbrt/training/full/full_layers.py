@@ -1,7 +1,8 @@
-"""Layers whose weight trains from the tiers: forward and backward lease its high half, gradients leave as they arise.
+"""Layers that train from the tiers: forward and backward lease the weight's high half; gradients go to the host at
+once.
 
-Nothing of the weight's size stays in the computing tier but what the policy keeps there and one gradient. The backward
-pass leases the page again, so it refuses a weight that was updated after the forward.
+The computing tier holds the pages that the policy keeps, and one gradient. The backward pass leases the page again, so
+it refuses a weight updated after the forward.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ __all__ = ["FullLayer", "FullLinear", "check_assigns", "check_held", "check_same
 
 
 class FullLayer(SwappedLayer):
-    """Common part of layers that train from the tiers; a mixin in front of the class of the module that was swapped."""
+    """Mixin for layers that train from the tiers, in front of the swapped module's class."""
 
     _vb_handle: FullWeight
     _rounds_before_bias = False  # see `Kind.rounds_before_bias`
@@ -47,28 +48,28 @@ class FullLayer(SwappedLayer):
 
     @property
     def trained_parameters(self) -> tuple[str, ...]:
-        """The name of the parameter that trains."""
+        """Name of the trained parameter."""
         return (self._vb_handle.spec.site.parameter,)
 
     def materialize_(self) -> None:
-        """Take the weight into the tiers, if that is not done."""
+        """Move the weight into the tiers, if it is not there."""
         handle = self._vb_handle
         with handle.stack.encoding:
             if not handle.keys:
                 handle.store(self.dense)
 
     def keep_given_(self) -> None:
-        """Do nothing: no other weight was given to the layer."""
+        """Do nothing: there is no separately given weight."""
 
     def notice_writes(self) -> None:
-        """Do nothing: the weight cannot be written to."""
+        """Do nothing: the weight cannot be written in place."""
 
     def weight_now(self) -> Tensor:
-        """Return a copy of the fp32 weight as it is now, in the module's orientation."""
+        """Return a copy of the current fp32 weight, in the module's orientation."""
         return self._vb_handle.master()
 
     def release_(self, dense: nn.Parameter | None = None) -> nn.Module:
-        """Turn the layer back, in place, into the module it was, with its own parameter object, in fp32."""
+        """Turn the layer back, in place, into its plain module, with its own parameter object, in fp32."""
         self._vb_handle.give_back()
         self._become_plain()
         return self
@@ -81,7 +82,7 @@ class FullLayer(SwappedLayer):
             self.materialize_()
         x, bias = as_autocast(x), as_autocast(bias)
         handle.forwards += 1
-        handle.gradient.expected += not in_backward()  # computed again there
+        handle.gradient.expected += not in_backward()  # the recomputation runs in the backward pass
         handle.check_dtype(x)
         check_held(self, handle)
         if not torch.is_grad_enabled():
@@ -89,7 +90,7 @@ class FullLayer(SwappedLayer):
         return _Streamed.apply(handle.parameter, x, bias, handle)
 
     def _full_forward(self, x: Tensor) -> Tensor:
-        """The forward of every kind. A compiled one is the same for all layers: nothing of the weight is read here."""
+        """Forward of every kind. It reads nothing of the weight, so that all layers share one compiled graph."""
         bias = self._parameters["bias"]
         if not self._rounds_before_bias:
             return self._product(x, bias)
@@ -99,12 +100,12 @@ class FullLayer(SwappedLayer):
     # -- nn.Module's walks --------------------------------------------------------------------------------------------
 
     def _held(self) -> dict[str, FullWeight]:
-        """Return the weights in the tiers, by their parameters."""
+        """Return the weights in the tiers, by parameter name."""
         return {self._vb_handle.spec.site.parameter: self._vb_handle}
 
     @contextlib.contextmanager
     def _without_weights(self) -> Iterator[None]:
-        """Have the module lack the parameters that live in the tiers, for the length of a block."""
+        """Context in which the module lacks the parameters that live in the tiers."""
         lacking = {name: self._parameters.pop(name) for name in self._held() if name in self._parameters}
         try:
             yield
@@ -112,7 +113,7 @@ class FullLayer(SwappedLayer):
             self._parameters = {**lacking, **self._parameters}
 
     def _apply(self, fn, recurse: bool = True):
-        """As nn.Module's, for everything but the weights, which live in the tiers."""
+        """nn.Module's `_apply` for everything except weights in the tiers."""
         if not self.materialized:
             return super()._apply(fn, recurse)
         for handle in self._held().values():
@@ -169,15 +170,15 @@ class FullLinear(FullLayer, nn.Linear):
         return self._full_forward(input)
 
     def extra_repr(self) -> str:
-        """nn.Linear's, and how it is held."""
+        """nn.Linear's, and where it trains."""
         return f"{super().extra_repr()}, trains from the tiers"
 
 
 def _multiply(handle: FullWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The very call of the plain layer, on the high half."""
+    """The plain layer's own matmul call, on the high half."""
     with handle.lease() as weight:
         if not handle.spec.transposed:
-            weight = weight.detach().requires_grad_(handle.trainable)  # torch folds dimensions by that
+            weight = weight.detach().requires_grad_(handle.trainable)  # decides how torch folds dims
             return F.linear(x, weight, bias)
         if bias is None:
             return x.matmul(weight)
@@ -185,7 +186,7 @@ def _multiply(handle: FullWeight, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Streamed(Function):
-    """y = x Wᵀ + b, whose gradient of W goes to the weight's handle. `parameter` is where W is in autograd's graph."""
+    """y = x Wᵀ + b, whose gradient of W goes to the weight's handle. `parameter` anchors W in autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, x: Tensor, bias: Tensor | None, handle: FullWeight) -> Tensor:
@@ -214,7 +215,7 @@ class _Streamed(Function):
 
 
 def check_held(layer: nn.Module, handle: FullWeight) -> None:
-    """Raise WrapError if a module has another tensor in the place of the parameter of its weight."""
+    """Raise WrapError if a module holds another tensor in place of its weight's parameter."""
     name = handle.spec.site.parameter
     if layer._parameters.get(name) is not handle.parameter:
         raise WrapError(
@@ -225,7 +226,7 @@ def check_held(layer: nn.Module, handle: FullWeight) -> None:
 
 
 def check_assigns(handle: FullWeight, metadata: Mapping[str, Any]) -> None:
-    """Raise WrapError for `load_state_dict(assign=True)`, by the metadata that torch hands down."""
+    """Raise WrapError for `load_state_dict(assign=True)`, detected by torch's metadata."""
     if metadata.get("assign_to_params_buffers"):
         raise WrapError(
             f"{handle.name}: load_state_dict(assign=True) puts other parameters in the place of those that the "
@@ -234,21 +235,21 @@ def check_assigns(handle: FullWeight, metadata: Mapping[str, Any]) -> None:
 
 
 def wanted(ctx: Any, handle: FullWeight, at: int = 0) -> bool:
-    """True if the backward pass under way is to add to a weight's gradient: the weight still trains, and the pass is
-    not one for other tensors, as torch.autograd.grad and backward(inputs=...) do.
+    """True if the running backward pass accumulates into the weight's gradient: the weight trains, and the pass is not
+    limited to other tensors (torch.autograd.grad, backward(inputs=...)).
 
     Args:
-        at: the number of the weight's parameter among the tensors that the function of `ctx` was applied to.
+        at: index of the weight's parameter among the inputs of the function of `ctx`.
     """
     return handle.trainable and will_execute(ctx.next_functions[at][0])
 
 
 def check_same(ctx: Any) -> None:
-    """Raise WrapError if the weight of a backward pass was updated after its forward."""
+    """Raise WrapError if the weight was updated between forward and backward."""
     check_version(ctx.handle, ctx.version)
 
 
 def check_version(handle: FullWeight, version: tuple[int, int]) -> None:
-    """Raise WrapError if a weight was updated, or loaded, since its state had a version."""
+    """Raise WrapError if a weight was updated or loaded since `version`."""
     if handle.state.version != version:
         raise WrapError(f"{handle.name}: its weight was updated between forward and backward; run the forward again")

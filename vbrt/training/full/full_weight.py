@@ -1,8 +1,8 @@
-"""FullWeight: one weight that trains from the tiers, with everything that belongs to it.
+"""FullWeight: one weight that trains from the tiers, with its pages, optimizer state and gradient.
 
-The high half (bf16) is a page of the stack: forwards, recomputation and backward lease it as they lease any page. The
-low half, the moments and the gradient stay on the host (`optimizer_update.py`). Forwards compute with the high half, so
-a model in fp32 runs under bf16 autocast.
+The high half (bf16) is a page of the stack, leased by forward, recomputation and backward like any page. The low half,
+the moments and the gradient stay on the host (`optimizer_update.py`). Forwards compute with the high half, so an fp32
+model runs under bf16 autocast.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from vbrt.training.full.streamed_parameter import StreamedParameter
 
 __all__ = ["FullWeight", "graphs_end_here"]
 
-#: for what leases a weight when it runs; a graph that is compiled ends before it, and the next one begins after it
+#: for methods that lease a weight at run time; a compiled graph breaks around them
 graphs_end_here = uncompiled(
     reason='mode = "full" leases weights from the tiers when a layer runs, so a compiled graph ends there, and the '
     "next one begins behind it; compile without fullgraph=True"
@@ -39,17 +39,17 @@ graphs_end_here = uncompiled(
 
 
 class FullWeight(PagesHandle):
-    """One weight in training from the tiers; shared by all layers that are tied to it.
+    """One weight in training from the tiers; shared by all layers tied to it.
 
     Attributes:
         parameter: the object that optimizers hold.
         dtype: of the parameter.
         state: halves, moments and steps; None before `store`.
         gradient: on the host.
-        outlet: through which it leaves the computing device.
+        outlet: D2H path of its gradients.
         updater: updates the weight; None before an optimizer was taken.
-        wait_ns: time for which layers have waited for updates.
-        layers: the live layers that hold the weight.
+        wait_ns: time that layers have waited for updates.
+        layers: live layers that hold the weight.
     """
 
     kernel, separation = "reference", None
@@ -57,7 +57,7 @@ class FullWeight(PagesHandle):
 
     def __init__(self, spec: HandleSpec, stack: TierStack, outlet: Outlet) -> None:
         super().__init__(stack)
-        self.spec = replace(spec, dtype=torch.float32)  # of what it is; its page is bf16
+        self.spec = replace(spec, dtype=torch.float32)  # the master's dtype; the page holds its bf16 half
         self.dtype = spec.dtype
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.parameter: StreamedParameter | None = None
@@ -78,17 +78,17 @@ class FullWeight(PagesHandle):
     # -- pages --------------------------------------------------------------------------------------------------------
 
     def retire(self) -> None:
-        """Retire the pages, those of state and gradient too; the handle is empty again."""
+        """Retire all pages, including state and gradient; the handle is empty again."""
         super().retire()
         self.gradient.retire()
 
     def store(self, parameter: nn.Parameter) -> None:
-        """Take a parameter's values into pages; the object stays, without values.
+        """Move a parameter's values into pages; the object stays, without values.
 
         Raises:
             FormatError: it has no data, or is neither bf16 nor fp32.
-            WrapError: hooks wait for its gradient.
-            TierError: the pages do not fit or cannot be written; the parameter is as it was.
+            WrapError: gradient hooks are registered on it.
+            TierError: the pages do not fit or cannot be written; the parameter is unchanged.
         """
         if parameter.is_meta:
             raise FormatError(f"{self.name}: its weight is on the meta device, without data; load it first")
@@ -114,18 +114,18 @@ class FullWeight(PagesHandle):
         self._device_before = parameter.device
         self.gradient.put(parameter.grad)
         page.passes = not self.spec.by_rows
-        # no call from here on that may fail
+        # nothing below may fail
         self.state = WeightState.of(self.name, _High(self), halves)
         self.owner, self.pages, self.keys = owner, (page,), (key,)
         self.parameter = StreamedParameter.become_(parameter, self)
 
     def master(self) -> Tensor:
-        """Return a copy of the fp32 weight, in the module's orientation, after its update."""
+        """Return a copy of the fp32 weight, in the module's orientation, after its pending update."""
         self.settle()
         return self.state.master()
 
     def load(self, values: Tensor) -> None:
-        """Take other values, of the same shape; moments stay. Raises WrapError for another shape."""
+        """Load other values of the same shape; moments stay. Raises WrapError: another shape."""
         if tuple(values.shape) != self.state.shape:
             raise WrapError(f"{self.name}: the new weight has shape {tuple(values.shape)}; expected {self.state.shape}")
         self.settle()
@@ -136,45 +136,45 @@ class FullWeight(PagesHandle):
             self.state.set_lower(new)
 
     def give_back(self) -> None:
-        """Give the parameter its values back, the fp32 master, and its gradient. Idempotent."""
+        """Restore the parameter's values (the fp32 master) and its gradient. Idempotent."""
         parameter = self.parameter
         if parameter is None:
             return
         gradient, master = self.gradient.tensor(), self.master()
         parameter.restore_(master.to(self._device_before))
-        self.parameter = None  # no call in between that may fail
+        self.parameter = None  # nothing in between may fail
         if gradient is not None:
             parameter.grad = gradient.to(parameter.device, parameter.dtype)
 
     def encoded_layouts(self) -> list[PageLayout]:
-        """Those of `encoded`."""
+        """Layouts of `encoded`."""
         return [get_format("dense").layout(self.state.shape, torch.float32)]
 
     @contextlib.contextmanager
     def encoded(self) -> Iterator[Planes]:
-        """The plane that an inference model holds: the fp32 master. Raises TierError."""
+        """Yield the plane for inference: the fp32 master. Raises TierError."""
         yield [(self.encoded_layouts()[0], {"weight": self.master()})]
 
     def check_cast(self, dtype: torch.dtype) -> None:
-        """Raise WrapError for a cast of the layers: halves and moments are of the dtype that the parameter has."""
+        """Raise WrapError for a cast of the layers: halves and moments are tied to the parameter's dtype."""
         if dtype is not self.dtype:
             raise WrapError(
                 f"{self.name}: a cast from {self.dtype} to {dtype} while the weight trains in the tiers; unwrap() first"
             )
 
     def assign_homes(self, homes: Mapping[PageSpec, str]) -> None:
-        """Do nothing: pages are stored as a model is wrapped."""
+        """Do nothing: pages are placed while wrapping."""
 
     def forget_ready(self) -> None:
-        """Do nothing: there are no views of pages outside of leases."""
+        """Do nothing: pages are viewed only within leases."""
 
     def all_fallbacks(self) -> list[str]:
-        """What is done otherwise than asked."""
+        """Deviations from the config."""
         updates = [] if self.updater is None else self.updater.fallbacks
         return [*self.fallbacks, *self.gradient.pages.fallbacks, *updates]
 
     def settle(self) -> None:
-        """Wait for the weight's update. Raises what went wrong in it."""
+        """Wait for the weight's update. Raises its error."""
         if self.updater is not None and self.updater.waiting:
             start = time.perf_counter_ns()
             try:
@@ -184,9 +184,9 @@ class FullWeight(PagesHandle):
 
     @contextlib.contextmanager
     def lease(self) -> Iterator[Tensor]:
-        """Lease the high half in the computing tier, in the module's orientation, once it is up to date.
+        """Lease the high half in the computing tier, in the module's orientation, after its pending update.
 
-        Raises TierError as `TierStack.lease`, and what went wrong in the weight's update.
+        Raises TierError as `TierStack.lease`, and the error of the weight's update.
         """
         self.check_pages()
         self.settle()
@@ -196,7 +196,7 @@ class FullWeight(PagesHandle):
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def check_dtype(self, x: Tensor) -> None:
-        """Raise WrapError for an input that would need the whole fp32 weight."""
+        """Raise WrapError for an input dtype that would need the whole fp32 weight."""
         if x.dtype is not torch.bfloat16:
             raise WrapError(
                 f'{self.name}: its input is {x.dtype}; mode = "full" computes with the bf16 halves of weights: run '
@@ -205,8 +205,8 @@ class FullWeight(PagesHandle):
 
 
 def _halves(values: Tensor) -> Halves:
-    """Return the halves of a weight on the host; they are made where the weight is."""
-    if values.dtype is torch.bfloat16:  # the high half, and the same low half for every number
+    """Return a weight's halves on the host, split on the weight's own device."""
+    if values.dtype is torch.bfloat16:  # the value is the high half; the low half is constant
         return without_ties(values.to("cpu"), torch.full(values.shape, -0x8000, dtype=torch.int16, device="cpu"))
     return Halves(*(half.to("cpu") for half in split_master(values.float())))
 
@@ -218,14 +218,14 @@ def _settle(weight: "weakref.ref[FullWeight]") -> None:
 
 
 class _High:
-    """The page of a weight's high half, as the update sees it."""
+    """The high half's page, as the update uses it."""
 
     def __init__(self, weight: FullWeight) -> None:
         self._weight = weakref.ref(weight)
 
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[Tensor]:
-        """Yield the high half at home (bf16, CPU), to be changed in place."""
+        """Yield the high half at home (bf16, CPU), to change in place."""
         weight = self._weight()
         weight.check_pages()
         (page,) = weight.pages
@@ -233,12 +233,12 @@ class _High:
             yield unpack(whole, page.layout)["weight"]
 
     def expect(self, token: object, *, unless: Callable[[], bool]) -> None:
-        """Have leases and copies of the page wait, and none be made of the old bytes, until `forgo`."""
+        """Block leases and copies of the page's old bytes until `forgo`."""
         weight = self._weight()
         weight.stack.rewriter.expect(weight.keys, token, unless=unless)
 
     def forgo(self, token: object) -> None:
-        """End that. Idempotent."""
+        """Unblock them. Idempotent."""
         weight = self._weight()
         if weight is not None:
             weight.stack.rewriter.forgo(weight.keys, token)

@@ -1,4 +1,4 @@
-"""The pages of one weight's gradient: in host memory or in files, one for each dtype that its sum has had."""
+"""Pages of one weight's gradient, in host memory or files: one per accumulation dtype."""
 
 import torch
 from torch import Tensor
@@ -12,15 +12,15 @@ __all__ = ["GradientPages"]
 
 
 class GradientPages:
-    """Where a gradient is put down.
+    """Storage of a gradient.
 
     Args:
         name: of the weight.
-        home: the tier that the pages live in.
+        home: tier of the pages.
 
     Attributes:
-        shape: of the gradient; set before there is one.
-        fallbacks: what is done otherwise than planned.
+        shape: of the gradient; set before the first one.
+        fallbacks: deviations from the plan.
     """
 
     def __init__(self, name: str, stack: TierStack, home: str) -> None:
@@ -30,7 +30,7 @@ class GradientPages:
         self._pages: dict[torch.dtype, Page] = {}
 
     def room(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the host memory of the gradient in a dtype, kept for further steps; None if it lives in a file.
+        """Return the host memory for the gradient in a dtype, reused by further steps; None if it lives in a file.
 
         Raises TierError: the tiers have no room for it.
         """
@@ -39,31 +39,31 @@ class GradientPages:
         return unpack(slot.view, page.layout)["gradient"] if slot.level.tier.memory else None
 
     def keep_until(self, event: torch.cuda.Event) -> None:
-        """Keep the host memory of the gradient in bf16, whose copy ends with an event, where it is until then: budgets
-        may give the page another home meanwhile."""
+        """Fence the bf16 gradient's host memory until its copy's event completes: a budget change may re-home the page
+        meanwhile."""
         page = self._pages[torch.bfloat16]
         slot = self._stack.ledger.levels[page.home].slots[page.key]
         if slot.level.tier.memory:
             slot.room.fences[id(self)] = event
 
     def put(self, value: Tensor) -> tuple[Tensor | None, Page | None]:
-        """Put a value down in the page of its dtype; return its memory, or else the page of its file."""
+        """Store a value in the page of its dtype; return its memory, or the page if it lives in a file."""
         room = self.room(value.dtype)
         if room is None:
             return None, self.write(value)
         return (room if room.data_ptr() == value.data_ptr() else room.copy_(value)), None
 
     def write(self, value: Tensor) -> Page:
-        """Put a value down in the file of its dtype. Raises TierError."""
+        """Write a value to the file of its dtype. Raises TierError."""
         page = self._page(value.dtype)
         with self._stack.rewriter.rewriting(page.key, fresh=True) as whole:
             unpack(whole, page.layout)["gradient"].copy_(value)
         return page
 
     def read(self, page: Page) -> Tensor:
-        """Return what `write` has put down, verified. Raises TierError."""
+        """Read back what `write` stored, verified. Raises TierError."""
         slot, staging = self._stack.ledger.levels[page.home].slots[page.key], aligned(page.nbytes)
-        if slot.level.tier.memory:  # a budget has changed
+        if slot.level.tier.memory:  # after a budget change
             staging.copy_(slot.view)
         else:
             slot.level.tier.get(slot.room, staging, key=page.key)
@@ -84,8 +84,8 @@ class GradientPages:
         return page
 
     def _added(self, key: str, layout: PageLayout) -> Page:
-        """Return a new page; where its home has no room left (for a sum in fp32 beside one in bf16, or since a budget
-        was lowered), in a file."""
+        """Return a new page; falls back to a file if its home is full (an fp32 sum next to a bf16 one, or a lowered
+        budget)."""
         stack, last = self._stack, self._stack.levels[-1].tier
         if last.memory or last.name == self._home:
             return stack.add(key, layout, self._home, _as_it_is, self._owner)
@@ -98,4 +98,4 @@ class GradientPages:
 
 
 def _as_it_is(page: Tensor) -> None:
-    """Write nothing: a gradient is put down before it is read."""
+    """Write nothing: a gradient is always stored before it is read."""

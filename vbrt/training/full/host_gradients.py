@@ -1,15 +1,14 @@
-"""Gradients of weights in the tiers: on the host from the moment that they arise.
+"""Host gradients of weights in the tiers: D2H as they are computed, accumulated on the host.
 
-Gradients are summed as autograd sums them, in the parameter's dtype: those of one backward pass with each other first,
-in the order in which they arise, then with those of earlier passes. The first one of a step stays in bf16, in which it
-was computed: that holds the same values.
+Accumulation follows autograd, in the parameter's dtype: first within one backward pass, in order, then with earlier
+passes. The first gradient of a step stays in bf16, in which it was computed, since it has the same values.
 
-On a GPU a gradient is computed into one of two buffers, and leaves on a stream of its own while the next one is
-computed: the first of a step goes straight into its page in host memory, others into a staging buffer, from which a
-thread adds them. The device waits for a buffer where it must, the host does not.
+On a GPU, gradients are computed into a double buffer, and a separate stream copies one while the next is computed: the
+first of a step straight into its page in host memory, later ones into a staging buffer, from which a thread accumulates
+them. The device waits for a free buffer, the host does not.
 
-`parameter.grad` is the memory itself, as torch's is: who keeps it sees what is added, and writes to it count. Memory
-that somebody still has as the gradient is dropped is theirs from then on. A tensor that is assigned is the gradient.
+`parameter.grad` aliases the memory, as torch's does: holders see accumulation, and their writes count. If a gradient is
+dropped while a user still holds it, the memory becomes the user's. An assigned tensor becomes the gradient.
 """
 
 import math
@@ -32,15 +31,15 @@ from vbrt.training.full.gradient_pages import GradientPages
 
 __all__ = ["Gradient", "Outlet", "Taken"]
 
-_BUFFERS = 2  # on the GPU: one is computed into while the other leaves
-_STAGING = 2  # on the host: for gradients that are added
+_BUFFERS = 2  # on the GPU: one is computed into while the other is copied
+_STAGING = 2  # on the host, for gradients to accumulate
 
 Compute = Callable[[Tensor], object]
 """Computes a gradient into the tensor that it is given."""
 
 
 class Taken(NamedTuple):
-    """A gradient as it is held: `read` returns it, in a dtype that holds its values; it is to be multiplied with
+    """Gradient ready for use: `read` returns it in a dtype that holds its values; it is still to be multiplied by
     `factor` in fp32."""
 
     read: Callable[[], Tensor]
@@ -48,32 +47,32 @@ class Taken(NamedTuple):
 
 
 class Arising(NamedTuple):
-    """A gradient on its way: the number of autograd's pass, and whether it is the last one that is expected in it."""
+    """Gradient being computed: autograd's pass number, and whether it is the last one expected."""
 
     number: int
     last: bool
 
 
 class Gradient:
-    """One weight's gradient, in a page of host memory or of a file.
+    """One weight's gradient, in a page of host memory or a file.
 
-    A sum in a file that is read, or written to, by `tensor` is in memory until it is taken, outside of all budgets.
+    A sum in a file that `tensor` has read or a user has written stays in memory until it is taken, outside all budgets.
 
     Args:
-        home: the tier that the page lives in.
-        sums: adds gradients.
+        home: tier of the page.
+        sums: accumulates gradients.
 
     Attributes:
         dtype: of the parameter, bf16 or fp32.
-        pages: where it lies.
-        hidden: from the optimizer's own step.
-        version: counts its changes, but for being taken.
-        whole: called, by a thread that may wait, when all gradients that are expected have arisen.
-        applied: whether the gradient of this step has been taken for an update, and the step has not ended.
-        expected: forwards since the last step whose gradients have not arisen yet.
-        factor: what the sum is still to be multiplied with.
-        error: why a gradient could not be added; raised by `wait`.
-        settle: called before the memory of a gradient may be written to: an update may still read it.
+        pages: its storage.
+        hidden: invisible to the optimizer's own step.
+        version: number of changes; taking it does not count.
+        whole: on completion: called, from a thread that may block, once every expected gradient is accumulated.
+        applied: True from an update with this step's gradient to the end of the step.
+        expected: forwards since the last step whose gradients are outstanding.
+        factor: pending scale of the sum.
+        error: why accumulation failed; raised by `wait`.
+        settle: called before a gradient's memory is written: an update may still read it.
     """
 
     def __init__(self, name: str, stack: TierStack, dtype: torch.dtype, home: str, sums: Sums) -> None:
@@ -85,11 +84,11 @@ class Gradient:
         self.applied = False
         self._stepped = -1
         self._pass = -1
-        self._of_pass: Tensor | None = None  # what is not added to the sum of earlier passes yet
+        self._of_pass: Tensor | None = None  # not yet added to earlier passes' sum
         self._sum: Tensor | None = None
         self._filed: Page | None = None
-        self._assigned = False  # the sum is a tensor of the user's
-        self._loan: Loan | None = None  # of the memory of the sum
+        self._assigned = False  # the sum is a user's tensor
+        self._loan: Loan | None = None  # of the sum's memory, to users
         self._event: torch.cuda.Event | None = None
         self._adding: list[threading.Event] = []
         self.error: BaseException | None = None
@@ -98,7 +97,7 @@ class Gradient:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _lifted(self) -> Tensor:
-        """Return the sum, from its file if it lies in one, and scaled."""
+        """Return the scaled sum, read from its file if it lives there."""
         summed = self.pages.read(self._filed) if self._sum is None else self._sum
         factor, self.factor = self.factor, 1.0
         if factor == 1:
@@ -107,26 +106,26 @@ class Gradient:
         return summed.detach().copy_(scaled) if self.exposed else scaled
 
     def retire(self) -> None:
-        """Retire the pages of the gradient, which is gone. Idempotent."""
+        """Retire the gradient's pages. Idempotent."""
         self.pages.retire()
         self._sum = self._filed = self._loan = None
         self._assigned = False
 
     @property
     def exposed(self) -> bool:
-        """True if others may read and write the sum: they have what `tensor` has returned, or gave it to `put`."""
+        """True if user code may read and write the sum, through a tensor from `tensor` or given to `put`."""
         return self._assigned or (self._loan is not None and self._loan.alive)
 
     # -- arriving -----------------------------------------------------------------------------------------------------
 
     @property
     def empty(self) -> bool:
-        """True if there is none yet."""
+        """True without a gradient."""
         return self._sum is None and self._filed is None
 
     def begin_(self, shape: tuple[int, ...], arising: "Arising") -> Tensor | None:
-        """Return the memory that the first gradient of a step may be written into; it counts from now on. None if it
-        is not the first, or lives in a file: `add_` takes it."""
+        """Return the memory for a step's first gradient, which counts from now on. None if it is not the first, or
+        lives in a file: then use `add_`."""
         self.settle()
         self.pages.shape = shape
         if self._adding or not self.empty:
@@ -137,26 +136,26 @@ class Gradient:
         return self._sum
 
     def arrives(self, event: torch.cuda.Event | None) -> None:
-        """Note when what `begin_` returned is there."""
+        """Set the event of the copy into the memory of `begin_`."""
         self._event = event
         if event is not None:
             self.pages.keep_until(event)
 
     def arising(self) -> "Arising":
-        """Return what is known of a gradient that arises now, in autograd's thread."""
-        last, self.expected = self.expected == 1, max(self.expected - 1, 0)  # a graph may be gone through again
+        """Register a gradient that is being computed; called in autograd's thread."""
+        last, self.expected = self.expected == 1, max(self.expected - 1, 0)  # a graph may be traversed again
         self.version += 1
         if self.exposed:
             torch.autograd.Variable._execution_engine.queue_callback(self._arrived)
         return Arising(current_graph_task(), last)
 
     def _arrived(self) -> None:
-        """Have the sum whole at the end of a backward pass, for others who have it."""
+        """Complete an exposed sum at the end of the backward pass."""
         self.wait()
         self._fold()
 
     def add_(self, dw: Tensor, arising: "Arising") -> None:
-        """Add a gradient, which is on the host."""
+        """Accumulate a gradient, which is on the host."""
         self._synchronize()
         if arising.number == self._pass and self._of_pass is not None:
             own = self._of_pass
@@ -174,13 +173,13 @@ class Gradient:
         self._pass = arising.number
 
     def _fold(self) -> None:
-        """Add what one pass has summed up to what earlier ones have."""
+        """Add the current pass's sum to that of earlier passes."""
         of_pass, self._of_pass = self._of_pass, None
         if of_pass is not None:
             self._add(of_pass)
 
     def _add(self, more: Tensor) -> None:
-        """Add a value to the sum, in the parameter's dtype from now on."""
+        """Add a value to the sum, from now on in the parameter's dtype."""
         if self.exposed:
             self._add_in_place(more)
             return
@@ -192,7 +191,7 @@ class Gradient:
         self._sum, self._filed = self.pages.put(out)
 
     def _add_in_place(self, more: Tensor) -> None:
-        """Add a value to a sum that others have."""
+        """Add a value to an exposed sum, in place."""
         self._lifted()
         held = self._sum.detach()
         if held.is_contiguous():
@@ -201,7 +200,7 @@ class Gradient:
             held.add_(more)
 
     def adding(self) -> threading.Event:
-        """Note that a gradient is on its way that a thread will add; it sets the event then."""
+        """Register a gradient that a thread will accumulate; the thread sets the returned event."""
         event = threading.Event()
         self._adding.append(event)
         return event
@@ -214,7 +213,7 @@ class Gradient:
             event.synchronize()
 
     def wait(self) -> None:
-        """Return when all that has arisen is on the host, and added. Raises TierError if that failed."""
+        """Wait until all gradients are on the host and accumulated. Raises TierError if that failed."""
         for event in self._adding:
             event.wait()
         self._adding = []
@@ -225,7 +224,7 @@ class Gradient:
             raise TierError(f"{self.name}: its gradient could not be added ({error}); drop all gradients") from error
 
     def tensor(self) -> Tensor | None:
-        """Return the sum in the parameter's dtype, the memory itself. Raises WrapError for one that was applied."""
+        """Return the sum in the parameter's dtype, aliasing its memory. Raises WrapError: it was already applied."""
         self.wait()
         if not self.hidden:
             self.check_here()
@@ -245,7 +244,7 @@ class Gradient:
         return self._loan.tensor()
 
     def check_here(self) -> None:
-        """Raise WrapError for a gradient that was applied as it arose."""
+        """Raise WrapError for a gradient that was already applied, within vb.stepping()."""
         if self.applied:
             raise WrapError(
                 f"{self.name}: its gradient was applied within vb.stepping() as it arose; what needs all gradients, "
@@ -253,13 +252,14 @@ class Gradient:
             )
 
     def put(self, value: Tensor | None) -> None:
-        """Replace the sum, by the tensor itself if it is on the host; None drops it: an update may still read it."""
+        """Replace the sum, by the tensor itself if it is on the host; None drops it, while an update may still read
+        it."""
         if value is not None:
             self.settle()
         self.wait()
         self.version += 1
         if value is not None and self._loan is not None and value is self._loan.last:
-            return  # p.grad *= 2
+            return  # in-place writes, such as p.grad *= 2
         self._forget()
         if value is not None:
             self.pages.shape = tuple(value.shape)
@@ -270,23 +270,22 @@ class Gradient:
 
     @property
     def fresh(self) -> bool:
-        """True if there is one that no step has had."""
+        """True if there is a gradient that no step has used."""
         return not self.empty and self.version != self._stepped
 
     def end_step(self, divisor: float) -> None:
-        """Note that a step has had it, such as it is divided by that. It stays until it is dropped, as torch's does."""
+        """End a step that used it, dividing it by `divisor`. It stays until dropped, as torch's does."""
         self.factor /= divisor
         self._stepped, self.expected = self.version, 0
 
     def expose(self) -> None:
-        """Have others who have the sum be free to write to it, and see it as it is, once a step has had it."""
+        """After a step, apply the pending scale to an exposed sum, which users may then read and write."""
         if self.exposed:
             self.settle()
             self._lifted()
 
     def held(self) -> "Taken | None":
-        """Return the sum as it is, once all of it is there; None if there is none. It is valid until `settle` has
-        returned and something is written."""
+        """Return the complete sum; None without a gradient. Valid until the next write after `settle`."""
         self.wait()
         self._fold()
         if self.empty:
@@ -295,7 +294,7 @@ class Gradient:
         return Taken(partial(self.pages.read, filed) if summed is None else lambda: summed, self.factor)
 
     def scale_(self, factor: float) -> None:
-        """Multiply the sum, in fp32, as it is read next: an update does that on its way."""
+        """Scale the sum in fp32, lazily: the update applies the factor as it reads."""
         if self.factor != 1:
             self.settle()
             lifted = self._lifted().to(self.dtype)
@@ -307,7 +306,7 @@ class Gradient:
 
     def _forget(self) -> None:
         if self._loan is not None and self._loan.alive:
-            self.pages.retire()  # its memory stays while others have it
+            self.pages.retire()  # users keep its memory
         self._sum = self._filed = self._of_pass = self._loan = None
         self._assigned = False
         self.factor = 1.0
@@ -315,13 +314,13 @@ class Gradient:
 
 
 class Outlet:
-    """Where gradients leave the computing device; of one model.
+    """Gradient path of one model: device buffers, D2H stream, accumulating thread.
 
     Args:
         largest: elements of the largest gradient.
 
     Attributes:
-        sums: adds gradients on the host.
+        sums: accumulates gradients on the host.
     """
 
     def __init__(self, device: torch.device, largest: int) -> None:
@@ -335,11 +334,11 @@ class Outlet:
         self._thread: threading.Thread | None = None
 
     def send(self, gradient: Gradient, shape: tuple[int, ...], compute: Compute) -> None:
-        """Compute a gradient (bf16) and have it added to a weight's."""
+        """Compute a gradient (bf16) and accumulate it into a weight's."""
         arising = gradient.arising()
         whole = gradient.whole if arising.last else None
         if self._device.type != "cuda":
-            with self._here:  # backward passes of several threads
+            with self._here:  # serializes backward passes of several threads
                 self._add_here(gradient, shape, compute, arising)
             if whole is not None:
                 whole()
@@ -354,7 +353,7 @@ class Outlet:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def drain(self) -> None:
-        """Return when all that has been sent was added, or handed on."""
+        """Wait until everything sent is accumulated, or handed on."""
         if self._thread is not None:
             done = threading.Event()
             self._waiting.put(done.set)
@@ -406,7 +405,7 @@ class Outlet:
             try:
                 pin(staging, staging)
             except PinError:
-                pass  # the copy holds the host up then; the cpu tier has said so
+                pass  # pageable copies block the host; the cpu tier has reported that
             self._staging.put(staging)
         self._thread = threading.Thread(target=_work, args=(self._waiting,), name="vbrt-gradients", daemon=True)
         self._thread.start()
@@ -422,7 +421,7 @@ class Outlet:
         try:
             event.synchronize()
             add()
-        except BaseException as error:  # noqa: BLE001 - raised by whoever reads the gradient
+        except BaseException as error:  # noqa: BLE001 - raised by the gradient's reader
             gradient.error = error
         finally:
             self._staging.put(staging)
@@ -443,7 +442,7 @@ def _work(waiting: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
 
 
 def _nothing() -> None:
-    """There is no update."""
+    """Default of `settle`: no update."""
 
 
 def _fp32(value: float) -> Tensor:

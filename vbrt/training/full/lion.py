@@ -1,4 +1,4 @@
-"""Lion, for parameters that stay on the device and as the reference of the update in the tiers."""
+"""Lion optimizer: for parameters that stay on the device, and reference for the update in the tiers."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -15,17 +15,17 @@ __all__ = ["Lion"]
 
 
 class Lion(torch.optim.Optimizer):
-    """Steps by the sign of a mean of gradients: one moment instead of AdamW's two.
+    """Lion: steps by the sign of a gradient average, with one moment instead of AdamW's two.
 
     Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675, algorithm 2. Its authors take
     a learning rate 3 to 10 times lower than AdamW's, and a weight decay as many times higher.
 
     Args:
-        params: parameters or groups of them.
-        lr: how far each number moves in a step.
-        betas: weights of the mean so far, in the step's direction and in the mean that is kept.
-        weight_decay: decoupled: weights are multiplied with 1 - lr * weight_decay.
-        maximize: go up.
+        params: parameters or param groups.
+        lr: step size per element.
+        betas: decay of the average, in the step's direction and in the stored moment.
+        weight_decay: decoupled: weights are multiplied by 1 - lr * weight_decay.
+        maximize: ascend.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step; return the closure's loss, if there is one."""
+        """Do one step; return the closure's loss, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -70,6 +70,6 @@ class Lion(torch.optim.Optimizer):
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
         direction = mean * beta1 + gradient * (1 - beta1)
-        sign = direction.sign().where(direction == direction, direction)  # a NaN stays one
+        sign = direction.sign().where(direction == direction, direction)  # propagates NaN
         parameter.add_(sign.mul_(-group["lr"]))
         mean.mul_(beta2).add_(gradient * (1 - beta2))

@@ -1,4 +1,4 @@
-"""The state dict of an optimizer that was taken over: the plain one's, with the moments of weights in the tiers."""
+"""State dict of an optimizer that was taken over: the plain optimizer's, with moments from the tiers."""
 
 import weakref
 from collections import defaultdict
@@ -16,8 +16,8 @@ __all__ = ["StreamedState", "load_state", "moments_of", "numbered", "put_moments
 
 
 class StreamedState(defaultdict):
-    """The `state` of an optimizer that was taken over: `clear` drops moments in the tiers, too; who asks for those
-    of a weight there is told where they are."""
+    """`state` of an optimizer that was taken over: `clear` also drops moments in the tiers; looking up a weight there
+    raises an error that names `state_dict()`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(dict, optimizer.state)
@@ -29,7 +29,7 @@ class StreamedState(defaultdict):
         return super().__missing__(key)
 
     def clear(self) -> None:
-        """Begin anew: no steps and no moments, of any parameter."""
+        """Drop steps and moments of all parameters."""
         super().clear()
         optimizer = self._optimizer()
         optimizer._vb_updater.finish()
@@ -38,7 +38,7 @@ class StreamedState(defaultdict):
 
 
 def take_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have a state that was assigned to an optimizer be its own, with what it has and lacks of weights in the tiers."""
+    """Adopt a state dict assigned to `optimizer.state`, including moments for weights in the tiers."""
     if not isinstance(optimizer.state, StreamedState):
         optimizer._vb_updater.finish()
         for parameter in _streamed(optimizer):
@@ -47,7 +47,7 @@ def take_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def numbered(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return each parameter's number in a state dict, by the parameter's id."""
+    """Return each parameter's index in a state dict, by the parameter's id."""
     numbers: dict[int, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -56,7 +56,7 @@ def numbered(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def moments_of(weight: FullWeight) -> dict[str, Tensor]:
-    """Return what a plain optimizer would hold of a weight, on the host: no copies; empty before the first step."""
+    """Return a plain optimizer's state of a weight, on the host, without copying; empty before the first step."""
     state = weight.state
     if not (state.steps or state.has_moments):
         return {}
@@ -64,7 +64,7 @@ def moments_of(weight: FullWeight) -> dict[str, Tensor]:
 
 
 def put_moments(weight: FullWeight, own: Mapping[str, Any]) -> None:
-    """Have a weight go on from the state that a plain optimizer would hold; its update must be done."""
+    """Set a weight's optimizer state from a plain optimizer's; its update must be done."""
     weight.state.steps = int(own.get("step", 0))
     weight.state.moments = {
         name: own[name].detach().to("cpu", torch.float32, copy=True)
@@ -74,7 +74,7 @@ def put_moments(weight: FullWeight, own: Mapping[str, Any]) -> None:
 
 
 def state_with_moments(optimizer: torch.optim.Optimizer, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `made` returns while the optimizer holds the moments of weights in the tiers.
+    """Return the result of `made`, called while the optimizer's state includes the moments in the tiers.
 
     Args:
         made: torch's `state_dict` of the optimizer.
@@ -94,7 +94,7 @@ def state_with_moments(optimizer: torch.optim.Optimizer, made: Callable[[], dict
 def load_state(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], load: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Load a state dict: `load`, torch's, gets what is of parameters that stayed, and the groups."""
+    """Load a state dict; `load`, torch's, gets the state of non-streamed parameters and the groups."""
     numbers, groups = numbered(optimizer), state_dict["param_groups"]
     theirs = [number for group in groups for number in group["params"]]
     names = dict(zip(numbers.values(), dict.fromkeys(theirs), strict=False))  # torch refuses groups of other sizes

@@ -1,7 +1,7 @@
-"""Takes a user's optimizer over for weights in the tiers, in place.
+"""Takeover of a user's optimizer for weights in the tiers, in place.
 
-The object stays: loops, schedulers, `Trainer` and state dicts hold it. Its class becomes a subclass, as layers' classes
-do, whose `step` runs the optimizer's own step for the parameters that stayed and submits the others to the updater.
+The object stays, since loops, schedulers, `Trainer` and state dicts hold it. Its class becomes a subclass whose `step`
+runs the optimizer's own step for non-streamed parameters and submits the others to the updater.
 """
 
 import functools
@@ -25,19 +25,19 @@ __all__ = ["StreamedOptimizer", "Turn", "drop_gradients", "open_turn", "release_
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
-    """Common part of optimizers that were taken over; a mixin in front of torch's class."""
+    """Mixin for optimizers that were taken over, in front of torch's class."""
 
     _vb_updater: Updater
     _vb_eight_bit = False
-    _vb_turn: "Turn | None" = None  # a step that has not ended
+    _vb_turn: "Turn | None" = None  # an unfinished step
 
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do the optimizer's step: parameters that stayed now, weights in the tiers in the background.
+        """Do the optimizer's step: non-streamed parameters now, weights in the tiers in the background.
 
         Raises:
-            TierError: an earlier update of a weight failed: nothing is updated by this call. The next one completes
-                that step first; where no weight in the tiers has a new gradient, that is all that it does.
+            TierError: an earlier update failed; this call updates nothing. The next call completes that step first, and
+                does nothing else if no weight in the tiers has a new gradient.
         """
         loss = None
         if closure is not None:
@@ -49,13 +49,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         completed = not within_pass and self._vb_updater.finish()
         streamed = list(_streamed(self))
         if completed and not any(parameter.weight.gradient.fresh for parameter in streamed):
-            return loss  # the step that had failed is what was asked for again
+            return loss  # retry of the failed step
         divisor, overflowed = _scaled(self)
         submitted = [] if overflowed else self._checked()
         versions = {id(parameter): parameter.weight.gradient.version for parameter in streamed}
         if turn is None or turn.versions not in (None, versions):
             turn = Turn(next(_turns))
-        if turn.versions is None:  # else Ctrl-C has ended this very step before
+        if turn.versions is None:  # else Ctrl-C interrupted this very step
             turn = self._step_kept(streamed, Turn(turn.number, versions))
         for parameter, group in submitted:
             self._submit(parameter, group, turn, divisor)
@@ -73,11 +73,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; weights in the tiers get their place there.
+        """As torch's; weights in the tiers get optimizer state there.
 
         Raises:
-            WrapError: a weight is of another model, or the group's settings have no form that updates in chunks.
-            TierError: the state of the weights does not fit into the tiers.
+            WrapError: a weight is of another model, or the group's settings are not supported for updates in chunks.
+            TierError: the weights' optimizer state does not fit into the tiers.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -86,7 +86,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             for weight in weights:
                 if weight.updater is not self._vb_updater:
                     raise WrapError(f"{weight.name}: it trains in the tiers of another model, with its own optimizer")
-                kinds = weight.state.kinds if weight.state.placed else None  # of one that was in another group
+                kinds = weight.state.kinds if weight.state.placed else None  # if it was in another group
                 self._vb_updater.rule.check(weight.name, group, kinds)
             _place(self, weights, self._vb_updater.rule, eight_bit=self._vb_eight_bit)
         except Exception:
@@ -94,8 +94,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             raise
 
     def _checked(self) -> list[tuple[StreamedParameter, dict[str, Any]]]:
-        """Return the parameters in the tiers that have gradients, with their groups. Raises WrapError for settings that
-        cannot be followed: before anything is updated."""
+        """Return the parameters in the tiers that have gradients, with their groups. Raises WrapError for unsupported
+        settings, before anything is updated."""
         found = []
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -105,7 +105,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return found
 
     def _step_kept(self, streamed: Iterable[StreamedParameter], turn: "Turn") -> "Turn":
-        """Do torch's own step, which sees no gradients of weights in the tiers; the turn is the optimizer's then."""
+        """Run torch's own step with gradients of weights in the tiers hidden, and mark it in the turn."""
         _hide(streamed, hidden=True)
         try:
             step_kept(self, type(self).__mro__[2])
@@ -128,23 +128,23 @@ class StreamedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the plain optimizer, after all updates; moments of weights in the tiers are those on
-        the host, not copies."""
+        """Return the plain optimizer's state dict, after all updates; moments in the tiers alias host memory, not
+        copies."""
         self._vb_updater.finish()
         return state_with_moments(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of this optimizer or of a plain one of its class."""
+        """Load a state dict of this optimizer, or of a plain one of its class."""
         self._vb_updater.finish()
         load_state(self, state_dict, partial(load_kept, self))
         self.state = StreamedState(self)
 
 
-StreamedOptimizer.step.hooked = True  # so that load_state_dict puts no second layer of hooks around it
+StreamedOptimizer.step.hooked = True  # keeps load_state_dict from adding a second layer of hooks
 
 
 class Turn(NamedTuple):
-    """A step: its number, and the versions of gradients in the tiers once parameters that stayed have been stepped."""
+    """One step: its number, and gradient versions in the tiers once non-streamed parameters have stepped."""
 
     number: int
     versions: dict[int, int] | None = None
@@ -154,7 +154,7 @@ _turns = itertools.count()
 
 
 def open_turn(optimizer: StreamedOptimizer) -> Turn:
-    """Begin a step, within the backward pass: the next `step` is its end."""
+    """Begin a step within the backward pass; the next `step` ends it."""
     optimizer._vb_turn = Turn(next(_turns))
     return optimizer._vb_turn
 
@@ -167,7 +167,7 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _scaled(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """Return what torch's GradScaler has multiplied gradients with, and whether one of them is not finite."""
+    """Return GradScaler's scale, and whether it found a non-finite gradient."""
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     return (1.0 if scale is None else float(scale)), found is not None and bool(found.item())
 
@@ -175,14 +175,14 @@ def _scaled(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
 def take_optimizer(
     optimizer: torch.optim.Optimizer, weights: Iterable[FullWeight], *, eight_bit: bool = False
 ) -> Updater:
-    """Have an optimizer update weights in the tiers, in place.
+    """Make an optimizer update weights in the tiers, in place.
 
     Args:
-        eight_bit: moments have 8 bits.
+        eight_bit: 8-bit moments.
 
     Raises:
-        WrapError: its class has no rule, or it lacks a weight that trains: named.
-        TierError: the state of the weights does not fit into the tiers.
+        WrapError: its class has no rule, or it lacks a weight that trains (named).
+        TierError: the optimizer state does not fit into the tiers.
     """
     if isinstance(optimizer, StreamedOptimizer):
         raise WrapError(f"{type(optimizer).__mro__[2].__name__}: this optimizer updates another model in the tiers")
@@ -212,13 +212,13 @@ def take_optimizer(
     optimizer.__dict__.update(_vb_updater=updater, _vb_eight_bit=eight_bit)
     optimizer.__class__ = _class_for(plain)
     optimizer.state = StreamedState(optimizer)
-    if "step" in optimizer.__dict__:  # a scheduler has wrapped it
+    if "step" in optimizer.__dict__:  # wrapped by a scheduler
         optimizer.__dict__["step"] = _counted(optimizer)
     return updater
 
 
 def release_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWeight]) -> None:
-    """Turn an optimizer back, in place; the moments of the weights become its state."""
+    """Turn an optimizer back, in place; the weights' moments become its state."""
     for weight in weights:
         state = weight.state
         if state is not None and weight.parameter is not None and (state.has_moments or state.steps):
@@ -237,7 +237,7 @@ def release_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWe
 
 
 def _take_state(optimizer: torch.optim.Optimizer, weight: FullWeight) -> None:
-    """Take the moments that an optimizer has of a weight, where it has made steps before."""
+    """Take over a weight's moments from an optimizer that has stepped before."""
     state = optimizer.state.pop(weight.parameter, None)
     if state:
         weight.state.steps = int(state.get("step", 0))
@@ -246,7 +246,7 @@ def _take_state(optimizer: torch.optim.Optimizer, weight: FullWeight) -> None:
 
 
 def _place(optimizer: torch.optim.Optimizer, weights: list[FullWeight], rule: Rule, *, eight_bit: bool) -> None:
-    """Give the masters' low halves and the moments of weights that train their place in the tiers."""
+    """Allocate low halves and moments of trained weights in the tiers."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for weight in weights:
         group = groups.get(id(weight.parameter))
@@ -261,7 +261,7 @@ def _class_for(plain: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer
 
 
 def _counted(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The step of an instance, as schedulers count it."""
+    """Return an instance-level step as LR schedulers wrap it, with their call counter."""
 
     @functools.wraps(type(optimizer).step)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -273,7 +273,7 @@ def _counted(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
 
 def _is_counted(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the step is the class's, but for the count of a scheduler."""
+    """True if the step is the class's, apart from an LR scheduler's counter."""
     own = optimizer.__dict__.get("step")
     return own is None or getattr(own, "_wrapped_by_lr_sched", False)
 

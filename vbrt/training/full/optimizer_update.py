@@ -1,18 +1,18 @@
-"""The update of weights that train from host memory: join, step, split, in the background.
+"""Optimizer update on the host: join, step, split, in the background.
 
-A weight's fp32 master is two halves and a bit. The high half is a page that forwards compute with; the low half, the
-bits of ties and the moments stay on the host, in memory or in files.
+A weight's fp32 master is two halves and a tie bit. The high half is the page that forwards use; the low half, the tie
+bits and the moments stay on the host, in memory or files.
 
 | name | what |
 | --- | --- |
 | `split_master(w) -> halves`, `join_master(halves) -> w` | inverse of each other, bit for bit |
 | `WeightState` | one weight: its high half's page, low half, ties, moments, number of updates |
-| `Rule` | how an optimizer's class updates; `rule_for(optimizer)` refuses one without a record, by name |
+| `Rule` | update rule of an optimizer class; `rule_for(optimizer)` refuses a class without one |
 | `Updater.submit(state, grad, group)` | begin a weight's update; `wait(state)`, `finish()` |
 
-A step that fails is completed: what went wrong in an update is raised by whoever waits for it, and who waits again has
-it tried again. Each update keeps its gradient until the weight is stored, so nothing is updated twice, and nothing is
-lost by a full disk or a failed read. A weight whose update has not been stored is not computed with.
+A failed step can be completed: an update's error is raised to its waiter, and waiting again retries it. Each update
+keeps its gradient until the weight is stored, so that nothing is updated twice, and a full disk or a failed read loses
+nothing. A weight is not used for compute before its update is stored.
 """
 
 import atexit
@@ -43,25 +43,24 @@ from vbrt.training.full.update_threads import Helpers, cores
 __all__ = ["HighPage", "Rule", "Scaling", "Updater", "WeightState", "join_master", "rule_for", "split_master"]
 
 Gradient = tuple[object, Callable[[], Tensor]]
-_LOOK_SECONDS = 0.02  # a thread that waits looks this often, in case nobody rang
+_LOOK_SECONDS = 0.02  # polling interval of waiters, in case a wake-up was lost
 
 
 class Updater:
-    """Updates weights in the background, one at a time and by several threads, the first of the model first.
+    """Background updater of weights: one at a time, multithreaded, the model's first layers first.
 
-    A backward pass hands the last layers over first, but the next forward needs the first ones first: so the update of
-    the last ones goes on while it runs. The bits depend neither on the number of threads nor on the order. What lives
-    in files goes before the rest, in order; it is read ahead and written behind. Where something goes wrong, what comes
-    after it waits.
+    A backward pass submits the last layers first, but the next forward needs the first layers first; so the last
+    layers' updates overlap that forward. Results are bitwise independent of thread count and order. Weights with state
+    in files go first, in order, with read-ahead and write-behind. After a failure, later updates wait.
 
     Args:
-        rule: how.
-        threads: that work on a weight; by default three quarters of the cores: as many saturate the memory, and the
-            others launch what the GPU computes.
+        rule: the update rule.
+        threads: per weight; by default three quarters of the cores: as many saturate memory, and the others launch the
+            GPU's kernels.
 
     Attributes:
-        kernel: what computes.
-        fallbacks: what is done otherwise than asked.
+        kernel: the update kernel.
+        fallbacks: deviations from the config.
     """
 
     def __init__(self, rule: Rule, *, threads: int | None = None) -> None:
@@ -73,7 +72,7 @@ class Updater:
             self.fallbacks = [f"updates of weights: {why}; they run in plain torch, many times slower"]
             warnings.warn(self.fallbacks[0], stacklevel=2)
         self._threads = threads or cores() - cores() // 4
-        self._open: dict[int, _Update] = {}  # by the state's id, in the order of submission
+        self._open: dict[int, _Update] = {}  # by the state's id, in order of submission
         self._begin()
         _updaters.add(self)
 
@@ -81,7 +80,7 @@ class Updater:
         self._pid = os.getpid()
         self.helpers = Helpers(self._threads)
         self._loading, self._computing, self._storing = self._stages = _Stage(), _Stage(), _Stage()
-        self._places: SimpleQueue[object] = SimpleQueue()  # in memory, for states that live in files
+        self._places: SimpleQueue[object] = SimpleQueue()  # staging slots, for states in files
         for place in range(1, STAGED + 1):
             self._places.put(place)
 
@@ -90,18 +89,18 @@ class Updater:
     def submit(
         self, state: WeightState, grad: Gradient, group: Mapping[str, Any], scaling: Scaling | None = None
     ) -> None:
-        """Begin a weight's update, unless it was begun with this very gradient before.
+        """Begin a weight's update, unless it was begun with the same gradient before.
 
         Args:
-            grad: what tells this gradient from all others, and what returns it (bf16 or fp32, of the weight's shape);
-                it is called when its turn comes, so it must stay as it is until then.
-            group: its settings, as they are now.
+            grad: key that identifies this gradient, and a reader of it (bf16 or fp32, of the weight's shape); the
+                reader is called when its turn comes, so the gradient must not change until then.
+            group: its settings, read now.
 
         Raises:
-            TierError: an update before it failed.
+            TierError: an earlier update failed.
         """
         mark, read = grad
-        if state.applied == mark:  # Ctrl-C came before the caller knew
+        if state.applied == mark:  # Ctrl-C hit the caller after an earlier submit
             return
         self.wait(state)
         number = state.steps + 1
@@ -109,17 +108,17 @@ class Updater:
         step = self.rule.step(group, number + resumed, scaling or Scaling())
         update = _Update(state, read, step)
         self._open[id(state)] = update
-        state.steps, state.has_moments, state.applied = number, True, mark  # no call in between
+        state.steps, state.has_moments, state.applied = number, True, mark  # nothing in between may fail
         if state.shown is not None and state.memory.in_memory:
             state.shown.fill_(float(number))
         self._give(update)
         state.high.expect(update, unless=lambda: update.rewritten)
 
     def wait(self, state: WeightState) -> None:
-        """Return when a weight's update is stored.
+        """Wait until a weight's update is stored.
 
         Raises:
-            TierError: it failed, or one before it; who waits again has it tried again.
+            TierError: it, or one before it, failed; waiting again retries it.
         """
         update = self._open.get(id(state))
         if update is not None:
@@ -128,18 +127,18 @@ class Updater:
 
     @property
     def waiting(self) -> int:
-        """How many updates are under way."""
+        """Number of pending updates."""
         return len(self._open)
 
     def finish(self) -> bool:
-        """Return when all updates are stored; True if one of them had failed before. Raises TierError as `wait`."""
+        """Wait until all updates are stored; True if one of them had failed before. Raises TierError as `wait`."""
         tried = self._try_again()
         for update in list(self._open.values()):
             self._wait(update)
         return tried
 
     def close(self) -> None:
-        """End the threads; what has not begun is not done. Idempotent."""
+        """End the threads; updates that have not begun are discarded. Idempotent."""
         for stage in self._stages:
             stage.closed = True
         for stage in self._stages:
@@ -147,15 +146,15 @@ class Updater:
         self.helpers.stop()
 
     def _try_again(self) -> bool:
-        """Have the stages that were heard to fail try again; True if there were any."""
+        """Retry stages whose failure was reported; True if there were any."""
         heard = [stage for stage in self._stages if stage.heard]
         for stage in heard:
-            stage.failure, stage.heard = None, False  # no call in between
+            stage.failure, stage.heard = None, False  # nothing in between may fail
         return bool(heard)
 
     def _wait(self, update: "_Update") -> None:
         while not update.ended:
-            if not update.given or self._pid != os.getpid():  # Ctrl-C came in `submit`; a child has no threads
+            if not update.given or self._pid != os.getpid():  # Ctrl-C in `submit`, or a forked child without threads
                 self._give(update)
             for stage in self._stages:
                 if stage.failure is not None and not stage.heard:
@@ -171,7 +170,7 @@ class Updater:
     # -- stages, each a thread -----------------------------------------------------------------------------------------
 
     def _give(self, update: "_Update") -> None:
-        """Hand an update over, again if need be: what has been done of it is not done twice."""
+        """Hand an update to the stages; safe to repeat, finished work is not redone."""
         if self._pid != os.getpid():
             self._begin()
         if not update.state.memory.in_memory:
@@ -181,7 +180,7 @@ class Updater:
         update.given = True
 
     def _load(self, update: "_Update") -> None:
-        """Read a state from its file, when there is room in memory for it."""
+        """Read a state from its file into a free staging slot."""
         if update.staging is None and not (update.computed or update.ended):
             if update.place is None:
                 update.place = self._loading.take(self._places)
@@ -189,7 +188,7 @@ class Updater:
         update.loaded.release()
 
     def _compute(self, update: "_Update") -> None:
-        """Update a weight, all threads together. Its high half is stored here."""
+        """Update a weight with all threads, and store its high half."""
         if update.ended or update.stores:
             return
         if update.loads and update.staging is None:
@@ -205,7 +204,7 @@ class Updater:
             self._storing.give(update, self._store)
 
     def _store(self, update: "_Update") -> None:
-        """Write a state into its file."""
+        """Write a state to its file."""
         update.state.memory.write(update.staging)
         update.staging = None
         if update.place is not None:
@@ -226,20 +225,20 @@ def _readable(gradient: Tensor) -> Tensor:
 
 
 class _Update:
-    """One weight's update, and how far it has got."""
+    """One weight's update, and its progress."""
 
     def __init__(self, state: WeightState, gradient: Callable[[], Tensor], step: Step) -> None:
         self.state, self.step = state, step
         self.gradient: Callable[[], Tensor] | None = gradient
-        self.staging: Tensor | None = None  # the state of a weight that lives in a file
-        self.high: Tensor | None = None  # as it was computed
-        self.place: object = None  # in memory, of the staging
+        self.staging: Tensor | None = None  # state of a weight in a file
+        self.high: Tensor | None = None  # the computed half, for a retry
+        self.place: object = None  # staging slot
         self.rewritten = self.given = self.loads = self.torn = self.computed = self.stores = self.ended = False
         self.loaded, self.bell = _Bell(), _Bell()
         self.urgency = 1 + state.rank if state.memory.in_memory else 0
 
     def run(self, pages: contextlib.ExitStack, kernel: Callable[..., Any], helpers: Helpers) -> None:
-        """Do one step; or, if it was done and could not be stored, give the high half again. `pages` stores it."""
+        """Do one step; if it was computed but not stored, write the high half again. `pages` stores it."""
         state = self.state
         high = pages.enter_context(state.high.rewriting()).view(-1)
         if self.computed:
@@ -254,41 +253,41 @@ class _Update:
         self.high, self.computed, self.torn = high, True, False
 
     def _fields(self, pages: contextlib.ExitStack) -> Fields:
-        """Return the state where it lies, in a memory, or a copy of what a file holds, which is to be stored."""
+        """Return the state in place, if it is in memory, or a staged copy from its file, to be written back."""
         memory = self.state.memory
         if self.staging is None and memory.in_memory:
             held = pages.enter_context(memory.rewriting())
-            if memory.in_memory:  # else a budget has just changed
+            if memory.in_memory:  # else a budget change moved it to a file
                 return held
         self.staging = memory.read() if self.staging is None else self.staging
         return memory.fields_of(self.staging)
 
 
 class _Bell:
-    """Rings once, for one thread; who waits looks again now and then."""
+    """One-shot event for one waiter, who also polls."""
 
     def __init__(self) -> None:
         self._lock = allocate_lock()
         self._lock.acquire()
 
     def release(self) -> None:
-        """Ring."""
+        """Set it."""
         if self._lock.locked():
             self._lock.release()
 
     def get(self, timeout: float) -> object:
-        """Return once it rings. Raises Empty if it does not within `timeout` seconds."""
+        """Wait until it is set. Raises Empty after `timeout` seconds."""
         if not self._lock.acquire(timeout=timeout):
             raise Empty
         return self
 
 
 class _Stage:
-    """A thread that does one part of updates; what fails is tried again when it is said so.
+    """Pipeline stage of updates: one thread, which stops on a failure until told to retry.
 
     Attributes:
-        failure: what it is at, and what went wrong; it waits until this is None.
-        heard: True once somebody was told.
+        failure: the failed update and its error; the stage waits until this is None.
+        heard: True once the failure was raised to a waiter.
         closed: True if it is to end.
     """
 
@@ -300,7 +299,7 @@ class _Stage:
         self._waiting: list[tuple[int, int, _Update, Callable[[_Update], None]]] = []  # a heap
 
     def give(self, update: _Update, work: Callable[[_Update], None]) -> None:
-        """Have a part of an update done, the lowest urgency first, those of one urgency in order."""
+        """Queue work on an update by urgency (lowest first), then in order."""
         heappush(self._waiting, (update.urgency, next(self._serial), update, work))
         self.crew.give(self._do_next)
 
@@ -316,13 +315,13 @@ class _Stage:
                 return
             except _Closed:
                 return
-            except Exception as error:  # noqa: BLE001 - raised by who waits
+            except Exception as error:  # noqa: BLE001 - raised to the waiter
                 self.failure = update, error
             while self.failure is not None and not self.closed:
                 time.sleep(_LOOK_SECONDS)
 
     def take(self, queue: Any) -> object:
-        """Return what a queue or a bell gives."""
+        """Return the next item of a queue, or a bell once it is set."""
         while not self.closed:
             with contextlib.suppress(Empty):
                 return queue.get(timeout=_LOOK_SECONDS)
@@ -330,7 +329,7 @@ class _Stage:
 
 
 class _Closed(Exception):
-    """The stage is to end."""
+    """The stage is closing."""
 
 
 _updaters: "weakref.WeakSet[Updater]" = weakref.WeakSet()
@@ -338,6 +337,6 @@ _updaters: "weakref.WeakSet[Updater]" = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """End threads that wait for somebody to try again, before those of crews are waited for."""
+    """End threads that wait for a retry, before crews' threads are joined."""
     for updater in list(_updaters):
         updater.close()

@@ -1,12 +1,11 @@
-"""Parameters that stay on the computing device, in bf16: their optimizer sees them in fp32.
+"""Resident bf16 parameters with fp32 masters in the optimizer's state.
 
-A step in bf16 would lose every change below a 256th of a weight. So the optimizer's state of a parameter in bf16 has
-its fp32 master, as "master": the step is done on it, and the parameter is what it rounds to, to nearest even. A number
-that is another one now was written by the user (copy_, mul_, nn.init, a state dict): that is its master from then on.
+A bf16 step would lose every change below 1/256 of a weight. So the optimizer's state of a bf16 parameter holds its fp32
+master, as "master": the step updates the master, and the parameter is its rounding, to nearest even. An element that no
+longer matches was written by the user (copy_, mul_, nn.init, a state dict) and becomes the master.
 
-A parameter that is large, such as an output head, is stepped in chunks, each by an optimizer of its own on a part of
-the state, so that a step needs no room for a whole gradient in fp32: the rules that mode "full" takes work number by
-number.
+Large parameters, such as output heads, are stepped in chunks, each by a temporary optimizer on a slice of the state, so
+that no full fp32 gradient is needed: the rules supported in mode "full" are elementwise.
 """
 
 import contextlib
@@ -22,13 +21,13 @@ from vbrt.training.full.streamed_parameter import StreamedParameter
 
 __all__ = ["check_kept", "load_kept", "master_of", "step_kept", "take_master", "widen_kept"]
 
-_MASTER = "master"  # in the optimizer's state of a parameter: as the last step left it
-_LOW, _HIGH = "low", "high"  # of older checkpoints: the halves of a master that was rounded half up
-_CHUNK = 1 << 24  # numbers that are stepped at a time, of parameters that have more
+_MASTER = "master"  # key of the optimizer's state: the master after the last step
+_LOW, _HIGH = "low", "high"  # keys in older checkpoints: halves of a master rounded half up
+_CHUNK = 1 << 24  # elements per chunk, for larger parameters
 
 
 def check_kept(optimizer: torch.optim.Optimizer) -> None:
-    """Raise WrapError for parameters that stay and are neither fp32, fp64 nor bf16."""
+    """Raise WrapError for resident parameters that are neither fp32, fp64 nor bf16."""
     for parameter in _kept(optimizer):
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float64):
             raise WrapError(
@@ -38,10 +37,10 @@ def check_kept(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_kept(optimizer: torch.optim.Optimizer, plain: type[torch.optim.Optimizer]) -> None:
-    """Do an optimizer's own step on all that has gradients, with fp32 masters of parameters in bf16.
+    """Do an optimizer's own step on all resident gradients, with fp32 masters of bf16 parameters.
 
     Args:
-        plain: the class that updates; each number by itself.
+        plain: the optimizer class; elementwise.
     """
     large = [(group, p) for group in optimizer.param_groups for p in group["params"] if _is_large(p)]
     gradients = [parameter.grad for _, parameter in large]
@@ -58,7 +57,7 @@ def step_kept(optimizer: torch.optim.Optimizer, plain: type[torch.optim.Optimize
 
 
 def step_of(plain: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return a class's step without the hooks that torch puts around it: they are run once, around the whole step."""
+    """Return a class's step without torch's hook wrapper: hooks run once, around the whole step."""
     step = plain.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -77,7 +76,7 @@ def _step_in_chunks(
     group: dict[str, Any],
     held: tuple[nn.Parameter, Tensor],
 ) -> None:
-    """Do the step of one parameter in bf16 with its gradient, a chunk at a time."""
+    """Step one bf16 parameter in chunks."""
     parameter, gradient = held
     state, high = dict(optimizer.state.get(parameter, {})), parameter.data.view(-1)
     held = {name: state.pop(name).view(-1) for name in (_MASTER, _LOW, _HIGH) if name in state}
@@ -86,7 +85,7 @@ def _step_in_chunks(
     master = torch.empty(high.shape, dtype=torch.float32, device=high.device) if master is None else master
 
     def step(part: slice) -> dict[str, Any]:
-        """Step a chunk; return what its state has beside numbers for each of the chunk's."""
+        """Step a chunk; return its per-parameter (not per-element) state."""
         chunk = nn.Parameter(_master_in(high[part], {name: value[part] for name, value in held.items()}))
         chunk.grad = gradient.view(-1)[part].float()
         one = plain([{**group, "params": [chunk]}])
@@ -96,7 +95,7 @@ def _step_in_chunks(
             one.state[chunk][name] = own.clone() if isinstance(value, Tensor) and name not in whole else own
         step_of(plain)(one)
         for name, value in one.state[chunk].items():
-            if _is_of(value, chunk) and name not in state:  # else it was changed in place
+            if _is_of(value, chunk) and name not in state:  # existing state was changed in place
                 if name not in whole:
                     whole[name] = value.new_empty(parameter.shape)
                 whole[name].view(-1)[part] = value
@@ -108,18 +107,17 @@ def _step_in_chunks(
     optimizer.state[parameter] = {**rest, **whole, _MASTER: master.view(parameter.shape)}
 
 
-_SCALING = ("grad_scale", "found_inf")  # what torch's GradScaler puts on an optimizer
+_SCALING = ("grad_scale", "found_inf")  # set by torch's GradScaler on an optimizer
 
 
 def _is_of(value: Any, parameter: Tensor) -> bool:
-    """True if something of an optimizer's state has a number for each of a parameter."""
+    """True for per-element state."""
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 @contextlib.contextmanager
 def _masters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Have the bf16 parameters that stayed and have gradients be their fp32 masters within a `with` block, and bf16
-    again at its end."""
+    """Context in which bf16 parameters with gradients are their fp32 masters."""
     with contextlib.ExitStack() as narrowing:
         for parameter in _kept(optimizer):
             if parameter.dtype is torch.bfloat16 and parameter.grad is not None:
@@ -141,21 +139,21 @@ def _master(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterat
         parameter.grad = None
         parameter.data = high.copy_(master)
         parameter.grad = gradient
-        if stepped or optimizer.state.get(parameter):  # else torch would take it for a state that was begun
+        if stepped or optimizer.state.get(parameter):  # torch takes a non-empty state for an initialized one
             _drop_masters(optimizer.state[parameter])
             optimizer.state[parameter][_MASTER] = master
 
 
 def master_of(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> Tensor:
-    """Return a copy of a parameter that stayed, in fp32, with the bits that bf16 does not hold; others as they are."""
+    """Return an fp32 copy of a bf16 parameter's master; parameters of other dtypes as they are."""
     if parameter.dtype is not torch.bfloat16:
         return parameter.detach()
     return _master_in(parameter.detach(), {} if optimizer is None else optimizer.state.get(parameter, {}))
 
 
 def take_master(value: Tensor, state: dict[str, Any]) -> Tensor:
-    """Return the fp32 master of a parameter's value, where its state has one, else the value; and leave in the state
-    what a plain optimizer has."""
+    """Return a parameter's fp32 master if its state has one, else its value; remove the master, leaving a plain
+    optimizer's state."""
     master = _master_in(value, state) if _MASTER in state or _LOW in state else value
     _drop_masters(state)
     return master
@@ -167,8 +165,8 @@ def _drop_masters(state: dict[str, Any]) -> None:
 
 
 def _master_in(high: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Return the fp32 masters of numbers in bf16, a copy: that of the last step where they are what it rounds to, and
-    elsewhere the number that was written."""
+    """Return a copy of the fp32 masters of bf16 values: the last step's where it rounds to the value, elsewhere the
+    value written since."""
     master, low, last = (state.get(name) for name in (_MASTER, _LOW, _HIGH))
     if master is not None:
         return master.where(master.to(torch.bfloat16).view(torch.int16) == high.view(torch.int16), high)
@@ -180,7 +178,7 @@ def _master_in(high: Tensor, state: Mapping[str, Any]) -> Tensor:
 
 
 def widen_kept(optimizer: torch.optim.Optimizer) -> None:
-    """Turn the bf16 parameters that stayed into their fp32 masters for good."""
+    """Turn resident bf16 parameters into their fp32 masters for good."""
     for parameter in _kept(optimizer):
         if parameter.dtype is torch.bfloat16:
             gradient, parameter.grad = parameter.grad, None
@@ -189,8 +187,8 @@ def widen_kept(optimizer: torch.optim.Optimizer) -> None:
 
 
 def load_kept(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Have torch take the state of parameters that stayed, and the groups: in fp32, where torch would cast moments to
-    the parameter's dtype."""
+    """Load the state of resident parameters and the groups through torch, in fp32, where torch would cast moments to
+    bf16."""
     with contextlib.ExitStack() as narrowing:
         for parameter in _kept(optimizer):
             if parameter.dtype is torch.bfloat16:
@@ -199,7 +197,7 @@ def load_kept(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -
     for own in optimizer.state.values():
         for half, dtype in ((_LOW, torch.int16), (_HIGH, torch.bfloat16)):
             if half in own:
-                own[half] = own[half].to(dtype)  # torch casts it, too: fp32 holds its values
+                own[half] = own[half].to(dtype)  # torch casts it, too; fp32 holds its values
 
 
 @contextlib.contextmanager

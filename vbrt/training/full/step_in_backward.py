@@ -1,13 +1,13 @@
-"""A step that begins within the backward pass: each weight is updated as soon as its gradient is whole.
+"""Optimizer step overlapped with the backward pass: each weight is updated once its gradient is complete.
 
     for part in parts[:-1]:
         loss_of(part).backward()
     with vb.stepping():                  # the last pass of a step
         loss_of(parts[-1]).backward()
 
-A gradient is whole when as many have arisen as there were forwards of the weight since the last step; forwards that
-are computed again do not count. Where that cannot be told (a forward without a backward), the weight waits for the end
-of the block. What needs all gradients first, such as clipping by the norm, cannot be had: it is refused by name.
+A gradient is complete after as many contributions as the weight had forwards since the last step; recomputed forwards
+do not count. If that cannot be determined (a forward without a backward), the weight waits for the end of the block.
+Whatever needs all gradients first, such as clipping by the norm, raises an error.
 """
 
 import threading
@@ -51,11 +51,12 @@ class Stepping:
         turn = open_turn(self._optimizer)
         for weight in self._weights:
             group = groups.get(id(weight.parameter))
-            if group is not None:  # else it was frozen when it was wrapped
+            if group is not None:  # else it was frozen when wrapped
                 weight.gradient.whole = partial(self._update, weight, group, turn)
 
     def _update(self, weight: FullWeight, group: Mapping[str, Any], turn: Turn) -> None:
-        """Begin the update of a weight whose gradient is whole; in a thread that may wait for it to be on the host."""
+        """Submit the update of a weight whose gradient is complete; called from a thread that may block for its
+        copy."""
         try:
             with self._lock:
                 if id(weight) in self._updated:

@@ -1,10 +1,10 @@
-"""StreamedParameter: the parameter of a weight whose values live in the tiers.
+"""StreamedParameter: parameter object of a weight whose values live in the tiers.
 
-Optimizers, schedulers and loops hold parameters by identity. So a streamed weight's parameter stays the object that it
-was, in the module and in the optimizer's groups; it has shape, dtype and device, but no values. `grad` is the gradient
-on the host. Whatever would read or write values is refused by name.
+Optimizers, schedulers and loops hold parameters by identity, so the object stays, in the module and in the optimizer's
+groups, with shape, dtype and device but no values. `grad` is the gradient on the host. Any operation on values raises
+an error that names the operation.
 
-The road not taken: parameters on the meta device, as accelerate leaves them, whose operations succeed and mean nothing.
+Rejected: parameters on the meta device, as accelerate leaves them, whose operations succeed without meaning.
 """
 
 import weakref
@@ -38,11 +38,11 @@ _WEIGHT = "_vb_weight"
 
 
 class StreamedParameter(nn.Parameter):
-    """A parameter whose values live in the tiers; made of a plain one in place, by `become_streamed_`."""
+    """Parameter whose values live in the tiers; converted from a plain one in place, by `become_`."""
 
     @classmethod
     def become_(cls, parameter: nn.Parameter, weight: "FullWeight") -> "StreamedParameter":
-        """Take a parameter's values away: a single element on the computing device stands for all of them."""
+        """Drop a parameter's values: a single expanded element on the computing device stands for them."""
         empty = torch.full((), float("nan"), dtype=parameter.dtype, device=weight.device).expand(parameter.shape)
         parameter.grad = None
         parameter.data = empty
@@ -67,7 +67,7 @@ class StreamedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient on the host, in the parameter's shape and dtype; None if there is none. Writes to it count."""
+        """Gradient on the host, in the parameter's shape and dtype; None without one. Writes to it count."""
         return self.weight.gradient.tensor()
 
     @grad.setter
@@ -104,7 +104,7 @@ class StreamedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in _ALLOWED and (func is not Tensor.type or len(args) == 1):  # with a dtype it is a cast
+        if func in _ALLOWED and (func is not Tensor.type or len(args) == 1):  # Tensor.type with a dtype is a cast
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         streamed = next((a for a in args if isinstance(a, StreamedParameter)), None)

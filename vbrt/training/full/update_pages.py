@@ -1,7 +1,7 @@
-"""Where the state of a weight lies that only the update needs: a page of host memory, or of a file.
+"""Page of a weight's optimizer state, in host memory or a file.
 
-The computing device never sees it. In a memory it is updated in place. In a file it is read ahead into staging memory,
-verified; updated there; and written behind as a new file, which takes the old one's place once it is there as a whole.
+Only the host's update uses it. In memory it is updated in place. From a file it is read ahead into staging memory
+(verified), updated there, and written behind as a new file, which replaces the old one atomically.
 """
 
 import contextlib
@@ -17,25 +17,25 @@ from vbrt.tiers.stack.slots import Slot
 
 __all__ = ["STAGED", "Fields", "StatePage", "state_layout"]
 
-STAGED = 3  # pages of files that are in memory at a time: one comes, one is updated, one goes
+STAGED = 3  # staging slots for files: one being read, one updated, one written
 
 Fields = dict[str, Tensor]
 
 
 def state_layout(fields: Mapping[str, tuple[str, int]]) -> PageLayout:
-    """Return the page of fields by name: dtype and numbers of each."""
+    """Return the page layout of fields by name: dtype and element count of each."""
     return build_layout("dense", "state", [(name, dtype, (count,)) for name, (dtype, count) in fields.items()])
 
 
 class StatePage:
-    """The page of one weight's state; it goes with its owner.
+    """Page of one weight's optimizer state; retired with its owner.
 
     Args:
         stack: its tiers.
-        owner: the weight's.
-        key: names it.
-        home: the tier that it lives in first; budgets that change may give it another one.
-        values: to begin with, by name; zeros for the others.
+        owner: of the weight's pages.
+        key: page key.
+        home: initial tier; budget changes may re-home it.
+        values: initial values by name; other fields are zero.
 
     Raises:
         TierError: no room, or it cannot be written.
@@ -59,28 +59,28 @@ class StatePage:
 
     @property
     def home(self) -> Slot:
-        """Its slot in the tier that it lives in now."""
+        """Its slot in the current home tier."""
         ledger = self._stack.ledger
         ledger.check_open(self._page.key)
         return ledger.levels[self._page.home].slots[self._page.key]
 
     @property
     def in_memory(self) -> bool:
-        """True if it lives in a memory."""
+        """True if it lives in a memory tier."""
         return self.home.level.tier.memory
 
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[Fields]:
-        """Yield its fields where they lie, in a memory, to be changed in place; it keeps its home meanwhile."""
+        """Yield its fields in place, in a memory tier, for writing; its home is fixed meanwhile."""
         with self._stack.rewriter.rewriting(self._page.key) as whole:
             yield unpack(whole, self._page.layout)
 
     def fields_of(self, staging: Tensor) -> Fields:
-        """Return the fields of what `read` has returned."""
+        """Return the fields of a buffer from `read`."""
         return unpack(staging, self._page.layout)
 
     def read(self) -> Tensor:
-        """Return a copy of its bytes, from wherever it lives; verified if that is a file. Raises TierError."""
+        """Return a copy of its bytes from its home, verified if that is a file. Raises TierError."""
         home, staging = self.home, aligned(self._page.nbytes)
         try:
             if home.level.tier.memory:
@@ -90,9 +90,9 @@ class StatePage:
         except TierError:
             if self.home is home:
                 raise
-        return staging if self.home is home else self.read()  # a budget has changed meanwhile
+        return staging if self.home is home else self.read()  # re-homed meanwhile by a budget change
 
     def write(self, staging: Tensor) -> None:
-        """Replace its bytes. In a file, the old ones stay until the new ones are there. Raises TierError."""
+        """Replace its bytes. A file's old bytes stay until the new ones are complete. Raises TierError."""
         with self._stack.rewriter.rewriting(self._page.key, fresh=True) as whole:
             whole.copy_(staging)

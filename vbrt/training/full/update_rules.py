@@ -1,4 +1,4 @@
-"""Which optimizers update weights in the tiers, and what they read from a parameter group."""
+"""Update rules: supported optimizer classes, and the settings that they read from a param group."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What is done to gradients as they are read: divided (of a loss that was scaled up), then multiplied (clipped)."""
+    """Scaling of gradients as they are read: divided by the loss scale, then multiplied by the clipping factor."""
 
     divisor: float = 1.0
     factor: float = 1.0
@@ -25,13 +25,13 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How an optimizer's class updates a weight.
+    """Update rule of an optimizer class.
 
     Attributes:
         optimizer: the class; its own step, with `fused=True` if it is torch's, is the reference.
-        moments: of a parameter group, the names of its state and what kernels call them.
-        settings: of a parameter group, what `Step` takes of it.
-        resumes: True if only state that is there tells a first step (SGD counts none).
+        moments: of a param group: torch's state names -> kernel names.
+        settings: of a param group: further fields of `Step`.
+        resumes: True if a first step is recognised only by missing state (SGD keeps no step count).
     """
 
     optimizer: type[torch.optim.Optimizer]
@@ -40,11 +40,11 @@ class Rule:
     resumes: bool = False
 
     def check(self, name: str, group: Group, kinds: Mapping[str, str] | None = None) -> None:
-        """Raise WrapError for a group whose settings cannot be followed.
+        """Raise WrapError for a group with unsupported settings.
 
         Args:
             name: of a weight.
-            kinds: the moments that the weight has in the tiers.
+            kinds: the weight's moments in the tiers.
         """
         if group.get("differentiable"):
             raise WrapError(f"{self.optimizer.__name__}: differentiable=True; updates in the tiers have no gradients")
@@ -57,7 +57,7 @@ class Rule:
             )
 
     def step(self, group: Group, number: int, scaling: Scaling) -> Step:
-        """Return what the `number`th update of a weight does, from 1, with a group's settings as they are now."""
+        """Return the parameters of a weight's `number`th update, from 1, with the group's current settings."""
         return Step(
             number=number, lr=float(group["lr"]), weight_decay=float(group["weight_decay"]),
             maximize=bool(group.get("maximize")), divisor=scaling.divisor, factor=scaling.factor,
@@ -99,7 +99,7 @@ RULES = (
 
 
 def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
-    """Return the rule of an optimizer's class. Raises WrapError for a class that has none."""
+    """Return the rule of an optimizer's class. Raises WrapError: unsupported class."""
     for rule in RULES:
         if type(optimizer) is rule.optimizer:
             return rule
@@ -110,5 +110,5 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def rule_names() -> str:
-    """Return the classes that have a rule, as errors name them."""
+    """Return the supported classes, for errors."""
     return ", ".join(rule.optimizer.__name__ for rule in RULES)

@@ -1,4 +1,4 @@
-"""WeightState: what the update needs of one weight, in memory or in a file."""
+"""WeightState: optimizer state of one weight, in memory or in a file."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -26,27 +26,27 @@ from vbrt.training.full.update_pages import Fields, StatePage, state_layout
 
 __all__ = ["HighPage", "Plain", "WeightState"]
 
-_LOWER = ("low", "ties", "tied")  # what a master has beside its high half
+_LOWER = ("low", "ties", "tied")  # parts of a master besides its high half
 _CODES = {"first": "int8", "second": "uint8"}
 _DECODE, _ENCODE = {"first": decode_first, "second": decode_second}, {"first": encode_first, "second": encode_second}
 
 
 class HighPage(Protocol):
-    """The page of a weight's high half."""
+    """Page of a weight's high half."""
 
     def rewriting(self) -> contextlib.AbstractContextManager[Tensor]:
-        """Yield the high half (bf16, the module's shape, on the CPU), to be changed in place."""
+        """Yield the high half (bf16, the module's shape, on the CPU), to change in place."""
 
     def expect(self, token: object, *, unless: Callable[[], bool]) -> None:
-        """Have leases and copies of the page wait until `forgo` with the same token; not if `unless` says that this has
-        been."""
+        """Block leases and copies of the page until `forgo` with the same token; not if `unless` says it already
+        happened."""
 
     def forgo(self, token: object) -> None:
-        """End that. Idempotent."""
+        """Unblock them. Idempotent."""
 
 
 class Plain:
-    """State in tensors of its own: of a weight that no optimizer updates yet, and of none in the tiers."""
+    """State in plain tensors: of a weight without an optimizer, or outside the tiers."""
 
     in_memory = True
 
@@ -56,27 +56,27 @@ class Plain:
 
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[Fields]:
-        """Yield its fields, to be changed in place."""
+        """Yield its fields, to change in place."""
         yield self._fields
 
 
 @dataclass(eq=False)
 class WeightState:
-    """What the update needs of one weight.
+    """Optimizer state of one weight.
 
     Attributes:
         name: for errors.
-        high: the page of its high half.
+        high: the high half's page.
         shape: of the weight.
-        memory: where the low half, the ties and the moments lie.
-        kinds: what kernels call each moment, by its name in torch's optimizer state.
-        eight_bit: True if moments have 8 bits.
-        rank: where the weight is in the model, first to last.
-        steps: updates that were begun.
-        shown: the same in a tensor, which state dicts have beside moments that are no copies; None before there is one.
-        has_moments: True once an update has filled them, or they were set.
-        applied: which gradient the last update was begun with, by what its caller knows it by.
-        loads: how often other values were loaded.
+        memory: storage of low half, ties and moments.
+        kinds: torch's state name of each moment -> kernel name.
+        eight_bit: True for 8-bit moments.
+        rank: position of the weight in the model.
+        steps: updates begun.
+        shown: tensor with the same number, in state dicts next to aliased moments; None until asked for.
+        has_moments: True once an update has filled them, or they were loaded.
+        applied: key of the gradient of the last update begun.
+        loads: number of loads of other values.
     """
 
     name: str
@@ -94,7 +94,7 @@ class WeightState:
 
     @classmethod
     def of(cls, name: str, high: HighPage, halves: Halves) -> "WeightState":
-        """Return the state of a weight that no optimizer updates yet.
+        """Return the state of a weight without an optimizer.
 
         Args:
             halves: of its master; the high one goes into the page.
@@ -104,9 +104,9 @@ class WeightState:
     # -- layout -------------------------------------------------------------------------------------------------------
 
     def layout(self, kinds: Mapping[str, str], *, eight_bit: bool) -> PageLayout:
-        """Return the page of the state with these moments.
+        """Return the state's page layout with these moments.
 
-        Raises WrapError for a moment that has no form of 8 bits.
+        Raises WrapError for a moment without an 8-bit form.
         """
         count = self._count
         fields = {"low": ("int16", count)}
@@ -121,7 +121,7 @@ class WeightState:
         return state_layout(fields | {"ties": ("uint8", -(-count // 8)), "tied": ("uint8", -(-count // TILE))})
 
     def place(self, tiers: tuple[TierStack, Owner], kinds: Mapping[str, str], home: str, *, eight_bit: bool) -> None:
-        """Move the state into a page, with zeros for moments. Raises TierError as `StatePage`."""
+        """Move the state into a page, with zero moments. Raises TierError as `StatePage`."""
         layout, held = self.layout(kinds, eight_bit=eight_bit), self._fields()
         page = StatePage(*tiers, f"{self.name}#state", layout, home, {name: held[name] for name in _LOWER})
         self.memory, self.kinds, self.eight_bit = page, dict(kinds), eight_bit
@@ -136,7 +136,7 @@ class WeightState:
     # -- values -------------------------------------------------------------------------------------------------------
 
     def _fields(self) -> Fields:
-        """Return the fields where they lie, or copies from a file."""
+        """Return the fields in place, or copies from a file."""
         memory = self.memory
         if not memory.in_memory:
             return memory.fields_of(memory.read())
@@ -144,7 +144,7 @@ class WeightState:
             return fields
 
     def moments_in(self, fields: Fields) -> dict[str, Tensor | Coded]:
-        """Return moments by the names that kernels have for them."""
+        """Return the moments by kernel name."""
         kinds = self.kinds.values()
         if not self.eight_bit:
             return {kind: fields[kind] for kind in kinds}
@@ -152,17 +152,17 @@ class WeightState:
 
     @property
     def placed(self) -> bool:
-        """True once it has a place in the tiers, with its moments."""
+        """True once it has a page in the tiers, with its moments."""
         return isinstance(self.memory, StatePage)
 
     @property
     def version(self) -> tuple[int, int]:
-        """What is another one once the values are others."""
+        """Value that changes whenever the weight's values do."""
         return self.steps, self.loads
 
     @property
     def step(self) -> Tensor:
-        """The steps as torch's optimizers have them, fp32; it goes on with the moments, unless they are copies."""
+        """Steps as an fp32 tensor, like torch's; it advances with aliased moments."""
         now = torch.tensor(float(self.steps), dtype=torch.float32, device="cpu")
         if self.eight_bit or not self.memory.in_memory:
             return now
@@ -171,17 +171,17 @@ class WeightState:
 
     @staticmethod
     def halves_in(high: Tensor, fields: Fields) -> Halves:
-        """Return the master's halves, [n], with the high one as it is."""
+        """Return the master's halves, [n], aliasing the high one."""
         return Halves(high.view(-1), *(fields[name] for name in _LOWER))
 
     def set_lower(self, halves: Halves) -> None:
-        """Replace what the master has beside its high half. Raises TierError."""
+        """Replace the master's parts besides its high half. Raises TierError."""
         self._change(_lower(halves))
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """The moments by their names in torch's optimizer state, fp32 in the weight's shape; empty before the first
-        update. Copies, but for fp32 in memory."""
+        """Moments by torch's state names, fp32 in the weight's shape; empty before the first update. Copies, except
+        fp32 in memory."""
         if not self.has_moments:
             return {}
         held = self.moments_in(self._fields())
@@ -215,7 +215,7 @@ class WeightState:
             memory.write(staging)
 
     def master(self) -> Tensor:
-        """Return a copy of the fp32 weight; no update of it may be under way."""
+        """Return a copy of the fp32 weight; no update of it may be running."""
         with self.high.rewriting() as high:
             return join_master(self.halves_in(high, self._fields())).view(self.shape)
 

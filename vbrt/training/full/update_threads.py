@@ -1,8 +1,8 @@
-"""Work on a weight that is divided among threads.
+"""Worker threads for one weight's update.
 
-The caller works, too, and returns when no part is under way: Ctrl-C waits for that, and no thread touches the weight
-afterwards. What is compiled is one call, whose threads stay in C: twelve that take Python's lock for each part halve
-the speed of a main thread that launches kernels, and wait for that lock nearly as long as they work.
+The caller works too, and returns only when no part is running, also on Ctrl-C, so that no thread touches the weight
+afterwards. Compiled kernels run as one call whose threads stay in C: twelve threads that take the GIL per part halve
+the speed of a main thread that launches kernels, and wait for the GIL nearly as long as they work.
 """
 
 import os
@@ -14,20 +14,20 @@ from vbrt.kernels.update import TILE, Part
 
 __all__ = ["Helpers", "cores"]
 
-# of a part in plain torch: what costs as much as taking it, what leaves threads waiting
+# elements per part in plain torch: below, overhead dominates; above, threads idle
 _LEAST, _MOST = 64 * TILE, 1024 * TILE
 
 
 def cores() -> int:
-    """Return how many CPUs this process may run on."""
+    """Return the number of CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Helpers:
-    """Threads that share the parts of a weight with the caller's.
+    """Threads that share a weight's parts with the caller.
 
     Args:
-        threads: the caller's included.
+        threads: including the caller.
     """
 
     def __init__(self, threads: int) -> None:
@@ -36,7 +36,7 @@ class Helpers:
         self._team: UpdateTeam | None = None
 
     def run(self, count: int, part: Part) -> None:
-        """Do `part(begin, end)` for all of [0, count). Raises what a part raised, once none is under way."""
+        """Run `part(begin, end)` over [0, count). Raises a part's error, once none is running."""
         if isinstance(part, TeamPart):
             part.by_team(self._own_team(), count)
             return
@@ -44,14 +44,14 @@ class Helpers:
         self._crew.share(-(-count // size), lambda i: part(i * size, min((i + 1) * size, count)))
 
     def _own_team(self) -> UpdateTeam:
-        """The team in C of this process, whose threads begin with the first weight."""
+        """Return this process's C thread team, created with the first weight."""
         team = self._team
         if team is None or team.pid != os.getpid():
             team = self._team = UpdateTeam(self.threads)
         return team
 
     def each(self, works: Sequence[Callable[[], object]]) -> None:
-        """Do each of the works once. Raises what one raised, once none is under way."""
+        """Run each of the works once. Raises an error of one, once none is running."""
         self._crew.share(len(works), lambda i: works[i]())
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""The operator of routed experts in training in compiled graphs: it names a module by the token of its weights.
+"""Custom operator of routed experts in training, for compiled graphs: modules are named by their weights' token.
 
 Registered when `vbrt.training` is imported.
 """
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 def _layer_of(token: Tensor) -> TrainedExperts:
-    """The live module that a compiled graph's token names."""
+    """Return the live module of a compiled graph's token."""
     layer = next(iter(weight_of(token).layers), None)
     if layer is None:
         raise WrapError("a compiled graph names experts in training that are gone; compile again")
@@ -25,7 +25,7 @@ def _layer_of(token: Tensor) -> TrainedExperts:
 
 
 def _held(layer: TrainedExperts, parameters: list[Tensor], cast: torch.dtype, *, training: bool | None) -> dict:
-    """Return what stands in the place of parameters, by name; `training` None: as the last forward rounded."""
+    """Return the parameters to compute with, by name; `training` None: rounded as in the last forward."""
     held = dict(zip(dict(nn.Module.named_parameters(layer)), parameters, strict=True))
     for name, stack in layer.handle.stacks.items():
         if training is None:
@@ -35,14 +35,14 @@ def _held(layer: TrainedExperts, parameters: list[Tensor], cast: torch.dtype, *,
     return held
 
 
-_TAGS = (torch.Tag.cudagraph_unsafe,)  # what it computes depends on counters that a CUDA graph would not see
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # depends on counters that a CUDA graph replay would not see
 
 
 @torch.library.custom_op("vbrt::trained_experts", mutates_args=(), tags=_TAGS)
 def _trained_experts(
     args: list[Tensor], parameters: list[Tensor], token: Tensor, cast: torch.dtype, training: bool
 ) -> Tensor:
-    """The output of the module that `token` names, for x, ids and routing weights, on its rounded weights."""
+    """Output of the module that `token` names, for x, ids and routing weights, with rounded weights."""
     layer = _layer_of(token)
     layer.handle.forwards += 1
     return compute(layer, args, _held(layer, parameters, cast, training=training), cast)
@@ -53,7 +53,7 @@ def _(args, parameters, token, cast, training):
     return torch.empty_like(args[0])
 
 
-# not a custom_op: those run where autograd sees nothing
+# not a custom_op, because those run without autograd
 library.define(
     "trained_experts_backward(Tensor dy, Tensor[] args, Tensor[] parameters, Tensor token, ScalarType cast) "
     "-> Tensor[]",
@@ -65,7 +65,7 @@ library.define(
 def _trained_experts_backward(
     dy: Tensor, args: list[Tensor], parameters: list[Tensor], token: Tensor, cast: torch.dtype
 ) -> list[Tensor]:
-    """The gradients of the arguments and the parameters; zeros for ids."""
+    """Gradients of the arguments and the parameters; zeros for ids."""
     layer = _layer_of(token)
     own = dict(nn.Module.named_parameters(layer))
     held = _held(layer, [p.detach() for p in parameters], cast, training=None)

@@ -1,4 +1,4 @@
-"""The operators of layers in training in compiled graphs: they name a weight by its token.
+"""Custom operators of layers in training, for compiled graphs: weights are named by their token.
 
 Registered when `vbrt.training` is imported.
 """
@@ -16,7 +16,7 @@ __all__ = ["weight_of"]
 
 
 def weight_of(token: Tensor) -> TrainedWeight:
-    """The live one that a compiled graph's token names."""
+    """Return the live weight of a compiled graph's token."""
     handle = live_weight(token.item())
     if handle is None:
         raise WrapError(
@@ -25,7 +25,7 @@ def weight_of(token: Tensor) -> TrainedWeight:
     return handle
 
 
-# what it computes depends on counters that a CUDA graph would not see
+# depends on counters that a CUDA graph replay would not see
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
@@ -45,7 +45,7 @@ def _(x, weight, bias, token, dtype, training, transposed):
 
 @torch.library.custom_op("vbrt::trained_weight", mutates_args=(), tags=_TAGS)
 def _trained_weight_op(weight: Tensor, token: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
-    """The rounded weight [N, K] of a backward pass."""
+    """The rounded weight [N, K] for a backward pass."""
     return weight_of(token).rounded_as_before(weight, dtype)
 
 

@@ -1,7 +1,7 @@
-"""The precision-separation engine of a weight that an optimizer moves: what is costly about encoding it, kept.
+"""Incremental encoding of a weight in training: block scales and codebook are kept across optimizer steps.
 
-In any 4-bit format it keeps the block scales, which are searched for least squared error, and a fitted codebook, and
-rounds the weight under them at each step. What is kept is detached, and of one size whatever happens.
+The costly parts of any 4-bit format (block scales, searched for least squared error, and a fitted codebook) are kept,
+and each step rounds the weight under them. They are detached, and of constant size.
 """
 
 import copy
@@ -20,15 +20,15 @@ __all__ = ["TrainedSeparation"]
 
 
 class TrainedSeparation:
-    """The scales (and codebook) of a weight in training, fitted again `refresh_every` optimizer steps after a fit.
+    """Scales (and codebook) of a weight in training, refitted `refresh_every` optimizer steps after a fit.
 
-    A step is a change of the weight that a training forward sees: further micro-batches, recomputed and evaluating
-    forwards see none. In each step, blocks that a weight has outgrown get a larger scale, without a search. All are
-    refreshed early when the share of weights that the scales clip has grown by more than half nevertheless; the share
-    of a step is known at the next one, so that no step waits for the device.
+    A step is a change of the weight seen by a training forward; further micro-batches, recomputed and evaluation
+    forwards see none. In each step, blocks that the weight has outgrown get a larger scale, without a search. An early
+    refit happens if the share of clipped weights still grows by more than half; a step's share is read one step later,
+    so that no step waits for the device.
 
     Attributes:
-        generation: counts the fits and loads: what a backward pass compares.
+        generation: number of fits and loads, which a backward pass compares.
 
     Raises FormatError for values out of range.
     """
@@ -42,36 +42,36 @@ class TrainedSeparation:
         self.reset()
 
     def reset(self) -> None:
-        """Fit at the next forward, because another weight takes the place of this one."""
+        """Refit at the next forward, because the weight was replaced."""
         self._frame: Frame | None = None
-        self._seen: tuple[object, ...] | None = None  # the weight as the last training forward saw it
-        self._as_seen = False  # the next weight is that one, in other memory
+        self._seen: tuple[object, ...] | None = None  # identity of the weight in the last training forward
+        self._as_seen = False  # True if the next weight is the same one in other memory
         self._steps = 0  # since the fit
-        self._late: _LateCount | None = None  # of clipped weights, at the last step
-        self._accepted_share = -1.0  # after the fit; -1 while that is not known yet
+        self._late: _LateCount | None = None  # clipped weights at the last step, on the device
+        self._accepted_share = -1.0  # right after the fit; -1 while unknown
         self._share = 0.0
         self._counters = SeparationCounters()
         self.generation += 1
 
     @property
     def counters(self) -> SeparationCounters:
-        """A snapshot; waits for the device to have counted the clipped weights of the last step."""
+        """Snapshot of the counters; synchronizes on the last step's clipping count."""
         self._settle()
         return replace(self._counters, clipped_share=self._share)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept between forwards."""
+        """Bytes kept between forwards."""
         return sum(t.nbytes for t in self._frame.tensors.values()) if self._frame else 0
 
     def forward(self, weight: Tensor, w_NK: Tensor, dtype: torch.dtype, *, training: bool) -> Tensor:
-        """The weight [N, K] as 4 bits hold it, in `dtype`; refreshes and counts a step where that is due.
+        """Return the rounded weight [N, K] in `dtype`; counts a step, and refits, where due.
 
         Args:
-            weight: the parameter, whose writes count; w_NK is a view of it.
+            weight: the parameter, whose version is tracked; w_NK is a view of it.
 
         Raises:
-            FormatError: (at a refresh) NaN, Inf, or a dtype that the format does not hold.
+            FormatError: (at a refit) NaN, Inf, or a dtype that the format does not support.
         """
         if self._frame is None:
             self._seen = identity(weight)
@@ -90,11 +90,11 @@ class TrainedSeparation:
         return self._frame_on(w_NK.device).round(w_NK, dtype)
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        """The coarse plane of the weight under the scales that are kept, or under new ones before the first forward."""
+        """Return the coarse plane under the kept scales, or under new ones before the first forward."""
         return (self._frame_on(w_NK.device) if self._frame else self._fitted(w_NK)).encode(w_NK)
 
     def encode_rows(self, w_RK: Tensor, first: int) -> dict[str, Tensor]:
-        """`encode` of the rows of the weight from `first` on."""
+        """`encode` for the weight's rows from `first` on."""
         if self._frame is None:
             return self._fitted(w_RK).encode(w_RK)
         tensors = self._frame_on(w_RK.device).tensors
@@ -116,7 +116,7 @@ class TrainedSeparation:
         self._counters = replace(self._counters, hits=self._counters.hits + 1)
 
     def _settle(self) -> None:
-        """Read the share that was counted at the last step."""
+        """Read the clipping count of the last step."""
         if self._late is None:
             return
         self._share, self._late = self._late.share(), None
@@ -130,13 +130,13 @@ class TrainedSeparation:
         self.generation += 1
 
     def _fitted(self, w_NK: Tensor) -> Frame:
-        with torch.inference_mode(False), torch.no_grad():  # what an evaluation fits serves training too
+        with torch.inference_mode(False), torch.no_grad():  # a frame fitted in evaluation must be usable in training
             if self.format.record.fitted:
                 return self.format.frame(w_NK, self.format.fit(w_NK, self._levels))
             return self.format.frame(w_NK)
 
     def _frame_on(self, device: torch.device) -> Frame:
-        """The frame, moved to where the weight is now."""
+        """Return the frame on the weight's current device."""
         if self._frame.tensors["scales"].device != device:
             self._frame = Frame(self.format, {name: t.to(device) for name, t in self._frame.tensors.items()})
         return self._frame
@@ -144,7 +144,8 @@ class TrainedSeparation:
     # -- history ------------------------------------------------------------------------------------------------------
 
     def state(self, weight: Tensor) -> Tensor | None:
-        """All of it in one uint8 tensor [bytes] on the CPU, for state dicts; None before the first forward."""
+        """Return the whole state as one uint8 tensor [bytes] on the CPU, for state dicts; None before the first
+        forward."""
         if self._frame is None:
             return None
         self._settle()
@@ -155,8 +156,8 @@ class TrainedSeparation:
         return torch.cat([part.detach().cpu().contiguous().view(torch.uint8).flatten() for part in parts])
 
     def load(self, state: Tensor, shape: tuple[int, int]) -> None:
-        """Take over the `state` of another one. Raises FormatError for that of another format or shape (N, K), and for
-        what is no tensor with values."""
+        """Load another engine's `state`. Raises FormatError: of another format or shape (N, K), or not a tensor with
+        values."""
         if not isinstance(state, Tensor):
             raise FormatError(f"a {type(state).__name__}; expected the uint8 tensor that state_dict() returned")
         if state.is_nested or state.layout is not torch.strided or state.is_meta:
@@ -190,7 +191,7 @@ class TrainedSeparation:
         self._counters = SeparationCounters(int(hits), int(refreshes))
 
     def copied(self, weight: Tensor) -> "TrainedSeparation":
-        """A copy for a copy of the weight; it shares what is kept, which is replaced and never written to."""
+        """Return a copy for a copied weight; it shares the frame, which is replaced and never written."""
         clone = copy.copy(self)
         self._settle()
         clone._late, clone._share, clone._accepted_share = None, self._share, self._accepted_share
@@ -198,11 +199,11 @@ class TrainedSeparation:
         return clone
 
 
-_NUMBERS = 6  # of a state, besides the frame
+_NUMBERS = 6  # scalars in a state, before the frame
 
 
 class _LateCount:
-    """A count that the device computes meanwhile, read one step later: by then nothing waits for it."""
+    """Device-side count with an asynchronous D2H copy, read one step later without stalling."""
 
     def __init__(self, count: Tensor, size: int) -> None:
         self._count, self._size, self._event = count, size, None
@@ -213,7 +214,7 @@ class _LateCount:
             self._event.record()
 
     def share(self) -> float:
-        """The count over the size."""
+        """Return the count over the size."""
         if self._event is not None:
             self._event.synchronize()
         return self._count.item() / self._size

@@ -1,8 +1,8 @@
-"""TrainedExpertsWeight: the weights of a module of routed experts in training.
+"""TrainedExpertsWeight: weights of a module of routed experts in quantization-aware training.
 
-The matrices that a parameter stacks are rounded as one weight of [E N, K], whose blocks never cross from one expert
-into another: one engine for each parameter, however many experts there are. What a weight has once (nvfp4's tensor
-scale, a fitted codebook) all experts of a layer share then; a save has it in the planes of each.
+A parameter's stacked matrices are rounded as one weight [E N, K], whose blocks never cross experts: one engine per
+parameter, however many experts there are. Per-weight fields (nvfp4's tensor scale, a fitted codebook) are then shared
+by all experts of a layer; a save repeats them in each expert's planes.
 
 Legend: E experts, N rows of a matrix, K its columns.
 """
@@ -28,26 +28,26 @@ __all__ = ["TrainedExpertsWeight", "TrainedStack"]
 
 
 class TrainedStack(TrainedWeight):
-    """The matrices of one part of all experts; its parameter is [E, N, K], or [E, K, N] in modules that transpose."""
+    """Stacked matrices of one part; its parameter is [E, N, K], or [E, K, N] in modules that transpose."""
 
     @classmethod
     def of(cls, spec: ExpertsSpec, part: str) -> "TrainedStack":
-        """Those of one part of a module's experts."""
+        """Return the stack of one part of a module's experts."""
         site = spec.sites[tuple(spec.parts).index(part)]
         rows, columns = site.shape
         return cls(replace(spec.parts[part], site=replace(site, shape=(rows * site.matrices, columns), matrices=1)))
 
     @property
     def weight(self) -> nn.Parameter:
-        """The parameter, as the module keeps it."""
+        """The parameter, in the module's layout."""
         return next(iter(self.layers))._parameters[self.spec.site.parameter]
 
     def stacked(self, weight: Tensor, dtype: torch.dtype, *, training: bool) -> Tensor:
-        """Return the parameter as the forward sees it, in its own shape. Raises FormatError with its name."""
+        """Return the rounded parameter in its own shape. Raises FormatError with its name."""
         return self._as_kept(self.rounded(weight, dtype, training=training), weight)
 
     def stacked_as_before(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the parameter as the last forward saw it, in its own shape."""
+        """Return the parameter as the last forward rounded it, in its own shape."""
         return self._as_kept(self.rounded_as_before(weight, dtype), weight)
 
     def _as_NK(self, weight: Tensor) -> Tensor:
@@ -59,19 +59,19 @@ class TrainedStack(TrainedWeight):
         return w_ENK.mT if self.spec.transposed else w_ENK
 
     def encoded_expert(self, expert: int) -> dict[str, Tensor]:
-        """Return the plane of one expert: what the forward computes with now, or new scales before the first."""
+        """Return one expert's plane under the current scales, or new ones before the first forward."""
         weight = self.weight.detach()
         w_NK = self._as_NK(weight[expert : expert + 1]).contiguous()
         return self.separation.encode_rows(w_NK, expert * len(w_NK))
 
 
 class TrainedExpertsWeight:
-    """The weights of one module of routed experts in training.
+    """Weights of one module of routed experts in training.
 
     Attributes:
-        parts: each part's matrices.
-        layers: the live module that holds them: one, or copies that are being made.
-        forwards: recomputed ones included.
+        parts: stack of each part.
+        layers: the live module: one, or also copies in the making.
+        forwards: including recomputed ones.
     """
 
     def __init__(self, spec: ExpertsSpec) -> None:
@@ -86,17 +86,17 @@ class TrainedExpertsWeight:
 
     @property
     def stacks(self) -> dict[str, TrainedStack]:
-        """Each parameter's matrices, by its name."""
+        """Stacks by parameter name."""
         return dict(zip(self.spec.parameters, self.parts.values(), strict=True))
 
     @property
     def token(self) -> Tensor:
-        """Names the module's weights in compiled graphs."""
+        """Token of the module's weights in compiled graphs."""
         return next(iter(self.parts.values())).token
 
     @property
     def separation(self) -> "_Engines | None":
-        """The engines of all parts together; None for format "dense"."""
+        """Engines of all parts together; None for format "dense"."""
         return None if self.spec.dense else _Engines(self)
 
     @property
@@ -105,27 +105,27 @@ class TrainedExpertsWeight:
         return all(stack.trainable for stack in self.parts.values())
 
     def retype(self, dtype: torch.dtype) -> None:
-        """The module was cast."""
+        """Follow a cast of the module."""
         self.dtype, self.spec = dtype, self.spec.retyped(dtype)
         for stack in self.parts.values():
             stack.retype(dtype)
 
     def retire(self) -> None:
-        """End the training of these weights: no module holds them any more. Idempotent."""
+        """End training: no module holds the weights any more. Idempotent."""
         for stack in self.parts.values():
             stack.retire()
 
     # -- for saves ----------------------------------------------------------------------------------------------------
 
     def encoded_layouts(self, part: str, expert: int) -> list[PageLayout]:
-        """Those of `encoded_matrix`."""
+        """Layouts of `encoded_matrix`."""
         one = self.spec.parts[part]
         shape = one.site.matrix_shape if one.dense else one.shape
         return [get_format(one.format).layout(shape, self.dtype)]
 
     @contextmanager
     def encoded_matrix(self, part: str, expert: int) -> Iterator[Planes]:
-        """The planes of one matrix that an inference model holds: what the forward computes with now."""
+        """Yield one matrix's planes for inference, as the forward rounds it now."""
         stack, (layout,) = self.parts[part], self.encoded_layouts(part, expert)
         if self.spec.dense:
             yield [(layout, get_format(self.spec.format).encode(stack.weight.detach()[expert]))]
@@ -150,14 +150,14 @@ class TrainedExpertsWeight:
 
 
 class _Engines:
-    """What statistics read of the engines of a module's parts."""
+    """Statistics over the engines of a module's parts."""
 
     def __init__(self, handle: TrainedExpertsWeight) -> None:
         self._engines = [stack.separation for stack in handle.parts.values()]
 
     @property
     def counters(self) -> SeparationCounters:
-        """Hits and refreshes of the part that had most, and the larger share of clipped weights."""
+        """Hits and refreshes of the part with the most, and the larger share of clipped weights."""
         counters = [engine.counters for engine in self._engines]
         return SeparationCounters(
             max(c.hits for c in counters), max(c.refreshes for c in counters), max(c.clipped_share for c in counters)
@@ -165,7 +165,7 @@ class _Engines:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept between forwards."""
+        """Bytes kept between forwards."""
         return sum(engine.nbytes for engine in self._engines)
 
 

@@ -1,9 +1,9 @@
-"""Modules of routed experts whose weights train while the forward sees them as 4 bits hold them.
+"""Routed experts in quantization-aware training: dense parameters, rounded in the forward.
 
-As with `TrainedLayer` the weights stay the parameters that they were, gradients go straight through, and nothing of the
-weights' size outlives a forward: the backward pass rounds again, under the same scales, and computes the layer once
-more by the experts implementation that the model's config names. That second forward is the price of serving every
-class of experts, with gates, biases and norms of their own, without a copy of the weights.
+As in `TrainedLayer`, weights stay parameters, gradients are straight-through, and nothing of the weights' size outlives
+a forward: the backward pass rounds again under the same scales, and recomputes the layer with the experts
+implementation of the model's config. The recomputation is the price of supporting every experts class, with its own
+gates, biases and norms, without a copy of the weights.
 
 Legend: T tokens, k experts a token, H hidden.
 """
@@ -34,7 +34,7 @@ __all__ = ["TrainedExperts", "class_of_experts", "compute", "gradients", "traine
 
 
 class TrainedExperts(RoundedLayer):
-    """Common part of modules of routed experts in training; a mixin in front of the module's own class."""
+    """Mixin for modules of routed experts in training, in front of the module's own class."""
 
     _vb_handle: TrainedExpertsWeight
 
@@ -44,7 +44,7 @@ class TrainedExperts(RoundedLayer):
         return trained_experts_class(type(module))._take_(module, handle)
 
     def release_(self) -> nn.Module:
-        """Turn the module back, in place, into what it was; its parameters stay."""
+        """Turn the module back into its plain class, in place; its parameters stay."""
         handle = self._vb_handle
         self._become_plain()
         if not handle.layers:
@@ -58,16 +58,16 @@ class TrainedExperts(RoundedLayer):
 
     @property
     def trained_parameters(self) -> tuple[str, ...]:
-        """The names of the parameters that forwards round."""
+        """Names of the parameters that forwards round."""
         return self._vb_handle.spec.parameters
 
     def _experts_forward(self, *args: Any) -> Tensor:
-        """The module's own forward under `dense`, else the same on rounded weights."""
+        """Run the module's own forward for format "dense", else the same on rounded weights."""
         handle, plain = self._vb_handle, type(self).plain_class()
         if handle.spec.dense:
             handle.forwards += not is_compiling()
             return plain.forward(self, *args)
-        if is_compiling() and not hasattr(plain.forward, "__wrapped__"):  # called with what no operator takes
+        if is_compiling() and not hasattr(plain.forward, "__wrapped__"):  # args not for the operator
             return _uncompiled(self, *args)
         handle.forwards += not is_compiling()
         named = dict(nn.Module.named_parameters(self))
@@ -76,13 +76,13 @@ class TrainedExperts(RoundedLayer):
             return torch.ops.vbrt.trained_experts(list(args), list(named.values()), handle.token, cast, self.training)
         if is_recorded():
             self._check_recorder()
-            return plain.forward(self, *args)  # fake tensors: values do not count
+            return plain.forward(self, *args)  # fake tensors: values do not matter
         if is_transformed():
             return compute(self, args, self._transformed(cast), cast)
         return _StraightThrough.apply(self, tuple(named), cast, len(args), *args, *named.values())
 
     def _check_recorder(self) -> None:
-        """Raise WrapError for a tracer that would keep the weights as they are rounded now, as constants."""
+        """Raise WrapError for a tracer that would record the rounded weights as constants."""
         if is_tracing() or get_proxy_mode() is not None:
             raise WrapError(
                 f"{self._vb_handle.spec.name}: torch.jit.trace and make_fx cannot record experts in training, whose "
@@ -90,11 +90,11 @@ class TrainedExperts(RoundedLayer):
             )
 
     def _transformed(self, cast: torch.dtype) -> dict[str, Tensor]:
-        """The rounded weights of a call under a transform of torch.func or with forward-mode derivatives, made of what
-        those see through. Unlike other forwards, theirs keeps them for the backward pass.
+        """Rounded weights for a call under torch.func transforms or forward-mode AD, built from traceable operations.
+        Unlike other forwards, these keep the rounded weights for the backward pass.
 
         Raises:
-            WrapError: there are weights for each sample.
+            WrapError: there are per-sample weights.
         """
         found = {}
         for name, stack in self._vb_handle.stacks.items():
@@ -108,7 +108,7 @@ class TrainedExperts(RoundedLayer):
                 values = get_unwrapped(values)
             with unwatched():
                 rounded = stack.stacked(values, cast, training=self.training)
-            found[name] = rounded + (weight - weight.detach()).to(cast)  # zeros, through which gradients go
+            found[name] = rounded + (weight - weight.detach()).to(cast)  # zeros: straight-through path
         return found
 
     # -- nn.Module's walks --------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class TrainedExperts(RoundedLayer):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         stack = self._vb_handle.stacks.get(name) if "_vb_handle" in self.__dict__ else None
-        if stack is not None and stack.separation is not None:  # another weight
+        if stack is not None and stack.separation is not None:  # the weight was replaced
             stack.separation.reset()
 
     def __delattr__(self, name: str) -> None:
@@ -125,10 +125,10 @@ class TrainedExperts(RoundedLayer):
         super().__delattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As in nn.Module, but for the names under which pruning keeps what it replaces.
+        """As nn.Module's, except for the names under which pruning keeps the originals.
 
         Raises:
-            WrapError: a weight is about to be replaced by something that is computed.
+            WrapError: a weight is about to be replaced by a computed value.
         """
         handle = self.__dict__.get("_vb_handle")
         replaced = name.removesuffix("_orig")
@@ -152,16 +152,16 @@ class TrainedExperts(RoundedLayer):
 
 @functools.cache
 def trained_experts_class(plain: type[nn.Module]) -> type[TrainedExperts]:
-    """Return the class that takes the place of `plain` in training."""
+    """Return the class that replaces `plain` in training."""
     return class_of_experts(TrainedExperts, plain, f"Trained{plain.__name__}", "trains through 4 bits")
 
 
 def class_of_experts(base: type[SwappedLayer], plain: type[nn.Module], name: str, does: str) -> type[Any]:
-    """Return a class of a mixin and a module of experts, which takes its arguments as that does, by keyword too.
+    """Return a class of a mixin and an experts module, with that module's forward signature.
 
     Args:
-        base: has `_experts_forward`, which is called with all of them by position.
-        does: what the docstring says of it.
+        base: has `_experts_forward`, which gets all arguments by position.
+        does: phrase for the docstring.
     """
 
     @functools.wraps(plain.forward)
@@ -187,18 +187,18 @@ def _new_layer(plain: type[nn.Module]) -> TrainedExperts:
 
 
 def _cast_of(x: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that autocast asks for, or that of the weights."""
+    """Return autocast's dtype, or that of the weights."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return dtype
 
 
 def compute(layer: SwappedLayer, args: Sequence[Any], held: Mapping[str, Tensor], cast: torch.dtype | None) -> Tensor:
-    """Return the output for what the module is called with, with `held` in the place of parameters.
+    """Return the module's output with `held` in place of its parameters.
 
     Args:
-        cast: the dtype to compute in, where it is not that of the first argument, the hidden states; None: what the
-            implementation makes of that.
+        cast: compute dtype, if it differs from that of the first argument, the hidden states; None: as the
+            implementation chooses.
     """
     x, *rest = args
     _, forward = implementation_of(layer)
@@ -208,7 +208,7 @@ def compute(layer: SwappedLayer, args: Sequence[Any], held: Mapping[str, Tensor]
 def gradients(
     layer: SwappedLayer, args: Sequence[Any], held: Mapping[str, Tensor], cast: torch.dtype | None, dy: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradients of the arguments and of what is in the place of parameters; None where none is needed."""
+    """Return the gradients of the arguments and of the substituted parameters; None where none is needed."""
     again, inputs = torch.is_grad_enabled(), (*args, *held.values())
     wanted = [value for value in inputs if _has_gradient(value)]
     with torch.enable_grad():
@@ -224,7 +224,7 @@ def _has_gradient(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a forward saw of the module's parameters."""
+    """Parameters that a forward saw."""
 
     layer: TrainedExperts
     module: str
@@ -234,7 +234,7 @@ class _Seen:
     snapshots: dict[str, tuple]
 
     def check(self) -> None:
-        """Raise WrapError if a weight, its scales, or a parameter that modules within read have changed since."""
+        """Raise WrapError if a weight, its scales, or a nested module's parameter has changed since."""
         parameters, own = dict(zip(self.names, self.parameters, strict=True)), dict(self.layer.named_parameters())
         for name, stack in self.stacks.items():
             stack.check(parameters[name], self.snapshots[name])
@@ -247,8 +247,7 @@ class _Seen:
 
 
 class _StraightThrough(Function):
-    """The output with rounded weights, and its gradients as if these were the weights. Differentiable any number of
-    times."""
+    """Output with rounded weights, and straight-through gradients. Differentiable any number of times."""
 
     @staticmethod
     def forward(
@@ -258,7 +257,7 @@ class _StraightThrough(Function):
         stacks, held = layer.handle.stacks, dict(zip(names, parameters, strict=True))
         rounded = {name: s.stacked(held[name], cast, training=layer.training) for name, s in stacks.items()}
         snapshots = {name: stack.snapshot(held[name]) for name, stack in stacks.items()}
-        # not saved tensors: hooks that offload those would copy the weights
+        # not saved tensors: offloading hooks would copy the weights
         ctx.seen = _Seen(layer, layer.handle.spec.name, stacks, names, parameters, snapshots)
         ctx.cast, ctx.autocast = cast, autocast_of(args[0].device.type)
         ctx.others = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
@@ -281,12 +280,12 @@ class _StraightThrough(Function):
 
 
 def _by_name(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters that the module reads itself; those of modules within it these read."""
+    """Return the module's direct parameters; nested modules read their own."""
     return {name: parameter for name, parameter in parameters.items() if "." not in name}
 
 
 def _held_again(seen: _Seen, cast: torch.dtype, needed: Sequence[bool], *, again: bool) -> dict[str, Tensor]:
-    """Return what stands in the place of parameters in the backward pass, by name, in their order."""
+    """Return the parameters for the backward pass's recomputation, by name, in order."""
     stacks, held = seen.stacks, {}
     for name, parameter, need in zip(seen.names, seen.parameters, needed, strict=True):
         if name not in stacks:
@@ -301,7 +300,7 @@ def _held_again(seen: _Seen, cast: torch.dtype, needed: Sequence[bool], *, again
 
 
 class _Rounded(Function):
-    """The rounded parameter of a backward pass, through which further derivatives go straight."""
+    """Rounded parameter in a backward pass, with a straight-through derivative."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, stack: TrainedStack, dtype: torch.dtype) -> Tensor:

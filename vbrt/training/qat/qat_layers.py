@@ -1,11 +1,11 @@
-"""Layers whose weight trains while the forward sees it as 4 bits hold it.
+"""Layers in quantization-aware training: dense parameters, rounded in the forward.
 
-The weight stays the parameter that it was: the optimizer owns it, nothing moves it. Each forward rounds it under scales
-that `TrainedSeparation` keeps; the gradient goes straight through, as if the rounded weight were the weight. Nothing of
-the weight's size outlives a forward: the backward pass rounds again, under the same scales.
+The weight stays the optimizer's parameter. Each forward rounds it under scales kept by `TrainedSeparation`; gradients
+are straight-through, as if the rounded weight were the weight. Nothing of the weight's size outlives a forward: the
+backward pass rounds again, under the same scales.
 
-The road not taken: a rounded weight that autograd keeps. It is two lines, holds a second copy of every weight from
-forward to backward, and saved-tensor hooks that would drop it take the place of those of activation checkpointing.
+Rejected: a rounded weight saved by autograd. It is two lines, but holds a second copy of every weight from forward to
+backward, and saved-tensor hooks that would drop it displace those of activation checkpointing.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ __all__ = ["TrainedLayer", "TrainedLinear", "weight_gradient"]
 
 
 class TrainedLayer(RoundedLayer):
-    """Common part of layers in training; a mixin in front of the class of the module that was swapped."""
+    """Mixin for layers in training, in front of the swapped module's class."""
 
     _vb_handle: TrainedWeight
     _rounds_before_bias = False  # see `Kind.rounds_before_bias`
@@ -41,7 +41,7 @@ class TrainedLayer(RoundedLayer):
         return cls._take_(module, handle)
 
     def release_(self) -> nn.Module:
-        """Turn the layer back, in place, into the module it was; its parameters stay."""
+        """Turn the layer back into its plain class, in place; its parameters stay."""
         handle = self._vb_handle
         self._become_plain()
         if not handle.layers:
@@ -55,11 +55,11 @@ class TrainedLayer(RoundedLayer):
 
     @property
     def trained_parameters(self) -> tuple[str, ...]:
-        """The name of the parameter that forwards round."""
+        """Name of the parameter that forwards round."""
         return (self._vb_handle.spec.site.parameter,)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., K] -> [..., N] with the rounded weight, in the dtype that autocast asks for."""
+        """x [..., K] -> [..., N] with the rounded weight, in autocast's dtype."""
         handle, weight = self._vb_handle, self._parameters["weight"]
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -73,14 +73,14 @@ class TrainedLayer(RoundedLayer):
             )
         if is_recorded():
             self._check_recorder()
-            if is_fake(x):  # values do not count
+            if is_fake(x):  # values do not matter
                 return F.linear(x, weight.to(dtype).t() if handle.spec.transposed else weight.to(dtype), bias)
         if is_transformed() or function_modes():
             return F.linear(x, self._transformed(weight, dtype), bias)
         return _StraightThrough.apply(x, weight, bias, handle, dtype, self.training)
 
     def _check_recorder(self) -> None:
-        """Raise WrapError for a tracer that would keep the weight as it is rounded now, as a constant."""
+        """Raise WrapError for a tracer that would record the rounded weight as a constant."""
         if is_tracing() or get_proxy_mode() is not None:
             raise WrapError(
                 f"{self._vb_handle.spec.name}: torch.jit.trace and make_fx cannot record a layer in "
@@ -89,11 +89,11 @@ class TrainedLayer(RoundedLayer):
             )
 
     def _transformed(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rounded weight [N, K] of a call under a transform of torch.func, forward-mode derivatives or a mode of
-        torch's functions, made of what those see through. Unlike other forwards, theirs keeps it for the backward pass.
+        """Rounded weight [N, K] for a call under torch.func transforms, forward-mode AD or a TorchFunctionMode, built
+        from traceable operations. Unlike other forwards, these keep it for the backward pass.
 
         Raises:
-            WrapError: there is a weight for each sample.
+            WrapError: there are per-sample weights.
         """
         values = weight
         while is_functorch_wrapped(values):
@@ -106,11 +106,11 @@ class TrainedLayer(RoundedLayer):
         handle = self._vb_handle
         with unwatched():
             w_NK = handle.rounded(values, dtype, training=self.training)
-        straight = weight - weight.detach()  # zeros, through which gradients go
+        straight = weight - weight.detach()  # zeros: a straight-through path for gradients
         return w_NK + (straight.t() if handle.spec.transposed else straight).to(dtype)
 
     def _trained_forward(self, x: Tensor) -> Tensor:
-        """The forward of every kind: the original module's own under `dense`, else a product by the rounded weight."""
+        """Forward of every kind: the original module's for format "dense", else a product with the rounded weight."""
         if self._vb_handle.separation is None:
             if not is_compiling():
                 self._vb_handle.forwards += 1
@@ -128,13 +128,13 @@ class TrainedLayer(RoundedLayer):
     def __setattr__(self, name: str, value: Any) -> None:
         self._check_whole(name, value)
         super().__setattr__(name, value)
-        if name == "weight" and "_vb_handle" in self.__dict__:  # another weight: layers tied to the old one keep theirs
+        if name == "weight" and "_vb_handle" in self.__dict__:  # layers tied to the old weight keep it
             self._vb_handle.layers.discard(self)
             self.__dict__["_vb_handle"] = handle = self._vb_handle.empty_copy()
             handle.layers.add(self)
 
     def _check_whole(self, name: str, value: Any) -> None:
-        """Raise WrapError if the weight is about to be spread over ranks."""
+        """Raise WrapError if the weight is about to be sharded over ranks."""
         if name == "weight" and is_sharded(value) and self._vb_handle.separation is not None:
             raise WrapError(
                 f"{self._vb_handle.spec.name}: fully_shard (FSDP2) or a parallel plan would spread a weight that "
@@ -148,10 +148,10 @@ class TrainedLayer(RoundedLayer):
         super().__delattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As in nn.Module, but for the names under which pruning keeps what it replaces.
+        """As nn.Module's, except for the names under which pruning keeps the originals.
 
         Raises:
-            WrapError: weight or bias is about to be replaced by something that is computed, or the weight by a part.
+            WrapError: weight or bias is about to be replaced by a computed value, or the weight by a shard.
         """
         self._check_whole(name, param)
         if name in ("weight_orig", "bias_orig") and self._vb_handle.separation is not None:
@@ -164,24 +164,24 @@ class TrainedLayer(RoundedLayer):
 
 
 class TrainedLinear(TrainedLayer, nn.Linear):
-    """nn.Linear that trains through 4 bits. Made by `vbrt.wrap(model, mode="train")`, not by hand."""
+    """nn.Linear in 4-bit quantization-aware training. Made by `vbrt.wrap(model, mode="train")`, not by hand."""
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., in_features] -> [..., out_features]; gradients flow to input, weight and bias.
 
         Raises:
-            FormatError: the scales are to be refreshed, and the weight holds NaN or Inf.
+            FormatError: a refit of the scales is due, and the weight holds NaN or Inf.
             WrapError: (in the backward pass) the weight was changed after the forward.
         """
         return self._trained_forward(input)
 
     def extra_repr(self) -> str:
-        """nn.Linear's, and what the forward sees."""
+        """nn.Linear's, and the format of the forward."""
         return f"{super().extra_repr()}, format={self._vb_handle.spec.label}, trains"
 
 
 class _StraightThrough(Function):
-    """y = x round(W)ᵀ + b, with the gradients of y = x Wᵀ + b at W = round(W). Differentiable any number of times."""
+    """y = x round(W)ᵀ + b, with straight-through gradients. Differentiable any number of times."""
 
     @staticmethod
     def forward(
@@ -189,7 +189,7 @@ class _StraightThrough(Function):
     ) -> Tensor:
         w_NK = handle.rounded(weight, dtype, training=training)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        # not a saved tensor: hooks that offload those would copy the weight, and torch's own check knows no names
+        # not a saved tensor: offloading hooks would copy the weight, and torch's version check gives no names
         ctx.weight, ctx.handle, ctx.snapshot = weight, handle, handle.snapshot(weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return whole(F.linear(x, w_NK, bias))
@@ -210,7 +210,7 @@ class _StraightThrough(Function):
 
 
 class _Rounded(Function):
-    """The rounded weight [N, K] of a backward pass, through which further derivatives go straight."""
+    """Rounded weight [N, K] in a backward pass, with a straight-through derivative."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, handle: TrainedWeight, dtype: torch.dtype) -> Tensor:

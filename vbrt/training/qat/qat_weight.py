@@ -1,7 +1,7 @@
-"""TrainedWeight: one weight in training, its spec, its engine and the layers that hold it.
+"""TrainedWeight: one weight in quantization-aware training, with its engine and layers.
 
-The weight stays the parameter that it was: the optimizer owns it, nothing moves it. Each forward rounds it under scales
-that `TrainedSeparation` keeps, and the backward pass rounds it again, under the same scales.
+The weight stays the optimizer's parameter and does not move. Each forward rounds it under scales kept by
+`TrainedSeparation`, and the backward pass rounds it again under the same scales.
 """
 
 import itertools
@@ -30,12 +30,12 @@ _live: "weakref.WeakValueDictionary[int, TrainedWeight]" = weakref.WeakValueDict
 
 
 class TrainedWeight:
-    """One weight in training; shared by all layers that are tied to it.
+    """One weight in training; shared by all layers tied to it.
 
     Attributes:
         separation: the engine; None for format "dense".
-        layers: the live layers that hold the weight.
-        forwards: of all of them, recomputed ones included.
+        layers: live layers that hold the weight.
+        forwards: of all layers, including recomputed ones.
     """
 
     def __init__(self, spec: HandleSpec) -> None:
@@ -48,7 +48,7 @@ class TrainedWeight:
         self._name()
 
     def _name(self) -> None:
-        """A name for compiled graphs; a tensor, and not a constant, so that layers share one graph."""
+        """Set the name for compiled graphs; a tensor, not a constant, so that layers share one graph."""
         _notes.begin()
         self.id = next(_ids)
         self.token = torch.tensor(self.id, dtype=torch.int64, device="cpu")
@@ -65,15 +65,15 @@ class TrainedWeight:
         return self.weight.requires_grad
 
     def retype(self, dtype: torch.dtype) -> None:
-        """The layers were cast."""
+        """Follow a cast of the layers."""
         self.dtype, self.spec = dtype, self.spec.retyped(dtype)
 
     def empty_copy(self) -> "TrainedWeight":
-        """One for another weight of the same layer, without a history."""
+        """Return a handle for another weight of the same layer, without engine state."""
         return type(self)(self.spec)
 
     def retire(self) -> None:
-        """End the training of this weight: no layer holds it any more. Idempotent."""
+        """End training: no layer holds the weight any more. Idempotent."""
         _live.pop(self.id, None)
         if not _live:
             _notes.end()
@@ -81,7 +81,7 @@ class TrainedWeight:
     # -- rounding -----------------------------------------------------------------------------------------------------
 
     def rounded(self, weight: Tensor, dtype: torch.dtype, *, training: bool) -> Tensor:
-        """The weight [N, K] in `dtype` as the forward sees it. Raises FormatError with the layer's name."""
+        """Return the rounded weight [N, K] in `dtype`. Raises FormatError with the layer's name."""
         self.forwards += 1
         _notes.seen[id(weight)] = weight
         if weight.is_meta:
@@ -95,7 +95,7 @@ class TrainedWeight:
             ) from error
 
     def rounded_as_before(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight [N, K] in `dtype` as the last forward saw it."""
+        """Return the weight [N, K] in `dtype` as the last forward rounded it."""
         return self.separation.repeat(self._as_NK(weight), dtype)
 
     def _as_NK(self, weight: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class TrainedWeight:
         return weight.t() if self.spec.transposed else weight
 
     def snapshot(self, weight: Tensor) -> tuple[Any, ...]:
-        """A value that changes with the weight and with its scales."""
+        """Return a value that changes with the weight and with its scales."""
         return (*identity(weight), self.separation.generation)
 
     def check(self, weight: Tensor, snapshot: tuple[Any, ...]) -> None:
@@ -117,13 +117,13 @@ class TrainedWeight:
     # -- for saves ----------------------------------------------------------------------------------------------------
 
     def encoded_layouts(self) -> list[PageLayout]:
-        """Those of `encoded`."""
+        """Layouts of `encoded`."""
         shape = tuple(self.weight.shape) if self.spec.dense else self.spec.shape
         return [get_format(self.spec.format).layout(shape, self.weight.dtype)]
 
     @contextmanager
     def encoded(self) -> Iterator[Planes]:
-        """The planes that an inference model holds: what the forward computes with now. Nothing is refreshed."""
+        """Yield the planes for inference, as the forward rounds now, without a refit."""
         weight = self.weight.detach()
         if self.separation is None:
             yield [(self.encoded_layouts()[0], get_format(self.spec.format).encode(weight))]
@@ -145,15 +145,15 @@ class TrainedWeight:
 
 
 def live_weight(id: int) -> TrainedWeight | None:
-    """The weight that a compiled graph's token names, if a layer still trains it."""
+    """Return the weight of a compiled graph's token, if a layer still trains it."""
     return _live.get(id)
 
 
 class _StepNotes:
-    """Counts optimizer steps in the versions of the parameters that layers in training hold.
+    """Bumps the version of trained parameters at each optimizer step.
 
-    Fused optimizers, and those that write through `.data`, do not count their writes. So while there are weights in
-    training, each step of an optimizer in this process is noted at the parameters that it holds and a forward has seen.
+    Fused optimizers, and those that write through `.data`, do not bump it. While weights are in training, a global hook
+    does so for the parameters of any stepping optimizer that a forward has seen.
     """
 
     def __init__(self) -> None:
@@ -161,12 +161,12 @@ class _StepNotes:
         self._hook: Any = None
 
     def begin(self) -> None:
-        """Watch optimizers, if that is not done."""
+        """Register the hook, once."""
         if self._hook is None:
             self._hook = register_optimizer_step_post_hook(self._note)
 
     def end(self) -> None:
-        """Watch no more."""
+        """Remove the hook."""
         hook, self._hook = self._hook, None
         self.seen.clear()
         if hook is not None:
