@@ -1,3 +1,3 @@
-"""The ways in: `wrap`, `load` and the wrapper that stands for its model."""
+"""Entry points: `wrap`, `load`, and the wrapper that proxies its model."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The façade of a model that trains from the tiers."""
+"""Wrapper of a model that trains from the tiers."""
 
 import contextlib
 import traceback
@@ -25,21 +25,21 @@ Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.opt
 
 
 class VBFullWrapper(VBModelWrapper):
-    """A model whose weights, gradients and optimizer state live in the tiers: `wrap` with mode = "full".
+    """Model whose weights, gradients and optimizer state live in the tiers: `wrap` with mode = "full".
 
     `parameters()` are the model's own objects; those of weights in the tiers have no values, only `grad`, on the host.
-    `state_dict()` has copies, of fp32 masters. The optimizer that was given to `wrap` updates all of them.
+    `state_dict()` has copies, fp32 masters included. The optimizer given to `wrap` updates all of them.
     """
 
     _attachment: FullAttachment
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, the object that was given. Raises WrapError before there is one."""
+        """The optimizer object that was given. Raises WrapError: none was."""
         return self._attachment.need("optimizer")
 
     def take_optimizer(self, optimizer: Optimizer) -> torch.optim.Optimizer:
-        """Have an optimizer over `parameters()` update the weights from now on; returns it.
+        """Make an optimizer over `parameters()` update the weights from now on; return it.
 
         Raises:
             WrapError: its class cannot update in chunks, it lacks a weight that trains, or there is one already.
@@ -50,8 +50,8 @@ class VBFullWrapper(VBModelWrapper):
         return made
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do the optimizer's step; weights in the tiers are updated while the next forward runs, which waits for a
-        layer's update before the layer.
+        """Do the optimizer's step; updates of weights in the tiers overlap the next forward, in which each layer waits
+        for its own.
 
         Raises:
             TierError, WrapError: an update failed, this one or the last.
@@ -59,8 +59,8 @@ class VBFullWrapper(VBModelWrapper):
         return self._attachment.need("optimizer").step(closure)
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Do the optimizer's step within a `with` block around the last backward pass of a step: each weight in the
-        tiers is updated as soon as its gradient is whole, while the pass goes on. `vb.step()` is not called then.
+        """Overlap the optimizer's step with the last backward pass of a step, in a `with` block around it: each weight
+        in the tiers is updated once its gradient is complete. `vb.step()` is not called then.
 
             with vb.stepping():
                 loss.backward()
@@ -68,29 +68,30 @@ class VBFullWrapper(VBModelWrapper):
 
         Raises:
             TierError: (on entering) an earlier update failed.
-            WrapError: there is no optimizer; (at the end) there was a second backward pass in the block.
+            WrapError: there is no optimizer; (at the end) the block had a second backward pass.
         """
         return self._attachment.stepping()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters, or set them to zero. Dropping waits for no update; the model's own
-        zero_grad() reads each gradient first, so it waits for all of them."""
+        """Drop the gradients of all parameters, or set them to zero. Dropping does not wait for updates; the model's
+        own zero_grad() reads each gradient first, and so waits for all of them."""
         if set_to_none:
             drop_gradients(self._vb_model.parameters())
         self._vb_model.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; return what it was. It waits for all gradients.
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before. Waits for all
+        gradients.
 
-        The same as torch.nn.utils.clip_grad_norm_(vb.parameters(), max_norm, norm_type), of gradients in fp32. With the
-        Euclidean norm those in the tiers are read once, and scaled on their way into the update. `stats().updates` has
-        the time that it took.
+        Equal to torch.nn.utils.clip_grad_norm_(vb.parameters(), max_norm, norm_type) on fp32 gradients. With the
+        Euclidean norm, gradients in the tiers are read once, and scaled when the update reads them. `stats().updates`
+        has the time.
         """
         return self._attachment.clip(max_norm, norm_type)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return copies on the host of the values under the model's names, fp32 masters of weights in the tiers among
-        them; tied names have one each. `keep_vars=True`: parameters that stay, and buffers, are themselves."""
+        """Return host copies of all values under the model's names, with fp32 masters of weights in the tiers; tied
+        names each have a copy. `keep_vars=True`: resident parameters and buffers are the tensors themselves."""
         found = super().state_dict(*args, **kwargs)
         if kwargs.get("keep_vars") or (len(args) > 2 and args[2]):
             return found
@@ -101,15 +102,15 @@ class VBFullWrapper(VBModelWrapper):
         return found
 
     def settle(self) -> None:
-        """Wait until all updates are done. Raises TierError for one that failed."""
+        """Wait until all updates are done. Raises TierError: one failed."""
         self._attachment.settle()
 
     def save_checkpoint(self, directory: str | PathLike, *, extra: Any = None, progress: bool | None = None) -> Path:
-        """Write all that the next step depends on into a directory, in the place of the checkpoint that it holds.
+        """Write a training checkpoint into a directory, replacing the one there atomically.
 
-        Weights, moments, steps, buffers and the groups' settings, one weight in memory at a time, after all updates. A
-        process that is killed and a disk that is full leave the checkpoint before. Gradients are not saved: call it
-        between steps. Generators, schedulers and counters are the caller's, in `extra`.
+        It has weights, moments, steps, buffers and group settings, written one weight at a time after all updates. A
+        kill or a full disk leaves the previous checkpoint intact. Gradients are not saved: call it between steps.
+        Generators, schedulers and counters go into `extra`.
 
         Args:
             extra: state dicts and other plain data with tensors, such as `{"schedule": scheduler.state_dict(),
@@ -117,24 +118,24 @@ class VBFullWrapper(VBModelWrapper):
             progress: as for `materialize`.
 
         Returns:
-            The directory; `load_checkpoint` takes it under any tiers, `vbrt.read_checkpoint` for plain torch.
+            The directory; `load_checkpoint` reads it with any tiers, `vbrt.read_checkpoint` for plain torch.
 
         Raises:
-            CheckpointError: it cannot be written, or the disk is full: names the path; training may go on.
+            CheckpointError: it cannot be written, or the disk is full: names the path; training can continue.
             TierError: an update failed, or a page cannot be read.
             WrapError: there is no optimizer, or the wrapper was closed.
         """
         return save_training(self._attachment, directory, extra, progress=progress)
 
     def load_checkpoint(self, directory: str | PathLike, *, progress: bool | None = None) -> Any:
-        """Be where `save_checkpoint` was called: the next steps have the same bits, whatever the tiers.
+        """Resume from a checkpoint: further steps are bitwise the same, whatever the tiers.
 
         Returns:
-            What was given as `extra`.
+            The `extra` of `save_checkpoint`.
 
         Raises:
-            CheckpointError: there is none; it is damaged (weights before the damage are loaded then: load another one);
-                or it is of another model or optimizer, and nothing was loaded.
+            CheckpointError: missing; damaged (weights before the damage are already loaded: load another one); or of
+                another model or optimizer, and nothing was loaded.
             TierError: a page cannot be written.
             WrapError: there is no optimizer, or the wrapper was closed.
         """
@@ -142,18 +143,18 @@ class VBFullWrapper(VBModelWrapper):
 
     def unwrap(self) -> nn.Module:
         """Turn the model back into a plain one, in place, with its own parameter objects and their fp32 masters, and
-        close the wrapper. The optimizer goes on as the plain one that it was, with its moments."""
+        close the wrapper. The optimizer becomes the plain one again, with its moments."""
         return super().unwrap()
 
 
 def _memory_of(value: Any) -> object:
-    """Return what two tensors that share memory have in common; other values are themselves."""
+    """Return a key that tensors with shared memory have in common; for other values their id."""
     return (value.device, storage_of(value)) if isinstance(value, Tensor) else id(value)
 
 
 def _made(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
-    """Return what a function makes of the model's parameters. Raises WrapError if that reads weights in the tiers: it
-    names the class."""
+    """Call an optimizer factory on the model's parameters. Raises WrapError, naming the class, if it reads weights in
+    the tiers."""
     try:
         return make(model.parameters())
     except WrapError as error:
@@ -167,10 +168,10 @@ def _made(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], model
 
 
 def take_optimizer_of(overrides: dict[str, Any]) -> Optimizer | None:
-    """Take `optimizer` out of the arguments of `vbrt.wrap`.
+    """Pop `optimizer` from the arguments of `vbrt.wrap`.
 
     Raises:
-        WrapError: it is neither an optimizer nor makes one.
+        WrapError: it is neither an optimizer nor a factory.
     """
     given = overrides.pop("optimizer", None)
     if given is not None:
@@ -179,7 +180,7 @@ def take_optimizer_of(overrides: dict[str, Any]) -> Optimizer | None:
 
 
 def _check_optimizer(given: Any) -> None:
-    """Raise WrapError: it is neither an optimizer nor makes one."""
+    """Raise WrapError: it is neither an optimizer nor a factory."""
     if not isinstance(given, torch.optim.Optimizer) and not callable(given):
         raise WrapError(
             f"optimizer = {type(given).__name__}; expected a torch.optim.Optimizer over the model's parameters, or a "

@@ -1,4 +1,4 @@
-"""`vb.live()`: what the tiers do while a `with` block runs, on this terminal, or for `vbrt top` on another."""
+"""`vb.live()`: live view of the tiers during a `with` block, on this terminal or through `vbrt top`."""
 
 import contextlib
 import sys
@@ -23,24 +23,24 @@ _LINE_S = 1.0
 
 
 class Watched:
-    """Mixin of what has a `vbrt.runtime`."""
+    """Mixin for objects with a `vbrt.runtime`."""
 
     vbrt: Any
 
     def live(self, *, offer: bool = False, every_s: float = 0.5) -> contextlib.AbstractContextManager[None]:
-        """Show, while a `with` block runs, how tiers fill, hit rates, GB/s of each link, waits and tokens a second.
+        """Show tier occupancy, hit rates, GB/s per link, waits and tokens a second during a `with` block.
 
-        On a terminal it stays below what the block prints; elsewhere it is a line a second on stderr. It is read by a
-        thread, without a lock and without waiting for the device.
+        On a terminal the view stays below the block's output; elsewhere it is a line a second on stderr. A thread
+        samples the counters without locks and without synchronizing the device.
 
         Args:
-            offer: show nothing here, but answer `vbrt top` in another terminal. Other ways to have a process do that:
-                VBRT_TOP=1 in its environment.
-            every_s: seconds between two looks.
+            offer: show nothing here, but answer `vbrt top` in another terminal. Alternative: VBRT_TOP=1 in the
+                environment.
+            every_s: sampling interval, seconds.
 
         Raises:
             ArgumentError: `every_s` is not positive.
-            TierError: (on entering) with `offer`: no socket can be made.
+            TierError: (on entering) with `offer`: the socket cannot be created.
         """
         if not every_s > 0:
             raise ArgumentError(f"live: every_s = {every_s}; expected seconds, more than 0")
@@ -60,7 +60,7 @@ def _offered() -> Iterator[None]:
 
 
 class Live:
-    """Shows a runtime while a `with` block runs."""
+    """Live view of a runtime during a `with` block."""
 
     def __init__(self, runtime: "Runtime", every_s: float) -> None:
         self._view = _View(runtime, every_s)
@@ -75,7 +75,7 @@ class Live:
 
 
 class _View:
-    """What is shown, by the thread until that has ended."""
+    """Drawing state; used by the thread until it has ended."""
 
     def __init__(self, runtime: "Runtime", every_s: float) -> None:
         self._runtime, self._every_s, self._history = runtime, every_s, History()
@@ -90,7 +90,7 @@ class _View:
         begun = time.thread_time()
         self._history.add(sample(self._runtime))
         self._screen.show(self._history)
-        spent = 0.0 if is_first else time.thread_time() - begun  # the first one has imported what draws
+        spent = 0.0 if is_first else time.thread_time() - begun  # the first one also imports the drawing library
         return max(self._every_s, REST * spent)
 
     def _begin(self) -> None:
@@ -105,7 +105,7 @@ class _View:
             self._screen = _Lines()
 
     def end(self) -> None:
-        """Show the last sample, and leave the terminal as it was."""
+        """Show the last sample, and restore the terminal."""
         if self._screen is None:
             return
         try:

@@ -33,32 +33,31 @@ def load(
     progress: bool | None = None,
     **overrides: Any,
 ) -> VBModelWrapper:
-    """Wrap a model with weights from files: what `vb.save` wrote, or a safetensors checkpoint of the dense model.
+    """Wrap a model with weights from files: a save of `vb.save`, or a safetensors checkpoint.
 
-    Every parameter and buffer comes from the files, in the files' dtypes, but for those that a class of transformers
-    keeps in float32. Of a save nothing is encoded again; of a checkpoint one weight at a time is read and encoded. The
-    model's mode (train, eval) stays.
+    Every parameter and buffer comes from the files, in their dtypes, except parameters that a transformers class keeps
+    in float32. A save is not re-encoded; a checkpoint is read and encoded one weight at a time. The model's mode
+    (train, eval) stays.
 
-    Where the CPU computes, large weights of a checkpoint that are not swapped stay mapped from its files, as
-    `from_pretrained` leaves them: the system may drop them from memory and read them again, writes stay in this
-    process, and files may be replaced or removed, but not cut short or written into. Those of a save are read into
-    memory: their digests are checked once, and hold for as long as the model lives.
+    If the CPU computes, large unswapped weights of a checkpoint are memory-mapped, as by `from_pretrained`: the system
+    may evict and re-read them, writes stay in this process, and files may be replaced or removed, but not truncated or
+    written. Those of a save are read into memory, so that their verified digests hold for the model's lifetime.
 
     Args:
         directory: a save; a directory with model.safetensors, or its shards and index; or one .safetensors file.
-        model: the architecture; changed in place. Build it under `torch.device("meta")`, and no dense weight ever is
-            in memory. Weights that it does hold are let go when everything is loaded.
-        config: as `vbrt.wrap` takes it; by default that of the save, or "fp4" for a checkpoint. A save keeps its
-            formats and its choice of layers.
-        runtime: `vb.runtime` of another model, which shares its tiers, budgets and policy, as for `vbrt.wrap`.
-        progress: False: show nothing. By default loading that takes more than a second shows how far it is, on stderr,
-            unless the environment has VBRT_PROGRESS=0.
+        model: the architecture; changed in place. Built under `torch.device("meta")`, it never has dense weights in
+            memory. Weights that it does hold are released once everything is loaded.
+        config: as `vbrt.wrap` takes it; default: the save's, or "fp4" for a checkpoint. A save keeps its formats and
+            its choice of layers.
+        runtime: `vb.runtime` of another model, to share its tiers, budgets and policy, as for `vbrt.wrap`.
+        progress: False: show nothing. By default loading that takes more than a second shows progress on stderr, unless
+            VBRT_PROGRESS=0 is set.
         **overrides: sections of the config, merged key by key: `tiers={"gpu": {"budget": "6GiB"}}`; `policy=` also
-            takes a policy of your own, as for `vbrt.wrap`.
+            takes a custom policy, as for `vbrt.wrap`.
 
     Raises:
-        CheckpointError: files missing, damaged, of a newer version or of another model: the model is as it was.
-        ConfigError: as from `wrap`; also for another weights.format or weights.fine than that of a save.
+        CheckpointError: files missing, damaged, of a newer version or of another model: the model is unchanged.
+        ConfigError: as from `wrap`; also for another weights.format or weights.fine than a save's.
         FormatError: a weight of a checkpoint holds NaN or Inf.
         TierError: a page cannot be stored.
         WrapError: the model is wrapped already.
@@ -81,7 +80,7 @@ def load_from(
     progress: bool | None = None,
     **overrides: Any,
 ) -> VBModelWrapper:
-    """Wrap a model with weights of a source. See `load`."""
+    """Wrap a model with a source's weights. See `load`."""
     policy = user_policy(overrides, runtime)
     asked = source.config(config, overrides)
     if runtime is not None:

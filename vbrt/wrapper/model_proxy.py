@@ -1,21 +1,20 @@
-"""A façade: a module that stands for a model and passes on everything that is not its own.
+"""Facade: an nn.Module that proxies a model and delegates everything that is not its own.
 
-Attributes are read from, written to and deleted from the model. Where a public name of the façade's API is one of the
-model's too (LlamaForCausalLM.model, SentenceTransformer.save), it is the model's: names in state dicts and walks are
-attribute paths, by which torch.distributed.checkpoint, torch.export and others find parameters. `vb.vbrt` has the API
-under its own names, whatever the model has. `FIXED` lists what no model takes over; private are `_attachment` and what
-begins with `_vb_`.
+Attributes are read, written and deleted on the model. Where a public name of the facade's API exists on the model too
+(LlamaForCausalLM.model, SentenceTransformer.save), the model's wins: names in state dicts and walks are attribute
+paths, by which torch.distributed.checkpoint, torch.export and others find parameters. `vb.vbrt` has the API under its
+own names, whatever the model has. `FIXED` lists names that stay the facade's; `_attachment` and `_vb_*` are private.
 
-Parameters, buffers and modules are the model's, under the model's names, in walks as in state dicts, also where the
-wrapper is a part of something larger: the wrapper shares the dicts that hold them, so that adapters and optimizers
-find what they would find in the model. Casts are the model's, and so are hooks, which run in `vb.generate()` too. What
-Python and libraries look up on the class (its name, the signature of `forward`, `len()`, indexing) is put on a class
-made for the model's: `Trainer` chooses the columns of a batch by that signature and how labels are smoothed by
-`_get_name()`, pipelines look the class's name up in lists, and `for layer in vb` must find `__iter__` there.
+Parameters, buffers and modules are the model's, under its names, in walks and state dicts, also where the wrapper is
+part of a larger module: the wrapper shares the model's dicts, so that adapters and optimizers find the same as in the
+model. Casts and hooks are the model's too; hooks also run in `vb.generate()`. Lookups on the class (its name, the
+signature of `forward`, `len()`, indexing) need a class made for the model's: `Trainer` selects batch columns by that
+signature and label smoothing by `_get_name()`, pipelines look the class's name up in lists, and `for layer in vb` needs
+`__iter__` there.
 
-The roads not taken: a subclass of the model's own class, on which everything that is defined there and calls `self`
-would run, with hooks, caches and ties that only the model has; and the model as a child called "model", whose names
-are those of no checkpoint: PEFT then saved no adapter of a wrapped model and loaded none, in silence.
+Rejected: a subclass of the model's class, whose inherited methods would run on `self`, while only the model has the
+hooks, caches and ties; and the model as a child named "model", whose names match no checkpoint: PEFT then silently
+saved no adapter of a wrapped model and loaded none.
 """
 
 import contextlib
@@ -31,8 +30,8 @@ from vbrt.layers import SwappedLayer
 
 __all__ = ["FIXED", "Facade", "Own", "own_names"]
 
-#: names of the API that are never the model's: they do for the wrapped model what its own do for a plain one; `vbrt` is
-#: the way to all of the API
+#: API names that always stay the facade's: they do for the wrapped model what the model's own do for a plain one;
+#: `vbrt` leads to the whole API
 FIXED = ("device", "forward", "load_state_dict", "state_dict", "vbrt", "zero_grad")
 
 _PROTOCOLS = (
@@ -97,7 +96,7 @@ _PASSED_ON = (
 
 
 class Own:
-    """`vb.vbrt`: the façade's API, under its own names, whatever attributes the model has."""
+    """`vb.vbrt`: the facade's API under its own names, whatever attributes the model has."""
 
     def __init__(self, facade: "Facade") -> None:
         self.__dict__["_facade"] = facade
@@ -120,16 +119,16 @@ class Own:
 
 
 class Facade(nn.Module):
-    """A module that stands for `model`. `own`: the façade's attributes; all others are the model's."""
+    """Proxy of `model`. `own`: the facade's attributes; all others are the model's."""
 
-    _vb_base: type["Facade"]  # of the class that was made for a model's
+    _vb_base: type["Facade"]  # of the class made for a model's class
 
     def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> "Facade":
         return _blank(cls, type(model), type(_described(model)))
 
     def __init__(self, model: nn.Module, **own: Any) -> None:
         super().__init__()
-        del self.__dict__["training"]  # the model's is the only one
+        del self.__dict__["training"]  # only the model has one
         self.__dict__.update(own, _vb_model=model)
         _share(self)
 
@@ -139,23 +138,23 @@ class Facade(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The model itself, with VB layers in it, for `isinstance` and what must not see a wrapper."""
+        """The model itself, with VB layers in it, for `isinstance` and code that must not see a wrapper."""
         return self._vb_model
 
     @property
     def model(self) -> nn.Module:
-        """The same as `module`. Most models of transformers have a `model` of their own, which this is then."""
+        """Same as `module`, unless the model has a `model` attribute, as most transformers models do."""
         return self._vb_model
 
     @property
     def vbrt(self) -> Own:
-        """What the wrapper adds, for models that use such a name themselves: `vb.vbrt.save(...)`."""
+        """The wrapper's API, for models that use the same names: `vb.vbrt.save(...)`."""
         return Own(self)
 
     # -- attributes ---------------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        model = self.__dict__.get("_vb_model")  # absent in one that is being unpickled
+        model = self.__dict__.get("_vb_model")  # absent while unpickling
         if model is None or name.startswith("__"):
             return super().__getattr__(name)
         return getattr(model, name)
@@ -182,7 +181,7 @@ class Facade(nn.Module):
         return self._vb_model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load dense weights; one at a time is encoded."""
+        """Load dense weights, encoding one at a time."""
         return self._vb_model.load_state_dict(*args, **kwargs)
 
     # -- copies -------------------------------------------------------------------------------------------------------
@@ -203,8 +202,8 @@ def _share(facade: Facade) -> None:
 
 
 def _keeps(facade: Facade, name: str, value: Any = None) -> bool:
-    """True for what is set on a façade and not on its model: what it has already, and its own methods under another
-    name, as accelerate keeps `forward`. Raises WrapError: a name of the API that the model does not use."""
+    """True for attributes set on the facade, not the model: those it has already, and its own methods under another
+    name, as accelerate keeps `forward`. Raises WrapError: an API name that the model does not use."""
     if isinstance(value, types.MethodType) and value.__self__ is facade:
         return True
     if name in FIXED or name not in own_names(facade._vb_base):
@@ -220,7 +219,7 @@ def _keeps(facade: Facade, name: str, value: Any = None) -> bool:
 
 @functools.cache
 def own_names(base: type[Facade]) -> frozenset[str]:
-    """Return the public names of a façade's API: what its classes define themselves."""
+    """Return the public names of a facade's API: those defined by its classes."""
     kinds = (kind for kind in base.__mro__ if kind not in (nn.Module, object))
     return frozenset(name for kind in kinds for name in vars(kind) if not name.startswith("_"))
 
@@ -230,7 +229,7 @@ def _has(model: nn.Module, name: str) -> bool:
 
 
 def _described(model: nn.Module) -> nn.Module:
-    """Return the module whose forward declares the model's arguments: PEFT's own takes anything."""
+    """Return the module whose forward declares the model's arguments; PEFT's takes any."""
     ask = getattr(model, "get_base_model", None)
     return ask() if callable(ask) else model
 
@@ -241,7 +240,7 @@ def _blank(base: type[Facade], model_class: type[nn.Module], described: type[nn.
 
 @functools.cache
 def _class_for(base: type[Facade], model_class: type[nn.Module], described: type[nn.Module]) -> type[Facade]:
-    """Make a subclass of a façade's class with the members that are looked up on a model's class, and its name."""
+    """Make a subclass of a facade's class, with the model class's name and its class-level members."""
     there = [name for name in (*_PROTOCOLS, *_PASSED_ON, *_overridden(model_class)) if hasattr(model_class, name)]
     members: dict[str, Any] = {
         name: _passed_on(name, getattr(model_class, name)) for name in there if not _is_own(base, name)
@@ -253,8 +252,8 @@ def _class_for(base: type[Facade], model_class: type[nn.Module], described: type
 
 
 def _overridden(model_class: type[nn.Module]) -> list[str]:
-    """Return the public names of torch.nn.Module that a model's class has in a way of its own; and `generate`, which is
-    a method of the façade's class so that, read in a line with `vbrt.wrap`, it keeps the façade."""
+    """Return nn.Module's public names that the model's class overrides; and `generate`, a method of the facade's class
+    so that `vbrt.wrap(...).generate` keeps the facade alive."""
     names = [name for name in vars(nn.Module) if not name.startswith("_")]
     names = (
         [] if issubclass(model_class, SwappedLayer) else names
@@ -264,7 +263,7 @@ def _overridden(model_class: type[nn.Module]) -> list[str]:
 
 
 def _yielding(name: str, base: type[Facade]) -> property:
-    """Return a member of a façade's class that is the model's attribute of its name, if the model has one."""
+    """Return a class member that reads the model's attribute of its name, if the model has one, else the facade's."""
     own = inspect.getattr_static(base, name)
     read_own = own.fget if isinstance(own, property) else None  # torch.compile traces neither own.__get__ nor own.fget
 
@@ -278,7 +277,7 @@ def _yielding(name: str, base: type[Facade]) -> property:
 
 
 def _is_own(base: type[Facade], name: str) -> bool:
-    """True for what a façade's class does otherwise than the model."""
+    """True for members that a facade's class overrides."""
     kinds = base.__mro__
     return any(name in kind.__dict__ for kind in kinds[: kinds.index(nn.Module)])
 
@@ -289,7 +288,7 @@ def _passed_on(name: str, of_class: Any) -> types.FunctionType:
         return self if result is self._vb_model else result
 
     method.__name__, method.__doc__ = name, of_class.__doc__
-    with contextlib.suppress(TypeError, ValueError):  # what is made in C may have none
+    with contextlib.suppress(TypeError, ValueError):  # C functions may have no signature
         method.__signature__ = inspect.signature(of_class)
     return method
 
@@ -306,5 +305,5 @@ def _with_signature(forward: types.FunctionType, other: Any) -> types.FunctionTy
         copied.__annotations__ = forward.__annotations__
     innermost = inspect.unwrap(other)
     if isinstance(innermost, types.FunctionType) and not innermost.__code__.co_flags & _ANY_ARGUMENTS:
-        copied.__wrapped__ = innermost  # for others, torch.fx would give `forward` other parameters than it has
+        copied.__wrapped__ = innermost  # for others, torch.fx would see wrong parameters
     return copied

@@ -1,4 +1,4 @@
-"""The façade of an object that holds models, such as a diffusers pipeline: their tiers, and all of the object."""
+"""Wrapper of an object that holds models, such as a diffusers pipeline: shared tiers, and all of the object's API."""
 
 import contextlib
 import functools
@@ -31,14 +31,13 @@ _ENTRIES = ("encode", "decode")
 
 
 class VBPipelineWrapper(Scraped, Watched):
-    """A wrapped pipeline: call it, or use anything of the pipeline, as before; attributes set on it are the pipeline's.
+    """Wrapped pipeline: call it, or use anything of the pipeline, as before; attributes set on it are the pipeline's.
 
-    Its models are swapped in place and share one runtime: one budget for each tier. The page keys, phases and rows of
-    statistics of each begin with its name in the pipeline, such as "transformer/".
+    Its models are swapped in place and share one runtime, with one budget per tier. Each model's page keys, phases and
+    statistics begin with its name in the pipeline, such as "transformer/".
 
     Attributes:
-        pipeline: the object itself, with all attributes that it has, for `isinstance`; what it calls is what the
-            wrapper calls.
+        pipeline: the object itself, with all its attributes, for `isinstance`.
         runtime: stack, budgets and balance of all its models.
     """
 
@@ -58,7 +57,7 @@ class VBPipelineWrapper(Scraped, Watched):
         """Call the pipeline."""
         for attachment in self._attachments.values():
             attachment.check_open("call")
-            move_rest_(attachment.model, self.runtime.stack.device)  # where the pipeline looks for its device
+            move_rest_(attachment.model, self.runtime.stack.device)  # the pipeline infers its device from them
         return self.pipeline(*args, **kwargs)
 
     # -- everything of the pipeline -----------------------------------------------------------------------------------
@@ -100,20 +99,21 @@ class VBPipelineWrapper(Scraped, Watched):
 
     @property
     def vbrt(self) -> "VBPipelineWrapper":
-        """The wrapper, under the name that it has for models: what is its own here goes before the pipeline's."""
+        """The wrapper itself, under the name that model wrappers have: its own names take precedence over the
+        pipeline's."""
         return self
 
     # -- its models ---------------------------------------------------------------------------------------------------
 
     @property
     def models(self) -> Mapping[str, VBModelWrapper]:
-        """Name -> wrapper of each model, with a plan, statistics and a registry of its own."""
+        """Name -> wrapper of each model, with its own plan, statistics and registry."""
         wrapped = {name: facade_of(a.model, a) for name, a in self._attachments.items() if a.alive}
         return MappingProxyType(wrapped)
 
     @property
     def stack(self) -> TierStack:
-        """The stack of the runtime."""
+        """The runtime's stack."""
         return self.runtime.stack
 
     @property
@@ -128,7 +128,7 @@ class VBPipelineWrapper(Scraped, Watched):
         return self
 
     def set_budget(self, tier: str, budget: int | str) -> int:
-        """Change the budget of a tier, which all models share; returns bytes. See `VBModelWrapper.set_budget`."""
+        """Change the budget of a tier, which all models share; return bytes. See `VBModelWrapper.set_budget`."""
         return self.runtime.set_budget(tier, budget)
 
     def stats(self, *, experts: bool = False) -> Stats:
@@ -144,8 +144,7 @@ class VBPipelineWrapper(Scraped, Watched):
             yield
 
     def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
-        """Record the passes of all its models in a `with` block, and write them to a file. See
-        `VBModelWrapper.timeline`."""
+        """Record all its models' passes in a `with` block, and write a timeline file. See `VBModelWrapper.timeline`."""
         for attachment in self._attachments.values():
             attachment.check_open("timeline")
         return recorded(tuple(self._attachments.values()), check_timeline_path(path))
@@ -155,7 +154,7 @@ class VBPipelineWrapper(Scraped, Watched):
     def unwrap(self) -> Any:
         """Turn the models back into dense ones, in place; return the pipeline. See `VBModelWrapper.unwrap`.
 
-        If a page cannot be read, the models that are left stay wrapped, and it can be called again.
+        If a page cannot be read, the remaining models stay wrapped, and it can be called again.
 
         Raises:
             TierError: a page cannot be read.
@@ -166,7 +165,7 @@ class VBPipelineWrapper(Scraped, Watched):
         return self.pipeline
 
     def close(self) -> None:
-        """Free the pages of its models; weights that live in the tiers are lost. Idempotent."""
+        """Free its models' pages; weights that live in the tiers are lost. Idempotent."""
         for attachment in self._attachments.values():
             attachment.close()
 

@@ -1,7 +1,7 @@
-"""Classes of objects of other libraries that hold models: records by which `vbrt.wrap` takes a pipeline.
+"""Records of other libraries' classes that hold models, by which `vbrt.wrap` recognises a pipeline.
 
-Integrations register them under the library and the name of a base class, so that an object is recognised without
-its library. Pure Python: a record says where the models are, and what must not be called once they are wrapped.
+Integrations register them under library and base-class name, so that an object is recognised without importing its
+library. Pure Python: a record says where the models are, and which methods are refused once they are wrapped.
 """
 
 from collections import Counter
@@ -15,21 +15,21 @@ from vbrt.wrapper.registered_kinds import HOLDERS
 __all__ = ["CallPhases", "HolderKind", "holder_kind_of"]
 
 
-_MOST_RUNS = 4  # that have phases of their own: policies remember a few phases only
+_MOST_RUNS = 4  # runs with separate phases; policies remember few phases
 
 
 @dataclass(frozen=True, slots=True)
 class HolderKind:
-    """How the models of a class of objects are found, and run.
+    """How to find and run the models of a class of objects.
 
     Attributes:
-        parts: returns the named parts of an object; those that are modules are its models.
-        phases: (pattern of names, phase) for models whose passes under `no_grad` are none of a language model.
+        parts: returns an object's named parts; those that are modules are its models.
+        phases: (name pattern, phase) for models whose `no_grad` passes are not a language model's.
         refused: method -> what to do instead.
-        entry_hook: the attribute of a model on which the library calls `pre_forward(model)` before methods other than
-            `forward`; "" if there is none.
-        moved_by: returns what moves a model between devices already; "" for nothing.
-        device: the attribute that says where the object puts inputs; "" if it asks its models.
+        entry_hook: attribute of a model on which the library calls `pre_forward(model)` before methods other than
+            `forward`; "" for none.
+        moved_by: returns what already moves a model between devices; "" for nothing.
+        device: attribute with the device for inputs; "" if the object asks its models.
     """
 
     parts: Callable[[Any], Mapping[str, Any]]
@@ -40,25 +40,25 @@ class HolderKind:
     device: str = ""
 
     def phase_of(self, name: str) -> str | None:
-        """Return the phase of a model's passes, or None where it follows from their inputs."""
+        """Return the phase of a model's passes; None if it follows from their inputs."""
         return next((phase for pattern, phase in self.phases if fnmatchcase(name, pattern)), None)
 
 
 class CallPhases:
-    """Names the passes of a pipeline's models so that each call is one sequence of phases that recurs.
+    """Names the passes of a pipeline's models so that each call is one recurring sequence of phases.
 
-    A text encoder that runs once for the prompt and, after others, once more for the negative prompt has two phases:
-    what follows the first is not what follows the second, and a policy that expects phases by what followed them last
-    would take the text encoders for all that recurs, and leave no room for the model that takes the steps.
+    A text encoder that runs for the prompt and, after others, again for the negative prompt gets two phases, since they
+    have different successors: a policy that predicts phases by the last successor would otherwise see the text encoders
+    as the whole cycle, and leave no room for the denoising model.
     """
 
     def __init__(self, kind: HolderKind) -> None:
         self._kind = kind
-        self._runs: Counter[str] = Counter()  # of each model since the last step
+        self._runs: Counter[str] = Counter()  # runs of each model since the last step
         self._last = ""
 
     def name(self, model: str, phase: str) -> str:
-        """Return the phase of a pass of a model that begins, from the one that its inputs tell."""
+        """Return the phase for a model's pass, given the one that its inputs suggest."""
         fixed, last, self._last = self._kind.phase_of(model), self._last, model
         if fixed is not None:
             self._runs.clear()
@@ -73,7 +73,7 @@ def _attributes(holder: object) -> dict[str, Any]:
     return dict(getattr(holder, "__dict__", {}))
 
 
-#: of an object that no library has a record for: the models are its attributes
+#: default record: the models are the object's attributes
 UNKNOWN = HolderKind(_attributes)
 
 

@@ -1,4 +1,4 @@
-"""The façade of a model whose weights train."""
+"""Wrapper of a model in quantization-aware training."""
 
 from os import PathLike
 from pathlib import Path
@@ -11,16 +11,16 @@ __all__ = ["VBTrainingWrapper"]
 
 
 class VBTrainingWrapper(VBModelWrapper):
-    """A model whose weights train: `wrap` with mode = "train". The stack is empty, nothing moves: `set_budget` and
+    """Model whose weights train: `wrap` with mode = "train". The stack is empty and nothing moves: `set_budget` and
     `timeline` raise WrapError.
 
-    `parameters()` are the model's own, the state dict has their names and, for 4-bit formats, what the engine keeps
-    beside each weight (`*.separation`), so that a run that is taken up again is the same run.
+    `parameters()` are the model's own. The state dict has their names and, for 4-bit formats, each engine's state
+    (`*.separation`), so that a resumed run is the same run.
     """
 
     def save(self, directory: str | PathLike, *, progress: bool | None = None) -> Path:
-        """Write the weights as the forward rounds them now, as planes, into a directory: `vbrt.load` makes an inference
-        model of it. To continue training later, save `state_dict()` instead: planes lack the weights' last bits.
+        """Save the weights as the forward rounds them now, as planes: `vbrt.load` makes an inference model of them. To
+        continue training, save `state_dict()` instead, because planes lack the weights' last bits.
 
         Raises:
             CheckpointError: it cannot be written, or the disk is full: names the path.
@@ -30,6 +30,6 @@ class VBTrainingWrapper(VBModelWrapper):
         return super().save(directory, progress=progress)
 
     def unwrap(self) -> nn.Module:
-        """Turn the model back into a plain one, in place, with the very parameters that trained, and close the wrapper:
-        an optimizer keeps working."""
+        """Turn the model back into a plain one, in place, with the parameter objects that trained, so that optimizers
+        keep working, and close the wrapper."""
         return super().unwrap()

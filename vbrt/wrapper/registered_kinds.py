@@ -1,13 +1,13 @@
-"""Classes of other libraries whose objects hold models; apart, so that registering them imports next to nothing."""
+"""Registry of other libraries' classes whose objects hold models; a file without heavy imports."""
 
 from typing import Any
 
 __all__ = ["HOLDERS", "register_holder"]
 
-#: (library, name of a base class) -> `HolderKind`, or what imports it when it is asked for an attribute
+#: (library, base-class name) -> `HolderKind`, or a `Deferred` that imports it on first use
 HOLDERS: dict[tuple[str, str], Any] = {}
 
 
 def register_holder(library: str, class_name: str, kind: Any) -> None:
-    """Have `vbrt.wrap` take objects of this class of a library, and of classes derived from it."""
+    """Make `vbrt.wrap` accept objects of this class of a library, and of derived classes."""
     HOLDERS[library, class_name] = kind

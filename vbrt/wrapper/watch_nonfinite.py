@@ -1,12 +1,12 @@
-"""Find the layer that made a loss NaN: `watch_nonfinite` looks at the output of every module of a model.
+"""Finds the layer that made a loss NaN: `watch_nonfinite` checks the output of every module of a model.
 
     with vbrt.watch_nonfinite(model) as watch:
         loss = model(x)
     print(watch.first)          # layers.3.up: its output holds 12 NaN of 4096; inputs and parameters are finite
     watch.raise_first()         # or as an error
 
-Hooks exist inside the `with` block only; there each module costs a look at its output, which waits for the device.
-Compiled graphs are not looked into: watch the model that was compiled, not the compiled one.
+Hooks exist inside the `with` block only; each module's check synchronizes the device. Compiled graphs are not checked:
+watch the original model instead of the compiled one.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,10 +29,10 @@ __all__ = ["Nonfinite", "NonfiniteWatch", "watch_nonfinite"]
 
 @dataclass(frozen=True, slots=True)
 class Nonfinite:
-    """The first module whose output is not finite, and where that came from.
+    """First module with a non-finite output, and its cause.
 
-    `cause` is "weight", "bias" or another parameter or buffer of the module itself, "input", or "output" where the
-    module made it of finite values; `nan`, `inf` and `size` count what the cause holds.
+    `cause` is "weight", "bias" or another parameter or buffer of the module itself, "input", or "output" if the module
+    made it from finite values; `nan`, `inf` and `size` count elements of the cause.
     """
 
     module: str
@@ -48,27 +48,27 @@ class Nonfinite:
 
 
 class NonfiniteWatch:
-    """The result of `watch_nonfinite`. `first` is None as long as every output is finite."""
+    """Result of `watch_nonfinite`. `first` is None as long as every output is finite."""
 
     first: Nonfinite | None = None
 
     def raise_first(self) -> None:
-        """Raise NonfiniteError if an output was not finite, with the first one."""
+        """Raise NonfiniteError, with the first one, if an output was not finite."""
         if self.first is not None:
             raise NonfiniteError(str(self.first))
 
 
 @contextmanager
 def watch_nonfinite(model: nn.Module) -> Iterator[NonfiniteWatch]:
-    """Look for NaN and Inf in the outputs of a model's modules in a `with` block, forwards in a backward pass included.
+    """Watch the outputs of a model's modules for NaN and Inf in a `with` block, including recomputed forwards.
 
-    Modules are told apart in the order in which they end, so the one that is named is the innermost and earliest.
+    Modules are checked in the order in which they end, so the innermost and earliest is named.
 
     Args:
         model: any module, wrapped or not.
 
     Returns:
-        A context manager; it yields the watch, whose `first` says what was found.
+        A context manager; it yields the watch, with the finding in `first`.
     """
     check_instance(model, nn.Module, "watch_nonfinite(): model", "a torch.nn.Module")
     watch, root = NonfiniteWatch(), model.vbrt.module if isinstance(model, Facade) else model

@@ -1,7 +1,7 @@
-"""`vbrt.wrap`: plan, swap in place, put a façade in front.
+"""`vbrt.wrap`: plan, swap layers in place, return a wrapper.
 
-Nothing moves when a model is wrapped: its layers become shells, whose handles hold their dense weights. The first pass
-that calls a layer or reads its weight, or `materialize()` for all of them, encodes it, stores its pages and frees it.
+Wrapping moves nothing: layers become shells, whose handles hold their dense weights. The first pass that calls a layer
+or reads its weight, or `materialize()` for all of them, encodes the weight, stores its pages and frees it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,34 +49,33 @@ def wrap(
     """Wrap a model so that its linear layers live as planes in the tiers of a config.
 
     Args:
-        model: any nn.Module; changed in place (`unwrap` gives it back). Or an object that holds some: a pipeline of
-            diffusers or transformers, whose models all go onto one runtime; any other with one module among its
+        model: any nn.Module; changed in place (`unwrap` restores it). Or an object that holds models: a pipeline of
+            diffusers or transformers, whose models all go onto one runtime; or any other with a single module among its
             attributes.
         config: a preset name ("fp4", the default, "exact", "dense", ...), a path to a TOML file, a dict, or a VBConfig;
             "auto": the first answer of `vbrt.advise` for this model and this machine.
-        runtime: `vb.runtime` of another model: both share its tiers, its budgets and its policy from then on, each with
-            weights in formats of its own.
+        runtime: `vb.runtime` of another model: both share its tiers, budgets and policy from then on, each with its own
+            weight formats.
         **overrides: sections of the config, merged key by key: `weights={"format": "nf4"}`, `tiers={"ssd": {...}}`,
-            `mode="train"`. `policy=` also takes a policy of your own (`vbrt.residency.policy.Policy`): an object, of
-            which each tier gets a copy, or a factory such as its class, called with each tier's room in bytes.
-            `optimizer=` for mode = "full": a torch optimizer over the model's parameters, taken over in place, or a
-            function of parameters that returns one.
+            `mode="train"`. `policy=` also takes a custom policy (`vbrt.residency.policy.Policy`): an object, which is
+            copied for each tier, or a factory such as its class, called with each tier's room in bytes. `optimizer=`
+            for mode = "full": a torch optimizer over the model's parameters, taken over in place, or a function of
+            parameters that returns one.
 
     Returns:
-        The wrapper. Everything of the model is reachable through it; `vb.module` is the same model, swapped. With
-        mode = "train" it is a VBTrainingWrapper: weights stay parameters, and the forward sees them in 4 bits. Of an
-        object that holds models, a VBPipelineWrapper, through which everything of the object is reachable. With
-        `tiers.gpu.devices` it is a `vbrt.distributed.pipeline_devices.SplitModel`, whose layers are encoded already.
+        The wrapper. Everything of the model is reachable through it; `vb.module` is the same model, swapped. With mode
+            = "train" it is a VBTrainingWrapper: weights stay parameters, and the forward sees them in 4 bits. For an
+            object that holds models, a VBPipelineWrapper, through which everything of the object is reachable. With
+            `tiers.gpu.devices` a `vbrt.distributed.pipeline_devices.SplitModel`, whose layers are encoded already.
 
     Raises:
-        ConfigError: the config is wrong, or impossible for this model or machine, or says something else of tiers or
-            policy than the runtime; or a policy lacks a method, named.
-        WrapError: the model is wrapped already, or the runtime closed; or there is no module, or not one only, in an
-            object: its modules are named.
+        ConfigError: the config is invalid, impossible for this model or machine, or contradicts the runtime's tiers or
+            policy; or a policy lacks a method, named.
+        WrapError: the model is wrapped already, or the runtime closed; or an object has no module, or several (named).
         TierError: the ssd tier's directory cannot be used.
 
-    Warns, once for a reason, where nothing at all is swapped, more than a tenth of the model is not, or what is not
-    does not fit beside the budgets: with the largest part. `vb.plan.warnings` keeps that.
+    Warns, once per reason, if nothing is swapped, if more than a tenth of the model is not swapped, or if the unswapped
+    rest does not fit next to the budgets; names the largest part. `vb.plan.warnings` keeps the texts.
     """
     if not isinstance(model, nn.Module):
         return wrap_holder(model, config, runtime, overrides)
@@ -100,7 +99,7 @@ def wrap(
         if isinstance(vb, VBFullWrapper):
             _begin_training(vb, optimizer)
         return vb
-    except BaseException:  # Ctrl-C may come between the two
+    except BaseException:  # Ctrl-C may come in between
         attempt.undo()
         raise
 
@@ -115,7 +114,7 @@ def _split(model: nn.Module, config: VBConfig, devices: Sequence[torch.device], 
 
 
 def _begin_training(vb: VBFullWrapper, optimizer: Any) -> None:
-    """Take the weights into the tiers and the optimizer over; undone if that fails."""
+    """Materialize the weights, and take the optimizer over; undone on failure."""
     try:
         vb.vbrt.materialize()
         if optimizer is not None:
@@ -126,5 +125,5 @@ def _begin_training(vb: VBFullWrapper, optimizer: Any) -> None:
 
 
 def _advised(model: nn.Module) -> VBConfig:
-    """Return the config of the first answer of `vbrt.advise`; that of a model which fits as it is, is "dense"."""
+    """Return the config of `vbrt.advise`'s best answer; "dense" for a model that fits unwrapped."""
     return advise(model).best.config or load_config("dense")

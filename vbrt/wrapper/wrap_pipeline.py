@@ -1,4 +1,4 @@
-"""Wraps an object that holds models: finds them, and puts them onto one runtime."""
+"""Wrapping of an object that holds models: finds them, and puts them onto one runtime."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ __all__ = ["wrap_holder"]
 
 
 def wrap_holder(holder: object, config: Any, runtime: Runtime | None, overrides: dict[str, Any]) -> VBPipelineWrapper:
-    """Wrap all models of an object; the arguments are those of `vbrt.wrap`, and so is what is raised."""
+    """Wrap all models of an object; arguments and errors as for `vbrt.wrap`."""
     if isinstance(holder, VBPipelineWrapper):
         raise WrapError("the pipeline is wrapped already; unwrap() it first")
     kind = holder_kind_of(holder)
@@ -44,15 +44,15 @@ def wrap_holder(holder: object, config: Any, runtime: Runtime | None, overrides:
         attachments = {name: (there | joined)[name] for name in models}
         runtime = next(iter(attachments.values())).runtime
         return VBPipelineWrapper(holder, kind, runtime, attachments)
-    except BaseException:  # a warning that is an error; Ctrl-C
+    except BaseException:  # a warning raised as an error, or Ctrl-C
         for attachment in joined.values():
             attachment.detach()
         raise
 
 
 def _models_of(holder: object, kind: HolderKind) -> dict[str, nn.Module]:
-    """Return the models of an object, each once. Raises WrapError: none, not one only, or one that is wrapped or moved
-    by somebody else."""
+    """Return an object's models, each once. Raises WrapError: none, several where one is expected, or one that is
+    partly wrapped or moved between devices by another library."""
     parts = {name: part for name, part in kind.parts(holder).items() if isinstance(part, nn.Module)}
     models = {name: part.vbrt.module if isinstance(part, VBModelWrapper) else part for name, part in parts.items()}
     first = {id(model): name for name, model in reversed(models.items())}
@@ -81,9 +81,9 @@ def _models_of(holder: object, kind: HolderKind) -> dict[str, nn.Module]:
 
 
 def _runtime_of(there: Mapping[str, Attachment], runtime: Runtime | None) -> Runtime | None:
-    """Return the runtime for all models of an object: that of those which are wrapped already, if there are any.
+    """Return the runtime for all models of an object: that of its already wrapped models, if any.
 
-    Raises WrapError: these have different ones, or others than the one that was given.
+    Raises WrapError: they have different ones, or another than the given one.
     """
     for name, attachment in there.items():
         if runtime is None:
@@ -97,7 +97,7 @@ def _runtime_of(there: Mapping[str, Attachment], runtime: Runtime | None) -> Run
 
 
 def _warn_of_plans(plans: Mapping[str, Plan]) -> None:
-    """Warn of what stays outside the tiers and is more than a tenth of all models together."""
+    """Warn of unswapped parts larger than a tenth of all models together."""
     total = sum(plan.dense_bytes for plan in plans.values())
     for name, plan in plans.items():
         if plan.kept_bytes * 10 > total:

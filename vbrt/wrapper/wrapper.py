@@ -1,4 +1,4 @@
-"""The façade of a wrapped model: call it, or use anything of the model; the work is the runtime's."""
+"""Wrapper of a model: call it, or use anything of the model; the work is the runtime's."""
 
 import contextlib
 from collections.abc import Mapping
@@ -34,10 +34,10 @@ _TRACED = "the wrapper's forward passes on any arguments, as its model's takes t
 
 
 class VBModelWrapper(Facade, Scraped, Watched):
-    """A wrapped model: call it, or use anything of the model, as before; attributes set on it are the model's.
+    """Wrapped model: call it, or use anything of the model, as before; attributes set on it are the model's.
 
     Where the model has an attribute of a name below, `vb.name` is the model's, and `vb.vbrt.name` is this one. Always
-    these: `device`, `forward`, `state_dict`, `load_state_dict` and `zero_grad`. `config` is the model's own.
+    the wrapper's: `device`, `forward`, `state_dict`, `load_state_dict` and `zero_grad`. `config` is the model's own.
     """
 
     def __init__(self, model: nn.Module, attachment: Attachment) -> None:
@@ -47,9 +47,9 @@ class VBModelWrapper(Facade, Scraped, Watched):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward.
 
-        If it runs out of GPU memory and `tiers.gpu.budget = "auto"` can be lowered, it is run again, unless the result
-        could differ: in training mode, or with arguments that it may have changed (a cache). Those get the error, and
-        room at their next call.
+        On out-of-memory with a reducible `tiers.gpu.budget = "auto"`, it lowers the budget and runs again, unless the
+        result could differ: in training mode, or with arguments that may have been mutated (a cache). Those calls raise
+        the error, and find room at the next call.
         """
         while True:
             try:
@@ -61,9 +61,9 @@ class VBModelWrapper(Facade, Scraped, Watched):
                 runtime = self._attachment.runtime
                 if runtime.balance is None or self._vb_model.training or not is_plain_data((args, kwargs)):
                     raise
-                why = str(error)  # the error itself holds the tensors of the pass
+                why = str(error)  # the error holds the pass's tensors alive
             except torch.fx.proxy.TraceError as error:
-                if isinstance(args, torch.fx.Proxy):  # the forward that it has analysed takes any arguments
+                if isinstance(args, torch.fx.Proxy):  # the analysed forward takes any arguments
                     raise WrapError(f"torch.fx.symbolic_trace: {_TRACED}") from error
                 raise
             if not runtime.make_room():
@@ -81,30 +81,30 @@ class VBModelWrapper(Facade, Scraped, Watched):
 
     @property
     def settings(self) -> VBConfig:
-        """The config, with the budgets as they are now."""
+        """The config, with current budgets."""
         return self._attachment.settings
 
     @property
     def plan(self) -> Plan:
-        """The decisions for each weight, with the budgets as they are now."""
+        """Decisions for each weight, with current budgets."""
         return self._attachment.plan
 
     @property
     def registry(self) -> Mapping[str, VBLayer]:
-        """Name -> VB layer, aliases of tied weights included."""
+        """Name -> VB layer, with aliases of tied weights."""
         return MappingProxyType(self._attachment.layers)
 
     @property
     def device(self) -> torch.device:
-        """Where kernels compute and inputs belong."""
+        """Device of kernels and inputs."""
         return self._attachment.stack.device
 
     def materialize(self, *, progress: bool | None = None) -> "VBModelWrapper":
-        """Encode every layer now instead of on its first forward; a second call does nothing.
+        """Encode every layer now instead of on its first forward; idempotent.
 
         Args:
-            progress: False: show nothing. By default what takes more than a second shows how far it is, on stderr,
-                unless the environment has VBRT_PROGRESS=0.
+            progress: False: show nothing. By default, work of more than a second shows progress on stderr, unless
+                VBRT_PROGRESS=0 is set.
 
         Raises:
             FormatError: a weight holds NaN or Inf, named. Layers before it are encoded, the model stays usable.
@@ -117,19 +117,20 @@ class VBModelWrapper(Facade, Scraped, Watched):
     def set_budget(self, tier: str, budget: int | str) -> int:
         """Change the budget of a tier while the model runs: to make room for a KV cache, or to use room again.
 
-        Pages that no longer fit move to the tiers below; when the budget grows they are kept in the faster tier again
-        as they pass through it. Layers that are not encoded yet are encoded. Models on one runtime share the budget.
+        Pages that no longer fit move to the tiers below; with a larger budget they are kept in the faster tier again as
+        they pass through it. Layers that are not encoded yet are encoded. Models on one runtime share the budget.
 
         Args:
             tier: "gpu", "peer", "cpu" or "ssd".
-            budget: bytes, "8GiB", "40%" (of the whole), or "auto" (a share of what is free, what vbrt holds included).
+            budget: bytes, "8GiB", "40%" (of the whole), or "auto" (a share of free memory, counting vbrt's own as
+                free).
 
         Returns:
             The budget in bytes.
 
         Raises:
             ConfigError: not a budget, more than the machine has, or less than the largest layer.
-            TierError: the model does not use that tier, or no tier below has room for what would have to move.
+            TierError: the model does not use that tier, or no tier below has room for the pages to move.
             WrapError: the wrapper was closed or unwrapped.
         """
         return self._attachment.set_budget(tier, budget)
@@ -148,13 +149,13 @@ class VBModelWrapper(Facade, Scraped, Watched):
     def phase(self, name: str, *, precision: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Name the passes that begin in a `with` block, in this thread: `with vb.phase("draft"): vb(x)`.
 
-        Each phase has its own learned order, and `stats().phases` counts it. Without a name, a pass under `no_grad` is
-        "decode" if its first input has one token per sequence and "prompt" otherwise; with gradients it is "forward",
-        and what autograd leases after it is "backward".
+        Each phase has its own learned order, and its counters in `stats().phases`. Without a name, a pass under
+        `no_grad` is "decode" if its first input has one token per sequence, else "prompt"; with gradients it is
+        "forward", and later leases by autograd are "backward".
 
         Args:
             name: any; the innermost block counts.
-            precision: "coarse" leases the coarse planes of `exact` weights only, which is enough for a draft; "full".
+            precision: "coarse" leases only the coarse planes of `exact` weights, enough for a draft; "full".
 
         Raises:
             ArgumentError: (on entering) not a name, or not a precision.
@@ -163,16 +164,16 @@ class VBModelWrapper(Facade, Scraped, Watched):
         return self._attachment.phase(name, precision)
 
     def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
-        """Record the passes that run in a `with` block, and write the times of compute, waits and copies to a file.
+        """Record the passes of a `with` block, and write a timeline of compute, waits and copies to a file.
 
-        Recording costs events on the device, and resident layers are leased as streamed ones are: it is for a few
-        passes, after the first. A block that raises leaves a file of the passes until then.
+        Recording adds device events, and leases resident layers like streamed ones: use it for a few passes, after the
+        first. A block that raises leaves a file of the passes until then.
 
         Args:
-            path: "*.html", to look at in a browser, or "*.json" in Chrome's trace format, for Perfetto.
+            path: "*.html", for a browser, or "*.json" in Chrome's trace format, for Perfetto.
 
         Returns:
-            A context manager; it yields the recorder, whose `timeline` has spans and totals when the block has ended.
+            A context manager; it yields the recorder, whose `timeline` has spans and totals after the block.
 
         Raises:
             ConfigError: another suffix, or a file that cannot be written.
@@ -181,14 +182,14 @@ class VBModelWrapper(Facade, Scraped, Watched):
         return self._attachment.timeline(path)
 
     def record_routing(self, path: str | PathLike) -> contextlib.AbstractContextManager[RoutingRecorder]:
-        """Record which experts the tokens of a `with` block go to, and write that into a small file.
+        """Record the routing of tokens to experts in a `with` block, and write it into a small file.
 
-        `vbrt.simulate` and `vbrt plan --routing` read it, and `policy.routing` has it decide the scope of the policy.
-        Recording waits for the device in each layer: it is for some hundred tokens of typical text. What a CUDA graph
-        replays is not seen.
+        `vbrt.simulate` and `vbrt plan --routing` read the file; with `policy.routing` it decides the policy's scope.
+        Recording synchronizes the device in each layer: use some hundred tokens of typical text. Replays of CUDA graphs
+        are not recorded.
 
         Returns:
-            A context manager; it yields the recorder, whose `routing` is what was recorded so far.
+            A context manager; it yields the recorder, whose `routing` is the record so far.
 
         Raises:
             ArgumentError: (on entering or at the end) the file cannot be written.
@@ -198,15 +199,15 @@ class VBModelWrapper(Facade, Scraped, Watched):
         return self._attachment.record_routing(path)
 
     def save(self, directory: str | PathLike, *, progress: bool | None = None) -> Path:
-        """Write the planes, all other tensors and the config into a directory, for `vbrt.load`.
+        """Save planes, all other tensors and the config into a directory, for `vbrt.load`.
 
         The directory has safetensors files and `vbrt.json`; one layer is in memory at a time. Layers that are not
-        encoded yet are encoded. A save that is there already is replaced once the new one is complete. A model of
-        transformers has its configs there too, and the tokenizer of the directory that it was loaded from, so that
-        `vbrt.from_pretrained` and `AutoConfig` take the save.
+        encoded yet are encoded. An existing save is replaced once the new one is complete. For a transformers model it
+        also gets the configs, and the tokenizer of the directory that the model was loaded from, so that
+        `vbrt.from_pretrained` and `AutoConfig` accept it.
 
-        Where ranks hold parts of the weights, every rank calls it, and each writes what it holds. Any number of ranks
-        loads that, and a save of one process.
+        If weights are sharded over ranks, every rank calls it and writes its shard. Any number of ranks can load that,
+        or a save of a single process.
 
         Args:
             progress: as for `materialize`.
@@ -224,16 +225,15 @@ class VBModelWrapper(Facade, Scraped, Watched):
     @property
     def lossless(self) -> bool:
         """True if every swapped weight is held bit for bit (formats "dense" and "exact"), so that `unwrap()`,
-        `state_dict()` and `.weight` give the original weights. False if any is rounded to 4 bits."""
+        `state_dict()` and `.weight` give the original weights. False if any is rounded."""
         return self._attachment.lossless
 
     def unwrap(self) -> nn.Module:
         """Turn the model back into a dense one, in place, and close the wrapper.
 
-        Weights are the original ones bit for bit where the model is `lossless` ("dense", "exact"), and otherwise as 4
-        bits have rounded them, in their old dtype and size. A layer that was never encoded, because it has not run yet,
-        gets its own parameter back; layers that were tied get one parameter again. If a page cannot be read, nothing is
-        lost: the layers that are left stay wrapped.
+        Weights are the original ones bit for bit if the model is `lossless` ("dense", "exact"), else as rounded, in
+        their original dtype and size. A layer that was never encoded gets its own parameter back; tied layers share one
+        parameter again. If a page cannot be read, nothing is lost: the remaining layers stay wrapped.
 
         Raises:
             TierError: a page cannot be read.
@@ -243,9 +243,9 @@ class VBModelWrapper(Facade, Scraped, Watched):
     def close(self) -> None:
         """Retire the model's pages; close files, threads and pinned memory. Idempotent.
 
-        Weights that live in the tiers are lost: `unwrap()` keeps them.
+        Weights that live in the tiers are lost; `unwrap()` keeps them.
 
-        Pages that a deep copy of the model shares, and tiers that other models use, stay until those are closed too.
+        Pages shared with a deep copy of the model, and tiers that other models use, stay until those are closed too.
         """
         self._attachment.close()
 

@@ -1,4 +1,4 @@
-"""What the ways in share: the policy that was given, warnings of a plan, the wrapper of an attached model."""
+"""Shared by the entry points: custom policies, warnings of a plan, the wrapper class of an attached model."""
 
 import warnings
 from typing import Any
@@ -21,7 +21,7 @@ __all__ = ["facade_of", "user_policy", "warn_of_plan"]
 
 
 def user_policy(overrides: dict[str, Any], runtime: Runtime | None) -> PolicyFactory | None:
-    """Take a policy of the user's out of the overrides of a config, if there is one.
+    """Pop a custom policy from a config's overrides; None without one.
 
     Raises:
         ConfigError: it lacks a method, or the runtime has a policy.
@@ -35,12 +35,12 @@ def user_policy(overrides: dict[str, Any], runtime: Runtime | None) -> PolicyFac
 
 
 def facade_of(model: nn.Module, attachment: Attachment) -> VBModelWrapper:
-    """Return the wrapper of a model that is attached to a runtime."""
+    """Return the wrapper of a model attached to a runtime."""
     kinds = {TrainingAttachment: VBTrainingWrapper, FullAttachment: VBFullWrapper}
     return kinds.get(type(attachment), VBModelWrapper)(model, attachment)
 
 
 def warn_of_plan(plan: Plan, caller: str, *, stacklevel: int) -> None:
-    """Warn of what a user should hear who does not look at the plan."""
+    """Emit the plan's warnings."""
     for text in plan.warnings:
         warnings.warn(f"{caller}: {text} (all reasons: plan.skipped)", stacklevel=stacklevel)

@@ -1,4 +1,4 @@
-"""`vbrt.of`: the wrapper of a model that came wrapped from another library."""
+"""`vbrt.of`: the wrapper of a model that another library loaded wrapped."""
 
 from torch import nn
 
@@ -15,10 +15,10 @@ def of(model: nn.Module) -> VBModelWrapper:
     """Return the wrapper of a wrapped model: stats, budgets, timeline, save, unwrap.
 
     Args:
-        model: from `from_pretrained` with a `vbrt.QuantizationConfig`, `vb.module`, or a module that has one of these
-            in it, such as a model with adapters. A wrapper is returned as it is.
+        model: from `from_pretrained` with a `vbrt.QuantizationConfig`, `vb.module`, or a module that contains one of
+            these, such as a model with adapters. A wrapper is returned as it is.
 
-    Raises WrapError: no wrapped model in it, or it was unwrapped.
+    Raises WrapError: it contains no wrapped model, or it was unwrapped.
     """
     if isinstance(model, VBModelWrapper):
         return model
@@ -27,11 +27,11 @@ def of(model: nn.Module) -> VBModelWrapper:
 
 
 def attachment_of(model: nn.Module) -> Attachment:
-    """Return the attachment of a wrapped model, or of the first in it. Raises WrapError as `of` does."""
+    """Return the attachment of a wrapped model, or of the first one in it. Raises WrapError as `of` does."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         hook = pass_hook_of(module)
         if hook is not None:
-            attachment = hook.attachment  # a deep copy has the hook of the model that it was made of
+            attachment = hook.attachment  # a deep copy still has the original's hook
             return attachment if _is_of(attachment, module) else attachment.seed().attach_to(module)
     raise WrapError(
         f"of() got {type(model).__name__}; expected a model that is wrapped: by vbrt.wrap(), vbrt.load(), or "
