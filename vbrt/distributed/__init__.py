@@ -1,3 +1,3 @@
-"""Models over several devices and ranks."""
+"""Models over several devices or ranks: pipeline split, rank watchdog, merged statistics."""
 
 __all__: list[str] = []

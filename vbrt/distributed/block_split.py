@@ -1,8 +1,8 @@
-"""Which parts of a model go to which device: whole blocks, in their order, by the bytes of their pages.
+"""Pipeline partition: consecutive blocks per device, balanced by page bytes.
 
-The units of a model are the blocks of the longest list that has most of its bytes, and whatever stands beside them on
-the way down to it. What was registered before the list belongs to the first device, what comes behind it to the last;
-units that share a parameter belong to one device.
+Units are the blocks of the longest module list that has most of the model's bytes, and the modules next to the path to
+it. Modules registered before the list go to the first device, those after it to the last; units that share a parameter
+go to one device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ def part_units(model: nn.Module, page_bytes: Mapping[str, int], count: int) -> l
     """Return the units of each of `count` devices, by their names in the model.
 
     Args:
-        page_bytes: of weights that are swapped, by the name of the module that has them.
+        page_bytes: page bytes of swapped weights, by module name.
 
     Raises:
-        WrapError: the model has no list of blocks, fewer blocks than devices, or blocks of two devices share a
+        WrapError: the model has no list of blocks, fewer blocks than devices, or blocks on two devices share a
             parameter.
     """
     where, blocks = _blocks(model)
@@ -47,7 +47,7 @@ def part_units(model: nn.Module, page_bytes: Mapping[str, int], count: int) -> l
 
 
 def _blocks(model: nn.Module) -> tuple[str, dict[str, nn.Module]]:
-    """Return the longest list of modules that has half of the model's bytes, by its name, and its modules by theirs."""
+    """Return the longest module list with at least half of the model's bytes: its name, and its modules by name."""
     lists = {
         name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1
     }
@@ -61,7 +61,7 @@ def _blocks(model: nn.Module) -> tuple[str, dict[str, nn.Module]]:
 
 
 def _beside(model: nn.Module, where: str) -> list[tuple[str, nn.Module]]:
-    """Return the modules beside the way down to the list of blocks, and the list, in the order of registration."""
+    """Return the siblings along the path to the list of blocks, and the list itself, in order of registration."""
     found = []
     for name, module in model.named_children() if where else ():
         if where == name:
@@ -80,7 +80,7 @@ def _bytes_of(name: str, block: nn.Module, page_bytes: Mapping[str, int]) -> int
 
 
 def _cut(weights: Sequence[int], count: int) -> list[int]:
-    """Return the device of each block: consecutive blocks, of about equal bytes, at least one for each device."""
+    """Return the device of each block: consecutive, about equal bytes, at least one block per device."""
     total, done, found = sum(weights) or 1, 0, []
     for at, weight in enumerate(weights):
         wanted = min(count - 1, int((done + weight / 2) * count / total))
@@ -92,7 +92,7 @@ def _cut(weights: Sequence[int], count: int) -> list[int]:
 
 
 def _join_tied(modules: Mapping[str, nn.Module], blocks: Mapping[str, int], beside: dict[str, int]) -> None:
-    """Give units that share a parameter one device: that of the block, or of the first."""
+    """Move units that share a parameter to one device: the block's, or the first one's."""
     owners: dict[int, str] = {}
     for name in [*blocks, *beside]:
         for inner, parameter in modules[name].named_parameters(remove_duplicate=False):

@@ -1,11 +1,11 @@
-"""One model over several devices of one process: blocks split by their bytes, each device with tiers of its own.
+"""Pipeline split: one model over several devices of one process, each device with its own tiers.
 
     split = vbrt.wrap(model, "exact", tiers={"gpu": {"devices": [0, 1]}})
     split.generate(**tokens)
 
-Every device has a stack: budgets, a ring, and its own link to host memory. Activations hop to the device of the next
-unit by `.to()`, and a hop makes that device the current one. The model is the one that was given, its layers swapped in
-place; nothing is shared between the devices' tiers.
+Every device has its own stack: budgets, a ring, and its link to host memory. Activations move to the device of the next
+unit by `.to()`, and that device becomes the current one. The model is the given one, with its layers swapped in place;
+the devices' tiers share nothing.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ __all__ = ["SplitModel", "devices_of", "split_over"]
 def devices_of(config: VBConfig) -> tuple[torch.device, ...]:
     """Return the GPUs that a config splits models over; none if it does not.
 
-    Raises ConfigError: one of them is not there.
+    Raises ConfigError: a GPU does not exist.
     """
     asked = config.tiers.gpu.devices
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -46,11 +46,11 @@ def split_over(model: nn.Module, config: VBConfig, devices: Sequence[torch.devic
     """Wrap a model over devices, and encode it.
 
     Args:
-        config: budgets of the gpu tier are each device's; those of tiers below are divided.
+        config: gpu budgets apply to each device; budgets of lower tiers are divided.
 
     Raises:
         ConfigError, TierError: as `vbrt.wrap`.
-        WrapError: the model cannot be cut, see `part_units`, or it trains.
+        WrapError: the model cannot be partitioned, see `part_units`, or it trains.
     """
     if config.mode != "infer":
         raise WrapError(f'tiers.gpu.devices with mode = "{config.mode}": layers over several devices do not train')
@@ -74,27 +74,27 @@ def split_over(model: nn.Module, config: VBConfig, devices: Sequence[torch.devic
 
 
 class _Part:
-    """The units of one device, the module that holds them, and their place on the device's runtime."""
+    """One device's units, the module that holds them, and its attachment."""
 
     def __init__(self, device: torch.device, holder: nn.Module, attachment: Attachment) -> None:
         self.device, self.holder, self.attachment = device, holder, attachment
 
     @property
     def units(self) -> dict[str, nn.Module]:
-        """By name in the whole model."""
+        """Units by name in the whole model."""
         return dict(self.holder._modules)
 
 
 def _attached(
     units: dict[str, nn.Module], device: torch.device, config: VBConfig, whole: tuple[Sequence[Swap], dict[str, int]]
 ) -> _Part:
-    """Attach the units of one device to a runtime there. whole: all swaps of the model, and what the tiers below the
-    computing ones have."""
+    """Attach one device's units to a runtime there. whole: all swaps of the model, and the budgets of the lower
+    tiers."""
     swaps, below = whole
     holder = nn.Module()
     holder.training = False
     for name, unit in units.items():
-        holder._modules[name] = unit  # under its whole name, dots and all: patterns and stats use it
+        holder._modules[name] = unit  # under the full name, dots included: patterns and stats use it
     own = [swap for swap in swaps if any(_within(swap.site.module, name) for name in units)]
     share = sum(swap.page_bytes for swap in own) / max(1, sum(swap.page_bytes for swap in swaps))
     tiers: dict[str, Any] = {name: {"budget": max(1, int(nbytes * share))} for name, nbytes in below.items()}
@@ -113,11 +113,11 @@ def _within(module: str, unit: str) -> bool:
 
 
 class SplitModel:
-    """A model over several devices: call it, or use anything of the model.
+    """Model over several devices: call it, or use anything of the model.
 
     Attributes:
-        module: the model itself; `model` too, where the model has none of its own.
-        parts: by device, in the order of its blocks.
+        module: the model itself; also `model`, unless the model has its own.
+        parts: per device, in block order.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[_Part]) -> None:
@@ -142,16 +142,16 @@ class SplitModel:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Of the parts."""
+        """Devices of the parts."""
         return tuple(part.device for part in self.parts)
 
     @property
     def plans(self) -> dict[str, Plan]:
-        """The plan of each device, by its name."""
+        """Plan of each device, by device name."""
         return {str(part.device): part.attachment.plan for part in self.parts}
 
     def set_budget(self, tier: str, budget: int | str) -> list[int]:
-        """Change the budget of a tier on every device; return the bytes of each. See `VBModelWrapper.set_budget`."""
+        """Change a tier's budget on every device; return the bytes of each. See `VBModelWrapper.set_budget`."""
         found = []
         for part in self.parts:
             with _current(part.device):
@@ -159,7 +159,7 @@ class SplitModel:
         return found
 
     def stats(self) -> Stats:
-        """Return the counters of all devices; tiers are named with the device that they are for."""
+        """Return all devices' counters; tiers are named with their device."""
         several = [(f"{part.device}", part.attachment.stats()) for part in self.parts]
         each = [stats for _, stats in several]
         eager = "tiers.gpu.devices: a pass over several devices is not recorded, decode steps run the model's Python"
@@ -175,7 +175,7 @@ class SplitModel:
         )
 
     def unwrap(self) -> nn.Module:
-        """Give the dense model back, in place; its parts stay on their devices, without hops. Returns the model."""
+        """Restore the dense model, in place; its parts stay on their devices, without hops. Returns the model."""
         for part in self.parts:
             with _current(part.device):
                 part.attachment.detach()
@@ -201,16 +201,16 @@ class SplitModel:
             pass_hook_of(part.holder)._begin_pass(args, kwargs)
 
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
-        """Make the device current that was so before the pass."""
+        """Restore the current device of before the pass."""
         before = self._before.pop() if self._before else 0
         if torch.cuda.is_available():
             torch.cuda.set_device(before)
 
 
 class _Hop:
-    """A forward pre-hook of a unit: moves its arguments to its device, which becomes the current one.
+    """Forward pre-hook of a unit: moves its arguments to its device, which becomes the current one.
 
-    What blocks after each other are given, such as masks and rotary embeddings, is moved once.
+    Arguments shared by consecutive blocks, such as masks and rotary embeddings, are copied once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -235,7 +235,7 @@ class _Hop:
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and tensor.requires_grad:
             return tensor.to(self._device)
-        if tensor.is_inference() or tensor.nbytes > _LARGE_BYTES:  # those may be written without a trace
+        if tensor.is_inference() or tensor.nbytes > _LARGE_BYTES:  # these may be mutated untracked
             return tensor.to(self._device, non_blocking=True)
         known = self._moved.get(id(tensor))
         if known is not None and known[0] is tensor and known[1] == tensor._version:
@@ -247,7 +247,7 @@ class _Hop:
         return copy
 
 
-_KEPT, _LARGE_BYTES = 8, 8 << 20  # arguments that are remembered, which keeps them alive
+_KEPT, _LARGE_BYTES = 8, 8 << 20  # cached arguments, which the cache keeps alive
 
 
 def _has_layers(unit: nn.Module) -> bool:

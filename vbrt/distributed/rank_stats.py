@@ -1,4 +1,4 @@
-"""Statistics of all ranks of a group, on its first one."""
+"""Statistics of all ranks of a group, merged on its first rank."""
 
 from typing import Any
 

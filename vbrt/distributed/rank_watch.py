@@ -1,17 +1,17 @@
-"""Ranks that compute one model together stop together, and say whose fault it is.
+"""Rank watchdog: ranks that compute one model stop together, with an error that names the failed rank.
 
-A rank that fails between two collectives leaves the others waiting in theirs: until the group's timeout, and then with
-an error that names nobody. So every rank writes to the store of torch.distributed, about once a second, which pass and
-which layer it is at, and a rank whose forward raises writes why, before anything else sees the error. Whoever is raised
-out of a collective, or begins another pass, reads there what happened: the error names the rank and its layer.
+A rank that fails between two collectives leaves the others blocked until the group's timeout, with an error that names
+nobody. So every rank writes a heartbeat with its pass and layer to torch.distributed's store about once a second, and a
+rank whose forward raises first writes why. A rank whose collective fails, or that begins another pass, reads the store:
+its error names the faulty rank and layer.
 
-What any rank may meet alone is told: pages that cannot be read, no memory. Of any other error a rank cannot know
-whether all have met it: an argument that the model refuses is refused on all ranks alike, and harms none, but what a
-hook raises on one leaves the others in the midst of a pass, whose sums its next pass would spoil. So it begins no other
-before all have left theirs. Before the first pass, ranks compare what parts of weights they hold.
+Rank-local failures (unreadable pages, out of memory) are published. For any other error a rank cannot know whether all
+ranks had it: an argument that the model refuses is refused on all ranks, harmlessly, but an exception from a hook on
+one rank leaves the others in the middle of a pass, whose collectives its next pass would corrupt. So it begins no
+further pass before all ranks have left theirs. Before the first pass, ranks compare their shards' layout.
 
-Collectives of NCCL are aborted, since a GPU would wait in them until the timeout. Gloo's are not: they end when the
-other process does, or with the timeout.
+NCCL collectives are aborted, since a GPU would wait in them until the timeout. Gloo's are not: they end when the peer
+process ends, or with the timeout.
 """
 
 import contextlib
@@ -41,18 +41,18 @@ from vbrt.residency.weight_site import Shard
 __all__ = ["Watch", "watch", "watched"]
 
 BEAT_S = 1.0
-_PATIENCE = 0.8  # of a group's timeout, which a rank may stay in one place while others wait: then its name can be told
-_SILENT_BEATS = 15  # after which a rank is taken to hang or to be gone
-_LISTEN_BEATS = 2.5  # in which a rank that is there is heard
-_WOKEN_BEATS = 2  # for which a rank listens longer that has hung itself
-_CLOSED = -1  # in the place of its beats, what a rank tells last
+_PATIENCE = 0.8  # share of the timeout that a rank may stand still before others name it
+_SILENT_BEATS = 15  # after which a rank counts as hung or gone
+_LISTEN_BEATS = 2.5  # in which a live rank is heard
+_WOKEN_BEATS = 2  # extra beats to listen after this rank hung itself
+_CLOSED = -1  # replaces the beat count in a rank's last message
 _POLL_S = 0.002
-_begun: Counter[str] = Counter()  # watches that have begun to tell, by the name of their group
+_begun: Counter[str] = Counter()  # watches begun, by group name
 
 
 class _Seen(NamedTuple):
-    """What another rank has told last, and since which beat of this one: that it is there, and its place. A job that
-    was stopped as a whole has missed no beat of another rank."""
+    """Last message of another rank, and this rank's beats at which it last answered and moved. Counting in beats means
+    that a job suspended as a whole has missed none."""
 
     beats: int
     answered: int
@@ -61,10 +61,10 @@ class _Seen(NamedTuple):
 
 
 class Watch:
-    """What this rank tells the others of its group, and what they have told.
+    """Heartbeat of this rank within its group, and its view of the others.
 
     Attributes:
-        verdict: what is wrong with another rank, and with which; "" while all are well.
+        verdict: which other rank failed, and how; "" while all are well.
     """
 
     def __init__(self, attachment: Attachment, shard: Shard) -> None:
@@ -75,19 +75,19 @@ class Watch:
         self._timeout_s = getattr(options, "_timeout", dist.default_pg_timeout).total_seconds()
         self.verdict, self._beats = "", 0
         self._seen: dict[int, _Seen] = {}
-        self._left, self._left_by = 0, ""  # passes that errors have ended, and the last one, until all have left it
-        self._stood = (0, 0), 0, 0  # where this rank is, since which beat, and for how many it was where it was before
+        self._left, self._left_by = 0, ""  # passes left by errors, and the last error, until all ranks have left
+        self._stood = (0, 0), 0, 0  # this rank's place, since which beat, and the beats spent at the one before
         self._aborted = False
-        nccl = _nccl_of(self._group)  # Gloo itself raises in who waits
+        nccl = _nccl_of(self._group)  # Gloo raises in the waiting rank by itself
         self._patience_s = float("inf") if nccl is None else _PATIENCE * nccl.options._timeout.total_seconds()
         self._store: dist.Store | None = None
         self._agreed = False
         self._ticker: Ticker | None = None
 
     def _begin(self) -> None:
-        """Begin to tell. Ranks begin their first passes in one order, and wrap their models in any."""
-        _begun[self._group_name] += 1  # what an earlier model was told says nothing of this one
-        # of its own: who waits in torch's store for another rank keeps everybody else from using it
+        """Start the heartbeat. Ranks begin their first passes in one order, but wrap models in any."""
+        _begun[self._group_name] += 1  # separates messages for an earlier model
+        # a clone: waiting in torch's store would block every other user of it
         store = dist.distributed_c10d._get_default_store().clone()
         self._store = dist.PrefixStore(f"vbrt/{self._group_name}/{_begun[self._group_name]}", store)
         self.beat()
@@ -95,14 +95,14 @@ class Watch:
         self._ticker.start(BEAT_S)
 
     def stop(self) -> None:
-        """Tell nothing more, and that."""
+        """Stop the heartbeat, and publish that."""
         if self._ticker is not None and self._ticker.running:
             self._ticker.stop()
             _tell_closed(self._store, self.rank)
 
     def compare(self, tensor: torch.Tensor, what: str) -> None:
-        """Raise ArgumentError, on all ranks, if one of them calls this with another tensor, which is `what`. Raises
-        TierError: another rank is not well."""
+        """Raise ArgumentError, on all ranks, if ranks call this with different tensors, described by `what`. Raises
+        TierError: another rank failed."""
         digest = xxhash.xxh3_64_intdigest(bytes_view(tensor.cpu().contiguous())) ^ sum(tensor.shape)
         told = torch.tensor([digest >> 1], dtype=torch.int64, device=self._device)
         every = [torch.empty_like(told) for _ in range(self.count)]
@@ -114,8 +114,8 @@ class Watch:
             raise ArgumentError(f"ranks compute one model together, and rank {other} has other {what}")
 
     def least(self, number: int) -> int:
-        """Return the least of the numbers with which all ranks call this, each at the same place of its passes. Raises
-        TierError: another rank is not well."""
+        """Return the minimum over all ranks, which call this at the same place of their passes. Raises TierError:
+        another rank failed."""
         told = torch.tensor([number], dtype=torch.int64, device=self._device)
         with watched(self):
             dist.all_reduce(told, dist.ReduceOp.MIN, group=self._group)
@@ -124,14 +124,14 @@ class Watch:
     # -- this rank ----------------------------------------------------------------------------------------------------
 
     def tell(self, error: BaseException) -> None:
-        """Tell the others why this rank stops, and begin no pass any more: others wait in the midst of one."""
+        """Publish why this rank fails, and refuse further passes: others wait in the middle of one."""
         self.verdict = f"this rank, {self.rank}, has failed in an earlier pass: {error}"[:500]
         if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # the store is gone with the rank that had it
+            with contextlib.suppress(RuntimeError):  # the store died with its rank
                 self._publish(self.rank, self._failure(error))
 
     def leave(self, error: BaseException) -> None:
-        """Tell the others that this rank has left a pass by an error that they may have met, too, or not."""
+        """Publish that this rank left a pass by an error that other ranks may or may not have had."""
         if self._store is None or self.verdict or self._left_by:
             return
         self._left, self._left_by = self._left + 1, self._failure(error)
@@ -139,20 +139,20 @@ class Watch:
             self._store.set(f"left/{self._left}/{self.rank}", self._left_by)
 
     def _failure(self, error: BaseException) -> str:
-        layer = "" if isinstance(error, VBError) else self._place()[2]  # else its message begins with the layer
+        layer = "" if isinstance(error, VBError) else self._place()[2]  # other messages begin with the layer
         return f"rank {self.rank} has failed{_at(layer)}: {type(error).__name__}: {error}"[:500]
 
     def _publish(self, rank: int, text: str) -> str:
-        """Tell all ranks whose fault it is that they stop, unless they were told already; return what they were."""
+        """Publish the faulty rank and why, unless something was published already; return the published reason."""
         return self._of_another(self._store.compare_set("failed", "", json.dumps({"rank": rank, "text": text})))
 
     def _of_another(self, told: bytes) -> str:
-        """Return why ranks have stopped, as another one has told it."""
+        """Return why ranks have stopped, from another rank's message."""
         what = json.loads(told)
         return what["text"] if what["rank"] != self.rank else f"the other ranks have stopped: {what['text']}"
 
     def _place(self) -> tuple[int, int, str]:
-        """The pass, the products computed, and the layer of the next one: the first that has fewer than the first."""
+        """Pass number, products computed, and the next layer: the first that lags the first layer's count."""
         attachment = self._attachment()
         if attachment is None:
             return 0, 0, ""
@@ -164,8 +164,8 @@ class Watch:
     # -- the others ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """To be called before a pass. Raises TierError if another rank is not well, or does not come to where this one
-        is; ArgumentError, on all ranks, if they hold parts of other models."""
+        """Check before a pass. Raises TierError: another rank failed, or does not arrive at this pass; ArgumentError,
+        on all ranks: they hold shards of different models."""
         if not self._agreed:
             self._agree()
         if self._left_by:
@@ -174,7 +174,7 @@ class Watch:
             raise TierError(self.verdict)
 
     def _agree(self) -> None:
-        """Begin, and compare what weights ranks hold parts of, and how."""
+        """Start the heartbeat, and compare the ranks' shard layouts."""
         if self._store is None:
             self._begin()
             self._store.set(f"parts/{self.rank}", json.dumps(_parts(self._attachment().plan)))
@@ -197,14 +197,14 @@ class Watch:
         self._agreed = True
 
     def _meet(self) -> None:
-        """Wait until all ranks have left the pass that this one has left."""
+        """Wait until all ranks have left the pass that this one left."""
         if self._late(f"left/{self._left}") is not None:
             self.verdict = self._publish(self.rank, self._left_by)
         self._left_by = ""
 
     def _late(self, what: str) -> int | None:
-        """Return the first rank that has not told `what` when the group's timeout is over; None if all have told it, or
-        one of them is not well."""
+        """Return the first rank that has not published `what` by the group's timeout; None if all have, or if one
+        failed."""
         keys = [f"{what}/{rank}" for rank in range(self.count)]
         end = time.monotonic() + self._timeout_s + _LISTEN_BEATS * BEAT_S
         try:
@@ -217,7 +217,7 @@ class Watch:
         return None
 
     def look(self) -> str:
-        """Return what is wrong with another rank, by what they have told until now; "" if nothing is."""
+        """Return which other rank failed, from messages so far; "" if none."""
         if self.verdict or self._store is None:
             return self.verdict
         try:
@@ -228,13 +228,13 @@ class Watch:
         return self.verdict
 
     def blame(self) -> str:
-        """Return which rank a collective that failed here was waiting for, and where that one was last seen; tell the
-        others, who wait for it or for this rank.
+        """Return which rank a failed collective was waiting for, and where it was last seen; publish that for the
+        others.
 
-        One that has left the pass, or else who is furthest behind, once those that go on have been heard again: one
-        that hangs tells where it is, and of one that has ended the last place is known. Where they are level it is one
-        that tells nothing more, and where all do it is who was behind when it was not yet listened to: one that hung
-        has woken up meanwhile.
+        It is a rank that has left the pass, or else the one furthest behind, after listening once more to the ranks
+        that go on: a hung rank still tells its place, of a dead one the last place is known. If all are level, it is
+        one that is silent; if none is, the one that was behind before listening: a rank that hung has woken up
+        meanwhile.
         """
         text = f"another rank of {self.count} has ended or hangs"
         with contextlib.suppress(RuntimeError):
@@ -242,7 +242,7 @@ class Watch:
             if left is not None:
                 return self._publish(*left)
             before = self._places()
-            # others that have waited for this rank know better
+            # ranks that have waited for this one know better
             time.sleep((_LISTEN_BEATS + (_WOKEN_BEATS if self._has_woken() else 0)) * BEAT_S)
             if self.look():
                 return self.verdict
@@ -258,7 +258,7 @@ class Watch:
         return text
 
     def _leaver(self) -> tuple[int, str] | None:
-        """Return a rank that has left a pass which this one has not, and what it has told."""
+        """Return a rank that left a pass which this one has not, and its message."""
         keys = {rank: f"left/{self._left + 1}/{rank}" for rank in range(self.count) if rank != self.rank}
         return next(
             ((rank, self._store.get(key).decode()) for rank, key in keys.items() if self._store.check([key])), None
@@ -271,17 +271,17 @@ class Watch:
         return stood >= 2 if self._place()[:2] != place else stood < 2 <= before
 
     def _places(self) -> dict[int, tuple[int, int, int, str]]:
-        """What each of the others has told last, by rank."""
+        """Return the last message of each other rank."""
         told = {rank: self._last(rank) for rank in range(self.count) if rank != self.rank}
         return {rank: last for rank, last in told.items() if last is not None}
 
     def _last(self, rank: int) -> tuple[int, int, int, str] | None:
-        """What a rank has told last: how often it has, and its place."""
+        """Return a rank's last message: its beat count, and its place."""
         key = f"beat/{rank}"
         return tuple(json.loads(self._store.get(key).decode())) if self._store.check([key]) else None
 
     def beat(self) -> None:
-        """Tell that this rank is there, and see whether the others are."""
+        """Publish a heartbeat, and check the other ranks'."""
         self._beats += 1
         place = self._place()
         if place[:2] != self._stood[0]:
@@ -314,7 +314,7 @@ class Watch:
             self.verdict = self._publish(rank, text)
 
     def _abort(self) -> None:
-        """End collectives that would wait on the GPU."""
+        """Abort collectives that would wait on the GPU."""
         nccl = None if self._aborted else _nccl_of(self._group)
         if nccl is None:
             return
@@ -328,10 +328,10 @@ class Watch:
 
 
 def _nccl_of(group: Any) -> Any:
-    """Return the backend of a group for tensors on GPUs if that is NCCL's, whatever the group has for others."""
+    """Return a group's NCCL backend for GPU tensors; None if it has another."""
     try:
         backend = group._get_backend(torch.device("cuda"))
-    except RuntimeError:  # it has none
+    except RuntimeError:  # no backend for GPUs
         return None
     return backend if backend.name() == "nccl" else None
 
@@ -354,12 +354,12 @@ def _beat(watch: Watch) -> float | None:
 
 
 def _tell_closed(store: dist.Store, rank: int) -> None:
-    with contextlib.suppress(RuntimeError):  # the store is gone with the rank that had it
+    with contextlib.suppress(RuntimeError):  # the store died with its rank
         store.set(f"beat/{rank}", json.dumps([_CLOSED, 0, 0, ""]))
 
 
 def _parts(plan: Plan) -> list[str]:
-    """What each rank holds parts of, and how, in words that are the same on all of them."""
+    """Describe each sharded weight, in words that are the same on all ranks."""
     return [
         f"{site.tensor} {site.whole_matrices} x {site.whole_shape} in {swap.format}, fine {swap.fine}"
         for swap in plan.swaps
@@ -371,7 +371,7 @@ _TOLD = (TierError, torch.OutOfMemoryError)
 
 
 class _Begin:
-    """A forward pre-hook: no pass begins once a rank is not well."""
+    """Forward pre-hook: refuses a pass once a rank has failed."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
@@ -384,7 +384,7 @@ class _Begin:
 
 
 class _End:
-    """A forward hook that is called with errors, too: tells the others of this rank's, and says who is to blame."""
+    """Forward hook, also called with errors: publishes this rank's error, and finds the faulty rank."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
@@ -399,7 +399,7 @@ class _End:
 
 
 def _explain(watch: Watch, error: BaseException) -> None:
-    """Add to an error what is known of other ranks, or tell them of it where it is this rank's own."""
+    """Add what is known of other ranks to an error, or publish the error if it is this rank's own."""
     if watch.verdict:
         return
     theirs = watch.look() or (watch.blame() if _is_of_collective(error) else "")
@@ -419,10 +419,10 @@ def _is_of_collective(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def watched(watch: Watch | None) -> Iterator[None]:
-    """Raise errors of collectives within the block as TierError that names the rank; tell others of this rank's own.
+    """Context that raises failed collectives as TierError naming the faulty rank, and publishes this rank's own errors.
 
     Raises:
-        TierError: another rank is not well, or has made a collective fail.
+        TierError: another rank failed, or made a collective fail.
     """
     if watch is None:
         yield
@@ -437,11 +437,11 @@ def watched(watch: Watch | None) -> Iterator[None]:
         if watch.verdict:
             raise TierError(watch.verdict) from error
         raise
-    watch.check()  # a collective that was aborted has given no sum
+    watch.check()  # an aborted collective has no result
 
 
 def watch(attachment: Attachment, model: nn.Module) -> Watch | None:
-    """Have the ranks that hold parts of a model's weights stop together. Returns None where this process has all."""
+    """Install the watchdog for a sharded model. Returns None if this process holds all weights."""
     shards = (swap.site.shard for swap in attachment.plan.swaps if swap.site.shard is not None)
     shard = next((shard for shard in shards if shard.count > 1), None)
     if shard is None or not dist.is_initialized():
