@@ -1,3 +1,3 @@
-"""Services of the operating system: files, memory, mapped files, threads that Ctrl-C cannot lock."""
+"""Operating-system services: files, pinned and mapped memory, Ctrl-C-safe threads, stats endpoint."""
 
 __all__: list[str] = []

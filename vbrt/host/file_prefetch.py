@@ -1,8 +1,8 @@
-"""Files that are read ahead of their use: threads bring them into the page cache, whoever needs them finds them there.
+"""File prefetch: threads read files into the page cache ahead of their use.
 
-A loader that computes with what it reads (encodes it, sends it to a GPU) leaves the drive idle meanwhile, and what is
-read through a mapping comes a few pages at a time. Reading ahead in large pieces, some at a time, keeps the drive busy.
-It is advice: where it is wrong or late, the loader reads by itself; where a file cannot be read, the loader says so.
+A loader that computes with what it reads (encoding, H2D) leaves the drive idle meanwhile, and mmap faults in a few
+pages at a time. Prefetching large pieces, several at a time, keeps the drive busy. It is advisory: where it is wrong or
+late the loader reads by itself, and only the loader reports unreadable files.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from vbrt.host.worker_threads import Crew
 __all__ = ["ReadAhead", "Span"]
 
 _THREADS = 4
-_PIECE_BYTES = 8 << 20  # one read; four of them at a time are what fills a drive
-_SCRATCH_BYTES = 256 << 10  # where all parts of a piece are read to, one over the other: it stays in cache
-_WINDOW_BYTES = (256 << 20, 4 << 30)  # at least, at most
-_WINDOW_SHARE = 8  # of the memory that is available
+_PIECE_BYTES = 8 << 20  # one read; four in parallel saturate a drive
+_SCRATCH_BYTES = 256 << 10  # scratch buffer, overwritten by all parts of a piece: stays in cache
+_WINDOW_BYTES = (256 << 20, 4 << 30)  # minimum, maximum
+_WINDOW_SHARE = 8  # fraction of available memory
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes of a file that are used at once: `name` is what their use is reported by."""
+    """Bytes of a file that are used at once; `name` identifies them in `used`."""
 
     name: str
     path: Path
@@ -38,12 +38,13 @@ class Span:
 
 
 class ReadAhead:
-    """Reads spans in the order of their use, as far ahead of it as an eighth of the available memory, at most 4 GiB.
+    """Prefetches spans in order, up to a window of an eighth of the available memory, at most 4 GiB, ahead of their
+    use.
 
-    Use it as a context manager, or close it. It holds no files open and hardly any memory.
+    A context manager, or `close` it. It holds no files open and hardly any memory.
 
     Args:
-        share: (index, count) of this process, where several of a machine read the same files ahead, each a part.
+        share: (index, count) of this process, where several on a machine prefetch a part of the same files each.
     """
 
     def __init__(self, spans: Iterable[Span], share: tuple[int, int] = (0, 1)) -> None:
@@ -61,8 +62,7 @@ class ReadAhead:
         self._go_on()
 
     def used(self, name: str, nbytes: int) -> None:
-        """Note that `nbytes` of a span are used, from its beginning; of a name that is none, somewhere behind what was
-        used last."""
+        """Note that a span's first `nbytes` are used; with an unknown name, that many bytes after the last use."""
         self._used = max(self._used, self._starts.get(name, self._used) + nbytes)
         self._go_on()
 
@@ -71,11 +71,11 @@ class ReadAhead:
         while self._asked < self._used + self._window and (numbered := next(self._pieces, None)) is not None:
             number, piece = numbered
             self._asked += piece.nbytes
-            if self._asked > self._used and number % count == own:  # what was used before it was read is not read
+            if self._asked > self._used and number % count == own:  # skips pieces already used
                 self._crew.give(_read, piece)
 
     def close(self) -> None:
-        """Read nothing any more. Idempotent."""
+        """Stop prefetching. Idempotent."""
         self._pieces = iter(())
         self._crew.stop()
 
@@ -90,7 +90,7 @@ def _window_bytes() -> int:
     least, most = _WINDOW_BYTES
     try:
         return min(most, max(least, psutil.virtual_memory().available // _WINDOW_SHARE))
-    except OSError:  # no descriptor left to ask with; who needs one says so
+    except OSError:  # out of descriptors; the loader reports that
         return least
 
 
@@ -101,7 +101,7 @@ def _pieces(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def _joined(spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield spans that lie behind each other as one: a read costs as much as a hundred kilobytes."""
+    """Merge contiguous spans: a read costs as much as a hundred kilobytes."""
     run: Span | None = None
     for span in spans:
         if run is not None and (run.path, run.begin + run.nbytes) == (span.path, span.begin):
@@ -120,7 +120,7 @@ _own = threading.local()
 def _read(piece: Span) -> None:
     if not hasattr(_own, "memory"):
         _own.memory = mmap.mmap(-1, _SCRATCH_BYTES)
-    with contextlib.suppress(OSError, EOFError):  # of the one who uses the file
+    with contextlib.suppress(OSError, EOFError):  # reported by the loader
         fd = open_regular(piece.path)
         try:
             full, rest = divmod(piece.nbytes, _SCRATCH_BYTES)

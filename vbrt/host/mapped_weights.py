@@ -1,10 +1,9 @@
-"""Weights that are mapped from a file, as `from_pretrained` maps them: paging them out once they are encoded.
+"""Memory-mapped weights, as `from_pretrained` makes them: page them out once they are encoded.
 
-A mapping lives as long as any tensor in it, so the embedding that stays keeps the pages of all weights that have left
-in this process's resident memory. MADV_PAGEOUT takes them out of it, and out of the page cache if no other process
-maps them. It never loses a byte: what somebody still reads comes back from the file, and pages that were written to
-go to swap, or stay. The road not taken: MADV_DONTNEED would leave the page cache warm and cost a tenth of the time,
-but loses what another thread has just written.
+A mapping lives as long as any tensor in it, so a kept embedding keeps the pages of all encoded weights resident.
+MADV_PAGEOUT evicts them from the process, and from the page cache if no other process maps them. It never loses data:
+later reads fault the page back in from the file, and dirty pages go to swap, or stay. Rejected: MADV_DONTNEED would
+leave the page cache warm at a tenth of the cost, but loses another thread's recent writes.
 """
 
 import ctypes
@@ -18,17 +17,17 @@ import torch
 __all__ = ["page_out", "populate"]
 
 _MADV_PAGEOUT, _MADV_POPULATE_READ = 21, 22  # Linux 5.4, 5.14; Python's mmap has no names for them
-_NO_FILES = (b"/dev/", b"/memfd:", b"/SYSV")  # shared memory, which has no file to come back from but swap
+_NO_FILES = (b"/dev/", b"/memfd:", b"/SYSV")  # shared memory without a file to fault back from, except swap
 
 
 def page_out(weight: torch.Tensor) -> int:
-    """Take the whole pages of a weight that is mapped from a file out of memory; their bytes, 0 for any other weight.
+    """Page a memory-mapped weight's whole pages out; return their bytes, 0 for any other weight.
 
     The content stays valid.
     """
     if sys.platform != "linux" or weight.device.type != "cpu" or not weight.is_contiguous():
         return 0
-    if weight.untyped_storage().resizable():  # torch's own memory: no need to look at the mappings
+    if weight.untyped_storage().resizable():  # torch's own memory: no need to search the mappings
         return 0
     page = mmap.PAGESIZE
     first = -(-weight.data_ptr() // page) * page
@@ -39,8 +38,8 @@ def page_out(weight: torch.Tensor) -> int:
 
 
 def populate(weight: torch.Tensor) -> bool:
-    """Map the pages of a contiguous weight that is mapped from a file all at once, ahead of a read from end to end: a
-    page fault for every few of them takes longer than the read. False where the system cannot; nothing is lost then."""
+    """Prefault the pages of a contiguous memory-mapped weight at once, before a read from end to end: one page fault
+    per few pages takes longer than the read. Returns False if the system cannot; nothing is lost then."""
     if sys.platform != "linux" or weight.device.type != "cpu" or weight.untyped_storage().resizable():
         return False
     first = weight.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE

@@ -1,8 +1,8 @@
-"""Files of unknown origin, and files that are replaced as a whole.
+"""Safe file access: files of unknown origin, and atomic replacement.
 
-Only regular files are read: opening never waits for the other end of a FIFO, and what is read whole is bounded before
-memory is taken. A file is written under a new name that nobody can have prepared, synced, and renamed into place: it
-is there as a whole, or as it was before, and nothing is written through a link.
+Only regular files are opened, so that opening never blocks on a FIFO, and whole-file reads are bounded before memory is
+allocated. A file is written under an unpredictable new name, synced, and renamed into place: it is complete or
+unchanged, and nothing is written through a link.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ _KINDS = {
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path that a person wrote, without `~`. Raises OSError: no path at all, no such user, or a name that no file
-    can have."""
+    """Return a user-given path with `~` expanded. Raises OSError: not a path, no such user, or an impossible file
+    name."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise OSError(errno.EINVAL, f"{type(path).__name__}, and not a path; expected a str or Path", repr(path)[:80])
     try:
@@ -54,17 +54,17 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def home_folder() -> Path:
-    """Return the user's home; /dev/null, below which nothing is read or written, for a user who has none."""
+    """Return the user's home; /dev/null, below which nothing is read or written, for a user without one."""
     try:
         return Path.home()
-    except RuntimeError:  # no HOME, and a number that is nobody's, as in a container
+    except RuntimeError:  # no HOME, and a uid without an entry, as in a container
         return Path(os.devnull)
 
 
 def cache_folder() -> Path:
-    """Return the folder that keeps what vbrt has measured: below $XDG_CACHE_HOME or ~/.cache; it need not exist."""
+    """Return the folder of vbrt's stored measurements: below $XDG_CACHE_HOME or ~/.cache; it need not exist."""
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not root.is_absolute():  # unset, or to be ignored, says the XDG base directory specification
+    if not root.is_absolute():  # unset, or invalid and so ignored, per the XDG base directory specification
         root = home_folder() / ".cache"
     return root / "vbrt"
 
@@ -72,9 +72,9 @@ def cache_folder() -> Path:
 def open_regular(
     path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, mode: int = 0o666, dir_fd: int | None = None
 ) -> int:
-    """A descriptor of a regular file. In directories of vbrt's own, pass O_NOFOLLOW in `flags`.
+    """Open a regular file; return its descriptor. In vbrt's own directories, pass O_NOFOLLOW in `flags`.
 
-    Raises OSError, also for what is no regular file and for a name that the system cannot have.
+    Raises OSError, also for other kinds of files and for impossible names.
     """
     try:
         fd = os.open(path, os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags, mode, dir_fd=dir_fd)
@@ -93,7 +93,7 @@ def open_regular(
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise OSError if a file cannot be written; what is there stays as it is, and nothing new is left behind."""
+    """Raise OSError if a file cannot be written; an existing one is unchanged, and no new one is left."""
     is_new = not os.path.lexists(path)
     os.close(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     if is_new:
@@ -101,7 +101,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def read_bounded(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
-    """The bytes of a regular file that is read whole. Raises OSError, also for one of more than `limit_bytes`."""
+    """Read a whole regular file. Raises OSError, also for more than `limit_bytes`."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit_bytes:
@@ -113,7 +113,7 @@ def read_bounded(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
 
 
 def read_into(fd: int, views: list[memoryview], offset: int) -> None:
-    """Read from `offset` until the views are full. Raises OSError; EOFError, with the place, where the file ends."""
+    """Read from `offset` until the views are full. Raises OSError; EOFError, with the place, at the file's end."""
     views = [view for view in views if view]
     while views:
         room = views if sum(map(len, views)) <= _MAX_IO_BYTES else [views[0][:_MAX_IO_BYTES]]
@@ -128,7 +128,7 @@ def read_into(fd: int, views: list[memoryview], offset: int) -> None:
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of it. Raises OSError."""
+    """Write all of `data` at `offset`. Raises OSError."""
     view = memoryview(data)
     while view:
         done = os.pwrite(fd, view[:_MAX_IO_BYTES], offset)
@@ -137,12 +137,12 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, mode: int = 0o666, dir_fd: int | None = None) -> Iterator[int]:
-    """A descriptor for the new content of a file, which takes the place of the old one at the end of the block.
+    """Yield a descriptor for a file's new content, which replaces the old atomically at the end of the block.
 
-    Leaving by an exception removes what was written. To make the renaming last, `sync_directory` the parent.
+    An exception removes what was written. To make the rename durable, `sync_directory` the parent.
 
     Args:
-        path: where; below `dir_fd`, if that is given.
+        path: the file; relative to `dir_fd`, if given.
         mode: permissions, less the umask.
 
     Raises OSError.
@@ -164,8 +164,8 @@ def replacing(path: Path, *, mode: int = 0o666, dir_fd: int | None = None) -> It
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Make a directory, and hold off whoever enters it by this call, in any process, until the `with` block ends. On
-    file systems without locks nobody is held off. Raises OSError: there can be no such directory."""
+    """Create a directory and lock it (flock) against other callers, in any process, during the `with` block. Without
+    locking on file systems that lack it. Raises OSError: the directory cannot exist."""
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -177,13 +177,13 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Replace a file by these bytes. Raises OSError."""
+    """Replace a file's content atomically. Raises OSError."""
     with replacing(path, mode=mode) as fd:
         write_at(fd, data, 0)
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames in a directory last. Raises OSError."""
+    """Make renames in a directory durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

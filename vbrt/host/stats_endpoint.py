@@ -1,12 +1,12 @@
-"""What a process answers when it is asked for, through a socket in a directory of its user.
+"""Per-process stats endpoint on a user-only Unix socket.
 
-    offer = Offer(lambda: b"...")            # in one process; nothing is computed until somebody asks
+    offer = Offer(lambda: b"...")            # in one process; nothing is computed until a request
     pids()                                   # in another
     ask(pid)                                 # b"..."
 
-Why a socket and not a file that is written now and then: as long as nobody asks it costs nothing, the answer is of the
-moment, and whether anybody listens says whether the process is there: a file of a killed process would go on telling
-what was. The directory and the socket are the user's alone; a socket that nobody listens at is removed by who finds it.
+A socket instead of a periodically written file: it costs nothing without requests, answers are current, and liveness is
+visible, whereas a killed process's file would go stale. Directory and socket are private to the user; a client removes
+a socket without a listener.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from pathlib import Path
 __all__ = ["Offer", "ask", "directories", "pids"]
 
 _SUFFIX = ".top"
-_SEND_S = 1.0  # for an answer to be read, while others wait
-_TIMEOUT_S = 2.5  # for an answer to come
+_SEND_S = 1.0  # limit for a client to read an answer, while others wait
+_TIMEOUT_S = 2.5  # limit for an answer to arrive
 _MAX_BYTES = 64 << 20
-_END = b"\0"  # an answer without it is one whose process has ended meanwhile
+_END = b"\0"  # end marker; an answer without it was cut off
 
 
 def directories() -> list[Path]:
-    """Return where sockets may be, the best place first: XDG_RUNTIME_DIR, what systems call so where it is not set, and
-    the directory for temporary files."""
+    """Return the candidate directories of sockets, best first: XDG_RUNTIME_DIR, its usual value where unset, and the
+    temporary directory."""
     user = os.getuid()
     given = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     usual, found = Path(f"/run/user/{user}"), []
@@ -44,13 +44,13 @@ def directories() -> list[Path]:
 
 
 class Offer:
-    """Answers everyone who asks for this process, from a thread of its own.
+    """Endpoint of this process: answers requests from its own thread.
 
     Args:
-        answer: makes the bytes of an answer; it is called in that thread.
+        answer: makes the bytes of an answer, in that thread.
 
     Attributes:
-        path: of the socket; it goes with `stop`, and with the process unless that is killed.
+        path: of the socket; removed by `stop`, and at exit unless the process is killed.
 
     Raises OSError: no directory can be used.
     """
@@ -60,15 +60,15 @@ class Offer:
         self._socket, self.path = _listening(f"{pid}{_SUFFIX}")
         self._finalizer = weakref.finalize(self, _end, self._socket, self.path, pid)
         _offers.add(self)
-        start_new_thread(_serve, (self._socket, answer))  # in one call into C, for the sake of Ctrl-C
+        start_new_thread(_serve, (self._socket, answer))  # one C call, safe against Ctrl-C
 
     def stop(self) -> None:
-        """Answer nobody any more; idempotent."""
+        """Stop answering. Idempotent."""
         self._finalizer()
 
     def _after_fork(self) -> None:
         self._finalizer.detach()  # the path is the parent's
-        self._socket.close()  # or the child would keep those waiting who ask for a parent that has ended
+        self._socket.close()  # otherwise the child would keep clients of a dead parent waiting
 
 
 _offers: "weakref.WeakSet[Offer]" = weakref.WeakSet()
@@ -84,7 +84,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def _listening(name: str) -> tuple[socket.socket, Path]:
-    """Return a socket that is bound in the first directory that can be used. Raises OSError."""
+    """Return a socket bound in the first usable directory. Raises OSError."""
     failed: list[str] = []
     for directory in directories():
         try:
@@ -102,7 +102,7 @@ def _bound(directory: int, name: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=directory)  # of a process that had this number before
+            os.unlink(name, dir_fd=directory)  # left by an earlier process with this pid
         listener.bind(_short(directory, name))
         os.chmod(name, 0o600, dir_fd=directory)
         listener.listen(8)
@@ -113,12 +113,12 @@ def _bound(directory: int, name: str) -> socket.socket:
 
 
 def _short(directory: int, name: str) -> str:
-    """Return a path of a socket that is short enough for the system, however long that of the directory is."""
+    """Return a socket path within the system's length limit, however long the directory's path is."""
     return f"/proc/self/fd/{directory}/{name}"
 
 
 def _own_directory(path: Path) -> int:
-    """Return a descriptor of a directory that nobody else can write to, made if missing. Raises OSError."""
+    """Open a directory that only this user can access, created if missing. Raises OSError."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -133,9 +133,9 @@ def _serve(listener: socket.socket, answer: Callable[[], bytes]) -> None:
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:  # it was stopped
+        except OSError:  # stopped
             return
-        with connection, contextlib.suppress(OSError):  # who asked has gone, or does not read
+        with connection, contextlib.suppress(OSError):  # the client left, or does not read
             connection.settimeout(_SEND_S)
             connection.sendall(answer() + _END)
 
@@ -154,7 +154,7 @@ def _end(listener: socket.socket, path: Path, pid: int) -> None:
 
 
 def pids() -> list[int]:
-    """Return the processes that have a socket, oldest first; what cannot be read is left out."""
+    """Return the pids with a socket, oldest first; unreadable entries are skipped."""
     found: dict[int, float] = {}
     for path in _sockets():
         with contextlib.suppress(OSError):
@@ -169,12 +169,12 @@ def _sockets() -> Iterator[Path]:
 
 
 def ask(pid: int) -> bytes:
-    """Return what a process answers now.
+    """Request a process's answer.
 
     Raises:
-        ProcessLookupError: nobody listens: it has ended, or offers nothing. Its socket is removed.
-        ConnectionError: it has ended meanwhile.
-        TimeoutError: it is there and does not answer.
+        ProcessLookupError: no listener: it has ended, or has no endpoint. Its socket is removed.
+        ConnectionError: it ended meanwhile.
+        TimeoutError: it is alive but does not answer.
         OSError: the socket cannot be used, such as another user's.
     """
     for path in (directory / f"{pid}{_SUFFIX}" for directory in directories()):

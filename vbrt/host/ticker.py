@@ -1,9 +1,9 @@
-"""A thread that does something now and then for an object, until that is stopped or gone.
+"""Periodic thread for an object, until it is stopped or the object is collected.
 
-Ctrl-C may come in any call of the object's thread, so everything that both threads use is entered in C: a queue for the
-bell, another for the end. The road not taken is threading's Event and Thread, whose locks are taken in Python code
-and stay locked when Ctrl-C comes there: the thread would wait for ever. A thread may also die before its first
-instruction, without memory for a frame, so its end is not something that it says: it is the end of its arguments.
+Ctrl-C may interrupt any call of the owner's thread, so both threads synchronize only through C-level calls: one queue
+for wake-ups, another for the end. Rejected: threading's Event and Thread, whose locks are taken in Python code and stay
+locked after Ctrl-C there, which would block the thread for ever. A thread may also die before its first instruction,
+without memory for a frame, so its end is signalled by the collection of its arguments.
 """
 
 import weakref
@@ -18,7 +18,7 @@ __all__ = ["Ticker"]
 Owner = TypeVar("Owner")
 
 
-_LOOK_SECONDS = 0.1  # whoever waits for the end looks this often, in case Ctrl-C took the bell
+_LOOK_SECONDS = 0.1  # polling interval while waiting for the end, in case Ctrl-C took the wake-up
 
 
 def _nothing() -> None:
@@ -26,18 +26,18 @@ def _nothing() -> None:
 
 
 class _Seat:
-    """Held by the thread's arguments alone: it goes when the thread is at its end, however that came."""
+    """Token held only by the thread's arguments: collected when the thread ends, however it ends."""
 
     __slots__ = ("__weakref__",)
 
 
 class Ticker:
-    """Calls `tick(owner)`, in a thread of its own, until `stop`.
+    """Calls `tick(owner)` from its own thread until `stop`.
 
     Args:
-        owner: is referred to weakly: when it is gone the thread ends.
-        tick: returns the seconds until it is called again, or None to end; it must not hold the owner.
-        gone: is called in the thread when the owner is gone without a stop.
+        owner: referenced weakly: when it is collected, the thread ends.
+        tick: returns the seconds until its next call, or None to end; it must not keep the owner alive.
+        gone: called in the thread when the owner was collected without a stop.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class Ticker:
         self._seat: Callable[[], _Seat | None] = _nothing
 
     def start(self, first_s: float) -> None:
-        """Call `tick` for the first time in so many seconds. Call it once. Raises RuntimeError: no more threads."""
+        """Start the thread; first `tick` after so many seconds. Call once. Raises RuntimeError: no more threads."""
         seat = _Seat()
         try:
             self._seat = weakref.ref(seat, self._ended.put)
             start_new_thread(_run, (self._owner, self._tick, self._gone, self._bell, seat, first_s))
         finally:
-            del seat  # also from a frame that somebody keeps
+            del seat  # a traceback may keep this frame alive
 
     def stop(self) -> None:
-        """Return when the thread has ended. Idempotent."""
+        """Stop, and wait until the thread has ended. Idempotent."""
         self._bell.put(None)
         while self.running:
             with suppress(Empty):
@@ -67,7 +67,7 @@ class Ticker:
 
     @property
     def running(self) -> bool:
-        """True while the thread is there."""
+        """True while the thread lives."""
         return self._seat() is not None
 
 
@@ -89,11 +89,11 @@ def _run(
         if owner() is None:
             gone()
     finally:
-        del seat  # also from a frame that a hook for exceptions keeps
+        del seat  # an exception hook may keep this frame alive
 
 
 def _silent(bell: SimpleQueue, seconds: float) -> bool:
-    """Wait; False if the bell has rung."""
+    """Wait; False if woken up."""
     try:
         bell.get(timeout=seconds)
     except Empty:

@@ -1,7 +1,7 @@
-"""Threads that work beside the caller's.
+"""Worker threads, Ctrl-C-safe.
 
-A task is handed over in one call into C, so Ctrl-C comes before it or after it. The road not taken is
-concurrent.futures: its `submit` enters locks in Python code, and Ctrl-C there leaves them locked.
+A task is handed over in one C call, so that Ctrl-C comes before or after it. Rejected: concurrent.futures, whose
+`submit` takes locks in Python code and leaves them locked after Ctrl-C there.
 """
 
 import atexit
@@ -19,10 +19,10 @@ __all__ = ["Crew"]
 
 
 class Crew:
-    """At most `size` threads, started as tasks come. They end with `stop`, with the crew, or with the process.
+    """Pool of at most `size` threads, started on demand. They end with `stop`, with the pool, or with the process.
 
     Attributes:
-        pid: the process that started them. A forked child has none of them, and starts its own.
+        pid: process of the threads. A forked child starts its own.
     """
 
     def __init__(self, size: int) -> None:
@@ -33,13 +33,13 @@ class Crew:
     def _begin(self) -> None:
         self.pid, self._started = os.getpid(), 0
         self._tasks: SimpleQueue[tuple[Callable, tuple] | None] = SimpleQueue()
-        self._working: list[LockType] = []  # one for each thread, held while it lives
+        self._working: list[LockType] = []  # one lock per thread, held while it lives
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def share(self, parts: int, do: Callable[[int], object]) -> None:
-        """Do `do(part)` for each part, in the caller's thread and in those of the crew that are free.
+        """Run `do(part)` for each part, in the caller's thread and in free threads of the pool.
 
-        Returns when no part is under way and none will begin, also where Ctrl-C comes. Raises what a part raised.
+        Returns when no part is running and none will start, also on Ctrl-C. Raises a part's error.
         """
         shared = _Shared(parts, do, max(0, min(self._size, parts - 1)))
         try:
@@ -48,33 +48,33 @@ class Crew:
             shared.work()
             shared.close()
         except BaseException:
-            shared.close()  # again, if Ctrl-C came in the first: what parts touch must be the caller's alone
+            shared.close()  # repeated in case Ctrl-C interrupted it: parts' data must be the caller's alone
             raise
         if shared.error is not None:
             raise shared.error
 
     def give(self, work: Callable[..., object], *args: Any) -> None:
-        """Have a thread call `work(*args)`, which handles its own failures."""
+        """Run `work(*args)` in a thread; it handles its own errors."""
         if self.pid != os.getpid():
             self._begin()
         self._tasks.put((work, args))
         if self._started < self._size:
-            with contextlib.suppress(RuntimeError):  # no more threads: the task stays for one that is there
+            with contextlib.suppress(RuntimeError):  # no more threads: an existing one takes the task
                 start_new_thread(_work, (self._tasks, self._working))
                 self._started += 1
 
     def stop(self) -> None:
-        """Stop beginning tasks; return when none is under way. Idempotent."""
+        """Discard queued tasks; return when none is running. Idempotent."""
         with contextlib.suppress(Empty):
             while True:
                 self._tasks.get_nowait()
         self._tasks.put(None)
         for working in list(self._working) if self.pid == os.getpid() else ():
-            working.acquire()  # and nobody needs it any more
+            working.acquire()  # never released: the thread has ended
 
 
 class _Shared:
-    """Parts that any thread may take."""
+    """Parts of one `share` call, taken by any thread."""
 
     def __init__(self, parts: int, do: Callable[[int], object], helpers: int) -> None:
         self.seats = [threading.RLock() for _ in range(helpers)]  # each held while its helper works
@@ -83,7 +83,7 @@ class _Shared:
         self._next = itertools.count()
 
     def help(self, seat: threading.RLock) -> None:
-        """A helper's turn, unless the caller is closing; its failure is the caller's to raise."""
+        """Helper's turn, unless the caller is closing; the caller raises its error."""
         if not seat.acquire(blocking=False):
             return
         try:
@@ -94,14 +94,14 @@ class _Shared:
             seat.release()
 
     def work(self) -> None:
-        """Take parts until there are none left."""
+        """Take parts until none is left."""
         for part in self._next:
             if part >= self._parts or self._closed:
                 break
             self._do(part)
 
     def close(self) -> None:
-        """Return when no helper is at work; none begins after that. Idempotent."""
+        """Return when no helper is working; none starts after that. Idempotent."""
         self._closed = True
         for seat in self.seats:
             with seat:
@@ -116,8 +116,8 @@ def _work(tasks: SimpleQueue, crew: list[LockType]) -> None:
         while (task := tasks.get()) is not None:
             work, args = task
             work(*args)
-            del task, work, args  # while the thread waits for a task it keeps nothing alive
-        tasks.put(None)  # for the next one
+            del task, work, args  # an idle thread keeps nothing alive
+        tasks.put(None)  # wakes the next thread
     finally:
         crew.remove(working)
         working.release()
@@ -128,6 +128,6 @@ _crews: "weakref.WeakSet[Crew]" = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread that computes while the interpreter ends would end it badly."""
+    """Stop pools at exit: a thread that computes during interpreter shutdown would crash it."""
     for crew in list(_crews):
         crew.stop()
