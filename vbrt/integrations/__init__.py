@@ -1,3 +1,3 @@
-"""Other people's libraries: each module here needs one that vbrt itself does without."""
+"""Integrations: each module here needs a library that vbrt itself does without."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Causal language models with their tokenizers, from directories, for commands; `pretrained.py` says what is read."""
+"""Causal language models with their tokenizers, from directories, for commands; weights as in `pretrained.py`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,10 +30,10 @@ _MAX_CONFIG_BYTES = 16 << 20
 def load_wrapped(
     path: Path, config: VBConfig | None, *, dtype: torch.dtype | None = None
 ) -> tuple[VBModelWrapper, "PreTrainedTokenizerBase"]:
-    """Load the causal language model in a directory or a GGUF file as `vbrt.from_pretrained` does, and its tokenizer.
+    """Load the causal language model in a directory or GGUF file like `vbrt.from_pretrained`, and its tokenizer.
 
     Args:
-        dtype: of the model of a GGUF file; see `vbrt.from_pretrained`.
+        dtype: compute dtype of a GGUF file's model; see `vbrt.from_pretrained`.
 
     Raises:
         VBError: a part of the model is missing, named; as from `vbrt.from_pretrained`.
@@ -45,8 +45,7 @@ def load_wrapped(
 
 
 def load_dense(path: Path) -> tuple[nn.Module, "PreTrainedTokenizerBase"]:
-    """Load the causal language model in a directory as transformers does, whole, in the dtype of its files, and its
-    tokenizer.
+    """Load the dense causal language model in a directory with transformers, in its files' dtype, and its tokenizer.
 
     Raises:
         VBError: a part of the model is missing, named; or transformers cannot load it.
@@ -58,9 +57,10 @@ def load_dense(path: Path) -> tuple[nn.Module, "PreTrainedTokenizerBase"]:
 
 
 def companions_of(path: Path, config: PreTrainedConfig) -> Callable[[Path], None]:
-    """Return what writes config and tokenizer of a GGUF file into a directory; those of other models are files.
+    """Return a function that writes a GGUF file's config and tokenizer into a directory; a no-op for other models,
+    whose companions are files.
 
-    Raises VBError: transformers makes no tokenizer of it.
+    Raises VBError: transformers cannot make its tokenizer.
     """
     gguf = gguf_at(path)
     if gguf is None:
@@ -125,7 +125,7 @@ def _check_has(path: Path, names: tuple[str, ...], what: str) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    """Raise VBError for files that are not regular: opening a FIFO would never return."""
+    """Raise VBError for special files: opening a FIFO would block for ever."""
     for file in sorted(path.iterdir()):
         if file.is_fifo() or file.is_socket() or file.is_char_device() or file.is_block_device():
             raise VBError(f"{file}: neither a file nor a directory; remove it from the model's directory")

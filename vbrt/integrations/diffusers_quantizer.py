@@ -1,4 +1,4 @@
-"""diffusers' `from_pretrained` into planes: a quantizer that encodes parameter by parameter.
+"""Quantizer for diffusers' `from_pretrained`: encodes parameters into planes one by one.
 
     config = vbrt.QuantizationConfig("exact", tiers={"gpu": {"budget": "8GiB"}})
     transformer = SD3Transformer2DModel.from_pretrained("path", subfolder="transformer", quantization_config=config)
@@ -27,7 +27,7 @@ __all__ = ["VBDiffusersQuantizer"]
 
 
 class VBDiffusersQuantizer(DiffusersQuantizer):
-    """Encodes the weights of a model while diffusers loads it, and attaches it to a runtime. See `DiffusersQuantizer`.
+    """Encodes a model's weights while diffusers loads it, and attaches it to a runtime. See `DiffusersQuantizer`.
 
     Args:
         quantization_config: a `vbrt.QuantizationConfig`.
@@ -38,7 +38,7 @@ class VBDiffusersQuantizer(DiffusersQuantizer):
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._holds_planes = self.pre_quantized and quantization_config.stored == "planes"
-        self.pre_quantized = False  # parameters are handed over one by one, in the model's own shapes
+        self.pre_quantized = False  # so that parameters arrive one by one, in the model's own shapes
         self._saved: SavedModel | None = None
         self._filling: Filling | None = None
         self._attachment: Attachment | None = None
@@ -46,7 +46,7 @@ class VBDiffusersQuantizer(DiffusersQuantizer):
     # -- before it is loaded ------------------------------------------------------------------------------------------
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raise ConfigError for a map of devices, or for weights that are to train."""
+        """Raise ConfigError for a device map, or for mode = "train"."""
         settings = self.quantization_config.settings
         if device_map is not None:
             raise ConfigError(
@@ -60,7 +60,7 @@ class VBDiffusersQuantizer(DiffusersQuantizer):
             )
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
-        """Return the names that the model knows; open the planes of a save."""
+        """Return the names that the model knows; open a save's planes."""
         if not self._holds_planes:
             return loaded_keys
         self._saved = open_embedded(map(Path, checkpoint_files))
@@ -83,11 +83,11 @@ class VBDiffusersQuantizer(DiffusersQuantizer):
 
     @property
     def supports_parallel_loading(self) -> bool:
-        """False: one weight after the other is encoded."""
+        """False: weights are encoded one at a time."""
         return False
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the tensors of a file that are not of planes."""
+        """Return a file's tensors without those of planes."""
         if self._saved is None:
             return state_dict
         planes = self._saved.plane_names
@@ -126,7 +126,7 @@ class VBDiffusersQuantizer(DiffusersQuantizer):
     def get_state_dict_and_metadata(
         self, state_dict: dict[str, Any], safe_serialization: bool = False
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what `save_pretrained` writes: planes with their manifest, or the dense weights."""
+        """Return the content for `save_pretrained`: planes with their manifest, or the dense weights."""
         if self._attachment is None or self._attachment.closed:
             raise WrapError("save_pretrained: the model was closed or unwrapped; dequantize() makes it a plain one")
         if self.quantization_config.stored == "dense" or not safe_serialization:

@@ -1,6 +1,6 @@
-"""Config and tokenizer of a GGUF file: those that lie beside it, else what transformers makes of its metadata.
+"""Config and tokenizer of a GGUF file: from the files next to it, else from its metadata by transformers.
 
-The file's header is checked before transformers follows any count in it. Importing this module imports transformers.
+The file's header is validated before transformers follows any count in it. Importing this module imports transformers.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TOKENIZERS", "gguf_config", "gguf_tokenizer"]
 
-#: files of which any makes a tokenizer
+#: files that suffice for a tokenizer, each alone
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -30,18 +30,18 @@ TOKENIZERS = (
     "tekken.json",
     "sentencepiece.bpe.model",
 )
-#: sizes in the metadata that transformers takes from the defaults of a config class, for most architectures
+#: metadata sizes that transformers ignores for most architectures, taking a config class's defaults
 _LEFT_OUT = {
     "attention.key_length": "head_dim",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-#: architectures whose output layer is always the embedding
+#: architectures with tied embeddings, always
 _TIED = ("falcon", "bloom")
 
 
 def gguf_config(tensors: GGUFTensors) -> PreTrainedConfig:
-    """Return the config that transformers makes of the metadata of a file whose header is checked."""
+    """Return transformers' config from a file's metadata, with sizes that transformers leaves out."""
     config = _config_of(tensors)
     metadata, taken = tensors.files[0].metadata, _taken(config, tensors)
     vocabulary, size = metadata.get("tokenizer.ggml.tokens"), f"{tensors.architecture}.vocab_size"
@@ -52,14 +52,14 @@ def gguf_config(tensors: GGUFTensors) -> PreTrainedConfig:
         if isinstance(value, int) and key not in taken and hasattr(config, attribute):
             setattr(config, attribute, value)
     scale_rope_(config, tensors)
-    if tensors.architecture not in _TIED:  # transformers looks at the first part of a file only
+    if tensors.architecture not in _TIED:  # transformers reads only a split file's first part
         config.tie_word_embeddings = "output.weight" not in tensors.infos
     return config
 
 
 def _config_of(tensors: GGUFTensors) -> PreTrainedConfig:
-    """Have transformers make a config. For most architectures it takes seconds for the vocabulary, of which it wants
-    nothing but the length, so it gets a file without one."""
+    """Make a config with transformers. For most architectures it spends seconds on the vocabulary and needs only its
+    length, so it gets a file without one."""
     path = tensors.path
     if tensors.architecture in newer_gguf_architectures():
         return _config_in(path)
@@ -74,13 +74,13 @@ def _config_in(path: Path) -> PreTrainedConfig:
 
 
 def _taken(config: PreTrainedConfig, tensors: GGUFTensors) -> Collection[str]:
-    """Return the keys of the metadata that transformers makes a config of."""
+    """Return the metadata keys from which transformers makes this config."""
     names = (config.model_type, config.model_type.removesuffix("_text"), tensors.architecture)
     return next((GGUF_CONFIG_MAPPING[name] for name in names if name in GGUF_CONFIG_MAPPING), ())
 
 
 def gguf_tokenizer(file: Path) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer beside a GGUF file, or the one that transformers makes of its metadata."""
+    """Return the tokenizer next to a GGUF file, or transformers' from its metadata."""
     if any((file.parent / name).is_file() for name in TOKENIZERS):
         given: dict[str, Any] = {}
     else:

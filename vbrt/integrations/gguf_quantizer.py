@@ -1,7 +1,8 @@
-"""What transformers asks of a quantizer that is given a GGUF file: `from_pretrained(dir, gguf_file=...)`.
+"""GGUF hooks of a transformers quantizer: `from_pretrained(dir, gguf_file=...)`.
 
-transformers reads the config from the metadata, then hands file and model to the quantizer, which gives it tensors by
-the model's names. Those that go into pages are markers here: their planes are read from the file when it is their turn.
+transformers reads the config from the metadata, then hands file and model to the quantizer, which returns lazy tensors
+by the model's names. Tensors that go into pages are placeholders: their planes are read from the file when it is their
+turn.
 """
 
 from collections.abc import Callable
@@ -23,12 +24,12 @@ __all__ = ["TakesGGUF"]
 
 
 class TakesGGUF(HfQuantizer):
-    """A quantizer to which transformers gives GGUF files.
+    """Quantizer mixin for GGUF files.
 
     Attributes:
-        gguf: what weights come from; None for files that transformers reads.
-        ahead: reads files ahead of their use, while a model is loaded.
-        filling: the model's planes while it is loaded.
+        gguf: source of weights; None for files that transformers reads.
+        ahead: prefetcher of the files during loading.
+        filling: the model's planes during loading.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,16 +40,16 @@ class TakesGGUF(HfQuantizer):
         self.filling: Filling | None = None
 
     def read_header(self, gguf_file: str) -> None:
-        """Take a GGUF file as what the weights come from. Raises CheckpointError: it is damaged."""
+        """Open a GGUF file as the source of weights. Raises CheckpointError: it is damaged."""
         self._tensors = GGUFTensors(Path(gguf_file))
         self.gguf = gguf_checkpoint(self._tensors)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Return the dtype of the model; for a GGUF file and dtype="auto", which is None here, the file's."""
+        """Return the model's dtype; for a GGUF file and dtype="auto", which is None here, the file's."""
         return self._tensors.dtype if dtype is None and self._tensors is not None else dtype
 
     def get_state_dict(self, checkpoint_file: str, model: PreTrainedModel) -> dict[str, "_Lazy"]:
-        """Return the tensors of the GGUF file by the model's names, to be read one by one.
+        """Return the GGUF file's tensors by model name, read lazily.
 
         Raises CheckpointError: it is of another model.
         """
@@ -67,7 +68,7 @@ class TakesGGUF(HfQuantizer):
 
 
 class _Lazy:
-    """A tensor that is read when transformers asks for its values."""
+    """Lazy tensor, read when transformers indexes it."""
 
     def __init__(self, read: Callable[[str], torch.Tensor], name: str) -> None:
         self._own_read, self._name = read, name

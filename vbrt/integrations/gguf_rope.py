@@ -1,8 +1,8 @@
-"""Scaled rotary frequencies of GGUF files, which transformers leaves out of the config that it makes of metadata.
+"""RoPE scaling of GGUF files, which transformers omits from the config that it makes of metadata.
 
-Without them every position beyond the first is another one than in training, and nothing says so. Metadata name
-"linear" and "yarn" with their factors. Llama 3's scaling is a tensor of factors, one a frequency, from which its four
-parameters are found by trying; what no config describes is refused.
+Without it every position beyond the first is silently wrong. Metadata name "linear" and "yarn" scaling with their
+factors. Llama 3's scaling is a tensor of factors, one per frequency, from which its four parameters are recovered by
+trying candidates; a scaling that no config can describe is refused.
 """
 
 import copy
@@ -20,9 +20,9 @@ __all__ = ["check_rope", "scale_rope_"]
 
 _FACTORS = "rope_freqs.weight"
 _LONG = ("rope_factors_long.weight", "rope_factors_short.weight")
-_LENGTHS = (8192, 4096, 16384, 32768)  # that a model was trained for; Llama 3's is the first
-_LOW, _HIGH = 1.0, 4.0  # Llama 3's, by llama.cpp's converter and Meta's code
-#: metadata behind "<architecture>.rope.scaling." and what a config calls them
+_LENGTHS = (8192, 4096, 16384, 32768)  # candidate training lengths; Llama 3's is the first
+_LOW, _HIGH = 1.0, 4.0  # Llama 3's, from llama.cpp's converter and Meta's code
+#: metadata keys after "<architecture>.rope.scaling." -> config keys
 _YARN = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
@@ -32,14 +32,14 @@ _YARN = {
 
 
 def scale_rope_(config: PreTrainedConfig, tensors: GGUFTensors) -> None:
-    """Give a config the scaling of rotary frequencies that its file has.
+    """Set a config's RoPE scaling from its file.
 
-    Raises CheckpointError: factors or a scaling that no config of transformers describes.
+    Raises CheckpointError: factors or a scaling that no transformers config describes.
     """
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return
-    parameters = parameters.get("full_attention", parameters)  # layers with a window are not scaled
+    parameters = parameters.get("full_attention", parameters)  # sliding-window layers are not scaled
     if parameters.get("rope_type", "default") != "default":
         return
     metadata = tensors.files[0].metadata
@@ -58,7 +58,7 @@ def scale_rope_(config: PreTrainedConfig, tensors: GGUFTensors) -> None:
 
 
 def check_rope(config: PreTrainedConfig, tensors: GGUFTensors) -> None:
-    """Raise CheckpointError where a config lacks the scaling that a file has."""
+    """Raise CheckpointError if a config lacks its file's scaling."""
     scaled = copy.deepcopy(config)
     scale_rope_(scaled, tensors)
     if getattr(scaled, "rope_parameters", None) != getattr(config, "rope_parameters", None):
@@ -70,7 +70,7 @@ def check_rope(config: PreTrainedConfig, tensors: GGUFTensors) -> None:
 
 
 def _of_factors(config: PreTrainedConfig, parameters: dict[str, Any], tensors: GGUFTensors) -> dict[str, Any]:
-    """Return the parameters of Llama 3's scaling that give the factors of a file; none where all are 1."""
+    """Return Llama 3's scaling parameters that give a file's factors; empty if all factors are 1."""
     factors = tensors.decoded_rows(_FACTORS, 0, 1).flatten()
     largest = float(factors.max())
     if bool((factors == 1).all()):
@@ -90,7 +90,7 @@ def _of_factors(config: PreTrainedConfig, parameters: dict[str, Any], tensors: G
 
 
 def _llama3(theta: float, head: int, factor: float, length: int) -> Tensor:
-    """What Llama 3 divides each frequency by: 1 for short waves, `factor` for long ones, and between them a mixture."""
+    """Return Llama 3's divisor per frequency: 1 for short waves, `factor` for long ones, interpolated in between."""
     even = torch.arange(0, head, 2, dtype=torch.float32, device="cpu")
     waves = 2 * pi * theta ** (even / head)
     part = (length / waves - _LOW) / (_HIGH - _LOW)

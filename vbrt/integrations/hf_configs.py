@@ -1,13 +1,12 @@
-"""transformers: configs and models without weights, from a directory or a GGUF file, offline.
+"""transformers configs, and models without weights, from a directory or GGUF file, offline.
 
     model = meta_model("path/to/config.json")                 # no weights: for a plan
 
-`pretrained.py` has the weights, `causal_models.py` language models with their tokenizers, `text_generation.py` the text
-that they write.
+`pretrained.py` loads weights, `causal_models.py` language models with their tokenizers, `text_generation.py` generates
+text.
 
-Nothing here reaches for the network, and no code that comes with a model is run. Importing this module imports
-transformers, which vbrt does not install. A model that cannot be built is a `VBError` with the first line of the
-reason.
+Nothing here accesses the network or runs code that comes with a model. Importing this module imports transformers,
+which vbrt does not install. A model that cannot be built is a `VBError` with the first line of the reason.
 """
 
 import contextlib
@@ -46,14 +45,14 @@ __all__ = [
 _MAX_CONFIG_BYTES = 16 << 20
 _EXPECTED = "a model directory, a GGUF file or, where no weights are needed, a config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-# what reads weights takes as long to import as a model to build, and a config.json needs none of it
+# weight readers take as long to import as a model to build, and a config.json needs none
 _gguf_config = Deferred("vbrt.integrations.gguf_models", "gguf_config")
 _gguf_tensors = Deferred("vbrt.saves.published.gguf_checkpoint", "GGUFTensors")
 
 
 @contextlib.contextmanager
 def unadvised() -> Iterator[None]:
-    """Hide what transformers and PEFT say of calls that are not the user's while the block runs."""
+    """Hide transformers' and PEFT's messages about calls that are not the user's during the block."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -66,7 +65,7 @@ def unadvised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide progress bars, load reports and warnings of transformers while the block runs."""
+    """Hide transformers' progress bars, load reports and warnings during the block."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -84,14 +83,14 @@ def quiet() -> Iterator[None]:
 
 
 def meta_model(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """Build the model of a directory, a config.json or a GGUF file on the meta device: shapes and dtypes, no weights.
+    """Build the model of a directory, config.json or GGUF file on the meta device: shapes and dtypes, no weights.
 
-    The class is the config's first architecture that transformers knows, else what its auto classes make of it; the
-    dtype is the one given, else the config's, else that of the weights beside it, else float32. The config of a GGUF
-    file is the one beside it, else made of its metadata.
+    The class is the config's first architecture that transformers knows, else its auto class's; the dtype is the given
+    one, else the config's, else that of the weights next to it, else float32. A GGUF file's config is the one next to
+    it, else made of its metadata.
 
     Raises:
-        ConfigError: a dtype for other files than GGUF, which have their own.
+        ConfigError: a dtype for files other than GGUF, which have their own.
         VBError: no such file, not a config, or one that this version of transformers cannot build.
     """
     gguf = gguf_at(path)
@@ -114,7 +113,7 @@ def meta_model(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def no_dtype(path: Path, dtype: torch.dtype) -> ConfigError:
-    """Return the error for a dtype that is named for files which have their own."""
+    """Return the error for a dtype given for files with dtypes of their own."""
     return ConfigError(f"{path}: dtype={dtype}, and these files have dtypes of their own; leave it out")
 
 
@@ -124,13 +123,13 @@ def model_config(path: Path) -> PreTrainedConfig:
 
 
 def gguf_at(path: Path) -> Path | None:
-    """Return the GGUF file that a path stands for; None for any other model. Raises VBError: it cannot be read."""
+    """Return the GGUF file of a path; None for other models. Raises VBError: it cannot be read."""
     path, is_directory = looked_at(path)
     return gguf_file(path) if is_directory or (path.suffix == GGUF_SUFFIX and path.exists()) else None
 
 
 def method_of(config: PreTrainedConfig) -> str:
-    """Return the method by which a model's checkpoint is quantized, as its config says; "" for a dense one."""
+    """Return the quantization method of a model's checkpoint, from its config; "" for a dense one."""
     given = getattr(config, "quantization_config", None) or {}
     return str(given.get("quant_method", "") if isinstance(given, dict) else given.quant_method)
 
@@ -151,23 +150,23 @@ def _config_file(path: Path) -> Path:
 
 
 def _config_beside(file: Path) -> Path | None:
-    """Return the config.json beside a GGUF file, if it is one of a whole model: some have nothing but a model_type."""
+    """Return the config.json next to a GGUF file, unless it is a stub with a model_type only."""
     path = file.parent / "config.json"
     try:
         data = json.loads(read_bounded(path, _MAX_CONFIG_BYTES).decode())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
-        return path  # whoever reads it says what is wrong
+        return path  # its reader reports what is wrong
     return path if isinstance(data, dict) and data.get("architectures") else None
 
 
 def looked_at(path: str | PathLike) -> tuple[Path, bool]:
-    """Return the path without "~", and True if it is a directory. Raises VBError: it cannot be read."""
+    """Return the path with "~" expanded, and True if it is a directory. Raises VBError: it cannot be read."""
     try:
         path = expanded(path)
         is_directory = path.is_dir()
-        (path / "config.json" if is_directory else path).exists()  # raises where nobody may look
+        (path / "config.json" if is_directory else path).exists()  # raises without access
         return path, is_directory
     except OSError as error:
         raise VBError(f"{error.filename}: cannot be read: {describe_os_error(error)}; expected {_EXPECTED}") from error
@@ -201,7 +200,7 @@ def _model_class(config: PreTrainedConfig, file: Path) -> Callable[..., nn.Modul
 
 
 def _dtype_of_weights(directory: Path) -> torch.dtype | None:
-    """Return the dtype of the first floating tensor in a directory's safetensors, as `from_pretrained` does."""
+    """Return the dtype of the first floating-point tensor in a directory's safetensors, as `from_pretrained` does."""
     for file in sorted(directory.glob("*.safetensors")):
         with loading(f"{file}: cannot be read"), safe_open(file, "pt") as tensors:
             for name in tensors.keys():
@@ -212,9 +211,9 @@ def _dtype_of_weights(directory: Path) -> torch.dtype | None:
 
 
 def take_generation_config_(model: nn.Module, path: Path) -> None:
-    """Give a model the generation_config.json of its directory, or the one beside its GGUF file, if there is one.
+    """Load a model's generation_config.json from its directory, or from next to its GGUF file, if there is one.
 
-    Raises VBError: transformers does not take it.
+    Raises VBError: transformers rejects it.
     """
     directory = path if path.is_dir() else path.parent
     if (directory / "generation_config.json").exists() and hasattr(model, "generation_config"):
@@ -224,12 +223,12 @@ def take_generation_config_(model: nn.Module, path: Path) -> None:
 
 @contextlib.contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Turn what transformers raises in the block into a VBError: `what`, and the first lines of the reason."""
+    """Turn exceptions of transformers in the block into a VBError: `what`, and the first lines of the reason."""
     try:
         yield
     except VBError:
         raise
-    except Exception as error:  # files are anybody's, and so is what the libraries behind it raise for them
+    except Exception as error:  # with untrusted files, libraries may raise anything
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         until = next((n for n, line in enumerate(lines) if not line.endswith(":")), 0)
         raise VBError(f"{what}: {' '.join(lines[: until + 1]) or type(error).__name__}") from error

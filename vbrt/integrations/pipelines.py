@@ -1,4 +1,4 @@
-"""Objects of other libraries that hold models: pipelines of diffusers and transformers. See `wrapper.holders`."""
+"""Records of diffusers and transformers pipelines. See `wrapper/pipeline_kinds.py`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,12 +15,12 @@ _TIERS = (
 
 
 def _components(pipeline: Any) -> Mapping[str, Any]:
-    """Return the components of a diffusers pipeline: models, schedulers, tokenizers, None."""
+    """Return a diffusers pipeline's components: models, schedulers, tokenizers, None."""
     return pipeline.components
 
 
 def _moved_by(model: Any) -> str:
-    """Return what moves a model between devices: a hook of accelerate, or group offloading of diffusers."""
+    """Return what already moves a model between devices: an accelerate hook, or diffusers' group offloading."""
     for module in model.modules():
         by = accelerate_api.mover_of(module) or diffusers_api.mover_of(module)
         if by:

@@ -1,10 +1,9 @@
-"""`vbrt.from_pretrained`: a model of transformers from its files, wrapped; the dense model never exists.
+"""`vbrt.from_pretrained`: a wrapped transformers model from its files, without the dense model in memory.
 
-    vb = vbrt.from_pretrained("path/to/model")             # whatever the files hold, also weights quantized by others
+    vb = vbrt.from_pretrained("path/to/model")             # dense files, or quantized by other libraries
     vb = vbrt.from_pretrained("path/to/model", "exact", tiers={"cpu": {"budget": "8GiB"}})
 
-Nothing here reaches for the network, and no code that comes with a model is run. Importing this module imports
-transformers.
+Nothing here accesses the network or runs code that comes with a model. Importing this module imports transformers.
 """
 
 import contextlib
@@ -43,9 +42,9 @@ from vbrt.wrapper.wrapper_of import of
 
 __all__ = ["WEIGHTS", "Reader", "from_pretrained"]
 
-_OWN = "vbrt"  # the quant_method of what `save_pretrained` has written
+_OWN = "vbrt"  # quant_method of files written by `save_pretrained`
 _READ_HERE = (MANIFEST, "model.safetensors", "model.safetensors.index.json")
-#: the files of which a directory must have one
+#: weight files of which a directory must have one
 WEIGHTS = (*_READ_HERE, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -58,21 +57,21 @@ def from_pretrained(
     progress: bool | None = None,
     **overrides: Any,
 ) -> VBModelWrapper:
-    """Build the model of a directory or a GGUF file, fill it weight by weight, and return it wrapped, in eval mode.
+    """Build a model from a directory or GGUF file, fill it weight by weight, and return it wrapped, in eval mode.
 
-    Weights that others have quantized go into pages as they are where their layout is one of vbrt's formats; other
-    layouts are decoded, one weight at a time, and `plan.notes` and a warning say so. What such a checkpoint has left
-    dense stays dense.
+    Weights quantized by other libraries go into pages unchanged if their layout matches one of vbrt's formats; other
+    layouts are decoded, one weight at a time, as `plan.notes` and a warning say. Weights that such a checkpoint left
+    dense stay dense.
 
     Args:
-        directory: with config.json, and safetensors files or what `vb.save` or `save_pretrained` wrote, or pickled
-            weights (pytorch_model.bin), which transformers reads; or a GGUF file, whose config is made of its metadata
-            if no config.json lies beside it.
-        config: as `vbrt.wrap` takes it; by default that of saved planes, "exact" for a checkpoint that others have
-            quantized, and "fp4" for a dense one.
-        runtime: `vb.runtime` of another model, which shares its tiers, budgets and policy.
-        dtype: of the model of a GGUF file, which names none: what is decoded is rounded to it. By default that of the
-            config beside the file; the file's own, if none of its weights are quantized; else float32.
+        directory: with config.json, and safetensors files, a save of `vb.save` or `save_pretrained`, or pickled weights
+            (pytorch_model.bin), which transformers reads; or a GGUF file, whose config is made of its metadata unless a
+            config.json is next to it.
+        config: as `vbrt.wrap` takes it; default: that of saved planes, "exact" for a checkpoint quantized by another
+            library, and "fp4" for a dense one.
+        runtime: `vb.runtime` of another model, to share its tiers, budgets and policy.
+        dtype: compute dtype of a GGUF file's model, to which decoded weights are rounded. Default: that of the config
+            next to the file; else the file's own, if none of its weights are quantized; else float32.
         progress: as for `vbrt.load`.
         **overrides: sections of the config, merged key by key.
 
@@ -86,10 +85,10 @@ def from_pretrained(
 
 
 class Reader:
-    """A directory or a GGUF file that becomes a wrapped model.
+    """Reader of a directory or GGUF file into a wrapped model.
 
     Args:
-        dtype: of the model of a GGUF file; see `from_pretrained`.
+        dtype: compute dtype of a GGUF file's model; see `from_pretrained`.
         progress: as for `vbrt.load`.
 
     Raises ConfigError: a dtype for files that have their own.
@@ -113,7 +112,7 @@ class Reader:
         is_own = not self._is_gguf and method_of(model_config(path)) == _OWN
         source = None if is_own or _is_pickled(path) else open_source(path)
         weights = {key: value for key, value in overrides.items() if key == "weights"}
-        runs = load_config(config, **weights).weights.calibrate is not None  # before anything is encoded
+        runs = load_config(config, **weights).weights.calibrate is not None  # on dense weights
         if source is None or (type(source) is DenseCheckpoint and not self._is_gguf and not runs):
             is_named = not is_own or any(given is not None for given in (config, runtime)) or overrides
             return self._by_transformers(
@@ -122,14 +121,14 @@ class Reader:
         with reading_ahead(source.files):
             model = meta_model(path, self._dtype).eval()
             if hasattr(model.config, "quantization_config"):
-                del model.config.quantization_config  # the layers are no longer those of the library that it names
+                del model.config.quantization_config  # the layers are no longer that library's
             vb = load_from(source, model, config, runtime=runtime, progress=self._progress, **overrides)
         take_generation_config_(model, path)
         return vb
 
     def _by_transformers(self, asked: QuantizationConfig | None) -> VBModelWrapper:
-        """Have transformers read dense weights, and what says for itself how it is wrapped: classes have dtypes and
-        buffers of their own, of which only transformers knows."""
+        """Load through transformers: dense weights, and files with a vbrt config of their own. Only transformers knows
+        a class's own dtypes and buffers."""
         kind, given = type(meta_model(self._path)), {} if asked is None else {"quantization_config": asked}
         with quiet(), _counted(self._progress), loading(f"{self._path}: transformers cannot load it"):
             model, info = kind.from_pretrained(
@@ -146,13 +145,13 @@ class Reader:
 
 
 def _is_pickled(path: Path) -> bool:
-    """True for a directory whose weights only transformers reads."""
+    """True for a directory with weights that only transformers reads."""
     return not any((path / name).is_file() for name in _READ_HERE) and any((path / name).is_file() for name in WEIGHTS)
 
 
 @contextlib.contextmanager
 def _counted(progress: bool | None) -> Iterator[None]:
-    """Show how many tensors transformers has loaded in the block, in the place of its own bar."""
+    """Show the number of tensors loaded by transformers in the block, in place of its own bar."""
 
     def items(given: Collection[Any]) -> Iterator[Any]:
         with Progress("loading", len(given), unit="weights", show=progress) as work:

@@ -1,4 +1,4 @@
-"""What vbrt registers with libraries once they are imported; nothing here imports a library, torch, or much of vbrt."""
+"""Deferred registration with libraries once they are imported; imports no library, no torch, and little of vbrt."""
 
 import importlib
 import sys
@@ -13,7 +13,7 @@ __all__ = ["Deferred", "register_all", "when_imported"]
 
 
 class Deferred:
-    """Stands for a class until it is called or asked for an attribute, which imports its module."""
+    """Proxy of a class that imports its module when called or asked for an attribute."""
 
     def __init__(self, module: str, name: str) -> None:
         self._module, self._name = module, name
@@ -25,7 +25,7 @@ class Deferred:
         return self._get()(*args, **kwargs)
 
     def __instancecheck__(self, instance: object) -> bool:
-        module = sys.modules.get(self._module)  # of a module that nobody has imported there are no instances
+        module = sys.modules.get(self._module)  # without the module there are no instances
         return module is not None and isinstance(instance, getattr(module, self._name))
 
     def __getattr__(self, name: str) -> Any:
@@ -35,7 +35,7 @@ class Deferred:
 
 
 class _Watch:
-    """Calls an action with a module when that has been imported, as Python imports it otherwise."""
+    """Meta-path hook: calls an action with a module after its import."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self.name, self.action = name, action
@@ -43,7 +43,7 @@ class _Watch:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the module, with a loader that calls the action afterwards; None for any other module."""
+        """Return the module's spec, with a loader that calls the action afterwards; None for any other module."""
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)
@@ -60,7 +60,7 @@ class _Watch:
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call `action` with a module: now if it is imported already, else when it will be."""
+    """Call `action` with a module: now if it is imported already, else after its import."""
     module = sys.modules.get(name)
     if module is None:
         sys.meta_path.insert(0, _Watch(name, action))
@@ -69,7 +69,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 def register_all() -> None:
-    """Register vbrt's quantizers with the libraries that have an interface for them, and classes that `wrap` takes."""
+    """Register vbrt's quantizers with transformers and diffusers, and the pipeline classes that `wrap` takes."""
     when_imported("transformers.quantizers.auto", _with_transformers)
     when_imported("diffusers.quantizers.auto", _with_diffusers)
     kinds = "vbrt.integrations.pipelines"

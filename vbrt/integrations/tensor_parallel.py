@@ -1,4 +1,4 @@
-"""Models that transformers splits over processes: which of its ways layers in the tiers can take part in."""
+"""Tensor parallelism by transformers: which of its distributed modes work with layers in the tiers."""
 
 from typing import Any
 
@@ -11,8 +11,7 @@ __all__ = ["is_split", "share_of_files"]
 
 
 def is_split(distributed: Any) -> bool:
-    """True if transformers splits the model over processes. Raises ConfigError for a way that leaves no rank whole
-    parts of weights."""
+    """True if transformers splits the model over processes. Raises ConfigError for FSDP and pipeline modes."""
     for size in ("fsdp_size", "pp_size"):
         count = getattr(distributed, size, None) or 1
         if count > 1:
@@ -25,9 +24,8 @@ def is_split(distributed: Any) -> bool:
 
 
 def share_of_files(*, split: bool) -> tuple[int, int] | None:
-    """Return which part of a checkpoint's files this process reads ahead, as `ReadAhead` takes it: ranks of one machine
-    find in its page cache what the others have read. None where other machines have some of the ranks: not all bytes
-    are used here then."""
+    """Return this process's share of the files to prefetch, as `ReadAhead` takes it: ranks of one machine share the
+    page cache. None with ranks on other machines: then not all bytes are used here."""
     if not split:
         return 0, 1
     ranks = neighbours()

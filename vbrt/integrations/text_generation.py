@@ -1,10 +1,10 @@
-"""transformers: text out of a wrapped causal language model, in one turn or several.
+"""Text generation with a wrapped causal language model, in one turn or several.
 
     conversation = Conversation(vb, tokenizer)
     reply = conversation.say("What is the sea?", Turn(max_new_tokens=64), listener)
 
-Where the tokenizer has a chat template, a turn is a message of the user; else, or with `templated=False`, all text so
-far is continued. Importing this module imports transformers, which vbrt does not install.
+If the tokenizer has a chat template, a turn is a user message; else, or with `templated=False`, all text so far is
+continued. Importing this module imports transformers, which vbrt does not install.
 """
 
 import time
@@ -28,7 +28,7 @@ __all__ = ["Conversation", "Listener", "Reply", "Turn"]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How a reply is made: at most so many tokens; greedily, or drawn as the model's generation config says."""
+    """Generation settings of a reply: at most so many tokens; greedy, or sampled by the model's generation config."""
 
     max_new_tokens: int = 64
     sample: bool = False
@@ -36,8 +36,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A generated text without its prompt, the tokens of both, and the seconds that it took; `stopped`: by the
-    listener."""
+    """Generated text without its prompt, token counts of both, and seconds taken; `stopped`: by the listener."""
 
     text: str
     prompt_tokens: int
@@ -47,16 +46,16 @@ class Reply:
 
 
 class Listener(Protocol):
-    """Hears a reply while it is made."""
+    """Callbacks during generation."""
 
     def text(self, piece: str) -> None:
-        """Take the next piece of the text, some words."""
+        """Receive the next piece of the text, some words."""
 
     def token(self) -> None:
-        """Take note of a new token."""
+        """Count a new token."""
 
     def stops(self) -> bool:
-        """True if the reply should end with the token before."""
+        """True to stop after the last token."""
 
 
 class _Silence:
@@ -71,7 +70,7 @@ class _Silence:
 
 
 class _Streamer(TextStreamer):
-    """Passes text to a listener as words are complete."""
+    """Passes text to a listener in whole words."""
 
     def __init__(self, tokenizer: Any, listener: Listener) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -98,10 +97,10 @@ class _Stop(StoppingCriteria):
 
 
 class Conversation:
-    """Turns of a user and of a wrapped causal language model.
+    """Conversation with a wrapped causal language model.
 
     Attributes:
-        turns: what was said, as chat templates take it: dicts with "role" and "content".
+        turns: messages so far, as chat templates take them: dicts with "role" and "content".
         templated: True if the tokenizer's chat template is used.
     """
 
@@ -119,15 +118,14 @@ class Conversation:
         self.turns: list[dict[str, str]] = list(self._begin)
 
     def reset(self) -> None:
-        """Forget all turns but what the model was told at first."""
+        """Forget all turns except the system message."""
         self.turns = list(self._begin)
 
     def say(self, text: str, turn: Turn, listener: Listener | None = None) -> Reply:
-        """Say something; return the model's reply. Both become turns; an exception leaves the turns as they were.
+        """Send a user message; return the model's reply. Both become turns; an exception leaves the turns unchanged.
 
         Raises:
-            VBError: no text; no tokens, or tokens that the model does not know; the chat template does not take the
-                turns.
+            VBError: no text; no tokens, or tokens outside the model's vocabulary; the chat template rejects the turns.
         """
         turns = [*self.turns, {"role": "user", "content": text}]
         _check_texts(turns)
@@ -164,7 +162,7 @@ class Conversation:
         return inputs
 
     def _plain(self, turns: list[dict[str, str]]) -> Any:
-        """Return the tokens of all turns as one text, a line for each turn of the user."""
+        """Return the tokens of all turns as one text, one line per user turn."""
         parts = [turn["content"] + ("" if turn["role"] == "user" else "\n") for turn in turns]
         return self._tokenizer("".join(parts), return_tensors="pt", return_token_type_ids=False)
 
@@ -173,7 +171,7 @@ class Conversation:
             return self._tokenizer.apply_chat_template(
                 turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-        except Exception as error:  # a template is a program of whoever made the model
+        except Exception as error:  # a template is third-party code
             raise VBError(
                 f"the model's chat template does not take these turns: {str(error) or type(error).__name__}; "
                 "--raw continues the text as it is"
@@ -181,7 +179,7 @@ class Conversation:
 
 
 def _check_texts(turns: Sequence[Mapping[str, str]]) -> None:
-    """Raise VBError for text that was not UTF-8: Python holds it as half characters, which tokenizers do not take."""
+    """Raise VBError for text that was not UTF-8: Python holds it as lone surrogates, which tokenizers reject."""
     for turn in turns:
         try:
             turn["content"].encode()

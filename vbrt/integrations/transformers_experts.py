@@ -1,7 +1,7 @@
-"""Experts one by one: transformers stacks the matrices of a layer's experts as it reads them, this reads each alone.
+"""Per-expert reading: reads each expert's matrix alone where transformers would stack them all.
 
-A converter of a checkpoint that has experts apart begins with `MergeModulelist(dim=0)`; what follows works on each
-matrix of the stack alone. So the same operations on the tensors of one expert give that expert's matrix.
+A conversion for checkpoints with separate experts begins with `MergeModulelist(dim=0)`; its further operations treat
+each matrix of the stack independently. So the same operations on one expert's tensors give that expert's matrix.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ __all__ = ["by_expert"]
 
 
 class _ByExpert(WeightConverter):
-    """A converter that hands the matrices of experts over as readers, where they go into pages."""
+    """Converter that hands experts' matrices over as readers, if they go into pages."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class _ByExpert(WeightConverter):
 
     @torch.no_grad()
     def _matrix(self, jobs: dict[str, list[Callable[[], torch.Tensor]]], given: dict[str, Any], expert: int):
-        """Read the tensors of one expert; return its matrix."""
+        """Read one expert's tensors; return its matrix."""
         found: dict[str, Any] = {pattern: [per_expert[expert]()] for pattern, per_expert in jobs.items()}
         for operation in self.operations:
             found = operation.convert(
@@ -59,7 +59,7 @@ def _is_deferred(jobs: dict[str, list]) -> bool:
 
 
 def by_expert(conversion: WeightTransform) -> WeightTransform:
-    """Return a conversion that reads experts one by one, where this one stacks them; else the same."""
+    """Return a conversion that reads experts one by one, if the given one stacks them; else the same."""
     if type(conversion) is not WeightConverter or len(conversion.target_patterns) != 1:
         return conversion
     if not merges_experts(conversion.operations):

@@ -1,12 +1,11 @@
-"""transformers' `from_pretrained` into planes: a quantizer that encodes tensors as they are read.
+"""Quantizer for transformers' `from_pretrained`: encodes tensors into planes as they are read.
 
     config = vbrt.QuantizationConfig("exact", tiers={"cpu": {"budget": "8GiB"}})
     model = AutoModelForCausalLM.from_pretrained("path", quantization_config=config)
     vb = vbrt.of(model)  # stats, set_budget, timeline, save, unwrap
 
 The model stays a plain one on the meta device while transformers loads it: `vbrt.saves.load.fill_while_reading` puts
-its weights into pages, one after the other, and swaps the layers when the rest is there. Importing this module imports
-transformers.
+its weights into pages one by one, and swaps the layers at the end. Importing this module imports transformers.
 """
 
 import weakref
@@ -54,12 +53,12 @@ _METHOD, _GGUF = "vbrt", "gguf"
 
 
 class _Method(str, Enum):  # noqa: UP042 - str(...) of diffusers' and transformers' own
-    """The name of the method, of a type whose `value` diffusers asks for."""
+    """Name of the method, as a str enum, because diffusers reads its `value`."""
 
     VBRT = _METHOD
 
     def __ne__(self, other: object) -> bool:
-        """False for "gguf", too: transformers hands such files only to quantizers whose method is no other."""
+        """False for "gguf" too: transformers gives GGUF files only to quantizers whose method does not differ."""
         return str.__ne__(self, other) and other != _GGUF
 
     __hash__ = str.__hash__
@@ -73,7 +72,7 @@ _KEYS = ("quant_method", "stored", "dtypes", "config")
 
 
 def _is_entry(key: str, value: Any) -> bool:
-    """True if config.json may have this."""
+    """True for a valid entry of config.json."""
     if key == "dtypes":
         known = {str(dtype).removeprefix("torch.") for dtype in _DTYPES}
         return (
@@ -85,7 +84,7 @@ def _is_entry(key: str, value: Any) -> bool:
 
 
 class Sharing:
-    """The runtime that models share which are loaded with one config; copies of the config share it, too."""
+    """Runtime shared by models loaded with one config; copies of the config share it, too."""
 
     def __init__(self, runtime: Runtime | str) -> None:
         if not isinstance(runtime, Runtime) and runtime != "shared":
@@ -98,7 +97,7 @@ class Sharing:
 
     @property
     def runtime(self) -> Runtime | None:
-        """The one that was given, or that of the last model, if there is one still."""
+        """The given runtime, or the last model's, if it is still alive."""
         last = self._given or (self._last and self._last())
         return last if self._given is not None or (last is not None and not last.stack.closed) else None
 
@@ -108,27 +107,27 @@ class Sharing:
 
 
 class QuantizationConfig(QuantizationConfigMixin):
-    """How `from_pretrained` of transformers wraps a model that it loads; `quantization_config=` takes one.
+    """Config of `from_pretrained(quantization_config=...)`: how transformers wraps the model that it loads.
 
     Args:
         config: as `vbrt.wrap` takes it: a preset ("fp4", the default, "exact", ...), a TOML file, a dict, a VBConfig.
-        stored: what `save_pretrained` writes: "planes", which only vbrt reads, or "dense" weights, which any reader
+        stored: content for `save_pretrained`: "planes", which only vbrt reads, or "dense" weights, which any reader
             loads. With mode = "train", always the dense weights.
-        runtime: `vb.runtime` of another model, which shares its tiers, budgets and policy; or "shared": all models that
-            are loaded with this object share one, as components of a pipeline do.
-        **overrides: sections of the config, as for `vbrt.wrap`; `policy=` also takes a policy of your own.
+        runtime: `vb.runtime` of another model, to share its tiers, budgets and policy; or "shared": all models loaded
+            with this object share one, as components of a pipeline do.
+        **overrides: sections of the config, as for `vbrt.wrap`; `policy=` also takes a custom policy.
 
     Attributes:
-        settings: the config that these make; of a loaded model, the one that it was wrapped with.
-        named: what was given: config, overrides, and a factory of policies or None.
-        dtypes: of a save, the dtype that config.json has, which is that of the first parameter that is not swapped, and
-            that of the model, where these differ.
+        settings: the resulting config; for a loaded model, the one that it was wrapped with.
+        named: the arguments: config, overrides, and a policy factory or None.
+        dtypes: of a save, the dtype in config.json (that of the first parameter that is not swapped) and the model's,
+            where these differ.
 
-    A directory that `save_pretrained` wrote keeps its config: after `import vbrt`, `from_pretrained` without one takes
-    that, and what is named then is merged into it, as by `vbrt.load`. Without vbrt, transformers loads dense weights
-    with a warning, and refuses planes for their sizes.
+    A directory written by `save_pretrained` keeps its config: after `import vbrt`, `from_pretrained` without one uses
+    it, and a given one is merged into it, as by `vbrt.load`. Without vbrt, transformers loads dense weights with a
+    warning, and rejects planes for their sizes.
 
-    Raises ConfigError: as `vbrt.wrap`; or `stored` is something else.
+    Raises ConfigError: as `vbrt.wrap`; or another value of `stored`.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class QuantizationConfig(QuantizationConfigMixin):
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> "QuantizationConfig | tuple[QuantizationConfig, dict[str, Any]]":
-        """Return what `to_dict` gave as a config. Raises ConfigError: a key that has no meaning here, named."""
+        """Make a config from `to_dict`'s result. Raises ConfigError: an unknown key, named."""
         wrong = next((key for key in (*config_dict, *_KEYS) if not _is_entry(key, config_dict.get(key))), None)
         if wrong is not None:
             raise ConfigError(
@@ -165,7 +164,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         return (made, kwargs) if return_unused_kwargs else made
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what config.json has of it."""
+        """Return the entry for config.json."""
         values = _METHOD, self.stored, list(self.dtypes), self.settings.to_dict()
         return dict(zip(_KEYS, values, strict=True))
 
@@ -173,22 +172,22 @@ class QuantizationConfig(QuantizationConfigMixin):
         yield from self.to_dict().items()
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """Return what counts when a directory has a config of its own: all that was asked for."""
+        """Return the attributes that override a directory's own config: all that was asked for."""
         return {"named": self.named, "sharing": self.sharing}
 
     def over(self, saved: VBConfig) -> VBConfig:
-        """Return the config of a save, for this machine, with what was asked for instead."""
+        """Return a save's config, adapted to this machine, with this object's settings merged in."""
         config, overrides, _ = self.named
         return load_config(for_this_machine(saved) if config is None else config, **overrides)
 
     def settle(self, saved: Any = None) -> None:
-        """Make the settings those of a model that is read now.
+        """Set the settings for the model being read.
 
         Args:
-            saved: files that have a config of their own; by default weights are encoded.
+            saved: files with a config of their own; by default weights are encoded.
 
         Raises:
-            ConfigError: they do not go together, or not with the runtime that the model joins.
+            ConfigError: the settings contradict each other, or the runtime that the model joins.
         """
         config, overrides, _ = self.named
         self.settings = self.over(self.settings) if saved is None else saved.config(config, overrides)
@@ -203,7 +202,7 @@ class QuantizationConfig(QuantizationConfigMixin):
             self.settings = shared_config(self.settings, runtime, config, overrides)
 
     def filling(self, model: nn.Module, saved: Any = None) -> Filling:
-        """Return the planes of a model, which is on the meta device, on their way into the runtime that it gets."""
+        """Return the filling of a meta model, on the runtime that it gets."""
         runtime = None if self.sharing is None else self.sharing.runtime
         policy = self.named[2] if runtime is None else None
         made = Filling(model, self.settings, policy, saved, runtime=runtime)
@@ -212,12 +211,12 @@ class QuantizationConfig(QuantizationConfigMixin):
         return made
 
 
-# so that a config that is named for a directory that has one is merged into it, and not dropped
+# merges a given config into a directory's own, which would drop it otherwise
 keep_loading_attributes_of(QuantizationConfig)
 
 
 class _Encode(ConversionOps):
-    """Hands tensors to the filling; those that it does not take go on to the model."""
+    """Hands tensors to the filling; the others go on to the model."""
 
     def __init__(self, quantizer: "VBQuantizer") -> None:
         self._quantizer = quantizer
@@ -246,10 +245,10 @@ class _Encode(ConversionOps):
 
 
 class VBQuantizer(TakesGGUF):
-    """Encodes the weights of a model while transformers loads it, and attaches it to a runtime. See `HfQuantizer`.
+    """Encodes a model's weights while transformers loads it, and attaches it to a runtime. See `HfQuantizer`.
 
     Attributes:
-        filling: the model's planes while it is loaded; None before, afterwards, and with mode = "train".
+        filling: the model's planes during loading; None before, afterwards, and with mode = "train".
     """
 
     requires_calibration = False
@@ -257,13 +256,13 @@ class VBQuantizer(TakesGGUF):
     def __init__(self, quantization_config: QuantizationConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._holds_planes = self.pre_quantized and quantization_config.stored == "planes"
-        self.pre_quantized = False  # tensors are read one after the other, by this thread
+        self.pre_quantized = False  # so that tensors are read one at a time, by this thread
         self._files: list[Path] = []
         self._model: PreTrainedModel | None = None  # until its conversions are known
         self._read_in: dict[str, torch.dtype] = {}
-        self._given: list = []  # conversions of other files of the model, where a GGUF file needs none
-        self._conversions: list | None = None  # of names and tensors, which saving the dense weights reverts
-        self._dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of a loaded model: the seen one, and its own
+        self._given: list = []  # conversions for the model's non-GGUF files; a GGUF file needs none
+        self._conversions: list | None = None  # of names and tensors; saving dense weights reverts them
+        self._dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of a loaded model: visible, and its own
         self._error: Exception | None = None
         self._begin: Callable[[PreTrainedModel], None] | None = (
             None  # of a filling that waits for the model to be split
@@ -273,7 +272,7 @@ class VBQuantizer(TakesGGUF):
     # -- before it is loaded ------------------------------------------------------------------------------------------
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raise ConfigError for a map of devices that says where weights live: that is what tiers say."""
+        """Raise ConfigError for a device map that places weights: tiers do that."""
         places = set(map(str, device_map.values() if isinstance(device_map, Mapping) else [device_map or "auto"]))
         gpu = self.quantization_config.settings.tiers.gpu.enabled and torch.cuda.is_available()
         here = {"cuda", "cuda:0", "0", "auto", "balanced", "sequential", "balanced_low_0"} if gpu else {"cpu", "auto"}
@@ -286,14 +285,14 @@ class VBQuantizer(TakesGGUF):
             )
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """Return the dtype of the model where a save has another in its config.json: see `QuantizationConfig`; for a
-        GGUF file and dtype="auto", the file's."""
+        """Return the model's dtype where a save has another in its config.json: see `QuantizationConfig`; for a GGUF
+        file and dtype="auto", the file's."""
         dtype = super().update_dtype(dtype)
         seen, own = self.quantization_config.dtypes or (None, None)
         return getattr(torch, own) if str(dtype) == f"torch.{seen}" else dtype
 
     def update_device_map(self, device_map: Any) -> None:
-        """Return None: what is not swapped moves when everything is read."""
+        """Return None: unswapped tensors move to the device after reading."""
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Any = None, **kwargs: Any
@@ -304,19 +303,19 @@ class VBQuantizer(TakesGGUF):
         if share and self._files and all(file.suffix == ".safetensors" for file in self._files):
             try:
                 self.ahead = read_ahead(map(TensorFile, self._files), share=share)
-            except CheckpointError:  # of what vbrt cannot read, whoever reads the files says it
+            except CheckpointError:  # the files' reader reports what vbrt cannot read
                 _check_open(self._files)
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel | None = None) -> list:
-        """Plan the model, which is complete by now; have experts read one by one. Older versions do not name it."""
+        """Plan the model, which is complete by now; read experts one by one. Older versions do not pass it."""
         model, self._model = model or self._model, None
         config = self.quantization_config
         saved, self._given = self._saved(model), weight_conversions
         config.settle(None if config.settings.mode == "train" else saved)
         if config.settings.mode == "train":
             self._refuse_planes()
-            _ignore_(model, {r"(^|[._])separation$"})  # a history of scales is that of a run, and begins anew
+            _ignore_(model, {r"(^|[._])separation$"})  # engine states belong to a run; training starts new ones
             return weight_conversions if self.gguf is None else []
         self._read_in = _dtypes_read_in(model)
         for name, parameter in model.named_parameters():
@@ -337,7 +336,7 @@ class VBQuantizer(TakesGGUF):
             )
 
     def _saved(self, model: PreTrainedModel) -> SavedModel | DenseCheckpoint | None:
-        """Return what makes the planes, if they are not encoded from tensors that transformers reads."""
+        """Return the source of planes, if they are not encoded from tensors that transformers reads."""
         if not self._holds_planes:
             return self.gguf
         saved = open_embedded(self._files)
@@ -347,7 +346,7 @@ class VBQuantizer(TakesGGUF):
     # -- while it is loaded -------------------------------------------------------------------------------------------
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """True if a weight goes into pages as it is read, in the dtype that transformers reads it in."""
+        """True if a weight goes into pages as it is read, in transformers' reading dtype."""
         if self._begin is not None:
             self._begin(model)
         if self.filling is None or not self.filling.takes(param_name):
@@ -355,17 +354,17 @@ class VBQuantizer(TakesGGUF):
         return self._holds_planes or self.gguf is not None or param_name in self._read_in
 
     def get_quantize_ops(self) -> ConversionOps:
-        """Return the operation that takes what is read."""
+        """Return the operation that takes the tensors read."""
         return _Encode(self)
 
     def note_use(self, name: str, weights: Iterable[Any]) -> None:
-        """Note that weights which are made of a tensor of this name, or of tensors of this pattern, are used now."""
+        """Report the use of tensors of this name or pattern to the prefetcher."""
         if self.ahead is not None:
             self.ahead.used(name, sum((w[0] if isinstance(w, list) else w).nbytes for w in weights))
 
     def put(self, model: nn.Module, name: str, weight: Any, missing: set[str]) -> bool:
-        """Put a weight into pages, matrices of experts included; False for one that is the model's. What goes wrong is
-        raised when transformers is done: it would only report an error of a conversion."""
+        """Put a weight, or experts' matrices, into pages; False if it is the model's. Errors are raised after loading,
+        because transformers would only report them as a failed conversion."""
         filling = self.filling
         if filling is None or not filling.takes(name):
             return False
@@ -375,7 +374,7 @@ class VBQuantizer(TakesGGUF):
             except VBError as error:
                 self._error = error
         missing.discard(name)
-        model.get_parameter(name)._is_hf_initialized = True  # or it would be drawn anew
+        model.get_parameter(name)._is_hf_initialized = True  # keeps transformers from initializing it
         return True
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
@@ -403,7 +402,7 @@ class VBQuantizer(TakesGGUF):
             if ahead is not None:
                 ahead.close()
         for module in model.modules():
-            if isinstance(module, PreTrainedModel):  # some compute otherwise then, for layers that have no `weight`
+            if isinstance(module, PreTrainedModel):  # some models compute differently then, for layers without `weight`
                 vars(module.config).pop("_is_quantized", None)
         return model
 
@@ -415,13 +414,13 @@ class VBQuantizer(TakesGGUF):
         return True
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor] | None, dict]:
-        """Return what `save_pretrained` writes, planes or dense weights, and the files' metadata; None where that is
-        the model's own state dict. With an ssd tier, host memory holds one shard of `max_shard_size` at a time.
+        """Return the content for `save_pretrained`, planes or dense weights, and the files' metadata; None for the
+        model's own state dict. With an ssd tier, host memory holds one shard of `max_shard_size` at a time.
 
-        Raises CheckpointError: planes, of which ranks have parts.
+        Raises CheckpointError: sharded planes.
         """
         if adapters_only(model):
-            return None, {}  # adapters only
+            return None, {}  # only adapters are saved
         model._weight_conversions = self._conversions
         try:
             attachment = attachment_of(model)
@@ -441,10 +440,10 @@ class VBQuantizer(TakesGGUF):
                 'vbrt.of(model).save(path) on every rank, or load with QuantizationConfig(..., stored="dense")'
             )
         if cut is not None:
-            return None, {}  # transformers gathers what a state dict has parts of
+            return None, {}  # transformers gathers sharded state dicts
         if config.stored == "dense":
             return dense_tensors(attachment), {}
-        model._weight_conversions = []  # planes have the names of the model, so does the rest
+        model._weight_conversions = []  # planes and all else have the model's names
         return embedded_tensors(attachment)
 
     def _dtypes_to_save(self, model: PreTrainedModel) -> tuple[str, ...]:
@@ -470,8 +469,8 @@ class VBQuantizer(TakesGGUF):
 
 
 def _begin_filling(quantizer: VBQuantizer, saved: Any, model: PreTrainedModel) -> None:
-    """Plan a model, of which this rank's part is there by now where transformers splits it over ranks: it looks up
-    parameters by all names of its plan, those that share a weight included, so they are tied only now."""
+    """Plan a model whose shard is present by now, if transformers splits it over ranks. Ties are made only here,
+    because the splitting looks up parameters by all names of its plan, including tied ones."""
     quantizer._begin = None
     model.tie_weights()
     quantizer.filling = quantizer.quantization_config.filling(model, saved)
@@ -479,7 +478,7 @@ def _begin_filling(quantizer: VBQuantizer, saved: Any, model: PreTrainedModel) -
 
 
 def _check_open(files: Iterable[Path]) -> None:
-    """Raise CheckpointError for a file that safetensors cannot open, which names no path."""
+    """Raise CheckpointError for a file that safetensors cannot open: its own error names no path."""
     for file in files:
         try:
             with safe_open(file, "pt"):
@@ -491,13 +490,13 @@ def _check_open(files: Iterable[Path]) -> None:
 
 
 def _ignore_(model: PreTrainedModel, patterns: set[str]) -> None:
-    """Until the model is loaded, have transformers say nothing of names of tensors that it does not know."""
+    """Make transformers ignore unknown tensor names of these patterns while the model loads."""
     model._keys_to_ignore_on_load_unexpected = patterns.union(model._keys_to_ignore_on_load_unexpected or ())
 
 
 def _dtypes_read_in(model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """Return the dtypes in which transformers reads parameters that a quantizer takes, by name. Those of which the
-    model's class has made others are not in it: such weights are read in the dtype of the model and would lose bits."""
+    """Return transformers' reading dtypes of parameters that a quantizer takes, by name. Parameters that the model's
+    class cast are not included: they are read in the model's dtype, and would lose bits."""
     dtype = model.config.dtype
     own, found = own_dtypes_of(model, dtype), {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
