@@ -1,4 +1,4 @@
-"""`vbrt advise`: which config and which options, for a model, a task and a machine."""
+"""`vbrt advise`: config and options for a model, a task and a machine."""
 
 import argparse
 import json
@@ -49,7 +49,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _advise(args: argparse.Namespace) -> int:
     sizes = sizes_of(args)
     if args.write is not None:
-        check_config_file(args.write)  # before anything takes time
+        check_config_file(args.write)  # before any slow work
     with working("importing torch and transformers") as say, warnings_as_lines():
         hf_configs = integration("hf_configs")
         from vbrt.estimation.advice.advise import advise

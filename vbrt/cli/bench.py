@@ -1,4 +1,4 @@
-"""`vbrt bench`: what attention kernels, torch.compile and options that save memory do on this machine, measured."""
+"""`vbrt bench`: measures attention kernels, torch.compile and memory options on this machine."""
 
 import argparse
 import contextlib
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
-_LENGTHS = (256, 1024)  # of attention
+_LENGTHS = (256, 1024)  # attention lengths
 _WHY = 44  # characters of a reason in the table; --json has all
 
 
@@ -106,7 +106,7 @@ def _rows(args: argparse.Namespace) -> "Iterable[Measured]":
 
 
 def _model(path: Path | None, dtype: object) -> "nn.Module":
-    """Return a model with random weights on the device that measures."""
+    """Return a model with random weights on the measuring device."""
     import torch
 
     from vbrt.estimation.advice.option_measurements import device

@@ -62,7 +62,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 class _Session:
-    """Reads lines until there are no more, and answers each."""
+    """Reads and answers lines until the end of input."""
 
     def __init__(self, vb: "VBModelWrapper", conversation: "Conversation", turn: "Turn") -> None:
         self._vb, self._conversation, self._turn = vb, conversation, turn
@@ -74,7 +74,7 @@ class _Session:
         }
 
     def run(self) -> int:
-        """Answer lines; return the exit code. Raises KeyboardInterrupt at the second Ctrl-C without a line between."""
+        """Answer lines; return the exit code. Raises KeyboardInterrupt: a second Ctrl-C without a line in between."""
         stopped = False
         while True:
             try:
@@ -93,7 +93,7 @@ class _Session:
             stopped = bool(line) and self._answer(line)
 
     def _answer(self, line: str) -> bool:
-        """Carry out a command, or say the line; True if the reply was stopped."""
+        """Run a command, or send the line to the model; True if the reply was stopped."""
         if line.startswith("/"):
             command = self._commands.get(line)
             command() if command else complain("error", f"{line}: no such command; {_HELP}")

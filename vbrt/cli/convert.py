@@ -1,4 +1,4 @@
-"""`vbrt convert`: a checkpoint into a save of planes, weight by weight; interrupted, it goes on where it stopped."""
+"""`vbrt convert`: a checkpoint into a save of planes, weight by weight, resumable."""
 
 import argparse
 import shlex
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    config_of(args)  # an error of it comes before anything takes time
+    config_of(args)  # report its errors before any slow work
     with working("importing torch and transformers") as say:
         hf_configs = integration("hf_configs")
         from vbrt.saves.convert.convert import convert

@@ -1,4 +1,4 @@
-"""`vbrt estimate`: the memory that a model takes for a task, without weights."""
+"""`vbrt estimate`: memory of a model for a task, without weights."""
 
 import argparse
 import json
@@ -52,7 +52,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def add_task(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is done with the model."""
+    """Add the options of the task."""
     task = parser.add_argument_group("the task")
     task.add_argument("--task", choices=("decode", "prefill", "train"), default="decode", help="(default decode)")
     task.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences, or images, at once (1)")
@@ -67,7 +67,7 @@ def add_task(parser: argparse.ArgumentParser) -> None:
 
 
 def task_of(args: argparse.Namespace) -> "Task":
-    """Return the task that the options say."""
+    """Return the task of the options."""
     from vbrt.estimation.memory.task import Task
 
     names = ("batch", "context", "new", "optimizer", "lora", "checkpointing", "mixed", "attention")
@@ -75,7 +75,7 @@ def task_of(args: argparse.Namespace) -> "Task":
 
 
 def _check_task(args: argparse.Namespace) -> None:
-    """Raise VBError for options that say nothing about the task."""
+    """Raise VBError for options without effect on the task."""
     asked = {"--optimizer": args.optimizer != "AdamW", "--checkpointing": args.checkpointing, "--mixed": args.mixed}
     idle = [flag for flag, given in asked.items() if given and args.task != "train"]
     if idle:
@@ -83,7 +83,7 @@ def _check_task(args: argparse.Namespace) -> None:
 
 
 def _estimate(args: argparse.Namespace) -> int:
-    _check_task(args)  # what can be checked comes before the work
+    _check_task(args)  # checks come before slow work
     sizes = sizes_of(args)
     if args.plot is not None:
         check_plot(args.plot)
@@ -123,7 +123,7 @@ def _estimate(args: argparse.Namespace) -> int:
 
 
 def _panels(found: "Estimate", options: "Sequence[Option]") -> list[tuple[str, Bars]]:
-    """Return the stages of a step, each with what it is made of, and each option without and with it."""
+    """Return the stages of a step with their breakdown, and each option's peak without and with it."""
     step = "step" if found.task.trains else "call"
     stages = {stage: {k: n / _GIB for k, n in parts.items() if n} for stage, parts in found.parts.items()}
     panels = [(f"largest moments of a {step}, in the {found.compute_tier} memory", stages)]

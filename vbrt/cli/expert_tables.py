@@ -1,4 +1,4 @@
-"""What `vbrt plan` says of routed experts: the bytes of a cold token, and tokens a second at hit rates."""
+"""Routed experts in `vbrt plan`: bytes of a cold token, and tokens a second by hit rate."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ __all__ = ["ExpertReport"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertReport:
-    """The cost of a token, the rates of links that are assumed, and hit rates: assumed ones, and simulated ones by
-    policy. `cpu_gb_per_s`: assumed, at which the CPU computes missed experts; `miss`: what becomes of those."""
+    """Cost of a token, assumed link rates, and hit rates: assumed ones, and simulated ones by policy. `cpu_gb_per_s`:
+    assumed rate of experts computed by the CPU; `miss`: the config's `experts.miss`."""
 
     tier: str
     cost: TokenCost
@@ -32,11 +32,11 @@ class ExpertReport:
 
     @classmethod
     def of(cls, plan: Plan, gb_per_s: Mapping[str, float], routing: Path | None) -> Self | None:
-        """Make the report of a plan; None for a model without routed experts in the tiers.
+        """Make a plan's report; None for a model without routed experts in the tiers.
 
         Raises:
-            ArgumentError: the file of the routing cannot be read.
-            ConfigError: it is the routing of other layers.
+            ArgumentError: the routing file cannot be read.
+            ConfigError: the routing is of other layers.
         """
         cost = token_cost(plan)
         if cost is None:
@@ -51,7 +51,7 @@ class ExpertReport:
         return cls(plan.compute_tier, cost, rates, simulated)
 
     def to_dict(self) -> dict:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         cost, rates = self.cost, self.gb_per_s
         hits = {f"{rate:g}": rate for rate in HIT_RATES} | dict(self.simulated)
         return {
@@ -67,7 +67,7 @@ class ExpertReport:
 
     @property
     def missed_gb_per_s(self) -> dict[str, float]:
-        """The rates at which missed experts are done with, where they are not all fetched, by home."""
+        """Rates of missed experts by home, unless all are fetched."""
         if self.miss == "fetch" or self.tier == "cpu" or "cpu" not in self.gb_per_s:
             return {}
         return {"cpu": missed_gb_per_s(self.miss, self.gb_per_s["cpu"], self.cpu_gb_per_s)}
@@ -76,7 +76,7 @@ class ExpertReport:
         return self.cost.tokens_per_s(hit_rate, self.gb_per_s, self.missed_gb_per_s)
 
     def print(self, console: Console) -> None:
-        """Print it for people."""
+        """Print it as tables."""
         cost = self.cost
         console.print()
         if not cost.cold_bytes:

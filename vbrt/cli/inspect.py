@@ -1,4 +1,4 @@
-"""`vbrt inspect`: what a checkpoint is, and what it becomes under a config; reads nothing but headers."""
+"""`vbrt inspect`: content of a checkpoint, and what a config makes of it, from headers alone."""
 
 import argparse
 import json
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    config_of(args)  # an error of it comes before anything takes time
+    config_of(args)  # report its errors before any slow work
     with working("importing torch and transformers") as say:
         hf_configs = integration("hf_configs")
         from vbrt.saves.convert.inspection import inspect

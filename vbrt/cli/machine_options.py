@@ -1,4 +1,4 @@
-"""Options that name another machine than this one: its memory, for commands that plan."""
+"""Options that describe another machine's memory, for commands that plan."""
 
 import argparse
 from dataclasses import replace
@@ -22,7 +22,7 @@ def add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:
-    """Return the sizes that the options say. Raises VBError: a size that is none."""
+    """Return the sizes of the options. Raises VBError: not a size."""
     return {
         flag: _size(getattr(args, flag.lstrip("-").replace("-", "_")), flag)
         for flag in ("--gpu-memory", "--ram", "--ssd")
@@ -30,7 +30,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 
 def machine_of(sizes: Sizes, config: VBConfig) -> tuple[Machine, VBConfig]:
-    """Return the machine that the options say, and the config with an ssd tier if it has a drive."""
+    """Return the machine of the options, and the config with an ssd tier if it has a drive."""
     from vbrt.model.machine_memory import this_machine
 
     if sizes["--ssd"] is not None:
@@ -40,7 +40,7 @@ def machine_of(sizes: Sizes, config: VBConfig) -> tuple[Machine, VBConfig]:
 
 
 def _size(text: str | None, flag: str) -> int | None:
-    """Bytes of a size on the command line; 0 for "none", None where it was not given."""
+    """Parse a size in bytes; 0 for "none", None where it was not given."""
     if text is None:
         return None
     if text == "none" and flag == "--gpu-memory":

@@ -1,9 +1,9 @@
 """The command `vbrt`: advise, bench, chat, convert, demo, estimate, inspect, plan, precision, run, stats, top, tune.
 
-Results go to stdout, everything else (progress, warnings, errors) to stderr. Exit codes: 0 done; 1 done, and the answer
-is no (the demo's results changed, the plan does not fit); 2 a wrong command, file or config; 130 interrupted.
-Only the file of the command that is called is imported; torch and transformers are imported by the commands that need
-them, after what can be checked without them.
+Results go to stdout, everything else (progress, warnings, errors) to stderr. Exit codes: 0 done; 1 done, with a
+negative answer (the demo's results changed, the plan does not fit); 2 an invalid command, file or config; 130
+interrupted. Only the called command's file is imported; torch and transformers are imported by the commands that need
+them, after checks that work without them.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from vbrt.libraries.versions import newer_than_tested
 
 __all__ = ["COMMANDS", "main"]
 
-_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)  # of a stream, where no file is named
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)  # of writes to stdout
 
-#: each is one file of vbrt.cli with a function `add`, which adds the command to the parser
+#: commands: each a file of vbrt.cli with a function `add`, which adds it to the parser
 COMMANDS = (
     "advise",
     "bench",
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _take_any_text() -> None:
-    """Have stdout and stderr take what they cannot encode as "?"; streams that are closed give and take nothing."""
+    """Make stdout and stderr replace unencodable text by "?"; replace closed streams by null devices."""
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
@@ -97,12 +97,12 @@ def _take_any_text() -> None:
 
 
 def _drop_stdout() -> None:
-    """Let go of what stdout still holds, or the interpreter fails to flush it at exit."""
+    """Discard stdout's buffer, which the interpreter would fail to flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Version(argparse.Action):
-    """`--version`: the version; on stderr, each library that is newer than vbrt was tested with."""
+    """`--version`: the version; on stderr, each library newer than the tested versions."""
 
     def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> NoReturn:
         print(f"vbrt {__version__}")
@@ -112,7 +112,7 @@ class _Version(argparse.Action):
 
 
 def _parser(called: str = "") -> argparse.ArgumentParser:
-    """Return the parser of a command; of all of them, where none of that name is called."""
+    """Return a command's parser; the parser of all commands if none of that name is called."""
     parser = argparse.ArgumentParser(
         prog="vbrt",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,4 +1,4 @@
-"""What `vbrt run` and `vbrt chat` share: a model from a directory, and how it replies."""
+"""Shared by `vbrt run` and `vbrt chat`: loading a model, and its generation options."""
 
 import argparse
 import contextlib
@@ -45,43 +45,43 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def dtype_of(args: argparse.Namespace) -> "torch.dtype | None":
-    """Return the dtype that --dtype names."""
+    """Return the dtype of --dtype."""
     import torch
 
     return None if args.dtype is None else getattr(torch, args.dtype)
 
 
 def turn_of(args: argparse.Namespace) -> "Turn":
-    """Return how the model replies."""
+    """Return the generation settings."""
     return integration("text_generation").Turn(args.max_new_tokens, args.sample)
 
 
 def asked_config(args: argparse.Namespace) -> VBConfig | None:
-    """Return the config that --config and --set name; None where neither is given."""
+    """Return the config of --config and --set; None where neither is given."""
     config = config_of(args)
     return config if args.config is not None or args.settings else None
 
 
 def settled_config(args: argparse.Namespace) -> VBConfig | None:
-    """Return the same for the model of a directory: --set alone changes keys of the config that the directory has."""
+    """Return the config for a model's directory: --set alone changes keys of the config found there."""
     asked = asked_config(args)
     if args.config is not None or not args.settings:
         return asked
     from vbrt.saves.load.sources import open_source
 
-    with contextlib.suppress(CheckpointError):  # which is said when the model is loaded
+    with contextlib.suppress(CheckpointError):  # reported when the model is loaded
         return assign(open_source(args.model).config(None, {}), args.settings)
     return asked
 
 
 def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTokenizerBase]":
-    """Load a model into planes and its tokenizer; what the plan warns of becomes lines."""
-    config_of(args)  # an error of it comes before anything takes time
+    """Load a model into planes, and its tokenizer; the plan's warnings become lines."""
+    config_of(args)  # report its errors before any slow work
     path = args.model
     with working("importing torch and transformers") as say:
         causal = integration("causal_models")
         config = settled_config(args)
-        say.stop()  # loading has a bar of its own
+        say.stop()  # loading has its own bar
         with without_warnings_of_wrap(), warnings_as_lines():
             vb, tokenizer = causal.load_wrapped(path, config, dtype=dtype_of(args))
         vb.materialize()
@@ -91,7 +91,7 @@ def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTok
 
 
 def tokens_of(reply: "Reply") -> str:
-    """Return the sizes and speed of a reply, for people."""
+    """Return a reply's token counts and speed as text."""
     rate = reply.new_tokens / reply.seconds if reply.seconds else 0.0
     return (
         f"{reply.prompt_tokens} tokens read, {reply.new_tokens} written in {reply.seconds:.1f} s: {rate:.1f} tokens/s"

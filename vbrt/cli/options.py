@@ -1,4 +1,4 @@
-"""Options that commands share, and their values."""
+"""Options shared by commands, and their parsers."""
 
 import argparse
 import contextlib
@@ -30,7 +30,7 @@ __all__ = [
 def add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], *, help: str, examples: str, text: str = ""
 ) -> argparse.ArgumentParser:
-    """Add a command that `run` carries out, and return its parser for more arguments."""
+    """Add a command carried out by `run`; return its parser, for further arguments."""
     parser = commands.add_parser(
         name,
         help=help,
@@ -39,7 +39,7 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(command=run)
-    parser._negative_number_matcher = re.compile(r"-\d")  # "-8GiB" is the value of an option, to be refused as such
+    parser._negative_number_matcher = re.compile(r"-\d")  # "-8GiB" is an option's value, to be refused as such
     return parser
 
 
@@ -60,7 +60,7 @@ def add_config(parser: argparse.ArgumentParser, default: str = "fp4") -> None:
 
 
 def config_of(args: argparse.Namespace) -> VBConfig:
-    """Return the config that --config and --set name."""
+    """Return the config of --config and --set."""
     return assign(load_config(args.config), args.settings)
 
 
@@ -78,7 +78,7 @@ def write_config(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
-    """Raise VBError, which names the flag and the path, if the block cannot write the file."""
+    """Turn an OSError of the block into a VBError with flag and path."""
     try:
         yield
     except OSError as error:
@@ -103,12 +103,12 @@ def number(text: str) -> int:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Parse whole numbers with commas between them."""
+    """Parse comma-separated whole numbers."""
     return tuple(number(part) for part in text.split(","))
 
 
 def integration(name: str) -> ModuleType:
-    """Import a module of vbrt.integrations; raise VBError with what to install where transformers is missing."""
+    """Import a module of vbrt.integrations; raise VBError with the package to install where transformers is missing."""
     try:
         return importlib.import_module(f"vbrt.integrations.{name}")
     except ModuleNotFoundError as error:

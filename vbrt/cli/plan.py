@@ -1,4 +1,4 @@
-"""`vbrt plan`: what wrapping a model would do, and what the machine must have for it."""
+"""`vbrt plan`: the plan of wrapping a model, and the memory that it needs."""
 
 import argparse
 import json
@@ -108,7 +108,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _too_large(make_plan: Callable[..., Plan], model: Any, config: VBConfig, machine: Machine) -> Plan | None:
-    """A plan that does not fit and shows by how much, or None where budgets forbid any."""
+    """Return a plan that does not fit, to show by how much; None if budgets allow no plan."""
     try:
         plan = make_plan(model, config, machine, charge_kept=False)
     except NoRoomError:
@@ -117,7 +117,7 @@ def _too_large(make_plan: Callable[..., Plan], model: Any, config: VBConfig, mac
 
 
 def _measured_host() -> float:
-    """GB/s of pages of experts that this machine's CPU computes with; assumed where that was not measured."""
+    """Return the measured GB/s of experts computed by this machine's CPU; the assumed one without a measurement."""
     from vbrt.estimation.advice.machine_rates import kept_rates
 
     kept = kept_rates()
@@ -125,7 +125,7 @@ def _measured_host() -> float:
 
 
 def _rate(text: str | None, flag: str) -> dict[str, float]:
-    """GB/s on the command line, by the tier that they come from; empty where it was not given."""
+    """Parse GB/s, keyed by the source tier; empty where it was not given."""
     if text is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""The tables of `vbrt plan`."""
+"""Tables of `vbrt plan`."""
 
 from rich.console import Console
 from rich.table import Table

@@ -1,4 +1,4 @@
-"""Plots of commands, as SVG or PNG by matplotlib, which is optional."""
+"""Plots of commands, as SVG or PNG, with matplotlib, which is optional."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,11 +11,11 @@ from vbrt.host.safe_files import check_writable
 __all__ = ["bars", "check_plot"]
 
 Bars = Mapping[str, Mapping[str, float]]
-"""label of a bar -> what it is made of -> length."""
+"""label of a bar -> part -> length."""
 
 
 def check_plot(path: Path) -> None:
-    """Raise VBError: matplotlib is not there, another suffix, or a file that cannot be written."""
+    """Raise VBError: matplotlib is missing, another suffix, or a file that cannot be written."""
     if path.suffix not in (".svg", ".png"):
         raise VBError(f"--plot {path}: ends in {path.suffix!r}; expected .svg or .png")
     try:
@@ -27,7 +27,7 @@ def check_plot(path: Path) -> None:
 
 
 def bars(path: Path, panels: Sequence[tuple[str, Bars]], unit: str) -> None:
-    """Draw panels of horizontal bars, each made of parts side by side; write them to `path`, .svg or .png.
+    """Draw panels of stacked horizontal bars; write them to `path`, .svg or .png.
 
     Raises VBError: the file cannot be written.
     """

@@ -1,4 +1,4 @@
-"""`vbrt precision`: which layers of a model are lossless within a budget, and which in 8 or 4 bits."""
+"""`vbrt precision`: chooses lossless, 8-bit or 4-bit by layer, within a budget."""
 
 import argparse
 from pathlib import Path
@@ -47,7 +47,7 @@ def _precision(args: argparse.Namespace) -> int:
     config = config_of(args)
     _budget(args, config)
     if args.write is not None:
-        check_config_file(args.write)  # before anything takes time
+        check_config_file(args.write)  # before any slow work
     text = None if args.text is None else _text(args.text)
     with working("importing torch and transformers") as say:
         from vbrt.estimation.precision.choose_precision import choose_precision
@@ -55,7 +55,7 @@ def _precision(args: argparse.Namespace) -> int:
         causal = integration("causal_models")
         say(f"loading {args.model}")
         model, tokenizer = causal.load_dense(args.model)
-        say.stop()  # measuring has a bar of its own
+        say.stop()  # measuring has its own bar
         sequences = None if text is None else _sequences(text, tokenizer, args)
         choice = choose_precision(model, sequences, args.budget, config, method=args.method)
     console_for_stdout().print(str(choice), soft_wrap=True, markup=False)
@@ -65,7 +65,7 @@ def _precision(args: argparse.Namespace) -> int:
 
 
 def _budget(args: argparse.Namespace, config: VBConfig) -> None:
-    """Check the budget before anything takes time."""
+    """Check the budget before any slow work."""
     if args.budget is None and config.weights.budget is None:
         raise VBError('no budget: give --budget, bits a weight, e.g. "6 bits", or bytes, e.g. "8GiB"')
     parse_weights_budget(args.budget or config.weights.budget, where="--budget")
@@ -80,6 +80,6 @@ def _text(path: Path) -> str:
 
 
 def _sequences(text: str, tokenizer: "PreTrainedTokenizerBase", args: argparse.Namespace) -> "list[torch.Tensor]":
-    """Return the first sequences of a text, as token ids [1, S]; the last may be shorter."""
+    """Return a text's first sequences, as token ids [1, S]; the last may be shorter."""
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     return [part for part in ids.split(args.length, 1)[: args.sequences] if part.shape[1] > 1]

@@ -1,4 +1,4 @@
-"""The process `vbrt`: what holds from its first line on, before the command line is imported."""
+"""Process setup of `vbrt`, before the command line is imported: signals, GC, allocator."""
 
 import atexit
 import gc
@@ -12,23 +12,22 @@ from typing import NoReturn
 
 __all__ = ["program"]
 
-#: commands that import and say something, and leave nothing behind
+#: commands that import and print something, without state to clean up
 _BRIEF = ("estimate", "inspect", "plan")
-#: how torch's allocator is told what to do, by its older and its newer name
+#: torch's allocator settings: the variable's older and newer name
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SHOW_CURSOR = b"\x1b[?25h"
 _AGAIN_SECONDS = 0.002
 
 
 def program() -> NoReturn:
-    """Be the process `vbrt`, whose exit code is what `main` returns.
+    """Run `vbrt` as a process, with the exit code of `main`.
 
-    Of imports of transformers two fifths of the time were the collection of garbage: while the modules came, which
-    found nothing, and of the modules themselves at exit. Brief commands do without either, and Ctrl-C ends them at
-    once.
+    Garbage collection took two fifths of transformers' import time: during the imports, where it found nothing, and of
+    the modules at exit. Brief commands skip both, and Ctrl-C ends them at once.
     """
     brief = sys.argv[1:2] and sys.argv[1] in _BRIEF
-    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else who has started it ignores it
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the parent process ignores it
     if interruptible:
         signal.signal(signal.SIGINT, _leave)
     if brief:
@@ -40,7 +39,7 @@ def program() -> NoReturn:
         signal.signal(signal.SIGINT, _interrupt)
     try:
         code = main()
-    except KeyboardInterrupt:  # while it said how the command ended
+    except KeyboardInterrupt:  # while reporting how the command ended
         code = 130
     if interruptible:
         signal.signal(signal.SIGINT, _leave)
@@ -50,8 +49,8 @@ def program() -> NoReturn:
 
 
 def _grow_segments(environment: MutableMapping[str, str]) -> None:
-    """Have the segments of torch's allocator grow, unless somebody has said what it does, or several processes share
-    GPUs: pages that come while temporaries go split the blocks of these, and up to a fifth of a GPU stayed unused."""
+    """Enable expandable segments in torch's allocator, unless its settings are given, or several processes share GPUs:
+    pages allocated among temporaries fragment it, and left up to a fifth of a GPU unused."""
     if "LOCAL_RANK" not in environment and not any(name in environment for name in _ALLOCATOR):
         environment[_ALLOCATOR[0]] = "expandable_segments:True"
 
@@ -65,11 +64,11 @@ def _leave(_signal: int, _frame: FrameType | None) -> None:
 def _interrupt(_signal: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt once nothing is being imported.
 
-    The import system drops exceptions in some of its callbacks, transformers makes others of them, and torch aborts.
+    The import system drops exceptions in some callbacks, transformers converts others, and torch aborts.
     """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            main = threading.main_thread().ident  # to which a signal also ends a wait
+            main = threading.main_thread().ident  # a signal also interrupts the main thread's waits
             again = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main, signal.SIGINT))
             again.daemon = True
             return again.start()
@@ -78,8 +77,7 @@ def _interrupt(_signal: int, frame: FrameType | None) -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End the process without taking the interpreter apart; what is registered for its end runs, and streams are
-    written."""
+    """End the process without interpreter teardown; run atexit functions and flush streams."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

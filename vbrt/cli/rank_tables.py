@@ -1,4 +1,4 @@
-"""`vbrt plan --ranks N`: ways over several GPUs, compared; and ranks measured for that."""
+"""`vbrt plan --ranks N`: comparison of multi-GPU parallelism; and `vbrt tune --machine` of ranks."""
 
 import os
 from typing import TYPE_CHECKING
@@ -21,11 +21,11 @@ __all__ = ["measure_ranks", "print_ways", "ways_on"]
 def ways_on(
     ranks: int, plan: Plan, of: "tuple[nn.Module, VBConfig, Machine]", link_gb_s: float, *, given: bool
 ) -> "Comparison":
-    """Compare the ways on N GPUs: by what was measured on this machine, or by the figures of H200s.
+    """Compare the ways to use N GPUs, by rates measured on this machine, or those of H200s.
 
     Args:
         of: what was planned.
-        link_gb_s: of one GPU; `given` by the user, else what was measured goes before it.
+        link_gb_s: of one GPU; if `given` by the user, it overrides the measured one.
 
     Raises:
         VBError: fewer than two ranks, or the plan computes on the CPU.
@@ -47,7 +47,7 @@ def ways_on(
     if kept is not None and not usable:
         group = replace(group, source=f"{group.source}; what was measured here is of {kept.name}, {kept.backend}")
     rates = kept_rates()
-    if rates is None or not rates.link_gb_s:  # one link alone is no slower than beside others
+    if rates is None or not rates.link_gb_s:  # a single link is at least as fast as concurrent ones
         rates = replace(SHEETS["H200"], link_gb_s=max(link_gb_s, kept.link_gb_s) if usable and not given else link_gb_s)
     elif given:
         rates = replace(rates, link_gb_s=link_gb_s)
@@ -57,7 +57,7 @@ def ways_on(
 
 
 def measure_ranks(console: Console) -> None:
-    """Measure the ranks that a launcher has started on this machine, and keep that; rank 0 prints it.
+    """Measure the ranks that a launcher has started on this machine, and store the rates; rank 0 prints them.
 
     Raises VBError: they are on several machines, or cannot form a group.
     """
@@ -95,7 +95,7 @@ def measure_ranks(console: Console) -> None:
 
 
 def print_ways(console: Console, found: "Comparison") -> None:
-    """Print a row for each way, and what they say."""
+    """Print a row per way, and the advice."""
     head = (">1 token ms", ">by", f">{found.tokens} tokens ms", ">by", ">tokens/s in all", ">streamed GB", ">host GB")
     table = table_of(f"on {found.ranks} GPUs", *head)
     for way in found.ways:

@@ -52,12 +52,12 @@ def add(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    config_of(args)  # an error of it comes before stdin is read
+    config_of(args)  # report its errors before reading stdin
     prompt = sys.stdin.read().rstrip("\n") if args.prompt == "-" else args.prompt
     if not prompt:
         raise VBError("the prompt is empty; expected some text to continue")
     if args.timeline:
-        check_timeline_path(args.timeline)  # before anything takes time
+        check_timeline_path(args.timeline)  # before any slow work
     vb, tokenizer = load_model(args)
     with vb:
         conversation = integration("text_generation").Conversation(vb, tokenizer, templated=not args.raw)

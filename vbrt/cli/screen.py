@@ -1,4 +1,4 @@
-"""What commands write to a terminal: tables, a spinner, messages. Results go to stdout, everything else to stderr."""
+"""Terminal output of commands: tables, a spinner, messages. Results go to stdout, everything else to stderr."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ def complain(kind: str, what: object) -> None:
 
 @contextlib.contextmanager
 def without_warnings_of_wrap() -> Iterator[None]:
-    """Silence the warnings of plans inside the block: the command says them in words of its own."""
+    """Silence plans' warnings inside the block: the command reports them itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"(vbrt\.wrap|vbrt\.load|from_pretrained): ")
         yield
@@ -51,14 +51,14 @@ def warnings_as_lines() -> Iterator[None]:
 
 
 def console_for_stdout() -> Console:
-    """Return a console as wide as the terminal, or 132 columns for a file or a pipe; COLUMNS=0 is no width."""
+    """Return a console of the terminal's width, or 132 columns for a file or a pipe; COLUMNS=0 is ignored."""
     is_narrow_enough = sys.stdout.isatty() or "COLUMNS" in os.environ
     width = shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns if is_narrow_enough else _PIPE_WIDTH
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 class Spinner:
-    """A spinner with a text on stderr, where that is a terminal; calling it changes the text."""
+    """Spinner with a text on stderr, if that is a terminal; calling it changes the text."""
 
     def __init__(self, text: str) -> None:
         self._status = Console(stderr=True, markup=False).status(text) if sys.stderr.isatty() else None
@@ -90,7 +90,7 @@ def working(text: str) -> Iterator[Spinner]:
 
 
 def table_of(*heads: str) -> Table:
-    """Return an empty table; a head that begins with ">" heads a column of numbers. The first column may wrap."""
+    """Return an empty table; ">" before a head makes a right-aligned number column. The first column may wrap."""
     table = Table(
         box=SIMPLE, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1), header_style="bold", footer_style="bold"
     )
@@ -112,7 +112,7 @@ def add_row(table: Table, *cells: str) -> None:
 
 
 def add_footer(table: Table, *cells: str) -> None:
-    """Set the footer, one text for each column."""
+    """Set the footer, one text per column."""
     table.show_footer = True
     for column, cell in zip(table.columns, cells, strict=True):
         column.footer = Text(cell)

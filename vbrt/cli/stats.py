@@ -1,4 +1,4 @@
-"""`vbrt stats`: the stats of the last `vbrt run` or `vbrt demo`, which are kept in a file."""
+"""`vbrt stats`: stats of the last `vbrt run` or `vbrt demo`, stored in a file."""
 
 import argparse
 import json
@@ -39,9 +39,10 @@ def add(commands: Any) -> None:
 
 
 def stats_path() -> Path:
-    """Where the last run's stats are kept: $XDG_STATE_HOME/vbrt/last-stats.json, by default below ~/.local/state."""
+    """Return the file of the last run's stats: $XDG_STATE_HOME/vbrt/last-stats.json, by default below
+    ~/.local/state."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
-    if not base.is_absolute():  # unset, or to be ignored, says the XDG base directory specification
+    if not base.is_absolute():  # unset, or invalid and so ignored, per the XDG base directory specification
         base = home_folder() / ".local/state"
     return base / "vbrt" / "last-stats.json"
 
@@ -60,7 +61,7 @@ def _stats(args: argparse.Namespace) -> int:
     return 0
 
 
-_MAX_STATS_BYTES = 256 << 20  # of half a million layers
+_MAX_STATS_BYTES = 256 << 20  # half a million layers
 
 
 def _read_stats(path: Path, *, given: bool) -> Stats:
@@ -74,7 +75,7 @@ def _read_stats(path: Path, *, given: bool) -> Stats:
     except (ValueError, RecursionError) as error:
         raise VBError(f"{path}: not valid JSON ({error}); expected that of Stats.to_dict()") from error
     if isinstance(data, dict) and "layers" not in data and "stats" in data:
-        data = data["stats"]  # what `vbrt run --json` prints
+        data = data["stats"]  # output of `vbrt run --json`
     try:
         return Stats.from_dict(data)
     except VBError as error:
@@ -82,7 +83,7 @@ def _read_stats(path: Path, *, given: bool) -> Stats:
 
 
 def keep_stats(stats: Stats) -> None:
-    """Keep the stats for `vbrt stats`; a directory that cannot be written costs a warning, not the run."""
+    """Store the stats for `vbrt stats`; an unwritable directory costs a warning, not the run."""
     path = stats_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

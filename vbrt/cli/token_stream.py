@@ -1,4 +1,4 @@
-"""Generated text on its way to stdout, and on a terminal a line below it of what each tier does meanwhile."""
+"""Streaming of generated text to stdout, on a terminal with a live line of tier activity below it."""
 
 import signal
 import sys
@@ -17,16 +17,16 @@ from vbrt.residency.plan import format_bytes
 
 __all__ = ["LiveSpeaker", "Speaker", "speaker_for", "tier_line"]
 
-_REFRESH_S = 0.25  # between two looks at the counters
-_ROWS = 3  # of a terminal, which the live part leaves free
+_REFRESH_S = 0.25  # sampling interval of the counters
+_ROWS = 3  # terminal rows that the live part leaves free
 
 
 class Speaker:
-    """Writes text to stdout as it comes, and ends a spinner before the first piece. Use as a context manager: inside,
-    the first Ctrl-C ends the reply with the next token, if `stoppable`; the second one is a KeyboardInterrupt.
+    """Writes text to stdout as it arrives, and ends a spinner before the first piece. A context manager: inside, if
+    `stoppable`, the first Ctrl-C ends the reply after the next token, and a second one is a KeyboardInterrupt.
 
     Attributes:
-        tokens: that have come.
+        tokens: received so far.
     """
 
     def __init__(self, spinner: Spinner | None = None, before: str = "", *, stoppable: bool = False) -> None:
@@ -71,7 +71,7 @@ class Speaker:
 
 
 class LiveSpeaker(Speaker):
-    """On a terminal: with a line of tokens/s and tiers below the text, which is gone at the end."""
+    """Speaker for a terminal: a live line of tokens/s and tiers below the text, removed at the end."""
 
     def __init__(self, stats: Callable[[], Stats], console: Console, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
@@ -99,10 +99,10 @@ class LiveSpeaker(Speaker):
         self._draw()
 
     def _show(self, text: str) -> None:
-        text = text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")  # or a model could write to the terminal what it likes
+        text = text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")  # no escape sequences from models
         *lines, self._line = (self._line + text).split("\n")
         room = max(1, self._console.height - _ROWS) * self._console.width
-        if len(self._line) > room:  # or it would not fit on the screen
+        if len(self._line) > room:  # otherwise it would not fit on the screen
             head, _, self._line = self._line.rpartition(" ") if " " in self._line else (self._line, "", "")
             lines.append(head)
         for line in lines:
@@ -123,7 +123,7 @@ class LiveSpeaker(Speaker):
 def speaker_for(
     stats: Callable[[], Stats], spinner: Spinner | None = None, before: str = "", *, stoppable: bool = False
 ) -> Speaker:
-    """Return a speaker for stdout, with a live line if that is a terminal."""
+    """Return a speaker for stdout, with a live line on a terminal."""
     if not sys.stdout.isatty():
         return Speaker(spinner, before, stoppable=stoppable)
     console = Console(highlight=False, markup=False, emoji=False)
@@ -131,8 +131,8 @@ def speaker_for(
 
 
 def tier_line(now: Stats, before: Stats, seconds: float) -> str:
-    """Return what each tier holds, how many leases hit since `before`, and GB/s of each link: "gpu 3.1 GiB of 4.0 GiB ·
-    hits 87% · cpu>gpu 2.10 GB/s"."""
+    """Return tier occupancy, hit rate since `before`, and GB/s per link: "gpu 3.1 GiB of 4.0 GiB · hits 87% · cpu>gpu
+    2.10 GB/s"."""
     held = [
         f"{name} {format_bytes(tier.held_bytes)} of {format_bytes(tier.budget_bytes)}"
         for name, tier in now.tiers.items()

@@ -1,8 +1,8 @@
-"""`vbrt top`: what a running process does with its tiers, in the terminal.
+"""`vbrt top`: live view of a running process's tiers, in the terminal.
 
-A process answers when it was started with VBRT_TOP=1, or while it is inside `with vb.live(offer=True):`. It is a choice
-of whoever runs the process, so there is no key for it in configs, which come with other people's checkpoints. Neither
-torch nor the model is touched by asking.
+A process answers if it was started with VBRT_TOP=1, or inside `with vb.live(offer=True):`. That is up to the user who
+runs it, so there is no config key for it, because configs come with other people's checkpoints. A request touches
+neither torch nor the model.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def _top(args: argparse.Namespace) -> int:
         print(json.dumps(history.last.to_dict(), indent=2))
         return 0
     if args.once:
-        time.sleep(args.every)  # speeds need two looks
+        time.sleep(args.every)  # rates need two samples
         history.add(_look(pid))
         _Once().show(history)
         return 0
@@ -94,7 +94,7 @@ def _watch(pid: int, history: History, every_s: float) -> None:
             try:
                 history.add(_sample(pid))
             except (ConnectionError, TimeoutError):
-                continue  # it is busy or stopped, or the next look finds that it has ended
+                continue  # busy or suspended; or it has ended, which the next sample finds
             except ProcessLookupError:
                 break
     finally:
@@ -104,7 +104,7 @@ def _watch(pid: int, history: History, every_s: float) -> None:
 
 @contextlib.contextmanager
 def _ends_cleanly() -> Iterator[None]:
-    """Have SIGTERM and a closed terminal end the block as Ctrl-C does, so that the terminal is left as it was."""
+    """Make SIGTERM and SIGHUP end the block as Ctrl-C does, so that the terminal is restored."""
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
@@ -139,7 +139,7 @@ class _Once(_Lines):
 
 
 def _chosen(wanted: str | None) -> int:
-    """Return the process that is meant. Raises VBError: there is none, or several and nobody to choose."""
+    """Return the selected process's pid. Raises VBError: none, or several without a terminal to ask on."""
     if wanted is not None and wanted.isascii() and wanted.isdigit():
         return int(wanted)
     offered = {}
@@ -173,7 +173,7 @@ def _ask_which(pids: list[int], rows: list[str]) -> int:
 
 
 def _look(pid: int) -> LiveSample:
-    """Return a sample of a process that has just been chosen. Raises VBError in words for people."""
+    """Return a sample of a process just selected. Raises VBError."""
     try:
         return _sample(pid)
     except ProcessLookupError as error:
@@ -185,7 +185,7 @@ def _look(pid: int) -> LiveSample:
 
 
 def _sample(pid: int) -> LiveSample:
-    """Return a sample. Raises OSError, and VBError where it is none."""
+    """Return a sample. Raises OSError; VBError: not a sample."""
     try:
         data = json.loads(stats_endpoint.ask(pid))
     except ValueError as error:
@@ -196,7 +196,7 @@ def _sample(pid: int) -> LiveSample:
 
 
 def _why_not(pid: int) -> str:
-    """Say why a process cannot be watched."""
+    """Return why a process cannot be watched."""
     try:
         owner = Path(f"/proc/{pid}").stat().st_uid
     except OSError:

@@ -1,4 +1,4 @@
-"""`vbrt tune`: look for faster launch configurations on this machine's GPU, and keep them."""
+"""`vbrt tune`: searches faster launch configurations on this machine's GPU, and stores them."""
 
 import argparse
 import os
@@ -88,7 +88,7 @@ def _tune(args: argparse.Namespace) -> int:
         rows = _TuneRows(len(tuning.cases(plan, tokens=args.tokens, device=args.device)))
         try:
             tuning.tune(plan, tokens=args.tokens, device=args.device, report=rows)
-        finally:  # an interrupted search keeps what it has found
+        finally:  # also report an interrupted search
             rows.end(tuning.tuning_file(args.device))
     return 0
 
@@ -121,7 +121,7 @@ def _measure_machine() -> int:
 
 
 class _TuneRows:
-    """Writes a line for each result as it comes."""
+    """Writes a line per result as it arrives."""
 
     def __init__(self, todo: int) -> None:
         self._todo, self._console, self._done = todo, console_for_stdout(), 0
@@ -155,7 +155,7 @@ def _launch(launch: "Launch") -> str:
 
 
 def _show_tuned(tuning: ModuleType, device: int) -> None:
-    """What is kept for a device, where shapes are whole tiles of 16 x 128 weights."""
+    """Show the stored configurations of a device, for shapes in whole tiles of 16 x 128 weights."""
     path, kept = tuning.tuning_file(device), tuning.tuned(device)
     console = console_for_stdout()
     if kept:
