@@ -61,7 +61,7 @@ def test_interrupted_it_goes_on_where_it_stopped(qwen, tmp_path, capsys, small_f
     assert cli.main(["convert", str(qwen), str(whole), "--config", "exact"]) == 0
     with stops(6, KeyboardInterrupt()):
         assert cli.main(["convert", str(qwen), str(out), "--config", "exact"]) == 130
-    assert "the same command goes on from there" in capsys.readouterr().err
+    assert "the same command resumes there" in capsys.readouterr().err
     first = sorted(out.glob("*.safetensors"))
     assert len(first) == 5 and not (out / "vbrt.json").exists()
     times = {path: path.stat().st_mtime_ns for path in first}
@@ -79,7 +79,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(llama, tmp_path, capsys, smal
     out = tmp_path / "out"
     with stops(3, OSError(28, "No space left on device", str(out))):
         assert cli.main(["convert", str(llama), str(out)]) == 2
-    assert f"{out}: the conversion cannot go on: the disk is full; what is finished stays" in errors(capsys)
+    assert f"{out}: the conversion cannot continue: the disk is full; finished shards stay" in errors(capsys)
     assert len(list(out.glob("*.safetensors"))) == 2
     assert cli.main(["run", str(out), "hello"]) == 2  # nobody takes it for a model
     assert "no config.json" in errors(capsys)
@@ -95,7 +95,7 @@ def test_it_takes_nothing_else_for_its_own_work(llama, qwen, tmp_path, capsys, s
     assert cli.main(["convert", str(qwen), str(out)]) == 2
     assert "files that have changed since" in errors(capsys)
     assert cli.main(["convert", str(llama), str(llama)]) == 2
-    assert "is what is converted" in errors(capsys)
+    assert "is the source of the conversion" in errors(capsys)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("x")
     assert cli.main(["convert", str(llama), str(tmp_path / "notes")]) == 2

@@ -278,7 +278,7 @@ def test_plan_compares_the_ways_over_several_gpus_and_says_what_to_use(config_js
     assert json.loads(capsys.readouterr().out)["ranks"]["ranks"] == 4
     assert cli.main([*arguments, "--ranks", "3"]) == 0
     out = capsys.readouterr().out
-    assert "tensor parallel: ranks = 3: num_attention_heads = 32 of LlamaForCausalLM cannot be shared out\n" in out
+    assert "tensor parallel: ranks = 3: num_attention_heads = 32 of LlamaForCausalLM is not divisible\n" in out
     assert "tensor parallel, columns" not in out
     assert cli.main([*arguments, "--ranks", "1"]) == 2
     assert "--ranks 1: expected 2 or more" in capsys.readouterr().err

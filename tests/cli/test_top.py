@@ -82,7 +82,7 @@ def test_a_pipe_gets_a_line_at_a_time_until_the_process_has_ended(capsys, monkey
     lines = out.splitlines()
     assert len(lines) == 4 and all(line.startswith(f"process {pid} · Sequential · ") for line in lines)
     assert "passes/s" in lines[-1] and "cpu 32.0 KiB of" in lines[-1] and "\x1b" not in out
-    assert err == f"vbrt: note: process {pid} (serve.py --port 8000) has ended, or offers itself no more\n"
+    assert err == f"vbrt: note: process {pid} (serve.py --port 8000) has ended, or no longer answers\n"
 
 
 def test_one_look_as_text_and_as_json_by_number_command_and_model(capsys):
@@ -94,7 +94,7 @@ def test_one_look_as_text_and_as_json_by_number_command_and_model(capsys):
         data = json.loads(capsys.readouterr().out)
         assert data["pid"] == pid and data["runtimes"][0]["models"]["Sequential"] >= 1
         assert cli.main(["top", "other"]) == 2
-        assert f"is called 'other'; there is {pid} Sequential (serve.py --port 8000)" in errors(capsys)
+        assert f"matches 'other'; there is {pid} Sequential (serve.py --port 8000)" in errors(capsys)
 
 
 def on_a_terminal(pid, stop):
@@ -153,9 +153,9 @@ def test_the_terminal_is_left_as_it_was(how):
 
 def test_what_cannot_be_watched_is_said_with_what_would_do(capsys, monkeypatch):
     assert cli.main(["top"]) == 2
-    assert "no process of this user offers itself to vbrt top; start it with VBRT_TOP=1" in errors(capsys)
+    assert "no process of this user answers vbrt top; start it with VBRT_TOP=1" in errors(capsys)
     assert cli.main(["top", str(os.getpid())]) == 2
-    assert f"process {os.getpid()} does not offer itself to vbrt top; start it with VBRT_TOP=1" in errors(capsys)
+    assert f"process {os.getpid()} does not answer vbrt top; start it with VBRT_TOP=1" in errors(capsys)
     assert cli.main(["top", "99999999"]) == 2
     assert "there is no process 99999999" in errors(capsys)
     monkeypatch.setattr(top.os, "getuid", lambda: 12345)
@@ -183,7 +183,7 @@ def test_of_several_processes_one_is_chosen(capsys, monkeypatch):
         assert cli.main(["top"]) == 2
         err = capsys.readouterr().err
         assert f"{first}  Sequential  (serve.py --port 8000)" in err and str(second) in err
-        assert f"2 processes offer themselves; name one of them: vbrt top {first}" in err
+        assert f"2 processes answer; name one of them: vbrt top {first}" in err
         monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         for typed, chosen in ((f"{second}\n", second), ("\n", first)):

@@ -21,7 +21,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         commands,
         "advise",
         _advise,
-        help="say how a model runs best on a machine: format, budgets, options",
+        help="recommend format, budgets and options for a model on a machine",
         text="Nothing\nis loaded. Exits with 1 if nothing fits.",
         examples="  vbrt advise ./Llama-3.1-8B\n"
         "  vbrt advise ./Qwen3-32B --gpu-memory 24GiB --ram 64GiB --rates 'RTX 4090'\n"
@@ -35,13 +35,13 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences at once (1)")
     parser.add_argument("--context", type=positive, default=2048, metavar="N", help="tokens of each (2048)")
     machine = add_machine(parser)
-    machine.add_argument("--rates", metavar="GPU", help="how fast it is: a GPU by name, by its data sheet")
+    machine.add_argument("--rates", metavar="GPU", help="its speed: a GPU by name, from its data sheet")
     machine.add_argument(
         "--cost-model",
         metavar="FILE",
         help="TOML: coefficients of its predicted times (default: an H200's; without a GPU, a Zen 4's)",
     )
-    parser.add_argument("--explain", action="store_true", help="each candidate: why, or why not")
+    parser.add_argument("--explain", action="store_true", help="explain each candidate")
     parser.add_argument("--write", metavar="FILE", type=Path, help="the config as TOML")
     parser.add_argument("--json", action="store_true", help="all candidates as JSON")
 
@@ -59,7 +59,7 @@ def _advise(args: argparse.Namespace) -> int:
         say(f"reading {args.model}")
         model = hf_configs.meta_model(args.model)
         machine, _ = machine_of(sizes, load_config("fp4"))
-        say("trying what there is")
+        say("trying candidates")
         with hf_configs.unadvised():
             how = {"machine": machine, "rates": rates, "cost_model": args.cost_model}
             advice = advise(model, args.goal, **how, batch=args.batch, context=args.context)

@@ -31,8 +31,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         commands,
         "bench",
         _bench,
-        help="measure on this machine what attention kernels, torch.compile or memory options do",
-        text="Medians\nafter a call that warms up, synchronized; the first call apart.",
+        help="measure attention kernels, torch.compile or memory options on this machine",
+        text="Medians\nafter a warm-up call, synchronized; the first call is separate.",
         examples="  vbrt bench attention --lengths 512,2048,8192 --plot attention.svg\n"
         "  vbrt bench compile ./Llama-3.2-1B --batch 4 --context 512\n"
         "  vbrt bench memory ./config.json --batch 2 --context 256\n",
@@ -60,9 +60,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _check(args: argparse.Namespace) -> None:
     """Raise VBError for options of another measurement."""
     if args.what == "attention" and args.model is not None:
-        raise VBError(f"bench attention takes no model; leave {args.model} out, and say --heads and --width")
+        raise VBError(f"bench attention takes no model; leave {args.model} out, and give --heads and --width")
     if args.what != "attention" and args.lengths is not None:
-        raise VBError(f"bench {args.what}: --lengths is of attention; expected --context")
+        raise VBError(f"bench {args.what}: --lengths applies to attention only; expected --context")
     if 0 in (args.lengths or ()):
         raise VBError("bench attention: a length of 0; expected 1 token or more")
 
@@ -130,7 +130,7 @@ def _show(rows: "list[Measured]") -> None:
     known = next((row for row in rows if row.ms), None)
     for row in rows:
         if row.ms is None:
-            add_row(table, row.case, "-", "", "", f"not here: {row.why}"[:_WHY])
+            add_row(table, row.case, "-", "", "", f"not available: {row.why}"[:_WHY])
         else:
             of = f"{row.ms / known.ms:.2f}×"
             add_row(table, row.case, f"{row.ms:.2f}", of, format_bytes(row.peak_bytes), f"{row.first_s:.2f} s")

@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     add_config(parser)
     add_dtype(parser)
     add_turn(parser, max_new_tokens=512)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the first turn")
+    parser.add_argument("--system", metavar="TEXT", help="system message before the first turn")
 
 
 def _chat(args: argparse.Namespace) -> int:

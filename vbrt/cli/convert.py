@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
         _convert,
         help="write the planes of a checkpoint, for vbrt run, chat and load to start from",
         text="Weights are\nread, encoded and written one after the other; the model is never in memory as a whole. "
-        "Interrupted\nor out of room, the same command goes on with the file at which it stopped. Tokenizer and config "
+        "Interrupted\nor out of space, the same command resumes at the first unfinished file. Tokenizer and config "
         "are\ncopied along.",
         examples="  vbrt convert ./Llama-3.1-8B ./Llama-3.1-8B-exact --config exact\n"
         "  vbrt convert ./Qwen3-30B-A3B /nvme/qwen-fp4\n"
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     add_config(parser)
     add_dtype(parser)
     parser.add_argument(
-        "--overwrite", action="store_true", help="begin anew, and replace a save that is there once this one is whole"
+        "--overwrite", action="store_true", help="start over, and replace an existing save once the new one is complete"
     )
 
 
@@ -56,7 +56,7 @@ def _convert(args: argparse.Namespace) -> int:
         with warnings_as_lines():
             out = convert(source, model, config, args.out, overwrite=args.overwrite, complete=companions)
     except KeyboardInterrupt:
-        complain("note", f"what is finished stays in {args.out}; the same command goes on from there")
+        complain("note", f"finished files stay in {args.out}; the same command resumes there")
         raise
     written = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     seconds = time.perf_counter() - start

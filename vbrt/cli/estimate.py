@@ -29,7 +29,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         commands,
         "estimate",
         _estimate,
-        help="say what memory a model takes for a task, and where",
+        help="estimate the memory of a model for a task, by tier",
         text="No weights\nare needed, and nothing is loaded. Exits with 1 if it does not fit.",
         examples="  vbrt estimate ./Llama-3.1-8B --context 8192\n"
         "  vbrt estimate ./config.json --task train --batch 4 --context 2048 --config none --options\n"
@@ -44,10 +44,10 @@ def add(commands: argparse._SubParsersAction) -> None:
     add_config(parser)
     add_machine(parser)
     parser.add_argument(
-        "--ranks", metavar="N", type=positive, default=1, help="what each of N such GPUs of one host takes, by tp_plan"
+        "--ranks", metavar="N", type=positive, default=1, help="for one of N such GPUs of one host, sharded by tp_plan"
     )
-    parser.add_argument("--options", action="store_true", help="also with and without each option: what each saves")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="where memory goes, .svg or .png; needs matplotlib")
+    parser.add_argument("--options", action="store_true", help="also the savings of each option")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="memory by stage, .svg or .png; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="all figures as JSON")
 
 
@@ -61,7 +61,7 @@ def add_task(parser: argparse.ArgumentParser) -> None:
     train = parser.add_argument_group("training")
     train.add_argument("--optimizer", default="AdamW", metavar="CLASS", help="of torch.optim (AdamW)")
     train.add_argument("--lora", type=number, default=0, metavar="RANK", help="PEFT's adapters on all linear layers")
-    train.add_argument("--checkpointing", action="store_true", help="blocks compute again for the backward pass")
+    train.add_argument("--checkpointing", action="store_true", help="blocks recompute in the backward pass")
     train.add_argument("--mixed", action="store_true", help="fp32 parameters under bf16 autocast")
     train.add_argument("--attention", choices=("flash", "math"), default="flash", help="(flash)")
 
@@ -79,7 +79,7 @@ def _check_task(args: argparse.Namespace) -> None:
     asked = {"--optimizer": args.optimizer != "AdamW", "--checkpointing": args.checkpointing, "--mixed": args.mixed}
     idle = [flag for flag, given in asked.items() if given and args.task != "train"]
     if idle:
-        raise VBError(f"{', '.join(idle)} with --task {args.task}: counts in training only; expected --task train")
+        raise VBError(f"{', '.join(idle)} with --task {args.task}: applies to training only; expected --task train")
 
 
 def _estimate(args: argparse.Namespace) -> int:
@@ -126,7 +126,7 @@ def _panels(found: "Estimate", options: "Sequence[Option]") -> list[tuple[str, B
     """Return the stages of a step with their breakdown, and each option's peak without and with it."""
     step = "step" if found.task.trains else "call"
     stages = {stage: {k: n / _GIB for k, n in parts.items() if n} for stage, parts in found.parts.items()}
-    panels = [(f"largest moments of a {step}, in the {found.compute_tier} memory", stages)]
+    panels = [(f"peaks of a {step}, in the {found.compute_tier} memory", stages)]
     had = [option for option in options if option.having is not None]
     if had:
         pairs = ((f"{o.name}: {word}", n) for o in had for word, n in (("without", o.without), ("with", o.having)))

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         commands,
         "inspect",
         _inspect,
-        help="show what a checkpoint is, and what it becomes under a config",
+        help="describe a checkpoint, and what a config makes of it",
         text="Only\nheaders are read. Exits with 1 if vbrt cannot load it.",
         examples="  vbrt inspect ./Llama-3.1-8B\n  vbrt inspect ./Llama-3.1-8B-Q4_0.gguf\n"
         "  vbrt inspect ./Qwen3-30B-A3B --config exact --json\n",

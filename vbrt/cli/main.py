@@ -42,17 +42,17 @@ COMMANDS = (
 )
 _EXAMPLES = """examples:
   vbrt demo                                          a model in a quarter of its memory, beside accelerate
-  vbrt plan ./Llama-3.1-8B --gpu-memory 8GiB         what would be swapped, and what it takes
-  vbrt estimate ./Llama-3.1-8B --context 8192        what memory a task takes, and where
-  vbrt advise ./Llama-3.1-8B --gpu-memory 12GiB      format, budgets and options that suit a machine
+  vbrt plan ./Llama-3.1-8B --gpu-memory 8GiB         swapped layers, and the memory needed
+  vbrt estimate ./Llama-3.1-8B --context 8192        memory of a task, by tier
+  vbrt advise ./Llama-3.1-8B --gpu-memory 12GiB      format, budgets and options for a machine
   vbrt precision ./Llama-3.1-8B --budget "6 bits"    which layers take more than 4 bits
   vbrt run ./Llama-3.1-8B "The sea is"               wrap, generate, show hit rates
   vbrt chat ./Llama-3.1-8B-Instruct                  talk with it, in several turns
-  vbrt convert ./Llama-3.1-8B ./exact --config exact write its planes, without ever holding the model
-  vbrt inspect ./Llama-3.1-8B --config exact         what a checkpoint is, and what it becomes
+  vbrt convert ./Llama-3.1-8B ./exact --config exact write its planes, without loading the model
+  vbrt inspect ./Llama-3.1-8B --config exact         a checkpoint, and what a config makes of it
   vbrt stats --json                                  the counters of the last run
-  vbrt top                                           what a running process does: tiers, hits, links, tokens/s
-  vbrt tune ./Llama-3.1-8B                           look for faster launches on this machine's GPU
+  vbrt top                                           live view of a process: tiers, hits, links, tokens/s
+  vbrt tune ./Llama-3.1-8B                           search faster launches on this machine's GPU
 """
 
 
@@ -119,7 +119,9 @@ def _parser(called: str = "") -> argparse.ArgumentParser:
         description="Run PyTorch models that are larger than the memory they run in.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and what is newer than tested")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="print the version, and newer libraries than tested"
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in (called,) if called in COMMANDS else COMMANDS:
         importlib.import_module(f"vbrt.cli.{name}").add(commands)

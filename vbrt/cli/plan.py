@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         commands,
         "plan",
         _plan,
-        help="show what wrapping a model would do, and what the machine must have for it",
+        help="show the plan of wrapping a model, and the memory that it needs",
         text="No\nweights are needed. Exits with 1 if it does not fit.",
         examples="  vbrt plan ./Llama-3.1-8B\n"
         "  vbrt plan ./config.json --config exact --gpu-memory 24GiB --ram 64GiB\n"
@@ -49,16 +49,14 @@ def add(commands: Any) -> None:
     machine.add_argument(
         "--host",
         metavar="GB/s",
-        help="of pages of missed experts that its CPU computes with, for experts.miss (default: as vbrt tune --machine "
-        f"has measured it here, else {CPU_GB_PER_S:.0f})",
+        help="of missed experts computed by its CPU, for experts.miss (default: as measured here by vbrt tune "
+        f"--machine, else {CPU_GB_PER_S:.0f})",
     )
     machine.add_argument("--drive", metavar="GB/s", help=f"from its drive (default {LINK_GB_PER_S['ssd']:.0f})")
     parser.add_argument(
         "--routing", metavar="FILE", type=Path, help="a file of vb.record_routing: hit rates of routed experts"
     )
-    parser.add_argument(
-        "--ranks", metavar="N", type=int, help="compare ways to run it on N such GPUs of one host, and say what to use"
-    )
+    parser.add_argument("--ranks", metavar="N", type=int, help="compare parallelism over N such GPUs of one host")
     parser.add_argument("--json", action="store_true", help="the whole plan as JSON, layer by layer")
 
 

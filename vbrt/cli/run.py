@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
         _run,
         help="wrap a causal language model, continue a prompt, show the stats",
         text="Greedy;\nthe prompt goes through the model's chat template, if it has one. On a terminal a line below "
-        "the\ntext says what each tier does.",
+        "the\ntext shows the activity of each tier.",
         examples='  vbrt run ./Llama-3.1-8B "The sea is"\n'
         '  vbrt run ./Llama-3.1-8B "The sea is" --config my.toml --max-new-tokens 200\n'
         '  vbrt run ./Llama-3.1-8B "The sea is" --set tiers.ssd.enabled=true --set tiers.ssd.path=/nvme\n'

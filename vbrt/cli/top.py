@@ -47,10 +47,10 @@ def add(commands: Any) -> None:
         "  vbrt top Llama --once\n",
     )
     parser.add_argument(
-        "process", metavar="PID|NAME", nargs="?", help="its number, or a part of its command or of a model's class"
+        "process", metavar="PID|NAME", nargs="?", help="its PID, or part of its command or of a model's class name"
     )
-    parser.add_argument("--every", metavar="SECONDS", type=_seconds, default=0.5, help="between two looks (0.5)")
-    parser.add_argument("--once", action="store_true", help="one look, and no more")
+    parser.add_argument("--every", metavar="SECONDS", type=_seconds, default=0.5, help="sampling interval (0.5)")
+    parser.add_argument("--once", action="store_true", help="one sample only")
     parser.add_argument("--json", action="store_true", help="one sample of plain counters as JSON")
 
 
@@ -99,7 +99,7 @@ def _watch(pid: int, history: History, every_s: float) -> None:
                 break
     finally:
         screen.end()
-    complain("note", f"process {pid} ({name}) has ended, or offers itself no more")
+    complain("note", f"process {pid} ({name}) has ended, or no longer answers")
 
 
 @contextlib.contextmanager
@@ -151,9 +151,9 @@ def _chosen(wanted: str | None) -> int:
         return next(iter(found))
     rows = [f"{pid:>8}  {', '.join(of.names) or 'no model'}  ({of.command})" for pid, of in (found or offered).items()]
     if not offered:
-        raise VBError(f"no process of this user offers itself to vbrt top; {_HOW}")
+        raise VBError(f"no process of this user answers vbrt top; {_HOW}")
     if not found:
-        raise VBError(f"no process that offers itself is called {wanted!r}; there is {'; '.join(map(str.strip, rows))}")
+        raise VBError(f"no answering process matches {wanted!r}; there is {'; '.join(map(str.strip, rows))}")
     return _ask_which(list(found), rows)
 
 
@@ -164,7 +164,7 @@ def _is_called(sample: LiveSample, wanted: str) -> bool:
 def _ask_which(pids: list[int], rows: list[str]) -> int:
     print("\n".join(rows), file=sys.stderr)
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise VBError(f"{len(pids)} processes offer themselves; name one of them: vbrt top {pids[0]}")
+        raise VBError(f"{len(pids)} processes answer; name one of them: vbrt top {pids[0]}")
     print("which one? ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline().strip() or str(pids[0])
     if not answer.isdigit() or int(answer) not in pids:
@@ -191,7 +191,7 @@ def _sample(pid: int) -> LiveSample:
     except ValueError as error:
         raise VBError(f"process {pid}: what it answers is not JSON ({error}); is it vbrt?") from error
     if isinstance(data, dict) and "error" in data:
-        raise VBError(f"process {pid}: it could not take a sample of itself: {data['error']}")
+        raise VBError(f"process {pid}: it could not sample itself: {data['error']}")
     return LiveSample.from_dict(data)
 
 
@@ -203,4 +203,4 @@ def _why_not(pid: int) -> str:
         return f"there is no process {pid}"
     if owner != os.getuid():
         return f"process {pid} belongs to another user ({owner}); run vbrt top as that user"
-    return f"process {pid} does not offer itself to vbrt top; {_HOW}"
+    return f"process {pid} does not answer vbrt top; {_HOW}"

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         commands,
         "tune",
         _tune,
-        help="look for faster launch configurations on this machine's GPU, and keep them",
+        help="search faster launch configurations on this machine's GPU, and store them",
         text="For the\nlayers of a model in nvfp4 or mxfp4, at few tokens; seconds a shape, on an idle GPU. No "
         "weights\nare needed. Each result is kept as it comes, and later processes use it by themselves.\n\n"
         "R2 WK16 ahead: two tiles of rows a warp, 16 warps along K, the next tile is read ahead.",
@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
         action="store_true",
         help="measure this machine instead, for vbrt advise and plan: seconds; started by torchrun, its ranks together",
     )
-    parser.add_argument("--show", action="store_true", help="time nothing: what is kept for this GPU, and where")
+    parser.add_argument("--show", action="store_true", help="show the stored configurations of this GPU, and the file")
 
 
 _TUNE_LINE = "{:>14} {:6} {:>6} {:>13} {:>7} {:>13} {:>7} {:>6}"  # 79 columns

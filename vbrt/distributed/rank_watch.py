@@ -161,7 +161,7 @@ class Watch:
         where = next((name for name, count in counts if count < ahead), "")
         return attachment.passes + attachment.replays, sum(count for _, count in counts), where
 
-    # -- the others ---------------------------------------------------------------------------------------------------
+    # -- other ranks --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Check before a pass. Raises TierError: another rank failed, or does not arrive at this pass; ArgumentError,

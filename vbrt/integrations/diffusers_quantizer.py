@@ -43,7 +43,7 @@ class VBDiffusersQuantizer(DiffusersQuantizer):
         self._filling: Filling | None = None
         self._attachment: Attachment | None = None
 
-    # -- before it is loaded ------------------------------------------------------------------------------------------
+    # -- before loading -----------------------------------------------------------------------------------------------
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Raise ConfigError for a device map, or for mode = "train"."""
@@ -79,7 +79,7 @@ class VBDiffusersQuantizer(DiffusersQuantizer):
         self._filling = self.quantization_config.filling(model, self._saved)
         warn_of_plan(self._filling.plan, "from_pretrained", stacklevel=6)
 
-    # -- while it is loaded -------------------------------------------------------------------------------------------
+    # -- during loading -----------------------------------------------------------------------------------------------
 
     @property
     def supports_parallel_loading(self) -> bool:
@@ -105,7 +105,7 @@ class VBDiffusersQuantizer(DiffusersQuantizer):
         """Encode a weight; its parameter stays on the meta device until the layers are swapped."""
         self._filling.take(param_name, param_value)
 
-    # -- afterwards ---------------------------------------------------------------------------------------------------
+    # -- after loading ------------------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         filling, self._filling = self._filling, None

@@ -100,5 +100,5 @@ def _llama3(theta: float, head: int, factor: float, length: int) -> Tensor:
 
 def _unknown(tensors: GGUFTensors, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{tensors.path}: {what}: transformers makes no config of that; put the model's config.json beside the file"
+        f"{tensors.path}: {what}: transformers has no config for that; put the model's config.json next to the file"
     )

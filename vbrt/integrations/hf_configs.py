@@ -102,8 +102,8 @@ def meta_model(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
         dtype = dtype or config.dtype or _dtype_of_weights(file.parent)
     else:
         tensors, file = _gguf_tensors(gguf), gguf
-        what = f"transformers {transformers.__version__} makes no config of its metadata"
-        with quiet(), loading(f"{gguf}: {what}; the model's config.json beside the file would do"):
+        what = f"transformers {transformers.__version__} cannot make a config of its metadata"
+        with quiet(), loading(f"{gguf}: {what}; put the model's config.json next to the file"):
             config = _gguf_config(tensors)
         dtype = dtype or tensors.dtype
     dtype = dtype or torch.float32

@@ -112,7 +112,7 @@ class Reader:
         is_own = not self._is_gguf and method_of(model_config(path)) == _OWN
         source = None if is_own or _is_pickled(path) else open_source(path)
         weights = {key: value for key, value in overrides.items() if key == "weights"}
-        runs = load_config(config, **weights).weights.calibrate is not None  # on dense weights
+        runs = load_config(config, **weights).weights.calibrate is not None  # needs a run on dense weights
         if source is None or (type(source) is DenseCheckpoint and not self._is_gguf and not runs):
             is_named = not is_own or any(given is not None for given in (config, runtime)) or overrides
             return self._by_transformers(
@@ -138,8 +138,7 @@ class Reader:
         if missing:
             vb.close()
             raise CheckpointError(
-                f"{self._path}: not of this model: {len(missing)} weights that the model has are missing: "
-                f"{first_names(missing)}"
+                f"{self._path}: not of this model: {len(missing)} weights are missing: {first_names(missing)}"
             )
         return vb
 

@@ -157,7 +157,7 @@ class Conversation:
         rows = self._vb.get_input_embeddings().num_embeddings
         if int(ids.max()) >= rows:
             raise VBError(
-                f"the tokenizer gives token {int(ids.max())}, the model knows {rows}: they do not belong together"
+                f"the tokenizer gives token {int(ids.max())}, the model has {rows}: they do not belong together"
             )
         return inputs
 

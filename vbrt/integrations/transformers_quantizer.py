@@ -269,7 +269,7 @@ class VBQuantizer(TakesGGUF):
         )
         self._is_split = False
 
-    # -- before it is loaded ------------------------------------------------------------------------------------------
+    # -- before loading -----------------------------------------------------------------------------------------------
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Raise ConfigError for a device map that places weights: tiers do that."""
@@ -343,7 +343,7 @@ class VBQuantizer(TakesGGUF):
         saved.check_fit(model)
         return saved
 
-    # -- while it is loaded -------------------------------------------------------------------------------------------
+    # -- during loading -----------------------------------------------------------------------------------------------
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """True if a weight goes into pages as it is read, in transformers' reading dtype."""
@@ -377,7 +377,7 @@ class VBQuantizer(TakesGGUF):
         model.get_parameter(name)._is_hf_initialized = True  # keeps transformers from initializing it
         return True
 
-    # -- afterwards ---------------------------------------------------------------------------------------------------
+    # -- after loading ------------------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         filling, self.filling = self.filling, None

@@ -60,7 +60,7 @@ class VBPipelineWrapper(Scraped, Watched):
             move_rest_(attachment.model, self.runtime.stack.device)  # the pipeline infers its device from them
         return self.pipeline(*args, **kwargs)
 
-    # -- everything of the pipeline -----------------------------------------------------------------------------------
+    # -- the pipeline's attributes ------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         pipeline = self.__dict__.get("pipeline")
@@ -149,7 +149,7 @@ class VBPipelineWrapper(Scraped, Watched):
             attachment.check_open("timeline")
         return recorded(tuple(self._attachments.values()), check_timeline_path(path))
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- unwrap and close ---------------------------------------------------------------------------------------------
 
     def unwrap(self) -> Any:
         """Turn the models back into dense ones, in place; return the pipeline. See `VBModelWrapper.unwrap`.

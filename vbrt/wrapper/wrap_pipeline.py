@@ -65,7 +65,7 @@ def _models_of(holder: object, kind: HolderKind) -> dict[str, nn.Module]:
     if kind is UNKNOWN and len(models) > 1:
         ways = ", ".join(f".{name} ({type(model).__name__})" for name, model in models.items())
         raise WrapError(
-            f"wrap() got {what}, which holds {len(models)} modules: {ways}; wrap the one that is meant, and "
+            f"wrap() got {what}, which holds {len(models)} modules: {ways}; wrap one of them, and "
             "others with runtime=vb.runtime, which shares the tiers"
         )
     for name, model in models.items():

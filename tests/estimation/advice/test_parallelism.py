@@ -110,7 +110,7 @@ def test_pages_that_a_budget_has_room_for_beside_those_at_home_are_not_streamed(
 def test_a_model_that_cannot_be_split_is_compared_without_tensor_parallel_ways_and_says_why():
     for model, group, reason in (
         (mlp().bfloat16(), nvlink_rates(2), "Sequential has no tp_plan"),
-        (meta_llama(), nvlink_rates(8), "num_attention_heads = 4 of LlamaForCausalLM cannot be shared out"),
+        (meta_llama(), nvlink_rates(8), "num_attention_heads = 4 of LlamaForCausalLM is not divisible"),
     ):
         found = compared(group, gpu=64 << 10, model=model)
         assert reason in found.refused

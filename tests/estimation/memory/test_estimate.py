@@ -192,7 +192,7 @@ def test_options_show_what_each_saves():
         ("dream", {}, "expected one of 'decode'"),
         ("decode", {"batch": 0}, "batch = 0; expected a whole number of at least 1"),
         ("decode", {"experts": -1}, "experts = -1; expected a whole number of at least 0"),
-        ("decode", {"widht": 3}, "no such size of a task"),
+        ("decode", {"widht": 3}, "no such argument of a task"),
         ("train", {"optimizer": "Adamant"}, "optimizer = 'Adamant'; expected a class of torch.optim"),
     ],
 )
@@ -206,7 +206,7 @@ def test_models_that_cannot_be_estimated_say_what_would_do():
         vbrt.estimate(nn.Linear(64, 64), "prefill", None, machine=ON)
     looked = lambda model: model(torch.ones(3, 64)).sum().item()  # noqa: E731 - a value that no fake tensor has
     with pytest.warns(
-        UserWarning, match=r"Linear cannot be traced without weights.*weights and pages alone are counted"
+        UserWarning, match=r"Linear cannot be traced without weights.*only weights and pages are counted"
     ):
         found = vbrt.estimate(nn.Linear(64, 64), "prefill", None, machine=ON, step=looked)
     assert found.peak_bytes == 4 * (64 * 64 + 64) and "NOT TRACED" in str(found) and "It fits" not in str(found)

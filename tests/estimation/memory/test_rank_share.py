@@ -88,8 +88,8 @@ def test_names_with_digits_heads_tied_to_whole_tables_and_what_plans_leave_whole
     ("asked", "error", "words"),
     [
         ({"ranks": 0}, ArgumentError, "ranks = 0; expected a whole number of at least 1"),
-        ({"ranks": 3}, ArgumentError, r"ranks = 3: num_attention_heads = \d+ of Llama\w+ cannot be shared out"),
-        ({"ranks": 2, "config": "train"}, ConfigError, 'mode = "train" takes whole weights'),
+        ({"ranks": 3}, ArgumentError, r"ranks = 3: num_attention_heads = \d+ of Llama\w+ is not divisible"),
+        ({"ranks": 2, "config": "train"}, ConfigError, 'mode = "train" needs whole weights'),
         ({"ranks": 2, "model": nn.Sequential(nn.Linear(4, 4))}, ArgumentError, "Sequential has no tp_plan"),
     ],
 )

@@ -182,7 +182,7 @@ def test_auto_wraps_a_model_that_writes_text_and_is_refused_by_name_elsewhere():
     vb = vbrt.wrap(llama(), auto)
     assert {swap.format for swap in vb.plan.swaps} == {"nvfp4", "mxint8", "dense"}
     assert vb.plan.page_bytes * 8 <= 15 * sum(swap.site.parameters for swap in vb.plan.swaps)
-    with pytest.raises(ConfigError, match=r'weights.format = "auto" measures text .*give `sequences`'):
+    with pytest.raises(ConfigError, match=r'weights.format = "auto" measures samples .*give `sequences`'):
         vbrt.wrap(mlp(), auto)
     with pytest.raises(ConfigError, match=r'"auto" is settled by running the model .*vbrt precision'):
         vbrt.make_plan(mlp(), load_config(auto))

@@ -104,7 +104,7 @@ def test_a_save_keeps_its_planes_and_refuses_another_text(ids, tmp_path):
     vbrt.wrap(llama(), config("nvfp4", calibrate=ids)).save(tmp_path / "saved")
     with torch.device("meta"):
         models = [llama(), llama()]
-    with pytest.raises(ConfigError, match=r'weights.calibrate = "other.txt", and .* has planes, of which nothing'):
+    with pytest.raises(ConfigError, match=r'weights.calibrate = "other.txt", and .* has planes, which are not'):
         vbrt.load(tmp_path / "saved", models[0], config("nvfp4", calibrate="other.txt"))
     assert vbrt.load(tmp_path / "saved", models[1], config("nvfp4")).plan.swaps[0].inputs == ()
 

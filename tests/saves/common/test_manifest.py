@@ -158,8 +158,8 @@ def test_a_manifest_whose_digest_is_not_that_of_its_content_is_refused(saved, ke
     [
         ("{", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
-        ('{"a": 1, "a": 2}', '"a" stands twice in one object'),
-        ('{"kind": NaN}', "NaN is no number"),
+        ('{"a": 1, "a": 2}', '"a" appears twice in one object'),
+        ('{"kind": NaN}', "NaN is not a JSON number"),
         ("\xff", "not valid JSON"),
         ("1" * 5000, "not valid JSON"),
         ("null", "not written"),

@@ -123,7 +123,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_a_model_that_trains(tmp_pa
         train_on(data[1:2], vb, vb.optimizer)
         with monkeypatch.context() as patch:
             patch.setattr("os.pwrite", full)
-            with pytest.raises(CheckpointError, match=r"the disk is full.*as it was, and training may go on"):
+            with pytest.raises(CheckpointError, match=r"the disk is full.*intact, and training can continue"):
                 vb.save_checkpoint(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == files
         last = train_on(data[2:], vb, vb.optimizer)
@@ -152,7 +152,7 @@ def test_damage_is_refused_with_the_place(tmp_path):
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-        with pytest.raises(CheckpointError, match=f"{file.name}: damaged: the bytes of .* are not those"):
+        with pytest.raises(CheckpointError, match=f"{file.name}: damaged: the bytes of .* do not match"):
             vb.load_checkpoint(tmp_path)
         (tmp_path / CHECKPOINT).write_text((tmp_path / CHECKPOINT).read_text().replace("weight_decay", "weight_decoy"))
         with pytest.raises(CheckpointError, match="digest"):
@@ -167,12 +167,12 @@ def test_a_checkpoint_of_another_training_changes_nothing(tmp_path):
     other = Tiny(5)
     with vbrt.wrap(other, "full", optimizer=torch.optim.AdamW(other.parameters())) as vb:
         before = vb.state_dict()
-        with pytest.raises(CheckpointError, match=r"layers\.4\.weight is here only; nothing was loaded"):
+        with pytest.raises(CheckpointError, match=r"layers\.4\.weight is only in the model; nothing was loaded"):
             vb.load_checkpoint(tmp_path)
         assert_same_state(vb.state_dict(), before)
     other = model()
     with vbrt.wrap(other, "full", optimizer=torch.optim.SGD(other.parameters(), 0.1)) as vb:
-        with pytest.raises(CheckpointError, match="its optimizer is AdamW, and SGD here"):
+        with pytest.raises(CheckpointError, match="its optimizer is AdamW, this one SGD"):
             vb.load_checkpoint(tmp_path)
 
 

@@ -180,7 +180,7 @@ def test_a_model_of_another_kind_and_a_dtype_for_other_files_are_refused(tmp_pat
         mixed(Type.Q4_0),
         more=[("blk.0.ffn_gate_inp.weight", model.lm_head.weight.numpy(force=True))],
     )
-    with pytest.raises(CheckpointError, match=r"1 tensors of it \(llama\) have no place in a Llama.*ffn_gate_inp"):
+    with pytest.raises(CheckpointError, match=r"1 tensors of it \(llama\) do not belong to a Llama.*ffn_gate_inp"):
         loaded(path)
     with pytest.raises(CheckpointError, match=r"names of llama\.cpp, which only transformers translates.*Linear"):
         vbrt.load(path, torch.nn.Linear(4, 4))

@@ -152,7 +152,7 @@ def test_a_save_writes_through_no_link_that_somebody_planted(tmp_path, monkeypat
     assert victim.read_text() == "mine" and not (saved / "vbrt.json").is_symlink()
     planted = saved / "vbrt.json.00000000.tmp"
     planted.symlink_to(victim)
-    with pytest.raises(CheckpointError, match=r"cannot be saved.*File exists; a save that was there is as it was"):
+    with pytest.raises(CheckpointError, match=r"cannot be saved.*File exists; a previous save is intact"):
         vb.save(saved)
     assert victim.read_text() == "mine" and not planted.is_symlink()
     assert vbrt.load(saved, mlp()).registry

@@ -202,4 +202,4 @@ def test_compiled_blocks_and_compiled_models_give_the_same_bits(monkeypatch):
 
 def test_a_model_without_equal_blocks_says_that_all_is_kept():
     vb = vbrt.wrap(nn.Sequential(nn.Linear(64, 64)), "dense", training={"activations": "recompute"})
-    assert "no list of equal blocks" in vb.stats().fallbacks[-1]
+    assert "no repeated blocks" in vb.stats().fallbacks[-1]

@@ -50,4 +50,4 @@ def test_blocks_that_run_twice_append_no_keys_twice(kind, lora):
     for activations in ("recompute", "offload", "64KiB"):
         got, stats = trained(kind, activations, lora=lora)
         assert same(got, kept)
-        assert any("fill no cache" in reason for reason in stats.fallbacks), stats.fallbacks
+        assert any("fill no KV cache" in reason for reason in stats.fallbacks), stats.fallbacks

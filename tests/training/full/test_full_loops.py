@@ -357,7 +357,7 @@ def test_checkpoints_of_other_groups_and_other_dtypes_are_refused_before_anythin
     saved.save_checkpoint(tmp_path)
     turned = vbrt.wrap(Tiny(), "full", optimizer=lambda every: in_groups(6)([*every][::-1]))
     rounded = vbrt.wrap(Tiny().to(torch.bfloat16), "full", optimizer=in_groups(6))
-    for vb, why in ((turned, "another place in its optimizer's groups"), (rounded, r"bias is torch.float32 there and")):
+    for vb, why in ((turned, "another index in its param groups"), (rounded, r"bias is torch.float32 in the check")):
         before = {name: value.clone() for name, value in vb.state_dict().items()}
         with pytest.raises(vbrt.CheckpointError, match=rf"{why}.*nothing was loaded"):
             vb.load_checkpoint(tmp_path)

@@ -188,7 +188,7 @@ class _NoRoom(ConfigError):
         self.tier, self.nbytes = tier, nbytes
 
 
-# -- the walk ---------------------------------------------------------------------------------------------------------
+# -- enumeration ------------------------------------------------------------------------------------------------------
 
 
 def candidates(asked: Asked, task: Task, *, longest: bool = False) -> Iterator[Choice]:

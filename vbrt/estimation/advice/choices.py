@@ -270,7 +270,7 @@ def _lines(advice: Advice) -> Iterator[str]:
     link += f"memory {rates.memory_gb_s:.0f}, drive {rates.drive_gb_s:.1f} GB/s"
     refused = next((choice.found.refused for choice in advice.choices if choice.found and choice.found.refused), "")
     if refused:
-        yield f"NOT TRACED, weights alone are counted: {refused}"
+        yield f"NOT TRACED, only weights are counted: {refused}"
     yield f"{rates.name}, {rates.source}: {link}, {rates.tflops:.3g} TFLOP/s"
     yield f"times by the cost model of {advice.cost_model}"
     yield ""
@@ -281,9 +281,9 @@ def _lines(advice: Advice) -> Iterator[str]:
         if id(choice) in front or not varied:
             yield _row(choice, "*" if id(choice) in front else " ")
     yield ""
-    yield "* beaten by no other in time, tokens a second, memory, noise of rounding, context and what trains"
+    yield "* Pareto front: time, tokens a second, memory, noise of rounding, context, trained weights"
     if any("gpu" in choice.found.tiers for choice in advice.choices if choice.found):
-        yield f"in Python of your own, set {_SEGMENTS} first: budgets fill the GPU"
+        yield f"in your own Python code, set {_SEGMENTS} first: budgets fill the GPU"
 
 
 def _row(choice: Choice, mark: str) -> str:

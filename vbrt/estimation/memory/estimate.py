@@ -109,7 +109,7 @@ def estimate_of(
     moments = tuple((stage, sum(of.values())) for stage, of in made.items())
     largest = max(moments, key=lambda moment: moment[1])[0]
     rows = [*weights, *step_rows(held[largest], task, tier, largest)]
-    notes = {"workspace": "of cuBLAS", "rests": "of 1 MiB and less, which torch's allocator does not split off"}
+    notes = {"workspace": "cuBLAS", "rests": "remainders up to 1 MiB that torch's allocator does not split off"}
     rows += [Row(name, tier, nbytes, "counted", notes[name]) for name, nbytes in more[largest].items()]
     rest = (traced.refused, made, traced.work, traced.rows.get("prompt in place", 0))
     return Estimate(type(bare).__name__, task, config, machine, tier, tuple(rows), moments, plan, *rest)
@@ -141,5 +141,5 @@ def as_task(task: str | Task, sizes: Mapping[str, Any]) -> Task:
     unknown = sorted(set(sizes) - {f for f in Task.__dataclass_fields__ if f != "kind"})
     if unknown:
         known = ", ".join(f for f in Task.__dataclass_fields__ if f != "kind")
-        raise ArgumentError(f"estimate(..., {unknown[0]}=...): no such size of a task; there are {known}")
+        raise ArgumentError(f"estimate(..., {unknown[0]}=...): no such argument of a task; expected one of {known}")
     return Task(task, **sizes)

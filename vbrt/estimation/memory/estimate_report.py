@@ -185,18 +185,18 @@ def _lines(estimate: Estimate, width: int) -> Iterator[str]:
         for row in sorted((r for r in estimate.rows if r.tier == tier and r.nbytes), key=lambda r: -r.nbytes):
             yield f"  {row.name:<26}{format_bytes(row.nbytes):>10}  {row.source}{', ' if row.note else ''}{row.note}"
     yield ""
-    yield f"largest moments of a {'step' if task.trains else 'call'}, in the {estimate.compute_tier} memory"
+    yield f"peaks of a {'step' if task.trains else 'call'}, in the {estimate.compute_tier} memory"
     room = max(8, min(_BAR, width - 28))
     yield from _bars(estimate, room)
     if estimate.again_bytes > estimate.peak_bytes:
-        yield f"  {'further calls':<12}{'':<{room}}  {format_bytes(estimate.again_bytes)}, as recorded steps stay"
+        yield f"  {'further calls':<12}{'':<{room}}  {format_bytes(estimate.again_bytes)}, with captured steps"
     yield ""
     for tier, nbytes in estimate.missing.items():
         later = estimate.again_bytes - estimate.peak_bytes if tier == estimate.compute_tier else 0
         what = "the first call of generate fits, for further ones the" if nbytes < later else "the"
         yield f"DOES NOT FIT: {what} {tier} lacks {format_bytes(nbytes)}."
     if estimate.refused:
-        yield f"NOT TRACED, weights alone are counted: {estimate.refused}."
+        yield f"NOT TRACED, only weights are counted: {estimate.refused}."
     elif estimate.fits:
         yield "It fits."
     if estimate.compute_tier == "gpu":

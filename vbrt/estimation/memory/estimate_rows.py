@@ -61,10 +61,10 @@ def _merged_row(plan: Plan | None, tier: str) -> Iterator[Row]:
 def _page_rows(plan: Plan, machine: Machine, task: Task) -> Iterator[Row]:
     for depth, need in enumerate(tier_needs(plan, machine)):
         held = need.most_bytes if depth else need.home_bytes + _passing_bytes(plan, need, task)
-        share = f"{100 * need.home_bytes / max(1, plan.page_bytes):.0f} % live here"
+        share = f"{100 * need.home_bytes / max(1, plan.page_bytes):.0f} % resident"
         passing = held > need.home_bytes
         if held:
-            yield Row("pages", need.tier, held, "counted", share + (", others pass through" if passing else ""))
+            yield Row("pages", need.tier, held, "counted", share + (", others streamed" if passing else ""))
 
 
 def _passing_bytes(plan: Plan, need: TierNeed, task: Task) -> int:
@@ -122,10 +122,10 @@ def step_rows(held: Mapping[str, int], task: Task, tier: str, stage: str) -> lis
     notes = {
         "KV cache": f"{tokens}, by the model's own cache",
         "activations": "kept from the forward to the backward pass",
-        "gradients": "of what trains",
+        "gradients": "of trained parameters",
         "optimizer": f"state of {task.optimizer}",
-        "outputs": "what the pass returns",
-        "temporaries": f"at the largest moment: {stage}",
+        "outputs": "of the forward",
+        "temporaries": f"at the peak: {stage}",
     }
     return [Row(name, tier, nbytes, "traced", notes[name]) for name, nbytes in held.items()]
 

@@ -35,7 +35,7 @@ def whole_trace(model: nn.Module, task: Task, plan: Plan | None, activations: st
             return _bounded(model, task, plan, activations)
         return _traced(model, task, plan, activations)
     except Untraceable as error:
-        warnings.warn(f"{error}; until then weights and pages alone are counted", stacklevel=2)
+        warnings.warn(f"{error}; until then, only weights and pages are counted", stacklevel=2)
         stages = STAGES[task.kind]
         return Trace(dict.fromkeys(stages, 0), {}, refused=str(error))
 

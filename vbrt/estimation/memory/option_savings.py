@@ -27,7 +27,7 @@ class Option:
 
     def __str__(self) -> str:
         if self.without is None or self.having is None:
-            return f"  {self.name:<26}not here: {self.why}"
+            return f"  {self.name:<26}not available: {self.why}"
         saved = self.without - self.having
         word = "saves" if saved >= 0 else "costs"
         figures = f"{format_bytes(self.without):>10} -> {format_bytes(self.having):>10}"

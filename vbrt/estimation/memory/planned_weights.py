@@ -85,7 +85,7 @@ def _held_experts(model: nn.Module, plan: Plan, task: Task) -> dict[type[nn.Modu
     return {kind: HeldExperts.of(swap, plan, task) for kind, swap in swaps.items()}
 
 
-# -- weights that train from the tiers --------------------------------------------------------------------------------
+# -- training from the tiers ------------------------------------------------------------------------------------------
 
 
 def _streamed(model: nn.Module, plan: Plan) -> Callable[[nn.Module], None]:

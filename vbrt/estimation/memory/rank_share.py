@@ -50,10 +50,10 @@ def part_of(model: nn.Module, ranks: int, config: VBConfig | None) -> nn.Module:
     if type(ranks) is not int or ranks < 2:
         raise ArgumentError(f"ranks = {ranks!r}; expected 2 or more")
     if config is not None and config.mode != "infer":
-        raise ConfigError(f'{config.source}: mode = "{config.mode}" takes whole weights, which no plan cuts over ranks')
+        raise ConfigError(f'{config.source}: mode = "{config.mode}" needs whole weights, which are not sharded')
     plan, name = getattr(model, "tp_plan", None), type(model).__name__
     if not plan:
-        raise ArgumentError(f"ranks = {ranks}: {name} has no tp_plan, which would say what each rank holds of it")
+        raise ArgumentError(f"ranks = {ranks}: {name} has no tp_plan to shard it by")
     _check_heads(model, ranks)
     part = meta_copy(model)
     styles = dict(_styles(part, plan))
@@ -77,7 +77,7 @@ def _check_heads(model: nn.Module, ranks: int) -> None:
         for name in _HEADS:
             heads = getattr(config, name, None) or 0
             if heads % ranks:
-                raise ArgumentError(f"ranks = {ranks}: {name} = {heads} of {type(model).__name__} cannot be shared out")
+                raise ArgumentError(f"ranks = {ranks}: {name} = {heads} of {type(model).__name__} is not divisible")
 
 
 def _styles(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:

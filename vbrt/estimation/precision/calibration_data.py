@@ -46,7 +46,7 @@ def text_of(model: nn.Module, config: VBConfig, directory: str | None = None) ->
     asked = config.weights.calibrate
     where = f'{config.source}: weights.calibrate = "{asked}"'
     if asked == SAMPLES:
-        return Text("text that the model writes itself", where)
+        return Text("samples of the model", where)
     content = _content(Path(asked), where)
     rows = _ids(content, where) if asked.endswith(".json") else [_tokens(content, model, directory, where)]
     length = min(_LENGTH, getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LENGTH)
@@ -66,7 +66,7 @@ def _content(path: Path, where: str) -> str:
         reason = describe_os_error(error) if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(
             f"{where}: cannot be read: {reason}; expected a text, a .json with token ids, or "
-            f'"{SAMPLES}" for what the model writes itself'
+            f'"{SAMPLES}" for samples of the model'
         ) from error
 
 

@@ -156,7 +156,7 @@ def settled(model: nn.Module, config: VBConfig) -> VBConfig:
         return choose_precision(model, config=config).config
     except ArgumentError as error:
         raise ConfigError(
-            f'{config.source}: weights.format = "auto" measures text of the model\'s own: {error}: '
+            f'{config.source}: weights.format = "auto" measures samples of the model: {error}: '
             "vbrt.choose_precision(model, sequences).config"
         ) from error
 
@@ -204,7 +204,7 @@ def _coarse_config(config: VBConfig) -> VBConfig:
     return replace(config, weights=replace(weights, format=format, fine="none", budget=None))
 
 
-# -- what there is to choose ------------------------------------------------------------------------------------------
+# -- alternatives -----------------------------------------------------------------------------------------------------
 
 
 def _options(model: nn.Module, base: VBConfig) -> list[LayerPrecision]:
@@ -243,7 +243,7 @@ def _weights_of(swap: Swap) -> int:
     return sum(site.parameters for site in (swap.site, *swap.parts))
 
 
-# -- what each costs --------------------------------------------------------------------------------------------------
+# -- losses -----------------------------------------------------------------------------------------------------------
 
 
 def _lossy(option: LayerPrecision) -> list[str]:

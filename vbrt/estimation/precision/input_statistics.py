@@ -72,8 +72,8 @@ def with_inputs(
     cut = next((swap.name for swap in plan.swaps if swap.site.shard is not None), None)
     if cut is not None:
         raise ConfigError(
-            f'{config.source}: weights.calibrate = "{config.weights.calibrate}": this process holds a part of {cut}, '
-            "and blocks have to have the scales of the whole weight: calibrate in one process, as vbrt convert does, "
+            f'{config.source}: weights.calibrate = "{config.weights.calibrate}": {cut} is sharded, '
+            "and its blocks need the scales of the whole weight: calibrate in one process, as vbrt convert does, "
             "and load what it saves"
         )
     device = _device_of(plan) if device is None else device

@@ -182,7 +182,7 @@ class Precision:
         between = {layer.held for layer in self.layers if layer.chosen and not layer.lossless}
         counts = "".join(f", {sum(layer.held == held for layer in self.layers)} {held}" for held in sorted(between))
         unit = "KL, nats a position" if self.method == "kl" else "input² × error²"
-        text = "text that the model wrote itself" if self.own else "the given sequences"
+        text = "samples of the model" if self.own else "the given sequences"
         yield f"{lossless} of {len(self.layers)} layers lossless{counts}, the others {self.config.weights.format}"
         yield f"pages  {format_bytes(self.nbytes)} of {format_bytes(self.budget_bytes)}"
         what = f"{unit}; {text}; a sum over layers"

@@ -165,7 +165,7 @@ def own_samples(model: nn.Module, device: torch.device, count: int = 8, length: 
             ids = torch.cat([ids, torch.multinomial(last, 1, generator=random)], 1)
     except (ArgumentError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(
-            f"{type(model).__name__} wrote no text of its own from token ids ({type(error).__name__}: {error}); "
+            f"{type(model).__name__} generated no samples from token ids ({type(error).__name__}: {error}); "
             "give `sequences`, what its forward takes"
         ) from error
     return ids

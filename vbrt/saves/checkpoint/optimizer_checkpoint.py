@@ -83,7 +83,7 @@ def _tensors(weight: FullWeight, name: str, moments: Mapping[str, TensorInfo]) -
     return {name: weight.master(), **{info.name: held[key] for key, info in moments.items()}}
 
 
-# -- back -------------------------------------------------------------------------------------------------------------
+# -- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_training(attachment: FullAttachment, directory: str | PathLike, *, progress: bool | None) -> Any:
@@ -112,27 +112,27 @@ def _check(saved: SavedCheckpoint, attachment: FullAttachment, here: Mapping[str
     theirs = {name: entry["value"] for entry in saved.state["model"] for name in entry["names"]}
     for name in (*here, *theirs):
         if name not in theirs or name not in here:
-            raise _other(saved, f"{name} is {'there' if name in theirs else 'here'} only")
+            raise _other(saved, f"{name} is only in the {'checkpoint' if name in theirs else 'model'}")
         if tuple(here[name][1].shape) != theirs[name].shape:
-            raise _other(saved, f"{name} has shape {theirs[name].shape} there and {tuple(here[name][1].shape)} here")
+            raise _other(saved, f"{name} has shape {theirs[name].shape} there, {tuple(here[name][1].shape)} here")
         kept = not isinstance(here[name][1], StreamedParameter)  # the page's low half there, or rounded to bf16 here
         if kept and here[name][1].dtype is not theirs[name].dtype:
-            raise _other(saved, f"{name} is {theirs[name].dtype} there and {here[name][1].dtype} here")
+            raise _other(saved, f"{name} is {theirs[name].dtype} in the checkpoint, {here[name][1].dtype} here")
     rule, groups = attachment.updater.rule.optimizer.__name__, attachment.optimizer.param_groups
     if saved.state["class"] != rule:
-        raise _other(saved, f"its optimizer is {saved.state['class']}, and {rule} here")
+        raise _other(saved, f"its optimizer is {saved.state['class']}, this one {rule}")
     sizes = [len(group["params"]) for group in saved.state["optimizer"]["param_groups"]]
     if sizes != [len(group["params"]) for group in groups]:
-        raise _other(saved, f"its optimizer's groups have {sizes} parameters, other than here")
+        raise _other(saved, f"its param groups have {sizes} parameters, unlike this optimizer's")
     numbers = numbered(attachment.optimizer)
     for entry in saved.state["model"]:
         name = entry["names"][0]
         if "number" in entry and entry["number"] != numbers.get(id(here[name][1])):
-            raise _other(saved, f"{name} has another place in its optimizer's groups")
+            raise _other(saved, f"{name} has another index in its param groups")
 
 
 def _other(saved: SavedCheckpoint, what: str) -> CheckpointError:
-    return CheckpointError(f"{saved.directory}: a checkpoint of another training: {what}; nothing was loaded")
+    return CheckpointError(f"{saved.directory}: a checkpoint of another model or optimizer: {what}; nothing was loaded")
 
 
 def _fill(weight: FullWeight, saved: SavedCheckpoint, values: TensorInfo, own: Mapping[str, Any] | None) -> None:

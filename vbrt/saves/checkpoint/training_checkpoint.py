@@ -106,7 +106,7 @@ def write_checkpoint(
         _remove(folder, lambda name: token in name)
         raise CheckpointError(
             f"{error.filename or directory}: the checkpoint cannot be written: {describe_os_error(error)}; "
-            "one that was there is as it was, and training may go on"
+            "a previous checkpoint is intact, and training can continue"
         ) from error
     except BaseException:
         _remove(folder, lambda name: token in name)
@@ -186,7 +186,7 @@ class SavedCheckpoint:
         if not isinstance(content, dict) or content.get("kind") != _KIND or content.get("version") != _VERSION:
             raise CheckpointError(f'{path}: expected "kind": "{_KIND}" of version {_VERSION} in it')
         if content.get("digest") != content_digest(content):
-            raise self.damaged("its content does not have the digest that was written with it")
+            raise self.damaged("its digest does not match its content")
         self._entries, self._files = content["tensors"], dict[str, TensorFile]()
         try:
             self.state = {key: together(value, self.info) for key, value in content["state"].items()}
@@ -195,7 +195,7 @@ class SavedCheckpoint:
 
     def damaged(self, what: str) -> CheckpointError:
         """Return the error for a damaged manifest."""
-        return CheckpointError(f"{self.directory / CHECKPOINT}: damaged: {what}; take another checkpoint")
+        return CheckpointError(f"{self.directory / CHECKPOINT}: damaged: {what}; use another checkpoint")
 
     def info(self, name: str) -> TensorInfo:
         """Return a tensor's dtype and shape."""
@@ -206,16 +206,16 @@ class SavedCheckpoint:
         """Read a tensor into CPU memory. Raises CheckpointError: it cannot be read, or its digest differs."""
         name, _, _, known = self._entries[info.name]
         if SHARD.fullmatch(name) is None:
-            raise self.damaged(f"{info.name} in a file of the name {name!r:.80}")
+            raise self.damaged(f"{info.name} in a file named {name!r:.80}")
         file = self._files.setdefault(name, TensorFile(self.directory / name))
         here = file.tensors.get(info.name)
         if here is None or (here.dtype, here.shape) != (info.dtype, info.shape):
-            raise self.damaged(f"{info.name} is not in {name} as it was written")
+            raise self.damaged(f"{info.name} in {name} does not match the manifest")
         tensor = file.read(info.name)
         if digest(tensor) != known:
             raise CheckpointError(
-                f"{self.directory / name}: damaged: the bytes of {info.name} are not those that were written; take "
-                "another checkpoint"
+                f"{self.directory / name}: damaged: the bytes of {info.name} do not match their digest; use another "
+                "checkpoint"
             )
         return tensor
 

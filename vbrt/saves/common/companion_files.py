@@ -54,7 +54,7 @@ def write_companions(model: nn.Module, directory: Path) -> None:
             copy_companions(origin, directory, lambda name: name not in there)
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or directory}: the planes are saved and in place, but what the model needs beside them "
+            f"{error.filename or directory}: the planes are saved and in place, but the config and tokenizer files "
             f"cannot be written: {describe_os_error(error)}"
         ) from error
 

@@ -40,20 +40,20 @@ def check_names(path: Path, model: nn.Module, known: set[str], *, optional: set[
     unexpected = sorted(known - needed - transient - optional)
     parts = [
         f"{len(names)} {what}: {first_names(names)}"
-        for what, names in (("that the model has are missing", missing), ("that it has not are there", unexpected))
+        for what, names in (("missing", missing), ("unexpected", unexpected))
         if names
     ]
     if parts:
-        raise CheckpointError(f"{path}: not of this model: of its parameters and buffers {'; '.join(parts)}")
+        raise CheckpointError(f"{path}: not of this model: parameters and buffers: {'; '.join(parts)}")
 
 
 def misfit(module: nn.Module | None, site: WeightSite) -> str | None:
     """Return why a module cannot take the weight saved for a site; None if it can."""
     kind = None if module is None else kind_of(module)
     if kind is None or kind.name != site.kind:
-        return f"{site.module} is a {type(module).__name__}, saved was a {site.kind}"
+        return f"{site.module} is a {type(module).__name__}, saved as a {site.kind}"
     here = tuple(getattr(module, site.parameter).shape)
-    return None if here == site.kept_shape else f"{site.tensor} is {here}, saved was {site.kept_shape}"
+    return None if here == site.kept_shape else f"{site.tensor} is {here}, saved as {site.kept_shape}"
 
 
 def other_kinds(model: nn.Module, kept: Mapping[str, KeptTensor]) -> Iterator[str]:
@@ -62,7 +62,7 @@ def other_kinds(model: nn.Module, kept: Mapping[str, KeptTensor]) -> Iterator[st
     here |= {name: "buffer" for name, _ in model.named_buffers(remove_duplicate=False)}
     for name, entry in kept.items():
         if name in here and here[name] != entry.kind.removeprefix("non-persistent "):
-            yield f"{name} is a {here[name]}, saved was a {entry.kind}"
+            yield f"{name} is a {here[name]}, saved as a {entry.kind}"
 
 
 def other_shapes(model: nn.Module, infos: Mapping[str, TensorInfo]) -> Iterator[str]:
@@ -71,14 +71,14 @@ def other_shapes(model: nn.Module, infos: Mapping[str, TensorInfo]) -> Iterator[
         if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
             yield f"{name} has no shape before the model's first call"
         elif name in infos and name not in transient and tuple(tensor.shape) != infos[name].shape:
-            yield f"{name} is {tuple(tensor.shape)}, saved was {infos[name].shape}"
+            yield f"{name} is {tuple(tensor.shape)}, saved as {infos[name].shape}"
 
 
 def other_dtypes(model: nn.Module, infos: Mapping[str, TensorInfo]) -> Iterator[str]:
     """Yield floating-point tensors stored as integers, and the reverse; precision may differ, the files decide it."""
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if name in infos and has_fraction(tensor.dtype) != has_fraction(infos[name].dtype):
-            yield f"{name} is {text_of(tensor.dtype)}, saved was {text_of(infos[name].dtype)}"
+            yield f"{name} is {text_of(tensor.dtype)}, saved as {text_of(infos[name].dtype)}"
 
 
 def has_fraction(dtype: torch.dtype) -> bool:

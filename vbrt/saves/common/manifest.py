@@ -243,12 +243,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{_shown(twice)} stands twice in one object")
+        raise ValueError(f"{_shown(twice)} appears twice in one object")
     return out
 
 
 def _constant(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _checked(data: dict[str, Any], version: int) -> Manifest:

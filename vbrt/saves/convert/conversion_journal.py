@@ -76,7 +76,7 @@ def open_journal(directory: Path, head: Mapping[str, Any], *, overwrite: bool) -
         other = [says for key, says in _SAYS.items() if lines[0].get(key) != head[key]]
         if other:
             raise CheckpointError(
-                f"{path}: an interrupted conversion of {' and '.join(other)}; name another directory, or begin anew "
+                f"{path}: an interrupted conversion of {' and '.join(other)}; name another directory, or start over "
                 "with --overwrite"
             )
         return Journal(path, lines[0]["token"], _checked(directory, lines[1:]))

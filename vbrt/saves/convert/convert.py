@@ -82,8 +82,8 @@ def convert(
         write_file(directory / MANIFEST, to_json(manifest))
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or directory}: the conversion cannot go on: {describe_os_error(error)}; what is finished "
-            f"stays in {directory}, and the same call goes on from there"
+            f"{error.filename or directory}: the conversion cannot continue: {describe_os_error(error)}; finished "
+            f"shards stay in {directory}, and the same call resumes there"
         ) from error
     sync_in_place(directory)
     remove_files(directory, lambda name: _is_foreign(name, journal.token))
@@ -103,7 +103,7 @@ def _target(directory: str | PathLike, source: Source) -> Path:
     except OSError as error:
         raise CheckpointError(f"{error.filename}: nothing can be written there: {describe_os_error(error)}") from error
     if is_own:
-        raise CheckpointError(f"{directory}: is what is converted; name another directory")
+        raise CheckpointError(f"{directory}: is the source of the conversion; name another directory")
     return directory
 
 
@@ -113,7 +113,7 @@ def _make(directory: Path) -> None:
     except OSError as error:
         why = "a file is there" if directory.is_file() else describe_os_error(error)
         raise CheckpointError(
-            f"{directory}: cannot be made: {why}; name a new directory, on a drive that can be written"
+            f"{directory}: cannot be created: {why}; name a new directory, on a writable drive"
         ) from error
 
 

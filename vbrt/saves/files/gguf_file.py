@@ -134,7 +134,7 @@ class _Header:
         if kind == _STRING:
             return self.text()
         if kind not in _SCALARS:
-            raise ValueError(f"a value of type {kind}, which there is none of")
+            raise ValueError(f"a value of unknown type {kind}")
         return self.number(_SCALARS[kind])
 
     def _array(self) -> "ArrayOf":
@@ -255,7 +255,7 @@ def _parsed(header: _Header) -> tuple[dict[str, Any], _Values, _Entries]:
     for _ in range(values):
         begin, key = header.at, header.text()
         if key in metadata:
-            raise ValueError(f"{key} is there twice")
+            raise ValueError(f"{key} appears twice")
         metadata[key] = header.value()
         is_long = key.startswith(_TOKENIZER) and isinstance(metadata[key], ArrayOf)
         packed[key] = b"" if is_long else header.bytes_since(begin)
@@ -280,11 +280,11 @@ def _placed(
     data = begin
     for name, shape, number, offset in sorted(entries, key=lambda entry: entry[3]):
         if name in seen:
-            raise ValueError(f"{name} is there twice")
+            raise ValueError(f"{name} appears twice")
         seen.add(name)
         tensor = GGUFTensor(name, *_type_of(name, shape, number, library), begin=begin)
         if data + offset != begin:
-            raise ValueError(f"{name} begins at byte {data + offset}; expected {begin}, behind the one before")
+            raise ValueError(f"{name} begins at byte {data + offset}; expected {begin}, after the previous one")
         if begin + tensor.nbytes > header.size:
             raise ValueError(f"{name} ends at byte {begin + tensor.nbytes} of {header.size}")
         yield name, tensor

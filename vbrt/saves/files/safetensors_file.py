@@ -161,7 +161,7 @@ class TensorWriter:
 
     def _check_complete(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None and self._missing:
-            raise CheckpointError(f"{self.path}: no bytes came for {', '.join(sorted(self._missing)[:3])}")
+            raise CheckpointError(f"{self.path}: no bytes were written for {', '.join(sorted(self._missing)[:3])}")
 
     def write(self, name: str, tensor: torch.Tensor) -> str:
         """Write one tensor, from any device; return its digest."""

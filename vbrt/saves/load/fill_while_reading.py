@@ -226,6 +226,6 @@ def _check_ties(model: nn.Module, plan: Plan) -> None:
         if len(held) > 1:
             names = " and ".join(site.tensor for site in (swap.site, *swap.tied))
             raise CheckpointError(
-                f"{names} are one weight by the model's config, and several in its files; load it with "
+                f"{names} are tied by the model's config, and separate in its files; load it with "
                 "tie_word_embeddings=False, or exclude them (weights.exclude)"
             )

@@ -46,8 +46,8 @@ def load_attached(
     if config.mode == "train":
         raise ConfigError(
             f'{config.source}: mode = "train"; load() fills the planes of an inference model. Load dense '
-            'weights into the model first, then vbrt.wrap(model, mode="train"); to go on with a run, '
-            "load_state_dict() what vb.state_dict() gave"
+            'weights into the model first, then vbrt.wrap(model, mode="train"); to resume a run, '
+            "load_state_dict() the result of vb.state_dict()"
         )
     if runtime is None:
         check_ssd_directory(config)

@@ -98,7 +98,7 @@ def decode_compressed_ints(t: Fields, outline: _Outline) -> Tensor:
     zero = _codes(zero, bits, 0)[:n] - middle if zero.dtype == torch.int32 else zero.to(torch.int32)
     zero = zero.reshape(-1, 1) if zero.ndim == 1 else zero
     if zero.shape[1] != scale.shape[1] or zero.shape[0] not in (1, n):
-        raise FormatError(f"weight_zero_point {tuple(zero.shape)} beside scales of {tuple(scale.shape)}")
+        raise FormatError(f"weight_zero_point {tuple(zero.shape)} with scales of {tuple(scale.shape)}")
     return (codes - zero.expand(n, -1)[:, index]).to(scale.dtype) * scale[:, index]
 
 

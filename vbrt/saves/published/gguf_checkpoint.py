@@ -34,7 +34,7 @@ __all__ = ["GGUFTensors", "describe_gguf", "gguf_checkpoint"]
 
 #: types that are torch dtypes
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_MIXED = "transformers does more to it than to move rows"
+_MIXED = "transformers does more than permute its rows"
 _UNKNOWN = "no format of vbrt has such blocks"
 _NUMBER = re.compile(r"\d+")
 _CHUNK = 1 << 22  # weights decoded at a time
@@ -106,7 +106,7 @@ class GGUFTensors:
         """User-facing remarks on tensors that are not quantized."""
         if not self.unused:
             return ()
-        return (f"{len(self.unused)} tensors of rotary frequencies are the config's to say, such as {self.unused[0]}",)
+        return (f"{len(self.unused)} tensors of rotary frequencies are left to the config, such as {self.unused[0]}",)
 
     @property
     def is_quantized(self) -> bool:
@@ -130,9 +130,9 @@ class GGUFTensors:
         if len(left) > len(self.unused):
             others = sorted(set(left).difference(self.unused))
             raise CheckpointError(
-                f"{self.path}: {len(others)} tensors of it ({self.architecture}) have no place in a "
-                f"{type(model).__name__}: {', '.join(others[:3])}; expected a file of this model, or beside the file "
-                "the config.json of the model that it is of"
+                f"{self.path}: {len(others)} tensors of it ({self.architecture}) do not belong to a "
+                f"{type(model).__name__}: {', '.join(others[:3])}; expected a file of this model, or its own model's "
+                "config.json next to it"
             )
         likes = model.state_dict(keep_vars=True)
         self.weights, self._orders = {}, {}
@@ -215,7 +215,7 @@ class _Whole:
     def __init__(self, info: GGUFTensor, like: Tensor) -> None:
         self.layout = _Named(f"GGUF {info.type}")
         self.outline = Outline(
-            info.shape, like.dtype, why=f"{self.layout.name}: transformers does more to it than to move rows"
+            info.shape, like.dtype, why=f"{self.layout.name}: transformers does more than permute its rows"
         )
 
 

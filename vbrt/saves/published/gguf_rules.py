@@ -76,7 +76,7 @@ def recipes_for(path: Path, architecture: str, model: nn.Module, names: Iterable
         ) from error
 
 
-# -- architectures whose conversions transformers has as rules --------------------------------------------------------
+# -- architectures with conversion rules in transformers --------------------------------------------------------------
 
 
 def _newer_rules(architecture: str, model: nn.Module) -> list[Any] | None:
@@ -115,7 +115,7 @@ def _run_rule(
     return made[0] if isinstance(made, list) else made
 
 
-# -- all others -------------------------------------------------------------------------------------------------------
+# -- architectures with tensor processors -----------------------------------------------------------------------------
 
 
 def _of_processors(architecture: str, model: nn.Module, names: Iterable[str]) -> dict[str, Recipe]:
@@ -171,7 +171,7 @@ def _run_processor(processor: Any, names_of: Mapping[str, str], new: str, values
     return out if isinstance(out, Tensor) else torch.from_numpy(numpy.ascontiguousarray(out))
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
+# -- row permutations -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

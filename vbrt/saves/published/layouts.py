@@ -189,7 +189,7 @@ def _torchao(t: Fields, outline: Outline) -> dict[str, Tensor]:
     return repack_nvfp4(t["weight"], scale, t.get("global", 1.0), divide=False)
 
 
-# -- sixteen levels ---------------------------------------------------------------------------------------------------
+# -- 4-bit codebooks and integers -------------------------------------------------------------------------------------
 
 
 def _levels(k: int, group: int, scales: torch.dtype, *, flat: bool = False) -> tuple[str, str]:
@@ -265,8 +265,8 @@ def _why_not_gptq(facts: Facts, bits: int) -> str:
     if bits != 4:
         return f"GPTQ in {bits} bits"
     if not facts.scheme.get("sym", True):
-        return "asymmetric GPTQ: zero points of its own in each group"
-    return "GPTQ with columns in another order than their groups (desc_act)" if facts.scheme.get("desc_act") else ""
+        return "asymmetric GPTQ: a zero point per group"
+    return "GPTQ with act-order (desc_act)" if facts.scheme.get("desc_act") else ""
 
 
 def _gptq(t: Fields, outline: Outline) -> dict[str, Tensor]:
@@ -291,7 +291,7 @@ def _outline_compressed_ints(facts: Facts) -> Outline:
     group = -1 if groups == 1 else _group_of(facts.scheme, k, groups)
     why = f"pack-quantized in {bits} bits" if bits != 4 else ""
     why = why or ("pack-quantized with zero points" if "zero_point" in facts.infos else "")
-    why = why or ("pack-quantized with columns in another order (actorder)" if "g_idx" in facts.infos else "")
+    why = why or ("pack-quantized with act-order (actorder)" if "g_idx" in facts.infos else "")
     format, why = ("", why) if why else _levels(k, group, facts.infos["scale"].dtype)
     return Outline((n, k), facts.dtype, format, why=why, more={"bits": bits, "group": group})
 
@@ -311,7 +311,7 @@ def _compressed_ints(t: Fields, outline: Outline) -> dict[str, Tensor]:
     return repack_compressed_int4(t["weight"], t["scale"], outline.shape, group=outline.more["group"]).coarse
 
 
-# -- what is decoded --------------------------------------------------------------------------------------------------
+# -- decoded layouts --------------------------------------------------------------------------------------------------
 
 
 def _outline_awq(facts: Facts) -> Outline:
@@ -319,7 +319,7 @@ def _outline_awq(facts: Facts) -> Outline:
     if int(facts.scheme.get("bits", facts.scheme.get("w_bit", 4))) != 4:
         raise FormatError("AWQ in other than 4 bits; load it with its own library")
     group = k // max(1, facts.shape("scales")[0])
-    return Outline((8 * words, k), facts.dtype, why="AWQ: zero points of its own in each group", more={"group": group})
+    return Outline((8 * words, k), facts.dtype, why="AWQ: a zero point per group", more={"group": group})
 
 
 def _outline_fp8(facts: Facts) -> Outline:

@@ -164,7 +164,7 @@ class PackedFiles:
             raise CheckpointError(f"{self._found[first].path}: {first} ({layout.name}): {error}") from error
         weight = base + layout.weight
         if weight in self.weights or (weight in self._found and weight not in names.values()):
-            raise CheckpointError(f"{self.path}: {weight} is there twice, as {first} too; expected one of them")
+            raise CheckpointError(f"{self.path}: {weight} appears twice, also as {first}; expected one of them")
         self.weights[weight] = PackedWeight(weight, layout, outline, files)
         self._taken.update(names.values())
 

@@ -180,7 +180,7 @@ class PublishedCheckpoint(DenseCheckpoint):
             for name, tensor in planes[0].items()
         }
 
-    # -- what to say of it --------------------------------------------------------------------------------------------
+    # -- notes --------------------------------------------------------------------------------------------------------
 
     def _notes(self, swaps: list[Swap]) -> Iterator[str]:
         as_they_are: Counter[tuple[str, str]] = Counter()
@@ -199,7 +199,7 @@ class PublishedCheckpoint(DenseCheckpoint):
         yield from self._packed.remarks
 
 
-_APART = "its parts are quantized in ways that do not go together in one weight"
+_APART = "its parts are quantized differently, which one plane cannot hold"
 
 
 def _joinable(weights: list[PackedWeight]) -> bool:

@@ -122,8 +122,7 @@ def _collected(
                 return {name: file.map(name) for name in file.tensors}, digests
     except OSError as error:
         raise CheckpointError(
-            f"{ssd_directory(config)}: planes cannot be laid down there on their way into files: "
-            f"{describe_os_error(error)}"
+            f"{ssd_directory(config)}: planes cannot be staged there for saving: {describe_os_error(error)}"
         ) from error
 
 
@@ -175,7 +174,7 @@ def embedded_model(opened: Iterable[TensorFile]) -> EmbeddedModel:
     content = first.metadata.get(METADATA_KEY)
     if content is None:
         raise CheckpointError(
-            f"{first.path}: no {METADATA_KEY!r} in its metadata, which says what the planes in it are; copy the file "
+            f"{first.path}: no {METADATA_KEY!r} in its metadata, the manifest of its planes; copy the file "
             "again, or save the model again"
         )
     manifest = parse_manifest(first.path, content.encode())

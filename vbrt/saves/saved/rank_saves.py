@@ -151,7 +151,7 @@ def _one_group(cut: Mapping[str, Sharding]) -> Any:
         group = sharding.mesh.get_group(at)
         groups[group.group_name] = group
     if len(groups) > 1:
-        raise WrapError(f"save: weights are cut over {len(groups)} process groups; expected one, for a save")
+        raise WrapError(f"save: weights are sharded over {len(groups)} process groups; expected one")
     return next(iter(groups.values()))
 
 
@@ -167,7 +167,7 @@ def _agree(error: Exception | None, group: Any, folder: Path) -> None:
     wrong = next((rank for rank, text in enumerate(errors) if text is not None), None)
     if wrong is not None:
         shutil.rmtree(folder, ignore_errors=True)
-        raise CheckpointError(f"rank {wrong}: {errors[wrong]}; a save that was there is as it was") from error
+        raise CheckpointError(f"rank {wrong}: {errors[wrong]}; a previous save is intact") from error
 
 
 def _remove_ranked(directory: Path, *, but: str) -> None:
@@ -262,7 +262,7 @@ class RankedSave:
         here = tuple(module._parameters[layer.site.parameter].shape)
         saved = self._whole_shape(layer.site.tensor, layer.site.kept_shape)
         if here != saved:
-            raise CheckpointError(f"{self.path}: not of this model: {layer.site.tensor} is {here}, saved was {saved}")
+            raise CheckpointError(f"{self.path}: not of this model: {layer.site.tensor} is {here}, saved as {saved}")
 
     def _whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         cut = self._cuts.get(name)
@@ -338,12 +338,12 @@ class RankedSave:
             return parts[0][1]
         if not all(cut_between_blocks(matrix, of) for of in (held, *(of for of, _ in parts))):
             raise CheckpointError(
-                f"{self.path}: {layer.site.name} was cut, or would be, within blocks of {layer.format}: load it on "
-                f"{len(self._pieces)} ranks, cut as it was saved, or the checkpoint of the dense model"
+                f"{self.path}: {layer.site.name} is, or would be, sharded within blocks of {layer.format}: load it on "
+                f"{len(self._pieces)} ranks, sharded as it was saved, or the checkpoint of the dense model"
             )
         return planes_of_part(matrix, join_parts(matrix, parts), held)
 
-    # -- everything else ----------------------------------------------------------------------------------------------
+    # -- kept tensors -------------------------------------------------------------------------------------------------
 
     def fill_kept_(self, model: nn.Module, landing: Landing) -> None:
         """See `Source`."""

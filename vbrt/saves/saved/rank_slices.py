@@ -64,7 +64,7 @@ def cut_between_blocks(matrix: Matrix, held: Held | None) -> bool:
     return all(begin % block == 0 and (end % block == 0 or end == k) for begin, end in held.spans)
 
 
-# -- whole and part ---------------------------------------------------------------------------------------------------
+# -- joining and slicing ----------------------------------------------------------------------------------------------
 
 
 def join_parts(matrix: Matrix, parts: Sequence[tuple[Held | None, Mapping[str, Fields]]]) -> dict[str, Fields]:

@@ -120,7 +120,7 @@ def _write_model(model: nn.Module, config: VBConfig, directory: Path, *, progres
 def _unsaved(directory: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{error.filename or directory}: the model cannot be saved: {describe_os_error(error)}; "
-        "a save that was there is as it was"
+        "a previous save is intact"
     )
 
 
@@ -247,7 +247,7 @@ def _kept_part(entry: KeptTensor, tensor: torch.Tensor) -> Part:
     return Part([info], lambda writer: {entry.name: writer.write(entry.name, tensor)})
 
 
-# -- what a model holds -----------------------------------------------------------------------------------------------
+# -- content of a model -----------------------------------------------------------------------------------------------
 
 
 def find_layers(model: nn.Module) -> list[tuple[SavedLayer, Handle]]:

@@ -77,19 +77,19 @@ class SavedModel:
         for name, saved in self._manifest.tensors.items():
             info = files[saved.file].tensors.get(name)
             if info is None:
-                raise _damaged(files[saved.file].path, f"it has no {name}, which {MANIFEST} says is in it")
+                raise _damaged(files[saved.file].path, f"it lacks {name}, which {MANIFEST} lists")
             here = text_of(info.dtype), info.shape
             if saved.dtype is not None and here != (saved.dtype, saved.shape):
                 raise _damaged(
                     files[saved.file].path,
-                    f"{name} is {_described(*here)}, saved was {_described(saved.dtype, saved.shape)}",
+                    f"{name} is {_described(*here)}, saved as {_described(saved.dtype, saved.shape)}",
                 )
 
     def _check_no_others(self, files: Mapping[str, TensorFile]) -> None:
         for file in files.values():
             for name in file.tensors:
                 if self._files.get(name) is not file:
-                    raise _damaged(file.path, f"it has {name}, of which {MANIFEST} says nothing")
+                    raise _damaged(file.path, f"it has {name}, which {MANIFEST} does not list")
 
     def _check_entries(self) -> None:
         """Check the planes' dtypes and shapes against their formats, and that only floating-point tensors train."""
@@ -124,7 +124,7 @@ class SavedModel:
         text = asked.weights.calibrate
         if text not in (None, saved.weights.calibrate):
             raise ConfigError(
-                f'{asked.source}: weights.calibrate = "{text}", and {self.path} has planes, of which nothing is '
+                f'{asked.source}: weights.calibrate = "{text}", and {self.path} has planes, which are not '
                 "encoded again: load a checkpoint of the dense model"
             )
         return replace(asked, weights=saved.weights)
@@ -243,7 +243,7 @@ class SavedModel:
         """Read a tensor. Raises CheckpointError: its digest differs."""
         tensor, saved = self._files[name].read(name, fill), self._manifest.tensors.get(name)
         if saved is not None and digest(tensor) != saved.digest:
-            raise _damaged(self._files[name].path, f"the bytes of {name} are not those that were saved")
+            raise _damaged(self._files[name].path, f"the bytes of {name} do not match their digest")
         return tensor
 
 

@@ -83,7 +83,7 @@ class Activations:
         self._modes = self._first_modes()
         self._index = {id(block): index for index, block in enumerate(blocks)}
         if asked != KEEP and not blocks:
-            self._note(f"training.activations = {asked!r}: the model has no list of equal blocks, so all is kept")
+            self._note(f"training.activations = {asked!r}: the model has no repeated blocks, so everything is kept")
         for block in blocks if asked != KEEP else ():
             block.__dict__[_ATTRIBUTE] = self
             block.__class__ = _held_class(type(block))
@@ -130,7 +130,7 @@ class Activations:
         """Deviations from the config."""
         return [*self._notes, *(self.offload.fallbacks + self.offload.host.fallbacks if self.offload else [])]
 
-    # -- what each block does -----------------------------------------------------------------------------------------
+    # -- modes --------------------------------------------------------------------------------------------------------
 
     def _first_modes(self) -> list[str]:
         if self.asked == KEEP:
@@ -186,10 +186,10 @@ class Activations:
         found = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         odd = [name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None and not is_cache(kwargs[name])]
         if odd or any(cache.get_seq_length() > 0 for cache in found):
-            self._note("activations: a block that is given a cache with keys and values keeps everything")
+            self._note("activations: a block called with a non-empty KV cache keeps everything")
             return args, kwargs, False
         if found:
-            self._note("activations: blocks that run twice fill no cache of keys and values while they train")
+            self._note("activations: recomputed blocks fill no KV cache in training")
             args = tuple(None if is_cache(value) else value for value in args)
             kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
         return args, kwargs, True

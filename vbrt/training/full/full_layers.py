@@ -97,7 +97,7 @@ class FullLayer(SwappedLayer):
         product = self._product(x, None)
         return product if bias is None else product + bias
 
-    # -- nn.Module's walks --------------------------------------------------------------------------------------------
+    # -- nn.Module's traversals ---------------------------------------------------------------------------------------
 
     def _held(self) -> dict[str, FullWeight]:
         """Return the weights in the tiers, by parameter name."""

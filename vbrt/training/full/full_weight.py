@@ -193,7 +193,7 @@ class FullWeight(PagesHandle):
         with Lease(self.stack, self.keys) as (tensors,):
             yield tensors["weight"]
 
-    # -- computing ----------------------------------------------------------------------------------------------------
+    # -- compute ------------------------------------------------------------------------------------------------------
 
     def check_dtype(self, x: Tensor) -> None:
         """Raise WrapError for an input dtype that would need the whole fp32 weight."""

@@ -116,7 +116,7 @@ class Gradient:
         """True if user code may read and write the sum, through a tensor from `tensor` or given to `put`."""
         return self._assigned or (self._loan is not None and self._loan.alive)
 
-    # -- arriving -----------------------------------------------------------------------------------------------------
+    # -- accumulation -------------------------------------------------------------------------------------------------
 
     @property
     def empty(self) -> bool:

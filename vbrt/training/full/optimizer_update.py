@@ -84,7 +84,7 @@ class Updater:
         for place in range(1, STAGED + 1):
             self._places.put(place)
 
-    # -- whoever wants an update --------------------------------------------------------------------------------------
+    # -- submission and waiting ---------------------------------------------------------------------------------------
 
     def submit(
         self, state: WeightState, grad: Gradient, group: Mapping[str, Any], scaling: Scaling | None = None
@@ -162,12 +162,12 @@ class Updater:
                     stage.heard = True
                     raise TierError(
                         f"{failed.state.name}: its update could not be completed ({error}); nothing is lost: "
-                        "remove the cause, and step() or settle() goes on from there"
+                        "remove the cause, and call step() or settle() to continue"
                     ) from error
             with contextlib.suppress(Empty):
                 update.bell.get(timeout=_LOOK_SECONDS)
 
-    # -- stages, each a thread -----------------------------------------------------------------------------------------
+    # -- pipeline stages, one thread each ------------------------------------------------------------------------------
 
     def _give(self, update: "_Update") -> None:
         """Hand an update to the stages; safe to repeat, finished work is not redone."""

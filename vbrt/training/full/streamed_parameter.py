@@ -94,12 +94,10 @@ class StreamedParameter(nn.Parameter):
 
     def _refusal(self, what: str) -> WrapError:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        ranks = '; nothing spreads such weights over ranks or sums their gradients: DDP and FSDP take mode = "train"'
+        ranks = '; such weights are not sharded or all-reduced over ranks: DDP and FSDP need mode = "train"'
         return WrapError(
             f"{self.weight.name}: {what} needs the values of a weight that trains in the tiers; vb.state_dict() has "
-            "them all, layer.weight_now() those of one layer, and unwrap() gives plain parameters back"
-            + ranks
-            * several
+            "all of them, layer.weight_now() one layer's, and unwrap() restores plain parameters" + ranks * several
         )
 
     @classmethod

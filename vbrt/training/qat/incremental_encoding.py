@@ -141,7 +141,7 @@ class TrainedSeparation:
             self._frame = Frame(self.format, {name: t.to(device) for name, t in self._frame.tensors.items()})
         return self._frame
 
-    # -- history ------------------------------------------------------------------------------------------------------
+    # -- serialization ------------------------------------------------------------------------------------------------
 
     def state(self, weight: Tensor) -> Tensor | None:
         """Return the whole state as one uint8 tensor [bytes] on the CPU, for state dicts; None before the first

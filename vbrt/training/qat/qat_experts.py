@@ -111,7 +111,7 @@ class TrainedExperts(RoundedLayer):
             found[name] = rounded + (weight - weight.detach()).to(cast)  # zeros: straight-through path
         return found
 
-    # -- nn.Module's walks --------------------------------------------------------------------------------------------
+    # -- nn.Module's traversals ---------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -183,7 +183,7 @@ def _new_layer(plain: type[nn.Module]) -> TrainedExperts:
     return trained_experts_class(plain).__new__(trained_experts_class(plain))
 
 
-# -- what a layer computes --------------------------------------------------------------------------------------------
+# -- compute and gradients --------------------------------------------------------------------------------------------
 
 
 def _cast_of(x: Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -123,7 +123,7 @@ class TrainedLayer(RoundedLayer):
         product = self._product(x, None)
         return product if bias is None else product + bias
 
-    # -- nn.Module's walks --------------------------------------------------------------------------------------------
+    # -- nn.Module's traversals ---------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._check_whole(name, value)
