@@ -170,7 +170,7 @@ def test_what_cannot_be_watched_is_said_with_what_would_do(capsys, monkeypatch):
     assert "process 1 cannot be asked: Permission denied" in errors(capsys)
     for answer, said in (
         (b"<html>", "is not JSON"),
-        (b'{"version": 1, "error": "KeyError: 1"}', "could not take a sample of itself: KeyError: 1"),
+        (b'{"version": 1, "error": "KeyError: 1"}', "could not sample itself: KeyError: 1"),
         (b'{"version": 2}', "of version 2; this vbrt reads version 1"),
     ):
         monkeypatch.setattr(stats_endpoint, "ask", lambda _pid, answer=answer: answer)

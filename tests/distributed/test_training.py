@@ -20,8 +20,8 @@ def test_gradients_are_the_mean_over_all_ranks_batches(two_ranks: Ranks, how: st
         ("moved", "a weight that trains through 4 bits; keep such weights out of it"),
         ("cut", "a weight that trains through 4 bits; keep such weights out of it"),
         ("cut shells", "a parallel plan comes before vbrt.wrap"),
-        ("full under ddp", 'over ranks or sums their gradients: DDP and FSDP take mode = "train"'),
-        ("full under fsdp2", 'over ranks or sums their gradients: DDP and FSDP take mode = "train"'),
+        ("full under ddp", 'summed over ranks: DDP and FSDP need mode = "train"'),
+        ("full under fsdp2", 'summed over ranks: DDP and FSDP need mode = "train"'),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_layers_name(two_ranks: Ranks, how: str, says: str):

@@ -1,9 +1,9 @@
 """Rank watchdog: ranks that compute one model stop together, with an error that names the failed rank.
 
 A rank that fails between two collectives leaves the others blocked until the group's timeout, with an error that names
-nobody. So every rank writes a heartbeat with its pass and layer to torch.distributed's store about once a second, and a
-rank whose forward raises first writes why. A rank whose collective fails, or that begins another pass, reads the store:
-its error names the faulty rank and layer.
+no rank. So every rank writes a heartbeat with its pass and layer to torch.distributed's store about once a second, and
+a rank whose forward raises writes why before the error propagates. A rank whose collective fails, or that begins
+another pass, reads the store: its error names the faulty rank and layer.
 
 Rank-local failures (unreadable pages, out of memory) are published. For any other error a rank cannot know whether all
 ranks had it: an argument that the model refuses is refused on all ranks, harmlessly, but an exception from a hook on
@@ -86,7 +86,7 @@ class Watch:
 
     def _begin(self) -> None:
         """Start the heartbeat. Ranks begin their first passes in one order, but wrap models in any."""
-        _begun[self._group_name] += 1  # separates messages for an earlier model
+        _begun[self._group_name] += 1  # keeps messages of an earlier model apart
         # a clone: waiting in torch's store would block every other user of it
         store = dist.distributed_c10d._get_default_store().clone()
         self._store = dist.PrefixStore(f"vbrt/{self._group_name}/{_begun[self._group_name]}", store)

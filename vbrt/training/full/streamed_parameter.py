@@ -94,7 +94,7 @@ class StreamedParameter(nn.Parameter):
 
     def _refusal(self, what: str) -> WrapError:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        ranks = '; such weights are not sharded or all-reduced over ranks: DDP and FSDP need mode = "train"'
+        ranks = '; such weights are not sharded or summed over ranks: DDP and FSDP need mode = "train"'
         return WrapError(
             f"{self.weight.name}: {what} needs the values of a weight that trains in the tiers; vb.state_dict() has "
             "all of them, layer.weight_now() one layer's, and unwrap() restores plain parameters" + ranks * several
