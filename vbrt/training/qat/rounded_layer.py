@@ -1,7 +1,7 @@
-"""RoundedLayer: nn.Module's protocol for layers whose dense parameters train while forwards see them rounded.
+"""RoundedLayer: nn.Module protocol of layers whose dense parameters train while forwards see them rounded.
 
-The parameters stay the module's own. What a state dict has beside them is the history of each one's scales, so that a
-resumed run rounds as the run before would have.
+The parameters stay the module's own. State dicts also hold the engine state of each one's scales, so that a resumed run
+rounds as the original would have.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from vbrt.layers.swapped_layer import SwappedLayer
 
 __all__ = ["HISTORY", "Rounded", "RoundedLayer"]
 
-HISTORY = "separation"  # what a history is called in state dicts, beside "weight"
+HISTORY = "separation"  # key of the engine state in state dicts, next to "weight"
 
 
 class Rounded(NamedTuple):
-    """A parameter that forwards see rounded.
+    """Parameter that forwards round.
 
     Attributes:
         name: of the parameter.
-        engine: its scales and their history; None where it trains dense.
+        engine: its scales and their state; None for format "dense".
         shape: [N, K] of its matrices.
     """
 
@@ -32,10 +32,10 @@ class Rounded(NamedTuple):
 
 
 class RoundedLayer(SwappedLayer):
-    """A module whose parameters train and are rounded in forwards; a mixin in front of its class."""
+    """Mixin for modules whose parameters train and are rounded in forwards, in front of the module's class."""
 
     def _rounded_parameters(self) -> Mapping[str, Rounded]:
-        """The parameters that forwards see rounded, by the key of the history in state dicts."""
+        """Return the parameters that forwards round, by the key of their engine state in state dicts."""
         raise NotImplementedError
 
     def __setstate__(self, state: dict) -> None:
@@ -45,7 +45,7 @@ class RoundedLayer(SwappedLayer):
     def _apply(self, fn, recurse: bool = True):
         super()._apply(fn, recurse)
         weight: nn.Parameter | None = self._parameters.get(self.trained_parameters[0])
-        if weight is not None:  # else pruning, a norm or a parametrization computes it
+        if weight is not None:  # else it is computed by pruning, a norm or a parametrization
             self._vb_handle.retype(weight.dtype)
         return self
 
@@ -59,12 +59,12 @@ class RoundedLayer(SwappedLayer):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        """A state dict without a history, of a dense model for one, starts a new one and is not incomplete."""
+        """A state dict without engine state, such as a dense model's, starts a new one and is not incomplete."""
         parameters = {prefix + key: one for key, one in self._rounded_parameters().items()}
         rest = {name: value for name, value in state_dict.items() if name not in parameters}
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         for key, one in parameters.items():
-            if one.engine is None:  # trains dense: scales of another format are of no use
+            if one.engine is None:  # dense: scales of another format are useless
                 continue
             if key in state_dict:
                 try:
