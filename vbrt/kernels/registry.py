@@ -150,7 +150,7 @@ def resolve(
 ) -> Kernel:
     """Select the implementation of `op` for a backend (one of BACKENDS), a device and a weight format (None: any).
 
-    rounding: "fp8", "fp4" or "int8" if operands may be rounded to that for speed.
+    rounding: "fp8" or "int8" if operands may be rounded to that for speed.
     Raises KernelError, with op, backend, device and alternatives, if there is none.
     """
     offered = _REGISTRY.get(op)
