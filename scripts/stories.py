@@ -28,7 +28,7 @@ import vbrt
 from scripts.generate_bench import Clock
 from scripts.measuring import machine
 from scripts.story_models import SHAPES, kept_bytes, outline, wrapped
-from vbrt.config.budgets import parse_budget
+from vbrt.config.parse_budgets import parse_budget
 from vbrt.residency.plan import format_bytes
 
 CONTEXT_BYTES = 700_000_000  # what CUDA takes for itself on a GPU

@@ -30,8 +30,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from vbrt.config.budgets import parse_activations, parse_weights_budget
 from vbrt.config.format_records import FORMATS, chosen_formats
+from vbrt.config.parse_budgets import parse_activations, parse_weights_budget
 from vbrt.config.presets import read_toml
 from vbrt.config.section import Section, opt
 from vbrt.config.tier_sections import IO_MODES, CpuTier, GpuTier, PeerTier, SsdTier, memory_budget

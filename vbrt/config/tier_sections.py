@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from vbrt.config.budgets import parse_budget
+from vbrt.config.parse_budgets import parse_budget
 from vbrt.config.section import Section, opt
 from vbrt.config.value_checks import auto_or, choice, directory, flag, gpus, gpus_or
 from vbrt.errors import ConfigError

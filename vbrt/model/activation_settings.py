@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from vbrt.config import Machine, VBConfig
-from vbrt.config.budgets import Budget, parse_activations, parse_budget
+from vbrt.config.parse_budgets import Budget, parse_activations, parse_budget
 from vbrt.model.machine_memory import this_machine
 from vbrt.model.repeated_blocks import stacks_of
 from vbrt.residency.activation_plan import KEEP, RECOMPUTE

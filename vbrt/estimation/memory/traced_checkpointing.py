@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.config import VBConfig
-from vbrt.config.budgets import parse_activations
+from vbrt.config.parse_budgets import parse_activations
 from vbrt.model.activation_settings import blocks_of
 from vbrt.residency.activation_plan import KEEP, OFFLOAD, RECOMPUTE
 from vbrt.tiers import Buffer

@@ -1,0 +1,101 @@
+"""Budgets as a user writes them: bytes, a share of a machine, or bits a weight."""
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Literal
+
+from vbrt.config.value_checks import MAX_INT, wrong
+from vbrt.errors import ConfigError
+
+__all__ = ["Budget", "parse_activations", "parse_budget", "parse_weights_budget"]
+
+_BUDGET_EXPECTED = 'expected "auto", bytes, "8GiB" or "40%"'
+_UNIT_BYTES = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([kmgt]?i?b)?", re.IGNORECASE)
+_BITS = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,9})?) ?bits?", re.IGNORECASE)
+_PERCENT = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?%")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A parsed budget. amount: bytes (int) for kind "bytes", 0 < share <= 1 for "fraction", 0 for "auto", bits a weight
+    for "bits"."""
+
+    kind: Literal["auto", "bytes", "fraction", "bits"]
+    amount: int | float = 0
+
+
+def parse_budget(value: object, *, where: str) -> Budget:
+    """Parse `"auto"`, a number of bytes (8589934592, "8GiB", "8 GB", "512MiB") or a share ("40%").
+
+    KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in 1024s; case does not matter. where: what the ConfigError
+    names, e.g. "my.toml: tiers.gpu.budget".
+    """
+    if isinstance(value, str):
+        if value == "auto":
+            return Budget("auto")
+        if match := _PERCENT.fullmatch(value):
+            share = float(match[1]) / 100
+            if not 0 < share <= 1:
+                raise wrong(where, value, "expected more than 0% and at most 100%")
+            return Budget("fraction", share)
+        if match := _SIZE.fullmatch(value):
+            return Budget("bytes", _bytes_in_range(int(Decimal(match[1]) * _unit(match[2])), value, where))
+    elif isinstance(value, int) and not isinstance(value, bool):
+        return Budget("bytes", _bytes_in_range(value, value, where))
+    raise wrong(where, value, _BUDGET_EXPECTED)
+
+
+def parse_weights_budget(value: object, *, where: str) -> Budget:
+    """Parse the room for all pages of a model: bits a weight ("5 bits", "4.75 bits") or bytes (2147483648, "2GiB").
+
+    where: what the ConfigError names, e.g. "my.toml: weights.budget".
+    """
+    expected = 'expected bits a weight, e.g. "5 bits", or bytes, e.g. "2GiB"'
+    if isinstance(value, str) and (match := _BITS.fullmatch(value)) and float(match[1]) > 0:
+        return Budget("bits", float(match[1]))
+    return _parse_bytes(value, where, expected)
+
+
+def parse_activations(value: object, *, where: str) -> Budget | str:
+    """Parse what is kept of a pass for training: "keep", "recompute", "offload", or bytes of device memory ("6GiB").
+
+    where: what the ConfigError names, e.g. "my.toml: training.activations".
+    """
+    if value in ("keep", "recompute", "offload"):
+        return str(value)
+    return _parse_bytes(value, where, 'expected "keep", "recompute", "offload" or bytes of device memory, e.g. "6GiB"')
+
+
+def _parse_bytes(value: object, where: str, expected: str) -> Budget:
+    try:
+        parsed = parse_budget(value, where=where)
+    except ConfigError:
+        raise wrong(where, value, expected) from None
+    if parsed.kind != "bytes":
+        raise wrong(where, value, expected)
+    return parsed
+
+
+def _unit(text: str | None) -> int:
+    return _UNIT_BYTES[(text or "").lower()]
+
+
+def _bytes_in_range(nbytes: int, value: object, where: str) -> int:
+    if nbytes < 1:
+        raise wrong(where, value, f"{_BUDGET_EXPECTED}; to switch a tier off set enabled = false")
+    if nbytes > MAX_INT:
+        raise wrong(where, value, f"{_BUDGET_EXPECTED}, and no more than the machine has")
+    return nbytes
