@@ -17,9 +17,8 @@ from collections.abc import Collection, Mapping
 from vbrt.residency.bypassed_experts import Passed
 from vbrt.residency.expert_pool import ExpertPage
 from vbrt.residency.expert_room import ExpertRoom, split_key
-from vbrt.residency.lookahead import Foresight
 from vbrt.residency.policy import FORWARD, Decision
-from vbrt.residency.scheduled import ScheduledPolicy
+from vbrt.residency.scheduled import Foresight, ScheduledPolicy
 
 __all__ = ["SCOPES", "ExpertsPolicy", "pages_of_scan"]
 

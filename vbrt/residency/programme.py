@@ -12,12 +12,10 @@ which may be somewhat earlier or later than the policy would have had them.
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from vbrt.residency.lookahead import Foresight, Residents
-
-if TYPE_CHECKING:
-    from vbrt.residency.scheduled import ScheduledPolicy
+from vbrt.residency.resident_pages import Residents
+from vbrt.residency.scheduled import Foresight, ScheduledPolicy
 
 __all__ = ["Access", "Load", "PassOrder", "Programme", "Segment", "Step", "compile_programme"]
 
@@ -99,7 +97,7 @@ class _Stay:
 class _Trial:
     """Runs a copy of a policy through a round, and notes what passes through the ring."""
 
-    def __init__(self, policy: "ScheduledPolicy", sizes: Mapping[str, int]) -> None:
+    def __init__(self, policy: ScheduledPolicy, sizes: Mapping[str, int]) -> None:
         self.policy, self.sizes, self.length = copy.deepcopy(policy), sizes, 0
         self.stays: list[_Stay] = []
         self.accesses: list[list[tuple[str, _Stay | None, bool, bool]]] = []
@@ -158,7 +156,7 @@ class _Trial:
 
 
 def compile_programme(
-    policy: "ScheduledPolicy", passes: Sequence[PassOrder], sizes: Mapping[str, int]
+    policy: ScheduledPolicy, passes: Sequence[PassOrder], sizes: Mapping[str, int]
 ) -> Programme | None:
     """Work out the programme of a round, or return None where there is none: the policy's state does not come back, or
     pages do not pass through slots of one size.

@@ -7,54 +7,73 @@ The road not taken: eviction by predicted next use (Belady on the learned order)
 gains one slot over static pins.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterable
 from itertools import chain
 
-from vbrt.residency.lookahead import Foresight
 from vbrt.residency.pass_order import PassRecord
 from vbrt.residency.phases import Course
 from vbrt.residency.policy import FORWARD, Decision, PolicyBase
+from vbrt.residency.resident_pages import ResidentPages, Residents
 from vbrt.residency.ring_length import RingSearch
 from vbrt.residency.room_division import Division, Room, divide
 
-__all__ = ["ScheduledPolicy"]
+__all__ = ["Foresight", "ScheduledPolicy"]
 
 
-class _Resident:
-    """Resident pages by class, with the room that each takes.
+class Foresight:
+    """Look-ahead of a `ScheduledPolicy` over whole passes, as long as they keep to the orders that it has learned.
 
-    pinned: stay. staged: evictable, the first to go in front. fresh: staged ahead and not used yet, nearest first.
-    unused: those of all classes that were staged ahead and have not been used since.
+    The policy is deterministic: from the same state the same accesses lead to the same decisions. So whoever has seen
+    the decisions of a pass once need not ask for them again when the state comes back, and tells the policy afterwards
+    that the pass has happened.
+
+    Attributes:
+        policy: which may decide on a part of the pages only, within another one.
     """
 
-    __slots__ = ("classes", "fresh", "pinned", "staged", "unused")
+    def __init__(self, policy: "ScheduledPolicy") -> None:
+        self.policy = policy
 
-    def __init__(self) -> None:
-        self.pinned: OrderedDict[str, int] = OrderedDict()
-        self.staged: OrderedDict[str, int] = OrderedDict()
-        self.fresh: OrderedDict[str, int] = OrderedDict()
-        self.unused: set[str] = set()
-        self.classes = (self.pinned, self.staged, self.fresh)
+    @property
+    def steady(self) -> bool:
+        """True at the beginning of a pass whose order is known, while no division of the room is being tried out."""
+        policy = self.policy
+        return not policy._record.keys and policy._rings.trial is None and policy._course.knows_order
 
-    def evict(self, key: str) -> int:
-        """Remove the page; return the room that it took."""
-        self.unused.discard(key)
-        return sum(pages.pop(key, 0) for pages in self.classes)
+    @property
+    def pinned(self) -> tuple[str, ...]:
+        """Pages that stay resident."""
+        return tuple(self.policy._pages.pinned)
 
-    def demote(self, pages: OrderedDict[str, int], keys: Iterable[str]) -> None:
-        """Make pages of another class the first to be evicted."""
-        for key in keys:
-            self.staged[key] = pages.pop(key)
-            self.staged.move_to_end(key, last=False)
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of each slot that the other pages pass through; 0 if every page takes its own bytes."""
+        return self.policy._division.slot_bytes
 
-    def pin(self, pins: Collection[str], sizes: dict[str, int]) -> None:
-        """Change classes for another set of pins; pages in slots of a ring stay as they are."""
-        self.demote(self.pinned, [key for key in self.pinned if key not in pins])
-        self.demote(self.fresh, [key for key in self.fresh if key not in sizes])
-        for pages in (self.staged, self.fresh):
-            for key in [key for key in pages if key in pins and pages[key] == sizes[key]]:
-                self.pinned[key] = pages.pop(key)
+    def room(self) -> tuple:
+        """Return the room, how it is divided, and the pages that stay."""
+        policy = self.policy
+        return policy.capacity_bytes, policy._division, tuple(policy._pages.pinned)
+
+    def state(self) -> tuple:
+        """Return all that the decisions of the pass depend on, beside its accesses; the room comes first."""
+        policy = self.policy
+        return *self.room(), self.residents(), frozenset(policy._gone), policy._course.outlook()
+
+    def residents(self) -> Residents:
+        """Return the resident pages beside the pins."""
+        return self.policy._pages.snapshot(self.policy.resident_bytes)
+
+    def assume(self, residents: Residents) -> None:
+        """Take these pages, in the place of those beside the pins, for resident."""
+        self.policy._pages.restore(residents)
+        self.policy.resident_bytes = residents.resident_bytes
+
+    def skip_pass(self, after: Residents) -> None:
+        """Note that all accesses of the pass have happened, in its order. `after`: what was resident after them."""
+        policy = self.policy
+        policy._record.add_all(policy._course.finish())
+        self.assume(after)
 
 
 class ScheduledPolicy(PolicyBase):
@@ -95,7 +114,7 @@ class ScheduledPolicy(PolicyBase):
         """Return to the initial state."""
         super().reset()
         self._sizes: dict[str, int] = {}  # of the orders' pages: needed to stage one that is not resident
-        self._pages = _Resident()
+        self._pages = ResidentPages()
         self._gone: set[str] = set()  # not to be staged
         self._record = PassRecord()
         self._course = Course()
