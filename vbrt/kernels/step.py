@@ -15,7 +15,6 @@ Legend: B batch, S tokens, H heads, D columns of a head, K columns, T tokens in 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from vbrt.kernels.cuda import step_ops
 from vbrt.kernels.reference import activate
+from vbrt.kernels.step_rules import NormRule, Part, RouteRule
 
 __all__ = [
     "NormRule",
@@ -37,45 +37,6 @@ __all__ = [
     "routed",
     "summed",
 ]
-
-
-class NormRule(NamedTuple):
-    """RMS norm: x / sqrt(mean(x²) + eps), times a gain.
-
-    Attributes:
-        gain: [K], in x's dtype; None: no gain.
-        eps: added to the mean square.
-        shift: added to the gain, in fp32.
-        rounds: True if the quotient is rounded to x's dtype before the multiplication by the gain.
-    """
-
-    gain: Tensor | None
-    eps: float
-    shift: float = 0.0
-    rounds: bool = True
-
-
-class Part(NamedTuple):
-    """Heads to rotate, x [B, H, S, D], with an optional norm of each head before."""
-
-    x: Tensor
-    norm: NormRule | None = None
-
-
-class RouteRule(NamedTuple):
-    """Routing of logits [T, E] to k experts per token.
-
-    Attributes:
-        k: experts per token.
-        first: True: softmax over all experts, then top-k; False: top-k, then softmax over the k.
-        renormalized: True: divide the k weights by their sum.
-        dtype: of the returned weights; probabilities are fp32.
-    """
-
-    k: int
-    first: bool
-    renormalized: bool
-    dtype: torch.dtype
 
 
 def normed(x: Tensor, rule: NormRule) -> Tensor:

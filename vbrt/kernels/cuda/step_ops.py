@@ -2,16 +2,14 @@
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
-
-if TYPE_CHECKING:
-    from vbrt.kernels.step import NormRule, Part, RouteRule
+from vbrt.kernels.step_rules import NormRule, Part, RouteRule
 
 __all__ = ["MOST_EXPERTS", "MOST_QUERIES", "NORM_ROW", "Store", "attend", "norm_rows", "rotate", "route"]
 
@@ -66,7 +64,7 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
 
 
-def norm_rows(x: Tensor, other: Tensor | None, rule: "NormRule") -> tuple[Tensor, Tensor]:
+def norm_rows(x: Tensor, other: Tensor | None, rule: NormRule) -> tuple[Tensor, Tensor]:
     """(x + other, or x; its norm), contiguous."""
     x_MK, device = _dense_rows(x), x.device.index
     rows, k = x_MK.shape
@@ -91,7 +89,7 @@ def norm_rows(x: Tensor, other: Tensor | None, rule: "NormRule") -> tuple[Tensor
     return total, y
 
 
-def rotate(parts: Sequence["Part"], cos: Tensor, sin: Tensor, store: Store | None = None) -> list[Tensor]:
+def rotate(parts: Sequence[Part], cos: Tensor, sin: Tensor, store: Store | None = None) -> list[Tensor]:
     """The rotated parts, one or two; with `store` only the queries: keys and values go to their caches."""
     query, key = parts[0], parts[-1]
     batch, heads, tokens, d = query.x.shape
@@ -132,7 +130,7 @@ def _like_projection(x: Tensor) -> Tensor:
     return torch.empty(b, s, h, d, dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
-def route(logits: Tensor, rule: "RouteRule") -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, rule: RouteRule) -> tuple[Tensor, Tensor]:
     """(weights, ids) [T, k]."""
     (tokens, experts), device = logits.shape, logits.device.index
     weights = torch.empty(tokens, rule.k, dtype=rule.dtype, device=logits.device)
