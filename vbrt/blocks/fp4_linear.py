@@ -180,8 +180,7 @@ class FusedFP4Linear(nn.Linear):
             raise WrapError("FusedFP4Linear: its weight is frozen; make a new layer for a new weight")
         super().reset_parameters()
 
-    # -- nn.Module hooks
-    # --------------------------------------------------------------------------------------------------
+    # -- nn.Module hooks -----------------------------------------------------------------------------------------------
 
     def _apply(self, fn, recurse: bool = True):
         """On a frozen layer, a cast changes the compute dtype only; its planes are only moved."""

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from vbrt.config import parse_budget
 from vbrt.errors import ArgumentError, WrapError
-from vbrt.generation.kv.extent_store import Extent, KVStore
+from vbrt.generation.kv.extent import Extent
+from vbrt.generation.kv.extent_store import KVStore
 from vbrt.generation.kv.fetch_ring import Place
 from vbrt.generation.kv.layer_tokens import TAIL_PAGES, LayerTokens
 from vbrt.generation.kv.quantized import BITS
@@ -57,8 +58,7 @@ class KVLayer(CacheLayerMixin):
         self.tokens = tokens
         self._values: Tensor | None = None
 
-    # -- interface of transformers' cache layers
-    # --------------------------------------------------------------------------
+    # -- interface of transformers' cache layers -----------------------------------------------------------------------
 
     @property
     def is_initialized(self) -> bool:
@@ -310,8 +310,7 @@ class KVCache(DynamicCache):
         self.store.order = order
         self._runtime.caches.add(self)
 
-    # -- vbrt's interface
-    # -------------------------------------------------------------------------------------------------
+    # -- vbrt's interface ----------------------------------------------------------------------------------------------
 
     @property
     def plain_layers(self) -> dict[int, str]:

@@ -1,9 +1,7 @@
 """Extent store: pages of a KV cache in the tiers of a runtime, under the same budgets as the weights.
 
-An *extent* is room for up to 16 MiB of pages of one layer, contiguous, in one page of the stack: so one copy moves many
-KV pages at the link's full bandwidth. Pages are written into it once, when sealed, and are immutable. Its home is the
-computing tier while the layer's share lasts, else the first lower tier with room. All layers have equal shares, so that
-the link stays busy throughout a pass.
+The home of an extent (`extent.py`) is the computing tier while the layer's share lasts, else the first lower tier with
+room. All layers have equal shares, so that the link stays busy throughout a pass.
 
 Extents are *put* (pinned to their home): policies ignore them, and rehoming does not move them. Their order of use is
 known (layer by layer, oldest tokens first), so they are prefetched through their own ring (`fetch_ring.py`). A budget
@@ -12,117 +10,22 @@ change releases them for its duration; the stack then moves them like any page.
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from vbrt.errors import TierError
-from vbrt.formats.page import build_layout
 from vbrt.generation.kv.device_shares import Needs, Sizes, whole
+from vbrt.generation.kv.extent import Alive, Extent, Memory
 from vbrt.generation.kv.fetch_ring import Ring
 from vbrt.generation.kv.quantized import PageCode
-from vbrt.tiers import Level, Owner, Page, Tally, TierStack
+from vbrt.tiers import Level, Tally, TierStack
 
-__all__ = ["Extent", "KVStore", "Memory"]
+__all__ = ["KVStore"]
 
 _PASSING_PAGES = 4  # streaming slots of weights: two leased, two prefetched
-_names, _serials = itertools.count(1), itertools.count()
-
-
-class Memory:
-    """Allocation of one page of the stack, which stays in place while this object lives."""
-
-    __slots__ = ("__weakref__", "key", "owner", "page", "stack")
-
-    def __init__(self, stack: TierStack, key: str, home: str, nbytes: int, content: Tensor | None = None) -> None:
-        """Allocate `nbytes` in a tier; a file tier needs the content. Raises TierError: no room, or a failed write."""
-        self.stack, self.key, self.owner = stack, key, Owner(stack)
-        layout = build_layout("dense", "kv", [("pages", "uint8", (nbytes,))])
-
-        def write(out: Tensor) -> None:
-            if content is not None:
-                out[: content.numel()].copy_(content.reshape(-1))
-                out[content.numel() :].zero_()
-
-        self.page: Page = stack.add(key, layout, home, write, self.owner)
-        self.page.passes = False
-        self.put()
-
-    def put(self) -> None:
-        """Pin the page to its home; a no-op if it is gone."""
-        with self.stack.guard.lock:
-            if self.stack.pages.get(self.key) is self.page and self.page.put is None:
-                self.stack.ledger.put(self.page, self.owner.claim)
-
-    def release(self) -> None:
-        """Unpin the page, so that budget changes may move it; synchronizes with the device."""
-        with self.stack.guard.lock:
-            if self.stack.pages.get(self.key) is self.page and self.page.put is not None:
-                self.stack.ledger.release_put(self.page)
-
-    @property
-    def level(self) -> Level:
-        """The page's home tier. Raises TierError if the stack is closed."""
-        self.stack.ledger.check_open(self.key)
-        return self.stack.levels[self.page.home]
-
-    @property
-    def bytes(self) -> Tensor:
-        """The page's bytes, in a memory tier."""
-        return self.level.slots[self.key].view
-
-
-class Extent(Memory):
-    """Room for `capacity` pages of one layer, the first `filled` of them written; written pages are immutable.
-
-    Attributes:
-        code: encoding of the pages.
-        serial: creation order.
-        shared: True once a copy of the cache shares it: both append to new extents.
-        written: event of the last D2H write; None if there is nothing to wait for.
-    """
-
-    __slots__ = ("capacity", "code", "filled", "serial", "shared", "written")
-
-    def __init__(
-        self, stack: TierStack, key: str, home: str, code: PageCode, capacity: int, content: Tensor | None = None
-    ) -> None:
-        self.code, self.capacity, self.shared = code, capacity, False
-        self.filled, self.written, self.serial = 0, None, next(_serials)
-        super().__init__(stack, key, home, capacity * code.page_bytes, content)
-        self.filled = 0 if content is None else capacity
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes charged to the budget."""
-        return self.page.nbytes
-
-    def pages(self, count: int) -> Tensor:
-        """Return the first `count` pages, uint8 [count, page_bytes], in a memory tier."""
-        return self.bytes[: count * self.code.page_bytes].view(count, -1)
-
-
-M = TypeVar("M", bound=Memory)
-
-
-class Alive(Generic[M]):
-    """Weak set of allocations; safe to iterate while other threads add."""
-
-    def __init__(self) -> None:
-        self._refs: weakref.WeakValueDictionary[str, M] = weakref.WeakValueDictionary()
-
-    def add(self, memory: M) -> None:
-        """Add an allocation."""
-        self._refs[memory.key] = memory
-
-    def __iter__(self) -> Iterator[M]:
-        return (memory for ref in self._refs.valuerefs() if (memory := ref()) is not None)
-
-    def __len__(self) -> int:
-        return len(self._refs)
+_names = itertools.count(1)
 
 
 class KVStore:

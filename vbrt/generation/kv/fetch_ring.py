@@ -14,19 +14,16 @@ from _thread import LockType, allocate_lock
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from vbrt.errors import TierError
+from vbrt.generation.kv.extent import Extent, Memory
 from vbrt.host.host_memory import aligned, map_memory, pin
 from vbrt.host.worker_threads import Crew
 from vbrt.tiers import Tally
 from vbrt.tiers.stack.slots import Level, Slot
-
-if TYPE_CHECKING:
-    from vbrt.generation.kv.extent_store import Extent, Memory
 
 __all__ = ["Load", "Place", "Ring"]
 
@@ -50,7 +47,7 @@ class Load:
     """
 
     place: Place
-    extent: "Extent"
+    extent: Extent
     pages: int
     slot: int
     ahead: bool
@@ -80,7 +77,7 @@ class Ring:
         order: returns (place, extent, pages) after a place; None at the end.
     """
 
-    def __init__(self, memory: "Memory", slot_bytes: int, tally: Tally, order: Callable) -> None:
+    def __init__(self, memory: Memory, slot_bytes: int, tally: Tally, order: Callable) -> None:
         self.memory, self._tally, self._order = memory, tally, order
         self._views = memory.bytes.view(-1, slot_bytes).unbind(0)
         self._stack = memory.stack
@@ -98,10 +95,9 @@ class Ring:
         """Bytes of all slots."""
         return self.memory.page.nbytes
 
-    # -- consumers
-    # --------------------------------------------------------------------------------------------------------
+    # -- consumers -----------------------------------------------------------------------------------------------------
 
-    def take(self, place: Place, extent: "Extent", pages: int) -> Load:
+    def take(self, place: Place, extent: Extent, pages: int) -> Load:
         """Return a load whose pages may be read by kernels queued from now on; end it with `done`.
 
         Raises:
@@ -156,10 +152,9 @@ class Ring:
             self._stream.synchronize()
         self._stack.retire(self.memory.owner)
 
-    # -- prefetch
-    # ---------------------------------------------------------------------------------------------------------
+    # -- prefetch ------------------------------------------------------------------------------------------------------
 
-    def _expected(self, extent: "Extent", pages: int) -> Load | None:
+    def _expected(self, extent: Extent, pages: int) -> Load | None:
         """Return an extent's load in flight with enough pages, dropping the ones before it; None if there is none."""
         found = next((load for load in self._loads if load.extent is extent and load.pages >= pages), None)
         while found is not None and self._loads[0] is not found:
@@ -179,7 +174,7 @@ class Ring:
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
-    def _begin(self, place: Place, extent: "Extent", pages: int, *, ahead: bool) -> Load:
+    def _begin(self, place: Place, extent: Extent, pages: int, *, ahead: bool) -> Load:
         """Start a load into a free slot."""
         load = Load(place, extent, pages, self._free[-1], ahead)
         level = extent.level

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vbrt.generation.kv.extent_store import Extent, KVStore, Memory
+from vbrt.generation.kv.extent import Extent, Memory
+from vbrt.generation.kv.extent_store import KVStore
 from vbrt.generation.kv.fetch_ring import Place
 from vbrt.generation.kv.quantized import KVShape, PageCode, page_code
 
@@ -105,8 +106,7 @@ class LayerTokens:
         self.held: Held | None = None
         self.keep_past = False
 
-    # -- state
-    # ------------------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def length(self) -> int:
