@@ -119,6 +119,12 @@ class FullWeight(PagesHandle):
         self.owner, self.pages, self.keys = owner, (page,), (key,)
         self.parameter = StreamedParameter.become_(parameter, self)
 
+    def place_state(self, moments: Mapping[str, str], *, eight_bit: bool) -> None:
+        """Give the master's low half and the moments their place in the tiers, once. Raises TierError."""
+        if not self.state.placed:
+            home = self.spec.home("state", self.stack.names[-1])
+            self.state.place((self.stack, self.owner), moments, home, eight_bit=eight_bit)
+
     def master(self) -> Tensor:
         """Return a copy of the fp32 weight, in the module's orientation, after its pending update."""
         self.settle()

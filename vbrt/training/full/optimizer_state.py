@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.errors import WrapError
-from vbrt.training.full.full_weight import FullWeight
-from vbrt.training.full.streamed_parameter import StreamedParameter
+from vbrt.training.full.streamed_parameter import StreamedParameter, StreamedWeight
 
 __all__ = ["StreamedState", "load_state", "moments_of", "numbered", "put_moments", "state_with_moments", "take_state"]
 
@@ -55,7 +54,7 @@ def numbered(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return numbers
 
 
-def moments_of(weight: FullWeight) -> dict[str, Tensor]:
+def moments_of(weight: StreamedWeight) -> dict[str, Tensor]:
     """Return a plain optimizer's state of a weight, on the host, without copying; empty before the first step."""
     state = weight.state
     if not (state.steps or state.has_moments):
@@ -63,7 +62,7 @@ def moments_of(weight: FullWeight) -> dict[str, Tensor]:
     return {"step": state.step, **state.moments}
 
 
-def put_moments(weight: FullWeight, own: Mapping[str, Any]) -> None:
+def put_moments(weight: StreamedWeight, own: Mapping[str, Any]) -> None:
     """Set a weight's optimizer state from a plain optimizer's; its update must be done."""
     weight.state.steps = int(own.get("step", 0))
     weight.state.moments = {

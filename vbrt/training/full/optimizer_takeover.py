@@ -19,7 +19,7 @@ from vbrt.training.full.full_weight import FullWeight
 from vbrt.training.full.optimizer_state import StreamedState, load_state, state_with_moments, take_state
 from vbrt.training.full.optimizer_update import Rule, Scaling, Updater, rule_for
 from vbrt.training.full.resident_params import check_kept, load_kept, step_kept
-from vbrt.training.full.streamed_parameter import StreamedParameter
+from vbrt.training.full.streamed_parameter import StreamedParameter, StreamedWeight
 
 __all__ = ["StreamedOptimizer", "Turn", "drop_gradients", "open_turn", "release_optimizer", "take_optimizer"]
 
@@ -236,7 +236,7 @@ def release_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWe
             optimizer.__dict__["step"] = _counted(optimizer)
 
 
-def _take_state(optimizer: torch.optim.Optimizer, weight: FullWeight) -> None:
+def _take_state(optimizer: torch.optim.Optimizer, weight: StreamedWeight) -> None:
     """Take over a weight's moments from an optimizer that has stepped before."""
     state = optimizer.state.pop(weight.parameter, None)
     if state:
@@ -245,14 +245,13 @@ def _take_state(optimizer: torch.optim.Optimizer, weight: FullWeight) -> None:
         weight.state.moments = {name: moment.detach().to("cpu", torch.float32) for name, moment in moments.items()}
 
 
-def _place(optimizer: torch.optim.Optimizer, weights: list[FullWeight], rule: Rule, *, eight_bit: bool) -> None:
+def _place(optimizer: torch.optim.Optimizer, weights: Iterable[StreamedWeight], rule: Rule, *, eight_bit: bool) -> None:
     """Allocate low halves and moments of trained weights in the tiers."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for weight in weights:
         group = groups.get(id(weight.parameter))
-        if group is not None and not weight.state.placed:
-            home = weight.spec.home("state", weight.stack.names[-1])
-            weight.state.place((weight.stack, weight.owner), rule.moments(group), home, eight_bit=eight_bit)
+        if group is not None:
+            weight.place_state(rule.moments(group), eight_bit=eight_bit)
 
 
 @functools.cache

@@ -8,7 +8,8 @@ Rejected: parameters on the meta device, as accelerate leaves them, whose operat
 """
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,10 @@ from torch import Tensor, nn
 
 from vbrt.errors import WrapError
 from vbrt.libraries.torch_api import DisableTorchFunctionSubclass
+from vbrt.training.full.host_gradients import Gradient
+from vbrt.training.full.optimizer_update import Updater, WeightState
 
-if TYPE_CHECKING:
-    from vbrt.training.full.full_weight import FullWeight
-
-__all__ = ["StreamedParameter"]
+__all__ = ["StreamedParameter", "StreamedWeight"]
 
 _GETS = (
     "shape dtype device requires_grad is_leaf grad_fn ndim layout is_cuda is_sparse is_quantized is_meta is_mkldnn "
@@ -37,11 +37,33 @@ _ALLOWED |= {Tensor.requires_grad.__set__, torch.is_floating_point, torch.is_com
 _WEIGHT = "_vb_weight"
 
 
+class StreamedWeight(Protocol):
+    """The weight of a streamed parameter, as the parameter and optimizers see it: a `FullWeight`.
+
+    Attributes:
+        device: that computes with it.
+        parameter, gradient, state, updater: see `FullWeight`.
+    """
+
+    device: torch.device
+    parameter: "StreamedParameter | None"
+    gradient: Gradient
+    state: WeightState | None
+    updater: Updater | None
+
+    @property
+    def name(self) -> str:
+        """The name of the weight."""
+
+    def place_state(self, moments: Mapping[str, str], *, eight_bit: bool) -> None:
+        """Give the master's low half and the moments their place in the tiers, once."""
+
+
 class StreamedParameter(nn.Parameter):
     """Parameter whose values live in the tiers; converted from a plain one in place, by `become_`."""
 
     @classmethod
-    def become_(cls, parameter: nn.Parameter, weight: "FullWeight") -> "StreamedParameter":
+    def become_(cls, parameter: nn.Parameter, weight: StreamedWeight) -> "StreamedParameter":
         """Drop a parameter's values: a single expanded element on the computing device stands for them."""
         empty = torch.full((), float("nan"), dtype=parameter.dtype, device=weight.device).expand(parameter.shape)
         parameter.grad = None
@@ -58,7 +80,7 @@ class StreamedParameter(nn.Parameter):
         return self
 
     @property
-    def weight(self) -> "FullWeight":
+    def weight(self) -> StreamedWeight:
         """The weight in the tiers."""
         found = self.__dict__[_WEIGHT]()
         if found is None:
