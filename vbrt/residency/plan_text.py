@@ -10,13 +10,10 @@ cpu        ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒      
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from vbrt.residency.byte_text import format_bytes
 from vbrt.residency.name_patterns import common_prefix, grouped, label_of, pattern_of
-
-if TYPE_CHECKING:
-    from vbrt.residency.plan import Plan, Skip, Swap
+from vbrt.residency.plan_data import PlanData, Skip, Swap
 
 __all__ = ["picture_lines", "plan_lines"]
 
@@ -26,7 +23,7 @@ _NAMES = 3  # of modules that stay for one reason, before the rest is counted
 _SKIPS = 6  # reasons, before the rest is counted
 
 
-def plan_lines(plan: "Plan", width: int = 80, *, each: bool = False) -> Iterator[str]:
+def plan_lines(plan: PlanData, width: int = 80, *, each: bool = False) -> Iterator[str]:
     """Yield the lines of a plan, not longer than `width` but for names.
 
     Args:
@@ -45,7 +42,7 @@ def plan_lines(plan: "Plan", width: int = 80, *, each: bool = False) -> Iterator
         yield from (f"note: {note}" for note in plan.notes)
 
 
-def _title(plan: "Plan") -> str:
+def _title(plan: PlanData) -> str:
     if not plan.swaps:
         return f"nothing is swapped, computing on the {plan.compute_tier}"
     formats = sorted({swap.format + ("+exact" if swap.fine == "exact" else "") for swap in plan.swaps})
@@ -54,7 +51,7 @@ def _title(plan: "Plan") -> str:
     return f"{layers}, {'/'.join(dtypes)} -> {'/'.join(formats)}, computing on the {plan.compute_tier}"
 
 
-def picture_lines(plan: "Plan", width: int = 80) -> Iterator[str]:
+def picture_lines(plan: PlanData, width: int = 80) -> Iterator[str]:
     """Yield bars: the model as it came, and what each tier is home to, by kind of plane."""
     tiers = _bytes_by_tier(plan)
     longest = max(1, plan.dense_bytes, *(sum(of.values()) for of in tiers.values()))
@@ -75,7 +72,7 @@ def picture_lines(plan: "Plan", width: int = 80) -> Iterator[str]:
             yield from _folded(text, width)
 
 
-def _bytes_by_tier(plan: "Plan") -> dict[str, dict[str, int]]:
+def _bytes_by_tier(plan: PlanData) -> dict[str, dict[str, int]]:
     tiers: dict[str, Counter[str]] = {tier: Counter() for tier in plan.budgets}
     for page in (page for swap in plan.swaps for page in swap.pages):
         tiers.setdefault(page.home, Counter())[page.plane] += page.nbytes
@@ -95,7 +92,7 @@ def _bar(parts: Mapping[str, int], longest: int, room: int) -> str:
     return bar[:room]
 
 
-def _swap_lines(swaps: Sequence["Swap"], *, each: bool) -> Iterator[str]:
+def _swap_lines(swaps: Sequence[Swap], *, each: bool) -> Iterator[str]:
     kinds = [[swap] for swap in swaps] if each else grouped(swaps, lambda s: (pattern_of(s.name), s.shape, s.format))
     labels = [label_of([swap.name for swap in of]) for of in kinds]
     prefix = common_prefix(labels)
@@ -108,7 +105,7 @@ def _swap_lines(swaps: Sequence["Swap"], *, each: bool) -> Iterator[str]:
     yield from _table(rows)
 
 
-def _skip_lines(skipped: Mapping[str, "Skip"], width: int, *, each: bool) -> Iterator[str]:
+def _skip_lines(skipped: Mapping[str, Skip], width: int, *, each: bool) -> Iterator[str]:
     by_reason = grouped(list(skipped.items()), lambda item: item[1].reason)
     by_reason.sort(key=lambda of: -sum(skip.nbytes for _, skip in of))
     shown = by_reason if each else by_reason[:_SKIPS]
