@@ -16,8 +16,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from vbrt.host.stats_endpoint import Offer
-from vbrt.report.layer_groups import sums_by_name
 from vbrt.report.live_sample import VERSION, LiveSample, RuntimeNow, TierNow
+from vbrt.report.stats_data import sums_by_name
 from vbrt.residency.name_patterns import pattern_of
 
 if TYPE_CHECKING:

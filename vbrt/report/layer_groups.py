@@ -1,24 +1,23 @@
 """Layers of one kind as one: what a person reads first."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from vbrt.report.expert_counters import ExpertsStats
+from vbrt.report.stats_data import LayerStats, StatsData, sums_by_name
 from vbrt.report.timeline import LayerTotals, TimelineTotals
 from vbrt.residency.name_patterns import grouped, label_of, pattern_of
 
-if TYPE_CHECKING:
-    from vbrt.report.stats import LayerStats, Stats
+__all__ = ["by_kind", "of_ranks"]
 
-__all__ = ["by_kind", "of_ranks", "sums_by_name"]
+Snapshot = TypeVar("Snapshot", bound=StatsData)
 
 _SUMMED = ("weight_reads", "hits", "misses", "prefetched", "wait_us", "separation_hits", "separation_refreshes")
 _BY_NAME = ("plane_bytes", "bytes_moved")
 
 
-def by_kind(stats: "Stats") -> "Stats":
+def by_kind(stats: Snapshot) -> Snapshot:
     """Return a snapshot in which layers that differ in a number of their name only are one, the longest wait first.
 
     Counts, bytes and waits are sums; forwards and the share of clipped weights are the largest of the group.
@@ -35,7 +34,7 @@ def by_kind(stats: "Stats") -> "Stats":
     return replace(stats, layers=layers, timeline=timeline)
 
 
-def of_ranks(parts: Sequence["Stats"]) -> "Stats":
+def of_ranks(parts: Sequence[Snapshot]) -> Snapshot:
     """Return the snapshots of ranks as one: counts, bytes and waits are sums, passes and forwards the most of any rank.
 
     Reasons have the number of their rank in front, where not all ranks give them.
@@ -53,7 +52,7 @@ def of_ranks(parts: Sequence["Stats"]) -> "Stats":
     )
 
 
-def _reasons(parts: Sequence["Stats"]) -> tuple[str, ...]:
+def _reasons(parts: Sequence[StatsData]) -> tuple[str, ...]:
     found: dict[str, list[int]] = {}
     for rank, part in enumerate(parts):
         for reason in part.fallbacks:
@@ -63,25 +62,17 @@ def _reasons(parts: Sequence["Stats"]) -> tuple[str, ...]:
     return (*everywhere, *(f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in others.items()))
 
 
-def _kind(item: tuple[str, "LayerStats"]) -> tuple:
+def _kind(item: tuple[str, LayerStats]) -> tuple:
     name, layer = item
     return pattern_of(name), layer.format, layer.kernel, layer.home, layer.materialized, layer.experts is None
 
 
-def _together(layers: Sequence["LayerStats"]) -> "LayerStats":
+def _together(layers: Sequence[LayerStats]) -> LayerStats:
     sums = {name: sum(getattr(layer, name) for layer in layers) for name in _SUMMED}
     by_name = {name: sums_by_name(getattr(layer, name) for layer in layers) for name in _BY_NAME}
     largest = {name: max(getattr(layer, name) for layer in layers) for name in ("forwards", "clipped_share")}
     experts = _experts([layer.experts for layer in layers if layer.experts is not None])
     return replace(layers[0], resident=all(x.resident for x in layers), experts=experts, **sums, **by_name, **largest)
-
-
-def sums_by_name(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sum of each name's counts."""
-    total: Counter[str] = Counter()
-    for of in counts:
-        total.update(of)
-    return dict(total)
 
 
 def _experts(layers: Sequence[ExpertsStats]) -> ExpertsStats | None:

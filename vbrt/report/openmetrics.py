@@ -9,10 +9,9 @@ and seconds, and the text ends with `# EOF`. Counters begin at zero with the mod
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from vbrt.report.stats import Stats
+from vbrt.report.stats_data import StatsData
 
 __all__ = ["CONTENT_TYPE", "Scraped", "metrics_lines"]
 
@@ -48,7 +47,7 @@ class Scraped:
         return self.vbrt.stats().metrics()
 
 
-def metrics_lines(stats: "Stats") -> Iterator[str]:
+def metrics_lines(stats: StatsData) -> Iterator[str]:
     """Yield the lines of a snapshot."""
     for family in (*_of_layers(stats), *_of_model(stats), *_of_generation(stats)):
         if family.samples:
@@ -76,7 +75,7 @@ def _by(label: str, values: Mapping[str, float]) -> dict[Labels, float]:
     return {((label, name),): value for name, value in values.items()}
 
 
-def _of_layers(stats: "Stats") -> Iterator[Family]:
+def _of_layers(stats: StatsData) -> Iterator[Family]:
     layers = stats.layers
     for name, attribute, help in (
         ("page_hits", "hits", "Page leases that moved nothing."),
@@ -98,7 +97,7 @@ def _of_layers(stats: "Stats") -> Iterator[Family]:
     yield Family("experts_resident", "gauge", "", "Routed experts on the computing device.", _by("layer", resident))
 
 
-def _of_model(stats: "Stats") -> Iterator[Family]:
+def _of_model(stats: StatsData) -> Iterator[Family]:
     tiers = stats.tiers
     for name, attribute, help in (
         ("tier_held", "held_bytes", "Bytes that a tier holds."),
@@ -119,7 +118,7 @@ def _of_model(stats: "Stats") -> Iterator[Family]:
     )
 
 
-def _of_generation(stats: "Stats") -> Iterator[Family]:
+def _of_generation(stats: StatsData) -> Iterator[Family]:
     steps, help = stats.steps, "Decode steps of generate: replayed from a recording, or run by the model's Python."
     yield Family("decode_steps", "counter", "", help, _by("how", {"captured": steps.captured, "eager": steps.eager}))
     held = {

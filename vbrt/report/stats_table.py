@@ -5,15 +5,12 @@ Laid out here and not by rich, which takes half a millisecond a row: models have
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from vbrt.report.layer_groups import by_kind
+from vbrt.report.stats_data import LayerStats, StatsData
 from vbrt.report.timeline import LayerTotals
 from vbrt.residency.access_counts import PhaseCounts
 from vbrt.residency.plan import format_bytes
-
-if TYPE_CHECKING:
-    from vbrt.report.stats import LayerStats, Stats
 
 __all__ = ["table_lines"]
 
@@ -36,7 +33,7 @@ class _Column:
         return max(len(line) for cell in (self.head, self.total, *self.cells) for line in cell.split("\n"))
 
 
-def table_lines(stats: "Stats", width: int, *, each: bool = False) -> Iterator[tuple[str, str]]:
+def table_lines(stats: StatsData, width: int, *, each: bool = False) -> Iterator[tuple[str, str]]:
     """Yield the lines of a snapshot with their styles, "" for plain ones.
 
     Args:
@@ -62,7 +59,7 @@ def _styled(table: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield foot, "bold"
 
 
-def _experts_lines(stats: "Stats", width: int) -> Iterator[tuple[str, str]]:
+def _experts_lines(stats: StatsData, width: int) -> Iterator[tuple[str, str]]:
     """Yield a table of the layers of routed experts, if there are any: each has a row, as no two are alike."""
     layers = {name: layer for name, layer in stats.layers.items() if layer.experts is not None}
     if not layers:
@@ -74,7 +71,7 @@ def _experts_lines(stats: "Stats", width: int) -> Iterator[tuple[str, str]]:
     yield from _styled(_table(names, columns, width))
 
 
-def _experts_columns(layers: "Collection[LayerStats]", tier: str) -> list[_Column]:
+def _experts_columns(layers: Collection[LayerStats], tier: str) -> list[_Column]:
     of = [layer.experts for layer in layers]
     hits, misses = sum(layer.hits for layer in layers), sum(layer.misses for layer in layers)
     moved = [sum(layer.bytes_moved.values()) for layer in layers]
@@ -94,7 +91,7 @@ def _experts_columns(layers: "Collection[LayerStats]", tier: str) -> list[_Colum
     ]
 
 
-def _summary(stats: "Stats") -> list[str]:
+def _summary(stats: StatsData) -> list[str]:
     """Return the totals of tiers, phases and links, a line each."""
     lines = [*_tier_lines(stats), *_phase_lines(stats.phases), *_link_lines(stats), *_cache_lines(stats)]
     if stats.leases:
@@ -137,7 +134,7 @@ def _by_value(of: Mapping[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def _step_lines(stats: "Stats") -> list[str]:
+def _step_lines(stats: StatsData) -> list[str]:
     steps = stats.steps
     if not steps.captured + steps.eager:
         return []
@@ -151,14 +148,14 @@ def _step_lines(stats: "Stats") -> list[str]:
     return lines + [f"not compiled ahead: {count} ({reason})" for reason, count in steps.not_ahead.items()]
 
 
-def _tier_lines(stats: "Stats") -> Iterator[str]:
+def _tier_lines(stats: StatsData) -> Iterator[str]:
     for name, tier in stats.tiers.items():
         held, budget, peak = map(format_bytes, (tier.held_bytes, tier.budget_bytes, tier.peak_bytes))
         pages = f"{tier.resident_pages} pages, {tier.home_pages} at home"
         yield f"tier {name}: {held} held of {budget}, peak {peak}; {pages}"
 
 
-def _link_lines(stats: "Stats") -> Iterator[str]:
+def _link_lines(stats: StatsData) -> Iterator[str]:
     for link, nbytes in stats.bytes_moved.items():
         timed = stats.timeline.links.get(link) if stats.timeline else None
         line = f"link {link}: {format_bytes(nbytes)}"
@@ -167,7 +164,7 @@ def _link_lines(stats: "Stats") -> Iterator[str]:
         yield line
 
 
-def _cache_lines(stats: "Stats") -> Iterator[str]:
+def _cache_lines(stats: StatsData) -> Iterator[str]:
     for name, of in stats.caches.items():
         held = ", ".join(f"{format_bytes(nbytes)} in {tier}" for tier, nbytes in of.tier_bytes.items() if nbytes)
         moved = ", ".join(f"{link} {format_bytes(nbytes)}" for link, nbytes in of.bytes_moved.items())
@@ -178,7 +175,7 @@ def _cache_lines(stats: "Stats") -> Iterator[str]:
         )
 
 
-def _columns(stats: "Stats") -> list[_Column]:
+def _columns(stats: StatsData) -> list[_Column]:
     if stats.policy == "none":
         return _training_columns(stats)
     layers = stats.layers.values()
@@ -201,7 +198,7 @@ def _columns(stats: "Stats") -> list[_Column]:
     return columns + ([_timeline_column(stats, stats.timeline.layers)] if stats.timeline else [])
 
 
-def _training_columns(stats: "Stats") -> list[_Column]:
+def _training_columns(stats: StatsData) -> list[_Column]:
     """Return the columns of a model that trains: nothing is leased or moved, the separation engine counts."""
     layers = stats.layers.values()
     size = sum(sum(layer.plane_bytes.values()) for layer in layers)
@@ -218,7 +215,7 @@ def _training_columns(stats: "Stats") -> list[_Column]:
     return [_Column(head, tuple(map(cell, layers)), total, rank, text) for head, cell, total, rank, text in makers]
 
 
-def _timeline_column(stats: "Stats", timed: Mapping[str, LayerTotals]) -> _Column:
+def _timeline_column(stats: StatsData, timed: Mapping[str, LayerTotals]) -> _Column:
     waits = [timed[name].wait_us if name in timed else None for name in stats.layers]
     cells = tuple("-" if wait is None else f"{wait / 1e3:.3f}" for wait in waits)
     return _Column("timeline wait ms", cells, f"{sum(filter(None, waits)) / 1e3:.3f}", 5)
