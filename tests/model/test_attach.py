@@ -15,6 +15,7 @@ from vbrt.config import load_config
 from vbrt.errors import TierError, WrapError
 from vbrt.layers import VBLinear
 from vbrt.model.attach import attach
+from vbrt.model.timeline_recording import recorded
 from vbrt.saves.load.load_model import load_attached
 from vbrt.saves.load.sources import open_source
 from vbrt.saves.saved.save import save_attached
@@ -42,7 +43,7 @@ def test_a_plain_model_runs_has_stats_and_budgets_and_is_given_back(format, tmp_
     assert stats.hits + stats.misses == 3 * len(attachment.stack.pages)
     assert attachment.set_budget("cpu", "1MiB") == 1 << 20 == attachment.plan.budgets["cpu"]
     assert torch.equal(model(x), want) and attachment.settings.tiers.cpu.budget == "1MiB"
-    with attachment.timeline(tmp_path / "t.json") as recording:
+    with recorded((attachment,), tmp_path / "t.json") as recording:
         model(x)
     assert set(recording.timeline.totals.layers) == {"0", "2", "4", "6"}
     assert attachment.lossless is (format != "nvfp4")

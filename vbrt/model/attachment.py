@@ -27,17 +27,15 @@ from vbrt.model.phase import named_phase
 from vbrt.model.runtime import Runtime
 from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_stats
 from vbrt.model.throughput import Work
-from vbrt.model.timeline_recording import recorded
 from vbrt.report.routing_recorder import RoutingRecorder
 from vbrt.report.speculation_counters import SpeculationCounts
 from vbrt.report.stats import Stats, StepCounts
 from vbrt.report.timeline import TimelineTotals
-from vbrt.report.timeline_files import check_timeline_path
 from vbrt.residency.plan import Plan
 from vbrt.residency.routing_file import write_routing
 from vbrt.residency.routing_trace import plan_layers
 from vbrt.residency.weight_site import ROOT
-from vbrt.tiers import Recorder, TierStack
+from vbrt.tiers import TierStack
 from vbrt.tiers.stack.stack_lock import Guard
 
 __all__ = ["Attachment", "Follower", "Terms"]
@@ -272,10 +270,9 @@ class Attachment:
         self.check_open("phase")
         return named_phase(self, name, precision)
 
-    def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
-        """Record the passes that run in a `with` block. See `VBModelWrapper.timeline`."""
+    def check_recordable(self) -> None:
+        """Raise WrapError if there is no timeline of its passes. See `vbrt.model.timeline_recording`."""
         self.check_open("timeline")
-        return recorded((self,), check_timeline_path(path))
 
     def record_routing(self, path: str | PathLike) -> contextlib.AbstractContextManager[RoutingRecorder]:
         """Record which experts tokens go to in a `with` block. See `VBModelWrapper.record_routing`."""

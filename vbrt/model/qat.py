@@ -15,7 +15,6 @@ from vbrt.model.snapshot import trained_layer_stats
 from vbrt.report.routing_recorder import RoutingRecorder
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.residency.plan import Swap
-from vbrt.tiers import Recorder
 from vbrt.training import TrainedLayer
 
 __all__ = ["TrainingAttachment"]
@@ -45,7 +44,7 @@ class TrainingAttachment(Attachment):
             "budget; for less memory use activation checkpointing or smaller batches"
         )
 
-    def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
+    def check_recordable(self) -> None:
         """Raise WrapError: nothing is leased or copied."""
         raise WrapError(
             'timeline(): mode = "train" moves no weights, so there are no waits and copies to record; '

@@ -7,16 +7,13 @@ import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
+from vbrt.model.attachment import Attachment
 from vbrt.report.run_header import Ran
 from vbrt.residency.plan import format_bytes
-
-if TYPE_CHECKING:
-    from vbrt.model.attachment import Attachment
 
 __all__ = ["cpu_name", "what_ran"]
 
@@ -25,7 +22,7 @@ _PACKAGES = ("vbrt", "torch", "triton", "transformers")
 _GIT_SECONDS = 2.0
 
 
-def what_ran(attachments: Sequence["Attachment"]) -> Ran:
+def what_ran(attachments: Sequence[Attachment]) -> Ran:
     """Return what models of one runtime are, and where they run."""
     settings = attachments[0].settings
     return Ran(
@@ -39,7 +36,7 @@ def what_ran(attachments: Sequence["Attachment"]) -> Ran:
     )
 
 
-def _model(attachment: "Attachment") -> str:
+def _model(attachment: Attachment) -> str:
     plan = attachment.plan
     formats = sorted({swap.format for swap in plan.swaps})
     own = f"{attachment.name}: " if attachment.prefix else ""

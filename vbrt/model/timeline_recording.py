@@ -3,34 +3,35 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from vbrt.model.attachment import Attachment
 from vbrt.model.run_metadata import what_ran
 from vbrt.model.snapshot import expert_counts
 from vbrt.report.expert_counters import ExpertCounts
 from vbrt.report.expert_heat import heat_between
 from vbrt.report.timeline import TimelineTotals
-from vbrt.report.timeline_files import write_timeline
+from vbrt.report.timeline_files import check_timeline_path, write_timeline
 from vbrt.tiers import Recorder
-
-if TYPE_CHECKING:
-    from vbrt.model.attachment import Attachment
 
 __all__ = ["recorded"]
 
 
-def recorded(attachments: Sequence["Attachment"], path: Path) -> contextlib.AbstractContextManager[Recorder]:
+def recorded(attachments: Sequence[Attachment], path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
     """Record the passes of models of one runtime in a block, and write them to a file; keep the models until then. See
-    `VBModelWrapper.timeline`."""
-    return _recorded({attachment: attachment.model for attachment in attachments}, path)
+    `VBModelWrapper.timeline`, which says what is raised."""
+    for attachment in attachments:
+        attachment.check_recordable()
+    checked = check_timeline_path(path)
+    return _recorded({attachment: attachment.model for attachment in attachments}, checked)
 
 
 @contextlib.contextmanager
-def _recorded(models: Mapping["Attachment", nn.Module], path: Path) -> Iterator[Recorder]:
+def _recorded(models: Mapping[Attachment, nn.Module], path: Path) -> Iterator[Recorder]:
     attachments = tuple(models)
     stack = attachments[0].stack
     recorder = Recorder(stack.device, stack.guard)
@@ -55,7 +56,7 @@ def _recorded(models: Mapping["Attachment", nn.Module], path: Path) -> Iterator[
         write_timeline(timeline, path)
 
 
-def _settled_counts(attachments: Sequence["Attachment"]) -> dict[str, ExpertCounts]:
+def _settled_counts(attachments: Sequence[Attachment]) -> dict[str, ExpertCounts]:
     """Return the counters of each expert, by layer, those of the device included."""
     found: dict[str, ExpertCounts] = {}
     for attachment in attachments:

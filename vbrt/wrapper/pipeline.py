@@ -17,7 +17,6 @@ from vbrt.model.runtime import Runtime
 from vbrt.model.timeline_recording import recorded
 from vbrt.report.openmetrics import Scraped
 from vbrt.report.stats import Stats
-from vbrt.report.timeline_files import check_timeline_path
 from vbrt.tiers import Recorder, TierStack
 from vbrt.wrapper.live_view_block import Watched
 from vbrt.wrapper.pipeline_kinds import CallPhases, HolderKind
@@ -144,10 +143,9 @@ class VBPipelineWrapper(Scraped, Watched):
             yield
 
     def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
-        """Record all its models' passes in a `with` block, and write a timeline file. See `VBModelWrapper.timeline`."""
-        for attachment in self._attachments.values():
-            attachment.check_open("timeline")
-        return recorded(tuple(self._attachments.values()), check_timeline_path(path))
+        """Record the passes of all its models in a `with` block, and write them to a file. See
+        `VBModelWrapper.timeline`."""
+        return recorded(tuple(self._attachments.values()), path)
 
     # -- unwrap and close ---------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from vbrt.layers import VBLayer
 from vbrt.model.attachment import Attachment
 from vbrt.model.pass_hooks import is_plain_data
 from vbrt.model.runtime import Runtime
+from vbrt.model.timeline_recording import recorded
 from vbrt.report.openmetrics import Scraped
 from vbrt.report.routing_recorder import RoutingRecorder
 from vbrt.report.stats import Stats
@@ -179,7 +180,7 @@ class VBModelWrapper(Facade, Scraped, Watched):
             ConfigError: another suffix, or a file that cannot be written.
             WrapError: the wrapper was closed or unwrapped; (on entering) the model is being recorded already.
         """
-        return self._attachment.timeline(path)
+        return recorded((self._attachment,), path)
 
     def record_routing(self, path: str | PathLike) -> contextlib.AbstractContextManager[RoutingRecorder]:
         """Record the routing of tokens to experts in a `with` block, and write it into a small file.
