@@ -29,7 +29,6 @@ from vbrt.model.kv_caches import TieredCache, cache_stats
 from vbrt.model.live_sampling import know
 from vbrt.model.machine_memory import this_machine, with_freed
 from vbrt.model.make_stack import attach_stores, build_stack
-from vbrt.model.placement import use_freed_room
 from vbrt.model.snapshot import tier_stats
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.residency.plan import Plan
@@ -115,8 +114,21 @@ class Runtime:
         if self.stack.closed or not others:
             self.stack.close()
         elif self.attachments:
-            use_freed_room(self)
+            self._use_freed_room()
         buffer_reuse.trim()
+
+    def _use_freed_room(self) -> None:
+        """Have all pages live in the top tier, if a model that was closed has left room for them, and for those of
+        layers that are yet to be encoded: these would find no room to pass through."""
+        top, registries = self.stack.names[0], [attachment.registry for attachment in self.attachments]
+        waiting = [layer for registry in registries for handle, layer in registry.pages() if not handle.keys]
+        to_come = sum(page.nbytes for layer in waiting for page in layer)
+        if to_come and to_come + sum(page.nbytes for page in self.stack.pages.values()) > self.budgets[top]:
+            return
+        with contextlib.suppress(TierError):  # a page that cannot be read stays; whoever leases it is told
+            self.stack.set_budget(top, self.budgets[top], self.largest_layer_bytes)
+        for registry in registries:
+            registry.forget_ready()
 
     def close(self) -> None:
         """Close every model and the tiers; idempotent. Weights that live in the tiers are gone."""

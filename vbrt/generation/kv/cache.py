@@ -38,8 +38,8 @@ from vbrt.libraries.transformers_api import (
     EncoderDecoderCache,
 )
 from vbrt.model.attachment import Attachment
-from vbrt.model.kv_caches import give_way
 from vbrt.model.pass_hooks import pass_hook_of
+from vbrt.model.placement import give_way
 from vbrt.model.runtime import Runtime
 from vbrt.report.kv_counters import CacheStats
 
