@@ -13,27 +13,39 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from vbrt.host.stats_endpoint import Offer
+from vbrt.model.attached import Attached
+from vbrt.model.kv_caches import TieredCache
 from vbrt.report.live_sample import VERSION, LiveSample, RuntimeNow, TierNow
 from vbrt.report.stats_data import sums_by_name
 from vbrt.residency.name_patterns import pattern_of
+from vbrt.tiers import TierStack
 
-if TYPE_CHECKING:
-    from vbrt.model.attachment import Attachment
-    from vbrt.model.runtime import Runtime
-    from vbrt.tiers import TierStack
-
-__all__ = ["REST", "know", "offer", "runtime_now", "sample", "withdraw"]
+__all__ = ["REST", "Sampled", "know", "offer", "runtime_now", "sample", "withdraw"]
 
 _ASKED = ("1", "on", "true", "yes")
 _TRIES = 5
 #: times as long as a sample took, nobody takes another: models may have ten thousand layers
 REST = 100
 _begun = time.monotonic()
-_known: "list[weakref.ref[Runtime]]" = []
 _pattern_of = functools.lru_cache(maxsize=1 << 16)(pattern_of)
+
+
+class Sampled(Protocol):
+    """A runtime, as far as samples read it."""
+
+    stack: TierStack
+    caches: Collection[TieredCache]
+
+    @property
+    def attachments(self) -> tuple[Attached, ...]:
+        """The models on it that are alive."""
+
+
+_known: list[weakref.ref[Sampled]] = []
 
 
 class _Offered:
@@ -49,7 +61,7 @@ class _Offered:
 _offered = _Offered()
 
 
-def know(runtime: "Runtime") -> None:
+def know(runtime: Sampled) -> None:
     """Count a runtime among those of this process; with VBRT_TOP=1 in the environment the process offers itself."""
     _known[:] = [ref for ref in _known if ref() is not None] + [weakref.ref(runtime)]
     if os.environ.get("VBRT_TOP", "").strip().lower() in _ASKED and not _is_offered():
@@ -97,7 +109,7 @@ def _answer() -> bytes:
     return _offered.last
 
 
-def sample(*only: "Runtime") -> LiveSample:
+def sample(*only: Sampled) -> LiveSample:
     """Return a sample of these runtimes, or of all that are open."""
     runtimes = only or tuple(filter(None, (ref() for ref in _known.copy())))
     now = tuple(_settled(runtime) for runtime in runtimes if not runtime.stack.closed)
@@ -109,7 +121,7 @@ def _command() -> str:
     return " ".join((os.path.basename(program) or "python", *rest))[:200]
 
 
-def _settled(runtime: "Runtime") -> RuntimeNow:
+def _settled(runtime: Sampled) -> RuntimeNow:
     """Return a runtime's counters; what another thread changes while they are read is read again."""
     for left in reversed(range(_TRIES)):
         try:
@@ -120,11 +132,11 @@ def _settled(runtime: "Runtime") -> RuntimeNow:
     raise AssertionError
 
 
-def runtime_now(runtime: "Runtime") -> RuntimeNow:
+def runtime_now(runtime: Sampled) -> RuntimeNow:
     """Return the counters of one runtime, as far as they are plain integers."""
     stack, attachments = runtime.stack, runtime.attachments
     counted = stack.ledger.census().counted
-    names = [(f"{a.prefix}{name}", layer) for a in attachments for name, layer in a.layers.items()]
+    names = [(f"{a.prefix}{name}", layer) for a in attachments for name, layer in a.registry.layers.items()]
     handles = {layer.handle: name for name, layer in names}
     trains = bool(attachments) and all(a.plan.mode == "train" for a in attachments)
     return RuntimeNow(
@@ -144,12 +156,12 @@ def runtime_now(runtime: "Runtime") -> RuntimeNow:
     )
 
 
-def _tiers(stack: "TierStack") -> dict[str, TierNow]:
+def _tiers(stack: TierStack) -> dict[str, TierNow]:
     tiers = [(level.tier, len(level.slots)) for level in stack.levels]
     return {t.name: TierNow(t.held_bytes, t.capacity_bytes, t.peak_bytes, pages) for t, pages in tiers}
 
 
-def _waits(stack: "TierStack", handles: dict) -> dict[str, int]:
+def _waits(stack: TierStack, handles: dict) -> dict[str, int]:
     """Return microseconds that forwards have waited, by kind of layer."""
     census, waits = stack.ledger.census(), Counter()
     for handle, name in handles.items():
@@ -159,7 +171,7 @@ def _waits(stack: "TierStack", handles: dict) -> dict[str, int]:
     return dict(waits)
 
 
-def _work(attachments: "tuple[Attachment, ...]") -> dict[str, int]:
+def _work(attachments: Sequence[Attached]) -> dict[str, int]:
     works = [attachment.work for attachment in attachments]
     speculated = sum(attachment.speculation.totals["tokens"] for attachment in attachments)
     return {

@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from vbrt.config import VBConfig, load_config, resolve_budget
 from vbrt.config.argument_checks import check_instance
@@ -24,6 +23,7 @@ from vbrt.kernels import libraries
 from vbrt.kernels.cpu import buffer_reuse
 from vbrt.layers import Weight, weights_in
 from vbrt.libraries.versions import newer_than_tested
+from vbrt.model.attached import Attached
 from vbrt.model.auto_budget import GpuBalance
 from vbrt.model.kv_caches import TieredCache, cache_stats
 from vbrt.model.live_sampling import know
@@ -35,9 +35,6 @@ from vbrt.residency.plan import Plan
 from vbrt.residency.user_policy import PolicyFactory
 from vbrt.tiers import Recording, TierStack
 from vbrt.tiers.schedule.graph_capture import refusal
-
-if TYPE_CHECKING:
-    from vbrt.model.attachment import Attachment
 
 __all__ = ["Runtime"]
 
@@ -56,7 +53,7 @@ class Runtime:
     def __init__(self, stack: TierStack, settings: VBConfig, budgets: Mapping[str, int]) -> None:
         self.stack, self.settings, self.budgets = stack, settings, dict(budgets)
         self.balance: GpuBalance | None = None
-        self._attachments: dict[str, weakref.ref[Attachment]] = {}  # by name
+        self._attachments: dict[str, weakref.ref[Attached]] = {}  # by name
         self._dropped: weakref.WeakSet[Weight] = weakref.WeakSet()  # handles of closed models
         self.caches: weakref.WeakSet[TieredCache] = weakref.WeakSet()
         know(self)
@@ -83,12 +80,12 @@ class Runtime:
     # -- models -------------------------------------------------------------------------------------------------------
 
     @property
-    def attachments(self) -> tuple["Attachment", ...]:
+    def attachments(self) -> tuple[Attached, ...]:
         """The models on this runtime that are alive and not closed."""
         found = (ref() for ref in self._attachments.copy().values())
         return tuple(attachment for attachment in found if attachment is not None and attachment.alive)
 
-    def add(self, attachment: "Attachment") -> None:
+    def add(self, attachment: Attached) -> None:
         """Know one more model."""
         self._attachments[attachment.name] = weakref.ref(attachment)
 

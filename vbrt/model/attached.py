@@ -1,0 +1,45 @@
+"""Protocol of a model on a runtime, as the runtime and its live samples see it."""
+
+from typing import Protocol
+
+from vbrt.model.expert_cache import ExpertCache
+from vbrt.model.layer_registry import Registry
+from vbrt.model.throughput import Work
+from vbrt.report.speculation_counters import SpeculationCounts
+from vbrt.report.stats import Stats
+from vbrt.residency.plan import Plan
+
+__all__ = ["Attached"]
+
+
+class Attached(Protocol):
+    """A model on a runtime: an `Attachment`, which has its attributes."""
+
+    name: str
+    prefix: str
+    passes: int
+    work: Work
+    registry: Registry
+    expert_cache: ExpertCache
+    speculation: SpeculationCounts
+
+    @property
+    def alive(self) -> bool:
+        """True if the model is there and its planes are not gone."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the model, with the budgets that the runtime has now."""
+
+    @property
+    def unpaged_bytes(self) -> int:
+        """Bytes on the computing device outside the budgets."""
+
+    def materialize(self) -> None:
+        """Encode every layer now."""
+
+    def stats(self, *, experts: bool = False) -> Stats:
+        """Return a frozen snapshot of the model's counters."""
+
+    def close(self) -> None:
+        """Free the pages of the model. Idempotent."""
