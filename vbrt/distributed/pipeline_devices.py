@@ -22,7 +22,6 @@ from vbrt.errors import ConfigError, WrapError
 from vbrt.model.attach import Attempt, attach
 from vbrt.model.attachment import Attachment
 from vbrt.model.machine_memory import this_machine
-from vbrt.model.pass_hooks import pass_hook_of
 from vbrt.model.planner import swaps_with_pages
 from vbrt.report.stats import Stats
 from vbrt.residency.plan import Plan, Swap
@@ -196,9 +195,7 @@ class SplitModel:
         """Begin a pass on all devices."""
         self._before.append(torch.cuda.current_device() if torch.cuda.is_available() else 0)
         for part in self.parts:
-            part.attachment.check_open("forward")
-            part.attachment.passes += 1
-            pass_hook_of(part.holder)._begin_pass(args, kwargs)
+            part.attachment.begin_part(args, kwargs)
 
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
         """Restore the current device of before the pass."""

@@ -4,14 +4,17 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from os import PathLike
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
 from vbrt.kernels import libraries
+from vbrt.kernels.operator_trace import recorder
 from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.experts import VBExperts
 from vbrt.layers.experts.missed_experts import MissedExperts
@@ -19,26 +22,29 @@ from vbrt.libraries.probe import losses
 from vbrt.libraries.versions import newer_than_tested
 from vbrt.model.activation_settings import activations_of
 from vbrt.model.expert_cache import ExpertCache
+from vbrt.model.first_pass import show_encoding
 from vbrt.model.kv_caches import cache_stats
 from vbrt.model.layer_registry import Registry
 from vbrt.model.machine_memory import release_host_memory
-from vbrt.model.pass_hooks import PassEndHook, PassHook, move_rest_, remove_pass_hooks
-from vbrt.model.phase import named_phase
+from vbrt.model.pass_hooks import PassEndHook, PassHook, move_rest_, pass_hook_of, remove_pass_hooks
+from vbrt.model.phase import BACKWARD, inferred_phase, named_phase, phase_name
 from vbrt.model.runtime import Runtime
 from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_stats
 from vbrt.model.throughput import Work
+from vbrt.report.progress import wanted
 from vbrt.report.routing_recorder import RoutingRecorder
 from vbrt.report.speculation_counters import SpeculationCounts
 from vbrt.report.stats import Stats, StepCounts
 from vbrt.report.timeline import TimelineTotals
 from vbrt.residency.plan import Plan
+from vbrt.residency.policy import FORWARD
 from vbrt.residency.routing_file import write_routing
 from vbrt.residency.routing_trace import plan_layers
 from vbrt.residency.weight_site import ROOT
 from vbrt.tiers import TierStack
 from vbrt.tiers.stack.stack_lock import Guard
 
-__all__ = ["Attachment", "Follower", "Terms"]
+__all__ = ["Attachment", "Follower", "Terms", "attached_to"]
 
 
 class Follower(Protocol):
@@ -200,6 +206,48 @@ class Attachment:
                 "the model again"
             )
 
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Count a forward that begins, and begin its pass; or leave that to the follower, if it takes it over."""
+        if not self.passes and wanted():
+            show_encoding(model, self.registry)
+        if self.passes == 1:
+            release_host_memory()  # dense weights were freed one by one during the first pass
+        if self.passes and self.runtime.balance is not None:
+            self.runtime.follow_free_memory()
+        self.passes += 1
+        self.work.note(args, kwargs)
+        begin = partial(self._begin_pass, args, kwargs)
+        if self.follower is None or not self.follower.defer(model, begin):
+            begin()
+
+    def begin_part(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Count and begin a pass of a model of which this is a part: nothing calls its own forward."""
+        self.check_open("forward")
+        self.passes += 1
+        self._begin_pass(args, kwargs)
+
+    def _begin_pass(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Begin a pass on the stack. Models on one runtime have phases, and so learned orders, of their own."""
+        named = phase_name(self)
+        phase = named or self._unnamed_phase(args, kwargs)
+        backward = self.prefix + BACKWARD if named is None and phase == FORWARD else ""
+        step = recorder()
+        if step is None:
+            self.stack.begin_pass(self.prefix + phase, backward=backward)
+        else:
+            step.leaf(self._begin_again, self.prefix + phase, backward)
+
+    def _begin_again(self, phase: str, backward: str) -> None:
+        """Begin a pass as a recorded step repeats it: not where a CUDA graph records it in its turn."""
+        if not self.stack.capturing():
+            self.stack.begin_pass(phase, backward=backward)
+
+    def _unnamed_phase(self, args: tuple, kwargs: dict[str, Any]) -> str:
+        phase = inferred_phase(args, kwargs)
+        return phase if self.name_phase is None or torch.is_grad_enabled() else self.name_phase(phase)
+
     # -- running ------------------------------------------------------------------------------------------------------
 
     def materialize(self, *, progress: bool | None = None) -> None:
@@ -312,6 +360,12 @@ class Attachment:
         holders = {name: module for swap in self._plan.swaps for name, module in swap.modules.items()}
         modules = {name: "" if module == ROOT else module for name, module in holders.items() if name in self.layers}
         return Seed(type(self), self.runtime, self._terms, modules, self.timed, self.closed)
+
+
+def attached_to(module: nn.Module) -> Attachment | None:
+    """Return the attachment of a model; None for one that has none, as the modules in a model."""
+    hook = pass_hook_of(module)
+    return hook.attachment if hook is not None and isinstance(hook.attachment, Attachment) else None
 
 
 @contextlib.contextmanager

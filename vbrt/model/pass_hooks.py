@@ -1,45 +1,63 @@
-"""Passes of a model: hooks on the model tell its runtime when one begins, and when it ends.
+"""Passes of a model: hooks on the model tell its attachment when one begins, and its stack when it ends.
 
 The hook is also where a model keeps its runtime alive: model -> hook -> attachment -> runtime. Attachments refer back
 to the model weakly, so a model that nobody holds is freed at once, with its pages.
 """
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from vbrt.kernels.observers import unwatched
-from vbrt.kernels.operator_trace import recorder
+from vbrt.layers import VBLayer
 from vbrt.layers.weights.lockstep import is_following
 from vbrt.libraries.peft_api import adapters_of
 from vbrt.model.adapter_refusals import check_adapters
-from vbrt.model.first_pass import show_encoding
-from vbrt.model.machine_memory import release_host_memory
-from vbrt.model.phase import BACKWARD, inferred_phase, phase_name
-from vbrt.report.progress import wanted
-from vbrt.residency.policy import FORWARD
+from vbrt.tiers import TierStack
 
-if TYPE_CHECKING:
-    from vbrt.model.attachment import Attachment
-    from vbrt.tiers import TierStack
+__all__ = [
+    "EntryHook",
+    "ModelPasses",
+    "PassEndHook",
+    "PassHook",
+    "ShellsHook",
+    "is_plain_data",
+    "move_rest_",
+    "pass_hook_of",
+    "remove_pass_hooks",
+]
 
-__all__ = ["EntryHook", "PassEndHook", "PassHook", "is_plain_data", "move_rest_", "pass_hook_of", "remove_pass_hooks"]
+
+class ModelPasses(Protocol):
+    """The passes of a model, as its hooks see them: an `Attachment`."""
+
+    @property
+    def stack(self) -> TierStack:
+        """The stack of the runtime."""
+
+    @property
+    def layers(self) -> Mapping[str, VBLayer]:
+        """Name -> VB layer."""
+
+    def begin_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Count a forward that begins, and begin its pass."""
+
+    def close(self) -> None:
+        """Free the pages of the model. Idempotent."""
 
 
 class PassHook:
-    """A forward pre-hook of a model: marks the begin of a pass, with its phase, and ends what wrapping left undone.
-
-    Models on one runtime have phases, and so learned orders, of their own.
+    """A forward pre-hook of a model: begins a pass, and ends what wrapping left undone.
 
     Attributes:
         attachment: the model's place on its runtime; None in a model that was unpickled without one.
     """
 
-    def __init__(self, attachment: "Attachment | None") -> None:
+    def __init__(self, attachment: ModelPasses | None) -> None:
         self.attachment = attachment
-        self.stack, self.runtime = (None, None) if attachment is None else (attachment.stack, attachment.runtime)
+        self.stack = None if attachment is None else attachment.stack
         self._rest_is_moved, self._adapters = False, ()
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -53,39 +71,9 @@ class PassHook:
         if adapters_of(model) != self._adapters:
             check_adapters(model, self.attachment.layers)
             self._adapters = adapters_of(model)
-        passes = self.attachment.passes
-        if not passes and wanted():
-            show_encoding(model, self.attachment.registry)
-        if passes == 1:
-            release_host_memory()  # dense weights were freed one by one during the first pass
-        if passes and self.runtime.balance is not None:
-            self.runtime.follow_free_memory()
-        self.attachment.passes = passes + 1
-        self.attachment.work.note(args, kwargs)
-        begin, follower = partial(self._begin_pass, args, kwargs), self.attachment.follower
-        if follower is None or not follower.defer(model, begin):
-            begin()
+        self.attachment.begin_forward(model, args, kwargs)
         if self.stack.shells:  # last, after those who look whether the model has changed
             ShellsHook.begin(model, self.stack)
-
-    def _begin_pass(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        named, prefix = phase_name(self.attachment), self.attachment.prefix
-        phase = named or self._unnamed_phase(args, kwargs)
-        backward = prefix + BACKWARD if named is None and phase == FORWARD else ""
-        step = recorder()
-        if step is None:
-            self.stack.begin_pass(prefix + phase, backward=backward)
-        else:
-            step.leaf(self._begin_again, prefix + phase, backward)
-
-    def _begin_again(self, phase: str, backward: str) -> None:
-        """Begin a pass as a recorded step repeats it: not where a CUDA graph records it in its turn."""
-        if not self.stack.capturing():
-            self.stack.begin_pass(phase, backward=backward)
-
-    def _unnamed_phase(self, args: tuple, kwargs: dict[str, Any]) -> str:
-        phase, name_phase = inferred_phase(args, kwargs), self.attachment.name_phase
-        return phase if name_phase is None or torch.is_grad_enabled() else name_phase(phase)
 
     def __deepcopy__(self, memo: dict) -> "PassHook":
         return self
@@ -97,7 +85,7 @@ class PassHook:
 class PassEndHook:
     """A forward hook of a model whose pages ranks bring together: verifies them before anybody has the output."""
 
-    def __init__(self, stack: "TierStack") -> None:
+    def __init__(self, stack: TierStack) -> None:
         self.stack: TierStack | None = stack
 
     def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
@@ -117,11 +105,11 @@ class ShellsHook:
     """A forward hook of a model that has weights which are not encoded yet, called even if the forward fails: encodes
     those that were read, and that no call of a layer has encoded, and is gone when nobody runs the model any more."""
 
-    def __init__(self, stack: "TierStack | None") -> None:
+    def __init__(self, stack: TierStack | None) -> None:
         self.stack = stack
 
     @classmethod
-    def begin(cls, model: nn.Module, stack: "TierStack") -> None:
+    def begin(cls, model: nn.Module, stack: TierStack) -> None:
         """Begin a pass of this thread."""
         with stack.encoding:
             stack.shells.begin()
@@ -145,7 +133,7 @@ class ShellsHook:
         return ShellsHook, (None,)
 
 
-def encode_read_(stack: "TierStack") -> None:
+def encode_read_(stack: TierStack) -> None:
     """Encode the weights that were read while they were dense."""
     for handle in stack.shells.taken():
         layer = next(iter(handle.layers), None)

@@ -9,8 +9,7 @@ from vbrt.config import load_config
 from vbrt.errors import WrapError
 from vbrt.layers import SwappedLayer
 from vbrt.model.attach_many import attach_together
-from vbrt.model.attachment import Attachment
-from vbrt.model.pass_hooks import pass_hook_of
+from vbrt.model.attachment import Attachment, attached_to
 from vbrt.model.runtime import Runtime
 from vbrt.model.shared_config import shared_config
 from vbrt.residency.plan import Plan
@@ -29,7 +28,7 @@ def wrap_holder(holder: object, config: Any, runtime: Runtime | None, overrides:
         raise WrapError("the pipeline is wrapped already; unwrap() it first")
     kind = holder_kind_of(holder)
     models = _models_of(holder, kind)
-    there = {name: attachment_of(model) for name, model in models.items() if pass_hook_of(model) is not None}
+    there = {name: attachment_of(model) for name, model in models.items() if attached_to(model) is not None}
     for attachment in there.values():
         attachment.check_open("wrap")
     runtime = _runtime_of(there, runtime)
@@ -75,7 +74,7 @@ def _models_of(holder: object, kind: HolderKind) -> dict[str, nn.Module]:
                 f"{what}.{name}: {moved_by} moves this model already, and tiers do that; remove it first, for "
                 "a diffusers pipeline by remove_all_hooks(), or load the pipeline again without"
             )
-        if pass_hook_of(model) is None and any(isinstance(module, SwappedLayer) for module in model.modules()):
+        if attached_to(model) is None and any(isinstance(module, SwappedLayer) for module in model.modules()):
             raise WrapError(f"{what}.{name}: a part of this model is wrapped already; unwrap() that first")
     return models
 

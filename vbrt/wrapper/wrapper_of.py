@@ -3,8 +3,7 @@
 from torch import nn
 
 from vbrt.errors import WrapError
-from vbrt.model.attachment import Attachment
-from vbrt.model.pass_hooks import pass_hook_of
+from vbrt.model.attachment import Attachment, attached_to
 from vbrt.wrapper.wrapper import VBModelWrapper
 from vbrt.wrapper.wrapper_choice import facade_of
 
@@ -29,9 +28,8 @@ def of(model: nn.Module) -> VBModelWrapper:
 def attachment_of(model: nn.Module) -> Attachment:
     """Return the attachment of a wrapped model, or of the first one in it. Raises WrapError as `of` does."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
-        hook = pass_hook_of(module)
-        if hook is not None:
-            attachment = hook.attachment  # a deep copy still has the original's hook
+        attachment = attached_to(module)  # a deep copy has the hook of the model that it was made of
+        if attachment is not None:
             return attachment if _is_of(attachment, module) else attachment.seed().attach_to(module)
     raise WrapError(
         f"of() got {type(model).__name__}; expected a model that is wrapped: by vbrt.wrap(), vbrt.load(), or "

@@ -37,8 +37,7 @@ from vbrt.libraries.transformers_api import (
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
 )
-from vbrt.model.attachment import Attachment
-from vbrt.model.pass_hooks import pass_hook_of
+from vbrt.model.attachment import Attachment, attached_to
 from vbrt.model.placement import give_way
 from vbrt.model.runtime import Runtime
 from vbrt.report.kv_counters import CacheStats
@@ -414,9 +413,9 @@ def _attachment_of(vb: nn.Module) -> Attachment:
     """Return the attachment of a wrapped model, or of the first one within it."""
     model = vb if isinstance(vb, nn.Module) else getattr(vb, "model", None)  # a pipeline's
     for module in model.modules() if isinstance(model, nn.Module) else ():
-        hook = pass_hook_of(module)
-        if hook is not None:
-            return hook.attachment
+        attachment = attached_to(module)
+        if attachment is not None:
+            return attachment
     raise WrapError(f"KVCache({type(vb).__name__}): expected a model that is wrapped, such as vbrt.wrap(model)")
 
 
