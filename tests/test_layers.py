@@ -1,24 +1,48 @@
-"""The order of the layers: a file imports only from rows above its own, or from the left of its own line."""
+"""The order of the layers: a file imports only from rows above its own, or from the left of its own line.
+
+No two files import each other, and no two have one name without a reason.
+"""
 
 import ast
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "vbrt"
 
-# (row, files and folders of vbrt/ in order): docs/design.md has the table and what each is for
+# (row, units in order): docs/design.md has the table and what each is for. A unit is a file or folder of vbrt/; a file
+# belongs to the longest unit that its name begins with, and a folder's own `__init__` may be a unit, too
 LINES = (
     (0, ("errors", "host", "config", "residency", "report", "libraries")),
     (1, ("formats",)),
-    (2, ("kernels",)),
-    (2, ("tiers",)),
-    (3, ("blocks", "layers", "training")),
-    (4, ("model", "estimation", "saves", "generation", "distributed", "wrapper")),
+    (2, ("kernels", "kernels.cuda", "kernels.step", "kernels.cpu", "kernels.entries", "kernels.__init__")),
+    (2, ("tiers.protocols", "tiers.storage", "tiers.stack", "tiers.schedule", "tiers")),
+    (
+        3,
+        (
+            "blocks",
+            *("layers.weights", "layers", "layers.modules", "layers.experts", "layers.__init__"),
+            *("training.qat", "training.full", "training.activations", "training"),
+        ),
+    ),
+    (
+        4,
+        (
+            "model",
+            *("estimation.memory", "estimation.advice", "estimation.precision", "estimation"),
+            *("saves.files", "saves.common", "saves.saved", "saves.published", "saves.load", "saves.convert"),
+            *("saves.checkpoint", "saves"),
+            *("generation.static", "generation.kv", "generation.fusion", "generation.capture"),
+            *("generation.speculation", "generation"),
+            "distributed",
+            "wrapper",
+        ),
+    ),
     (5, ("integrations", "cli", "__main__")),
 )
 #: pure Python, importable without torch
@@ -26,9 +50,34 @@ PURE = ("errors", "config", "residency", "report")
 ROW = {unit: row for row, units in LINES for unit in units}
 LINE = {unit: units for _, units in LINES for unit in units}
 LAST_ROW = 5
+# files of one name, by what makes that a pair; any other two get names that say what is inside
+SHARED_NAMES = {
+    # a command, and the function or the record that it prints
+    "advise": {"cli.advise", "estimation.advice.advise"},
+    "convert": {"cli.convert", "saves.convert.convert"},
+    "estimate": {"cli.estimate", "estimation.memory.estimate"},
+    "plan": {"cli.plan", "residency.plan"},
+    "stats": {"cli.stats", "report.stats"},
+    # an op: its reference, and its kernels for each device
+    "encode": {"kernels.cpu.encode", "kernels.cuda.e2m1.encode"},
+    "experts": {"kernels.experts", "kernels.cpu.experts"},
+    "step": {"kernels.step", "kernels.cpu.step"},
+    "update": {"kernels.update", "kernels.cpu.update"},
+    # a layer, and its op for each device and family of formats
+    "linear": {
+        "layers.modules.linear",
+        "kernels.cpu.linear",
+        *(f"kernels.cuda.{family}.linear" for family in ("e2m1", "table", "whole")),
+    },
+    # device code of that op for families of formats
+    "linear_gluon": {"kernels.cuda.table.linear_gluon", "kernels.cuda.whole.linear_gluon"},
+    "decode_triton": {"kernels.cuda.table.decode_triton", "kernels.cuda.whole.decode_triton"},
+    # the order of codes in memory that a device's kernels read
+    "tiles": {"kernels.cpu.tiles", "kernels.cuda.e2m1.tiles"},
+}
 #: how device code is named, which is imported where Triton is at hand
 DEVICE = ("_gluon", "_triton")
-BY_NAME = ("importlib.import_module", "import_module", "__import__")
+BY_NAME = ("import_module", "__import__")
 
 # not every machine has these; a module that needs one is checked where it is there
 OPTIONAL = {"accelerate", "diffusers", "peft", "transformers", "triton"}
@@ -44,25 +93,18 @@ FILES.pop("vbrt")  # the front door: imports everything, lazily
 
 
 def unit_of(module: str) -> str:
-    """`vbrt.formats.nf4` -> `formats`; the package itself -> ``."""
-    return module.removeprefix("vbrt").lstrip(".").split(".")[0]
+    """`vbrt.formats.nf4` -> `formats`; `vbrt.tiers.stack.slots` -> `tiers.stack`; the package itself -> ``."""
+    name = module.removeprefix("vbrt").lstrip(".")
+    if f"{name}.__init__" in ROW:
+        return f"{name}.__init__"
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in ROW), parts[0])
 
 
-def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node below, function bodies included, but for what only a type checker sees."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            for other in child.orelse:
-                yield other
-                yield from runtime_nodes(other)
-            continue
-        yield child
-        yield from runtime_nodes(child)
-
-
-def imported_units(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, unit) for everything that `source` imports from vbrt."""
-    for node in runtime_nodes(ast.parse(source)):
+def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, module) for everything that `source` imports from vbrt, for type checkers and in functions, too."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -71,17 +113,17 @@ def imported_units(source: str, module: str, is_package: bool) -> Iterator[tuple
                 package = module.split(".") if is_package else module.split(".")[:-1]
                 package = package[: len(package) - node.level + 1]
                 base = ".".join([*package, *filter(None, [base])])
-            # `from vbrt import policy` imports that file, `from vbrt import wrap` a name of the front door
-            names = [alias.name for alias in node.names if base == "vbrt"]
-            targets = [f"vbrt.{name}" if name in ROW else base for name in names] or [base]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+            # `from vbrt.kernels import step` imports that file, `from vbrt.kernels import resolve` a name of the folder
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            targets = [name if name in FILES else base for name in names]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in BY_NAME:
             first = node.args[0] if node.args else None
             targets = [first.value] if isinstance(first, ast.Constant) and isinstance(first.value, str) else []
         else:
             continue
-        for target in targets:
+        for target in dict.fromkeys(targets):
             if target == "vbrt" or target.startswith("vbrt."):
-                yield node.lineno, unit_of(target)
+                yield node.lineno, target
 
 
 def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
@@ -89,7 +131,8 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
     own = unit_of(module)
     line = LINE[own]
     found = []
-    for lineno, unit in imported_units(source, module, is_package):
+    for lineno, target in imported_modules(source, module, is_package):
+        unit = unit_of(target)
         if unit == "":
             allowed = ROW[own] == LAST_ROW  # the front door leads everywhere
         elif unit not in ROW:
@@ -99,13 +142,13 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
             allowed = ROW[unit] < ROW[own] or left_of_own
         if not allowed:
             what = f"{unit} (row {ROW.get(unit, '?')})" if unit else "vbrt itself"
-            found.append(f"{module}:{lineno} (row {ROW[own]}) imports {what}")
+            found.append(f"{module}:{lineno} ({own}, row {ROW[own]}) imports {what}")
     return found
 
 
-def test_every_file_and_folder_of_the_package_has_a_row():
+def test_every_file_of_the_package_has_a_row_and_every_row_files():
     units = {unit_of(module) for module in FILES}
-    assert units <= set(ROW), f"no row in LINES for {sorted(units - set(ROW))}"
+    assert units == set(ROW), f"no row in LINES for {sorted(units - set(ROW))}, no files of {sorted(set(ROW) - units)}"
 
 
 @pytest.mark.parametrize("module", FILES)
@@ -134,6 +177,11 @@ def test_a_file_imports_only_from_rows_above_its_own(module):
         ),
         ("vbrt.layers.modules.linear", "from vbrt.unheard_of import x"),
         ("vbrt.model.planner", "try:\n    from ..wrapper.wrapper import x\nexcept ImportError:\n    x = 1"),
+        ("vbrt.formats.nf4", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from vbrt.model import planner"),
+        ("vbrt.tiers.storage.ssd_tier", "from vbrt.tiers.stack.slots import Slot"),
+        ("vbrt.tiers.stack.slots", "from vbrt.tiers import TierStack"),
+        ("vbrt.kernels.reference", "from vbrt.kernels import step"),
+        ("vbrt.kernels.cuda.devices", "from vbrt.kernels import resolve"),
     ],
 )
 def test_an_import_against_the_order_is_found(module, source):
@@ -145,13 +193,58 @@ def test_an_import_against_the_order_is_found(module, source):
     [
         ("vbrt.residency.plan", "from vbrt.config import VBConfig\nfrom .errors import VBError\nimport dataclasses"),
         ("vbrt.formats.nf4", "from .base import Format\nfrom vbrt.formats import page"),
-        ("vbrt.formats.nf4", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from vbrt.model import planner"),
+        ("vbrt.kernels.cuda.step_ops", "from vbrt.kernels import reference\nfrom vbrt.kernels.step_rules import Part"),
+        ("vbrt.kernels.entries", "from vbrt.kernels.cpu import build\nfrom vbrt.kernels import step"),
         ("vbrt.cli.main", "import vbrt\nfrom vbrt import report, wrap"),
         ("vbrt.wrapper.wrapper", "from vbrt.model.planner import make_plan"),
     ],
 )
 def test_an_import_along_the_order_passes(module, source):
     assert violations(source, module) == []
+
+
+def cycle_in(imports: Mapping[str, Collection[str]]) -> list[str]:
+    """Modules of which each imports the one before it, the first one again at the end; empty if there are none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def imports_of_all() -> dict[str, set[str]]:
+    """Module -> the modules of vbrt that it imports, but for itself and the front door."""
+    found = {}
+    for module, path in FILES.items():
+        imported = imported_modules(path.read_text("utf-8"), module, path.name == "__init__.py")
+        found[module] = {target for _, target in imported} - {module, "vbrt"}
+    return found
+
+
+def test_no_files_import_each_other():
+    """An import for type checkers counts: the files that it ties cannot be read, moved or tested apart."""
+    assert cycle_in(imports_of_all()) == []
+
+
+def test_files_that_import_each_other_are_found():
+    assert cycle_in({"a": {"b"}, "b": {"c", "d"}, "c": {"d"}}) == []
+    assert set(cycle_in({"a": {"b"}, "b": {"c"}, "c": {"d", "e"}, "d": {"b"}})) == {"b", "c", "d"}
+
+
+def names_shared(modules: Iterable[str]) -> dict[str, set[str]]:
+    """The names that several files have, with the files; `__init__` does not count."""
+    by_name: dict[str, set[str]] = {}
+    for module in modules:
+        by_name.setdefault(module.rpartition(".")[2], set()).add(module.removeprefix("vbrt."))
+    return {name: files for name, files in by_name.items() if len(files) > 1}
+
+
+def test_files_of_one_name_are_pairs_with_a_reason():
+    assert names_shared(module for module, path in FILES.items() if path.name != "__init__.py") == SHARED_NAMES
+
+
+def test_files_of_one_name_are_found():
+    assert names_shared(["vbrt.a.x", "vbrt.b.x", "vbrt.b.y"]) == {"x": {"a.x", "b.x"}}
 
 
 def hidden_imports(source: str) -> list[int]:
