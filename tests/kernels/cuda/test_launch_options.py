@@ -29,7 +29,7 @@ FOUND = {path.relative_to(PACKAGE).as_posix(): found for path, found in FILES.it
 
 
 def test_launches_are_found():
-    assert sum(map(len, FOUND.values())) >= 12 and "kernels/cuda/launcher.py" in FOUND
+    assert sum(map(len, FOUND.values())) >= 10 and "kernels/cuda/launcher.py" in FOUND
 
 
 @pytest.mark.parametrize("file", FOUND)
@@ -48,7 +48,7 @@ def test_the_option_is_one_that_triton_knows(monkeypatch):
         num_warps: int = 4
 
     triton_api.fp_fusion.cache_clear()
-    probe._losses.clear()
+    monkeypatch.setattr(probe, "_losses", {})  # the process has said nothing
     monkeypatch.setattr(compiler, "CUDAOptions", Fewer)
     with pytest.warns(UserWarning, match="has no option enable_fp_fusion.*may round differently"):
         assert triton_api.fp_fusion(True) == {}

@@ -148,13 +148,12 @@ class VBExperts(HeldLayer):
 
     def _take_loaded(self, values: Mapping[str, torch.Tensor], *, assign: bool) -> None:
         """Encode loaded weights; the planes before them are retired first, to make room."""
-        handle, dense = self._vb_handle, {}
+        kept, trainable, dense = self._vb_handle.dtype, self._vb_handle.trainable, {}  # no name holds the old pages
         for name, value in values.items():
-            dtype = value.dtype if assign else handle.dtype
-            dense[name] = nn.Parameter(value.detach().to(dtype), requires_grad=False)
+            dense[name] = nn.Parameter(value.detach().to(value.dtype if assign else kept), requires_grad=False)
         self.become_shell_(dense)
         for weight in dense.values():
-            weight.requires_grad_(handle.trainable)
+            weight.requires_grad_(trainable)
         with torch.no_grad():
             self.materialize_()
 

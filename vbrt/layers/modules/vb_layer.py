@@ -110,6 +110,7 @@ class VBLayer(HeldLayer):
         product = handle.product
         if product is not None and type(x) is torch.Tensor and self._parameters["weight"] is None:
             return product(handle, x, bias)
+        del handle  # pages of a weight that was written to make room for the new ones
         if isinstance(x, Proxy):
             return traced_call(self, x)
         given = self._settled_or_given()
