@@ -388,7 +388,7 @@ def dense(options: argparse.Namespace) -> dict:
 
 def bare(layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
     """A layer's product on its page, and nothing else: the least that a layer of ours could do."""
-    return F.linear(input, layer._vb_handle.resident, None)
+    return F.linear(input, layer._vb_handle.held.planes.coarse["weight"], None)
 
 
 def layer_us(layers: dict[str, nn.Module]) -> dict[str, float]:
