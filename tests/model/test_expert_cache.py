@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vbrt.layers.experts.device_cache import DeviceCache
+from vbrt.layers.experts.residency_owner import Deciding
 from vbrt.model.expert_cache import ExpertCache
 from vbrt.residency.access_counts import RoutingCounts
 from vbrt.tiers import Tally
@@ -43,7 +44,7 @@ def cached():
     for name, experts in SIZES.items():
         tally = Tally()
         pages = [SimpleNamespace(nbytes=40, tally=tally, hits=0, misses=0, bytes_moved={}) for _ in range(experts)]
-        deciding, spec = SimpleNamespace(resident=0), SimpleNamespace(top_k=2)
+        deciding, spec = Deciding(), SimpleNamespace(top_k=2)
         routing = RoutingCounts(experts)
         cache._handles[name] = SimpleNamespace(pages=pages, deciding=deciding, spec=spec, routing=routing)
     cache._cache, cache._told, cache._told_pages = device, device.totals(), device.counts()

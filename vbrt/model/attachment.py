@@ -141,7 +141,7 @@ class Attachment:
             if isinstance(layer, VBExperts):
                 if runtime.stack.device.type == "cuda":
                     layer.handle.deciding.ask_with(self.expert_cache.follow)
-                layer.handle.deciding.missed = self.missed
+                layer.handle.deciding.compute_misses_by(self.missed)
         self.timed: TimelineTotals | None = None
         self.speculation = SpeculationCounts()
         self.name_phase: Callable[[str], str] | None = None

@@ -90,7 +90,8 @@ class ExpertCache:
         self._handles = served
         self._told, self._told_pages = self._cache.totals(), self._cache.counts()
         for number, handle in enumerate(served.values()):
-            handle.deciding.cache = CachedLayer(self._cache, number, handle.form([None] * handle.spec.experts))
+            form = handle.form([None] * handle.spec.experts)
+            handle.deciding.begin_on_device(CachedLayer(self._cache, number, form))
 
     def _kept_on_host(self, handle: ExpertsHandle) -> bool:
         return self.missed is not None and self.missed.keeps_on_host(handle)
@@ -113,7 +114,8 @@ class ExpertCache:
         link, before, self._told = f"{self._stack.names[1]}>{self._stack.names[0]}", self._told, cache.totals()
         for name, of in self._told.items():
             handle = self._handles[name]
-            handle.deciding.resident, page = of.resident, handle.pages[0]
+            handle.deciding.note_resident(of.resident)
+            page = handle.pages[0]
             more = DeviceTotals(*map(operator.sub, of, before[name]))
             _count(page.tally, (more.hits, more.misses), page.nbytes, link)
             tokens = more.named // handle.spec.top_k
@@ -141,7 +143,7 @@ class ExpertCache:
             cache.check_not_recorded()
             self.settle(each=True)
         for handle in self._handles.values():
-            handle.deciding.cache = None
+            handle.deciding.end_on_device()
         self._cache, self._handles = None, {}
         cache.close()
 

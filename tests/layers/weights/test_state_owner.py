@@ -10,6 +10,7 @@ OWNERS = {
     "layers/weights/pages_handle.py": "PagesHandle",
     "layers/weights/state.py": "Weight",
     "layers/experts/experts_handle.py": "ExpertsHandle",
+    "layers/experts/residency_owner.py": "Deciding",
 }
 #: counted up by whoever computes
 COUNTERS = {"forwards", "weight_reads"}

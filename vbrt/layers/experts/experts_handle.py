@@ -331,7 +331,7 @@ class ExpertsHandle(PagesHandle):
     def retire(self) -> None:
         """Retire the pages; the handle is empty again."""
         super().retire()
-        self.deciding.cache = None
+        self.deciding.end_on_device()
 
     def keep_ready(self, pages: ExpertPages) -> None:
         """Use the pages of all experts, which never move, without a lease from now on."""
@@ -406,7 +406,7 @@ class ExpertsHandle(PagesHandle):
         clone = ExpertsHandle(self.spec, self.stack)
         clone.dtype, clone.generation, clone.trainable = self.dtype, self.generation, self.trainable
         clone.token = clone.token_at(self.generation)
-        clone.deciding.follow, clone.deciding.missed = self.deciding.follow, self.deciding.missed
+        clone.deciding.like(self.deciding)
         return clone
 
     def __deepcopy__(self, memo: dict) -> "ExpertsHandle":

@@ -102,7 +102,7 @@ class CachedLayer(NamedTuple):
 
 
 class Deciding:
-    """Who decides for one layer.
+    """Owner of one layer's residency: the host, by leases, or the device, by its cache.
 
     Attributes:
         cache: the layer's part of the model's device cache, where the GPU decides; None where the host does.
@@ -121,6 +121,26 @@ class Deciding:
     def by(self) -> str:
         """ "host" or "gpu"."""
         return "host" if self.cache is None else "gpu"
+
+    def begin_on_device(self, cache: CachedLayer) -> None:
+        """Have the device decide, by the layer's part of a cache."""
+        self.cache = cache
+
+    def end_on_device(self) -> None:
+        """Have the host decide again."""
+        self.cache = None
+
+    def note_resident(self, experts: int) -> None:
+        """Keep how many experts the cache holds."""
+        self.resident = experts
+
+    def compute_misses_by(self, missed: Misses | None) -> None:
+        """Have missed experts computed where they lie; None: fetched."""
+        self.missed = missed
+
+    def like(self, other: "Deciding") -> None:
+        """Ask for a cache, and treat misses, as another layer of the same model does."""
+        self.follow, self.missed = other.follow, other.missed
 
     def ask_with(self, follow: Callable[[], None]) -> None:
         """Have forwards without a cache call a method that may give the layer one."""
