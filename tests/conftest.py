@@ -5,6 +5,7 @@ import importlib.util
 import os
 import sys
 import zlib
+from collections.abc import Iterator
 
 # before anything imports the libraries that read them
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -65,6 +66,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that a test writes has to outlive the machine; disks take their time to be sure."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def registers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Registries of formats and kernels that are restored after the test."""
+    from vbrt import formats
+    from vbrt.kernels import registry
+
+    monkeypatch.setattr(registry, "_REGISTRY", {op: dict(offered) for op, offered in registry._REGISTRY.items()})
+    monkeypatch.setattr(formats, "_INSTANCES", dict(formats._INSTANCES))
+    monkeypatch.setattr("vbrt.blocks.frozen_page._KERNELS", {})
+    before = set(formats.FORMATS)
+    yield
+    for name in formats.FORMATS.keys() - before:
+        del formats.FORMATS[name]
 
 
 @pytest.fixture

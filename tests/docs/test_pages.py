@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*not swapped", "ignore:.*decode
 
 
 @pytest.fixture
-def run(llama, qwen, tmp_path, monkeypatch):  # noqa: F811
+def run(llama, qwen, tmp_path, monkeypatch, registers):  # noqa: F811
     """A function that runs a page in a directory of its own and returns its names; its models are closed afterwards."""
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)

@@ -12,11 +12,12 @@ from vbrt.kernels import (
     Kernel,
     kernel_refusal,
     reference,
-    register,
+    register_kernel,
     registry,
     resolve,
     resolves_late,
 )
+from vbrt.kernels.registry import register
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -118,21 +119,43 @@ def test_what_has_to_be_built_is_resolved_late_and_only_if_nobody_asked_for_it(e
     assert not resolves_late("compiled", CPU) and not resolves_late("auto", GPU)
 
 
-def test_a_new_kernel_is_one_record_and_runs_in_wrapped_models(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", {op: dict(offered) for op, offered in registry._REGISTRY.items()})
+def test_a_kernel_that_replaces_one_of_vbrt_runs_in_wrapped_models(registers):
     calls = []
 
     def linear(x, planes, bias=None, activation="none"):
         calls.append(planes.format)
         return reference.linear(x, planes, bias, activation)
 
-    register(Kernel("linear", "compiled", linear, devices=("cpu",), formats=("nf4",), rank=2, runs_unpacked=True))
+    kernel = Kernel("linear", "compiled", linear, devices=("cpu",), formats=("nf4",), rank=2, runs_unpacked=True)
+    with pytest.raises(KernelError, match=r"op 'linear', backend 'compiled', format nf4: there is one; .*replace=True"):
+        register_kernel(kernel)
+    register_kernel(kernel, replace=True)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64)).eval()
     options = {"weights": {"keep_head": False}, "tiers": {"gpu": {"enabled": False}}}
     with vbrt.wrap(model, "nf4", **options) as vb:
         x = torch.randn(2, 64)
         assert torch.equal(vb(x), torch.nn.functional.linear(x, vb.module[0].weight, vb.module[0].bias))
         assert calls == ["nf4"] and [layer.kernel for layer in vb.stats().layers.values()] == ["compiled"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        ("linear", "kernel 'linear'; expected a vbrt.kernels.Kernel"),
+        (Kernel("linear", "compiled", None), "expected a vbrt.kernels.Kernel whose run is a function"),
+        (Kernel("convolve", "compiled", fast), "op 'convolve'; expected one of codec, decode_weight, .*linear"),
+        (Kernel("linear", "cutlass", fast), "backend 'cutlass' for op 'linear'; expected one of reference, compiled"),
+        (Kernel("linear", "compiled", fast, formats=("int5",)), "format 'int5'; expected one of nvfp4, .*exact"),
+        (Kernel("linear", "compiled", fast, formats="nf4"), "formats = 'nf4'; expected a tuple of names, or None"),
+        (Kernel("linear", "compiled", fast, devices=()), r"devices = \(\); expected a tuple of names, or None"),
+        (Kernel("linear", "reference", fast), "backend 'reference', format any: there is one"),
+    ],
+)
+def test_a_kernel_that_is_wrong_is_refused_by_name(registers, kernel, message):
+    before = {op: dict(offered) for op, offered in registry._REGISTRY.items()}
+    with pytest.raises(KernelError, match=message):
+        register_kernel(kernel)
+    assert before == registry._REGISTRY
 
 
 @pytest.mark.parametrize(("preset", "kernel"), [("fp4", "compiled"), ("exact", "compiled"), ("dense", "reference")])

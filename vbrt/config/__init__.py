@@ -1,7 +1,7 @@
 """Configs: the schema, files and presets, budgets of a machine."""
 
 from vbrt.config.budgets import Machine, compute_tier, resolve_budget, resolve_budgets
-from vbrt.config.format_records import FORMATS, FormatRecord, chosen_formats, formats_of
+from vbrt.config.format_records import FORMATS, FormatRecord, chosen_formats, formats_of, known_formats
 from vbrt.config.load_config import assign, load_config
 from vbrt.config.parse_budgets import Budget, parse_budget, parse_weights_budget
 from vbrt.config.presets import DEFAULT_PRESET, preset_names, preset_path
@@ -58,6 +58,7 @@ __all__ = [
     "chosen_formats",
     "compute_tier",
     "formats_of",
+    "known_formats",
     "load_config",
     "parse_budget",
     "parse_weights_budget",

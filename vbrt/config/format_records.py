@@ -2,15 +2,36 @@
 
 A new format is a file with a `vbrt.formats.Format` and its record here. It then computes correctly everywhere, through
 the reference in plain torch; `kernels` names a family of kernels that knows its codes. Pure Python.
+
+Formats of other packages are added by `vbrt.formats.register_format`.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["FORMATS", "LEVEL_BLOCKS", "LEVEL_SCALES", "FormatRecord", "chosen_formats", "formats_of"]
+from vbrt.config.plugins import load_plugins
+from vbrt.errors import FormatError
+
+__all__ = [
+    "FORMATS",
+    "LEVEL_BLOCKS",
+    "LEVEL_SCALES",
+    "FormatRecord",
+    "check_record",
+    "chosen_formats",
+    "formats_of",
+    "known_formats",
+]
 
 #: block sizes and dtypes of block scales that weights of 16 levels are held with
 LEVEL_BLOCKS = (16, 32, 64, 128)
 LEVEL_SCALES = ("float16", "bfloat16", "float32")
+#: values of `weights.format` and `weights.formats` that name no format
+_RESERVED = ("auto", "exact")
+#: fields by which the package finds code of its own, and what they are for any other format
+_OWN_CODE = {"kernels": None, "fitted": False, "lossless": False, "published": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +40,7 @@ class FormatRecord:
 
     Attributes:
         name: as users write it in `weights.format`.
-        codec: "module:Class" of its encoder and decoder, a `vbrt.formats.Format`.
+        codec: its encoder and decoder, a subclass of `vbrt.formats.Format`, or "module:Class" of that.
         block: weights along K that share a scale.
         scales: how a block's scale is stored: "e4m3", "ue4m4", "e8m0" in a byte, or a dtype of `LEVEL_SCALES`; None
             without scales.
@@ -34,7 +55,7 @@ class FormatRecord:
     """
 
     name: str
-    codec: str
+    codec: str | type[Any]
     block: int
     scales: str | None = None
     bits: int = 4
@@ -80,11 +101,39 @@ FORMATS: dict[str, FormatRecord] = {
 }
 
 
+def known_formats() -> Mapping[str, FormatRecord]:
+    """Return all formats, those of installed plug-ins included."""
+    load_plugins()
+    return FORMATS
+
+
 def chosen_formats() -> tuple[str, ...]:
     """Return the formats that a config may name."""
-    return tuple(name for name, record in FORMATS.items() if not record.published)
+    return tuple(name for name, record in known_formats().items() if not record.published)
 
 
 def formats_of(*families: str) -> tuple[str, ...]:
     """The formats that these families of kernels compute."""
     return tuple(name for name, record in FORMATS.items() if record.kernels in families)
+
+
+def check_record(record: FormatRecord) -> None:
+    """Raise FormatError, naming the field, for a record that a format of another package cannot have."""
+    if not isinstance(record, FormatRecord):
+        raise FormatError(f"format {record!r}; expected a FormatRecord")
+    if not isinstance(record.name, str) or not re.fullmatch("[a-z][a-z0-9_-]*", record.name):
+        raise FormatError(f"format {record.name!r}: name; expected a plain word of a-z, 0-9, _ and -, e.g. 'int4'")
+    if record.name in (*FORMATS, *_RESERVED):
+        raise FormatError(f"format {record.name!r}: the name is taken; expected none of {', '.join(FORMATS)}")
+    for field in ("block", "bits"):
+        value = getattr(record, field)
+        if type(value) is not int or value < 1:
+            raise FormatError(f"format {record.name!r}: {field} = {value!r}; expected a whole number from 1 on")
+    for field, of_others in _OWN_CODE.items():
+        value = getattr(record, field)
+        if value != of_others:
+            hint = "; kernels of your own come by vbrt.kernels.register_kernel" if field == "kernels" else ""
+            raise FormatError(
+                f"format {record.name!r}: {field} = {value!r}, which only formats of vbrt itself can have; "
+                f"expected {of_others!r}{hint}"
+            )

@@ -6,7 +6,16 @@ from vbrt.kernels.cuda.e2m1.linear import Packing
 from vbrt.kernels.cuda.e2m1.tiles import TILES, page_of
 from vbrt.kernels.cuda.rounded.fp8 import fp8_refusal, noted_refusal
 from vbrt.kernels.entries import KERNELS
-from vbrt.kernels.registry import BACKENDS, EXACT, Kernel, PageOrder, kernel_refusal, register, resolve, resolves_late
+from vbrt.kernels.registry import (
+    BACKENDS,
+    EXACT,
+    Kernel,
+    PageOrder,
+    kernel_refusal,
+    register_kernel,
+    resolve,
+    resolves_late,
+)
 
 __all__ = [
     "BACKENDS",
@@ -22,7 +31,7 @@ __all__ = [
     "libraries",
     "noted_refusal",
     "page_of",
-    "register",
+    "register_kernel",
     "resolve",
     "resolves_late",
 ]

@@ -16,11 +16,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vbrt.config import BACKENDS
+from vbrt.config import BACKENDS, known_formats
 from vbrt.errors import KernelError
 from vbrt.formats import PageLayout, WeightPlanes
 
-__all__ = ["BACKENDS", "EXACT", "Kernel", "PageOrder", "kernel_refusal", "register", "resolve", "resolves_late"]
+__all__ = [
+    "BACKENDS",
+    "EXACT",
+    "Kernel",
+    "PageOrder",
+    "kernel_refusal",
+    "register",
+    "register_kernel",
+    "resolve",
+    "resolves_late",
+]
 
 #: pseudo-format for weights with a fine plane: the kernel restores the original weight, for any coarse format
 EXACT = "exact"
@@ -143,6 +153,42 @@ def register(kernel: Kernel) -> None:
         )
     for format in kernel.formats or (None,):
         _REGISTRY.setdefault(kernel.op, {})[kernel.backend, format] = kernel
+
+
+def register_kernel(kernel: Kernel, *, replace: bool = False) -> None:
+    """Add an implementation of an op of vbrt, for models that are wrapped from then on.
+
+        register_kernel(
+            Kernel("linear", "compiled", multiply, devices=("cpu",), formats=("int4",), rank=1, runs_unpacked=True)
+        )
+
+    `run` takes the arguments of the op's reference (`vbrt.kernels.reference`, `vbrt.kernels.experts`) and gives its
+    result. The reference has rank 0, so "auto" takes a kernel of rank 1 or more.
+
+    replace: True to take the place of an implementation of the same op, backend and format.
+
+    Raises:
+        KernelError: no such op, backend or format, nothing to call, or its place is taken.
+    """
+    if not isinstance(kernel, Kernel) or not callable(kernel.run):
+        raise KernelError(f"kernel {kernel!r}; expected a vbrt.kernels.Kernel whose run is a function")
+    if kernel.op not in _REGISTRY:
+        raise KernelError(f"kernel for op {kernel.op!r}; expected one of {', '.join(sorted(_REGISTRY))}")
+    for key, names in (("devices", kernel.devices), ("formats", kernel.formats)):
+        if not (names is None or (isinstance(names, tuple) and names)):
+            raise KernelError(f"kernel for op {kernel.op!r}: {key} = {names!r}; expected a tuple of names, or None")
+    formats = (*known_formats(), EXACT)
+    for format in kernel.formats or ():
+        if format not in formats:
+            raise KernelError(f"kernel for op {kernel.op!r}: format {format!r}; expected one of {', '.join(formats)}")
+    there = _REGISTRY[kernel.op].keys() & {(kernel.backend, format) for format in kernel.formats or (None,)}
+    if there and not replace:
+        taken = ", ".join(sorted(format or "any" for _, format in there))
+        raise KernelError(
+            f"kernel for op {kernel.op!r}, backend {kernel.backend!r}, format {taken}: there is one; "
+            "expected another backend or format, or replace=True"
+        )
+    register(kernel)
 
 
 def resolve(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import xxhash
 
+from vbrt.config import known_formats
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.formats import FORMATS, get_format
 from vbrt.formats.fine_plane import WIDTH, fine_fields
@@ -300,7 +301,6 @@ _LAYER_RULES: dict[str, _Rule] = {
     ),
     "stored_dtype": _one_of(_STORED),
     "dtype": _one_of(_FLOATS),
-    "format": _one_of(FORMATS),
     "fine": _FLAG,
     "transposed": _FLAG,
     "trainable": _FLAG,
@@ -324,8 +324,15 @@ def _is_site(value: Any) -> bool:
     return type(value) is list and len(value) == 3 and all(map(_is_name, value)) and value[2] in KINDS
 
 
+def _format_rule() -> _Rule:
+    formats = known_formats()  # asked for each save: plug-ins come after this module
+    expected = f"one of {', '.join(formats)}, or one of a plug-in that is imported first"
+    return lambda value: type(value) is str and value in formats, expected
+
+
 def _layers(data: Any, version: int) -> Iterator[SavedLayer]:
-    for entry in _entries(data, "layers", _RULES if version > 2 else _OLD_RULES):
+    rules = _RULES if version > 2 else _OLD_RULES
+    for entry in _entries(data, "layers", rules | {"format": _format_rule()}):
         shape, transposed = tuple(entry["shape"]), entry["transposed"]
         names = (
             entry["sites"]
