@@ -1,4 +1,4 @@
-"""The stack that models have: pages in tiers, with programmes for passes that recur."""
+"""The tier stack of a model: a page stack whose recurring passes are replayed as programmes."""
 
 from collections.abc import Sequence
 
@@ -14,16 +14,16 @@ __all__ = ["TierStack", "detached_stack"]
 
 
 class TierStack(PageStack):
-    """A `PageStack` whose schedule are programmes; see there for the arguments."""
+    """A `PageStack` scheduled by `Programmes`; takes the arguments of `PageStack`."""
 
     def __init__(self, tiers: Sequence[Level | Tier], *, workers: int = 2, share_cores: bool = False) -> None:
         super().__init__(tiers, Programmes, workers=workers, share_cores=share_cores)
 
     def __reduce__(self):
-        return detached_stack, ()  # what is unpickled brings its pages along
+        return detached_stack, ()  # unpickled layers bring their pages along
 
 
 def detached_stack(device: torch.device | str = "cpu") -> TierStack:
-    """Return a stack of one device's memory without a budget, for layers that are apart from a model."""
+    """Return a single-tier stack without a budget on one device, for layers outside a wrapped model."""
     device = torch.device(device)
     return TierStack([MemoryTier("gpu" if device.type == "cuda" else "cpu", device, 1 << 62)])

@@ -1,4 +1,4 @@
-"""The protocol of carriers: what brings pages into the computing device by more than one copy."""
+"""Carrier protocol: H2D transports that split a page over several copies (several links, or several ranks)."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,20 +11,20 @@ __all__ = ["Carrier", "Source"]
 
 
 class Moved(Protocol):
-    """A page, as far as its bytes are copied."""
+    """Key and size of a page that is copied."""
 
     key: str
     nbytes: int
 
 
 class Source(Protocol):
-    """A page where its bytes are: a slot of the stack.
+    """Source of a copy: a slot of the stack that holds the page's bytes.
 
     Attributes:
-        page: whose bytes they are.
-        tier: where they are.
-        room: that the tier has given them; of its own class.
-        view: uint8, the bytes in a memory.
+        page: the page that is copied.
+        tier: the tier of the slot.
+        room: the tier's allocation for the page; its class is the tier's own.
+        view: uint8, the page's bytes; of a memory tier only.
     """
 
     page: Moved
@@ -38,39 +38,40 @@ class Source(Protocol):
 
 
 class Carrier(Protocol):
-    """What brings pages into the computing device by more than one copy on its copy stream.
+    """Transport that fills pages of the computing tier by more than one copy.
 
-    A page has arrived with what the tier's copy stream does next.
+    The tier's copy stream waits for the copies of a page: work queued on it afterwards sees the whole page.
 
     Attributes:
-        together: True if several processes bring pages together: only threads that lease do it then, never workers.
+        together: True if a copy is a collective of several processes: only leasing threads issue it, never prefetch
+            workers, whose order is not deterministic.
     """
 
     together: bool
 
     def take(self, source: Source) -> bool:
-        """True if it brings this page."""
+        """True if this carrier copies the page of `source`."""
 
     def parts(self, target: torch.Tensor, source: Source) -> Any:
-        """Return what `copy` takes to bring a page into memory of the computing device."""
+        """Return the prepared copies, for `copy`, of a page into memory of the computing device."""
 
     def copy(self, parts: Any) -> None:
         """Queue the copies of a page, and have the tier's copy stream wait for them."""
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Have copies from now on wait for an event."""
+        """Make all later copies wait for an event."""
 
     def begin_capture(self) -> None:
-        """Have the copies that follow be recorded by a capture, until `end_capture`."""
+        """Record the copies that follow into the CUDA graph under capture, until `end_capture`."""
 
     def join(self) -> None:
-        """Have the tier's copy stream wait for all that was queued."""
+        """Make the tier's copy stream wait for all queued copies."""
 
     def end_capture(self) -> Sequence:
-        """Go on as before the capture, if there is one; return what `follow` is to be told after each replay."""
+        """Return to eager copies, if a capture is open; return the argument of `follow` after each replay."""
 
     def follow(self, event: torch.cuda.Event, recorded: Sequence) -> None:
-        """Go on after a replay, which ends with an event."""
+        """Order later copies after a replay that ends with `event`."""
 
     def check(self) -> None:
-        """Verify what has been brought since the last time. Raises TierError."""
+        """Verify the pages copied since the last check. Raises TierError."""

@@ -1,12 +1,13 @@
-"""The protocol of tiers: room for pages within a budget, and their bytes.
+"""Tier protocol: allocation of pages within a budget, and access to their bytes.
 
-There are two sorts. A *memory* holds a page as a tensor that kernels and copies use in place. A *store* keeps it in
-some other form (a file, compressed, at a neighbour's) and is asked to write it from host memory and to read it back.
-The stack is a list of tiers, each of them a file of its own: whatever keeps this protocol may stand anywhere below the
-first, which must be a memory. Any tier may have a policy and keep copies of pages from further down; without one it
-keeps the pages that live there only, and pages from below pass by it.
+There are two kinds. A *memory* holds a page as a tensor that kernels and copies use in place. A *store* keeps it in
+another form (a file, compressed, in a neighbour's memory): it writes a page from host memory and reads it back.
 
-`vbrt.config.tier_records` says what else a tier needs before a config can name it.
+The stack is a list of tiers. The first must be a memory; any class with this protocol may stand below it. A tier with
+a policy also caches copies of pages from deeper tiers; a tier without one holds only the pages whose home it is, and
+pages from deeper tiers bypass it.
+
+A config can name a tier once `vbrt.config.tier_records` has a record of it.
 """
 
 from collections.abc import Collection
@@ -18,21 +19,21 @@ __all__ = ["Holder", "Reservation", "Room", "Store", "Tier"]
 
 
 class Room(Protocol):
-    """Room for one page, from before its bytes come until it is freed."""
+    """Allocation for one page: reserved before its bytes arrive, held until it is freed."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the budget that it takes: what was reserved, or less once a store knows better."""
+        """Bytes charged to the budget: the reserved size, or less once a store knows the size that it needs."""
 
 
 class Holder(Protocol):
-    """Owner of a room, such as a page's slot: a reservation is written into it before the call returns."""
+    """Owner of a room, such as a page's slot. `reserve` stores the room in it before it returns."""
 
     room: Any
 
 
 class Reservation:
-    """Holder of a room that has no slot yet."""
+    """Holder of a room that belongs to no slot yet."""
 
     __slots__ = ("room",)
 
@@ -41,20 +42,20 @@ class Reservation:
 
 
 class Tier(Protocol):
-    """A place for pages. `reserve`, `free` and `trim` are called under the stack's lock, and are quick; `put` and `get`
-    are not, and several threads may get at a time while one puts.
+    """Storage tier. `reserve`, `free` and `trim` run under the stack's lock and must be fast; `put` and `get` run
+    outside it: several threads may `get` concurrently while one thread puts.
 
     Attributes:
         name: as in the config and in links such as "ssd>cpu".
         device: of a memory's tensors; the CPU for a store.
         memory: True for a memory, whose rooms are `Buffer`s.
-        overhead_bytes: what a page costs beside its own bytes.
+        overhead_bytes: overhead per page, added to its own bytes.
         capacity_bytes: the budget; the stack changes it.
-        held_bytes, peak_bytes: bytes that are held now, caches included, and at most so far.
-        used_bytes: of those, the bytes of rooms.
-        stuck_bytes: held bytes that cannot be freed any more (a file that cannot be removed).
-        reads_ahead: True if `read_ahead` brings a page nearer without work for this process's cores.
-        fallbacks: sentences for users: what the tier does in another way than it was asked to.
+        held_bytes, peak_bytes: bytes allocated now, free lists included, and their high-water mark.
+        used_bytes: bytes of `held_bytes` that are in rooms.
+        stuck_bytes: bytes that can no longer be freed (a file that cannot be removed).
+        reads_ahead: True if `read_ahead` prefetches a page without using this process's cores.
+        fallbacks: messages for users: where the tier falls back to another way than the config asks for.
     """
 
     name: str
@@ -74,29 +75,29 @@ class Tier(Protocol):
     def reads_ahead(self) -> bool: ...
 
     def reserve(self, nbytes: int, holder: Holder, *, reserved_bytes: int = 0) -> bool:
-        """Reserve room for a page whose bytes and overhead are `nbytes`, in `holder.room`; False while the budget has
-        none beside `reserved_bytes`.
+        """Reserve room for a page of `nbytes`, overhead included, in `holder.room`; False while the budget has too
+        little besides `reserved_bytes`.
 
-        Storing the room and counting it are the last two things that it does, with no call in between: Ctrl-C finds it
-        counted and held, or neither.
+        Interrupt safety: the last two statements store the room and count it, with no call in between, so that
+        Ctrl-C finds both done or neither.
         """
 
     def free(self, room: Any, *, reuse: bool) -> None:
-        """Free a room; with `reuse` its memory may be cached for the next one of its size. A call that was
-        interrupted may be repeated."""
+        """Free a room; with `reuse` its memory may go to a free list for the next room of its size. An
+        interrupted call may be repeated."""
 
     def trim(self, held_bytes: int = 0) -> None:
-        """Give cached memory back to the system until at most `held_bytes` are held."""
+        """Return cached memory to the system until at most `held_bytes` are held."""
 
     def after_fork(self, rooms: Collection[Any]) -> None:
-        """Go on in a forked child, where only these rooms are left."""
+        """Reset the accounting in a forked child to these rooms."""
 
     def close(self) -> None:
-        """End the tier, whose rooms have all been freed but for those that are still in use. Idempotent."""
+        """Close the tier; all rooms that are not in use have been freed before. Idempotent."""
 
 
 class Store(Tier, Protocol):
-    """A tier that writes and reads pages instead of holding them as tensors."""
+    """Tier that writes and reads pages instead of holding them as tensors."""
 
     def put(self, room: Any, page: torch.Tensor, *, key: str, layout: dict | None = None) -> None:
         """Write a page (uint8, CPU, contiguous) into its room. Raises TierError."""
@@ -107,10 +108,10 @@ class Store(Tier, Protocol):
         Raises TierError."""
 
     def read_items(self, room: Any, offsets: torch.Tensor, nbytes: int, *, key: str) -> torch.Tensor:
-        """Return parts of a page, verified: uint8 [n, nbytes] at the offsets int64 [n]."""
+        """Return items of a page, verified: uint8 [n, nbytes] from byte offsets int64 [n]."""
 
     def is_cached(self, room: Any) -> bool:
-        """Return whether a page is as near as `read_ahead` brings it; never waits, never fails."""
+        """True if a page is where `read_ahead` would bring it, such as the page cache; never blocks, never raises."""
 
     def read_ahead(self, room: Any) -> None:
-        """Begin to bring a page nearer; never fails."""
+        """Start to prefetch a page, such as into the page cache; never raises."""

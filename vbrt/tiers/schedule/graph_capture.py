@@ -1,14 +1,14 @@
-"""Recordings of passes as CUDA graphs, and what must hold while a graph is replayed.
+"""CUDA graph capture of passes over a tier stack, and the validity checks of each replay.
 
     reason = refusal(stack, "decode")              # None: a graph can record a pass of this phase
     recording = Recording(stack, "decode")         # right before the capture; may move pages
-    with torch.cuda.graph(graph), recording:       # what this thread leases in a capture is recorded
+    with torch.cuda.graph(graph), recording:       # leases of this thread under capture are recorded
         model(ids)
     while recording.replay(graph):                 # False once pages have moved: record again
         ...
 
-A graph knows pages by their addresses. Nothing is kept from moving for its sake: a budget that changes, a page that is
-rehomed or retired, a weight that is loaded anew end the recording, and `replay` runs nothing from then on.
+A graph holds the addresses of pages, but does not pin them: a changed budget, a rehomed or retired page, or a reloaded
+weight invalidates the recording, and `replay` returns False from then on.
 """
 
 import threading
@@ -24,8 +24,8 @@ __all__ = ["Recording", "refusal"]
 
 
 def refusal(stack: PageStack, phase: str, keys: Collection[str] | None = None) -> str | None:
-    """Return why a CUDA graph cannot record a pass of a phase now; None if it can. `keys`: of the pages that it takes,
-    where that is known."""
+    """Return why a pass of a phase cannot be captured as a CUDA graph now; None if it can. `keys`: the pages that the
+    pass leases, where known."""
     if stack.closed:
         return "the model was closed"
     if stack.levels[0].stream is None:
@@ -37,10 +37,10 @@ def refusal(stack: PageStack, phase: str, keys: Collection[str] | None = None) -
 
 
 class Recording:
-    """A pass that a CUDA graph records, and its replays."""
+    """Capture of one pass as a CUDA graph, and its replays."""
 
     def __init__(self, stack: PageStack, phase: str, keys: Collection[str] | None = None) -> None:
-        """Prepare a recording of the phase's passes. Raises TierError with the reason why it cannot be recorded."""
+        """Prepare the capture of a pass of the phase. Raises TierError, with the reason, where there can be none."""
         with stack.guard.lock:
             stack.decider.catch_up()
             reason = refusal(stack, phase, keys)
@@ -67,8 +67,8 @@ class Recording:
         return self
 
     def begin(self) -> bool:
-        """Have what this thread leases from now on be recorded, by the capture of its stream; False if that has been
-        done. Raises TierError: a pass has begun since the recording was prepared."""
+        """Start to record this thread's leases into the capture of its stream; False if that has started before.
+        Raises TierError: a pass has begun since the recording was prepared."""
         if self._begun:
             return False
         if self._streamed is not None:
@@ -77,7 +77,7 @@ class Recording:
         return True
 
     def end(self) -> None:
-        """Have the pass that is recorded end: to be called in the capture, where the `with` block ends after it.
+        """End the recorded pass. Call it inside the capture where the `with` block ends after the capture.
 
         Raises:
             TierError: the pass took fewer pages than its order has.
@@ -95,12 +95,12 @@ class Recording:
 
     @property
     def mine(self) -> bool:
-        """True in the thread that records."""
+        """True in the recording thread."""
         return self._thread == threading.get_ident()
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> bool:
-        """Replay the graph on the current stream, as one pass of the phase; False, with nothing run, once the pages
-        that it knows have moved: record the pass again."""
+        """Replay the graph on the current stream, as one pass of the phase; False, with nothing run, once its pages
+        have moved: then capture the pass again."""
         stack = self._stack
         with stack.guard.lock:
             if stack.retired or stack.ledger.lost:

@@ -1,8 +1,8 @@
-"""A programme that a CUDA graph knows: its run while it is recorded, and as it begins again for each replay.
+"""CUDA graph capture of a programme's run, and the reset of its ring before each replay.
 
-A recorded run has the buffers of its ring for good: between replays others may use them, and before a replay they are
-taken back and hold again what the programme begins with. They are not kept from being given back to the system, and the
-pages that stay are not kept from being evicted: then the recording has ended.
+A captured run keeps the addresses of its ring's buffers. Other pages may use the buffers between replays; before a
+replay the run takes them back and reloads the pages that the programme begins with. Neither the buffers nor the
+resident pages are pinned: once a buffer is returned to the system or a resident page evicted, the recording is invalid.
 """
 
 import threading
@@ -21,15 +21,16 @@ from vbrt.tiers.storage.memory_tiers import Buffer
 
 __all__ = ["RecordedRun", "run_to_record"]
 
-_DRY_PASSES = 6  # until the policy is steady: pages move, nothing computes
+_DRY_PASSES = 6  # warm-up until the policy is steady: pages move, nothing computes
 
 
 def run_to_record(stack: PageStack, phase: str) -> ProgrammeRun | None:
-    """Begin a pass of a phase, and return its run, after some passes that move pages and compute nothing where it takes
-    them for decisions to recur; None if all pages of the pass live in the top tier.
+    """Begin a pass of a phase and return its run; None if all pages of the pass are at home in the top tier.
+
+    Up to `_DRY_PASSES` passes that move pages and compute nothing come first, until the policy's decisions recur.
 
     Raises:
-        TierError: with the reason why there is none.
+        TierError: no programme serves the pass; the message has the reason.
     """
     ledger, programmes, leases = stack.ledger, stack.ledger.programmes, None
     for _ in range(_DRY_PASSES):
@@ -50,13 +51,13 @@ def run_to_record(stack: PageStack, phase: str) -> ProgrammeRun | None:
 
 
 def _is_a_pass_of(run: ProgrammeRun, leases: Sequence[tuple[str, ...]]) -> bool:
-    """True if a run is at the beginning of its round, which is one pass of these leases."""
+    """True if a run is at the start of its round, and the round is one pass of these leases."""
     begins = len(run.programme.segments) == 1 and run.at == 0
     return begins and all(step.keys == keys for step, keys in zip(run.programme.steps, leases, strict=False))
 
 
 class RecordedRun:
-    """A run that a graph knows.
+    """Programme run captured in a CUDA graph.
 
     Attributes:
         ended: why the graph must not be replayed any more; "" while it may.
@@ -75,7 +76,7 @@ class RecordedRun:
     # -- recording ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Have the leases of the pass that begins be recorded by the capture of the current stream; they count nothing.
+        """Record the leases of the pass that begins into the capture of the current stream; counters stay unchanged.
 
         Raises:
             TierError: a pass has begun since the run was prepared.
@@ -90,7 +91,7 @@ class RecordedRun:
             run.ring.link.begin_capture()
 
     def end(self, *, completed: bool) -> None:
-        """End the recording: nothing has run yet. Raises TierError: the pass took fewer pages than its order has."""
+        """End the capture; nothing has run yet. Raises TierError: the pass has fewer leases than its phase's order."""
         run = self._run
         with self._stack.guard.lock:
             left = len(run.programme.steps) - run.at if run.captured else len(run.programme.steps)
@@ -107,10 +108,11 @@ class RecordedRun:
     # -- replaying ----------------------------------------------------------------------------------------------------
 
     def replay(self, graph: torch.cuda.CUDAGraph, phase: str) -> bool:
-        """Replay the graph as a pass of the phase; False if the recording has ended.
+        """Replay the graph as a pass of the phase; False if the recording is invalid. Waits for other threads' leases
+        of slots that the graph needs.
 
         Raises:
-            TierError: this thread has leased a page whose slot the graph needs; if another has, it is waited for.
+            TierError: this thread itself has leased such a slot.
         """
         guard, ledger, begun, waiting = self._stack.guard, self._stack.ledger, False, None
         self._level.check()
@@ -143,10 +145,11 @@ class RecordedRun:
                 stack.decider.begin_pass_alone(phase)
 
     def _has_ring(self) -> bool:
-        """True if the run has its ring, taken back now if need be; False if others use it, or the recording ended.
+        """True once the run owns its ring, taken back here if need be; False while other threads use it, or if the
+        recording is invalid.
 
         Raises:
-            TierError: this thread uses it.
+            TierError: this thread uses a buffer of the ring.
         """
         run, level, ledger = self._run, self._level, self._stack.ledger
         if self.ended or (ledger.running is run and not ledger.torn):
@@ -183,6 +186,6 @@ class RecordedRun:
         return ""
 
     def _has_its_room(self) -> bool:
-        """True if the policy divides its room as it did when the programme was worked out."""
+        """True if the policy divides its room as it did when the programme was compiled."""
         run = self._run
         return run.policy is self._level.policy and run.foresight.room() == run.programme.segments[0].state[:3]

@@ -1,6 +1,7 @@
-"""The ring of a programme: buffers that pages pass through, and the copies into them.
+"""Ring buffer of a programme: device buffers that streamed pages pass through, and the copies into them.
 
-Each buffer is in the ring, in a slot of the level, or free: it changes hands without a call in between.
+A buffer belongs to the ring, to a slot of the level, or to the free list; it changes owner without a call in between,
+so that Ctrl-C cannot lose it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ __all__ = ["Copy", "Ring"]
 
 
 class Copy(NamedTuple):
-    """A load with what it takes: the page, what starts the copy, and the name of the link that it takes."""
+    """Load of a page, prepared: the page, the call that starts its copy, and the name of its link."""
 
     load: Load
     page: Page
@@ -29,12 +30,12 @@ class Copy(NamedTuple):
 
 
 class Ring:
-    """The ring on the top level of a stack, while a programme has it.
+    """Ring on the top level of a stack, owned by one run.
 
     Attributes:
-        buffers: by slot; None for one that is not the ring's, or not any more.
-        keys: of the pages in the slots; "" for none.
-        link: into the ring.
+        buffers: by slot; None where the ring does not own the buffer.
+        keys: of the pages in the slots; "" for an empty slot.
+        link: issues the copies into the ring.
     """
 
     def __init__(self, ledger: Ledger, slots: int, slot_bytes: int) -> None:
@@ -48,7 +49,7 @@ class Ring:
     # -- buffers ------------------------------------------------------------------------------------------------------
 
     def take(self, slot: Slot, at: int) -> None:
-        """Take the buffer of a slot of the level, with the page in it."""
+        """Move a buffer, with its page, from a slot of the level into the ring."""
         self.link.take(at, slot.arrived)
         self.keys[at] = slot.page.key
         # no call in between
@@ -57,10 +58,10 @@ class Ring:
         del self._level.slots[slot.page.key]
 
     def reserve(self, others: list[str]) -> bool:
-        """Reserve the buffers that are missing; pages in `others` are evicted for them. False if that is not enough.
+        """Reserve the missing buffers, evicting pages in `others` as needed; False if that frees too little.
 
         Raises:
-            TierError: the device has no memory although the budget has room.
+            TierError: the device is out of memory although the budget has room.
         """
         tier, arriving = self._level.tier, self._arriving
         for at, buffer in enumerate(self.buffers):
@@ -75,14 +76,14 @@ class Ring:
         return True
 
     def take_cached(self, buffers: Sequence[Buffer]) -> None:
-        """Take these buffers, by slot, those that are missing; the tier has them cached."""
+        """Take the missing ones of these buffers, by slot, from the tier's free list."""
         for at, buffer in enumerate(buffers):
             if self.buffers[at] is None:
                 self.buffers[at] = buffer
                 self._level.tier.take(buffer)
 
     def give(self, at: int) -> Slot:
-        """Give the page in a slot of the ring, with its buffer, a slot of the level."""
+        """Move a page, with its buffer, from the ring into a new slot of the level."""
         level, page = self._level, self._ledger.pages[self.keys[at]]
         slot = Slot(page, level, self._slot_bytes)
         slot.arrived, slot.tensors, slot.state = self.link.arrived(at), self.tensors(at, page), State.READY
@@ -93,7 +94,7 @@ class Ring:
         return slot
 
     def free(self) -> None:
-        """Free the buffers that the ring still has."""
+        """Free the buffers that the ring still owns."""
         for at, buffer in enumerate(self.buffers):
             if buffer is not None:
                 self._level.tier.free(buffer, reuse=True)
@@ -103,19 +104,19 @@ class Ring:
             self._arriving.room = None
 
     def tensors(self, at: int, page: Page) -> dict[str, torch.Tensor]:
-        """Return the fields of a page in a slot."""
+        """Return views of the fields of a page in a slot."""
         return unpack(self.buffers[at].tensor[: page.nbytes], page.layout)
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Have copies and kernels wait for whoever used the buffers before, and kernels for the pages that stay."""
+        """Make copies and kernels wait for earlier users of the buffers, and kernels for copies of resident pages."""
         for buffer in self.buffers:
             self.link.wait_for(buffer)
         self.link.wait_for_copies()
 
     def copies(self, loads: Iterable[Load]) -> list[Copy]:
-        """Return what loads take."""
+        """Return the prepared copies of loads."""
         return [self._copy(load) for load in loads]
 
     def _copy(self, load: Load) -> Copy:
@@ -125,7 +126,7 @@ class Ring:
         return Copy(load, page, start, f"{source.level.tier.name}>{self._level.tier.name}")
 
     def start(self, copies: Sequence[Copy], *, counted: bool = True) -> None:
-        """Start copies, once what computes now is done."""
+        """Start copies after the kernels queued so far."""
         if not copies:
             return
         self.link.computed()
@@ -136,7 +137,7 @@ class Ring:
                 page.bytes_moved[link] += page.nbytes
 
     def fence(self, pages: Iterable[Page]) -> None:
-        """Keep what pages lie in, here and below, from being overwritten before what uses it now is done."""
+        """Fence the buffers of pages, here and below, against reuse before current kernels and copies end."""
         slots, own = self._level.slots, [page for page in pages if self._ledger.pages.get(page.key) is page]
         read = [slots[page.key].room for page in own if page.key in slots]
         sources = [slot_below(self._ledger, page).room for page in own if page.home]

@@ -1,11 +1,10 @@
-"""A programme at work: leases find their pages by their position in it.
+"""Replay of a programme: a lease finds its pages by its position in the pass, without a policy decision.
 
-While a programme runs, its ring's buffers are its own: the level has no slots for the pages in them. A lease that comes
-in its turn counts, and waits for the copies of its pages; its release starts the copies that follow it. No policy is
-asked, nothing is reserved. Whatever else happens (another page, a second lease, another thread's, a budget, a page that
-goes, Ctrl-C) ends the run first: the policy is told what has happened, and the pages in the ring get slots as it wants.
-
-Everything runs under the stack's lock.
+The run owns the buffers of its ring; the level has no slots for the pages in them. A lease in the expected order is
+counted and waits for the copies of its pages; its release starts the copies scheduled after it. Anything unexpected
+(another page, a second lease, a lease of another thread, a new budget, a retired page, Ctrl-C) ends the run first: the
+policy is told of the leases so far, and the pages in the ring become slots as it wants. All of it runs under the
+stack's lock.
 """
 
 import threading
@@ -24,10 +23,10 @@ __all__ = ["Bound", "ProgrammeRun"]
 
 
 class Bound:
-    """A step with its pages.
+    """Step of a programme bound to its pages.
 
-    waits: slots of the ring that it finds pages in. tensors: of its pages, once they were wanted. stays: its page, if
-    it has but one and that stays in the tier.
+    waits: ring slots of its pages, whose copies it waits for. tensors: of its pages, cached at first use. stays: the
+    page of a step with one resident page; else None.
     """
 
     __slots__ = ("counts", "keys", "loads", "misses", "prefetched", "slots", "stays", "tensors", "waits")
@@ -44,18 +43,18 @@ class Bound:
 
 
 class ProgrammeRun:
-    """Runs a programme on the top level of a stack.
+    """Run of a programme on the top level of a stack.
 
     Attributes:
-        programme: what it runs.
-        ring: that pages pass through.
-        steps: with their pages; None ends a pass.
-        at: the place of the next step, or of the one whose lease is out.
-        expected: False if the policy, as this pass began, expected others than the programme is for: a lease ends the
-            run then.
-        captured: True while a CUDA graph records what is leased, which counts nothing.
-        passed: called with the number of each pass of the round that is complete.
-        out: the lease that has not been released, if there is one.
+        programme: the programme that is replayed.
+        ring: buffers of the streamed pages.
+        steps: bound steps; None ends a pass.
+        at: index of the next step, or of the step with the open lease.
+        expected: False if the policy's state at the start of this pass differs from the programme's: then the next
+            lease ends the run.
+        captured: True while leases are captured in a CUDA graph, which leaves counters unchanged.
+        passed: called with the index of each completed pass of the round.
+        out: the open lease; None without one.
     """
 
     def __init__(self, ledger: Ledger, mover: Mover, passes: Passes, programme: Programme) -> None:
@@ -64,20 +63,20 @@ class ProgrammeRun:
         self._ledger, self._mover, self._passes, self._guard = ledger, mover, passes, ledger.guard
         self._level = ledger.levels[0]
         self.policy = self._level.policy
-        self.foresight = self.policy.foresight  # which a policy of more than one part has at times only
+        self.foresight = self.policy.foresight  # a composite policy has it at times only
         self.ring = Ring(ledger, programme.slots, programme.slot_bytes)
         self.steps: list[Bound | None] = []  # None ends a pass
         self._segment = self.at = 0
         self.expected = True
         self.out: Leased | None = None
-        self.thread = 0  # that has it
-        self._borrower: Borrower | None = None  # of its slots, once it has any
+        self.thread = 0  # of the open lease
+        self._borrower: Borrower | None = None  # of the open lease's slots, once it has slots
         self.captured = False
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> bool:
-        """Take over the ring at the beginning of the round; False if that cannot be, with some buffers taken. Call it
+        """Take over the ring at the start of the round; False, with some buffers taken, where slots are in use. Call it
         under the lock, with `ledger.running` set."""
         level, programme = self._level, self.programme
         wanted = {load.key: load.slot for load in programme.begin}
@@ -90,13 +89,13 @@ class ProgrammeRun:
                 self.ring.take(slot, wanted[key])
             else:
                 others.append(key)
-        if not self.ring.reserve(others):  # pages that no pass uses while they are there go for it
+        if not self.ring.reserve(others):  # evicts pages that no pass hits while resident
             return False
         self.bind()
         return True
 
     def bind(self) -> None:
-        """Find the pages of all steps, and begin the round."""
+        """Bind all steps to their pages, and start the first copies of the round."""
         pages, programme = self._ledger.pages, self.programme
         self.ring.settle()
         steps: list[Bound | None] = []
@@ -110,11 +109,11 @@ class ProgrammeRun:
         self.ring.start(self.ring.copies(programme.head))
 
     def resume(self, buffers: Sequence[Buffer], holding: Sequence[Slot]) -> None:
-        """Begin again with the buffers that a CUDA graph knows.
+        """Restart the round with the buffers captured in a CUDA graph.
 
         Args:
-            buffers: of the ring, which nobody uses.
-            holding: slots of the level that hold one of them, and those of all pages that pass through.
+            buffers: of the ring, not in use.
+            holding: slots of the level that hold one of the buffers or a streamed page.
         """
         programme, ring = self.programme, self.ring
         self._segment, self.at, self.expected = 0, 0, True
@@ -136,7 +135,7 @@ class ProgrammeRun:
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def lease(self, lease: Leased) -> LeasedTensors | None:
-        """Return a lease's tensors if it comes in its turn; else None: it is for the policy then."""
+        """Return a lease's tensors if it is the next one of the programme; else None: the policy decides."""
         with self._guard.lock:
             if self._stops() or not self.expected:
                 return None
@@ -153,17 +152,17 @@ class ProgrammeRun:
                 if not self.captured:
                     self._count(step)
             self.thread, self._borrower = threading.get_ident(), None
-            lease.run, self.out = self, lease  # no call from here on
+            lease.run, self.out = self, lease  # no call from here on: interrupt-safe
         return tensors
 
     def release(self, lease: Leased) -> bool:
-        """End a lease, and start the copies that follow it; False if it is not this run's any more."""
+        """End a lease and start the copies scheduled after it; False if this run no longer owns the lease."""
         guard = self._guard
         with guard.lock:
             if self.out is not lease or self._ledger.torn:
                 return False
             loads = self.steps[self.at].loads
-            self.out = lease.run = None  # whatever comes: copies may take its place now
+            self.out = lease.run = None  # first: copies may overwrite its pages from now on
             if loads:
                 try:
                     self.ring.start(loads, counted=not self.captured)
@@ -184,7 +183,7 @@ class ProgrammeRun:
             self._passes.count_misses(step.misses, step.prefetched)
 
     def count_pass(self) -> None:
-        """Count the pass that has begun, of a round of one, as done."""
+        """Count the current pass as complete; for rounds of one pass."""
         for step in self.steps[:-1]:
             self._count(step)
             for copy in step.loads:
@@ -193,7 +192,7 @@ class ProgrammeRun:
         self.at = len(self.steps) - 1
 
     def _stops(self) -> bool:
-        """True if leases are for the policy now."""
+        """True if the policy must decide leases now."""
         ledger, guard = self._ledger, self._guard
         return (
             ledger.running is not self
@@ -216,7 +215,7 @@ class ProgrammeRun:
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def begin_pass(self, phase: str, backward: str = "") -> bool:
-        """Go on with the next pass of the round; False if this one is not at its end: the policy must see it then."""
+        """Advance to the next pass of the round; False in the middle of a pass: then the policy must see it."""
         if self._stops():
             return False
         start = _start_of(self.programme, self._segment)
@@ -242,7 +241,7 @@ class ProgrammeRun:
         return True
 
     def _first_of_backward(self) -> Bound | None:
-        """Begin the backward pass if this lease is its first one."""
+        """Begin the backward pass if this lease is its first one; return its step."""
         backward = self._passes.backward
         if backward and in_backward() and self.begin_pass(backward) and self.expected:
             return self.steps[self.at]
@@ -251,13 +250,13 @@ class ProgrammeRun:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def done(self) -> list[tuple[str, ...]]:
-        """Return the leases of the pass under way, the one that is out included."""
+        """Return the leases of the current pass so far, the open one included."""
         start = _start_of(self.programme, self._segment)
         return [step.keys for step in self.steps[start : self.at + (self.out is not None)] if step is not None]
 
     def hand_over(self) -> None:
-        """Tell the policy what has happened, and give the pages in the ring slots as it wants; call it under the lock.
-        A decision that is interrupted here is for `drop`."""
+        """Replay the leases so far to the policy, and turn the ring's pages into slots as it wants; call it under the
+        lock. After an interrupt in here, call `drop`."""
         self._tell_policy()
         self.ring.fence({page for step in self.steps if step is not None for page, _, _ in step.counts})
         level, places = self._level, {key: at for at, key in enumerate(self.ring.keys)}
@@ -272,13 +271,13 @@ class ProgrammeRun:
         self._convert()
 
     def drop(self) -> None:
-        """End the run without the policy, which is reset: after Ctrl-C, and at the end of the stack."""
+        """End the run without telling the policy, which is reset: after Ctrl-C, and when the stack closes."""
         self.ring.link.synchronize()
         self._convert()
         self.ring.free()
 
     def unbind(self) -> None:
-        """Keep no views of pages, whose memory may go back to the system."""
+        """Drop all views of pages, so that their memory can be freed."""
         self.steps = []
         self.ring.link.end_capture()
         self.captured = False
@@ -294,7 +293,7 @@ class ProgrammeRun:
             policy.ahead(busy)
 
     def _queue(self, page: Page) -> None:
-        """Have the page of which the policy thinks that it is on its way brought now."""
+        """Prefetch a page that the policy counts as resident or in flight."""
         level = self._level
         slot = level.slots[page.key] = Slot(page, level, max(page.nbytes, self.programme.slot_bytes))
         level.pending[slot] = None
@@ -306,7 +305,7 @@ class ProgrammeRun:
         return self._level.slots[key] if at == RESIDENT or self.ring.buffers[at] is None else self.ring.give(at)
 
     def _convert(self) -> None:
-        """Have the lease that is out hold slots."""
+        """Make the open lease hold slots instead of ring buffers."""
         lease = self.out
         if lease is None:
             return

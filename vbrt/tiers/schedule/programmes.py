@@ -1,8 +1,8 @@
-"""When programmes run: the passes of a stack are watched, and a round that has recurred is worked out and run.
+"""Detection of recurring passes: a round that repeats is compiled into a programme and replayed.
 
-A round is one pass that repeats itself, whatever its phase, or two passes in turn, as forward and backward. It must be
-the computing tier's `ScheduledPolicy` that decides, and pages must come in one copy: from memory, which for a GPU is
-page-locked, without a stop in a tier between. Everything else is decided lease by lease, as ever.
+A round is one pass that repeats, whatever its phase, or two alternating passes, as forward and backward. Requirements:
+the computing tier's policy is a `ScheduledPolicy`, and each page arrives by one copy from memory (for a GPU: pinned)
+without a copy in a tier in between. All other passes are decided lease by lease.
 """
 
 from collections import deque
@@ -19,25 +19,25 @@ from vbrt.tiers.stack.slots import slot_below
 __all__ = ["Programmes"]
 
 _ROUNDS = (1, 2)  # passes of a round
-_LONGEST_PASS = 1 << 14  # leases: longer ones, or passes that nobody marks, have no programme
-_PHASES = 16  # whose orders are remembered
-_KEPT = 4  # programmes that are known: of a prompt and of decode steps, of other budgets' states
-_LONGEST_WAIT = 64  # passes until the next attempt, after many that failed
+_LONGEST_PASS = 1 << 14  # leases: longer or unmarked passes have no programme
+_PHASES = 16  # phases whose lease order is remembered
+_KEPT = 4  # cached programmes: of prompts and decode steps, and of earlier budgets
+_LONGEST_WAIT = 64  # passes between attempts, after many failures
 
 
 class Programmes:
-    """Watches passes, and begins and ends the run of a programme. Everything is called under the stack's lock.
+    """Schedule that watches passes and starts and ends programme runs. All methods run under the stack's lock.
 
     Attributes:
-        reason: why no programme runs, as far as it is known; "" while one does.
-        enabled: False to have the policy decide every lease, for comparison; a run under way ends at its next pass.
-        orders: the leases of the last pass of each phase.
+        reason: why no programme runs, if known; "" while one does.
+        enabled: False makes the policy decide every lease, for comparison; a current run ends at its next pass.
+        orders: lease order of the last pass of each phase.
     """
 
     def __init__(self, ledger: Ledger, mover: Mover, passes: Passes) -> None:
         self._ledger, self._mover, self._passes = ledger, mover, passes
         self._history: deque[PassOrder] = deque(maxlen=2 * max(_ROUNDS))
-        self._leases: deque[Sequence[str]] = deque(maxlen=_LONGEST_PASS)  # of the pass under way
+        self._leases: deque[Sequence[str]] = deque(maxlen=_LONGEST_PASS)  # of the current pass
         self._known: deque[tuple[tuple[PassOrder, ...], Programme]] = deque(maxlen=_KEPT)
         self._round: tuple[PassOrder, ...] = ()
         self._wait = self._failures = 0
@@ -49,9 +49,9 @@ class Programmes:
     # -- watching -----------------------------------------------------------------------------------------------------
 
     def begin_pass(self, before: str, *, may_run: bool) -> None:
-        """Note that the policies have begun a pass after one of the phase `before`; run a programme if there is one.
+        """Note that the policies have begun a pass, after one of phase `before`; start a programme if one fits.
 
-        may_run: False where the first lease of the pass is under way.
+        may_run: False where the first lease of the pass has begun already.
         """
         self._end_pass(before)
         if not (may_run and self.enabled):
@@ -92,7 +92,7 @@ class Programmes:
         self._back_off()
 
     def _recurring(self) -> tuple[PassOrder, ...] | None:
-        """Return the round that is expected to begin, if the last passes were rounds of it."""
+        """Return the round expected next, if the last passes were two repetitions of it."""
         passes = list(self._history)
         for length in _ROUNDS:
             last, before = passes[-length:], passes[-2 * length : -length]
@@ -102,7 +102,7 @@ class Programmes:
         return None
 
     def _sizes(self, round_: tuple[PassOrder, ...]) -> Mapping[str, int]:
-        """Return the bytes of the pages that pass through; none, with a reason, if any of them cannot."""
+        """Return the bytes of each streamed page; empty, with `reason` set, if a programme cannot stream one."""
         ledger, sizes = self._ledger, {}
         stream, overhead = ledger.levels[0].stream, ledger.levels[0].overhead_bytes
         for key in {key for one in round_ for keys in one.leases for key in keys}:
@@ -122,7 +122,7 @@ class Programmes:
         return sizes
 
     def refusal(self) -> str | None:
-        """Return why no programme can serve passes here; None if one may, once they recur."""
+        """Return why no programme can serve passes of this stack; None if one may, once they recur."""
         ledger = self._ledger
         policy = ledger.levels[0].policy
         if getattr(policy, "foresight", None) is None:
@@ -134,7 +134,7 @@ class Programmes:
         return found or None
 
     def told(self) -> str:
-        """Return who decides leases, for people; "" where no page moves."""
+        """Return how leases are decided, as text for stats; "" where no page moves."""
         if not self._ledger.travellers:
             return ""
         return "by a programme" if self._ledger.running is not None else f"one by one: {self.reason}"
@@ -142,7 +142,7 @@ class Programmes:
     # -- programmes ---------------------------------------------------------------------------------------------------
 
     def _programme(self, round_: tuple[PassOrder, ...], sizes: Mapping[str, int]) -> Programme | None:
-        """Return the programme of a round from the policy's state, known or worked out now."""
+        """Return the programme of a round for the policy's state, cached or compiled now; None if decisions differ."""
         foresight = self._ledger.levels[0].policy.foresight
         if not foresight.steady:
             return None
@@ -168,7 +168,7 @@ class Programmes:
                 self.reason = ""
                 return True
             self.reason = "pages of the ring are in use elsewhere"
-        except TierError as error:  # no memory on the device: lease by lease there may be
+        except TierError as error:  # device out of memory: fall back to lease by lease
             self.reason = str(error)
         self.end()
         return False
@@ -178,11 +178,11 @@ class Programmes:
         self._failures = 0
 
     def hurry(self) -> None:
-        """Do not wait for more passes before the next attempt."""
+        """Clear the back-off: attempt at the next pass."""
         self._wait = self._failures = 0
 
     def end(self) -> None:
-        """End the run: the policy decides again. Call it within `ledger.deciding`."""
+        """End the run and hand decisions back to the policy. Call it within `ledger.deciding`."""
         ledger, run = self._ledger, self._ledger.running
         self._leases.clear()
         self._leases.extend(run.done())
@@ -196,7 +196,7 @@ class Programmes:
         self.reason = self.reason or "a pass went another way than the ones before"
 
     def drop(self) -> None:
-        """End the run after a decision that was interrupted; the policies are reset."""
+        """End the run after an interrupted decision; the policies are reset."""
         self._ledger.running.drop()
         self._ledger.running.unbind()
         self._ledger.running = None
@@ -208,6 +208,6 @@ class Programmes:
         self._leases.clear()
 
     def _back_off(self) -> None:
-        """Wait for more passes before the next attempt, the more the more have failed."""
+        """Back off exponentially before the next attempt."""
         self._failures += 1
         self._wait = min(_LONGEST_WAIT, (1 << min(self._failures, 8)) >> 2)

@@ -1,12 +1,11 @@
-"""The copies of a programme's ring on a GPU's copy stream.
+"""H2D copies into a programme's ring, on a GPU's copy stream, overlapped with compute.
 
-Before the first copy that follows a lease, the copy stream waits for what the computing stream has been given up to
-then; a lease waits for the copies of its pages. Under the capture of a CUDA graph the same calls make the copies a part
-of the graph.
+Before the first copy after a lease, the copy stream waits for the kernels queued so far; a lease makes the compute
+stream wait for the copies of its pages. Under CUDA graph capture the same calls record the copies into the graph.
 
-A page costs five calls: the copy, and each stream notes where it is and waits for the other. `DirectLink` makes them by
-the CUDA runtime's own functions, with arguments that were put together when the programme began, which saves a tenth of
-a lease: most of what is left is the driver's time for the copy.
+A page costs five calls: the copy, and an event record and a wait on each of the two streams. `DirectLink` calls the
+CUDA runtime directly, with arguments prepared when the programme starts, which saves a tenth of a lease: most of the
+rest is the driver's time for the copy.
 """
 
 import ctypes
@@ -27,72 +26,72 @@ Started = Callable[[], object]
 
 
 class HostLink:
-    """Copies on the host, at once."""
+    """Synchronous copies on the host; the interface of all links."""
 
     def follows(self) -> bool:
-        """True if the caller computes where the link has been told; always here."""
+        """True if the caller's current stream is the link's compute stream; always on the host."""
         return True
 
     def follow(self) -> None:
-        """Have copies wait for what the caller's stream computes, and that for the copies."""
+        """Adopt the caller's current stream as the compute stream."""
 
     def wait(self, slot: int) -> None:
-        """Have the computing stream wait for the page in a slot."""
+        """Make the compute stream wait for the page in a slot."""
 
     def take(self, slot: int, event: torch.cuda.Event | None) -> None:
-        """Take over a slot whose page arrives with an event."""
+        """Take over a slot whose page is complete at `event`."""
 
     def wait_for(self, buffer: Buffer) -> None:
-        """Have copies and kernels wait for whoever used a buffer before."""
+        """Make copies and kernels wait for earlier users of a buffer."""
 
     def wait_for_copies(self) -> None:
-        """Have kernels wait for all copies so far: those of pages that stay."""
+        """Make kernels wait for all copies so far, those of resident pages included."""
 
     def computed(self) -> None:
-        """Have the next copies wait for what the computing stream has been given."""
+        """Make the next copies wait for the kernels queued so far."""
 
     def copying(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> Started:
-        """Return what copies a page into a slot, each time that it is called."""
+        """Return a callable that copies `source` into a slot at each call."""
         return functools.partial(target.copy_, source)
 
     def bringing(self, slot: int, target: torch.Tensor, source: Source) -> Started:
-        """Return what brings the page of a slot below into a slot, each time that it is called."""
+        """Return a callable that copies the page of a lower tier's slot into a ring slot at each call."""
         return self.copying(slot, target, source.view)
 
     def arrived(self, slot: int) -> None:
-        """Return the event of the last copy into a slot, if there was one."""
+        """Return the event of the last copy into a slot; None without one."""
 
     def fence(self, ring: Sequence[Buffer | None], read: Iterable[Buffer], sources: Iterable[Buffer]) -> None:
-        """Keep buffers from being overwritten before what uses them now is done.
+        """Fence buffers against reuse before current kernels and copies end.
 
         Args:
-            ring: by slot; None for one that somebody else has by now.
-            read: that kernels read.
-            sources: that copies read.
+            ring: by slot; None for a buffer that the ring no longer owns.
+            read: buffers that kernels read.
+            sources: buffers that copies read.
         """
 
     def synchronize(self) -> None:
         """Wait for copies and kernels."""
 
     def begin_capture(self) -> None:
-        """Have the calls that follow be recorded by the capture of the current stream, until `end_capture`."""
+        """Record the calls that follow into the capture of the current stream, until `end_capture`."""
 
     def join(self) -> None:
-        """Make the end of the last copy a part of what is captured."""
+        """Join the copy stream into the capture."""
 
     def end_capture(self) -> None:
-        """Go on as before the capture, if there is one."""
+        """Return to eager copies, if a capture is open."""
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Replay a graph on the current stream, which takes the pages in all slots and leaves others there."""
+        """Replay a graph on the current stream; it reads the pages in all slots and leaves other pages there."""
         graph.replay()
 
 
 class StreamLink(HostLink):
-    """Copies on a stream, in order.
+    """Asynchronous copies, in order, on one copy stream.
 
     Attributes:
-        compute: the stream that kernels run on.
+        compute: the stream of the kernels.
     """
 
     def __init__(self, stream: torch.cuda.Stream, slots: int) -> None:
@@ -191,14 +190,14 @@ class StreamLink(HostLink):
 
 
 class DirectLink(StreamLink):
-    """A `StreamLink` that calls the CUDA runtime itself; torch does it for what a capture records, and where another
-    device is the current one, whose default stream would be meant."""
+    """`StreamLink` that calls the CUDA runtime directly. Falls back to torch's calls under capture, and where another
+    device is current, whose default stream a null handle would name."""
 
     def __init__(self, stream: torch.cuda.Stream, slots: int, runtime: ctypes.CDLL) -> None:
         self._runtime, self._direct, self._waits = runtime, False, None
         super().__init__(stream, slots)
         for event in (*self._own, self._done):
-            event.record(stream)  # which makes it: torch's events begin with nothing
+            event.record(stream)  # torch creates the CUDA event at the first record
         self._events = [ctypes.c_void_p(event.cuda_event) for event in self._own]
         self._done_event, self._copies = ctypes.c_void_p(self._done.cuda_event), ctypes.c_void_p(stream.cuda_stream)
         record, wait = runtime.cudaEventRecord, runtime.cudaStreamWaitEvent
@@ -208,12 +207,12 @@ class DirectLink(StreamLink):
 
     def follow(self) -> None:
         super().follow()
-        self._direct = False  # until somebody asks whether it `follows`
+        self._direct = False  # until the next call of `follows`
         if self._outside is None and self._waits is not None:
             self._prepare()
 
     def _prepare(self) -> None:
-        """Put the arguments of the computing stream's calls together."""
+        """Prepare the arguments of the calls on the compute stream."""
         compute, runtime = ctypes.c_void_p(self._raw), self._runtime
         waits = [functools.partial(runtime.cudaStreamWaitEvent, compute, event, _NO_FLAGS) for event in self._events]
         self._note_done, self._waits = functools.partial(runtime.cudaEventRecord, self._done_event, compute), waits
@@ -256,12 +255,12 @@ class DirectLink(StreamLink):
             torch.cuda.check_error(code)
 
     def _copy_from_peer(self, slot: int, start: Callable[[], int], tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Copy from another GPU's memory, also under a capture; `tensors` are kept as long as the copy may be made."""
+        """Copy from another GPU's memory, also under capture; `tensors` keeps both alive as long as the callable."""
         checked(start())
         self._note_arrival(slot)
 
     def _note_arrival(self, slot: int) -> None:
-        """Have a slot's page arrive with what the copy stream has been given."""
+        """Record the arrival of a slot's page behind the copies queued so far."""
         event = self._arrived[slot] = self._own[slot]
         if self._direct:
             checked(self._note[slot]())
@@ -273,7 +272,7 @@ _NO_FLAGS = ctypes.c_uint(0)
 
 
 class LaneLink(DirectLink):
-    """A `DirectLink` some of whose pages come over lanes: in parts, over the links of several GPUs."""
+    """`DirectLink` with a carrier: some pages arrive in parts, over the links of several GPUs."""
 
     def __init__(self, stream: torch.cuda.Stream, slots: int, runtime: ctypes.CDLL, lanes: Carrier) -> None:
         self._lanes, self._recorded = lanes, ()
@@ -315,7 +314,7 @@ class LaneLink(DirectLink):
 
 
 class HostLaneLink(HostLink):
-    """A `HostLink` some of whose pages come over lanes."""
+    """`HostLink` with a carrier for some pages."""
 
     def __init__(self, lanes: Carrier) -> None:
         self._lanes = lanes
@@ -327,9 +326,9 @@ class HostLaneLink(HostLink):
 
 
 def link_of(stream: torch.cuda.Stream | None, slots: int, lanes: Carrier | None = None) -> HostLink:
-    """Return the link of a ring of so many slots into a tier whose copies run on a stream; None: on the host.
+    """Return the link of a ring with `slots` buffers. `stream`: copy stream of the tier; None for copies on the host.
 
-    lanes: where pages come over the links of several GPUs.
+    lanes: carrier of pages that take more than one copy; None without one.
     """
     if stream is None:
         return HostLink() if lanes is None else HostLaneLink(lanes)
@@ -340,5 +339,5 @@ def link_of(stream: torch.cuda.Stream | None, slots: int, lanes: Carrier | None 
 
 
 def _name(stream: torch.cuda.Stream) -> tuple[int, int, int]:
-    """Return what torch tells a stream by."""
+    """Return the arguments by which torch identifies a stream."""
     return stream.stream_id, stream.device_index, stream.device_type

@@ -1,9 +1,9 @@
-"""Bounded waits for a change in a stack: room, another thread's copy, the rewriting of a page.
+"""Bounded waits for a state change in a stack: room, another thread's copy, the rewrite of a page.
 
-A thread that waits is woken by the guard's bells, and looks once a second in case nobody rings. Whatever it waits for,
-its wait ends: with an error after some seconds, where no other thread is left that could bring the change about; after
-minutes in which nothing has changed in the stack; and, for room, after an hour in which only others got some. Looks are
-counted, and not the clock: a process that was stopped meanwhile has not waited.
+The guard's bells wake a waiting thread; it also polls once a second, in case a wake-up is lost. Every wait is bounded;
+it raises after some seconds if no other live thread could cause the change, after minutes without any change in the
+stack, and, for room, after an hour of starvation. Polls are counted instead of clock time: a process that was stopped
+meanwhile has not waited.
 
     waiting = None
     while True:
@@ -28,21 +28,21 @@ from vbrt.tiers.stack.stack_lock import LOOK_SECONDS
 
 __all__ = ["Waiting"]
 
-_ABANDONED_LOOKS = 3  # without a change, until what threads have left behind is looked for
-_ALONE_LOOKS = 6  # without a change and without a thread that could bring one about
-_STILL_LOOKS = 600  # without a change: no copy of one page and no pass between two leases takes as long
-_LONGEST_SECONDS = 3600.0  # for room, while others get some
-_NAMED = 4  # holders that an error names
+_ABANDONED_LOOKS = 3  # polls without a change, until leaked leases and loads are collected
+_ALONE_LOOKS = 6  # polls without a change and without a thread that could cause one
+_STILL_LOOKS = 600  # polls without a change: longer than any copy of a page, or gap between two leases of a pass
+_LONGEST_SECONDS = 3600.0  # for room, while other threads get some
+_NAMED = 4  # holders named in an error
 
 
 class Waiting:
-    """One thread's wait.
+    """Wait of one thread.
 
     Args:
-        key: of the page, or the budget, that is waited for; errors begin with it.
-        what: is awaited, for errors.
-        level: whose room is awaited; None where it is something else.
-        by_step: an optimizer's step brings the change about, which may hold no page meanwhile.
+        key: of the page or budget; errors begin with it.
+        what: the awaited change, for errors.
+        level: the level, for waits for room; else None.
+        by_step: True if an optimizer step causes the change; its thread may hold no page meanwhile.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Waiting:
         self._seconds = 0.0
 
     def look(self, bell: threading.Lock) -> None:
-        """Wait for the bell, a second at most. Raises TierError: nothing is going to change."""
+        """Wait for the bell, at most one second. Raises TierError: the wait has exceeded its bound."""
         began = time.monotonic()
         self._guard.waiting[self._me] = began + 2 * LOOK_SECONDS
         rung = bell.acquire(timeout=LOOK_SECONDS)
@@ -70,10 +70,10 @@ class Waiting:
         if self._level is not None and self._seconds > _LONGEST_SECONDS:
             raise TierError(self._told("only other threads got room meanwhile"))
 
-    # -- who could help -----------------------------------------------------------------------------------------------
+    # -- liveness -----------------------------------------------------------------------------------------------------
 
     def _others(self) -> bool:
-        """True if another living thread uses, fills or rewrites a page, and does not wait itself."""
+        """True if another live thread uses, fills or rewrites a page, and is not waiting itself."""
         living, now = set(sys._current_frames()) - {self._me}, time.monotonic()
         with self._guard.lock:
             busy = {thread for slot in _slots(self._ledger.levels) for thread in _threads(slot)}
@@ -83,8 +83,8 @@ class Waiting:
         return any(self._guard.waiting.get(thread, 0.0) < now for thread in busy & living)
 
     def _end_what_was_left(self) -> None:
-        """Release leases that only a garbage cycle holds; cancel the loads of threads that are gone, and this one's own
-        that have room: a thread that waits for room is not at them any more, it was interrupted in undoing them."""
+        """Release leases that only a garbage cycle holds; cancel loads of dead threads, and this thread's own loads
+        that have room: it waits for room, so it is not running them, and their cancellation was interrupted."""
         gc.collect()
         living, ledger = set(sys._current_frames()), self._ledger
         with self._guard.lock:
@@ -119,13 +119,13 @@ class Waiting:
 
 
 def _slots(levels: Collection[Level]) -> Iterator[Slot]:
-    """Yield the slots of levels, each one once, those on their way in and out included."""
+    """Yield each slot of levels once, including slots being filled or evicted."""
     for level in levels:
         yield from list(dict.fromkeys((*level.slots.values(), *level.leaving, *level.pending, *level.living)))
 
 
 def _threads(slot: Slot) -> list[int]:
-    """Return the threads that use or fill a slot."""
+    """Return the threads that lease or fill a slot."""
     threads = [holder.thread for holder in slot.holders if isinstance(holder, Borrower)]
     return [*threads, slot.loader] if slot.state is State.LOADING else threads
 

@@ -1,10 +1,10 @@
-"""Decides which pages are leased, evicted and staged; moves no byte.
+"""Residency decisions: which pages are leased, evicted and prefetched. Moves no bytes.
 
-All decisions are made under one lock, in the order of the accesses, by the thread that asks. Policies never ask how far
-a copy has got, so counts do not depend on timing.
+All decisions are made under one lock, in access order, by the accessing thread. Policies never see the progress of a
+copy, so hit and miss counts do not depend on timing.
 
-A thread that waits for room to lease holds no lease. Lost leases are released, and pages without owners retired, at the
-next access.
+A thread that waits for room holds no lease. Lost leases are released, and pages without owners retired, at the next
+access.
 """
 
 import threading
@@ -28,7 +28,7 @@ _AT_HOME = Decision("", hit=True)
 
 
 class Decider:
-    """Turns policies' decisions into slots; the mover fills them, and the ledger's schedule is told of passes."""
+    """Decisions of the policies, turned into slots. The mover fills them; the ledger's schedule is told of passes."""
 
     def __init__(self, ledger: Ledger, mover: Mover, passes: Passes) -> None:
         self._ledger, self._mover, self._guard = ledger, mover, ledger.guard
@@ -36,7 +36,7 @@ class Decider:
         self._passes, self._programmes = passes, ledger.programmes
         ledger.catch_up = self.catch_up
 
-    # -- passes, pages that go ----------------------------------------------------------------------------------------
+    # -- passes, retired pages ----------------------------------------------------------------------------------------
 
     def begin_pass(self, phase: str, *, backward: str) -> None:
         """Tell every policy that the next lease starts a new pass over the model, of the named phase."""
@@ -49,8 +49,8 @@ class Decider:
                 self.begin_pass_alone(phase, backward, may_run=True)
 
     def begin_pass_alone(self, phase: str, backward: str = "", *, may_run: bool = False) -> None:
-        """Tell every policy that a pass begins; call it within `ledger.deciding`. `may_run`: whether a programme may
-        begin with it."""
+        """Tell every policy that a pass begins; call it within `ledger.deciding`. `may_run`: True if a programme may
+        start with this pass."""
         before = self._passes.phase
         self._passes.begin(phase, backward=backward)
         if self._guard.recorder is not None:
@@ -60,12 +60,12 @@ class Decider:
         self._programmes.begin_pass(before, may_run=may_run)
 
     def phases(self) -> dict[str, PhaseCounts]:
-        """Return the counts of each phase."""
+        """Return the counters of each phase."""
         with self._guard.lock:
             return self._passes.counts()
 
     def catch_up(self) -> None:
-        """Release lost leases and retire the pages that have no owner any more. Call it under the lock."""
+        """Release lost leases and retire pages without owners. Call it under the lock."""
         ledger, lost, retired = self._ledger, self._ledger.lost, self._ledger.retired
         with ledger.deciding:
             while lost:
@@ -99,10 +99,10 @@ class Decider:
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def acquire(self, lease: Borrowing) -> None:
-        """Give a lease its slots as soon as all of them fit beside what is leased; their bytes may still be missing.
+        """Give a lease its slots, once all of them fit besides the leased pages; their bytes may still be in flight.
 
         Raises:
-            TierError: waiting would not help, a page is gone, or the stack was closed.
+            TierError: no release could make room, a page was retired, or the stack is closed.
         """
         guard, ledger = self._guard, self._ledger
         waiting = None
@@ -114,8 +114,8 @@ class Decider:
                     self.catch_up()
                 pages = [self._page(key) for key in lease.keys]
                 with ledger.deciding:
-                    due = False  # True until the pages have been rewritten
-                    for page in pages:  # not any(): its generator costs as much as this block
+                    due = False  # True while a rewrite of a page is expected
+                    for page in pages:  # not any(): its generator would double the cost of this block
                         due = due or bool(page.due)
                     fit = not due and (self._has_room(pages) or self._has_room_in_exact_slots(pages))
                     if fit:
@@ -135,7 +135,7 @@ class Decider:
     def _await_change(
         self, before: Waiting | None, bell: threading.Lock, pages: Sequence[Page], *, due: bool
     ) -> Waiting:
-        """Wait for room or, where pages are due, for their rewriting; return the wait, to go on with."""
+        """Wait for room or, where pages are due, for their rewrite; return the wait, for the next round."""
         waiting = before
         if waiting is None or waiting.by_step != due:
             keys, nbytes = " + ".join(page.key for page in pages), sum(page.nbytes for page in pages)
@@ -147,11 +147,11 @@ class Decider:
         return waiting
 
     def announce(self, keys: Sequence[str]) -> None:
-        """Tell the policies that listen which pages the next leases take, each of them once and in this order.
+        """Announce a scan: the pages of the next leases, each once, in this order.
 
-        They have them staged ahead, the first ones now, and take the leases for a scan, which does not push out what is
-        used often. A tier hears of the pages that come from below it and that no tier above has. An announcement ends
-        with its last page, with the next one, and with the pass.
+        Policies with `announce` prefetch them, the first ones now, and treat the leases as a scan, which does not
+        evict frequently used pages. A tier is told of the pages whose home is below it and that no tier above holds.
+        An announcement ends with its last page, with the next announcement, and with the pass.
         """
         with self._guard.lock:
             self.catch_up()
@@ -192,7 +192,7 @@ class Decider:
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def _has_room(self, pages: Sequence[Page]) -> bool:
-        """True if all fit beside what is leased: then every decision about them succeeds."""
+        """True if all pages fit besides the leased ones: then every decision about them succeeds."""
         top, needed = self._top, 0
         for page in pages:
             if page.home and page.key not in top.leased:
@@ -205,8 +205,8 @@ class Decider:
         return needed <= top.policy.capacity_bytes
 
     def _has_room_in_exact_slots(self, pages: Sequence[Page]) -> bool:
-        """Evict unused copies that take whole slots of a ring: they come again in their own sizes. True if all fit
-        then."""
+        """Evict unused copies that occupy whole ring slots, larger than their pages: they are reloaded into slots of
+        their own size. True if all pages fit then."""
         top, evicted = self._top, False
         for page in pages:
             slot = top.slots.get(page.key)
@@ -217,14 +217,14 @@ class Decider:
         return evicted and self._has_room(pages)
 
     def blocked(self, page: Page, above: int = 0) -> Level | None:
-        """Return the tier between the page's home and level `above` that has no room for it, if there is one."""
+        """Return the tier between the page's home and level `above` that is too small for it; None without one."""
         for level in self._levels[above + 1 : page.home]:
             if level.keeps_copies and page.nbytes + level.overhead_bytes > level.policy.capacity_bytes:
                 return level
         return None
 
     def _check_that_waiting_helps(self, pages: Sequence[Page]) -> None:
-        """Raise TierError unless other threads hold the room, or pages are about to be rehomed in another tier."""
+        """Raise TierError unless other threads hold the room, or pages are being rehomed in another tier."""
         top, me = self._top, threading.get_ident()
         mine = [key for key in top.leased if any(holder.thread == me for holder in top.slots[key].holders)]
         blocked = next((level for level in map(self.blocked, pages) if level), None)
@@ -243,7 +243,7 @@ class Decider:
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def _admit(self, lease: Borrowing, pages: Sequence[Page]) -> None:
-        """Decide on every page; what is missing is filled by whoever needs it first."""
+        """Decide on every page; the first thread that needs a missing one fills its slot."""
         top, misses, prefetched, rewrites = self._top, 0, 0, self._ledger.rewrites
         busy = {page.key for page in pages if page.home}
         busy |= top.leased
@@ -264,13 +264,13 @@ class Decider:
         if misses:
             self._passes.count_misses(misses, prefetched)
         tally = pages[0].tally if pages else None
-        if tally is not None:  # once a lease, whatever the number of its pages
+        if tally is not None:  # once per lease, not per page
             tally.hits += len(pages) - misses
             tally.misses += misses
             tally.prefetched += prefetched
 
     def count_lookup(self, page: Page) -> None:
-        """Count a use of a page that stays where it lies; call it under the guard."""
+        """Count a use of a page in place, without a lease; call it under the lock."""
         if page.home:
             page.misses += 1
             self._passes.count_misses(1, 0)
@@ -287,7 +287,7 @@ class Decider:
         return self.place(level, page, decision), decision
 
     def place(self, level: Level, page: Page, decision: Decision) -> Slot:
-        """Act on a decision: evict, then find or make the slot, and its source in a level below. Call it within
+        """Apply a decision: evict, then find or create the slot, and its source in a lower level. Call it within
         `ledger.deciding`."""
         for key in decision.evict:
             level.evict(key)
@@ -298,14 +298,14 @@ class Decider:
             below = level.index + 1
             while below < page.home and not self._levels[below].keeps_copies:
                 below += 1
-            # nothing there is busy: a source that is evicted stays until it has been copied
+            # no page is busy there: an evicted source keeps its room until it has been copied
             source = self._levels[below].slots[page.key] if below == page.home else self._find(below, page, ())[0]
             slot.source = source
             source.holders.add(slot)
         return slot
 
     def _look_ahead(self, levels: Sequence[Level]) -> None:
-        """Make slots for the pages that policies want ahead of their use, and have the mover stage them."""
+        """Prefetch: create slots for the pages that policies want ahead of their use, and let the mover stage them."""
         for level in levels:
             for decision in level.policy.ahead(level.leased):
                 page = self._pages.get(decision.key)

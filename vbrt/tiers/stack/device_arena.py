@@ -1,9 +1,9 @@
-"""Room on the computing device that kernels divide by themselves, for pages that they fetch by themselves.
+"""Device arena: memory that kernels allocate from, for pages that they fetch from pinned host memory themselves.
 
-An arena is one page of the computing tier: reserved from its budget at once, retired as any page. Its *sources* are
-pages in page-locked host memory, which kernels read by address. Both are *put*: no budget and no rehoming moves them
-while the arena lives, a CUDA graph may record their addresses, and leases of sources on the host's own way work as
-ever. The arena ends with `close`, or when it is collected; kernels that still read from it are waited for.
+An arena is one page of the computing tier: reserved from its budget as a whole, retired like any page. Its *sources*
+are pages in pinned host memory, which kernels read by address (zero-copy). Both are *put*: neither a budget change nor
+rehoming moves them while the arena lives, so a CUDA graph may capture their addresses; the host can still lease the
+sources as usual. The arena ends with `close`, or when it is collected, after the kernels that read from it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ __all__ = ["Arena", "refusal"]
 
 
 def refusal(stack: PageStack, keys: Sequence[str]) -> str:
-    """Return why the computing device cannot read these pages where they live, naming the first; "" if it can."""
+    """Return why kernels cannot read these pages in place, naming the first such page; "" if they can."""
     for key in keys:
         page = stack.pages.get(key)
         if page is None:
@@ -35,23 +35,23 @@ def refusal(stack: PageStack, keys: Sequence[str]) -> str:
 
 
 class Arena:
-    """An arena of bytes, and its sources.
+    """Arena of bytes on the computing device, and its sources in host memory.
 
     Attributes:
         memory: uint8 [nbytes] on the computing device.
-        addresses: of the sources, in host memory, as the device reads them.
+        addresses: of the sources, in host memory, as kernels read them.
     """
 
     def __init__(self, stack: PageStack, key: str, sources: Sequence[str], nbytes: int) -> None:
         """Reserve `nbytes`, at least one page's, under the name `key`.
 
         Raises:
-            TierError: a source is not in page-locked host memory, the budget has no room, or the stack was closed.
+            TierError: a source is not in pinned host memory, the budget has no room, or the stack is closed.
         """
         self._stack, self._key = stack, key
         with stack.encoding:  # no page is rehomed meanwhile
             stack.ledger.check_open(key)
-            stack.retire_unowned()  # of an arena that was collected
+            stack.retire_unowned()  # pages of a collected arena
             reason = refusal(stack, sources)
             if reason:
                 raise TierError(reason)
@@ -64,7 +64,7 @@ class Arena:
             self._put(page)
 
     def _put(self, page: Page) -> int:
-        """Have a page stay where it lives; return its address."""
+        """Fix a page in its place; return its address."""
         stack = self._stack
         with stack.guard.lock:
             stack.ledger.put(page, self._owner.claim)
@@ -76,6 +76,6 @@ class Arena:
             self._stack.ledger.check_open(self._key)
 
     def close(self) -> None:
-        """Free the room, and let the sources move again; wait for the kernels that use them. Idempotent."""
+        """Free the arena and let its sources move again, after the kernels that use them. Idempotent."""
         self._stack.retire(self._owner)
         self._stack.retire_unowned()

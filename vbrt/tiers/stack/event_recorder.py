@@ -1,8 +1,8 @@
-"""Notes when a stack computes, waits and moves bytes, for `vb.timeline`; a stack has none unless one is asked for.
+"""Event recorder for `vb.timeline`: spans of compute, waits and copies. A stack has none unless one is asked for.
 
-Nothing is synchronized while a pass runs: what happens on the device is marked by CUDA events with timing, what happens
-on the host by its clock, and both are put on one axis when the recording ends. A moment of which both clocks are known,
-taken while the device was idle, aligns them to some ten microseconds.
+Nothing is synchronized while a pass runs: CUDA events with timing mark the device's spans, the host clock marks the
+host's, and `stop` puts both on one axis. One moment read on both clocks, with the device idle, aligns them to some ten
+microseconds.
 """
 
 import threading
@@ -20,22 +20,22 @@ from vbrt.report.timeline import COMPUTE, OPTIMIZER, PASS, WAIT, Span, Timeline
 __all__ = ["LeaseNote", "Mark", "Recorder", "page_names"]
 
 Mark = int | torch.cuda.Event
-"""A moment: nanoseconds of the host's clock, or an event of the device."""
+"""Time stamp: nanoseconds of the host's clock, or a CUDA event."""
 
 
 class Recorded(Protocol):
-    """The guard of a stack that is recorded."""
+    """Guard of a recorded stack."""
 
     lock: threading.RLock
     recorder: "Recorder | None"
 
 
 class Recorder:
-    """Records from `start` to `stop`; any number of threads may note spans meanwhile.
+    """Recorder of spans between `start` and `stop`; thread-safe.
 
     Args:
-        device: where kernels compute.
-        guard: of the stack that is recorded.
+        device: of the kernels.
+        guard: of the recorded stack.
 
     Attributes:
         timeline: the recorded spans; None before `stop`.
@@ -44,22 +44,22 @@ class Recorder:
     def __init__(self, device: torch.device, guard: Recorded) -> None:
         self.timeline: Timeline | None = None
         self._guard, self._device = guard, device if device.type == "cuda" else None
-        self._notes: list[tuple[str, str, Mark, Mark, int]] = []  # only appended to: one step for threads
-        self._passes: defaultdict[int, list[_Pass]] = defaultdict(list)  # that have begun, by thread
-        self._steps: defaultdict[int, list[Mark]] = defaultdict(list)  # of optimizers, by thread
-        self._by_leases: dict[int, _Pass] = {}  # passes without a forward: they last as long as their leases, by thread
+        self._notes: list[tuple[str, str, Mark, Mark, int]] = []  # only appended to: atomic
+        self._passes: defaultdict[int, list[_Pass]] = defaultdict(list)  # open, by thread
+        self._steps: defaultdict[int, list[Mark]] = defaultdict(list)  # open optimizer steps, by thread
+        self._by_leases: dict[int, _Pass] = {}  # passes without a forward: as long as their leases, by thread
         self._origin_ns, self._origin = 0, None
 
     def __deepcopy__(self, memo: dict) -> "Recorder":
-        return self  # a model that is copied while it is recorded
+        return self  # copies of a recorded model share the recorder
 
     def start(self) -> None:
-        """Have the stack tell this recorder what it does.
+        """Attach this recorder to the stack.
 
         Raises:
-            WrapError: it has another one.
+            WrapError: the stack has another recorder.
         """
-        self._set_origin()  # waits for the device
+        self._set_origin()  # synchronizes the device
         with self._guard.lock:
             if self._guard.recorder is not None:
                 raise WrapError("timeline: this model is being recorded already; leave that `with` block first")
@@ -76,11 +76,11 @@ class Recorder:
         self._origin_ns = (before + time.perf_counter_ns()) // 2
 
     def stop(self) -> Timeline:
-        """Stop, wait for the device, and work out all times."""
+        """Detach, synchronize the device, and return the timeline."""
         self._guard.recorder = None
         for one in list(self._by_leases.values()):
             self._note_by_leases(one)
-        notes = list(self._notes)  # before the synchronization: every event in it has passed then
+        notes = list(self._notes)  # before the synchronization, which completes every event in it
         if self._device is not None:
             torch.cuda.synchronize(self._device)
         spans = [Span(row, page, self._us(start), self._us(end), nbytes) for row, page, start, end, nbytes in notes]
@@ -92,38 +92,38 @@ class Recorder:
             return (mark - self._origin_ns) / 1e3
         return self._origin.elapsed_time(mark) * 1e3
 
-    # -- what the stack and the model tell ----------------------------------------------------------------------------
+    # -- events of the stack and the model ----------------------------------------------------------------------------
 
     def mark(self) -> Mark:
-        """Return this moment on the computing device: when it gets to what its current stream is given next."""
+        """Return a time stamp on the computing device's current stream: when it reaches the work queued next."""
         if self._device is None:
             return time.perf_counter_ns()
         return self.mark_on(torch.cuda.current_stream(self._device))
 
     def mark_on(self, stream: torch.cuda.Stream | None) -> Mark:
-        """Return this moment on a stream, or on the host."""
-        if stream is None or torch.cuda.is_current_stream_capturing():  # an event of a graph has no time
+        """Return a time stamp on a stream; None: on the host."""
+        if stream is None or torch.cuda.is_current_stream_capturing():  # a captured event has no time
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 
     def note(self, row: str, page: str, start: Mark, end: Mark, nbytes: int = 0) -> None:
-        """Note a span that has ended, or will when the device gets there."""
+        """Add a span; its device events may still be pending."""
         self._notes.append((row, page, start, end, nbytes))
 
     def lease(self, keys: Sequence[str]) -> "LeaseNote":
-        """Note that a lease is being asked for."""
+        """Open the spans of a lease that is being requested."""
         return LeaseNote(self, page_names(keys))
 
     def begin_pass(self, model: torch.nn.Module, args: tuple) -> None:
-        """A forward pre-hook of the model."""
+        """Forward pre-hook of the model."""
         if not torch.compiler.is_compiling():
             self._passes[threading.get_ident()].append(_Pass(self.mark()))
 
     def name_pass(self, phase: str) -> None:
-        """Take the phase of the pass that begins; one without a forward, such as a backward pass, lasts as long as its
-        leases."""
+        """Set the phase of the pass that begins. A pass without a forward, such as a backward pass, lasts as long as
+        its leases."""
         thread = threading.get_ident()
         begun, one = self._passes[thread], self._by_leases.pop(thread, None)
         if one is not None:
@@ -134,14 +134,14 @@ class Recorder:
             self._by_leases[thread] = _Pass(self.mark(), phase)
 
     def end_pass(self, model: torch.nn.Module, args: tuple, output: object) -> None:
-        """A forward hook of the model."""
+        """Forward hook of the model."""
         begun = [] if torch.compiler.is_compiling() else self._passes[threading.get_ident()]
         if begun:
             one = begun.pop()
             self.note(PASS, one.phase, one.start, self.mark())
 
     def lease_ended(self, end: Mark) -> None:
-        """Extend the pass of this thread that has no forward."""
+        """Extend this thread's pass without a forward to `end`."""
         one = self._by_leases.get(threading.get_ident())
         if one is not None:
             one.end = end
@@ -151,11 +151,11 @@ class Recorder:
             self.note(PASS, one.phase, one.start, one.end)
 
     def begin_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """A hook before each step of an optimizer."""
+        """Step pre-hook of an optimizer."""
         self._steps[threading.get_ident()].append(self.mark())
 
     def end_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """A hook after each step of an optimizer."""
+        """Step post-hook of an optimizer."""
         begun = self._steps[threading.get_ident()]
         if begun:
             tensors = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -164,8 +164,7 @@ class Recorder:
 
 
 def page_names(keys: Sequence[str]) -> str:
-    """Return the keys of a lease as one text; those of a layer's experts, which differ in a number, by the numbers,
-    such as "experts#coarse.0-7,12"."""
+    """Return the keys of a lease as one text; experts of a layer as ranges, such as "experts#coarse.0-7,12"."""
     groups: dict[str, list[int]] = {}
     for key in keys:
         head, dot, last = key.rpartition(".")
@@ -182,7 +181,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[str]:
 
 
 class _Pass:
-    """A pass that has begun; `end`: of its last lease so far, where it has no forward."""
+    """Open pass. `end`: of its last lease so far, for a pass without a forward."""
 
     __slots__ = ("end", "phase", "start")
 
@@ -191,7 +190,7 @@ class _Pass:
 
 
 class LeaseNote:
-    """The two spans of one lease: until its pages are there, and until it is released."""
+    """Two spans of one lease: the wait for its pages, and the compute until its release."""
 
     __slots__ = ("_mark", "_nbytes", "_page", "_recorder")
 
@@ -200,12 +199,12 @@ class LeaseNote:
         self._mark = recorder.mark()
 
     def arrived(self, nbytes: int) -> None:
-        """End the wait: the pages are there, of so many bytes together."""
+        """End the wait span: the pages, of `nbytes` together, have arrived."""
         self._nbytes = nbytes
         self._next(WAIT)
 
     def done(self) -> None:
-        """End the computing: the host has asked for all of it."""
+        """End the compute span: the host has queued all its kernels."""
         self._next(COMPUTE)
         self._recorder.lease_ended(self._mark)
 

@@ -1,4 +1,4 @@
-"""Stacks in a process that forks: the child finds every lock free, and no page that waits for its parent's threads."""
+"""Fork safety: in a forked child all locks are free, and no page waits for a thread of the parent."""
 
 import os
 import threading

@@ -1,17 +1,17 @@
-"""Pages that the host computes with where they lie, below the computing tier.
+"""Leases on host-memory pages, for CPU compute below the computing tier.
 
     lower = LowerLease(stack, keys)
-    held = lower.begin()       # decided now, by this thread; pages that are not held have to be leased on top
-    views = lower.wait()       # uint8, by key, when their bytes are there; perhaps in another thread
-    lower.end()                # likewise
+    held = lower.begin()       # decides now, in this thread; lease pages that are not held in the computing tier
+    views = lower.wait()       # uint8, by key, once their bytes are there; any thread may call it
+    lower.end()                # any thread
 
-A page at home in host memory is held there. One at home on a drive becomes a copy in host memory, as on its way to the
-computing tier. The policy of the computing tier is told, and neither evicts nor loads a page for it now: see `Passed`.
-For the counters of a page this is a miss that moves no bytes to the computing tier.
+A page whose home is host memory is held there. A page whose home is a drive is first copied into host memory, as on its
+way to the computing tier. The policy of the computing tier is told of the access, but neither evicts nor loads a page
+for it now: see `Passed`. The page's counters count a miss that moves no bytes to the computing tier.
 
-Why waiting ends: a lower lease waits for no lease. Pages from a drive that do not all fit beside what is held are not
-held; those that are come in the order of the decisions, as all do. Who waits for a lease on top after `begin` must have
-another thread end the lower lease.
+Deadlock freedom: a lower lease waits for no lease. Pages from a drive that do not fit besides the held ones are not
+held; the others are loaded in decision order, as all loads are. A thread that waits for a lease in the computing tier
+after `begin` must let another thread end the lower lease.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,8 +26,8 @@ __all__ = ["LowerLease", "has_host_below", "host_level", "missing_worth"]
 
 
 def host_level(stack: PageStack, page: Page) -> Level | None:
-    """Return the tier below the computing one in which the host can use a page: host memory that holds whole pages, the
-    page's home or on its way up; None without one."""
+    """Return the level in which the CPU can compute with a page: host memory with whole pages, as the page's home or on
+    its way up; None without one."""
     if not page.home or page.due or not page.passes:
         return None
     between = [level for level in stack.levels[1 : page.home] if level.keeps_copies]
@@ -45,8 +45,8 @@ def _is_host_memory(level: Level) -> bool:
 
 
 def missing_worth(stack: PageStack, keys: Iterable[str]) -> dict[str, int]:
-    """Return those of some pages that are not in the computing tier, and not on their way to it, with what its policy
-    thinks of each: more is better."""
+    """Return the pages that are neither in the computing tier nor being loaded, each with its policy's worth: higher is
+    better."""
     top = stack.levels[0]
     with stack.guard.lock:
         missing = [stack.pages[key] for key in keys if key in stack.pages and key not in top.slots]
@@ -54,10 +54,10 @@ def missing_worth(stack: PageStack, keys: Iterable[str]) -> dict[str, int]:
 
 
 class LowerLease:
-    """Pages that the host uses where they lie, from `begin` to `end`. What is lost is released at the next access.
+    """Lease of pages in host memory, from `begin` to `end`. A lost lease is released at the next access.
 
     Args:
-        looks: only look at what is there: nobody is told, and nothing is read from a drive.
+        looks: hold only pages that are already there: no counter or policy is updated, and no drive is read.
     """
 
     note: LeaseNote | None = None
@@ -68,7 +68,7 @@ class LowerLease:
         self.borrower = Borrower()
 
     def begin(self) -> list[str]:
-        """Hold those of the pages that the host can use where they lie; return their keys. Moves no byte.
+        """Hold the pages that the CPU can use in place; return their keys. Moves no bytes.
 
         Raises TierError: the stack was closed.
         """
@@ -104,7 +104,7 @@ class LowerLease:
             page.borrowers.add(self.borrower)
 
     def _copy_in(self, level: Level, page: Page) -> Slot | None:
-        """Return the slot of a page's copy in a tier; None if it does not fit beside copies in use, there or below."""
+        """Return the slot of a page's copy in a tier; None if it does not fit besides copies in use, there or below."""
         decider, nbytes = self.stack.decider, page.nbytes + level.overhead_bytes
         if page.key not in level.leased:
             held = sum(level.slots[key].charge for key in level.leased)
@@ -117,23 +117,23 @@ class LowerLease:
         return decider.place(level, page, decision)
 
     def views(self) -> dict[str, torch.Tensor] | None:
-        """Return the bytes of each page, by key; None while some are not there yet."""
+        """Return the bytes of each page, by key; None while some are still being loaded."""
         if any(slot.state is not State.READY for slot in self.slots):
             return None
         return {slot.page.key: slot.view for slot in self.slots}
 
     def wait(self) -> dict[str, torch.Tensor]:
-        """Return the bytes of each page, by key, when they are there. Raises TierError: one cannot be read."""
+        """Wait for all loads; return the bytes of each page, by key. Raises TierError: a page cannot be read."""
         missing = [slot for slot in self.slots if slot.state is not State.READY]
         if missing:
             self.stack.mover.await_all(missing)
         return {slot.page.key: slot.view for slot in self.slots}
 
     def end(self) -> None:
-        """Hold the pages no more. Idempotent."""
+        """Release the pages. Idempotent."""
         if self.slots:
             self.stack.decider.release(self)
 
     def __del__(self) -> None:
-        if self.slots:  # Ctrl-C came before somebody was to end it
+        if self.slots:  # Ctrl-C came before `end`
             self.stack.ledger.lost.append(self)

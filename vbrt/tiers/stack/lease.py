@@ -1,4 +1,4 @@
-"""Leases: pages borrowed from a stack, for one `with` block."""
+"""Leases: pages kept resident in the top tier for one `with` block."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,7 +17,7 @@ __all__ = ["Lease", "Lender"]
 
 
 class Lender(Protocol):
-    """The stack that pages are borrowed from."""
+    """Stack that grants leases."""
 
     guard: Guard
     ledger: Ledger
@@ -25,11 +25,11 @@ class Lender(Protocol):
     mover: Mover
 
     def capturing(self, keys: Sequence[str]) -> bool:
-        """True if a CUDA graph records what this thread computes with these pages. Raises TierError: they move."""
+        """True if this thread's use of these pages is captured in a CUDA graph. Raises TierError: the pages move."""
 
 
 class Lease:
-    """Pages borrowed from a stack, for one `with` block."""
+    """Lease of pages, for one `with` block."""
 
     slots: Sequence[Slot] = ()
     note: LeaseNote | None = None
@@ -46,7 +46,7 @@ class Lease:
             if tensors is not None:
                 return tensors
         if stack.capturing(self.keys) and running is not None:
-            tensors = running.lease(self)  # if it is the first one that is recorded
+            tensors = running.lease(self)  # succeeds for the first captured lease
             if tensors is not None:
                 return tensors
         recorder = stack.guard.recorder
@@ -83,7 +83,7 @@ class Lease:
         if self.slots:
             try:
                 self.stack.decider.release(self)
-            except BaseException:  # Ctrl-C, and whoever keeps its frames keeps this lease
+            except BaseException:  # Ctrl-C: a kept traceback would keep this lease alive
                 self.stack.decider.release(self)
                 raise
 

@@ -1,4 +1,4 @@
-"""The books that all parts of a stack share: its levels, its pages, and the guard of both."""
+"""Shared state of a stack: its levels, its pages, and the lock of both."""
 
 import threading
 from collections import deque
@@ -19,12 +19,12 @@ __all__ = ["Ledger"]
 
 
 class Writing:
-    """Block in which the books of one ledger are written; under the lock, in no other such block.
+    """Context manager around writes to a ledger; enter it under the lock, do not nest it.
 
         with guard.lock, ledger.writing:
             ...
 
-    The books are torn inside of it, and stay torn if it is left early: then the next block resets them first.
+    The ledger is torn inside the block, and stays torn if an exception leaves it: then the next block resets it first.
     """
 
     __slots__ = ("_ledger",)
@@ -43,7 +43,7 @@ class Writing:
 
 
 class Deciding(Writing):
-    """`Writing`, for decisions about pages: the policies decide, so a programme's run ends first."""
+    """`Writing` for decisions of the policies: ends a programme's run first."""
 
     __slots__ = ()
 
@@ -57,26 +57,25 @@ class Deciding(Writing):
 
 
 class Ledger:
-    """The books of a stack, written under its guard.
+    """State of a stack, written under its guard.
 
     Attributes:
         levels, names: the tiers from the computing one down, and their names.
-        copying: those that keep copies.
-        pages: by key, those that are stored.
-        travellers: how many of them have their home below the top tier and come up from there: all but those that
-            are put.
-        changes: how often a page was added, rehomed or retired.
+        copying: the levels that cache copies.
+        pages: stored pages, by key.
+        travellers: number of pages that move: home below the top tier, and not put.
+        changes: version number; grows when a page is added, rehomed or retired.
         retired: claims of owners that were retired or collected; pages lose them at the next access.
         lost: leases that were collected before they were released.
-        rewrites: True if pages are rewritten where they live: leases are decided one by one, and pages stay at home.
-        captured: True once a CUDA graph knows where pages lie.
+        rewrites: True if pages are rewritten in their homes: leases are decided one by one, and pages stay at home.
+        captured: True once a CUDA graph holds addresses of pages.
         writing, deciding: see `Writing` and `Deciding`.
-        torn: True while the books are written, and after a block that was left early.
-        recording: of a pass as a CUDA graph, while it is captured; None without one.
-        running: the run that serves leases, or None.
-        programmes: begins and ends it; a stack sets it.
+        torn: True while the ledger is written, and after a block that an exception has left.
+        recording: the open CUDA graph capture of a pass; None without one.
+        running: the run that serves leases; None without one.
+        programmes: starts and ends runs; a stack sets it.
         catch_up: `Decider.catch_up`; a stack sets it.
-        encoding: one weight is encoded, and one page is given a home, at a time.
+        encoding: lock: one weight is encoded, and one page given a home, at a time.
     """
 
     def __init__(self, tiers: Sequence[Level | Tier]) -> None:
@@ -101,16 +100,16 @@ class Ledger:
 
     @property
     def device(self) -> torch.device:
-        """Where leased pages live and kernels compute."""
+        """Device of the top tier, where leased pages are and kernels compute."""
         return self.levels[0].tier.device
 
     def end_run(self) -> None:
-        """End a programme's run, if one is at work; under the lock."""
+        """End the current run of a programme, if any; call it under the lock."""
         with self.deciding:
             pass
 
     def recover(self) -> None:
-        """Reset torn books: the policies begin again, and every copy is evicted as soon as it is not in use."""
+        """Reset a torn ledger: reset the policies, and evict every copy as soon as it is not in use."""
         if self.running is not None:
             self.programmes.drop()
         for level in self.levels:
@@ -119,14 +118,14 @@ class Ledger:
         self.guard.ring()
 
     def replace_policy(self, level: Level, policy: Policy) -> None:
-        """Have another policy decide on a tier's copies; those that are there are evicted, once nobody uses them."""
+        """Replace the policy of a tier; its present copies are evicted, once unused."""
         with self.guard.lock, self.deciding:
             level.policy = policy
             level.evict_copies()
             self.guard.ring()
 
     def attach(self, tier: Level | Tier) -> None:
-        """Add a tier below the others; a bare one keeps no copies."""
+        """Add a tier below the others; a bare `Tier` caches no copies."""
         level = tier if isinstance(tier, Level) else Level(tier)
         with self.guard.lock:
             level.index, level.guard = len(self.levels), self.guard
@@ -135,8 +134,9 @@ class Ledger:
             self.names += [level.tier.name]
 
     def spare_bytes(self, name: str) -> int:
-        """Return the bytes in which new pages can live in a tier, and the largest page from further down still pass.
-        They hold while the caller has `encoding`."""
+        """Return the bytes free for new homes in a tier, with room left for the largest page from deeper tiers to pass.
+
+        Valid while the caller holds `encoding`."""
         level = self.levels[self.names.index(name)]
         with self.guard.lock:
             below = (page for page in self.pages.values() if page.home > level.index and page.put is None)
@@ -144,20 +144,20 @@ class Ledger:
             return level.free_bytes - passing * level.keeps_copies
 
     def census(self) -> Census:
-        """Return what pages there are; walks them only if they have changed. Needs no lock."""
+        """Return aggregates over all pages, cached per value of `changes`. Needs no lock."""
         census, changes = self._census, self.changes
         if census.changes != changes:
             census = self._census = Census(self.pages, changes)
         return census
 
     def put(self, page: Page, claim: Claim) -> None:
-        """Note that kernels of an owner of the page read it where it lies; call it under the lock."""
+        """Mark a page as read in place by an owner's kernels, so that it is not moved; call it under the lock."""
         # no call in between
         self.travellers -= page.home > 0 and page.put is None
         page.put = claim
 
     def release_put(self, page: Page) -> None:
-        """Note that the page may be rehomed again, after what the computing device has been given; under the lock."""
+        """Let a put page move again, after the kernels queued so far; call it under the lock."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         # no call in between
@@ -165,7 +165,7 @@ class Ledger:
         page.put = None
 
     def links(self, home: int) -> dict[str, int]:
-        """Return 0 bytes for each link that a page takes on its way up from a home."""
+        """Return zeroed byte counters for the links between a home and the top tier."""
         names = [level.tier.name for level in self.levels[:home] if level.keeps_copies] + [self.names[home]]
         return {f"{low}>{high}": 0 for high, low in pairwise(names)}
 
@@ -178,7 +178,7 @@ class Ledger:
             )
 
     def after_fork(self) -> None:
-        """Keep, in a forked child, what is there: pages in memory and files, without threads and what they moved."""
+        """Reset in a forked child: pages in memory and files stay, threads and their loads are dropped."""
         self.guard.reset()
         self.torn = False
         self.running, self.recording, self.encoding = None, None, threading.RLock()

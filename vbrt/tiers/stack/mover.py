@@ -1,10 +1,10 @@
-"""Moves bytes: fills slots with their pages, on demand or ahead, from a tier below.
+"""Page copies between tiers: fills slots from a lower tier, on demand or by prefetch.
 
-A QUEUED slot is claimed and filled by the first thread that needs it: a worker, or the thread that leases it.
+A QUEUED slot is claimed and filled by the first thread that needs it: a prefetch worker, or the leasing thread.
 
-Why waiting ends: slots are decided one after another, and a slot waits only for what was decided before it: its source
-in the tier below (first, while it holds no room itself), the room that earlier slots have been promised (`pending`),
-and the room of pages that were evicted for it.
+Deadlock freedom: slots are decided one after another, and a slot waits only for earlier decisions: for its source in
+the tier below (first, while it holds no room itself), for the room promised to earlier slots (`pending`), and for the
+room of pages that were evicted for it.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from vbrt.tiers.storage.memory_tiers import Buffer
 __all__ = ["Mover", "Write"]
 
 Write = Callable[[torch.Tensor], object]
-"""Writes a page's bytes into the uint8 tensor that it is given."""
+"""Callback that writes a page's bytes into a uint8 tensor."""
 
 
 class Mover:
-    """Moves bytes into slots.
+    """Mover of page bytes into slots.
 
     Args:
         ledger: the stack's.
-        workers: threads that move pages ahead of their use.
-        share_cores: where the CPU computes, workers would take the cores from it to copy pages out of the page cache:
-            they only have the system read files ahead, and whoever needs a page copies it.
+        workers: number of prefetch threads.
+        share_cores: True where the CPU computes: copies by workers would compete for its cores, so workers only ask the
+            system to read files ahead, and the leasing thread copies the page.
     """
 
     def __init__(self, ledger: Ledger, *, workers: int, share_cores: bool) -> None:
@@ -47,37 +47,37 @@ class Mover:
         self._workers = Crew(workers)
 
     def stop(self) -> None:
-        """Stop the workers; return when none moves a page any more. Idempotent."""
+        """Stop the workers, after the pages that they are copying. Idempotent."""
         self._workers.stop()
 
     def after_fork(self) -> None:
-        """Make workers of its own for a forked child."""
+        """Start new workers in a forked child."""
         self._workers = Crew(self._threads)
 
     # -- claiming -----------------------------------------------------------------------------------------------------
 
     def stage(self, slot: Slot) -> None:
-        """Have a QUEUED slot filled ahead of its use, by this thread where nothing has to be waited for. Call it under
+        """Prefetch a QUEUED slot: this thread issues the copy if nothing blocks it, else a worker does. Call it under
         the lock."""
         source, lanes = slot.source, slot.level.lanes
         if self._issue(slot) or (lanes is not None and lanes.together and lanes.take(source)):
-            return  # what ranks bring together waits for its lease otherwise: workers have no order
+            return  # collectives are left to the lease: workers have no deterministic order
         if self._share_cores and source.level.tier.reads_ahead and source.room is not None:
-            if not source.level.tier.is_cached(source.room):  # or a thread would wake up for nothing
+            if not source.level.tier.is_cached(source.room):  # else no need to wake a worker
                 self._workers.give(source.level.tier.read_ahead, source.room)
         else:
             self._workers.give(self._load_ahead, slot)
 
     def _load_ahead(self, slot: Slot) -> None:
-        """A worker's turn: what fails here is raised to whoever leases the page."""
+        """Load a slot in a worker. An error is raised at the lease of the page instead."""
         with self._guard.lock:
             claimed = _claim(slot)
         if claimed:
-            with contextlib.suppress(Exception):  # kept in slot.error; the page is read again when it is demanded
+            with contextlib.suppress(Exception):  # kept in slot.error; a demand reads the page again
                 self._load(slot)
 
     def await_all(self, slots: Sequence[Slot]) -> None:
-        """Wait for every slot, earliest first, also when one fails: others wait for the room that they are promised."""
+        """Wait for every slot, earliest first, even after a failure: later slots wait for the room promised to them."""
         failed: Exception | None = None
         for slot in sorted(slots, key=lambda slot: slot.ticket):
             try:
@@ -99,13 +99,13 @@ class Mover:
                     slot.page.tally.wait_ns += waited
 
     def _await(self, slot: Slot) -> None:
-        """Return when the slot's bytes are there; moves them in this thread if nobody has begun."""
+        """Wait for a slot's bytes; load them in this thread if no other has claimed the slot."""
         waiting = None
         while True:
             with self._guard.lock:
                 claimed = _claim(slot)
                 if slot.state is State.LOADING and not claimed and slot.loader == threading.get_ident():
-                    slot.level.cancel(slot, KeyboardInterrupt())  # this thread began and is not at it any more
+                    slot.level.cancel(slot, KeyboardInterrupt())  # this thread's own load, left by an interrupt
                 if slot.state is not State.LOADING or claimed:
                     break
                 bell = self._guard.listen()
@@ -140,12 +140,12 @@ class Mover:
             guard.ring()
 
     def _begin_reading(self, slot: Slot) -> None:
-        """Wait while the page is to be rewritten; it is not rewritten from then on until its bytes have been read."""
+        """Wait for an expected rewrite of the page, then register as a reader, which blocks further rewrites."""
         waiting = None
         while True:
             with self._guard.lock:
                 self._ledger.check_open(slot.page.key)
-                if not slot.page.due or (slot.page.borrowers and not slot.page.writer):  # a lease that began before
+                if not slot.page.due or (slot.page.borrowers and not slot.page.writer):  # of an earlier lease
                     slot.page.readers.add(slot)
                     return
                 if slot.doomed and not slot.holders:
@@ -155,7 +155,7 @@ class Mover:
             waiting.look(bell)
 
     def _issue(self, slot: Slot) -> bool:
-        """Start a copy to the GPU here and now, if nothing has to be waited for; a worker takes it otherwise."""
+        """Issue the copy to the GPU in this thread; False if that would block: then it is a worker's."""
         source, level = slot.source, slot.level
         if level.stream is None or source.state is not State.READY or slot.page.due:
             return False
@@ -178,7 +178,7 @@ class Mover:
         return True
 
     def _reserve(self, slot: Slot) -> None:
-        """Reserve the slot's room, once there is some beside what earlier slots have been promised."""
+        """Reserve the slot's room, once enough is free besides the room promised to earlier slots."""
         waiting = None
         while True:
             with self._guard.lock:
@@ -207,11 +207,11 @@ class Mover:
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     def fill(self, slot: Slot, write: Write) -> None:
-        """Reserve a slot's room and have `write` write the page's bytes; return when they are there."""
+        """Reserve a slot's room and let `write` fill it; synchronous."""
         self._reserve(slot)
         self._fill(slot, write)
         if slot.level.stream is not None:
-            torch.cuda.current_stream(slot.view.device).synchronize()  # once a page: its leases wait for nothing
+            torch.cuda.current_stream(slot.view.device).synchronize()  # once per page, so that its leases need no wait
 
     def _fill(self, slot: Slot, write: Write) -> None:
         tier, page = slot.level.tier, slot.page
@@ -225,7 +225,7 @@ class Mover:
             tier.put(slot.room, staging, key=page.key, layout=page.layout.to_dict())
 
     def read(self, source: Slot, target: torch.Tensor) -> None:
-        """Copy a page's bytes out of a slot where they are; return when that is done."""
+        """Copy a page's bytes out of a READY slot into `target`; synchronous."""
         tier, key = source.level.tier, source.page.key
         if tier.memory:
             target.copy_(source.view)
@@ -257,7 +257,7 @@ class Mover:
             self.copy_bytes(slot, source.view, source.room, _link(slot))
 
     def _bring(self, slot: Slot, source: Slot) -> None:
-        """Have the lanes of a slot's level bring its page."""
+        """Copy a page by the carrier of its slot's level."""
         level, recorder = slot.level, self._guard.recorder
         stream = level.stream
         for fence in slot.room.fences.values():  # kernels that still read this buffer
@@ -273,11 +273,11 @@ class Mover:
             recorder.note(_link(slot), slot.page.key, began, recorder.mark_on(stream), slot.page.nbytes)
 
     def copy_bytes(self, slot: Slot, origin: torch.Tensor, room: Buffer, link: str = "refresh") -> None:
-        """Copy a page's bytes from a memory into a slot, on the stream of the slot's tier if it has one.
+        """Copy a page's bytes from a memory into a slot, on the copy stream of the slot's tier if it has one.
 
         Args:
             origin: uint8, in `room`.
-            link: what a timeline calls the copy.
+            link: name of the copy in a timeline.
         """
         stream, nbytes, target = slot.level.stream, slot.page.nbytes, slot.view
         recorder = self._guard.recorder
@@ -297,8 +297,8 @@ class Mover:
                 target.copy_(origin, non_blocking=True)
         else:
             slot.level.relay.copy(target, origin, stream)
-        slot.arrived = room.fence(stream)  # the source is not refilled before its copy has left
-        slot.room.fences[stream.cuda_stream] = slot.arrived  # and this one not reused before it has arrived
+        slot.arrived = room.fence(stream)  # no refill of the source before its copy has been read
+        slot.room.fences[stream.cuda_stream] = slot.arrived  # no reuse of the target before its copy has been written
         if recorder is not None:
             recorder.note(link, slot.page.key, began, recorder.mark_on(stream), nbytes)
 

@@ -1,4 +1,4 @@
-"""What is known of many pages together, without walking them: the family of a layer, and the census of a stack."""
+"""Cached aggregates over pages, so that stats need not walk them: per layer (family) and per stack (census)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ __all__ = ["Census", "Family"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The pages of one layer.
+    """Pages of one layer.
 
     Attributes:
         pages: all of them.
-        planes: by name, the pages of a plane in the order in which they were added, which is that of the experts.
-        keys: of the pages of each plane, likewise.
-        plane_bytes: of each plane.
-        homes, links: those that any page has; 0 bytes by link.
+        planes: pages by plane, in the order in which they were added: expert order.
+        keys: of the pages of each plane, in the same order.
+        plane_bytes: by plane.
+        homes, links: union over all pages; links as zeroed byte counters.
     """
 
     pages: Sequence[Page]
@@ -31,7 +31,7 @@ class Family:
 
     @classmethod
     def of(cls, pages: Sequence[Page]) -> "Family":
-        """Return what pages these are."""
+        """Group pages by plane."""
         planes: dict[str, list[Page]] = {}
         for page in pages:
             planes.setdefault(page.layout.plane, []).append(page)
@@ -41,7 +41,7 @@ class Family:
         return cls(pages, planes, keys, nbytes, homes, {link: 0 for page in pages for link in page.bytes_moved})
 
     def tally(self) -> Tally | Page:
-        """Return what the pages have counted; walks them only if they are few."""
+        """Return the counters of all pages together: the layer's tally, or a sum over the few pages without one."""
         kept = self.pages[0].tally if self.pages else None
         if kept is None:
             return self.pages[0] if len(self.pages) == 1 else Tally(self.pages)
@@ -49,12 +49,12 @@ class Family:
 
 
 class Census:
-    """What pages a stack has, as long as none is added, rehomed or retired.
+    """Snapshot of a stack's pages, valid until one is added, rehomed or retired.
 
     Attributes:
-        changes: of the ledger when it was taken.
-        home_pages: how many pages live in each tier.
-        counted: whose hits add up to those of all pages: tallies, and pages without one.
+        changes: of the ledger, when the snapshot was taken.
+        home_pages: number of pages by home.
+        counted: tallies, and pages without one: their hits add up to the hits of all pages.
     """
 
     def __init__(self, pages: Mapping[str, Page], changes: int) -> None:
@@ -66,7 +66,7 @@ class Census:
         self._families: dict[tuple[str, ...], Family] = {}
 
     def family(self, keys: tuple[str, ...]) -> Family:
-        """Return the pages of a layer, those that there are."""
+        """Return the stored pages of a layer."""
         family = self._families.get(keys)
         if family is None:
             pages = [page for page in map(self._pages.get, keys) if page is not None]

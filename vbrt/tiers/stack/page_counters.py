@@ -1,4 +1,4 @@
-"""Counters of pages: what one has counted, and those of a layer together."""
+"""Counters of a page, and aggregate counters of a layer's pages."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -7,7 +7,7 @@ __all__ = ["Counted", "Tally"]
 
 
 class Counted(Protocol):
-    """What a page counts. bytes_moved: by link, such as "ssd>cpu"."""
+    """Counters of a page. bytes_moved: by link, such as "ssd>cpu"."""
 
     hits: int
     misses: int
@@ -17,12 +17,11 @@ class Counted(Protocol):
 
 
 class Tally:
-    """Counters of the pages of one layer together.
+    """Aggregate counters of one layer's pages.
 
-    A layer that has a page for each of its experts keeps one beside them, so that nobody has to walk thousands of
-    pages: its pages belong to the tally of the owner that they are added under, and what they count it counts, too.
-    One lease has pages of one tally, or pages without any. Whoever uses such pages without a lease counts the hits in
-    both.
+    A layer with one page per expert has a tally, so that stats need not walk thousands of pages: pages get the tally of
+    the owner that they are added under, and every count goes to both. All pages of a lease share one tally, or have
+    none. Code that uses such pages without a lease counts the hits in both.
     """
 
     __slots__ = ("bytes_moved", "hits", "misses", "prefetched", "wait_ns")
@@ -34,7 +33,7 @@ class Tally:
             self.add(page)
 
     def add(self, page: Counted, sign: int = 1) -> None:
-        """Add what a page has counted, or, with sign -1, take it away again."""
+        """Add a page's counters; with sign -1, subtract them."""
         self.hits += sign * page.hits
         self.misses += sign * page.misses
         self.prefetched += sign * page.prefetched

@@ -1,8 +1,7 @@
-"""Gives each page its home, and another one when budgets change.
+"""Homes of pages: placement of new pages, and migration when budgets change.
 
-A page is rehomed in three steps: its bytes are copied to the new home, the page is declared to live there, the old home
-is evicted. If that was interrupted, it is completed from the second step on, and undone before it, when the next page
-is rehomed.
+A page is rehomed in three steps: copy its bytes to the new home, declare the new home, evict the old one. After an
+interrupt, the next rehoming rolls the page back (before the second step) or forward (after it).
 """
 
 import threading
@@ -25,12 +24,12 @@ from vbrt.tiers.stack.slots import Level, Owner, Page, Slot, State
 __all__ = ["Homes"]
 
 _PUT = "kernels of a device cache read it where it lies; close the cache first"
-_PASSING_PAGES = 4  # slots that pages pass through, where a budget shrinks: two leased, two ahead
+_PASSING_PAGES = 4  # slots left for streamed pages when a budget shrinks: two leased, two prefetched
 
 
 @dataclass(slots=True, eq=False)
 class _Arrival:
-    """A page on its way to a home, and its slot there."""
+    """Migration in flight: a page, its new home and its slot there."""
 
     page: Page
     home: int
@@ -38,14 +37,14 @@ class _Arrival:
 
 
 class Homes:
-    """Where pages live: one is given its home at a time, by whoever holds `ledger.encoding`."""
+    """Assigns pages to homes, one at a time, under `ledger.encoding`."""
 
     def __init__(self, ledger: Ledger, mover: Mover, decider: Decider) -> None:
         self._ledger, self._mover, self._decider, self._guard = ledger, mover, decider, ledger.guard
         self._arrival: _Arrival | None = None
 
     def after_fork(self) -> None:
-        """Forget, in a forked child, the page that a thread of the parent was giving a home."""
+        """Drop, in a forked child, a migration of one of the parent's threads."""
         self._arrival = None
 
     def add(self, page: Page, write: Write, owner: Owner) -> Page:
@@ -67,7 +66,7 @@ class Homes:
     # -- one page -----------------------------------------------------------------------------------------------------
 
     def _install(self, page: Page, home: int, write: Write) -> None:
-        """Have a page live in a tier: a new one, or one that lives elsewhere until its bytes are there."""
+        """Store a new page in a tier, or migrate one there; the old home stays valid until the bytes have arrived."""
         ledger = self._ledger
         slot = Slot(page, ledger.levels[home], at_home=True)
         slot.state, slot.loader = State.LOADING, threading.get_ident()
@@ -85,7 +84,7 @@ class Homes:
             self._finish()
 
     def _reserve(self, slot: Slot) -> None:
-        """Promise room to a page that will live in a tier; evict copies for it."""
+        """Reserve budget for a page's home in a tier, evicting copies for it."""
         level, tier = slot.level, slot.level.tier
         with self._guard.lock:
             with self._ledger.deciding:
@@ -101,7 +100,7 @@ class Homes:
                 )
 
     def _declare(self, page: Page, home: int, slot: Slot) -> None:
-        """Say that the page lives at `home` from now on, and is nowhere between there and where it was."""
+        """Declare `home` the page's home, and evict its copies between the new and the old home."""
         ledger, slots = self._ledger, slot.level.slots
         known = page.key in ledger.pages
         moved = ledger.links(home) | page.bytes_moved
@@ -115,22 +114,22 @@ class Homes:
         ledger.travellers += (home > 0) - (known and page.home > 0)
         page.home, page.bytes_moved = home, moved
         ledger.pages[page.key] = page
-        ledger.changes += 1  # last: what somebody keeps by an earlier number is looked up again
+        ledger.changes += 1  # last: invalidates lookups cached under an earlier number
 
     def _evict_old_home(self, page: Page) -> None:
-        """Take the page out of the tier where it lived before, with the copies that nobody has begun to make there."""
+        """Evict the page from its old home, with the queued copies that would have read from there."""
         for level in self._ledger.levels:
             slot = level.slots.get(page.key)
             if slot is None or not slot.at_home or level.index == page.home:
                 continue
             for copy in [copy for copy in slot.holders if isinstance(copy, Slot)]:
-                if copy.state is State.QUEUED and not copy.holders:  # else the old home stays until it is demanded
+                if copy.state is State.QUEUED and not copy.holders:  # else the old home stays until that is demanded
                     copy.level.policy.remove(page.key)
                     copy.level.evict(page.key)
             level.evict(page.key)
 
     def _finish(self) -> None:
-        """End what giving a page a home began, also when that was interrupted: it is there, or its new slot goes."""
+        """Complete a migration, or roll back an interrupted one."""
         arrival, ledger = self._arrival, self._ledger
         if arrival is None:
             return
@@ -160,7 +159,7 @@ class Homes:
                     f"tiers.{name}.budget = {nbytes}: a CUDA graph has recorded where the pages lie, they "
                     "cannot move; choose the budget before the capture, or wrap the model again"
                 )
-            level.copies_bytes = level.tier.capacity_bytes  # pages that are rehomed make room for those that pass
+            level.copies_bytes = level.tier.capacity_bytes  # leave room for streamed pages besides the rehomed ones
             self._rehome_all(moves)
             with self._guard.lock, ledger.deciding:
                 level.resize(nbytes)
@@ -170,7 +169,7 @@ class Homes:
             self._rehome_on_top()
 
     def _settle(self, level: Level) -> None:
-        """Wait until copies that were under way have left the room that a lowered budget takes; begin a new peak."""
+        """Wait for copies in flight to leave the room that a lowered budget takes away; reset the peak."""
         waiting = None
         while True:
             with self._guard.lock:
@@ -219,10 +218,10 @@ class Homes:
                 work.done(page.nbytes)
 
     def _rehome_on_top(self) -> None:
-        """Where the top tier has room for every page, have all of them live there from now on."""
+        """Rehome all pages in the top tier if it has room for every one."""
         ledger = self._ledger
         if ledger.rewrites:
-            return  # what is rewritten by the host stays in its memory
+            return  # pages that the host rewrites stay in host memory
         with self._guard.lock:
             self._decider.catch_up()
             below = [page for page in ledger.pages.values() if page.home > 0 and page.put is None]
@@ -234,8 +233,8 @@ class Homes:
             self._decider.catch_up()
 
     def _moves(self, level: Level, nbytes: int, lease_bytes: int) -> list[tuple[Page, int]]:
-        """Return the pages that must find another home for a budget of `nbytes`, and that home."""
-        routed = any(map(split_key, self._ledger.pages))  # of them, one token's may pass and no more
+        """Return the pages that must be rehomed for a budget of `nbytes`, with their new homes."""
+        routed = any(map(split_key, self._ledger.pages))  # streamed experts need room for one token's only
         passing = lease_bytes if lease_bytes and routed else max(self._passing_bytes(), lease_bytes)
         passing = passing if level.keeps_copies else 0
         leaving = self._too_many(level, nbytes, passing, with_cache=True)
@@ -245,7 +244,7 @@ class Homes:
             return self._new_homes(level, self._too_many(level, nbytes, passing, with_cache=False))
 
     def _too_many(self, level: Level, nbytes: int, passing: int, *, with_cache: bool) -> list[Page]:
-        """Return the pages that must leave for a budget of `nbytes`, of which pages that pass take a part."""
+        """Return the pages that must leave for a budget of `nbytes`, `passing` bytes of it for streamed pages."""
         with self._guard.lock:
             self._decider.catch_up()
             living = {key: slot for key, slot in level.slots.items() if slot.at_home}
@@ -267,7 +266,7 @@ class Homes:
         return _PASSING_PAGES * max(passing, default=0)
 
     def _new_homes(self, level: Level, pages: Sequence[Page]) -> list[tuple[Page, int]]:
-        """For each page the first tier below `level` that has room, beside slots for pages from further down."""
+        """Return for each page the first tier below `level` with room, besides slots for pages from deeper tiers."""
         homes = self._first_homes(level, pages, passing=0)
         deepest = max((home for _, home in homes), default=0)
         deepest = max([deepest, *(page.home for page in self._ledger.pages.values())])
@@ -276,7 +275,7 @@ class Homes:
         return homes
 
     def _first_homes(self, level: Level, pages: Sequence[Page], *, passing: int) -> list[tuple[Page, int]]:
-        """Leaving `passing` bytes in every tier below that pages from further down pass through."""
+        """First fit, leaving `passing` bytes in every lower tier that pages from deeper tiers are copied through."""
         below = self._ledger.levels[level.index + 1 :]
         room = {lower: lower.free_bytes - passing * (lower is not below[-1] and lower.keeps_copies) for lower in below}
         homes = []
@@ -293,7 +292,7 @@ class Homes:
 
     def _rehome(self, page: Page, home: int) -> None:
         """Give a page another home, unless it was retired."""
-        owner, retired = Owner(self._ledger), self._ledger.retired  # the page stays, whatever becomes of its owners
+        owner, retired = Owner(self._ledger), self._ledger.retired  # keeps the page stored if its other owners go
         claims = (owner.claim,)
         try:
             if self.share(owner, page):
@@ -302,13 +301,13 @@ class Homes:
             retired += claims  # no call
 
     def _read_home(self, page: Page, target: torch.Tensor) -> None:
-        """Copy a page from where it lives; return when that is done."""
+        """Copy a page out of its home; synchronous."""
         waiting = None
         while True:
             with self._guard.lock:
                 self._ledger.check_open(page.key)
                 if not page.writer:
-                    page.readers.add(self._arrival.slot)  # not rewritten before the page is declared to live there
+                    page.readers.add(self._arrival.slot)  # blocks rewrites until the new home is declared
                     source = self._ledger.levels[page.home].slots[page.key]
                     break
                 bell = self._guard.listen()
@@ -327,9 +326,9 @@ class Homes:
 
 
 def _staying(sizes: Mapping[str, int], nbytes: int, *, with_cache: bool) -> set[str]:
-    """Return the pages, by key, that may stay in a room: evenly spread, and routed experts after all others.
+    """Return the keys of pages that may stay in `nbytes`: evenly spread, routed experts after all others.
 
-    with_cache: of experts, twice as many leave as must, so that there is room for copies of as many as left.
+    with_cache: twice as many experts leave as must, so that as many copies of them can be cached.
     """
     routed = {key: size for key, size in sizes.items() if split_key(key)}
     every = {key: size for key, size in sizes.items() if key not in routed}
@@ -340,6 +339,6 @@ def _staying(sizes: Mapping[str, int], nbytes: int, *, with_cache: bool) -> set[
 
 
 def _deepest_first(move: tuple[Page, int]) -> tuple[bool, int]:
-    """Sort moves so that each finds room: first down, into the deepest tier first; then up, into the top tier first."""
+    """Sort key under which each move finds room: first moves down, deepest tier first; then up, top tier first."""
     page, home = move
     return (False, -home) if home > page.home else (True, home)

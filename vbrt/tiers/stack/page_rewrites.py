@@ -1,16 +1,16 @@
-"""Rewrites pages where they live, and brings the copies above up to date.
+"""In-place rewrites of pages in their homes, with a refresh of the cached copies above.
 
-A weight that trains is a page like any other: forwards lease it, policies keep and stage copies of it. After a step its
-bytes are others. So a page that is expected to be rewritten is *due*: from then on no lease of it begins, and no copy
-of it either, until it has been rewritten; what has begun before is waited for. Copies above the home are refreshed in
-their slots: policies notice nothing, and what `simulate` counts is what the stack counts.
+A trainable weight is a page like any other: forwards lease it, policies cache and prefetch copies of it. An optimizer
+step changes its bytes. A page whose rewrite is expected is *due*: no lease and no copy of it begins until it has been
+rewritten, and the rewrite waits for leases and copies that have begun. Copies above the home are refreshed in their
+slots: policies are not involved, so `simulate` and the stack count the same.
 
     rewriter.expect(keys, step)                 # for all pages of a step; forgo(keys, step) ends that
-    with rewriter.rewriting(key) as page:       # uint8 on the CPU: the page's bytes as they are, to be changed in place
+    with rewriter.rewriting(key) as page:       # uint8 on the CPU: the page's present bytes, to be changed in place
         ...
 
-Why waiting ends: whoever rewrites waits for leases and copies that have begun, and those wait for no page that is due:
-what a lease needs that began before goes on.
+Deadlock freedom: a rewrite waits for leases and copies that have begun, and those never wait for a due page: loads for
+a lease that began earlier proceed.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ __all__ = ["Rewriter"]
 
 
 class Rewriter:
-    """Rewrites pages of one stack. Any thread may call it; one page is rewritten at a time.
+    """Rewriter of one stack's pages. Thread-safe; each page is rewritten by one thread at a time.
 
     Attributes:
-        refreshed_bytes: copied into slots above the homes because a page was rewritten.
+        refreshed_bytes: bytes copied into slots above the homes because a page was rewritten.
     """
 
     def __init__(self, ledger: Ledger, mover: Mover) -> None:
@@ -43,17 +43,17 @@ class Rewriter:
         self.refreshed_bytes = 0
 
     def prepare(self) -> None:
-        """Note that pages of this stack are going to be rewritten, before the first pass: no programme is made, and
-        pages do not make the computing tier their home."""
+        """Announce rewrites, before the first pass: no programme runs then, and no page is rehomed in the computing
+        tier."""
         with self._guard.lock, self._ledger.deciding:
             self._ledger.rewrites = True
 
     def expect(self, keys: Collection[str], token: object, *, unless: Callable[[], bool] = bool) -> None:
-        """Have leases and copies of these pages wait until `forgo` is called with the same token.
+        """Make leases and copies of these pages wait until `forgo` is called with the same token.
 
         Args:
-            token: any hashable object, of whoever is going to rewrite the pages.
-            unless: asked under the lock; nothing is expected if it returns True.
+            token: any hashable object that identifies the rewriting step.
+            unless: called under the lock; if it returns True, nothing is marked due.
         """
         with self._guard.lock:
             pages = [] if unless() else [self._page(key) for key in keys]
@@ -62,7 +62,7 @@ class Rewriter:
                     page.due.add(token)
 
     def forgo(self, keys: Collection[str], token: object) -> None:
-        """Expect no rewrite of these pages any more for a token. Idempotent."""
+        """Withdraw a token from these pages, so that they are due for it no more. Idempotent."""
         with self._guard.lock:
             for key in keys:
                 page = self._ledger.pages.get(key)
@@ -72,15 +72,15 @@ class Rewriter:
 
     @contextlib.contextmanager
     def rewriting(self, key: str, *, fresh: bool = False) -> Iterator[torch.Tensor]:
-        """Yield the page's bytes (uint8, CPU) as they are at home; what they are at the end of the block is the page.
+        """Yield the page's bytes (uint8, CPU) from its home; their values at the end of the block become the page.
 
-        Several threads may rewrite pages at a time, each one of its own.
+        Several threads may rewrite pages concurrently, each a different one.
 
         Args:
-            fresh: all bytes are about to be written: those of a store are not read, and are anything.
+            fresh: True if the block writes all bytes: then a store is not read, and the yielded bytes are undefined.
 
-        In a memory they are the page itself, so that a block that raises leaves what it has written. A store gets a new
-        page at the end, in the place of the old one, which stays if the block raises or the new one cannot be written.
+        A memory yields the page itself: a block that raises leaves it partly written. A store is written at the end and
+        replaces the old page, which stays if the block raises or the write fails.
 
         Raises:
             TierError: the page is gone, or cannot be read or written.
@@ -100,7 +100,7 @@ class Rewriter:
             self.forgo((key,), token)
 
     def _begin(self, key: str) -> Page:
-        """Wait until nobody uses the page: who begins later waits for its rewriting."""
+        """Wait for all leases and copies of the page; those that begin later wait for the rewrite."""
         waiting = None
         while True:
             with self._guard.lock:
@@ -122,10 +122,10 @@ class Rewriter:
     @staticmethod
     def _is_busy(page: Page) -> bool:
         copied = any(slot.state is State.LOADING for slot in page.readers)
-        return copied or page.writer not in (0, threading.get_ident())  # its own: Ctrl-C came at the end of a block
+        return copied or page.writer not in (0, threading.get_ident())  # own id: Ctrl-C came at the end of a block
 
     def _in_place(self, home: Slot) -> Iterator[torch.Tensor]:
-        home.room.synchronize()  # copies that have begun have left
+        home.room.synchronize()  # wait for copies that read the old bytes
         try:
             yield home.view
         finally:
@@ -137,12 +137,12 @@ class Rewriter:
         if not fresh:
             tier.get(home.room, staging, key=page.key)
         yield staging
-        other = Reservation()  # the new page's room, then the old one's
+        other = Reservation()  # holds the new page's room, after the swap the old one's
         try:
             self._reserve(home, other)
             tier.put(other.room, staging, key=page.key, layout=page.layout.to_dict())
             with self._guard.lock:
-                if home.room is not None:  # else the page was retired meanwhile
+                if home.room is not None:  # None: the page was retired meanwhile
                     home.room, other.room = other.room, home.room  # no call in between
         finally:
             with self._guard.lock:
@@ -162,7 +162,7 @@ class Rewriter:
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def _refresh(self, home: Slot, source: torch.Tensor, room: Buffer) -> None:
-        """Copy the new bytes into the copies above the home, the lowest first."""
+        """Refresh the copies above the home, lowest first."""
         holder = Borrower()
         try:
             for copy in self._held(home, holder):
@@ -171,7 +171,7 @@ class Rewriter:
                 if copy.level.stream is None:
                     source, room = copy.view, copy.room
         except BaseException:
-            self._evict_copies(home)  # nobody may read what is left of the old bytes
+            self._evict_copies(home)  # stale bytes must not be read
             raise
         finally:
             self._release(home, holder)
@@ -191,8 +191,8 @@ class Rewriter:
             home.page.refreshed = []
 
     def _held(self, home: Slot, holder: Borrower) -> list[Slot]:
-        """Hold the copies of a page that have bytes in them, the lowest first. One that was evicted is among them while
-        it is the source of another that is still to be filled."""
+        """Hold all filled copies of a page, lowest first, including an evicted copy that is still the source of an
+        unfilled slot."""
         with self._guard.lock:
             found: dict[Slot, None] = {}
             for level in self._ledger.levels[: home.level.index]:

@@ -1,14 +1,14 @@
-"""The stack: turns policies' decisions into movement between tiers, such as gpu, cpu and ssd.
+"""Page stack: an inclusive cache hierarchy of tiers, such as gpu, cpu and ssd, driven by residency policies.
 
-Every page has one home: the tier that holds it until it is rehomed or retired. Tiers above the home hold copies while
-the policy wants them; weights are read-only, so eviction never writes. The top tier is where kernels compute.
+Every page has one home: the tier that holds it until it is rehomed or retired. Tiers above the home cache copies as
+their policies decide; weights are read-only, so eviction needs no write-back. Kernels compute in the top tier.
 
     with stack.lease(("layers.0.q_proj#coarse",)) as (tensors,):   # tensors: field name -> view into the page
         y = op(x, tensors)
 
-Three classes do the work: one decides (`decider`), one moves bytes (`mover`), one gives pages their homes (`homes`).
-They share one lock (`guard`) and one set of books (`ledger`). `stack_lock` says what holds when Ctrl-C comes, each file
-why its waiting ends.
+Three classes do the work: `decider.py` decides, `mover.py` copies bytes, `page_homes.py` places pages in their homes.
+They share one lock (`guard`) and one state (`ledger`). `stack_lock.py` has the guarantees under Ctrl-C; each file with
+waits says why they cannot deadlock.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,22 +36,22 @@ __all__ = ["PageStack"]
 
 
 class PageStack:
-    """Tiers from the computing one down; whatever keeps the protocol of tiers may be one of them.
+    """Stack of tiers from the computing one down; any class with the `Tier` protocol may be one of them.
 
     Args:
-        tiers: with their policies, as levels, or bare: those keep no copies. The computing tier, a memory, comes first.
-        workers: threads that move pages ahead of their use.
-        schedule: makes what serves the leases of passes that recur.
-        share_cores: where the CPU computes, workers would take the cores from it to copy pages out of the page cache:
-            they only have the system read files ahead, and whoever needs a page copies it.
+        tiers: as `Level`s, with their policies, or bare, without cached copies. The computing tier, a memory, is first.
+        workers: number of prefetch threads.
+        schedule: factory of the schedule that serves recurring passes.
+        share_cores: True where the CPU computes: copies by workers would compete for its cores, so workers only ask
+            the system to read files ahead, and the leasing thread copies the page.
 
     Attributes:
         levels, names: the tiers, and their names.
-        pages: by key, those that are stored.
+        pages: stored pages, by key.
         retired: claims of retired owners, which pages lose at the next access; may be appended to.
         guard: the lock, and the recorder of a timeline.
-        announce: tells which pages the next leases take, see `Decider.announce`.
-        rewriter: gives pages other bytes where they live, see `page_rewrites.py`.
+        announce: announces a scan, see `Decider.announce`.
+        rewriter: changes the bytes of pages in place, see `page_rewrites.py`.
         shells: weights that have no pages yet.
     """
 
@@ -81,12 +81,12 @@ class PageStack:
 
     @property
     def device(self) -> torch.device:
-        """Where leased pages live and kernels compute."""
+        """Device of the top tier, where leased pages are and kernels compute."""
         return self.ledger.device
 
     @property
     def encoding(self):
-        """A lock: one weight is encoded at a time, which bounds scratch and encodes no weight twice."""
+        """Lock: one weight is encoded at a time, which bounds scratch memory and avoids encoding a weight twice."""
         return self.ledger.encoding
 
     @property
@@ -96,28 +96,28 @@ class PageStack:
 
     @property
     def at_rest(self) -> bool:
-        """True if every page lives in the top tier and none is leaving: it may be used without a lease then, and
-        whoever does counts the hit. False while a timeline is recorded, which notes leases."""
+        """True if every page's home is the top tier and none is leaving: then pages may be used without a lease, and
+        the user counts the hit. False while a timeline records leases."""
         ledger = self.ledger
         return not (ledger.travellers or ledger.retired or ledger.lost or self.guard.recorder)
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
     def add(self, key: str, layout: PageLayout, home: str, write: Write, owner: Owner, *, local: bool = False) -> Page:
-        """Store a new page in its home; `write` writes the page's bytes into the uint8 tensor it is given.
+        """Store a new page in its home; `write` fills the uint8 tensor that it is given with the page's bytes.
 
         Args:
-            local: the page is used where it lives, by the host: it passes through no tier and is not page-locked.
+            local: True for a page that the host uses in place: it is never copied to other tiers nor pinned.
 
         Raises:
-            TierError: no room within the budget, the ssd cannot be written, the key is taken, or the stack was closed;
-                nothing of the page stays behind.
+            TierError: no room within the budget, the ssd cannot be written, the key is taken, or the stack is closed;
+                the page leaves no trace.
         """
         page = Page(key, layout, self.names.index(home), passes=not local, pinned=not local, tally=owner.tally)
         return self._homes.add(page, write, owner)
 
     def share(self, keys: Collection[str]) -> Owner:
-        """Return one more owner of these pages."""
+        """Return an additional owner of these pages."""
         owner = Owner(self)
         for key in keys:
             self._homes.share(owner, self.pages[key])
@@ -128,7 +128,7 @@ class PageStack:
         self.retired.append(owner.claim)
 
     def retire_unowned(self) -> None:
-        """Retire the pages that have no owner now, not at the next access."""
+        """Retire pages without owners now instead of at the next access."""
         with self.guard.lock:
             self.decider.catch_up()
 
@@ -139,34 +139,33 @@ class PageStack:
         self.ledger.attach(tier)
 
     def set_budget(self, name: str, nbytes: int, lease_bytes: int = 0) -> None:
-        """Change a tier's budget, while forwards may run.
+        """Change a tier's budget; safe while forwards run.
 
-        Pages that live there and do not fit any more, beside slots for pages that pass through, are rehomed in a tier
-        below, routed experts first; the others stay, evenly spread. When the top tier has room for all pages, they live
-        there from now on.
+        Pages at home there that no longer fit, besides slots for streamed pages, are rehomed in a tier below, routed
+        experts first; the others stay, evenly spread. If the top tier has room for all pages, all are rehomed there.
 
         Args:
-            lease_bytes: what one lease takes, at most: room that pages at home leave, where more than four pages.
+            lease_bytes: largest lease; pages at home leave that much room, if it is more than four pages.
 
         Raises:
-            TierError: no tier below has room for what must move, a CUDA graph needs it where it is, or there is no tier
-                of this name; the budget stays.
+            TierError: no tier below has room for the pages that must move, a CUDA graph holds their addresses, or no
+                tier has this name; the budget stays.
         """
         self._homes.set_budget(name, nbytes, lease_bytes)
 
     def rehome(self, homes: Mapping[str, str]) -> None:
-        """Give stored pages, by key, homes in other tiers, while forwards may run. Keys of no page are ignored.
+        """Rehome stored pages, by key; safe while forwards run. Unknown keys are ignored.
 
         Raises:
-            TierError: a tier has no room, a page cannot be read or written, or a CUDA graph needs it where it is; each
-                page is in its old home or in its new one.
+            TierError: a tier has no room, a page cannot be read or written, or a CUDA graph holds its address; each
+                page is then either in its old home or in its new one.
         """
         self._homes.rehome(homes)
 
     def close(self) -> None:
         """Retire every page, stop the threads, remove the files. Idempotent.
 
-        Threads that wait for a page get a TierError; a lease that is held stays valid to its end.
+        Threads that wait for a page get a TierError; open leases stay valid to their end.
         """
         guard, ledger = self.guard, self.ledger
         with guard.lock:
@@ -185,13 +184,13 @@ class PageStack:
     # -- passes and leases --------------------------------------------------------------------------------------------
 
     def capturing(self, keys: Collection[str] = ()) -> bool:
-        """True if a CUDA graph records what this thread computes; pages stay where they are from then on.
+        """True if this thread's stream is under CUDA graph capture; pages may not be rehomed from then on.
 
         Args:
-            keys: of pages that it needs in the top tier.
+            keys: of pages that the captured work needs in the top tier.
 
         Raises:
-            TierError: pages move, so that a graph could not find them again.
+            TierError: pages move, so their addresses cannot be captured.
         """
         if self.levels[0].stream is None or not torch.cuda.is_current_stream_capturing():
             return False
@@ -220,8 +219,8 @@ class PageStack:
         """Start a new pass over the model with the next lease.
 
         Args:
-            phase: "prompt", "decode", "forward" or any other name; each has an order that policies learn.
-            backward: the phase that begins with the first lease within autograd's backward; none by default.
+            phase: "prompt", "decode", "forward" or any other name; policies learn one access order per phase.
+            backward: phase that begins at the first lease within autograd's backward; none by default.
         """
         self.levels[0].check()
         self.decider.begin_pass(phase, backward=backward)
@@ -229,22 +228,22 @@ class PageStack:
             self.guard.routing.begin_pass(phase)
 
     def phases(self) -> dict[str, PhaseCounts]:
-        """Return passes, hits and misses of each phase. Accesses between two passes count for the first."""
+        """Return passes, hits and misses by phase. Accesses between two passes count for the first one."""
         return self.decider.phases()
 
     def lease(self, keys: Sequence[str]) -> Lease:
-        """Borrow pages in the top tier: `with stack.lease(keys) as tensors` yields one dict of views for each key.
+        """Lease pages in the top tier: `with stack.lease(keys) as tensors` yields one dict of views per key.
 
         The views are valid inside the `with` block only, unless the page's home is the top tier.
 
         Raises:
-            TierError: (on entering) a page cannot be read or verified, cannot fit beside what this thread has leased,
-                or was retired.
+            TierError: (on entering) a page cannot be read or verified, does not fit besides this thread's other
+                leases, or was retired.
         """
         return Lease(self, keys)
 
     def after_fork(self) -> None:
-        """Make a forked child's copy usable: its pages are there, its parent's threads are not."""
+        """Reset the stack in a forked child: pages at home stay, threads of the parent are replaced."""
         self.ledger.after_fork()
         self.mover.after_fork()
         self._homes.after_fork()

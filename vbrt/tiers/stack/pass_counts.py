@@ -1,4 +1,4 @@
-"""The pass under way: its phase, and what is counted for each phase."""
+"""Counters per phase, and the phase of the current pass."""
 
 from dataclasses import replace
 
@@ -12,13 +12,13 @@ __all__ = ["Passes", "in_backward"]
 
 
 class Passes:
-    """Phases and their counts; written under the guard of the stack.
+    """Phases and their counters; written under the guard of the stack.
 
-    Hits are counted by pages, also where pages are used without a lease; whoever changes the phase pays for the sum.
+    Pages count their own hits, with or without a lease; the sum is taken only when the phase changes.
 
     Attributes:
-        current: counts of the phase under way; misses are added there.
-        backward: the phase that the first lease within autograd's backward begins; "" for none.
+        current: counters of the current phase; misses are added there.
+        backward: phase that begins at the first lease within autograd's backward; "" for none.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -26,8 +26,8 @@ class Passes:
         self.phase, self.backward = FORWARD, ""
         self.current = PhaseCounts()
         self._of_phase = {FORWARD: self.current}
-        self._earlier_hits = 0  # hits of pages up to the phase under way
-        self._retired_hits = 0  # hits of pages that are gone
+        self._earlier_hits = 0  # hits of pages before the current phase
+        self._retired_hits = 0  # hits of retired pages
 
     def begin(self, phase: str, *, backward: str = "") -> None:
         """Begin a pass of the named phase."""
@@ -40,18 +40,18 @@ class Passes:
         self.backward = backward
 
     def count_misses(self, misses: int, prefetched: int) -> None:
-        """Count misses for the phase, and those of them that had been staged ahead."""
+        """Count misses of the phase, and how many of them had been prefetched."""
         self.current.misses += misses
         self.current.prefetched += prefetched
 
     def retire(self, page: Page) -> None:
-        """Keep the hits of a page that goes, which its layer's tally has no longer."""
+        """Keep the hits of a retired page, and subtract it from its layer's tally."""
         self._retired_hits += page.hits
         if page.tally is not None:
             page.tally.add(page, -1)
 
     def counts(self) -> dict[str, PhaseCounts]:
-        """Return the counts of every phase that has had passes or accesses, up to now."""
+        """Return the counters so far of every phase with passes or accesses."""
         now = {phase: replace(counts) for phase, counts in self._of_phase.items()}
         now[self.phase].hits += self._new_hits()
         return {phase: counts for phase, counts in now.items() if counts != PhaseCounts()}
@@ -61,5 +61,5 @@ class Passes:
 
 
 def in_backward() -> bool:
-    """True if autograd's engine runs this thread's computation."""
+    """True if this thread runs within autograd's backward."""
     return current_graph_task() != -1

@@ -1,13 +1,13 @@
-"""Rows of pages, taken where the pages live: a lookup in a table moves the rows it needs, and the table stays.
+"""Row lookup (embedding gather) in a page's home tier: only the needed rows move, the table stays.
 
     rows = page_rows(stack, "embed_tokens#coarse")
     codes = rows.take("codes", index)         # entries of a field along its first dimension, from memory or a file
 
-    with PagesAtHome(stack, keys) as (tensors,):    # whole pages, for whoever wants the dense table
+    with PagesAtHome(stack, keys) as (tensors,):    # whole pages, for the dense table
 
-Nothing is leased and no policy hears of it: what a table costs on its way is its rows, and pages that pass through the
-tiers keep their places. A lookup is a hit where the page lives in the top tier, and a miss otherwise; the bytes of the
-rows count as moved, over each link between the page's home and the top tier.
+There is no lease and no policy decision: traffic is the rows only, and no cached page is evicted. A lookup is a hit if
+the page's home is the top tier, else a miss; the bytes of the rows count as moved over each link between the page's
+home and the top tier.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ __all__ = ["PageRows", "PagesAtHome", "page_rows"]
 
 
 class PageRows:
-    """One page, to take rows from.
+    """Row reader of one page.
 
     Attributes:
         page: the page.
@@ -68,11 +68,11 @@ class PageRows:
         return unpack(page, self.page.layout)
 
     def _use(self, slot: Slot) -> None:
-        """Read from a slot; what is in memory stays readable when the page gets another home."""
+        """Read from a slot; tensors in memory stay readable after the page is rehomed."""
         self._slot, self._room, self._tensors = slot, slot.room, slot.tensors
 
     def _finds_another_home(self) -> bool:
-        """True if the page was rehomed; it is read there then."""
+        """True if the page was rehomed; switches to its new home."""
         slot = self._stack.levels[self.page.home].slots.get(self.page.key)
         if slot is None or slot is self._slot:
             return False
@@ -80,7 +80,7 @@ class PageRows:
         return True
 
     def _taken(self, field: Field, index: torch.Tensor) -> torch.Tensor:
-        """The entries on the device where the page lives."""
+        """Return the entries on the device of the page's home."""
         tier = self._slot.level.tier
         if tier.memory:
             tensor = self._tensors[field.name]
@@ -98,7 +98,7 @@ class PageRows:
         return entries.view(-1).view(dtype).view(len(index), *inner)
 
     def _at(self, index: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The indices on a device; those of one lookup are copied once for all fields."""
+        """Return the indices on a device; one copy per lookup, shared by all fields."""
         if index.device == device:
             return index
         if self._copied[0] is not index:
@@ -112,8 +112,8 @@ class PageRows:
 
 
 class PagesAtHome:
-    """Whole pages that never pass through the tiers, for one `with` block: views where they live on the computing
-    device, copies outside of the budgets otherwise."""
+    """Whole pages read from their homes for one `with` block, bypassing the tiers: views if the home is on the
+    computing device, else copies outside the budgets."""
 
     def __init__(self, stack: PageStack, keys: Sequence[str]) -> None:
         self.stack, self.keys = stack, keys
@@ -123,16 +123,16 @@ class PagesAtHome:
         return [page_rows(self.stack, key).all() for key in self.keys]
 
     def __exit__(self, *exc_info: object) -> None:
-        """Nothing is held."""
+        """Do nothing: no page is held."""
 
 
 def page_rows(stack: PageStack, key: str) -> PageRows:
-    """Return the rows of a page where it lives now, and count a lookup.
+    """Return a row reader of a page in its present home, and count a lookup.
 
-    They stay readable while the page is rehomed; after it was retired, `take` raises TierError if it was a file.
+    It stays usable while the page is rehomed; after retirement, `take` raises TierError if the page was a file.
 
     Raises:
-        TierError: the page was retired, the stack closed, or a CUDA graph would record rows that are not on the GPU.
+        TierError: the page was retired, the stack is closed, or the rows are not on the GPU under CUDA graph capture.
     """
     stack.capturing((key,))
     with stack.guard.lock:
@@ -146,7 +146,7 @@ def page_rows(stack: PageStack, key: str) -> PageRows:
 
 
 def _taken(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`tensor[index]`, for dtypes that torch cannot index too."""
+    """`tensor[index]`, also for dtypes that torch cannot index."""
     plain = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
     taken = torch.embedding(plain, index) if plain.dim() == 2 else plain.index_select(0, index)
     return taken.view(tensor.dtype) if plain is not tensor else taken

@@ -1,7 +1,7 @@
-"""What a stack asks of a schedule, and a schedule of the stack's leases.
+"""Protocols between a stack and its schedule: leases, runs, and CUDA graph recordings.
 
-A schedule (`vbrt.tiers.schedule`) stands above the stack, which is given one as it is made. It watches the leases of
-passes, and may serve those of a round that recurs by a run, without asking the policy.
+A schedule (`vbrt.tiers.schedule`) is passed to the stack's constructor. It watches the leases of passes, and may serve
+a recurring round by a run, without policy decisions.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,10 +15,10 @@ __all__ = ["Borrowing", "GraphRecording", "Leased", "LeasedTensors", "Run", "Sch
 
 
 class LeasedTensors(list):
-    """The tensors of a lease that will be the very same when the lease comes again.
+    """Tensors of a lease that are identical at each repetition of the lease.
 
     Attributes:
-        planes: what the borrower has made of them, for the next time; it is dropped with them.
+        planes: cache for the borrower's objects made from the tensors; dropped with them.
     """
 
     __slots__ = ("planes",)
@@ -29,12 +29,12 @@ class LeasedTensors(list):
 
 
 class Borrowing(Protocol):
-    """Pages that are held, in whichever way.
+    """Held pages, by any kind of lease.
 
     Attributes:
         keys: of the pages.
-        slots: that are held; none where a run serves the pages.
-        borrower: holds the slots.
+        slots: the held slots; empty where a run serves the pages.
+        borrower: holder of the slots.
     """
 
     keys: Sequence[str]
@@ -43,40 +43,40 @@ class Borrowing(Protocol):
 
 
 class Leased(Borrowing, Protocol):
-    """A lease. run: that serves it; None where the policy decides."""
+    """Lease of a stack. run: the run that serves it; None where the policy decides."""
 
     run: "Run | None"
 
 
 class Run(Protocol):
-    """Serves the leases of a round that recurs. Takes the lock itself where it is not said to need it.
+    """Run that serves the leases of a recurring round. Methods take the stack's lock themselves unless said otherwise.
 
     Attributes:
-        out: the lease that has not been released, if there is one.
-        thread: that has it, or had the last one.
+        out: the open lease; None without one.
+        thread: of the open lease, or of the last one.
     """
 
     out: Leased | None
     thread: int
 
     def lease(self, lease: Leased) -> LeasedTensors | None:
-        """Return a lease's tensors if it comes in its turn; else None: it is for the policy then."""
+        """Return a lease's tensors if it is the next one of the round; else None: the policy decides."""
 
     def release(self, lease: Leased) -> bool:
-        """End a lease; False if it is not this run's any more."""
+        """End a lease; False if this run no longer owns it."""
 
     def begin_pass(self, phase: str, backward: str = "") -> bool:
-        """Go on with the next pass of the round; False if the policy must see it. Under the lock."""
+        """Advance to the next pass of the round; False if the policy must see it. Call it under the lock."""
 
 
 class Schedule(Protocol):
-    """Watches passes, and begins and ends runs. Everything is called under the stack's lock.
+    """Schedule that watches passes and starts and ends runs. All methods run under the stack's lock.
 
     Attributes:
-        reason: why nothing runs, as far as it is known; "" while something does.
-        enabled: False to have the policy decide every lease.
-        orders: the leases of the last pass of each phase.
-        note: told the keys of each lease that the policy decides.
+        reason: why no run is active, if known; "" while one is.
+        enabled: False makes the policy decide every lease.
+        orders: lease order of the last pass of each phase.
+        note: called with the keys of each lease that the policy decides.
     """
 
     reason: str
@@ -85,30 +85,30 @@ class Schedule(Protocol):
     note: Callable[[Sequence[str]], None]
 
     def begin_pass(self, before: str, *, may_run: bool) -> None:
-        """Note that the policies have begun a pass after one of the phase `before`; run one that recurs."""
+        """Note that the policies have begun a pass, after one of phase `before`; start a run if passes recur."""
 
     def end(self) -> None:
-        """End the run: the policy decides again. Called within `ledger.deciding`."""
+        """End the run and hand decisions back to the policy. Called within `ledger.deciding`."""
 
     def drop(self) -> None:
         """End the run without telling the policies, which are reset."""
 
     def hurry(self) -> None:
-        """Do not wait for more passes before the next attempt."""
+        """Clear the back-off: attempt at the next pass."""
 
     def refusal(self) -> str | None:
-        """Return why nothing can run here; None if something may, once passes recur."""
+        """Return why no run is possible on this stack; None if one may start, once passes recur."""
 
     def told(self) -> str:
-        """Return who decides leases, for people; "" where no page moves."""
+        """Return how leases are decided, as text for stats; "" where no page moves."""
 
 
 class GraphRecording(Protocol):
-    """A pass that is recorded as a CUDA graph."""
+    """CUDA graph capture of a pass."""
 
     @property
     def mine(self) -> bool:
-        """True in the thread that records."""
+        """True in the recording thread."""
 
     def begin(self) -> bool:
-        """Have what this thread leases from now on be recorded; False if that has been done."""
+        """Start to record this thread's leases; False if that has started before."""

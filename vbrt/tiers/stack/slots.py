@@ -1,8 +1,8 @@
-"""Pages, the slots that they have in tiers, and the levels of a stack.
+"""Pages, their slots in tiers, and the levels of a stack.
 
-A slot is a page's place in a tier: QUEUED (decided, nothing moved), LOADING, READY or FAILED. A page that is evicted
-while its bytes are still coming, or in use, is `doomed`: its room is freed when the copy has ended and the last holder
-has released it; threads that wait for room wait for that.
+A slot is a page's place in a tier, with a load state: QUEUED (decided, nothing moved), LOADING, READY or FAILED. A slot
+evicted while it is loading or in use is `doomed`: its room is freed once the copy has ended and the last holder has
+released it; threads that wait for room wait for that.
 """
 
 import itertools
@@ -30,7 +30,7 @@ __all__ = ["Borrower", "Claim", "Level", "Owner", "Page", "Slot", "State", "slot
 
 
 class State(Enum):
-    """How far a slot has got."""
+    """Load state of a slot."""
 
     QUEUED = auto()
     LOADING = auto()
@@ -40,19 +40,19 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One plane of one layer, and the counters of its life.
+    """Page: one plane of one layer, or of one of its experts, with its counters.
 
     Attributes:
-        home: the index of its tier, 0 on top.
-        passes: False if only rows of it are read, where it lives: it needs no slot in the tiers above.
-        tally: of its layer, which counts what the page counts; None where a layer has a page or two.
-        put: the claim of an owner whose kernels read the page where it lies: it is not rehomed while the claim holds.
-        pinned: whether its host memory is page-locked, where a tier's is.
-        due: tokens of rewrites that are expected; while there are any, no lease and no copy of the page begins.
-        borrowers: of leases of the page, where pages are rewritten.
-        readers: slots that threads are copying the page into.
-        refreshed: copies that are held while they get the page's new bytes.
-        writer: the thread that rewrites the page now; 0 without one.
+        home: index of its home tier, 0 on top.
+        passes: False if only rows of it are read, in its home: it needs no slot in the tiers above.
+        tally: aggregate counters of its layer; None where a layer has a page or two.
+        put: claim of an owner whose kernels read the page in place: it is not rehomed while the claim holds.
+        pinned: True if its host memory is pinned, in a tier that pins.
+        due: tokens of expected rewrites; while there are any, no lease and no copy of the page begins.
+        borrowers: of open leases of the page, in stacks with rewrites.
+        readers: slots that are being filled from the page.
+        refreshed: copies that are held for a refresh after a rewrite.
+        writer: thread that rewrites the page; 0 without one.
     """
 
     key: str
@@ -80,11 +80,11 @@ class Page:
 
 
 class Claim(weakref.ref):
-    """An owner's hold on its pages. Joins the retired claims when the owner is collected: in C, without a call in
-    between."""
+    """Weak reference to an owner, held by its pages. Its callback appends it to the retired claims when the owner is
+    collected: in C, without a Python call in between."""
 
     __slots__ = ("keys",)
-    __eq__, __hash__ = object.__eq__, object.__hash__  # the owner's would do, but it is gone when they count
+    __eq__, __hash__ = object.__eq__, object.__hash__  # by identity: the owner's hash is gone when they are needed
 
 
 class _Retiring(Protocol):
@@ -96,8 +96,8 @@ class _Books(Protocol):
 
 
 class Owner:
-    """Owns pages of one stack: a page without owners is retired at the next access. `tally`: of the pages that are
-    added under it."""
+    """Owner of pages in one stack: a page without owners is retired at the next access. `tally`: counters of the pages
+    added under this owner."""
 
     __slots__ = ("__weakref__", "claim", "tally")
 
@@ -108,7 +108,7 @@ class Owner:
 
 
 class Borrower:
-    """Holds slots for one lease; an object of its own, so that a lost lease can be collected."""
+    """Holder of slots for one lease; separate from it, so that a lost lease can be collected."""
 
     __slots__ = ("thread",)
 
@@ -120,7 +120,7 @@ _tickets = itertools.count()
 
 
 class Slot:
-    """A page's place in a tier. `holders`: leases, and slots above that are filled from this one."""
+    """Place of a page in a tier. `holders`: borrowers of leases, and slots above that are filled from this one."""
 
     __slots__ = (
         "arrived",
@@ -142,7 +142,7 @@ class Slot:
     def __init__(self, page: Page, level: "Level", charge: int = 0, *, at_home: bool = False) -> None:
         self.page, self.level = page, level
         self.at_home = at_home  # True if this is the page's home
-        self.charge = charge or page.nbytes + level.overhead_bytes  # of its room: a ring's slot may be larger
+        self.charge = charge or page.nbytes + level.overhead_bytes  # bytes of its room: a ring's slot may be larger
         self.ticket = next(_tickets)  # the order of decisions
         self.state = State.QUEUED
         self.loader = 0  # the thread that moves the bytes
@@ -156,71 +156,71 @@ class Slot:
 
     @property
     def tier(self) -> Tier:
-        """Where the page is."""
+        """Tier of the slot."""
         return self.level.tier
 
     @property
     def view(self) -> torch.Tensor:
-        """The page's bytes in a memory."""
+        """The page's bytes, uint8; of a memory tier only."""
         return self.room.tensor[: self.page.nbytes]
 
 
 class Level:
-    """One tier of the stack with its policy and its slots. Everything is called under the stack's lock.
+    """Level of the stack: a tier with its policy and slots. All methods run under the stack's lock.
 
     Args:
-        tier: any that keeps the protocol.
-        policy: decides on copies of pages from further down; None: there are none, those pages pass by.
+        tier: any class with the `Tier` protocol.
+        policy: decides which copies of pages from deeper tiers are cached; None: none, those pages bypass the tier.
     """
 
     def __init__(self, tier: Tier, policy: Policy | None = None) -> None:
         self.tier, self.overhead_bytes = tier, tier.overhead_bytes
         self.keeps_copies = policy is not None
         self.policy = policy = LRUPolicy(0) if policy is None else policy
-        self.guard = Guard()  # a stack sets its own, and the index
+        self.guard = Guard()  # a stack sets its own guard, and the index
         self.index = 0
-        self.copies_bytes = policy.capacity_bytes  # room for copies, less where pages at home need it
+        self.copies_bytes = policy.capacity_bytes  # room for copies, reduced where pages at home need it
         self.home_bytes = 0
-        self.living: dict[Slot, None] = {}  # slots of pages that live here, or are on their way in or out
+        self.living: dict[Slot, None] = {}  # slots of pages at home here, or moving in or out
         self.slots: dict[str, Slot] = {}
-        self.leased: set[str] = set()  # copies that threads use: the policy must let them stay
-        self.pending: dict[Slot, None] = {}  # decided and without room yet, earliest first
-        self.leaving: set[Slot] = set()  # evicted, with room that is still filled or held
+        self.leased: set[str] = set()  # copies in use: the policy must not evict them
+        self.pending: dict[Slot, None] = {}  # decided, without room yet; earliest first
+        self.leaving: set[Slot] = set()  # evicted, with a load or a holder left
         self.stream = torch.cuda.Stream(tier.device) if tier.device.type == "cuda" else None
-        self.relay = Relay(tier.fallbacks)  # for pages in host memory that is not page-locked
-        self.lanes: Carrier | None = None  # where pages come over the links of several GPUs
+        self.relay = Relay(tier.fallbacks)  # for pages in pageable host memory
+        self.lanes: Carrier | None = None  # for pages that arrive by more than one copy
         self._fit()
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in which pages can still be given a home; copies that are there are evicted for them."""
+        """Bytes free for new homes; includes copies, which would be evicted."""
         return self.tier.capacity_bytes - self.tier.stuck_bytes - self.home_bytes
 
     def brings(self, source: Slot) -> bool:
-        """True if lanes bring the page of a slot below into this level."""
+        """True if the carrier copies the page of a lower slot into this level."""
         return self.lanes is not None and self.lanes.take(source)
 
     def check(self) -> None:
-        """Verify what lanes have brought since the last time. Raises TierError, on all ranks."""
+        """Verify the carrier's copies since the last check. Raises TierError, on all ranks."""
         if self.lanes is not None:
             self.lanes.check()
 
     def resize(self, nbytes: int) -> None:
-        """Take another budget, in which the pages that live here fit, and evict the copies that do not."""
+        """Set a new budget, in which the pages at home fit, and evict the copies that do not."""
         self.tier.capacity_bytes = self.copies_bytes = nbytes
         self._evict_all(self.policy.resize(nbytes - self.home_bytes))
 
     def move_in(self, slot: Slot) -> None:
-        """Count a page that will live here, and evict the copies that are in its way."""
+        """Charge a page's new home here, and evict copies for it."""
         if slot not in self.living:  # no call in between
             self.living[slot] = None
             self.home_bytes += slot.charge
         self._evict_all(self._fit())
 
     def recount(self, slot: Slot) -> None:
-        """Count what a page that lives here really takes: a store may need less than was reserved."""
+        """Charge the actual size of a page at home here: a store may need less than was reserved."""
         nbytes = slot.room.nbytes
         if slot in self.living:  # no call in between
             self.home_bytes += nbytes - slot.charge
@@ -233,23 +233,23 @@ class Level:
         self._evict_all(self._fit())
 
     def _fit(self) -> tuple[str, ...]:
-        """Resize the policy to the room beside pages at home; return the copies to evict."""
+        """Resize the policy to the room left by pages at home; return the copies to evict."""
         room = min(self.copies_bytes, self.free_bytes)
         return () if room == self.policy.capacity_bytes else self.policy.resize(room)
 
     def exceeds_until_copied(self) -> bool:
-        """True if more is held than a lowered budget, and other threads' copies end soon that free room: those of pages
-        that were evicted meanwhile and that no lease waits for."""
+        """True if a lowered budget is exceeded, and other threads' loads will soon free room: loads of slots that were
+        evicted meanwhile and that no lease waits for."""
         if self.tier.held_bytes <= self.tier.capacity_bytes:
             return False
         me, leaving = threading.get_ident(), [slot for slot in self.leaving if not slot.holders]
         return any(slot.room is not None and slot.state is State.LOADING and slot.loader != me for slot in leaving)
 
     def make_way(self, reserve: Callable[[], bool]) -> None:
-        """Evict copies that nobody uses, one by one, until `reserve` returns True.
+        """Evict unused copies, one by one, until `reserve` returns True.
 
-        It is for a slot that was evicted while a lease waits for it, as a budget was lowered: no policy counts it, so
-        where policies keep the room full nothing else would ever free its bytes.
+        For a slot that was evicted, as a budget was lowered, while a lease waits for it: no policy accounts for it, so
+        nothing else would free its bytes where policies keep the room full.
         """
         for key in [key for key, slot in self.slots.items() if not (slot.at_home or slot.holders)]:
             self.policy.remove(key)
@@ -260,7 +260,7 @@ class Level:
     # -- the end of slots ---------------------------------------------------------------------------------------------
 
     def evict(self, key: str) -> None:
-        """Take a page out of the level; its room is freed when nobody uses it any more."""
+        """Evict a page from the level; its room is freed once it is unused."""
         slot = self.slots[key]
         slot.doomed = True
         self.leased.discard(key)
@@ -273,7 +273,7 @@ class Level:
             self.evict(key)
 
     def evict_copies(self) -> None:
-        """Evict every copy, and every page whose home is elsewhere by now; reset the policy."""
+        """Evict every copy, and every page rehomed elsewhere; reset the policy."""
         self.policy.reset()
         for key, slot in list(self.slots.items()):
             if not slot.at_home or slot.page.home != self.index:
@@ -281,7 +281,7 @@ class Level:
         self._fit()
 
     def free(self, slot: Slot) -> None:
-        """Free what a doomed slot has, unless it is held, or being filled: then this is called again."""
+        """Free a doomed slot's room; a no-op while it is held or loading: then this is called again."""
         if slot.holders or slot.state is State.LOADING:
             self.leaving.add(slot)
             return
@@ -295,7 +295,7 @@ class Level:
         self.leaving.discard(slot)
         if slot.at_home:
             if slot.room is not None:
-                self.tier.free(slot.room, reuse=False)  # views that the caller still has keep the memory alive
+                self.tier.free(slot.room, reuse=False)  # views still in use keep the memory alive
                 slot.room = None
             self._move_out(slot)
         elif slot.room is not None:
@@ -307,31 +307,31 @@ class Level:
     def release(self, slot: Slot, holder: Slot | Borrower) -> None:
         """End a holder's use of a slot of this level."""
         if slot.state is State.LOADING and slot.loader == threading.get_ident():
-            self.cancel(slot, KeyboardInterrupt())  # this thread began and is not at it any more
+            self.cancel(slot, KeyboardInterrupt())  # this thread's own load, left by an interrupt
         slot.holders.discard(holder)
         if slot.holders:
             return
         if slot.doomed:
             self.free(slot)
-        elif slot.state is State.QUEUED:  # nobody is going to fill it
+        elif slot.state is State.QUEUED:  # no thread will fill it
             self.policy.remove(slot.page.key)
             self.evict(slot.page.key)
         else:
             self.leased.discard(slot.page.key)
 
     def release_source(self, slot: Slot) -> None:
-        """End a slot's use of the slot below that it is filled from, if it has one."""
+        """Release the lower slot that a slot is filled from, if any."""
         source = slot.source
         if source is not None:
             source.level.release(source, slot)
             slot.source = None
 
     def cancel(self, slot: Slot, error: BaseException) -> None:
-        """Cancel a load, as if it had never been decided. Threads that wait for the slot get the error."""
+        """Cancel a load and its decision. Threads that wait for the slot get the error."""
         if slot.state is not State.LOADING:
             return
         key = slot.page.key
-        if not isinstance(error, Exception):  # Ctrl-C: this thread gets it, those that wait get an error
+        if not isinstance(error, Exception):  # Ctrl-C goes to this thread, a TierError to waiting ones
             error = TierError(f"{key}: its copy was interrupted; run the forward again")
         slot.error, slot.doomed = error, True
         self.pending.pop(slot, None)
@@ -345,7 +345,7 @@ class Level:
         self.guard.ring()
 
     def after_fork(self) -> None:
-        """Keep, in a forked child, what is there: pages at home, without the threads that used them."""
+        """Reset in a forked child: pages at home stay, without holders; copies are dropped."""
         self.policy.reset()
         self.pending.clear()
         self.leased.clear()
@@ -359,9 +359,8 @@ class Level:
 
 
 def slot_below(ledger: "_Books", page: Page) -> Slot | None:
-    """Return the slot that a page's bytes come from in one step to the top tier: its home in memory, or in a store that
-    lanes bring it from, with no tier between that keeps copies; also of a page that lives on top. None if they come in
-    another way."""
+    """Return the home slot of a page that reaches the top tier by one direct copy: its home is a memory, or a store
+    that the carrier copies from, with no caching tier in between; also for a home in the top tier. None otherwise."""
     between, home = ledger.levels[1 : page.home], ledger.levels[page.home]
     slot = home.slots[page.key]
     if any(level.keeps_copies for level in between) or not (home.tier.memory or ledger.levels[0].brings(slot)):

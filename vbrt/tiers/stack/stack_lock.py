@@ -1,29 +1,29 @@
-"""The one lock of a stack, the bells of threads that wait for a change, and what holds when Ctrl-C comes.
+"""Lock of a stack, wake-up of waiting threads, and guarantees under Ctrl-C.
 
 Interrupts
 ----------
-Ctrl-C may cost the call that it comes in, and may be late. It loses no page, and the next call works.
+Ctrl-C may abort the call that it interrupts, and may arrive late. It loses no page, and the next call works.
 
-CPython raises it in the main thread: where a Python function begins, behind a call that went through C, where a loop
-jumps back, in everybody's code. It is not held back: that takes two system calls a lease, and does nothing for programs
-that raise by themselves. Instead:
+CPython raises KeyboardInterrupt in the main thread at function entries, after calls into C, and at loop back-edges, in
+any code. It is not masked: that takes two system calls per lease, and does not help programs that raise on their own.
+Instead:
 
-- The lock is a `with` on an RLock, which C enters and leaves. A bell is a held lock, waited for without the stack's.
-  Python code that takes locks (conditions, events, executors, an `__enter__` of one's own) is not entered under it: of
-  the places in one wait where Ctrl-C can come, a Condition leaves a lock held, or releases one twice, at 4, an Event at
-  6 (CPython 3.11, 3.12; 3.13: 3 and 3), a bell at none. A thread that waits looks every second in case nobody rang.
-- Books are written within `ledger.deciding` or `ledger.writing`. What is left early is torn, and whoever writes next
-  resets it: the policies begin again, copies go as soon as nobody uses them, a programme's run ends.
-- Pages at home, and the room that a page has, are not reset. They change hands in stores with no call in between. Room
-  is not returned, since a signal may come before the caller has stored it: `tier.reserve` writes it into its holder.
-- What takes several steps is ended or undone by the next access: a page between two homes, a copy whose thread is not
-  at it any more, a lease that was collected. So releasing is idempotent, and holders are sets.
+- The lock is a `with` on an RLock, entered and left in C. A bell is a held lock, waited for without the stack's lock.
+  Python code that takes locks (conditions, events, executors, an own `__enter__`) is not entered under it: of the
+  interruptible places in one wait, a Condition leaves a lock held, or releases one twice, at 4, an Event at 6 (CPython
+  3.11, 3.12; 3.13: 3 and 3), a bell at none. Waiting threads poll every second, in case a wake-up is lost.
+- The ledger is written within `ledger.deciding` or `ledger.writing`. An interrupted block leaves it torn, and the next
+  writer resets it: policies restart, copies are evicted once unused, a programme's run ends.
+- Homes and rooms of pages are not reset. They change owner by stores with no call in between. `tier.reserve` does not
+  return the room, since a signal may come before the caller stores it: it writes the room into its holder.
+- Multi-step operations are completed or rolled back by the next access: a page between two homes, a load that its
+  thread has left, a collected lease. So releasing is idempotent, and holders are sets.
 
-One place costs more than the call: at the very entry of `Lease.__exit__`, where somebody keeps the traceback (an
-interactive session does, as `sys.last_traceback`), the lease lasts as long as that, and its room is missing until then.
+One exception: after an interrupt at the very entry of `Lease.__exit__`, a kept traceback (in an interactive session:
+`sys.last_traceback`) keeps the lease, and its room, as long as the traceback lives.
 
-`scripts/torture.py` delivers Ctrl-C at every place of every operation and compares what tiers count with what pages
-hold; tests run a sample.
+`scripts/torture.py` delivers Ctrl-C at every place of every operation and compares the counters of tiers with the bytes
+of pages; tests run a sample.
 """
 
 import threading
@@ -34,19 +34,19 @@ from vbrt.tiers.stack.event_recorder import Recorder
 
 __all__ = ["LOOK_SECONDS", "Guard"]
 
-LOOK_SECONDS = 1.0  # a thread that waits looks this often: a lease may be collected, or a bell lost, unnoticed
+LOOK_SECONDS = 1.0  # polling interval of waiting threads: a lost lease or wake-up goes unnoticed otherwise
 
 
 class Guard:
-    """Guards the decisions of a stack.
+    """Guard of a stack's state.
 
     Attributes:
-        lock: held while the books are read or written.
+        lock: held while the ledger is read or written.
         bells: of threads that wait for a change.
         closed: True once the stack is closed.
         recorder: of a timeline, set under the lock; None without one.
-        waiting: threads that wait, and until when at least they do.
-        routing: recorder of which experts tokens go to, set under the lock; None without one.
+        waiting: by thread, the time (`time.monotonic`) until which it waits at least.
+        routing: recorder of expert routing, set under the lock; None without one.
     """
 
     __slots__ = ("bells", "closed", "lock", "recorder", "routing", "waiting")
@@ -56,7 +56,7 @@ class Guard:
         self.reset()
 
     def reset(self) -> None:
-        """Return to the initial state, as a forked child must: nobody holds the lock and nobody waits."""
+        """Reset to the initial state, in a forked child: lock free, no thread waiting."""
         self.lock = threading.RLock()
         self.bells: deque[threading.Lock] = deque()
         self.waiting: dict[int, float] = {}
@@ -64,7 +64,7 @@ class Guard:
         self.routing: RoutingRecorder | None = None
 
     def ring(self) -> None:
-        """Wake all that wait: something has changed. Call it under the lock."""
+        """Wake all waiting threads after a change. Call it under the lock."""
         while self.bells:
             self.bells.popleft().release()
 

@@ -1,7 +1,7 @@
-"""Weights of a stack that are not encoded yet, and which of them are read.
+"""Unencoded weights (shells) of a stack, and reads of them.
 
-A layer whose weight other code computes with, and which nobody calls, would never be encoded. So a weight that a
-forward of the model reads is encoded at that read, and one that was read otherwise when a forward ends.
+A layer that is never called, because other code computes with its weight, would never be encoded. So a weight read by a
+forward of the model is encoded at that read, and a weight read otherwise at the end of a forward.
 """
 
 import threading
@@ -12,7 +12,7 @@ __all__ = ["Shells"]
 
 
 class Shells:
-    """Handles that hold dense weights, those of them that were read, and threads that run a forward meanwhile."""
+    """Handles with dense weights, the ones that were read, and the threads that are in a forward."""
 
     def __init__(self) -> None:
         self._held: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -23,11 +23,11 @@ class Shells:
         return bool(self._held)
 
     def add(self, handle: Any) -> None:
-        """Know a handle that holds a dense weight."""
+        """Register a handle with a dense weight."""
         self._held.add(handle)
 
     def discard(self, handle: Any) -> None:
-        """Forget a handle that holds none any more."""
+        """Unregister a handle without a dense weight."""
         self._held.discard(handle)
 
     @property
@@ -40,7 +40,7 @@ class Shells:
         self._threads.add(threading.get_ident())
 
     def end(self) -> bool:
-        """Note that this thread ends it; False if others still run one."""
+        """Note that this thread ends its forward; False while other threads still run one."""
         self._threads.discard(threading.get_ident())
         return not self._threads
 
@@ -49,6 +49,6 @@ class Shells:
         self._read[handle.id] = weakref.ref(handle)
 
     def taken(self) -> list[Any]:
-        """Take the live handles that were noted, in the order of their first read; they are forgotten here."""
+        """Return and clear the noted handles that are alive, in the order of their first read."""
         read, self._read = self._read, {}
         return [handle for handle in (ref() for ref in read.values()) if handle is not None]

@@ -1,7 +1,7 @@
-"""Copies to a GPU by the CUDA runtime's own call, on a stream of any device.
+"""Direct `cudaMemcpyAsync` and event calls, on a stream of any device.
 
-torch's copies between two GPUs run on the source's current stream, which a CUDA graph cannot record where that is the
-default one. The runtime's run on the stream that they are given, of whichever device, also while that is recorded.
+torch's copies between two GPUs run on the source's current stream, which CUDA graph capture refuses if that is the
+default stream. The runtime's copies run on the given stream, of any device, also under capture.
 """
 
 import ctypes
@@ -12,25 +12,25 @@ import torch
 
 __all__ = ["Signal", "checked", "copying", "cuda_runtime", "reach", "wait_for"]
 
-_HOST_TO_DEVICE, _DEFAULT = ctypes.c_int(1), ctypes.c_int(4)  # the second lets addresses tell
+_HOST_TO_DEVICE, _DEFAULT = ctypes.c_int(1), ctypes.c_int(4)  # default: inferred from the addresses
 _WITHOUT_TIMING, _NO_FLAGS = ctypes.c_uint(2), ctypes.c_uint(0)
 
 
 @functools.cache
 def cuda_runtime() -> ctypes.CDLL | None:
-    """Return the CUDA runtime that torch has loaded; None where it has none of its own to be called."""
+    """Return the CUDA runtime library that torch has loaded; None if there is none to call."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         return ctypes.CDLL(f"libcudart.so.{major}") if major else None
     except OSError:
-        return None  # torch's own calls do the same, but for what this file says
+        return None  # fallback: torch's calls, with the limits named above
 
 
 def copying(
     runtime: ctypes.CDLL, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream
 ) -> Callable[[], int]:
-    """Return what queues a copy of all bytes of `source` on a stream each time that it is called, and returns CUDA's
-    error code; both tensors must live as long as the copies."""
+    """Return a callable that queues a copy of all bytes of `source` on a stream and returns CUDA's error code; both
+    tensors must outlive the copies."""
     return functools.partial(
         runtime.cudaMemcpyAsync,
         ctypes.c_void_p(target.data_ptr()),
@@ -42,8 +42,8 @@ def copying(
 
 
 class Signal:
-    """An event of one device between its streams and those of others, by calls that do not change the current device:
-    torch's do, twice each."""
+    """CUDA event for cross-device stream waits, without switching the current device: torch's calls switch it twice
+    each."""
 
     def __init__(self, runtime: ctypes.CDLL, device: torch.device) -> None:
         self._runtime, self.handle = runtime, ctypes.c_void_p()
@@ -55,38 +55,38 @@ class Signal:
             self._runtime.cudaEventDestroy(self.handle)
 
     def pass_on(self, given: torch.cuda.Stream, waits: torch.cuda.Stream) -> None:
-        """Have one stream wait for what another, of the event's device, has been given."""
+        """Make stream `waits` wait for the work queued on `given`, a stream of the event's device."""
         self.note(given)
         self.wait(waits)
 
     def note(self, stream: torch.cuda.Stream) -> None:
-        """Stand for what a stream of the event's device has been given."""
+        """Record the event behind the work queued on a stream of its device."""
         checked(self._runtime.cudaEventRecord(self.handle, ctypes.c_void_p(stream.cuda_stream)))
 
     def wait(self, stream: torch.cuda.Stream) -> None:
-        """Have a stream wait for what the event stands for."""
+        """Make a stream wait for the event."""
         checked(self._runtime.cudaStreamWaitEvent(ctypes.c_void_p(stream.cuda_stream), self.handle, _NO_FLAGS))
 
 
 def wait_for(runtime: ctypes.CDLL, event: torch.cuda.Event, *streams: torch.cuda.Stream) -> None:
-    """Have streams of whichever device wait for an event."""
+    """Make streams of any device wait for an event."""
     handle = ctypes.c_void_p(event.cuda_event)
     for stream in streams:
         checked(runtime.cudaStreamWaitEvent(ctypes.c_void_p(stream.cuda_stream), handle, _NO_FLAGS))
 
 
 def checked(code: int) -> None:
-    """Raise torch's error for an error code of the runtime."""
+    """Raise torch's exception for a CUDA error code other than 0."""
     if code:
         torch.cuda.check_error(code)
 
 
 def reach(own: torch.device, other: torch.device) -> str:
-    """Have two GPUs copy directly to each other; return why they cannot, "" if they can."""
+    """Enable peer access between two GPUs; return why they cannot have it, "" if they do."""
     for one, two in ((own, other), (other, own)):
         if not torch.cuda.can_device_access_peer(one, two):
             return f"{one} cannot reach the memory of {two} directly, copies go through host memory"
-        _byte(one).copy_(_byte(two))  # torch enables the access
+        _byte(one).copy_(_byte(two))  # torch enables peer access
     return ""
 
 

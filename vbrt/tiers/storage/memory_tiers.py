@@ -1,4 +1,4 @@
-"""The gpu and cpu tiers: buffers of exactly the bytes of a page, reused by size, never above the budget."""
+"""GPU and CPU memory tiers: buffers of exact page sizes, with a free list per size, within a budget."""
 
 import warnings
 import weakref
@@ -15,53 +15,53 @@ __all__ = ["Buffer", "MemoryTier"]
 
 
 class Buffer:
-    """Memory for one page: a uint8 tensor of its bytes, and the CUDA events after which it may be overwritten."""
+    """Buffer of one page: a uint8 tensor, and the CUDA events (fences) after which it may be overwritten."""
 
     __slots__ = ("__weakref__", "fences", "part", "tensor", "unpin")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.fences: dict[int, torch.cuda.Event] = {}  # by stream: a later event stands for the earlier ones
+        self.fences: dict[int, torch.cuda.Event] = {}  # last one per stream: it covers the earlier ones
         self.unpin: weakref.finalize | None = None
-        self.part: MemoryTier | None = None  # whose it is, in a tier of several devices
+        self.part: MemoryTier | None = None  # owner, in a tier of several devices
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
+        """Size of the buffer."""
         return self.tensor.numel()
 
     @property
     def pinned(self) -> bool:
-        """True if it is page-locked host memory."""
+        """True for pinned host memory."""
         return self.unpin is not None
 
     @property
     def asynchronous(self) -> bool:
-        """True if copies to a GPU do not block the thread that asks for them: page-locked, or a GPU's memory."""
+        """True if copies to a GPU are asynchronous: pinned host memory, or a GPU's memory."""
         return self.pinned or self.tensor.is_cuda
 
     def synchronize(self) -> None:
-        """Wait for the copies and kernels that still use this memory."""
+        """Wait for all copies and kernels that use this buffer."""
         for fence in self.fences.values():
             fence.synchronize()
         self.fences.clear()
 
     def fence(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Keep the buffer from being overwritten before what `stream` has been given so far is done."""
+        """Fence the buffer: no reuse before the work queued so far on `stream` has ended."""
         event = self.fences[stream.cuda_stream] = stream.record_event()
         return event
 
 
 class MemoryTier:
-    """Pages in the memory of one device.
+    """Memory tier on one device.
 
-    Not thread-safe by itself: the stack that owns the tier serialises calls.
+    Not thread-safe: the stack that owns the tier serializes calls.
 
     Args:
         name: "gpu" or "cpu", as in the config.
-        device: where the buffers live.
+        device: of the buffers.
         capacity_bytes: the budget; `held_bytes` never exceeds it.
-        pinned: page-lock host buffers, so that copies to the GPU run at the link's speed without blocking.
+        pinned: pin host buffers, so that H2D copies are asynchronous and run at link speed.
     """
 
     memory = True
@@ -78,12 +78,12 @@ class MemoryTier:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the buffers that are in use; the rest of `held_bytes` waits for the next page of its size."""
+        """Bytes of the buffers in use; the rest of `held_bytes` is on the free lists."""
         return self.held_bytes - sum(nbytes * len(buffers) for nbytes, buffers in self._cached.items())
 
     def reserve(self, nbytes: int, holder: Holder, *, reserved_bytes: int = 0, pinned: bool = True) -> bool:
-        """Reserve a buffer of exactly `nbytes`, in `holder.room`; False while the budget has no room for it beside
-        `reserved_bytes`. `pinned`: False for one that need not be page-locked."""
+        """Reserve a buffer of exactly `nbytes`, in `holder.room`; False while the budget has no room for it besides
+        `reserved_bytes`. `pinned`: False allows a pageable buffer."""
         if self.used_bytes + reserved_bytes + nbytes > self.capacity_bytes:
             return False
         cached = self._cached[nbytes]
@@ -101,8 +101,8 @@ class MemoryTier:
         return True
 
     def free(self, buffer: Buffer, *, reuse: bool) -> None:
-        """Free a buffer: with `reuse` it is cached for the next page of its size, and its bytes count as held until
-        then; otherwise its memory goes back at once, after the copies and kernels that still use it."""
+        """Free a buffer: with `reuse` it goes to the free list of its size and its bytes still count as held; else its
+        memory is released now, after waiting for copies and kernels that use it."""
         if not reuse:
             self._trim_buffer(buffer)
             return
@@ -111,25 +111,25 @@ class MemoryTier:
             cached += [buffer]  # not append(): no call in between
 
     def caches(self, buffer: Buffer) -> bool:
-        """True if a freed buffer waits for the next page of its size."""
+        """True if a buffer is on the free list of its size."""
         return buffer in self._cached.get(buffer.nbytes, ())
 
     def take(self, buffer: Buffer) -> None:
-        """Take this buffer, which is cached."""
+        """Take this buffer from its free list."""
         self._cached[buffer.nbytes].remove(buffer)
 
     def trim(self, held_bytes: int = 0) -> None:
-        """Give cached buffers back to the system until at most `held_bytes` are held, or no buffer is cached."""
+        """Release free-list buffers until at most `held_bytes` are held, or none is left."""
         while self.held_bytes > held_bytes and self._trim_one():
             pass
 
     def after_fork(self, buffers: Collection[Buffer]) -> None:
-        """Keep these buffers only, in a forked child."""
+        """Reset the accounting in a forked child to these buffers."""
         self._cached.clear()
         self.held_bytes = sum(buffer.nbytes for buffer in buffers)
 
     def close(self) -> None:
-        """Do nothing: buffers go back as they are freed and trimmed."""
+        """Do nothing: `free` and `trim` release the buffers."""
 
     def _trim_one(self) -> bool:
         for buffers in self._cached.values():
@@ -145,7 +145,7 @@ class MemoryTier:
             buffer.unpin()
         self.held_bytes -= buffer.nbytes
 
-    @torch.inference_mode(False)  # pages of a pass in inference mode are written and read by passes outside of it
+    @torch.inference_mode(False)  # a page made in inference mode is also used outside of it
     def _new(self, nbytes: int) -> Buffer:
         if self.device.type != "cpu":
             try:

@@ -1,12 +1,12 @@
-"""Pages from host memory over the links of several GPUs at once.
+"""Multi-link H2D copies: a page is split over the host links of several GPUs, and joined over NVLink.
 
-A GPU's own link is one of several in a host. A large page is copied in as many parts as there are lanes: the computing
-GPU's own, and one of each neighbour, which copies its part into a small chunk of its memory over its own link, and on
-to the computing GPU over NVLink, while the next chunk comes.
+A GPU's own link is one of several in a host. A large page is split into one part per lane: the computing GPU's own
+link, and the link of each neighbour GPU, which stages its part chunk by chunk in its memory: H2D over its own link,
+then P2P to the computing GPU over NVLink, overlapped with the next chunk's H2D.
 
-A page arrives with the event that the *joining* stream records after it has waited for all lanes; that stream is the
-tier's copy stream, and does nothing else for such pages. So a lane begins with the next page as soon as it is done with
-its part. Under the capture of a CUDA graph the same calls are recorded, with events of their own.
+The *joining* stream, the tier's copy stream, waits for all lanes and then records the page's arrival event; it does
+nothing else for such pages. So a lane starts with the next page as soon as its part is done. CUDA graph capture records
+the same calls, with a separate set of events.
 """
 
 import ctypes
@@ -20,14 +20,14 @@ from vbrt.tiers.storage.device_copy import Signal, checked, copying, cuda_runtim
 
 __all__ = ["Lanes", "Parts", "open_lanes"]
 
-_LEAST_BYTES = 2 << 20  # of a page that is copied in parts: smaller ones are not worth the calls
-_CHUNK_BYTES = 8 << 20  # a link's full speed, nearly
+_LEAST_BYTES = 2 << 20  # smallest page to split: below, the calls cost more than they save
+_CHUNK_BYTES = 8 << 20  # nearly full link speed
 _CHUNKS = 4
 _ALIGN = 4096
 
 
 class _Hop(NamedTuple):
-    """A chunk's way: over a neighbour's link into its memory, and on to the computing GPU."""
+    """Two copies of a chunk: H2D into a neighbour's memory, then P2P to the computing GPU."""
 
     chunk: int
     fetch: Callable[[], int]
@@ -35,7 +35,7 @@ class _Hop(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The copies that a page takes. tensors: its source and its target, which the copies need."""
+    """Prepared copies of a page. tensors: source and target, kept alive for the copies."""
 
     own: Callable[[], int]
     hops: "tuple[tuple[_Lane, list[_Hop]], ...]"
@@ -43,8 +43,8 @@ class Parts(NamedTuple):
 
 
 class _Marks:
-    """The events of a lane: of eager copies, or of a capture's. filled, freed: by chunk; used: chunks that have been
-    sent since these marks began."""
+    """Events of a lane, one set for eager copies and one per capture. filled, freed: by chunk; used: chunks sent since
+    this set was created."""
 
     def __init__(self, runtime: ctypes.CDLL, device: torch.device) -> None:
         self.filled = [Signal(runtime, device) for _ in range(_CHUNKS)]
@@ -55,7 +55,7 @@ class _Marks:
 
 
 class _Lane:
-    """The link of one neighbour: its chunks, and two streams of its device."""
+    """Lane over one neighbour's link: staging chunks, and two streams of its device."""
 
     def __init__(self, runtime: ctypes.CDLL, device: torch.device) -> None:
         self._runtime, self.device = runtime, device
@@ -66,7 +66,7 @@ class _Lane:
         self._next = 0
 
     def hops(self, target: torch.Tensor, source: torch.Tensor) -> list[_Hop]:
-        """Return the way of each chunk of a part."""
+        """Return the copies of each chunk of a part."""
         found = []
         for at in range(0, target.numel(), _CHUNK_BYTES):
             chunk, self._next = self._next, (self._next + 1) % _CHUNKS
@@ -77,7 +77,7 @@ class _Lane:
         return found
 
     def copy(self, hops: list[_Hop], joining: torch.cuda.Stream) -> None:
-        """Queue a part's copies, and have a stream wait for their end."""
+        """Queue a part's copies, and make a stream wait for their end."""
         marks, fetching, sending = self.marks, self.fetching, self.sending
         for chunk, fetch, send in hops:
             if chunk in marks.used:
@@ -97,7 +97,7 @@ class _Lane:
             self.marks, self._eager = self._eager, None
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Have what is sent on from now on wait; under a capture the first call makes both streams a part of it."""
+        """Make later P2P copies wait; under capture the first call joins both streams to it."""
         wait_for(self._runtime, event, self.sending)
         if self._eager is not None and not self.marks.forked:
             wait_for(self._runtime, event, self.fetching)
@@ -105,10 +105,10 @@ class _Lane:
 
 
 class Lanes:
-    """The lanes into one GPU.
+    """Carrier with lanes over several links into one GPU.
 
     Attributes:
-        devices: whose links are used, the computing one first.
+        devices: GPUs whose links are used, the computing one first.
     """
 
     together = False
@@ -121,11 +121,11 @@ class Lanes:
         self.devices = (joining.device, *neighbours)
 
     def take(self, source: Source) -> bool:
-        """True if the page of a slot is copied in parts: a large one in page-locked host memory."""
+        """True if the page of a slot is split: a large page in pinned host memory."""
         return source.tier.memory and source.room.pinned and source.page.nbytes >= _LEAST_BYTES
 
     def parts(self, target: torch.Tensor, slot: Source) -> Parts:
-        """Return the copies of a page from its slot, equal parts for all lanes."""
+        """Return the prepared copies of a page from its slot, in equal parts per lane."""
         nbytes, source = target.numel(), slot.view
         part = -(-nbytes // (len(self.devices) * _ALIGN)) * _ALIGN
         hops = [
@@ -135,13 +135,13 @@ class Lanes:
         return Parts(copying(self._runtime, target[:part], source[:part], self._own), tuple(hops), (target, source))
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Have copies from now on wait for an event."""
+        """Make all later copies wait for an event."""
         wait_for(self._runtime, event, self._own)
         for lane in self._lanes:
             lane.wait(event)
 
     def copy(self, parts: Parts) -> None:
-        """Queue a page's copies, and have the joining stream wait for them."""
+        """Queue a page's copies, and make the joining stream wait for them."""
         checked(parts.own())
         for lane, hops in parts.hops:
             lane.copy(hops, self._joining)
@@ -150,20 +150,20 @@ class Lanes:
     # -- CUDA graphs --------------------------------------------------------------------------------------------------
 
     def begin_capture(self) -> None:
-        """Have the copies that follow be recorded by a capture, until `end_capture`."""
+        """Record the copies that follow into the CUDA graph under capture, until `end_capture`."""
         self._eager, self._done = self._done, Signal(self._runtime, self._joining.device)
         for lane in self._lanes:
             lane.begin_capture()
 
     def join(self) -> None:
-        """Have the joining stream wait for all that the lanes were given."""
+        """Make the joining stream wait for all queued copies of the lanes."""
         self._joining.wait_stream(self._own)
         for lane in self._lanes:
             self._joining.wait_stream(lane.fetching)
             self._joining.wait_stream(lane.sending)
 
     def end_capture(self) -> Sequence:
-        """Go on as before the capture, if there is one; return what `follow` is told of its replays: nothing."""
+        """Return to eager copies, if a capture is open; return the argument of `follow`: empty."""
         if self._eager is not None:
             self._done, self._eager = self._eager, None
         for lane in self._lanes:
@@ -171,16 +171,16 @@ class Lanes:
         return ()
 
     def follow(self, event: torch.cuda.Event, recorded: Sequence = ()) -> None:
-        """Have chunks be filled after an event: the end of a graph that uses them too."""
+        """Make later chunk fills wait for an event: the end of a graph that uses the same chunks."""
         wait_for(self._runtime, event, *(lane.fetching for lane in self._lanes))
 
     def check(self) -> None:
-        """Do nothing: one process has all lanes."""
+        """Do nothing: with one process there is no other order to verify."""
 
 
 def open_lanes(joining: torch.cuda.Stream, neighbours: Sequence[int], fallbacks: list[str]) -> Lanes | None:
-    """Return the lanes into the GPU of a stream, its own and those of neighbours; None, with the reason added to
-    `fallbacks`, where pages come over its own link alone."""
+    """Return the lanes into the GPU of a stream, over its own link and its neighbours'; None, with the reason added to
+    `fallbacks`, if only its own link can be used."""
     runtime, own, found = cuda_runtime(), joining.device, []
     if not neighbours:
         return None

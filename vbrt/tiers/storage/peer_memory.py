@@ -1,7 +1,7 @@
-"""The neighbours' memory: pages on other GPUs of this machine, which come to the computing one over NVLink.
+"""Peer tier: pages in the memory of other GPUs of this machine, copied to the computing GPU over NVLink.
 
-One process has all the GPUs. Every neighbour has an equal share of the budget, and a page lies whole on one of them, on
-that with the most room left. The tier keeps no copies: pages from further down pass by it.
+One process owns all the GPUs. Each neighbour has an equal share of the budget; a page is placed whole on the neighbour
+with the most room. The tier caches no copies: pages from deeper tiers bypass it.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,7 +17,7 @@ __all__ = ["PeerTier"]
 
 
 class _Part(MemoryTier):
-    """One neighbour's memory."""
+    """Memory of one neighbour."""
 
     def _new(self, nbytes: int) -> Buffer:
         buffer = super()._new(nbytes)
@@ -26,12 +26,12 @@ class _Part(MemoryTier):
 
 
 class PeerTier:
-    """Pages in the memory of other GPUs. Not thread-safe by itself, as `MemoryTier`.
+    """Memory tier on other GPUs. Not thread-safe, like `MemoryTier`.
 
     Args:
-        devices: the neighbours.
-        capacity_bytes: the budget of all of them together, in equal shares.
-        computing: the GPU that the pages are for; None: nothing is asked of it.
+        devices: the neighbour GPUs.
+        capacity_bytes: total budget, in equal shares per neighbour.
+        computing: GPU that reads the pages, for peer access; None skips the check.
     """
 
     name, memory, reads_ahead = "peer", True, False
@@ -42,7 +42,7 @@ class PeerTier:
     ) -> None:
         self.parts = [_Part(self.name, device, 0) for device in devices]
         self.device = self.parts[0].device
-        self._largest_bytes = 0  # of a page so far
+        self._largest_bytes = 0  # largest page so far
         self.capacity_bytes = capacity_bytes
         self.fallbacks: list[str] = []
         for part in self.parts if computing is not None else ():
@@ -51,7 +51,7 @@ class PeerTier:
 
     @property
     def capacity_bytes(self) -> int:
-        """The budget; assigning divides it."""
+        """Total budget; assignment divides it among the neighbours."""
         return self._capacity_bytes
 
     @capacity_bytes.setter
@@ -62,24 +62,24 @@ class PeerTier:
 
     @property
     def stuck_bytes(self) -> int:
-        """Bytes that may be left of each neighbour's share when none has room for a page any more."""
+        """Bytes lost to fragmentation: the rest of each neighbour's share that is smaller than the largest page."""
         if len(self.parts) == 1 or not self._largest_bytes:
             return 0
         return sum(_room_left(part) % self._largest_bytes for part in self.parts)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are held now."""
+        """Bytes allocated now, free lists included."""
         return sum(part.held_bytes for part in self.parts)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the buffers that are in use."""
+        """Bytes of the buffers in use."""
         return sum(part.used_bytes for part in self.parts)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that each neighbour has held, added up; assigning begins again from what is held."""
+        """Sum of the neighbours' high-water marks; assignment resets them to the bytes held now."""
         return sum(part.peak_bytes for part in self.parts)
 
     @peak_bytes.setter
@@ -105,25 +105,25 @@ class PeerTier:
         buffer.part.free(buffer, reuse=reuse)
 
     def caches(self, buffer: Buffer) -> bool:
-        """True if a freed buffer waits for the next page of its size."""
+        """True if a buffer is on the free list of its size."""
         return buffer.part.caches(buffer)
 
     def take(self, buffer: Buffer) -> None:
-        """Take this buffer, which is cached."""
+        """Take this buffer from its free list."""
         buffer.part.take(buffer)
 
     def trim(self, held_bytes: int = 0) -> None:
-        """Give cached buffers back until at most `held_bytes` are held, as far as there are any."""
+        """Release free-list buffers until at most `held_bytes` are held, or none is left."""
         for part in self.parts:
             part.trim(max(0, held_bytes - self.held_bytes + part.held_bytes))
 
     def after_fork(self, buffers: Collection[Buffer]) -> None:
-        """Keep these buffers only, in a forked child."""
+        """Reset the accounting in a forked child to these buffers."""
         for part in self.parts:
             part.after_fork([buffer for buffer in buffers if buffer.part is part])
 
     def close(self) -> None:
-        """Do nothing: buffers go back as they are freed and trimmed."""
+        """Do nothing: `free` and `trim` release the buffers."""
 
 
 def _room_left(part: MemoryTier) -> int:

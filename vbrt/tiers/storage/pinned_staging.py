@@ -1,8 +1,8 @@
-"""From pageable host memory to a GPU through a little that is page-locked.
+"""Pinned staging buffers for H2D copies from pageable host memory or files.
 
-A copy out of pageable memory runs at a sixth of the link's speed and holds up the thread that asks for it. Through a
-relay the host fills one chunk while the link carries the other. What fills a chunk may be a file: then its bytes are in
-no other host memory, where each would take a page fault first.
+A copy from pageable memory runs at a sixth of the link's speed and blocks the calling thread. With two pinned chunks
+(double buffering) the host fills one while the link transfers the other. A chunk may be filled straight from a file,
+which avoids the page faults of an intermediate host buffer.
 """
 
 import threading
@@ -16,16 +16,16 @@ __all__ = ["Read", "Relay"]
 _CHUNK_BYTES = 8 << 20
 
 Read = Callable[[torch.Tensor, int], object]
-"""Fills uint8 host memory with the bytes from a place on."""
+"""Callback (out, offset) that fills uint8 host memory with the bytes from an offset on."""
 
 
 _Chunk = tuple[torch.Tensor, torch.cuda.Event]
 
 
 class Relay:
-    """Two page-locked chunks of 8 MiB for each thread that copies, made at its first copy; no tier counts them.
+    """Two pinned chunks of 8 MiB per copying thread, allocated at its first copy, outside the tiers' budgets.
 
-    `fallbacks` gets the reason why copies go without chunks, if they do.
+    `fallbacks` receives the reason if copies have to do without chunks.
     """
 
     def __init__(self, fallbacks: list[str]) -> None:
@@ -33,7 +33,7 @@ class Relay:
         self._mine = threading.local()
 
     def copy(self, target: torch.Tensor, origin: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Copy uint8 `origin`, in host memory, to `target` on the device of `stream`; `origin` is free on return."""
+        """Copy uint8 `origin`, in host memory, to `target` on the device of `stream`; returns once `origin` is read."""
         chunks = self._chunks()
         if not chunks:
             with torch.cuda.stream(stream):
@@ -42,8 +42,8 @@ class Relay:
         _send(target, lambda part, at: part.copy_(origin[at : at + part.numel()]), stream, chunks)
 
     def filled(self, nbytes: int, read: Read, device: torch.device) -> torch.Tensor:
-        """Return uint8 [nbytes] on a GPU with the bytes that `read` gives, for what the current stream does from now
-        on. What `read` raises is raised."""
+        """Return uint8 [nbytes] on a GPU, filled by `read`, ready for work queued on the current stream. Propagates
+        exceptions of `read`."""
         target = torch.empty(nbytes, dtype=torch.uint8, device=device)
         chunks = self._chunks()
         if chunks:
@@ -54,7 +54,7 @@ class Relay:
             target.copy_(whole)
         return target
 
-    @torch.inference_mode(False)  # the next copy may come outside of it
+    @torch.inference_mode(False)  # the next copy may be outside inference mode
     def _chunks(self) -> list[_Chunk]:
         if not hasattr(self._mine, "chunks"):
             try:
@@ -78,7 +78,7 @@ class Relay:
 
 
 def _send(target: torch.Tensor, read: Read, stream: torch.cuda.Stream, chunks: list[_Chunk]) -> None:
-    """Send what `read` gives, chunk by chunk."""
+    """Copy the bytes of `read` to `target`, chunk by chunk."""
     for at in range(0, target.numel(), _CHUNK_BYTES):
         chunk, sent = chunks[at // _CHUNK_BYTES % 2]
         part = target[at : at + _CHUNK_BYTES]

@@ -1,12 +1,12 @@
-"""Host memory that ranks share: each keeps a part of every page, and all gather the whole where they compute.
+"""Sharded host memory: each rank keeps 1/N of every page, and an all-gather assembles pages on the GPUs.
 
-Ranks that hold the same weights each keep 1/N of a page's bytes. A rank copies its part over its own link into the
-page's slot, at the part's place, and the ranks gather the whole there, in place: each link carries 1/N of the bytes.
-Pages are opaque, parts are ranges of bytes.
+Ranks that hold the same weights each keep 1/N of a page's bytes. A rank copies its shard over its own link to the
+shard's offset in the page's slot, and the ranks all-gather the whole in place: each link carries 1/N of the bytes.
+Pages are opaque; shards are byte ranges.
 
-All ranks must gather the same pages in the same order. They do, because policies decide by the order of accesses alone,
-budgets are agreed on, and no worker thread ever gathers. What goes wrong nevertheless is found once a pass:
-`Gathering` compares a digest of the order, and the sum of all gathered words with the sum of what was written.
+All ranks must gather the same pages in the same order. They do: policies depend on the access order alone, budgets are
+agreed on, and no worker thread ever gathers. Divergence and damage are detected once per pass: `Gathering` compares a
+digest of the order across ranks, and the sum of all gathered words with the sum of the words written.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from vbrt.tiers.storage.sharing_ranks import Sharers
 __all__ = ["Gathering", "PartRoom", "SharedTier"]
 
 _ALIGN = 16
-_CELLS = 1 << 16  # for sums, one for each page
+_CELLS = 1 << 16  # for sums, one per page
 
 
 class PartRoom:
@@ -38,10 +38,10 @@ class PartRoom:
 
     Attributes:
         nbytes: of the whole page; 0 until it is counted.
-        room: the part, and behind it the bytes that are left when all parts are equal, which every rank keeps.
-        digest: of the part, as it was written.
-        total: the sum of the page's words, modulo 2^64, as a signed number.
-        cell: where the sums of gathered words are.
+        room: the part, followed by the remainder of the division into equal parts, which every rank keeps.
+        digest: of the part, as written.
+        total: sum of the page's int64 words, modulo 2^64, as a signed number.
+        cell: index of the page's sum of gathered words.
     """
 
     __slots__ = ("__weakref__", "cell", "digest", "nbytes", "part_bytes", "room", "total")
@@ -53,7 +53,7 @@ class PartRoom:
 
     @property
     def asynchronous(self) -> bool:
-        """True if copies to a GPU do not block the thread that asks for them."""
+        """True if copies to a GPU are asynchronous."""
         return self.room.asynchronous
 
     @property
@@ -63,26 +63,26 @@ class PartRoom:
 
     @property
     def rest(self) -> torch.Tensor:
-        """What every rank keeps."""
+        """Remainder that every rank keeps."""
         return self.room.tensor[self.part_bytes :]
 
     @property
     def fences(self) -> dict[int, torch.cuda.Event]:
-        """As a `Buffer` has them."""
+        """Fences, see `Buffer`."""
         return self.room.fences
 
     def fence(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Keep the part from being overwritten before what `stream` has been given so far is done."""
+        """Fence the part: no reuse before the work queued so far on `stream` has ended."""
         return self.room.fence(stream)
 
 
 class SharedTier:
-    """A store of pages of which each rank keeps a part; budgets and bytes are those of all ranks together.
+    """Store of pages sharded over ranks; budget and byte counters are totals over all ranks.
 
     Args:
         sharers: the ranks.
         capacity_bytes: of pages, over all ranks.
-        pinned: page-lock the parts.
+        pinned: pin the parts.
     """
 
     name, memory, reads_ahead = "cpu", False, False
@@ -96,11 +96,11 @@ class SharedTier:
         self.fallbacks = self._parts.fallbacks
         self.gathering = Gathering(self)
         self.rooms: dict[str, PartRoom] = {}
-        self._cells = 0  # that are taken
+        self._cells = 0  # next free one
 
     @property
     def used_bytes(self) -> int:
-        """All of `held_bytes`."""
+        """Equal to `held_bytes`: there is no free list."""
         return self.held_bytes
 
     @property
@@ -113,7 +113,7 @@ class SharedTier:
         if self.held_bytes + reserved_bytes + nbytes > self.capacity_bytes:
             return False
         part = nbytes // (self.sharers.size * _ALIGN) * _ALIGN
-        holder.room = room = PartRoom(part)  # before its part is there: freeing it frees that, too
+        holder.room = room = PartRoom(part)  # before its part is allocated, so that freeing the room frees that, too
         self._parts.reserve(nbytes - part * (self.sharers.size - 1), room)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + nbytes)
         room.nbytes = nbytes  # no call in between
@@ -121,7 +121,7 @@ class SharedTier:
         return True
 
     def put(self, room: PartRoom, page: torch.Tensor, *, key: str, layout: dict | None = None) -> None:
-        """Keep this rank's part of a page, and note what the whole is."""
+        """Keep this rank's part of a page, and the checksums of the whole."""
         part, ranks = room.part_bytes, self.sharers.size
         room.part.copy_(page[self.sharers.rank * part :][:part])
         room.rest.copy_(page[ranks * part :])
@@ -131,22 +131,22 @@ class SharedTier:
         self.gathering.written(key, xxhash.xxh3_64_intdigest(bytes_view(page)))
 
     def get(self, room: PartRoom, out: torch.Tensor, *, key: str) -> None:
-        """Gather a page in host memory, with all ranks. Raises TierError: a rank is gone, or bytes are not right."""
+        """All-gather a page in host memory. Raises TierError: a rank is gone, or the bytes are wrong."""
         self.gathering.gather(Carried(key, room, out, room.part), self.sharers.hosts)
         self.gathering.check(wrong=_total(out) != room.total)
 
     def read_items(self, room: PartRoom, offsets: torch.Tensor, nbytes: int, *, key: str) -> torch.Tensor:
-        """Refuse: ranks read other rows, and no rank has them."""
+        """Raise TierError: ranks need different rows, and no rank has the whole page."""
         raise TierError(
             f"{key}: rows of a page that ranks share cannot be read by one of them; set weights.embeddings = false or "
             "tiers.cpu.shared = false"
         )
 
     def read_ahead(self, room: PartRoom) -> None:
-        """Do nothing: parts are in memory."""
+        """Do nothing: parts are in memory already."""
 
     def damaged(self) -> list[str]:
-        """Return the pages of which this rank's part does not hold what was written."""
+        """Return the keys of pages whose part on this rank fails its digest."""
         rooms = [(key, room) for key, room in self.rooms.items() if room.nbytes]
         return [key for key, room in rooms if _digest(room.room.tensor) != room.digest]
 
@@ -158,21 +158,21 @@ class SharedTier:
             room.nbytes, room.room = 0, None
 
     def trim(self, held_bytes: int = 0) -> None:
-        """Do nothing: freed rooms are not kept."""
+        """Do nothing: there is no free list."""
 
     def after_fork(self, rooms: Collection[PartRoom]) -> None:
-        """Keep these rooms only, in a forked child."""
+        """Reset the accounting in a forked child to these rooms."""
         self.held_bytes = sum(room.nbytes for room in rooms)
         self._parts.after_fork([room.room for room in rooms])
 
     def close(self) -> None:
-        """Do nothing: rooms go back as they are freed."""
+        """Do nothing: `free` releases the rooms."""
 
 
 class Carried(NamedTuple):
-    """A page on its way: its name, its room, and the slot's bytes on the computing device.
+    """Prepared gather of a page: its key, its room, and the target slot on the computing device.
 
-    own: this rank's part of them. start: copies it there. words, total: of the whole page, and where their sum goes.
+    own: this rank's part of the target. start: its H2D copy. words: the page as int64; total: output of their sum.
     """
 
     key: str
@@ -185,20 +185,20 @@ class Carried(NamedTuple):
 
 
 class Gathering:
-    """Gathers pages, and finds out when ranks do not gather the same."""
+    """Carrier that all-gathers pages, and detects ranks that diverge."""
 
     together = True
 
     def __init__(self, tier: SharedTier) -> None:
         self._tier, self._sharers = tier, tier.sharers
-        self._keys: list[str] = []  # gathered since ranks compared last
+        self._keys: list[str] = []  # gathered since the last check
         self._written = 0
-        self._recorded: list[Carried] | None = None  # what a capture has gathered
+        self._recorded: list[Carried] | None = None  # gathers of the open capture
         self._runtime: ctypes.CDLL | None = None
         self._stream = self._fetching = self._fetched = self._eager = None
 
     def use(self, joining: torch.cuda.Stream | None) -> None:
-        """Gather on a stream, where its device computes; parts are copied there on another one. None: on the CPU.
+        """Set the stream that gathers, on its device; H2D copies of parts get a second stream. None: on the CPU.
 
         Raises TierError: the CUDA runtime cannot be called.
         """
@@ -215,17 +215,17 @@ class Gathering:
         joining.wait_stream(torch.cuda.current_stream(device))
 
     def written(self, key: str, digest: int) -> None:
-        """Note a page that has been written; ranks compare the sum of these notes, in whichever order."""
+        """Add a written page to the checksum that ranks compare; independent of order."""
         self._written = (self._written + digest + xxhash.xxh3_64_intdigest(key.encode())) % (1 << 64)
 
-    # -- as lanes -----------------------------------------------------------------------------------------------------
+    # -- Carrier ------------------------------------------------------------------------------------------------------
 
     def take(self, source: Source) -> bool:
-        """True if this brings the page of a slot."""
+        """True if the page of a slot is in this tier."""
         return source.tier is self._tier
 
     def parts(self, target: torch.Tensor, source: Source) -> Carried:
-        """Return what the copy of a page takes."""
+        """Return the prepared gather of a page."""
         room, start = source.room, None
         at = room.part_bytes * self._sharers.rank
         own = room.part if self._stream is None else target[at : at + room.part_bytes]
@@ -235,12 +235,12 @@ class Gathering:
         return Carried(source.page.key, room, target, own, start, words, total)
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Have parts that are copied from now on wait for an event."""
+        """Make later H2D copies of parts wait for an event."""
         if self._fetching is not None:
             wait_for(self._runtime, event, self._fetching)
 
     def copy(self, carried: Carried) -> None:
-        """Bring a page: this rank's part over its link, the others' from them."""
+        """Copy this rank's part over its link, and gather the others'."""
         if self._stream is None:
             self._gather(carried)
         else:
@@ -258,7 +258,7 @@ class Gathering:
         torch.sum(carried.words, 0, out=carried.total)
 
     def gather(self, carried: Carried, group: "dist.ProcessGroup") -> None:
-        """Gather a page on the current stream, from this rank's part and those of the others."""
+        """All-gather a page on the current stream, from the parts of all ranks."""
         target, room = carried.target, carried.room
         equal = room.part_bytes * self._sharers.size
         try:
@@ -272,49 +272,49 @@ class Gathering:
     # -- CUDA graphs --------------------------------------------------------------------------------------------------
 
     def begin_capture(self) -> None:
-        """Have what follows be recorded by a capture, until `end_capture`; it counts when it is replayed."""
+        """Record the gathers that follow into the CUDA graph under capture, until `end_capture`; replays count them."""
         self._eager, self._fetched, self._recorded = self._fetched, Signal(self._runtime, self._stream.device), []
 
     def join(self) -> None:
-        """Have the gathering stream wait for all parts."""
+        """Make the gathering stream wait for all H2D copies."""
         self._stream.wait_stream(self._fetching)
 
     def end_capture(self) -> list[Carried]:
-        """Go on as before the capture, if there is one; return what it recorded."""
+        """Return to eager gathers, if a capture is open; return its gathers."""
         recorded, self._recorded = self._recorded or [], None
         if self._eager is not None:
             self._fetched, self._eager = self._eager, None
         return recorded
 
     def follow(self, event: torch.cuda.Event, recorded: list[Carried]) -> None:
-        """Go on after a replay of what was recorded."""
+        """Order later copies after a replay, and count its gathers."""
         wait_for(self._runtime, event, self._fetching, self._stream)
         self._keys += [carried.key for carried in recorded]
 
-    # -- what ranks compare -------------------------------------------------------------------------------------------
+    # -- checks across ranks ------------------------------------------------------------------------------------------
 
     def check(self, *, wrong: bool = False) -> None:
-        """Compare what all ranks have gathered since the last time, if there was anything.
+        """Compare the gathers of all ranks since the last check, if there were any.
 
         Args:
-            wrong: this rank knows that something is.
+            wrong: True if this rank has found wrong bytes already.
 
         Raises:
-            TierError: on all ranks, with what differs: a rank is gone, a part is damaged, pages were taken in another
-                order, or ranks hold other weights.
+            TierError: on all ranks, with the difference: a rank is gone, a part is damaged, the order of pages differs,
+                or the weights differ.
         """
         if not (self._keys or wrong):
             return
         keys, self._keys = self._keys, []
         order = xxhash.xxh3_64_intdigest("\n".join(keys).encode())
         rows = self._sharers.exchange([_signed(order), _signed(self._written)], "what was gathered")
-        wrong = wrong or not self._are_right(keys)  # after the first exchange: a rank that is gone shows there
+        wrong = wrong or not self._are_right(keys)  # after the first exchange, which detects a lost rank
         bad = self._sharers.exchange([wrong], "what was gathered")
         if rows.count(rows[0]) < len(rows) or [1] in bad:
             self._explain(rows, keys)
 
     def _are_right(self, keys: list[str]) -> bool:
-        """True if the pages that were gathered last hold the words that were written."""
+        """True if the checksums of the last gathers equal those of the pages as written."""
         rooms = [room for room in map(self._tier.rooms.get, set(keys)) if room is not None and room.nbytes]
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             sums = self._of(rooms)
@@ -325,7 +325,7 @@ class Gathering:
         return self._sums[cells].tolist()
 
     def _explain(self, rows: list[list[int]], keys: list[str]) -> None:
-        """Raise what is wrong, by name; every rank says the same."""
+        """Raise TierError with the cause by name; the same on every rank."""
         told = self._sharers.tell((keys, self._tier.damaged()), "what went wrong")
         for rank, (_, damaged) in enumerate(told):
             if damaged:

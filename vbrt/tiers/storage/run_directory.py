@@ -1,8 +1,8 @@
-"""The directory of one run: made and locked, and removed by the run itself or, if that was killed, by the next one.
+"""Run directory: created and locked by one run, removed by it or, after a crash, by the next run.
 
-Only the holder of the lock on its file `lock` removes files, and only files that have names of vbrt's own. All of
-it goes through descriptors of directories, opened without following a link: whatever is put in the place of a run, or
-into it, nothing else is removed.
+Only the holder of the lock on its file `lock` removes files, and only files named by vbrt's own patterns. All
+operations go through directory descriptors opened without following symlinks, so nothing else can be removed, whatever
+is put in place of a run directory or into it.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class RunDirectory:
-    """A new directory below `root`, which is made if missing; directories of dead runs are removed on the way.
+    """New run directory below `root`, which is created if missing; directories of dead runs are removed first.
 
     Attributes:
-        path: the directory; it goes with this object at the latest.
+        path: the directory; removed with this object at the latest.
 
     Raises OSError.
     """
@@ -43,7 +43,7 @@ class RunDirectory:
         try:
             _make(self._held, root)
             self.path = self._held.path
-            with contextlib.suppress(OSError):  # what others left behind is no reason not to begin
+            with contextlib.suppress(OSError):  # leftovers of other runs do not stop this one
                 _remove_dead(root, os.fstat(self._held.fd).st_uid)
         except BaseException:
             self.remove()
@@ -51,7 +51,7 @@ class RunDirectory:
 
     @property
     def fd(self) -> int:
-        """A descriptor of the directory. Raises OSError once it is removed."""
+        """Descriptor of the directory. Raises OSError once it is removed."""
         if self._held.fd < 0:
             raise OSError(errno.ENOENT, "the tier is closed", str(self.path))
         return self._held.fd
@@ -63,15 +63,15 @@ class RunDirectory:
 
 
 class _Held:
-    """A run's directory and descriptors of it and of its lock, as far as there are any."""
+    """Path and descriptors of a run directory and its lock; -1 for one that is not open."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
         self.fd = self.lock_fd = -1
-        self.listing: Iterator[os.DirEntry[str]] | None = None  # begun, but not read yet
+        self.listing: Iterator[os.DirEntry[str]] | None = None  # opened, not read yet
 
     def lock(self, flags: int) -> None:
-        """Open the lock file, which is made if missing, and hold it. Raises OSError: somebody else holds it."""
+        """Open the lock file, created if missing, and lock it. Raises OSError: another process holds it."""
         flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         self.lock_fd = open_regular(_LOCK, flags, mode=0o600, dir_fd=self.fd)
         fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,7 +79,7 @@ class _Held:
             raise FileNotFoundError(errno.ENOENT, "removed by another process", _LOCK)
 
     def empty(self) -> None:
-        """Remove the pages, and the lock as the last: what is killed half way is removed by the next run."""
+        """Remove the pages, and last the lock: if killed half way, the next run removes the rest."""
         stays = False
         for name in filter(_FILE.fullmatch, self.list_files()):
             try:
@@ -93,8 +93,8 @@ class _Held:
                 os.unlink(_LOCK, dir_fd=self.fd)
 
     def list_files(self) -> list[str]:
-        """Return the names in the directory, by the listing that was kept for it: a new one takes a descriptor, of
-        which the process may have none left. Then there are no names: pages that were freed are gone."""
+        """Return the names in the directory, by the listing opened in advance: a new one needs a descriptor, which the
+        process may have run out of. Returns no names then: freed pages are removed already."""
         listing, self.listing = self.listing, None
         try:
             with os.scandir(self.fd) if listing is None else listing as entries:
@@ -109,7 +109,7 @@ class _Held:
         listing, self.listing = self.listing, None
         if listing is not None:
             listing.close()
-        fd, self.lock_fd = self.lock_fd, -1  # never closed twice: its number may be another file's by then
+        fd, self.lock_fd = self.lock_fd, -1  # never closed twice: its number may have been reused
         if fd >= 0:
             os.close(fd)
         fd, self.fd = self.fd, -1
@@ -127,7 +127,7 @@ def _make(held: _Held, root: Path) -> None:
             held.listing = os.scandir(held.fd)
             return
         except (FileNotFoundError, FileExistsError, BlockingIOError):
-            # another run, which begins now, found this one without its lock and removes it
+            # race: another starting run saw this directory without a lock and removes it
             held.close()
             if not left:
                 raise
@@ -140,7 +140,7 @@ def _remove_own(held: _Held, pid: int) -> None:
         if held.fd >= 0:
             held.empty()
     held.close()
-    with contextlib.suppress(OSError):  # a file in it that is not ours, or it is gone
+    with contextlib.suppress(OSError):  # it holds a foreign file, or is gone
         held.path.rmdir()
 
 
@@ -153,7 +153,7 @@ def _remove_dead(root: Path, owner: int) -> None:
                 _take(held, root_fd, name, owner)
                 held.empty()
                 os.rmdir(name, dir_fd=root_fd)
-            except OSError:  # alive, being removed by another process, or with files that are not ours
+            except OSError:  # alive, being removed by another process, or with foreign files
                 continue
             finally:
                 held.close()
@@ -162,7 +162,7 @@ def _remove_dead(root: Path, owner: int) -> None:
 
 
 def _take(held: _Held, root_fd: int, name: str, owner: int) -> None:
-    """Hold the lock of a dead run; one that was killed before it had a lock gets one."""
+    """Lock the directory of a dead run; create the lock file if the run was killed before that."""
     held.fd = os.open(name, _DIRECTORY, dir_fd=root_fd)
     if os.fstat(held.fd).st_uid != owner:
         raise PermissionError(errno.EPERM, "another user's directory", name)

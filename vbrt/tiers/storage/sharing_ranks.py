@@ -1,4 +1,4 @@
-"""The ranks that share pages: who they are, and what they tell each other beside the pages."""
+"""Ranks that share pages: process groups, and small exchanges between hosts."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,9 +13,9 @@ __all__ = ["Sharers"]
 
 
 class Sharers:
-    """The ranks of a process group that hold the same weights.
+    """Ranks of a process group that hold the same weights.
 
-    What goes through GPUs takes the group's own backend, what the hosts tell each other a Gloo group beside it.
+    GPU traffic uses the group's own backend, host traffic an additional Gloo group.
 
     Args:
         group: of `torch.distributed`.
@@ -30,31 +30,31 @@ class Sharers:
             self.hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, timeout=_timeout(group))
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """Return the least of each value over all ranks."""
+        """All-reduce by minimum: return the least of each value over all ranks."""
         return [min(column) for column in zip(*self.exchange(values, "what memory there is"), strict=True)]
 
     def exchange(self, values: Sequence[int], what: str) -> list[list[int]]:
-        """Return the whole numbers of every rank, by rank. Raises TierError: a rank is gone or does not answer."""
+        """All-gather integers, by rank. Raises TierError: a rank is gone or does not answer."""
         own = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         every = torch.empty(self.size * len(own), dtype=torch.int64, device="cpu")
         self.together(what, lambda: dist.all_gather_into_tensor(every, own, group=self.hosts))
         return every.view(self.size, -1).tolist()
 
     def tell(self, value: Any, what: str) -> list[Any]:
-        """Return an object of every rank, by rank. Raises TierError: a rank is gone or does not answer."""
+        """All-gather an object, by rank. Raises TierError: a rank is gone or does not answer."""
         every: list[Any] = [None] * self.size
         self.together(what, lambda: dist.all_gather_object(every, value, group=self.hosts))
         return every
 
     def together(self, what: str, act: Callable[[], object]) -> None:
-        """Do what all ranks do together. Raises TierError: a rank is gone or does not answer."""
+        """Run a collective. Raises TierError: a rank is gone or does not answer."""
         try:
             act()
-        except RuntimeError as error:  # torch's errors of backends are of this class
+        except RuntimeError as error:  # torch's backend errors are of this class
             raise self.lost(what, error) from error
 
     def lost(self, what: str, error: RuntimeError) -> TierError:
-        """Return the error for what a group could not do."""
+        """Return the TierError for a failed collective."""
         return TierError(
             f"tiers.cpu.shared, rank {self.rank} of {self.size}: {what} could not be shared, a rank has ended or does "
             f"not answer ({str(error).splitlines()[0]}); end all ranks and start them again"

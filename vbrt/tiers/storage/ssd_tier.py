@@ -1,12 +1,12 @@
-"""The ssd tier: one file a page, written once, verified on each read.
+"""SSD tier: one file per page, written once, verified on each read.
 
 A file is a header of 4096 bytes and the page. The header holds magic, version, sizes and two XXH3-64 digests (of the
-page's segments' digests, and of the header itself), followed by the key and the page's layout as JSON, for the person
-with a hex dump. Segments are 512 KiB: several threads can read and verify one page.
-Files are written to a temporary name, synced and renamed, inside a directory of this run (`run_directory.py`).
+page's segments' digests, and of the header itself), followed by the key and the page's layout as JSON, for readers of
+a hex dump. Segments are 512 KiB, so that several threads can read and verify one page.
 
-Reads are `preadv` into buffers that the caller owns: never a file mapping, so an I/O error is an exception with a
-name in it and not a SIGBUS. Digests are computed while what was read is in cache.
+Files are written to a temporary name, synced and renamed, inside the directory of this run (`run_directory.py`).
+Reads are `preadv` into buffers that the caller owns, never a file mapping: an I/O error is an exception with the file's
+name, not a SIGBUS. Digests are computed while the bytes just read are in the CPU cache.
 """
 
 import contextlib
@@ -40,43 +40,43 @@ HEADER_BYTES = TIERS["ssd"].overhead_bytes
 _MAGIC = b"VBPAGE\x00\x01"
 _VERSION = 2
 _HEAD = struct.Struct("<8sIIQQ")  # magic, version, header bytes, page bytes, XXH3-64 over the segments' XXH3-64
-_SEGMENT_BYTES = 512 << 10  # hashed at a time: stays in L2
-_DIRECT_SEGMENTS = 8  # read at a time from the drive, which wants large reads
-_ALONE_BYTES = 1 << 20  # of a page that one thread has read by the time a helper begins
-_PAGE_CACHE_SHARE = 0.5  # of available memory that the page files may be expected to fill
+_SEGMENT_BYTES = 512 << 10  # unit of hashing: stays in L2
+_DIRECT_SEGMENTS = 8  # per read with O_DIRECT: drives need large reads
+_ALONE_BYTES = 1 << 20  # smaller pages are read before a helper would wake up
+_PAGE_CACHE_SHARE = 0.5  # share of available memory that page files may fill before reads turn direct
 
 ReadPage = Callable[[int, torch.Tensor, int, int], bytes]
-"""Fills a tensor from an offset of a descriptor's file; returns the digests of its segments of so many bytes. Raises
-OSError; EOFError where the file ends."""
+"""Callback (fd, out, offset, segment_bytes) that fills a tensor from a file and returns the digests of its segments.
+Raises OSError; EOFError where the file ends."""
 
 
 @dataclass(slots=True, eq=False)
 class PageFile:
-    """Room for a page: its bytes and its header count from the beginning, the file is there once it was put."""
+    """Room for a page: charged with its header when reserved; the file exists once it was put."""
 
-    nbytes: int  # that count, 0 once it is freed
+    nbytes: int  # charged to the budget; 0 once freed
     page_bytes: int
     pid: int
     path: Path | None = None
     digest: int = 0
-    blocks: BlockDigests | None = None  # of a page that is read in parts
+    blocks: BlockDigests | None = None  # for pages whose items are read
 
 
 class SsdTier:
-    """Pages as files below `root`, within a budget of bytes on disk.
+    """Store of pages as files below `root`, within a budget of bytes on disk.
 
-    Several threads may get pages, while one puts a page and others reserve and free, one at a time.
+    Several threads may `get` concurrently, while one puts a page and others reserve and free, one at a time.
 
     Args:
-        root: directory for page files; made if missing. Each run works in a locked directory of its own inside.
+        root: directory for page files; created if missing. Each run works in its own locked directory inside.
         capacity_bytes: bytes of files, headers included, that the tier may hold.
         io: "direct" (O_DIRECT), "buffered" (page cache), or "auto": through the page cache as long as the files fit
             into half of the available memory, direct beyond that, where the cache would evict them before reuse.
-        helpers: threads beside the caller's that read parts of one large page.
-        read_page: reads pages out of the page cache, in place of the helpers.
+        helpers: additional threads that read parts of one large page.
+        read_page: reader of pages from the page cache, replaces the helpers.
 
     Raises:
-        TierError: the directory cannot be made or written.
+        TierError: the directory cannot be created or written.
     """
 
     name, device, memory = "ssd", torch.device("cpu"), False
@@ -102,22 +102,22 @@ class SsdTier:
 
     @property
     def directory(self) -> Path:
-        """The run's own directory."""
+        """Directory of this run."""
         return self._run.path
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all page files."""
+        """Bytes of all page files, headers included."""
         return self.held_bytes
 
     @property
     def reads_ahead(self) -> bool:
-        """True if the system can be asked to read pages into its cache."""
+        """True if pages can be prefetched into the page cache."""
         return not self._use_direct()
 
     @property
     def mode(self) -> str:
-        """How pages are read now: "direct" or "buffered"."""
+        """Present read mode: "direct" or "buffered"."""
         return "direct" if self._use_direct() else "buffered"
 
     def reserve(self, nbytes: int, holder: Holder, *, reserved_bytes: int = 0) -> bool:
@@ -140,10 +140,10 @@ class SsdTier:
         digest = _digest(
             [xxhash.xxh3_64_digest(view[at : at + _SEGMENT_BYTES]) for at in range(0, page.numel(), _SEGMENT_BYTES)]
         )
-        # a forked child writes into the same directory, under names of its own
+        # a forked child writes into the same directory: its pid keeps names distinct
         path = self.directory / f"{os.getpid()}-{self._serial:05d}-{re.sub(r'[^A-Za-z0-9._-]', '_', key)[-96:]}.page"
         self._serial += 1
-        room.path, room.digest = path, digest  # before the file exists: freeing the room removes it then, too
+        room.path, room.digest = path, digest  # before the file exists, so that freeing the room always removes it
         try:
             _write_file(path, self._run.fd, _header(key, page.numel(), digest, layout), view)
         except OSError as error:
@@ -170,9 +170,9 @@ class SsdTier:
         _check_digest(key, room, self._opened(key, room, read))
 
     def read_items(self, room: PageFile, offsets: torch.Tensor, nbytes: int, *, key: str) -> torch.Tensor:
-        """Return parts of a page, verified: uint8 [n, nbytes] from offsets int64 [n] in the page.
+        """Return items of a page, verified: uint8 [n, nbytes] from offsets int64 [n] in the page.
 
-        The first call for a page reads all of it once, to know what its blocks must be.
+        The first call for a page reads all of it once, to compute the digests of its blocks.
 
         Raises:
             TierError: the file is missing, short, of another page, or its bytes changed.
@@ -219,7 +219,7 @@ class SsdTier:
             os.close(fd)
 
     def _shared(self, read: "_Read") -> int:
-        """Do a read with the helpers that are free, if it is worth one; returns the page's digest."""
+        """Read a page, with idle helpers if it is large; return its digest."""
         if read.file.page_bytes > _ALONE_BYTES:
             self._crew.share(read.parts, read.do)
         else:
@@ -228,7 +228,7 @@ class SsdTier:
         return read.digest()
 
     def is_cached(self, room: PageFile) -> bool:
-        """True if the system seems to have a page in its cache: its ends and its middle. Never waits, never fails."""
+        """True if a page seems to be in the page cache, by its first, middle and last byte. Never blocks or raises."""
         if not hasattr(os, "RWF_NOWAIT"):
             return False
         places, byte = (0, room.page_bytes // 2, HEADER_BYTES + room.page_bytes - 1), [bytearray(1)]
@@ -240,10 +240,10 @@ class SsdTier:
         return False
 
     def read_ahead(self, room: PageFile) -> None:
-        """Ask the system to bring a page into its cache, in buffered mode: reading it later waits less. Never fails."""
+        """Prefetch a page into the page cache (`posix_fadvise`), in buffered mode. Never raises."""
         if self._use_direct() or not hasattr(os, "posix_fadvise"):
             return
-        with contextlib.suppress(OSError), _advising(room, self._run.fd) as fd:  # what is wrong is said when it is read
+        with contextlib.suppress(OSError), _advising(room, self._run.fd) as fd:  # the read reports errors
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
 
     def _announce_buffered(self) -> None:
@@ -254,13 +254,13 @@ class SsdTier:
             warnings.warn(reason, stacklevel=2)
 
     def free(self, room: PageFile, *, reuse: bool = False) -> None:
-        """Remove a page and its file. Idempotent; a file that cannot be removed counts until the run ends."""
+        """Remove a page and its file. Idempotent; a file that cannot be removed stays charged until the run ends."""
         if room.path is not None and room.pid == os.getpid():  # a forked child must not remove its parent's pages
             try:
                 _unlink(room.path, self._run.fd)
             except FileNotFoundError:  # the run is gone
                 pass
-            except OSError as error:  # the page is not needed any more: nothing that the caller does depends on it
+            except OSError as error:  # no error: the caller does not need the page any more
                 self.fallbacks.append(
                     f"tier ssd: cannot remove {room.path} ({error.strerror or error}); its bytes "
                     "count until the run ends"
@@ -274,7 +274,7 @@ class SsdTier:
         """Do nothing: files are removed as they are freed."""
 
     def after_fork(self, rooms: Collection[PageFile]) -> None:
-        """Count these files only, in a forked child; threads that compute may be the parent's only."""
+        """Reset the accounting in a forked child to these files; drop `read_page`, whose threads are the parent's."""
         self._read_page = None
         self.held_bytes = self.stuck_bytes + sum(room.nbytes for room in rooms)
 
@@ -288,7 +288,7 @@ class SsdTier:
         if direct is None:
             try:
                 fits_cache = self.held_bytes <= _PAGE_CACHE_SHARE * psutil.virtual_memory().available
-            except OSError:  # no descriptor to ask with; the next read asks again
+            except OSError:  # out of descriptors; the next read tries again
                 return self.io == "direct"
             self._direct = direct = self.io == "direct" or (self.io == "auto" and not fits_cache)
         return direct
@@ -307,7 +307,7 @@ def _write_file(path: Path, dir_fd: int, header: bytes, view: memoryview) -> Non
             write_at(fd, header, 0)
             write_at(fd, view, len(header))
     except BaseException:
-        _unlink(path, dir_fd)  # it has its name already where an interrupt came late
+        _unlink(path, dir_fd)  # a late interrupt leaves it under its final name
         raise
 
 
@@ -326,7 +326,7 @@ def _unlink(path: Path, dir_fd: int) -> None:
 
 
 class _Read:
-    """The read of one page, in parts that any thread may take."""
+    """Parallel read of one page, in parts for any thread."""
 
     def __init__(self, key: str, file: PageFile, fd: int, view: memoryview, segments: int) -> None:
         self.key, self.file, self.fd, self.view = key, file, fd, view
@@ -355,7 +355,7 @@ class _Read:
 
 
 def _read_by(read_page: ReadPage, key: str, file: PageFile, fd: int, out: torch.Tensor) -> int:
-    """Have a page read into `out`; returns its digest."""
+    """Read a page into `out` by `read_page`; return its digest."""
     header = bytearray(HEADER_BYTES)
     _fill(fd, key, file, [memoryview(header)], 0)
     _check_header(key, file, bytes(header))

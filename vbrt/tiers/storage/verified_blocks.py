@@ -1,8 +1,8 @@
-"""Parts of a page file, verified: rows of a table are read without the rest of its page.
+"""Verified random access into a page file: rows of a table without the rest of its page.
 
-A page's digest covers the whole of it. For parts, the tier keeps a digest of each block of 4 KiB (two thousandths of
-the page's bytes, in memory), made in one verified pass over the file when a part is wanted first. From then on every
-read takes whole blocks and verifies each.
+A page's digest covers all of it. For items, the tier keeps a digest of each block of 4 KiB in memory (two thousandths
+of the page's bytes), computed by one verified pass over the file at the first access. From then on every read takes
+whole blocks and verifies each.
 """
 
 import torch
@@ -19,18 +19,18 @@ _DIGEST_BYTES = 8
 
 
 class BlockDigests:
-    """XXH3-64 of each block of a page."""
+    """XXH3-64 digests of a page's blocks."""
 
     def __init__(self) -> None:
         self._digests = bytearray()
 
     def extend(self, chunk: memoryview) -> None:
-        """Add the blocks of the next bytes of the page, a multiple of a block."""
+        """Append the digests of the page's next bytes, a multiple of a block."""
         for at in range(0, len(chunk), BLOCK_BYTES):
             self._digests += xxhash.xxh3_64_digest(chunk[at : at + BLOCK_BYTES])
 
     def holds(self, block: int, data: memoryview) -> bool:
-        """True if these are the bytes of a block."""
+        """True if `data` matches the digest of a block."""
         return self._digests[block * _DIGEST_BYTES : (block + 1) * _DIGEST_BYTES] == xxhash.xxh3_64_digest(data)
 
 
@@ -62,7 +62,7 @@ def read_items(
 
 
 def _read_blocks(fd: int, first_byte: int, blocks: list[int], view: memoryview, name: str) -> None:
-    """Read blocks, ascending, one request for each run of consecutive ones."""
+    """Read blocks, ascending; one request per run of consecutive blocks."""
     begin = 0
     for end in range(1, len(blocks) + 1):
         if end == len(blocks) or blocks[end] != blocks[end - 1] + 1:
