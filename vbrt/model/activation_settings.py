@@ -1,4 +1,4 @@
-"""The activations of a model's repeated blocks, as its config asks for them."""
+"""Activation policy of a model's repeated blocks (keep, recompute or offload), built from its config."""
 
 import torch
 from torch import nn
@@ -14,11 +14,11 @@ from vbrt.training.activations.checkpointing import Activations
 
 __all__ = ["activations_of", "blocks_of"]
 
-_LEAST_BLOCKS = 2  # of a list
+_LEAST_BLOCKS = 2  # in a list of repeated blocks
 
 
 def activations_of(model: nn.Module, config: VBConfig, device: torch.device) -> Activations:
-    """Return what decides over the activations of a model's blocks, which are changed in place unless all is kept."""
+    """Return the activation policy of a model's blocks; patches the blocks in place unless all activations are kept."""
     asked = parse_activations(config.training.activations, where="training.activations")
     if asked == KEEP:
         return Activations(KEEP, [], [], None)
@@ -31,7 +31,7 @@ def activations_of(model: nn.Module, config: VBConfig, device: torch.device) -> 
 
 
 def blocks_of(model: nn.Module) -> tuple[list[nn.Module], list[int]]:
-    """Return a model's repeated blocks in the order in which they run, and of each a number for its kind."""
+    """Return a model's repeated blocks in execution order, and a kind number for each."""
     blocks, kinds = list[nn.Module](), list[int]()
     for stack in stacks_of(model, least=_LEAST_BLOCKS):
         first = max(kinds, default=-1) + 1

@@ -1,8 +1,8 @@
-"""Refusals of what PEFT would silently leave untrained, because weights in the tiers are no parameters.
+"""Refusal of PEFT adapters that would silently train nothing, because weights in the tiers are no parameters.
 
-`target_parameters` are found by name, and experts in the tiers have none: PEFT at most warns that it matched nothing.
-Of a block that `modules_to_save` names PEFT trains the parameters, which leaves out the weights of its layers; a layer
-that it names by itself becomes a plain one. The next pass of the model says which module it is, and what would do.
+PEFT matches `target_parameters` by name, and experts in the tiers have none: it warns at most. For a block named by
+`modules_to_save` it trains the block's parameters, which misses weights in the tiers; a layer named directly turns
+into a plain one and trains. The next pass of the model raises, with the module's name and a remedy.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ __all__ = ["check_adapters"]
 
 
 def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise WrapError if an adapter's `target_parameters` name experts that live in the tiers, or its `modules_to_save`
-    a block with layers there, which would not train.
+    """Raise WrapError for adapters that would not train: `target_parameters` on experts in the tiers, or
+    `modules_to_save` on a block with layers there.
 
     Args:
         layers: the VB layers of the model by name.

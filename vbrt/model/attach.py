@@ -1,4 +1,4 @@
-"""From a model and a config to VB layers on a runtime, in place."""
+"""Attach a model to a runtime: swap its layers for VB layers, in place, with rollback on failure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ __all__ = ["Attempt", "attach", "attach_held", "make_handles", "plan_for"]
 def plan_for(
     model: nn.Module, config: VBConfig, runtime: Runtime | None = None, *, saved: Sequence[Swap] | None = None
 ) -> Plan:
-    """Return the plan of a model on this machine, beside the models on `runtime`; tries the ssd directory first.
+    """Return the plan of a model on this machine, next to the models on `runtime`; checks the ssd directory first.
 
     Args:
         config: with the tiers and the policy of the runtime, see `shared_config`.
@@ -55,16 +55,16 @@ def attach(
     policy: PolicyFactory | None = None,
     name: str = "",
 ) -> Attachment:
-    """Swap a model's layers in place; nothing is encoded before their first forward.
+    """Swap a model's layers in place; weights are encoded lazily, at their first forward.
 
-    The model keeps its attachment alive; the attachment does not keep the model alive. If anything fails, the model
-    is as it was, and so are the other models on the runtime.
+    The model keeps its attachment alive, not vice versa. On failure, the model and the other models on the runtime are
+    restored.
 
     Args:
-        plan: one that was made for this model under this config, and nothing has changed since; by default a new one.
-        runtime: of models that share their tiers, budgets and policy with this one; by default a new one.
-        policy: makes the policy of each tier of a new runtime; by default the one that the config names.
-        name: of the model on the runtime; by default that of its class.
+        plan: plan of this model under this config, still up to date; default: a new one.
+        runtime: shared runtime (tiers, budgets, policy) to join; default: a new one.
+        policy: factory of the policy of each tier of a new runtime; default: the one that the config names.
+        name: of the model on the runtime; default: its class name.
 
     Raises:
         ConfigError, TierError, WrapError: as `vbrt.wrap`.
@@ -75,7 +75,7 @@ def attach(
             plan = plan_for(model, config) if plan is None else plan
             attempt.built = runtime = Runtime.of_plan(plan, config, policy)
             return _attach(model, runtime, Terms(config, plan, name or type(model).__name__))
-        with runtime.stack.encoding:  # no page is added, and no other model attached, meanwhile
+        with runtime.stack.encoding:  # excludes page additions and other attachments
             plan = plan_for(model, config, runtime) if plan is None else plan
             name = runtime.free_name(name or type(model).__name__)
             attachment = _attach(model, runtime, Terms(config, plan, name, f"{name}/"))
@@ -98,14 +98,14 @@ def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
 
 
 def make_handles(terms: Terms, stack: TierStack) -> list[Weight | ExpertsHandle]:
-    """Return an empty handle for each weight that a plan swaps, in its order."""
+    """Return an empty handle for each swap of a plan, in order."""
     return [_handle(swap, terms, stack) for swap in terms.plan.swaps]
 
 
 def attach_held(
     model: nn.Module, runtime: Runtime, terms: Terms, handles: Sequence[Weight | ExpertsHandle]
 ) -> Attachment:
-    """Swap a model's layers in place, with handles from `make_handles`, which may hold weights already."""
+    """Swap a model's layers in place, with handles from `make_handles` that may hold weights already."""
     return Attachment(model, runtime, terms, _swap_layers_(model, terms.plan, handles, Kind.layer_class))
 
 
@@ -127,10 +127,10 @@ def _handle(swap: Swap, terms: Terms, stack: TierStack) -> Weight | ExpertsHandl
 
 
 class Attempt:
-    """What is needed to undo an attachment that fails or is interrupted, until whoever asked for it has it.
+    """Snapshot for the rollback of an attachment that fails or is interrupted.
 
     Attributes:
-        built: the runtime that was built for it, if one was.
+        built: the runtime built for the attachment; None if it joined one.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime | None) -> None:
@@ -143,7 +143,7 @@ class Attempt:
         self.built: Runtime | None = None
 
     def undo(self) -> None:
-        """Give the model back as it was, free its pages, and give other models' pages their homes back. Idempotent."""
+        """Restore the model, free its pages, and restore the homes of other models' pages. Idempotent."""
         hooks = self._model._forward_pre_hooks
         begun = [hook for hook_id, hook in hooks.items() if isinstance(hook, PassHook) and hook_id not in self._hooks]
         for hook in begun:

@@ -1,4 +1,4 @@
-"""Several models onto one runtime, all or none: those of a pipeline."""
+"""Atomic attachment of several models, such as a pipeline's, to one runtime."""
 
 from collections.abc import Mapping
 
@@ -22,11 +22,11 @@ def attach_together(
     runtime: Runtime | None = None,
     policy: PolicyFactory | None = None,
 ) -> dict[str, Attachment]:
-    """Attach models to one runtime, each under its name; if one of them cannot be, all are as they were.
+    """Attach models to one runtime, each under its name; all or none: on failure every model is restored.
 
     Args:
-        runtime: of other models, which these join; by default a new one.
-        policy: makes the policy of each tier of a new runtime; by default the one that the config names.
+        runtime: shared runtime to join; default: a new one.
+        policy: factory of the policy of each tier of a new runtime; default: the one that the config names.
 
     Raises:
         ConfigError, TierError, WrapError: as `vbrt.wrap`; ConfigError also for mode = "train".
@@ -55,7 +55,7 @@ def attach_together(
 
 
 def _leading_plan(models: Mapping[str, nn.Module], config: VBConfig) -> Plan:
-    """Return the plan of the model that a runtime is built for: one with routed experts, else the one with the most
+    """Return the plan that the runtime is built for: of a model with routed experts, else of the one with the most
     bytes to swap."""
     plans = [plan_for(model, config) for model in models.values()]
     return max(plans, key=lambda plan: (bool(plan.routed), plan.swapped_bytes))

@@ -1,4 +1,4 @@
-"""Protocol of a model on a runtime, as the runtime and its live samples see it."""
+"""Protocol of an attached model, for the runtime and its live samples."""
 
 from typing import Protocol
 
@@ -13,7 +13,7 @@ __all__ = ["Attached"]
 
 
 class Attached(Protocol):
-    """A model on a runtime: an `Attachment`, which has its attributes."""
+    """Attached model; implemented by `Attachment`, see there for the attributes."""
 
     name: str
     prefix: str
@@ -25,11 +25,11 @@ class Attached(Protocol):
 
     @property
     def alive(self) -> bool:
-        """True if the model is there and its planes are not gone."""
+        """True while the model exists and its planes are not freed."""
 
     @property
     def plan(self) -> Plan:
-        """The plan of the model, with the budgets that the runtime has now."""
+        """Plan of the model, with the runtime's present budgets."""
 
     @property
     def unpaged_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""One model on a runtime: its plan, its VB layers, its passes, and the way back to a dense model."""
+"""Attachment of one model to a runtime: plan, VB layers, passes, stats, and detach back to a dense model."""
 
 import contextlib
 import weakref
@@ -48,38 +48,38 @@ __all__ = ["Attachment", "Follower", "Terms", "attached_to"]
 
 
 class Follower(Protocol):
-    """Something of a model's that lasts as long as its attachment: what records its decode steps."""
+    """Recorder of a model's decode steps, with the attachment's lifetime."""
 
     def counts(self) -> StepCounts:
-        """What the model's stats say of it."""
+        """Return its counters, for the model's stats."""
 
     def defer(self, model: nn.Module, begin: Callable[[], None]) -> bool:
-        """Take over to begin the pass that a forward of the model is; False to leave that to the caller."""
+        """Take over the call of `begin` for a forward of the model; False leaves it to the caller."""
 
     def end(self) -> None:
-        """Leave the model, and free what is held. Idempotent."""
+        """Detach from the model, and free all recordings. Idempotent."""
 
 
 class Watcher(Protocol):
-    """What looks after the other ranks of a model."""
+    """Monitor of the other ranks of a model."""
 
     def stop(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop monitoring. Idempotent."""
 
     def leave(self, error: BaseException) -> None:
-        """Note that this rank has left what ranks compute together by an error; the others may have met it, too."""
+        """Report that this rank has left a joint computation by an error; other ranks may have met the same error."""
 
     def compare(self, tensor: Tensor, what: str) -> None:
-        """Raise ArgumentError, on all ranks, if one of them calls this with another tensor."""
+        """Collective: raise ArgumentError, on all ranks, if their tensors differ."""
 
     def least(self, number: int) -> int:
-        """Return the least of the numbers with which all ranks call this, each at the same place of its passes."""
+        """Collective: return the least of all ranks' numbers. Ranks must call it at the same place of their passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What was decided for one model: its config and plan, its name on the runtime, and its `prefix`: what page keys,
-    errors and phases have before the names of its layers. The model that a runtime was built for has none."""
+    """Decisions for one model: config, plan, name on the runtime, and `prefix`, put before layer names in page keys,
+    errors and phases; empty for the model that the runtime was built for."""
 
     settings: VBConfig
     plan: Plan
@@ -89,7 +89,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """What an attachment to a copied model is made of. `modules`: the name of each VB layer's module."""
+    """State from which a copied model is attached. `modules`: the name of each VB layer's module."""
 
     kind: type["Attachment"]
     runtime: Runtime
@@ -99,7 +99,7 @@ class Seed:
     closed: bool
 
     def attach_to(self, model: nn.Module) -> "Attachment":
-        """Attach a copied model, whose layers are VB layers already."""
+        """Attach a copied model whose layers are VB layers already."""
         layers = {name: model.get_submodule(module) for name, module in self.modules.items()}
         terms = replace(self.terms, name=self.runtime.free_name(self.terms.name))
         attachment = self.kind(model, self.runtime, terms, layers)
@@ -108,24 +108,24 @@ class Seed:
 
 
 class Attachment:
-    """A model whose layers are swapped, on a runtime. Everything but `save` and the façade of `VBModelWrapper`.
+    """Model with swapped layers on a runtime: everything but `save` and the façade of `VBModelWrapper`.
 
     Attributes:
         runtime: shared with the other models on it.
         registry: its VB layers by name.
-        missed: what computes missed experts where they lie; None where they are fetched.
+        missed: CPU compute of missed experts; None where missed experts are fetched.
         name: of the model on the runtime.
         prefix: see `Terms`.
-        closed: True once its planes are gone.
-        passes: how many have begun.
-        replays: how many passes were replayed, which are not among those.
-        work: what they computed.
-        timed: totals of the last recording.
-        activations: what the model's blocks keep for the backward pass.
+        closed: True once its planes are freed.
+        passes: number of passes begun, replays excluded.
+        replays: number of replayed passes.
+        work: throughput counters.
+        timed: totals of the last timeline.
+        activations: activation policy of the model's blocks.
         speculation: counters of `generate(speculate=...)`.
-        follower: records the decode steps of `generate`; None without one.
-        watcher: looks after the other ranks that hold parts of the weights; None without any.
-        name_phase: gives passes without gradients their phase, from the one that their inputs tell; None to take that.
+        follower: recorder of the decode steps of `generate`; None without one.
+        watcher: monitor of the other ranks with parts of the weights; None without any.
+        name_phase: maps the inferred phase of a pass without gradients to its name; None keeps the inferred one.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, terms: Terms, layers: Mapping[str, SwappedLayer]) -> None:
@@ -156,11 +156,11 @@ class Attachment:
             model.register_forward_hook(PassEndHook(runtime.stack))
         runtime.add(self)
 
-    # -- what it is ---------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
-        """The model. Raises WrapError if nobody has kept it."""
+        """The model, held weakly. Raises WrapError if it was collected."""
         model = self._model()
         if model is None:
             raise WrapError(f"{self.name}: the model is gone; keep a reference to it for as long as it is used")
@@ -168,7 +168,7 @@ class Attachment:
 
     @property
     def alive(self) -> bool:
-        """True if the model is there and its planes are not gone."""
+        """True while the model exists and its planes are not freed."""
         return not self.closed and self._model() is not None
 
     @property
@@ -178,13 +178,13 @@ class Attachment:
 
     @property
     def settings(self) -> VBConfig:
-        """The config of this model, with the budgets that the runtime has now."""
+        """Config of this model, with the runtime's present budgets."""
         tiers = self.runtime.settings.tiers
         return self._settings if self._settings.tiers == tiers else load_config(self._settings, tiers=asdict(tiers))
 
     @property
     def plan(self) -> Plan:
-        """The plan of this model, with the budgets that the runtime has now."""
+        """Plan of this model, with the runtime's present budgets."""
         budgets = self.runtime.budgets
         return self._plan if self._plan.budgets == budgets else replace(self._plan, budgets=budgets)
 
@@ -199,7 +199,7 @@ class Attachment:
         return all(swap.lossless for swap in self._plan.swaps)
 
     def check_open(self, what: str) -> None:
-        """Raise WrapError if the planes are gone."""
+        """Raise WrapError if the planes are freed."""
         if self.closed:
             raise WrapError(
                 f"{what}: the model was closed or unwrapped, its planes are gone; do that before, or wrap "
@@ -209,11 +209,11 @@ class Attachment:
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Count a forward that begins, and begin its pass; or leave that to the follower, if it takes it over."""
+        """Count a forward, and begin its pass, unless the follower takes that over."""
         if not self.passes and wanted():
             show_encoding(model, self.registry)
         if self.passes == 1:
-            release_host_memory()  # dense weights were freed one by one during the first pass
+            release_host_memory()  # dense weights were freed during the first pass
         if self.passes and self.runtime.balance is not None:
             self.runtime.follow_free_memory()
         self.passes += 1
@@ -223,13 +223,13 @@ class Attachment:
             begin()
 
     def begin_part(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Count and begin a pass of a model of which this is a part: nothing calls its own forward."""
+        """Count and begin a pass of a larger model that contains this one, whose own forward is not called."""
         self.check_open("forward")
         self.passes += 1
         self._begin_pass(args, kwargs)
 
     def _begin_pass(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Begin a pass on the stack. Models on one runtime have phases, and so learned orders, of their own."""
+        """Begin a pass on the stack; phases, and so learned orders, are per model."""
         named = phase_name(self)
         phase = named or self._unnamed_phase(args, kwargs)
         backward = self.prefix + BACKWARD if named is None and phase == FORWARD else ""
@@ -240,7 +240,7 @@ class Attachment:
             step.leaf(self._begin_again, self.prefix + phase, backward)
 
     def _begin_again(self, phase: str, backward: str) -> None:
-        """Begin a pass as a recorded step repeats it: not where a CUDA graph records it in its turn."""
+        """Begin a pass in the replay of a recorded step; a no-op under CUDA graph capture."""
         if not self.stack.capturing():
             self.stack.begin_pass(phase, backward=backward)
 
@@ -258,9 +258,9 @@ class Attachment:
             release_host_memory()
 
     def ready_to_save(self) -> VBConfig:
-        """Encode every layer; return the config that a save of the planes has.
+        """Encode every layer; return the config to save with the planes.
 
-        Raises WrapError if the planes are gone.
+        Raises WrapError if the planes are freed.
         """
         self.check_open("save")
         self.materialize()
@@ -272,8 +272,8 @@ class Attachment:
         return self.runtime.set_budget(tier, budget)
 
     def stats(self, *, experts: bool = False) -> Stats:
-        """Return a frozen snapshot of all counters; the tiers' are those of all models on the runtime. `experts`: with
-        those of every routed expert."""
+        """Return a frozen snapshot of all counters; counters of tiers cover all models on the runtime. `experts`: also
+        per routed expert."""
         stack, plan = self.stack, self.plan
         self.expert_cache.settle(each=experts)
         swapped = self.registry.swapped()  # other threads may encode, move and unwrap meanwhile
@@ -319,11 +319,11 @@ class Attachment:
         return named_phase(self, name, precision)
 
     def check_recordable(self) -> None:
-        """Raise WrapError if there is no timeline of its passes. See `vbrt.model.timeline_recording`."""
+        """Raise WrapError if its passes have no timeline. See `vbrt.model.timeline_recording`."""
         self.check_open("timeline")
 
     def record_routing(self, path: str | PathLike) -> contextlib.AbstractContextManager[RoutingRecorder]:
-        """Record which experts tokens go to in a `with` block. See `VBModelWrapper.record_routing`."""
+        """Record expert routing in a `with` block. See `VBModelWrapper.record_routing`."""
         self.check_open("record_routing")
         layers = plan_layers(self.plan)
         if not layers:
@@ -333,14 +333,14 @@ class Attachment:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def detach(self) -> nn.Module:
-        """Give the dense model back, in place, and close. See `VBModelWrapper.unwrap`."""
+        """Restore the dense model, in place, and close. See `VBModelWrapper.unwrap`."""
         self.registry.release_()
         remove_pass_hooks(self.model)
         self.close()
         return self.model
 
     def close(self) -> None:
-        """Free the pages of this model; the tiers too, if no other model or copy needs them. Idempotent."""
+        """Free the pages of this model, and the tiers if no other model or copy needs them. Idempotent."""
         self.closed = True
         self.activations.release_()
         if self.follower is not None:
@@ -356,21 +356,21 @@ class Attachment:
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def seed(self) -> Seed:
-        """Return what a copy of the model is attached with."""
+        """Return the state from which a copy of the model is attached."""
         holders = {name: module for swap in self._plan.swaps for name, module in swap.modules.items()}
         modules = {name: "" if module == ROOT else module for name, module in holders.items() if name in self.layers}
         return Seed(type(self), self.runtime, self._terms, modules, self.timed, self.closed)
 
 
 def attached_to(module: nn.Module) -> Attachment | None:
-    """Return the attachment of a model; None for one that has none, as the modules in a model."""
+    """Return the attachment of a model; None for unwrapped models and submodules."""
     hook = pass_hook_of(module)
     return hook.attachment if hook is not None and isinstance(hook.attachment, Attachment) else None
 
 
 @contextlib.contextmanager
 def _routed(guard: Guard, recorder: RoutingRecorder) -> Iterator[RoutingRecorder]:
-    write_routing(recorder.routing, recorder.path)  # a path that cannot be written shows now
+    write_routing(recorder.routing, recorder.path)  # fails early if the path cannot be written
     with guard.lock:
         if guard.routing is not None:
             raise WrapError("record_routing: this model is being recorded already; leave that `with` block first")

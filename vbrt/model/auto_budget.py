@@ -1,4 +1,4 @@
-"""`tiers.gpu.budget = "auto"` while models run: how large the budget should be, by what the GPU has free."""
+"""Dynamic GPU budget for `tiers.gpu.budget = "auto"`: follows the GPU's free memory while models run."""
 
 import time
 import warnings
@@ -11,19 +11,19 @@ from vbrt.residency.room_division import rebalanced
 
 __all__ = ["GpuBalance"]
 
-_LOOK_SECONDS = 0.1  # between looks at the GPU's free memory, at least
+_LOOK_SECONDS = 0.1  # least interval between polls of the GPU's free memory
 _LONGEST = 2.0
-_LOOKS = 500  # a look takes one part in so many of the time, at most
+_LOOKS = 500  # a poll takes at most 1/_LOOKS of the time
 
 
 class GpuBalance:
-    """Follows the GPU's free memory up to `wanted_bytes`.
+    """GPU budget controller: follows free memory, up to `wanted_bytes`.
 
-    The margin is what `budget = "auto"` left free; it doubles each time that a model runs out in the middle of a pass.
+    The margin is the memory that `budget = "auto"` left free; it doubles after each out-of-memory error within a pass.
 
     Attributes:
-        active: false once the budget could not follow; it stays then.
-        fallbacks: what users should hear, for `stats()`.
+        active: False once a budget change failed: then the budget stays.
+        fallbacks: messages for users, for `stats()`.
     """
 
     def __init__(self, wanted_bytes: int) -> None:
@@ -33,26 +33,26 @@ class GpuBalance:
         self._ran_out = _times_out_of_memory()
 
     def due(self) -> bool:
-        """True if it is time for another look, which takes about a millisecond."""
+        """True if the next poll is due; a poll takes about a millisecond."""
         return time.monotonic() >= self._next_look
 
     def wanted_now(self, budget_bytes: int, page_bytes: int) -> int:
-        """Return the budget that memory allows now, at most all pages."""
+        """Return the budget that free memory allows now, at most the bytes of all pages."""
         wanted, free = min(self.wanted_bytes, page_bytes), torch.cuda.mem_get_info()[0]
         ran_out = _times_out_of_memory() > self._ran_out
         if budget_bytes >= wanted and free >= self.margin_bytes // 2 and not ran_out:
-            return budget_bytes  # most passes: torch's own figures cost more
+            return budget_bytes  # most passes: torch's allocator stats cost more
         free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         if ran_out:
             return self._after_running_out(budget_bytes, free)
         return rebalanced(budget_bytes, wanted, free, self.margin_bytes)
 
     def looked(self, seconds: float) -> None:
-        """Note that a look has taken so long; the next one is due after a time that it does not weigh in."""
+        """Note the duration of a poll, and schedule the next one so that its cost is negligible."""
         self._next_look = time.monotonic() + max(_LOOK_SECONDS, min(_LOOKS * seconds, _LONGEST))
 
     def look_soon(self) -> None:
-        """Make the next look due."""
+        """Make the next poll due now."""
         self._next_look = 0.0
 
     def _after_running_out(self, budget_bytes: int, free_bytes: int) -> int:
@@ -64,7 +64,7 @@ class GpuBalance:
         return max(0, budget_bytes - shortage)
 
     def stop(self, error: Exception) -> None:
-        """Announce once that the budget stays."""
+        """Stop following, and warn once that the budget stays."""
         reason = f'tiers.gpu.budget = "auto" stays as it is although GPU memory is short: {error}'
         self.fallbacks.append(reason)
         self.active = False

@@ -1,8 +1,8 @@
-"""The ranks that run on one machine, and those that compute on one GPU: among how many memory is divided.
+"""Colocated ranks: the number of ranks per machine and per GPU, among which memory is divided.
 
-torchrun says how many ranks it has started on a machine. Where nobody has said so, and for ranks that share a GPU, each
-rank writes to the store of torch.distributed where it runs, and reads where the others do. Nothing is collective here:
-a rank that never wraps a model cannot make others hang.
+torchrun sets the number of ranks per machine (LOCAL_WORLD_SIZE). Without it, and for ranks that share a GPU, each rank
+publishes its location in the store of torch.distributed and reads the others'. There is no collective: a rank that
+never wraps a model cannot hang others.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ import torch.distributed as dist
 
 __all__ = ["Neighbours", "neighbours"]
 
-ANSWER_S = 5.0  # in which other ranks say where they run; who has not said it is taken to run here
+ANSWER_S = 5.0  # wait for other ranks' locations; silent ranks count as colocated
 
 
 class Neighbours(NamedTuple):
-    """Ranks, this one among them.
+    """Numbers of colocated ranks, this one included.
 
     Attributes:
         here: on this machine.
-        on_gpu: that compute on this one's GPU; 1 without one.
-        said_by: how that is known; "" for a process that is alone.
-        index: of this one among those on this machine.
+        on_gpu: on this rank's GPU; 1 without a GPU.
+        said_by: source of the numbers; "" for a single process.
+        index: of this rank among those on this machine.
     """
 
     here: int = 1
@@ -39,10 +39,10 @@ class Neighbours(NamedTuple):
 
 
 def neighbours() -> Neighbours:
-    """Return how many ranks divide this machine and this process's GPU.
+    """Return how many ranks share this machine and this process's GPU.
 
-    The first call of a process group waits until the others have called, up to `ANSWER_S` seconds, unless torchrun has
-    said all there is to know.
+    The first call in a process group waits for the calls of the other ranks, up to `ANSWER_S` seconds, unless the
+    environment of torchrun suffices.
     """
     started, several = _launched("LOCAL_WORLD_SIZE"), _is_one_of_several()
     index = _launched("LOCAL_RANK")
@@ -56,7 +56,7 @@ def neighbours() -> Neighbours:
 
 
 def _launched(name: str) -> int:
-    """Return what a launcher has said, 0 if none has."""
+    """Return a launcher's environment variable as a number; 0 without it."""
     said = os.environ.get(name, "")
     return int(said) if said.isdecimal() else 0
 
@@ -66,13 +66,13 @@ def _is_one_of_several() -> bool:
 
 
 def _has_gpu_of_its_own(started: int) -> bool:
-    """True if each rank that was started here computes on the GPU of its own number, as usual under torchrun."""
+    """True if each local rank uses the GPU of its own local rank number, as usual under torchrun."""
     usual = os.environ.get("LOCAL_RANK") == str(torch.cuda.current_device())
     return usual and 0 < started <= torch.cuda.device_count()
 
 
 def _place() -> tuple[str, str]:
-    """Return this machine and this process's GPU, "" for none: names that no other has."""
+    """Return unique names of this machine and of this process's GPU; "" without a GPU."""
     machine = socket.gethostname()
     with contextlib.suppress(OSError):  # the same in all containers of a machine
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -82,7 +82,7 @@ def _place() -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def _told(group: Any, place: tuple[str, str]) -> Neighbours:
-    """Return what the ranks of a group say of where they run."""
+    """Exchange locations over the group's store, and count colocated ranks."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = dist.PrefixStore("vbrt/places", dist.distributed_c10d._get_default_store())
     others = [str(other) for other in range(size) if other != rank]

@@ -1,9 +1,9 @@
-"""Has the GPU decide which of a model's routed experts are resident, where it can.
+"""Device-side cache of routed experts: the GPU decides which experts are resident, where possible.
 
-Once all experts are encoded, those whose pages live in page-locked host memory get one device cache, which takes what
-the GPU's budget has left. A new budget, or new weights, end it; the next forward of a layer makes another. Where there
-can be none, the host goes on deciding, and `stats().fallbacks` says why. The host decides, too, where the CPU is to
-compute missed experts: see `layers/experts/missed_experts.py`.
+Once all experts are encoded, those with pages in pinned host memory share one device cache, which takes the rest of the
+GPU's budget. A new budget, or new weights, end it; the next forward of a layer creates another. Fallback: the host
+decides, and `stats().fallbacks` has the reason. The host also decides where the CPU computes missed experts: see
+`layers/experts/missed_experts.py`.
 """
 
 import operator
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 __all__ = ["ExpertCache"]
 
-_POLICY = "experts"  # the rule that the device knows
-_PASSING = 4  # pages of other layers that pass through the GPU beside the cache: rooms for the largest lease of them
+_POLICY = "experts"  # the only policy that the device implements
+_PASSING = 4  # room for streamed pages of other layers, in leases of two of their largest pages
 
 
 class ExpertCache:
-    """The device cache of one model, if it has one.
+    """Owner of a model's device cache of experts; there may be none.
 
     Attributes:
-        missed: what the model does about missing experts; None: it fetches them.
-        fallbacks: why the host decides; empty where it should, or does not.
+        missed: CPU compute of missed experts; None: they are fetched.
+        fallbacks: why the host decides; empty where that is intended, or where the device decides.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class ExpertCache:
     ) -> None:
         self._stack, self._layers, self.missed = stack, layers, missed
         self._cache: DeviceCache | None = None
-        self._handles: dict[str, ExpertsHandle] = {}  # by name, in the order of the cache's layers
-        self._lock = threading.Lock()  # of what has been told
-        self._told: dict[str, DeviceTotals] = {}  # what tallies of layers have been told of
-        self._told_pages: dict[str, DeviceCounts] = {}  # what pages have been told of
+        self._handles: dict[str, ExpertsHandle] = {}  # by name, in the cache's layer order
+        self._lock = threading.Lock()  # guards _told and _told_pages
+        self._told: dict[str, DeviceTotals] = {}  # device totals already added to layers' tallies
+        self._told_pages: dict[str, DeviceCounts] = {}  # device counts already added to pages
         self._tried: object = None
         self.fallbacks: list[str] = []
 
     def follow(self) -> None:
-        """Make the cache, or make it anew, if that has not been tried for the weights that the layers hold now.
+        """Create or recreate the cache, at most one attempt per state of the stack's pages.
 
-        Layers ask for it that have none, at each forward.
+        Layers without a cache call it at each forward.
         """
         stack = self._stack
         if stack.ledger.changes == self._tried or stack.levels[0].policy.kind != _POLICY:
@@ -64,7 +64,7 @@ class ExpertCache:
             return
         with stack.encoding:
             handles = [layer.handle for layer in self._layers() if isinstance(layer.handle, ExpertsHandle)]
-            handles = [h for h in handles if not KINDS[h.spec.site.kind].every]  # which nobody chooses among
+            handles = [h for h in handles if not KINDS[h.spec.site.kind].every]  # without routing there is no choice
             if stack.ledger.changes != self._tried and all(handle.keys for handle in handles):
                 self.close()
                 self._make(handles)
@@ -97,7 +97,7 @@ class ExpertCache:
         return self.missed is not None and self.missed.keeps_on_host(handle)
 
     def _room(self, served: dict[str, ExpertsHandle]) -> int:
-        """The bytes of the GPU's budget that no other page needs."""
+        """Return the bytes of the GPU's budget that no other page needs."""
         stack, own = self._stack, {key for handle in served.values() for key in handle.keys}
         others = [page.nbytes for key, page in stack.pages.items() if page.home and page.passes and key not in own]
         token = max(sum(page.nbytes for page in handle.pages[: handle.spec.top_k]) for handle in served.values())
@@ -105,7 +105,7 @@ class ExpertCache:
         return stack.levels[0].free_bytes - passing - token
 
     def settle(self, *, each: bool = False) -> None:
-        """Have the tallies of layers count what the device has counted, with `each` their pages, too; waits for it."""
+        """Add the device's counters to the tallies of layers, and with `each` to their pages; synchronizes."""
         with self._lock:
             if self._cache is not None:
                 self._settle(self._cache, each=each)
@@ -126,7 +126,7 @@ class ExpertCache:
                 _count_each(self._handles[name].pages, counts, told[name], link)
 
     def forget_recording(self) -> None:
-        """Take a recording for gone: whoever made it replays it only while the pages are where they were."""
+        """Allow the cache to end although a graph has captured it: the graph's owner checks pages before replays."""
         if self._cache is not None:
             self._cache.recorded = False
 
@@ -134,7 +134,7 @@ class ExpertCache:
         """End the cache; the host decides again. Idempotent.
 
         Raises:
-            TierError: a CUDA graph has recorded it.
+            TierError: a CUDA graph has captured it.
         """
         cache = self._cache
         if cache is None:
@@ -148,13 +148,13 @@ class ExpertCache:
         cache.close()
 
     def end(self) -> None:
-        """End the cache with the model: graphs that have recorded it read what is gone, as they do of all pages."""
+        """End the cache with the model, captured or not: its graphs are invalid, as for all pages."""
         cache, self._cache = self._cache, None
         if cache is not None:
             cache.close()
 
     def reset(self) -> None:
-        """End the cache, and make another at the next forward. Raises TierError: a CUDA graph has recorded it."""
+        """End the cache; the next forward creates another. Raises TierError: a CUDA graph has captured it."""
         self.close()
         self._tried = None
 
@@ -167,7 +167,7 @@ def _count_each(pages: Sequence[Page], now: DeviceCounts, before: DeviceCounts, 
 
 
 def _count(counted: Page | Tally, more: Sequence[int], nbytes: int, link: str) -> None:
-    """Count hits and misses on which the device has decided."""
+    """Add the device's hits and misses to a counter."""
     hits, misses = more
     counted.hits += hits
     counted.misses += misses

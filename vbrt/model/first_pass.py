@@ -1,4 +1,4 @@
-"""The first pass of a wrapped model encodes its weights, which may take a minute: it shows how far it is."""
+"""Progress display of the first pass, which encodes the weights and may take a minute."""
 
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,9 @@ __all__ = ["show_encoding"]
 
 
 def show_encoding(model: nn.Module, registry: "Registry") -> None:
-    """Show, from now to the end of the forward that begins, how much of the dense weights is encoded.
+    """Show the encoded share of the dense weights until the end of the forward that begins.
 
-    Nobody counts in the layers: what is still dense is looked up by the thread that draws.
+    Layers count nothing: the drawing thread polls which weights are still dense.
     """
     total = registry.shell_bytes()
     if total:
@@ -24,14 +24,14 @@ def show_encoding(model: nn.Module, registry: "Registry") -> None:
 
 
 def _nothing() -> "_Encoding":
-    """Return what is left of it in a model that is unpickled."""
+    """Return an inert instance, for an unpickled model."""
     encoding = object.__new__(_Encoding)
     encoding._hook = encoding._work = None
     return encoding
 
 
 class _Encoding:
-    """A hook behind one forward, which it ends with."""
+    """Forward hook that ends the display and removes itself."""
 
     def __init__(self, model: nn.Module, registry: "Registry", total: int) -> None:
         layers = weakref.ref(registry)
@@ -45,7 +45,7 @@ class _Encoding:
         self._work.__enter__()
 
     def __deepcopy__(self, memo: dict) -> "_Encoding":
-        return self  # a forward that was interrupted has left it: what it shows is the other model's
+        return self  # left by an interrupted forward; it shows the original model
 
     def __reduce__(self) -> tuple:
         return _nothing, ()

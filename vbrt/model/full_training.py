@@ -1,4 +1,4 @@
-"""A model that trains from the tiers, on a runtime."""
+"""Attachment of a model that trains from the tiers (mode = "full")."""
 
 import contextlib
 import functools
@@ -35,8 +35,8 @@ class FullAttachment(Attachment):
 
     Attributes:
         optimizer: the user's, taken over; None before `take`.
-        updater: of its weights.
-        clip_ns: time that clipping took.
+        updater: updates its weights.
+        clip_ns: time spent clipping.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class FullAttachment(Attachment):
 
     @property
     def weights(self) -> list[FullWeight]:
-        """The weights in the order of the model."""
+        """Weights in model order."""
         return list(dict.fromkeys(layer.handle for layer in self.layers.values()))
 
     @property
@@ -61,10 +61,10 @@ class FullAttachment(Attachment):
         return True
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer over the model's parameters update the weights in the tiers.
+        """Take over an optimizer of the model's parameters, to update the weights in the tiers.
 
         Raises:
-            WrapError: it has no form that updates in chunks, lacks a weight, or there is an optimizer already.
+            WrapError: the optimizer cannot update in chunks or lacks a weight, or there is an optimizer already.
         """
         self.check_open("optimizer")
         if self.optimizer is not None:
@@ -74,14 +74,14 @@ class FullAttachment(Attachment):
         self.optimizer = optimizer
 
     def _apply_to_all(self, model: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """nn.Module's `_apply`, which begins with the check that all weights in the tiers can follow: WrapError."""
+        """nn.Module's `_apply`, after a check that all weights in the tiers can follow. Raises WrapError."""
         for weight in self.weights:
             if weight.state is not None:
                 weight.check_cast(fn(torch.zeros((), dtype=weight.dtype, device="cpu")).dtype)
         return type(model)._apply(model, fn, recurse)
 
     def _before_load(self, model: nn.Module, state_dict: Mapping, prefix: str, metadata: Mapping, *_: object) -> None:
-        """Raise WrapError for a load that is refused, before any of it is done."""
+        """Raise WrapError for a load that is refused, before it changes anything."""
         for weight in self.weights[:1]:
             check_assigns(weight, metadata)
 
@@ -124,7 +124,7 @@ class FullAttachment(Attachment):
         return Stepping(self.need("stepping"), self.weights, self._outlet)
 
     def settle(self) -> None:
-        """Wait for all updates. Raises what went wrong in them."""
+        """Wait for all updates. Raises their errors."""
         if self.updater is not None:
             self.updater.finish()
 
@@ -149,8 +149,7 @@ class FullAttachment(Attachment):
         )
 
     def detach(self) -> nn.Module:
-        """Give the model back, in place, with its own parameters and fp32 values, the optimizer with its state, and
-        close."""
+        """Restore the model, in place, with its own parameters in fp32, and the optimizer with its state; close."""
         self.settle()
         if self.optimizer is not None:
             widen_kept(self.optimizer)

@@ -1,4 +1,4 @@
-"""KV caches in the tiers of a runtime: their protocol, as the runtime sees it, and their counters."""
+"""Protocol of KV caches in a runtime's tiers, and their counters."""
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager
@@ -10,15 +10,15 @@ __all__ = ["TieredCache", "cache_stats"]
 
 
 class TieredCache(Protocol):
-    """A cache whose pages live in a runtime's tiers. `name`: in stats; `nbytes`: of its pages, in all tiers;
-    `fallbacks`: what users should hear."""
+    """KV cache with pages in a runtime's tiers. `name`: in stats; `nbytes`: of its pages, in all tiers; `fallbacks`:
+    messages for users."""
 
     name: str
     nbytes: int
     fallbacks: list[str]
 
     def movable(self) -> AbstractContextManager[None]:
-        """Let a budget change move its pages in a `with` block."""
+        """Allow a budget change to move its pages, in a `with` block."""
 
     def stats(self) -> CacheStats:
         """Return its counters."""

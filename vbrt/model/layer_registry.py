@@ -1,4 +1,4 @@
-"""The VB layers of one model, by name: where their pages are, and how they become plain layers again."""
+"""Registry of one model's VB layers: their pages and homes, and their release back to plain layers."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -15,11 +15,11 @@ __all__ = ["Registry"]
 
 
 class Registry:
-    """Name -> VB layer. The layers are the model's: the registry keeps none of them alive.
+    """Map from names to VB layers, held weakly.
 
     Args:
-        plan: of the model; names are those of its sites.
-        prefix: what keys of pages have before the plan's keys.
+        plan: of the model; its sites give the names.
+        prefix: put before the plan's page keys.
     """
 
     def __init__(self, layers: Mapping[str, SwappedLayer], plan: Plan, stack: TierStack, prefix: str) -> None:
@@ -30,12 +30,12 @@ class Registry:
 
     @property
     def layers(self) -> dict[str, VBLayer]:
-        """The layers, tied names included; without those that have left the tiers to train."""
-        found = {name: ref() for name, ref in self._layers.copy().items()}  # one step: other threads may unwrap
+        """Layers by name, tied names included; without layers that have left the tiers to train."""
+        found = {name: ref() for name, ref in self._layers.copy().items()}  # copy is atomic: other threads may unwrap
         return {name: layer for name, layer in found.items() if isinstance(layer, SwappedLayer)}
 
     def swapped(self) -> list[tuple[str, Swap, SwappedLayer]]:
-        """Return the swaps of the plan that are in effect, with the names of their layers: none after `release_`."""
+        """Return the swaps still in effect, with layer names and layers: none after `release_`."""
         layers = self.layers
         return [(name, swap, layers[name]) for name, swap in self._swaps.items() if name in layers]
 
@@ -49,7 +49,7 @@ class Registry:
         return {layer.handle for layer in self.layers.values()}
 
     def pages(self) -> list[tuple[Weight, tuple[PageSpec, ...]]]:
-        """Return the pages of each weight: as they are stored, or as they are planned."""
+        """Return the pages of each weight: stored ones, else planned ones."""
         layers, names, found = self.layers, self._stack.names, []
         for swap in self._plan.swaps:
             if swap.name in layers:
@@ -61,17 +61,17 @@ class Registry:
         return found
 
     def assign_homes(self, homes: Mapping[str, str]) -> None:
-        """Have weights that are stored from now on live in these tiers, by page key; stored pages stay."""
+        """Set the homes, by page key, of pages that are stored from now on; stored pages stay."""
         for handle, pages in self.pages():
             handle.assign_homes({page: homes.get(page.key, page.home) for page in pages})
 
     def forget_ready(self) -> None:
-        """Keep no views into pages: they may have moved."""
+        """Drop all cached views of pages, which may have moved."""
         for handle in self.handles:
             handle.forget_ready()
 
     def shell_bytes(self) -> int:
-        """Bytes of dense weights that are not encoded yet; 0 where they train and never will be."""
+        """Bytes of dense weights that are still to be encoded; 0 in training, which never encodes them."""
         if self._plan.mode == "train":
             return 0
         return sum(swap.dense_bytes for _, swap, layer in self.swapped() if not layer.materialized)
@@ -82,7 +82,7 @@ class Registry:
         return sum(page.nbytes for _, pages in self.pages() for page in pages if page.key in top)
 
     def materialize_(self, *, progress: bool | None = None) -> bool:
-        """Encode every layer that is not encoded yet; False if there was none."""
+        """Encode every unencoded layer; False if there was none."""
         layers = self.layers
         for layer in layers.values():
             layer.keep_given_()
@@ -95,8 +95,8 @@ class Registry:
         return bool(waiting)
 
     def release_(self) -> None:
-        """Turn every layer back into a plain one with its dense weight, one at a time; what is interrupted goes on with
-        the next call."""
+        """Turn every layer back into a plain one with its dense weight, one at a time; the next call resumes after an
+        interrupt."""
         with Progress("decoding", sum(map(_dense_bytes, self.layers.values()))) as work:
             for name, layer in [(name, ref()) for name, ref in self._layers.items()]:
                 work.at(name)
@@ -105,12 +105,12 @@ class Registry:
                     self._release_one_(layer)
                 del self._layers[name]
                 work.done(nbytes)
-        for handle in self._dense:  # again, if Ctrl-C came in between
+        for handle in self._dense:  # resumes after Ctrl-C
             handle.retire()
         self._dense.clear()
 
     def _release_one_(self, layer: nn.Module) -> None:
-        handle = layer.__dict__.get("_vb_handle")  # None, or of a plain layer: Ctrl-C came in an earlier call
+        handle = layer.__dict__.get("_vb_handle")  # None, or left on a plain layer: Ctrl-C in an earlier call
         if isinstance(layer, SwappedLayer):
             layer.notice_writes()
             handle = layer.handle

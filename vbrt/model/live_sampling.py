@@ -1,8 +1,7 @@
-"""The runtimes of this process, and a sample of them that any thread may take at any moment.
+"""Live sampling of this process's runtimes, for `vbrt top`; safe from any thread at any moment.
 
-Nothing here takes a lock of a stack or asks the device for anything: a CUDA graph may be recorded at that moment, in
-which case a wait for the device, from any thread, would end the recording with an error. So the hits of routed experts
-whose residency the GPU decides are missing, and are said to be.
+Sampling takes no lock of a stack and makes no device call: a CUDA graph may be under capture, and a synchronization,
+from any thread, would invalidate it. So hits of experts in a device cache are missing, and are reported as missing.
 """
 
 import functools
@@ -28,41 +27,41 @@ __all__ = ["REST", "Sampled", "know", "offer", "runtime_now", "sample", "withdra
 
 _ASKED = ("1", "on", "true", "yes")
 _TRIES = 5
-#: times as long as a sample took, nobody takes another: models may have ten thousand layers
+#: pause after a sample, in multiples of its duration: models may have ten thousand layers
 REST = 100
 _begun = time.monotonic()
 _pattern_of = functools.lru_cache(maxsize=1 << 16)(pattern_of)
 
 
 class Sampled(Protocol):
-    """A runtime, as far as samples read it."""
+    """Runtime, as far as samples read it."""
 
     stack: TierStack
     caches: Collection[TieredCache]
 
     @property
     def attachments(self) -> tuple[Attached, ...]:
-        """The models on it that are alive."""
+        """Live models on the runtime."""
 
 
 _known: list[weakref.ref[Sampled]] = []
 
 
 class _Offered:
-    """The offer of this process, and how many want it to be there."""
+    """Stats endpoint of this process, with a reference count."""
 
     def __init__(self) -> None:
         self.offer: Offer | None = None
         self.wanted = 0
         self.pid = os.getpid()
-        self.last, self.again = b"", 0.0  # the last answer, and when there may be another
+        self.last, self.again = b"", 0.0  # the last answer, and the earliest time of another sample
 
 
 _offered = _Offered()
 
 
 def know(runtime: Sampled) -> None:
-    """Count a runtime among those of this process; with VBRT_TOP=1 in the environment the process offers itself."""
+    """Register a runtime for sampling; with VBRT_TOP=1 in the environment, open the stats endpoint."""
     _known[:] = [ref for ref in _known if ref() is not None] + [weakref.ref(runtime)]
     if os.environ.get("VBRT_TOP", "").strip().lower() in _ASKED and not _is_offered():
         try:
@@ -76,18 +75,18 @@ def _is_offered() -> bool:
 
 
 def offer() -> None:
-    """Have this process answer `vbrt top` until `withdraw` was called as often.
+    """Open this process's stats endpoint for `vbrt top`; it closes after as many calls of `withdraw`.
 
-    Raises OSError: no socket can be made.
+    Raises OSError: no socket can be created.
     """
-    if not _is_offered():  # nor is a child, whose parent is
+    if not _is_offered():  # a forked child does not inherit the endpoint
         _offered.again = 0.0
         _offered.offer, _offered.wanted, _offered.pid = Offer(_answer), 0, os.getpid()
     _offered.wanted += 1
 
 
 def withdraw() -> None:
-    """End one `offer`."""
+    """Undo one `offer`; the last one closes the endpoint."""
     if _is_offered():
         _offered.wanted -= 1
         if not _offered.wanted:
@@ -96,13 +95,13 @@ def withdraw() -> None:
 
 
 def _answer() -> bytes:
-    """Return a sample as JSON; the last one again, where samples would take more than a hundredth of the time."""
+    """Return a sample as JSON, rate-limited: the last answer again if sampling would exceed 1/REST of the time."""
     begun = time.monotonic()
     if begun < _offered.again:
         return _offered.last
     try:
         answer = sample().to_dict()
-    except Exception as error:  # noqa: BLE001 - it is said to who asked, and the process goes on
+    except Exception as error:  # noqa: BLE001 - reported to the client
         answer = {"version": VERSION, "error": f"{type(error).__name__}: {error}"}
     _offered.last, ended = json.dumps(answer).encode(), time.monotonic()
     _offered.again = ended + REST * (ended - begun)
@@ -110,7 +109,7 @@ def _answer() -> bytes:
 
 
 def sample(*only: Sampled) -> LiveSample:
-    """Return a sample of these runtimes, or of all that are open."""
+    """Return a sample of the given runtimes, or of all open ones."""
     runtimes = only or tuple(filter(None, (ref() for ref in _known.copy())))
     now = tuple(_settled(runtime) for runtime in runtimes if not runtime.stack.closed)
     return LiveSample(os.getpid(), _command(), time.monotonic() - _begun, now)
@@ -122,18 +121,18 @@ def _command() -> str:
 
 
 def _settled(runtime: Sampled) -> RuntimeNow:
-    """Return a runtime's counters; what another thread changes while they are read is read again."""
+    """Return a runtime's counters; retries if another thread changes them during the read."""
     for left in reversed(range(_TRIES)):
         try:
             return runtime_now(runtime)
-        except (AttributeError, RuntimeError):  # a layer has become a plain one; a set or dict has changed its size
+        except (AttributeError, RuntimeError):  # a layer became a plain one, or a container changed its size
             if not left:
                 raise
     raise AssertionError
 
 
 def runtime_now(runtime: Sampled) -> RuntimeNow:
-    """Return the counters of one runtime, as far as they are plain integers."""
+    """Return the plain integer counters of one runtime."""
     stack, attachments = runtime.stack, runtime.attachments
     counted = stack.ledger.census().counted
     names = [(f"{a.prefix}{name}", layer) for a in attachments for name, layer in a.registry.layers.items()]
@@ -162,7 +161,7 @@ def _tiers(stack: TierStack) -> dict[str, TierNow]:
 
 
 def _waits(stack: TierStack, handles: dict) -> dict[str, int]:
-    """Return microseconds that forwards have waited, by kind of layer."""
+    """Return the wait of forwards by kind of layer, in microseconds."""
     census, waits = stack.ledger.census(), Counter()
     for handle, name in handles.items():
         wait_ns = census.family(handle.keys).tally().wait_ns

@@ -1,4 +1,4 @@
-"""The machine under a model: its memory and drives in bytes, and whether the ssd tier's directory can be used."""
+"""Memory and disk of the machine in bytes, its GPUs, and checks of the ssd tier's directory."""
 
 import contextlib
 import functools
@@ -33,11 +33,11 @@ __all__ = [
 
 
 def this_machine(config: VBConfig) -> Machine:
-    """Return the bytes of GPU and host memory, and the room on the drive of `tiers.ssd.path`.
+    """Return the bytes of GPU and host memory, and the free bytes on the drive of `tiers.ssd.path`.
 
-    Ranks of one host divide what is free there, and ranks on one GPU what is free on it: see `neighbours`.
+    Free host memory is divided among the ranks of a host, free GPU memory among the ranks on a GPU: see `neighbours`.
 
-    Raises TierError: the system does not say, for want of descriptors for one.
+    Raises TierError: the system gives no numbers, such as when descriptors have run out.
     """
     try:
         memory, ssd_free = psutil.virtual_memory(), _disk_free(config)
@@ -66,7 +66,7 @@ def this_machine(config: VBConfig) -> Machine:
 
 
 def _agreed(machine: Machine, sharers: Sharers) -> Machine:
-    """Return a machine with the memory that every rank has, so that all make one plan."""
+    """Return the machine with the minimum over all ranks, so that all make the same plan."""
     known = {name: value for name, value in asdict(machine).items() if isinstance(value, int)}
     least = dict(zip(known, sharers.least(list(known.values())), strict=True))
     return replace(machine, **least | {"sharers": sharers.size, "ranks_here": max(1, least["ranks_here"])})
@@ -88,16 +88,16 @@ def _sharers(group: object) -> Sharers:
 
 
 def _gpu_memory(*index: int, ranks: int = 1) -> tuple[int, int]:
-    """Return (free, total) of a GPU, by default the current one, in bytes: of what is free one of `ranks` parts, and
-    what torch has reserved and does not use."""
+    """Return (free, total) bytes of a GPU, by default the current one. Free: one of `ranks` shares, plus the unused
+    part of torch's reserved memory."""
     free, total = torch.cuda.mem_get_info(*index)
     return free // ranks + torch.cuda.memory_reserved(*index) - torch.cuda.memory_allocated(*index), total
 
 
 def peer_gpus(config: VBConfig) -> tuple[int, ...]:
-    """Return the GPUs that a peer tier keeps pages on: none unless `tiers.peer` is enabled.
+    """Return the GPUs of the peer tier: none unless `tiers.peer` is enabled.
 
-    Raises ConfigError: a GPU that is named is not there, or is the computing one.
+    Raises ConfigError: a named GPU does not exist, or is the computing one.
     """
     peer = config.tiers.peer
     if not (peer.enabled and config.tiers.gpu.enabled and torch.cuda.is_available()):
@@ -106,9 +106,9 @@ def peer_gpus(config: VBConfig) -> tuple[int, ...]:
 
 
 def link_gpus(config: VBConfig) -> tuple[int, ...]:
-    """Return the GPUs, beside the computing one, whose links pages are copied over.
+    """Return the additional GPUs whose links carry pages.
 
-    Raises ConfigError: a GPU that is named is not there, or cannot reach the computing one directly.
+    Raises ConfigError: a named GPU does not exist, or has no peer access to the computing one.
     """
     links = config.tiers.gpu.links
     if links == "own":
@@ -124,7 +124,7 @@ def link_gpus(config: VBConfig) -> tuple[int, ...]:
 
 
 def _others(devices: tuple[int, ...] | str, where: str) -> tuple[int, ...]:
-    """Return GPUs other than the current one: all, or those that are named."""
+    """Return GPUs other than the current one: all, or the named ones."""
     own, count = torch.cuda.current_device(), torch.cuda.device_count()
     if devices == "auto":
         return tuple(index for index in range(count) if index != own)
@@ -136,7 +136,7 @@ def _others(devices: tuple[int, ...] | str, where: str) -> tuple[int, ...]:
 
 
 def with_freed(machine: Machine, tier: str, nbytes: int) -> Machine:
-    """Return the machine as if `nbytes` that a tier holds were free."""
+    """Return the machine with `nbytes` more free memory in a tier."""
     if tier == "gpu":
         return replace(machine, gpu_free_bytes=machine.gpu_free_bytes + nbytes)
     if tier == "peer":
@@ -155,12 +155,12 @@ def _disk_free(config: VBConfig) -> int | None:
     if not config.tiers.ssd.enabled:
         return None
     path = ssd_directory(config)
-    existing = next(p for p in (path, *path.parents) if os.path.exists(p))  # Path.exists() raises where it may not look
+    existing = next(p for p in (path, *path.parents) if os.path.exists(p))  # Path.exists() raises without permission
     return psutil.disk_usage(str(existing)).free
 
 
 def check_ssd_directory(config: VBConfig) -> None:
-    """Raise TierError if the ssd tier's directory cannot be made or written; leave the drive as it was."""
+    """Raise TierError if the ssd tier's directory cannot be created or written; leaves no trace on the drive."""
     if config.mode == "train" or not config.tiers.ssd.enabled:
         return
     with passing_directory(ssd_directory(config)) as path:
@@ -175,18 +175,18 @@ def check_ssd_directory(config: VBConfig) -> None:
 
 @contextlib.contextmanager
 def passing_directory(path: Path) -> Iterator[Path]:
-    """Yield a directory that need not exist yet; folders that the block makes on the way to it go again, unless
-    somebody else has put something there."""
+    """Yield a directory that need not exist yet; folders created for it are removed afterwards, unless something was
+    put there."""
     missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
         yield path
     finally:
         for folder in missing:
-            with contextlib.suppress(OSError):  # was not made, or holds something
+            with contextlib.suppress(OSError):  # not created, or not empty
                 folder.rmdir()
 
 
 def release_host_memory() -> None:
-    """Give freed host memory back to the system: kept blocks for decoded weights, and the C library's heap."""
+    """Return freed host memory to the system: cached blocks for decoded weights, and the C heap."""
     buffer_reuse.trim()
     trim_heap()

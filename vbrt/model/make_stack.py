@@ -1,4 +1,4 @@
-"""The tier stack that a plan asks for."""
+"""Construction of a plan's tier stack: tiers, policies and links from a config."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +27,10 @@ __all__ = ["attach_stores", "build_stack", "policy_kind"]
 
 
 def build_stack(plan: Plan, config: VBConfig, policy: PolicyFactory | None = None) -> TierStack:
-    """Build the tiers of a plan, empty, stores only if pages live there.
+    """Build the tiers of a plan, empty; stores only if they are home to pages.
 
     Args:
-        policy: makes the policy of each memory tier; by default the one that the config names.
+        policy: factory of the policy of each memory tier; default: the one that the config names.
 
     Raises:
         TierError: the ssd tier cannot be used.
@@ -54,7 +54,7 @@ def build_stack(plan: Plan, config: VBConfig, policy: PolicyFactory | None = Non
 
 
 def _open_lanes(levels: Sequence[Level], config: VBConfig) -> None:
-    """Have pages come to the GPU over several links, as a config says."""
+    """Set up multi-link copies to the GPU, if the config asks for them."""
     top = levels[0]
     shared = next((level.tier for level in levels if isinstance(level.tier, SharedTier)), None)
     if shared is None:
@@ -67,7 +67,7 @@ def _open_lanes(levels: Sequence[Level], config: VBConfig) -> None:
 
 
 def _shared_tier(plan: Plan, config: VBConfig, budget: int) -> SharedTier:
-    """Raises ConfigError: pages that ranks do not take in one order."""
+    """Return the tier of sharded host memory. Raises ConfigError: training, or ranks that read different pages."""
     if config.mode != "infer":
         raise ConfigError(
             f'{config.source}: tiers.cpu.shared = true with mode = "{config.mode}"; pages that ranks share are not '
@@ -110,18 +110,18 @@ def _policy(name: str, budget: int, plan: Plan, config: VBConfig, policy: Policy
 
 
 def policy_kind(plan: Plan, config: VBConfig) -> str:
-    """Return the kind of policy that a config means for a plan."""
+    """Return the kind of policy for a plan: the config's, with "auto" resolved."""
     if config.policy.kind != "auto":
         return config.policy.kind
     return "experts" if plan.routed else "scheduled"
 
 
 def _scope(plan: Plan, config: VBConfig, room: int) -> str:
-    """Return the scope of policy "experts" that the config names, or that suits its recorded routing.
+    """Return the scope of policy "experts": the config's, with "auto" resolved by the recorded routing.
 
     Raises:
-        ArgumentError: the file of the routing cannot be read.
-        ConfigError: it is the routing of other layers.
+        ArgumentError: the routing file cannot be read.
+        ConfigError: the routing is of other layers.
     """
     policy = config.policy
     if policy.scope != "auto" or policy.routing is None:
@@ -131,7 +131,7 @@ def _scope(plan: Plan, config: VBConfig, room: int) -> str:
 
 
 def attach_stores(stack: TierStack, config: VBConfig, budgets: Mapping[str, int]) -> None:
-    """Open the stores among the tiers, those that are not open yet, and put them below the others."""
+    """Open the stores that are not open yet, and attach them below the other tiers."""
     for name in [name for name in budgets if not TIERS[name].memory and name not in stack.names]:
         tier = _STORES[name](stack, config, budgets[name])
         try:
@@ -153,7 +153,7 @@ _STORES: dict[str, Callable[[TierStack, VBConfig, int], Tier]] = {"ssd": _ssd}
 
 
 class _Ahead(NamedTuple):
-    """Pages staged ahead: of layers in their order, of a scan through experts, and those of one lease."""
+    """Prefetch depths in pages: for layers in order, and for scans through experts; and the pages per lease."""
 
     pages: int
     experts: int
@@ -161,7 +161,7 @@ class _Ahead(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, swaps: Sequence[Swap], config: VBConfig, *, from_drive: bool) -> "_Ahead":
-        """For layers whose pages are leased in the same order in every pass, and the routed experts of the plan."""
+        """Return the depths for layers that every pass leases in the same order, and for the plan's routed experts."""
         group = max((len(swap.leased) for swap in swaps), default=0) or 1
         if config.policy.prefetch != "auto":
             return cls(config.policy.prefetch, config.policy.prefetch, group)

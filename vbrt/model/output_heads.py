@@ -1,9 +1,8 @@
-"""Finds a model's output heads, which `weights.keep_head` leaves dense.
+"""Detection of a model's output heads, which `weights.keep_head` leaves dense.
 
-A head is small, its errors go straight into the results, and fine-tuning begins with a fresh one that must train. So
-it is looked for where models say what theirs is: transformers' output embeddings; in a model for a task what lies
-outside `base_model`, or has one output for each of `config.num_labels`; timm's classifier. Names decide only where a
-model says nothing.
+A head is small, its errors go straight into the results, and fine-tuning starts with a fresh one that must train.
+Heads are found by the model's own declarations: transformers' output embeddings; in task models, layers outside
+`base_model` or with `config.num_labels` outputs; timm's classifier. Names decide only as a fallback.
 """
 
 import math
@@ -22,11 +21,11 @@ _TASKS = re.compile(
     r"For\w*(Classification|Classifier|QuestionAnswering|MultipleChoice|NextSentencePrediction|"
     r"Reward|Detection|XVector|Retrieval|Scor)|(Reward|Value|Score|CrossEncoder)\w*$"
 )
-_LARGEST_SHARE = 0.1  # of a model's parameters: more outside of its base is more than a head
+_LARGEST_SHARE = 0.1  # of a model's parameters: a larger share outside its base is no head
 
 
 def find_heads(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Return the output heads by id, each with the reason. `modules`: of a model, by full name, the root included."""
+    """Return the output heads by id, with reasons. `modules`: of a model, by full name, the root included."""
     layers = {id(module): name for name, module in modules.items() if _is_product(module)}
     heads: dict[int, str] = {}
     for name, module in modules.items():
@@ -48,7 +47,7 @@ def _output_embeddings(module: nn.Module, name: str) -> Iterator[tuple[nn.Module
 
 
 def _classifiers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the classifiers of timm's models: one layer, several, or a module around one."""
+    """Yield the classifiers of timm's models: one or several layers, or a module around one."""
     found = _ask(module, "get_classifier")
     for head in found if isinstance(found, list | tuple) else (found,):
         if isinstance(head, nn.Module):
@@ -56,7 +55,7 @@ def _classifiers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _ask(module: nn.Module, getter: str) -> Any:
-    """Call a getter; those of base classes raise where a model has no head."""
+    """Call a getter; None where it raises, as base classes' getters do without a head."""
     ask = getattr(type(module), getter, None)
     try:
         return getattr(module, getter)() if callable(ask) else None
@@ -65,8 +64,8 @@ def _ask(module: nn.Module, getter: str) -> Any:
 
 
 def _task_heads(model: nn.Module, layers: Mapping[int, str]) -> Iterator[tuple[nn.Module, str]]:
-    """Yield heads of transformers' models: layers outside the base model that give a few numbers; in models for a
-    task, as their names tell, all layers there, unless that is more than a head."""
+    """Yield heads of transformers' models: layers outside the base model with few outputs; in task models, by name,
+    all layers there, unless they are too large for a head."""
     config = getattr(model, "config", None)
     if not isinstance(getattr(type(model), "base_model_prefix", None), str) or not hasattr(config, "num_labels"):
         return
@@ -83,7 +82,7 @@ def _task_heads(model: nn.Module, layers: Mapping[int, str]) -> Iterator[tuple[n
 
 
 def _outside(model: nn.Module) -> tuple[list[nn.Module], str]:
-    """Return the layers outside a model's base model; where it has none, those that it holds itself."""
+    """Return the layers outside a model's base model; without a base model, the layers that it holds directly."""
     base = model.base_model
     if base is model:
         return [child for child in model.children() if _is_product(child)], "which holds it itself"
@@ -95,7 +94,7 @@ def _outside(model: nn.Module) -> tuple[list[nn.Module], str]:
 
 
 def _is_product(module: nn.Module) -> bool:
-    """True for layers of a known kind that multiply; a lookup table is no head."""
+    """True for matrix products of a known layer kind; a lookup table is no head."""
     kind = kind_of(module)
     return kind is not None and not kind.by_rows
 

@@ -1,7 +1,7 @@
-"""Passes of a model: hooks on the model tell its attachment when one begins, and its stack when it ends.
+"""Forward hooks that mark passes: a pre-hook begins a pass on the attachment, end hooks verify and encode.
 
-The hook is also where a model keeps its runtime alive: model -> hook -> attachment -> runtime. Attachments refer back
-to the model weakly, so a model that nobody holds is freed at once, with its pages.
+The pre-hook also keeps the runtime alive: model -> hook -> attachment -> runtime. Attachments refer back to the model
+weakly, so an unreferenced model is freed at once, with its pages.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class ModelPasses(Protocol):
-    """The passes of a model, as its hooks see them: an `Attachment`."""
+    """Protocol of an attachment, for the hooks of its model."""
 
     @property
     def stack(self) -> TierStack:
@@ -42,17 +42,17 @@ class ModelPasses(Protocol):
         """Name -> VB layer."""
 
     def begin_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Count a forward that begins, and begin its pass."""
+        """Count a forward, and begin its pass."""
 
     def close(self) -> None:
         """Free the pages of the model. Idempotent."""
 
 
 class PassHook:
-    """A forward pre-hook of a model: begins a pass, and ends what wrapping left undone.
+    """Forward pre-hook of a model: moves unswapped parameters to the device, checks adapters, and begins a pass.
 
     Attributes:
-        attachment: the model's place on its runtime; None in a model that was unpickled without one.
+        attachment: of the model; None in a model that was unpickled without one.
     """
 
     def __init__(self, attachment: ModelPasses | None) -> None:
@@ -64,7 +64,7 @@ class PassHook:
         if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing() or is_following():
             return
         if not self._rest_is_moved:
-            with self.stack.encoding:  # threads whose first passes meet: the others find it there
+            with self.stack.encoding:  # concurrent first passes: one thread moves the rest
                 if not self._rest_is_moved:
                     move_rest_(model, self.stack.device)
                     self._rest_is_moved = True
@@ -72,7 +72,7 @@ class PassHook:
             check_adapters(model, self.attachment.layers)
             self._adapters = adapters_of(model)
         self.attachment.begin_forward(model, args, kwargs)
-        if self.stack.shells:  # last, after those who look whether the model has changed
+        if self.stack.shells:  # last, after the checks for a changed model
             ShellsHook.begin(model, self.stack)
 
     def __deepcopy__(self, memo: dict) -> "PassHook":
@@ -83,13 +83,13 @@ class PassHook:
 
 
 class PassEndHook:
-    """A forward hook of a model whose pages ranks bring together: verifies them before anybody has the output."""
+    """Forward hook for pages sharded over ranks: verifies the gathers before the output is returned."""
 
     def __init__(self, stack: TierStack) -> None:
         self.stack: TierStack | None = stack
 
     def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
-        """Raise TierError, on all ranks, if a rank had other pages or is gone."""
+        """Raise TierError, on all ranks, if a rank had different pages or is gone."""
         top = None if self.stack is None or torch.compiler.is_compiling() else self.stack.levels[0]
         if top is not None and not (top.stream is not None and torch.cuda.is_current_stream_capturing()):
             top.check()
@@ -102,8 +102,8 @@ class PassEndHook:
 
 
 class ShellsHook:
-    """A forward hook of a model that has weights which are not encoded yet, called even if the forward fails: encodes
-    those that were read, and that no call of a layer has encoded, and is gone when nobody runs the model any more."""
+    """Forward hook for models with unencoded weights, called even if the forward fails: encodes the weights that were
+    read without a call of their layer, and removes itself once no thread runs the model."""
 
     def __init__(self, stack: TierStack | None) -> None:
         self.stack = stack
@@ -117,13 +117,13 @@ class ShellsHook:
                 model.register_forward_hook(cls(stack), always_call=True)
 
     def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
-        """Raise FormatError, TierError if a weight cannot be held."""
+        """Raise FormatError, TierError if a weight cannot be encoded or stored."""
         if torch.compiler.is_compiling() or self.stack is None:
             return
         with self.stack.encoding:
             if self.stack.shells.end():
                 _remove_hooks(model, ShellsHook)
-        if output is not None:  # the forward has not failed
+        if output is not None:  # None: the forward failed
             encode_read_(self.stack)
 
     def __deepcopy__(self, memo: dict) -> "ShellsHook":
@@ -134,7 +134,7 @@ class ShellsHook:
 
 
 def encode_read_(stack: TierStack) -> None:
-    """Encode the weights that were read while they were dense."""
+    """Encode the dense weights that were read."""
     for handle in stack.shells.taken():
         layer = next(iter(handle.layers), None)
         if layer is not None:
@@ -142,36 +142,36 @@ def encode_read_(stack: TierStack) -> None:
 
 
 class EntryHook:
-    """Marks the begin of a pass at a method other than `forward`, such as the `decode` of an autoencoder.
+    """Pass marker for entry methods other than `forward`, such as the `decode` of an autoencoder.
 
-    accelerate's protocol of hooks: a library calls `pre_forward` with the model before such a method, and
+    It follows accelerate's hook protocol: a library calls `pre_forward` with the model before such a method, and
     `detach_hook` when the hook is removed.
     """
 
     def pre_forward(self, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        """Begin a pass; the arguments are returned as they came."""
+        """Begin a pass; return the arguments unchanged."""
         hook = pass_hook_of(model)
         if hook is not None:
             hook(model, args, kwargs)
-            hook.stack.shells.end()  # nobody tells when the method returns
-            encode_read_(hook.stack)  # in the pass before
+            hook.stack.shells.end()  # the end of the method is not observable
+            encode_read_(hook.stack)  # reads of the previous pass
         return args, kwargs
 
     def detach_hook(self, model: nn.Module) -> nn.Module:
-        """Return the model, of which nothing was changed."""
+        """Return the unchanged model."""
         return model
 
 
 def pass_hook_of(model: nn.Module) -> PassHook | None:
-    """Return the hook that ties a model to its place on a runtime; None for one that has none."""
+    """Return the hook that holds a model's attachment; None without one."""
     hooks = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, PassHook))
     return next((hook for hook in hooks if hook.attachment is not None), None)
 
 
 def move_rest_(model: nn.Module, device: torch.device) -> None:
-    """Move what was not swapped to a GPU that computes; pages stay where they are. Not as a part of what is traced,
-    transformed or run in inference mode around it. A model that is there is left alone: torch would read gradients,
-    which another thread may be dropping."""
+    """Move unswapped parameters and buffers to the computing GPU; pages stay. Runs outside any surrounding tracing,
+    functional transform or inference mode. A no-op if all are there already: torch's `to` would read gradients, which
+    another thread may be freeing."""
     if device.type != "cpu" and any(each.device != device for each in (*model.parameters(), *model.buffers())):
         with unwatched(), torch.inference_mode(False):
             model.to(device)
@@ -195,7 +195,7 @@ def _remove_hooks(model: nn.Module, kind: Any) -> None:
 
 
 def is_plain_data(value: Any) -> bool:
-    """True if a model's argument is made of tensors and constants, which no forward is expected to change."""
+    """True if a model's argument consists of tensors and constants, which a forward is not expected to mutate."""
     if type(value) in (list, tuple):
         return all(map(is_plain_data, value))
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""The phase of a pass: named by the user for a `with` block, else inferred from the pass's input."""
+"""Phase of a pass: set by the user for a `with` block, else inferred from the input's shape."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ __all__ = ["BACKWARD", "DECODE", "PROMPT", "first_input", "inferred_phase", "nam
 
 PROMPT, DECODE, BACKWARD = "prompt", "decode", "backward"
 
-_FIRST = ("input_ids", "inputs_embeds", "hidden_states")  # arguments that hold the tokens, where they have names
+_FIRST = ("input_ids", "inputs_embeds", "hidden_states")  # keyword arguments with the tokens
 _named: ContextVar[Mapping[int, str]] = ContextVar("vbrt_phases", default=MappingProxyType({}))  # by owner
 
 
@@ -38,7 +38,7 @@ def named_phase(owner: object, phase: str, precision: str | None) -> Iterator[No
 
 
 def phase_name(owner: object) -> str | None:
-    """Return the name that the block around this call gives to passes of `owner`, if there is one."""
+    """Return the phase set for passes of `owner` by the enclosing block; None without one."""
     return _named.get().get(id(owner))
 
 
@@ -50,8 +50,8 @@ def inferred_phase(args: tuple, kwargs: Mapping[str, Any]) -> str:
 
 
 def _new_tokens(args: tuple, kwargs: Mapping[str, Any]) -> int:
-    """Return the tokens of a sequence in the first input: the last dimension of ids, else the last but one; rows of a
-    matrix."""
+    """Return the number of tokens per sequence in the first input: the last dimension of ids, else the second to last;
+    of a matrix, its rows."""
     first = first_input(args, kwargs)
     if not isinstance(first, torch.Tensor):
         return 0
@@ -60,7 +60,7 @@ def _new_tokens(args: tuple, kwargs: Mapping[str, Any]) -> int:
 
 
 def first_input(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the tensor that a forward computes on: tokens where it has some; None if there is no tensor."""
+    """Return the main input tensor of a forward: the tokens, if any, else the first tensor; None without one."""
     if args and not kwargs and isinstance(args[0], torch.Tensor):
         return args[0]
     named = (kwargs.get(name) for name in _FIRST)

@@ -1,4 +1,4 @@
-"""Where the pages of models live that share a runtime: one plan for all of them."""
+"""Placement of pages of all models on a shared runtime, by one joint plan."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,27 +17,27 @@ from vbrt.tiers import PeerTier
 
 __all__ = ["Homes", "current_homes", "give_way", "place_beside", "place_pages", "restore_homes"]
 
-_BESIDE = "beside: "  # no key of a plan begins so
-_PASSING_PAGES = 4  # slots for pages that stream beside a cache: two leased, two ahead
+_BESIDE = "beside: "  # prefix that no plan's keys have
+_PASSING_PAGES = 4  # slots for streamed pages next to a KV cache: two leased, two prefetched
 
 Pages = list[tuple[Weight, tuple[PageSpec, ...]]]
 Homes = list[tuple[Registry, Pages]]
 
 
 def place_beside(runtime: Runtime) -> Beside:
-    """Return what a further model finds on a runtime."""
+    """Return the budgets and pages on a runtime, for the plan of a further model."""
     layers = (layer for attachment in runtime.attachments for _, layer in attachment.registry.pages())
     renamed = (tuple(replace(page, key=f"{_BESIDE}{page.key}") for page in layer) for layer in layers)
     return Beside(runtime.budgets, tuple(renamed))
 
 
 def current_homes(runtime: Runtime) -> Homes:
-    """Return where the pages of all models live, or will, for `restore_homes`."""
+    """Snapshot the homes of all models' pages, stored or planned, for `restore_homes`."""
     return [(attachment.registry, attachment.registry.pages()) for attachment in runtime.attachments]
 
 
 def restore_homes(runtime: Runtime, homes: Homes) -> None:
-    """Give pages the homes that they had."""
+    """Rehome pages as in a snapshot."""
     for registry, pages in homes:
         registry.assign_homes(_by_key([pages]))
         registry.forget_ready()
@@ -45,10 +45,10 @@ def restore_homes(runtime: Runtime, homes: Homes) -> None:
 
 
 def place_pages(runtime: Runtime) -> None:
-    """Give the pages of all models the homes that one plan for all of them gives them.
+    """Rehome the pages of all models by one joint placement.
 
     Raises:
-        ConfigError: the tiers are too small for all of them.
+        ConfigError: the tiers are too small for all models.
         TierError: a page cannot be moved; see `homes_kept_on_failure`.
     """
     found = {attachment.registry: attachment.registry.pages() for attachment in runtime.attachments}
@@ -69,7 +69,7 @@ def place_pages(runtime: Runtime) -> None:
 
 
 def _suit_policies(runtime: Runtime, layers: Sequence[tuple[PageSpec, ...]]) -> None:
-    """Where policy.kind = "auto" came to "scheduled" and a model with routed experts joins, take their policy."""
+    """Switch policy.kind = "auto" from "scheduled" to "experts" when a model with routed experts joins."""
     experts = {page.key: page.nbytes for layer in layers for page in layer if page.top_k}
     if runtime.settings.policy.kind != "auto" or not experts:
         return
@@ -82,18 +82,18 @@ def _suit_policies(runtime: Runtime, layers: Sequence[tuple[PageSpec, ...]]) -> 
 
 
 def _widen_leases(runtime: Runtime, pages: int) -> None:
-    """Have policies that keep room for one lease keep it for a lease of so many pages."""
+    """Widen the policies' room for one lease to at least `pages` pages."""
     for level in runtime.stack.levels:
         if getattr(level.policy, "group", pages) < pages:
             level.policy.group = pages
 
 
 def give_way(runtime: Runtime, nbytes: int) -> None:
-    """Have weights leave the computing tier for a cache: evenly spread pages, of `nbytes` and of slots that they pass
-    through from then on, get a home in the first tier below with room.
+    """Rehome weights out of the computing tier to make room for a KV cache: evenly spread pages, of `nbytes` plus the
+    slots that they are streamed through from then on, move to the first lower tier with room.
 
     Raises:
-        TierError: there is too little room below, or a CUDA graph needs them where they are.
+        TierError: too little room below, or a CUDA graph holds the pages' addresses.
     """
     stack = runtime.stack
     living = {page.key: page.nbytes for page in stack.pages.values() if not page.home and page.passes and not page.put}
@@ -112,7 +112,7 @@ def give_way(runtime: Runtime, nbytes: int) -> None:
         homes[key] = level.tier.name
     stack.rehome(homes)
     for attachment in runtime.attachments:
-        attachment.registry.forget_ready()  # views would keep the memory of pages that moved
+        attachment.registry.forget_ready()  # views would keep moved pages' memory alive
 
 
 def _by_key(models: Iterable[Pages]) -> dict[str, str]:

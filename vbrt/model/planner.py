@@ -1,6 +1,6 @@
-"""What a model contains and what wrapping it will cost: the plan, made without moving or reading a weight.
+"""Planner: swaps, pages, homes and memory cost of wrapping a model, without reading or moving a weight.
 
-Works on real models and on models built under `torch.device("meta")`, so that a plan needs no weights.
+It also works on models built under `torch.device("meta")`, so that a plan needs no weights.
 """
 
 import os
@@ -32,7 +32,7 @@ from vbrt.residency.weight_site import ROOT
 
 __all__ = ["make_plan", "shown_plan", "swaps_with_pages"]
 
-_KEPT_SHARE = 10  # kept parameters of at least a tenth of the model are worth a warning
+_KEPT_SHARE = 10  # warn if kept parameters are at least 1/10 of the model
 
 
 def make_plan(
@@ -49,15 +49,15 @@ def make_plan(
     Args:
         config: as for `vbrt.wrap`.
         machine: its memory and room on disk.
-        charge_kept: take what is not swapped off the memory that "auto" budgets share out. False shows by how much a
+        charge_kept: subtract unswapped parameters from the memory for "auto" budgets. False shows by how much a
             model is too large.
-        saved: the swaps of a saved model, without pages; they take the place of what the config would choose.
-        beside: what the model finds on a runtime that it shares with others; its budgets are taken as they are.
+        saved: swaps of a saved model, without pages; they replace the config's choice.
+        beside: state of the shared runtime that the model joins; its budgets are taken unchanged.
 
     Raises:
         WrapError: the model is wrapped already.
-        NoRoomError: the budgets are impossible for this model or this machine, or what is not swapped does not fit.
-        ConfigError: tiers that cannot be together.
+        NoRoomError: the budgets are impossible for this model or this machine, or unswapped parameters do not fit.
+        ConfigError: incompatible tiers.
     """
     check_instance(model, nn.Module, "make_plan(): model", "a torch.nn.Module")
     check_instance(machine, Machine | None, "make_plan(): machine", "a Machine, or None for this one")
@@ -85,10 +85,10 @@ def make_plan(
     if config.mode == "full":
         swaps = [
             replace(swap, dtype="bfloat16") for swap in swaps
-        ]  # of its page; see `vbrt/training/full/full_weight.py`
+        ]  # pages hold bf16 halves; see `vbrt/training/full/full_weight.py`
     layers = [_pages_on(swap, config, "gpu" in budgets) for swap in swaps]
     rooms = with_whole_pages(budgets, layers, machine.peers)
-    if config.mode == "full":  # what the host updates in place is in its memory
+    if config.mode == "full":  # the host updates these pages in place
         rooms = {name: room for name, room in rooms.items() if name not in ("gpu", "peer")}
     homes = _homes([*others, *_leased_together(swaps, layers)], rooms, config, skipped)
     if config.mode == "full":
@@ -104,7 +104,7 @@ def make_plan(
 
 
 def shown_plan(model: nn.Module, config: VBConfig, machine: Machine) -> Plan:
-    """Return the plan that wrapping would follow; where it would refuse, one that shows what is missing.
+    """Return the plan of `wrap`; where `wrap` would refuse for lack of memory, a plan that shows the shortage.
 
     Raises ConfigError: budgets are impossible for this model.
     """
@@ -115,7 +115,7 @@ def shown_plan(model: nn.Module, config: VBConfig, machine: Machine) -> Plan:
 
 
 def swaps_with_pages(model: nn.Module, config: VBConfig) -> list[Swap]:
-    """Return the swaps of a model with their pages, which have no homes: no budget is looked at.
+    """Return the swaps of a model with their pages, without homes: budgets are ignored.
 
     Raises ConfigError as `choose` does.
     """
@@ -124,7 +124,7 @@ def swaps_with_pages(model: nn.Module, config: VBConfig) -> list[Swap]:
 
 
 def _by_parameter(swap: Swap) -> list[Swap]:
-    """Return a swap of routed experts as one of each stacked parameter, with its matrices as one weight."""
+    """Split a swap of routed experts into one per stacked parameter, each as one weight."""
     if not swap.experts:
         return [swap]
     itemsize = getattr(torch, swap.dtype).itemsize
@@ -138,7 +138,7 @@ def _by_parameter(swap: Swap) -> list[Swap]:
 
 
 def _leased_together(swaps: Sequence[Swap], layers: Sequence[tuple[PageSpec, ...]]) -> list[tuple[PageSpec, ...]]:
-    """Return the pages of each lease: all stacked parameters of a module are one."""
+    """Group pages by lease: all stacked parameters of a module are leased together."""
     found: dict[str, tuple[PageSpec, ...]] = {}
     for swap, pages in zip(swaps, layers, strict=True):
         found[swap.lease] = (*found.get(swap.lease, ()), *pages)
@@ -155,7 +155,7 @@ def _training_plan(
     return Plan(swaps, skipped, {tier: 0}, notes, config.mode, warnings=() if swaps else notes[-1:])
 
 
-# -- what it costs ----------------------------------------------------------------------------------------------------
+# -- memory cost ------------------------------------------------------------------------------------------------------
 
 
 def _pages_on(swap: Swap, config: VBConfig, on_gpu: bool) -> tuple[PageSpec, ...]:
@@ -164,7 +164,7 @@ def _pages_on(swap: Swap, config: VBConfig, on_gpu: bool) -> tuple[PageSpec, ...
 
 
 def _pages(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
-    """Return the pages of a weight without homes; static sizes are exact, the fine plane is an estimate from above."""
+    """Return the pages of a weight without homes; static sizes are exact, the fine plane's is an upper bound."""
     by_rows = all(KINDS[site.kind].by_rows for site in swap.sites)
     planes = _plane_bytes(swap, None if by_rows else packing)
     if not swap.experts:
@@ -177,16 +177,16 @@ def _pages(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
 
 
 def _plane_bytes(swap: Swap, packing: PageOrder | None) -> dict[str, int]:
-    """Return the bytes of a page of each plane: of the weight, or of each of its experts."""
+    """Return the bytes per page by plane: of the weight, or of one expert."""
     dtype, sites = getattr(torch, swap.dtype), (swap.site, *swap.parts)
     lossless = FORMATS[swap.format].lossless
     layout = get_format(swap.format).layout
-    if lossless and not swap.experts:  # of stacked experts that train from the tiers: all of them
+    if lossless and not swap.experts:  # stacked experts that train from the tiers: all of them in a page
         return {"dense": layout(swap.site.kept_shape, dtype).nbytes}
     nbytes = _joint_bytes(layout(site.matrix_shape if lossless else site.shape, dtype) for site in sites)
     if lossless:
         return {"dense": nbytes}
-    if packing:  # whether a weight fits the kernel's order, its values decide
+    if packing:  # values decide whether a weight can have the kernel's order
         nbytes = max(nbytes, _joint_bytes(packing.layout(site.shape) for site in sites))
     if swap.fine == "none":
         return {"coarse": nbytes}
@@ -195,7 +195,7 @@ def _plane_bytes(swap: Swap, packing: PageOrder | None) -> dict[str, int]:
 
 
 def _joint_bytes(layouts: Iterable[PageLayout]) -> int:
-    """Return the bytes of a page that holds these side by side."""
+    """Return the bytes of a page with these layouts concatenated."""
     layouts = dict(zip("abc", layouts, strict=False))
     return (join_layouts(layouts) if len(layouts) > 1 else layouts["a"]).nbytes
 
@@ -219,7 +219,7 @@ def _budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
 def _after_wrapping(
     model: nn.Module, config: VBConfig, machine: Machine, skipped: dict[str, Skip], *, charge_kept: bool
 ) -> Machine:
-    """Return the machine's free memory once the weights are in pages and everything kept is in the computing tier."""
+    """Return the machine's free memory after wrapping: weights in pages, kept parameters on the computing device."""
     held = {"cpu": 0, "cuda": 0}
     for parameter in model.parameters():
         if parameter.device.type in held:
@@ -239,7 +239,7 @@ def _after_wrapping(
 
 
 def _beside_the_ring(modules: dict[str, nn.Module], swaps: Sequence[Swap]) -> int:
-    """Return what training from the tiers takes of a GPU beside budget, parameters and activations."""
+    """Return the extra GPU bytes of training from the tiers, besides budget, parameters and activations."""
     swapped = {id(modules[site.module]._parameters[site.parameter]) for swap in swaps for site in swap.sites}
     kept = [p for p in modules[ROOT].parameters() if p.requires_grad and id(p) not in swapped]
     state = sum(p.numel() * (p.itemsize + 8 + 2 * (p.dtype is torch.bfloat16)) for p in kept)
@@ -257,7 +257,7 @@ def _kept_does_not_fit(tier: str, kept: int, free: int, config: VBConfig, skippe
 
 
 def _largest(skipped: dict[str, Skip], count: int = 3) -> str:
-    """Name the largest kept parts, without small ones, with their bytes and reasons."""
+    """Return text that lists the largest kept parameters with bytes and reasons."""
     largest = sorted(skipped.items(), key=lambda item: -item[1].nbytes)[:count]
     return ", ".join(
         f"{name} ({format_bytes(skip.nbytes)}; {skip.reason})"
@@ -269,7 +269,7 @@ def _largest(skipped: dict[str, Skip], count: int = 3) -> str:
 def _homes(
     layers: list[tuple[PageSpec, ...]], budgets: dict[str, int], config: VBConfig, skipped: dict[str, Skip]
 ) -> dict[str, str]:
-    """Return the home of each page; where there is none, the error also names what else takes the memory."""
+    """Return the home of each page; the error for lack of room also names other users of the memory."""
     try:
         return place(layers, budgets, source=config.source)
     except NoRoomError as error:
@@ -308,7 +308,7 @@ def _idle_gpu(config: VBConfig, machine: Machine) -> tuple[str, ...]:
 
 
 def _divided(config: VBConfig, machine: Machine, budgets: Mapping[str, int]) -> tuple[str, ...]:
-    """Return a note for each budget that is one rank's share of memory."""
+    """Return a note for each budget that is a rank's share of memory."""
     ranks = {"gpu": machine.ranks_on_gpu, "cpu": machine.ranks_here, "ssd": machine.ranks_here}
     asked = {tier: getattr(config.tiers, tier).budget for tier in budgets if ranks.get(tier, 1) > 1}
     return tuple(
@@ -322,7 +322,7 @@ def _divided(config: VBConfig, machine: Machine, budgets: Mapping[str, int]) -> 
 def _kept_warning(
     swaps: tuple[Swap, ...], skipped: dict[str, Skip], budgets: dict[str, int], left: Machine
 ) -> tuple[str, ...]:
-    """Return a warning where much of a model is not swapped, or does not fit beside the computing tier's budget."""
+    """Return a warning if much of a model is not swapped, or does not fit besides the computing tier's budget."""
     kept, tier = sum(skip.nbytes for skip in skipped.values()), next(iter(budgets))
     total = kept + sum(swap.dense_bytes for swap in swaps)
     pages = min(budgets[tier], sum(swap.page_bytes for swap in swaps))

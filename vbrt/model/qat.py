@@ -1,4 +1,4 @@
-"""A model whose weights train, on a runtime: the stack is empty, nothing moves."""
+"""Attachment for quantization-aware training (mode = "train"): weights stay parameters, the stack is empty."""
 
 import contextlib
 from dataclasses import replace
@@ -21,19 +21,19 @@ __all__ = ["TrainingAttachment"]
 
 
 class TrainingAttachment(Attachment):
-    """`Attachment` for mode = "train": weights stay parameters, and the forward sees them in 4 bits."""
+    """`Attachment` for mode = "train": weights stay parameters, fake-quantized to 4 bits in each forward."""
 
     @property
     def lossless(self) -> bool:
-        """True: the weights are the parameters that an optimizer moves; what rounds them is each forward."""
+        """True: the parameters are kept unrounded; only the forward rounds them."""
         return True
 
     def materialize(self, *, progress: bool | None = None) -> None:
-        """Bring the model to the computing device now instead of at its first forward; there is nothing to encode."""
+        """Move the model to the computing device now instead of at its first forward; there is nothing to encode."""
         move_rest_(self.model, self.stack.device)
 
     def ready_to_save(self) -> VBConfig:
-        """Return the config of an inference model: a save has what the forward computes with now."""
+        """Return the config of an inference model: a save holds the rounded weights of the forward."""
         self.check_open("save")
         return replace(self.settings, mode="infer")
 
@@ -45,21 +45,21 @@ class TrainingAttachment(Attachment):
         )
 
     def check_recordable(self) -> None:
-        """Raise WrapError: nothing is leased or copied."""
+        """Raise WrapError: there are no leases or copies to record."""
         raise WrapError(
             'timeline(): mode = "train" moves no weights, so there are no waits and copies to record; '
             "torch.profiler shows where a step's time goes"
         )
 
     def record_routing(self, path: str | PathLike) -> contextlib.AbstractContextManager[RoutingRecorder]:
-        """Raise WrapError: there are no pages that tokens could lease."""
+        """Raise WrapError: there are no pages of experts."""
         raise WrapError(
             'record_routing(): mode = "train" has no pages of experts whose use could be simulated; record with a '
             "model in the tiers (vbrt.load of what vb.save writes, or wrap after unwrap())"
         )
 
     def stats(self, *, experts: bool = False) -> Stats:
-        """Return a frozen snapshot of all counters; waits for the device to have counted clipped weights."""
+        """Return a frozen snapshot of all counters; synchronizes with the device for the count of clipped weights."""
         here = self.layers
         swaps = [swap for swap in self._plan.swaps if swap.name in here]  # none after unwrap()
         layers = {swap.name: self._layer_stats(swap, here[swap.name]) for swap in swaps}
@@ -83,7 +83,7 @@ class TrainingAttachment(Attachment):
         return trained_layer_stats(self.stack, swap, layer)
 
     def detach(self) -> nn.Module:
-        """Give the model back, in place, with the very parameters that trained, and close."""
+        """Restore the model, in place, with the same trained parameters, and close."""
         for layer in self.layers.values():
             layer.release_()
         self.registry.clear()
@@ -92,7 +92,7 @@ class TrainingAttachment(Attachment):
         return self.model
 
     def close(self) -> None:
-        """Stop the empty stack: the weights are parameters, and the layers go on as they are. Idempotent."""
+        """Close the empty stack; the layers and their parameters keep working. Idempotent."""
         self.closed = True
         self.activations.release_()
         self.stack.close()

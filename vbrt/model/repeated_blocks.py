@@ -1,7 +1,7 @@
-"""Repeated blocks of a model: the lists of modules that make its depth.
+"""Repeated blocks of a model: module lists such as its decoder layers.
 
-Blocks are of one kind if their class, their parameters' shapes and dtypes, and what their config says of each layer are
-equal.
+Blocks are of one kind if their class, the shapes and dtypes of their parameters, and the per-layer entries of their
+config are equal.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ __all__ = ["Stack", "configs_of", "stacks_of"]
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A list of blocks: its name in the model, and the kind of each block as a number."""
+    """List of blocks: its name in the model, and a kind number per block."""
 
     name: str
     kinds: tuple[int, ...]
 
     @property
     def count(self) -> dict[int, int]:
-        """How many blocks there are of each kind."""
+        """Return the number of blocks of each kind."""
         return {kind: self.kinds.count(kind) for kind in dict.fromkeys(self.kinds)}
 
     def chosen(self, count: dict[int, int]) -> list[int]:
@@ -38,7 +38,7 @@ class Stack:
 
 
 def stacks_of(model: nn.Module, *, least: int = 4) -> list[Stack]:
-    """Return the outermost lists of at least so many blocks, with parameters, some of which are of one kind."""
+    """Return the outermost lists of at least `least` blocks with parameters, some of them of one kind."""
     found: list[Stack] = []
     for name, module in model.named_modules():
         inner = any(name.startswith(f"{stack.name}.") for stack in found)
@@ -50,7 +50,7 @@ def stacks_of(model: nn.Module, *, least: int = 4) -> list[Stack]:
 
 
 def _kinds(owner: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
-    """Return a number for the kind of each block that a module holds."""
+    """Return the kind number of each block of a module."""
     lists = [
         value
         for config in configs_of(owner)
@@ -69,7 +69,7 @@ def _kinds(owner: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
 
 
 def _in_tiers(module: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """Yield name, shapes and dtype of weights that are no parameters of a module, because they live in the tiers."""
+    """Yield name, shapes and dtype of weights in the tiers, which are no parameters of their module."""
     for name, layer in module.named_modules():
         if isinstance(layer, SwappedLayer):
             spec = layer.handle.spec
@@ -77,7 +77,7 @@ def _in_tiers(module: nn.Module) -> Iterator[tuple[Any, ...]]:
 
 
 def configs_of(owner: nn.Module) -> Iterator[Any]:
-    """Yield the config of a module that holds blocks, if it has one."""
+    """Yield the config of a module with blocks, if any."""
     config = getattr(owner, "config", None)
     if hasattr(config, "to_dict") and hasattr(config, "__dict__"):
         yield config

@@ -1,4 +1,4 @@
-"""What a recording is of: the models, their config, the machine, the versions."""
+"""Metadata of a timeline: models, configs, machine, versions."""
 
 import importlib.metadata
 import os
@@ -23,7 +23,7 @@ _GIT_SECONDS = 2.0
 
 
 def what_ran(attachments: Sequence[Attachment]) -> Ran:
-    """Return what models of one runtime are, and where they run."""
+    """Return the metadata of models on one runtime."""
     settings = attachments[0].settings
     return Ran(
         tuple(map(_model, attachments)),
@@ -55,7 +55,7 @@ def _machine(device: torch.device) -> str:
 
 
 def cpu_name() -> str:
-    """Return the name of the CPU, of its architecture where the system does not say."""
+    """Return the CPU's model name; the architecture as a fallback."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:  # not Linux
@@ -74,7 +74,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Return the commit of the checkout that vbrt is imported from; None without one, or without git."""
+    """Return the git commit of vbrt's checkout; None without a checkout or git."""
     if not (_ROOT / ".git").exists():
         return None
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]

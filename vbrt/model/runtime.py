@@ -1,12 +1,11 @@
-"""The runtime of a model, without a façade: stack, budgets, balance, and the models that are attached to it.
+"""Runtime shared by attached models: tier stack, budgets, and dynamic GPU budget; without a façade.
 
     attachment = attach(model, config)       # vbrt.model.attach; `vbrt.wrap` puts a façade in front of it
     model(x)                                 # layers lease their pages, a hook marks the passes
     attachment.runtime.set_budget("cpu", "4GiB")
 
-A runtime has one stack and one budget for each tier, whatever the number of its models. What belongs to one model,
-its plan, its layers and its passes, is an `Attachment`. The runtime refers to attachments weakly: each lives as long
-as its model.
+A runtime has one stack and one budget per tier, for any number of models. Per-model state (plan, layers, passes) is an
+`Attachment`. The runtime refers to attachments weakly: each lives as long as its model.
 """
 
 import contextlib
@@ -40,14 +39,14 @@ __all__ = ["Runtime"]
 
 
 class Runtime:
-    """A stack, its budgets, and the models that share them.
+    """Runtime: a stack, its budgets, and the models that share them.
 
     Attributes:
         stack: the tiers with their pages.
-        settings: the config whose sections `tiers` and `policy` count; budgets as they were last asked for.
+        settings: config with the valid sections `tiers` and `policy`; budgets as last requested.
         budgets: bytes of each tier, the computing one first.
-        balance: follows the GPU's free memory for `tiers.gpu.budget = "auto"`; None for any other budget.
-        caches: of keys and values, that live in the tiers beside the weights.
+        balance: controller of `tiers.gpu.budget = "auto"`; None for any other budget.
+        caches: KV caches in the tiers.
     """
 
     def __init__(self, stack: TierStack, settings: VBConfig, budgets: Mapping[str, int]) -> None:
@@ -60,19 +59,19 @@ class Runtime:
 
     @classmethod
     def of_plan(cls, plan: Plan, config: VBConfig, policy: PolicyFactory | None = None) -> "Runtime":
-        """Build the runtime that a plan asks for, with the config's policy or another; no model is attached yet.
+        """Build the runtime of a plan, with the config's policy or another; no model is attached yet.
 
         Raises:
             TierError: the ssd tier's directory cannot be used.
         """
         runtime = cls(build_stack(plan, config, policy), config, plan.budgets)
-        follows = config.tiers.gpu.budget == "auto" and not config.tiers.cpu.shared  # budgets of ranks stay equal
+        follows = config.tiers.gpu.budget == "auto" and not config.tiers.cpu.shared  # ranks' budgets must stay equal
         if "gpu" in plan.budgets and follows and plan.page_bytes:
             runtime.balance = GpuBalance(plan.budgets["gpu"])
         return runtime
 
     def __deepcopy__(self, memo: dict) -> "Runtime":
-        return self  # a copy of a model shares the pages, and so the tiers and budgets
+        return self  # copies of a model share pages, tiers and budgets
 
     def __reduce__(self):
         return Runtime, (self.stack, self.settings, self.budgets)
@@ -81,16 +80,16 @@ class Runtime:
 
     @property
     def attachments(self) -> tuple[Attached, ...]:
-        """The models on this runtime that are alive and not closed."""
+        """Live, unclosed models on this runtime."""
         found = (ref() for ref in self._attachments.copy().values())
         return tuple(attachment for attachment in found if attachment is not None and attachment.alive)
 
     def add(self, attachment: Attached) -> None:
-        """Know one more model."""
+        """Register a model."""
         self._attachments[attachment.name] = weakref.ref(attachment)
 
     def free_name(self, wanted: str) -> str:
-        """Return `wanted`, with a number behind it if a model of this runtime has the name."""
+        """Return `wanted`, with a number appended if the name is taken on this runtime."""
         taken = {attachment.name for attachment in self.attachments}
         names = (wanted if number == 1 else f"{wanted}-{number}" for number in range(1, len(taken) + 2))
         return next(name for name in names if name not in taken)
@@ -98,10 +97,10 @@ class Runtime:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close_unused(self, dropped: set[Weight]) -> None:
-        """Free the pages of a model that was closed, and close the stack unless another model or a copy needs it.
+        """Free the pages of a closed model, and close the stack unless another model or a copy needs it.
 
         Args:
-            dropped: handles of the closed model, which hold no pages any more.
+            dropped: handles of the closed model, which no longer hold pages.
         """
         self.stack.retire_unowned()
         self._dropped.update(dropped)
@@ -115,20 +114,20 @@ class Runtime:
         buffer_reuse.trim()
 
     def _use_freed_room(self) -> None:
-        """Have all pages live in the top tier, if a model that was closed has left room for them, and for those of
-        layers that are yet to be encoded: these would find no room to pass through."""
+        """Rehome all pages in the top tier, if a closed model has left room for them and for pages of unencoded layers,
+        which would find no room to be streamed through."""
         top, registries = self.stack.names[0], [attachment.registry for attachment in self.attachments]
         waiting = [layer for registry in registries for handle, layer in registry.pages() if not handle.keys]
         to_come = sum(page.nbytes for layer in waiting for page in layer)
         if to_come and to_come + sum(page.nbytes for page in self.stack.pages.values()) > self.budgets[top]:
             return
-        with contextlib.suppress(TierError):  # a page that cannot be read stays; whoever leases it is told
+        with contextlib.suppress(TierError):  # an unreadable page stays; its lease raises
             self.stack.set_budget(top, self.budgets[top], self.largest_layer_bytes)
         for registry in registries:
             registry.forget_ready()
 
     def close(self) -> None:
-        """Close every model and the tiers; idempotent. Weights that live in the tiers are gone."""
+        """Close every model and the tiers; weights in the tiers are lost. Idempotent."""
         for attachment in self.attachments:
             attachment.close()
         self.stack.close()
@@ -139,8 +138,8 @@ class Runtime:
             raise WrapError(f"{what}: the runtime was closed with its last model; build a new one")
 
     def stats(self, *, experts: bool = False) -> Stats:
-        """Return the counters of all models. Layers of models that came later are under the model's name. `experts`:
-        with those of every routed expert."""
+        """Return the counters of all models; layers of later models are prefixed with the model's name. `experts`: also
+        per routed expert."""
         attachments, tiers = self.attachments, tier_stats(self.stack)
         parts = [attachment.stats(experts=experts) for attachment in attachments]
         layers: dict[str, LayerStats] = {}
@@ -168,20 +167,20 @@ class Runtime:
     # -- CUDA graphs --------------------------------------------------------------------------------------------------
 
     def recordable(self, phase: str, keys: Collection[str] | None = None) -> str | None:
-        """Return why a CUDA graph cannot record a pass of a phase now; None if it can.
+        """Return why a pass of a phase cannot be captured as a CUDA graph now; None if it can.
 
         Args:
-            phase: as passes have it: with the prefix of the model's attachment, where that has one.
-            keys: of the pages that its passes take, where that is known.
+            phase: with the prefix of the model's attachment, if any.
+            keys: of the pages that the pass leases, where known.
         """
         return "the runtime was closed with its last model" if self.stack.closed else refusal(self.stack, phase, keys)
 
     def recording(self, phase: str, keys: Collection[str] | None = None) -> Recording:
-        """Prepare the recording of a pass as a CUDA graph, right before its capture; see
+        """Prepare the capture of a pass as a CUDA graph, right before the capture; see
         `vbrt.tiers.schedule.graph_capture`.
 
         Raises:
-            TierError: it cannot be recorded; the message says why.
+            TierError: it cannot be captured; the message says why.
         """
         self.check_open("recording")
         return Recording(self.stack, phase, keys)
@@ -190,13 +189,13 @@ class Runtime:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of all pages of all models and caches, those that copies of a model share once."""
+        """Bytes of all pages of all models and caches; pages shared by copies of a model count once."""
         pages = {page.key: page.nbytes for a in self.attachments for _, layer in a.registry.pages() for page in layer}
         return sum(pages.values()) + sum(cache.nbytes for cache in list(self.caches))
 
     @property
     def largest_layer_bytes(self) -> int:
-        """Bytes that one lease takes, at most."""
+        """Bytes of the largest lease."""
         return max((attachment.plan.largest_layer_bytes for attachment in self.attachments), default=0)
 
     def set_budget(self, tier: str, budget: int | str) -> int:
@@ -210,7 +209,7 @@ class Runtime:
         return nbytes
 
     def _resize(self, tier: str, config: VBConfig, *, keep_settings: bool) -> int:
-        """Give a tier the budget that `config` asks for, and note that in `settings` unless they are kept."""
+        """Resize a tier to `config`'s budget, and store it in `settings` unless `keep_settings`."""
         if tier not in self.budgets:
             has = ", ".join(self.budgets)
             raise TierError(
@@ -229,34 +228,34 @@ class Runtime:
             )
         self.open_stores()
         for attachment in attachments if TIERS[tier].memory else ():
-            attachment.expert_cache.reset()  # raises where a graph has recorded it
+            attachment.expert_cache.reset()  # raises if a graph has captured it
         try:
             with contextlib.ExitStack() as moving:
                 for cache in list(self.caches):
                     moving.enter_context(cache.movable())
                 self.stack.set_budget(tier, nbytes, largest)
-        finally:  # also when it was interrupted: pages may have moved, and the budget may hold already
+        finally:  # also after an interrupt: pages may have moved, and the budget may be in force
             with self.stack.encoding:
                 if tier_stats(self.stack)[tier].budget_bytes == nbytes:
                     settings = self.settings if keep_settings else _with_tier(self.settings, config, tier)
                     self.budgets, self.settings = {**self.budgets, tier: nbytes}, settings
             for attachment in attachments:
-                attachment.registry.forget_ready()  # views would keep the memory of pages that moved
+                attachment.registry.forget_ready()  # views would keep moved pages' memory alive
         return nbytes
 
     def open_stores(self) -> None:
-        """Open the ssd tier, if the config has one and no page has needed it yet."""
+        """Open the ssd tier if the config has one and it is not open yet."""
         with self.stack.encoding:
             attach_stores(self.stack, self.settings, self.budgets)
 
     def follow_free_memory(self) -> None:
-        """Lower the GPU budget where models have come to need memory, or raise it again: for `budget = "auto"`."""
+        """Lower or raise the GPU budget by the free memory, for `budget = "auto"`."""
         balance = self.balance
         if balance is not None and balance.active and balance.due():
             _follow(self, balance)
 
     def make_room(self) -> bool:
-        """True if the GPU budget could be lowered after a model ran out of memory: its pass may be run again."""
+        """Lower the GPU budget after an out-of-memory error; True if that worked, so that the pass can be retried."""
         balance = self.balance
         if balance is None:
             return False
@@ -280,7 +279,7 @@ def _follow(runtime: Runtime, balance: GpuBalance) -> None:
 
 
 def _used_bytes(runtime: Runtime) -> int:
-    """The part of the GPU budget that pages can use: giving up what no page needs would free nothing."""
+    """Return the part of the GPU budget that pages can use; lowering it above that would free nothing."""
     return min(runtime.budgets["gpu"], runtime.page_bytes)
 
 

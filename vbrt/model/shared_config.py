@@ -1,4 +1,4 @@
-"""The config of a further model on a runtime: its tiers and its policy are the runtime's."""
+"""Config of a further model on a shared runtime: tiers and policy are the runtime's."""
 
 from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
@@ -17,12 +17,12 @@ def shared_config(asked: VBConfig, runtime: Runtime, *given: Any) -> VBConfig:
     """Return `asked` with the tiers and the policy of a runtime.
 
     Args:
-        given: what `asked` was made of. A mapping says the keys that it has; a preset, a file, a VBConfig or a
-            section of one says those that differ from the defaults.
+        given: sources of `asked`. A mapping sets the keys that it has; a preset, a file, a VBConfig or a section of
+            one sets the keys that differ from the defaults.
 
     Raises:
         ArgumentError: not a runtime.
-        ConfigError: a key of tiers or policy says something else than the runtime, or weights are to train.
+        ConfigError: a key of tiers or policy conflicts with the runtime, or the mode trains or differs.
     """
     if not isinstance(runtime, Runtime):
         raise ArgumentError(f"runtime = {type(runtime).__name__}; expected `vb.runtime` of a wrapped model")
@@ -34,7 +34,7 @@ def shared_config(asked: VBConfig, runtime: Runtime, *given: Any) -> VBConfig:
         )
     here, there = _flat(settings.to_dict()), _flat(asked.to_dict())
     kind = runtime.stack.levels[0].policy.kind
-    here["policy.kind"] = kind  # what "auto" came to
+    here["policy.kind"] = kind  # "auto", resolved
     there["policy.kind"] = kind if there["policy.kind"] == "auto" else there["policy.kind"]
     for key in dict.fromkeys(key for part in given for key in _said(part)):
         if _same_spelling(key, there[key]) != _same_spelling(key, here[key]):
@@ -47,7 +47,7 @@ def shared_config(asked: VBConfig, runtime: Runtime, *given: Any) -> VBConfig:
 
 
 def _said(given: Any) -> list[str]:
-    """The dotted keys of shared sections that a user's config gives a value."""
+    """Return the dotted keys of shared sections that a user's config sets."""
     if given is None:
         return []
     if isinstance(given, Mapping):
@@ -59,7 +59,7 @@ def _said(given: Any) -> list[str]:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the shared sections by dotted key."""
+    """Return the values of the shared sections by dotted key."""
     found: dict[str, Any] = {}
     left = [(name, config[name]) for name in _SHARED if name in config]
     while left:
@@ -72,5 +72,5 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same_spelling(key: str, value: Any) -> Any:
-    """A value that is equal for two spellings of one budget."""
+    """Return a canonical value, equal for all spellings of a budget."""
     return parse_budget(value, where=key) if key.endswith(".budget") else value

@@ -1,4 +1,4 @@
-"""Counters of a running model as frozen records."""
+"""Snapshots of a running model's counters, as frozen records for `stats()`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +25,10 @@ __all__ = [
 
 
 def layer_stats(stack: TierStack, swap: Swap, layer: SwappedLayer, *, each: bool = False) -> LayerStats:
-    """Return the counters of one layer; of routed experts, with `each`, also those of every one of them."""
+    """Return the counters of one layer; with `each`, also per routed expert."""
     handle = layer.handle
     family = stack.ledger.census().family(handle.keys)
-    tally = family.tally()  # this runs for every layer, in at most 10 µs
+    tally = family.tally()  # per-layer budget: 10 µs
     experts = _experts_of(stack, family, layer, each=each) if isinstance(layer, VBExperts) else None
     separation = handle.separation.counters if handle.separation else None
     return LayerStats(
@@ -64,7 +64,7 @@ def _experts_of(stack: TierStack, family: Family, layer: VBExperts, *, each: boo
 
 
 def expert_counts(stack: TierStack, layers: Mapping[str, SwappedLayer]) -> dict[str, ExpertCounts]:
-    """Return the counters of each expert, by layer, of those layers that have pages of routed experts."""
+    """Return the counters per expert, by layer, for layers with pages of routed experts."""
     found = {}
     for name, layer in layers.items():
         if isinstance(layer, VBExperts):
@@ -77,7 +77,7 @@ def expert_counts(stack: TierStack, layers: Mapping[str, SwappedLayer]) -> dict[
 def experts_stats(
     stack: TierStack, family: Family, routing: RoutingCounts, *, decides: str, each: bool = False
 ) -> ExpertsStats:
-    """Return what has been asked of the experts of a layer, and, with `each`, of every one of them."""
+    """Return the routing counters of a layer's experts, with `each` also per expert."""
     return ExpertsStats(
         experts=len(routing.last),
         resident=_residents(stack, family),
@@ -95,7 +95,7 @@ def experts_stats(
 
 
 def _residents(stack: TierStack, family: Family) -> int:
-    """How many experts have the pages of all planes in the top tier."""
+    """Return the number of experts with the pages of all planes in the top tier."""
     here = stack.levels[0].slots.__contains__
     flags = [map(here, keys) for keys in family.keys]
     return sum(flags[0]) if len(flags) == 1 else sum(map(all, zip(*flags, strict=False)))
@@ -104,7 +104,7 @@ def _residents(stack: TierStack, family: Family) -> int:
 def _expert_counts(family: Family, routing: RoutingCounts) -> ExpertCounts:
     by_expert = list(
         zip(*family.planes.values(), strict=False)
-    )  # as long as a layer is being encoded there are fewer of some plane
+    )  # planes have unequal numbers of pages while a layer is being encoded
     by_expert += [()] * (len(routing.last) - len(by_expert))
     return ExpertCounts(
         tuple(sum(page.hits for page in pages) for pages in by_expert),
@@ -116,7 +116,7 @@ def _expert_counts(family: Family, routing: RoutingCounts) -> ExpertCounts:
 
 
 def trained_layer_stats(stack: TierStack, swap: Swap, layer: TrainedLayer) -> LayerStats:
-    """Return the counters of one layer whose weight trains: it is resident and never leased."""
+    """Return the counters of a layer in mode "train": resident, never leased."""
     handle = layer.handle
     engine = handle.separation
     separation = engine.counters if engine else None
@@ -141,7 +141,7 @@ def trained_layer_stats(stack: TierStack, swap: Swap, layer: TrainedLayer) -> La
 
 
 def tier_stats(stack: TierStack) -> dict[str, TierStats]:
-    """Return the bytes and pages of every tier of a stack, whichever model they belong to."""
+    """Return the bytes and pages of every tier of a stack, over all models."""
     homes = stack.ledger.census().home_pages
     return {
         level.tier.name: TierStats(
@@ -159,7 +159,7 @@ def own_phases(phases: Mapping[str, PhaseCounts], prefix: str, others: Sequence[
     """Return the phases of one model of a stack, without their prefix.
 
     Args:
-        phases: those of all models.
+        phases: of all models.
         prefix: of this model's phases; "" for the model that the runtime was built for.
         others: the prefixes of other models.
     """
@@ -171,5 +171,5 @@ def own_phases(phases: Mapping[str, PhaseCounts], prefix: str, others: Sequence[
 
 
 def stack_fallbacks(stack: TierStack) -> list[str]:
-    """Return what the tiers fell back to, in words."""
+    """Return the fallback messages of all tiers."""
     return [reason for level in stack.levels for reason in level.tier.fallbacks]

@@ -1,4 +1,4 @@
-"""What a model has computed, in the units of people: tokens, images, steps. Plain integers, counted as passes begin."""
+"""Throughput counters: tokens, images, steps. Plain integers, counted at the start of each pass."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -12,14 +12,14 @@ __all__ = ["Work"]
 
 
 class Work:
-    """Counts what passes of one model compute, by the shape of their inputs; nothing waits for the device.
+    """Throughput counters of one model, by the shapes of its inputs; no device synchronization.
 
     Attributes:
-        part: what the model does in a pipeline: "step", "image" or another phase; "" outside of one.
-        written: new tokens, of passes without gradients with one token a sequence.
-        read: tokens of prompts.
+        part: role of the model in a pipeline: "step", "image" or another phase; "" outside of one.
+        written: new tokens, of passes without gradients with one token per sequence.
+        read: prompt tokens.
         trained: tokens of passes with gradients.
-        images: inputs [N, C, H, W].
+        images: images in inputs [N, C, H, W].
         steps, decodes: passes of a pipeline's denoiser and of its decoder, whose inputs libraries do not show.
     """
 
@@ -60,7 +60,7 @@ class Work:
 
     @contextlib.contextmanager
     def counted_elsewhere(self) -> Iterator[None]:
-        """Count no passes in a `with` block: drafts and verifications, whose tokens speculation counts."""
+        """Suspend counting in a `with` block: for drafts and verifications, whose tokens speculation counts."""
         self._elsewhere = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Recordings of the passes of models on one runtime: `timeline` of a model or of a pipeline."""
+"""Timeline recording of models on one runtime: `timeline` of a model or of a pipeline."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ __all__ = ["recorded"]
 
 
 def recorded(attachments: Sequence[Attachment], path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
-    """Record the passes of models of one runtime in a block, and write them to a file; keep the models until then. See
-    `VBModelWrapper.timeline`, which says what is raised."""
+    """Record the passes of models on one runtime in a `with` block, and write them to a file; keeps the models alive
+    until then. Errors: see `VBModelWrapper.timeline`."""
     for attachment in attachments:
         attachment.check_recordable()
     checked = check_timeline_path(path)
@@ -57,7 +57,7 @@ def _recorded(models: Mapping[Attachment, nn.Module], path: Path) -> Iterator[Re
 
 
 def _settled_counts(attachments: Sequence[Attachment]) -> dict[str, ExpertCounts]:
-    """Return the counters of each expert, by layer, those of the device included."""
+    """Return the counters per expert, by layer, device counters included."""
     found: dict[str, ExpertCounts] = {}
     for attachment in attachments:
         attachment.expert_cache.settle(each=True)
@@ -68,6 +68,6 @@ def _settled_counts(attachments: Sequence[Attachment]) -> dict[str, ExpertCounts
 
 
 def _of_model(totals: TimelineTotals, prefix: str) -> TimelineTotals:
-    """Return the totals with the layers of one model, under the names that they have in it."""
+    """Return the totals of one model's layers, under their names in the model."""
     layers = {name.removeprefix(prefix): layer for name, layer in totals.layers.items() if name.startswith(prefix)}
     return replace(totals, layers=layers)

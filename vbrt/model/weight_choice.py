@@ -1,7 +1,7 @@
-"""Which weights of a model go into the tiers, and why each of the others stays as it is.
+"""Selection of the weights to swap into the tiers, with a reason for each parameter that stays.
 
-A weight is a candidate where a module of a known kind (`vbrt.layers.modules.layer_kinds`) holds it. Weights that
-several modules hold go for all of them, or stay for all: a site that must stay keeps the others.
+A weight of a module of a known kind (`vbrt.layers.modules.layer_kinds`) is a candidate. Tied weights are swapped at all
+their sites or at none: one site that must stay keeps the others.
 """
 
 from collections import Counter, defaultdict
@@ -30,20 +30,20 @@ __all__ = ["choose", "named_modules", "nbytes_of", "why_none"]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 Held = tuple[str, str]
-"""A module's name and the name that it has for a parameter or buffer."""
+"""(module name, name of the parameter or buffer in it)."""
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model by name, the model itself as `ROOT`."""
+    """Return the modules of a model by name, the model itself under `ROOT`."""
     return {name or ROOT: module for name, module in model.named_modules()}
 
 
 def choose(
     model: nn.Module, config: VBConfig, saved: Sequence[Swap] | None = None
 ) -> tuple[list[Swap], dict[str, Skip]]:
-    """Return the swaps, without pages, in the order of the model, and everything else by module, with its reason.
+    """Return the swaps, without pages, in model order, and everything else by module, with reasons.
 
-    `saved`: the swaps of a saved model, which take the place of what the config would choose.
+    `saved`: swaps of a saved model, which replace the config's choice.
     """
     if config.weights.format == "auto":
         raise ConfigError(
@@ -61,14 +61,14 @@ def choose(
 
 @dataclass(frozen=True)
 class _Survey:
-    """What a model's modules hold, and what a config wants of them."""
+    """Survey of a model's parameters and buffers under a config, with cached lookups."""
 
     modules: dict[str, nn.Module]
     config: VBConfig
 
     @cached_property
     def candidates(self) -> dict[Held, nn.Module]:
-        """The modules of known kinds, by each of their weights."""
+        """Modules of known kinds, by weight."""
         return {
             (name, parameter): module
             for name, module in self.modules.items()
@@ -78,7 +78,7 @@ class _Survey:
 
     @cached_property
     def holders(self) -> dict[tuple, list[Held]]:
-        """The parameters and buffers on each storage."""
+        """Parameters and buffers by storage."""
         holders: dict[tuple, list[Held]] = defaultdict(list)
         for held, tensor in _tensors(self.modules):
             holders[_storage_key(tensor)].append(held)
@@ -86,24 +86,24 @@ class _Survey:
 
     @cached_property
     def heads(self) -> dict[int, str]:
-        """The output heads by id, with the reason why each is one."""
+        """Output heads by id, with the reason for each."""
         return find_heads(self.modules)
 
     @cached_property
     def some_frozen(self) -> bool:
-        """True if any candidate does not train: of those that multiply, since position tables are often constants."""
+        """True if any candidate is frozen; matrix products only, since position tables are often constants."""
         layers = ((name, module) for (_, name), module in self.candidates.items() if not kind_of(module).by_rows)
         weights = (local_of(module._parameters.get(name)) for name, module in layers)
         return any(weight is not None and not weight.requires_grad for weight in weights)
 
     @cached_property
     def reasons(self) -> dict[Held, str | None]:
-        """Why each candidate stays for its own sake; None where it may go."""
+        """Reason why each candidate itself must stay; None where it may be swapped."""
         overlaps = _overlaps(self.modules)
         return {held: overlaps.get(held) or _refusal(held, module, self) for held, module in self.candidates.items()}
 
     def refusal_of_tied(self, site: Held, held_as: list[Held]) -> str | None:
-        """Return why a weight stays because of what else is on its storage; `held_as`: all that is."""
+        """Return why a weight stays because of other users of its storage, `held_as`; None if it may be swapped."""
         if kind_of(self.candidates[site]).routed:
             return self._refusal_of_tied_experts(site[0], held_as)
         for other in held_as:
@@ -117,7 +117,7 @@ class _Survey:
         return None
 
     def _refusal_of_tied_experts(self, name: str, held_as: list[Held]) -> str | None:
-        """Return why experts stay that share weights: tied modules share all parameters, each under the same name."""
+        """Return why experts with shared weights stay; tied modules must share all parameters, under the same names."""
         kind, module = kind_of(self.modules[name]), self.modules[name]
         others = {held_by for held_by, _ in held_as} - {name}
         own = {n: _storage_key(local_of(p)) for n, p in module.named_parameters()}
@@ -130,7 +130,7 @@ class _Survey:
         return None
 
     def serves_rows(self, held: Held) -> bool:
-        """True if a lookup table that goes into the tiers has this weight too."""
+        """True if a swapped lookup table shares this weight."""
         weight = self.candidates[held]._parameters.get(held[1])
         held_as = [] if weight is None else self.holders[_storage_key(local_of(weight))]
         return any(other in self.candidates and kind_of(self.candidates[other]).by_rows for other in held_as)
@@ -140,22 +140,22 @@ class _Survey:
         return self.sites(held)[0]
 
     def sites(self, held: Held) -> tuple[WeightSite, ...]:
-        """Return the site of a candidate, and those of the parameters that go with it."""
+        """Return the sites of a candidate and of the parameters that are swapped with it."""
         name, parameter = held
         kind = kind_of(self.modules[name])
         sites = kind.sites(name, self.modules[name])
         return sites if kind.routed else tuple(site for site in sites if site.parameter == parameter)
 
     def all_held_as(self, held: Held) -> list[Held]:
-        """Return the parameters and buffers on the storages of a candidate and of the parameters that go with it,
-        without the latter."""
+        """Return the parameters and buffers on the storages of a candidate and of the parameters swapped with it,
+        without those parameters."""
         weights = [local_of(self.modules[held[0]]._parameters.get(site.parameter)) for site in self.sites(held)]
         own = {(held[0], site.parameter) for site in self.sites(held)[1:]}
         return [h for w in weights if w is not None for h in self.holders[_storage_key(w)] if h not in own]
 
 
 def _swaps(survey: _Survey, refused: dict[str, Skip]) -> Iterator[Swap]:
-    """Yield the swaps in the order of the model; every candidate that stays goes to `refused`."""
+    """Yield the swaps in model order; candidates that stay are added to `refused`."""
     done: set[Held] = set()
     for held, module in survey.candidates.items():
         if held in done:
@@ -172,8 +172,8 @@ def _swaps(survey: _Survey, refused: dict[str, Skip]) -> Iterator[Swap]:
 
 
 def _with_one_left(swaps: list[Swap], survey: _Survey, refused: dict[str, Skip]) -> list[Swap]:
-    """Return the swaps without the smallest table, if a model that has a `device` would have no parameter left to tell
-    it by, as transformers' models do."""
+    """Return the swaps without the smallest table, if a model with a `device` property, such as transformers', would
+    have no parameter left to derive it from."""
     sites = {(site.module, site.parameter) for swap in swaps for site in swap.sites}
     tables = [swap for swap in swaps if any(KINDS[site.kind].by_rows for site in swap.sites)]
     left = any(
@@ -190,7 +190,7 @@ def _with_one_left(swaps: list[Swap], survey: _Survey, refused: dict[str, Skip])
 
 
 def _as_saved(swaps: list[Swap], saved: Sequence[Swap], refused: dict[str, Skip], config: VBConfig) -> list[Swap]:
-    """Return `saved` in the place of `swaps`; `refused` follows."""
+    """Return `saved` in place of `swaps`, and update `refused`."""
     names = {site.module for swap in saved for site in swap.sites}
     for name in names & refused.keys():
         del refused[name]
@@ -205,11 +205,11 @@ def _same_view(one: nn.Module, parameter: str, other: nn.Module, other_parameter
     return same_order and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-# -- why a candidate stays --------------------------------------------------------------------------------------------
+# -- refusals of candidates -------------------------------------------------------------------------------------------
 
 
 def _refusal(held: Held, module: nn.Module, survey: _Survey) -> str | None:
-    """Return why a candidate stays as it is for its own sake; None if it may be swapped."""
+    """Return why a candidate itself must stay; None if it may be swapped."""
     kind = kind_of(module)
     if kind.routed and held[1] == kind.parameters[0]:
         others = (_refusal((held[0], other), module, survey) for other in kind.parameters[1:])
@@ -255,7 +255,7 @@ def _why_no_parameter(module: nn.Module, parameter: str) -> str:
 
 
 def _unwanted(name: str, config: VBConfig) -> str | None:
-    """Return which of the config's patterns leaves a module out."""
+    """Return which pattern of the config excludes a module; None if none does."""
     wanted = config.weights
     if not any(fnmatchcase(name, pattern) for pattern in wanted.include):
         return f"not in weights.include = {list(wanted.include)}"
@@ -311,7 +311,7 @@ def _tensors(modules: dict[str, nn.Module]) -> Iterator[tuple[Held, torch.Tensor
 
 
 def _overlaps(modules: dict[str, nn.Module]) -> dict[Held, str]:
-    """Return the parameters and buffers in whose memory others lie in part, with the reason why they stay."""
+    """Return parameters and buffers that partly overlap others in memory, with the reason why they stay."""
     spans = sorted(
         (*_span(tensor), _storage_key(tensor), held)
         for held, tensor in _tensors(modules)
@@ -330,14 +330,14 @@ def _overlaps(modules: dict[str, nn.Module]) -> dict[Held, str]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """Return the device, and the addresses between which the elements lie."""
+    """Return the device, and the address range of the elements."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return str(tensor.device), begin, begin + (last + 1) * tensor.element_size()
 
 
 def _storage_key(tensor: torch.Tensor) -> tuple:
-    """Return the same for tensors of one size on one address; by identity where there is no address."""
+    """Return a key that is equal for tensors of equal size and address; by identity without an address."""
     plain = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
     if tensor.device.type == "meta" or not tensor.numel() or not plain:
         return (id(tensor),)
@@ -349,7 +349,7 @@ def _uninitialized(tensor: torch.Tensor) -> bool:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Return the bytes of the elements of a tensor that this process holds; 0 before it has a shape."""
+    """Return the bytes of a tensor's elements held by this process; 0 for an uninitialized tensor."""
     tensor = local_of(tensor)
     return 0 if _uninitialized(tensor) else tensor.numel() * tensor.element_size()
 
@@ -379,7 +379,7 @@ def _swap(sites: list[WeightSite], weight: torch.Tensor, survey: _Survey) -> Swa
 
 
 def _note_on_head(sites: list[WeightSite], survey: _Survey) -> str:
-    """Return what to say of an output head that `keep_head` would keep, had it not the weight of a table."""
+    """Return the note on an output head that is swapped in spite of `keep_head`, because a swapped table shares it."""
     heads = [site.name for site in sites if id(survey.modules[site.module]) in survey.heads]
     if not heads or not survey.config.weights.keep_head or not any(KINDS[site.kind].by_rows for site in sites):
         return ""
@@ -400,7 +400,7 @@ def _note_on(swap: Swap, config: VBConfig) -> str:
 
 
 def _note(site: WeightSite, dtype: str, format: str, fine: str) -> str:
-    """Return what a user should know of a swap, or an empty text; `fine`: the plane that was asked for."""
+    """Return the note for users on a swap; "" without one. `fine`: the requested fine plane."""
     if FORMATS[format].lossless and fine == "exact":
         return f"{dtype} has no fine plane: held dense, which is exact; bfloat16 halves it"
     if site.shape[1] % FORMATS[format].block:
@@ -408,11 +408,11 @@ def _note(site: WeightSite, dtype: str, format: str, fine: str) -> str:
     return ""
 
 
-# -- everything else --------------------------------------------------------------------------------------------------
+# -- parameters that stay ---------------------------------------------------------------------------------------------
 
 
 def _account_rest(survey: _Survey, swaps: list[Swap], refused: dict[str, Skip]) -> dict[str, Skip]:
-    """Return `refused` with the bytes of everything that is not swapped, once per storage, in the order of the model.
+    """Return `refused` with the bytes of all unswapped parameters and buffers, once per storage, in model order.
 
     A storage that a refused layer shares is counted where it stays dense, such as at the embedding of a tied head.
     """
@@ -467,7 +467,7 @@ def _why_kept_table(table: nn.Embedding, config: VBConfig) -> str:
 
 
 def why_none(modules: dict[str, nn.Module], skipped: dict[str, Skip]) -> str:
-    """Return the most frequent reason why a linear layer stays; for a model without any, what holds the most bytes."""
+    """Return the most frequent reason why linear layers stay; without linear layers, the largest holder of bytes."""
     linear = [name for name in skipped if _is_linear(modules[name])]
     if linear:
         (reason, count), *_ = Counter(skipped[name].reason for name in linear).most_common()
