@@ -1,4 +1,4 @@
-"""Counts of accesses by phase, and of what is asked of routed experts."""
+"""Access counters per phase, and routing counters of routed experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ __all__ = ["PhaseCounts", "RoutingCounts"]
 
 @dataclass(slots=True)
 class PhaseCounts:
-    """Passes of one phase and their accesses. A prefetched access is a miss, too."""
+    """Counters of one phase: passes, hits, misses. A prefetched access counts as a miss, too."""
 
     passes: int = 0
     hits: int = 0
@@ -17,23 +17,23 @@ class PhaseCounts:
 
     @property
     def hit_rate(self) -> float | None:
-        """Hits over accesses; None before the first."""
+        """Hit rate: hits / accesses; None without accesses."""
         accesses = self.hits + self.misses
         return self.hits / accesses if accesses else None
 
 
 class RoutingCounts:
-    """What has been asked of one layer of routed experts, pass by pass.
+    """Routing counters of one layer of routed experts, over passes.
 
     Attributes:
-        scans: passes that took the layer's pages in order, as long prompts do.
-        cached: passes that took the pages of the experts they touched, as decoding does.
-        unleased: passes on a GPU where all pages live: they take no lease, and nobody looks which experts they touch.
-        tokens, touched: of cached passes: their tokens, and the experts they touched (each once a pass).
-        compared, reused: experts touched by a cached pass right after another one, and those of them that the other
+        scans: passes that leased the layer's pages in order, as long prompts do.
+        cached: passes that leased the pages of the touched experts only, as decoding does.
+        unleased: passes with all pages at home on the GPU: without leases, touched experts are not observed.
+        tokens, touched: tokens of cached passes, and experts touched by them (each once per pass).
+        compared, reused: experts touched by cached passes that follow another cached pass, and how many of them that
             one had touched, too.
-        computed: experts of cached passes that the CPU has computed where they lie, each once a pass.
-        last: by expert, the number of the last pass that touched it; 0: none has. Passes are counted from 1.
+        computed: experts of cached passes computed by the CPU in host memory, each once per pass.
+        last: by expert, the number of the last pass that touched it; 0: none. Passes are numbered from 1.
     """
 
     __slots__ = (
@@ -53,7 +53,7 @@ class RoutingCounts:
         self.scans = self.cached = self.unleased = self.tokens = self.touched = self.compared = self.reused = 0
         self.computed = 0
         self.last = [0] * experts
-        self._decoding = False  # the last pass was a cached one
+        self._decoding = False  # True after a cached pass
 
     @property
     def passes(self) -> int:
@@ -66,12 +66,12 @@ class RoutingCounts:
         self._decoding = False
 
     def scan_unseen(self) -> None:
-        """Count a pass through the layer's pages in order of which the device alone knows the experts."""
+        """Count a scan whose touched experts only the device knows."""
         self.scans += 1
         self._decoding = False
 
     def add(self, cached: int, tokens: int, touched: int, *, compared: int, reused: int) -> None:
-        """Count passes from the cache that the device has counted: it decides, and nobody here sees the experts."""
+        """Add counts of cached passes from a device cache, which the host does not observe one by one."""
         self.cached += cached
         self.tokens += tokens
         self.touched += touched
@@ -80,7 +80,7 @@ class RoutingCounts:
         self._decoding = self._decoding and not cached
 
     def scan(self, experts: Sequence[int]) -> None:
-        """Count a pass through the layer's pages in order, and the experts that tokens went to."""
+        """Count a scan, and the experts that it touched."""
         self.scans += 1
         self._decoding = False
         now, last = self.passes, self.last
@@ -88,7 +88,7 @@ class RoutingCounts:
             last[expert] = now
 
     def decode(self, experts: Sequence[int], tokens: int) -> None:
-        """Count a pass from the cache, and the experts that its tokens went to, each once."""
+        """Count a cached pass, and the experts that it touched, each once."""
         before, last = self.passes, self.last
         self.cached += 1
         self.tokens += tokens

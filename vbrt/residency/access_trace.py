@@ -1,4 +1,4 @@
-"""What a trace for `simulate` is made of, beside the keys of pages."""
+"""Markers in a trace for `simulate`: starts of passes, and announced scans."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ __all__ = ["PASS", "Announce", "Pass"]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The start of a pass in a trace given to `simulate`."""
+    """Start of a pass, in a trace for `simulate`."""
 
     phase: str = FORWARD
 
 
 PASS = Pass()
-"""The start of a pass of no particular phase."""
+"""Start of a pass of the default phase."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """In a trace given to `simulate`: the pages that the next leases take once each, in this order."""
+    """Announced scan, in a trace for `simulate`: the pages of the next leases, each once, in this order."""
 
     keys: tuple[str, ...]

@@ -1,25 +1,25 @@
-"""How many routed experts one lease takes, where the host leases them: what the runtime does and estimates count."""
+"""Batch size of leases of routed experts by the host; shared by the runtime and the estimates."""
 
 from typing import NamedTuple
 
 __all__ = ["ExpertLeases", "gathered_at_once"]
 
-_CHUNK_BYTES = 256 << 20  # of decoded or gathered weights, which are outside of the budgets
+_CHUNK_BYTES = 256 << 20  # of decoded or gathered weights, outside the budgets
 
 
 def gathered_at_once(page_bytes: int) -> int:
-    """Return of how many experts the device copies the pages together at most."""
+    """Return the most experts whose pages the device gathers at once."""
     return max(1, _CHUNK_BYTES // max(1, page_bytes))
 
 
 class ExpertLeases(NamedTuple):
-    """The experts of a layer, as leases see them.
+    """Sizes of a layer's experts, for leases.
 
     Attributes:
-        experts, top_k: of the layer, and of a token.
+        experts, top_k: number per layer, and per token.
         decoded_bytes: of one expert.
         page_bytes: of each plane of one expert.
-        lossless: leased experts are decoded together.
+        lossless: True if leased experts are decoded together.
     """
 
     experts: int
@@ -29,12 +29,12 @@ class ExpertLeases(NamedTuple):
     lossless: bool
 
     def at_once(self, *, scan: bool, room_bytes: int | None, scan_pages: int = 0) -> int:
-        """Return how many one lease takes: what the tier has room for, in a scan what its policy wants, or else a third
-        of that, so that the pages of the chunk before and of the one behind have room too.
+        """Return the number of experts per lease: as many as the tier has room for; in a scan, as many as the policy
+        wants, or else a third of the room, so that the previous and the next chunk have room too.
 
         Args:
-            room_bytes: of the pages that move; None: none does.
-            scan_pages: what the policy wants; 0: it wants nothing.
+            room_bytes: room for moving pages; None: no page moves.
+            scan_pages: pages per lease that the policy wants; 0: no preference.
         """
         at_once = max(1, _CHUNK_BYTES // max(1, self.decoded_bytes)) if self.lossless else self.experts
         if room_bytes is None:

@@ -1,15 +1,14 @@
-"""Residency of routed experts: pages whose keys end in an expert, such as `model.layers.0.mlp.experts#coarse.17`.
+"""Residency policy "experts": pages of routed experts, with keys such as `model.layers.0.mlp.experts#coarse.17`.
 
-Three files: `expert_pool` has the rule by which such pages stay resident, `expert_room` divides the room among layers,
-and the policy here adds what is announced, and the pages of other layers.
+Three files: `expert_pool.py` has the eviction rule, `expert_room.py` divides the room among layers, and the policy here
+adds announced scans, and the pages of other layers.
 
-Pages of other layers are needed in every pass, so they come first: they get room for all of them, less what the widest
-lease of experts in recent passes took, and `ScheduledPolicy` decides on them. Each side gives up room that a lease of
-the other side needs.
+Every pass needs the pages of other layers, so they have priority: room for all of them, less the widest lease of
+experts in recent passes; `ScheduledPolicy` decides on them. Each side yields room that a lease of the other side needs.
 
-`announce(pages)` tells which pages the next leases take, in order. They are staged ahead, `prefetch` at a time, and
-their leases are a scan (see `expert_pool`). An announcement ends with its last page, with the next announcement, and
-with the pass. `passed` is told of experts that are computed where they lie.
+`announce(pages)` announces a scan: the pages of the next leases, in order. They are prefetched, `prefetch` at a time,
+and their leases count as a scan (see `expert_pool.py`). An announcement ends with its last page, with the next
+announcement, and with the pass. `passed` is told of experts that the CPU computes in host memory.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,29 +22,29 @@ from vbrt.residency.scheduled import Foresight, ScheduledPolicy
 __all__ = ["SCOPES", "ExpertsPolicy", "pages_of_scan"]
 
 SCOPES = ("layer", "model")
-_SCAN_PART = 6  # a lease of a scan takes one part in so many of the room, the pages that are staged another one
-_FORGET = 8  # room that was kept for a wide lease shrinks by this part of it with each pass without one
+_SCAN_PART = 6  # a lease of a scan takes 1/_SCAN_PART of the room, its prefetched pages as much again
+_FORGET = 8  # room kept for a wide lease decays by 1/_FORGET per pass without one
 
 
 def pages_of_scan(most: int, capacity_bytes: int, largest_bytes: int) -> int:
-    """Return the pages that a lease of a scan should take, of `most` that the config allows and in so much room."""
+    """Return the pages per lease of a scan, at most `most` by the config, for a room of `capacity_bytes`."""
     return max(1, min(most, capacity_bytes // (_SCAN_PART * largest_bytes))) if largest_bytes else 1
 
 
 class ExpertsPolicy:
-    """Keeps the experts that are used often and lately, and beside them the pages of other layers.
+    """Policy for models with routed experts: recency and frequency for experts, `ScheduledPolicy` for other layers.
 
     Attributes:
-        passed: the pages that the lease which is decided next uses where they lie; may be told of them before it.
+        passed: pages that the next decided lease uses in host memory; tell it of them before that lease.
 
     Args:
         capacity_bytes: room for pages, in bytes.
-        prefetch: pages of other layers staged ahead of their use, at most.
-        scan: pages of a scan staged ahead, and leased together, at most; 0: as many as `prefetch`.
-        group: pages that one lease of other layers takes together.
-        scope: "layer": each layer has a share of its own; "model": all share one.
-        layers: bytes of the largest page by layer and plane, such as "model.layers.0.mlp.experts#coarse", in the order
-            of the model. What is not told is learned as it is leased: shares shrink during the first pass then.
+        prefetch: most pages of other layers prefetched.
+        scan: most pages of a scan prefetched, and leased together; 0: as many as `prefetch`.
+        group: pages per lease of other layers.
+        scope: "layer": one pool per layer and plane; "model": one pool for all.
+        layers: bytes of the largest page by layer and plane, such as "model.layers.0.mlp.experts#coarse", in model
+            order. Missing ones are learned at their first lease: shares then shrink during the first pass.
     """
 
     kind = "experts"
@@ -77,24 +76,23 @@ class ExpertsPolicy:
         self._experts.resize(self.capacity_bytes)
         self.passed = Passed(self._experts)
         self._lease, self._lease_bytes = 1, 0  # of experts' pages
-        self._widest_bytes = self._kept_bytes = 0  # the widest lease of this pass, and of those before
-        self._upcoming: dict[str, int] = {}  # announced and not leased yet, with their sizes
-        self._staged: set[str] = set()  # those of them that were loaded ahead
+        self._widest_bytes = self._kept_bytes = 0  # widest lease of this pass, and of recent ones
+        self._upcoming: dict[str, int] = {}  # announced, not leased yet; with sizes
+        self._staged: set[str] = set()  # the prefetched ones of them
 
     @property
     def resident_bytes(self) -> int:
-        """Room that resident pages take."""
+        """Bytes of resident pages."""
         return self._experts.resident_bytes + self._others.resident_bytes
 
     @property
     def scan_pages(self) -> int:
-        """The pages that a lease of a scan should take: the next ones as many find room then, and decoding keeps most
-        of its own."""
+        """Pages per lease of a scan: leaves room to prefetch as many, and for most of decoding's working set."""
         return pages_of_scan(self._scan, self.capacity_bytes, self._experts.largest_bytes)
 
     @property
     def group(self) -> int:
-        """Pages that one lease of other layers takes together."""
+        """Pages per lease of other layers."""
         return self._others.group
 
     @group.setter
@@ -103,13 +101,13 @@ class ExpertsPolicy:
 
     @property
     def foresight(self) -> Foresight | None:
-        """Tells what will be decided on pages of other layers; None while experts share the room with them, or the
-        room between both is still to change."""
+        """Look-ahead on decisions for pages of other layers; None while experts compete for their room, or while the
+        division between both may still change."""
         shared = self._experts.resident_bytes or self._upcoming
         changes = self._others.capacity_bytes < self._wanted_by_others()
         return None if shared or changes else self._others.foresight
 
-    # -- the protocol -------------------------------------------------------------------------------------------------
+    # -- Policy protocol ----------------------------------------------------------------------------------------------
 
     def begin_pass(self, phase: str = FORWARD) -> None:
         """Note that the next access starts a new pass of the named phase."""
@@ -119,7 +117,7 @@ class ExpertsPolicy:
         self.announce({})
 
     def announce(self, pages: Mapping[str, int]) -> None:
-        """Note the pages, with their bytes, that the next leases take once each, in this order."""
+        """Announce a scan: the pages of the next leases, each once, in this order, with their bytes."""
         self._upcoming = {key: size for key, size in pages.items() if self._experts.page(key, size)}
         self._staged.clear()
 
@@ -149,8 +147,8 @@ class ExpertsPolicy:
         return decision
 
     def ahead(self, busy: Collection[str] = ()) -> list[Decision]:
-        """Return the pages to stage now: the next ones of the announcement, those that were passed by and have earned a
-        place, then those of other layers."""
+        """Return the pages to prefetch now: the next ones of the announcement, admitted bypassed ones, then pages of
+        other layers."""
         self._lease, self._lease_bytes = self._lease + 1, 0
         decisions = self._stage(busy) if self._upcoming else []
         self.passed.lease = self._lease
@@ -161,7 +159,7 @@ class ExpertsPolicy:
         return decisions
 
     def remove(self, key: str) -> None:
-        """Note that the page is gone: see `Policy.remove`. Its score is forgotten."""
+        """Remove a page and its score: see `Policy.remove`."""
         self._upcoming.pop(key, None)
         self._staged.discard(key)
         self.passed.forget(key)
@@ -179,13 +177,13 @@ class ExpertsPolicy:
         return victims + self._experts.shrink(self._experts.capacity_bytes)
 
     def resident(self) -> tuple[str, ...]:
-        """Return the keys of resident pages, in no promised order."""
+        """Return the keys of resident pages, in unspecified order."""
         return tuple(key for key, page in self._experts.pages.items() if page.place) + self._others.resident()
 
     # -- experts ------------------------------------------------------------------------------------------------------
 
     def _demand(self, page: ExpertPage, busy: Collection[str], *, scanned: bool) -> Decision | None:
-        """Decide on a page that is not resident."""
+        """Decide on a missing page."""
         experts, given = self._experts, ()
         lacking = experts.lacks(page.size, busy)
         if lacking:
@@ -200,7 +198,7 @@ class ExpertsPolicy:
         return Decision(page.key, hit=False, evict=given + victims, charge=page.size)
 
     def _stage(self, busy: Collection[str]) -> list[Decision]:
-        """Load the next pages of the announcement; never evict a page for one that is needed later."""
+        """Prefetch the next pages of the announcement; never evict a page for one that is needed later."""
         experts, decisions = self._experts, []
         stay, most = {*busy, *self._staged}, min(self._scan, self.scan_pages)
         for key, size in self._upcoming.items():
@@ -220,7 +218,7 @@ class ExpertsPolicy:
     # -- room between experts and other layers ------------------------------------------------------------------------
 
     def _wanted_by_others(self) -> int:
-        """Return the room that other layers should have."""
+        """Return the target room of other layers."""
         kept = max(self._kept_bytes, self._widest_bytes)
         return max(0, min(self._other_bytes, self.capacity_bytes - kept))
 
@@ -242,7 +240,7 @@ class ExpertsPolicy:
         return decision._replace(evict=victims + decision.evict)
 
     def _give_to_others(self, nbytes: int, busy: Collection[str]) -> tuple[str, ...]:
-        """Give other layers room of `nbytes`, or as much as busy experts leave; return the experts evicted for it."""
+        """Grow other layers' room to `nbytes`, as far as busy experts allow; return the evicted experts."""
         experts = self._experts
         victims = experts.shrink(self.capacity_bytes - nbytes, busy)
         self._staged.difference_update(victims)
@@ -253,7 +251,7 @@ class ExpertsPolicy:
         return victims
 
     def _take_from_others(self, nbytes: int, busy: Collection[str]) -> tuple[str, ...] | None:
-        """Take room from other layers; return their pages that are evicted, or None if busy ones need it."""
+        """Take room from other layers; return their evicted pages, or None if busy ones need it."""
         others = self._others
         room = others.capacity_bytes - nbytes
         if room < others.busy_bytes(busy):

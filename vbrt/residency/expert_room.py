@@ -1,10 +1,10 @@
-"""The room of routed experts, divided among pools.
+"""Division of the experts' room among pools, with borrowing.
 
-Scope "layer": every layer and plane is a pool, and all have the same number of slots, the first ones one more where the
-division leaves a rest. Scope "model": all pages are one pool, which has all the room.
+Scope "layer": every layer and plane is a pool, all with the same number of slots; the first ones get one of the
+remainder each. Scope "model": all pages are one pool with all the room.
 
-A pool that has its share evicts pages of its own. Only a lease of more pages than the share borrows: free room, or else
-slots of the pools that are furthest above their share. What was borrowed is given back as the pool loads its next page.
+A pool at its share evicts its own pages. Only a lease wider than the share borrows: free room first, then slots of the
+pools furthest above their share. A borrowed slot is returned when the pool loads its next page.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,13 +16,13 @@ __all__ = ["ExpertRoom", "largest_pages", "split_key"]
 
 
 def split_key(key: str) -> tuple[str, int] | None:
-    """Return the layer with its plane, and the expert, of the key of an expert's page; None for other pages."""
+    """Split the key of an expert's page into (layer and plane, expert); None for other pages."""
     layer, _, expert = key.rpartition(".")
     return (layer, int(expert)) if expert.isdecimal() and "#" in layer else None
 
 
 def largest_pages(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of the largest expert's page by layer and plane, from those of pages by key."""
+    """Return the bytes of the largest expert page by layer and plane, from the sizes of pages by key."""
     largest: dict[str, int] = {}
     for key, size in sizes.items():
         parts = split_key(key)
@@ -33,7 +33,7 @@ def largest_pages(sizes: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(slots=True)
 class _Layer:
-    """One plane of a layer: its number in the model, bytes of its largest page, the pages that are known, its pool."""
+    """One plane of a layer: its number in the model, bytes of its largest page, its known pages, its pool."""
 
     number: int
     page_bytes: int
@@ -45,11 +45,11 @@ class ExpertRoom:
     """Pages of routed experts within `capacity_bytes`.
 
     Args:
-        by_layer: True for a pool for each layer and plane, False for one pool.
-        layers: bytes of the largest page by layer and plane, in the order of the model.
+        by_layer: True for one pool per layer and plane, False for a single pool.
+        layers: bytes of the largest page by layer and plane, in model order.
 
     Attributes:
-        pages: by key, all that were ever leased or announced, and not removed.
+        pages: by key, all pages leased or announced so far, less removed ones.
         resident_bytes: of resident pages.
         largest_bytes: of the largest page.
     """
@@ -64,7 +64,7 @@ class ExpertRoom:
         self.resize(0)
 
     def page(self, key: str, size: int) -> ExpertPage | None:
-        """Return what is known of an expert's page; None for other pages."""
+        """Return the state of an expert's page, created at first use; None for other pages."""
         page = self.pages.get(key)
         if page is not None:
             return page
@@ -85,7 +85,7 @@ class ExpertRoom:
         return layer
 
     def remove(self, key: str) -> None:
-        """Forget a page, and its layer with its last one."""
+        """Forget a page, and with its last page a layer."""
         page = self.pages.pop(key)
         if page.place:
             self.evict(page)
@@ -99,7 +99,7 @@ class ExpertRoom:
     # -- shares -------------------------------------------------------------------------------------------------------
 
     def resize(self, capacity_bytes: int) -> None:
-        """Divide another room. Pages stay until `shrink`, or until their pools need the slots."""
+        """Divide a new room. Pages stay until `shrink`, or until their pools need the slots."""
         self.capacity_bytes = capacity_bytes
         layers = self._layers
         self.largest_bytes = max((layer.page_bytes for layer in layers.values()), default=0)
@@ -120,7 +120,7 @@ class ExpertRoom:
         return {name: layer.pool.share for name, layer in self._layers.items()}
 
     def shrink(self, nbytes: int, busy: Collection[str] = ()) -> tuple[str, ...]:
-        """Evict pages until `nbytes` hold all resident ones, or all that are not busy are evicted."""
+        """Evict pages until the resident ones fit into `nbytes`, or only busy ones are left."""
         victims = []
         while self.resident_bytes > nbytes:
             page = self._victim_of_all(busy)
@@ -138,13 +138,13 @@ class ExpertRoom:
         return sum(page.size for page in found if page is not None and page.place)
 
     def lacks(self, size: int, busy: Collection[str]) -> int:
-        """Return the bytes that the room has too few for one more page beside busy ones; 0 if it fits."""
+        """Return the shortage of bytes for one more page besides the busy ones; 0 if it fits."""
         if (len(busy) + 1) * max(size, self.largest_bytes) <= self.capacity_bytes:
-            return 0  # most of the time
+            return 0  # the common case
         return max(0, self.busy_bytes(busy) + size - self.capacity_bytes)
 
     def load(self, page: ExpertPage, busy: Collection[str], *, scanned: bool) -> tuple[str, ...]:
-        """Make a page resident that fits beside busy ones; return the pages that are evicted for it."""
+        """Load a page that fits besides the busy ones; return the pages evicted for it."""
         pool, victims = page.pool, []
         while pool.resident_bytes + page.size > pool.share:
             victim = pool.victim(busy)
@@ -158,12 +158,12 @@ class ExpertRoom:
         return tuple(victims)
 
     def evict(self, page: ExpertPage) -> None:
-        """Make a page not resident."""
+        """Remove a page from the resident ones."""
         page.pool.evict(page)
         self.resident_bytes -= page.size
 
     def _victim_of_all(self, busy: Collection[str]) -> ExpertPage | None:
-        """Return a page of the pool that is furthest above its share, or the next one that has a page to evict."""
+        """Return a victim from the pool furthest above its share that has an evictable page."""
         pools = dict.fromkeys(layer.pool for layer in self._layers.values())
         for pool in sorted(pools, key=lambda pool: pool.share - pool.resident_bytes):
             page = pool.victim(busy)

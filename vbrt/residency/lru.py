@@ -1,4 +1,4 @@
-"""The least recently used page is evicted first; nothing is staged ahead.
+"""LRU policy: evicts the least recently used page; no prefetch.
 
 On a cyclic scan larger than its room LRU hits 0 %: it evicts each page just before its next use. It is optimal for
 palindromes (forward + backward) and shines under skewed access.
@@ -13,7 +13,7 @@ __all__ = ["LRUPolicy"]
 
 
 class LRUPolicy(PolicyBase):
-    """Evict the least recently used page first."""
+    """LRU policy without prefetch."""
 
     kind = "lru"
 

@@ -1,4 +1,4 @@
-"""The memory that a plan needs in each tier of a machine."""
+"""Memory needs of a plan, per tier of a machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ __all__ = ["TierNeed", "machine_bytes", "tier_needs"]
 
 @dataclass(frozen=True, slots=True)
 class TierNeed:
-    """The memory that a plan needs in one tier of the machine, in bytes.
+    """Memory need of a plan in one tier, in bytes.
 
-    pages, home_bytes: number and bytes of the pages whose home it is. least_bytes: the least that the plan works with
-    (pages at home, the largest layer if pages pass through, and in the computing tier the parameters that are not
-    swapped). most_bytes: the most that it will take. machine_bytes: the free memory, None where that is not known.
+    pages, home_bytes: number and bytes of the pages at home there. least_bytes: the minimum for the plan to work (pages
+    at home, the largest layer if pages pass through, and in the computing tier unswapped parameters). most_bytes: upper
+    bound. machine_bytes: free memory; None if unknown.
     """
 
     tier: str
@@ -29,12 +29,12 @@ class TierNeed:
 
     @property
     def fits(self) -> bool:
-        """True if the machine has the least, or that is not known."""
+        """True if the machine has `least_bytes` free, or its memory is unknown."""
         return self.machine_bytes is None or self.least_bytes <= self.machine_bytes
 
 
 def tier_needs(plan: Plan, machine: Machine) -> list[TierNeed]:
-    """Return the need of each tier that takes part, the computing one first."""
+    """Return the need of each tier in use, the computing one first."""
     has = machine_bytes(machine)
     largest = plan.largest_layer_bytes
     needs = []
@@ -59,12 +59,12 @@ def tier_needs(plan: Plan, machine: Machine) -> list[TierNeed]:
 
 
 def machine_bytes(machine: Machine) -> dict[str, int | None]:
-    """Return the free memory of each tier, None where it is not known."""
+    """Return the free memory of each tier; None if unknown."""
     has = {"gpu": machine.gpu_free_bytes, "peer": machine.peers * machine.peer_free_bytes}
     return has | {"cpu": machine.cpu_available_bytes, "ssd": machine.ssd_free_bytes}
 
 
 def _passing_bytes(plan: Plan, tiers: Sequence[str]) -> int:
-    """Return the bytes of the pages that live in some tiers and pass through those above."""
+    """Return the bytes of the pages at home in the given tiers that pass through the tiers above."""
     pages = (page for swap in plan.swaps for page in swap.pages if page.home in tiers and not page.by_rows)
     return sum(page.nbytes for page in pages)

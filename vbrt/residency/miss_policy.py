@@ -1,8 +1,8 @@
-"""Which missed experts are computed where their pages lie, in host memory, and which are fetched. Pure policy.
+"""Miss policy of routed experts: fetch a missed expert over the link, or compute it on the CPU. Pure decisions.
 
-While the link brings some pages to the computing device, the CPU computes with others, so a layer waits for the longer
-of the two. `"compute"` leaves all misses to the CPU. `"auto"` divides them so that the longer of the two is as short as
-measured rates allow; the experts that have been worth most to the cache are fetched: they become resident with it.
+H2D copies and CPU compute overlap, so a layer waits for the longer of the two. `"compute"` leaves all misses to the
+CPU. `"auto"` splits them to minimize the longer one by measured rates; the experts with the highest worth to the cache
+are fetched, which makes them resident.
 """
 
 from collections.abc import Sequence
@@ -20,19 +20,19 @@ __all__ = [
     "missed_gb_per_s",
 ]
 
-#: operators of a decoder layer beside its experts, which a recorded step launches at once and the host one by one:
+#: kernel launches of a decoder layer outside its experts; a captured step launches them at once, the host one by one:
 #: what transformers runs for Qwen3-MoE (65) and Mixtral (51), counted
 OPERATORS = 60
 
 
 class Missed(NamedTuple):
-    """An expert whose page is not on the computing device.
+    """Missed expert: its page is not on the computing device.
 
     Attributes:
         expert: its number in the layer.
-        pairs: how many (token, expert) pairs go to it.
+        pairs: number of (token, expert) pairs routed to it.
         nbytes: of its page.
-        worth: what the cache's policy thinks of it; more is better.
+        worth: score of the cache's policy; higher is better.
     """
 
     expert: int
@@ -43,15 +43,15 @@ class Missed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MissRates:
-    """Measured rates.
+    """Measured rates of link and CPU.
 
     Attributes:
-        link_bytes_s: bytes of pages a second that reach the computing device.
-        cpu_bytes_s: bytes of pages a second that the CPU computes with, one pair an expert.
-        more: time of each further pair of an expert, as a share of that of the first.
-        call_s: seconds that a call of the CPU takes beside its work.
-        host_s: seconds that a layer takes longer where the host decides: it waits for the ids, leases the pages, and
-            launches `OPERATORS` kernels one by one.
+        link_bytes_s: H2D throughput, in page bytes/s.
+        cpu_bytes_s: CPU compute throughput, in page bytes/s, with one pair per expert.
+        more: time of each further pair of an expert, relative to the first.
+        call_s: overhead per CPU call, in seconds.
+        host_s: overhead per layer if the host decides, in seconds: it waits for the ids, leases the pages, and launches
+            `OPERATORS` kernels one by one.
     """
 
     link_bytes_s: float
@@ -61,11 +61,11 @@ class MissRates:
     host_s: float = 0.0
 
     def cpu_seconds(self, one: Missed) -> float:
-        """Return the time in which the CPU computes one expert."""
+        """Return the CPU time of one expert, in seconds."""
         return one.nbytes / self.cpu_bytes_s * (1 + self.more * (one.pairs - 1))
 
     def link_seconds(self, one: Missed) -> float:
-        """Return the time in which its page comes over the link."""
+        """Return the H2D time of an expert's page, in seconds."""
         return one.nbytes / self.link_bytes_s
 
     def __str__(self) -> str:
@@ -73,10 +73,10 @@ class MissRates:
 
 
 def computed_experts(missed: Sequence[Missed], rates: MissRates | None) -> tuple[int, ...]:
-    """Return the experts to compute where they lie, ascending. Depends on nothing but its arguments.
+    """Return the experts to compute on the CPU, ascending. A pure function of its arguments.
 
     Args:
-        rates: None: all of them, as `"compute"` has it.
+        rates: None: all of them, as with `"compute"`.
     """
     if rates is None:
         return tuple(sorted(one.expert for one in missed))
@@ -84,10 +84,10 @@ def computed_experts(missed: Sequence[Missed], rates: MissRates | None) -> tuple
 
 
 def _divided(missed: Sequence[Missed], rates: MissRates) -> tuple[tuple[int, ...], float]:
-    """Return the experts to compute, and the seconds until both sides are done."""
+    """Return the experts to compute on the CPU, and the seconds until both sides are done."""
     link = sum(map(rates.link_seconds, missed))
     best, count, cpu = link, 0, rates.call_s
-    # an expert that alone takes the CPU longer than the link takes for all is never worth it
+    # never an expert whose CPU time exceeds the link time of all
     order = sorted((m for m in missed if rates.cpu_seconds(m) < link), key=lambda m: (m.worth, -m.expert))
     for done, one in enumerate(order, 1):
         cpu, link = cpu + rates.cpu_seconds(one), link - rates.link_seconds(one)
@@ -103,27 +103,27 @@ CPU_GB_PER_S = 20.0
 
 
 def missed_gb_per_s(miss: str, link_gb_per_s: float, cpu_gb_per_s: float) -> float:
-    """Return the GB/s at which missed pages in host memory are done with, as `experts.miss` has it."""
+    """Return the effective GB/s at which missed pages in host memory are served, by `experts.miss`."""
     rates = {"fetch": link_gb_per_s, "compute": cpu_gb_per_s, "auto": link_gb_per_s + cpu_gb_per_s}
     return rates[miss]
 
 
 def expected_misses(leased: float, share: float) -> float:
-    """Return how many of the experts that a token goes to are expected to miss, with room for a share of all.
+    """Return the expected misses per token among `leased` experts, with room for a share of all experts.
 
-    Published routing uses experts again: 41 % of the leases miss with room for 10 %, 19 % with 25, and 11 % with 50
-    (benchmarks/results/experts-decode-nvidia-h200.json), which (1 - share)^2 / 2 is near to.
+    Published routing reuses experts: miss rates are 41 % with room for 10 %, 19 % with 25 %, and 11 % with 50 %
+    (benchmarks/results/experts-decode-nvidia-h200.json), approximated here by (1 - share)^2 / 2.
     """
     return leased * (1 - share) ** 2 / 2
 
 
 def host_pays(misses: float, nbytes: int, rates: MissRates) -> bool:
-    """True if a layer is done earlier where the host divides its misses than where the device fetches all of them.
+    """True if a layer is faster with its misses split by the host than with all of them fetched by the device.
 
     Args:
-        misses: experts that a call of the layer is expected to miss. They are divided whole: one alone is computed or
+        misses: expected misses per call of the layer. Experts are not divisible: a single one is either computed or
             fetched, whichever is faster.
-        nbytes: of the page of each.
+        nbytes: per page.
     """
     whole = max(1, round(misses))
     missed = [Missed(expert, 1, nbytes) for expert in range(whole)]

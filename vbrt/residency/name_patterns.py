@@ -1,4 +1,4 @@
-"""Names of modules in groups: layers that differ in their number only are one line for a person."""
+"""Grouping of module names: layers that differ only in their number share one line of text."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 def grouped(items: Sequence[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
-    """Return the items in groups of one key, in the order in which the keys appear."""
+    """Group items by key, in the order of the keys' first appearance."""
     groups: dict[Hashable, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -17,7 +17,7 @@ def grouped(items: Sequence[Item], key: Callable[[Item], Hashable]) -> list[list
 
 
 def pattern_of(name: str) -> str:
-    """Return a module name without its numbers: layers of one kind share it."""
+    """Return a module name without its numbers: the pattern that layers of one kind share."""
     return ".".join("#" if part.isdigit() else part for part in name.split("."))
 
 

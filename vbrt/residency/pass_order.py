@@ -1,21 +1,21 @@
-"""The order of a pass: one that was learned, and the record of the pass under way."""
+"""Access order of a pass: learned orders, and the record of the current pass."""
 
 from bisect import bisect_left
 from collections.abc import Collection
 
 __all__ = ["Order", "PassRecord"]
 
-_LONGEST_SHORT = 4096  # accesses that any pass may have
-_LONGEST_PASS = 16  # accesses more per distinct page: then an unmarked pass is cut, so that its record stays bounded
+_LONGEST_SHORT = 4096  # accesses that any pass may have before it is cut
+_LONGEST_PASS = 16  # and per distinct page: a longer unmarked pass is cut, to bound its record
 
 
 class Order:
-    """The learned order of a phase.
+    """Learned access order of a phase.
 
     Attributes:
         keys: page keys, repeats included.
-        places: by key, its positions in `keys`, ascending.
-        streamed: positions of the pages that are not pinned, ascending.
+        places: positions in `keys` by key, ascending.
+        streamed: positions of unpinned pages, ascending.
         stopped: length of the phase's last pass, if it stopped before the order's end; else 0.
     """
 
@@ -29,34 +29,34 @@ class Order:
             self.places.setdefault(key, []).append(place)
 
     def distance(self, key: str, cursor: int) -> int:
-        """Return the number of positions from the cursor to the next use of a page of this order, around its end."""
+        """Return the number of positions from the cursor to the next use of a page; wraps around the end."""
         places = self.places[key]
         at = bisect_left(places, cursor)
         place = places[at] if at < len(places) else places[0]
         return (place - cursor) % len(self.keys)
 
     def stream(self, pinned: Collection[str]) -> None:
-        """Note which pages are pinned. Pins that are not loaded yet are streamed like the rest."""
+        """Set the pinned pages; all others are streamed, pins that are not loaded yet included."""
         self.streamed = [place for place, key in enumerate(self.keys) if key not in pinned]
 
 
 class PassRecord:
-    """The pass under way, and where it ends if nothing marks its end.
+    """Record of the current pass, with detection of its end where passes are not marked.
 
     Attributes:
-        keys, distinct: its accesses so far, in order and as a set; to be added to.
+        keys, distinct: accesses so far, in order and as a set; the caller adds to both.
     """
 
     def __init__(self) -> None:
         self.keys: list[str] = []
         self.distinct: set[str] = set()
         self._marked = False
-        self._since_mark = self._interval = 0  # accesses since the last mark, and between that and the one before
+        self._since_mark = self._interval = 0  # accesses since the last mark, and between the last two
 
     def mark(self, *, interval: int | None = None) -> None:
-        """Note that a pass is marked here. `interval` overrides the number of accesses since the last mark."""
+        """Mark the start of a pass. `interval` overrides the number of accesses since the last mark."""
         since = self._since_mark if interval is None else interval
-        whole = since <= _LONGEST_SHORT or since <= self._longest()  # else marks had stopped
+        whole = since <= _LONGEST_SHORT or since <= self._longest()  # else marks had ceased
         self._interval, self._since_mark = since if whole else 0, 0
         self._marked = True
 
@@ -73,7 +73,7 @@ class PassRecord:
         return keys
 
     def begins_again(self, key: str, order: tuple[str, ...]) -> bool:
-        """True if an unmarked pass begins with this access; to be called once for each access, before it is added."""
+        """True if an unmarked pass begins with this access; call it once per access, before adding that."""
         self._since_mark += 1
         keys = self.keys
         if not keys or key != keys[0]:
@@ -82,7 +82,7 @@ class PassRecord:
             known = tuple(keys) == order[: len(keys)] != order
             return not (known and order[len(keys)] == key)
         half = len(keys) // 2
-        if self._since_mark > self._interval and keys[:half] == keys[half:]:  # marks have stopped
+        if self._since_mark > self._interval and keys[:half] == keys[half:]:  # marks have ceased
             del keys[half:]
             self._marked = False
         return not self._marked or len(keys) > self._longest()

@@ -1,4 +1,4 @@
-"""Which phases passes have, what each has learned, and where the pass under way is in its order."""
+"""Phases of passes: learned orders, prediction of the next phase, and the cursor of the current pass."""
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
@@ -9,35 +9,35 @@ from vbrt.residency.policy import FORWARD
 
 __all__ = ["Course", "Phases"]
 
-_MOST_PHASES = 16  # orders that are remembered: users may name each request's phase
-_MOST_REPEATS = 4  # times that a phase which repeats itself counts in a round
+_MOST_PHASES = 16  # remembered orders: users may name a phase per request
+_MOST_REPEATS = 4  # most repetitions of a phase in a round
 
 
 class Phases:
-    """The learned order of each phase, and which phase follows which.
+    """Learned order of each phase, and transitions between phases.
 
-    What follows a phase is what followed it last, once that has happened twice in a row (at first: once), so that a
-    single evaluation between training steps changes nothing. A phase that repeats itself is expected to do so as
-    often as last time.
+    The predicted successor of a phase is its last successor, once seen twice in a row (the first one: once), so that a
+    single evaluation between training steps changes nothing. A repeating phase is predicted to repeat as often as last
+    time.
 
     Attributes:
-        current: the phase of the pass under way.
-        orders: by phase; a phase without one has not ended a pass yet.
-        changed: whether `round` may give another result than before; to be cleared by who asks.
+        current: phase of the current pass.
+        orders: by phase; a phase without an order has not completed a pass yet.
+        changed: True if the result of `round` may have changed; the caller clears it.
     """
 
     def __init__(self) -> None:
         self.current = FORWARD
         self.orders: dict[str, Order] = {}
-        self._count = 1  # passes of the current phase in a row, the one under way included
-        self._last_run: dict[str, int] = {}  # passes in the last completed row
+        self._count = 1  # consecutive passes of the current phase, the current one included
+        self._last_run: dict[str, int] = {}  # passes in its last completed run
         self._longest_run: dict[str, int] = {}
         self._after: dict[str, str] = {}
         self._latest: dict[str, str] = {}
         self.changed = False
 
     def begin(self, phase: str) -> None:
-        """Note that a pass of `phase` follows the one under way."""
+        """Note that a pass of `phase` follows the current one."""
         before = self.current
         if phase == before:
             self._count += 1
@@ -51,11 +51,11 @@ class Phases:
         self._latest[before] = phase
 
     def replace(self, phase: str) -> None:
-        """Note that the pass under way, which has no accesses yet, is one of `phase`."""
+        """Change the phase of the current pass, which has no accesses yet."""
         self.current, self._count, self.changed = phase, 1, True
 
     def learn(self, order: Order) -> None:
-        """Set the current phase's order; the phase learned first is forgotten where there are too many."""
+        """Set the current phase's order; beyond the limit, forget the phase learned first."""
         self.orders[self.current], self.changed = order, True
         if len(self.orders) > _MOST_PHASES:
             oldest = next(phase for phase in self.orders if phase != self.current)
@@ -63,15 +63,15 @@ class Phases:
                 known.pop(oldest, None)
 
     def expected(self) -> str:
-        """Return the phase that the next pass should have."""
+        """Return the predicted phase of the next pass."""
         return self._following(self.current, self._count)
 
     def _following(self, phase: str, count: int) -> str:
         return self._after.get(phase, phase) if count == self._last_run.get(phase) else phase
 
     def ahead(self) -> Iterator[Order | None]:
-        """Yield the orders of the expected passes, nearest first, until one of the current phase or a repetition; None
-        for a phase that has no order yet."""
+        """Yield the orders of the predicted passes, nearest first, up to the current phase or a repetition; None for a
+        phase without an order."""
         phase, count, seen = self.current, self._count, set()
         while phase not in seen:
             following = self._following(phase, count)
@@ -82,10 +82,10 @@ class Phases:
             seen.add(phase)
 
     def round(self, guess: Order) -> tuple[str, ...]:
-        """Return the accesses of one round: the phases that recur from here, each followed by the one that follows it.
+        """Return the accesses of one round: the cycle of predicted phases.
 
-        A phase that repeats itself counts up to four times; one without an order yet is expected to have the `guess`.
-        Phases that all have one order are one pass of it.
+        A repeating phase counts up to `_MOST_REPEATS` times; a phase without an order gets the `guess`. If all phases
+        have the same order, the round is one pass of it.
         """
         orders = [(phase, self.orders.get(phase, guess).keys) for phase in self._recurring()]
         if all(keys == orders[0][1] for _, keys in orders):
@@ -93,7 +93,7 @@ class Phases:
         return tuple(chain(*(keys * min(self._longest_run.get(p, 1), _MOST_REPEATS) for p, keys in orders)))
 
     def _recurring(self) -> list[str]:
-        """Return the phases that follow each other in a circle, the one that was learned first in front."""
+        """Return the cycle of phases, starting with the one learned first."""
         seen, phase = [], self.current
         while phase not in seen:
             seen.append(phase)
@@ -104,27 +104,27 @@ class Phases:
 
 
 class Course:
-    """Follows the pass under way through the order of its phase, and knows which pages come next.
+    """Cursor of the current pass in its phase's order, and prediction of the next pages.
 
-    The first pass of a further phase goes by the order of the phase before, as long as it follows it.
+    The first pass of a new phase is predicted by the order of the previous phase, as long as it matches.
 
     Attributes:
         phases: all phases and their orders.
-        order: the one that the pass under way goes by.
-        streams: whether any page of this pass and the next ones is not pinned.
+        order: the order that predicts the current pass.
+        streams: True if any page of this pass or the next ones is unpinned.
     """
 
     def __init__(self) -> None:
         self.phases = Phases()
         self.order = Order()
         self.streams = False
-        self._guessed = False  # whether the order is another phase's
-        self._cursor = 0  # positions of the order that are done; its length at the end
+        self._guessed = False  # True if the order is another phase's
+        self._cursor = 0  # position in the order; its length at the end
 
     def advance(self, key: str, fresh: Collection[str]) -> Sequence[str]:
-        """Move the cursor past `key`; return those of the pages in `fresh` that are not needed soon any more."""
+        """Advance the cursor past `key`; return the pages in `fresh` that are no longer needed soon."""
         order, cursor = self.order, self._cursor
-        if cursor < len(order.keys) and order.keys[cursor] == key:  # nearly always; the rest is for other orders
+        if cursor < len(order.keys) and order.keys[cursor] == key:  # the common case; the rest handles deviations
             self._cursor = cursor + 1
             return ()
         if self._guessed:
@@ -141,33 +141,33 @@ class Course:
 
     @property
     def knows_order(self) -> bool:
-        """True if the phase of the pass under way has an order of its own."""
+        """True if the current pass's phase has its own order."""
         return not self._guessed and bool(self.order.keys)
 
     def outlook(self) -> tuple:
-        """Return where the pass under way is, and what is expected of it and after it."""
+        """Return the state of the prediction: position, and the predicted rest of this pass and next ones."""
         following = tuple(order.keys for order in self._following())
         return self.order.keys, self._cursor, self._guessed, self.streams, following
 
     def finish(self) -> Order:
-        """Move the cursor to the end of the order of the pass under way; return the order."""
+        """Advance the cursor to the end of the order; return the order."""
         self._cursor = len(self.order.keys)
         return self.order
 
     @property
     def finished(self) -> bool:
-        """True if the pass under way is at the end of its order, or has none."""
+        """True if the current pass is at the end of its order, or has none."""
         return not self._cursor % max(1, len(self.order.keys))
 
     def start(self, phase: str, *, after_accesses: bool) -> bool:
-        """Begin a pass of the named phase; the one before has been learned.
+        """Begin a pass of the named phase, after the previous one has been learned.
 
         Args:
             phase: its name.
-            after_accesses: whether the pass before had any; else this one takes its place.
+            after_accesses: False if the previous pass had no accesses: then this one replaces it.
 
         Returns:
-            Whether the pass goes by the order that was expected.
+            True if the pass has the predicted order.
         """
         phases = self.phases
         expected = phases.orders.get(phases.expected(), self.order)
@@ -180,10 +180,10 @@ class Course:
         return self.order is expected or self.order.keys == expected.keys
 
     def learn(self, current: tuple[str, ...]) -> tuple[bool, bool]:
-        """Learn from the accesses of the pass that has ended.
+        """Learn from the accesses of the completed pass.
 
         Returns:
-            Whether they were the order that it went by, and whether its phase has another order now.
+            Whether they matched the predicted order, and whether the phase's order has changed.
         """
         order = self.order
         repeated = current == order.keys
@@ -205,18 +205,18 @@ class Course:
         return chain(*(order.places for order in self.phases.orders.values()))
 
     def stream(self, pinned: Collection[str]) -> None:
-        """Note what the pass under way and those expected after it stream."""
+        """Set the pinned pages in the orders of the current and the predicted passes."""
         orders = [self.order, *self._following()]
         for order in orders:
             order.stream(pinned)
         self.streams = any(order.streamed for order in orders)
 
     def _following(self) -> Iterator[Order]:
-        """Yield the orders of the passes that are expected after the one under way."""
+        """Yield the orders of the passes predicted after the current one."""
         return (order or self.order for order in self.phases.ahead())
 
     def upcoming(self) -> Iterator[str]:
-        """Yield the pages that are streamed, from the cursor on, across the end of the pass into the next ones."""
+        """Yield the streamed pages from the cursor on, across the end of the pass into the predicted ones."""
         order, cursor = self.order, self._cursor
         for at in range(bisect_left(order.streamed, cursor), len(order.streamed)):
             yield order.keys[order.streamed[at]]

@@ -1,7 +1,7 @@
-"""The plan: every change that wrapping makes to a model and its cost in bytes, decided before anything moves.
+"""Plan of a wrapped model: swaps, skips, homes of pages, and cost in bytes, decided before anything moves.
 
 `vbrt plan` prints it and the runtime follows it, so the two cannot drift. Pure data and pure functions: `vbrt.model`
-reads a model (`weight_choice.py`, `planner.py`), `place` decides here what fits where.
+reads the model (`weight_choice.py`, `planner.py`), `place` assigns pages to tiers.
 """
 
 import html
@@ -21,11 +21,11 @@ __all__ = ["Beside", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "leased
 
 @dataclass(frozen=True, slots=True)
 class Plan(PlanData):
-    """Every swap, every skip with its reason, every page's home.
+    """Plan: every swap, every skip with its reason, every page's home.
 
-    `budgets` are the resolved bytes of each tier that takes part, the computing tier first. With mode "train" there are
-    no pages: the computing tier's budget is 0, and the swapped weights stay in its memory. `warnings`: what a user
-    should hear who does not look. `fallbacks`: what is not held as the files have it, for `stats()`.
+    `budgets`: resolved bytes of each tier in use, the computing tier first. With mode "train" there are no pages: the
+    computing tier's budget is 0, and the swapped weights stay in its memory. `warnings`: messages shown even to users
+    who do not print the plan. `fallbacks`: weights not held in their files' format, for `stats()`.
     """
 
     def __str__(self) -> str:
@@ -71,15 +71,14 @@ def with_whole_pages(budgets: Mapping[str, int], layers: Sequence[Sequence[PageS
 def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, source: str) -> dict[str, str]:
     """Return the home of each page: the first tier, from the computing one down, that holds them all.
 
-    Where no single tier does, the last tier takes what fits, evenly spread, and the tiers above take the rest, each
-    keeping room for one layer to pass through. A tier that `fills` (the neighbours' memory) comes first: it takes what
-    fits, evenly spread, the computing tier what it holds beside some layers that pass through, and only what is left
-    goes further down.
+    If no single tier does, the last tier takes what fits, evenly spread, and the tiers above take the rest, each
+    leaving room for one layer to pass through. A tier that `fills` (the peer tier) has priority: it takes what fits,
+    evenly spread, the computing tier what it holds besides some streamed layers, and only the rest goes further down.
 
-    Where not everything fits into the computing tier and there are routed experts, the pages that every pass needs live
-    in that tier, if they fit there beside one token's experts, and only the others are placed in this manner. Without
-    experts it is the coarse planes of exact weights that live there, if they fit beside some layers that pass through:
-    a draft takes them alone, so that it moves nothing.
+    If not everything fits into the computing tier and there are routed experts, the pages that every pass needs are
+    placed in that tier, provided that they fit besides one token's experts, and only the others are placed as above.
+    Without experts, the coarse planes of exact weights are placed there, if they fit besides some streamed layers: a
+    draft reads only them, so it moves nothing.
 
     Args:
         layers: the pages of each layer, in the order of the model.

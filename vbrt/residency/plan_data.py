@@ -1,4 +1,4 @@
-"""The data of a plan: pages, swaps, skips, and totals over them."""
+"""Records of a plan: pages, swaps, skips, and totals over them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class PageSpec:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """A weight that goes into the tiers; the modules of its sites become VB layers.
+    """Swap: a weight that goes into the tiers; the modules of its sites become VB layers.
 
     Attributes:
         site: where the weight is in the model; its first site, where several are tied.
@@ -138,7 +138,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Parameters that stay as they are: their bytes and why. A refusal is data."""
+    """Parameters that stay dense: their bytes and the reason. A refusal is data."""
 
     nbytes: int
     reason: str
@@ -207,7 +207,7 @@ class PlanData:
 
     @property
     def largest_layer_bytes(self) -> int:
-        """Bytes that one lease takes for one token, at most."""
+        """Bytes of the largest lease for one token."""
         leases = Counter[str]()
         for swap in self.swaps:
             leases[swap.lease] += lease_bytes(swap.pages)

@@ -1,4 +1,4 @@
-"""A plan as text: a picture of where the bytes go, then a line for each kind of layer.
+"""Text form of a plan: a bar chart of bytes per tier, then a line per kind of layer.
 
 print(vb.plan)
 

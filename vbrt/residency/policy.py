@@ -1,13 +1,12 @@
-"""The policy protocol: pure decisions about which pages stay resident above their home. No bytes are moved here.
+"""Policy protocol: pure residency decisions, which pages are cached above their home. No bytes are moved here.
 
-A policy sees accesses and answers with decisions; the tier stack acts on them. A **hit** moves no bytes: the page was
-resident because it had been kept. A page that was staged ahead of its use counts as a miss that was `prefetched`,
-however early its copy finished, so counts never depend on timing and `simulate` gives exactly the counts of the live
-stack.
+A policy sees accesses and returns decisions; the tier stack applies them. A **hit** moves no bytes: the page was kept
+resident. A prefetched page counts as a miss that was `prefetched`, however early its copy finished, so counts never
+depend on timing and `simulate` gives exactly the counts of the live stack.
 
 `Policy` declares every member that the stack and the wrapper use. A policy may also have a method
-`announce(pages: Mapping[str, int])`: it is told the pages, with their bytes, that the next leases will take once each,
-in this order, and its next `ahead()` may stage the first of them. `PolicyBase` has the bookkeeping that most policies
+`announce(pages: Mapping[str, int])`: it receives the pages of the next leases, each once and in this order, with their
+bytes, and its next `ahead()` may prefetch the first of them. `PolicyBase` has the bookkeeping that most policies
 share; inheriting from it is optional.
 """
 
@@ -18,7 +17,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 __all__ = ["FORWARD", "Decision", "Policy", "PolicyBase"]
 
 FORWARD = "forward"
-"""The phase of passes that nobody names."""
+"""Default phase, of unnamed passes."""
 
 
 class Decision(NamedTuple):
@@ -37,14 +36,14 @@ class Decision(NamedTuple):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides which pages of one memory tier stay resident, within `capacity_bytes`.
+    """Residency policy of one memory tier, within `capacity_bytes`.
 
-    The stack calls every method under its lock, in the order of the accesses.
+    The stack calls every method under its lock, in access order.
 
     Attributes:
-        kind: the name that `stats()` shows.
+        kind: name in `stats()`.
         capacity_bytes: room for resident pages; `resize` changes it.
-        prefetch: pages staged ahead of their use, at most; the number of worker threads follows it.
+        prefetch: most pages prefetched; the number of worker threads follows it.
     """
 
     kind: str
@@ -64,11 +63,11 @@ class Policy(Protocol):
         """
 
     def ahead(self, busy: Collection[str] = ()) -> Sequence[Decision]:
-        """Return the pages to stage now, before they are demanded."""
+        """Return the pages to prefetch now."""
 
     def remove(self, key: str) -> None:
-        """Note that the page is gone (retired, or its load failed): it is not resident, and is not staged until it is
-        accessed again."""
+        """Remove a page (retired, or its load failed): it is not resident, and must not be prefetched until its next
+        access."""
 
     def resize(self, capacity_bytes: int) -> tuple[str, ...]:
         """Set the room; return the pages that are evicted because of it."""

@@ -1,12 +1,11 @@
-"""Programmes: what a round of passes that recurs does with the room of a tier, worked out once.
+"""Programmes: static schedules of copies and ring slots, compiled from one round of recurring passes.
 
-Once a policy's state has come back after a round of passes, the next round is known: which page each lease finds, which
-pages stay, which come through the ring. A programme says it for each lease: where its pages are, and which copies
-begin when it has been released. It puts each page that passes through into a fixed slot of the ring, the same in every
-round, so that the end of a round leaves what its beginning finds; that is what a CUDA graph needs.
+Once a policy's state recurs after a round of passes, its decisions in the next round are known. A programme lists for
+each lease where its pages are, and which copies start at its release. Each streamed page has a fixed slot of the ring,
+the same in every round, and a round ends with the ring contents that it begins with; CUDA graph capture needs both.
 
-Hits and misses are the policy's own, so counts are those of `simulate`. Copies begin as soon as their slot is free,
-which may be somewhat earlier or later than the policy would have had them.
+Hits and misses are the policy's own, so counts equal those of `simulate`. Copies start as soon as their slot is free,
+which may be somewhat earlier or later than under the policy.
 """
 
 import copy
@@ -19,7 +18,7 @@ from vbrt.residency.scheduled import Foresight, ScheduledPolicy
 
 __all__ = ["Access", "Load", "PassOrder", "Programme", "Segment", "Step", "compile_programme"]
 
-RESIDENT = -1  # in the place of a slot: the page stays in the tier
+RESIDENT = -1  # instead of a slot: the page stays in the tier
 
 
 class PassOrder(NamedTuple):
@@ -95,7 +94,7 @@ class _Stay:
 
 
 class _Trial:
-    """Runs a copy of a policy through a round, and notes what passes through the ring."""
+    """Dry run of a round on a copy of a policy, recording the stays of streamed pages in the ring."""
 
     def __init__(self, policy: ScheduledPolicy, sizes: Mapping[str, int]) -> None:
         self.policy, self.sizes, self.length = copy.deepcopy(policy), sizes, 0
@@ -143,7 +142,7 @@ class _Trial:
         return stay
 
     def close(self) -> list[_Stay]:
-        """Join what the round ends with to what it began with; return the stays that never end."""
+        """Join stays across the end of the round with those at its start; return the stays that never end."""
         forever = []
         for key, stay in self.live.items():
             found = self.found[key]
@@ -158,8 +157,8 @@ class _Trial:
 def compile_programme(
     policy: ScheduledPolicy, passes: Sequence[PassOrder], sizes: Mapping[str, int]
 ) -> Programme | None:
-    """Work out the programme of a round, or return None where there is none: the policy's state does not come back, or
-    pages do not pass through slots of one size.
+    """Compile the programme of a round; None if the policy's state does not recur, or streamed pages do not share one
+    slot size.
 
     Args:
         policy: at the beginning of the first pass; stays as it is.
@@ -186,7 +185,7 @@ def compile_programme(
 def _laid_out(
     trial: _Trial, passes: Sequence[PassOrder], segments: tuple[Segment, ...], foresight: Foresight
 ) -> Programme | None:
-    """Give every stay its slot, and every copy its moment."""
+    """Assign a slot to every stay, and a start to every copy."""
     forever = trial.close()
     stays = [stay for stay in trial.stays if stay.uses]
     slot_bytes, before = foresight.slot_bytes, foresight.residents()

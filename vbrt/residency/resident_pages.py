@@ -1,4 +1,4 @@
-"""The resident pages of a policy by class, with the room that each takes."""
+"""Resident pages of a policy: pinned, evictable, and prefetched, with their sizes."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable

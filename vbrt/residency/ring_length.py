@@ -1,4 +1,4 @@
-"""How long the ring should be: longer rings are tried out on the learned order, a few steps with each access."""
+"""Search for the best ring length, by incremental simulation on the learned order, a few steps per access."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator

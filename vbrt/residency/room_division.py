@@ -1,5 +1,4 @@
-"""How room is divided among pages: which stay, the slots that the others pass through, and a budget that follows the
-memory that is free."""
+"""Division of a tier's room into pins and ring slots, prefetch depths, and budgets that follow free memory."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -41,7 +40,7 @@ class Room:
 
 
 def divide(order: tuple[str, ...], sizes: Mapping[str, int], room: Room) -> Division:
-    """Choose the pages of one pass to keep resident, and the slots that the others pass through.
+    """Choose the pages of one pass to pin, and the ring slots that the others are streamed through.
 
     Everything is kept when everything fits. Otherwise the ring has `room.window` slots of the size that leaves the
     fewest bytes to stream: pages larger than a slot must stay. Where not even `group` + 1 slots fit, pages pass through
@@ -111,7 +110,7 @@ def spread(keys: list[str], sizes: Mapping[str, int], budget_bytes: int) -> list
 
 
 def auto_prefetch(largest_page_bytes: int, *, group: int = 1, from_drive: bool = False) -> int:
-    """Return the number of pages to stage ahead where the config leaves it open.
+    """Return the prefetch depth, in pages, for `prefetch = "auto"`.
 
     Towards a GPU the link needs one copy in flight beside the page in use. Two even out layers of unequal work, at the
     price of a slot; the copy of a page of 64 MiB takes a millisecond, which is long enough for one. A drive wants
@@ -129,7 +128,7 @@ def auto_scan(expert_page_bytes: int) -> int:
 
 
 def rebalanced(budget_bytes: int, wanted_bytes: int, free_bytes: int, margin_bytes: int) -> int:
-    """Return the budget that suits the memory that is free now.
+    """Return the budget for the present free memory, with hysteresis.
 
     The model may use the margin. When half of it is gone, the budget shrinks until the margin is whole; when half a
     margin more than that is free, the budget grows back towards `wanted_bytes`. In between it stays, so that it does

@@ -1,4 +1,4 @@
-"""Files of recorded routing: a line that says what it is, a line of JSON about the layers, three columns of numbers.
+"""File format of recorded expert routing: a magic line, a JSON line with the layers, three columns of varints.
 
     vbrt-routing 1
     {"layers": [{"name": "model.layers.0.mlp.experts", "experts": 128, "top_k": 8, "page_bytes": {"coarse": 2654208}}]}

@@ -1,4 +1,4 @@
-"""Routing of models with routed experts: which experts the tokens of each pass went to, recorded or generated.
+"""Expert routing traces: the experts of each token, pass by pass, recorded or generated.
 
     routing = generate_routing(qwen, tokens=256)             # or read_routing("trace.routing")
     simulate("experts", routing, capacity_bytes)

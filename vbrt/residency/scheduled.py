@@ -1,7 +1,7 @@
-"""Evenly spread pins and a small ring, from the learned orders of the phases.
+"""Policy "scheduled": evenly spread pins and a small ring with prefetch, from the learned order of each phase.
 
 Belady's optimum for a cyclic scan of n equal pages with room for r is (r - 1) / (n - 1); with `prefetch` pages of
-look-ahead this policy reaches (r - 1 - prefetch) / n, and the copies that remain are started ahead of their use.
+look-ahead this policy reaches (r - 1 - prefetch) / n, and the remaining copies are prefetched.
 
 The road not taken: eviction by predicted next use (Belady on the learned order). It needs a search per miss and
 gains one slot over static pins.
@@ -21,14 +21,13 @@ __all__ = ["Foresight", "ScheduledPolicy"]
 
 
 class Foresight:
-    """Look-ahead of a `ScheduledPolicy` over whole passes, as long as they keep to the orders that it has learned.
+    """Look-ahead of a `ScheduledPolicy` over whole passes, while they follow the learned orders.
 
-    The policy is deterministic: from the same state the same accesses lead to the same decisions. So whoever has seen
-    the decisions of a pass once need not ask for them again when the state comes back, and tells the policy afterwards
-    that the pass has happened.
+    The policy is deterministic: equal states and accesses give equal decisions. So the decisions of a pass can be
+    replayed when the state recurs; `skip_pass` then tells the policy of the pass afterwards.
 
     Attributes:
-        policy: which may decide on a part of the pages only, within another one.
+        policy: may decide on a part of the pages only, inside another policy.
     """
 
     def __init__(self, policy: "ScheduledPolicy") -> None:

@@ -1,4 +1,4 @@
-"""Run a policy over a trace without moving a byte: the counts of the live stack, exactly."""
+"""Policy simulator: runs a policy over a trace without moving bytes, with exactly the counts of the live stack."""
 
 import os
 from collections import Counter
@@ -94,7 +94,7 @@ def simulate(
     group: int = 1,
     scope: str = "layer",
 ) -> Simulation:
-    """Run a policy over a trace without moving a byte.
+    """Simulate a policy over a trace, without moving bytes.
 
     Args:
         policy: "lru", "scheduled", "experts", or a fresh policy object, also one of your own; then `capacity_bytes`,

@@ -1,4 +1,4 @@
-"""What one token of a model with routed experts costs on the links to the computing tier."""
+"""Cost model of a token's link traffic in models with routed experts, by hit rate."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ LINK_GB_PER_S = {"peer": 200.0, "cpu": 25.0, "ssd": 3.0}
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """The cost of one token on links.
+    """Link traffic of one token.
 
     Attributes:
         experts_bytes: bytes of the experts that a token goes to, in all layers.

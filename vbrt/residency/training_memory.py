@@ -1,8 +1,8 @@
-"""Where the state of weights that train from the tiers lives: gradients of a step, and what only the update needs, the
-low halves of the weights, bits of ties and the optimizer's moments, beside the bf16 halves that forwards lease.
+"""Placement of training state in the tiers: gradients, and state that only the update reads (low halves of the weights,
+bits of ties, the optimizer's moments), in addition to the bf16 halves that forwards lease.
 
-The halves that are leased are placed first, as any pages are, then gradients, then the rest: what is used more often is
-nearer. None of it is ever on a GPU.
+The leased halves are placed first, like all pages, then gradients, then the rest: more frequently used state is nearer.
+Gradients and update state are never on a GPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ __all__ = ["GRADIENT", "STATE", "with_state"]
 
 GRADIENT, STATE = "gradient", "state"  # planes
 _MOMENTS = {"fp32": 8, "8bit": 2 + 8 / 256}  # bytes of a weight's two, with scales of 256 each
-_PASSING = 3  # leased halves for which host memory keeps room where some of them live below it
-_REPLACED = 2  # pages of a store that are there twice while they are rewritten
+_PASSING = 3  # leased halves that host memory keeps room for, if some have their home below it
+_REPLACED = 2  # pages of a store that exist twice during a rewrite
 _STAGED = 4  # pages of state from a store that are in host memory at a time: one comes, one is updated, two go
 
 Homes = dict[str, str]

@@ -1,4 +1,4 @@
-"""Policies of the user: checked against the protocol before a model is changed, and held to it while they decide.
+"""User-defined policies: protocol check before a model is changed, and validation of every decision.
 
 vbrt.wrap(model, policy=MyPolicy(0))      # an object: each tier gets a copy of it, resized to the tier's room
 vbrt.wrap(model, policy=MyPolicy)         # or a factory, called once for each tier with its room in bytes
@@ -15,7 +15,7 @@ from vbrt.residency.policy import FORWARD, Decision, Policy
 __all__ = ["CheckedPolicy", "PolicyFactory", "check_policy", "policy_factory", "take_policy"]
 
 PolicyFactory = Callable[[int], Policy]
-"""Makes the policy of one tier for its room in bytes."""
+"""Factory of a tier's policy, from its room in bytes."""
 
 _METHODS = {name: member for name, member in vars(Policy).items() if inspect.isfunction(member) and name[0] != "_"}
 _ATTRIBUTES = ("kind", "capacity_bytes", "prefetch")
@@ -75,7 +75,7 @@ def _signature(function: Callable) -> str:
 
 
 class CheckedPolicy:
-    """Hands everything to a user's policy, and refuses decisions that would break a tier's books.
+    """Proxy of a user's policy that rejects decisions which would corrupt a tier's accounting.
 
     Attributes:
         policy: the user's.

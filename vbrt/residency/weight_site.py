@@ -1,4 +1,4 @@
-"""A weight's site: the place in a model that a weight belongs to, and how its matrices lie there.
+"""Weight sites: module and parameter of a weight in a model, and the memory layout of its matrices.
 
 A `nn.Linear` has one site of one matrix. Routed experts that are kept as two 3-D parameters have two sites of as many
 matrices as experts. Tied weights have one site for each module that holds them.
