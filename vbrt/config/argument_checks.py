@@ -1,4 +1,4 @@
-"""Checks of arguments of public functions: said before anything is done with them, with what would do."""
+"""Argument checks of public functions: raised before any side effect, with the accepted values."""
 
 import math
 from collections.abc import Iterable

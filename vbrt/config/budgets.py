@@ -1,4 +1,4 @@
-"""Budgets of tiers in bytes: what a config asks for, on a machine."""
+"""Resolution of a config's tier budgets to bytes on a machine."""
 
 from dataclasses import dataclass
 
@@ -53,7 +53,7 @@ def resolve_budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
 
 
 def compute_tier(config: VBConfig, machine: Machine) -> str:
-    """Return "gpu" or "cpu": where kernels run.
+    """Return the computing tier, "gpu" or "cpu".
 
     Raises ConfigError where a GPU is insisted on and there is none, and when no tier is left to compute on.
     """

@@ -1,4 +1,4 @@
-"""The formats that weights can be kept in, one record each: read by the config's choices, the planner and the kernels.
+"""Records of weight formats, one per format, for the config's choices, the planner and the kernels.
 
 A new format is a file with a `vbrt.formats.Format` and its record here. It then computes correctly everywhere, through
 the reference in plain torch; `kernels` names a family of kernels that knows its codes. Pure Python.
@@ -36,7 +36,7 @@ _OWN_CODE = {"kernels": None, "fitted": False, "lossless": False, "published": F
 
 @dataclass(frozen=True, slots=True)
 class FormatRecord:
-    """What everybody but the encoder itself must know of a format.
+    """Properties of a format, for all code but its encoder.
 
     Attributes:
         name: as users write it in `weights.format`.

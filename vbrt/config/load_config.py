@@ -1,4 +1,4 @@
-"""A config from whatever the user has: a preset, a file, a dict, overrides, `--set`."""
+"""Config loading from a preset, a file, a dict, keyword overrides or `--set`."""
 
 import os
 import tomllib

@@ -1,4 +1,4 @@
-"""Budgets as a user writes them: bytes, a share of a machine, or bits a weight."""
+"""Parsing of user-written budgets: bytes, a percentage of the machine, or bits per weight."""
 
 import re
 from dataclasses import dataclass

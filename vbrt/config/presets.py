@@ -1,4 +1,4 @@
-"""TOML files, and the presets among them."""
+"""Presets shipped as TOML files, and reading of TOML files."""
 
 import tomllib
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""The settings of a user: one frozen tree of dataclasses, read from TOML, dicts or preset names.
+"""Config schema: one frozen tree of dataclasses, read from TOML, dicts or preset names.
 
     VBConfig
     ├── mode        "infer": frozen planes in tiers; "train": weights that an optimizer moves, through 4 bits;
     │               "full": weights, gradients and optimizer state that train from the tiers
     ├── weights     which modules are swapped, in which format, with or without the fine plane
     ├── tiers       gpu, peer, cpu, ssd: on or off, and how many bytes each may hold
-    ├── policy      what stays resident, and how far ahead pages are fetched
+    ├── policy      what stays resident, and how far ahead pages are prefetched
     ├── experts     what happens where a routed expert is missing on the GPU
     ├── separation  the fitted codebook of the `quantile` format; in training the scales of every 4-bit format
     ├── training    what is kept of a forward for its backward pass

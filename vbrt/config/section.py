@@ -1,4 +1,4 @@
-"""What the sections of a config have in common: each key is checked where it enters."""
+"""Base class of config sections: every key is validated on construction."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The tiers that a config may have, one record each.
+"""Records of tiers, one per tier that a config may name.
 
 Another tier needs: a record here; a section in `schema.TiersConfig` and its room on a machine in `budgets`; a class in
-`vbrt/tiers` that keeps `vbrt.tiers.protocols.tier.Tier`; and its maker in `vbrt.model.make_stack`. Plans, placement,
-needs and budget changes follow the record.
+`vbrt/tiers` with the protocol `vbrt.tiers.protocols.tier.Tier`; and its factory in `vbrt.model.make_stack`. Plans,
+placement, memory needs and budget changes follow the record.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ __all__ = ["TIERS", "TierRecord"]
 
 @dataclass(frozen=True, slots=True)
 class TierRecord:
-    """What the rest of vbrt must know of a tier without opening one.
+    """Properties of a tier, known without opening one.
 
     Attributes:
         memory: True if pages are tensors there, and pass through it; False for a store, whose pages are read into the

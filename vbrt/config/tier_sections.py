@@ -1,4 +1,4 @@
-"""The sections of the tiers, see `vbrt.config.schema`."""
+"""Config sections of the tiers, see `vbrt.config.schema`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IO_MODES = ("auto", "direct", "buffered")
 
 
 def memory_budget(value: object, where: str) -> int | str:
-    """Check for a budget, and return it as it was written."""
+    """Check for a budget; return it unchanged."""
     parse_budget(value, where=where)
     return value  # type: ignore[return-value]  # parse_budget raises on anything but int and str
 

@@ -1,4 +1,4 @@
-"""A config as TOML text, which `VBConfig.from_toml` reads back."""
+"""Serialization of a config to TOML text, the inverse of `VBConfig.from_toml`."""
 
 import json
 import re

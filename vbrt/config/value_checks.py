@@ -1,4 +1,4 @@
-"""Checks of single values, and the messages of those that fail.
+"""Validators of single config values, and their error messages.
 
 A check takes (value, where) and returns the value to store, or raises ConfigError; `where` reads "my.toml:
 weights.format".
@@ -62,7 +62,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def wrong(where: str, value: object, expected: str) -> ConfigError:
-    """Return the error for a value: where it stands, the value, what would do."""
+    """Return the error for a value: its place, the value, the accepted values."""
     return ConfigError(f"{where} = {shown(value)}; {expected}")
 
 
