@@ -50,6 +50,8 @@ def test_stats_shows_a_given_file_as_table_and_as_json(tmp_path, capsys):
         assert capsys.readouterr().out.rstrip() == stats.table(width=132)
         assert cli.main(["stats", "--each", str(tmp_path / "saved.json")]) == 0
         assert capsys.readouterr().out.rstrip() == stats.table(width=132, each=True)
+        assert cli.main(["stats", "--verbose", str(tmp_path / "saved.json")]) == 0
+        assert capsys.readouterr().out.rstrip() == stats.table(width=132, verbose=True)
         assert cli.main(["stats", "--json", str(tmp_path / "saved.json")]) == 0
         assert json.loads(capsys.readouterr().out) == stats.to_dict()
 

@@ -28,9 +28,10 @@ def test_a_split_model_gives_the_bits_and_tokens_of_the_whole_and_takes_a_budget
         assert torch.equal(split(TOKENS).logits, want)
     given = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(split.generate(TOKENS, **given), plain.generate(TOKENS, **given))
-    stats = split.stats()
+    stats = split.stats(verbose=True)
+    assert stats.verbose and not split.stats().verbose
     assert len(stats.layers) == 14 and all(layer.forwards >= 6 for layer in stats.layers.values())
-    assert "is not recorded" in stats.fallbacks[0] and set(stats.tiers) == {"cpu of cpu"}
+    assert "without capture" in stats.fallbacks[0] and set(stats.tiers) == {"cpu of cpu"}
     assert all(plan.page_bytes for plan in split.plans.values())
     back = split.unwrap()
     assert back is model and torch.equal(back(TOKENS).logits, want)

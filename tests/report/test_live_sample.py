@@ -79,7 +79,7 @@ def test_speeds_forget_what_is_long_ago_and_counts_that_go_back_are_no_speed():
 
 
 def test_a_frame_fits_the_terminal_and_says_what_there_is():
-    now = running(caches={"chat": GIB}, unseen=3, leases="by a programme")
+    now = running(caches={"chat": GIB}, unseen=3, leases="replayed as a programme")
     for width in (40, 80, 200):
         assert max(len(line) for line, _ in frame_lines(now, width)) <= width
     text = frame(now, 80).plain
@@ -95,7 +95,7 @@ def test_a_frame_fits_the_terminal_and_says_what_there_is():
         "4.0 %   model.layers.#.mlp.up_proj",
         "KV cache  chat: 1.0 GiB",
         "without 3 layers of experts, whose hits the GPU counts",
-        "by a programme",
+        "replayed as a programme",
     ):
         assert part in text, part
     assert text.index("up_proj") < text.index("q_proj")

@@ -2,13 +2,14 @@
 
 import io
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from rich.console import Console
 
 from vbrt.report.layer_groups import by_kind
-from vbrt.report.stats import LayerStats, Stats, TierStats
+from vbrt.report.stats import LayerStats, Stats, StepCounts, TierStats
+from vbrt.report.training_counters import UpdateStats
 
 
 def snapshot(layers):
@@ -87,3 +88,55 @@ def test_a_notebook_shows_the_table_with_its_characters_escaped():
     stats = snapshot(1)
     odd = Stats("<script>", *(getattr(stats, f.name) for f in fields(Stats)[1:]))
     assert "<pre>" in odd._repr_html_() and "&lt;script&gt;" in odd._repr_html_()
+
+
+INTERNALS = (
+    "pages on cpu: 1 resident, 0 of them homes",
+    "moving pages: not replayed as a programme: o_proj (pageable memory)",
+    "missed experts: computed on the CPU",
+    "updates: 2 in flight",
+    "C kernels: linear prebuilt (avx2)",
+    "1 capture in 5 ms, holding 2.0 KiB",
+    "fused in captures: 4 rotary",
+    "not fused: 1 (attention: of three dimensions)",
+    "compiled at first launch: 3 (OutOfMemoryError)",
+)
+ACTIONABLE = (
+    "tier cpu: 512.0 MiB of 1.0 GiB, peak 512.0 MiB",
+    "decode steps: 8 captured, 2 eager",
+    "eager decode steps: 2 (compute.captures = false)",
+    "updates: 3 steps by triton",
+    "fallback: pinned memory is not there",
+    "note: torch 99.1 is newer than the newest tested (2.13)",
+)
+
+
+def test_a_default_print_has_what_a_user_can_act_on_and_a_verbose_one_the_rest():
+    brief = replace(
+        snapshot(1),
+        leases="not replayed as a programme: o_proj (pageable memory)",
+        missed="computed on the CPU",
+        updates=UpdateStats("triton", steps=3, waiting=2),
+        libraries={"linear": "prebuilt (avx2)"},
+        steps=StepCounts(
+            8,
+            2,
+            recordings=1,
+            record_us=5000,
+            reasons={"compute.captures = false": 2},
+            joined={"rotary": 4},
+            unjoined={"attention: of three dimensions": 1},
+            held_bytes=2048,
+            not_ahead={"OutOfMemoryError": 3},
+        ),
+        fallbacks=("pinned memory is not there",),
+        untested=("torch 99.1 is newer than the newest tested (2.13)",),
+    )
+    verbose = replace(brief, verbose=True)
+    for part in INTERNALS:
+        assert part not in str(brief) and part in str(verbose), part
+    for part in ACTIONABLE:
+        assert part in str(brief) and part in str(verbose), part
+    assert str(brief) == verbose.table(verbose=False) and str(verbose) == brief.table(verbose=True)
+    assert printed(verbose, 100) == str(verbose).splitlines()
+    assert verbose.to_dict() == brief.to_dict() and Stats.from_dict(verbose.to_dict()) == verbose == brief

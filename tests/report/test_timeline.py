@@ -321,7 +321,7 @@ def test_stats_show_the_last_recording(slow, tmp_path):
     assert stats.timeline == timeline.totals
     text = str(stats)
     assert re.search(r"link ssd>cpu: .* in the last timeline \d+\.\d\d GB/s, idle \d+\.\d %", text)
-    assert re.search(r"last timeline: \d+\.\d ms, \d+\.\d % of them spent waiting", text)
+    assert re.search(r"last timeline: \d+\.\d ms, \d+\.\d % of it waiting for pages", text)
     assert "timeline wait ms" in text
 
 

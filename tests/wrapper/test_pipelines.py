@@ -142,6 +142,7 @@ def test_budget_and_timeline_are_those_of_all_models(tmp_path):
     assert {name.partition("/")[0] for name in recorder.timeline.totals.layers} == set(vb.models)
     assert list(vb.models["transformer"].stats().timeline.layers) == ["0", "2", "4", "6"]
     assert vb.stats().phases["transformer/other"].passes == 4
+    assert "pages on cpu: " in str(vb.stats(verbose=True)) and "pages on cpu: " not in str(vb.stats())
     vb.close()
 
 

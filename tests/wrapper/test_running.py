@@ -218,6 +218,7 @@ def test_stats_are_plain_data_for_json_and_a_table_for_people(wrapped):
     data = json.loads(json.dumps(vb.stats().to_dict()))
     assert set(data["layers"]) == set(vb.registry) and data["passes"] == 1
     assert "10" in str(vb.stats()) and "virtual capacity" in str(vb.stats())
+    assert "pages on cpu: " in str(vb.stats(verbose=True)) and "pages on cpu: " not in str(vb.stats())
 
 
 def test_separation_counters_show_reuse_and_refresh():

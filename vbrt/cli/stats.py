@@ -35,6 +35,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--experts", metavar="LAYER", help="the routed experts of a layer, a row for each")
     parser.add_argument("--each", action="store_true", help="a row for every layer instead of one for each kind")
+    parser.add_argument("--verbose", action="store_true", help="with captures, fusion, pages and loaded kernels")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -57,7 +58,8 @@ def _stats(args: argparse.Namespace) -> int:
         print(json.dumps(stats.to_dict(), indent=2))
     else:
         console = console_for_stdout()
-        console.print(stats.table(width=console.width, each=args.each), markup=False, highlight=False, soft_wrap=True)
+        table = stats.table(width=console.width, each=args.each, verbose=args.verbose)
+        console.print(table, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -157,11 +157,11 @@ class SplitModel:
                 found.append(part.attachment.set_budget(tier, budget))
         return found
 
-    def stats(self) -> Stats:
-        """Return all devices' counters; tiers are named with their device."""
+    def stats(self, *, verbose: bool = False) -> Stats:
+        """Return all devices' counters; tiers are named with their device. `verbose`: see `VBModelWrapper.stats`."""
         several = [(f"{part.device}", part.attachment.stats()) for part in self.parts]
         each = [stats for _, stats in several]
-        eager = "tiers.gpu.devices: a pass over several devices is not recorded, decode steps run the model's Python"
+        eager = "tiers.gpu.devices: decode steps over several devices run eagerly, without capture"
         return replace(
             each[0],
             layers={name: layer for stats in each for name, layer in stats.layers.items()},
@@ -171,6 +171,7 @@ class SplitModel:
             device_bytes=sum(stats.device_bytes for stats in each),
             fallbacks=tuple(dict.fromkeys([eager, *(reason for stats in each for reason in stats.fallbacks)])),
             leases="; ".join(dict.fromkeys(stats.leases for stats in each if stats.leases)),
+            verbose=verbose,
         )
 
     def unwrap(self) -> nn.Module:

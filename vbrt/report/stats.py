@@ -2,6 +2,7 @@
 
     print(vb.stats())                  # a table: a row for each kind of layer, the longest wait first
     print(vb.stats().table(each=True)) # every layer
+    print(vb.stats(verbose=True))      # also captures, fusion, pages and loaded kernels
     vb.stats().to_dict()               # plain data, for JSON; Stats.from_dict takes it back
     vb.stats().layers["fc1"].hit_rate
     vb.stats(experts=True).experts("model.layers.0.mlp.experts")   # hits, misses, bytes and last use of each expert
@@ -43,14 +44,15 @@ class Stats(StatsData):
     `speculation` counts the rounds of `generate(speculate=...)`; None before the first.
     `steps` counts the decode steps of `generate`.
     `caches`: of keys and values (`vbrt.KVCache`), whose bytes are in `tiers` too.
-    `leases` says who decides them where pages move: a programme, or the policy one by one, and why.
-    `missed` says what becomes of routed experts that are missing on the computing device, where some are not fetched.
+    `leases`, where pages move: whether a precomputed order of them is replayed, and why not.
+    `missed`: how routed experts are computed that miss on the computing device, where some are not fetched.
     `activations`: what blocks keep for the backward pass; None where `training.activations` is "keep".
     `updates`: what updates cost a model that trains from the tiers.
     `libraries`: the C kernels that this process has loaded, and for which CPUs: {"linear": "prebuilt (avx2)"}, or
         "built here (avx2)"; empty before the first was needed.
     `untested`: libraries that this process has imported and that are newer than vbrt was tested with; nothing is off
         because of that.
+    `verbose`: `print` shows counters of mechanisms, too; not part of `to_dict`.
     """
 
     def experts(self, layer: str) -> ExpertCounts:
@@ -71,18 +73,25 @@ class Stats(StatsData):
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         """Print as rich does: a table as wide as the terminal allows, and the totals below it."""
-        yield from _rendered(table_lines(self, options.max_width))
+        yield from _rendered(table_lines(self, options.max_width, verbose=self.verbose))
 
     def __str__(self) -> str:
         return self.table()
 
-    def table(self, *, width: int = _STR_WIDTH, each: bool = False) -> str:
-        """Return the snapshot as text: with `each` a row for every layer instead of one for each kind."""
+    def table(self, *, width: int = _STR_WIDTH, each: bool = False, verbose: bool | None = None) -> str:
+        """Return the snapshot as text.
+
+        Args:
+            width: in characters.
+            each: a row for every layer instead of one for each kind.
+            verbose: with counters of mechanisms; by default as `stats(verbose=...)` said.
+        """
         from rich.console import Console, Group
 
         check_whole(width, "table(): width")
         out = io.StringIO()
-        Console(file=out, width=width, color_system=None).print(Group(*_rendered(table_lines(self, width, each=each))))
+        lines = table_lines(self, width, each=each, verbose=self.verbose if verbose is None else verbose)
+        Console(file=out, width=width, color_system=None).print(Group(*_rendered(lines)))
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def metrics(self) -> str:

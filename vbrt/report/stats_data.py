@@ -130,6 +130,7 @@ class StatsData:
     libraries: Mapping[str, str] = field(default_factory=dict)
     missed: str = ""
     untested: tuple[str, ...] = field(default=())
+    verbose: bool = field(default=False, compare=False)
 
     @property
     def hits(self) -> int:
@@ -203,7 +204,8 @@ class StatsData:
         data = _mapping(data, "stats")
         values = _values(
             cls,
-            {"phases": {}, "caches": {}, "leases": "", "missed": "", "libraries": {}, "untested": (), **data},
+            {"phases": {}, "caches": {}, "leases": "", "missed": "", "libraries": {}, "untested": (), **data}
+            | {"verbose": False},
             "stats",
         )
         values["layers"] = {

@@ -1,4 +1,7 @@
-"""The table of a snapshot: as wide as the terminal allows, with the totals of tiers, phases and links below it.
+"""Table of a snapshot, as wide as the terminal allows, with lines of totals below it.
+
+Below the table stand lines that a user can act on: memory, hit rates, transfers, eager decode steps, fallbacks.
+Counters of mechanisms without a setting (pages, captures, fusion, loaded kernels) need `stats(verbose=True)`.
 
 Laid out here and not by rich, which takes half a millisecond a row: models have tens of thousands.
 """
@@ -7,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 
 from vbrt.report.layer_groups import by_kind
-from vbrt.report.stats_data import LayerStats, StatsData
+from vbrt.report.stats_data import LayerStats, StatsData, StepCounts
 from vbrt.report.timeline import LayerTotals
 from vbrt.residency.access_counts import PhaseCounts
 from vbrt.residency.plan import format_bytes
@@ -33,12 +36,15 @@ class _Column:
         return max(len(line) for cell in (self.head, self.total, *self.cells) for line in cell.split("\n"))
 
 
-def table_lines(stats: StatsData, width: int, *, each: bool = False) -> Iterator[tuple[str, str]]:
+def table_lines(
+    stats: StatsData, width: int, *, each: bool = False, verbose: bool = False
+) -> Iterator[tuple[str, str]]:
     """Yield the lines of a snapshot with their styles, "" for plain ones.
 
     Args:
         width: of the terminal, in characters.
         each: a row for every layer, instead of one for each kind, the longest wait first.
+        verbose: with the counters of mechanisms that a user cannot set.
     """
     shown = stats if each else by_kind(stats)
     columns, shared = _hoist(_columns(shown))
@@ -49,7 +55,7 @@ def table_lines(stats: StatsData, width: int, *, each: bool = False) -> Iterator
     if stats.layers:
         yield from _styled(_table(names, columns, width))
     yield from _experts_lines(stats, width)
-    yield from ((line, "text") for line in _summary(stats))
+    yield from ((line, "text") for line in _summary(stats, verbose=verbose))
 
 
 def _styled(table: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -91,13 +97,9 @@ def _experts_columns(layers: Collection[LayerStats], tier: str) -> list[_Column]
     ]
 
 
-def _summary(stats: StatsData) -> list[str]:
-    """Return the totals of tiers, phases and links, a line each."""
+def _summary(stats: StatsData, *, verbose: bool) -> list[str]:
+    """Return the lines below the table; fallbacks come last."""
     lines = [*_tier_lines(stats), *_phase_lines(stats.phases), *_link_lines(stats), *_cache_lines(stats)]
-    if stats.leases:
-        lines.append(f"leases: {stats.leases}")
-    if stats.missed:
-        lines.append(f"missed experts: {stats.missed}")
     if stats.speculation:
         lines.append(str(stats.speculation))
     if stats.activations:
@@ -106,24 +108,38 @@ def _summary(stats: StatsData) -> list[str]:
         lines.append(str(stats.updates))
     if stats.timeline:
         recorded, waiting = f"{stats.timeline.recorded_us / 1e3:.1f} ms", _percent(stats.timeline.wait_share)
-        lines.append(f"last timeline: {recorded}, {waiting} of them spent waiting")
+        lines.append(f"last timeline: {recorded}, {waiting} of it waiting for pages")
+    dense, held, kept = map(format_bytes, (stats.dense_bytes, stats.device_bytes, stats.kept_bytes))
+    unswapped = f" ({kept} not swapped: plan.skipped)" if stats.kept_bytes else ""
+    lines.append(
+        f"virtual capacity {stats.virtual_capacity:.2f}x: {held} on {stats.compute_tier} for a model of "
+        f"{dense}{unswapped}"
+    )
+    lines += _step_lines(stats)
+    lines += _internal_lines(stats) if verbose else []
+    lines += [f"fallback: {reason}" for reason in stats.fallbacks]
+    return lines + [f"note: {newer}" for newer in stats.untested]
+
+
+def _internal_lines(stats: StatsData) -> Iterator[str]:
+    """Yield the counters of mechanisms that have no setting."""
+    for name, tier in stats.tiers.items():
+        yield f"pages on {name}: {tier.resident_pages} resident, {tier.home_pages} of them homes"
+    if stats.leases:
+        yield f"moving pages: {stats.leases}"
+    if stats.missed:
+        yield f"missed experts: {stats.missed}"
+    if stats.updates:
+        yield stats.updates.internals()
     fitted = [layer for layer in stats.layers.values() if layer.separation_hits or layer.separation_refreshes]
     if fitted:
-        lines.append(
-            f"separation: {sum(layer.separation_hits for layer in fitted)} cache hits, "
-            f"{sum(layer.separation_refreshes for layer in fitted)} fits, at most "
-            f"{_percent(max(layer.clipped_share for layer in fitted))} clipped"
-        )
-    dense, held, kept = map(format_bytes, (stats.dense_bytes, stats.device_bytes, stats.kept_bytes))
-    lines.append(
-        f"virtual capacity {stats.virtual_capacity:.2f}x: a model of {dense} with {held} on the computing device "
-        f"({kept} not swapped)"
-    )
+        hits, fits = (sum(getattr(of, f"separation_{name}") for of in fitted) for name in ("hits", "refreshes"))
+        clipped = _percent(max(layer.clipped_share for layer in fitted))
+        yield f"separation: {hits} uses of cached scales, {fits} fits; at most {clipped} of a weight clipped"
     if stats.libraries:
         named = (f"{', '.join(names)} {origin}" for origin, names in _by_value(stats.libraries).items())
-        lines.append(f"C kernels: {'; '.join(named)}")
-    lines += _step_lines(stats) + [f"fallback: {reason}" for reason in stats.fallbacks]
-    return lines + [f"note: {newer}" for newer in stats.untested]
+        yield f"C kernels: {'; '.join(named)}"
+    yield from _capture_lines(stats.steps)
 
 
 def _by_value(of: Mapping[str, str]) -> dict[str, list[str]]:
@@ -138,21 +154,26 @@ def _step_lines(stats: StatsData) -> list[str]:
     steps = stats.steps
     if not steps.captured + steps.eager:
         return []
-    made = f"{steps.recordings} recordings in {steps.record_us / 1e3:.0f} ms"
-    made += f"; recordings hold {format_bytes(steps.held_bytes)}" if steps.held_bytes else ""
-    lines = [f"decode steps: {steps.captured} captured, {steps.eager} eager; {made}"]
-    lines += [f"eager decode steps: {count} ({reason})" for reason, count in steps.reasons.items()]
+    lines = [f"decode steps: {steps.captured} captured, {steps.eager} eager"]
+    return lines + [f"eager decode steps: {count} ({reason})" for reason, count in steps.reasons.items()]
+
+
+def _capture_lines(steps: StepCounts) -> Iterator[str]:
+    if steps.recordings:
+        held = f", holding {format_bytes(steps.held_bytes)}" if steps.held_bytes else ""
+        yield f"{_count(steps.recordings, 'capture', 'captures')} in {steps.record_us / 1e3:.0f} ms{held}"
     if steps.joined:
-        lines.append("joined in recordings: " + ", ".join(f"{n} {what}" for what, n in steps.joined.items()))
-    lines += [f"not joined: {count} ({reason})" for reason, count in steps.unjoined.items()]
-    return lines + [f"not compiled ahead: {count} ({reason})" for reason, count in steps.not_ahead.items()]
+        yield "fused in captures: " + ", ".join(f"{count} {pattern}" for pattern, count in steps.joined.items())
+    for reason, count in steps.unjoined.items():
+        yield f"not fused: {count} ({reason})"
+    for reason, count in steps.not_ahead.items():
+        yield f"compiled at first launch: {count} ({reason})"
 
 
 def _tier_lines(stats: StatsData) -> Iterator[str]:
     for name, tier in stats.tiers.items():
         held, budget, peak = map(format_bytes, (tier.held_bytes, tier.budget_bytes, tier.peak_bytes))
-        pages = f"{tier.resident_pages} pages, {tier.home_pages} at home"
-        yield f"tier {name}: {held} held of {budget}, peak {peak}; {pages}"
+        yield f"tier {name}: {held} of {budget}, peak {peak}"
 
 
 def _link_lines(stats: StatsData) -> Iterator[str]:
@@ -170,7 +191,7 @@ def _cache_lines(stats: StatsData) -> Iterator[str]:
         moved = ", ".join(f"{link} {format_bytes(nbytes)}" for link, nbytes in of.bytes_moved.items())
         yield (
             f"KV cache {name}: {of.tokens} tokens, {of.bits} bits, {_count(of.layers, 'layer', 'layers')}; "
-            f"{held or 'empty'}; {of.hits} hits, {of.misses} misses, ahead {_share(of.prefetched, of.misses)}; "
+            f"{held or 'empty'}; {of.hits} hits, {_misses(of.misses, of.prefetched)}; "
             f"{moved or 'nothing moved'}; waited {of.wait_us / 1e3:.1f} ms"
         )
 
@@ -277,8 +298,8 @@ def _table(names: _Column, columns: list[_Column], width: int) -> list[str]:
 def _phase_lines(phases: Mapping[str, PhaseCounts]) -> list[str]:
     """Return a line for each phase, where there is more than one."""
     return [
-        f"phase {phase}: {_count(of.passes, 'pass', 'passes')}, {of.hits} hits, {of.misses} misses, "
-        f"hit rate {_percent(of.hit_rate)}, ahead {_share(of.prefetched, of.misses)}"
+        f"phase {phase}: {_count(of.passes, 'pass', 'passes')}, {of.hits} hits, {_misses(of.misses, of.prefetched)}, "
+        f"hit rate {_percent(of.hit_rate)}"
         for phase, of in phases.items()
         if len(phases) > 1
     ]
@@ -294,6 +315,10 @@ def _number(value: float | None) -> str:
 
 def _rate(hits: int, misses: int) -> float | None:
     return hits / (hits + misses) if hits + misses else None
+
+
+def _misses(misses: int, prefetched: int) -> str:
+    return f"{misses} misses" + (f" ({prefetched} prefetched)" if misses else "")
 
 
 def _share(part: int, whole: int) -> str:

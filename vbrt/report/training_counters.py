@@ -39,7 +39,10 @@ class UpdateStats:
     def __str__(self) -> str:
         clipped = f", clipping {self.clip_us / 1e3:.1f} ms" if self.clip_us else ""
         return (
-            f"updates: {self.steps} steps by {self.kernel}, {self.waiting} under way · layers waited "
-            f"{self.wait_us / 1e3:.1f} ms{clipped} · {format_bytes(self.refreshed_bytes)} refreshed in copies · "
-            f"gradients on their way take {format_bytes(self.gradient_bytes)} of the device"
+            f"updates: {self.steps} steps by {self.kernel} · layers waited {self.wait_us / 1e3:.1f} ms{clipped} · "
+            f"gradients take {format_bytes(self.gradient_bytes)} of the device, outside the budgets"
         )
+
+    def internals(self) -> str:
+        """Return the counters that `str` leaves out, as text."""
+        return f"updates: {self.waiting} in flight · {format_bytes(self.refreshed_bytes)} written to cached pages"

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from os import PathLike
 from types import MappingProxyType
 from typing import Any
@@ -130,9 +131,9 @@ class VBPipelineWrapper(Scraped, Watched):
         """Change the budget of a tier, which all models share; return bytes. See `VBModelWrapper.set_budget`."""
         return self.runtime.set_budget(tier, budget)
 
-    def stats(self, *, experts: bool = False) -> Stats:
-        """Return a frozen snapshot of the counters of all models on the runtime."""
-        return self.runtime.stats(experts=experts)
+    def stats(self, *, experts: bool = False, verbose: bool = False) -> Stats:
+        """Return a frozen snapshot of the counters of all models on the runtime. See `VBModelWrapper.stats`."""
+        return replace(self.runtime.stats(experts=experts), verbose=verbose)
 
     @contextlib.contextmanager
     def phase(self, name: str, *, precision: str | None = None) -> Iterator[None]:

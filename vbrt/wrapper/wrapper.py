@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -136,16 +137,17 @@ class VBModelWrapper(Facade, Scraped, Watched):
         """
         return self._attachment.set_budget(tier, budget)
 
-    def stats(self, *, experts: bool = False, group: Any = None) -> Stats:
+    def stats(self, *, experts: bool = False, group: Any = None, verbose: bool = False) -> Stats:
         """Return a frozen snapshot of all counters.
 
         Args:
             experts: with the counters of every routed expert: `vb.stats(experts=True).experts("layers.0.mlp.experts")`.
             group: a process group, or True for the default one, whose ranks all call this: its first rank gets the sums
                 over all, the others get their own.
+            verbose: printed with counters of mechanisms that have no setting: captures, fusion, pages, loaded kernels.
         """
         own = self._attachment.stats(experts=experts)
-        return own if group is None else merged(own, group)
+        return replace(own if group is None else merged(own, group), verbose=verbose)
 
     def phase(self, name: str, *, precision: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Name the passes that begin in a `with` block, in this thread: `with vb.phase("draft"): vb(x)`.

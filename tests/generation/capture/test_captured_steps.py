@@ -50,7 +50,7 @@ def test_recorded_steps_give_the_tokens_of_transformers_generate(family, call):
     if family == "llama":
         counts = vb.stats().steps
         assert counts.joined["rotary"] == 2 * counts.recordings and not counts.unjoined
-        assert "joined in recordings: " in str(vb.stats())
+        assert "fused in captures: " in str(vb.stats(verbose=True))
 
 
 def test_a_second_call_replays_what_the_first_one_recorded():

@@ -157,4 +157,4 @@ def test_a_call_compiles_for_its_prompt_and_for_its_steps_and_goes_on_without(ta
     assert wanted == [(10, True), (2, False)] * 2  # by the call, and by its first forward
     steps = vb.stats().steps
     assert steps.captured + steps.eager == 2 and steps.not_ahead == {"OutOfMemoryError: no memory": 4}
-    assert "not compiled ahead: 4 (OutOfMemoryError: no memory)" in str(vb.stats())
+    assert "compiled at first launch: 4 (OutOfMemoryError: no memory)" in str(vb.stats(verbose=True))

@@ -58,10 +58,10 @@ class MissedExperts:
         self._biases: weakref.WeakKeyDictionary[ExpertsModule, dict[str, _Bias]] = weakref.WeakKeyDictionary()
 
     def told(self) -> str:
-        """Return what stats say of it."""
+        """Return the line of `stats(verbose=True)`: how missed experts are computed, and the rates behind it."""
         if self.mode == "compute":
-            return "computed where they lie"
-        return "computed where they lie, or fetched" + (f", by {self.rates}" if self.rates else "")
+            return "computed on the CPU"
+        return "computed on the CPU or fetched, whichever is faster" + (f" ({self.rates})" if self.rates else "")
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 

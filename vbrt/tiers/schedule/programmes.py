@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from vbrt.errors import TierError
+from vbrt.residency.policy import Policy
 from vbrt.residency.programme import PassOrder, Programme, compile_programme
 from vbrt.tiers.schedule.programme_run import ProgrammeRun
 from vbrt.tiers.stack.ledger import Ledger
 from vbrt.tiers.stack.mover import Mover
 from vbrt.tiers.stack.pass_counts import Passes
-from vbrt.tiers.stack.slots import slot_below
+from vbrt.tiers.stack.slots import Page, slot_below
 
 __all__ = ["Programmes"]
 
@@ -57,7 +58,7 @@ class Programmes:
         if not (may_run and self.enabled):
             return
         if self._ledger.rewrites:
-            self.reason = "pages are rewritten where they live"
+            self.reason = "weights train, so pages are rewritten at home"
             return
         if self._wait:
             self._wait -= 1
@@ -78,7 +79,7 @@ class Programmes:
     def _run(self) -> None:
         policy = self._ledger.levels[0].policy
         if getattr(policy, "foresight", None) is None:
-            self.reason = f"policy {policy.kind} cannot tell what it will decide"
+            self.reason = _without_foresight(policy)
             return
         round_ = self._recurring()
         sizes = {} if round_ is None else self._sizes(round_)
@@ -86,7 +87,7 @@ class Programmes:
             return
         programme = self._programme(round_, sizes)
         if programme is None:
-            self.reason = "the policy's decisions do not recur yet"
+            self.reason = "evictions differ from pass to pass so far"
         elif self._begin(programme, round_):
             return
         self._back_off()
@@ -109,13 +110,13 @@ class Programmes:
             page = ledger.pages.get(key)
             source = None if page is None else slot_below(ledger, page)
             if source is None:
-                self.reason = f"{key}: it does not come up in one copy from memory"
+                self.reason = f"{_layer(key)} ({_detour(ledger, page)})"
                 return {}
             if stream is not None and page.home and not source.room.asynchronous:
-                self.reason = f"{key}: its host memory is not page-locked"
+                self.reason = f"{_layer(key)} (pageable memory)"
                 return {}
             if page.tally is not None:
-                self.reason = f"{key}: routed experts are leased as tokens need them"
+                self.reason = f"{_layer(key)} (routed experts: tokens choose the pages)"
                 return {}
             if page.home:
                 sizes[key] = page.nbytes + overhead
@@ -126,7 +127,7 @@ class Programmes:
         ledger = self._ledger
         policy = ledger.levels[0].policy
         if getattr(policy, "foresight", None) is None:
-            return f"pages move, and policy {policy.kind} cannot tell what it will decide"
+            return f"pages move, and {_without_foresight(policy)}"
         keys = tuple(page.key for page in list(ledger.pages.values()) if page.passes and page.put is None)
         before, self.reason = self.reason, ""
         self._sizes((PassOrder("", (keys,)),))
@@ -134,10 +135,11 @@ class Programmes:
         return found or None
 
     def told(self) -> str:
-        """Return how leases are decided, as text for stats; "" where no page moves."""
+        """Return whether a programme is replayed, and why not, for people; "" where no page moves."""
         if not self._ledger.travellers:
             return ""
-        return "by a programme" if self._ledger.running is not None else f"one by one: {self.reason}"
+        replayed = self._ledger.running is not None
+        return "replayed as a programme" if replayed else f"not replayed as a programme: {self.reason}"
 
     # -- programmes ---------------------------------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ class Programmes:
     def _begin(self, programme: Programme, round_: tuple[PassOrder, ...]) -> bool:
         ledger = self._ledger
         if ledger.levels[0].leased or ledger.levels[0].pending:
-            self.reason = "other leases are under way"
+            self.reason = "other passes are running"
             return False
         self._round = round_
         run = ledger.running = ProgrammeRun(ledger, self._mover, self._passes, programme)
@@ -167,7 +169,7 @@ class Programmes:
             if run.begin():
                 self.reason = ""
                 return True
-            self.reason = "pages of the ring are in use elsewhere"
+            self.reason = "pages are in use by other passes"
         except TierError as error:  # device out of memory: fall back to lease by lease
             self.reason = str(error)
         self.end()
@@ -193,7 +195,7 @@ class Programmes:
         run.unbind()
         ledger.running = None
         self._back_off()
-        self.reason = self.reason or "a pass went another way than the ones before"
+        self.reason = self.reason or "the last pass used layers in another order"
 
     def drop(self) -> None:
         """End the run after an interrupted decision; the policies are reset."""
@@ -211,3 +213,18 @@ class Programmes:
         """Back off exponentially before the next attempt."""
         self._failures += 1
         self._wait = min(_LONGEST_WAIT, (1 << min(self._failures, 8)) >> 2)
+
+
+def _without_foresight(policy: Policy) -> str:
+    return f'policy "{policy.kind}" cannot predict its evictions ("scheduled" can)'
+
+
+def _detour(ledger: Ledger, page: Page | None) -> str:
+    if page is None:
+        return "its page is gone"
+    home = ledger.levels[page.home].tier
+    return "copied through a tier between" if home.memory else f"in {home.name}, not in memory"
+
+
+def _layer(key: str) -> str:
+    return key.partition("#")[0]
