@@ -1,4 +1,4 @@
-"""Counters of what a model's blocks keep for the backward pass."""
+"""Activation counters: tensors that blocks save for the backward pass, recompute or offload."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,18 +9,18 @@ __all__ = ["ActivationStats"]
 
 @dataclass(frozen=True, slots=True)
 class ActivationStats:
-    """What the repeated blocks of a model keep from a forward to its backward pass.
+    """Activations of a model's repeated blocks, saved from a forward to its backward pass.
 
     Attributes:
         asked: `training.activations`.
         modes: how many blocks keep everything, recompute, or offload: of the last pass with gradients.
         passes: with gradients, of the first block.
-        input_bytes, inside_bytes: of one block, the largest: what it takes, and what it keeps if nothing is computed
-            again (0: not measured; it is where a budget chooses).
+        input_bytes, inside_bytes: of the largest block: its input, and the activations that it saves without
+            recomputation (0: not measured; measured if a budget chooses the mode).
         offloaded_bytes, returned_bytes: copied to host memory, and back.
-        prefetched: inputs whose way back began before they were asked for; `late` ones began when they were.
-        host_bytes, host_peak_bytes: page-locked memory, now and at most.
-        wait_us: time for which the device has waited for these copies.
+        prefetched, late: offloaded inputs whose H2D copy began before they were needed, or only then.
+        host_bytes, host_peak_bytes: pinned host memory, now and at most.
+        wait_us: time that the device waited for these copies.
     """
 
     asked: str
@@ -38,7 +38,7 @@ class ActivationStats:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` gives of it."""
+        """Inverse of `dataclasses.asdict`."""
         return cls(**data)
 
     def __str__(self) -> str:

@@ -39,7 +39,7 @@ def _named(what: str, row: int, name: str) -> dict:
 
 
 def _details(span: Span, why: WaitParts | None) -> dict:
-    """Return what a span is about: pages, their bytes, how fast they moved, what was waited for."""
+    """Return the arguments of a span's event: pages, bytes, GB/s, reasons of a wait."""
     if "#" not in span.page and ">" not in span.row:
         return {}
     details = {"page": span.page, "bytes": span.nbytes}

@@ -1,4 +1,4 @@
-"""Counters of routed experts: a record for each layer, and columns by expert for who asks for them.
+"""Counters of routed experts: one record per layer and, with `stats(experts=True)`, columns by expert.
 
 stats = vb.stats(experts=True)
 print(stats.layers["model.layers.0.mlp.experts"].experts.reuse)
@@ -16,7 +16,7 @@ __all__ = ["ExpertCounts", "ExpertRow", "ExpertsStats"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertRow:
-    """One expert. `passes_ago`: since a token went to it last, 0 for the last pass of the layer; None: none has."""
+    """One expert. `passes_ago`: passes of the layer since a token was last routed to it; None: never."""
 
     expert: int
     hits: int
@@ -75,16 +75,16 @@ class ExpertsStats:
     Attributes:
         experts: how many there are.
         resident: how many of them have all their pages on the computing device now.
-        decides: who decides which pages move: "host" or "gpu".
-        scans, cached: passes that took all pages in order, as long prompts do, and passes that took the pages of the
-            experts they touched out of the cache, as decoding does.
-        unleased: passes on a GPU where all pages live: they take no lease, and nobody looks which experts they touch.
-        tokens, touched: of cached passes: their tokens, and the experts touched, each once a pass.
-        compared, reused: experts touched by a cached pass right after another one, and those that the other one had
-            touched, too.
-        computed: experts that were missing in cached passes and that the CPU computed where they lie, each once a pass.
-            Their pages have missed, and have moved nothing.
-        each: the experts one by one, if they were asked for.
+        decides: owner of residency: "host" or "gpu".
+        scans, cached: passes that stream all pages in order, as long prompts do; passes that lease the touched experts'
+            pages from the cache, as decoding does.
+        unleased: passes with all pages resident on a GPU: no lease, and touched experts are not counted.
+        tokens, touched: of cached passes: their tokens, and touched experts, each once per pass.
+        compared, reused: experts touched by a cached pass that directly follows another one; of these, experts that the
+            previous pass touched, too.
+        computed: missed experts of cached passes that the CPU computed in host memory, each once per pass. Their pages
+            count as misses and moved no bytes.
+        each: counters by expert, if requested.
     """
 
     experts: int
@@ -107,11 +107,11 @@ class ExpertsStats:
 
     @property
     def reuse(self) -> float | None:
-        """Share of the touched experts that the previous token had touched as well; None before two tokens."""
+        """Share of the touched experts that the previous pass touched, too; None before two passes in a row."""
         return self.reused / self.compared if self.compared else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data; `each` is left out if nobody has asked for it."""
+        """Return plain data; `each` is left out if it was not requested."""
         data = asdict(self) | {"touched_a_token": self.touched_a_token, "reuse": self.reuse}
         if self.each is None:
             del data["each"]

@@ -1,4 +1,4 @@
-"""What routed experts counted during a recording, for the heat maps of a timeline's page."""
+"""Heat maps of a timeline: hits and misses of routed experts during its recording."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ __all__ = ["LayerHeat", "heat_between"]
 
 @dataclass(frozen=True, slots=True)
 class LayerHeat:
-    """What the experts of a layer have counted: leases of their pages that moved nothing, and those that did."""
+    """Hits and misses of page leases, by expert of one layer."""
 
     layer: str
     hits: tuple[int, ...]
@@ -22,7 +22,7 @@ class LayerHeat:
 
 
 def heat_between(layer: str, before: ExpertCounts | None, after: ExpertCounts) -> LayerHeat:
-    """Return what was counted from one moment to another; counts that began in between are taken whole."""
+    """Return the counts between two snapshots; from zero without an earlier one, or if counters restarted since."""
     same = before is not None and all(map(int.__le__, before.hits + before.misses, after.hits + after.misses))
     hits = tuple(map(int.__sub__, after.hits, before.hits)) if same else after.hits
     return LayerHeat(layer, hits, tuple(map(int.__sub__, after.misses, before.misses)) if same else after.misses)

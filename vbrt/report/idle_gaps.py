@@ -1,6 +1,6 @@
-"""What a recording's gaps are: why each lease waited, and what happened while nothing was computed.
+"""Idle time of a recording, by cause: reasons of each lease's wait, and gaps without compute.
 
-A wait is split by what the pages were waiting for:
+A wait is split by the resource that its pages waited for:
 
 | reason | while the wait lasts |
 | --- | --- |
@@ -8,8 +8,8 @@ A wait is split by what the pages were waiting for:
 | link | a page of the lease is being copied over a link; or none of them moves yet and links copy others first |
 | host | nothing moves that the lease waits for: the host had not decided, or not launched, what comes next |
 
-The recorded time without compute and waits is the rest of a pass ("model": what is not in the tiers, or Python between
-two layers), an optimizer's, or nobody's ("idle": between passes).
+Recorded time without compute and waits belongs to a pass ("model": unswapped modules, or Python between two layers), to
+an optimizer, or to neither ("idle": between passes).
 """
 
 from bisect import bisect_left, bisect_right
@@ -36,7 +36,7 @@ class WaitParts(NamedTuple):
 
 
 class Intervals:
-    """Disjoint stretches of time, from any that overlap."""
+    """Disjoint time intervals, merged from overlapping ones."""
 
     def __init__(self, stretches: Iterable[Interval]) -> None:
         self.starts: list[float] = []
@@ -62,7 +62,7 @@ class Intervals:
 
     @property
     def us(self) -> float:
-        """The time that they cover."""
+        """Covered time in microseconds."""
         return sum(self.ends) - sum(self.starts)
 
 
@@ -91,7 +91,7 @@ def _from_files(copy: Span) -> bool:
 
 
 def _own(wait: Span, moves: dict[str, list[Span]]) -> list[Span]:
-    """Return the copies of a lease's pages that were under way while it waited."""
+    """Return the copies of a lease's own pages that were in flight while it waited."""
     found = []
     for page in pages_of(wait.page):
         own = moves.get(page, ())

@@ -1,4 +1,4 @@
-"""Counters of a cache of keys and values whose pages live in the tiers."""
+"""Counters of a KV cache whose pages live in the tiers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ __all__ = ["CacheStats"]
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A cache of keys and values in the tiers. Bytes are by tier or by link; what it wrote is on links downwards, such
-    as "gpu>cpu". An extent of pages is a hit where it lives on the computing device, a miss where it came up."""
+    """KV cache in the tiers. Bytes are by tier or by link; writes count on links downwards, such as "gpu>cpu". An
+    extent of pages is a hit if it is resident on the computing device, and a miss if it was copied there."""
 
     bits: int
     layers: int

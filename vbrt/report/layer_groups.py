@@ -1,4 +1,4 @@
-"""Layers of one kind as one: what a person reads first."""
+"""Aggregation of layers by kind, and of snapshots by rank."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -18,7 +18,7 @@ _BY_NAME = ("plane_bytes", "bytes_moved")
 
 
 def by_kind(stats: Snapshot) -> Snapshot:
-    """Return a snapshot in which layers that differ in a number of their name only are one, the longest wait first.
+    """Return a snapshot that merges layers whose names differ in numbers only, the longest wait first.
 
     Counts, bytes and waits are sums; forwards and the share of clipped weights are the largest of the group.
     """
@@ -35,9 +35,9 @@ def by_kind(stats: Snapshot) -> Snapshot:
 
 
 def of_ranks(parts: Sequence[Snapshot]) -> Snapshot:
-    """Return the snapshots of ranks as one: counts, bytes and waits are sums, passes and forwards the most of any rank.
+    """Return the merged snapshot of ranks: counts, bytes and waits are sums, passes and forwards are maxima.
 
-    Reasons have the number of their rank in front, where not all ranks give them.
+    Fallbacks that only some ranks report have the numbers of these ranks in front.
     """
     first = parts[0]
     names = dict.fromkeys(name for part in parts for name in part.layers)

@@ -1,11 +1,11 @@
-"""What a running process says of itself while it runs: a sample of plain counters, and what happens between two.
+"""Live samples of a running process: plain counters, and rates between two samples.
 
     vbrt top                # another process's, on a terminal
     with vb.live():         # this one's
         vb.generate(...)
 
-A sample is taken by a thread that knows nothing of what the model does at that moment. So it has only what can be read
-without a lock and without the device: a CUDA graph may be recorded meanwhile, which a wait for the device would break.
+A sample is taken by another thread while the model runs. So it reads only counters that need neither a lock nor the
+device: a CUDA graph may be in capture, which a device synchronization would break.
 """
 
 from collections import deque
@@ -18,13 +18,13 @@ from vbrt.errors import FormatError
 __all__ = ["VERSION", "History", "LiveSample", "Rates", "RuntimeNow", "TierNow"]
 
 VERSION = 1  # of what `to_dict` makes
-_WINDOW_S = 10.0  # that speeds are taken over: images may be far apart
-_SHORT_S = 2.0  # that bytes, hits and waits are taken over
+_WINDOW_S = 10.0  # window of throughput: images may be far apart
+_SHORT_S = 2.0  # window of bytes, hits and waits
 
 
 @dataclass(frozen=True, slots=True)
 class TierNow:
-    """One tier, in bytes, and the pages that are in it."""
+    """One tier: its bytes and resident pages."""
 
     held_bytes: int
     budget_bytes: int
@@ -38,17 +38,17 @@ class RuntimeNow:
 
     Attributes:
         models: name -> passes that have begun.
-        policy: that decides; "none" where weights train.
+        policy: of the computing tier; "none" if weights train.
         tiers: the computing one first.
         moved: bytes by link, such as "cpu>gpu", since the beginning.
-        hits, misses, prefetched: page leases since the beginning; those that were staged ahead are misses, too.
-        wait_us: what forwards have waited for pages, on the host.
+        hits, misses, prefetched: page leases since the beginning; a prefetched page also counts as a miss.
+        wait_us: time that forwards waited for pages, on the host.
         waits: of that, by kind of layer ("layers.#.mlp.up_proj").
-        work: what was computed, by unit: "tokens written", "tokens read", "tokens trained", "images", "steps" and
+        work: throughput counters by unit: "tokens written", "tokens read", "tokens trained", "images", "steps" and
             "decodes" of pipelines.
-        caches: bytes of caches of keys and values, by name.
-        leases: who decides them, in words.
-        unseen: layers of routed experts whose hits the GPU counts, which are not in these numbers.
+        caches: bytes of KV caches, by name.
+        leases: as `Stats.leases`.
+        unseen: number of layers of routed experts whose hits the GPU counts; they are missing in these numbers.
     """
 
     models: Mapping[str, int]
@@ -67,7 +67,7 @@ class RuntimeNow:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` makes of it."""
+        """Inverse of `dataclasses.asdict`."""
         tiers = {name: TierNow(**tier) for name, tier in data["tiers"].items()}
         return cls(**{**data, "tiers": tiers})
 
@@ -79,7 +79,7 @@ class LiveSample:
     Attributes:
         pid, command: of the process.
         up_s: seconds since vbrt was imported there, by a steady clock.
-        runtimes: those that are open.
+        runtimes: the open ones.
     """
 
     pid: int
@@ -98,7 +98,7 @@ class LiveSample:
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Read what `to_dict` made. Raises FormatError: it is something else, or of another version of vbrt."""
+        """Inverse of `to_dict`. Raises FormatError for other data, or that of another version of vbrt."""
         try:
             version, data = data["version"], _printable(data)
             if version == VERSION:
@@ -122,16 +122,16 @@ def _printable(data: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What happens in a second, on one runtime.
+    """Rates per second of one runtime.
 
     Attributes:
         bytes_per_s: by link.
         leases_per_s: of pages.
-        hit_rate, ahead: the shares of leases that moved nothing, and of those that were staged ahead; None without any.
-        wait_share: of the time, spent waiting for pages; more than 1 where several threads wait. None after one sample,
-            when there are no speeds either.
+        hit_rate, ahead: share of leases that hit, and of leases whose page was prefetched; None without leases.
+        wait_share: share of the time spent waiting for pages; above 1 if several threads wait. None after one sample,
+            as there are no rates yet.
         waits: the same by kind of layer, the longest first.
-        work_per_s: by unit; without units of which there never were any.
+        work_per_s: by unit; only units that were ever counted.
         passes_per_s: by model.
     """
 
@@ -146,7 +146,7 @@ class Rates:
 
 
 class History:
-    """The last samples of one process, and the speeds between them."""
+    """Sliding window of samples of one process, and the rates between them."""
 
     def __init__(self) -> None:
         self._samples: deque[LiveSample] = deque()
@@ -160,7 +160,7 @@ class History:
         return self._samples[-1]
 
     def add(self, sample: LiveSample) -> None:
-        """Take one more; what is older than the window goes. Runtimes that come or go begin a new history."""
+        """Append a sample and drop expired ones. A runtime that opens or closes begins a new history."""
         samples = self._samples
         if samples and (samples[-1].pid, len(samples[-1].runtimes)) != (sample.pid, len(sample.runtimes)):
             samples.clear()
@@ -169,7 +169,7 @@ class History:
             samples.popleft()
 
     def rates(self, number: int) -> Rates:
-        """Return the speeds of the runtime of this number."""
+        """Return the rates of the runtime with this index."""
         now, long = self.last, self._samples[0]
         short = next((s for s in reversed(self._samples) if s.up_s <= now.up_s - _SHORT_S), long)
         return _rates(
@@ -198,5 +198,5 @@ def _rates(short: tuple[RuntimeNow, float], long: tuple[RuntimeNow, float], now:
 
 
 def _per_s(now: Mapping[str, int], before: Mapping[str, int], seconds: float) -> dict[str, float]:
-    """Return how much more there is a second: counts of layers that are gone take nothing away."""
+    """Return the increase per second; counts of removed layers do not subtract."""
     return {name: max(0, count - before.get(name, 0)) / seconds for name, count in now.items() if seconds}

@@ -1,4 +1,4 @@
-"""Frames of a live view on a terminal, by rich."""
+"""Terminal output of a live view, by rich."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -14,10 +14,10 @@ __all__ = ["LiveScreen"]
 
 
 class LiveScreen:
-    """Frames below what else is printed, or on a screen of their own that goes at the end.
+    """Frames below other output, or on an alternate screen that is restored at the end.
 
     Args:
-        alone: on a screen of their own.
+        alone: use the alternate screen.
     """
 
     def __init__(self, console: "Console", *, alone: bool = False) -> None:
@@ -28,7 +28,7 @@ class LiveScreen:
             console=console,
             screen=alone,
             auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # what goes to a file must not come here
+            redirect_stdout=sys.stdout.isatty(),  # output that goes to a file must stay there
             vertical_overflow="crop",
         )
 
@@ -41,12 +41,12 @@ class LiveScreen:
         self._live.update(text, refresh=True)
 
     def print(self, history: History) -> None:
-        """Print one frame, and leave it there."""
+        """Print one permanent frame."""
         self._console.print(self._frame(history, 0))
 
     def _frame(self, history: History, height: int) -> "Text":
         return frame(history, self._console.width, height, ascii_only=self._console.options.ascii_only)
 
     def end(self) -> None:
-        """Leave the terminal as it was, with the last frame where it is not alone."""
+        """Restore the terminal; without an alternate screen the last frame stays."""
         self._live.stop()

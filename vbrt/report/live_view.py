@@ -1,4 +1,4 @@
-"""A live sample as a person reads it: a frame of a terminal, a line for a pipe, a picture for the documentation."""
+"""Rendering of live samples: frames for a terminal, lines for a pipe, SVG for the documentation."""
 
 import io
 import math
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["frame", "frame_lines", "frame_svg", "plain_line"]
 
 _LABEL = 9  # characters of the first column
-_WAITS = 4  # kinds of layers that wait longest
+_WAITS = 4  # number of kinds shown, the longest waits
 _NARROWEST = 40
 _ASCII = str.maketrans("█░·…×", "#.-~x")
 
@@ -25,7 +25,7 @@ def frame_lines(history: History, width: int, *, ascii_only: bool = False) -> It
 
     Args:
         width: of the terminal, in characters.
-        ascii_only: for terminals that know no block characters.
+        ascii_only: for terminals without block characters.
     """
     width = max(width, _NARROWEST)
     for line, style in _lines(history, width):
@@ -58,7 +58,7 @@ def frame(history: History, width: int, height: int = 0, *, ascii_only: bool = F
 
 
 def frame_svg(samples: Iterable[LiveSample], *, width: int = 80, title: str = "vbrt top") -> str:
-    """Return a picture of the frame after these samples, oldest first."""
+    """Return the frame after these samples, oldest first, as SVG."""
     from rich.console import Console
 
     history = History()
@@ -70,7 +70,7 @@ def frame_svg(samples: Iterable[LiveSample], *, width: int = 80, title: str = "v
 
 
 def plain_line(history: History) -> str:
-    """Return one line of the most important, for a file or a pipe."""
+    """Return a one-line summary, for a file or a pipe."""
     sample = history.last
     parts = [f"process {sample.pid}"]
     for number, runtime in enumerate(sample.runtimes):
@@ -103,7 +103,7 @@ def _runtime_lines(now: RuntimeNow, rates: Rates, width: int) -> Iterator[tuple[
 
 
 def _speeds(now: RuntimeNow, rates: Rates) -> list[str]:
-    """Return tokens, images and steps a second, and passes; of several models, each one's passes."""
+    """Return tokens, images, steps and passes per second; passes by model if there are several."""
     speeds = []
     for unit, speed in rates.work_per_s.items():
         noun, _, done = unit.partition(" ")
@@ -177,7 +177,7 @@ def _gb(bytes_per_s: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a number with three digits that count: 0.05, 3.1, 48.2, 1,204."""
+    """Return a number in short: 0.05, 3.1, 48.2, 1,204."""
     if value >= 100:
         return f"{value:,.0f}"
     if value >= 1 or value == 0:

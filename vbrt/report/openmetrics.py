@@ -1,4 +1,4 @@
-"""A snapshot as OpenMetrics text, which Prometheus and others scrape.
+"""OpenMetrics text of a snapshot, for Prometheus and other scrapers.
 
     @app.get("/metrics")
     def metrics():
@@ -38,12 +38,12 @@ class Family(NamedTuple):
 
 
 class Scraped:
-    """Mixin of what has `vbrt.stats()`."""
+    """Mixin for classes with a `vbrt.stats()`."""
 
     vbrt: Any
 
     def metrics(self) -> str:
-        """Return `stats()` as OpenMetrics text, for Prometheus and others that scrape it."""
+        """Return `stats()` as OpenMetrics text, for Prometheus and other scrapers."""
         return self.vbrt.stats().metrics()
 
 

@@ -1,4 +1,4 @@
-"""Progress of work that takes more than a second: rich's bar and its estimate of what is left.
+"""Progress bars, with rich's estimate of the remaining time, for work of more than a second.
 
     with Progress("loading", total_bytes) as work:
         for name, weight in weights.items():
@@ -10,8 +10,8 @@ On a terminal it is a bar on stderr, which is gone at the end; elsewhere, in not
 least five seconds apart. Nothing is shown in the first second. `progress=False` where a function takes that, or
 `VBRT_PROGRESS=0` in the environment, which is read each time, silences it.
 
-The work itself only counts. A thread of its own draws, so that the bar also moves while one large weight is encoded,
-and Ctrl-C never comes while the terminal is written to.
+Workers only count. A separate thread draws, so that the bar also moves while one large weight is encoded, and Ctrl-C
+never interrupts a write to the terminal.
 """
 
 import contextlib
@@ -48,17 +48,17 @@ _current = threading.local()  # the outermost work of each thread: what happens 
 class Progress:
     """Work of a known size, shown on stderr while it runs and takes more than a second.
 
-    Work within work, in one thread, shows nothing of its own.
+    Nested progress in one thread shows nothing.
 
     Args:
         what: a word or two: "loading".
-        total: bytes, or whatever `unit` names in the plural; nothing is shown of 0.
-        show: False: nothing is shown; None: unless the environment has VBRT_PROGRESS=0.
-        measure: returns what is done so far, for work that nobody counts; it is called by the thread that draws.
+        total: bytes, or the units that `unit` names in the plural; 0 shows nothing.
+        show: False shows nothing; None shows unless the environment has VBRT_PROGRESS=0.
+        measure: returns the units done so far, for work that is not counted; called by the drawing thread.
 
     Attributes:
-        name: of what is done now.
-        skipped: units that an earlier run has done.
+        name: of the current item.
+        skipped: units done by an earlier run.
         ended: True after the `with` block.
     """
 
@@ -79,15 +79,15 @@ class Progress:
         self._ticker = Ticker(self, self._painter.draw, self._painter.hide)
 
     def at(self, name: str) -> None:
-        """Name what is done next."""
+        """Name the next item."""
         self.name = name
 
     def done(self, units: int = 1) -> None:
-        """Count what was done."""
+        """Count finished units."""
         self._finished += units
 
     def skip(self, units: int = 1) -> None:
-        """Count what was done already, by an earlier run."""
+        """Count units that an earlier run finished."""
         self._finished += units
         self.skipped += units
 
@@ -99,7 +99,7 @@ class Progress:
             yield
 
     def finished(self) -> int:
-        """Return the units that are done, counted or measured."""
+        """Return the finished units, counted or measured."""
         found = self._finished if self._measure is None else self._measure()
         if found != self._finished:
             self._finished, self._moved = found, time.monotonic()
@@ -107,7 +107,7 @@ class Progress:
 
     @property
     def stalls(self) -> bool:
-        """True if work that is measured has not gone on for a while: it may have ended by Ctrl-C."""
+        """True if measured work has made no progress for a while: Ctrl-C may have ended it."""
         return self._measure is not None and time.monotonic() - self._moved > _STALLED_S
 
     def __enter__(self) -> Self:
@@ -127,13 +127,13 @@ class Progress:
 
 
 def wanted(show: bool | None = None) -> bool:
-    """True if work is to be shown, by what a caller says or, with None, the environment."""
+    """True if progress is shown: the caller's choice or, with None, the environment's."""
     return os.environ.get("VBRT_PROGRESS", "").strip().lower() not in _OFF if show is None else show
 
 
 @contextlib.contextmanager
 def screen_taken() -> Iterator[None]:
-    """Draw no bar while a `with` block has the screen."""
+    """Suppress bars while a `with` block owns the screen."""
     taker = object()
     _takers.append(taker)
     try:
@@ -159,7 +159,7 @@ def format_seconds(seconds: float) -> str:
 
 
 class _Painter:
-    """Draws work, in a thread: a bar on a terminal, gone at the end; elsewhere lines, the longer it takes the rarer."""
+    """Drawing thread: a bar on a terminal, removed at the end; elsewhere lines at growing intervals."""
 
     def __init__(self, what: str, total: int, unit: str) -> None:
         self.drawing = threading.Lock()

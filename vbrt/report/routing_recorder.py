@@ -1,7 +1,7 @@
-"""Records which experts the tokens of a model go to, for `vb.record_routing`.
+"""Recorder of expert routing, for `vb.record_routing`.
 
-A stack's guard has the recorder as `routing`, which is None unless somebody records; layers of routed experts call its
-`note(name, ids)` in each of their forwards. Recording reads the ids on the host, which waits for the device.
+A stack's guard has the recorder as `routing`, None while nothing is recorded; layers of routed experts call its
+`note(name, ids)` in each forward. Recording copies the ids to the host, which waits for the device.
 """
 
 import threading
@@ -17,12 +17,12 @@ __all__ = ["RoutingRecorder"]
 
 
 class RoutingRecorder:
-    """Keeps what layers note, and writes it into a file.
+    """Buffer of routing records, written to a file at the end.
 
     Args:
         layers: the layers of routed experts, in the order of the model.
         path: of the file to write.
-        prefix: what names of layers and phases have in front where they are told.
+        prefix: of the names of layers and phases that are passed in.
 
     Raises:
         ArgumentError: the file cannot be written.
@@ -38,7 +38,7 @@ class RoutingRecorder:
         self._lock = threading.Lock()
 
     def begin_pass(self, phase: str = FORWARD) -> None:
-        """Note that a pass over the model begins."""
+        """Record the begin of a pass over the model."""
         with self._lock:
             self._marked = True
             self._begin(phase.removeprefix(self._prefix))
@@ -50,9 +50,9 @@ class RoutingRecorder:
         self._seen.clear()
 
     def note(self, layer: str, tokens: Iterable[Iterable[int]]) -> None:
-        """Note the experts that each token of a forward of a layer went to; ids that are none are left out.
+        """Record the routed experts of each token in a forward of a layer; ids of no expert are dropped.
 
-        A layer of another model is not recorded. Where no pass was marked, one begins when a layer runs again.
+        A layer of another model is not recorded. Without marked passes, one begins when a layer runs again.
         """
         number = self._numbers.get(layer)
         if number is None:
@@ -67,7 +67,7 @@ class RoutingRecorder:
 
     @property
     def routing(self) -> Routing:
-        """What was recorded so far."""
+        """Routing recorded so far."""
         with self._lock:
             records = tuple(self._records)
         return Routing(self.layers, records[:-1] if records and isinstance(records[-1], Pass) else records)

@@ -1,4 +1,4 @@
-"""What ran, where and when: the head of a timeline."""
+"""Metadata of a timeline: models, config, machine, versions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ __all__ = ["Ran"]
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What was recorded.
+    """Metadata of a recorded run.
 
     Attributes:
         models: class, size and formats of each model.
@@ -17,7 +17,7 @@ class Ran:
         settings: every key of it, with the budgets at the end of the recording.
         machine: GPU, CPU and memory.
         versions: of Python and packages, by name.
-        commit: of vbrt's checkout; None where it was installed from a wheel.
+        commit: of vbrt's checkout; None if it was installed from a wheel.
         date: when the recording ended, ISO 8601 in UTC.
     """
 

@@ -1,4 +1,4 @@
-"""Counters of self-speculation: of a model, over all its calls of `generate`."""
+"""Counters of self-speculation, over all `generate` calls of a model."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -14,12 +14,12 @@ class SpeculationStats:
     Attributes:
         exactness: of the last call, "tokens" or "distribution".
         k: drafts of the last round.
-        rounds: verifications, those without a draft included.
-        tokens: taken by them, a batch's rows counted once.
-        drafted, accepted: drafted tokens, and those that verification confirmed.
-        tried: drafts up to and including the first wrong one of each round; `accepted / tried` is the acceptance.
-        draft_us, verify_us: time of drafts and of verifications.
-        link_bytes: bytes that moved between tiers meanwhile.
+        rounds: verification passes, also without a draft.
+        tokens: emitted by them, per sequence: a batch's rows count once.
+        drafted, accepted: drafted tokens; drafted tokens that verification accepted.
+        tried: drafts up to and including the first rejected one of each round; `accepted / tried` is the acceptance.
+        draft_us, verify_us: time of drafting and of verification.
+        link_bytes: bytes moved between tiers during these rounds.
     """
 
     exactness: str = ""
@@ -35,17 +35,17 @@ class SpeculationStats:
 
     @property
     def acceptance(self) -> float | None:
-        """The probability that a draft is confirmed after those before it were; None before the first draft."""
+        """Acceptance rate of a draft whose predecessors were accepted; None before the first draft."""
         return self.accepted / self.tried if self.tried else None
 
     @property
     def tokens_per_round(self) -> float | None:
-        """Tokens for one read of the weights; None before the first round."""
+        """Tokens per read of the weights; None before the first round."""
         return self.tokens / self.rounds if self.rounds else None
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes that moved between tiers for a token; None before the first."""
+        """Bytes moved between tiers per token; None before the first."""
         return self.link_bytes / self.tokens if self.tokens else None
 
     def __str__(self) -> str:
@@ -66,20 +66,20 @@ class SpeculationStats:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `to_dict` returned. Raises KeyError, TypeError or ValueError for anything else."""
+        """Inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
         values = {of.name: data[of.name] for of in fields(cls)}
         return cls(**{name: str(value) if name == "exactness" else int(value) for name, value in values.items()})
 
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """The counters while they count; `reasons`: why calls that asked for drafts were decoded plainly."""
+    """Running counters; `reasons`: fallbacks from drafting to plain decoding."""
 
     totals: dict[str, Any] = field(default_factory=lambda: asdict(SpeculationStats()))
     reasons: list[str] = field(default_factory=list)
 
     def note(self, drafted: int, accepted: int, taken: int, seconds: tuple[float, float]) -> None:
-        """Count a round: `taken` tokens; seconds of its drafts and of its verification."""
+        """Count a round that emitted `taken` tokens; seconds: of its drafts and of its verification."""
         draft_s, verify_s = seconds
         counted = {
             "rounds": 1,

@@ -7,9 +7,9 @@
     vb.stats().layers["fc1"].hit_rate
     vb.stats(experts=True).experts("model.layers.0.mlp.experts")   # hits, misses, bytes and last use of each expert
 
-A hit is a lease of a page that moved no bytes. A page staged ahead of its use is a miss that was `prefetched`.
-`wait_us` is what the host's threads have waited; how long the device did is known of recorded passes only
-(`vb.timeline`), of which `timeline` has the last recording's totals.
+A hit is a page lease that moved no bytes. A prefetched page is a miss that also counts as `prefetched`. `wait_us` is
+the waiting time of host threads; that of the device is known for recorded passes only (`vb.timeline`): `timeline` has
+the totals of the last recording.
 """
 
 import html
@@ -37,26 +37,25 @@ _STR_WIDTH = 100  # str() knows no terminal
 class Stats(StatsData):
     """A snapshot of a wrapped model; building it costs time in the number of VB layers only.
 
-    `dense_bytes` is the model as it came, `kept_bytes` what was not swapped; `device_bytes` is what the computing
-    device holds now of both (budgeted pages, shells that still hold their dense weight, kept parameters).
-    `timeline` is what the last `vb.timeline` measured; None before the first. `policy` is "none" where weights train.
-    `phases` counts the passes of each phase and their page leases; leases between two passes count for the first.
-    `speculation` counts the rounds of `generate(speculate=...)`; None before the first.
-    `steps` counts the decode steps of `generate`.
-    `caches`: of keys and values (`vbrt.KVCache`), whose bytes are in `tiers` too.
-    `leases`, where pages move: whether a precomputed order of them is replayed, and why not.
-    `missed`: how routed experts are computed that miss on the computing device, where some are not fetched.
-    `activations`: what blocks keep for the backward pass; None where `training.activations` is "keep".
-    `updates`: what updates cost a model that trains from the tiers.
-    `libraries`: the C kernels that this process has loaded, and for which CPUs: {"linear": "prebuilt (avx2)"}, or
-        "built here (avx2)"; empty before the first was needed.
-    `untested`: libraries that this process has imported and that are newer than vbrt was tested with; nothing is off
-        because of that.
+    `dense_bytes`: of the original model; `kept_bytes`: of its unswapped parameters; `device_bytes`: held on the
+        computing device now (budgeted pages, dense weights of layers not encoded yet, unswapped parameters).
+    `timeline`: totals of the last `vb.timeline`; None before the first. `policy` is "none" if weights train.
+    `phases`: passes and page leases by phase; a lease between two passes counts for the first.
+    `speculation`: rounds of `generate(speculate=...)`; None before the first.
+    `steps`: decode steps of `generate`.
+    `caches`: KV caches (`vbrt.KVCache`), whose bytes are also part of `tiers`.
+    `leases`: whether a precomputed programme of page moves is replayed, or the reason; "" if no page moves.
+    `missed`: placement of missed routed experts, if some are computed on the CPU instead of fetched.
+    `activations`: activation memory for the backward pass; None with `training.activations` = "keep".
+    `updates`: cost of optimizer updates in the tiers.
+    `libraries`: loaded C kernels and their instruction sets: {"linear": "prebuilt (avx2)"}, or "built here (avx2)";
+        empty before the first use.
+    `untested`: imported libraries newer than vbrt was tested with; nothing is disabled because of that.
     `verbose`: `print` shows counters of mechanisms, too; not part of `to_dict`.
     """
 
     def experts(self, layer: str) -> ExpertCounts:
-        """Return the counters of each expert of a layer; printed, it is a table.
+        """Return the counters by expert of a layer; printed, they are a table.
 
         Raises:
             ArgumentError: no layer of routed experts has this name, or the snapshot was taken without `experts=True`.
@@ -103,12 +102,12 @@ class Stats(StatsData):
 
 
 def _rendered(lines: "Iterable[tuple[str, str]]") -> "RenderResult":
-    """Yield lines and their styles as rich prints them."""
+    """Yield styled lines as rich renderables."""
     from rich.segment import Segment
     from rich.text import Text
 
     for line, style in lines:
         if style:
-            yield Text(line, "bold" if style == "bold" else "")  # a long line goes on in the next
+            yield Text(line, "bold" if style == "bold" else "")  # rich wraps a long line
         else:
             yield Segment(f"{line}\n")

@@ -1,4 +1,4 @@
-"""The data of a snapshot: counters of layers, tiers and decode steps, totals over them, and all of it as plain data."""
+"""Snapshot records: counters of layers, tiers and decode steps, their totals, and conversion to plain data."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,8 +19,8 @@ __all__ = ["LayerStats", "StatsData", "StepCounts", "TierStats", "sums_by_name"]
 
 @dataclass(frozen=True, slots=True)
 class LayerStats:
-    """One VB layer. Bytes are by plane or by link ("ssd>cpu"); times in microseconds; the rest are counts. `experts`:
-    of a layer of routed experts."""
+    """One VB layer. Bytes are by plane or by link ("ssd>cpu"), times in microseconds, the rest counts. `experts`: None
+    for other layers than routed experts."""
 
     format: str
     kernel: str
@@ -53,14 +53,14 @@ class LayerStats:
 
     @classmethod
     def read(cls, data: Mapping[str, Any], where: str) -> Self:
-        """Read what `to_dict` returned. Raises FormatError with `where` in front."""
+        """Inverse of `to_dict`. Raises FormatError with `where` in front."""
         values = _values(cls, data, where)
         return cls(**values, experts=_part(ExpertsStats, data.get("experts"), f"{where}.experts"))
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier, in bytes and pages. `resident_pages` counts pages whose bytes are there now, homes included."""
+    """One tier, in bytes and pages. `resident_pages` counts pages with a copy there now, homes included."""
 
     budget_bytes: int
     held_bytes: int
@@ -73,10 +73,10 @@ class TierStats:
 class StepCounts:
     """Decode steps of `generate`: `captured` were replayed, as CUDA graphs or on a CPU as tapes; `eager` ran Python.
 
-    `recordings` were made, in `record_us` microseconds; `reasons` counts eager steps by why they were. `joined` counts,
-    over all recordings, what became one launch or call, and `unjoined` what looked like it and did not, by the reason.
-    `held_bytes`: of the caches that recordings know by address, and of the results of tapes. `not_ahead` counts what
-    could not be compiled ahead of its first launch, by why.
+    `reasons`: eager steps by reason. `recordings`, `record_us`: captures, and their time in microseconds.
+    `joined`: fused patterns over all captures; `unjoined`: rejected fusion candidates, by reason.
+    `held_bytes`: caches whose addresses captures hold, and results of tapes.
+    `not_ahead`: kernels that could not be compiled ahead of their first launch, by reason.
     """
 
     captured: int = 0
@@ -102,13 +102,13 @@ class StepCounts:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` gives of it."""
+        """Inverse of `dataclasses.asdict`."""
         return cls(**data)
 
 
 @dataclass(frozen=True, slots=True)
 class StatsData:
-    """The fields of `Stats`, its totals, and its form as plain data."""
+    """Fields of `Stats`, with totals and plain data; see there."""
 
     policy: str
     compute_tier: str
@@ -150,7 +150,7 @@ class StatsData:
 
     @property
     def wait_us(self) -> int:
-        """Time that forwards have waited for pages, in microseconds."""
+        """Waiting time of forwards for pages, in microseconds."""
         return sum(layer.wait_us for layer in self.layers.values())
 
     @property
@@ -254,7 +254,7 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def _values(cls: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the constructor arguments of a dataclass out of `data`, checked; other keys (totals) are ignored."""
+    """Return the checked constructor arguments of a dataclass from `data`; other keys (totals) are ignored."""
     values = {}
     for f in fields(cls):
         kind = get_origin(f.type) or f.type
@@ -273,7 +273,7 @@ _Part = type[ActivationStats] | type[TimelineTotals] | type[ExpertsStats] | type
 
 
 def _part(kind: _Part, data: Any, where: str) -> Any:
-    """Return a part of a snapshot that may be absent."""
+    """Return an optional part of a snapshot."""
     try:
         return None if data is None else kind.from_dict(data)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -18,12 +18,12 @@ from vbrt.residency.plan import format_bytes
 __all__ = ["table_lines"]
 
 _GAP = 2  # characters between columns
-_NAME_WIDTH = 12  # of a layer, at least
+_NAME_WIDTH = 12  # minimum width of the name column
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column: a cell for each layer and one for the total. Columns of high rank are left out first."""
+    """Column: one cell per layer, and a total. Columns of high rank are dropped first."""
 
     head: str
     cells: tuple[str, ...]
@@ -66,7 +66,7 @@ def _styled(table: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _experts_lines(stats: StatsData, width: int) -> Iterator[tuple[str, str]]:
-    """Yield a table of the layers of routed experts, if there are any: each has a row, as no two are alike."""
+    """Yield the table of routed experts, if there are any, with one row per layer."""
     layers = {name: layer for name, layer in stats.layers.items() if layer.experts is not None}
     if not layers:
         return
@@ -143,7 +143,7 @@ def _internal_lines(stats: StatsData) -> Iterator[str]:
 
 
 def _by_value(of: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names that have each value."""
+    """Return names by value."""
     found: dict[str, list[str]] = {}
     for name, value in of.items():
         found.setdefault(value, []).append(name)
@@ -220,7 +220,7 @@ def _columns(stats: StatsData) -> list[_Column]:
 
 
 def _training_columns(stats: StatsData) -> list[_Column]:
-    """Return the columns of a model that trains: nothing is leased or moved, the separation engine counts."""
+    """Return the columns of `mode = "train"`: no leases or moves, but counters of the separation engine."""
     layers = stats.layers.values()
     size = sum(sum(layer.plane_bytes.values()) for layer in layers)
     hits, fits = (sum(getattr(layer, f"separation_{name}") for layer in layers) for name in ("hits", "refreshes"))
@@ -243,7 +243,7 @@ def _timeline_column(stats: StatsData, timed: Mapping[str, LayerTotals]) -> _Col
 
 
 def _hoist(columns: list[_Column]) -> tuple[list[_Column], list[str]]:
-    """Return the columns that differ between layers, and the others as words, once for all layers."""
+    """Return the columns that differ between layers, and the shared ones as text for the title."""
     same = [column for column in columns if column.total == "" and len(set(column.cells)) == 1]
     return [column for column in columns if column not in same], [f"{column.head} {column.cells[0]}" for column in same]
 
@@ -267,8 +267,7 @@ def _total_width(columns: Sequence[_Column]) -> int:
 
 
 def _fitted(names: _Column, columns: list[_Column], width: int) -> list[_Column]:
-    """Return the columns that fit: those of the highest rank are left out first, then names are folded, then the last
-    columns are left out."""
+    """Return the columns that fit: drop the highest ranks first, then fold names, then drop the last columns."""
     while _total_width([names, *columns]) > width and any(column.rank for column in columns):
         columns = [column for column in columns if column.rank < max(c.rank for c in columns)]
     while columns and _NAME_WIDTH + _GAP + _total_width(columns) > width:
@@ -296,7 +295,7 @@ def _table(names: _Column, columns: list[_Column], width: int) -> list[str]:
 
 
 def _phase_lines(phases: Mapping[str, PhaseCounts]) -> list[str]:
-    """Return a line for each phase, where there is more than one."""
+    """Return one line per phase if there are several."""
     return [
         f"phase {phase}: {_count(of.passes, 'pass', 'passes')}, {of.hits} hits, {_misses(of.misses, of.prefetched)}, "
         f"hit rate {_percent(of.hit_rate)}"

@@ -7,7 +7,7 @@
 
 Recorded time runs from the first pass or lease to the end of the last one; time between passes is part of it. A link
 may be busy beyond it, with pages that the next pass will need: their bytes count, its share does not grow by them.
-`vbrt.report.idle_gaps` says what waits waited for, `vbrt.report.timeline_files` writes timelines into files.
+`vbrt.report.idle_gaps` splits waits by cause, `vbrt.report.timeline_files` writes timelines into files.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,17 +32,17 @@ __all__ = [
 ]
 
 PASS, ROUND, OPTIMIZER, COMPUTE, WAIT = "pass", "round", "optimizer", "compute", "wait"
-_NAMED = (PASS, ROUND, OPTIMIZER)  # rows whose spans have a name of their own, and no page
+_NAMED = (PASS, ROUND, OPTIMIZER)  # rows whose spans have a name instead of a page
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work of a row for a page, in microseconds.
+    """Event of a row, with its page and times in microseconds.
 
     Attributes:
         row: a pass, a round of speculation, an optimizer's step, compute, wait, or a link such as "cpu>gpu".
         page: or pages of a lease, joined by " + "; the name of a pass (its phase), round or optimizer.
-        nbytes: that a link moved, or of the pages that were leased.
+        nbytes: moved by a link, or of the leased pages.
     """
 
     row: str
@@ -58,7 +58,7 @@ class Span:
 
     @property
     def us(self) -> float:
-        """Its length."""
+        """Length in microseconds."""
         return self.end_us - self.start_us
 
 
@@ -103,8 +103,7 @@ class TimelineTotals:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A recording: spans in the order of their starts, what the experts of each layer that has any counted, and what
-    ran."""
+    """A recording: spans in the order of their starts, heat maps of routed experts, and metadata of the run."""
 
     spans: tuple[Span, ...]
     experts: tuple[LayerHeat, ...] = ()

@@ -1,4 +1,4 @@
-"""A timeline as a page for a browser: one file, which asks for no other.
+"""HTML page of a timeline: one self-contained file.
 
 The page is `assets/timeline.html` with its style, its scripts and uPlot (MIT, `assets/uplot-*/LICENSE`) put in, and the
 recording as JSON. Times are whole tenths of microseconds, a start as the step from the one before, and pages are named
@@ -27,7 +27,7 @@ _PER_US = 10
 
 
 def html_page(timeline: Timeline) -> str:
-    """Return one page with everything in it."""
+    """Return the self-contained page."""
     data = page_data(timeline)
     totals = timeline.totals
     return Template(_asset("timeline.html")).substitute(
@@ -60,14 +60,14 @@ def _asset(name: str) -> str:
 
 
 def _in_script(text: str) -> str:
-    """Return JSON that neither ends the element around it nor begins a comment, whatever a layer is called."""
+    """Return JSON escaped for a script element: no layer name can end it or begin a comment."""
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return text
 
 
 def page_data(timeline: Timeline) -> dict[str, Any]:
-    """Return what the page shows, as plain data; times are in tenths of microseconds from the first span on."""
+    """Return the page's plain data; times are in tenths of microseconds from the first span on."""
     parts, rest = wait_parts(timeline), gaps(timeline)
     origin = min((span.start_us for span in timeline.spans), default=0.0)
     why = {id(span): part for span, part in zip(_waits(timeline), parts, strict=True)}

@@ -1,4 +1,4 @@
-"""Counters of a model that trains from the tiers."""
+"""Counters of optimizer updates in the tiers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ __all__ = ["UpdateStats"]
 
 @dataclass(frozen=True, slots=True)
 class UpdateStats:
-    """What the updates of weights in the tiers cost a model.
+    """Cost of optimizer updates of weights in the tiers.
 
     Attributes:
-        kernel: what computes them.
-        steps: of the weight that has had most.
-        waiting: updates that are under way.
-        wait_us: time for which layers have waited for their own update before they could be leased.
-        clip_us: time that clipping took, which waits for all gradients.
-        refreshed_bytes: copied into copies of pages that were rewritten.
-        gradient_bytes: on the computing device, outside of the budgets, for gradients on their way.
+        kernel: backend of the update.
+        steps: largest step count of any weight.
+        waiting: updates in flight.
+        wait_us: time that leases of layers waited for the layer's own update.
+        clip_us: time of gradient clipping, which waits for all gradients.
+        refreshed_bytes: written to cached copies of rewritten pages.
+        gradient_bytes: on the computing device, outside the budgets, for gradients in transfer.
     """
 
     kernel: str
@@ -33,7 +33,7 @@ class UpdateStats:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` gives of it."""
+        """Inverse of `dataclasses.asdict`."""
         return cls(**data)
 
     def __str__(self) -> str:
