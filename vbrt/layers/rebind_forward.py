@@ -1,8 +1,8 @@
-"""Forwards that a parallel plan has put around a module's own, and the module's own that they hold.
+"""Rebinding of instance-level forward() overrides (transformers' tensor parallel plans) after a class swap.
 
-transformers puts a function in the place of `module.forward`; it moves inputs and outputs between ranks and calls the
-forward that it has kept, a method that is bound to the module and so of the class that the module had. A module whose
-class is changed in place has them call the forward of the new class.
+transformers replaces `module.forward` with a function that moves inputs and outputs between ranks and calls the bound
+method that it saved, of the module's class at that time. After the class was changed in place, the saved method must
+be that of the new class.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,27 +18,27 @@ _DEPTH = 4  # a forward of experts holds an implementation, which holds others, 
 
 
 class _Place(NamedTuple):
-    """Where a bound forward is kept."""
+    """Slot (closure cell or attribute) that holds a bound forward."""
 
     put: Callable[[MethodType], None]
 
 
 def is_wrapped_by_plan(module: nn.Module) -> bool:
-    """True if the forward on the instance is one of a parallel plan, and calls the module's own."""
+    """True if the instance's forward is a parallel plan's override that calls the module's own."""
     forward = module.__dict__.get("forward")
     ours = isinstance(forward, FunctionType) and forward.__module__.startswith(_PACKAGE)
     return ours and next(_places(forward, module, _DEPTH), None) is not None
 
 
 def rebind_(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Have the forward of a parallel plan, if there is one, call that of `cls`."""
+    """Rebind a parallel plan's override, if there is one, to the forward of `cls`."""
     forward = module.__dict__.get("forward")
     for place in list(_places(forward, module, _DEPTH)) if isinstance(forward, FunctionType) else ():
         place.put(MethodType(cls.forward, module))
 
 
 def _places(holder: Any, module: nn.Module, depth: int) -> Iterator[_Place]:
-    """Yield the places where `holder` keeps forwards that are bound to the module."""
+    """Yield the slots in which `holder` keeps forwards bound to the module."""
     if not depth:
         return
     if isinstance(holder, FunctionType):

@@ -2,7 +2,7 @@
 
 Hooks, attributes and every reference to the module stay valid.
 
-The road not taken: replacing modules in their parents. It loses hooks, breaks lists and closures that hold the old
+Rejected: replacing modules in their parents, which loses hooks, breaks lists and closures that hold the old
 module, and must rebuild each subclass's attributes.
 """
 
@@ -23,13 +23,13 @@ _FSDP1 = "torch.distributed.fsdp._dynamo_utils"
 
 
 class SwappedLayer(nn.Module):
-    """A module that was turned into another class in place, and can be turned back; a mixin in front of its class."""
+    """Mixin in front of a module's class: the class was swapped in place, and can be restored."""
 
     _vb_handle: Any
 
     @classmethod
     def plain_class(cls) -> type[nn.Module]:
-        """The class of the module before it was swapped: the first one behind this mixin."""
+        """Class of the module before the swap: the first one behind this mixin."""
         return next(c for c in cls.__mro__ if not issubclass(c, SwappedLayer))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -42,12 +42,12 @@ class SwappedLayer(nn.Module):
 
     @property
     def trained_parameters(self) -> tuple[str, ...]:
-        """The names of parameters that train, and that forwards see in 4 bits."""
+        """Names of trained parameters that forwards see in 4 bits."""
         return ()
 
     @property
     def dense(self) -> nn.Parameter | None:
-        """The dense parameter at the weight's site."""
+        """Dense parameter at the weight's site."""
         return self._parameters[self._vb_handle.spec.site.parameter]
 
     def freeze_(self) -> None:
@@ -77,7 +77,7 @@ class SwappedLayer(nn.Module):
             "unwrap() first"
         )
 
-    def __prepare_scriptable__(self) -> None:  # torch.jit.script asks here for what it is to compile instead
+    def __prepare_scriptable__(self) -> None:  # torch.jit.script looks up a replacement here
         name = self._vb_handle.spec.name
         raise WrapError(
             f"{name}: torch.jit.script cannot compile a {type(self).__name__}; use torch.jit.trace or "
@@ -86,7 +86,7 @@ class SwappedLayer(nn.Module):
 
 
 def _is_called_by(module: str) -> bool:
-    """True if one of the last callers of the function that asks is code of a module."""
+    """True if one of the last callers on the stack is code of a module."""
     frame, left = sys._getframe(2), 3
     while frame is not None and left:
         if frame.f_globals.get("__name__") == module:
@@ -96,7 +96,7 @@ def _is_called_by(module: str) -> bool:
 
 
 def strip(module: nn.Module) -> None:
-    """Remove from a plain module what it had as a swapped one. Idempotent."""
+    """Remove a swapped layer's attributes from a plain module. Idempotent."""
     handle = module.__dict__.get("_vb_handle")
     if handle is not None:
         handle.layers.discard(module)

@@ -1,4 +1,4 @@
-"""Routed experts in 4 bits of a recorded step on a CPU, whose pages never move: without leases, arguments prepared."""
+"""Resident 4-bit experts in captured CPU steps: no leases, prepared kernel arguments."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,13 +19,13 @@ __all__ = ["Resting", "experts_at_rest", "prepare_experts", "resting_experts"]
 
 
 class Resting(NamedTuple):
-    """A layer, and its experts as kernels take them."""
+    """Resident layer, with its experts in the kernels' form."""
 
     layer: VBExperts
     experts: Experts
 
     def count(self, ids: Sequence[Sequence[int]]) -> None:
-        """Count what a lease of the touched experts would, and the forward."""
+        """Count a forward, and hits as a lease of the touched experts would."""
         handle = self.layer.handle
         touched = sorted({expert for row in ids for expert in row if 0 <= expert < handle.spec.experts})
         handle.forwards += 1
@@ -37,7 +37,7 @@ class Resting(NamedTuple):
 
 
 def resting_experts(layer: VBExperts, pairs: int) -> Resting | None:
-    """Return a layer whose pages never move, for few pairs; None where `encoded_forward` does more, or leases."""
+    """Return a resident layer, for few pairs; None if `encoded_forward` must lease or do more."""
     handle, kind = layer.handle, type(layer)
     spec, gate = handle.spec, kept_gate(layer)
     own = any(hasattr(kind, name) for name in ("rows_of_pages", "beside_experts"))
@@ -63,7 +63,7 @@ def experts_at_rest(resting: Resting, x_TH: Tensor, ids_Tk: Tensor, weights_Tk: 
 
 
 def prepare_experts(args: tuple, form: Any, empty: Empty) -> Prepared | None:
-    """Return `experts_at_rest` on tensors that stay where they are; None where C code does not serve them."""
+    """Return `experts_at_rest` on tensors of fixed address; None if C code does not support them."""
     resting, x_TH, ids_Tk, weights_Tk = args
     made = prepare_layer(resting.experts, x_TH, (ids_Tk, weights_Tk), form, empty)
     if made is None:

@@ -1,9 +1,9 @@
-"""Rows of missed experts, computed by the CPU where their pages lie, while the computing device does the others.
+"""CPU compute of missed experts on their host pages, overlapped with the computing device's resident ones.
 
-Work on pages that are in host memory is posted to a team of threads that stay in C (`TeamWork`): it costs the thread
-that launches the device's kernels one call, and none of them waits for Python's lock. What such a team cannot compute
-is given to a thread of Python's (`HostWork`): pages that have to be read first or put in order, backends without C
-code, more pairs than the C code multiplies. Both hold the pages until they are done: whoever waits may be interrupted.
+Work on pages in host memory is posted to a team of C threads (`TeamWork`): it costs the thread that launches the
+device's kernels one call, and none of them takes the GIL. A Python thread (`HostWork`) computes the rest: pages that
+must be read or reordered first, backends without C code, more pairs than the C code supports. Both hold the pages until
+they are done, because a waiting thread may be interrupted.
 """
 
 from _thread import allocate_lock
@@ -30,11 +30,11 @@ from vbrt.tiers.stack.host_lease import LowerLease
 __all__ = ["HostLayer", "HostWork", "Operands", "TeamWork", "host_ops", "host_pages", "new_team"]
 
 CPU = torch.device("cpu")
-_OTHERS = 2  # threads that work meanwhile: the one that launches kernels, and the one that copies pages
+_OTHERS = 2  # busy threads: one launches kernels, one copies pages
 
 
 class Operands(NamedTuple):
-    """What a layer is called with, in host memory: x [T, H], ids int64 [T, k]."""
+    """Arguments of a layer in host memory: x [T, H], ids int64 [T, k]."""
 
     x: Tensor
     ids: Tensor
@@ -54,7 +54,7 @@ class Operands(NamedTuple):
         return {e: counts[e] for e in sorted(counts) if 0 <= e < experts}
 
     def only(self, experts: Sequence[int]) -> "Operands":
-        """Return them with the ids of other experts masked."""
+        """Return the operands with ids of other experts masked."""
         return self._replace(
             ids=self.ids.masked_fill(~torch.isin(self.ids, torch.tensor(experts, dtype=torch.int64, device=CPU)), -1)
         )
@@ -67,11 +67,11 @@ class Operands(NamedTuple):
 
 
 class HostLayer(NamedTuple):
-    """How the CPU computes experts of a layer.
+    """CPU implementation of a layer's experts.
 
     Attributes:
         ops: of a CPU.
-        gate: what they apply.
+        gate: of the experts.
         up, down: the biases [E, N] in host memory, or None.
         forms: of the pages as a team takes them, by dtype and layout, with the layout; None: no team computes them.
     """
@@ -122,7 +122,7 @@ class HostLayer(NamedTuple):
         return HostProduct(form, self.gate, (self.up, self.down), operands.x, operands.ids, views, out)
 
     def _form(self, dtype: torch.dtype) -> TeamForm | None:
-        """What is the same in all jobs on x of a dtype, worked out once for a layout of the pages."""
+        """Job parameters that depend only on the dtype of x and the page layout; cached."""
         handle = self.handle
         layout = handle.pages[0].layout
         key = dtype, id(layout)
@@ -150,13 +150,13 @@ def host_ops(handle: ExpertsWeights) -> tuple[ExpertOps, str]:
 
 
 def new_team() -> ExpertTeam:
-    """Return a team of as many threads as kernels have, less those that work meanwhile."""
+    """Return a team with the kernels' thread count, less the threads that launch and copy meanwhile."""
     with leaving(_OTHERS):
         return ExpertTeam(team(torch.get_num_threads()))
 
 
 class HostWork:
-    """The rows of some experts, computed once, by whichever thread comes first.
+    """Rows of some experts, computed once by the first thread that gets to them.
 
     Attributes:
         experts: which, ascending.
@@ -171,7 +171,7 @@ class HostWork:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Compute the rows, and release the pages. What fails is raised by `rows`."""
+        """Compute the rows and release the pages. `rows` raises errors."""
         if not self._begun.acquire(blocking=False):
             return
         try:
@@ -214,7 +214,7 @@ class HostWork:
 
 
 class TeamWork:
-    """The rows of some experts, computed by a team.
+    """Rows of some experts, computed by a team.
 
     Attributes:
         experts: which, ascending.
@@ -226,7 +226,7 @@ class TeamWork:
         self._number = 0  # any job that the team has: none of this one until it is posted
 
     def post(self) -> "TeamWork":
-        """Have the team begin. Raises MemoryError."""
+        """Post the job to the team. Raises MemoryError."""
         try:
             self._number = self._team.post(self, self._product)
         except BaseException:
@@ -235,7 +235,7 @@ class TeamWork:
         return self
 
     def end(self) -> None:
-        """Return when the rows are there, and release the pages. Idempotent."""
+        """Wait for the rows and release the pages. Idempotent."""
         try:
             self._end()
         except BaseException:
@@ -247,7 +247,7 @@ class TeamWork:
         self._lower.end()
 
     def rows(self) -> Tensor:
-        """Return the rows on the computing device, [P, N], zeros for other experts; take part until they are there."""
+        """Return the rows on the computing device, [P, N], zeros for other experts; this thread helps to compute."""
         self.end()
         return self.sent()
 

@@ -1,20 +1,19 @@
-"""A cache of routed experts of which the device decides: no pass waits for the host, and a whole one may be one graph.
+"""Device-managed cache of routed experts: passes never wait for the host, so a whole pass can be one CUDA graph.
 
     cache = DeviceCache(handle.stack, {name: handle.keys, ...}, capacity_bytes)
     with cache.lease(layer, ids_Tk) as addresses:      # int64 [E]: where the kernels find each routed expert
         y = op(x, ids_Tk, ..., addresses)
 
-The pages live in page-locked host memory. An `Arena` is the part of the computing tier's budget that the cache has, cut
-into equal slots; tables on the device say which page is in which slot (`vbrt.kernels.cuda.experts.residency`). The rule
-is that of the policy `experts`: counts equal what `vbrt.simulate` gives for the same routing.
+The pages live in pinned host memory. An `Arena` is the cache's share of the computing tier's budget, cut into equal
+slots; tables on the device map pages to slots (`vbrt.kernels.cuda.experts.residency`). Eviction follows the policy
+`experts`: counts equal those of `vbrt.simulate` for the same routing.
 
-**Order.** Slots are overwritten in stream order. So leases follow each other: a second thread waits until the first
-one has left its `with`, and a lease on another stream waits, on the device, for what the stream of the lease before was
-given. Recorded graphs are replayed without this class: replay them on the stream of the other leases, or order the
-streams.
+**Order.** Slots are overwritten in stream order, so leases are serialized: a second thread waits until the first one
+has left its `with`, and a lease on another stream waits, on the device, for the stream of the previous lease. Captured
+graphs are replayed without this class: replay them on the stream of the other leases, or order the streams.
 
-**Ctrl-C.** A lease that was interrupted between its two launches may have left pages in the tables whose bytes have not
-come: the next lease empties the cache first.
+**Ctrl-C.** A lease that was interrupted between its two launches may leave pages in the tables whose bytes were not
+copied: the next lease empties the cache first.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ __all__ = ["DeviceCache", "DeviceCounts", "DeviceTotals", "Part"]
 
 
 class DeviceCounts(NamedTuple):
-    """What a layer has counted: hits and misses of each expert, int64 [E] on the CPU, and bytes moved in."""
+    """Counters of a layer: hits and misses by expert, int64 [E] on the CPU, and bytes copied in."""
 
     hits: Tensor
     misses: Tensor
@@ -45,11 +44,11 @@ class DeviceCounts(NamedTuple):
 
 
 class DeviceTotals(NamedTuple):
-    """What the experts of a layer have counted together, and how many of their pages are resident.
+    """Counters of a layer summed over its experts, with the number of resident pages.
 
     Attributes:
-        leases, named, touched, compared, reused: but for scans: their number, ids that named experts, experts touched,
-            and of those the ones touched by a lease right after another one, and by that one, too.
+        leases, named, touched, compared, reused: without scans: leases, ids of experts, touched experts, touched
+            experts of leases that directly follow another one, and of these, experts touched by that one, too.
     """
 
     hits: int = 0
@@ -63,13 +62,13 @@ class DeviceTotals(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some experts of a scan: the routed ids [T, k], with sentinels in place of the others."""
+    """Part of a scan: routed ids [T, k], with sentinels for experts of other parts."""
 
     ids: Tensor
 
 
 class DeviceCache:
-    """Pages of the experts of some layers, of one plane, resident as the device decides.
+    """Cache of one plane of the experts of some layers, with residency decided by the device.
 
     Args:
         stack: that has the pages.
@@ -80,11 +79,11 @@ class DeviceCache:
     Attributes:
         layers: their names; `lease` takes the number of one.
         keys, scope: as given.
-        recorded: True once a CUDA graph knows where the slots lie; whoever drops all such graphs may clear it.
-        capacity_bytes: what the arena takes.
+        recorded: True once a CUDA graph has captured slot addresses; cleared when all such graphs are dropped.
+        capacity_bytes: of the arena.
 
     Raises:
-        TierError: pages are not in page-locked host memory, or of several sizes where they share slots; the budget has
+        TierError: pages are not in pinned host memory, or of several sizes although they share slots; the budget has
             no room, or `capacity_bytes` none for a page of each layer. Nothing has changed then: leases of the stack
             work, with the host deciding.
     """
@@ -143,23 +142,23 @@ class DeviceCache:
         return tables.pools[tables.layers[layer].pool].slots
 
     def memory(self, layer: int) -> Tensor:
-        """Return the slots of the layer's pool, uint8 [slots, bytes of a page]; a lease says which is whose."""
+        """Return the slots of the layer's pool, uint8 [slots, bytes of a page]; leases map experts to them."""
         return self._tables.memory(layer)
 
     def fits(self, layer: int, ids_Tk: Tensor) -> bool:
-        """True if one lease takes so many routed ids, whichever they are; otherwise `scan` them."""
+        """True if one lease serves any ids of this count; otherwise `scan` them."""
         return self._tables.fits(layer, ids_Tk)
 
     @contextlib.contextmanager
     def lease(self, layer: int, ids_Tk: Tensor) -> Iterator[Tensor]:
         """Lease the routed experts of a layer: yield the addresses of the layer's pages, int64 [E].
 
-        They hold for kernels that are launched on this stream within the `with`. Those of experts to which nothing is
-        routed are anything.
+        They are valid for kernels launched on this stream within the `with`. Addresses of experts without tokens are
+        undefined.
 
         Args:
             layer: its number.
-            ids_Tk: int32 or int64, on the device; what is not in 0 .. E - 1 is a sentinel.
+            ids_Tk: int32 or int64, on the device; values outside 0 .. E - 1 are sentinels.
 
         Raises:
             TierError: there may be more experts than slots, or the stack or the cache was closed.
@@ -174,15 +173,15 @@ class DeviceCache:
 
     @contextlib.contextmanager
     def lease_part(self, layer: int, part: Part) -> Iterator[Tensor]:
-        """`lease` a part of a scan, which leaves scores as they are."""
+        """`lease` a part of a scan; eviction scores are unchanged."""
         with self._entered(layer):
             yield self._lease(layer, part.ids, scan=True)
 
     def scan(self, layer: int, ids_Tk: Tensor) -> list[Part]:
-        """Cut a pass that uses more experts than there are slots into parts, by expert; nothing waits for the device.
+        """Split a pass that uses more experts than there are slots into parts, by expert, without a device sync.
 
-        Each pair (token, expert) is in one part: `lease_part` it, and add the rows of its pairs. A part takes half of
-        the slots at most: the pages in the others, those that decoding needs most, stay.
+        Each pair (token, expert) is in one part: `lease_part` it, and add the rows of its pairs. A part takes at most
+        half of the slots: pages in the others, which decoding needs most, are not evicted.
         """
         count, step = self._tables.layers[layer].count, self._scanned(layer)
         if step >= count:
@@ -192,11 +191,11 @@ class DeviceCache:
     def scan_touched(
         self, layer: int, ids_Tk: Tensor, touched: Sequence[int], most: int
     ) -> list[tuple[Sequence[int], Part]]:
-        """`scan` where the host knows the experts that ids name: return those of each part with it, one part at least.
+        """`scan` with touched experts known to the host: return each part with its experts, at least one part.
 
         Args:
-            touched: these experts, ascending.
-            most: of them in a part.
+            touched: experts that ids name, ascending.
+            most: experts in a part, at most.
         """
         step = min(most, self._scanned(layer))
         chunks = [touched[first : first + step] for first in range(0, len(touched), step)] or [[]]
@@ -205,13 +204,13 @@ class DeviceCache:
         return [(chunk, _between(ids_Tk, chunk[0], chunk[-1] + 1)) for chunk in chunks]
 
     def _scanned(self, layer: int) -> int:
-        """How many experts a part of a scan takes at most."""
+        """Maximum number of experts in a part of a scan."""
         count, slots = self._tables.layers[layer].count, self.slots(layer)
         return count if count <= slots else max(1, slots // 2)
 
     @contextlib.contextmanager
     def _entered(self, layer: int) -> Iterator[None]:
-        """One lease at a time: the kernels of the one before are launched then."""
+        """Serialize leases: the previous one's kernels are launched by then."""
         with self._lock:
             if self._leased:
                 raise TierError(f"{self.layers[layer]}: this thread has a lease of its cache already; leave that first")
@@ -234,7 +233,7 @@ class DeviceCache:
         return addresses
 
     def _follow_stream(self, device: torch.device) -> None:
-        """Order this stream behind that of the lease before; a graph that is recorded runs later, and elsewhere."""
+        """Make this stream wait for that of the previous lease; not in captures: graphs run later, elsewhere."""
         if torch.cuda.is_current_stream_capturing():
             if self._deciding:
                 raise TierError(
@@ -255,7 +254,7 @@ class DeviceCache:
     # -- counts, room -------------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, DeviceCounts]:
-        """Return what each layer has counted; waits for the device."""
+        """Return the counters by layer; waits for the device."""
         hits, misses = self._tables.counts()
         sizes = [len(keys) for keys in self.keys.values()]
         rows = zip(self.keys, hits.split(sizes), misses.split(sizes), strict=True)
@@ -275,7 +274,7 @@ class DeviceCache:
         return {name: DeviceTotals(*of) for name, of in zip(self.keys, of_layers, strict=True)}
 
     def check_not_recorded(self) -> None:
-        """Raise TierError if a CUDA graph has recorded where the slots lie."""
+        """Raise TierError if a CUDA graph has captured slot addresses."""
         if self.recorded:
             raise TierError(
                 f"{self.layers[0]}: a CUDA graph has recorded where the slots of its cache lie; choose the budget "
@@ -283,7 +282,7 @@ class DeviceCache:
             )
 
     def close(self) -> None:
-        """Give the room back, and let the pages move again. Idempotent."""
+        """Free the arena, and let the pages move again. Idempotent."""
         with self._lock:
             arena = self._arena
             if arena is not None:

@@ -1,7 +1,7 @@
-"""Encodes the experts of a layer, several at a time: small matrices take more steps than work.
+"""Batched encoding of a layer's experts: for small matrices, launch overhead exceeds the work.
 
-On a GPU the weights of the next experts are on their way while those before are encoded, and while their pages are
-written nothing else waits.
+On a GPU the H2D copy of the next experts' weights overlaps with the encoding of the current ones, and writing pages
+blocks neither.
 """
 
 import math
@@ -22,7 +22,7 @@ _STEP_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 
 
 class MatricesOnDemand:
-    """The matrices of a part [E, ...], each read when it is asked for: a slice of it stacks only those in the slice.
+    """Lazy stack of a part's matrices [E, ...]: a slice reads and stacks only its own matrices.
 
     Args:
         read: returns the matrix of an expert on the CPU, as the module keeps it, of `shape[1:]` and `dtype`; may be
@@ -48,8 +48,8 @@ class MatricesOnDemand:
 
 
 class ExpertsOnDemand:
-    """The joint planes of all experts of a layer, in their order, made as they are asked for; may be iterated again, as
-    it is where pages turn out to need another order.
+    """Lazy iterable of the joint planes of a layer's experts, in order. It may be iterated again, which happens if
+    pages need another order.
 
     Args:
         make: returns the joint planes of an expert.
@@ -64,7 +64,7 @@ class ExpertsOnDemand:
 
 
 class EncodedExperts:
-    """The joint planes of all experts of a layer, in their order, encoded as they are asked for; may be iterated again.
+    """Lazily encoded joint planes of a layer's experts, in order; may be iterated again.
 
     Args:
         weights: by part, [E, ...] as the module keeps them.
@@ -98,20 +98,20 @@ class EncodedExperts:
 
 
 def _some(weight: Tensor | MatricesOnDemand, step: slice) -> Tensor:
-    """Return some matrices of a part, and zeros for experts beyond those that it has any of."""
+    """Return some matrices of a part, with zeros for experts beyond its end."""
     some = weight[step]
     missing = step.stop - step.start - len(some)
     return torch.cat([some, some.new_zeros(missing, *weight.shape[1:])]) if missing else some
 
 
 class _Given(NamedTuple):
-    """Weights of some experts, there once `arrived` has happened."""
+    """Weights of some experts, valid after the event `arrived`."""
 
     weights: dict[str, Tensor]
     arrived: torch.cuda.Event | None = None
 
     def take(self) -> dict[str, Tensor]:
-        """Return the weights, for what the current stream does from now on."""
+        """Make the current stream wait for the weights, and return them."""
         if self.arrived is not None:
             for weight in self.weights.values():
                 current = torch.cuda.current_stream(weight.device)
@@ -133,7 +133,7 @@ def _has_to_move(handle: ExpertsWeights, weights: Mapping[str, Tensor | Matrices
 
 
 class _Uploads:
-    """Copies weights to the GPU on the stream of its tier, beside what the GPU computes meanwhile."""
+    """H2D copies of weights on the tier's stream, overlapping with compute."""
 
     def __init__(self, handle: ExpertsWeights) -> None:
         level = handle.stack.levels[0]

@@ -1,10 +1,10 @@
 """Gradients through frozen routed experts: of hidden states, routing weights, biases and norms.
 
-Nothing of the weights' size is kept. The backward pass leases the pages again, in chunks as a scan does, and computes
-what each chunk adds once more, by the implementation that the module's config names, on decoded weights.
+Nothing of the weights' size is saved. The backward pass leases the pages again, in chunks like a scan, and recomputes
+each chunk's contribution on decoded weights, by the implementation that the module's config names.
 
-The road not taken: products of pages that know their derivative. They save the first product of the second forward,
-and know neither the gates nor the norms that modules bring along.
+Rejected: differentiable products on pages. They would save the first product of the recomputation, but do not support
+modules' own gates and norms.
 
 Legend: T tokens, k experts a token, P = T k pairs, H hidden.
 """
@@ -50,7 +50,7 @@ def kept_parameters(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def autocast_of(device: str) -> contextlib.AbstractContextManager:
-    """Return the autocast of this thread, for a backward pass, which runs in another."""
+    """Return this thread's autocast state, for the backward pass, which runs in another thread."""
     return torch.autocast(
         device,
         torch.get_autocast_dtype(device),
@@ -60,7 +60,7 @@ def autocast_of(device: str) -> contextlib.AbstractContextManager:
 
 
 class _Recomputed(Function):
-    """A layer's output; differentiable any number of times."""
+    """Output of a layer with recomputation in the backward pass; differentiable any number of times."""
 
     @staticmethod
     def forward(
@@ -99,7 +99,7 @@ def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 
 def _rows(ctx: Any, leased: LeasedExperts, ids: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what each pair of some experts adds to the output, weighed, [p, H], and the gradient of it.
+    """Return the weighted output rows of some experts' pairs, [p, H], and their gradient.
 
     Where gradients are enabled, for a later derivative, it holds no view of the leased pages.
     """

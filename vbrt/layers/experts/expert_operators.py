@@ -1,4 +1,4 @@
-"""The operators of compiled, traced and exported graphs for routed experts: they name a handle by its token."""
+"""Operators of compiled, traced and exported graphs for routed experts, which name a handle by its token."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ __all__ = ["layer_of"]
 
 
 def layer_of(token: Tensor) -> Any:
-    """The live layer of experts that a graph's token names, encoded by now."""
+    """Return the live layer of a graph's token, encoded if it was not."""
     layer = next(iter(handle_of(token).layers), None)
     if layer is None:
         raise WrapError("a compiled graph names a layer of experts that has left the tiers; compile again")

@@ -1,4 +1,4 @@
-"""Writes the planes of experts into pages, and brings them out again: for pickles, saves and other machines."""
+"""Page I/O of experts: write planes into pages, and read them as encoded for pickles, saves and other machines."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ __all__ = ["Uneven", "pickled", "unpickled", "write_pages"]
 
 
 class Uneven(Exception):
-    """The matrices of an expert are in another order than those before."""
+    """Error: an expert's matrices are in another order than those of previous experts."""
 
 
 def write_pages(handle: ExpertsWeights, planes: Iterable[Planes]) -> None:
@@ -70,7 +70,7 @@ def pickled(handle: ExpertsWeights) -> list:
 
 
 def unpickled(pages: list) -> list[Planes]:
-    """Return the joint planes that `pickled` gave."""
+    """Inverse of `pickled`."""
     return [[_from_pickle(*plane) for plane in planes] for planes in pages]
 
 

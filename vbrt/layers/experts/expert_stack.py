@@ -1,8 +1,8 @@
-"""The matrices of some experts in one tensor, without a copy: what their implementations are given on a CPU.
+"""Zero-copy stack of expert matrices, for implementations on a CPU.
 
-A module's implementation reads its weights as one tensor [n, ...], which leased pages are not. Copying them together
-takes as long as multiplying by them. A `Bank` has that tensor's shape, dtype and device, and no content: what reads it
-expert by expert (an index, `grouped_mm`) is given the matrices where they lie, and anything else a copy of all.
+A module's implementation reads its weights as one tensor [n, ...], but leased pages are separate. Copying them into one
+takes as long as multiplying by them. A `Bank` has that tensor's shape, dtype and device, without storage: reads by
+expert (an index, `grouped_mm`) get the matrices in place, any other operation a copy of all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,7 @@ class Bank(Tensor):
 
 
 def _without_banks(values: Sequence[Any]) -> tuple[Any, ...]:
-    """The values with copies in place of banks, also within lists and tuples."""
+    """Replace banks by copies, also within lists and tuples."""
     return tuple(
         v.stacked() if isinstance(v, Bank) else type(v)(_without_banks(v)) if type(v) in (list, tuple) else v
         for v in values

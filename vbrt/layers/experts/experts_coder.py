@@ -1,4 +1,4 @@
-"""ExpertsCoder: which kernels compute with a layer's experts, and how their planes come into pages and out again."""
+"""ExpertsCoder: kernel selection, encoding and decoding for a layer's experts."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,12 +29,12 @@ class ExpertOps(NamedTuple):
 
 
 class ExpertsCoder:
-    """Encodes and decodes the experts of a layer, and has the kernels that compute with them.
+    """Encoder, decoder and kernels of a layer's experts.
 
     Attributes:
         encoders: by part.
-        kernels: by part, chosen for spec and device; None until they are needed where building them takes time.
-        fallbacks: reasons why something is not as it was asked for are appended here.
+        kernels: by part, for spec and device; None until first needed if building them takes time.
+        fallbacks: receives reasons for deviations from the config.
     """
 
     def __init__(self, spec: ExpertsSpec, device: torch.device, fallbacks: list[str]) -> None:
@@ -51,7 +51,7 @@ class ExpertsCoder:
             self.take_kernels()
 
     def take_kernels(self) -> dict[str, Kernels]:
-        """Choose the kernels; warn of those that were asked for and cannot be had, once for all layers."""
+        """Choose the kernels; warn once for all layers about requested ones that are unavailable."""
         kernels = {part: choose_kernels(one, self.device) for part, one in self.spec.parts.items()}
         for part, chosen in kernels.items():
             chosen.kernel.prepare(self.device)
@@ -84,14 +84,14 @@ class ExpertsCoder:
 
     @property
     def backend(self) -> str:
-        """The name of the backend that runs."""
+        """Name of the backend in use."""
         spec = self.spec.first
         if spec.lossless:
             return next(iter((self.kernels or self.take_kernels()).values())).kernel.backend
         return resolve("experts_up", spec.backend, self.device, spec.format).backend
 
     def refuse_order(self) -> None:
-        """Keep pages as the format encodes them: the kernels' order does not hold all experts."""
+        """Keep pages in the format's order: the kernels' order cannot represent all experts."""
         for encoder in self.encoders.values():
             encoder.packing = None
         self.fallbacks.append(

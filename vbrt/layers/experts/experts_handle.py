@@ -1,10 +1,10 @@
-"""ExpertsHandle: where the planes of a layer's routed experts are.
+"""ExpertsHandle: state of a layer's routed experts, from dense parameters to pages.
 
-It holds the module's dense parameters first, and owns one page for each expert and plane once `store` has run. Pages
-are read-only. A forward leases the pages of the experts that its tokens are sent to.
+It first holds the module's dense parameters, and owns one page per expert and plane after `store`. Pages are read-only.
+A forward leases the pages of the experts that its tokens are routed to.
 
-Beside it: `experts_coder.py` (kernels, encoding and decoding), `expert_pages_io.py` (planes into pages, pickles),
-`leased_experts.py` (pages while they are leased), `residency_owner.py` (who decides what is resident).
+See also: `experts_coder.py` (kernels, encoding and decoding), `expert_pages_io.py` (planes into pages, pickles),
+`leased_experts.py` (leased pages), `residency_owner.py` (host or device decides residency).
 """
 
 import contextlib
@@ -42,20 +42,20 @@ __all__ = ["ExpertsHandle"]
 
 
 class ExpertsHandle(PagesHandle):
-    """Planes of the experts of one layer in a stack. Counters are integers; keys go expert by expert.
+    """Handle to the experts' planes of one layer in a stack. Counters are integers; keys are ordered by expert.
 
     Attributes:
-        dtype: what the layer computes in and shows to the outside.
+        dtype: compute dtype of the layer, and dtype of decoded weights.
         trainable: True if the dense parameters had requires_grad.
         layers: the live layers that share these weights.
-        dense: the weights until they are encoded, by name, as parameters, or as temporaries that were written to. The
-            module has none of them among its parameters, where an optimizer would take them.
-        lent: the temporaries that reading a parameter has given, by name; writes to them change the weights.
-        coder: encodes and decodes, and has the kernels.
-        kernel: the name of the backend that runs.
-        routing: counts of what forwards have asked for.
-        deciding: who decides which pages move.
-        ready: the pages of all experts, where they never move.
+        dense: weights before encoding, by name, as parameters, or as temporaries that were written to. The module has
+            no such parameters, so optimizers do not see them.
+        lent: live temporaries by name of the parameter; a write to one changes the weights.
+        coder: encoder, decoder and kernels.
+        kernel: name of the backend in use.
+        routing: counters of routed experts.
+        deciding: owner of residency, host or device.
+        ready: pages of all experts if they are resident; else None.
     """
 
     tied, separation = False, None
@@ -82,7 +82,7 @@ class ExpertsHandle(PagesHandle):
         return 2 if self.spec.fine else 1
 
     def all_fallbacks(self) -> list[str]:
-        """`fallbacks`, and what forwards have shown: no coarse plane for a draft."""
+        """`fallbacks`, with those found by forwards: no coarse plane for a draft."""
         return [*self.fallbacks, *precision_notes(self)]
 
     def retype(self, dtype: torch.dtype) -> None:
@@ -139,7 +139,7 @@ class ExpertsHandle(PagesHandle):
             return heir
 
     def freeze(self) -> None:
-        """Give the weights back as ones that do not train: nobody asks for their gradients."""
+        """Make `unwrap` return the weights frozen (requires_grad False)."""
         if self.trainable:
             self.trainable = False
             for weight in self.dense.values():
@@ -219,12 +219,12 @@ class ExpertsHandle(PagesHandle):
     # -- lent ---------------------------------------------------------------------------------------------------------
 
     def temporary(self, name: str) -> DecodedWeight | None:
-        """The temporary of a parameter that is out, if one is."""
+        """Live temporary of a parameter, or None."""
         return live_temporary(self.lent.get(name))
 
     def lend(self, name: str) -> torch.Tensor:
-        """A parameter, to be written to as well; one for all who ask while somebody holds it. It is decoded, or lies
-        where the dense one does."""
+        """Return the temporary of a parameter, writable and shared by all readers while it is alive. It is decoded, or
+        shares the dense one's memory."""
         while True:
             lent, held = self.temporary(name), self.dense
             dense = held.get(name)
@@ -240,7 +240,7 @@ class ExpertsHandle(PagesHandle):
                     return made
 
     def notice_writes(self) -> None:
-        """Take over writes to temporaries that no method of theirs has reported."""
+        """Take over unreported writes to temporaries."""
         if not self.lent and not self._written:
             return
         for name, content in list(self._written.items()):
@@ -283,7 +283,7 @@ class ExpertsHandle(PagesHandle):
         self.spec.refuse(key, what)
 
     def note_written(self, key: str, weight: torch.Tensor) -> None:
-        """Keep the content of a temporary that died after a write, until the next look. Takes no lock."""
+        """Keep the content of a temporary freed after a write, until the next forward. Takes no lock."""
         self._written[key] = weight
 
     def thaw(self, key: str, weight: DecodedWeight) -> None:
@@ -334,11 +334,11 @@ class ExpertsHandle(PagesHandle):
         self.deciding.end_on_device()
 
     def keep_ready(self, pages: ExpertPages) -> None:
-        """Use the pages of all experts, which never move, without a lease from now on."""
+        """Use the resident pages of all experts without a lease from now on."""
         self.ready = pages
 
     def forget_ready(self) -> None:
-        """Keep no views into pages: they may move."""
+        """Drop views into pages, because they may move."""
         self.ready = None
 
     def layouts_of(self, expert: int) -> list[PageLayout]:
@@ -402,7 +402,7 @@ class ExpertsHandle(PagesHandle):
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def empty_copy(self) -> "ExpertsHandle":
-        """A handle for other weights of the same layer, in the same stack."""
+        """Return an empty handle for other weights of the same layer, in the same stack."""
         clone = ExpertsHandle(self.spec, self.stack)
         clone.dtype, clone.generation, clone.trainable = self.dtype, self.generation, self.trainable
         clone.token = clone.token_at(self.generation)

@@ -1,7 +1,7 @@
-"""VBExperts: a module of routed experts whose matrices live as planes in a tier stack, a page for each expert.
+"""VBExperts: a module of routed experts whose matrices live as planes in a tier stack, one page per expert.
 
-The class is a mixin in front of the module's own, which stays what it is for everybody who asks: its forward runs
-wherever pages cannot (a tracer is at work, somebody has put other weights in their place), on decoded temporaries.
+The class is a mixin in front of the module's own, so isinstance checks hold. The module's own forward runs on decoded
+temporaries if pages cannot be used (under a tracer, or with given weights).
 """
 
 import functools
@@ -29,7 +29,7 @@ __all__ = ["VBExperts", "encoded_forward", "experts_class"]
 
 
 def encoded_forward(layer: "VBExperts", *args: Any) -> torch.Tensor:
-    """The output of a layer whose weights are pages; for a step that is being recorded the call is one piece."""
+    """Output of an encoded layer; in a step that is being captured the call is one opaque operator."""
     if is_bare(args[0]):
         return forward_experts(layer, *args)
     step = recorder()
@@ -37,7 +37,7 @@ def encoded_forward(layer: "VBExperts", *args: Any) -> torch.Tensor:
 
 
 class VBExperts(HeldLayer):
-    """Common part of swapped modules of routed experts.
+    """Mixin of swapped modules of routed experts.
 
     Attributes:
         handle: the weights of the experts.
@@ -80,7 +80,7 @@ class VBExperts(HeldLayer):
         return self
 
     def train_(self, weights: Mapping[str, nn.Parameter]) -> None:
-        """Leave the tiers, holding `weights`, because they are to train."""
+        """Leave the tiers with `weights` as trainable parameters."""
         spec = self._vb_handle.spec
         warnings.warn(
             f"requires_grad_(True): {spec.name} left the tiers to train: plain experts with "
@@ -114,7 +114,7 @@ class VBExperts(HeldLayer):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _vb_forward(self, *args: Any) -> torch.Tensor:
-        """The module's output, by its pages unless other weights stand in their place."""
+        """Output of the module, from pages unless weights are given."""
         if is_compiling():
             return torch.ops.vbrt.experts(*args, self._vb_handle.token)
         self.notice_writes()
@@ -140,7 +140,7 @@ class VBExperts(HeldLayer):
             self.become_shell_({name: weight}, alone=True)
 
     def keep_given_(self) -> None:
-        """Take parameters that were put in the place of the layers' own for their own."""
+        """Adopt given parameters as the layers' own."""
         given = {name: self._parameters[name] for name in self._held()}
         given = {name: weight for name, weight in given.items() if isinstance(weight, nn.Parameter)}
         if given:
@@ -172,7 +172,7 @@ class VBExperts(HeldLayer):
 
 @functools.cache
 def experts_class(base: type[VBExperts], plain: type[nn.Module], parameters: tuple[str, ...]) -> type[VBExperts]:
-    """The class that takes the place of `plain`, whose weights have these names, made from `base`."""
+    """Return the replacement class of `plain`, whose weights have these names, derived from `base`."""
     members: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in parameters}
 
     @functools.wraps(plain.forward)

@@ -1,4 +1,4 @@
-"""Describes the weights of a layer of routed experts: a spec for each part, and what all of them share."""
+"""Spec of a layer's routed experts: a weight spec per part, and shared properties."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class ExpertsSpec:
     Attributes:
         sites: of the parameters that stack the experts' matrices, in the order of `parts`.
         parts: by part, the spec of one matrix of it.
-        top_k: how many experts one token is sent to.
+        top_k: experts per token.
         homes: the tier of each page, by key.
     """
 

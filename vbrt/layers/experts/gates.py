@@ -1,9 +1,9 @@
-"""Which Gate of the kernels is the gate of a module of routed experts.
+"""Mapping of an experts module's gate to a Gate of the kernels.
 
 Modules of transformers gate by `_apply_gate`, which the library adds to a class that has none of its own, or, where
-they have no gate, by `act_fn` alone. A gate is named only where the module's function and activation are in the tables
-below, and a sample of numbers goes through both alike: functions may change from one version of a library to the next,
-and instances may have their own. Every other module's gate is its own function, on the product as it is.
+they have no gate, by `act_fn` alone. A Gate is used only if the module's function and activation are in the tables
+below, and both agree on a sample of numbers: functions may change between versions of a library, and instances may have
+their own. Any other module's gate is its own function, called on the product.
 """
 
 from collections.abc import Callable
@@ -122,13 +122,13 @@ def _name_of(thing: object) -> str:
 
 
 def _is_watched(act: object) -> bool:
-    """True if somebody has put hooks around an activation, or another forward in the place of its own."""
+    """True if an activation has hooks, or its forward was replaced on the instance."""
     held = act.__dict__ if isinstance(act, nn.Module) else {}
     return "forward" in held or bool(held and (held["_forward_hooks"] or held["_forward_pre_hooks"]))
 
 
 def kept_gate(module: nn.Module) -> Gate | None:
-    """Return `gate_of` a module, found again where what it follows from is another."""
+    """Return `gate_of` a module, cached until the module's functions change."""
     follows_from = _followed(module)
     if "_vb_gate" not in module.__dict__ or module.__dict__["_vb_gate"][0] != follows_from:
         module.__dict__["_vb_gate"] = follows_from, gate_of(module)

@@ -1,9 +1,9 @@
-"""Experts held dense that the device gathers: where it alone knows which experts are touched, nothing waits to hear it.
+"""Device-side gather of dense experts, for passes whose touched experts only the device knows: no sync.
 
-A module's implementation reads its weights as one tensor [n, ...], and pages lie apart: where all live on the GPU, and
-in the slots of a cache of which it decides. So the pages of as many experts as there are pairs are copied together,
-ascending and each once; what is left over repeats and has no rows. That is what a lease of the touched experts gives,
-in shapes that do not depend on them: a CUDA graph can record it.
+A module's implementation reads its weights as one tensor [n, ...], but pages are separate, both if all are resident on
+the GPU and in the slots of a device-managed cache. So the pages of the touched experts are copied into one tensor,
+ascending, padded to as many experts as there are pairs; padding has no rows. The result equals a lease of the touched
+experts, with shapes independent of routing: a CUDA graph can capture it.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ _IMPLEMENTATIONS = ("batched_mm", "grouped_mm")  # of transformers: none of them
 
 
 def may_gather(handle: ExpertsWeights) -> bool:
-    """True if the device may gather a layer's experts from where they live, where there are few enough tokens."""
+    """True if the device may gather a layer's experts, given few enough tokens."""
     if handle.streams or handle.device.type != "cuda" or why_not_gathered(handle):
         return False
     return handle.spec.top_k <= gathered_at_once(handle.pages[0].nbytes)
@@ -62,13 +62,13 @@ def why_not_gathered(handle: ExpertsWeights) -> str:
 
 
 def fits_gathered(handle: ExpertsWeights, ids_Tk: Tensor) -> bool:
-    """True if so many ids name few of the experts, and these take little room."""
+    """True if this many ids name few of the experts, whose pages take little memory."""
     pairs = ids_Tk.numel()
     return 0 < pairs < handle.spec.experts and pairs <= gathered_at_once(handle.pages[0].nbytes)
 
 
 class Heard:
-    """The pairs of a pass in the order of their experts, of which the host hears how many go to each: it waits once.
+    """Pairs of a pass sorted by expert, with counts per expert on the host: one sync.
 
     Attributes:
         touched: the experts that ids name, ascending.

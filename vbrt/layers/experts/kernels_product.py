@@ -1,7 +1,7 @@
-"""Product of experts in 4 and 8 bits: the ops `experts_up` and `experts_down` on pages.
+"""Product of 4- and 8-bit experts: the ops `experts_up` and `experts_down` on pages.
 
-All experts of few tokens go through the ops at once. In a scan the rows of pairs are kept and weighed at the end, in
-one chunk as in many, so that a budget changes no bit.
+All experts of few tokens go through the ops at once. A scan keeps the rows of pairs and applies routing weights at the
+end, for any number of chunks, so that the budget changes no bit.
 """
 
 from torch import Tensor
@@ -42,14 +42,14 @@ class KernelsProduct:
         return self._complete(y)
 
     def resident(self, pages: ExpertPages, *, scan: bool) -> Tensor:
-        """All experts, where all pages are on the GPU: as where they are not, bit for bit."""
+        """All experts, with all pages resident on the GPU: bit-identical to leased pages."""
         if not scan:
             return self.on_pages(pages)
         self.add_rows(self.routed.ids, pages)
         return self.result()
 
     def add(self, leased: LeasedExperts) -> None:
-        """Some of them: the rows of their pairs."""
+        """Add a chunk of experts: the rows of their pairs."""
         x, ids_Tk = self.routed.x, self.routed.ids
         if self.rows is None and not x.is_cuda:
             self.rows = x.new_zeros(ids_Tk.numel(), self.handle.spec.columns)
@@ -62,14 +62,14 @@ class KernelsProduct:
         self.rows[pairs_P] = self._rows(x[pairs_P // ids_Tk.shape[1]], ids_P1, None, leased.pages())
 
     def add_rows(self, ids_Tk: Tensor, pages: ExpertPages) -> None:
-        """Some of them: the rows of the pairs whose ids are no sentinels; all others are zero."""
+        """Add a chunk: the rows of pairs whose ids are no sentinels; all others are zero."""
         rows = self._rows(self.routed.x, ids_Tk, None, pages)
         if has_norm(self.layer):
             rows = rows.masked_fill(ids_Tk.reshape(-1, 1) < 0, 0.0)
         self.rows = rows if self.rows is None else self.rows.add_(rows)
 
     def add_host(self, work: HostRows) -> None:
-        """Add the rows that the CPU computes, when they are there."""
+        """Wait for the rows that the CPU computes, and add them."""
         rows = work.rows()
         if has_norm(self.layer):
             apart = work.ids().reshape(-1, 1).to(rows.device) < 0
@@ -94,6 +94,6 @@ class KernelsProduct:
         return self._complete(self.ops.sum(self.rows, self.routed.ids, self.routed.weights, self.handle.spec.experts))
 
     def _complete(self, y_TH: Tensor) -> Tensor:
-        """With what the layer adds beside its experts."""
+        """Add the layer's terms other than its routed experts."""
         beside = getattr(type(self.layer), "beside_experts", None)
         return (y_TH if beside is None else y_TH + beside(self.layer, self.routed)).to(self.dtype)

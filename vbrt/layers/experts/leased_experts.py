@@ -1,4 +1,4 @@
-"""The pages of some experts while they are leased: as kernels take them, and as decoded weights."""
+"""Leased pages of some experts, in the kernels' form and as decoded weights."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ __all__ = ["Leased", "pages_of", "resident_pages"]
 
 
 class Leased:
-    """The leased pages of some experts, in their order.
+    """Leased pages of some experts, in their order.
 
     Attributes:
         experts: the experts, ascending.
@@ -57,7 +57,7 @@ class Leased:
 
 
 def pages_of(handle: ExpertsWeights, pages: list[torch.Tensor | None]) -> ExpertPages:
-    """Pages by expert, as kernels take them."""
+    """Return pages by expert, in the kernels' form."""
     addresses = None
     if handle.device.type == "cuda":
         table = torch.tensor([0 if p is None else p.data_ptr() for p in pages], dtype=torch.int64, device="cpu")
@@ -66,8 +66,8 @@ def pages_of(handle: ExpertsWeights, pages: list[torch.Tensor | None]) -> Expert
 
 
 def resident_pages(handle: ExpertsWeights, device: torch.device) -> ExpertPages | None:
-    """The pages of all experts, where all live on the GPU that computes and none is moving, for use without a lease
-    and without knowing which are touched. Else None."""
+    """Return the pages of all experts if all are at home on the computing GPU and none is moving, for use without a
+    lease and without knowing the touched experts. Else None."""
     if device.type != "cuda" or handle.spec.fine or not handle.stack.at_rest or device != handle.device:
         return None
     handle.stack.capturing()

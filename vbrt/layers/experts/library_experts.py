@@ -1,4 +1,4 @@
-"""How transformers computes routed experts: the functions that a module's config names, and what they read of it."""
+"""Interface to transformers' experts implementations: lookup by config, and the module view that they read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["ExpertsView", "implementation_of"]
 
 
 class ExpertsView:
-    """A module of experts as its implementation reads it, with some of its experts only."""
+    """View of an experts module for its implementation, restricted to some experts."""
 
     def __init__(self, layer: nn.Module, weights: Mapping[str, Tensor], experts: Sequence[int] | Tensor | None) -> None:
         self.__dict__.update(weights)

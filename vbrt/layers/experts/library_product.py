@@ -1,7 +1,7 @@
-"""Product of experts that are held lossless: the implementation that the model's config names, on decoded weights.
+"""Product of lossless experts: the implementation that the model's config names, on decoded weights.
 
-Its sums are the very ones of the plain module: where experts are computed in parts, rows of pairs are kept, and weighed
-and summed after the last part, as the implementation does it.
+Sums are bit-identical to the plain module's: if experts are computed in chunks, rows of pairs are kept, then weighted
+and summed after the last chunk as the implementation does.
 """
 
 import sys
@@ -45,11 +45,11 @@ class LibraryProduct:
         return self.forward(self._view(leased), self.routed.x, self._local(leased), self.routed.weights)
 
     def add(self, leased: LeasedExperts) -> None:
-        """Some of them."""
+        """Add a chunk of experts."""
         self._add_rows(self._view(leased), self._local(leased), len(leased.experts))
 
     def in_turn(self, chunks: Sequence[Sequence[int]], precision: str) -> Tensor:
-        """All of them, by an implementation that reads them one after the other, which leases them as it does."""
+        """All experts, by an implementation that loops over them; each read leases."""
         x, ids, weights = self.routed.x, self.routed.ids, self.routed.weights
         with InTurn(self.handle, chunks, precision) as turns:
             spec = self.handle.spec
@@ -57,7 +57,7 @@ class LibraryProduct:
             return self.forward(ExpertsView(self.layer, stacks, None), x, ids, weights)
 
     def unheard(self, pages: ExpertPages) -> Tensor:
-        """All touched experts, of which only the device knows which they are, some at a time."""
+        """All touched experts, known only to the device, in chunks."""
         experts_P, local_Tk = ranked(self.routed.ids, self.handle.spec.experts)
         most, pairs = gathered_at_once(self.handle.pages[0].nbytes), len(experts_P)
         for first in range(0, pairs, most):
@@ -71,7 +71,7 @@ class LibraryProduct:
         return self.result()
 
     def _add_rows(self, view: ExpertsView, local_Tk: Tensor, count: int) -> None:
-        """The rows of pairs, before they are weighed."""
+        """Add rows of pairs, before routing weights."""
         if self.name == "grouped_mm":
             self._add_groups(view, local_Tk, count)
             return
@@ -95,13 +95,13 @@ class LibraryProduct:
         return self.rows
 
     def whole_heard(self, some: HeardPart, local_Tk: Tensor, pages: ExpertPages) -> Tensor:
-        """All touched experts at once, from pages that the device has put where it likes."""
+        """All touched experts at once, from pages in device-managed slots."""
         if not some.experts:
             return self.routed.x.new_zeros(len(self.routed.x), self.handle.spec.columns)
         return self.forward(self._gathered(some.experts_n, pages), self.routed.x, local_Tk, self.routed.weights)
 
     def add_heard(self, some: HeardPart, pages: ExpertPages) -> None:
-        """Some of them; nothing waits."""
+        """Add a chunk of experts, without a sync."""
         view = self._gathered(some.experts_n, pages)
         if self.name == "batched_mm":
             self._put_pairs(view, some.pairs_P, some.ids_P)
@@ -146,7 +146,7 @@ class LibraryProduct:
         self._put(pairs_P, self._groups(view, pairs_P, ids_P, places_P, ends_n))
 
     def _put_unheard(self, view: ExpertsView, local_Tk: Tensor) -> None:
-        """`_add_groups` without a wait: rows of other experts come last, belong to no group, and are dropped."""
+        """`_add_groups` without a sync: rows of other experts come last, belong to no group, and are dropped."""
         perm_P, count = torch.sort(self.routed.ids.reshape(-1)).indices, view.num_experts
         ids_P = local_Tk.reshape(-1)[perm_P]
         places_P = (ids_P >= count).int().sort(stable=True).indices

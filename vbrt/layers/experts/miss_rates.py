@@ -1,5 +1,5 @@
-"""Measures what `experts.miss = "auto"` goes by, on a layer's own pages and as its passes compute: by their threads
-and in their memory."""
+"""Measured link and CPU rates for `experts.miss = "auto"`, on a layer's own pages, with the threads and memory of its
+passes."""
 
 import itertools
 import statistics
@@ -18,7 +18,7 @@ from vbrt.tiers.stack.host_lease import LowerLease, missing_worth
 
 __all__ = ["measured_rates"]
 
-_TURNS = 5  # of each measurement, of which the median counts
+_TURNS = 5  # runs of each measurement; the median counts
 _MOST_BYTES = 512 << 20  # of pages that are read to measure
 
 
@@ -62,7 +62,7 @@ def _rates(host: HostLayer, threads: tuple[ExpertTeam, Crew], views: Mapping[int
 
 
 def _compute(host: HostLayer, threads: tuple[ExpertTeam, Crew], pages: Mapping[int, Tensor], tokens: int) -> None:
-    """Compute some experts for some tokens, as a pass has them computed."""
+    """Compute some experts for some tokens, like a pass."""
     handle, (team, crew) = host.handle, threads
     x = torch.zeros(tokens, handle.spec.sites[0].shape[1], dtype=handle.dtype, device="cpu")
     operands = Operands(x, torch.tensor([list(pages)] * tokens, dtype=torch.int64, device="cpu"))
@@ -74,7 +74,7 @@ def _compute(host: HostLayer, threads: tuple[ExpertTeam, Crew], pages: Mapping[i
 
 
 def _in_thread(crew: Crew, call: Callable[[], object]) -> None:
-    """Have the crew's thread call a function, and wait for it. Raises what it raised."""
+    """Call a function in the crew's thread and wait. Raises its exception."""
     begun, done, failed = allocate_lock(), allocate_lock(), []
     done.acquire()
 
@@ -96,7 +96,7 @@ def _in_thread(crew: Crew, call: Callable[[], object]) -> None:
 
 
 def _copy_seconds(device: torch.device, views: Mapping[int, Tensor], groups: "itertools.cycle[list[int]]") -> float:
-    """The time in which a group's pages come to the computing device."""
+    """Seconds to copy a group's pages to the computing device."""
     there = [torch.empty_like(views[expert], device=device) for expert in next(groups)]
 
     def copy() -> None:
@@ -109,7 +109,7 @@ def _copy_seconds(device: torch.device, views: Mapping[int, Tensor], groups: "it
 
 
 def _host_seconds(host: HostLayer) -> float:
-    """The time that the host takes for its decisions, and to launch a layer's kernels one by one."""
+    """Seconds of host overhead: its decisions, and launching a layer's kernels individually."""
     handle = host.handle
     x = torch.zeros(1, handle.spec.sites[0].shape[1], dtype=handle.dtype, device=handle.device)
     ids = torch.arange(handle.spec.top_k, dtype=torch.int64, device=handle.device)[None]

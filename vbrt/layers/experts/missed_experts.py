@@ -1,12 +1,12 @@
-"""Missed experts that the CPU computes where they lie: which, by what rates, and why others are fetched.
+"""Division of missed experts between CPU compute and fetching, by measured rates.
 
-`experts.miss` names one of three ways. A pass that takes few experts from the cache, and whose experts the host leases,
-asks here (`MissedExperts.begin`). What it gets computes in threads of its own (`TeamWork`, `HostWork`), while the pass
-leases and computes the other experts; then the rows of both are summed in the order of the ids. So the same experts on
-the computing device give the same bits, and where a row was computed changes its rounding only.
+`experts.miss` has three modes. A pass of few experts that the host leases calls `MissedExperts.begin`. The returned
+work runs in its own threads (`TeamWork`, `HostWork`) while the pass leases and computes the other experts; then rows
+of both are summed in the order of the ids. So the same experts on the computing device give the same bits, and where a
+row was computed changes its rounding only.
 
-Fetched as ever: prompts, passes with gradients, experts that are merged or dense, gates and calls that are a module's
-own, and everything that the device decides by itself. Reasons are in `fallbacks`.
+Always fetched: prompts, passes with gradients, merged or dense experts, modules with their own gate or call, and layers
+whose residency the device decides. Reasons are in `fallbacks`.
 """
 
 import os
@@ -32,19 +32,19 @@ __all__ = ["MissedExperts"]
 
 
 class _Bias(NamedTuple):
-    """A copy of a bias, and what tells whether it is still the bias."""
+    """Host copy of a bias, with the version that it was made of."""
 
     stamp: tuple
     copy: Tensor
 
 
 class MissedExperts:
-    """What one model does about experts that are missing on the computing device.
+    """Miss handling of one model.
 
     Attributes:
-        mode: "compute" or "auto"; where misses are fetched there is no such object.
-        rates: measured once, when they are first needed.
-        fallbacks: why some layers fetch nevertheless.
+        mode: "compute" or "auto"; with "fetch" there is no such object.
+        rates: measured once, at first use.
+        fallbacks: reasons why some layers fetch nevertheless.
     """
 
     def __init__(self, mode: str) -> None:
@@ -66,14 +66,14 @@ class MissedExperts:
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def operands(self, layer: ExpertsModule, x: Tensor, ids: Tensor) -> Operands | None:
-        """Return what a pass from the cache is called with, in host memory; None where its misses are fetched."""
+        """Return the arguments of a cached pass in host memory; None if its misses are fetched."""
         handle = layer.handle
         if not handle.streams or (handle.device.type == "cpu" and not has_host_below(handle.stack)):
             return None  # every expert is computed where it lies, then
         return None if self._layer(layer) is None else Operands.of(x, ids)
 
     def begin(self, layer: ExpertsModule, operands: Operands) -> TeamWork | HostWork | None:
-        """Begin to compute the missed experts that the CPU is to compute; None if there are none.
+        """Start computing the CPU's share of missed experts; None if it has none.
 
         Raises:
             TierError: the model was closed.
@@ -146,7 +146,7 @@ class MissedExperts:
     # -- layers -------------------------------------------------------------------------------------------------------
 
     def why_fetched(self, layer: ExpertsModule) -> str:
-        """Return why the misses of a layer are fetched whatever is asked for; "" if they need not be."""
+        """Return why a layer always fetches its misses; "" if it need not."""
         spec, stack = layer.handle.spec, layer.handle.stack
         if not has_host_below(stack):
             return "there is no tier of host memory (tiers.cpu.enabled = false)"
@@ -163,7 +163,7 @@ class MissedExperts:
         return "" if refusal is None else f"its pages are in the order of the GPU's kernels ({refusal})"
 
     def _layer(self, layer: ExpertsModule) -> HostLayer | None:
-        """How the CPU computes a layer; None where its misses are fetched."""
+        """CPU implementation of a layer; None if its misses are fetched."""
         if layer not in self._layers:
             why = self.why_fetched(layer)
             if why:
@@ -172,14 +172,14 @@ class MissedExperts:
         return self._layers[layer]
 
     def announce(self, why: str) -> None:
-        """Say once that missed experts are fetched."""
+        """Record and warn once that missed experts are fetched."""
         if not self.fallbacks:
             self.fallbacks.append(f'experts.miss = "{self.mode}": missed experts are fetched: {why}')
             if self.mode == "compute":
                 warnings.warn(self.fallbacks[0], stacklevel=2)
 
     def _with_biases(self, layer: ExpertsModule) -> HostLayer:
-        """How the CPU computes a layer, with its biases as they are now."""
+        """CPU implementation of a layer, with its current biases."""
         up, down = (self._bias(layer, f"{site.parameter}_bias") for site in layer.handle.spec.sites)
         return self._layer(layer)._replace(handle=layer.handle, up=up, down=down)
 

@@ -1,4 +1,4 @@
-"""Protocols of routed experts: what code that computes asks of the weights, of the module, and of leased pages."""
+"""Protocols of routed experts for compute code: weights, module, leased pages."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ __all__ = ["ExpertsModule", "ExpertsWeights", "LeasedExperts"]
 
 
 class LeasedExperts(Protocol):
-    """The leased pages of some experts.
+    """Leased pages of some experts.
 
     Attributes:
         experts: the experts, ascending.
@@ -41,7 +41,7 @@ class LeasedExperts(Protocol):
 
 
 class ExpertsWeights(Protocol):
-    """The weights of a layer's experts, in pages of a stack; `ExpertsHandle` says what the attributes are."""
+    """Weights of a layer's experts, in pages of a stack; for attributes see `ExpertsHandle`."""
 
     spec: ExpertsSpec
     stack: TierStack
@@ -104,7 +104,7 @@ class ExpertsModule(Protocol):
         """The weights."""
 
     def _is_given(self) -> bool:
-        """True if another tensor stands in a parameter's place."""
+        """True if a parameter is given: another tensor has its entry."""
 
     def post_expert_norm(self, rows: Tensor) -> Tensor:
         """Normalize the rows of experts, where the module has such a norm."""

@@ -1,4 +1,4 @@
-"""Who decides which experts are resident: the host by leases, or the device, by a layer's part of a `DeviceCache`."""
+"""Owner of expert residency: the host by leases, or the device by a layer's part of a `DeviceCache`."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -40,13 +40,13 @@ class HostRows(Protocol):
 
 
 class Misses(Protocol):
-    """Computes missed experts where their pages lie."""
+    """CPU compute of missed experts, on their host pages."""
 
     def operands(self, layer: Any, x: Tensor, ids: Tensor) -> HostOperands | None:
         """Return the arguments of a pass in host memory; None where its misses are fetched."""
 
     def begin(self, layer: Any, operands: HostOperands) -> HostRows | None:
-        """Begin to compute missed experts; None if the CPU is to compute none."""
+        """Start computing missed experts; None if the CPU has none to compute."""
 
     def keeps_on_host(self, handle: Any) -> bool:
         """True if the host decides for a layer because all its misses are computed."""
@@ -58,7 +58,7 @@ class CachedLayer(NamedTuple):
     Attributes:
         cache: of the model's layers.
         number: of this one among them.
-        form: the layer's pages, of which only the device knows which are where.
+        form: the layer's pages, whose slots only the device knows.
     """
 
     cache: DeviceCache
@@ -102,13 +102,13 @@ class CachedLayer(NamedTuple):
 
 
 class Deciding:
-    """Owner of one layer's residency: the host, by leases, or the device, by its cache.
+    """Residency owner of one layer.
 
     Attributes:
-        cache: the layer's part of the model's device cache, where the GPU decides; None where the host does.
-        resident: how many experts were in that cache when it was last asked.
-        follow: a method, held weakly, that may give the layer a cache.
-        missed: what computes missed experts where they lie; None where they are fetched.
+        cache: the layer's part of the model's device cache if the GPU decides; None if the host does.
+        resident: number of experts in that cache at the last query.
+        follow: method that may assign a cache to the layer; a weak reference.
+        missed: CPU compute of missed experts; None if they are fetched.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ def why_host(handle: ExpertsWeights) -> str:
 
 
 def why_waits(handle: ExpertsWeights) -> str:
-    """Return why a pass waits for the device, to hear which experts tokens are sent to; "" if it does not."""
+    """Return why a pass syncs with the device to learn the touched experts; "" if it does not."""
     name, label = handle.spec.name, handle.spec.first.label
     cached = handle.deciding.cache is not None
     if handle.spec.dense:

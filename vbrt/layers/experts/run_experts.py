@@ -1,16 +1,16 @@
-"""How a layer of routed experts computes, where the host decides which pages are leased.
+"""Forward of a layer of routed experts: dispatch by weights and residency.
 
-| weights | how |
+| weights | computed by |
 | --- | --- |
 | `dense`, `exact` | the experts implementation that the model's config names, on the leased experts: its very bits |
-| `dense`, few tokens with all pages on the GPU; all where it decides | on gathered pages: `gathered_dense.py` |
+| `dense`, few tokens with all pages on the GPU; all if the GPU decides | gathered pages: `gathered_dense.py` |
 | 4 bits | the ops `experts_up` and `experts_down` on the leased pages |
-| 4 bits, experts that are not on the device | the same by the CPU where `experts.miss` has it: `missed_experts.py` |
-| tracers, transforms, weights that somebody has put in their place | the module's own forward on decoded temporaries |
+| 4 bits, experts missing on the device | with `experts.miss`, the same ops on the CPU: `missed_experts.py` |
+| under tracers and transforms, given weights | the module's own forward on decoded temporaries |
 
-Where the experts that a pass touches do not fit into the tier at once, or a prompt goes through nearly all of them,
-they are leased in chunks, ascending. The rows of all pairs are kept until the last chunk, and are weighed and summed
-then as the implementation does it, so that a budget changes no bit.
+If the touched experts do not fit into the tier at once, or a prompt touches nearly all of them, they are leased in
+chunks, ascending. The rows of all pairs are kept until the last chunk, then weighted and summed as the implementation
+does, so that the budget changes no bit.
 
 Legend: T tokens, k experts a token, P = T k pairs, E experts, H hidden.
 """
@@ -46,7 +46,7 @@ class _Call:
     """One call of a layer.
 
     Attributes:
-        scan: whether there are at least as many pairs as experts: nearly all of them are touched.
+        scan: True if there are at least as many pairs as experts: nearly all experts are touched.
         fetches: missed experts are fetched, whatever `experts.miss` says.
     """
 
@@ -80,7 +80,7 @@ def run_experts(layer: ExpertsModule, routed: Routed, *, fetches: bool = False) 
 
 
 def _decided_by_device(call: _Call) -> Tensor | None:
-    """The output where the device decides which experts are resident; None where the host does."""
+    """Output if the device decides residency; None if the host does."""
     handle, x = call.handle, call.routed.x
     cached = handle.deciding.asked() if x.device == handle.device else None
     if cached is None:
@@ -91,7 +91,7 @@ def _decided_by_device(call: _Call) -> Tensor | None:
 
 
 def _kernels_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
-    """Nothing waits for the device, and a graph may record what is launched."""
+    """Output from the device cache, without a sync: a CUDA graph may capture it."""
     handle, ids, product = call.handle, call.routed.ids, KernelsProduct(call.layer, call.routed)
     if not call.scan and cached.whole(ids):
         with cached.lease(ids) as addresses:  # which the device counts, in graphs that are replayed too
@@ -102,8 +102,8 @@ def _kernels_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
 
 
 def _dense_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
-    """`_kernels_from_cache` of experts held dense. In a lease of all that are touched nobody but the device knows which
-    these are; what a scan touches the host hears, and has parts of it leased."""
+    """`_kernels_from_cache` of dense experts. In one lease of all touched experts only the device knows them; for a
+    scan the host learns them, and leases parts."""
     layer, handle, routed = call.layer, call.handle, call.routed
     if not routed.ids.numel():
         return routed.x.new_zeros(len(routed.x), handle.spec.columns)
@@ -132,7 +132,7 @@ def _dense_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
 
 
 def _resident(call: _Call) -> Tensor | None:
-    """The output where all experts are on the computing GPU: no lease, whichever are touched; else None."""
+    """Output without a lease if all experts are on the computing GPU; else None."""
     layer, handle, routed = call.layer, call.handle, call.routed
     pages = resident_pages(handle, routed.x.device) if call.precision == "full" else None
     if pages is None:
@@ -150,7 +150,7 @@ def _resident(call: _Call) -> Tensor | None:
 
 
 def _leased(call: _Call) -> Tensor:
-    """The output by leases of the touched experts, of which the CPU may compute those that are missing."""
+    """Output by leases of the touched experts; the CPU may compute missed ones."""
     layer, handle, routed = call.layer, call.handle, call.routed
     _refuse_captures(handle, routed.ids)
     divides = not (call.scan or call.fetches) and call.precision == "full"
@@ -169,7 +169,7 @@ def _leased(call: _Call) -> Tensor:
 
 
 def _in_chunks(call: _Call, touched: Sequence[int]) -> Tensor:
-    """The output by as many leases as the room asks for."""
+    """Output by as many leases as the budget requires."""
     handle, precision = call.handle, call.precision
     lossless = handle.spec.lossless and not (handle.spec.fine and precision == "coarse")
     product = LibraryProduct(call.layer, call.routed) if lossless else KernelsProduct(call.layer, call.routed)
@@ -188,7 +188,7 @@ def _in_chunks(call: _Call, touched: Sequence[int]) -> Tensor:
 
 
 def _beside_host(layer: ExpertsModule, routed: Routed, operands: HostOperands, work: HostRows) -> Tensor:
-    """The output where the CPU computes some experts, and the device meanwhile the others."""
+    """Output with some experts computed by the CPU, overlapped with the others on the device."""
     handle, product = layer.handle, KernelsProduct(layer, routed)
     experts = [e for e in operands.pairs(handle.spec.experts) if e not in work.experts]
     for chunk in chunks_of(handle, experts, scan=False, precision="full"):
@@ -217,7 +217,7 @@ def chunks_of(handle: ExpertsWeights, touched: Sequence[int], *, scan: bool, pre
 
 
 def _experts_at_once(handle: ExpertsWeights, *, scan: bool) -> int:
-    """How many experts one lease takes."""
+    """Return the number of experts per lease."""
     spec, policy = handle.spec, handle.stack.levels[0].policy
     moving = tuple(page.nbytes for page in handle.pages[: handle.planes])
     leases = ExpertLeases(spec.experts, spec.top_k, spec.weight_bytes // spec.experts, moving, spec.lossless)
@@ -228,7 +228,7 @@ def _experts_at_once(handle: ExpertsWeights, *, scan: bool) -> int:
 
 
 def plain_forward(layer: ExpertsModule, *args: Any) -> Tensor:
-    """The module's own forward on decoded temporaries, or on what somebody has put in their place."""
+    """Module's own forward, on decoded temporaries or given weights."""
     plain, handle = type(layer).plain_class(), layer.handle
     forward = getattr(type(layer), "own_rows", plain.forward)
     if not layer._is_given():

@@ -1,4 +1,4 @@
-"""Experts that are leased when they are read: for implementations that loop over experts.
+"""Lease-on-read experts, for implementations that loop over experts.
 
 A module's own forward takes its experts one after the other, ascending, and reads `gate_up_proj[e]`, `down_proj[e]`.
 Given matrices that lease their pages as they are read, it runs as it is, in the order and precision of its own sums,
@@ -17,7 +17,7 @@ __all__ = ["InTurn"]
 
 
 class InTurn:
-    """The matrices of a layer's experts, of which one chunk is leased at a time: a context, which ends the last lease.
+    """Context of lease-on-read matrices, one chunk leased at a time; its exit ends the last lease.
 
     A matrix may be a view of its page: it is good until one of another chunk is read.
     """
@@ -45,12 +45,12 @@ class InTurn:
         return self._leased.matrix(part, self._leased.experts.index(expert))
 
     def stack(self, part: str) -> "_Stack":
-        """Return what a forward may index in the place of the parameter."""
+        """Return an indexable proxy of the parameter."""
         return _Stack(self, part)
 
 
 class _Stack:
-    """Stands for the parameter that stacks the matrices of a part."""
+    """Proxy of a part's stacked parameter."""
 
     def __init__(self, turns: InTurn, part: str) -> None:
         self._turns, self._part = turns, part

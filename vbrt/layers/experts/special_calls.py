@@ -1,6 +1,6 @@
-"""Experts that are called otherwise than with hidden states, ids and routing weights.
+"""Experts classes with a call signature other than (hidden states, ids, routing weights).
 
-Each class here turns the call of its module into that one, [T, H], [T, k], [T, k], and says how its rows are computed:
+Each class here converts its module's call to that one, [T, H], [T, k], [T, k], and defines how rows are computed:
 
     own_rows(view, x, ids, weights): as the module computes them, on a view of it with some of its experts
     rows_of_pages(layer, ops, routed, pages): by the ops on pages
@@ -36,7 +36,7 @@ __all__ = ["VBGivenExperts", "VBParallelExperts", "VBSharedExperts", "VBSortedEx
 
 
 class _VBCalledOtherwise(VBExperts):
-    """Experts whose call is turned into that of others."""
+    """Base of experts whose call is converted to the common one."""
 
     def _vb_forward(self, *args: Any) -> Tensor:
         if not is_compiling() and not self.materialized and not self._is_given():

@@ -1,4 +1,4 @@
-"""Routing of a pass: its arguments, the experts that it touches, and how many experts one token is sent to."""
+"""Routing of a pass: arguments, touched experts, experts per token."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def _said_by(holder: Any) -> int | None:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """Yield a config of transformers and the configs within it."""
+    """Yield a config of transformers and its nested configs."""
     if hasattr(config, "model_type"):
         yield config
         for value in vars(config).values():
@@ -66,12 +66,12 @@ def _whole(value: Any) -> int | None:
 
 
 def touched_experts(ids_Tk: Tensor, experts: int) -> list[int]:
-    """Return the experts that any token is sent to, ascending; waits for the device."""
+    """Return the experts that any token is routed to, ascending; waits for the device."""
     return [e for e in ids_Tk.unique().tolist() if 0 <= e < experts]
 
 
 def local_ids(ids_Tk: Tensor, experts: int, chosen: list[int]) -> Tensor:
-    """Return the index in `chosen` of each id, int64 [T, k]; of an expert that is not among them, their number."""
+    """Return the index in `chosen` of each id, int64 [T, k]; len(chosen) for other experts."""
     table = torch.full((experts + 1,), len(chosen), dtype=torch.int64, device="cpu")
     index = torch.tensor(chosen, dtype=torch.int64, device="cpu")
     table[index] = torch.arange(len(chosen), dtype=torch.int64, device="cpu")

@@ -1,8 +1,8 @@
-"""Weights that nobody has read yet: what a parameter gives where its reader only picks an expert's matrix out of it.
+"""Lazy proxies of expert parameters, for readers that only pick one expert's matrix.
 
-DBRX passes matrices from one module to another, which multiplies by them. An `Unread` stands for the parameter, for its
-matrices stacked, or for one of them; it has the shape, dtype and device, and no content. What does more with it than
-pick one is given the decoded weight.
+DBRX passes matrices from one module to another, which multiplies by them. An `Unread` is a proxy of the parameter, of
+its stacked matrices, or of one of them, with shape, dtype and device but no storage. Any operation other than picking a
+matrix gets the decoded weight.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ __all__ = ["Unread"]
 
 
 class Unread(Tensor):
-    """A parameter of experts, its matrices stacked, or one of them.
+    """Proxy of an experts parameter, of its stacked matrices, or of one of them.
 
     Attributes:
         handle: of the experts.
         parameter: its name.
         expert: which matrix it is; None for all.
-        read: the decoded parameter, once something has asked for it.
+        read: the decoded parameter after the first full read; else None.
     """
 
     handle: "ExpertsHandle"
@@ -37,7 +37,7 @@ class Unread(Tensor):
 
     @classmethod
     def of(cls, handle: "ExpertsHandle", parameter: str, shape: Sequence[int], expert: int | None = None) -> "Unread":
-        """Return what stands for a parameter in a shape, or for one of its matrices."""
+        """Return the proxy of a parameter in a given shape, or of one of its matrices."""
         unread = torch.empty(1, dtype=handle.dtype, device=handle.device).expand(tuple(shape)).as_subclass(cls)
         unread.handle, unread.parameter, unread.expert, unread.read = handle, parameter, expert, None
         return unread

@@ -1,4 +1,4 @@
-"""A VB layer's forward as torch.compile sees it."""
+"""Forward of a VB layer under torch.compile."""
 
 from typing import Any
 
@@ -20,11 +20,11 @@ FEW_TOKENS = 16  # on every GPU and for every dtype this many go to the fused ke
 
 
 def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A VB layer's forward as torch.compile sees it, with the cast of x that autocast would do.
+    """Forward of a VB layer under torch.compile, with autocast's cast of x.
 
-    Where the planes never move and no gradient is wanted, it is the kernel's own op on them, which CUDA graphs can
-    record. Otherwise it is one opaque op that leases when it runs, and that CUDA graphs leave out. The kernel's op for
-    few tokens, where the host's part of a call counts, is found without a look at the handle.
+    With resident planes and without gradients it is the kernel's op on the planes, which CUDA graphs can capture.
+    Otherwise it is one opaque op that leases at run time, outside of CUDA graphs. For few tokens, where host overhead
+    counts, the kernel's op is found without touching the handle.
     """
     refuse_given_in_graph(layer)
     cast, x, bias = torch.is_autocast_enabled(x.device.type), as_autocast(x), as_autocast(bias)
@@ -45,8 +45,8 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
 
 
 def tiles_of_pass(handle: Weight) -> GraphTiles | None:
-    """The tiles that a recorded pass of this thread's precision may hold: those that a compiled graph may, or, of an
-    `exact` weight in a coarse pass, its coarse page's where that lives in the top tier. None: the pass leases."""
+    """Tiles that a captured pass may hold at this thread's precision: a compiled graph's tiles or, in a coarse pass of
+    an `exact` weight, its coarse page's if that is at home in the top tier. None: the pass leases."""
     if not handle.spec.fine or pass_precision() == "full":
         return handle.graph_tiles
     page = handle.pages[0] if handle.pages else None
@@ -59,15 +59,15 @@ def tiles_of_pass(handle: Weight) -> GraphTiles | None:
 
 
 def refuse_given_in_graph(layer: VBLayer) -> None:
-    """Raise WrapError where functional_call has given a layer another weight within a function that dynamo traces."""
+    """Raise WrapError if functional_call replaced a layer's weight inside a function that dynamo traces."""
     if is_dynamo_compiling():
-        from torch._dynamo.comptime import comptime  # two seconds, which whoever compiles nothing need not wait
+        from torch._dynamo.comptime import comptime  # takes two seconds to import, only needed with torch.compile
 
         comptime(_refuse_given)
 
 
 def _refuse_given(context: Any) -> None:
-    """Raises WrapError where functional_call, called within what dynamo traces, has given `layer` another weight.
+    """Raise WrapError if functional_call, inside a traced function, replaced the weight of `layer`.
 
     Looked up in dynamo's own table: reading the parameter would guard it at every call.
     """

@@ -14,7 +14,7 @@ __all__ = ["VBConv1D"]
 
 
 class VBConv1D(VBLayer, Conv1D):
-    """Conv1D with its weight in a tier stack; coarse planes are of the transposed weight, [out, in]."""
+    """Conv1D with its weight in a tier stack; coarse planes hold the transposed weight, [out, in]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]; raises what VBLinear.forward raises."""

@@ -1,11 +1,11 @@
 """VBEmbedding: an nn.Embedding whose table lives as planes in a tier stack.
 
-A forward reads the rows of its tokens where the table's pages live, on the GPU, in host memory or in a file, and
-decodes them; the table itself does not move (`tiers/stack/row_lookup.py`). A table that an output head is tied to has
-one set of pages for both: the head leases them as every linear layer does.
+A forward reads and decodes the rows of its tokens in the tier of the table's pages: GPU, host memory or a file. The
+table itself does not move (`tiers/stack/row_lookup.py`). With a tied output head, both share one set of pages, which
+the head leases like any linear layer.
 
-The table is frozen: no gradient goes anywhere, and what only counts for gradients (padding_idx, scale_grad_by_freq,
-sparse) says nothing. Autocast leaves lookups alone, as it does in torch.
+The table is frozen: there are no gradients, and arguments that only affect them (padding_idx, scale_grad_by_freq,
+sparse) have no effect. Autocast ignores lookups, as in torch.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ from vbrt.tiers.stack.row_lookup import PageRows, page_rows
 
 __all__ = ["VBEmbedding"]
 
-_MANY = 16  # indices among which looking for equal ones pays
+_MANY = 16  # number of indices from which deduplication pays
 
 
 class VBEmbedding(VBLayer, nn.Embedding):
@@ -91,7 +91,7 @@ def _lookup(handle: Weight, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _watched_rows(handle: Weight, ids: torch.Tensor) -> torch.Tensor:
-    """A lookup as an operator; somebody's modes see the plain layer's call, too, in the rows that were asked for."""
+    """Lookup as an operator; active dispatch modes also see the plain layer's call, on the requested rows."""
     token = handle.token_at(handle.generation) if dispatch_modes() else handle.token
     rows = torch.ops.vbrt.rows(ids, token, handle.spec.shape[1], handle.dtype)
     if not is_altered():
@@ -114,7 +114,7 @@ def _counted_rows(handle: Weight, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _check_range(index_T: torch.Tensor, n: int) -> None:
-    """Raise IndexError for an index that is not below n; on a GPU the device asserts it, and nothing waits."""
+    """Raise IndexError for an index that is not below n; on a GPU a device-side assertion, without a sync."""
     inside = ((index_T >= 0) & (index_T < n)).all()
     if inside.is_cuda:
         torch._assert_async(inside, "index out of range in self")
@@ -126,7 +126,7 @@ def _check_range(index_T: torch.Tensor, n: int) -> None:
 
 
 def _rows_once(handle: Weight, kernels: Kernels, index_T: torch.Tensor) -> torch.Tensor:
-    """`_rows`; on a CPU each row is decoded once, however often it is asked for. A GPU would have to wait for that."""
+    """`_rows`; on a CPU each distinct row is decoded once. On a GPU deduplication would need a sync."""
     if index_T.is_cuda or len(index_T) < _MANY or kernels.spec.dense:
         return _rows(handle, kernels, index_T)
     index_U, place_T = index_T.unique(return_inverse=True)
@@ -134,7 +134,7 @@ def _rows_once(handle: Weight, kernels: Kernels, index_T: torch.Tensor) -> torch
 
 
 def _rows(handle: Weight, kernels: Kernels, index_T: torch.Tensor) -> torch.Tensor:
-    """Return rows [T, K] as the pages hold them, in the handle's dtype or, if they are lossless, in the stored one."""
+    """Return stored rows [T, K], in the handle's dtype or, if lossless, in the stored dtype."""
     spec = kernels.spec
     keys = handle.keys[:1] if kernels.precision == "coarse" else handle.keys
     if not keys:
@@ -155,8 +155,7 @@ def _rows_of(page: PageRows) -> Rows:
 
 
 def _as_encoded(kernels: Kernels, rows: Rows) -> Rows:
-    """Return a coarse plane as its format encodes it, whose page may be in a kernel's order: each row is one of the
-    several of an entry."""
+    """Return a coarse plane in its format's order; its page may be in a kernel's order, with several rows per entry."""
     if not kernels.packs(rows.layout):
         return rows
     spec, order = kernels.spec, kernels.packing
@@ -194,7 +193,7 @@ def _each(index_T: torch.Tensor) -> torch.Tensor:
 
 
 def _compiled(layer: VBEmbedding, ids: torch.Tensor) -> torch.Tensor:
-    """A lookup as torch.compile sees it: one opaque operator."""
+    """Lookup under torch.compile: one opaque operator."""
     refuse_given_in_graph(layer)
     handle = layer._vb_handle
     return torch.ops.vbrt.rows(ids, handle.token, handle.spec.shape[1], handle.dtype)

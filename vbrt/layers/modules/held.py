@@ -1,9 +1,9 @@
 """HeldLayer: nn.Module's protocol for a frozen layer whose parameters live in the tiers.
 
 Casts, copies, state dicts, assignment, pruning and `named_parameters` are written here once, over the names of the
-parameters and the state that holds them (`layers/weights/state.py`, `layers/experts/experts_handle.py`). A layer has
-None in the place of such a parameter. A tensor that is put there, as functional_call does for a call, is *given*: the
-layer computes with it as the plain layer would, and never stores it.
+parameters and the state that holds them (`layers/weights/state.py`, `layers/experts/experts_handle.py`). Such a
+parameter's entry is None. A tensor that is assigned there for a call, as by functional_call, is *given*: the layer
+computes with it as the plain layer would, and never stores it.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _REPLACED = ("_orig", "_g", "_v")  # what pruning, spectral_norm and weight_norm
 
 
 class HeldLayer(SwappedLayer):
-    """A frozen layer; subclasses say which parameters the tiers hold, and how new values are taken.
+    """Frozen layer. Subclasses define the parameters in the tiers, and how to assign new values.
 
     Attributes:
         handle: the state of the weights.
@@ -38,19 +38,19 @@ class HeldLayer(SwappedLayer):
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
     def _held(self) -> Mapping[str, Any]:
-        """The parameters in the tiers by name, with the key that the handle knows each by."""
+        """Parameters in the tiers: name -> key in the handle."""
         raise NotImplementedError
 
     def _by_operator(self, name: str) -> torch.Tensor:
-        """A decoded parameter as an operation of a graph, which holds none of it."""
+        """Decoded parameter as the result of a graph operator: the graph holds no copy."""
         raise NotImplementedError
 
     def _assign(self, name: str, value: torch.Tensor) -> None:
-        """Take a tensor as new values of a parameter: the layer is dense until its next forward."""
+        """Assign new values to a parameter: the layer is dense until its next forward."""
         raise NotImplementedError
 
     def _take_loaded(self, values: Mapping[str, torch.Tensor], *, assign: bool) -> None:
-        """Take values out of a state dict; `assign`: these very tensors, in their dtype."""
+        """Load values from a state dict; with `assign` keep these tensors and their dtype."""
         raise NotImplementedError
 
     def materialize_(self) -> nn.Module:
@@ -74,30 +74,30 @@ class HeldLayer(SwappedLayer):
         return not self._vb_handle.dense
 
     def _is_given(self) -> bool:
-        """True if another tensor stands in a parameter's place."""
+        """True if a parameter is given: another tensor has its entry."""
         return any(self._parameters[name] is not None for name in self._held())
 
     def forget_given_(self) -> None:
-        """Take out the tensors that were put in the parameters' place."""
+        """Remove given tensors."""
         self._parameters.update(dict.fromkeys(self._held()))
 
     def keep_given_(self) -> None:
-        """Take parameters that were put in the place of the layer's own for its own."""
+        """Adopt given parameters as the layer's own."""
         given = {name: self._parameters[name] for name in self._held()}
         for name, weight in given.items():
             if isinstance(weight, nn.Parameter):
                 self._assign(name, weight)
 
     def forget_dense_(self) -> None:
-        """Hold no dense parameters: the pages have their values by now."""
+        """Drop dense parameters: the pages have their values."""
         self._vb_handle.drop_dense()
 
     def freeze_(self) -> None:
-        """Give the weights back as ones that do not train: nobody asks for their gradients."""
+        """Make `unwrap` return the weights frozen (requires_grad False)."""
         self._vb_handle.freeze()
 
     def notice_writes(self) -> None:
-        """Take over writes to the temporaries of the weights that nothing has reported."""
+        """Take over unreported writes to the weights' temporaries."""
         self._vb_handle.notice_writes()
 
     # -- reading and assigning ----------------------------------------------------------------------------------------
@@ -105,9 +105,9 @@ class HeldLayer(SwappedLayer):
     def _read(self, name: str) -> torch.Tensor:
         """A temporary in the original shape and dtype: decoded, or in the memory of the dense parameter.
 
-        While somebody holds the temporary, all layers on this weight give the same one, and writes to it count: the
-        layers are dense then, until their next forward. A forward of the model that reads a weight that is not encoded
-        yet has it encoded first, so that it computes with what later forwards do.
+        While a reference to the temporary exists, all layers on this weight return the same one, and a write to it
+        makes these layers dense until their next forward. If a forward of the model reads a weight that is not
+        encoded yet, it is encoded first, so that this forward computes with the same values as later ones.
         """
         given = self._parameters[name]
         if given is not None:
@@ -147,9 +147,9 @@ class HeldLayer(SwappedLayer):
         super().__delattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As in nn.Module; for a parameter in the tiers the same as assigning it.
+        """As in nn.Module; a parameter in the tiers is assigned.
 
-        Raises WrapError for what would compute it from another parameter: the layer is as it was.
+        Raises WrapError for a parametrization by another parameter; the layer is unchanged then.
         """
         held = self._held() if "_vb_handle" in self.__dict__ else {}
         if param is not None and name in held:
@@ -182,7 +182,7 @@ class HeldLayer(SwappedLayer):
         self._vb_handle.tie(self)
 
     def _apply(self, fn, recurse: bool = True):
-        """Casts show in what the layer computes and decodes; pages stay where the tiers have put them."""
+        """Apply casts to results and decoded weights; pages stay in their tiers."""
         handle = self._vb_handle
         first = next(iter(handle.dense_parameters()), None)
         if first is not None and first.is_meta:  # to_empty() gives it memory
@@ -196,8 +196,8 @@ class HeldLayer(SwappedLayer):
 
     @contextlib.contextmanager
     def _dense_shown(self) -> Iterator[None]:
-        """Have the dense parameters stand among the module's for a block, for walks of nn.Module that fill or replace
-        them; what then stands there is the layer's."""
+        """Register the dense parameters on the module within a block, for nn.Module methods that fill or replace
+        parameters; the layer adopts the result."""
         handle, held = self._vb_handle, self._held()
         shown = {name: handle.dense_parameter(key) for name, key in held.items()}
         self._parameters.update(shown)
@@ -213,8 +213,8 @@ class HeldLayer(SwappedLayer):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the plain layer, with temporaries in the place of its weights; models that the layer is in list what is
-        a parameter only, and so does `recurse=False`, by which tools ask for what to place."""
+        """As of the plain layer, with temporaries for its weights. A model that contains the layer lists real
+        parameters only, and so does `recurse=False`, which placement tools use."""
         head, listed = f"{prefix}." if prefix else "", set()
         for name in self._held() if recurse and not self._is_given() else ():
             listed.add(head + name)
@@ -232,7 +232,7 @@ class HeldLayer(SwappedLayer):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _stored(self, key: Any) -> torch.Tensor:
-        """A parameter for a state dict: as the pages hold it, or a dense one in its own memory."""
+        """Parameter for a state dict: decoded from pages, or the dense one without a copy."""
         handle = self._vb_handle
         if not handle.dense:
             return handle.decoded(key)
@@ -261,7 +261,7 @@ class HeldLayer(SwappedLayer):
                 error_msgs.append(
                     f"size mismatch for {key}: copying a param with shape {weight.shape} from checkpoint, "
                     f"the shape in current model is {expected}."
-                )  # nn.Module's words
+                )  # nn.Module's message
             else:
                 found[name] = weight
         if found:

@@ -1,8 +1,8 @@
-"""Kinds of layers: an allow-list of exact classes, with one record each that says what takes the place of the class.
+"""Layer kinds: an allow-list of exact classes, with one record each that names the replacement class.
 
 A subclass of nn.Linear may compute anything (routers return tuples, grouped layers read slices of their weight), so
-one that has no record stays as it is. Classes of other packages are named as text, and the file that imports them is
-loaded once a model holds one.
+a class without a record is not swapped. Classes of other packages are named as text; the file that imports them is
+loaded when a model has one.
 """
 
 import importlib
@@ -21,7 +21,7 @@ __all__ = ["KINDS", "Kind", "kind_of", "site_of"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One class of layers.
+    """Record of one class of layers.
 
     Attributes:
         name: the class's name, which plans and saves use.
@@ -65,12 +65,12 @@ class Kind:
 
     @property
     def leading(self) -> tuple[str, ...]:
-        """The parameters that are chosen one by one; those of routed experts follow their first."""
+        """Parameters selected individually; the other parameters of routed experts follow the first."""
         return self.parameters[:1] if self.routed else self.parameters
 
     @property
     def stacked(self) -> bool:
-        """True if the matrices of a parameter lie along a dimension in front."""
+        """True if a parameter stacks its matrices along a leading dimension."""
         return self.routed and not self.count
 
     def keeps_transposed(self, parameter: str) -> bool:
@@ -95,12 +95,12 @@ class Kind:
         return self._site("", module, self.parameters[0]).shape[0]
 
     def layer_class(self) -> type[SwappedLayer]:
-        """Return the class that takes the place of this one in inference; of experts, the one that it is made from."""
+        """Return the replacement class for inference; for experts, its base class."""
         return getattr(importlib.import_module(self.file), self.base if self.routed else f"VB{self.name}")
 
 
 def _renormalizes(table: nn.Embedding) -> str | None:
-    """Return why a table stays whose forward writes into it."""
+    """Return why a table is not swapped if its forward writes to it (max_norm); else None."""
     return None if table.max_norm is None else f"max_norm = {table.max_norm} rescales its rows as they are read"
 
 

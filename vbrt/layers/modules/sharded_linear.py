@@ -48,17 +48,17 @@ class ShardedLinear(VBLinear):
 
 
 def sharded_class(cls: type[SwappedLayer], module: nn.Module) -> type[SwappedLayer]:
-    """Return the class that takes the place of a module's, where `cls` does for whole weights."""
+    """Return the replacement class of a module, `cls` being that for unsharded weights."""
     return ShardedLinear if cls is VBLinear and is_sharded(module._parameters["weight"]) else cls
 
 
 def _inputs(sharding: Sharding) -> list[Any]:
-    """Return how the input must be spread: as the weight's columns are."""
+    """Return the input's placements: sharded like the weight's columns."""
     return [_cut_last(sharding) if _cuts_columns(sharding, p) else _replicate() for p in sharding.placements]
 
 
 def _input_gradients(sharding: Sharding) -> list[Any]:
-    """Return how the input's gradient comes out: a partial sum where ranks hold some of the rows."""
+    """Return the placements of the input's gradient: a partial sum if the weight's rows are sharded."""
     tensor = _dtensor()
     columns = [_cuts_columns(sharding, p) for p in sharding.placements]
     return [
@@ -68,7 +68,7 @@ def _input_gradients(sharding: Sharding) -> list[Any]:
 
 
 def _output(y: torch.Tensor, x: Any, sharding: Sharding) -> Any:
-    """Return the DTensor of which `y` is this rank's part: cut like the weight's rows, or a partial sum."""
+    """Return `y` as local part of a DTensor: sharded like the weight's rows, or a partial sum."""
     tensor, shape = _dtensor(), (*y.shape[:-1], sharding.shape[0])
     placements = [
         tensor.Partial()

@@ -1,4 +1,4 @@
-"""Warnings about training weights that are frozen planes."""
+"""Warnings for training with weights that are frozen planes."""
 
 import math
 import warnings
@@ -10,7 +10,7 @@ __all__ = ["warn_of_thawing", "warn_of_training"]
 
 
 def warn_of_thawing(weights: Sequence[Weight]) -> None:
-    """Name the first of some weights that leave the tiers to train, and the bytes that all of them take from now on."""
+    """Warn that weights leave the tiers to train: name the first, and the bytes of all as dense weights."""
     nbytes = sum(math.prod(weight.spec.shape) * weight.dtype.itemsize for weight in set(weights))
     named = f"{weights[0].name} and {len(weights) - 1} more" if weights[1:] else weights[0].name
     warnings.warn(
@@ -22,7 +22,7 @@ def warn_of_thawing(weights: Sequence[Weight]) -> None:
 
 
 def warn_of_training(stacklevel: int) -> None:
-    """One text for all layers, so that Python's filter shows it once."""
+    """Warn with one text for all layers, so that Python's filter shows it once."""
     warnings.warn(
         "this model is in training mode and its VB layers hold frozen planes: their weights no longer train "
         '(gradients still flow through them). Call model.eval(), wrap with mode="train", or exclude what '

@@ -1,7 +1,7 @@
 """`requires_grad_(True)` turns VB layers back into plain, dense ones; `requires_grad_(False)` has `unwrap` give frozen
 parameters back.
 
-`nn.Module.requires_grad_` walks through parameters; importing this file has it find the weights in the tiers too.
+`nn.Module.requires_grad_` walks through parameters; importing this file patches it to find weights in the tiers, too.
 """
 
 import functools
@@ -17,7 +17,7 @@ __all__ = ["thaw"]
 
 
 def thaw(layers: Sequence[VBLayer]) -> None:
-    """Have VB layers leave the tiers because somebody wants their weights to train; says so."""
+    """Turn VB layers into plain, dense ones that can train, with a warning."""
     if layers:
         warn_of_thawing([layer.handle for layer in layers])
     for layer in layers:
@@ -26,7 +26,7 @@ def thaw(layers: Sequence[VBLayer]) -> None:
 
 
 def _see_requires_grad() -> None:
-    """Have nn.Module.requires_grad_, which walks through parameters, find the weights that are none in the tiers."""
+    """Patch nn.Module.requires_grad_, which walks through parameters, to find weights in the tiers."""
     plain = nn.Module.requires_grad_
 
     @functools.wraps(plain)

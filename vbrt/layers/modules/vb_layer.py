@@ -1,8 +1,8 @@
 """VBLayer: a module whose weight lives as planes in a tier stack.
 
-Until its first forward the weight is dense, and held by its handle; then it is encoded and the parameter is gone. The
-module has no such parameter from `wrap` on, so no optimizer takes it. Reading `.weight` gives a temporary, assigning it
-makes the layer dense with new values. `held.py` has the rest of nn.Module's protocol.
+Until its first forward the weight is dense, held by its handle; then it is encoded and the dense parameter is freed.
+From `wrap` on the module has no such parameter, so optimizers do not see it. Reading `.weight` gives a temporary,
+assigning it makes the layer dense with new values. `held.py` has the rest of nn.Module's protocol.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ __all__ = ["VBLayer"]
 
 
 class VBLayer(HeldLayer):
-    """Common part of VB layers; a mixin in front of the class of the module that was swapped.
+    """Mixin of VB layers, in front of the swapped module's class.
 
     Attributes:
         handle: the weight, shared with layers that are tied to it.
@@ -53,15 +53,14 @@ class VBLayer(HeldLayer):
         return module
 
     def release_(self, weight: nn.Parameter | None = None) -> nn.Module:
-        """Turn the layer back, in place, into the module it was, holding its dense weight, or `weight`, or its own
-        decoded one."""
+        """Restore the original module in place, with its dense weight, `weight`, or its decoded one."""
         self.notice_writes()
         self._parameters["weight"] = self._vb_handle.released_parameter(self._vb_twin, weight)
         self._become_plain()
         return self
 
     def thaw_(self, weight: nn.Parameter | None = None) -> nn.Module:
-        """Leave the tiers, with all layers that are tied: plain modules again, whose dense weight can train."""
+        """Leave the tiers with all tied layers: plain modules again, whose dense weight can train."""
         self.notice_writes()
         handle = self._vb_handle
         if handle.dense and weight is not None:
@@ -72,7 +71,7 @@ class VBLayer(HeldLayer):
         return self
 
     def train_(self, weight: nn.Parameter) -> None:
-        """Leave the tiers, holding `weight`, because it is to train."""
+        """Leave the tiers with `weight` as a trainable parameter."""
         warn_of_thawing([self._vb_handle])
         self.thaw_(weight)
 
@@ -85,7 +84,7 @@ class VBLayer(HeldLayer):
     def materialize_(self) -> nn.Module:
         """Encode the weight, unless that is done, and drop the dense parameters of all layers tied to it.
 
-        A weight that functional_call has put in its place stays there.
+        A weight given by functional_call stays.
 
         Raises:
             FormatError, TierError: the weight cannot be held; the layer stays as it was.
@@ -96,7 +95,7 @@ class VBLayer(HeldLayer):
             if dense is None:
                 return self
             handle.encode(dense)
-            del dense  # unless somebody else holds it, it goes now
+            del dense  # freed now unless another reference exists
         if self.training and handle.trainable and torch.is_grad_enabled():
             warn_of_training(stacklevel=4)
         return self
@@ -104,8 +103,7 @@ class VBLayer(HeldLayer):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x Wᵀ + bias, by the product of the weight's state; a weight that is dense, lent or tied is looked at first,
-        and so is one in whose place another tensor stands."""
+        """x Wᵀ + bias, by the product of the weight's state. A dense, lent, tied or given weight is settled first."""
         handle = self._vb_handle
         product = handle.product
         if product is not None and type(x) is torch.Tensor and self._parameters["weight"] is None:
@@ -120,11 +118,11 @@ class VBLayer(HeldLayer):
         return handle.held.product(handle, x, bias)
 
     def _settled_or_given(self) -> torch.Tensor | None:
-        """Return a tensor that stands in the weight's place, if one does; else have the weight encoded, with what was
-        written to its temporary, and return None.
+        """Return the given weight, if there is one; else encode the weight, with writes to its temporary, and return
+        None.
 
-        A weight that is given to one of several tied layers is given to all, as functional_call does where it can see
-        the tie. So is a fake one.
+        A weight given to one of several tied layers counts for all, as functional_call does if it can see the tie. So
+        does a fake tensor.
         """
         if self._vb_handle.lent is not None:
             self.notice_writes()
@@ -144,7 +142,7 @@ class VBLayer(HeldLayer):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight as a temporary in the original shape and dtype; see `HeldLayer._read`."""
+        """Temporary of the weight, in the original shape and dtype; see `HeldLayer._read`."""
         return self._read("weight")
 
     def _held(self) -> Mapping[str, int]:
@@ -170,7 +168,7 @@ class VBLayer(HeldLayer):
         self._vb_handle.pass_on([self], weight)
 
     def _join(self, handle: Weight) -> None:
-        """Tie the layer to the layers of another weight."""
+        """Tie this layer to the layers of another weight."""
         if handle is self._vb_handle:
             return
         with handle.stack.encoding:
@@ -194,12 +192,11 @@ class VBLayer(HeldLayer):
         super().__delattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As in nn.Module; see `HeldLayer`. Raises WrapError for what would compute the weight or bias of another
-        parameter."""
+        """As in nn.Module; see `HeldLayer`. Raises WrapError for a parametrization of the weight or bias."""
         if name == "bias_orig":
             raise self._not_to_be_replaced("bias")
         super().register_parameter(name, param)
 
     def __getstate__(self) -> dict:
-        """Without a view into a page of this process; the handle of a copy gives it its own."""
+        """State without views into pages of this process; a copy's handle creates its own."""
         return {**super().__getstate__(), "_vb_page": None, "_vb_form": None}

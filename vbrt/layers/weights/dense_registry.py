@@ -23,12 +23,12 @@ def weight_at(dense: torch.Tensor) -> Any:
 
 
 def lie_together(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two dense weights have the same memory."""
+    """True if two dense weights share memory."""
     return _place(one) == _place(other)
 
 
 def _place(dense: torch.Tensor) -> tuple[object, ...]:
-    """The memory of a dense weight; its id if it has none."""
+    """Key of a dense weight: its memory, or its id if it has none."""
     if dense.is_meta or not has_storage(dense) or not dense.numel():
         return (id(dense),)
     address = torch.Tensor.data_ptr(dense)  # not the temporary's own, which would count as handing its memory out

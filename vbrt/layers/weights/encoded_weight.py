@@ -1,4 +1,4 @@
-"""EncodedWeight: what products ask of a weight, so that they need not know how it changes its state."""
+"""EncodedWeight: protocol of a weight as products see it, without its state transitions."""
 
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
@@ -15,19 +15,19 @@ __all__ = ["EncodedWeight", "HeldPlanes"]
 
 
 class HeldPlanes(Protocol):
-    """How the planes are held, see `vbrt.layers.weights.products`."""
+    """State of the planes, see `vbrt.layers.weights.products`."""
 
     @property
     def planes(self) -> WeightPlanes | None:
-        """Planes that never move, used without a lease; None where products lease."""
+        """Resident planes, used without a lease; None if products lease."""
 
 
 class EncodedWeight(Protocol):
     """A weight in pages of a stack.
 
     Attributes:
-        forwards, weight_reads: counters, which whoever computes counts up.
-        held: how its planes are held now.
+        forwards, weight_reads: counters, incremented by products.
+        held: current state of the planes.
     """
 
     spec: HandleSpec
@@ -59,7 +59,7 @@ class EncodedWeight(Protocol):
         """Lease the planes of a precision."""
 
     def still(self, generation: int) -> Self:
-        """Return the weight. Raises WrapError if it is not that generation's any more."""
+        """Return the weight. Raises WrapError if its generation has changed."""
 
     def token_at(self, generation: int) -> torch.Tensor:
         """Name the weight and a generation in graphs."""

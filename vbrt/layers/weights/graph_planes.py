@@ -1,4 +1,4 @@
-"""Planes that compiled graphs hold, because they never move."""
+"""Resident planes as static inputs of compiled graphs."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ __all__ = ["GraphForm", "GraphTiles", "graph_tiles", "mark_static"]
 
 
 class GraphForm(NamedTuple):
-    """Describes the tiles that a compiled graph holds, for `vbrt::fp4_linear`.
+    """Layout of the tiles that a compiled graph holds, for `vbrt::fp4_linear`.
 
     A layer keeps it as text: dynamo guards one string in one step, and would go through a tuple item by item. For the
     same reason `compiled_forward.py` reads the text in place: a method to parse it made a graph's guards 8 % slower.
@@ -24,7 +24,7 @@ class GraphForm(NamedTuple):
     device: str
 
     def encode(self) -> str:
-        """The text that a layer keeps: "format n k dtype device"."""
+        """Return the text stored on a layer: "format n k dtype device"."""
         return f"{self.format} {self.n} {self.k} {str(self.dtype).removeprefix('torch.')} {self.device}"
 
 
@@ -36,10 +36,9 @@ class GraphTiles(NamedTuple):
 
 
 def graph_tiles(planes: WeightPlanes, shown: GraphTiles | None) -> GraphTiles | None:
-    """Return the tiles of planes that never move, marked as static, or None for planes in another order.
+    """Return the tiles of resident planes, marked as static, or None for planes in another order.
 
-    `shown` is returned where it holds these tiles already: a layer's dict then stays as it is, or dynamo would check it
-    again.
+    `shown` is returned if it already holds these tiles: an unchanged layer dict spares dynamo's guards a check.
     """
     for tensor in planes.coarse.values():
         mark_static(tensor)
@@ -53,5 +52,5 @@ def graph_tiles(planes: WeightPlanes, shown: GraphTiles | None) -> GraphTiles | 
 
 def mark_static(tensor: torch.Tensor) -> torch.Tensor:
     """Mark a tensor as a static input: compiled graphs neither copy it nor guard its address."""
-    tensor._dynamo_static_input_type = "unguarded"  # what torch._dynamo.mark_static_address does
+    tensor._dynamo_static_input_type = "unguarded"  # as torch._dynamo.mark_static_address does
     return tensor

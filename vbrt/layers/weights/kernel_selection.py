@@ -1,4 +1,4 @@
-"""Selects the kernels that compute with a weight: the one place that answers "which kernel runs?".
+"""Kernel selection for a weight: the single place that decides which kernel runs.
 
     kernels = choose_kernels(spec, device)       # plans size pages by `packing`, handles pack and compute by the rest
 
@@ -37,7 +37,7 @@ __all__ = ["Kernels", "choose_kernels", "coarse_kernels", "planned_packing", "re
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels for the planes of one precision.
+    """Kernels for the planes of one precision.
 
     Attributes:
         spec: of those planes; with precision "coarse", that of the 4-bit weight.
@@ -71,7 +71,7 @@ class Kernels:
 
 
 def choose_kernels(spec: HandleSpec, device: torch.device) -> Kernels:
-    """The kernels that compute with a weight on a device. May build those of a CPU (`resolves_late`).
+    """Return the kernels of a weight on a device. May build those of a CPU (`resolves_late`).
 
     A lossless weight is multiplied as torch does it; what restores it serves any format.
 
@@ -87,7 +87,7 @@ def choose_kernels(spec: HandleSpec, device: torch.device) -> Kernels:
 
 
 def coarse_kernels(spec: HandleSpec, device: torch.device) -> Kernels:
-    """The kernels for the coarse plane alone of an `exact` weight."""
+    """Return the kernels for only the coarse plane of an `exact` weight."""
     return replace(choose_kernels(replace(spec, fine=False), device), precision="coarse")
 
 
@@ -106,7 +106,7 @@ def rounding(spec: HandleSpec, device: torch.device) -> str | None:
 
 
 def refusals(spec: HandleSpec, device: torch.device) -> Iterator[str]:
-    """The kernels that a config asks for and a device cannot have, each with the reason and its replacement."""
+    """Kernels that the config requests and the device does not support, each with reason and fallback."""
     if spec.dense or device.type not in ("cuda", "cpu"):
         return
     no_kernels = kernel_refusal(device) if spec.backend == "auto" else None

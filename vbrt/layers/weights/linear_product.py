@@ -1,8 +1,8 @@
-"""Which computation runs for x Wᵀ + bias.
+"""Dispatch of x Wᵀ + bias by caller, precision and state of the weight.
 
 | caller | function | how it differs |
 | --- | --- | --- |
-| eager calls, unless `products.py` has a shorter way | `linear` | counts, casts as autocast does, tells autograd |
+| eager calls without a fast path in `products.py` | `linear` | counts, casts as autocast does, tells autograd |
 | `Product` and compiled graphs, after that | `linear_without_grad`, `linear_as_cast` | neither counts nor casts |
 | all of them | `leased_linear` | leases planes, or takes those that never move |
 | | `linear_on_planes` | the kernel of `kernel_selection.py` on planes |
@@ -92,7 +92,7 @@ _drafted = False  # whether a coarse pass has begun in this process
 
 
 class precision:  # a context manager, used like a function
-    """Have this thread's forwards lease the planes of a precision within a `with` block.
+    """Set the precision of this thread's forwards within a `with` block.
 
     "coarse" is for drafts: an `exact` layer computes with its coarse plane alone and gives, bit for bit, what a 4-bit
     layer of that plane gives; half of the bytes move. Layers without a fine plane have one precision: 4-bit layers
@@ -139,7 +139,7 @@ def kernels_of_pass(handle: EncodedWeight) -> Kernels:
 
 
 def precision_notes(handle: EncodedWeight) -> list[str]:
-    """For statistics: that coarse passes, once there has been one, compute a layer in full."""
+    """Fallbacks for statistics: layers that coarse passes, once there was one, compute in full."""
     if not _drafted or not handle.spec.dense:
         return []
     return ['precision("coarse"): layers that are held dense have no coarse plane and compute in full']
@@ -157,8 +157,7 @@ def refuse_coarse(handle: EncodedWeight, what: str) -> None:
 def linear(handle: EncodedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x Wᵀ + bias for x [..., K] -> [..., N]; gradients flow to x and bias, the weight is frozen.
 
-    As nn.Linear's, in dtype too: what autocast casts there it casts here, and dtypes that do not fit are refused
-    in torch's words.
+    Dtypes follow nn.Linear: autocast casts the same operands, and mismatches raise torch's own errors.
     """
     handle.forwards += 1
     if handle.separation is not None:
@@ -185,8 +184,8 @@ def _watched_linear(
 ) -> torch.Tensor:
     """`linear` for tracers, modes of the dispatcher and transforms of torch.func.
 
-    Those that cannot look behind a function of autograd's get the very calls of the plain layer, on a weight that
-    an operator has decoded. For a step that is being recorded the call is one piece.
+    Those that cannot see into an autograd.Function get the plain layer's calls, on a weight decoded by an operator.
+    In a step that is being captured the call is one opaque operator.
     """
     step = recorder()
     if step is not None:
@@ -214,7 +213,7 @@ def _sees_no_functions() -> bool:
 
 
 class _Snapshot(NamedTuple):
-    """A weight as it was stored at a forward, and the kernels for the planes that the forward took."""
+    """Snapshot of a weight at a forward: its generation, and the kernels of the leased planes."""
 
     handle: EncodedWeight
     generation: int
@@ -237,14 +236,14 @@ class _Snapshot(NamedTuple):
 def linear_without_grad(
     handle: EncodedWeight, x: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None = None
 ) -> torch.Tensor:
-    """`linear` without counting a forward or casting anything; to be called under no_grad."""
+    """`linear` without counters and casts; call it under no_grad."""
     if is_bare(x):
         return leased_linear(handle, kernels or kernels_of_pass(handle), x, bias)
     return linear_on_weight(handle.spec, x, _weight_by_operator(handle, x.device), bias)
 
 
 def linear_as_cast(handle: EncodedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`linear_without_grad` for graphs that have cast x and bias as autocast does."""
+    """`linear_without_grad` for graphs that already applied autocast to x and bias."""
     if x.dtype is handle.dtype or torch.float64 in (x.dtype, handle.dtype):
         return linear_without_grad(handle, x, bias)
     kernels = kernels_of_pass(handle)
@@ -254,7 +253,7 @@ def linear_as_cast(handle: EncodedWeight, x: torch.Tensor, bias: torch.Tensor | 
 
 
 def leased_linear(handle: EncodedWeight, kernels: Kernels, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x Wᵀ + bias on planes that never move, where they are kept, or on leased ones."""
+    """x Wᵀ + bias on resident planes, or on leased ones."""
     products = _pass.products
     if products is not None:
         return products.product(handle, kernels, x, bias)
@@ -271,8 +270,8 @@ def leased_linear(handle: EncodedWeight, kernels: Kernels, x: torch.Tensor, bias
 
 
 def resting_product(handle: EncodedWeight) -> tuple[Kernels, WeightPlanes] | None:
-    """The kernels and planes that this pass takes of a weight whose pages never move, for `linear_on_planes`; whoever
-    uses them counts. None: the pass leases."""
+    """Kernels and planes of this pass for a resident weight, for `linear_on_planes`; callers count. None: the pass
+    leases."""
     ready, kernels = handle.held.planes, kernels_of_pass(handle)
     if ready is None or _pass.products is not None or not handle.stack.at_rest:
         return None
@@ -365,7 +364,7 @@ def requiring_grad(weight: torch.Tensor) -> torch.Tensor:
 def linear_on_weight(
     spec: HandleSpec, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """The very calls of nn.Linear, or of transformers' Conv1D, on a weight as the module keeps it."""
+    """Call nn.Linear's functions, or those that transformers' Conv1D uses, on a weight in the module's orientation."""
     if not spec.transposed:
         return F.linear(x, weight, bias)
     if bias is None:
@@ -386,7 +385,7 @@ def _fits(x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None) -> b
 
 
 def input_gradient(handle: EncodedWeight, dy: torch.Tensor, kernels: Kernels | None = None) -> torch.Tensor:
-    """dX [..., K] = dY [..., N] W, leasing the planes again instead of keeping the weight."""
+    """dX [..., K] = dY [..., N] W; leases the planes again instead of saving the decoded weight."""
     if not is_bare(dy):
         return _matmul(handle, dy, _weight_by_operator(handle, dy.device))
     kernels = kernels or kernels_of_pass(handle)
@@ -456,12 +455,12 @@ def decoded_weight(handle: EncodedWeight) -> torch.Tensor:
 
 
 def _restrided(handle: EncodedWeight, weight: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in memory as the module's own weight did."""
+    """Copy with the strides of the module's own weight."""
     return torch.empty_strided(weight.shape, handle.strides, dtype=weight.dtype, device=weight.device).copy_(weight)
 
 
 def _weight_by_operator(handle: EncodedWeight, device: torch.device) -> torch.Tensor:
-    """The decoded weight as the result of an operator that asks for it each time it runs, now and in a trace."""
+    """Decoded weight from an operator that decodes at each run, eagerly and in traces."""
     # a mode of fake tensors takes those that are made under it
     token = handle.token_at(handle.generation) if dispatch_modes() else handle.token
     weight = torch.ops.vbrt.weight(token, *handle.spec.weight_shape, handle.dtype, handle.device_name)

@@ -1,4 +1,4 @@
-"""PagesHandle: what handles of weights share, whatever the number of their pages."""
+"""PagesHandle: base of weight handles, for any number of pages."""
 
 import secrets
 from typing import Any, Self
@@ -12,7 +12,7 @@ __all__ = ["PagesHandle"]
 
 
 class PagesHandle:
-    """Pages of one weight, or of the weights of one module, in a stack. It begins empty.
+    """Handle to the pages of one weight, or of one module's weights, in a stack. It begins empty.
 
     Attributes:
         keys: pages in the stack; none before `store` and after `retire`.
@@ -38,7 +38,7 @@ class PagesHandle:
 
     @property
     def streams(self) -> bool:
-        """True if any page lives below the computing tier; walked anew only after some were added, moved or retired."""
+        """True if any page lives below the computing tier; cached until pages are added, moved or retired."""
         changes, pages, streams = self._streams
         if changes != self.stack.ledger.changes or pages is not self.pages:
             changes, pages = self.stack.ledger.changes, self.pages
@@ -66,11 +66,11 @@ class PagesHandle:
         self.forget_ready()
 
     def forget_ready(self) -> None:
-        """Keep no views into pages: they may move."""
+        """Drop views into pages, because they may move."""
         raise NotImplementedError
 
     def still(self, generation: int) -> Self:
-        """The handle. Raises WrapError if its weights are not that generation's any more."""
+        """Return the handle. Raises WrapError if its generation has changed."""
         if self.keys and self.generation != generation:
             raise WrapError(
                 f"{self.name}: {self._what} loaded anew between forward and backward; run the forward again"

@@ -1,4 +1,4 @@
-"""Tensors of bytes in pickles."""
+"""Byte tensors in pickles."""
 
 from multiprocessing.context import get_spawning_popen
 
@@ -10,10 +10,10 @@ __all__ = ["from_pickle", "to_pickle"]
 
 
 def to_pickle(made: torch.Tensor) -> torch.Tensor | bytes:
-    """A uint8 tensor that was made for a pickle, as it goes into it.
+    """Return a uint8 tensor made for a pickle in picklable form.
 
-    A process that is being spawned gets bytes: tensors reach it as files, which are closed with a tensor that nobody
-    holds before the process has begun.
+    A spawned process gets bytes: tensors would be passed as shared files, closed with the last reference to the tensor
+    before the process has started.
     """
     if get_spawning_popen() is None:
         return made
@@ -22,5 +22,5 @@ def to_pickle(made: torch.Tensor) -> torch.Tensor | bytes:
 
 
 def from_pickle(made: torch.Tensor | bytes) -> torch.Tensor:
-    """The tensor that `to_pickle` was given."""
+    """Inverse of `to_pickle`."""
     return torch.frombuffer(bytearray(made), dtype=torch.uint8) if isinstance(made, bytes) else made

@@ -1,9 +1,9 @@
-"""Compiling kernels of 4-bit products ahead of the pass that launches them, several at a time.
+"""Ahead-of-time, parallel compilation of 4-bit kernels before the pass that launches them.
 
 Triton compiles a kernel when it is first launched: a multiplication takes one to two seconds, and a pass that meets one
-after the other waits for their sum. So the products that a pass will need are asked for before it, on memory that
-stands in for weights and inputs: they launch nothing, and threads compile what they would launch
-(`vbrt.kernels.cuda.compiling`). What disk or process have already takes milliseconds.
+after the other waits for their sum. So the products of the next pass are run before it on placeholder memory: they
+launch nothing, and threads compile their kernels (`vbrt.kernels.cuda.compiling`). A kernel that is cached on disk or
+in the process takes milliseconds.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -26,7 +26,7 @@ _asked: set[Hashable] = set()  # kinds of products, in this process
 
 
 class _Job(NamedTuple):
-    """A product that needs what all of its kind need; `decodes`: its weight is decoded, and multiplied by torch."""
+    """Representative product of its kind; `decodes`: the weight is decoded, and multiplied by torch."""
 
     kernels: Kernels
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class _Job(NamedTuple):
 def compile_ahead(
     handles: Iterable[Any], tokens: Iterable[int], device: torch.device, *, soon: bool = True
 ) -> list[Compilation]:
-    """Begin to compile what 4-bit weights on a GPU need for products of so many tokens; return what was begun.
+    """Start compiling the kernels of 4-bit weights on a GPU for these token counts; return the compilations.
 
     Args:
         handles: of layers; those without kernels that say what they compile are left out.
@@ -72,7 +72,7 @@ def compile_ahead(
 
 
 def _takes(handle: Any, device: torch.device) -> bool:
-    """True for a weight whose kernels say what they compile."""
+    """True if the weight's kernels support compilation ahead of time."""
     if not isinstance(handle, Weight) or handle.device != device:
         return False
     kernels = handle.kernels or handle.take_kernels()
@@ -89,7 +89,7 @@ def _jobs_of(handle: Weight, tokens: int) -> Iterator[tuple[tuple, _Job]]:
 
 
 def _run(job: _Job, memory: torch.Tensor) -> None:
-    """Multiply what stands in for a weight and its input, or decode the weight where torch multiplies."""
+    """Run the product on placeholders, or decode the placeholder weight if torch multiplies."""
     spec, layout = job.kernels.spec, job.layout
     x = memory[job.input_at : job.nbytes].view(job.dtype).view(job.tokens, spec.shape[1])
     planes = WeightPlanes(spec.format, spec.shape, job.dtype, unpack(memory[: layout.nbytes], layout))

@@ -1,4 +1,4 @@
-"""How an encoded weight is held, and the product that its layers call in that state.
+"""States of an encoded weight's planes, each with the product that layers call.
 
 | state | planes | product |
 | --- | --- | --- |
@@ -7,8 +7,8 @@
 | `ResidentDense` | the same of a weight that is held dense, as nn.Linear keeps it | `F.linear` on the page |
 | `ResidentSmallBatch` | 4-bit planes in host memory, on the CPU | a kernel for few tokens, all arguments prepared |
 
-`vbrt.layers.weights.state` chooses one at each transition. A state holds no weight, so that a weight dies with its last
-layer, by reference counts.
+`vbrt.layers.weights.state` chooses one at each transition. A state does not reference its weight, so that reference
+counting frees a weight with its last layer.
 """
 
 import torch
@@ -30,11 +30,11 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 class Streamed:
-    """Pages that move, or that may: every product leases them.
+    """Pages that may move: every product leases them.
 
     Attributes:
-        planes: planes that never move, used without a lease; None here.
-        small_batch: the kernel for few tokens on them, where there is one.
+        planes: resident planes, used without a lease; None here.
+        small_batch: kernel for few tokens on resident planes, or None.
     """
 
     __slots__ = ()
@@ -50,7 +50,7 @@ STREAMED = Streamed()
 
 
 class Resident(Streamed):
-    """Planes of pages that never move."""
+    """Resident planes: their pages never move."""
 
     __slots__ = ("planes",)
 
@@ -59,7 +59,7 @@ class Resident(Streamed):
 
 
 class ResidentDense(Resident):
-    """A dense weight in a page that never moves, as nn.Linear keeps it."""
+    """Dense weight in a resident page, in nn.Linear's layout."""
 
     __slots__ = ("_page", "_weight")
 
@@ -68,7 +68,7 @@ class ResidentDense(Resident):
         self._page, self._weight = page, planes.coarse["weight"]
 
     def product(self, weight: EncodedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`linear`, with little more Python than nn.Linear's where nothing but the product is asked for."""
+        """Fast path of `linear` for bare calls, with little more Python overhead than nn.Linear."""
         w_NK, ledger = self._weight, weight.stack.ledger
         moving = (
             ledger.travellers or ledger.retired or ledger.lost or ledger.guard.recorder
@@ -82,7 +82,7 @@ class ResidentDense(Resident):
 
 
 class ResidentSmallBatch(Resident):
-    """4-bit planes that never move, on a CPU, whose kernel for few tokens has every argument prepared."""
+    """Resident 4-bit planes on a CPU, with a small-batch kernel whose arguments are prepared."""
 
     __slots__ = ("small_batch",)
 
@@ -91,7 +91,7 @@ class ResidentSmallBatch(Resident):
         self.small_batch = small_batch
 
     def product(self, weight: EncodedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-        """What `linear` gives, bit for bit; by the prepared kernel where there is nothing to do but multiply."""
+        """`linear`, bit for bit; bare calls go to the prepared kernel."""
         y = self._prepared(weight, x, bias)
         return linear(weight, x, bias) if y is None else y
 
@@ -112,7 +112,7 @@ class ResidentSmallBatch(Resident):
 
 
 def resident(weight: EncodedWeight, planes: WeightPlanes) -> Resident:
-    """Return the state of a weight whose planes never move."""
+    """Return the state of a weight with resident planes."""
     if FORMATS[planes.format].lossless:
         if weight.trainable:
             w_NK = requiring_grad(planes.coarse["weight"])

@@ -1,10 +1,10 @@
-"""The short way of a layer's product: few tokens, planes that never move, and a kernel with every argument prepared.
+"""Small-batch fast path of a layer's product, on resident planes with prepared kernel arguments.
 
-Layers that a model calls one after the other with one x, such as the projections of queries, keys and values, are
-computed in one call: the first computes the others *ahead*. Which layers those are is seen, not known by name: a layer
-that is called with the very tensor that the one before it got follows that one from then on. A result that was
-computed ahead is given out once, and only for an x with the same bits: it is what the layer's own call would give,
-whatever happened to x in between. Groups whose results are seldom asked for are given up.
+Layers called in a row with the same x, such as the projections of queries, keys and values, are fused into one call:
+the first computes the others *ahead*. Groups are observed, not configured by name: a layer called with the identical
+tensor object of the previous layer becomes its follower. A result computed ahead is used once, and only for an x with
+the same bits, so it equals the layer's own call even if x was written in between. Groups with few used results are
+dissolved.
 """
 
 import ctypes
@@ -18,26 +18,26 @@ import torch
 __all__ = ["Prepared", "SmallBatch"]
 
 _MOST_FOLLOWERS = 3
-_PATIENCE = 8  # results that nobody asked for, before a group is given up
+_PATIENCE = 8  # unused results before a group is dissolved
 
 
 class Prepared(Protocol):
-    """A product of few tokens whose arguments are prepared, as `Kernel.few` makes it."""
+    """Small-batch product with prepared arguments, as `Kernel.few` makes it."""
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-        """x Wᵀ + bias; None where it does not serve x."""
+        """x Wᵀ + bias; None if x is not supported."""
 
     def together(
         self, others: Sequence[Self], x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> list[torch.Tensor] | None:
-        """The products with this weight and those of others, which have no bias, bit for bit."""
+        """Fused products with this weight and others, without bias, bit for bit."""
 
     def suits(self, other: Self) -> bool:
-        """True if one call may compute both."""
+        """True if one call can compute both."""
 
 
 class _Ahead(NamedTuple):
-    """A result, and the input that it is of."""
+    """Result computed ahead, with its input."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -45,13 +45,13 @@ class _Ahead(NamedTuple):
     y: torch.Tensor
 
     def is_of(self, x: torch.Tensor) -> bool:
-        """True if it is what x gives."""
+        """True if the result belongs to x: the same bits."""
         same = x.shape == self.shape and x.dtype is self.dtype and x.is_contiguous()
         return same and _bits(x) == self.bits
 
 
 class _Last(threading.local):
-    """The first layer that a thread has called with the last input, and that input."""
+    """Last input of a thread, and the first layer called with it."""
 
     leader: Callable[[], "SmallBatch | None"] = staticmethod(lambda: None)
     x: Callable[[], torch.Tensor | None] = staticmethod(lambda: None)
@@ -61,12 +61,12 @@ _last = _Last()
 
 
 class SmallBatch:
-    """The products of one layer, and those of its followers.
+    """Small-batch products of one layer and its followers.
 
     Attributes:
         few: computes them.
-        followers: layers that are computed with this one; held weakly, because their pages may go.
-        leader: the layer that computes this one, weakly; None: it follows none.
+        followers: layers computed together with this one; weak references, as their pages may be retired.
+        leader: layer that computes this one, a weak reference; None: it follows none.
     """
 
     __slots__ = ("__weakref__", "_ahead", "_asked", "_given", "_given_up", "_me", "few", "followers", "leader")
@@ -76,11 +76,11 @@ class SmallBatch:
         self.followers: tuple[weakref.ref[SmallBatch], ...] = ()
         self.leader: weakref.ref[SmallBatch] | None = None
         self._ahead: dict[None, _Ahead] = {}  # one result or none; `pop` gives it to one thread
-        self._given = self._asked = 0  # results for each follower; results of the leader's that were asked for
+        self._given = self._asked = 0  # results per follower; results of the leader that were used
         self._given_up = False
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """x Wᵀ + bias, or None where the kernel does not serve x; x is bare, and nobody wants gradients."""
+        """x Wᵀ + bias, or None if the kernel does not support x; x is a plain tensor, without gradients."""
         ahead = self._ahead.pop(None, None)
         if ahead is not None and bias is None and ahead.is_of(x):
             self._asked += 1
@@ -105,7 +105,7 @@ class SmallBatch:
         return ys[0]
 
     def _learn(self, x: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Follow the layer that this thread has just called with the very same tensor, if one call can compute both."""
+        """Follow the layer that this thread just called with the identical tensor, if one call can compute both."""
         leader = _last.leader() if _last.x() is x else None
         if leader is None or leader is self:
             _last.leader, _last.x = self._me, weakref.ref(x)
@@ -117,7 +117,7 @@ class SmallBatch:
         return not self.followers and (self.leader is None or self.leader() is None)
 
     def takes(self, other: "SmallBatch") -> bool:
-        """True if another layer may follow this one."""
+        """True if this layer accepts another follower."""
         free = not self._given_up and len(self.followers) < _MOST_FOLLOWERS and self.leader is None
         return free and self.few.suits(other.few)
 

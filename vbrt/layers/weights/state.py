@@ -1,16 +1,15 @@
-"""The state of one weight in the tiers, and its transitions: nobody else sets what they set.
+"""State machine of one weight in the tiers: only the transitions here set its attributes.
 
-| state | where the values are | what a layer's forward does |
+| state | location of the values | a layer's forward |
 | --- | --- | --- |
-| dense | the module's parameter, held here until it is encoded | encodes it first |
+| dense | the module's parameter, held here until encoding | encodes it first |
 | streamed | pages that move, or may | leases them (`products.Streamed`) |
 | resident | pages at home in the computing tier | uses their planes without a lease (`products.Resident`) |
 | by rows | a table whose rows are read where its pages live | looks rows up (`modules/embedding.py`) |
-| lent | as before, and a temporary that `.weight` gave is out | looks for writes to it first |
+| lent | as before, with a live temporary from `.weight` | checks it for writes first |
 
-`product` is the function for the state, chosen at each transition, and None while a forward has something to do first:
-for a weight that is dense, lent or tied. A weight is shared by all layers that are tied to it. Pages are read-only: new
-values mean new pages.
+`product` is the state's function, chosen at each transition, and None if a forward must settle the weight first: if it
+is dense, lent or tied. Tied layers share one weight. Pages are read-only: new values mean new pages.
 """
 
 import contextlib
@@ -53,7 +52,7 @@ _weights: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary(
 
 
 class TiedLayer(Protocol):
-    """A layer, as its weight knows it."""
+    """Protocol of a layer as its weight sees it."""
 
     _vb_twin: int
     __dict__: dict[str, Any]
@@ -76,20 +75,20 @@ class Weight(PagesHandle):
     """One weight in a stack. Counters are integers.
 
     Attributes:
-        dtype: what the layers compute in and show to the outside.
-        trainable: whether the dense weight had requires_grad; the one that `unwrap` makes gets it back.
+        dtype: compute dtype of the layers, and dtype of decoded weights.
+        trainable: requires_grad of the dense weight, restored by `unwrap`.
         layers: the live layers that share this weight.
         tied: whether there may be several.
         dense: the weight until it is encoded, as parameters on one storage ("twins"), or as a temporary that was
             written to; () after that. Layers have none among their own parameters, where an optimizer would take it.
-        lent: the temporary that `.weight` has given, if one is out; writes to it change the weight.
-        held: how the encoded planes are held.
-        product: (weight, x, bias) -> x Wᵀ + bias in the state of now; None: the layer has something to do first.
+        lent: live temporary of `.weight`, or None; a write to it changes the weight.
+        held: state of the encoded planes.
+        product: (weight, x, bias) -> x Wᵀ + bias in the current state; None: settle the weight first.
         strides: of the module's weight, where it is not contiguous.
-        kernels: chosen for the spec and device; None until they are needed where building them takes time.
-        kernel: the name of the backend that runs.
-        shows_planes: whether compiled graphs may hold planes that never move.
-        graph_tiles: planes that never move as compiled graphs hold them; layers hold them too.
+        kernels: for spec and device; None until first needed if building them takes time.
+        kernel: name of the backend in use.
+        shows_planes: whether compiled graphs may hold resident planes.
+        graph_tiles: resident planes in the form that compiled graphs hold; also set on layers.
     """
 
     def __init__(self, spec: HandleSpec, stack: TierStack, *, trainable: bool = False) -> None:
@@ -112,13 +111,13 @@ class Weight(PagesHandle):
         register_weight(self)
 
     def choose_product(self) -> None:
-        """Choose the product for the state. Transitions clear it first: interrupted, they leave a forward that looks at
-        everything."""
+        """Choose the product for the state. Transitions clear it first, so that after an interruption a forward settles
+        the weight."""
         waits = self.dense or self.tied or self.lent is not None
         self.product = None if waits else self.held.product
 
     def _hold(self, held: Streamed) -> None:
-        """Hold the encoded planes in another way."""
+        """Change the state of the encoded planes."""
         self.product, self.held = None, held
         self.choose_product()
 
@@ -133,7 +132,7 @@ class Weight(PagesHandle):
             self.take_kernels()
 
     def take_kernels(self) -> Kernels:
-        """Choose the kernels; warn of those that were asked for and cannot be had, once for all layers."""
+        """Choose the kernels; warn once for all layers about requested ones that are unavailable."""
         kernels = choose_kernels(self.spec, self.device)
         kernels.kernel.prepare(self.device)
         for reason in refusals(self.spec, self.device):
@@ -154,7 +153,7 @@ class Weight(PagesHandle):
         return kernels
 
     def all_fallbacks(self) -> list[str]:
-        """`fallbacks`, and what forwards have shown: a shape that the vendor refuses, no coarse plane for a draft."""
+        """`fallbacks`, with those found by forwards: a shape that the vendor refuses, no coarse plane for a draft."""
         refusal = vendor_refusal(self.spec, self.device)
         return [*self.fallbacks, *([refusal] if refusal else []), *precision_notes(self)]
 
@@ -203,7 +202,7 @@ class Weight(PagesHandle):
     # -- layers -------------------------------------------------------------------------------------------------------
 
     def tie(self, layer: TiedLayer) -> None:
-        """Add a layer to those of the weight."""
+        """Add a layer to this weight."""
         self.product = None
         self.layers.add(layer)
         self.tied = len(self.layers) > 1
@@ -224,7 +223,7 @@ class Weight(PagesHandle):
     def pass_on(self, layers: Sequence[TiedLayer], weight: torch.Tensor) -> "Weight":
         """Give layers a new weight, which is dense until they are used; return it.
 
-        Other tied layers keep this one, and so does whoever computes with it now.
+        Other tied layers keep this one, as do computations in flight.
         """
         heir = self.empty_copy()
         heir.retype(weight.dtype)
@@ -239,7 +238,7 @@ class Weight(PagesHandle):
         return heir
 
     def freeze(self) -> None:
-        """Give the weight back as one that does not train: nobody asks for its gradient."""
+        """Make `unwrap` return the weight frozen (requires_grad False)."""
         if self.trainable:
             self.trainable = False
             for weight in self.dense:
@@ -297,8 +296,7 @@ class Weight(PagesHandle):
     def released_parameter(self, twin: int, made: nn.Parameter | None) -> nn.Parameter:
         """The weight as a parameter of layers that leave the tiers; one for each twin, all on one storage.
 
-        It is the dense parameter where there is one, else the temporary, if one is out, so that whoever holds that
-        holds the weight.
+        It is the dense parameter if there is one, else a live temporary, so that its holders hold the weight.
 
         Args:
             made: the parameter that another layer on the same storage has been given, if one has.
@@ -371,7 +369,7 @@ class Weight(PagesHandle):
             lent.hold(values)
 
     def _has_values(self, weight: torch.Tensor) -> bool:
-        """True if a fitted codebook has given these values already: encoded again, they would change."""
+        """True if these values were decoded from a fitted codebook: encoding them again would change them."""
         if self.separation is None or not self.keys or weight.is_meta:
             return False
         return torch.equal(self.weight(), weight.to(self.device, self.dtype))
@@ -380,11 +378,11 @@ class Weight(PagesHandle):
 
     @property
     def temporary(self) -> DecodedWeight | None:
-        """The temporary that is out, if one is."""
+        """The live temporary, or None."""
         return live_temporary(self.lent) if self.lent is not None else None
 
     def lend(self, twin: int) -> torch.Tensor:
-        """The weight, to be written to as well; one temporary for all who ask while it is held.
+        """Return the temporary of the weight, writable and shared by all readers while it is alive.
 
         Args:
             twin: which of the parameters on one storage the layer has that it is read of.
@@ -404,7 +402,7 @@ class Weight(PagesHandle):
                     return made
 
     def notice_writes(self) -> None:
-        """Take over writes to the temporary that no method of it has reported."""
+        """Take over unreported writes to the temporary."""
         if self._written is not None:
             self.take_over(0, self._written)
         lent = self.temporary
@@ -449,7 +447,7 @@ class Weight(PagesHandle):
         self.spec.refuse(what)
 
     def note_written(self, key: object, weight: torch.Tensor) -> None:
-        """Keep the content of a temporary that died after a write, until the next look. Takes no lock."""
+        """Keep the content of a temporary freed after a write, until the next forward. Takes no lock."""
         self._written = weight
 
     def thaw(self, key: object, weight: DecodedWeight) -> None:
@@ -461,8 +459,8 @@ class Weight(PagesHandle):
     # -- resident -----------------------------------------------------------------------------------------------------
 
     def keep_resident(self, planes: WeightPlanes, tensors: list[dict[str, torch.Tensor]]) -> None:
-        """Use leased planes without a lease from now on, if their pages are at home in the computing tier and no
-        temporary is out."""
+        """Use leased planes without a lease from now on, if their pages are at home in the computing tier and there is
+        no live temporary."""
         if not self._is_at_home(tensors):
             return
         self.hold_resident(planes)
@@ -470,7 +468,7 @@ class Weight(PagesHandle):
             self.forget_ready()
 
     def hold_resident(self, planes: WeightPlanes) -> None:
-        """Use planes that never move without a lease, and show them to compiled graphs where kernels take them."""
+        """Use resident planes without a lease, and expose them to compiled graphs if kernels support that."""
         self._hold(resident(self, planes))
         if self.graph_planes is not None:
             tiles = graph_tiles(planes, self.graph_tiles)
@@ -478,8 +476,8 @@ class Weight(PagesHandle):
                 self.show_to_graphs(tiles)
 
     def _is_at_home(self, tensors: list[dict[str, torch.Tensor]]) -> bool:
-        """True if these are the weight's pages, at home in the computing tier, and nobody else may write to the
-        weight."""
+        """True if these are the weight's pages, at home in the computing tier, without a live temporary that may be
+        written."""
         if any(page.home for page in self.pages) or self.temporary is not None or self._written is not None:
             return False
         slots = self.stack.levels[0].slots
@@ -489,7 +487,7 @@ class Weight(PagesHandle):
         )
 
     def forget_ready(self) -> None:
-        """Keep no views into pages: they may move."""
+        """Drop views into pages, because they may move."""
         self._hold(STREAMED)
         self.show_to_graphs(None)
 
@@ -502,7 +500,7 @@ class Weight(PagesHandle):
         return self.held.planes if self.shows_planes else None
 
     def show_to_graphs(self, tiles: GraphTiles | None) -> None:
-        """Have compiled graphs compute with planes that never move, or with a lease again (None).
+        """Expose resident planes to compiled graphs, or let these lease again (None).
 
         Layers hold this themselves, as a tensor and a string: dynamo checks in one step that these have not changed in
         a module's dict; behind another object it would go through them one by one at each call.
@@ -578,7 +576,7 @@ class Weight(PagesHandle):
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def empty_copy(self) -> "Weight":
-        """A handle for another weight of the same layer, in the same stack."""
+        """Return an empty handle for another weight of the same layer, in the same stack."""
         clone = Weight(self.spec, self.stack)
         clone.generation, clone.trainable = self.generation, self.trainable
         clone.token = clone.token_at(self.generation)
@@ -632,7 +630,7 @@ def _free_key(handle: Weight, plane: str) -> str:
 
 
 def register_weight(weight: Any) -> None:
-    """Let a weight be found by its id, in graphs, and by its stack."""
+    """Register a weight by its id, for graphs, and by its stack."""
     _weights[weight.id] = weight
 
 
@@ -647,7 +645,7 @@ def weights_in(stack: TierStack) -> list[Any]:
 
 
 def weight_of(value: torch.Tensor) -> Weight | None:
-    """Return the weight that a tensor is, as its dense parameter or its temporary, if its layers live."""
+    """Return the weight of a dense parameter or temporary, if its layers are alive."""
     if type(value) is not DecodedWeight:
         found = weight_at(value) if isinstance(value, nn.Parameter) else None
         return found if found is not None and found.layers and found.lies_with(value) else None

@@ -1,4 +1,4 @@
-"""Turns a dense weight into the planes of its format, in the order that the kernels read, and back."""
+"""Encoding of a dense weight into its format's planes, in the kernels' order, and decoding."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ Planes = Sequence[tuple[PageLayout, Mapping[str, torch.Tensor | Incoming]]]
 
 
 class Encoder:
-    """Encodes weights of one spec on one device.
+    """Encoder of weights with one spec on one device.
 
     Attributes:
         separation: the fitted codebook, where the format has one.
         packing: the order in which the kernels read a coarse page, or None: as the format encodes it.
-        fallbacks: reasons why a weight is not in that order are appended here.
+        fallbacks: receives reasons why a weight is not in that order.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Encoder:
         return group.coarse
 
     def _amax(self, w_ENK: torch.Tensor) -> list[float] | None:
-        """The largest magnitudes of the matrices that these are parts of; None where they are whole."""
+        """Largest magnitudes of the whole matrices, if these are shards; else None."""
         shard = self.spec.site.shard
         if shard is None or shard.dim == EXPERTS:
             return None
@@ -150,7 +150,7 @@ class Encoder:
         return self.separation.encode_part(w_NK, gathered(w_NK, shard), amax)
 
     def _coarse_page(self, coarse: dict[str, torch.Tensor]) -> tuple[PageLayout, dict[str, torch.Tensor]]:
-        """In the order that the kernel reads fastest, where it has one and that is exact."""
+        """Return the page in the kernel's preferred order, if it has one that is exact."""
         spec = self.spec
         tensors = self.packing.pack(coarse, spec.shape) if self.packing else None
         if tensors is not None:

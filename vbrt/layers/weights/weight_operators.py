@@ -1,4 +1,4 @@
-"""The operators of compiled, traced and exported graphs: they name a handle by its token and lease when they run.
+"""Operators of compiled, traced and exported graphs, which name a handle by its token and lease at run time.
 
 Registered when `vbrt.layers` is imported.
 """
@@ -20,7 +20,7 @@ __all__ = ["TAGS", "handle_of", "library", "materialized"]
 
 
 def handle_of(token: torch.Tensor) -> Weight:
-    """The live handle that a graph's token names."""
+    """Return the live handle of a graph's token."""
     handle = find_weight(token.tolist()[0])
     if handle is None:
         raise WrapError(
@@ -32,7 +32,7 @@ def handle_of(token: torch.Tensor) -> Weight:
 
 
 def materialized(token: torch.Tensor) -> Weight:
-    """The handle that a graph's token names, encoded by now."""
+    """Return the handle of a graph's token, encoded if it was not."""
     handle = handle_of(token)
     layer = next(iter(handle.layers), None)
     if layer is None or (handle.keys and handle.lent is None):
@@ -41,7 +41,7 @@ def materialized(token: torch.Tensor) -> Weight:
 
 
 class _Named(NamedTuple):
-    """A weight as the graph that names it sees it: behind operators."""
+    """Weight of a graph, accessed through operators."""
 
     token: torch.Tensor
     out_features: int

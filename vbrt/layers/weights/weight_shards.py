@@ -1,13 +1,13 @@
-"""Weights of which this process holds a part: DTensors in a model, plain local parameters in the tiers.
+"""Sharded weights: DTensors in a model, plain local parameters in the tiers.
 
-`torch.distributed.tensor` cuts a weight as a parallel plan says, and keeps each rank's part as a plain tensor. A layer
-in the tiers holds that part alone: kernels see local shapes, and what is done between ranks (gather, all-reduce) stays
-with the plan's own hooks. When the layer becomes plain again, its part becomes the DTensor that it was.
+`torch.distributed.tensor` shards a weight by a parallel plan; each rank has a plain local tensor. A layer in the tiers
+holds that local part: kernels see local shapes, and communication (gather, all-reduce) stays in the plan's own hooks.
+When the layer becomes plain again, its part becomes a DTensor again.
 
-Whoever wants a model's parts to decode to what the whole weight decodes to needs facts about the whole: its largest
-magnitude (`agreed_amax`), which decides a tensor scale, and for fitted codebooks all of it (`gathered`).
+For shards to decode to the same values as the whole weight, encoding needs global facts: the largest magnitude
+(`agreed_amax`), which decides a tensor scale, and for fitted codebooks the whole weight (`gathered`).
 
-The road not taken: a DTensor subclass of encoded planes, as other libraries have. Its dispatcher costs more than a
+Rejected: a DTensor subclass of encoded planes, as other libraries have. Its dispatcher costs more than a
 kernel at batch 1, and no operator but the product is ever called on planes.
 """
 
@@ -43,14 +43,14 @@ _groups: dict[str, Any] = {}  # process groups of shards, by name
 
 
 def is_sharded(tensor: object) -> bool:
-    """True for a DTensor: a tensor that several processes hold, each in part or whole."""
+    """True for a DTensor, sharded or replicated over processes."""
     loaded = sys.modules.get("torch.distributed.tensor")  # nobody has made one before it is imported
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def local_of(tensor: Any) -> Any:
-    """Return the part of a DTensor that this process holds, as a parameter where it is one, always the same; and
-    anything else as it is."""
+    """Return the local part of a DTensor, always the same object, a parameter if the DTensor is one. Other values are
+    returned unchanged."""
     if not is_sharded(tensor):
         return tensor
     if not isinstance(tensor, nn.Parameter):
@@ -66,7 +66,7 @@ def _on_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Sharding(NamedTuple):
-    """How a DTensor is spread over ranks: what makes one of this rank's part."""
+    """Mesh and placements of a DTensor: they rebuild it from this rank's part."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -75,17 +75,17 @@ class Sharding(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any) -> "Sharding":
-        """Return that of a DTensor."""
+        """Return the sharding of a DTensor."""
         return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
 
     @property
     def dim(self) -> int | None:
-        """The dimension that is cut, from 0 on; None where every rank holds all."""
+        """Sharded dimension, from 0; None if replicated."""
         cut = [_dim_of(placement, len(self.shape)) for placement in self.placements if not placement.is_replicate()]
         return cut[0] if cut else None
 
     def whole(self, local: torch.Tensor) -> Any:
-        """Return the DTensor of which `local` is this rank's part."""
+        """Return the DTensor with `local` as this rank's part."""
         make = sys.modules["torch.distributed.tensor"].DTensor.from_local
         return make(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
 
@@ -118,7 +118,7 @@ def sum_refusal(tensors: Iterable[Any]) -> str | None:
     output = torch.empty(0, dtype=torch.float32, device="cpu")
     try:
         added = style.transform_output_post_forward(style.__new__(style), nn.Identity(), output, None)
-    except AttributeError:  # it asks for the ranks that it adds over
+    except AttributeError:  # it reads the group that it reduces over
         return None
     if added is not output:
         return None
@@ -129,7 +129,7 @@ def sum_refusal(tensors: Iterable[Any]) -> str | None:
 
 
 def _leaves_one_nothing(tensor: Any, mesh_dim: int) -> bool:
-    """True if a cut has no part for the last rank. Every rank finds the same, since they encode together."""
+    """True if the last rank's shard is empty. All ranks agree, since they encode together."""
     placement, count = tensor.placements[mesh_dim], tensor.device_mesh.size(mesh_dim)
     if placement.is_replicate():
         return False
@@ -179,7 +179,7 @@ def group_of(shard: Shard) -> Any:
 
 
 def take_local_(module: nn.Module, parameters: tuple[str, ...]) -> None:
-    """Put local parameters in the place of a module's DTensors."""
+    """Replace a module's DTensors with local parameters."""
     held = {name: module._parameters[name] for name in parameters}
     shardings = {name: Sharding.of(tensor) for name, tensor in held.items() if is_sharded(tensor)}
     if shardings:
@@ -188,7 +188,7 @@ def take_local_(module: nn.Module, parameters: tuple[str, ...]) -> None:
 
 
 def restore_sharded_(module: nn.Module) -> None:
-    """Put DTensors back in the place of what a module holds of them by now."""
+    """Replace a module's local parameters with DTensors again."""
     for name, sharding in module.__dict__.get("_vb_shardings", {}).items():
         local = module._parameters.get(name)
         if local is not None and not is_sharded(local):
@@ -215,7 +215,7 @@ def agreed_amax(w_ENK: torch.Tensor, shard: Shard) -> list[float]:
 
 
 def gathered(w_NK: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """Return the whole matrix, of which this rank has `w_NK`: every rank calls it at the same point."""
+    """All-gather the whole matrix from local parts `w_NK`: every rank calls it at the same point."""
     dim, size = shard.dim, w_NK.shape[shard.dim]
     held = [shard.spans(size, index) for index in range(shard.count)]
     most = max(sum(end - begin for begin, end in spans) for spans in held)

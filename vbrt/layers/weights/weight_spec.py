@@ -1,4 +1,4 @@
-"""Describes one weight: its shape, its format, where its planes live, and what the module may ask of it."""
+"""Spec of one weight: site, shape, dtype, format, and home tiers of its planes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,10 +22,10 @@ class HandleSpec:
     """How one weight is held.
 
     Attributes:
-        site: where the weight is in the model; the first one, where several are tied.
+        site: of the weight in the model; the first one of several tied ones.
         dtype: of the stored weight.
-        by_rows: True for a table of which forwards read rows, where its pages live.
-        inputs: what its errors are weighed by as it is encoded: see `Swap.inputs`; None: all count alike.
+        by_rows: True for a lookup table whose rows are read in its home tier.
+        inputs: weights of the encoding error by input channel, see `Swap.inputs`; None: uniform.
         homes: the tier of each plane.
     """
 
@@ -102,12 +102,12 @@ class HandleSpec:
         return self.site.parameters * self.dtype.itemsize
 
     def suits(self, other: "HandleSpec") -> bool:
-        """True if a weight of the other spec could be held as this one is, wherever it is in the model."""
+        """True if both specs have the same representation, apart from the site."""
         one, two = (replace(spec.site, module="", kind="") for spec in (self, other))
         return one == two and replace(self, homes=None) == replace(other, site=self.site, homes=None)
 
     def home(self, plane: str, default: str) -> str:
-        """The tier where a plane lives; `default` where the spec names none."""
+        """Home tier of a plane; `default` if the spec names none."""
         if not self.homes:
             return default
         return self.homes.get(plane) or next(iter(self.homes.values()))

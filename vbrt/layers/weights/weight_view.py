@@ -1,7 +1,7 @@
-"""Temporaries that reading `.weight`, or a parameter of experts, gives: writes to them change the weight.
+"""Temporaries returned by `.weight`, or by a parameter of experts: a write to one changes the weight.
 
-A temporary is decoded once a layer is encoded; before that it lies where the dense parameter does, so what is written
-to it is in what the layer encodes (`kernels/decoded_weight.py` sees the writes).
+A temporary of an encoded layer is decoded; before encoding it shares the dense parameter's memory, so that writes are
+encoded with it (`kernels/decoded_weight.py` tracks writes).
 """
 
 import weakref
@@ -17,7 +17,7 @@ __all__ = ["Lender", "LendingWeight", "dense_parameter", "follow_encoding", "liv
 
 
 class LendingWeight(Protocol):
-    """A weight whose parameters are lent by a key: which of the parameters on one storage, or a parameter's name."""
+    """Weight with temporaries by key: index of a parameter on a shared storage, or a parameter's name."""
 
     def check_lent(self, key: object, weight: torch.Tensor) -> None:
         """Raise WrapError for a tensor that cannot take the place of a parameter."""
@@ -39,7 +39,7 @@ class LendingWeight(Protocol):
 
 
 class Lender:
-    """Owner of one temporary. Called, it gives itself while the weight lives."""
+    """Owner of one temporary. A call returns itself while the weight is alive."""
 
     __slots__ = ("_key", "_weight")
 
