@@ -1,4 +1,14 @@
-"""Configs: the schema, files and presets, budgets of a machine."""
+"""Configs: a frozen tree of settings, the presets, and the budgets of a machine. Pure Python, importable without torch.
+
+A preset's name, a TOML file, a dict and overrides enter; a `VBConfig` leaves, every key checked where it enters
+(`schema.py`, `value_checks.py`), and with a `Machine` the bytes of each tier's budget (`budgets.py`). Two tables of
+records stand here because plans need them without torch: `format_records.py` (number formats) and `tier_records.py`
+(tiers).
+
+`weights.formats` maps patterns on module names to a format or `"exact"`. The last match wins, so that overrides, which
+are merged behind a file's entries, decide. `WeightsConfig.held_as` answers for a weight by all its names; the planner
+alone asks.
+"""
 
 from vbrt.config.budgets import Machine, compute_tier, resolve_budget, resolve_budgets
 from vbrt.config.format_records import FORMATS, FormatRecord, chosen_formats, formats_of, known_formats

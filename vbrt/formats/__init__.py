@@ -1,8 +1,53 @@
 """Number formats and page layouts: pure tensor functions without side effects on devices.
 
-`get_format("nvfp4")` returns an encoder/decoder; `split_fine` and `merge_fine` add the exact fine plane; `pack` and
-`unpack` turn a plane into a page and back. Properties of formats are in their records, `vbrt.config.FORMATS`.
-`register_format` adds a format of another package.
+`get_format("nvfp4")` gives an encoder/decoder pair; `split_fine` and `merge_fine` add the exact fine plane; `pack` and
+`unpack` turn a plane into a page and back. What others must know of a format is its record in `vbrt.config.FORMATS`.
+`register_format` adds a format of another package. Plain torch here is the specification: kernels give these bits.
+
+| format | block along K | scales | bits a weight |
+| --- | --- | --- | --- |
+| `nvfp4` | 16 | E4M3 a block, one FP32 power of two a tensor | 4.5 |
+| `mxfp4` | 32 | E8M0 a block | 4.25 |
+| `nf4` | 64 | one byte a block (4 exponent, 4 mantissa bits), one FP32 power of two a tensor | 4.125 |
+| `quantile` | 64 | as nf4, and 8 fitted magnitudes a layer | 4.125 |
+| `mxint8` | 32 | E8M0 a block | 8.25 |
+| `levels16-float16` ... | 16 to 128 | FP16, BF16 or FP32 a block; 16 FP32 levels a tensor | 4.125 to 6 |
+| `dense` | none | none | 16 or 32 |
+| fine plane | | | 8.6 to 8.8 more for bf16, 12.4 to 12.8 for fp16 |
+
+Scales are searched for least squared error, not set by absmax. K is padded to the block with zeros inside the page. NaN
+and Inf are refused by layer name. The order in which a block's errors are summed (halves, then halves of the sums) is
+part of the format, so that all devices agree.
+
+**Fine plane** (`fine_plane.py`): for bf16 and fp16. Under `exact`, fp32 layers are held dense, which is exact too, and
+the plan says so. `mxint8` has none: a matrix is 8 bits a weight or 4.
+
+**8 bits.** MXFP8 has the size and the scales of `mxint8`, and on the trained model nine times the KL: .00096 with all
+linear layers in it, where `mxint8` has .00010 and `nvfp4` .0093 (docs/accuracy.md). E4M3 spends four bits on an
+exponent, for a range that the 32 weights of a block do not have. Scales of 16 bits, for 64 weights to be as large, lose
+less still, .00006, but then a decoded weight is not exact in bf16, and a second encode is not the first one. A GPU that
+multiplies MXFP8 is no reason against: inputs here stay in 16 bits, so weights are converted in any case.
+
+**Published weights** (`published.py`, `ggml.py`, `sixteen_levels.py`): bitsandbytes' NF4 and FP4, symmetric int4 of
+GPTQ, AutoRound and compressed-tensors, and GGUF's Q4_0 and IQ4_NL go into `levels...` without decoding: nibbles are
+reordered, groups are cut into the largest block up to 128 that divides them, and a group's scale is repeated for its
+blocks. Scales may have either sign. bitsandbytes counts blocks through the flattened weight: where rows are no multiple
+of its block, the common divisor is the block. GGUF scales: fp16 as they are, superblocks' scales (d times a scale of 6
+bits) exactly in fp32. What is not level times scale (zero points, act-order, groups not made of 16 columns) is refused
+by name, for readers to decode. A weight that is assigned to such a layer later is encoded with the published table that
+loses least.
+
+**Calibrated codes** (`error_feedback.py`): GPTQ's error feedback in groups of 256 columns, so that the moments of all
+layers fit in memory and a weight takes 256 steps, not K. Damping is large (.3 of the mean): with .01 and 2,048 tokens
+feedback lost a third of its gain. A row of a group keeps its nearest codes if they lose less on the moments.
+
+**Frames** (`Frame` in `block_formats.py`) serve training: block scales, one byte a block, and the codebook of a weight,
+kept so that a changed weight is rounded under them without a search and without making codes: E2M1 by one addition and
+subtraction of a power of two, tables by a lookup that is exact at the boundaries between levels. `decode` of a plane
+encoded under a frame is what the frame's rounding gives, bit for bit.
+
+**Joint planes** (`joint_planes.py`): the matrices of one routed expert lie side by side in one page, because they are
+always used together.
 """
 
 from importlib import import_module

@@ -1,3 +1,82 @@
-"""CPU kernels in C: prebuilt for several instruction sets, or built on the machine that runs them."""
+"""Kernels for CPUs, in C: prebuilt for several instruction sets, or built on the machine that runs them.
+
+| weights | tokens | kernel |
+| --- | --- | --- |
+| 4-bit formats, `mxint8` | up to 8 (4 without AVX-512) | `linear.c` decodes and multiplies in registers |
+| 4-bit formats, `compute.int8` | the same | the same with inputs in int8 (`int8.py`) |
+| 4-bit, `mxint8`; AVX-512, for bf16 no AMX | more | `panels.h` decodes tiles into the cache, multiplies there |
+| 4-bit, `mxint8`, elsewhere | more | decode, then torch's matmul (oneDNN takes AMX for bf16 by itself) |
+| a fine plane | any | `linear.c` restores the weight in one pass, turned for Conv1D, then torch's matmul |
+| routed experts of few tokens | | `experts.c`; in threads of their own: `expert_team.py`, `team.h` |
+
+**Few tokens** (`dots.h`). The codes of 128 columns are 16 words; shifts bring one code each to the lowest bits, where a
+permutation looks its level up; a lane sums the eight columns of its word, and the block's scale multiplies that sum.
+bf16 inputs and levels that bf16 has (E2M1) are multiplied in pairs (`vdpbf16ps`), in half of the instructions. E4M3
+scales are computed, as halves, in half of a table's instructions. A core waits for 24 lines at most that its L1 lacks
+(Zen 4), whatever it computes; so codes and scales are prefetched into L2, 8 KiB ahead. Each thread has rows of its own
+to begin with (`shares.h`): where threads took chunks in turns, what one prefetched was the other's. Memory on several
+NUMA nodes is as the system places it, for want of a machine to measure on.
+
+**int8 inputs**: a 32-bit lane of codes is a word of eight columns, so inputs have a scale for eight columns at no cost
+(0.40 % of error for Gaussian inputs, where scales for 16, 32 and 64 would give 0.47, 0.54 and 0.59 %). `vpdpbusd` wants
+one side unsigned: levels are 127 too large, for which a word's sum begins 127 times the sum of its inputs too low.
+Pages are not repacked in interleaved rows: rows as they are reach the rate at which memory is read.
+
+**Many tokens** (`panels.h`). torch's matmul on a decoded weight loses the decoding, and on tiles that fit the cache it
+repacks the inputs for each. So with AVX-512 the product is ours: 32 rows are decoded into L1 and L2, 256 words of each
+row at a time, turned so that a vector holds one column of 16 rows, and multiplied by panels of twelve tokens whose sums
+stay in registers. No weight is decoded twice for 1020 tokens, and a token's bits do not depend on the others. Two cores
+of a Zen 4, weights beyond the caches, 2048 to 5632 and back, in shares of torch's time on a dense weight: bf16 0.8 at
+17 tokens, 0.9 at 32, 1.0 at 128 and 512; fp32 0.3 to 0.5 at 17, 0.8 to 0.9 from 512 on (`scripts/cpu_bench.py`).
+
+**Instruction sets.** One source; what differs is in a file for each set (`dots_avx512.h`, `dots_avx2.h`, `dots_neon.h`,
+`dots_plain.h`), chosen by compiler flags. A wheel has each source built for `avx512bf16`, `avx512vnni`, `avx512`,
+`avx2` and `x86-64`, or `neon-bf16` and `neon` (`prebuilt/`, made by `hatch_build.py`). The first call of an op loads
+the best that /proc/cpuinfo allows; where there is none, the compiler makes the same library with the same flags, so
+tests run what users run, and bits are equal where the instruction set is. `build_cache.py` keeps it, named by a hash of
+sources, compiler and flags, and checks a digest before loading. `stats().libraries` names what is loaded. AVX2 and NEON
+look levels up by bytes (`vpshufb`, `tbl`): permutations of fp32, which came before, took longer at every number of
+tokens. NEON with bf16 was never timed on such a CPU: an emulator runs the functions (`tests/emulator/arm.py`), with the
+bits of x86; merging a fine plane has no vectors there, and up to 4 tokens are multiplied fused.
+
+**Start to first token** (`scripts/cpu_bench.py --part start`, docs/benchmarks.md): for saved planes of a 1.1 B Llama,
+torch's import takes 1.2 s, transformers and its class of the model 2.7 (they import torch._dynamo, which
+`torch.compiler.disable` would otherwise: 1.7 s for models that are not of transformers), vbrt's modules 0.7, loading
+1.4 and the first token 0.2. Loading is mostly one read of the file into huge pages that no process has touched.
+
+**Threads.** A library names no OpenMP runtime: `threads.c` has the few functions that gcc calls and forwards them to
+the runtime that torch's own library is bound to, so there is one pool. Where the CPU computes, OpenMP's threads also
+read pages from the page cache (`reading.c`: `pread` by segments, each segment's XXH3-64 while it is in cache), and no
+other thread wakes up for a token.
+
+**The experts' team** (`expert_team.py`). A job is both products of a layer for all of its missed experts, and costs the
+launching thread one call. Threads take chunks of rows from ranges of their own and then from others'; an expert's
+second product begins when its first is done; the job ends when its chunks are done, not when all threads have come, so
+one that wakes late or shares its core delays no other. OpenMP's regions end with their last thread, which beside other
+processes made two calls several times as long as a job. Threads spin for twice as long as they waited last, 3 ms at
+most, then sleep. None of them waits for Python's lock: one that did began when the main thread stopped launching. Two
+threads are left to others (`thread_counts.py`): the one that launches and the one that copies. Pages in tile order,
+made for a GPU, are multiplied as they lie (`tiled.h`: one `vpermw` by three bits of magnitude and one `vpternlog` for
+the sign make 32 weights) where the CPU multiplies pairs of bf16; elsewhere `tiles.c` reorders a call's pages into
+memory that is kept, because the C library gave it back each time.
+
+**A captured step** (`step.c`, `step.py`): norms with their sums, rotary embeddings with the cache's writes, gates,
+routers, small dense products and attention are one C call each.
+
+**Small batch** (`small_batch_linear.py`): for pages that never move, arguments are prepared once, the inputs are in a
+buffer that the thread keeps, and layers of one input are computed in one call, which spreads the inputs and wakes the
+threads once.
+
+**Encoding** (`encode.c`): sixteen blocks go together, one in each lane of a vector: 230 M weights a second of a core in
+`nvfp4`, 500 in `mxfp4`, 190 in `nf4`, 80 in the formats of 16 levels (a candidate scale for each level), 320 in
+`mxint8` (`scripts/cpu_encoding.py` times whole models). The library is loaded or built once 2 M weights have come in
+all, which is what building it is worth. For `quantile` it also counts bit patterns and clipped weights; the fit on
+65,536 sampled weights stays in torch.
+
+**Optimizer update** (`update.c`) joins the halves of a master, steps and splits in one pass over memory (26 bytes a
+parameter for AdamW); 8-bit moments are decoded and encoded in the same pass. It has the bits of torch's fused
+optimizers because it repeats which products and sums they round once, at the ends of weights too; since that depends on
+how torch was compiled, bits are compared as the code is built, and where one differs torch's own code runs.
+"""
 
 __all__: list[str] = []
