@@ -1,4 +1,79 @@
-"""Routed experts: modules that keep the matrices of many experts as a few parameters, in the tiers."""
+"""Routed experts: modules that keep the matrices of many experts as a few parameters, in the tiers, a page for each
+expert.
+
+A module sends each token to k experts; a *pair* is a token and one of its experts. Tokens, ids and routing weights
+enter the forward. `experts_layer.py` is a mixin in front of the module's own class, made for each plain class when
+first needed: attributes such as `_apply_gate`, `act_fn` and `num_experts` stay what they are, and the plain forward
+stays available. One swap of the plan, named after the module; the parts of an expert, "up" and "down", lie side by side
+in its page. Matrices are encoded as [N, K] where the module keeps them transposed, too. Biases, norms and routers stay
+parameters.
+
+| file | job |
+| --- | --- |
+| `run_experts.py` | which computation runs: its head is the table |
+| `library_product.py`, `library_experts.py` | lossless: the implementation that the config names, on leased experts |
+| `expert_stack.py`, `sequential.py`, `unread_stack.py` | how these see leased experts, not one tensor of all |
+| `kernels_product.py`, `gates.py`, `special_calls.py` | 4 and 8 bits: ops on pages; gates; special classes |
+| `gathered_dense.py` | dense experts, gathered by the device |
+| `experts_handle.py`, `leased_experts.py`, `expert_pages_io.py` | the weights: pages, leases, pickles |
+| `experts_coder.py`, `expert_encoding.py` | encoding and decoding, and which kernels |
+| `device_cache.py`, `residency_owner.py`, `residency_reasons.py` | residency decided by the GPU; who decides, why |
+| `missed_experts.py`, `cpu_experts.py`, `miss_rates.py`, `captured_cpu.py` | missed experts computed by the CPU |
+| `expert_gradients.py`, `expert_operators.py` | gradients of frozen experts; operators of compiled graphs |
+
+**Same numbers.** Lossless experts compute by the function that `config._experts_implementation` names, on a view of the
+module that has the leased experts only and ids that count within them. Where not all touched experts are leased at
+once, the rows of pairs are kept, and weighed and summed at the end as that function does it; "grouped_mm" gets its rows
+in the order of its own sort, "batched_mm" no batch of one, "eager" its experts in their turn. So neither the budget nor
+the tier changes a bit, and tests compare with the plain module in every implementation. 4-bit experts compute by the
+ops `experts_up` and `experts_down` (`vbrt.kernels.experts` specifies them), no matter who decides what is resident.
+
+**A scan or a cache.** Where at least as many ids are routed as there are experts, nearly all are touched: the pass
+takes them in order, in chunks, and announces them, so that pages are prefetched and the policy does not take the scan
+for a habit. With fewer ids one lease takes the touched experts.
+
+**The GPU decides** where pages of one plane live in page-locked memory and the policy is `experts`. Once all experts
+are encoded `vbrt.model.expert_cache` makes one `DeviceCache` for the model: its arena is one page of the computing
+tier, reserved at once from its budget. Leases follow each other; replays of a graph must run on the same stream, or be
+ordered. Scans take half of the slots at most. A new budget or new weights end the cache, and the next forward makes
+another. Everything else (pages on a drive, two planes, implementations that loop over experts, a CPU) goes the host's
+way with the same bits; so do gradients, and dense experts that were cast or given another implementation since.
+`stats()` says who decides and why.
+
+**Dense experts in the cache** are computed by the implementation, on pages copied together from the slots, 256 MiB at a
+time at most, outside of the budgets. Where one such copy takes a page for each pair: the implementation itself
+(`gathered`; "batched_mm" without biases reads the slots where they lie). Where a lease takes all pairs and a copy does
+not: rows by copies, of shapes that only the number of pairs decides (`unheard`). A scan: the host hears once how many
+pairs each expert has (`Heard`). The first two may be captured. Addresses of experts that no lease has taken are those
+of any slot, so what is left over of a copy reads memory that is there. What the cache has is not fetched in a scan.
+
+**Captured steps.** 4-bit experts whose pages all live on the GPU or whose residency the GPU decides, and dense ones on
+the GPU or in its cache are captured. Steps stay eager for `exact` experts, which are merged, for pages that the host
+leases, and where so many sequences scan dense experts (as many pairs as experts, or more than the cache has slots);
+`stats().steps` names a layer. `heard_by_host` (`vbrt.estimation.memory.expert_workspace`) says so of a plan.
+
+**Missed experts that the CPU computes** (`experts.miss`). A pass on the host's path copies x and the ids to the host
+with one wait, and divides the experts that are not in the top tier (`vbrt.residency.miss_policy`). A `LowerLease` holds
+their pages where they lie; it is decided before the lease of the others. Rows of both sides are added before they are
+weighed: each has one summand that is not zero, so the sum has the order of the ids. What `"auto"` goes by is measured
+through the same calls (`miss_rates.py`): seconds by expert and seconds by call apart, since a layer misses two experts
+or ten. One large expert that misses alone is not shared. A job that is not fetched within 20 ms is ended by a thread of
+the team: a pass that waits for room on top may hold pages that another thread is waiting for. On an H200's host, 48
+layers of Qwen3-30B-A3B's shape with a tenth of the experts on the GPU (`scripts/experts_decode.py --breakdown`): 4.3 ms
+a layer, of which a job of the team takes 0.35, leasing and launching what the GPU computes 1.4, and Python's operators
+of the rest 2.4, where fetching replays a graph; so `"auto"` fetches there. Roads not taken: a GPU that decides and
+hands a list of misses to a polling CPU thread, or to a host function within the graph, would keep captured steps and
+make small experts pay; every layer would wait for a flag in host memory. A second page order for CPUs, which the GPU
+puts into tiles on arrival: the kernel that reads tiles left 15 % to gain.
+
+**Gradients of frozen experts.** The forward keeps ids, hidden states and routing weights, and nothing of the weights'
+size. The backward pass leases the touched experts again, in chunks, and computes each chunk once more by the
+implementation that the config names, under the forward's autocast and precision. Matrices may be views of leased pages,
+so the derivative is taken within the lease; where it is to be derived again, they are copied.
+
+**Encoding**: 16 MiB of dense weights at a time on a CPU, 128 on a GPU, where the next ones are copied on the tier's
+copy stream meanwhile.
+"""
 
 from vbrt.layers.experts import expert_operators as expert_operators  # registers them
 from vbrt.layers.experts.experts_handle import ExpertsHandle
