@@ -1,4 +1,8 @@
-"""Layers whose weights train: quantization-aware (dense parameters, 4-bit forwards), or from the tiers."""
+"""Layers whose weights train: as parameters whose forwards see them in 4 bits (`qat`), or from the tiers (`full`).
+
+`trained_kinds.py` makes the training classes of each kind of layer from its record. `activations` is for every mode
+whose forward has gradients.
+"""
 
 from vbrt.training.full.full_layers import FullLayer, FullLinear
 from vbrt.training.full.full_weight import FullWeight
