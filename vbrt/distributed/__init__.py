@@ -1,7 +1,7 @@
 """Models over several devices and ranks.
 
 What is spread lives elsewhere: `vbrt.tiers.storage` has neighbours' memory, several links and pages that ranks share;
-`vbrt.layers.weights.weight_shards` parts of weights; `vbrt.saves.saved.saved_planes.rank_saves` their files. Here: layers over
+`vbrt.layers.weights.weight_shards` parts of weights; `vbrt.saves.saved.rank_saves` their files. Here: layers over
 devices, and ranks that stop together.
 
 **Layers over devices** (`pipeline_devices.py`, `block_split.py`) are attached part by part: blocks are cut by the bytes

@@ -5,7 +5,7 @@ or pipeline enters; a model on a runtime leaves.
 
 **transformers** (`register_hooks.py`, `transformers_quantizer.py`). What is registered stands for classes that are
 imported on first use. `VBQuantizer` leaves the model plain and on the meta device while transformers loads it;
-`vbrt.saves.load.load_model.fill_while_reading` takes weights into pages as they come. The plan is made in
+`vbrt.saves.load.fill_while_reading` takes weights into pages as they come. The plan is made in
 `update_weight_conversions`, the first place where weights can be tied. A converter that begins with
 `MergeModulelist(dim=0)` is replaced by one that applies the same operations to one expert's tensors
 (`transformers_experts.py`); parts wait as readers until all are there. An error of vbrt is kept until transformers is
