@@ -1,14 +1,13 @@
 # %% [markdown]
-# # Several GPUs: what works today
+# # Several GPUs: a model in each process
 #
-# vbrt has no parallelism of its own yet: a wrapped model computes on one GPU. What works is a model in each process,
-# each with tiers of its own:
+# One process for each GPU, each with its own tiers:
 #
 # - **Throughput**: every process answers its share of the prompts.
 # - **LoRA under DistributedDataParallel**: adapters are plain parameters, which DDP keeps equal; the frozen weights are
 #   in the tiers of each process, so that host memory holds them once for each.
 #
-# Not yet: one model across GPUs (tensor or pipeline parallel, FSDP). transformers' `tp_plan` is refused, by name.
+# One model over several GPUs (tensor parallel, layers split over devices, memory of other GPUs) is in docs/scaling.md.
 #
 # Two processes run here over gloo, on CPUs, from a script (a notebook cannot start them). On GPUs call
 # `torch.cuda.set_device(rank)` before the model is wrapped, and take the backend "nccl"; that has not been tried yet.

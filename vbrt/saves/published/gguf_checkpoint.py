@@ -34,7 +34,6 @@ __all__ = ["GGUFTensors", "describe_gguf", "gguf_checkpoint"]
 
 #: types that are torch dtypes
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_MIXED = "transformers does more than permute its rows"
 _UNKNOWN = "no format of vbrt has such blocks"
 _NUMBER = re.compile(r"\d+")
 _CHUNK = 1 << 22  # weights decoded at a time
