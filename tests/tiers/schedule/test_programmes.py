@@ -105,5 +105,5 @@ def test_layers_beside_experts_of_which_the_device_decides_have_a_programme():
     run(stack, [Pass("decode"), *LEASES] * 12)
     assert run(stack, [Pass("decode"), *LEASES] * 3) == 3 * len(LEASES), stack.ledger.programmes.reason
     assert run(stack, [Pass("decode"), *LEASES, (expert,)] * 6) < 2 * len(LEASES)
-    assert "policy experts cannot tell" in stack.ledger.programmes.reason
+    assert "cannot predict its evictions" in stack.ledger.programmes.reason
     assert_at_rest(stack)
