@@ -11,12 +11,13 @@ from vbrt.kernels.experts import Gate, apply_gate
 from vbrt.layers.experts.gates import act_gate, gate_of, kept_gate, own_gate
 
 #: classes whose gate is no Gate of the kernels, with the reason
-OWN = {"Inkling2Experts": "softcaps on both factors"}
+OWN = dict.fromkeys(("Inkling2Experts", "Inkling2LoopExperts"), "softcaps on both factors")
 #: what differs from SwiGLU, at the config of tests/zoo/experts.py
 SPECIAL = {
     "DeepseekV4Experts": Gate("silu", limit=0.5),
     "Glm5NextTextExperts": Gate("silu", limit=0.5),
     "HYV4Experts": Gate("silu", limit=0.5),
+    "HYV4VLExperts": Gate("silu", limit=0.5),
     "GptOssExperts": Gate("silu", interleaved=True, alpha=1.702, limit=0.5, shift=1.0),
     "OpenAIPrivacyFilterExperts": Gate("silu", alpha=1.702, limit=0.5, shift=1.0),
     "MiniMaxM3VLExperts": Gate("silu", alpha=1.702, limit=0.5, shift=1.0),

@@ -71,6 +71,9 @@ _GATES: dict[str, Callable[[nn.Module], Gate | None]] = {
     "transformers.models.hy_v4.modeling_hy_v4.HYV4Experts._apply_gate": lambda module: Gate(
         "silu", limit=module.swiglu_limit
     ),
+    "transformers.models.hy_v4_vl.modeling_hy_v4_vl.HYV4VLExperts._apply_gate": lambda module: Gate(
+        "silu", limit=module.swiglu_limit
+    ),
     "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts._apply_gate": lambda module: Gate(
         "silu", alpha=module.swiglu_alpha, limit=module.swiglu_limit, shift=1.0
     ),
