@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 REFUSED = {
     "bamba": "its cache cannot be rewound: DynamicCache of LinearAttentionLayer",
     "falcon_h1": "its cache cannot be rewound",
-    "mamba": "its cache ",
+    "mamba": "its cache cannot be rewound: DynamicCache of LinearAttentionLayer",
     "t5": "T5ForConditionalGeneration is an encoder-decoder model",
     "bart": "BartForConditionalGeneration is an encoder-decoder model",
 }

@@ -209,3 +209,15 @@ def test_a_shell_on_the_meta_device_gets_memory_from_to_empty():
     vb.to_empty(device="cpu")
     vb.load_state_dict({f"0.{k}": v for k, v in source.state_dict().items()})
     assert torch.equal(vb(x), source(x))
+
+
+@pytest.mark.parametrize("name", ["weight_bar", "weight_orig", "weight_g"])
+def test_a_parameter_that_would_take_the_weights_place_is_refused_and_the_layer_stays(name):
+    vb = wrap(mlp(depth=1))
+    x = torch.randn(2, vb.module[0].in_features)
+    before, layer = vb(x), vb.module[0]
+    weight = layer._parameters.pop("weight")  # as tools do before they register what they compute it from
+    assert weight is None
+    with pytest.raises(WrapError, match=f"{name} cannot take the place of its weight"):
+        layer.register_parameter(name, torch.nn.Parameter(torch.zeros(1)))
+    assert torch.equal(vb(x), before)

@@ -53,6 +53,10 @@ class HeldLayer(SwappedLayer):
         """Load values from a state dict; with `assign` keep these tensors and their dtype."""
         raise NotImplementedError
 
+    def _takes_the_place(self, name: str) -> bool:
+        """True if a parameter of this name is what another tool computes one in the tiers from."""
+        return name.endswith(_REPLACED) and name.rpartition("_")[0] in self._held()
+
     def materialize_(self) -> nn.Module:
         """Encode the weights now, unless that is done, and drop the dense parameters.
 
@@ -155,7 +159,7 @@ class HeldLayer(SwappedLayer):
         if param is not None and name in held:
             self._assign(name, param)
             return
-        if name.endswith(_REPLACED) and name.rpartition("_")[0] in held:
+        if held and self._takes_the_place(name):
             self._restore_entries(held)
             raise WrapError(
                 f"{self._vb_handle.name}: {name} cannot take the place of its weight (pruning, weight_norm and "

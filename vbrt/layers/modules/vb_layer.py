@@ -148,6 +148,9 @@ class VBLayer(HeldLayer):
     def _held(self) -> Mapping[str, int]:
         return {"weight": self._vb_twin}
 
+    def _takes_the_place(self, name: str) -> bool:
+        return name.startswith("weight_")  # a linear layer has no parameter of its own with such a name
+
     def _by_operator(self, name: str) -> torch.Tensor:
         handle = self._vb_handle
         rows, columns = handle.spec.weight_shape
