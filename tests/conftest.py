@@ -44,6 +44,19 @@ def _freeze_what_is_imported() -> None:
         gc.freeze()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--capability", metavar="8.6", help="take every GPU for one of this compute capability when kernels are chosen"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if given := config.getoption("--capability"):
+        from vbrt.kernels.cuda import devices
+
+        devices.taken_for(tuple(map(int, given.split("."))))
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or extensions report at exit what they take for leaks
 
@@ -60,6 +73,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     _freeze_what_is_imported()
     torch.manual_seed(zlib.crc32(item.nodeid.encode()))
+
+
+@pytest.fixture
+def capability(request: pytest.FixtureRequest) -> Iterator[tuple[int, int] | None]:
+    """The compute capability that GPUs are taken for: the parameter, or None: their own, or the run's option."""
+    from vbrt.kernels.cuda import devices
+
+    before = dict(devices._CAPABILITIES)
+    if request.param is not None:
+        devices.taken_for(request.param)
+    yield request.param
+    devices.taken_for(None)
+    devices._CAPABILITIES.update(before)
 
 
 @pytest.fixture

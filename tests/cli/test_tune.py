@@ -26,7 +26,7 @@ def fake_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(kept, "identity", lambda index: {"gpu": "Some GPU", "triton": "3.6", "kernels": 1})
     monkeypatch.setattr(tuning, "check", lambda tokens, device: None)
-    monkeypatch.setattr(devices, "major", lambda index: 9)
+    monkeypatch.setattr(devices, "capability", lambda index: (9, 0))
 
     def us(tokens, launch):
         return 8.0 if launch == Launch(4, 16, False) and tokens == 1 else 10.0

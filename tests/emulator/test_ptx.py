@@ -38,11 +38,12 @@ def gpu(monkeypatch, request):
         ran.append(kernel.fn.__name__)
         launched(kernel, capability, grid, given, named)
 
-    capability, ran = getattr(request, "param", 90), []
+    option = request.config.getoption("--capability") or "9.0"
+    capability, ran = getattr(request, "param", int(option.replace(".", ""))), []
     monkeypatch.setattr(launcher.Launcher, "__call__", by_launcher)
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(devices, "major", lambda index: capability // 10)
+    monkeypatch.setattr(devices, "capability", lambda index: divmod(capability, 10))
     monkeypatch.setattr(devices, "gpu", lambda index: Gpu(capability // 10, processors=5))
     monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {})
     torch.use_deterministic_algorithms(True)
@@ -56,6 +57,7 @@ def copies(request, monkeypatch):
     monkeypatch.setattr(Machine, "late", request.param)
 
 
+on_hopper = pytest.mark.parametrize("gpu", [90], indirect=True)  # instructions that no other GPU has
 CONFIGS = [Launch(1, 4, False), Launch(2, 16, True), Launch(1, 8, True), Launch(2, 4, True, True), Launch(4, 4, False)]
 
 
@@ -155,6 +157,7 @@ WIDE = [
 ]
 
 
+@on_hopper
 @pytest.mark.parametrize("copies", [True, pytest.param(False, marks=pytest.mark.exhaustive)], indirect=True)
 @pytest.mark.parametrize(
     "case", [WIDE[0], *(pytest.param(case, marks=pytest.mark.exhaustive) for case in WIDE[1:])], ids=str
@@ -170,6 +173,7 @@ def test_many_tokens(case, copies, gpu):
     assert gpu == ["order_kernel", "wgmma_kernel", "reduce_kernel"][: 3 if apart else 2]
 
 
+@on_hopper
 def test_partial_results_are_added_in_one_order_whichever_program_ends_last(gpu, monkeypatch):
     planes, weight = tiled("nvfp4", (40, 520), device="cpu")
     x, results = torch.randn(13, 520).bfloat16(), []
@@ -180,6 +184,7 @@ def test_partial_results_are_added_in_one_order_whichever_program_ends_last(gpu,
     assert gpu == ["order_kernel", "wgmma_kernel"] * 2
 
 
+@on_hopper
 @matrix(activation=list(reference.ACTIVATIONS), dtype=[torch.bfloat16, torch.float16, torch.float32])
 def test_activations_are_as_exact_as_the_result_s_type(activation, dtype, gpu):
     v = torch.cat([torch.linspace(-12, 12, 997), torch.tensor([1e4, -1e4, float("inf"), float("nan")])])
@@ -206,6 +211,7 @@ CASES = [  # the launch, then (format, tokens, n, k, activation)
 ]
 
 
+@on_hopper
 @pytest.mark.parametrize("copies", [True, pytest.param(False, marks=pytest.mark.exhaustive)], indirect=True)
 @pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES[1:])])
 def test_hundreds_of_tokens(case, copies, gpu):
@@ -218,6 +224,7 @@ def test_hundreds_of_tokens(case, copies, gpu):
     assert gpu == ["order_kernel", "persistent_kernel"][not launch.ordered :]
 
 
+@on_hopper
 @matrix(name=table_linear.FORMATS, k=[520, 328], launch=[PersistentLaunch(0, 64), PersistentLaunch(2, 160)])
 def test_hundreds_of_tokens_through_a_table(name, k, launch, gpu, monkeypatch):
     monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(NF4_LEVELS))

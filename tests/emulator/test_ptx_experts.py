@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.emulator.machine import Machine
-from tests.emulator.test_ptx import copies, gpu  # noqa: F401  # fixtures
+from tests.emulator.test_ptx import copies, gpu, on_hopper  # noqa: F401  # fixtures
 from tests.kernels.cuda.gpu_cases import error
 from tests.kernels.expert_cases import exact_rows, expert_pages, grouped_pairs, routing
 from tests.matrix import matrix
@@ -38,6 +38,7 @@ CASES = {  # rows, columns, pairs of an expert at a time: several items a progra
 }
 
 
+@on_hopper
 @matrix(gate=GATES, format=["nvfp4", "mxfp4"], case=CASES, at_most=2)
 def test_many_tokens(gate, format, case, gpu, monkeypatch):  # noqa: F811
     n, k, block = case
@@ -52,6 +53,7 @@ def test_many_tokens(gate, format, case, gpu, monkeypatch):  # noqa: F811
     assert gpu == ["gather_kernel", "grouped_kernel"]
 
 
+@on_hopper
 def test_a_gate_whose_halves_do_not_begin_at_tiles_is_applied_behind_and_nothing_hides_what_is_no_number(
     gpu,  # noqa: F811
     monkeypatch,
@@ -68,6 +70,7 @@ def test_a_gate_whose_halves_do_not_begin_at_tiles_is_applied_behind_and_nothing
         assert error(y[[0, 1, 3]], exact_rows(x, ids, weights["up"], gate)[[0, 1, 3]]) < 1e-2
 
 
+@on_hopper
 def test_fp16_is_a_sum_of_bf16_and_rows_are_added_in_fp32(gpu, monkeypatch):  # noqa: F811
     pages, weights = expert_pages("nvfp4", {"down": (40, 136)}, E, tiled=True)
     monkeypatch.setattr(Machine, "pages", pages.pages)
@@ -81,7 +84,7 @@ def test_fp16_is_a_sum_of_bf16_and_rows_are_added_in_fp32(gpu, monkeypatch):  # 
     assert gpu == ["gather_kernel", "grouped_kernel", "grouped_kernel", "sum_kernel"]
 
 
-@matrix(format=["nvfp4", "mxfp4"])
+@matrix(format=["nvfp4", "mxfp4"], gpu=[80, 89, 90], indirect=("gpu",))
 def test_matrices_of_experts_that_have_pairs_are_decoded_to_the_reference_s_bits(format, gpu, monkeypatch):  # noqa: F811
     pages, _ = expert_pages(format, {"up": (16, 128), "down": (40, 264)}, E, tiled=True, missing=(1,))
     monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])

@@ -24,6 +24,7 @@ GATES = {
     "relu2": Gate("relu2", gated=False),
     "raw": None,
 }
+GPUS = [90, 80, 89]
 CLOSE = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
 
@@ -62,7 +63,9 @@ def made(monkeypatch, format, shapes, number, **given):
 CONFIGS = [RowsLaunch(1, 1, 4), RowsLaunch(2, 2, 8), RowsLaunch(2, 1, 4), RowsLaunch(4, 1, 2), RowsLaunch(1, 2, 1)]
 
 
-@matrix(gate=GATES, name=["nvfp4", "mxfp4"], tokens=[5, 1], bias=[True, False], config=CONFIGS)
+@matrix(
+    gate=GATES, name=["nvfp4", "mxfp4"], tokens=[5, 1], bias=[True, False], config=CONFIGS, gpu=GPUS, indirect=("gpu",)
+)
 def test_rows_of_pairs(gate, name, tokens, bias, config, gpu, monkeypatch):  # noqa: F811
     pages, decode = made(monkeypatch, name, {"up": (64, 392)}, 3, missing=(1,))
     monkeypatch.setattr(few_tokens, "rows_for", lambda *_: config)
@@ -74,7 +77,9 @@ def test_rows_of_pairs(gate, name, tokens, bias, config, gpu, monkeypatch):  # n
     assert gpu == ["rows_kernel"] and not y[(ids < 0).flatten() | (ids > 2).flatten()].any()
 
 
-@matrix(name=["nvfp4", "mxfp4"], tokens=[1, 3], k=[3, 1, 18], bias=[True, False], at_most=4)
+@matrix(
+    name=["nvfp4", "mxfp4"], tokens=[1, 3], k=[3, 1, 18], bias=[True, False], gpu=GPUS, indirect=("gpu",), at_most=4
+)
 def test_weighted_sums(name, tokens, k, bias, gpu, monkeypatch):  # noqa: F811
     pages, decode = made(monkeypatch, name, {"down": (40, 264)}, 4)
     ids, weights = torch.randint(-1, 5, (tokens, k)), torch.rand(tokens, k)
@@ -86,7 +91,7 @@ def test_weighted_sums(name, tokens, k, bias, gpu, monkeypatch):  # noqa: F811
     assert gpu == (["token_kernel"] if tokens == 1 else ["rows_kernel", "sum_kernel"])
 
 
-@matrix(dtype=[torch.float16, torch.float32, torch.bfloat16], tokens=[3, 1])
+@matrix(dtype=[torch.float16, torch.float32, torch.bfloat16], tokens=[3, 1], gpu=GPUS, indirect=("gpu",))
 def test_other_dtypes_and_ragged_shapes(dtype, tokens, gpu, monkeypatch):  # noqa: F811
     pages, decode = made(monkeypatch, "nvfp4", {"up": (24, 130), "down": (24, 12)}, 2, dtype=dtype)
     ids, weights = routing(tokens, 2, 2)

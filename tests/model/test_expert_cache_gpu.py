@@ -5,17 +5,21 @@ import torch
 
 import vbrt
 from tests.models import qwen3_moe
+from vbrt.kernels.cuda.experts import expert_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 NAME = "model.layers.0.mlp.experts"
 EXPERTS = 16
 FORMATS = ["nvfp4", "dense"]
+CASES = [("nvfp4", None), ("dense", None), ("nvfp4", (8, 0)), ("nvfp4", (8, 9)), ("nvfp4", (12, 0))]
 
 
-def _wrapped(format: str = "nvfp4", *, policy: str = "experts", share: float = 0.5) -> vbrt.VBModelWrapper:
+def _wrapped(
+    format: str = "nvfp4", *, policy: str = "experts", share: float = 0.5, dtype: torch.dtype = torch.bfloat16
+) -> vbrt.VBModelWrapper:
     """Experts live in host memory; a share of them finds room on the GPU beside everything else."""
     settings = {"weights": {"format": format, "min_parameters": 0}, "policy": {"kind": policy}}
-    model = qwen3_moe(count=EXPERTS, layers=3)
+    model = qwen3_moe(dtype=dtype, count=EXPERTS, layers=3)
     plan = vbrt.make_plan(model, vbrt.config.load_config(settings))
     experts = sum(swap.page_bytes for swap in plan.swaps if swap.experts)
     rest, token = plan.page_bytes - experts, plan.largest_layer_bytes
@@ -29,7 +33,8 @@ def _tokens(model: torch.nn.Module) -> list[torch.Tensor]:
     return [prompt, *(torch.randint(0, 128, (1, 1), device="cuda") for _ in range(40))]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("format", "capability"), CASES, indirect=["capability"])
+@pytest.mark.usefixtures("capability")
 @torch.no_grad()
 def test_the_gpu_and_the_host_give_the_same_bits_and_the_same_counts(format):
     outputs, stats = {}, {}
@@ -46,7 +51,8 @@ def test_the_gpu_and_the_host_give_the_same_bits_and_the_same_counts(format):
     assert sum(stats["experts"].experts.each.hits) == stats["experts"].hits
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("format", "capability"), CASES, indirect=["capability"])
+@pytest.mark.usefixtures("capability")
 @torch.no_grad()
 def test_a_decode_step_is_one_graph_that_follows_its_routing(format):
     vb, other = _wrapped(format), _wrapped(format, policy="lru")
@@ -73,6 +79,22 @@ def test_a_decode_step_is_one_graph_that_follows_its_routing(format):
     assert before.compared < after.compared and 0 < after.reuse < 1 < after.touched_a_token
     with pytest.raises(vbrt.errors.TierError, match="a CUDA graph has recorded"):
         vb.set_budget("gpu", vb.plan.budgets["gpu"] + (1 << 20))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("capability", [(8, 6)], indirect=True)
+@pytest.mark.usefixtures("capability")
+@torch.no_grad()
+def test_prompts_of_other_dtypes_are_multiplied_in_chunks_without_the_host(dtype, monkeypatch):
+    monkeypatch.setattr(expert_kernels, "MOST_FEW_PAIRS", 1 << 10)
+    outputs = []
+    for policy in ("experts", "lru"):
+        vb = _wrapped(policy=policy, dtype=dtype)
+        outputs.append(vb(torch.arange(4096, device="cuda").view(1, -1) % 128).logits)
+        decides = vb.stats(experts=True).layers[NAME].experts.decides
+        assert decides == ("gpu" if policy == "experts" else "host")
+        vb.close()
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -37,7 +37,7 @@ def _no_triton(device: torch.device) -> str | None:
         return "Triton with Gluon is not installed"
     if (device.index or 0) >= torch.cuda.device_count():
         return f"{device} is not there"
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = devices.capability(device.index or 0)
     return None if major >= devices.MIN_MAJOR else f"sm_{major}{minor} is older than sm_80"
 
 

@@ -71,7 +71,7 @@ def asked(monkeypatch, request):
     monkeypatch.setattr(torch_api, "raw_stream", lambda device: 0)
     if getattr(request, "param", "") != "direct":
         monkeypatch.setattr(triton_api, "direct_launch", lambda compiled: None)
-    monkeypatch.setattr(devices, "major", lambda index: 9)
+    monkeypatch.setattr(devices, "capability", lambda index: (9, 0))
     monkeypatch.setattr(devices, "gpu", lambda index: gpu)
     monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {})
     for cached in kernels:

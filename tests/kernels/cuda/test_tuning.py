@@ -45,7 +45,7 @@ def fake_gpu(monkeypatch):
     """A device of sm_90 on which `FASTEST` takes 8 µs and any other configuration 10."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(devices, "major", lambda index: 9)
+    monkeypatch.setattr(devices, "capability", lambda index: (9, 0))
     monkeypatch.setattr(devices, "available", lambda: True)
 
     def us(tokens, launch):
@@ -110,7 +110,7 @@ def test_what_cannot_be_tuned_is_refused(monkeypatch):
     for device in (-1, 2):
         with pytest.raises(KernelError, match=f"device = {device}; expected 0 to 1"):
             vbrt.tune(plan, device=device)
-    monkeypatch.setattr(devices, "major", lambda index: 7)
+    monkeypatch.setattr(devices, "capability", lambda index: (7, 0))
     with pytest.raises(KernelError, match="device 1 is older than sm_80"):
         vbrt.tune(plan, device=1)
 

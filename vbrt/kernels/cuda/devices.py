@@ -7,10 +7,10 @@ import torch
 
 from vbrt.kernels.cuda.launch_table import Gpu
 
-__all__ = ["MIN_MAJOR", "available", "gpu", "launches_dependents", "major"]
+__all__ = ["MIN_MAJOR", "available", "capability", "gpu", "launches_dependents", "major", "taken_for"]
 
 MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
-_MAJORS: dict[int, int] = {}
+_CAPABILITIES: dict[int, tuple[int, int]] = {}
 
 
 @functools.cache
@@ -21,12 +21,28 @@ def available() -> bool:
     return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
-def major(index: int) -> int:
-    """Compute capability major version of a CUDA device."""
-    known = _MAJORS.get(index)  # not functools.cache: torch.compile warns when it traces one
+def capability(index: int) -> tuple[int, int]:
+    """Compute capability (major, minor) of a CUDA device."""
+    known = _CAPABILITIES.get(index)  # not functools.cache: torch.compile warns when it traces one
     if known is None:
-        known = _MAJORS[index] = torch.cuda.get_device_capability(index)[0]
+        known = _CAPABILITIES[index] = torch.cuda.get_device_capability(index)
     return known
+
+
+def major(index: int) -> int:
+    """Major version of a CUDA device's compute capability."""
+    return capability(index)[0]
+
+
+def taken_for(given: tuple[int, int] | None) -> None:
+    """Choose kernels on all CUDA devices as for another compute capability, or for their own again (None).
+
+    For tests and measurements of other GPUs' paths; the devices must be able to run their kernels.
+    """
+    _CAPABILITIES.clear()
+    if given is not None:
+        _CAPABILITIES.update(dict.fromkeys(range(torch.cuda.device_count()), given))
+    gpu.cache_clear()
 
 
 @functools.cache

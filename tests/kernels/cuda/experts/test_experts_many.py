@@ -9,11 +9,12 @@ from tests.kernels.cuda.gpu_cases import error, poison
 from tests.kernels.expert_cases import exact_rows, expert_pages, grouped_pairs, routing
 from tests.matrix import matrix
 from vbrt.kernels import resolve
+from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
-from vbrt.kernels.cuda.experts import decoded_experts, expert_kernels, many_tokens
+from vbrt.kernels.cuda.experts import decoded_experts, expert_kernels, few_tokens, many_tokens
 from vbrt.kernels.cuda.experts.pairs import Groups
 from vbrt.kernels.cuda.launch_table import grouped_for, grouped_stages
-from vbrt.kernels.experts import Gate, part_planes, weigh_and_sum
+from vbrt.kernels.experts import Gate, experts_down, experts_up, part_planes, weigh_and_sum
 
 GATES = {
     "silu": Gate("silu"),
@@ -85,9 +86,47 @@ def test_pages_without_tiles_and_tensors_of_the_cpu_go_through_the_reference():
 )
 def test_the_way_follows_from_what_the_host_knows(major, dtype, pairs, way, monkeypatch):
     pages, _ = expert_pages("nvfp4", {"up": (32, 64)}, 2, tiled=True)
-    monkeypatch.setattr(expert_kernels.devices, "major", lambda index: major)
+    monkeypatch.setattr(devices, "capability", lambda index: (major, 0))
     x = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda", 0))
     assert expert_kernels.route(x, pairs, pages, "up") == way
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_many_pairs_for_the_kernels_of_few_go_in_chunks_of_tokens(weighted, monkeypatch):
+    calls = []
+
+    def plain(op):
+        def run(x, ids, *rest):
+            calls.append(ids.numel())
+            weights = rest[:1] if op is experts_down else ()
+            pages, part, *options = rest[len(weights) :]
+            named = dict(zip(("gate", "bias_EN") if op is experts_up else ("bias_EN",), options, strict=True))
+            return op(x, ids, *weights, pages, part=part, **named)
+
+        return run
+
+    monkeypatch.setattr(expert_kernels, "route", lambda *_: "few")
+    monkeypatch.setattr(expert_kernels, "MOST_FEW_PAIRS", 8)
+    monkeypatch.setattr(few_tokens, "up", plain(experts_up))
+    monkeypatch.setattr(few_tokens, "down", plain(experts_down))
+    pages, _ = expert_pages("nvfp4", {"up": (64, 48), "down": (48, 32)}, 5, tiled=False)
+    ids, weights = routing(11, 3, 5, sentinels=4)
+    x, bias = torch.randn(11, 48).half(), torch.randn(5, 64).half()
+    weights, gate = weights if weighted else None, GATES["silu"]
+    h = expert_kernels.up(x, ids, pages, gate=gate, bias_EN=bias)
+    y = expert_kernels.down(h, ids, weights, pages)
+    assert calls == [6, 6, 6, 6, 6, 3] * 2
+    assert torch.equal(h, experts_up(x, ids, pages, gate=gate, bias_EN=bias))
+    assert torch.equal(y, experts_down(h, ids, weights, pages))
+
+
+@pytest.mark.parametrize(("capability", "takes"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((12, 0), True)])
+def test_pages_in_tile_order_are_taken_by_address_from_sm_80_on(capability, takes, monkeypatch):
+    monkeypatch.setattr(devices, "capability", lambda index: capability)
+    pages, _ = expert_pages("nvfp4", {"up": (32, 64)}, 2, tiled=True)
+    untiled, _ = expert_pages("nvfp4", {"up": (32, 64)}, 2, tiled=False)
+    assert expert_kernels.takes_addresses(pages.layout, torch.device("cuda", 0)) is takes
+    assert not expert_kernels.takes_addresses(untiled.layout, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("experts_at_a_time", [7, 3])

@@ -79,7 +79,7 @@ def test_sums_over_experts_are_read_in_wide_loads(first, capability):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_few_pairs_of_an_expert_go_through_these_kernels_and_many_where_nothing_else_serves(dtype, major, monkeypatch):
     pages, _ = expert_pages("nvfp4", {"up": (32, 128)}, 4, tiled=True)
-    monkeypatch.setattr(devices, "major", lambda index: major)
+    monkeypatch.setattr(devices, "capability", lambda index: (major, 0))
     x = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0), dtype=dtype, shape=(8, 128))
     few_pairs, many_pairs = (expert_kernels.route(x, pairs, pages, "up") for pairs in (5, 4000))
     if major < 8 or dtype is torch.float64:
@@ -87,9 +87,7 @@ def test_few_pairs_of_an_expert_go_through_these_kernels_and_many_where_nothing_
     else:
         others = {(8, torch.bfloat16): "decoded", (8, torch.float16): "few"}
         assert (few_pairs, many_pairs) == ("few", others.get((major, dtype), "grouped"))
-        assert expert_kernels.route(x, 20_000, pages, "up") == (
-            "reference" if major == 8 and dtype is torch.float16 else others.get((major, dtype), "grouped")
-        )
+        assert expert_kernels.route(x, 20_000, pages, "up") == others.get((major, dtype), "grouped")
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def interpreted():
         self._kernel[grid](*tensors, *numbers, **constants)
 
     launcher.Launcher.__call__ = run
-    devices.major = lambda index: 8
+    devices.capability = lambda index: (8, 0)
 
 
 @pytest.mark.parametrize("kernel", ["group_kernel", "count_kernel", "place_kernel"])

@@ -57,7 +57,7 @@ def fp8_refusal(device: torch.device) -> str | None:
         return "Triton is not installed"
     if (device.index or 0) >= torch.cuda.device_count():
         return f"{device} is not there"
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = devices.capability(device.index or 0)
     if (major, minor) < _MIN_CAPABILITY:
         return f"sm_{major}{minor} has no FP8 matmul, it takes sm_{_MIN_CAPABILITY[0]}{_MIN_CAPABILITY[1]}"
     return None
@@ -71,7 +71,7 @@ def fp8_tokens(major: int) -> int:
 @functools.cache
 def _fewest(index: int) -> int | None:
     """`fp8_tokens` of a GPU, None without FP8."""
-    capability = torch.cuda.get_device_capability(index)
+    capability = devices.capability(index)
     return fp8_tokens(capability[0]) if capability >= _MIN_CAPABILITY else None
 
 
