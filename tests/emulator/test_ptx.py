@@ -17,7 +17,7 @@ from vbrt.kernels.cuda.e2m1 import fused_linear, launches
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.fused_linear import Norm
 from vbrt.kernels.cuda.e2m1.tiles import weight_of
-from vbrt.kernels.cuda.launch_table import RULES, Gpu, Launch, PersistentLaunch, Rule, WideLaunch, launch_for
+from vbrt.kernels.cuda.launch_table import RULES, Gpu, Launch, MmaLaunch, PersistentLaunch, Rule, WideLaunch, launch_for
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.kernels.cuda.whole import linear as whole_linear
@@ -309,3 +309,28 @@ def test_a_new_kernel_takes_a_signature_a_rule_and_a_launcher(gpu, monkeypatch):
     with pytest.raises(KernelError, match="expected BLOCK, DOUBLED"):
         scale(0, (2, 1), (x, y), (200,), warps=warps, BLOCK=128, DOUBLE=True)
     assert gpu == ["scale_kernel"] * 2
+
+
+MMA = [
+    MmaLaunch(16, 2, ring=2),
+    MmaLaunch(32, 4, 1, splits=2),
+    MmaLaunch(64, 2, 2, ring=2),
+    MmaLaunch(128, 1, 2, ring=2),
+]
+
+
+@matrix(gpu=[80, 89], config=MMA, name=["nvfp4", "mxfp4"], k=[328, 136], indirect=("gpu",))
+def test_many_tokens_without_wgmma(gpu, config, name, k):
+    planes, weight = tiled(name, (72, k), device="cpu")
+    x, bias = torch.randn(config.tokens + 3, k + 8).bfloat16()[:, :k], torch.randn(72).bfloat16()
+    y = launches.mma(x, weight_of(planes), bias, "silu", config)
+    assert error(y, reference.ACTIVATIONS["silu"](x.double() @ weight.T + bias.double())) < 3e-3
+    assert gpu == ["mma_kernel"] + ["reduce_kernel"] * (config.splits > 1)
+
+
+@matrix(gpu=[80], dtype=[torch.float16, torch.float32], indirect=("gpu",))
+def test_many_tokens_of_other_dtypes_without_wgmma(gpu, dtype):
+    planes, weight = tiled("nvfp4", (40, 200), device="cpu")
+    x = torch.randn(9, 200).to(dtype)
+    y = launches.mma(x, weight_of(planes), None, "none", MmaLaunch(16, 2))
+    assert error(y, x.double() @ weight.T) < (1e-3 if dtype is torch.float16 else 1e-5)

@@ -21,6 +21,7 @@ __all__ = [
     "Choice",
     "Gpu",
     "Launch",
+    "MmaLaunch",
     "PersistentLaunch",
     "RowsLaunch",
     "Rule",
@@ -78,6 +79,23 @@ class WideLaunch(NamedTuple):
         return 1 < self.splits <= _OWN_REDUCTION_TOKENS // self.tokens
 
 
+class MmaLaunch(NamedTuple):
+    """Kernel for many tokens with `mma.sync`: `tokens` and 16 * `row_tiles` * `warps` rows per program.
+
+    splits: split-K factor. ring: columns in shared memory.
+    """
+
+    tokens: int
+    warps: int
+    row_tiles: int = 1
+    splits: int = 1
+    ring: int = 3
+
+    def shared_bytes(self, words: int) -> int:
+        """Shared memory of a program, for tiles of this many words."""
+        return self.ring * (256 * self.tokens + 4 * words * self.row_tiles * self.warps)
+
+
 class PersistentLaunch(NamedTuple):
     """Persistent kernel, for the most tokens on sm_90: tiles of 128 rows by `tokens` of the result.
 
@@ -111,7 +129,7 @@ class TokenLaunch(NamedTuple):
     ahead: int = 1
 
 
-Choice = Launch | WideLaunch | PersistentLaunch | None
+Choice = Launch | WideLaunch | MmaLaunch | PersistentLaunch | None
 """A kernel that multiplies 4-bit weights as they are, or None: decode the weight, then the vendor's matmul."""
 
 

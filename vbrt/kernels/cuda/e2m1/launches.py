@@ -20,6 +20,7 @@ from vbrt.kernels.cuda.launch_table import (
     PERSISTENT_ROWS,
     PERSISTENT_WARPS,
     Launch,
+    MmaLaunch,
     PersistentLaunch,
     WideLaunch,
     persistent_tiles,
@@ -33,10 +34,12 @@ __all__ = [
     "codes_of",
     "decode",
     "import_device_code",
+    "mma",
     "narrow",
     "persistent",
     "readable",
     "reduce",
+    "summands_of",
     "token_groups",
     "wide",
 ]
@@ -57,7 +60,6 @@ class _Narrow(NamedTuple):
 class _Wide(NamedTuple):
     order: Launcher
     multiply: Launcher
-    reduce: Launcher
 
 
 class _Persistent(NamedTuple):
@@ -90,8 +92,21 @@ def _decoder() -> Launcher:
 def _wide() -> _Wide:
     from vbrt.kernels.cuda.e2m1 import wide_gluon as device
 
-    kernels = device.order_kernel, device.wgmma_kernel, device.reduce_kernel
-    return _Wide(*(Launcher(kernel, dependent=True) for kernel in kernels))
+    return _Wide(*(Launcher(kernel, dependent=True) for kernel in (device.order_kernel, device.wgmma_kernel)))
+
+
+@functools.cache
+def _mma() -> Launcher:
+    from vbrt.kernels.cuda.e2m1 import mma_gluon as device
+
+    return Launcher(device.mma_kernel)
+
+
+@functools.cache
+def _reducer(dependent: bool) -> Launcher:
+    from vbrt.kernels.cuda.e2m1 import wide_gluon as device
+
+    return Launcher(device.reduce_kernel, dependent=dependent)
 
 
 @functools.cache
@@ -121,6 +136,15 @@ def readable(x_MK: Tensor) -> tuple[Tensor, bool]:
     if x_MK.shape[0] <= 8 and pairs_are_aligned(x_MK):
         return x_MK, True
     return _padded(x_MK), False
+
+
+def summands_of(x_MK: Tensor) -> Tensor:
+    """bf16 [S * M, K] that add up to x: each takes the 8 leading bits of the previous remainder."""
+    parts, rest = [], x_MK.float()
+    for _ in range(SUMMANDS[x_MK.dtype]):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].float()
+    return torch.cat(parts)
 
 
 def _padded(x_MK: Tensor) -> Tensor:
@@ -314,6 +338,39 @@ def wide(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str
     return y_MN
 
 
+def mma(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str, config: MmaLaunch) -> Tensor:
+    """activation(x @ w.T + bias) by `mma.sync`, in one launch, or two if K is split or x is not in bf16."""
+    tokens, summands, n, k = x_MK.shape[0], SUMMANDS[x_MK.dtype], weight.n, weight.k
+    y_MN = x_MK.new_empty(tokens, n)
+    x_RK = x_MK if summands == 1 else summands_of(x_MK)
+    x_RK = x_RK if rows_are_aligned(x_RK) else _padded(x_RK)
+    (row_tiles, columns, _), rows = weight.tiles.shape, summands * tokens
+    parts = config.splits * summands
+    out = y_MN if parts == 1 else x_MK.new_empty(parts, tokens, n, dtype=torch.float32)
+    bias_or_y = y_MN if bias is None else bias.contiguous()
+    blocks = -(-rows // config.tokens) * -(-row_tiles // (config.warps * config.row_tiles))
+    _mma()(
+        weight.tiles.device.index,
+        (blocks * config.splits, 1),
+        (x_RK, weight.tiles, weight.scale, bias_or_y, out),
+        (rows, n, k, columns, -(-columns // config.splits), x_RK.stride(0), n),
+        warps=config.warps,
+        specialized=(n, k, x_RK.stride(0), out.dtype, bias_or_y.dtype),
+        TOKENS=config.tokens,
+        WARPS=config.warps,
+        ROW_TILES=config.row_tiles,
+        RING=config.ring,
+        PARTIAL=parts > 1,
+        SPLITS=config.splits,
+        E8M0_SCALES=weight.e8m0_scales,
+        ACTIVATION=activation if parts == 1 else "none",
+        HAS_BIAS=parts == 1 and bias is not None,
+    )
+    if parts > 1:
+        reduce(out, bias, y_MN, activation)
+    return y_MN
+
+
 def _order(x_MK: Tensor, x_RK: Tensor, partials: _Partials, device: int) -> None:
     """Fill x_RK with x as bf16 summands, columns in tile order; clear the counters."""
     (tokens, k), columns = x_MK.shape, x_RK.shape[1] // COLUMNS
@@ -334,8 +391,8 @@ def _order(x_MK: Tensor, x_RK: Tensor, partials: _Partials, device: int) -> None
 def reduce(parts_PMN: Tensor, bias: Tensor | None, y_MN: Tensor, activation: str) -> None:
     """y = activation(sum of the parts + bias)."""
     (tokens, n), device = y_MN.shape, y_MN.device.index
-    bias_or_y = y_MN if bias is None else bias.contiguous()
-    _wide().reduce(
+    bias_or_y, dependent = y_MN if bias is None else bias.contiguous(), devices.launches_dependents(device)
+    _reducer(dependent)(
         device,
         (-(-n // (128 * _REDUCE_WARPS)), tokens),
         (parts_PMN, bias_or_y, y_MN),
@@ -346,6 +403,7 @@ def reduce(parts_PMN: Tensor, bias: Tensor | None, y_MN: Tensor, activation: str
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         WARPS=_REDUCE_WARPS,
+        DEPENDENT=dependent,
     )
 
 

@@ -41,7 +41,7 @@ from vbrt.kernels.cuda.e2m1.tiles import (
 )
 from vbrt.kernels.cuda.e2m1.tuned_configs import tuned
 from vbrt.kernels.cuda.fine import merge
-from vbrt.kernels.cuda.launch_table import Choice, Launch, PersistentLaunch, WideLaunch, choose, launch_for
+from vbrt.kernels.cuda.launch_table import Choice, Launch, MmaLaunch, PersistentLaunch, WideLaunch, choose, launch_for
 from vbrt.kernels.cuda.launcher import cuda_op
 
 __all__ = [
@@ -76,6 +76,8 @@ def multiply(x: Tensor, weight: TiledWeight, bias: Tensor | None, activation: st
         y = launches.wide(x_MK, weight, bias, activation, choice)
     elif type(choice) is PersistentLaunch:
         y = launches.persistent(x_MK, launches.codes_of(weight), bias, activation, choice)
+    elif type(choice) is MmaLaunch:
+        y = launches.mma(x_MK, weight, bias, activation, choice)
     else:
         y = reference.activate(_decode_and_multiply(x_MK, weight, bias), activation)
     return y.view(*x.shape[:-1], weight.n)
@@ -218,18 +220,9 @@ def _narrow(
         launches.narrow(x_MK, weight, bias, y, activation, config)
         return y
     y_SMN = x.new_empty(summands * tokens, weight.n, dtype=torch.float32)
-    launches.narrow(_summands(x_MK), weight, None, y_SMN, "none", config)
+    launches.narrow(launches.summands_of(x_MK), weight, None, y_SMN, "none", config)
     y = y_SMN.view(summands, *shape).sum(0)
     return reference.activate(y if bias is None else y + bias.float(), activation).to(x.dtype)
-
-
-def _summands(x_MK: Tensor) -> Tensor:
-    """bf16 [S * M, K] that add up to x: each takes the 8 leading bits of the previous remainder."""
-    parts, rest = [], x_MK.float()
-    for _ in range(SUMMANDS[x_MK.dtype]):
-        parts.append(rest.bfloat16())
-        rest = rest - parts[-1].float()
-    return torch.cat(parts)
 
 
 def _decode_and_multiply(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None) -> Tensor:

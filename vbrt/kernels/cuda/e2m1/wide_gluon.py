@@ -342,14 +342,16 @@ def reduce_kernel(
     ACTIVATION: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     WARPS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     """y [M, N] = activation(sum of part [PARTS, M, N] + bias), grid (column blocks, M)."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     n = gl.program_id(0) * (128 * WARPS) + gl.arange(0, 128 * WARPS, layout=LAYOUT)
     m = gl.program_id(1).to(gl.int64)
     inside = n < N
-    wait_for_launch_before()
-    allow_launch_after()
+    if DEPENDENT:
+        wait_for_launch_before()
+        allow_launch_after()
     v = gl.load(part_ptr + m * N + n, mask=inside, other=0.0)
     for s in gl.static_range(1, PARTS):
         v = v + gl.load(part_ptr + (m + s * M) * N + n, mask=inside, other=0.0)

@@ -1,0 +1,208 @@
+"""Kernel for tens to thousands of tokens with `mma.sync`, for GPUs without `warpgroup_mma`: sm_80 and newer.
+
+A program computes 16 * ROW_TILES * WARPS rows of the result for TOKENS tokens over one of SPLITS ranges of K. Per 128
+columns each warp decodes ROW_TILES tiles of `tiles` into operands in registers; activations of all its tokens are in
+shared memory, in the order in which tiles name their columns. Both come through a ring of RING stages filled by
+asynchronous copies. With SPLITS > 1, fp32 partial sums are reduced by another launch.
+
+Shared memory per stage: 256 bytes a token and 1152 (mxfp4: 1088) bytes a tile. A warp reads 16 bytes a lane without
+bank conflicts, since lanes 4 g + t take the t-th 16 bytes of row g, of 64 bytes each.
+"""
+
+# ruff: noqa: RUF005  # the kernel language has no starred expressions
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from vbrt.kernels.cuda.e2m1.narrow_gluon import RESCALE, activate, copy_async
+from vbrt.kernels.cuda.e2m1.wide_gluon import copy_tiles, operands, read_tile, rows_first
+
+__all__ = ["mma_kernel"]
+
+
+@gluon.constexpr_function
+def copied(TOKENS, WARPS):
+    """[4 * TOKENS, 32] of `copy_tokens`: eight columns per lane, in a warp all columns of two tokens."""
+    bits = lambda v: v.bit_length() - 1  # noqa: E731  # must stay an expression inside a constexpr function
+    rest = [[1 << i, 0] for i in range(1, bits(TOKENS))]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4]] + rest[bits(WARPS) :],
+        lane_bases=[[0, 8], [0, 16], [TOKENS, 0], [2 * TOKENS, 0], [1, 0]],
+        warp_bases=rest[: bits(WARPS)],
+        block_bases=[],
+        shape=[4 * TOKENS, 32],
+    )
+
+
+@gluon.constexpr_function
+def b_layout(TOKENS, WARPS):
+    """[TOKENS, 32] activations as B operands: eight columns of a token per lane, the same in all warps."""
+    bits = lambda v: v.bit_length() - 1  # noqa: E731  # as above
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4]] + [[8 << i, 0] for i in range(bits(TOKENS) - 3)],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[0, 0]] * bits(WARPS),
+        block_bases=[],
+        shape=[TOKENS, 32],
+    )
+
+
+@gluon.jit
+def copy_tokens(
+    place, x_ptr, x_stride, first_token, column, last, M, K, TOKENS: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Start copying 128 columns of the activations into a stage of the ring, zeros out of bounds.
+
+    Row p * TOKENS + m has the columns of token m that instructions 2 p and 2 p + 1 take, eight for each t.
+    """
+    X: gl.constexpr = copied(TOKENS, WARPS)
+    row = gl.arange(0, 4 * TOKENS, layout=gl.SliceLayout(1, X))
+    at = gl.arange(0, 32, layout=gl.SliceLayout(0, X))
+    token, p, t = first_token + row % TOKENS, (row // TOKENS)[:, None], (at // 8)[None, :]
+    k = column * 128 + t * 32 + (p ^ (t // 2)) * 8
+    inside = (token < M)[:, None] & (k < K) & (column < last)
+    start = token.to(gl.int64) * (x_stride // 8) * 8
+    pointer = x_ptr + (start[:, None] + k) + (at % 8)[None, :]
+    copy_async(place, pointer, mask=inside)
+
+
+@gluon.jit
+def token_operands(stage, p: gl.constexpr, FIRST: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr,
+                   WARPS: gl.constexpr, B: gl.constexpr):  # fmt: skip
+    """The [16, CHUNK] operands of instructions 2 p and 2 p + 1, of the tokens from FIRST on."""
+    v = stage.slice(p * TOKENS + FIRST, CHUNK, dim=0).load(b_layout(CHUNK, WARPS))
+    v = gl.permute(gl.reshape(v, (CHUNK, 4, 2, 2, 2)), (3, 1, 4, 0, 2))  # m t jj c e -> c t e m jj
+    low, high = gl.split(gl.reshape(v, (16, CHUNK, 2)))
+    return gl.convert_layout(low, B, assert_trivial=True), gl.convert_layout(high, B, assert_trivial=True)
+
+
+@gluon.jit
+def multiply(
+    sums, a, stage, p: gl.constexpr, FIRST: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr,
+    ROW_TILES: gl.constexpr, WARPS: gl.constexpr, B: gl.constexpr,
+):  # fmt: skip
+    """Instructions 2 p and 2 p + 1 on all sums [TOKENS / CHUNK][ROW_TILES]; `a` has four operands of each row tile."""
+    out = ()
+    for c in gl.static_range(TOKENS // CHUNK):
+        b = token_operands(stage, p, c * CHUNK, TOKENS, CHUNK, WARPS, B)
+        for r in gl.static_range(ROW_TILES):
+            s = mma_v2(a[4 * r + FIRST], b[0], sums[c * ROW_TILES + r])
+            out = out + (mma_v2(a[4 * r + FIRST + 1], b[1], s),)
+    return out
+
+
+@gluon.jit
+def copy_stage(
+    firsts, seconds, scales, tokens, place, tile_ptr, x_ptr, x_stride, row_tile, row_tiles, first_token, column, last,
+    columns, M, K, lane, TOKENS: gl.constexpr, WARPS: gl.constexpr, ROW_TILES: gl.constexpr, E8M0_SCALES: gl.constexpr,
+):  # fmt: skip
+    """Start copying one column of tiles and activations into a stage of the ring."""
+    for r in gl.static_range(ROW_TILES):
+        at = place * ROW_TILES + r
+        copy_tiles(
+            firsts.index(at), seconds.index(at), scales.index(at), tile_ptr, row_tile + r * WARPS, row_tiles, column,
+            last, columns, lane, E8M0_SCALES,
+        )  # fmt: skip
+    copy_tokens(tokens.index(place), x_ptr, x_stride, first_token, column, last, M, K, TOKENS, WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=["M", "columns", "per_split"])
+def mma_kernel(
+    x_ptr,
+    tile_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    columns,
+    per_split,
+    x_stride,
+    y_stride,
+    TOKENS: gl.constexpr,
+    WARPS: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    SPLITS: gl.constexpr,
+    PARTIAL: gl.constexpr,
+    RING: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    """y [M, N] = activation(x [M, K] @ w.T * scale + bias), or PARTIAL: y [SPLITS, M, N] fp32, summands of the product.
+
+    x has rows of whole 16 bytes. Grid (token blocks * splits * row blocks,). Split s takes the columns of tiles from
+    s * per_split.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    THREADS: gl.constexpr = 32 * WARPS
+    CHUNK: gl.constexpr = TOKENS if TOKENS < 32 else 32
+    CHUNKS: gl.constexpr = TOKENS // CHUNK
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    token_blocks = (M + TOKENS - 1) // TOKENS
+    program = gl.program_id(0)
+    first_token = (program % token_blocks) * TOKENS  # neighbouring programs share weights in L2
+    split = (program // token_blocks) % SPLITS
+    row_block = program // (token_blocks * SPLITS)
+    thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
+    lane = thread % 32
+    row_tile = row_block * (WARPS * ROW_TILES) + thread // 32
+    row_tiles = (N + 15) // 16
+    column = split * per_split
+    last = gl.minimum(column + per_split, columns)
+
+    firsts = gl.allocate_shared_memory(gl.int32, [RING * ROW_TILES, THREADS, 4], LINES)
+    seconds = gl.allocate_shared_memory(gl.int32, [RING * ROW_TILES, THREADS, 4], LINES)
+    scales = gl.allocate_shared_memory(gl.int32, [RING * ROW_TILES, THREADS], LINE)
+    tokens = gl.allocate_shared_memory(gl.bfloat16, [RING, 4 * TOKENS, 32], LINES)
+    for i in gl.static_range(RING - 1):
+        copy_stage(
+            firsts, seconds, scales, tokens, i, tile_ptr, x_ptr, x_stride, row_tile, row_tiles, first_token, column + i,
+            last, columns, M, K, lane, TOKENS, WARPS, ROW_TILES, E8M0_SCALES,
+        )  # fmt: skip
+    sums = ()
+    for _ in gl.static_range(ROW_TILES * CHUNKS):
+        sums = sums + (gl.zeros((16 * WARPS, CHUNK), gl.float32, layout=ACC),)
+    tensor_scale = gl.load(scale_ptr)
+    for _ in range((last - column + RING - 1) // RING):
+        for i in gl.static_range(RING):  # columns beyond the last are zeros
+            async_copy.wait_group(RING - 2)
+            stage = tokens.index(i)
+            for part in gl.static_range(2):
+                a = ()
+                for r in gl.static_range(ROW_TILES):
+                    first, second, scale = read_tile(
+                        firsts, seconds, scales, i * ROW_TILES + r, lane, LAYOUT, E8M0_SCALES
+                    )
+                    a = a + operands(first if part == 0 else second, scale, part, E8M0_SCALES, WARPS, A)
+                for q in gl.static_range(2):
+                    sums = multiply(sums, a, stage, 2 * part + q, 2 * q, TOKENS, CHUNK, ROW_TILES, WARPS, B)
+            copy_stage(
+                firsts, seconds, scales, tokens, (i + RING - 1) % RING, tile_ptr, x_ptr, x_stride, row_tile, row_tiles,
+                first_token, column + RING - 1, last, columns, M, K, lane, TOKENS, WARPS, ROW_TILES, E8M0_SCALES,
+            )  # fmt: skip
+            column = column + 1
+    async_copy.wait_group(0)
+    STORE: gl.constexpr = rows_first(WARPS)
+    for r in gl.static_range(ROW_TILES):
+        for c in gl.static_range(CHUNKS):
+            v = sums[c * ROW_TILES + r] * (RESCALE * tensor_scale)
+            first_row = (row_block * ROW_TILES + r) * (16 * WARPS)
+            if HAS_BIAS:
+                row = first_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, ACC))
+                v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
+            if not PARTIAL:
+                v = activate(v, ACTIVATION, y_ptr.dtype.element_ty).to(y_ptr.dtype.element_ty)
+            v = gl.convert_layout(v, STORE)
+            row = first_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, STORE))
+            m = first_token + c * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, STORE))
+            at = (split * M + m).to(gl.int64)[None, :] * y_stride + row[:, None]
+            gl.store(y_ptr + at, v, mask=(row < N)[:, None] & (m < M)[None, :])
