@@ -363,6 +363,7 @@ def mma(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str,
         PARTIAL=parts > 1,
         SPLITS=config.splits,
         E8M0_SCALES=weight.e8m0_scales,
+        K_TAIL=k % COLUMNS != 0,
         ACTIVATION=activation if parts == 1 else "none",
         HAS_BIAS=parts == 1 and bias is not None,
     )

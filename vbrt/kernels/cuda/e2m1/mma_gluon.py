@@ -5,8 +5,8 @@ columns each warp decodes ROW_TILES tiles of `tiles` into operands in registers;
 shared memory, in the order in which tiles name their columns. Both come through a ring of RING stages filled by
 asynchronous copies. With SPLITS > 1, fp32 partial sums are reduced by another launch.
 
-Shared memory per stage: 256 bytes a token and 1152 (mxfp4: 1088) bytes a tile. A warp reads 16 bytes a lane without
-bank conflicts, since lanes 4 g + t take the t-th 16 bytes of row g, of 64 bytes each.
+Shared memory per stage: 256 bytes a token and 1152 (mxfp4: 1088) bytes a tile. Lanes 4 g + t read 16 bytes of token g
+each; as halves of 128 bytes change places in every second row, they do so without bank conflicts.
 """
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
@@ -19,20 +19,6 @@ from vbrt.kernels.cuda.e2m1.narrow_gluon import RESCALE, activate, copy_async
 from vbrt.kernels.cuda.e2m1.wide_gluon import copy_tiles, operands, read_tile, rows_first
 
 __all__ = ["mma_kernel"]
-
-
-@gluon.constexpr_function
-def copied(TOKENS, WARPS):
-    """[4 * TOKENS, 32] of `copy_tokens`: eight columns per lane, in a warp all columns of two tokens."""
-    bits = lambda v: v.bit_length() - 1  # noqa: E731  # must stay an expression inside a constexpr function
-    rest = [[1 << i, 0] for i in range(1, bits(TOKENS))]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4]] + rest[bits(WARPS) :],
-        lane_bases=[[0, 8], [0, 16], [TOKENS, 0], [2 * TOKENS, 0], [1, 0]],
-        warp_bases=rest[: bits(WARPS)],
-        block_bases=[],
-        shape=[4 * TOKENS, 32],
-    )
 
 
 @gluon.constexpr_function
@@ -50,28 +36,29 @@ def b_layout(TOKENS, WARPS):
 
 @gluon.jit
 def copy_tokens(
-    place, x_ptr, x_stride, first_token, column, last, M, K, TOKENS: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
-    """Start copying 128 columns of the activations into a stage of the ring, zeros out of bounds.
+    place, x_ptr, x_stride, column, last, tokens, K, TOKENS: gl.constexpr, WARPS: gl.constexpr, K_TAIL: gl.constexpr
+):
+    """Start copying 128 columns of `tokens` rows of x into a stage of the ring [TOKENS, 128]; zeros out of bounds.
 
-    Row p * TOKENS + m has the columns of token m that instructions 2 p and 2 p + 1 take, eight for each t.
+    Columns 32 p + 8 t .. + 7 are those that lanes 4 g + t take for instructions 2 p and 2 p + 1.
     """
-    X: gl.constexpr = copied(TOKENS, WARPS)
-    row = gl.arange(0, 4 * TOKENS, layout=gl.SliceLayout(1, X))
-    at = gl.arange(0, 32, layout=gl.SliceLayout(0, X))
-    token, p, t = first_token + row % TOKENS, (row // TOKENS)[:, None], (at // 8)[None, :]
-    k = column * 128 + t * 32 + (p ^ (t // 2)) * 8
-    inside = (token < M)[:, None] & (k < K) & (column < last)
-    start = token.to(gl.int64) * (x_stride // 8) * 8
-    pointer = x_ptr + (start[:, None] + k) + (at % 8)[None, :]
-    copy_async(place, pointer, mask=inside)
+    X: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    row = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, X))
+    at = gl.arange(0, 128, layout=gl.SliceLayout(0, X))
+    t = at // 8 % 4
+    k = t * 32 + ((at // 32) ^ (t // 2)) * 8
+    offset = (row * (x_stride // 8) * 8)[:, None] + (k + at % 8)[None, :]
+    inside = (row < tokens)[:, None] & (k >= 0)[None, :] & (column < last)
+    if K_TAIL:
+        inside = inside & (column * 128 + k < K)[None, :]
+    copy_async(place, x_ptr + column * 128 + offset, mask=inside)  # only a scalar changes from stage to stage
 
 
 @gluon.jit
-def token_operands(stage, p: gl.constexpr, FIRST: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr,
+def token_operands(stage, p: gl.constexpr, FIRST: gl.constexpr, CHUNK: gl.constexpr,
                    WARPS: gl.constexpr, B: gl.constexpr):  # fmt: skip
     """The [16, CHUNK] operands of instructions 2 p and 2 p + 1, of the tokens from FIRST on."""
-    v = stage.slice(p * TOKENS + FIRST, CHUNK, dim=0).load(b_layout(CHUNK, WARPS))
+    v = stage.slice(FIRST, CHUNK, dim=0).slice(32 * p, 32, dim=1).load(b_layout(CHUNK, WARPS))
     v = gl.permute(gl.reshape(v, (CHUNK, 4, 2, 2, 2)), (3, 1, 4, 0, 2))  # m t jj c e -> c t e m jj
     low, high = gl.split(gl.reshape(v, (16, CHUNK, 2)))
     return gl.convert_layout(low, B, assert_trivial=True), gl.convert_layout(high, B, assert_trivial=True)
@@ -85,7 +72,7 @@ def multiply(
     """Instructions 2 p and 2 p + 1 on all sums [TOKENS / CHUNK][ROW_TILES]; `a` has four operands of each row tile."""
     out = ()
     for c in gl.static_range(TOKENS // CHUNK):
-        b = token_operands(stage, p, c * CHUNK, TOKENS, CHUNK, WARPS, B)
+        b = token_operands(stage, p, c * CHUNK, CHUNK, WARPS, B)
         for r in gl.static_range(ROW_TILES):
             s = mma_v2(a[4 * r + FIRST], b[0], sums[c * ROW_TILES + r])
             out = out + (mma_v2(a[4 * r + FIRST + 1], b[1], s),)
@@ -94,8 +81,9 @@ def multiply(
 
 @gluon.jit
 def copy_stage(
-    firsts, seconds, scales, tokens, place, tile_ptr, x_ptr, x_stride, row_tile, row_tiles, first_token, column, last,
-    columns, M, K, lane, TOKENS: gl.constexpr, WARPS: gl.constexpr, ROW_TILES: gl.constexpr, E8M0_SCALES: gl.constexpr,
+    firsts, seconds, scales, stages, place, tile_ptr, x_ptr, x_stride, row_tile, row_tiles, column, last, columns, tokens,
+    K, lane, TOKENS: gl.constexpr, WARPS: gl.constexpr, ROW_TILES: gl.constexpr, E8M0_SCALES: gl.constexpr,
+    K_TAIL: gl.constexpr,
 ):  # fmt: skip
     """Start copying one column of tiles and activations into a stage of the ring."""
     for r in gl.static_range(ROW_TILES):
@@ -104,7 +92,7 @@ def copy_stage(
             firsts.index(at), seconds.index(at), scales.index(at), tile_ptr, row_tile + r * WARPS, row_tiles, column,
             last, columns, lane, E8M0_SCALES,
         )  # fmt: skip
-    copy_tokens(tokens.index(place), x_ptr, x_stride, first_token, column, last, M, K, TOKENS, WARPS)
+    copy_tokens(stages.index(place), x_ptr, x_stride, column, last, tokens, K, TOKENS, WARPS, K_TAIL)
     async_copy.commit_group()
 
 
@@ -129,6 +117,7 @@ def mma_kernel(
     PARTIAL: gl.constexpr,
     RING: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
+    K_TAIL: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
@@ -156,17 +145,19 @@ def mma_kernel(
     lane = thread % 32
     row_tile = row_block * (WARPS * ROW_TILES) + thread // 32
     row_tiles = (N + 15) // 16
+    x_ptr = x_ptr + first_token.to(gl.int64) * x_stride
+    tokens = M - first_token
     column = split * per_split
     last = gl.minimum(column + per_split, columns)
 
     firsts = gl.allocate_shared_memory(gl.int32, [RING * ROW_TILES, THREADS, 4], LINES)
     seconds = gl.allocate_shared_memory(gl.int32, [RING * ROW_TILES, THREADS, 4], LINES)
     scales = gl.allocate_shared_memory(gl.int32, [RING * ROW_TILES, THREADS], LINE)
-    tokens = gl.allocate_shared_memory(gl.bfloat16, [RING, 4 * TOKENS, 32], LINES)
+    stages = gl.allocate_shared_memory(gl.bfloat16, [RING, TOKENS, 128], gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
     for i in gl.static_range(RING - 1):
         copy_stage(
-            firsts, seconds, scales, tokens, i, tile_ptr, x_ptr, x_stride, row_tile, row_tiles, first_token, column + i,
-            last, columns, M, K, lane, TOKENS, WARPS, ROW_TILES, E8M0_SCALES,
+            firsts, seconds, scales, stages, i, tile_ptr, x_ptr, x_stride, row_tile, row_tiles, column + i, last,
+            columns, tokens, K, lane, TOKENS, WARPS, ROW_TILES, E8M0_SCALES, K_TAIL,
         )  # fmt: skip
     sums = ()
     for _ in gl.static_range(ROW_TILES * CHUNKS):
@@ -175,7 +166,7 @@ def mma_kernel(
     for _ in range((last - column + RING - 1) // RING):
         for i in gl.static_range(RING):  # columns beyond the last are zeros
             async_copy.wait_group(RING - 2)
-            stage = tokens.index(i)
+            stage = stages.index(i)
             for part in gl.static_range(2):
                 a = ()
                 for r in gl.static_range(ROW_TILES):
@@ -186,8 +177,8 @@ def mma_kernel(
                 for q in gl.static_range(2):
                     sums = multiply(sums, a, stage, 2 * part + q, 2 * q, TOKENS, CHUNK, ROW_TILES, WARPS, B)
             copy_stage(
-                firsts, seconds, scales, tokens, (i + RING - 1) % RING, tile_ptr, x_ptr, x_stride, row_tile, row_tiles,
-                first_token, column + RING - 1, last, columns, M, K, lane, TOKENS, WARPS, ROW_TILES, E8M0_SCALES,
+                firsts, seconds, scales, stages, (i + RING - 1) % RING, tile_ptr, x_ptr, x_stride, row_tile, row_tiles,
+                column + RING - 1, last, columns, tokens, K, lane, TOKENS, WARPS, ROW_TILES, E8M0_SCALES, K_TAIL,
             )  # fmt: skip
             column = column + 1
     async_copy.wait_group(0)
