@@ -18,7 +18,24 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from vbrt.kernels.cuda.e2m1.narrow_gluon import RESCALE, activate, copy_async
 from vbrt.kernels.cuda.e2m1.wide_gluon import copy_tiles, operands, read_tile, rows_first
 
+from vbrt.libraries.triton_api import renamed
+
 __all__ = ["mma_kernel"]
+
+reinterpret = renamed(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+
+
+@gluon.constexpr_function
+def stage_layout(TOKENS, FOR_TILES):
+    """[TOKENS, 128] activations in shared memory, 16 bytes 0, 1 and 2, 3 of 64 exchanged in odd rows.
+
+    Columns are in order or, FOR_TILES, 32 p + 8 t .. + 7 are those that lanes 4 g + t take for instructions 2 p and
+    2 p + 1, which are the columns 32 t + 8 (p ^ (t // 2)) .. + 7.
+    """
+    bits = lambda v: v.bit_length() - 1  # noqa: E731  # must stay an expression inside a constexpr function
+    columns = [[0, 32], [0, 64], [0, 8], [0, 48], [1, 64]] if FOR_TILES else [[0, 8], [0, 16], [0, 32], [0, 64], [1, 16]]
+    rows = [[1 << i, 0] for i in range(1, bits(TOKENS))]
+    return gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4]] + columns + rows, [], 16)
 
 
 @gluon.constexpr_function
@@ -38,19 +55,14 @@ def b_layout(TOKENS, WARPS):
 def copy_tokens(
     place, x_ptr, x_stride, column, last, tokens, K, TOKENS: gl.constexpr, WARPS: gl.constexpr, K_TAIL: gl.constexpr
 ):
-    """Start copying 128 columns of `tokens` rows of x into a stage of the ring [TOKENS, 128]; zeros out of bounds.
-
-    Columns 32 p + 8 t .. + 7 are those that lanes 4 g + t take for instructions 2 p and 2 p + 1.
-    """
+    """Start copying 128 columns of `tokens` rows of x into a stage of the ring [TOKENS, 128]; zeros out of bounds."""
     X: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     row = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, X))
-    at = gl.arange(0, 128, layout=gl.SliceLayout(0, X))
-    t = at // 8 % 4
-    k = t * 32 + ((at // 32) ^ (t // 2)) * 8
-    offset = (row * (x_stride // 8) * 8)[:, None] + (k + at % 8)[None, :]
+    k = gl.arange(0, 128, layout=gl.SliceLayout(0, X))
+    offset = (row * (x_stride // 8) * 8)[:, None] + k[None, :]
     inside = (row < tokens)[:, None] & (k >= 0)[None, :] & (column < last)
     if K_TAIL:
-        inside = inside & (column * 128 + k < K)[None, :]
+        inside = inside & (column * 128 + k // 8 * 8 < K)[None, :]
     copy_async(place, x_ptr + column * 128 + offset, mask=inside)  # only a scalar changes from stage to stage
 
 
@@ -153,7 +165,7 @@ def mma_kernel(
     firsts = gl.allocate_shared_memory(gl.int32, [RING * ROW_TILES, THREADS, 4], LINES)
     seconds = gl.allocate_shared_memory(gl.int32, [RING * ROW_TILES, THREADS, 4], LINES)
     scales = gl.allocate_shared_memory(gl.int32, [RING * ROW_TILES, THREADS], LINE)
-    stages = gl.allocate_shared_memory(gl.bfloat16, [RING, TOKENS, 128], gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
+    stages = gl.allocate_shared_memory(gl.bfloat16, [RING, TOKENS, 128], stage_layout(TOKENS, False))
     for i in gl.static_range(RING - 1):
         copy_stage(
             firsts, seconds, scales, stages, i, tile_ptr, x_ptr, x_stride, row_tile, row_tiles, column + i, last,
@@ -166,7 +178,7 @@ def mma_kernel(
     for _ in range((last - column + RING - 1) // RING):
         for i in gl.static_range(RING):  # columns beyond the last are zeros
             async_copy.wait_group(RING - 2)
-            stage = stages.index(i)
+            stage = reinterpret(stages.index(i), gl.bfloat16, [TOKENS, 128], stage_layout(TOKENS, True))
             for part in gl.static_range(2):
                 a = ()
                 for r in gl.static_range(ROW_TILES):
