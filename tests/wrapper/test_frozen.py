@@ -231,6 +231,42 @@ def test_after_a_forward_that_failed_a_shell_is_read_as_it_is():
         assert vb(x).isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["of parts", "of the model", "failing"])
+def test_a_call_of_a_wrapper_with_another_forward_is_one_pass(kind):
+    vb, x = wrap(Reader(), "nvfp4"), torch.randn(2, 64)
+    original = vb.forward
+
+    def parts(x):  # as TRL's fused head runs a backbone, and reads the head's weight
+        return F.linear(vb.called(vb.norm(x)), vb.read.weight, vb.read.bias)
+
+    def failing(x):
+        parts(x)
+        raise KeyError("its own")
+
+    vb.forward = {"of parts": parts, "of the model": lambda x: original(x), "failing": failing}[kind]
+    for passes in (1, 2):
+        if kind == "failing":
+            with pytest.raises(KeyError, match="its own"):
+                vb(x)
+        else:
+            vb(x)
+        assert vb.stats().passes == passes
+    assert vb.registry["read"].materialized and vb.registry["called"].materialized
+    assert not vb.registry["unused"].materialized and not vb.stack.shells.in_pass
+    del vb.forward
+    vb(x)
+    vb.module(x)
+    assert vb.stats().passes == 4
+
+
+def test_a_copy_of_a_wrapper_with_another_forward_counts_its_own_passes():
+    vb, x = wrap(Reader()), torch.randn(2, 64)
+    vb.forward = Reader.forward.__get__(vb)
+    again = copy.deepcopy(vb)
+    again(x)
+    assert (vb.stats().passes, again.stats().passes) == (0, 1) and again.registry["read"].materialized
+
+
 def test_rounding_a_weight_that_others_hold_leaves_theirs_as_it_is():
     model, x = mlp(depth=1), torch.randn(2, 64)
     own, before = model[0].weight, model[0].weight.detach().clone()

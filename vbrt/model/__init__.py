@@ -28,8 +28,9 @@ margin at once runs out of memory: the margin doubles, pages are evicted, and `v
 could differ (training mode, or an argument that may have been changed, such as a cache).
 
 **Passes** (`pass_hooks.py`). The hook that waits for the end of a pass is on a model only while there are unencoded
-weights. PEFT parametrizes parameters, and encoded experts have none; it would warn that it matched nothing, so the pass
-hook looks at `peft_config` and names layer and remedy (`adapter_refusals.py`). Live samples (`live_sampling.py`): what
+weights. A forward that was set on the wrapper may run parts of the model alone, so the wrapper's call is the pass then.
+PEFT parametrizes parameters, and encoded experts have none; it would warn that it matched nothing, so the pass hook
+looks at `peft_config` and names layer and remedy (`adapter_refusals.py`). Live samples (`live_sampling.py`): what
 another thread changes while it is read is read again.
 """
 

@@ -4,6 +4,7 @@ The pre-hook also keeps the runtime alive: model -> hook -> attachment -> runtim
 weakly, so an unreferenced model is freed at once, with its pages.
 """
 
+import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ __all__ = [
     "PassHook",
     "ShellsHook",
     "is_plain_data",
+    "mark_own_calls",
     "move_rest_",
     "pass_hook_of",
     "remove_pass_hooks",
@@ -59,9 +61,13 @@ class PassHook:
         self.attachment = attachment
         self.stack = None if attachment is None else attachment.stack
         self._rest_is_moved, self._adapters = False, ()
+        self.begun: set[int] = set()  # threads in a call of the wrapper that began the pass of their next model call
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing() or is_following():
+            return
+        if self.begun and threading.get_ident() in self.begun:
+            self.begun.discard(threading.get_ident())
             return
         if not self._rest_is_moved:
             with self.stack.encoding:  # concurrent first passes: one thread moves the rest
@@ -131,6 +137,32 @@ class ShellsHook:
 
     def __reduce__(self):
         return ShellsHook, (None,)
+
+
+def mark_own_calls(facade: nn.Module) -> None:
+    """Mark passes at the calls of a wrapper whose `forward` was replaced, as by TRL's trainers: the replacement may run
+    parts of the model, such as its backbone, without calling the model, whose hooks mark passes otherwise. Idempotent.
+    """
+    if _begin_own_call not in facade._forward_pre_hooks.values():  # nn.Module's methods: the wrapper's are its model's
+        nn.Module.register_forward_pre_hook(facade, _begin_own_call, with_kwargs=True)
+        nn.Module.register_forward_hook(facade, _end_own_call, always_call=True)
+
+
+def _begin_own_call(facade: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    hook = None if torch.compiler.is_compiling() else pass_hook_of(facade._vb_model)
+    if hook is not None:
+        hook(facade._vb_model, args, kwargs)
+        hook.begun.add(threading.get_ident())
+
+
+def _end_own_call(facade: nn.Module, args: tuple, output: Any) -> None:
+    """End the pass, unless a call of the model did."""
+    model = facade._vb_model
+    hook = None if torch.compiler.is_compiling() else pass_hook_of(model)
+    if hook is not None and threading.get_ident() in hook.begun:
+        hook.begun.discard(threading.get_ident())
+        for end in [end for end in model._forward_hooks.values() if isinstance(end, PassEndHook | ShellsHook)]:
+            end(model, args, output)
 
 
 def encode_read_(stack: TierStack) -> None:

@@ -18,7 +18,7 @@ from vbrt.errors import WrapError
 from vbrt.generation.generate import follow
 from vbrt.layers import VBLayer
 from vbrt.model.attachment import Attachment
-from vbrt.model.pass_hooks import is_plain_data
+from vbrt.model.pass_hooks import is_plain_data, mark_own_calls
 from vbrt.model.runtime import Runtime
 from vbrt.model.timeline_recording import recorded
 from vbrt.report.openmetrics import Scraped
@@ -45,6 +45,11 @@ class VBModelWrapper(Facade, Scraped, Watched):
     def __init__(self, model: nn.Module, attachment: Attachment) -> None:
         super().__init__(model, _attachment=attachment, _vb_watch=watch(attachment, model))
         follow(attachment, model)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "forward":
+            mark_own_calls(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward.
