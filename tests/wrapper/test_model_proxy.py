@@ -13,6 +13,7 @@ import vbrt
 from tests.matrix import matrix
 from tests.models import TOKENS, config, llama, mlp, wrap
 from vbrt.errors import WrapError
+from vbrt.wrapper.model_proxy import Facade
 
 X = torch.linspace(-1, 1, 128).reshape(2, 64)
 
@@ -225,6 +226,53 @@ def test_a_state_dict_of_something_larger_loads_again(make, materialized):
         other.load_state_dict(state)
 
 
+# -- its class ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [wrap, train])
+def test_a_wrapper_is_an_instance_of_its_models_class_and_of_its_own(make):
+    model = llama()
+    vb = make(model)
+    assert isinstance(vb, type(model)) and vb.__class__ is type(model)
+    assert type(vb) is not type(model) and isinstance(vb, Facade)
+    for again in (copy.deepcopy(vb), pickle.loads(pickle.dumps(vb))):
+        assert type(again) is type(vb) and isinstance(again, type(model))
+    with pytest.raises(WrapError, match="wrapped already"):
+        vbrt.wrap(vb)
+
+
+def test_a_class_that_is_set_is_the_models():
+    model = mlp()
+    vb, plain = wrap(model), type(model)
+    vb.__class__ = type("Sharded", (plain,), {"unshard": lambda self: type(self).__name__})
+    assert type(model).__name__ == "Sharded" == vb.unshard() and isinstance(vb, Facade)
+    vb.__class__ = plain
+    assert type(model) is plain and torch.equal(vb(X), model(X))
+
+
+def test_peft_leaves_out_the_head_of_a_wrapped_model_as_of_a_plain_one():
+    peft = pytest.importorskip("peft")
+    adapted = [
+        sorted(name for name, _ in peft.get_peft_model(model, config).named_parameters() if "lora" in name)
+        for model in (llama(), wrap(llama()), wrap(llama(), "dense"))
+        for config in [peft.LoraConfig(r=4, target_modules="all-linear")]
+    ]
+    assert adapted[0] == adapted[1] == adapted[2] and not any("lm_head" in name for name in adapted[0])
+
+
+@pytest.mark.parametrize("preset", ["dense", "nvfp4"])
+def test_trainer_saves_a_wrapped_model_as_a_plain_one_that_loads_without_it(preset, tmp_path):
+    from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+    vb = wrap(llama(), preset).eval()
+    args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    Trainer(model=vb, args=args).save_model(tmp_path / "saved")
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    state = vb.state_dict()
+    assert state.keys() == again.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
+
+
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
@@ -289,7 +337,7 @@ def test_trainer_trains_evaluates_and_saves_a_wrapped_model(how, checkpointing, 
         results.append((trainer.train().training_loss, trainer.evaluate()["eval_loss"]))
     assert results[0] == results[1] and results[0][0] != results[0][1]
     files = {path.name for path in (tmp_path / "0" / "checkpoint-2").iterdir()}
-    assert ("adapter_model.safetensors" if how == "peft(vb)" else "model.safetensors") in files
+    assert ("model.safetensors" if how == "train" else "adapter_model.safetensors") in files
 
 
 def test_adapters_pass_between_wrapped_and_plain_models(tmp_path):

@@ -10,7 +10,8 @@ part of a larger module: the wrapper shares the model's dicts, so that adapters 
 model. Casts and hooks are the model's too; hooks also run in `vb.generate()`. Lookups on the class (its name, the
 signature of `forward`, `len()`, indexing) need a class made for the model's: `Trainer` selects batch columns by that
 signature and label smoothing by `_get_name()`, pipelines look the class's name up in lists, and `for layer in vb` needs
-`__iter__` there.
+`__iter__` there. `isinstance` takes a wrapper for a model of its model's class as well: PEFT leaves out the head of a
+PreTrainedModel for "all-linear", and `Trainer` saves a PeftModel's adapters alone.
 
 Rejected: a subclass of the model's class, whose inherited methods would run on `self`, while only the model has the
 hooks, caches and ties; and the model as a child named "model", whose names match no checkpoint: PEFT then silently
@@ -137,6 +138,17 @@ class Facade(nn.Module):
         _share(self)
 
     @property
+    def __class__(self) -> type:
+        """The model's class: `isinstance` takes a wrapper for its model, as PEFT, Trainer and TRL ask what they have.
+        `type(vb)` is the wrapper's. A class that is set, as `fully_shard` does, is the model's."""
+        model = self.__dict__.get("_vb_model")  # absent while unpickling
+        return type(self) if model is None else model.__class__
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        self._vb_model.__class__ = value
+
+    @property
     def module(self) -> nn.Module:
         """The model itself, with VB layers in it, for `isinstance` and code that must not see a wrapper."""
         return self._vb_model
@@ -172,7 +184,7 @@ class Facade(nn.Module):
             delattr(self._vb_model, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._vb_model)})
+        return sorted({*dir(type(self)), *self.__dict__, *dir(self._vb_model)})
 
     # -- state dicts --------------------------------------------------------------------------------------------------
 
