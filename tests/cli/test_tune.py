@@ -15,7 +15,7 @@ from vbrt.cli import main as cli
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import tuned_configs as kept
 from vbrt.kernels.cuda.e2m1 import tuning
-from vbrt.kernels.cuda.launch_table import Launch
+from vbrt.kernels.cuda.launch_table import Gpu, Launch
 
 pytest.importorskip("transformers")
 
@@ -27,6 +27,7 @@ def fake_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "identity", lambda index: {"gpu": "Some GPU", "triton": "3.6", "kernels": 1})
     monkeypatch.setattr(tuning, "check", lambda tokens, device: None)
     monkeypatch.setattr(devices, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(devices, "gpu", lambda index: Gpu(9, 132))
 
     def us(tokens, launch):
         return 8.0 if launch == Launch(4, 16, False) and tokens == 1 else 10.0

@@ -302,7 +302,7 @@ def test_a_new_kernel_takes_a_signature_a_rule_and_a_launcher(gpu, monkeypatch):
 
     monkeypatch.setitem(RULES, "toy", {9: (Rule(8, None, None, Launch(1, 4, True)),)})
     scale, x, y = launcher.Launcher(scale_kernel), torch.randn(200), torch.empty(200)
-    warps = launch_for("toy", 9, 1, 1, 1).k_warps
+    warps = launch_for("toy", Gpu(9, 132), 1, 1, 1).k_warps
     for doubled in (False, True):
         scale(0, (2, 1), (x, y), (200,), warps=warps, BLOCK=128, DOUBLED=doubled)
         assert torch.equal(y, x * (1 + doubled))

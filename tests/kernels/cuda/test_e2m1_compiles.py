@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernels.cuda.gpu_cases import compiled, compiled_gated
 from tests.matrix import matrix
-from vbrt.kernels.cuda.launch_table import RULES, launch_for, wide_for
+from vbrt.kernels.cuda.launch_table import _MMA_LAUNCHES, RULES, Gpu, MmaLaunch, launch_for, wide_for
 
 NAMES = ("nvfp4", "mxfp4")
 
@@ -61,7 +61,7 @@ def test_carried_pointers_keep_wide_loads_and_need_no_zeros(name, capability):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import narrow_gluon
 
-    config = launch_for("linear", 9, 16, 896, 32)
+    config = launch_for("linear", Gpu(9, 132), 16, 896, 32)
     assert config.carry_pointers and config.prefetch
     pointers = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
     numbers = dict.fromkeys(("M", "N", "K", "columns", "x_stride", "y_stride"), "i32")
@@ -91,6 +91,40 @@ def test_carried_pointers_keep_wide_loads_and_need_no_zeros(name, capability):
     ptx = binary.asm["ptx"]
     assert ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") == 2 * 2 * config.row_tiles + 4 * 2
     assert ptx.count("mma.sync") == 8 * config.row_tiles * 2
+
+
+@matrix(name=NAMES, capability=[86, 120, 80, 89, 100], launch=_MMA_LAUNCHES)
+def test_the_kernel_with_mma_sync_compiles_without_spills_and_with_wide_copies(name, capability, launch):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels.cuda.e2m1 import mma_gluon
+
+    tokens, warps, row_tiles, ring = launch
+    types = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
+    numbers = ("M", "N", "K", "columns", "per_split", "splits", "x_stride", "y_stride")
+    constants = {
+        "TOKENS": tokens,
+        "WARPS": warps,
+        "ROW_TILES": row_tiles,
+        "PARTIAL": False,
+        "RING": ring,
+        "E8M0_SCALES": name == "mxfp4",
+        "K_TAIL": False,
+        "ACTIVATION": "none",
+        "HAS_BIAS": True,
+    }
+    binary = compiled(
+        mma_gluon.mma_kernel,
+        types | dict.fromkeys(numbers, "i32"),
+        constants,
+        capability,
+        warps=warps,
+        aligned=("x_ptr", "tile_ptr", "y_ptr", "N", "K", "x_stride", "y_stride"),
+    )
+    ptx = binary.asm["ptx"]
+    assert ptx.count("mma.sync") == ring * 8 * row_tiles * tokens // 8
+    assert binary.metadata.shared <= MmaLaunch(tokens, warps, row_tiles, 1, ring).shared_bytes(288) + 1024 <= 99 << 10
+    assert ".local" not in ptx and "cp.async.cg.shared.global" in ptx
+    assert ptx.count("ld.shared.v4") >= ring * 4 * tokens // 8  # 16 bytes a lane: four loads of eight tokens a column
 
 
 @matrix(squares=[0, 256], capability=[100, 90, 80, 120], at_most=2)
@@ -130,7 +164,7 @@ def test_the_residual_kernel_compiles_with_wide_loads(name, capability):
     types |= dict.fromkeys(("other_ptr", "gain_ptr", "total_ptr", "y_ptr"), "*bf16") | {"square_ptr": "*fp32"}
     aligned = [*types, "N", "K"]
     types |= dict.fromkeys(("N", "K", "columns"), "i32")
-    config = launch_for("linear", 9, 1, 256, 32)
+    config = launch_for("linear", Gpu(9, 132), 1, 256, 32)
     constants = {
         "ROW_TILES": config.row_tiles,
         "K_WARPS": config.k_warps,

@@ -11,7 +11,7 @@ from vbrt.kernels import reference, resolve
 from vbrt.kernels.cuda import launch_table
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tiles import TILES
-from vbrt.kernels.cuda.launch_table import PersistentLaunch
+from vbrt.kernels.cuda.launch_table import MmaLaunch, PersistentLaunch
 
 NAMES = ("nvfp4", "mxfp4")
 
@@ -90,6 +90,39 @@ def test_carried_pointers_match_float64(name, shape):
         x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
         poison()
         assert error(e2m1_linear.linear(x, planes), x.double() @ weight.T) < 3e-3
+
+
+MMA = [MmaLaunch(32, 4, 1, 2, 4), MmaLaunch(32, 4, 2, 1, 4), MmaLaunch(64, 4, 1, 1, 3), MmaLaunch(64, 4, 2, 4, 3)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(520, 1032), (4096, 4096), (1000, 264), (72, 2730)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernel_with_mma_sync_matches_float64(name, shape, monkeypatch):
+    planes, _, weight = case(name, shape)
+    n, k = shape
+    for launch, tokens in itertools.product(MMA, (17, 64, 333)):
+        monkeypatch.setattr(e2m1_linear, "choose", lambda *_, launch=launch: launch)
+        for dtype, activation in ((torch.bfloat16, "gelu"), (torch.float16, "none"), (torch.float32, "silu")):
+            x = torch.randn(tokens, k + 24, device="cuda", dtype=dtype)[:, 8 : k + 8]
+            bias = torch.randn(n, device="cuda", dtype=dtype)
+            poison()
+            y = e2m1_linear.linear(x, planes, bias, activation)
+            want = reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())
+            assert y.shape == (tokens, n) and error(y, want) < TOLERANCE[dtype], (launch, tokens, dtype)
+            assert torch.equal(y, e2m1_linear.linear(x, planes, bias, activation))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)], indirect=True)
+def test_products_on_gpus_without_wgmma_match_float64_whatever_kernel_is_chosen(capability):
+    planes, _, weight = case("nvfp4", (2048, 1024))
+    routes = set()
+    for tokens in (1, 16, 17, 63, 200, 1000, 5000):
+        x = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
+        routes.add(e2m1_linear.route(x, planes))
+        assert error(e2m1_linear.linear(x, planes), x.double() @ weight.T) < TOLERANCE[torch.bfloat16], tokens
+    assert "fused" in routes and "persistent" not in routes
 
 
 @pytest.mark.gpu

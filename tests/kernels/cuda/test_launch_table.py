@@ -10,8 +10,10 @@ from vbrt.kernels.cuda.launch_table import (
     RULES,
     Gpu,
     Launch,
+    MmaLaunch,
     PersistentLaunch,
     WideLaunch,
+    _mma_times,
     _persistent_times,
     _wide_times,
     choose,
@@ -19,6 +21,7 @@ from vbrt.kernels.cuda.launch_table import (
     launch_for,
     pairs_are_alone,
     persistent_tiles,
+    rates_of,
     rows_for,
     table_for,
     token_for,
@@ -29,6 +32,15 @@ WRITTEN = json.loads(Path(__file__).with_name("launch_choices.json").read_text()
 KERNELS = {"linear": 10, "narrow": 100, "gated": 40, "table": 20}  # fewest choices that are compared
 _EVERY = 520  # up to here each number of tokens was asked for
 PROCESSORS = 132
+HOPPER = Gpu(9, PROCESSORS)
+OTHERS = {  # as torch describes them, rates of data sheets
+    "A100": Gpu(8, 108, 164 << 10, 163 << 10, 1.4e6, 1270, 920, 920),
+    "RTX 3060": Gpu(8, 28, 100 << 10, 99 << 10, 0.32e6, 1600, 230, 230),
+    "RTX 4090": Gpu(8, 128, 100 << 10, 99 << 10, 0.9e6, 2270, 230, 230),
+    "B200": Gpu(10, 148, 228 << 10, 227 << 10, 7.2e6, 1700, 920, 3700),
+    "RTX 5090": Gpu(12, 170, 100 << 10, 99 << 10, 1.6e6, 2170, 230, 230),
+    "H100 taken for 8.0": Gpu(8, 132, bytes_us=3.0e6, clock_mhz=1780),
+}
 
 
 def label(choice):
@@ -40,7 +52,7 @@ def chosen(kernel, major, tokens, summands, n, columns):
     if kernel == "linear":
         return choose.__wrapped__(Gpu(major, PROCESSORS), tokens, summands, n, columns)
     name = "linear" if kernel == "narrow" else kernel  # of several weights together
-    return launch_for.__wrapped__(name, major, tokens, -(-n // 16), columns)
+    return launch_for.__wrapped__(name, Gpu(major, PROCESSORS), tokens, -(-n // 16), columns)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -76,7 +88,7 @@ def test_a_table_ends_with_a_rule_for_every_shape_and_refuses_more_tokens(kernel
         assert rules[-1][:3] == (most, None, None)
         assert all(rule.launch.row_tiles in (1, 2, 4) and rule.launch.k_warps in (4, 8, 16) for rule in rules)
         with pytest.raises(ValueError, match=f"{kernel}: {most + 1} tokens; expected at most {most}"):
-            launch_for(kernel, 9, most + 1, 1, 1)
+            launch_for(kernel, HOPPER, most + 1, 1, 1)
 
 
 SHAPES = [(1024, 8), (1040, 9), (3072, 6), (4096, 32), (4096, 112), (6144, 32), (14336, 32), (28672, 64)]
@@ -107,7 +119,7 @@ def test_every_launch_of_the_wide_kernel_is_one_that_it_can_run():
 
 
 def test_tiles_of_the_persistent_kernel_fit_the_tokens():
-    gpu = Gpu(9, PROCESSORS)
+    gpu = HOPPER
     for (n, columns), tokens in itertools.product(SHAPES, range(256, 1025, 37)):
         launch = choose(gpu, tokens, 1, n, columns)
         if isinstance(launch, PersistentLaunch):
@@ -151,7 +163,7 @@ def test_programs_that_would_wait_for_others_to_end_take_less_memory(tokens, n, 
 def test_at_sixteen_tokens_all_programs_run_at_the_same_time():
     for n, k, rows, most in ((14336, 4096, 2, 4), (18944, 3584, 4, 3), (24576, 3584, 4, 3), (27648, 5120, 4, 4)):
         assert wide_for(9, 16, n // 16, k // 128) is None
-        assert launch_for("linear", 9, 16, n // 16, k // 128).row_tiles == rows and n / 16 / rows <= 132 * most
+        assert launch_for("linear", HOPPER, 16, n // 16, k // 128).row_tiles == rows and n / 16 / rows <= 132 * most
 
 
 def test_routed_experts_of_few_tokens_have_the_launches_that_they_were_measured_with():
@@ -180,3 +192,48 @@ def test_routed_experts_of_few_tokens_have_the_launches_that_they_were_measured_
 def test_experts_side_by_side_share_the_warps_evenly(k, columns):
     launch = token_for(k, columns)
     assert launch.k_warps % launch.side_by_side == 0 and launch.side_by_side >= min(k, 16)
+
+
+# --- GPUs without wgmma -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_gpus_take_the_kernel_with_mma_sync_between_few_tokens_and_those_that_the_vendor_multiplies_faster(name):
+    gpu = OTHERS[name]
+    for n, columns in SHAPES:
+        choices = {tokens: choose(gpu, tokens, 1, n, columns) for tokens in (1, 16, 17, 64, 100_000)}
+        assert isinstance(choices[1], Launch) and isinstance(choices[16], Launch)
+        assert isinstance(choices[17], MmaLaunch) and isinstance(choices[64], MmaLaunch)
+    assert name in ("RTX 3060", "RTX 4090", "RTX 5090") or choices[100_000] is None
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_launch_of_the_kernel_with_mma_sync_is_one_that_it_can_run(name):
+    gpu = OTHERS[name]
+    for (n, columns), tokens, summands in itertools.product(SHAPES, COUNTS, (1, 2, 3)):
+        launches = [launch for us, launch in _mma_times(gpu, tokens, summands, n, columns) if us > 2]
+        assert launches
+        for launch in launches:
+            assert launch.shared_bytes(288) <= gpu.most_shared_bytes
+            assert launch.splits == 1 or columns >= 4 * launch.splits
+
+
+def test_fewer_multiprocessors_and_less_bandwidth_take_longer():
+    fast, slow = OTHERS["RTX 4090"], OTHERS["RTX 3060"]
+    for n, columns in SHAPES:
+        for tokens in COUNTS[1:]:
+            times = [min(us for us, _ in _mma_times(gpu, tokens, 1, n, columns)) for gpu in (fast, slow)]
+            assert times[0] < times[1], (n, columns, tokens)
+
+
+def test_rules_of_rows_are_in_proportion_to_the_multiprocessors():
+    small = Gpu(8, PROCESSORS // 4)
+    for row_tiles in (66, 128, 264, 400):
+        assert launch_for("linear", small, 8, row_tiles, 32) == launch_for("linear", HOPPER, 8, 4 * row_tiles, 32)
+
+
+def test_rates_are_known_for_every_capability_and_half_for_geforce_cards():
+    assert rates_of((9, 0), "NVIDIA H100 80GB HBM3") == (1000, 2048)
+    assert rates_of((8, 6), "NVIDIA GeForce RTX 3060") == (230, 230)
+    assert rates_of((8, 6), "NVIDIA RTX A6000") == (460, 460)
+    assert rates_of((13, 0), "one of the future") == rates_of((12, 1), "NVIDIA GB10")

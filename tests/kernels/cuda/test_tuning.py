@@ -12,7 +12,7 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1 import tuned_configs, tuning
 from vbrt.kernels.cuda.e2m1.tuning import Case, Found
-from vbrt.kernels.cuda.launch_table import Launch
+from vbrt.kernels.cuda.launch_table import Gpu, Launch
 
 IDENTITY = {"gpu": "Some GPU", "triton": "3.6.0", "kernels": tuned_configs.KERNELS}
 FASTEST = Launch(4, 16, False)  # in no table
@@ -46,6 +46,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(devices, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(devices, "gpu", lambda index: Gpu(9, 132))
     monkeypatch.setattr(devices, "available", lambda: True)
 
     def us(tokens, launch):

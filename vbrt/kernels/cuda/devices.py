@@ -5,11 +5,12 @@ import importlib.util
 
 import torch
 
-from vbrt.kernels.cuda.launch_table import Gpu
+from vbrt.kernels.cuda.launch_table import WIDE, Gpu, rates_of
 
 __all__ = ["MIN_MAJOR", "available", "capability", "gpu", "launches_dependents", "major", "taken_for"]
 
 MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
+_REACHED = 0.9  # of a device's memory bandwidth and highest clock
 _CAPABILITIES: dict[int, tuple[int, int]] = {}
 
 
@@ -47,8 +48,21 @@ def taken_for(given: tuple[int, int] | None) -> None:
 
 @functools.cache
 def gpu(index: int) -> Gpu:
-    """The device in the form of `launch_table.choose`."""
-    return Gpu(major(index), torch.cuda.get_device_properties(index).multi_processor_count)
+    """The device in the form of `launch_table.choose`; its rates are its own, whatever it is `taken_for`."""
+    own = torch.cuda.get_device_properties(index)
+    if major(index) in WIDE:
+        return Gpu(major(index), own.multi_processor_count)
+    mma, matmul = rates_of((own.major, own.minor), own.name)
+    return Gpu(
+        major(index),
+        own.multi_processor_count,
+        own.shared_memory_per_multiprocessor,
+        own.shared_memory_per_block_optin,
+        _REACHED * 2e3 * own.memory_clock_rate * own.memory_bus_width / 8 / 1e6,  # kHz, two transfers per clock
+        _REACHED * own.clock_rate / 1e3,
+        mma,
+        matmul,
+    )
 
 
 def launches_dependents(index: int) -> bool:

@@ -35,6 +35,7 @@ __all__ = [
     "launch_for",
     "pairs_are_alone",
     "persistent_tiles",
+    "rates_of",
     "rows_for",
     "table_for",
     "token_for",
@@ -43,10 +44,27 @@ __all__ = [
 
 
 class Gpu(NamedTuple):
-    """GPU properties for `choose`: compute capability major version, and number of multiprocessors."""
+    """GPU properties that estimates depend on; the defaults are an H200's, with which they were fitted.
+
+    Attributes:
+        major: of the compute capability, whose kernels are chosen.
+        processors: number of multiprocessors.
+        shared_bytes: shared memory per multiprocessor.
+        most_shared_bytes: of one program.
+        bytes_us: memory bandwidth, bytes per microsecond.
+        clock_mhz: of the multiprocessors, under load.
+        mma: bf16 multiplications with fp32 sums per clock and multiprocessor that `mma.sync` reaches.
+        matmul: the same of the vendor's matmul.
+    """
 
     major: int
     processors: int
+    shared_bytes: int = 228 << 10
+    most_shared_bytes: int = 227 << 10
+    bytes_us: float = 3.87e6
+    clock_mhz: float = 1755
+    mma: float = 1000
+    matmul: float = 2048
 
 
 class Launch(NamedTuple):
@@ -205,6 +223,16 @@ _PROCESSORS = 132
 #: tokens times splits, up to which programs reduce partial sums themselves; on an H200 with 256 that took 9 % longer
 #: than another launch
 _OWN_REDUCTION_TOKENS = 128
+#: compute capability -> bf16 multiplications with fp32 sums per clock and multiprocessor, of the kernel with `mma.sync`
+#: and of the vendor's matmul: 9.0 fitted to an H100, others nine tenths of data sheets, which have half for GeForce cards
+_RATES = {
+    (8, 0): (920, 920), (8, 6): (460, 460), (8, 7): (460, 460), (8, 9): (460, 460), (9, 0): (1000, 2048),
+    (10, 0): (920, 3700), (10, 3): (920, 3700), (12, 0): (460, 460), (12, 1): (460, 460),
+}  # fmt: skip
+#: kernel with `mma.sync`: tokens, warps and row tiles per program, and columns in shared memory; tokens beyond which it
+#: is faster than `launch_for`'s; words of a tile at most. On an H100 two more row tiles or 128 tokens were slower
+_MMA_LAUNCHES = ((32, 4, 1, 4), (32, 4, 2, 4), (64, 4, 1, 3), (64, 4, 2, 3))
+_MMA_FEWEST, _MMA_WORDS = 16, 288
 #: rows per tile of the persistent kernel, and warps per warpgroup
 PERSISTENT_ROWS, PERSISTENT_WARPS = 128, 4
 #: beyond, decoding costs little compared with the vendor's matmul, which was faster by 1 to 2 %
@@ -238,22 +266,35 @@ _MATMUL_TILES = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 128))
 def choose(gpu: Gpu, tokens: int, summands: int, n: int, columns: int) -> Choice:
     """Return the kernel for `tokens` tokens, each a sum of that many bf16 summands, and a weight of n rows."""
     rows, row_tiles = tokens * summands, -(-n // 16)
+    if gpu.major not in WIDE and rows > _MMA_FEWEST:
+        us, launch = min(_mma_times(gpu, tokens, summands, n, columns), key=lambda launch: launch[0])
+        return launch if us <= _matmul_us(gpu, tokens, n, columns) else None
     if rows > _WIDE_ALONE and summands == 1 and gpu.major in WIDE:
         return _fastest(gpu, tokens, n, columns)
     if rows > fused_limit(gpu.major):
         return None
-    return wide_for(gpu.major, rows, row_tiles, columns) or launch_for("linear", gpu.major, rows, row_tiles, columns)
+    return wide_for(gpu.major, rows, row_tiles, columns) or launch_for("linear", gpu, rows, row_tiles, columns)
+
+
+def rates_of(capability: tuple[int, int], name: str) -> tuple[float, float]:
+    """Return `Gpu.mma` and `Gpu.matmul` of a device; of an unknown capability those of the last known one before it."""
+    known = max((key for key in _RATES if key <= capability), default=(8, 0))
+    mma, matmul = _RATES[known]
+    return (mma / 2, matmul / 2) if "GeForce" in name and known[1] + 10 * known[0] not in (80, 90) else (mma, matmul)
 
 
 @functools.lru_cache(maxsize=4096)  # called for each fused launch
-def launch_for(kernel: str, major: int, tokens: int, row_tiles: int, columns: int) -> Launch:
-    """Look up a kernel of `RULES`. Raises ValueError for more tokens than its entries allow."""
-    rules = RULES[kernel].get(major, RULES[kernel][_DEFAULT_MAJOR])
+def launch_for(kernel: str, gpu: Gpu, tokens: int, row_tiles: int, columns: int) -> Launch:
+    """Look up a kernel of `RULES`. Raises ValueError for more tokens than its entries allow.
+
+    Rows of rules are for a number of multiprocessors: on others they count in proportion.
+    """
+    rules = RULES[kernel].get(gpu.major, RULES[kernel][_DEFAULT_MAJOR])
     for rule in rules:
-        fits_rows = rule.row_tiles is None or row_tiles <= rule.row_tiles
+        fits_rows = rule.row_tiles is None or row_tiles * _PROCESSORS <= rule.row_tiles * gpu.processors
         if tokens <= rule.tokens and fits_rows and (rule.columns is None or columns <= rule.columns):
             return rule.launch
-    raise ValueError(f"{kernel}: {tokens} tokens; expected at most {_most_tokens(kernel, major)}")
+    raise ValueError(f"{kernel}: {tokens} tokens; expected at most {_most_tokens(kernel, gpu.major)}")
 
 
 def _most_tokens(kernel: str, major: int) -> int:
@@ -371,14 +412,43 @@ def _wide_times(gpu: Gpu, tokens: int, n: int, columns: int) -> Iterator[tuple[f
             yield 0.9 + rounds * (2.26 + span * column_us) + sums_us, launch
 
 
+def _mma_times(gpu: Gpu, tokens: int, summands: int, n: int, columns: int) -> Iterator[tuple[float, MmaLaunch]]:
+    """Yield (microseconds, launch) of the kernel with `mma.sync`.
+
+    A multiprocessor multiplies, and reads shared memory meanwhile in part; the fewer programs it has, the less of what
+    each waits for is hidden.
+    """
+    rows, k = summands * tokens, 128 * columns
+    read_us = 1.25 / gpu.bytes_us * (0.5625 * n * k + 2 * rows * (n + k))
+    for block, warps, row_tiles, ring in _MMA_LAUNCHES:
+        programs = -(-rows // block) * -(-n // (16 * row_tiles * warps))
+        launch = MmaLaunch(block, warps, row_tiles, 1, ring)
+        shared = launch.shared_bytes(_MMA_WORDS)
+        if shared > gpu.most_shared_bytes:
+            continue
+        resident = min(4, gpu.shared_bytes // (shared + 1024))
+        multiplied = 2048 * block * row_tiles * warps / gpu.mma
+        moved = block * (2 * warps + 2) + 18 * row_tiles * warps  # in lines of 128 bytes
+        column = multiplied + 0.43 * moved
+        for splits in (1, 2, 4, 8):
+            if splits > 1 and (programs * splits > 4 * gpu.processors or columns < 4 * splits):
+                break
+            rounds, rest = divmod(-(-programs * splits // gpu.processors), resident)
+            clocks = rounds * max(546, resident * column) + (max(546, rest * column) if rest else 0)
+            us = 2 + -(-columns // splits) * clocks / gpu.clock_mhz + 1.75 * (rounds + (rest > 0))
+            if splits * summands > 1:
+                us += 2 + 4 * splits * rows * n / gpu.bytes_us
+            yield max(us, 2 + read_us), launch._replace(splits=splits)
+
+
 def _matmul_us(gpu: Gpu, tokens: int, n: int, columns: int) -> float:
     """Estimated microseconds of decode and the vendor's matmul, assumed to use its best tile."""
-    k = 128 * columns
+    k, clock = 128 * columns, 2048 * 1755 / (gpu.matmul * gpu.clock_mhz)
     rounds = ((-(-tokens // m) * -(-n // rows), m * rows) for m, rows in _MATMUL_TILES)
     largest = min(-(-tiles // gpu.processors) * size for tiles, size in rounds)
-    math_us = 0.327e-6 * k * (0.83 * largest + 0.17 * tokens * n / gpu.processors)
-    bytes_us = 2 / 3.87e6 * (n * k + tokens * k + tokens * n)
-    return 3.8 + max(math_us, bytes_us) + 0.62e-6 * n * k
+    math_us = 0.327e-6 * k * (0.83 * largest + 0.17 * tokens * n / gpu.processors) * clock
+    bytes_us = 2 / gpu.bytes_us * (n * k + tokens * k + tokens * n)
+    return 3.8 + max(math_us, bytes_us) + 2.4 / gpu.bytes_us * n * k
 
 
 def persistent_tiles(tokens: int, n: int, block: int) -> int:

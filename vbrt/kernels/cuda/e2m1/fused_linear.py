@@ -203,7 +203,7 @@ def gated(x: Tensor, gate: TiledWeight, up: TiledWeight, activation: str, norm: 
 
 
 def _gated_launch(device: int, tokens: int, row_tiles: int) -> Launch:
-    return launch_for("gated", devices.major(device), tokens, row_tiles, 0)
+    return launch_for("gated", devices.gpu(device), tokens, row_tiles, 0)
 
 
 # -- a residual sum and its norm --------------------------------------------------------------------------------------

@@ -101,13 +101,15 @@ def code_of(shape: tuple[int, int], dtype: torch.dtype, tokens: int, device: tor
     choice = choose(devices.gpu(device.index), tokens, summands, n, -(-k // COLUMNS))
     if type(choice) is PersistentLaunch:
         return choice._replace(cut=min(choice.cut, 1), programs=0)
+    if type(choice) is MmaLaunch:
+        return choice._replace(splits=min(choice.splits, 2))
     return (choice, launches.token_groups(summands * tokens)) if type(choice) is Launch else choice
 
 
 def few_tokens_launch(device: int, tokens: int, row_tiles: int, columns: int) -> Launch:
     """Configuration of a small-batch kernel: from `vbrt.tune` on this machine, else from the table."""
     found = _found(device, tokens, row_tiles, columns)
-    return found or launch_for("linear", devices.major(device), tokens, row_tiles, columns)
+    return found or launch_for("linear", devices.gpu(device), tokens, row_tiles, columns)
 
 
 def _found(device: int, tokens: int, row_tiles: int, columns: int) -> Launch | None:

@@ -1,9 +1,9 @@
 """Kernel for tens to thousands of tokens with `mma.sync`, for GPUs without `warpgroup_mma`: sm_80 and newer.
 
-A program computes 16 * ROW_TILES * WARPS rows of the result for TOKENS tokens over one of SPLITS ranges of K. Per 128
+A program computes 16 * ROW_TILES * WARPS rows of the result for TOKENS tokens over one of several ranges of K. Per 128
 columns each warp decodes ROW_TILES tiles of `tiles` into operands in registers; activations of all its tokens are in
 shared memory, in the order in which tiles name their columns. Both come through a ring of RING stages filled by
-asynchronous copies. With SPLITS > 1, fp32 partial sums are reduced by another launch.
+asynchronous copies. With several, fp32 partial sums are reduced by another launch.
 
 Shared memory per stage: 256 bytes a token and 1152 (mxfp4: 1088) bytes a tile. Lanes 4 g + t read 16 bytes of token g
 each; as halves of 128 bytes change places in every second row, they do so without bank conflicts.
@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from vbrt.kernels.cuda.e2m1.narrow_gluon import RESCALE, activate, copy_async
 from vbrt.kernels.cuda.e2m1.wide_gluon import copy_tiles, operands, read_tile, rows_first
-
 from vbrt.libraries.triton_api import renamed
 
 __all__ = ["mma_kernel"]
@@ -33,7 +32,9 @@ def stage_layout(TOKENS, FOR_TILES):
     2 p + 1, which are the columns 32 t + 8 (p ^ (t // 2)) .. + 7.
     """
     bits = lambda v: v.bit_length() - 1  # noqa: E731  # must stay an expression inside a constexpr function
-    columns = [[0, 32], [0, 64], [0, 8], [0, 48], [1, 64]] if FOR_TILES else [[0, 8], [0, 16], [0, 32], [0, 64], [1, 16]]
+    columns = (
+        [[0, 32], [0, 64], [0, 8], [0, 48], [1, 64]] if FOR_TILES else [[0, 8], [0, 16], [0, 32], [0, 64], [1, 16]]
+    )
     rows = [[1 << i, 0] for i in range(1, bits(TOKENS))]
     return gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4]] + columns + rows, [], 16)
 
@@ -93,8 +94,8 @@ def multiply(
 
 @gluon.jit
 def copy_stage(
-    firsts, seconds, scales, stages, place, tile_ptr, x_ptr, x_stride, row_tile, row_tiles, column, last, columns, tokens,
-    K, lane, TOKENS: gl.constexpr, WARPS: gl.constexpr, ROW_TILES: gl.constexpr, E8M0_SCALES: gl.constexpr,
+    firsts, seconds, scales, stages, place, tile_ptr, x_ptr, x_stride, row_tile, row_tiles, column, last, columns,
+    tokens, K, lane, TOKENS: gl.constexpr, WARPS: gl.constexpr, ROW_TILES: gl.constexpr, E8M0_SCALES: gl.constexpr,
     K_TAIL: gl.constexpr,
 ):  # fmt: skip
     """Start copying one column of tiles and activations into a stage of the ring."""
@@ -108,7 +109,7 @@ def copy_stage(
     async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=["M", "columns", "per_split"])
+@gluon.jit(do_not_specialize=["M", "columns", "per_split", "splits"])
 def mma_kernel(
     x_ptr,
     tile_ptr,
@@ -120,12 +121,12 @@ def mma_kernel(
     K,
     columns,
     per_split,
+    splits,
     x_stride,
     y_stride,
     TOKENS: gl.constexpr,
     WARPS: gl.constexpr,
     ROW_TILES: gl.constexpr,
-    SPLITS: gl.constexpr,
     PARTIAL: gl.constexpr,
     RING: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
@@ -133,7 +134,7 @@ def mma_kernel(
     ACTIVATION: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
-    """y [M, N] = activation(x [M, K] @ w.T * scale + bias), or PARTIAL: y [SPLITS, M, N] fp32, summands of the product.
+    """y [M, N] = activation(x [M, K] @ w.T * scale + bias), or PARTIAL: y [splits, M, N] fp32, summands of the product.
 
     x has rows of whole 16 bytes. Grid (token blocks * splits * row blocks,). Split s takes the columns of tiles from
     s * per_split.
@@ -151,8 +152,8 @@ def mma_kernel(
     token_blocks = (M + TOKENS - 1) // TOKENS
     program = gl.program_id(0)
     first_token = (program % token_blocks) * TOKENS  # neighbouring programs share weights in L2
-    split = (program // token_blocks) % SPLITS
-    row_block = program // (token_blocks * SPLITS)
+    split = (program // token_blocks) % splits
+    row_block = program // (token_blocks * splits)
     thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
     row_tile = row_block * (WARPS * ROW_TILES) + thread // 32

@@ -103,7 +103,7 @@ def tune(
     """
     check(tokens, device)
     todo = cases(plan, tokens=tokens, device=device)
-    found, identity, major = dict(tuned(device)), tuned_configs.identity(device), devices.major(device)
+    found, identity, gpu = dict(tuned(device)), tuned_configs.identity(device), devices.gpu(device)
     path = tuned_configs.write(found, identity)  # fail before timing if the folder is not writable
     shape, timer = None, None
     with Progress("tuning", len(todo), unit="shapes") as work:
@@ -112,7 +112,7 @@ def tune(
             if shape != (case.n, case.k, case.format):
                 timer = None  # frees its weights before the next ones are allocated
                 shape, timer = (case.n, case.k, case.format), _timer(case.n, case.k, case.format, device)
-            table = launch_for("linear", major, case.tokens, *case.key[1:])
+            table = launch_for("linear", gpu, case.tokens, *case.key[1:])
             result = _fastest(case, table, partial(timer, case.tokens))
             found[case.key] = result.launch
             tuned_configs.write(found, identity)

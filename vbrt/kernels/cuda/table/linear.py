@@ -190,7 +190,7 @@ def _fused(
         wide[:, :k] = x_MK
         x_MK, k = wide, wide.shape[1]
     groups = -(-blocks * block // 64)
-    warps = launch_for("table", devices.major(codes.device.index), tokens, -(-n // 16), groups).k_warps
+    warps = launch_for("table", devices.gpu(codes.device.index), tokens, -(-n // 16), groups).k_warps
     with torch.cuda.device(codes.device):
         _fused_kernels().linear_kernel[(-(-n // 16),)](
             x_MK,
