@@ -47,13 +47,15 @@ def test_without_the_parts_of_a_decoding_method_there_are_no_drafts_and_seeds_ar
     assert any("_prefill" in reason for reason in vb.stats().fallbacks)
 
 
-def test_without_attention_interfaces_drafts_are_verified_by_passes_of_one_token(without):
+def test_without_attention_interfaces_only_distribution_has_drafts(without):
     vb = wrapped()
     plain = vb.generate(IDS, **HOW)
     without("masking_utils:ALL_MASK_ATTENTION_FUNCTIONS")
-    with pytest.warns(UserWarning, match="ALL_MASK_ATTENTION_FUNCTIONS"):
+    with pytest.warns(UserWarning, match="ALL_MASK_ATTENTION_FUNCTIONS.*; decoded one token at a time"):
         assert torch.equal(vb.generate(IDS, **HOW, speculate=3), plain)
     assert any("ALL_MASK_ATTENTION_FUNCTIONS" in reason for reason in vb.stats().fallbacks)
+    assert vb.stats().speculation is None
+    vb.generate(IDS, **HOW, speculate=3, exactness="distribution")
     assert vb.stats().speculation.rounds
 
 

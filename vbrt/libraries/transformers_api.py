@@ -3,7 +3,7 @@
 | feature | without it |
 | --- | --- |
 | `DRAFTS` | `generate(speculate=...)` decodes without drafts; `seed` raises |
-| `ROWS` | drafts are verified by single-token passes |
+| `ROWS` | `generate(speculate=...)` drafts with `exactness="distribution"` only |
 | `CACHES` | decode steps are not captured |
 | `KV_CACHE` | `vbrt.KVCache` raises |
 | `EXPERTS` | routed experts are computed one by one |
@@ -88,7 +88,7 @@ ROWS = Feature(
         "modeling_utils:ALL_ATTENTION_FUNCTIONS",
         "configuration_utils:PreTrainedConfig._attn_implementation",
     ),
-    without="drafts are verified by single-token passes",
+    without='generate(speculate=...) drafts with exactness="distribution" only',
 )
 CACHES = Feature(
     _NAME,

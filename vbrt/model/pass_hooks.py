@@ -13,7 +13,6 @@ from torch import nn
 
 from vbrt.kernels.observers import unwatched
 from vbrt.layers import VBLayer
-from vbrt.layers.weights.lockstep import is_following
 from vbrt.libraries.peft_api import adapters_of
 from vbrt.model.adapter_refusals import check_adapters
 from vbrt.tiers import TierStack
@@ -64,7 +63,7 @@ class PassHook:
         self.begun: set[int] = set()  # threads in a call of the wrapper that began the pass of their next model call
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing() or is_following():
+        if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing():
             return
         if self.begun and threading.get_ident() in self.begun:
             self.begun.discard(threading.get_ident())

@@ -8,11 +8,11 @@ import torch
 import vbrt
 from tests.matrix import matrix
 from tests.models import gpt2, llama, qwen3_moe, wrap, wrap_streamed
-from vbrt.errors import ArgumentError
+from vbrt.errors import ArgumentError, TierError
 from vbrt.generation.capture.captured_step import Recording
-from vbrt.generation.speculation import cache_view
-from vbrt.generation.speculation.rowwise_pass import NotByToken
-from vbrt.generation.speculation.verification import in_one_pass
+from vbrt.generation.speculation import cache_refusals
+from vbrt.generation.speculation.verification import in_one_pass, token_by_token
+from vbrt.layers.weights.linear_product import pass_precision
 
 pytest.importorskip("transformers")
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
@@ -89,15 +89,17 @@ def test_tokens_and_logits_are_those_of_plain_decoding(model, how, batch, k):
 def test_keys_in_the_tiers_are_drafted_on_and_rewound(model):
     with wrap(model(), "exact") as vb:
         plain = run(vb, prompts(2))
-        got = run(vb, prompts(2), past_key_values=vbrt.KVCache(vb, page=4), speculate=K)
-        assert_same(got, plain)
-        assert vb.stats().speculation.rounds < TOKENS - 1 and not vb.stats().fallbacks
+        for k in (12, K):  # more rows than a window has keys, and fewer
+            rounds = vb.stats().speculation.rounds if vb.stats().speculation else 0
+            got = run(vb, prompts(2), past_key_values=vbrt.KVCache(vb, page=2), speculate=k)
+            assert_same(got, plain)
+            assert 0 < vb.stats().speculation.rounds - rounds < TOKENS - 1 and not vb.stats().fallbacks
         with pytest.warns(UserWarning, match="its cache rounds to 8 bits what it holds"):
             run(vb, prompts(2), past_key_values=vbrt.KVCache(vb, page=4, bits=8), speculate=K)
 
 
 def test_windows_of_a_transformers_whose_past_does_not_fit_its_masks_are_decoded_plainly(monkeypatch):
-    monkeypatch.setattr(cache_view, "_keeps_past", lambda: False)
+    monkeypatch.setattr(cache_refusals, "_keeps_past", lambda: False)
     with wrap(mistral(), "exact") as vb:
         plain = run(vb, prompts(2))
         with pytest.warns(UserWarning, match="gives more past keys than its masks have"):
@@ -105,22 +107,77 @@ def test_windows_of_a_transformers_whose_past_does_not_fit_its_masks_are_decoded
         assert vb.stats().speculation is None
 
 
-def test_passes_in_lockstep_verify_what_no_pass_can_token_by_token(monkeypatch):
-    with wrap(qwen3_moe(experts="eager"), "exact") as vb:
-        plain = run(vb, prompts(2), max_new_tokens=7)
-        with pytest.warns(UserWarning, match="row-wise verification failed: NotByToken: linear of a tensor"):
-            assert_same(run(vb, prompts(2), max_new_tokens=7, speculate=3), plain)
-        assert any("verified in lockstep" in reason for reason in vb.stats().fallbacks)
+def drafts(vb):
+    """Passes that drafted so far."""
+    phases = vb.stats().phases
+    return phases["draft"].passes if "draft" in phases else 0
 
-    def off_by_a_bit(decoding, draft):
-        rows = in_one_pass(decoding, draft)
-        return rows._replace(logits=[logits.nextafter(torch.ones_like(logits)) for logits in rows.logits])
 
-    monkeypatch.setattr("vbrt.generation.speculation.verification.token_by_token", off_by_a_bit)
+def off_by_a_bit(decoding, draft):
+    rows = in_one_pass(decoding, draft)
+    return rows._replace(logits=[logits.nextafter(torch.ones_like(logits)) for logits in rows.logits])
+
+
+@pytest.mark.parametrize("steps", ["recorded", "eager"])
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_a_model_whose_rows_no_pass_can_verify_is_drafted_for_once_and_never_again(steps, k, request):
+    if steps == "recorded":
+        request.getfixturevalue("recorded")
+    with wrap(qwen3_moe(experts="eager"), "exact") as vb, warnings.catch_warnings(record=True) as said:
+        failed = "row-wise verification failed: NotByToken: linear of a tensor without a token dimension"
+        why, drafted = f"generate: speculate: {failed}; decoded one token at a time", []
+        for batch, how in ((2, GREEDY), (2, SAMPLED), (1, GREEDY)):
+            plain = run(vb, prompts(batch), **how)
+            assert_same(run(vb, prompts(batch), **how, speculate=k), plain)
+            drafted.append(drafts(vb))
+            assert [reason for reason in vb.stats().fallbacks if "speculate" in reason] == [why]
+        assert drafted[0] > 0 and len(set(drafted)) == 1 and vb.stats().speculation is None
+        assert [str(each.message) for each in said if "speculate" in str(each.message)] == [why]
+        assert vb.stats().steps.captured or steps == "eager", vb.stats().steps
+        run(vb, prompts(2), speculate=k, exactness="distribution")
+        assert vb.stats().speculation.accepted
+
+
+@pytest.mark.parametrize("steps", ["recorded", "eager"])
+def test_a_batch_size_whose_rows_differ_in_a_bit_is_drafted_for_once_and_others_still_are(steps, request, monkeypatch):
+    if steps == "recorded":
+        request.getfixturevalue("recorded")
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        plain = run(vb, prompts(1))
+        with monkeypatch.context() as patched:
+            patched.setattr("vbrt.generation.speculation.verification.token_by_token", off_by_a_bit)
+            with pytest.warns(UserWarning, match="is not bitwise equal to (single-token passes|captured steps)"):
+                assert_same(run(vb, prompts(1), speculate=K), plain)
+        before = drafts(vb)
+        assert_same(run(vb, prompts(1), speculate=K), plain)
+        assert 0 < before == drafts(vb) and vb.stats().speculation is None
+        assert_same(run(vb, prompts(2), speculate=K), run(vb, prompts(2)))
+        assert vb.stats().speculation.accepted
+
+
+def test_keys_that_differ_in_a_bit_where_logits_do_not_are_found(monkeypatch):
+    def off_in_the_cache(decoding, draft):
+        rows = token_by_token(decoding, draft)
+        draft.cache.layers[-1].values[:, :, -1 - K].mul_(2)  # of the first row
+        return rows
+
+    monkeypatch.setattr("vbrt.generation.speculation.verification.token_by_token", off_in_the_cache)
     with wrap(llama(dtype=BF16), "exact") as vb:
         plain = run(vb, prompts(1))
         with pytest.warns(UserWarning, match="is not bitwise equal to single-token passes"):
             assert_same(run(vb, prompts(1), speculate=K), plain)
+
+
+def test_a_page_that_cannot_be_read_is_no_verdict_on_the_model(monkeypatch):
+    def fail(decoding, draft):
+        raise TierError("cannot be read")
+
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        with monkeypatch.context() as patched, pytest.raises(TierError, match="cannot be read"):
+            patched.setattr("vbrt.generation.speculation.verification.token_by_token", fail)
+            run(vb, prompts(1), speculate=K)
+        assert_same(run(vb, prompts(1), speculate=K), run(vb, prompts(1)))
+        assert vb.stats().speculation.accepted
 
 
 def test_greedy_tokens_are_those_of_the_dense_model_in_transformers(wrapped):
@@ -137,7 +194,7 @@ def test_streamed_weights_are_read_once_a_round(tmp_path):
         assert_same(run(vb, prompts(1), speculate=K), plain)
         verify, counted = vb.stats().phases["verify"], vb.stats().speculation
         assert verify.hits + verify.misses == a_pass * verify.passes
-        assert verify.passes <= counted.rounds + 2  # the first two are computed in two ways
+        assert verify.passes <= counted.rounds + 2 * 4  # first rows of the first two are computed in two ways
         assert counted.link_bytes > 0 and counted.bytes_per_token < counted.link_bytes
 
 
@@ -264,23 +321,24 @@ class Interrupting(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("where", ["processor", "row"])
-def test_ctrl_c_leaves_the_model_as_it_was(wrapped, where):
-    inputs, norm = prompts(1), wrapped.module.model.layers[1].mlp
-    plain, calls = run(wrapped, inputs), []
+@pytest.mark.parametrize("where", ["processor", "row alone", "all rows"])
+def test_ctrl_c_leaves_the_model_as_it_was(where):
+    rows = {"row alone": 1, "all rows": K + 1}
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        inputs = prompts(1)
+        plain = run(vb, inputs)
 
-    def interrupt(*args):
-        calls.append(args)
-        if len(calls) == 2 * K + 3:  # the draft's steps, then rows in lockstep
-            raise KeyboardInterrupt
+        def interrupt(module, args):
+            if pass_precision() == "full" and args[0].shape[1] == rows.get(where):
+                raise KeyboardInterrupt
 
-    hook = norm.register_forward_pre_hook(interrupt) if where == "row" else None
-    processors = LogitsProcessorList([Interrupting()] if where == "processor" else [])
-    with pytest.raises(KeyboardInterrupt):
-        run(wrapped, inputs, speculate=K, logits_processor=processors)
-    if hook:
+        hook = vb.module.model.layers[1].mlp.register_forward_pre_hook(interrupt)
+        processors = LogitsProcessorList([Interrupting()] if where == "processor" else [])
+        with pytest.raises(KeyboardInterrupt):
+            run(vb, inputs, speculate=K, logits_processor=processors)
         hook.remove()
-    assert_same(run(wrapped, inputs, speculate=K), plain)
+        assert_same(run(vb, inputs, speculate=K), plain)
+        assert vb.stats().speculation.accepted and not vb.stats().fallbacks
 
 
 def test_what_cannot_be_drafted_is_decoded_plainly_and_says_why_once():
@@ -350,23 +408,6 @@ def test_a_model_that_steps_compute_otherwise_where_they_are_recorded_is_decoded
     assert vb.stats().speculation.rounds  # in the blocks where they are alike
     why = "a captured step differs from the eager one"
     assert [each for each in said if f"speculate: {why}" in str(each.message)]
-
-
-def test_recorded_steps_one_after_the_other_verify_what_no_pass_can_token_by_token(recorded, monkeypatch):
-    def refuse(*args):
-        raise NotByToken("einsum")
-
-    def off_by_a_bit(decoding, draft):
-        rows = in_one_pass(decoding, draft)
-        return rows._replace(logits=[logits.nextafter(torch.ones_like(logits)) for logits in rows.logits])
-
-    for instead, said in ((refuse, "NotByToken: einsum"), (off_by_a_bit, "is not bitwise equal to captured steps")):
-        monkeypatch.setattr("vbrt.generation.speculation.verification.token_by_token", instead)
-        with wrap(llama(dtype=BF16), "exact") as vb:
-            plain = run(vb, prompts(1))
-            with pytest.warns(UserWarning, match=said):
-                assert_same(run(vb, prompts(1), speculate=2), plain)
-            assert sum(said in reason for reason in vb.stats().fallbacks) >= 1
 
 
 def test_a_call_whose_steps_cannot_be_recorded_any_more_goes_on_plainly(recorded, monkeypatch):

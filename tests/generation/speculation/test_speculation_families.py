@@ -17,6 +17,11 @@ REFUSED = {
     "t5": "T5ForConditionalGeneration is an encoder-decoder model",
     "bart": "BartForConditionalGeneration is an encoder-decoder model",
 }
+#: why they do if tokens must be those of plain decoding
+UNVERIFIABLE = {
+    "bloom": "row-wise verification failed: NotByToken: baddbmm of two tensors outside of attention",
+    "qwen3_moe": "row-wise verification failed: NotByToken: linear of a tensor without a token dimension",
+}
 
 
 @matrix(family=FAMILIES.keys(), exactness=("tokens", "distribution"), at_most=6)
@@ -27,7 +32,8 @@ def test_every_family_gives_the_tokens_of_plain_decoding_or_says_why_it_has_no_d
         assert exactness != "tokens" or torch.equal(got.sequences, plain.sequences)
         assert exactness != "tokens" or all(map(torch.equal, got.logits, plain.logits))
         reasons, counted = [why for why in vb.stats().fallbacks if "speculate" in why], vb.stats().speculation
-        if family in REFUSED:
-            assert counted is None and len(reasons) == 1 and REFUSED[family] in reasons[0]
+        refused = REFUSED if exactness == "distribution" else REFUSED | UNVERIFIABLE
+        if family in refused:
+            assert counted is None and len(reasons) == 1 and refused[family] in reasons[0]
         else:
-            assert counted.rounds < 13 and not any("decoded one token" in why for why in reasons)
+            assert counted.rounds < 13 and not reasons

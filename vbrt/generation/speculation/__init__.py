@@ -34,11 +34,13 @@ of the 8B shape take the 124 ms of the link, token by token as in one pass: the 
 launches, so a CUDA graph of a verification would save time that the link takes anyway (`scripts/speculate.py` measures
 rounds).
 
-**Elsewhere** (no graphs, a cache in the tiers, states that cannot be rewound) plain decoding is eager, and so are the
-rows. Their first two rounds are compared with passes in lockstep: each is the plain pass of one token in a thread of
-its own, and all of them reach a weight before it is given back. They are exact by construction, on caches that look to
-each pass as it will find them (`cache_view.py`). Where a bit differs, or where tokens are no dimension of their own
-(routed experts), lockstep serves.
+**Elsewhere** (no graphs, a cache in the tiers) plain decoding is eager: rows attend to the keys up to their own,
+and the first four are compared with eager steps.
+
+**Without drafts.** A row-wise pass needs a dimension of tokens in whatever sums, and attention through transformers'
+interface. Routed experts multiply [tokens, channels], and Bloom's attention is its own. A pass for each row would read
+all weights for each, as plain decoding does. So with "tokens" the first attempt gives up for good, at any batch size,
+and `stats().fallbacks` says why. "distribution" verifies in one plain pass and needs neither.
 
 **Sampling** draws with noise by seed, row and position, common to drafts and verification: a draft is confirmed if it
 is the token that is drawn. Rows of a batch advance together; what a row has right beyond that is its draft in the next

@@ -25,10 +25,19 @@ from typing import Any, NamedTuple
 import torch
 
 from vbrt.generation.capture.mutation_watch import Watch
-from vbrt.generation.speculation.cache_view import past_refusal, shadow_refusal
+from vbrt.generation.speculation.cache_refusals import cache_refusal, past_refusal
 from vbrt.generation.speculation.device_timing import Marks
 from vbrt.generation.speculation.sequences import Sequences
-from vbrt.generation.speculation.verification import Decoding, Draft, announce, can_verify, verified, window_refusal
+from vbrt.generation.speculation.verification import (
+    Decoding,
+    Draft,
+    NotVerifiable,
+    announce,
+    batch_refusal,
+    model_refusal,
+    verified,
+    window_refusal,
+)
 from vbrt.generation.static.cache_kinds import NotRecordable
 from vbrt.generation.static.static_cache import leave
 from vbrt.libraries.transformers_api import cache_of, stop_keeping_past
@@ -66,7 +75,7 @@ def speculate(decoding: Decoding, sequences: Sequences, outputs: Any, kwargs: di
 
 def _refusal(decoding: Decoding, sequences: Sequences, cache: Any) -> str | None:
     with decoding.attachment.phase(VERIFY, None):
-        return shadow_refusal(cache) or window_refusal(decoding, cache, sequences.ids)
+        return model_refusal(decoding) or cache_refusal(cache) or window_refusal(decoding, cache, sequences.ids)
 
 
 def _plainly(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -78,23 +87,25 @@ def _plainly(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -
 
 
 def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Decode in rounds until all sequences are finished or verification would be as slow as decoding."""
+    """Decode in rounds until all sequences are finished or drafts cannot be verified."""
     cache, hint, recorded = cache_of(kwargs), None, decoding.is_recorded()
     with contextlib.ExitStack() as opened:
         with decoding.attachment.phase(DRAFT, "coarse"):
             decoding = replace(decoding, passes=opened.enter_context(decoding.recordable()))
             decoding = _placed(decoding, cache) if recorded else decoding
-        if decoding.statics is None:
-            if refusal := past_refusal(cache):
-                announce(decoding.counts, refusal)
-                return kwargs
+        eager = decoding.statics is None
+        refusal = batch_refusal(decoding, len(sequences.ids)) or (past_refusal(cache) if eager else None)
+        if refusal:
+            announce(decoding.counts, refusal)
+            return kwargs
+        if eager:
             cache.activate_past_recording()
         elif decoding.pace.fixed is None:
             decoding.pace.tries_plain = not decoding.attachment.stack.ledger.travellers
         try:
-            while not sequences.finished and can_verify(decoding, len(sequences.ids)):
+            while not sequences.finished:
                 kwargs, hint = _round(decoding, sequences, kwargs, hint)
-        except NotRecordable as error:  # before a token was accepted: out of memory for graphs, say
+        except (NotRecordable, NotVerifiable) as error:  # before a token was accepted: out of memory for graphs, say
             announce(decoding.counts, str(error))
             cache.crop(sequences.length - 1 - cache.get_seq_length())
     stop_keeping_past(cache)
@@ -124,8 +135,6 @@ def _round(
     began = None if recorder is None else recorder.mark()
     marks.mark()
     k = decoding.pace.choose(_reach(decoding, sequences, cache))
-    while k and not can_verify(decoding, len(sequences.ids), k):
-        k -= 1
     if decoding.attachment.watcher is not None:
         k = decoding.attachment.watcher.least(k)  # ranks of one model must draft alike
     draft = decoding.passes.run(functools.partial(_draft, decoding, sequences, kwargs, k, hint))

@@ -14,9 +14,8 @@ reduces runs token by token, on the inputs of a single-token pass, and elementwi
 
 Where one launch for all tokens gives the same bits, it is used instead (`bitwise_equivalence.py`).
 
-Compared with lockstep passes (`layers/weights/lockstep.py`), which are transparent to the model, this saves the Python
-overhead of all passes but one. It is exact only if nothing else reduces, so callers compare it with single-token passes
-first. Unsupported operations are refused (`NotByToken`).
+Weights are read once for all tokens. The pass is exact only if nothing else reduces, so callers compare it with
+single-token passes first. Unsupported operations are refused (`NotByToken`).
 """
 
 import contextlib
@@ -32,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 from vbrt.errors import VBError
 from vbrt.generation.fusion.deterministic_attention import steady_attention
 from vbrt.generation.speculation.bitwise_equivalence import first_that_agrees, form_of
-from vbrt.generation.speculation.cache_view import layer_ahead
 from vbrt.generation.static.static_cache import Statics
 from vbrt.host.host_memory import storage_of
 from vbrt.layers.weights.linear_product import products_by, shared_product
@@ -106,7 +104,7 @@ def one_by_one(model: Any, cache: Any, shape: tuple[int, int], statics: Statics 
 
     Args:
         model: of transformers, with attention through its AttentionInterface.
-        cache: of the pass; layers as `cache_view.shadow_refusal` accepts.
+        cache: of the pass; layers as `cache_refusals.cache_refusal` accepts.
         shape: (sequences, tokens per sequence) of the pass.
         statics: static memory with the cache, to match captured steps, which attend to a masked bucket. None: match
             eager steps.
@@ -161,9 +159,9 @@ class _Pass:
         length = cache.get_seq_length()
         self.kept = {False: [(length + 1 + token, 0) for token in range(tokens)]}
         for layer in cache.layers:
-            if layer.is_sliding not in self.kept:
-                ahead = [layer, *(layer_ahead(layer, token) for token in range(1, tokens))]
-                self.kept[layer.is_sliding] = [each.get_mask_sizes(1) for each in ahead]
+            if layer.is_sliding:
+                self.kept[True] = [_keys_in_window(layer, token) for token in range(tokens)]
+                break
 
     def slices(self, length: int, *, sliding: bool) -> list[slice]:
         """Return, per token, its slice of `length` keys, the last of which are the pass's own."""
@@ -185,6 +183,13 @@ class _Pass:
             ways = [functools.partial(product, x, bias)]
             form = "linear", form_of(x), form_of(product.weight), form_of(bias), kernels.precision
             return first_that_agrees(form, ways, functools.partial(_cat_by_token, product, (x, bias), {}))
+
+
+def _keys_in_window(layer: Any, ahead: int) -> tuple[int, int]:
+    """`get_mask_sizes(1)` of a sliding layer that holds `ahead` tokens more: key count and offset."""
+    length = layer.get_seq_length() + ahead
+    past = min(length, layer.sliding_window - 1)
+    return past + 1, length - past
 
 
 def _cat_by_token(func: Callable, args: tuple, kwargs: dict, place: int = 1) -> torch.Tensor:

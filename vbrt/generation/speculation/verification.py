@@ -4,15 +4,15 @@
 | --- | --- | --- |
 | `in_one_pass` | one pass over all of them | of a pass of that length |
 | `token_by_token` | one pass with a separate reduction per token (`rowwise_pass.py`) | of plain decoding: checked |
-| `one_at_a_time` | a pass per row, with the kernels of captured steps | of captured steps, by construction |
-| `in_step` | a pass per row, in lockstep (`layers/weights/lockstep.py`) | of eager steps, by construction |
+| `one_at_a_time` | a pass per row: plain decoding's steps | of plain decoding, by construction |
 
 Where `generate` captures steps, plain decoding replays them. The cache is then in static memory (`static_cache.py`),
 and rows attend to the whole masked bucket as captured steps do: same kernels, and constant shapes from round to round.
 Elsewhere plain decoding is eager, and each row attends to the keys up to its own.
 
-The first rounds of `token_by_token` are computed both ways. If a bit differs, or the model is not supported, the
-fallback is `in_step`, or plain decoding where steps are captured; `stats().fallbacks` has the reason.
+`one_at_a_time` reads the weights for each row, so it gains nothing: it is the reference for the first rows of the first
+rounds of `token_by_token`. If a bit differs, this batch size is decoded plainly from then on; if the model is not
+supported, every batch size is. `stats().fallbacks` has the reason.
 """
 
 import contextlib
@@ -27,24 +27,39 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vbrt.errors import TierError, VBError
 from vbrt.generation.capture.captured_step import computed_as_recorded, difference
 from vbrt.generation.capture.mutation_watch import Watch
 from vbrt.generation.speculation.bitwise_equivalence import comparisons
-from vbrt.generation.speculation.cache_view import shadow_of
-from vbrt.generation.speculation.draft_length import MOST, Pace
+from vbrt.generation.speculation.draft_length import Pace
 from vbrt.generation.speculation.rowwise_pass import masks_windows, one_by_one
 from vbrt.generation.static.cache_kinds import NotRecordable
 from vbrt.generation.static.length_buckets import Span
 from vbrt.generation.static.static_cache import Statics
-from vbrt.layers.weights.lockstep import in_lockstep
 from vbrt.libraries.transformers_api import cache_of, with_cache
 from vbrt.model.attachment import Attachment
 from vbrt.report.speculation_counters import SpeculationCounts
 
-__all__ = ["Decoding", "Draft", "Passes", "Rows", "announce", "can_verify", "verified", "window_refusal"]
+__all__ = [
+    "Decoding",
+    "Draft",
+    "NotVerifiable",
+    "Passes",
+    "Rows",
+    "announce",
+    "batch_refusal",
+    "model_refusal",
+    "verified",
+    "window_refusal",
+]
 
 _CHECKS = 2  # rounds per batch size that are computed both ways
+_COMPARED = 4  # first rows of such a round: each is a pass over all weights
 _TOKENS = "tokens"
+
+
+class NotVerifiable(VBError):
+    """Drafts cannot be verified with plain decoding's bits; the message gives the reason."""
 
 
 class Passes:
@@ -145,60 +160,47 @@ class Rows(NamedTuple):
 
 
 def verified(decoding: Decoding, draft: Draft) -> Rows:
-    """Compute the rows of a draft exactly; the cache then holds all of them."""
+    """Compute the rows of a draft exactly; the cache then holds all of them.
+
+    Raises:
+        NotVerifiable: row-wise verification is impossible, or inexact; the cache is as before.
+        NotRecordable: captured steps are.
+    """
     if draft.k and decoding.exactness != _TOKENS:
         with _without_plans(draft.ids.device):
             return in_one_pass(decoding, draft)
     if decoding.replays_plain(draft.k):
         return _by_recording(decoding, draft)
-    return _as_decoded(decoding, draft, _AS_RECORDED if decoding.statics is not None else _IN_STEP)
+    return _as_decoded(decoding, draft)
 
 
-class _Certain(NamedTuple):
-    """Reference for rows: a way that has plain decoding's bits by construction.
-
-    Attributes:
-        rows: computes at least the requested number of first rows.
-        few: rows to compare per round.
-        name: of these passes, for messages.
-        instead: fallback if `token_by_token` does not match, for messages.
-    """
-
-    rows: Callable[[Decoding, Draft, int], Rows]
-    few: int
-    name: str
-    instead: str
-
-
-def _as_decoded(decoding: Decoding, draft: Draft, certain: _Certain) -> Rows:
-    """Compute the rows with plain decoding's bits: by `token_by_token` if that is bitwise equal."""
-    known, batch, tokens = _known_of(decoding), len(draft.ids), draft.k + 1
+def _as_decoded(decoding: Decoding, draft: Draft) -> Rows:
+    """Compute the rows with plain decoding's bits: by `token_by_token`, if that is bitwise equal."""
+    known, case = _known_of(decoding), _case(decoding, len(draft.ids))
     if decoding.statics is not None:
         _compare_recorded(decoding, draft, known)
-    if not draft.k or draft.k in known.refused or (certain.name, batch) in known.unlike:
-        return certain.rows(decoding, draft, tokens)
-    before, few, wanted = draft.cache.get_seq_length(), min(tokens, certain.few), None
-    if known.checks[certain.name, batch] < _CHECKS:
-        wanted = certain.rows(decoding, draft, few).logits[:few] + _entries(draft, before, few)
+    if not draft.k:
+        return one_at_a_time(decoding, draft, 1)
+    before, few, wanted = draft.cache.get_seq_length(), min(draft.k + 1, _COMPARED), None
+    if known.checks[case] < _CHECKS:
+        wanted = one_at_a_time(decoding, draft, few).logits + _entries(draft, before, few)
         _rewind(draft.cache, before)
     try:
         rows = token_by_token(decoding, draft)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, TierError):  # say nothing about the model
         raise
-    except Exception as error:  # noqa: BLE001 (models that cannot take its masks say so in many ways)
-        known.refused.add(draft.k)
-        why = f"row-wise verification failed: {type(error).__name__}: {error}"
-    else:
-        if wanted is None:
-            return rows
-        if all(map(torch.equal, rows.logits[:few] + _entries(draft, before, few), wanted)):
-            known.checks[certain.name, batch] += 1
-            return rows._replace(compared=True)
-        known.unlike.add((certain.name, batch))
-        why = f"row-wise verification is not bitwise equal to {certain.name}"
-    announce(decoding.counts, why, certain.instead)
-    _rewind(draft.cache, before)
-    return certain.rows(decoding, draft, tokens)._replace(compared=True)
+    except Exception as error:  # models that cannot take its masks say so in many ways
+        known.refused = f"row-wise verification failed: {type(error).__name__}: {error}"
+        _rewind(draft.cache, before)
+        raise NotVerifiable(known.refused) from error
+    if wanted is None:
+        return rows
+    if not all(map(torch.equal, rows.logits[:few] + _entries(draft, before, few), wanted)):
+        known.unlike[case] = f"row-wise verification is not bitwise equal to {case[0]}"
+        _rewind(draft.cache, before)
+        raise NotVerifiable(known.unlike[case])
+    known.checks[case] += 1
+    return rows._replace(compared=True)
 
 
 def _compare_recorded(decoding: Decoding, draft: Draft, known: "_Known") -> None:
@@ -213,8 +215,8 @@ def _compare_recorded(decoding: Decoding, draft: Draft, known: "_Known") -> None
     with statics.undone():
         error = difference(got, decoding.model(**inputs))
     if error:
-        known.unlike.add((_AS_RECORDED.name, batch))
-        raise NotRecordable(f"a captured step differs from the eager one: {error}")
+        why = known.unlike[_case(decoding, batch)] = f"a captured step differs from the eager one: {error}"
+        raise NotRecordable(why)
     known.as_eager.add(case)
 
 
@@ -224,15 +226,15 @@ class _Known:
 
     Attributes:
         checks: successful rounds, by reference and batch size.
-        refused: numbers of drafts that failed.
-        unlike: (reference, batch size) with a bitwise difference.
+        refused: why it is impossible; "": it is not, or was not tried.
+        unlike: why it is inexact, by reference and batch size.
         masks_windows: whether the model masks windows itself; None: unknown.
         as_eager: (batch size, bucket, window moved) for which captured kernels matched an eager step.
     """
 
     checks: Counter[tuple[str, int]] = field(default_factory=Counter)
-    refused: set[int] = field(default_factory=set)
-    unlike: set[tuple[str, int]] = field(default_factory=set)
+    refused: str = ""
+    unlike: dict[tuple[str, int], str] = field(default_factory=dict)
     masks_windows: bool | None = None
     as_eager: set[tuple[int, Span, bool]] = field(default_factory=set)
 
@@ -242,6 +244,21 @@ _all_known: "weakref.WeakKeyDictionary[Attachment, _Known]" = weakref.WeakKeyDic
 
 def _known_of(decoding: Decoding) -> _Known:
     return _all_known.setdefault(decoding.attachment, _Known())
+
+
+def _case(decoding: Decoding, batch: int) -> tuple[str, int]:
+    """Return the passes that rows must equal, and the batch size: library kernels depend on both."""
+    return ("single-token passes" if decoding.statics is None else "captured steps"), batch
+
+
+def model_refusal(decoding: Decoding) -> str:
+    """Return why no draft of the model can be verified, by an earlier attempt; "" if unknown."""
+    return _known_of(decoding).refused if decoding.exactness == _TOKENS else ""
+
+
+def batch_refusal(decoding: Decoding, batch: int) -> str:
+    """Return why no draft for `batch` rows can be verified, by an earlier attempt; "" if unknown."""
+    return _known_of(decoding).unlike.get(_case(decoding, batch), "") if decoding.exactness == _TOKENS else ""
 
 
 def window_refusal(decoding: Decoding, cache: Any, ids: torch.Tensor) -> str | None:
@@ -256,24 +273,6 @@ def window_refusal(decoding: Decoding, cache: Any, ids: torch.Tensor) -> str | N
     return None if known.masks_windows else f"{kind} relies on its cache to drop tokens before a window"
 
 
-def can_verify(decoding: Decoding, batch: int, k: int | None = None) -> bool:
-    """True unless k drafts (None: any number) for `batch` rows would be verified one by one, as slow as decoding."""
-    known = _known_of(decoding)
-    slow = decoding.statics is not None and decoding.exactness == _TOKENS
-    return not (slow and ((_AS_RECORDED.name, batch) in known.unlike or k in known.refused))
-
-
-def in_step(decoding: Decoding, draft: Draft, rows: int) -> Rows:
-    """Compute all rows by single-token passes in lockstep."""
-    calls = []
-    for row, kwargs in enumerate(draft.kwargs):
-        own = with_cache(kwargs, shadow_of(draft.cache, row)) if row else kwargs
-        inputs = decoding.inputs(draft.ids[:, : draft.start + row], 1, own)
-        calls.append(functools.partial(decoding.model, **inputs, return_dict=True))
-    outputs = in_lockstep(calls)
-    return Rows([each.logits[:, -1] for each in outputs], outputs)
-
-
 def _by_recording(decoding: Decoding, draft: Draft) -> Rows:
     """Compute the only row by a captured step."""
     outputs = decoding.passes.run(functools.partial(decoding.step, draft.ids, 1, draft.kwargs[0]))
@@ -281,16 +280,15 @@ def _by_recording(decoding: Decoding, draft: Draft) -> Rows:
 
 
 def one_at_a_time(decoding: Decoding, draft: Draft, rows: int) -> Rows:
-    """Compute the first rows by consecutive single-token passes, with the kernels of captured steps."""
+    """Compute the first rows by consecutive single-token passes: with the kernels of captured steps, or eagerly."""
     outputs = []
     for row, kwargs in enumerate(draft.kwargs[:rows]):
-        inputs = decoding.inputs(draft.ids[:, : draft.start + row], 1, kwargs)
-        outputs.append(computed_as_recorded(decoding.model, {**inputs, "return_dict": True}, decoding.statics))
+        inputs = {**decoding.inputs(draft.ids[:, : draft.start + row], 1, kwargs), "return_dict": True}
+        if decoding.statics is None:
+            outputs.append(decoding.model(**inputs))
+        else:
+            outputs.append(computed_as_recorded(decoding.model, inputs, decoding.statics))
     return Rows([each.logits[:, -1] for each in outputs], outputs)
-
-
-_AS_RECORDED = _Certain(one_at_a_time, 4, "captured steps", "decoded one token at a time")
-_IN_STEP = _Certain(in_step, MOST + 1, "single-token passes", "verified in lockstep")
 
 
 def in_one_pass(decoding: Decoding, draft: Draft) -> Rows:
@@ -320,12 +318,17 @@ def _rewind(cache: Any, length: int) -> None:
 
 
 def _entries(draft: Draft, start: int, tokens: int) -> list[torch.Tensor]:
-    """Return keys and values of `tokens` tokens from position `start`; outside of static memory, of the last ones."""
+    """Return keys and values of `tokens` tokens from position `start`, unless the last row's window is past them."""
     found = []
     for layer in draft.cache.layers:
-        block = layer.block() if hasattr(layer, "block") else (layer.keys[:, :, -tokens:], layer.values[:, :, -tokens:])
-        first = start - layer.first if hasattr(layer, "block") else 0
-        found += [of[:, :, first : first + tokens].clone() for of in block]
+        if hasattr(layer, "block"):  # static memory
+            block, first, begin = layer.block(), layer.first, start
+        else:
+            block = layer.keys, layer.values
+            first = layer.get_seq_length() - block[0].shape[2]
+            begin = max(start, start + draft.k + 2 - layer.sliding_window) if layer.is_sliding else start
+        end = max(begin, start + tokens)
+        found += [of[:, :, begin - first : end - first].clone() for of in block]
     return found
 
 
@@ -342,9 +345,9 @@ def _without_plans(device: torch.device) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def announce(counts: SpeculationCounts, reason: str, instead: str = "decoded one token at a time") -> None:
-    """Record a fallback and its reason in `stats().fallbacks`, and warn, once per text."""
-    text = f"generate: speculate: {reason}; {instead}"
+def announce(counts: SpeculationCounts, reason: str) -> None:
+    """Record in `stats().fallbacks` why a call decodes plainly, and warn, once per reason."""
+    text = f"generate: speculate: {reason}; decoded one token at a time"
     if text not in counts.reasons:
         counts.reasons.append(text)
         warnings.warn(text, stacklevel=3)

@@ -74,7 +74,7 @@ PRECISIONS = ("full", "coarse")
 
 
 class Products(Protocol):
-    """Computes the products of a thread's passes in the place of `leased_linear`, as `lockstep` does."""
+    """Computes the products of a thread's passes in the place of `leased_linear`, as row-wise verification does."""
 
     def product(
         self, handle: EncodedWeight, kernels: Kernels, x: torch.Tensor, bias: torch.Tensor | None
@@ -313,10 +313,7 @@ class SharedProduct(NamedTuple):
 
 @contextlib.contextmanager
 def shared_product(handle: EncodedWeight, kernels: Kernels, device: torch.device) -> Iterator[SharedProduct]:
-    """Lease a weight once for several products.
-
-    A lossless weight is restored once. The products may be computed in several threads.
-    """
+    """Lease a weight once for several products; a lossless weight is restored once."""
     with handle.lease(kernels.precision) as tensors:
         planes = _planes(handle, kernels, tensors, device)
         if not kernels.lossless:
