@@ -88,7 +88,10 @@ def test_an_estimate_is_what_the_allocator_gives_away(task, preset):
     # a process of its own, where nothing else is allocated or freed
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         peak = process.submit(peak_of, task, preset).result()
-    assert 0.98 * peak <= found.peak_bytes <= 1.05 * peak, (found.peak_bytes / peak, str(found))
+    most = (
+        1.08 if preset == "exact" else 1.05
+    )  # a restored weight, 3 % here, is counted with outputs that come after it
+    assert 0.98 * peak <= found.peak_bytes <= most * peak, (found.peak_bytes / peak, str(found))
 
 
 def test_measured_rates_are_those_of_a_gpu_and_its_link(rates):

@@ -385,7 +385,7 @@ def test_the_kernels_around_the_hopper_kernel_compile(summands):
     binary = compiled(wide_gluon.order_kernel, types, constants, 90, warps=2, aligned=aligned)
     assert binary.asm["ptx"].count("ld.global.v4") >= 4 and binary.asm["ptx"].count("st.global.v4") == 4 * summands
     types = {"part_ptr": "*fp32", "bias_ptr": dtype, "y_ptr": dtype, "M": "i32", "N": "i32"}
-    constants = {"PARTS": 2 * summands, "ACTIVATION": "silu", "HAS_BIAS": True, "WARPS": 4}
+    constants = {"PARTS": 2 * summands, "ACTIVATION": "silu", "HAS_BIAS": True, "WARPS": 4, "DEPENDENT": True}
     aligned = ("part_ptr", "bias_ptr", "y_ptr", "N")
     binary = compiled(wide_gluon.reduce_kernel, types, constants, 90, aligned=aligned)
     assert binary.asm["ptx"].count("ld.global.v4") >= 2 * summands
