@@ -33,8 +33,8 @@ __all__ = ["KERNELS"]
 @functools.cache
 def _no_triton(device: torch.device) -> str | None:
     """Return why Triton kernels cannot run on a CUDA device, or None."""
-    if not devices.available():
-        return "Triton with Gluon is not installed"
+    if why := devices.why_unavailable():
+        return why
     if (device.index or 0) >= torch.cuda.device_count():
         return f"{device} is not there"
     major, minor = devices.capability(device.index or 0)
@@ -105,6 +105,7 @@ KERNELS = (
         page_order=e2m1_linear.packing,
         merges=merge.serves_shape,
         code_of=e2m1_linear.code_of,
+        unmeasured=e2m1_linear.unmeasured,
     ),
     _tables("decode_weight", run=table_linear.decode_weight),
     _tables("linear", run=table_linear.linear, prepare=table_linear.prepare),

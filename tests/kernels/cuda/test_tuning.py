@@ -47,7 +47,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(devices, "capability", lambda index: (9, 0))
     monkeypatch.setattr(devices, "gpu", lambda index: Gpu(9, 132))
-    monkeypatch.setattr(devices, "available", lambda: True)
+    monkeypatch.setattr(devices, "why_unavailable", lambda: None)
 
     def us(tokens, launch):
         return 8.0 if launch == FASTEST else 10.0

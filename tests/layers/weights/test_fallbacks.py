@@ -1,6 +1,7 @@
 """What cannot be had on a device is said once, and stays visible."""
 
 import copy
+import importlib.util
 import types
 import warnings
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 import vbrt
-from vbrt.kernels import kernel_refusal, resolve
+from vbrt.kernels import entries, kernel_refusal, resolve
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.layers import HandleSpec, Weight
 from vbrt.layers.weights import kernel_selection
@@ -126,3 +129,37 @@ def test_a_shape_that_the_vendors_matmul_refuses_is_listed(monkeypatch):
     added = set(vb.stats().fallbacks) - set(before)
     assert added == {"compute.fp8: no FP8 matmul for 64 -> 96; multiplied in torch.bfloat16"}
     vb.close()
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (9, 0), (12, 0)])
+def test_a_gpu_on_which_nothing_was_measured_says_so_in_statistics_and_names_tune(capability, monkeypatch):
+    monkeypatch.setattr(devices, "why_unavailable", lambda: None)
+    monkeypatch.setattr(devices, "capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {})
+    entries._no_triton.cache_clear()
+    try:
+        said = [note for note in handle().all_fallbacks() if "vbrt tune" in note]
+        assert len(said) == (capability != (9, 0)), said
+        assert not said or said[0].startswith(f"sm_{capability[0]}{capability[1]}: launches of 4-bit kernels")
+        monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {(1, 4, 1): object()})
+        assert not [note for note in handle().all_fallbacks() if "vbrt tune" in note]
+    finally:
+        entries._no_triton.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("hip", "cuda", "missing", "why"),
+    [
+        ("6.4", None, (), "built for ROCm"),
+        (None, None, (), "built without CUDA"),
+        (None, "13.0", ("triton",), "Triton is not installed"),
+        (None, "13.0", ("triton.experimental.gluon",), "has no Gluon"),
+        (None, "13.0", (), None),
+    ],
+)
+def test_the_reason_why_no_kernel_runs_is_the_true_one(hip, cuda, missing, why, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else name)
+    assert (why is None) == (devices.why_unavailable() is None) and (why or "") in (devices.why_unavailable() or "")

@@ -7,7 +7,16 @@ import torch
 
 from vbrt.kernels.cuda.launch_table import WIDE, Gpu, rates_of
 
-__all__ = ["MIN_MAJOR", "available", "capability", "gpu", "launches_dependents", "major", "taken_for"]
+__all__ = [
+    "MIN_MAJOR",
+    "available",
+    "capability",
+    "gpu",
+    "launches_dependents",
+    "major",
+    "taken_for",
+    "why_unavailable",
+]
 
 MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
 _REACHED = 0.9  # of a device's memory bandwidth and highest clock
@@ -17,9 +26,20 @@ _CAPABILITIES: dict[int, tuple[int, int]] = {}
 @functools.cache
 def available() -> bool:
     """True if Triton with Gluon is installed and torch is built for CUDA. Imports no kernels."""
-    if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
-        return False
-    return importlib.util.find_spec("triton.experimental.gluon") is not None
+    return why_unavailable() is None
+
+
+def why_unavailable() -> str | None:
+    """Return why kernels can run on no device of this process, or None."""
+    if torch.version.hip is not None:
+        return "they are for NVIDIA GPUs, and this torch is built for ROCm"
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if importlib.util.find_spec("triton.experimental.gluon") is None:
+        return "the installed Triton has no Gluon; expected 3.6 or newer"
+    return None
 
 
 def capability(index: int) -> tuple[int, int]:

@@ -32,6 +32,7 @@ __all__ = [
     "fused_limit",
     "grouped_for",
     "grouped_stages",
+    "has_rules",
     "launch_for",
     "pairs_are_alone",
     "persistent_tiles",
@@ -224,7 +225,7 @@ _PROCESSORS = 132
 #: than another launch
 _OWN_REDUCTION_TOKENS = 128
 #: compute capability -> bf16 multiplications with fp32 sums per clock and multiprocessor, of the kernel with `mma.sync`
-#: and of the vendor's matmul: 9.0 fitted to an H100, others nine tenths of data sheets, which have half for GeForce cards
+#: and of the vendor's matmul: 9.0 fitted to an H100, others nine tenths of data sheets, half for GeForce cards
 _RATES = {
     (8, 0): (920, 920), (8, 6): (460, 460), (8, 7): (460, 460), (8, 9): (460, 460), (9, 0): (1000, 2048),
     (10, 0): (920, 3700), (10, 3): (920, 3700), (12, 0): (460, 460), (12, 1): (460, 460),
@@ -295,6 +296,11 @@ def launch_for(kernel: str, gpu: Gpu, tokens: int, row_tiles: int, columns: int)
         if tokens <= rule.tokens and fits_rows and (rule.columns is None or columns <= rule.columns):
             return rule.launch
     raise ValueError(f"{kernel}: {tokens} tokens; expected at most {_most_tokens(kernel, gpu.major)}")
+
+
+def has_rules(major: int) -> bool:
+    """True if launches were measured on a GPU of this compute capability."""
+    return major in RULES["linear"]
 
 
 def _most_tokens(kernel: str, major: int) -> int:

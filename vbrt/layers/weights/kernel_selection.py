@@ -32,7 +32,7 @@ from vbrt.kernels import (
 )
 from vbrt.layers.weights.weight_spec import HandleSpec
 
-__all__ = ["Kernels", "choose_kernels", "coarse_kernels", "planned_packing", "refusals", "rounding", "vendor_refusal"]
+__all__ = ["Kernels", "choose_kernels", "coarse_kernels", "notes", "planned_packing", "refusals", "rounding"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,12 @@ def refusals(spec: HandleSpec, device: torch.device) -> Iterator[str]:
         yield f"compute.int8: {no_int8}; inputs are multiplied in {spec.dtype} instead"
 
 
-def vendor_refusal(spec: HandleSpec, device: torch.device) -> str | None:
-    """The reason why the vendor's matmul of rounded weights refused this shape when it was called, or None."""
-    return noted_refusal(*spec.shape) if rounding(spec, device) == "fp8" else None
+def notes(spec: HandleSpec, device: torch.device) -> Iterator[str]:
+    """What statistics say of a weight's kernels: a shape that the vendor refused when called, unmeasured launches."""
+    refusal = noted_refusal(*spec.shape) if rounding(spec, device) == "fp8" else None
+    if refusal:
+        yield refusal
+    if device.type == "cuda" and not spec.dense and not spec.lossless:
+        unmeasured = resolve("linear", spec.backend, device, spec.format).unmeasured(spec.format, device)
+        if unmeasured:
+            yield unmeasured

@@ -33,7 +33,7 @@ from vbrt.kernels import resolves_late
 from vbrt.kernels.decoded_weight import DecodedWeight
 from vbrt.layers.weights.dense_registry import lie_together, register_dense, weight_at
 from vbrt.layers.weights.graph_planes import GraphTiles, graph_tiles
-from vbrt.layers.weights.kernel_selection import Kernels, choose_kernels, coarse_kernels, refusals, vendor_refusal
+from vbrt.layers.weights.kernel_selection import Kernels, choose_kernels, coarse_kernels, notes, refusals
 from vbrt.layers.weights.linear_product import decoded_weight, precision_notes
 from vbrt.layers.weights.pages_handle import PagesHandle
 from vbrt.layers.weights.pickling import from_pickle, to_pickle
@@ -153,9 +153,8 @@ class Weight(PagesHandle):
         return kernels
 
     def all_fallbacks(self) -> list[str]:
-        """`fallbacks`, with those found by forwards: a shape that the vendor refuses, no coarse plane for a draft."""
-        refusal = vendor_refusal(self.spec, self.device)
-        return [*self.fallbacks, *([refusal] if refusal else []), *precision_notes(self)]
+        """`fallbacks`, with those found by forwards, and notes on kernels."""
+        return [*self.fallbacks, *notes(self.spec, self.device), *precision_notes(self)]
 
     def retype(self, dtype: torch.dtype) -> None:
         """Follow a cast of the layers: the dtype to compute in and show, and, while empty, to store."""

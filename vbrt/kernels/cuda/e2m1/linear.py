@@ -41,7 +41,16 @@ from vbrt.kernels.cuda.e2m1.tiles import (
 )
 from vbrt.kernels.cuda.e2m1.tuned_configs import tuned
 from vbrt.kernels.cuda.fine import merge
-from vbrt.kernels.cuda.launch_table import Choice, Launch, MmaLaunch, PersistentLaunch, WideLaunch, choose, launch_for
+from vbrt.kernels.cuda.launch_table import (
+    Choice,
+    Launch,
+    MmaLaunch,
+    PersistentLaunch,
+    WideLaunch,
+    choose,
+    has_rules,
+    launch_for,
+)
 from vbrt.kernels.cuda.launcher import cuda_op
 
 __all__ = [
@@ -56,6 +65,7 @@ __all__ = [
     "route",
     "serves",
     "slice_tiles",
+    "unmeasured",
 ]
 
 _SLICE_BYTES, _MOST_SLICES, _BLOCK_ROWS, _SLICE_TOKENS = 64 << 20, 4, 256, 2048
@@ -115,6 +125,18 @@ def few_tokens_launch(device: int, tokens: int, row_tiles: int, columns: int) ->
 def _found(device: int, tokens: int, row_tiles: int, columns: int) -> Launch | None:
     found = tuned(device)
     return found.get((-(-tokens // 8), row_tiles, columns)) if found else None
+
+
+def unmeasured(format: str, device: torch.device) -> str | None:
+    """Return a note where no launch was measured on a device's kind of GPU and none tuned on this one, else None."""
+    index = device.index or 0
+    if format not in FORMATS or has_rules(devices.major(index)) or tuned(index):
+        return None
+    major, minor = devices.capability(index)
+    return (
+        f"sm_{major}{minor}: launches of 4-bit kernels follow measurements of sm_90, in proportion to this GPU's "
+        "multiprocessors, memory and clock; `vbrt tune` measures them here"
+    )
 
 
 def serves(planes: WeightPlanes) -> bool:

@@ -69,8 +69,8 @@ def check(tokens: Sequence[int], device: int) -> None:
         raise KernelError(f"tune: device = {device}; expected 0 to {count - 1}, the CUDA devices of this machine")
     if devices.major(device) < devices.MIN_MAJOR:
         raise KernelError(f"tune: device {device} is older than sm_80; the kernels need that or newer")
-    if not devices.available():
-        raise KernelError("tune: no Triton with Gluon in this Python; the kernels are written in it")
+    if why := devices.why_unavailable():
+        raise KernelError(f"tune: the kernels cannot run: {why}")
 
 
 def cases(plan: Plan, *, tokens: Sequence[int] = (1, 16), device: int = 0) -> list[Case]:

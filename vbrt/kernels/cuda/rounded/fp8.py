@@ -53,8 +53,8 @@ def fp8_refusal(device: torch.device) -> str | None:
     """Why a device cannot multiply in FP8, or None if it can."""
     if device.type != "cuda":
         return f"{device.type} has no FP8 matmul"
-    if not devices.available():
-        return "Triton is not installed"
+    if why := devices.why_unavailable():
+        return why
     if (device.index or 0) >= torch.cuda.device_count():
         return f"{device} is not there"
     major, minor = devices.capability(device.index or 0)
