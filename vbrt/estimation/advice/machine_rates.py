@@ -218,7 +218,8 @@ def _drive_gb_s() -> float:
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
         for at in range(16):
             os.pread(file.fileno(), len(block), at * len(block))

@@ -14,12 +14,13 @@ import json
 import os
 import struct
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import IO, Protocol, TypeVar
 
 import torch
 import xxhash
@@ -271,7 +272,7 @@ class TensorFile:
 def _mapped(path: Path) -> torch.UntypedStorage:
     fd = open_regular(path)
     try:
-        return torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, os.fstat(fd).st_size)
+        return torch.UntypedStorage.from_file(f"/dev/fd/{fd}", False, os.fstat(fd).st_size)
     finally:
         os.close(fd)
 
@@ -292,19 +293,23 @@ def _header(fd: int) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:
 
 
 def _parsed(head: bytearray, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    fd = os.memfd_create("safetensors header")
-    try:
-        write_at(fd, head, 0)
-        os.ftruncate(fd, size)
-        with safe_open(f"/proc/self/fd/{fd}", _framework()) as file:
+    with _unnamed_file() as copy:  # of the header, as long as the file, for the library to check
+        write_at(copy.fileno(), head, 0)
+        os.ftruncate(copy.fileno(), size)
+        with safe_open(f"/dev/fd/{copy.fileno()}", _framework()) as file:
             infos, end = {}, 0
             for name in file.offset_keys():  # the library has checked that they are contiguous
                 part = file.get_slice(name)
                 infos[name] = _info(name, part.get_dtype(), part.get_shape(), end)
                 end = infos[name].end
             return infos, dict(file.metadata() or {})
-    finally:
-        os.close(fd)
+
+
+def _unnamed_file() -> IO[bytes]:
+    """Return a file in memory or, without such files (macOS), a temporary one."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("safetensors header"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
 
 
 def _framework() -> str:
