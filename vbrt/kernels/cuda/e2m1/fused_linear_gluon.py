@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from vbrt.kernels.cuda.e2m1.narrow_gluon import (
     RESCALE,
+    Constants,
+    Sizes,
     activate,
     allow_launch_after,
     linear_program,
@@ -95,33 +97,11 @@ def siblings_kernel(
     extras = ()
     if SQUARES:
         extras = squares_at(square_ptr, K, SQUARES, K_WARPS)
-    v, read = linear_program(
-        x_ptr,
-        tile_ptr,
-        scale_ptr,
-        scale_ptr,
-        row,
-        token,
-        extras,
-        program,
-        M,
-        N,
-        K,
-        columns,
-        x_stride,
-        ROW_TILES,
-        1,
-        K_WARPS,
-        PREFETCH,
-        CARRY_POINTERS,
-        E8M0_SCALES,
-        False,
-        K_TAIL,
-        False,
-        WORD_LOADS,
-        DEPENDENT,
-        1 if SQUARES else 0,
+    C: gl.constexpr = Constants(
+        ROW_TILES, 1, K_WARPS, PREFETCH, E8M0_SCALES, K_TAIL, DEPENDENT, CARRY_POINTERS, WORD_LOADS, ALL_TOKENS=False
     )
+    sizes = Sizes(M, N, K, columns, x_stride)
+    v, read = linear_program(x_ptr, tile_ptr, scale_ptr, None, row, extras, program, sizes, C)
     if SQUARES:
         v = v * inverse_rms(read[0], K, eps)
     store_result(v, y_ptr, row, token, M, N, N)
@@ -156,33 +136,11 @@ def residual_kernel(
     row, token = result_places(gl.program_id(0), ROW_TILES, 1, K_WARPS)
     keep = (row < N) & (token == 0)
     extras = (other_ptr + row, keep, gain_ptr + row, keep)
-    v, read = linear_program(
-        x_ptr,
-        tile_ptr,
-        scale_ptr,
-        x_ptr,
-        row,
-        token,
-        extras,
-        gl.program_id(0),
-        1,
-        N,
-        K,
-        columns,
-        K,
-        ROW_TILES,
-        1,
-        K_WARPS,
-        PREFETCH,
-        CARRY_POINTERS,
-        E8M0_SCALES,
-        False,
-        K_TAIL,
-        False,
-        WORD_LOADS,
-        DEPENDENT,
-        2,
+    C: gl.constexpr = Constants(
+        ROW_TILES, 1, K_WARPS, PREFETCH, E8M0_SCALES, K_TAIL, DEPENDENT, CARRY_POINTERS, WORD_LOADS, ALL_TOKENS=False
     )
+    sizes = Sizes(1, N, K, columns, K)
+    v, read = linear_program(x_ptr, tile_ptr, scale_ptr, None, row, extras, gl.program_id(0), sizes, C)
     total = (v + read[0].to(gl.float32)).to(total_ptr.dtype.element_ty)
     gl.store(total_ptr + row, total, mask=keep)
     v = total.to(gl.float32)
@@ -226,42 +184,20 @@ def gated_kernel(
     """
     squares = ()
     if SQUARES:  # not in registers: high occupancy leaves none
-        squares = room_for_squares(SQUARES)
-    sums, _ = sums_of_products(
-        x_ptr,
-        (tile_ptr, other_ptr),
-        scale_ptr,
-        (),
-        square_ptr,
-        squares,
-        None,
-        M,
-        N,
-        K,
-        columns,
-        x_stride,
-        2,
-        ROW_TILES,
-        TOKEN_GROUPS,
-        K_WARPS,
-        PREFETCH,
-        False,
-        E8M0_SCALES,
-        ALL_TOKENS,
-        K_TAIL,
-        False,
-        DEPENDENT,
-        False,
-        0,
-        SQUARES,
-    )
+        squares = (square_ptr, room_for_squares(SQUARES))
+    C: gl.constexpr = Constants(
+        ROW_TILES, TOKEN_GROUPS, K_WARPS, PREFETCH, E8M0_SCALES, K_TAIL, DEPENDENT, CARRY_POINTERS=False,
+        WORD_LOADS=False, ALL_TOKENS=ALL_TOKENS,
+    )  # fmt: skip
+    sizes = Sizes(M, N, K, columns, x_stride)
+    sums, _ = sums_of_products(x_ptr, (tile_ptr, other_ptr), None, (), squares, None, sizes, C)
     COUNT: gl.constexpr = TOKEN_GROUPS * ROW_TILES
     first = gl.load(scale_ptr) * RESCALE
     second = gl.load(other_scale_ptr) * RESCALE
     v = sum_over_warps(sums, 0, COUNT, K_WARPS)
     up = sum_over_warps(sums, COUNT, COUNT, K_WARPS)
     if SQUARES:
-        factor = inverse_rms(read_squares(squares, K_WARPS), K, eps)
+        factor = inverse_rms(read_squares(squares[1], K_WARPS), K, eps)
         first = first * factor
         second = second * factor
     v = activate(v * first, ACTIVATION, y_ptr.dtype.element_ty) * (up * second)

@@ -29,9 +29,15 @@ Constants of the kernels for weights in tile order, here and in files that impor
 
 Gluon instead of plain Triton, because correctness depends on the layout: an inline assembly block with pack=4 must get
 the four words of one lane, and plain Triton may give it four lanes' words.
+
+Device functions take arguments in named tuples, here and in other files. A tuple of constants must be assigned as a
+`gl.constexpr`, or its items become tensors. Triton 3.6 drops the names of tuples within the right operand of a `+`. The
+order of fields is not in the key of Triton's cache: clear the cache after changing it.
 """
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
+
+from collections import namedtuple
 
 from triton import language as tl
 from triton.experimental import gluon
@@ -43,6 +49,13 @@ from vbrt.libraries.triton_api import renamed
 __all__ = ["decode_kernel", "decode_program", "linear_kernel", "linear_program", "pad_kernel", "sums_of_products"]
 
 copy_async = renamed(async_copy, "async_load", "async_copy_global_to_shared")
+
+#: what device functions share
+Sizes = namedtuple("Sizes", "M N K columns x_stride")
+Constants = namedtuple(
+    "Constants",
+    "ROW_TILES TOKEN_GROUPS K_WARPS PREFETCH E8M0_SCALES K_TAIL DEPENDENT CARRY_POINTERS WORD_LOADS ALL_TOKENS",
+)
 
 NAN_STAYS = gl.constexpr(tl.PropagateNan.ALL)
 _OUT_16 = ",".join(["=&r"] * 16)
@@ -233,19 +246,11 @@ def activate_in_fp32(v, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    tile_ptr,
-    row_tile,
-    row_tiles,
-    column,
-    columns,
-    lane,
-    LAYOUT: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    E8M0_SCALES: gl.constexpr,
+    tile_ptr, row_tile, row_tiles, column, columns, lane, ROW_TILES: gl.constexpr, E8M0_SCALES: gl.constexpr
 ):
     """(first words, second words, scale bytes) of ROW_TILES tiles; zeros out of bounds."""
     WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
-    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, lane.type.layout.parent))[None, :]
     out = ()
     for r in gl.static_range(ROW_TILES):
         wanted = (column < columns) & (row_tile + r < row_tiles)
@@ -263,53 +268,31 @@ def load_tiles(
 
 
 @gluon.jit
-def load_tokens(
-    x_ptr,
-    x_stride,
-    column,
-    wanted,
-    n,
-    p,
-    lane,
-    M,
-    K,
-    LAYOUT: gl.constexpr,
-    ALL_TOKENS: gl.constexpr,
-    K_TAIL: gl.constexpr,
-    WORD_LOADS: gl.constexpr,
-):
+def load_tokens(x_ptr, column, wanted, n, p, lane, sizes, C: gl.constexpr):
     """Eight columns of eight tokens as four words per lane: the B operands of instructions 2 p and 2 p + 1."""
-    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, lane.type.layout.parent))[None, :]
     token = n * 8 + lane // 4
     t = lane % 4
     offset = column * 64 + t * 16 + (p ^ (t // 2)) * 4
-    if not ALL_TOKENS:
-        wanted = wanted & (token < M)
-    if WORD_LOADS:  # a load per word
+    if not C.ALL_TOKENS:
+        wanted = wanted & (token < sizes.M)
+    if C.WORD_LOADS:  # a load per word
         words = offset[:, None] + four
-        whole = wanted[:, None] & (words * 2 < K)
-        return gl.load(x_ptr + (token * (x_stride // 2))[:, None] + words, mask=whole, other=0)
-    if K_TAIL:
-        wanted = wanted & (offset * 2 < K)
-    offset = offset + token * (x_stride // 2)
+        whole = wanted[:, None] & (words * 2 < sizes.K)
+        return gl.load(x_ptr + (token * (sizes.x_stride // 2))[:, None] + words, mask=whole, other=0)
+    if C.K_TAIL:
+        wanted = wanted & (offset * 2 < sizes.K)
+    offset = offset + token * (sizes.x_stride // 2)
     return gl.load(x_ptr + (gl.multiple_of(offset[:, None], (4, 4)) + four), mask=wanted[:, None], other=0)
 
 
 @gluon.jit
 def tile_pointers(
-    tile_ptr,
-    row_tile,
-    row_tiles,
-    column,
-    columns,
-    lane,
-    LAYOUT: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    E8M0_SCALES: gl.constexpr,
+    tile_ptr, row_tile, row_tiles, column, columns, lane, ROW_TILES: gl.constexpr, E8M0_SCALES: gl.constexpr
 ):
     """Pointers to the words and to the scales of each of ROW_TILES tiles; clamped to the last row of tiles."""
     WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
-    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, lane.type.layout.parent))[None, :]
     out = ()
     for r in gl.static_range(ROW_TILES):
         base = (gl.minimum(row_tile + r, row_tiles - 1) * columns + column) * WORDS
@@ -322,9 +305,9 @@ def tile_pointers(
 
 
 @gluon.jit
-def token_pointers(x_ptr, x_stride, column, lane, LAYOUT: gl.constexpr, TOKEN_GROUPS: gl.constexpr):
+def token_pointers(x_ptr, x_stride, column, lane, TOKEN_GROUPS: gl.constexpr):
     """Pointers to the first, then the second operand that `load_tokens` reads, per token group."""
-    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, lane.type.layout.parent))[None, :]
     t = lane % 4
     out = ()
     for n in gl.static_range(TOKEN_GROUPS):
@@ -356,21 +339,19 @@ def read_tiles(pointers, wanted, ROW_TILES: gl.constexpr, OUTSIDE: gl.constexpr)
 
 
 @gluon.jit
-def read_tokens(
-    pointers, column, lane, M, K, TOKEN_GROUPS: gl.constexpr, ALL_TOKENS: gl.constexpr, K_TAIL: gl.constexpr
-):
+def read_tokens(pointers, column, lane, sizes, C: gl.constexpr):
     """The operands of `load_tokens` for each token group and p."""
     out = ()
-    for n in gl.static_range(TOKEN_GROUPS):
+    for n in gl.static_range(C.TOKEN_GROUPS):
         for p in gl.static_range(4):
             pointer = pointers[2 * n + p % 2] + 8 * (p // 2)
-            if ALL_TOKENS and not K_TAIL:
+            if C.ALL_TOKENS and not C.K_TAIL:
                 out = out + (gl.load(pointer),)
             else:
                 t = lane % 4
-                wanted = n * 8 + lane // 4 < M
-                if K_TAIL:
-                    wanted = wanted & (column * 128 + t * 32 + (p ^ (t // 2)) * 8 < K)
+                wanted = n * 8 + lane // 4 < sizes.M
+                if C.K_TAIL:
+                    wanted = wanted & (column * 128 + t * 32 + (p ^ (t // 2)) * 8 < sizes.K)
                 out = out + (gl.load(pointer, mask=wanted[:, None], other=0),)
     return out
 
@@ -413,110 +394,80 @@ def first_tile(thread, program, N, ROW_TILES: gl.constexpr):
 
 
 @gluon.jit
-def sums_of_products(
-    x_ptr,
-    tile_ptrs,
-    scale_ptr,
-    extras,
-    square_ptr,
-    squares,
-    program,
-    M,
-    N,
-    K,
-    columns,
-    x_stride,
-    MATRICES: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    TOKEN_GROUPS: gl.constexpr,
-    K_WARPS: gl.constexpr,
-    PREFETCH: gl.constexpr,
-    CARRY_POINTERS: gl.constexpr,
-    E8M0_SCALES: gl.constexpr,
-    ALL_TOKENS: gl.constexpr,
-    K_TAIL: gl.constexpr,
-    WORD_LOADS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-    SCALE_FIRST: gl.constexpr,
-    EXTRAS: gl.constexpr,
-    SQUARES: gl.constexpr,
-):
-    """16 * ROW_TILES rows of x [M, K] @ w.T for each of MATRICES, a sum per warp: [32 * K_WARPS, 4] for each token
-    group and row tile of one matrix, then of the next. Also the values of the extras, and SCALE_FIRST's scale.
+def sums_of_products(x_ptr, tile_ptrs, scale_ptr, extras, squares, program, sizes, C: gl.constexpr):
+    """16 * ROW_TILES rows of x [M, K] @ w.T for each of tile_ptrs, a sum per warp: [32 * K_WARPS, 4] for each token
+    group and row tile of one matrix, then of the next. Also the values of the extras, then of *scale_ptr.
 
-    extras: EXTRAS pointers and masks, loaded before the loop to hide their latency. squares: shared memory to which
-    SQUARES numbers of square_ptr are being copied. SCALE_FIRST: *scale_ptr is loaded before the loop. program: whose
-    rows to compute, None: the grid's.
+    extras: pointers and masks, loaded before the loop to hide their latency, as is *scale_ptr unless None. squares: ()
+    or (pointer to sums of squares, shared memory to which they are being copied). program: whose rows to compute, None:
+    the grid's.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
-    THREADS: gl.constexpr = 32 * K_WARPS
+    MATRICES: gl.constexpr = len(tile_ptrs)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [C.K_WARPS, 1], [1, 0])
+    THREADS: gl.constexpr = 32 * C.K_WARPS
     thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
-    column, row_tile, row_tiles = first_tile(thread, program, N, ROW_TILES)
+    column, row_tile, row_tiles = first_tile(thread, program, sizes.N, C.ROW_TILES)
+    columns = sizes.columns
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
     sums = ()
-    for _ in gl.static_range(MATRICES * TOKEN_GROUPS * ROW_TILES):
+    for _ in gl.static_range(MATRICES * C.TOKEN_GROUPS * C.ROW_TILES):
         sums = sums + (gl.zeros((THREADS, 4), gl.float32, layout=LAYOUT),)
-    if CARRY_POINTERS:
-        STEP: gl.constexpr = (272 if E8M0_SCALES else 288) * K_WARPS
-        weights = tile_pointers(
-            tile_ptrs[0], row_tile, row_tiles, column, columns, lane, LAYOUT, ROW_TILES, E8M0_SCALES
-        )
-        xs = token_pointers(x_words, x_stride, column, lane, LAYOUT, TOKEN_GROUPS)
-        tiles = read_tiles(weights, column < columns, ROW_TILES, None)
-    elif PREFETCH:
+    if C.CARRY_POINTERS:
+        STEP: gl.constexpr = (272 if C.E8M0_SCALES else 288) * C.K_WARPS
+        weights = tile_pointers(tile_ptrs[0], row_tile, row_tiles, column, columns, lane, C.ROW_TILES, C.E8M0_SCALES)
+        xs = token_pointers(x_words, sizes.x_stride, column, lane, C.TOKEN_GROUPS)
+        tiles = read_tiles(weights, column < columns, C.ROW_TILES, None)
+    elif C.PREFETCH:
         tiles = ()
         for m in gl.static_range(MATRICES):
             tiles = tiles + load_tiles(
-                tile_ptrs[m], row_tile, row_tiles, column, columns, lane, LAYOUT, ROW_TILES, E8M0_SCALES
+                tile_ptrs[m], row_tile, row_tiles, column, columns, lane, C.ROW_TILES, C.E8M0_SCALES
             )
-    if DEPENDENT:
+    if C.DEPENDENT:
         wait_for_launch_before()
-    if SQUARES:
-        pointers, there = squares_at(square_ptr, K, SQUARES, K_WARPS)
-        copy_async(squares, pointers, mask=there)
+    if len(squares) > 0:
+        pointers, there = squares_at(squares[0], sizes.K, squares[1].shape[0], C.K_WARPS)
+        copy_async(squares[1], pointers, mask=there)
         async_copy.commit_group()
-    if SCALE_FIRST:
+    if scale_ptr is not None:
         scale = gl.load(scale_ptr)
     read = ()
-    for i in gl.static_range(EXTRAS):
+    for i in gl.static_range(len(extras) // 2):
         read = read + (gl.load(extras[2 * i], mask=extras[2 * i + 1], other=0.0),)
-    if SCALE_FIRST:
+    if scale_ptr is not None:
         read = read + (scale,)
-    for _ in range((columns + K_WARPS - 1) // K_WARPS):
+    for _ in range((columns + C.K_WARPS - 1) // C.K_WARPS):
         here = column < columns
-        if CARRY_POINTERS:
-            weights = advanced(weights, STEP, 2 * STEP if E8M0_SCALES else STEP, 2 * ROW_TILES)
-            ahead = read_tiles(weights, column + K_WARPS < columns, ROW_TILES, None)
+        if C.CARRY_POINTERS:
+            weights = advanced(weights, STEP, 2 * STEP if C.E8M0_SCALES else STEP, 2 * C.ROW_TILES)
+            ahead = read_tiles(weights, column + C.K_WARPS < columns, C.ROW_TILES, None)
         else:
-            at = column + K_WARPS if PREFETCH else column
+            at = column + C.K_WARPS if C.PREFETCH else column
             ahead = ()
             for m in gl.static_range(MATRICES):
                 ahead = ahead + load_tiles(
-                    tile_ptrs[m], row_tile, row_tiles, at, columns, lane, LAYOUT, ROW_TILES, E8M0_SCALES
+                    tile_ptrs[m], row_tile, row_tiles, at, columns, lane, C.ROW_TILES, C.E8M0_SCALES
                 )
-            if not PREFETCH:
+            if not C.PREFETCH:
                 tiles = ahead
         tokens = ()
-        if CARRY_POINTERS:
-            tokens = read_tokens(xs, column, lane, M, K, TOKEN_GROUPS, ALL_TOKENS, K_TAIL)
-            xs = advanced(xs, 64 * K_WARPS, 64 * K_WARPS, 2 * TOKEN_GROUPS)
-        elif TOKEN_GROUPS <= 4:  # more would spill registers
-            for n in gl.static_range(TOKEN_GROUPS):
+        if C.CARRY_POINTERS:
+            tokens = read_tokens(xs, column, lane, sizes, C)
+            xs = advanced(xs, 64 * C.K_WARPS, 64 * C.K_WARPS, 2 * C.TOKEN_GROUPS)
+        elif C.TOKEN_GROUPS <= 4:  # more would spill registers
+            for n in gl.static_range(C.TOKEN_GROUPS):
                 for p in gl.static_range(4):
-                    loaded = load_tokens(
-                        x_words, x_stride, column, here, n, p, lane, M, K, LAYOUT, ALL_TOKENS, K_TAIL, WORD_LOADS
-                    )
-                    tokens = tokens + (loaded,)
+                    tokens = tokens + (load_tokens(x_words, column, here, n, p, lane, sizes, C),)
         for part in gl.static_range(2):
             added = ()
             for m in gl.static_range(MATRICES):
                 a = ()
-                for r in gl.static_range(ROW_TILES):
+                for r in gl.static_range(C.ROW_TILES):
                     scale_g, scale_h = gl.inline_asm_elementwise(
-                        DECODE_E8M0 if E8M0_SCALES else (DECODE_E4M3_LOW if part == 0 else DECODE_E4M3_HIGH),
+                        DECODE_E8M0 if C.E8M0_SCALES else (DECODE_E4M3_LOW if part == 0 else DECODE_E4M3_HIGH),
                         SCALE_REGISTERS,
-                        [tiles[3 * (m * ROW_TILES + r) + 2]],
+                        [tiles[3 * (m * C.ROW_TILES + r) + 2]],
                         dtype=(gl.int32, gl.int32),
                         is_pure=True,
                         pack=1,
@@ -524,145 +475,57 @@ def sums_of_products(
                     a0, a1, a2, a3 = gl.inline_asm_elementwise(
                         DECODE,
                         DECODE_REGISTERS,
-                        [tiles[3 * (m * ROW_TILES + r) + part], scale_g[:, None], scale_h[:, None]],
+                        [tiles[3 * (m * C.ROW_TILES + r) + part], scale_g[:, None], scale_h[:, None]],
                         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
                         is_pure=True,
                         pack=4,
                     )
                     a = a + (a0, a1, a2, a3)
-                for n in gl.static_range(TOKEN_GROUPS):
-                    if TOKEN_GROUPS <= 4:
+                for n in gl.static_range(C.TOKEN_GROUPS):
+                    if C.TOKEN_GROUPS <= 4:
                         b0 = tokens[4 * n + 2 * part]
                         b1 = tokens[4 * n + 2 * part + 1]
                     else:
-                        b0 = load_tokens(
-                            x_words,
-                            x_stride,
-                            column,
-                            here,
-                            n,
-                            2 * part,
-                            lane,
-                            M,
-                            K,
-                            LAYOUT,
-                            ALL_TOKENS,
-                            K_TAIL,
-                            WORD_LOADS,
-                        )
-                        b1 = load_tokens(
-                            x_words,
-                            x_stride,
-                            column,
-                            here,
-                            n,
-                            2 * part + 1,
-                            lane,
-                            M,
-                            K,
-                            LAYOUT,
-                            ALL_TOKENS,
-                            K_TAIL,
-                            WORD_LOADS,
-                        )
-                    for r in gl.static_range(ROW_TILES):
+                        b0 = load_tokens(x_words, column, here, n, 2 * part, lane, sizes, C)
+                        b1 = load_tokens(x_words, column, here, n, 2 * part + 1, lane, sizes, C)
+                    for r in gl.static_range(C.ROW_TILES):
+                        total = sums[(m * C.TOKEN_GROUPS + n) * C.ROW_TILES + r]
                         total = gl.inline_asm_elementwise(
                             MULTIPLY,
                             MULTIPLY_REGISTERS,
-                            [
-                                a[4 * r],
-                                a[4 * r + 1],
-                                a[4 * r + 2],
-                                a[4 * r + 3],
-                                b0,
-                                b1,
-                                sums[(m * TOKEN_GROUPS + n) * ROW_TILES + r],
-                            ],
+                            [a[4 * r], a[4 * r + 1], a[4 * r + 2], a[4 * r + 3], b0, b1, total],
                             dtype=gl.float32,
                             is_pure=True,
                             pack=4,
                         )
                         added = added + (total,)
             sums = added
-        if PREFETCH:
+        if C.PREFETCH:
             tiles = ahead
-        column = column + K_WARPS
+        column = column + C.K_WARPS
 
-    if DEPENDENT:
+    if C.DEPENDENT:
         allow_launch_after()
     return sums, read
 
 
 @gluon.jit
-def linear_program(
-    x_ptr,
-    tile_ptr,
-    scale_ptr,
-    bias_ptr,
-    row,
-    token,
-    extras,
-    program,
-    M,
-    N,
-    K,
-    columns,
-    x_stride,
-    ROW_TILES: gl.constexpr,
-    TOKEN_GROUPS: gl.constexpr,
-    K_WARPS: gl.constexpr,
-    PREFETCH: gl.constexpr,
-    CARRY_POINTERS: gl.constexpr,
-    E8M0_SCALES: gl.constexpr,
-    ALL_TOKENS: gl.constexpr,
-    K_TAIL: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    WORD_LOADS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-    EXTRAS: gl.constexpr,
-):
-    """x [M, K] @ w.T * scale + bias at `result_places`, and the extras' values; see `sums_of_products`."""
-    SCALE_FIRST: gl.constexpr = (
-        K_WARPS < 16 and ROW_TILES < 4
-    )  # with few columns per warp the first weights would wait for it
-    sums, read = sums_of_products(
-        x_ptr,
-        (tile_ptr,),
-        scale_ptr,
-        extras,
-        scale_ptr,
-        (),
-        program,
-        M,
-        N,
-        K,
-        columns,
-        x_stride,
-        1,
-        ROW_TILES,
-        TOKEN_GROUPS,
-        K_WARPS,
-        PREFETCH,
-        CARRY_POINTERS,
-        E8M0_SCALES,
-        ALL_TOKENS,
-        K_TAIL,
-        WORD_LOADS,
-        DEPENDENT,
-        SCALE_FIRST,
-        EXTRAS,
-        0,
-    )
+def linear_program(x_ptr, tile_ptr, scale_ptr, bias_ptr, row, extras, program, sizes, C: gl.constexpr):
+    """x [M, K] @ w.T * scale + bias, unless None, at rows of `result_places`, and the extras' values; see
+    `sums_of_products`."""
+    # with few columns per warp the first weights would wait for the scale
+    SCALE_FIRST: gl.constexpr = C.K_WARPS < 16 and C.ROW_TILES < 4
+    first_ptr = scale_ptr if SCALE_FIRST else None
+    sums, read = sums_of_products(x_ptr, (tile_ptr,), first_ptr, extras, (), program, sizes, C)
     if SCALE_FIRST:
-        scale = read[EXTRAS]
+        scale = read[len(extras) // 2]
     else:
         scale = gl.load(scale_ptr)
-    if HAS_BIAS:
-        bias = gl.load(bias_ptr + row, mask=row < N, other=0.0)
-    v = gl.convert_layout(sum_over_warps(sums, 0, TOKEN_GROUPS * ROW_TILES, K_WARPS), row.type.layout) * (
-        RESCALE * scale
-    )
-    if HAS_BIAS:
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + row, mask=row < sizes.N, other=0.0)
+    v = sum_over_warps(sums, 0, C.TOKEN_GROUPS * C.ROW_TILES, C.K_WARPS)
+    v = gl.convert_layout(v, row.type.layout) * (RESCALE * scale)
+    if bias_ptr is not None:
         v = v + bias.to(gl.float32)
     return v, read
 
@@ -711,34 +574,14 @@ def linear_kernel(
     DEPENDENT: gl.constexpr,
 ):
     """y [M, N] = activation(x [M, K] @ w.T * scale + bias). Grid (ceil(row tiles / ROW_TILES),)."""
-    row, token = result_places(gl.program_id(0), ROW_TILES, TOKEN_GROUPS, K_WARPS)
-    v, _ = linear_program(
-        x_ptr,
-        tile_ptr,
-        scale_ptr,
-        bias_ptr,
-        row,
-        token,
-        (),
-        gl.program_id(0),
-        M,
-        N,
-        K,
-        columns,
-        x_stride,
-        ROW_TILES,
-        TOKEN_GROUPS,
-        K_WARPS,
-        PREFETCH,
-        CARRY_POINTERS,
-        E8M0_SCALES,
+    C: gl.constexpr = Constants(
+        ROW_TILES, TOKEN_GROUPS, K_WARPS, PREFETCH, E8M0_SCALES, K_TAIL, DEPENDENT, CARRY_POINTERS, WORD_LOADS,
         ALL_TOKENS,
-        K_TAIL,
-        HAS_BIAS,
-        WORD_LOADS,
-        DEPENDENT,
-        0,
-    )
+    )  # fmt: skip
+    row, token = result_places(gl.program_id(0), ROW_TILES, TOKEN_GROUPS, K_WARPS)
+    sizes = Sizes(M, N, K, columns, x_stride)
+    bias = bias_ptr if HAS_BIAS else None
+    v, _ = linear_program(x_ptr, tile_ptr, scale_ptr, bias, row, (), gl.program_id(0), sizes, C)
     store_result(activate(v, ACTIVATION, y_ptr.dtype.element_ty), y_ptr, row, token, M, N, y_stride)
 
 
@@ -776,7 +619,7 @@ def decode_program(program, tile_ptr, scale_ptr, w_ptr, N, K, columns, E8M0_SCAL
     row_tile = program // groups
     group = program % groups
     column = group * WARPS + thread // 32
-    tiles = load_tiles(tile_ptr, row_tile + thread * 0, row_tile + 1, column, columns, lane, LAYOUT, 1, E8M0_SCALES)
+    tiles = load_tiles(tile_ptr, row_tile + thread * 0, row_tile + 1, column, columns, lane, 1, E8M0_SCALES)
     tensor_scale = gl.load(scale_ptr)
     swapped = (lane % 4 >= 2)[:, None]  # p ^ (t // 2), see tiles
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None][:, :, None]

@@ -198,7 +198,7 @@ def weight_pointers(
     if is_table(CODES):
         return table_pointers(tile_ptr, block_ptr, row_tile, N, column, blocks, lane, LAYOUT)
     else:
-        return tile_pointers(tile_ptr, row_tile, (N + 15) // 16, column, columns, lane, LAYOUT, 1, CODES == "e8m0")
+        return tile_pointers(tile_ptr, row_tile, (N + 15) // 16, column, columns, lane, 1, CODES == "e8m0")
 
 
 @gluon.jit

@@ -73,7 +73,7 @@ def decode8_kernel(
     row_tile = gl.program_id(0) // groups
     group = gl.program_id(0) % groups
     column = group * WARPS + thread // 32
-    tiles = load_tiles(tile_ptr, row_tile + thread * 0, row_tile + 1, column, columns, lane, LAYOUT, 1, E8M0_SCALES)
+    tiles = load_tiles(tile_ptr, row_tile + thread * 0, row_tile + 1, column, columns, lane, 1, E8M0_SCALES)
     swapped = ((lane % 4) // 2)[:, None]
     parts = ()
     for part in gl.static_range(2):
