@@ -28,6 +28,8 @@ flight at the loop's end, ptxas would run out of registers for their results and
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -68,6 +70,15 @@ COLUMNS = gl.constexpr(64)
 RING_BYTES, MOST_STAGES = gl.constexpr(204_800), gl.constexpr(8)
 #: per warpgroup; a program has three, the third one for the producer warp
 WARPS = gl.constexpr(PERSISTENT_WARPS)
+
+#: shared memory: activations of each piece, barriers of their stages, and one that delays a warpgroup
+Ring = namedtuple("Ring", "pieces ready free go")
+#: arguments of `persistent_kernel`, by use
+Matrix = namedtuple("Matrix", "tile_ptr block_ptr level_ptr scale_ptr N columns blocks")
+Cuts = namedtuple("Cuts", "part_ptr flag_ptr split ticket")
+Result = namedtuple("Result", "bias_ptr y_ptr M N y_stride")
+#: its constants
+Constants = namedtuple("Constants", "TOKENS CUT_TILES CODES ORDERED ACTIVATION HAS_BIAS DEPENDENT")
 
 
 @gluon.constexpr_function
@@ -191,49 +202,46 @@ def is_table(CODES):
 
 
 @gluon.jit
-def weight_pointers(
-    tile_ptr, block_ptr, row_tile, N, column, columns, blocks, lane, LAYOUT: gl.constexpr, CODES: gl.constexpr
-):
+def weight_pointers(w, row_tile, column, lane, LAYOUT: gl.constexpr, C: gl.constexpr):
     """Pointers to a warp's tile of 16 rows and 128 columns."""
-    if is_table(CODES):
-        return table_pointers(tile_ptr, block_ptr, row_tile, N, column, blocks, lane, LAYOUT)
+    if is_table(C.CODES):
+        return table_pointers(w.tile_ptr, w.block_ptr, row_tile, w.N, column, w.blocks, lane, LAYOUT)
     else:
-        return tile_pointers(tile_ptr, row_tile, (N + 15) // 16, column, columns, lane, 1, CODES == "e8m0")
+        row_tiles = (w.N + 15) // 16
+        return tile_pointers(w.tile_ptr, row_tile, row_tiles, column, w.columns, lane, 1, C.CODES == "e8m0")
 
 
 @gluon.jit
-def read_column(pointers, wanted, column, blocks, lane, LAYOUT: gl.constexpr, CODES: gl.constexpr):
+def read_column(pointers, wanted, column, blocks, lane, LAYOUT: gl.constexpr, C: gl.constexpr):
     """(words of a warp's tile, more of them, scales) as stored, and pointers to the next tile."""
-    if is_table(CODES):
+    if is_table(C.CODES):
         return table_column(pointers, wanted, column, blocks, lane, LAYOUT)
     else:
-        STEP: gl.constexpr = 272 if CODES == "e8m0" else 288
-        SCALE_STEP: gl.constexpr = 2 * STEP if CODES == "e8m0" else STEP  # scales of mxfp4 are read as 16 bits
+        STEP: gl.constexpr = 272 if C.CODES == "e8m0" else 288
+        SCALE_STEP: gl.constexpr = 2 * STEP if C.CODES == "e8m0" else STEP  # scales of mxfp4 are read as 16 bits
         return read_tiles(pointers, wanted, 1, 0), advanced(pointers, STEP, SCALE_STEP, 2)
 
 
 @gluon.jit
-def scales_of(raw, lane, CODES: gl.constexpr, ORDERED: gl.constexpr):
+def scales_of(raw, lane, C: gl.constexpr):
     """Scales of a column in the form of `operands_of`."""
-    if is_table(CODES):
+    if is_table(C.CODES):
         return (scale_pairs(raw[2]),)
-    elif ORDERED:
+    elif C.ORDERED:
         return (raw[2],)
     else:
         return scales_of_both(raw[2], lane)
 
 
 @gluon.jit
-def operands_of(
-    raw, scales, levels, lane, PART: gl.constexpr, CODES: gl.constexpr, ORDERED: gl.constexpr, A: gl.constexpr
-):
+def operands_of(raw, scales, levels, lane, PART: gl.constexpr, C: gl.constexpr, A: gl.constexpr):
     """Four [64, 16] weights: of each 32 columns the first 16 or, with PART 1, the others."""
-    if is_table(CODES):
+    if is_table(C.CODES):
         return table_operands(raw, scales[0], levels, lane, PART, WARPS, A)
-    elif ORDERED:
-        return operands_as_they_lie(raw[PART], scales[0], PART, CODES == "e8m0", WARPS, A)
+    elif C.ORDERED:
+        return operands_as_they_lie(raw[PART], scales[0], PART, C.CODES == "e8m0", WARPS, A)
     else:
-        return operands(raw[PART], scales[0], scales[1], lane, PART, CODES == "e8m0", A)
+        return operands(raw[PART], scales[0], scales[1], lane, PART, C.CODES == "e8m0", A)
 
 
 @gluon.jit
@@ -289,61 +297,48 @@ def halves(v):
 
 
 @gluon.jit
-def store_tokens(v, staging, y_ptr, first_row, first_token, own_token, M, N, y_stride, ACTIVATION: gl.constexpr):
+def store_tokens(v, result, staging, first_row, first_token, own_token, C: gl.constexpr):
     """y = activation(v [64 rows, up to 64 tokens]), through shared memory: coalesces a token's rows."""
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     SIZE: gl.constexpr = v.shape[1]
+    DTYPE: gl.constexpr = result.y_ptr.dtype.element_ty
     place = staging.slice(0, SIZE, dim=0)
-    place.permute((1, 0)).store(activate(v, ACTIVATION, y_ptr.dtype.element_ty).to(y_ptr.dtype.element_ty))
+    place.permute((1, 0)).store(activate(v, C.ACTIVATION, DTYPE).to(DTYPE))
     out = place.load(OUT)
     row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT))
     m = first_token + gl.arange(0, SIZE, layout=gl.SliceLayout(1, OUT))
-    at = m.to(gl.int64)[:, None] * y_stride + row[None, :]
-    gl.store(y_ptr + at, out, mask=(row < N)[None, :] & ((m >= own_token) & (m < M))[:, None])
+    at = m.to(gl.int64)[:, None] * result.y_stride + row[None, :]
+    mask = (row < result.N)[None, :] & ((m >= own_token) & (m < result.M))[:, None]
+    gl.store(result.y_ptr + at, out, mask=mask)
 
 
 @gluon.jit
-def store_half(v, staging, y_ptr, first_row, first_token, own_token, M, N, y_stride, ACTIVATION: gl.constexpr):
+def store_half(v, result, staging, first_row, first_token, own_token, C: gl.constexpr):
     """y = activation(v [64 rows, 128 tokens])."""
     quarters = halves(v)
     for i in gl.static_range(2):
-        store_tokens(
-            quarters[i], staging, y_ptr, first_row, first_token + i * 64, own_token, M, N, y_stride, ACTIVATION
-        )
+        store_tokens(quarters[i], result, staging, first_row, first_token + i * 64, own_token, C)
 
 
 @gluon.jit
-def store_piece(
-    v,
-    staging,
-    bias_ptr,
-    y_ptr,
-    first_row,
-    first_token,
-    own_token,
-    M,
-    N,
-    y_stride,
-    ACTIVATION: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-):
+def store_piece(v, result, staging, first_row, first_token, own_token, C: gl.constexpr):
     """y = activation(v [64 rows, tokens of a piece] + bias)."""
     SIZE: gl.constexpr = v.shape[1]
-    if HAS_BIAS:
+    if C.HAS_BIAS:
         row = first_row + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, sums_layout(SIZE)))
-        v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
+        v = v + gl.load(result.bias_ptr + row, mask=row < result.N, other=0.0).to(gl.float32)[:, None]
     if SIZE <= 64:
-        store_tokens(v, staging, y_ptr, first_row, first_token, own_token, M, N, y_stride, ACTIVATION)
+        store_tokens(v, result, staging, first_row, first_token, own_token, C)
     elif SIZE == 128:
-        store_half(v, staging, y_ptr, first_row, first_token, own_token, M, N, y_stride, ACTIVATION)
-    elif ACTIVATION == "none" or ACTIVATION == "relu":
+        store_half(v, result, staging, first_row, first_token, own_token, C)
+    elif C.ACTIVATION == "none" or C.ACTIVATION == "relu":
         here, last = halves(v)
-        store_half(here, staging, y_ptr, first_row, first_token, own_token, M, N, y_stride, ACTIVATION)
-        store_half(last, staging, y_ptr, first_row, first_token + 128, own_token, M, N, y_stride, ACTIVATION)
+        store_half(here, result, staging, first_row, first_token, own_token, C)
+        store_half(last, result, staging, first_row, first_token + 128, own_token, C)
     else:  # more instructions: fetching them takes longer than running the others twice
         here, last = halves(v)
-        for i in range(gl.minimum((M - first_token + 127) // 128, 2)):
-            store_half(here, staging, y_ptr, first_row, first_token + i * 128, own_token, M, N, y_stride, ACTIVATION)
+        for i in range(gl.minimum((result.M - first_token + 127) // 128, 2)):
+            store_half(here, result, staging, first_row, first_token + i * 128, own_token, C)
             here = last
 
 
@@ -373,32 +368,30 @@ def part_at(i, begin, end, cut, split, pairs):
 
 
 @gluon.jit
-def leave_partial_sums(totals, part_ptr, flag_ptr, ticket, HALF: gl.constexpr, TOKENS: gl.constexpr):
+def leave_partial_sums(totals, cuts, HALF: gl.constexpr, TOKENS: gl.constexpr):
     """Store a program's partial sums for the one that has the tile's beginning."""
     place = 2 * gl.program_id(0) + HALF
-    own = part_ptr + place.to(gl.int64) * (ROWS // 2 * TOKENS)
+    own = cuts.part_ptr + place.to(gl.int64) * (ROWS // 2 * TOKENS)
     for p in gl.static_range(pieces_of(TOKENS)):
         gl.store(
             place_of_sums(own + ROWS // 2 * piece_first(TOKENS, p), place * 0, sums_layout(piece_tokens(TOKENS, p))),
             totals[p],
         )
     barrier()
-    gl.atomic_xchg(flag_ptr + place, ticket, sem="release", scope="gpu")
+    gl.atomic_xchg(cuts.flag_ptr + place, cuts.ticket, sem="release", scope="gpu")
 
 
 @gluon.jit
-def add_partial_sums(
-    totals, part_ptr, flag_ptr, ticket, behind, until, split, pairs, HALF: gl.constexpr, TOKENS: gl.constexpr
-):
+def add_partial_sums(totals, cuts, behind, until, pairs, HALF: gl.constexpr, TOKENS: gl.constexpr):
     """Add other programs' sums of column pairs `behind` to `until` to totals, once they exist."""
     programs = gl.num_programs(0)
     program = gl.program_id(0) - 1
     while behind < until:
         place = 2 * program + HALF
-        while gl.atomic_add(flag_ptr + place, ticket * 0, sem="acquire", scope="gpu") != ticket:
+        while gl.atomic_add(cuts.flag_ptr + place, cuts.ticket * 0, sem="acquire", scope="gpu") != cuts.ticket:
             pass
         barrier()
-        theirs = part_ptr + place.to(gl.int64) * (ROWS // 2 * TOKENS)
+        theirs = cuts.part_ptr + place.to(gl.int64) * (ROWS // 2 * TOKENS)
         out = ()
         for p in gl.static_range(pieces_of(TOKENS)):
             pointers = place_of_sums(
@@ -406,8 +399,8 @@ def add_partial_sums(
             )
             out = out + (totals[p] + gl.load(pointers, cache_modifier=".cg"),)
         totals = out
-        gl.store(flag_ptr + place, ticket * 0)  # for the next replay of a graph, with the same ticket
-        _, behind = share_of(program, programs, split, pairs)
+        gl.store(cuts.flag_ptr + place, cuts.ticket * 0)  # for the next replay of a graph, with the same ticket
+        _, behind = share_of(program, programs, cuts.split, pairs)
         program = program - 1
     return totals
 
@@ -420,9 +413,7 @@ def tokens_of(block, M, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def copy_activations(
-    x_desc, rings, ready, free, M, columns, split, tiles, TOKENS: gl.constexpr, DEPENDENT: gl.constexpr
-):
+def copy_activations(x_desc, ring, M, columns, split, tiles, TOKENS: gl.constexpr, DEPENDENT: gl.constexpr):
     """Producer warp that keeps the ring full, for an even number of columns; columns outside x are zeros.
 
     Boxes without tokens are skipped.
@@ -441,13 +432,13 @@ def copy_activations(
         token, _ = tokens_of(tile % token_blocks, M, TOKENS)
         boxes = gl.minimum((M - token + BOX - 1) // BOX, TOKENS // BOX)
         for column in range(2 * first_pair, 2 * last_pair):
-            mbarrier.wait(free.index(stage), phase ^ 1)
-            bar = ready.index(stage)
+            mbarrier.wait(ring.free.index(stage), phase ^ 1)
+            bar = ring.ready.index(stage)
             for count in gl.static_range(1, TOKENS // BOX + 1):
                 mbarrier.expect(bar, count * (2 * BOX * COLUMNS * 2), pred=boxes == count)
             for half in gl.static_range(2):
                 for p in gl.static_range(pieces_of(TOKENS)):
-                    place = rings[p].index(2 * stage + half)
+                    place = ring.pieces[p].index(2 * stage + half)
                     for box in gl.static_range(piece_tokens(TOKENS, p) // BOX):
                         first = piece_first(TOKENS, p) + box * BOX
                         at = [token + first, (2 * column + half) * COLUMNS]
@@ -456,114 +447,78 @@ def copy_activations(
 
 
 @gluon.jit
-def multiply_tiles(
-    rings,
-    ready,
-    free,
-    go,
-    staging,
-    tile_ptr,
-    block_ptr,
-    level_ptr,
-    scale_ptr,
-    bias_ptr,
-    part_ptr,
-    flag_ptr,
-    y_ptr,
-    M,
-    N,
-    columns,
-    blocks,
-    y_stride,
-    split,
-    ticket,
-    tiles,
-    HALF: gl.constexpr,
-    TOKENS: gl.constexpr,
-    CUT_TILES: gl.constexpr,
-    CODES: gl.constexpr,
-    ORDERED: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-):
+def multiply_tiles(ring, staging, w, cuts, result, tiles, HALF: gl.constexpr, C: gl.constexpr):
     """Consumer warpgroup, for the lower or the upper HALF of each tile's rows.
 
     The second one starts a column after the first, so that one stores its results while the other multiplies.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    TOKENS: gl.constexpr = C.TOKENS
     A: gl.constexpr = gl.DotOperandLayout(0, sums_layout(piece_tokens(TOKENS, 0)), 2)
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
     always = thread >= 0
-    token_blocks = (M + TOKENS - 1) // TOKENS
-    pairs = (columns + 1) // 2
-    factor = gl.load(scale_ptr) * (1.0 if is_table(CODES) else RESCALE)
-    levels = level_words(level_ptr, CODES == "magnitudes", LAYOUT) if is_table(CODES) else ()
-    begin, end, cut, parts = parts_of(split, pairs, tiles)
+    token_blocks = (result.M + TOKENS - 1) // TOKENS
+    pairs = (w.columns + 1) // 2
+    factor = gl.load(w.scale_ptr) * (1.0 if is_table(C.CODES) else RESCALE)
+    levels = level_words(w.level_ptr, C.CODES == "magnitudes", LAYOUT) if is_table(C.CODES) else ()
+    begin, end, cut, parts = parts_of(cuts.split, pairs, tiles)
     stage = 0
     phase = 0
     for i in range(parts):
-        tile, first_pair, last_pair = part_at(i, begin, end, cut, split, pairs)
+        tile, first_pair, last_pair = part_at(i, begin, end, cut, cuts.split, pairs)
         # neighbouring programs share weights in L2
-        first_token, own_token = tokens_of(tile % token_blocks, M, TOKENS)
+        first_token, own_token = tokens_of(tile % token_blocks, result.M, TOKENS)
         first_row = tile // token_blocks * ROWS + HALF * (ROWS // 2)
-        last = gl.minimum(2 * last_pair, columns)
-        weights = weight_pointers(
-            tile_ptr, block_ptr, first_row // 16 + thread // 32, N, 2 * first_pair, columns, blocks, lane, LAYOUT, CODES
-        )
-        raw, weights = read_column(weights, always, 2 * first_pair, blocks, lane, LAYOUT, CODES)
+        last = gl.minimum(2 * last_pair, w.columns)
+        weights = weight_pointers(w, first_row // 16 + thread // 32, 2 * first_pair, lane, LAYOUT, C)
+        raw, weights = read_column(weights, always, 2 * first_pair, w.blocks, lane, LAYOUT, C)
         wanted = always & (2 * first_pair + 1 < last)
-        next_raw, weights = read_column(weights, wanted, 2 * first_pair + 1, blocks, lane, LAYOUT, CODES)
-        if DEPENDENT:
+        next_raw, weights = read_column(weights, wanted, 2 * first_pair + 1, w.blocks, lane, LAYOUT, C)
+        if C.DEPENDENT:
             wait_for_launch_before()  # before the first result is written
         totals = zeros_of(TOKENS)
-        scales = scales_of(raw, lane, CODES, ORDERED)
-        a = operands_of(raw, scales, levels, lane, 0, CODES, ORDERED, A)
+        scales = scales_of(raw, lane, C)
+        a = operands_of(raw, scales, levels, lane, 0, C, A)
         if HALF == 1:
-            mbarrier.wait(go, 0, pred=i == 0)
+            mbarrier.wait(ring.go, 0, pred=i == 0)
         for column in range(2 * first_pair, 2 * last_pair, 2):
-            mbarrier.wait(ready.index(stage), phase)
-            totals = multiply(totals, a, rings, stage, 0, ORDERED)
-            b = operands_of(raw, scales, levels, lane, 1, CODES, ORDERED, A)
-            totals = multiply(totals, b, rings, stage, 1, ORDERED)
+            mbarrier.wait(ring.ready.index(stage), phase)
+            totals = multiply(totals, a, ring.pieces, stage, 0, C.ORDERED)
+            b = operands_of(raw, scales, levels, lane, 1, C, A)
+            totals = multiply(totals, b, ring.pieces, stage, 1, C.ORDERED)
             wanted = always & (column + 2 < last)
-            raw, weights = read_column(weights, wanted, column + 2, blocks, lane, LAYOUT, CODES)
+            raw, weights = read_column(weights, wanted, column + 2, w.blocks, lane, LAYOUT, C)
             totals = wait_for_products(totals, 4)
-            scales = scales_of(next_raw, lane, CODES, ORDERED)
-            a = operands_of(next_raw, scales, levels, lane, 0, CODES, ORDERED, A)
+            scales = scales_of(next_raw, lane, C)
+            a = operands_of(next_raw, scales, levels, lane, 0, C, A)
             done = stage
             stage, phase = next_stage(stage, phase, stages_of(TOKENS))
-            mbarrier.wait(ready.index(stage), phase)
-            totals = multiply(totals, a, rings, stage, 0, ORDERED)
+            mbarrier.wait(ring.ready.index(stage), phase)
+            totals = multiply(totals, a, ring.pieces, stage, 0, C.ORDERED)
             totals = wait_for_products(totals, 4)
-            mbarrier.arrive(free.index(done), count=1)
+            mbarrier.arrive(ring.free.index(done), count=1)
             if HALF == 0:
-                mbarrier.arrive(go, count=1, pred=(i == 0) & (column == 2 * first_pair))
-            b = operands_of(next_raw, scales, levels, lane, 1, CODES, ORDERED, A)
-            totals = multiply(totals, b, rings, stage, 1, ORDERED)
+                mbarrier.arrive(ring.go, count=1, pred=(i == 0) & (column == 2 * first_pair))
+            b = operands_of(next_raw, scales, levels, lane, 1, C, A)
+            totals = multiply(totals, b, ring.pieces, stage, 1, C.ORDERED)
             wanted = always & (column + 3 < last)
-            next_raw, weights = read_column(weights, wanted, column + 3, blocks, lane, LAYOUT, CODES)
+            next_raw, weights = read_column(weights, wanted, column + 3, w.blocks, lane, LAYOUT, C)
             totals = wait_for_products(totals, 4)
-            scales = scales_of(raw, lane, CODES, ORDERED)
-            a = operands_of(raw, scales, levels, lane, 0, CODES, ORDERED, A)
+            scales = scales_of(raw, lane, C)
+            a = operands_of(raw, scales, levels, lane, 0, C, A)
             totals = wait_for_products(totals, 0)
-            mbarrier.arrive(free.index(stage), count=1)
+            mbarrier.arrive(ring.free.index(stage), count=1)
             stage, phase = next_stage(stage, phase, stages_of(TOKENS))
-        if CUT_TILES and first_pair > 0:
-            leave_partial_sums(totals, part_ptr, flag_ptr, ticket, HALF, TOKENS)
+        if C.CUT_TILES and first_pair > 0:
+            leave_partial_sums(totals, cuts, HALF, TOKENS)
         else:
-            if CUT_TILES:
+            if C.CUT_TILES:
                 until = (tile + 1) * pairs
-                totals = add_partial_sums(
-                    totals, part_ptr, flag_ptr, ticket, tile * pairs + last_pair, until, split, pairs, HALF, TOKENS
-                )
+                totals = add_partial_sums(totals, cuts, tile * pairs + last_pair, until, pairs, HALF, TOKENS)
             for p in gl.static_range(pieces_of(TOKENS)):
                 v = totals[p] * factor
-                token = first_token + piece_first(TOKENS, p)
-                store_piece(
-                    v, staging, bias_ptr, y_ptr, first_row, token, own_token, M, N, y_stride, ACTIVATION, HAS_BIAS
-                )
+                store_piece(v, result, staging, first_row, first_token + piece_first(TOKENS, p), own_token, C)
 
 
 @gluon.jit(do_not_specialize=["M", "columns", "blocks", "split", "ticket"])
@@ -600,9 +555,9 @@ def persistent_kernel(
     GPU has multiprocessors, and as there are tiles or, of cut ones, column pairs.
     """
     STAGES: gl.constexpr = stages_of(TOKENS)
-    rings = ()
+    pieces = ()
     for p in gl.static_range(pieces_of(TOKENS)):
-        rings = rings + (
+        pieces = pieces + (
             gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, piece_tokens(TOKENS, p), COLUMNS], x_desc.layout),
         )
     staging = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2, 64, ROWS // 2], x_desc.layout)
@@ -615,77 +570,16 @@ def persistent_kernel(
     mbarrier.init(go, count=1)
     hopper.fence_async_shared()
     tiles = (M + TOKENS - 1) // TOKENS * ((N + ROWS - 1) // ROWS)
+    C: gl.constexpr = Constants(TOKENS, CUT_TILES, CODES, ORDERED, ACTIVATION, HAS_BIAS, DEPENDENT)
+    ring = Ring(pieces, ready, free, go)
+    w = Matrix(tile_ptr, block_ptr, level_ptr, scale_ptr, N, columns, blocks)
+    cuts = Cuts(part_ptr, flag_ptr, split, ticket)
+    result = Result(bias_ptr, y_ptr, M, N, y_stride)
     gl.warp_specialize(
         [
-            (
-                multiply_tiles,
-                (
-                    rings,
-                    ready,
-                    free,
-                    go,
-                    staging.index(0),
-                    tile_ptr,
-                    block_ptr,
-                    level_ptr,
-                    scale_ptr,
-                    bias_ptr,
-                    part_ptr,
-                    flag_ptr,
-                    y_ptr,
-                    M,
-                    N,
-                    columns,
-                    blocks,
-                    y_stride,
-                    split,
-                    ticket,
-                    tiles,
-                    0,
-                    TOKENS,
-                    CUT_TILES,
-                    CODES,
-                    ORDERED,
-                    ACTIVATION,
-                    HAS_BIAS,
-                    DEPENDENT,
-                ),
-            ),
-            (
-                multiply_tiles,
-                (
-                    rings,
-                    ready,
-                    free,
-                    go,
-                    staging.index(1),
-                    tile_ptr,
-                    block_ptr,
-                    level_ptr,
-                    scale_ptr,
-                    bias_ptr,
-                    part_ptr,
-                    flag_ptr,
-                    y_ptr,
-                    M,
-                    N,
-                    columns,
-                    blocks,
-                    y_stride,
-                    split,
-                    ticket,
-                    tiles,
-                    1,
-                    TOKENS,
-                    CUT_TILES,
-                    CODES,
-                    ORDERED,
-                    ACTIVATION,
-                    HAS_BIAS,
-                    DEPENDENT,
-                ),
-            ),
-            (copy_activations, (x_desc, rings, ready, free, M, columns, split, tiles, TOKENS, DEPENDENT)),
+            (multiply_tiles, (ring, staging.index(0), w, cuts, result, tiles, 0, C)),
+            (multiply_tiles, (ring, staging.index(1), w, cuts, result, tiles, 1, C)),
+            (copy_activations, (x_desc, ring, M, columns, split, tiles, TOKENS, DEPENDENT)),
         ],
         [WARPS, 1],
         [240, 24],
