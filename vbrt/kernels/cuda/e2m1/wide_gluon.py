@@ -15,6 +15,8 @@ memory: with copies of 4 bytes 1.1x at 16 and 1.3x at 64 tokens, through registe
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -37,6 +39,11 @@ from vbrt.libraries.triton_api import renamed
 
 __all__ = ["reduce_kernel", "wgmma_kernel"]
 
+#: stages in shared memory: first and second words of tiles, their scales
+Ring = namedtuple("Ring", "firsts seconds scales")
+#: where a thread's row of tiles is, of how many
+Tiles = namedtuple("Tiles", "tile_ptr row_tile row_tiles columns")
+
 barrier = renamed(gl, "barrier", "thread_barrier")
 
 # output register 2 q + h of bf16 tensor q = 2 * word + c
@@ -52,31 +59,29 @@ def rows_first(WARPS):
 
 
 @gluon.jit
-def copy_tiles(
-    first, second, scales, tile_ptr, row_tile, row_tiles, column, last, columns, lane, E8M0_SCALES: gl.constexpr
-):
+def copy_tiles(ring, place, tiles, column, last, lane, E8M0_SCALES: gl.constexpr):
     """Start copying one tile per warp into a stage of the ring; zeros out of bounds."""
     WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
     LAYOUT: gl.constexpr = lane.type.layout.parent
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    wanted = (row_tile < row_tiles) & (column < last)
-    here = tile_ptr + column * WORDS  # only a scalar changes from stage to stage
-    row = row_tile * columns * WORDS
+    wanted = (tiles.row_tile < tiles.row_tiles) & (column < last)
+    here = tiles.tile_ptr + column * WORDS  # only a scalar changes from stage to stage
+    row = tiles.row_tile * tiles.columns * WORDS
     pointer = here + (gl.multiple_of((row + lane * 4)[:, None], (4, 4)) + four)
-    copy_async(first, pointer, mask=wanted[:, None])
-    copy_async(second, pointer + 128, mask=wanted[:, None])
+    copy_async(ring.firsts.index(place), pointer, mask=wanted[:, None])
+    copy_async(ring.seconds.index(place), pointer + 128, mask=wanted[:, None])
     if E8M0_SCALES:  # two lanes' scales per word
-        copy_async(scales, here + (row + 256 + lane // 2), mask=wanted)
+        copy_async(ring.scales.index(place), here + (row + 256 + lane // 2), mask=wanted)
     else:
-        copy_async(scales, here + (row + 256 + lane), mask=wanted)
+        copy_async(ring.scales.index(place), here + (row + 256 + lane), mask=wanted)
 
 
 @gluon.jit
-def read_tile(firsts, seconds, scales, place, lane, LAYOUT: gl.constexpr, E8M0_SCALES: gl.constexpr):
-    scale = scales.index(place).load(gl.SliceLayout(1, LAYOUT))
+def read_tile(ring, place, lane, LAYOUT: gl.constexpr, E8M0_SCALES: gl.constexpr):
+    scale = ring.scales.index(place).load(gl.SliceLayout(1, LAYOUT))
     if E8M0_SCALES:
         scale = scale >> (16 * (lane % 2))
-    return firsts.index(place).load(LAYOUT), seconds.index(place).load(LAYOUT), scale
+    return ring.firsts.index(place).load(LAYOUT), ring.seconds.index(place).load(LAYOUT), scale
 
 
 @gluon.jit
@@ -243,8 +248,7 @@ def wgmma_kernel(
     row_block = program // (token_blocks * SPLITS)
     thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
-    row_tile = row_block * WARPS + thread // 32
-    row_tiles = (N + 15) // 16
+    tiles = Tiles(tile_ptr, row_block * WARPS + thread // 32, (N + 15) // 16, columns)
     column = split * per_split
     last = gl.minimum(column + per_split, columns)
 
@@ -252,20 +256,9 @@ def wgmma_kernel(
     seconds = gl.allocate_shared_memory(gl.int32, [RING, THREADS, 4], LINES)
     scales = gl.allocate_shared_memory(gl.int32, [RING, THREADS], LINE)
     tokens = gl.allocate_shared_memory(gl.bfloat16, [RING, 2 * TOKENS, 64], gl.NVMMASharedLayout(128, 16, 2))
+    ring = Ring(firsts, seconds, scales)
     for i in gl.static_range(RING - 1):
-        copy_tiles(
-            firsts.index(i),
-            seconds.index(i),
-            scales.index(i),
-            tile_ptr,
-            row_tile,
-            row_tiles,
-            column + i,
-            last,
-            columns,
-            lane,
-            E8M0_SCALES,
-        )
+        copy_tiles(ring, i, tiles, column + i, last, lane, E8M0_SCALES)
     wait_for_launch_before()  # x is `order_kernel`'s
     allow_launch_after()
     for i in gl.static_range(RING - 1):
@@ -275,28 +268,16 @@ def wgmma_kernel(
     total = gl.zeros((16 * WARPS, TOKENS), gl.float32, layout=ACC)
     tensor_scale = gl.load(scale_ptr)
     async_copy.wait_group(RING - 2)
-    first, second, scale = read_tile(firsts, seconds, scales, 0, lane, LAYOUT, E8M0_SCALES)
+    first, second, scale = read_tile(ring, 0, lane, LAYOUT, E8M0_SCALES)
     for _ in range((last - column + RING - 1) // RING):
         for i in gl.static_range(RING):
             async_copy.wait_group(RING - 3)  # this column and, for the prefetched tile, the next
             total = multiply(total, operands(first, scale, 0, E8M0_SCALES, WARPS, A), tokens.index(i), 0, TOKENS)
             a = operands(second, scale, 1, E8M0_SCALES, WARPS, A)
-            first, second, scale = read_tile(firsts, seconds, scales, (i + 1) % RING, lane, LAYOUT, E8M0_SCALES)
+            first, second, scale = read_tile(ring, (i + 1) % RING, lane, LAYOUT, E8M0_SCALES)
             total = multiply(total, a, tokens.index(i), 1, TOKENS)
             free = (i + RING - 1) % RING
-            copy_tiles(
-                firsts.index(free),
-                seconds.index(free),
-                scales.index(free),
-                tile_ptr,
-                row_tile,
-                row_tiles,
-                column + RING - 1,
-                last,
-                columns,
-                lane,
-                E8M0_SCALES,
-            )
+            copy_tiles(ring, free, tiles, column + RING - 1, last, lane, E8M0_SCALES)
             copy_tokens(tokens.index(free), x_ptr, first_token, column + RING - 1, last, columns, TOKENS, WARPS)
             async_copy.commit_group()
             column = column + 1
