@@ -52,63 +52,38 @@ __all__ = ["rows_kernel", "split_kernel", "token_kernel"]
 
 @gluon.jit
 def pointers_of_tiles(
-    address,
-    row_tile,
-    row_tiles,
-    column,
-    columns,
-    MATRICES: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    E8M0_SCALES: gl.constexpr,
+    address, row_tile, column, tiles, MATRICES: gl.constexpr, ROW_TILES: gl.constexpr, E8M0_SCALES: gl.constexpr
 ):
-    """Pointers to ROW_TILES tiles from row_tile on of each of MATRICES matrices of row_tiles, in each thread's column.
+    """Pointers to ROW_TILES tiles from row_tile on of each of MATRICES matrices, in each thread's column.
 
-    address: of the first tile of the first matrix, or one per thread [threads].
+    address: of the first tile of the first matrix, or one per thread [threads]. tiles: of a matrix, (rows, columns).
     """
     WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
     base = address.to(gl.pointer_type(gl.int32))
     out = ()
     for m in gl.static_range(MATRICES):
         for r in gl.static_range(ROW_TILES):
-            out = out + (base + ((row_tile + r + m * row_tiles) * columns + column) * WORDS,)
+            out = out + (base + ((row_tile + r + m * tiles[0]) * tiles[1] + column) * WORDS,)
     return out
 
 
 @gluon.jit
-def moved(pointers, step, COUNT: gl.constexpr):
+def moved(pointers, step):
     out = ()
-    for i in gl.static_range(COUNT):
+    for i in gl.static_range(len(pointers)):
         out = out + (pointers[i] + step,)
     return out
 
 
 @gluon.jit
-def rest(tiles, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT items of a tuple from FIRST on."""
-    out = ()
-    for i in gl.static_range(COUNT):
-        out = out + (tiles[FIRST + i],)
-    return out
-
-
-@gluon.jit
-def read_weights(
-    pointers,
-    wanted,
-    rows_left,
-    lane,
-    LAYOUT: gl.constexpr,
-    MATRICES: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    E8M0_SCALES: gl.constexpr,
-):
+def read_weights(pointers, wanted, rows_left, lane, ROW_TILES: gl.constexpr, E8M0_SCALES: gl.constexpr):
     """(first words, second words, scale bytes) of each tile, zeros where not wanted.
 
     rows_left: row tiles of each matrix from the first of ROW_TILES on.
     """
-    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, lane.type.layout.parent))[None, :]
     out = ()
-    for i in gl.static_range(MATRICES * ROW_TILES):
+    for i in gl.static_range(len(pointers)):
         # addresses are known at run time only, so the compiler must be told that tiles are 16-byte aligned
         words = gl.multiple_of(pointers[i] + lane * 4, 16)[:, None] + four
         there = wanted
@@ -125,15 +100,15 @@ def read_weights(
 
 
 @gluon.jit
-def read_tokens(pointers, column, wanted, part, lane, K, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
-    """Operands 2 part and 2 part + 1 (as in `narrow_gluon.load_tokens`) of COUNT groups of eight rows of x.
+def read_tokens(pointers, column, wanted, part, lane, K):
+    """Operands 2 part and 2 part + 1 (as in `narrow_gluon.load_tokens`) of groups of eight rows of x.
 
     pointers: per lane, to its row and its 32 columns of tile column 0. wanted: lanes with a row.
     """
-    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, lane.type.layout.parent))[None, :]
     t = lane % 4
     out = ()
-    for n in gl.static_range(COUNT):
+    for n in gl.static_range(len(pointers)):
         for q in gl.static_range(2):
             offset = column * 64 + (q ^ (t // 2)) * 4 + 8 * part
             there = wanted[n] & ((offset + t * 16) * 2 < K)
@@ -175,30 +150,20 @@ def multiplied(a, b0, b1, total):
 
 
 @gluon.jit
-def added_products(
-    sums,
-    tiles,
-    xs,
-    column,
-    wanted,
-    lane,
-    K,
-    LAYOUT: gl.constexpr,
-    TILES: gl.constexpr,
-    TOKEN_GROUPS: gl.constexpr,
-    SUMMANDS: gl.constexpr,
-    E8M0_SCALES: gl.constexpr,
-):
-    """sums + the products of one column: each of TILES tiles with each token group in turn."""
-    COUNT: gl.constexpr = TOKEN_GROUPS * SUMMANDS
+def added_products(sums, tiles, xs, column, wanted, lane, K, E8M0_SCALES: gl.constexpr):
+    """sums + the products of one column: each tile with each token group, of which xs has all summands, in turn."""
+    TILES: gl.constexpr = len(tiles) // 3
+    TOKEN_GROUPS: gl.constexpr = len(sums) // TILES
+    COUNT: gl.constexpr = len(xs)
+    SUMMANDS: gl.constexpr = COUNT // TOKEN_GROUPS
     EARLY: gl.constexpr = COUNT <= 2  # more would spill registers
     tokens = ()
     if EARLY:
         for part in gl.static_range(2):
-            tokens = tokens + read_tokens(xs, column, wanted, part, lane, K, LAYOUT, COUNT)
+            tokens = tokens + read_tokens(xs, column, wanted, part, lane, K)
     for part in gl.static_range(2):
         if not EARLY:
-            tokens = read_tokens(xs, column, wanted, part, lane, K, LAYOUT, COUNT)
+            tokens = read_tokens(xs, column, wanted, part, lane, K)
         added = ()
         for i in gl.static_range(TILES):
             a = decoded(tiles[3 * i + part], tiles[3 * i + 2], part, E8M0_SCALES)
@@ -248,121 +213,6 @@ def gated_product(
 
 
 # -- rows of pairs -----------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def rows_program(
-    x_ptr,
-    order_ptr,
-    address_ptr,
-    bias_ptr,
-    y_ptr,
-    expert,
-    first,
-    count,
-    E,
-    N,
-    K,
-    columns,
-    pairs_per_row,
-    x_stride,
-    x_plane,
-    y_stride,
-    tile_offset,
-    scale_offset,
-    GROUPED: gl.constexpr,
-    MATRICES: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    TOKEN_GROUPS: gl.constexpr,
-    K_WARPS: gl.constexpr,
-    SUMMANDS: gl.constexpr,
-    E8M0_SCALES: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    GATING: gl.constexpr,
-    FUNCTION: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    SHIFT: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-):
-    """Rows of `count` pairs of one expert, from position `first` in the order; zeros for sentinels."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
-    STEP: gl.constexpr = (272 if E8M0_SCALES else 288) * K_WARPS
-    COUNT: gl.constexpr = TOKEN_GROUPS * ROW_TILES
-    TILES: gl.constexpr = MATRICES * ROW_TILES
-    DTYPE: gl.constexpr = y_ptr.dtype.element_ty
-    thread = gl.arange(0, 32 * K_WARPS, layout=gl.SliceLayout(1, LAYOUT))
-    lane = thread % 32
-    column = thread // 32
-    there = (expert >= 0) & (expert < E)
-    address = gl.load(address_ptr + expert, mask=there, other=0)
-    stop = gl.where(there, columns, 0)
-    rows = N // MATRICES
-    row_tiles = (rows + 15) // 16
-    row_tile = gl.program_id(0) * ROW_TILES
-    rows_left = row_tiles - row_tile
-    weights = pointers_of_tiles(
-        address + tile_offset, row_tile, row_tiles, column, columns, MATRICES, ROW_TILES, E8M0_SCALES
-    )
-    tiles = read_weights(weights, column < stop, rows_left, lane, LAYOUT, MATRICES, ROW_TILES, E8M0_SCALES)
-    scale = gl.load((address + scale_offset).to(gl.pointer_type(gl.float32)), mask=there, other=0.0) * RESCALE
-
-    x_words = x_ptr.to(gl.pointer_type(gl.int32))
-    xs = ()
-    has_row = ()
-    for n in gl.static_range(TOKEN_GROUPS):
-        own = n * 8 + lane // 4
-        wanted = (own < count) & there
-        own = first + own
-        if GROUPED:
-            own = gl.load(order_ptr + own, mask=wanted, other=0)
-        x_row = x_words + (own // pairs_per_row).to(gl.int64) * (x_stride // 2) + (lane % 4) * 16
-        for s in gl.static_range(SUMMANDS):
-            xs = xs + (x_row + s * (x_plane // 2),)
-            has_row = has_row + (wanted,)
-    # epilogue operands are loaded before the loop, to hide their latency
-    row, slot = places(gl.program_id(0), ROW_TILES, COUNT, out_layout(K_WARPS))
-    biases = ()
-    if HAS_BIAS:
-        for m in gl.static_range(MATRICES):
-            at = bias_ptr + expert.to(gl.int64) * N + m * rows + row
-            biases = biases + (gl.load(at, mask=(row < rows) & there, other=0.0),)
-
-    sums = ()
-    for _sum in gl.static_range(MATRICES * COUNT):
-        sums = sums + (gl.zeros((32 * K_WARPS, 4), gl.float32, layout=LAYOUT),)
-    for _step in range((stop + K_WARPS - 1) // K_WARPS):
-        weights = moved(weights, STEP, TILES)
-        ahead = read_weights(
-            weights, column + K_WARPS < stop, rows_left, lane, LAYOUT, MATRICES, ROW_TILES, E8M0_SCALES
-        )
-        sums = added_products(
-            sums, tiles, xs, column, has_row, lane, K, LAYOUT, TILES, TOKEN_GROUPS, SUMMANDS, E8M0_SCALES
-        )
-        tiles = ahead
-        column = column + K_WARPS
-    if DEPENDENT:
-        allow_launch_after()
-
-    v = results(sums, 0, ROW_TILES, TOKEN_GROUPS, K_WARPS) * scale
-    if HAS_BIAS:
-        v = v + biases[0].to(gl.float32)
-    if GATING == "halves":
-        other = results(sums, ROW_TILES, ROW_TILES, TOKEN_GROUPS, K_WARPS) * scale
-        if HAS_BIAS:
-            other = other + biases[1].to(gl.float32)
-        v = gated_product(v, other, FUNCTION, ALPHA, LIMIT, SHIFT, DTYPE)
-    elif GATING == "interleaved":
-        even, odd = neighbours(v, COUNT, K_WARPS)
-        v = gated_product(even, odd, FUNCTION, ALPHA, LIMIT, SHIFT, DTYPE)
-        row, slot = places_of_neighbours(gl.program_id(0), ROW_TILES, COUNT, K_WARPS)
-    elif FUNCTION != "none":
-        v = gate_function(v, FUNCTION, 1.0, DTYPE)
-    keep = (row < (rows // 2 if GATING == "interleaved" else rows)) & (slot < count)
-    pair = first + slot
-    if GROUPED:
-        pair = gl.load(order_ptr + pair, mask=keep, other=0)
-    gl.store(y_ptr + pair.to(gl.int64) * y_stride + row, v.to(DTYPE), mask=keep)
 
 
 @gluon.jit
@@ -452,83 +302,92 @@ def rows_kernel(
 
     Grid (ceil(row tiles of a matrix / ROW_TILES), blocks of pairs).
     """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
+    STEP: gl.constexpr = (272 if E8M0_SCALES else 288) * K_WARPS
+    COUNT: gl.constexpr = TOKEN_GROUPS * ROW_TILES
+    DTYPE: gl.constexpr = y_ptr.dtype.element_ty
     if DEPENDENT:
         wait_for_launch_before()
     first = gl.program_id(1)
     if GROUPED:
         expert = gl.load(expert_ptr + first)
-        if expert >= 0:
+    else:
+        expert = gl.load(id_ptr + first).to(gl.int32)
+    if not GROUPED or expert >= 0:  # a block without pairs has nothing to do; rows of sentinels become zeros
+        count = 1
+        if GROUPED:
             behind = gl.load(offset_ptr + expert + 1)
             first = gl.load(first_ptr + first)
-            rows_program(
-                x_ptr,
-                order_ptr,
-                address_ptr,
-                bias_ptr,
-                y_ptr,
-                expert,
-                first,
-                gl.minimum(behind - first, 8 * TOKEN_GROUPS),
-                E,
-                N,
-                K,
-                columns,
-                pairs_per_row,
-                x_stride,
-                x_plane,
-                y_stride,
-                tile_offset,
-                scale_offset,
-                GROUPED,
-                MATRICES,
-                ROW_TILES,
-                TOKEN_GROUPS,
-                K_WARPS,
-                SUMMANDS,
-                E8M0_SCALES,
-                HAS_BIAS,
-                GATING,
-                FUNCTION,
-                ALPHA,
-                LIMIT,
-                SHIFT,
-                DEPENDENT,
-            )
-    else:
-        rows_program(
-            x_ptr,
-            order_ptr,
-            address_ptr,
-            bias_ptr,
-            y_ptr,
-            gl.load(id_ptr + first).to(gl.int32),
-            first,
-            1,
-            E,
-            N,
-            K,
-            columns,
-            pairs_per_row,
-            x_stride,
-            x_plane,
-            y_stride,
-            tile_offset,
-            scale_offset,
-            GROUPED,
-            MATRICES,
-            ROW_TILES,
-            TOKEN_GROUPS,
-            K_WARPS,
-            SUMMANDS,
-            E8M0_SCALES,
-            HAS_BIAS,
-            GATING,
-            FUNCTION,
-            ALPHA,
-            LIMIT,
-            SHIFT,
-            DEPENDENT,
+            count = gl.minimum(behind - first, 8 * TOKEN_GROUPS)
+        thread = gl.arange(0, 32 * K_WARPS, layout=gl.SliceLayout(1, LAYOUT))
+        lane = thread % 32
+        column = thread // 32
+        there = (expert >= 0) & (expert < E)
+        address = gl.load(address_ptr + expert, mask=there, other=0)
+        stop = gl.where(there, columns, 0)
+        rows = N // MATRICES
+        row_tiles = (rows + 15) // 16
+        row_tile = gl.program_id(0) * ROW_TILES
+        rows_left = row_tiles - row_tile
+        tiles_of_matrix = (row_tiles, columns)
+        weights = pointers_of_tiles(
+            address + tile_offset, row_tile, column, tiles_of_matrix, MATRICES, ROW_TILES, E8M0_SCALES
         )
+        tiles = read_weights(weights, column < stop, rows_left, lane, ROW_TILES, E8M0_SCALES)
+        scale = gl.load((address + scale_offset).to(gl.pointer_type(gl.float32)), mask=there, other=0.0) * RESCALE
+
+        x_words = x_ptr.to(gl.pointer_type(gl.int32))
+        xs = ()
+        has_row = ()
+        for n in gl.static_range(TOKEN_GROUPS):
+            own = n * 8 + lane // 4
+            wanted = (own < count) & there
+            own = first + own
+            if GROUPED:
+                own = gl.load(order_ptr + own, mask=wanted, other=0)
+            x_row = x_words + (own // pairs_per_row).to(gl.int64) * (x_stride // 2) + (lane % 4) * 16
+            for s in gl.static_range(SUMMANDS):
+                xs = xs + (x_row + s * (x_plane // 2),)
+                has_row = has_row + (wanted,)
+        # epilogue operands are loaded before the loop, to hide their latency
+        row, slot = places(gl.program_id(0), ROW_TILES, COUNT, out_layout(K_WARPS))
+        biases = ()
+        if HAS_BIAS:
+            for m in gl.static_range(MATRICES):
+                at = bias_ptr + expert.to(gl.int64) * N + m * rows + row
+                biases = biases + (gl.load(at, mask=(row < rows) & there, other=0.0),)
+
+        sums = ()
+        for _sum in gl.static_range(MATRICES * COUNT):
+            sums = sums + (gl.zeros((32 * K_WARPS, 4), gl.float32, layout=LAYOUT),)
+        for _step in range((stop + K_WARPS - 1) // K_WARPS):
+            weights = moved(weights, STEP)
+            ahead = read_weights(weights, column + K_WARPS < stop, rows_left, lane, ROW_TILES, E8M0_SCALES)
+            sums = added_products(sums, tiles, xs, column, has_row, lane, K, E8M0_SCALES)
+            tiles = ahead
+            column = column + K_WARPS
+        if DEPENDENT:
+            allow_launch_after()
+
+        v = results(sums, 0, ROW_TILES, TOKEN_GROUPS, K_WARPS) * scale
+        if HAS_BIAS:
+            v = v + biases[0].to(gl.float32)
+        if GATING == "halves":
+            other = results(sums, ROW_TILES, ROW_TILES, TOKEN_GROUPS, K_WARPS) * scale
+            if HAS_BIAS:
+                other = other + biases[1].to(gl.float32)
+            v = gated_product(v, other, FUNCTION, ALPHA, LIMIT, SHIFT, DTYPE)
+        elif GATING == "interleaved":
+            even, odd = neighbours(v, COUNT, K_WARPS)
+            v = gated_product(even, odd, FUNCTION, ALPHA, LIMIT, SHIFT, DTYPE)
+            row, slot = places_of_neighbours(gl.program_id(0), ROW_TILES, COUNT, K_WARPS)
+        elif FUNCTION != "none":
+            v = gate_function(v, FUNCTION, 1.0, DTYPE)
+        keep = (row < (rows // 2 if GATING == "interleaved" else rows)) & (slot < count)
+        pair = first + slot
+        if GROUPED:
+            pair = gl.load(order_ptr + pair, mask=keep, other=0)
+        gl.store(y_ptr + pair.to(gl.int64) * y_stride + row, v.to(DTYPE), mask=keep)
 
 
 # -- weighted sums -----------------------------------------------------------------------------------------------------
@@ -591,15 +450,12 @@ def token_kernel(
         address = gl.load(address_ptr + expert, mask=there, other=0)
         stop = gl.where(there, columns, 0)
         column = begin
-        weights = pointers_of_tiles(
-            address + tile_offset, row_tile, (N + 15) // 16, column, columns, 1, ROW_TILES, E8M0_SCALES
-        )
+        tiles_of_matrix = ((N + 15) // 16, columns)
+        weights = pointers_of_tiles(address + tile_offset, row_tile, column, tiles_of_matrix, 1, ROW_TILES, E8M0_SCALES)
         tiles = ()
         for d in gl.static_range(AHEAD):
-            tiles = tiles + read_weights(
-                weights, column + d * TURN < stop, rows_left, lane, LAYOUT, 1, ROW_TILES, E8M0_SCALES
-            )
-            weights = moved(weights, STEP, ROW_TILES)
+            tiles = tiles + read_weights(weights, column + d * TURN < stop, rows_left, lane, ROW_TILES, E8M0_SCALES)
+            weights = moved(weights, STEP)
         factor = gl.load((address + scale_offset).to(gl.pointer_type(gl.float32)), mask=there, other=0.0) * RESCALE
         if DEPENDENT and WEIGHTS_FIRST:
             wait_for_launch_before()
@@ -614,12 +470,10 @@ def token_kernel(
         for _s in gl.static_range(ROW_TILES):
             sums = sums + (gl.zeros((32 * K_WARPS, 4), gl.float32, layout=LAYOUT),)
         for _step in range((columns + TURN - 1) // TURN):
-            read = read_weights(
-                weights, column + AHEAD * TURN < stop, rows_left, lane, LAYOUT, 1, ROW_TILES, E8M0_SCALES
-            )
-            weights = moved(weights, STEP, ROW_TILES)
-            sums = added_products(sums, tiles, xs, column, wanted, lane, K, LAYOUT, ROW_TILES, 1, SUMMANDS, E8M0_SCALES)
-            tiles = rest(tiles, 3 * ROW_TILES, 3 * ROW_TILES * (AHEAD - 1)) + read
+            read = read_weights(weights, column + AHEAD * TURN < stop, rows_left, lane, ROW_TILES, E8M0_SCALES)
+            weights = moved(weights, STEP)
+            sums = added_products(sums, tiles[: 3 * ROW_TILES], xs, column, wanted, lane, K, E8M0_SCALES)
+            tiles = tiles[3 * ROW_TILES :] + read
             column = column + TURN
         weighed = ()
         for r in gl.static_range(ROW_TILES):
