@@ -17,6 +17,8 @@ Legend: P pairs, E experts, N rows of a matrix, B blocks of up to TOKENS pairs o
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -35,6 +37,19 @@ ROWS = gl.constexpr(128)
 WARPS = gl.constexpr(4)
 #: columns of activations in a 128-byte row of shared memory
 COLUMNS = gl.constexpr(64)
+
+#: shared memory: activations, barriers of their stages, and one that delays a warpgroup
+Ring = namedtuple("Ring", "stages ready free go")
+#: arguments of `grouped_kernel`, by use
+Table = namedtuple("Table", "table_ptr row_blocks blocks")
+Matrix = namedtuple("Matrix", "bias_ptr tile_offset scale_offset N columns")
+Result = namedtuple("Result", "pair_ptr y_ptr n_out")
+#: its constants
+Constants = namedtuple(
+    "Constants", "TOKENS STAGES AHEAD E8M0_SCALES HAS_BIAS GATED INTERLEAVED FUNCTION ALPHA LIMIT SHIFT"
+)
+#: a warpgroup's tiles of an item and of the next one: addresses and row tiles left, then where a thread's words are
+Tiles = namedtuple("Tiles", "pairs columns address room next_address next_room tile word_at scale_at")
 
 tma_load = renamed(tma, "async_load", "async_copy_global_to_shared")
 
@@ -133,11 +148,11 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def entry_of(i, table_ptr, row_blocks, blocks):
+def entry_of(i, table):
     """Entry of item i's block; its last number is -1 if there is no such item."""
-    block = i // row_blocks
-    inside = block < blocks
-    entry = table_ptr + 4 * block
+    block = i // table.row_blocks
+    inside = block < table.blocks
+    entry = table.table_ptr + 4 * block
     address = gl.load(entry, mask=inside, other=0)
     pairs = gl.load(entry + 1, mask=inside, other=0)
     place = gl.load(entry + 2, mask=inside, other=0)
@@ -145,27 +160,15 @@ def entry_of(i, table_ptr, row_blocks, blocks):
 
 
 @gluon.jit
-def item_of(i, pairs, place, row_blocks, TOKENS: gl.constexpr):
+def item_of(i, pairs, place, table, TOKENS: gl.constexpr):
     """(row block, begin of its pairs in sorted order, end of its expert's)."""
     count = gl.maximum((place >> 32).to(gl.int32), 1)
-    own = i - place.to(gl.int32) * row_blocks
+    own = i - place.to(gl.int32) * table.row_blocks
     return own // count, pairs.to(gl.int32) + own % count * TOKENS, (pairs >> 32).to(gl.int32)
 
 
 @gluon.jit
-def copy_activations(
-    x_desc,
-    ring,
-    ready,
-    free,
-    table_ptr,
-    blocks,
-    row_blocks,
-    columns,
-    TOKENS: gl.constexpr,
-    BOX: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def copy_activations(x_desc, ring, table, columns, TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr):
     """Producer warp that keeps the ring full, for an even number of columns; columns outside x are zeros.
 
     Boxes without a pair of the item are skipped.
@@ -175,19 +178,19 @@ def copy_activations(
     stage = 0
     phase = 0
     i = gl.program_id(0)
-    _, pairs, place, expert = entry_of(i, table_ptr, row_blocks, blocks)
+    _, pairs, place, expert = entry_of(i, table)
     while expert >= 0:
-        _, first, end = item_of(i, pairs, place, row_blocks, TOKENS)
+        _, first, end = item_of(i, pairs, place, table, TOKENS)
         boxes = gl.minimum((end - first + BOX - 1) // BOX, TOKENS // BOX)
         i += gl.num_programs(0)
-        _, pairs, place, expert = entry_of(i, table_ptr, row_blocks, blocks)
+        _, pairs, place, expert = entry_of(i, table)
         for column in range((columns + 1) // 2 * 2):
-            mbarrier.wait(free.index(stage), phase ^ 1)
-            bar = ready.index(stage)
+            mbarrier.wait(ring.free.index(stage), phase ^ 1)
+            bar = ring.ready.index(stage)
             for count in gl.static_range(1, TOKENS // BOX + 1):
                 mbarrier.expect(bar, count * (2 * BOX * COLUMNS * 2), pred=boxes == count)
             for half in gl.static_range(2):
-                slot = ring.index(2 * stage + half)
+                slot = ring.stages.index(2 * stage + half)
                 for box in gl.static_range(TOKENS // BOX):
                     at = [first + box * BOX, (2 * column + half) * COLUMNS]
                     tma_load(x_desc, at, bar, slot.slice(box * BOX, BOX, dim=0), pred=box < boxes)
@@ -210,19 +213,16 @@ def read_tile(address, word_at, scale_at, wanted, E8M0_SCALES: gl.constexpr):
 
 
 @gluon.jit
-def read_pair(
-    q, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, PART: gl.constexpr,
-    E8M0_SCALES: gl.constexpr,
-):  # fmt: skip
+def read_pair(q, tiles, PART: gl.constexpr, E8M0_SCALES: gl.constexpr):
     """A tile column, PART of column pair q of an item or, past its last one, of the next item."""
     BYTES: gl.constexpr = 4 * (272 if E8M0_SCALES else 288)
-    here = q < pairs
-    own = gl.where(here, q, q - pairs)
-    at = gl.where(here, address, next_address) + (2 * own + PART).to(gl.int64) * BYTES
-    wanted = tile < gl.where(here, room, next_room)
+    here = q < tiles.pairs
+    own = gl.where(here, q, q - tiles.pairs)
+    at = gl.where(here, tiles.address, tiles.next_address) + (2 * own + PART).to(gl.int64) * BYTES
+    wanted = tiles.tile < gl.where(here, tiles.room, tiles.next_room)
     if PART == 1:
-        wanted = wanted & (2 * own + 1 < columns)
-    return read_tile(at, word_at, scale_at, wanted, E8M0_SCALES)
+        wanted = wanted & (2 * own + 1 < tiles.columns)
+    return read_tile(at, tiles.word_at, tiles.scale_at, wanted, E8M0_SCALES)
 
 
 @gluon.jit
@@ -272,94 +272,64 @@ def read_pair_numbers(pair_ptr, first, end, TOKENS: gl.constexpr, GATED: gl.cons
 
 
 @gluon.jit
-def store_chunk(v, staging, pair, y_ptr, out, n_out, GATING: gl.constexpr):
+def store_chunk(v, staging, pair, result, out, C: gl.constexpr):
     """Store a chunk's pairs to rows of y, columns from `out` on: the gate of v [64 rows, pairs]."""
-    FUNCTION: gl.constexpr = GATING[0]
-    GATED: gl.constexpr = GATING[1]
-    INTERLEAVED: gl.constexpr = GATING[2]
-    ALPHA: gl.constexpr = GATING[3]
-    LIMIT: gl.constexpr = GATING[4]
-    SHIFT: gl.constexpr = GATING[5]
-    DTYPE: gl.constexpr = y_ptr.dtype.element_ty
-    STORED: gl.constexpr = stored_layout(GATED)
-    if GATED:
+    DTYPE: gl.constexpr = result.y_ptr.dtype.element_ty
+    STORED: gl.constexpr = stored_layout(C.GATED)
+    if C.GATED:
         staging.permute((1, 0)).store(v)
-        w = staging.load(staged_layout(GATED, INTERLEAVED))
-        if INTERLEAVED:
+        w = staging.load(staged_layout(C.GATED, C.INTERLEAVED))
+        if C.INTERLEAVED:
             g, u = gl.reshape(w, (w.shape[0], 32, 2)).split()
         else:
             g, u = gl.permute(gl.reshape(w, (w.shape[0], 2, 32)), (0, 2, 1)).split()
-        o = gated_product(g, u, FUNCTION, ALPHA, LIMIT, SHIFT, DTYPE)
+        o = gated_product(g, u, C.FUNCTION, C.ALPHA, C.LIMIT, C.SHIFT, DTYPE)
         o = gl.convert_layout(o.to(DTYPE), STORED, assert_trivial=True)
     else:
-        staging.permute((1, 0)).store(gate_function(v, FUNCTION, 1.0, DTYPE).to(DTYPE))
+        staging.permute((1, 0)).store(gate_function(v, C.FUNCTION, 1.0, DTYPE).to(DTYPE))
         o = staging.load(STORED)
     n = out + gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, STORED))
-    at = pair.to(gl.int64)[:, None] * n_out + n[None, :]
-    gl.store(y_ptr + at, o, mask=(pair >= 0)[:, None] & (n < n_out)[None, :])
+    at = pair.to(gl.int64)[:, None] * result.n_out + n[None, :]
+    gl.store(result.y_ptr + at, o, mask=(pair >= 0)[:, None] & (n < result.n_out)[None, :])
 
 
 @gluon.jit
-def store_item(v, staging, pairs, y_ptr, first, end, out, n_out, GATING: gl.constexpr):
+def store_item(v, staging, pairs, result, first, end, out, C: gl.constexpr):
     """`store_chunk` for v [64 rows, pairs], for chunks that have pairs."""
     if v.shape[1] <= 64:
-        store_chunk(v, staging, pairs[0], y_ptr, out, n_out, GATING)
+        store_chunk(v, staging, pairs[0], result, out, C)
     else:
         here, last = halves(v)
-        store_chunk(here, staging, pairs[0], y_ptr, out, n_out, GATING)
+        store_chunk(here, staging, pairs[0], result, out, C)
         if first + 64 < end:
-            store_chunk(last, staging, pairs[1], y_ptr, out, n_out, GATING)
+            store_chunk(last, staging, pairs[1], result, out, C)
 
 
 @gluon.jit
-def tiles_of(page, row_block, row_tiles, columns, tile_offset, HALF: gl.constexpr, STEP: gl.constexpr):
+def tiles_of(page, row_block, row_tiles, w, HALF: gl.constexpr, STEP: gl.constexpr, E8M0_SCALES: gl.constexpr):
     """(Address of a warpgroup's first tile of an item, remaining row tiles), with STEP tiles per warpgroup."""
+    row_bytes = w.columns * (4 * (272 if E8M0_SCALES else 288))
     tile = (row_block * 2 + HALF) * STEP
-    return page + tile_offset + (tile * columns).to(gl.int64), row_tiles - tile
+    return page + w.tile_offset + (tile * row_bytes).to(gl.int64), row_tiles - tile
 
 
 @gluon.jit
-def multiply_items(
-    ring,
-    ready,
-    free,
-    go,
-    staging,
-    table_ptr,
-    pair_ptr,
-    bias_ptr,
-    y_ptr,
-    tile_offset,
-    scale_offset,
-    N,
-    blocks,
-    row_blocks,
-    columns,
-    n_out,
-    HALF: gl.constexpr,
-    TOKENS: gl.constexpr,
-    STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
-    E8M0_SCALES: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    GATING: gl.constexpr,
-):
+def multiply_items(ring, staging, table, w, result, HALF: gl.constexpr, C: gl.constexpr):
     """Consumer warpgroup, for the lower or the upper HALF of each item's rows.
 
     The second one starts a column after the first, so that one stores its results while the other multiplies. Tile
     columns are processed in pairs, and prefetched by AHEAD pairs, across the ends of items.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C.TOKENS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
-    GATED: gl.constexpr = GATING[1]
-    APART: gl.constexpr = GATING[1] and not GATING[2]  # gates in one half of the matrix, values in the other
-    OUTPUTS: gl.constexpr = 32 if GATED else 64
+    WORDS: gl.constexpr = 272 if C.E8M0_SCALES else 288
+    APART: gl.constexpr = C.GATED and not C.INTERLEAVED  # gates in one half of the matrix, values in the other
+    OUTPUTS: gl.constexpr = 32 if C.GATED else 64
     STEP: gl.constexpr = 2 if APART else 4
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
-    row_tiles = (N + 15) // 16
+    row_tiles = (w.N + 15) // 16
     if APART:
         row_tiles = row_tiles // 2
         tile = thread // 32 % 2
@@ -368,88 +338,78 @@ def multiply_items(
         tile = thread // 32
         from_first = tile
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    line = from_first * columns * WORDS
+    line = from_first * w.columns * WORDS
     word_at = gl.multiple_of((line + lane * 4)[:, None], (4, 4)) + four
-    scale_at = (2 * line if E8M0_SCALES else line) + lane  # scales of mxfp4 are read as 16 bits
-    pairs = (columns + 1) // 2
+    scale_at = (2 * line if C.E8M0_SCALES else line) + lane  # scales of mxfp4 are read as 16 bits
+    pairs = (w.columns + 1) // 2
     stage = 0
     phase = 0
     wait_for_launch_before()
     i = gl.program_id(0)
-    page, span, place, expert = entry_of(i, table_ptr, row_blocks, blocks)
-    next_page, next_span, next_place, next_expert = entry_of(i + gl.num_programs(0), table_ptr, row_blocks, blocks)
-    row_block, first, end = item_of(i, span, place, row_blocks, TOKENS)
-    next_block, next_first, next_end = item_of(i + gl.num_programs(0), next_span, next_place, row_blocks, TOKENS)
-    address, room = tiles_of(page, row_block, row_tiles, columns * (4 * WORDS), tile_offset, HALF, STEP)
+    page, span, place, expert = entry_of(i, table)
+    next_page, next_span, next_place, next_expert = entry_of(i + gl.num_programs(0), table)
+    row_block, first, end = item_of(i, span, place, table, C.TOKENS)
+    next_block, next_first, next_end = item_of(i + gl.num_programs(0), next_span, next_place, table, C.TOKENS)
+    address, room = tiles_of(page, row_block, row_tiles, w, HALF, STEP, C.E8M0_SCALES)
     room = gl.where(expert >= 0, room, 0)
-    next_address, next_room = tiles_of(next_page, next_block, row_tiles, columns * (4 * WORDS), tile_offset, HALF, STEP)
+    next_address, next_room = tiles_of(next_page, next_block, row_tiles, w, HALF, STEP, C.E8M0_SCALES)
     next_room = gl.where(next_expert >= 0, next_room, 0)
-    c0 = read_pair(0, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, 0, E8M0_SCALES)
-    c1 = read_pair(0, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, 1, E8M0_SCALES)
-    if AHEAD == 2:
-        n0 = read_pair(
-            1, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, 0, E8M0_SCALES
-        )
-        n1 = read_pair(
-            1, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, 1, E8M0_SCALES
-        )
+    tiles = Tiles(pairs, w.columns, address, room, next_address, next_room, tile, word_at, scale_at)
+    c0 = read_pair(0, tiles, 0, C.E8M0_SCALES)
+    c1 = read_pair(0, tiles, 1, C.E8M0_SCALES)
+    if C.AHEAD == 2:
+        n0 = read_pair(1, tiles, 0, C.E8M0_SCALES)
+        n1 = read_pair(1, tiles, 1, C.E8M0_SCALES)
     if HALF == 1:
-        mbarrier.wait(go, 0, pred=expert >= 0)
+        mbarrier.wait(ring.go, 0, pred=expert >= 0)
     while expert >= 0:
         # the entry is used when this item is done, so its latency is hidden
-        later_page, later_span, later_place, later_expert = entry_of(
-            i + 2 * gl.num_programs(0), table_ptr, row_blocks, blocks
-        )
-        scale = gl.load((page + scale_offset).to(gl.pointer_type(gl.float32)))
-        numbers = read_pair_numbers(pair_ptr, first, end, TOKENS, GATED)
-        total = gl.zeros((ROWS // 2, TOKENS), gl.float32, layout=ACC)
-        a = operands(c0[0], c0[2], 0, E8M0_SCALES, WARPS, A)
+        later_page, later_span, later_place, later_expert = entry_of(i + 2 * gl.num_programs(0), table)
+        scale = gl.load((page + w.scale_offset).to(gl.pointer_type(gl.float32)))
+        numbers = read_pair_numbers(result.pair_ptr, first, end, C.TOKENS, C.GATED)
+        total = gl.zeros((ROWS // 2, C.TOKENS), gl.float32, layout=ACC)
+        a = operands(c0[0], c0[2], 0, C.E8M0_SCALES, WARPS, A)
+        own_tiles = Tiles(pairs, w.columns, address, room, next_address, next_room, tile, word_at, scale_at)
         for q in range(pairs):
-            mbarrier.wait(ready.index(stage), phase)
-            total = multiply(total, a, ring, stage, 0)
-            b = operands(c0[1], c0[2], 1, E8M0_SCALES, WARPS, A)
-            total = multiply(total, b, ring, stage, 1)
-            m0 = read_pair(
-                q + AHEAD, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, 0,
-                E8M0_SCALES,
-            )  # fmt: skip
-            c0 = n0 if AHEAD == 2 else m0
+            mbarrier.wait(ring.ready.index(stage), phase)
+            total = multiply(total, a, ring.stages, stage, 0)
+            b = operands(c0[1], c0[2], 1, C.E8M0_SCALES, WARPS, A)
+            total = multiply(total, b, ring.stages, stage, 1)
+            m0 = read_pair(q + C.AHEAD, own_tiles, 0, C.E8M0_SCALES)
+            c0 = n0 if C.AHEAD == 2 else m0
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
-            a = operands(c1[0], c1[2], 0, E8M0_SCALES, WARPS, A)
+            a = operands(c1[0], c1[2], 0, C.E8M0_SCALES, WARPS, A)
             done = stage
-            stage, phase = next_stage(stage, phase, STAGES)
-            mbarrier.wait(ready.index(stage), phase)
-            total = multiply(total, a, ring, stage, 0)
+            stage, phase = next_stage(stage, phase, C.STAGES)
+            mbarrier.wait(ring.ready.index(stage), phase)
+            total = multiply(total, a, ring.stages, stage, 0)
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
-            mbarrier.arrive(free.index(done), count=1)
+            mbarrier.arrive(ring.free.index(done), count=1)
             if HALF == 0:
-                mbarrier.arrive(go, count=1, pred=(i == gl.program_id(0)) & (q == 0))
-            b = operands(c1[1], c1[2], 1, E8M0_SCALES, WARPS, A)
-            total = multiply(total, b, ring, stage, 1)
-            m1 = read_pair(
-                q + AHEAD, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, 1,
-                E8M0_SCALES,
-            )  # fmt: skip
-            c1 = n1 if AHEAD == 2 else m1
-            if AHEAD == 2:
+                mbarrier.arrive(ring.go, count=1, pred=(i == gl.program_id(0)) & (q == 0))
+            b = operands(c1[1], c1[2], 1, C.E8M0_SCALES, WARPS, A)
+            total = multiply(total, b, ring.stages, stage, 1)
+            m1 = read_pair(q + C.AHEAD, own_tiles, 1, C.E8M0_SCALES)
+            c1 = n1 if C.AHEAD == 2 else m1
+            if C.AHEAD == 2:
                 n0 = m0
                 n1 = m1
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
-            a = operands(c0[0], c0[2], 0, E8M0_SCALES, WARPS, A)
+            a = operands(c0[0], c0[2], 0, C.E8M0_SCALES, WARPS, A)
             total = hopper.warpgroup_mma_wait(0, deps=(total,))
-            mbarrier.arrive(free.index(stage), count=1)
-            stage, phase = next_stage(stage, phase, STAGES)
+            mbarrier.arrive(ring.free.index(stage), count=1)
+            stage, phase = next_stage(stage, phase, C.STAGES)
         v = total * (RESCALE * scale)
         out = (row_block * 2 + HALF) * OUTPUTS
-        if HAS_BIAS:
+        if C.HAS_BIAS:
             r = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, ACC))
             row = out + r
             if APART:
-                row = out + r % 32 + (r // 32) * (N // 2)
-            elif GATED:
+                row = out + r % 32 + (r // 32) * (w.N // 2)
+            elif C.GATED:
                 row = 2 * out + r
-            v = v + gl.load(bias_ptr + expert * N + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
-        store_item(v, staging, numbers, y_ptr, first, end, out, n_out, GATING)
+            v = v + gl.load(w.bias_ptr + expert * w.N + row, mask=row < w.N, other=0.0).to(gl.float32)[:, None]
+        store_item(v, staging, numbers, result, first, end, out, C)
         i += gl.num_programs(0)
         page = next_page
         expert = next_expert
@@ -460,10 +420,8 @@ def multiply_items(
         room = next_room
         next_page = later_page
         next_expert = later_expert
-        next_block, next_first, next_end = item_of(i + gl.num_programs(0), later_span, later_place, row_blocks, TOKENS)
-        next_address, next_room = tiles_of(
-            next_page, next_block, row_tiles, columns * (4 * WORDS), tile_offset, HALF, STEP
-        )
+        next_block, next_first, next_end = item_of(i + gl.num_programs(0), later_span, later_place, table, C.TOKENS)
+        next_address, next_room = tiles_of(next_page, next_block, row_tiles, w, HALF, STEP, C.E8M0_SCALES)
         next_room = gl.where(next_expert >= 0, next_room, 0)
 
 
@@ -501,11 +459,13 @@ def grouped_kernel(
     scale_offset. AHEAD: 2 only if there are more than two tile columns.
     """
     CHUNK: gl.constexpr = chunk_of(TOKENS)
-    GATING: gl.constexpr = (FUNCTION, GATED, INTERLEAVED, ALPHA, LIMIT, SHIFT)
+    C: gl.constexpr = Constants(
+        TOKENS, STAGES, AHEAD, E8M0_SCALES, HAS_BIAS, GATED, INTERLEAVED, FUNCTION, ALPHA, LIMIT, SHIFT
+    )
     STAGED: gl.constexpr = gl.float32 if GATED else y_ptr.dtype.element_ty
     WIDE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     SWIZZLE: gl.constexpr = WIDE if STAGED == gl.float32 else x_desc.layout
-    ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, TOKENS, COLUMNS], x_desc.layout)
+    stages = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, TOKENS, COLUMNS], x_desc.layout)
     lower = gl.allocate_shared_memory(STAGED, [CHUNK, ROWS // 2], SWIZZLE)
     upper = gl.allocate_shared_memory(STAGED, [CHUNK, ROWS // 2], SWIZZLE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -516,27 +476,16 @@ def grouped_kernel(
         mbarrier.init(free.index(s), count=2)
     mbarrier.init(go, count=1)
     hopper.fence_async_shared()
+    ring = Ring(stages, ready, free, go)
+    table = Table(table_ptr, row_blocks, blocks)
+    w = Matrix(bias_ptr, tile_offset, scale_offset, N, columns)
+    result = Result(pair_ptr, y_ptr, n_out)
     gl.warp_specialize(
         [
-            (
-                multiply_items,
-                (
-                    ring, ready, free, go, lower, table_ptr, pair_ptr, bias_ptr, y_ptr, tile_offset, scale_offset, N,
-                    blocks, row_blocks, columns, n_out, 0, TOKENS, STAGES, AHEAD, E8M0_SCALES, HAS_BIAS, GATING,
-                ),
-            ),
-            (
-                multiply_items,
-                (
-                    ring, ready, free, go, upper, table_ptr, pair_ptr, bias_ptr, y_ptr, tile_offset, scale_offset, N,
-                    blocks, row_blocks, columns, n_out, 1, TOKENS, STAGES, AHEAD, E8M0_SCALES, HAS_BIAS, GATING,
-                ),
-            ),
-            (
-                copy_activations,
-                (x_desc, ring, ready, free, table_ptr, blocks, row_blocks, columns, TOKENS, BOX, STAGES),
-            ),
+            (multiply_items, (ring, lower, table, w, result, 0, C)),
+            (multiply_items, (ring, upper, table, w, result, 1, C)),
+            (copy_activations, (x_desc, ring, table, columns, TOKENS, BOX, STAGES)),
         ],
         [WARPS, 1],
         [240, 24],
-    )  # fmt: skip
+    )
