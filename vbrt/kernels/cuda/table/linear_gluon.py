@@ -12,6 +12,8 @@ them: eleven instructions for four weights.
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -65,6 +67,9 @@ MULTIPLY_2_REGISTERS = gl.constexpr(",".join(["=&f"] * 8) + ",r" * 24)
 MULTIPLY_4 = gl.constexpr(_multiply_assembly(4))
 MULTIPLY_4_REGISTERS = gl.constexpr(",".join(["=&f"] * 16) + ",r" * 24)
 
+#: codes and scales of N rows: groups of 64 columns and blocks in each
+Plane = namedtuple("Plane", "code_ptr block_ptr N groups blocks")
+
 
 @gluon.jit
 def level_bytes(level_ptr, first: gl.constexpr, SIGNED: gl.constexpr):
@@ -107,37 +112,27 @@ def load_scale(block_ptr, at, mask):
 
 
 @gluon.jit
-def load_blocks(
-    code_ptr,
-    block_ptr,
-    row,
-    N,
-    group,
-    groups,
-    blocks,
-    t,
-    LAYOUT: gl.constexpr,
-    UNROLL: gl.constexpr,
-    BLOCK: gl.constexpr,
-):
+def load_blocks(plane, row, group, t, LAYOUT: gl.constexpr, UNROLL: gl.constexpr, BLOCK: gl.constexpr):
     """Codes, then a scale per chain, for each of UNROLL groups of 64 columns, for row and row + 8; zeros outside."""
     two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
     out = ()
     for j in gl.static_range(UNROLL):
         for half in gl.static_range(2):
-            wanted = (row + 8 * half < N) & (group + j < groups)
+            wanted = (row + 8 * half < plane.N) & (group + j < plane.groups)
             if BLOCK >= 64:
-                index = (row + 8 * half) * groups + group + j
+                index = (row + 8 * half) * plane.groups + group + j
                 at = gl.multiple_of((index * 8 + t * 2)[:, None], (2, 2)) + two
-                words = gl.load(code_ptr + at, mask=wanted[:, None], other=0, cache_modifier=".cg")
-                out = out + (words, load_scale(block_ptr, index if BLOCK == 64 else index // (BLOCK // 64), wanted))
+                words = gl.load(plane.code_ptr + at, mask=wanted[:, None], other=0, cache_modifier=".cg")
+                block = index if BLOCK == 64 else index // (BLOCK // 64)
+                out = out + (words, load_scale(plane.block_ptr, block, wanted))
             else:
                 own = row + 8 * half
-                out = out + (load_codes(code_ptr, own, group + j, blocks, t, wanted, LAYOUT, BLOCK),)
+                out = out + (load_codes(plane.code_ptr, own, group + j, plane.blocks, t, wanted, LAYOUT, BLOCK),)
                 for chain in gl.static_range(CHAINS):
                     block = (group + j) * CHAINS + chain
-                    out = out + (load_scale(block_ptr, own * blocks + block, wanted & (block < blocks)),)
+                    there = wanted & (block < plane.blocks)
+                    out = out + (load_scale(plane.block_ptr, own * plane.blocks + block, there),)
     return out
 
 
@@ -153,33 +148,14 @@ def scale_of(stored):
 @gluon.jit
 def multiplied(a, x, scales_g, scales_h, CHAINS: gl.constexpr):
     """Sums of four instructions times their blocks' scales: for row g, for row g + 8."""
-    if CHAINS == 1:
-        s = gl.inline_asm_elementwise(
-            MULTIPLY,
-            MULTIPLY_REGISTERS,
-            [a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], x[0], x[1], x[2], x[3]],
-            dtype=(gl.float32, gl.float32),
-            is_pure=True,
-            pack=2,
-        )
-    elif CHAINS == 2:
-        s = gl.inline_asm_elementwise(
-            MULTIPLY_2,
-            MULTIPLY_2_REGISTERS,
-            [a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], x[0], x[1], x[2], x[3]],
-            dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        s = gl.inline_asm_elementwise(
-            MULTIPLY_4,
-            MULTIPLY_4_REGISTERS,
-            [a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], x[0], x[1], x[2], x[3]],
-            dtype=(gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32),
-            is_pure=True,
-            pack=2,
-        )
+    s = gl.inline_asm_elementwise(
+        MULTIPLY if CHAINS == 1 else (MULTIPLY_2 if CHAINS == 2 else MULTIPLY_4),
+        MULTIPLY_REGISTERS if CHAINS == 1 else (MULTIPLY_2_REGISTERS if CHAINS == 2 else MULTIPLY_4_REGISTERS),
+        a + x,
+        dtype=(gl.float32, gl.float32) * CHAINS,
+        is_pure=True,
+        pack=2,
+    )
     upper = s[0] * scales_g[0]
     lower = s[1] * scales_h[0]
     for chain in gl.static_range(1, CHAINS):
@@ -236,7 +212,8 @@ def linear_kernel(
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
     zero = gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT)
     blank = gl.zeros((32 * K_WARPS, 2), gl.int32, layout=LAYOUT)
-    tiles = load_blocks(code_ptr, block_ptr, row, N, group, groups, blocks, t, LAYOUT, UNROLL, BLOCK)
+    plane = Plane(code_ptr, block_ptr, N, groups, blocks)
+    tiles = load_blocks(plane, row, group, t, LAYOUT, UNROLL, BLOCK)
     lows = ()
     highs = ()
     for quarter in gl.static_range(4):
@@ -250,23 +227,12 @@ def linear_kernel(
         lowers = lowers + (zero,)
     STEP: gl.constexpr = K_WARPS * UNROLL
     for _ in range((groups + STEP - 1) // STEP):
-        ahead = load_blocks(code_ptr, block_ptr, row, N, group + STEP, groups, blocks, t, LAYOUT, UNROLL, BLOCK)
+        ahead = load_blocks(plane, row, group + STEP, t, LAYOUT, UNROLL, BLOCK)
         for j in gl.static_range(UNROLL):
             a = gl.inline_asm_elementwise(
                 DECODE,
                 DECODE_REGISTERS,
-                [
-                    tiles[2 * EACH * j],
-                    tiles[2 * EACH * j + EACH],
-                    lows[0],
-                    lows[1],
-                    lows[2],
-                    lows[3],
-                    highs[0],
-                    highs[1],
-                    highs[2],
-                    highs[3],
-                ],
+                (tiles[2 * EACH * j], tiles[2 * EACH * j + EACH]) + lows + highs,
                 dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
                 is_pure=True,
                 pack=2,
