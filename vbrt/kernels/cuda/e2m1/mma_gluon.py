@@ -11,16 +11,20 @@ each; as halves of 128 bytes change places in every second row, they do so witho
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from vbrt.kernels.cuda.e2m1.narrow_gluon import RESCALE, activate, copy_async
-from vbrt.kernels.cuda.e2m1.wide_gluon import copy_tiles, operands, read_tile, rows_first
+from vbrt.kernels.cuda.e2m1.wide_gluon import Ring, Tiles, copy_tiles, operands, read_tile, rows_first
 from vbrt.libraries.triton_api import renamed
 
 __all__ = ["mma_kernel"]
 
+#: rows of x from the program's first token on, their distance in elements, their number and length
+Activations = namedtuple("Activations", "ptr stride tokens K")
 reinterpret = renamed(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 
 
@@ -53,18 +57,16 @@ def b_layout(TOKENS, WARPS):
 
 
 @gluon.jit
-def copy_tokens(
-    place, x_ptr, x_stride, column, last, tokens, K, TOKENS: gl.constexpr, WARPS: gl.constexpr, K_TAIL: gl.constexpr
-):
-    """Start copying 128 columns of `tokens` rows of x into a stage of the ring [TOKENS, 128]; zeros out of bounds."""
+def copy_tokens(place, x, column, last, TOKENS: gl.constexpr, WARPS: gl.constexpr, K_TAIL: gl.constexpr):
+    """Start copying 128 columns of the activations into a stage of the ring [TOKENS, 128]; zeros out of bounds."""
     X: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     row = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, X))
     k = gl.arange(0, 128, layout=gl.SliceLayout(0, X))
-    offset = (row * (x_stride // 8) * 8)[:, None] + k[None, :]
-    inside = (row < tokens)[:, None] & (k >= 0)[None, :] & (column < last)
+    offset = (row * (x.stride // 8) * 8)[:, None] + k[None, :]
+    inside = (row < x.tokens)[:, None] & (k >= 0)[None, :] & (column < last)
     if K_TAIL:
-        inside = inside & (column * 128 + k // 8 * 8 < K)[None, :]
-    copy_async(place, x_ptr + column * 128 + offset, mask=inside)  # only a scalar changes from stage to stage
+        inside = inside & (column * 128 + k // 8 * 8 < x.K)[None, :]
+    copy_async(place, x.ptr + column * 128 + offset, mask=inside)  # only a scalar changes from stage to stage
 
 
 @gluon.jit
@@ -94,18 +96,14 @@ def multiply(
 
 @gluon.jit
 def copy_stage(
-    firsts, seconds, scales, stages, place, tile_ptr, x_ptr, x_stride, row_tile, row_tiles, column, last, columns,
-    tokens, K, lane, TOKENS: gl.constexpr, WARPS: gl.constexpr, ROW_TILES: gl.constexpr, E8M0_SCALES: gl.constexpr,
-    K_TAIL: gl.constexpr,
+    ring, stages, place, tiles, x, column, last, lane, TOKENS: gl.constexpr, WARPS: gl.constexpr,
+    ROW_TILES: gl.constexpr, E8M0_SCALES: gl.constexpr, K_TAIL: gl.constexpr,
 ):  # fmt: skip
     """Start copying one column of tiles and activations into a stage of the ring."""
     for r in gl.static_range(ROW_TILES):
-        at = place * ROW_TILES + r
-        copy_tiles(
-            firsts.index(at), seconds.index(at), scales.index(at), tile_ptr, row_tile + r * WARPS, row_tiles, column,
-            last, columns, lane, E8M0_SCALES,
-        )  # fmt: skip
-    copy_tokens(stages.index(place), x_ptr, x_stride, column, last, tokens, K, TOKENS, WARPS, K_TAIL)
+        of_row = Tiles(tiles.tile_ptr, tiles.row_tile + r * WARPS, tiles.row_tiles, tiles.columns)
+        copy_tiles(ring, place * ROW_TILES + r, of_row, column, last, lane, E8M0_SCALES)
+    copy_tokens(stages.index(place), x, column, last, TOKENS, WARPS, K_TAIL)
     async_copy.commit_group()
 
 
@@ -156,10 +154,8 @@ def mma_kernel(
     row_block = program // (token_blocks * splits)
     thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
-    row_tile = row_block * (WARPS * ROW_TILES) + thread // 32
-    row_tiles = (N + 15) // 16
-    x_ptr = x_ptr + first_token.to(gl.int64) * x_stride
-    tokens = M - first_token
+    tiles = Tiles(tile_ptr, row_block * (WARPS * ROW_TILES) + thread // 32, (N + 15) // 16, columns)
+    x = Activations(x_ptr + first_token.to(gl.int64) * x_stride, x_stride, M - first_token, K)
     column = split * per_split
     last = gl.minimum(column + per_split, columns)
 
@@ -167,11 +163,9 @@ def mma_kernel(
     seconds = gl.allocate_shared_memory(gl.int32, [RING * ROW_TILES, THREADS, 4], LINES)
     scales = gl.allocate_shared_memory(gl.int32, [RING * ROW_TILES, THREADS], LINE)
     stages = gl.allocate_shared_memory(gl.bfloat16, [RING, TOKENS, 128], stage_layout(TOKENS, False))
+    ring = Ring(firsts, seconds, scales)
     for i in gl.static_range(RING - 1):
-        copy_stage(
-            firsts, seconds, scales, stages, i, tile_ptr, x_ptr, x_stride, row_tile, row_tiles, column + i, last,
-            columns, tokens, K, lane, TOKENS, WARPS, ROW_TILES, E8M0_SCALES, K_TAIL,
-        )  # fmt: skip
+        copy_stage(ring, stages, i, tiles, x, column + i, last, lane, TOKENS, WARPS, ROW_TILES, E8M0_SCALES, K_TAIL)
     sums = ()
     for _ in gl.static_range(ROW_TILES * CHUNKS):
         sums = sums + (gl.zeros((16 * WARPS, CHUNK), gl.float32, layout=ACC),)
@@ -183,15 +177,13 @@ def mma_kernel(
             for part in gl.static_range(2):
                 a = ()
                 for r in gl.static_range(ROW_TILES):
-                    first, second, scale = read_tile(
-                        firsts, seconds, scales, i * ROW_TILES + r, lane, LAYOUT, E8M0_SCALES
-                    )
+                    first, second, scale = read_tile(ring, i * ROW_TILES + r, lane, LAYOUT, E8M0_SCALES)
                     a = a + operands(first if part == 0 else second, scale, part, E8M0_SCALES, WARPS, A)
                 for q in gl.static_range(2):
                     sums = multiply(sums, a, stage, 2 * part + q, 2 * q, TOKENS, CHUNK, ROW_TILES, WARPS, B)
             copy_stage(
-                firsts, seconds, scales, stages, (i + RING - 1) % RING, tile_ptr, x_ptr, x_stride, row_tile, row_tiles,
-                column + RING - 1, last, columns, tokens, K, lane, TOKENS, WARPS, ROW_TILES, E8M0_SCALES, K_TAIL,
+                ring, stages, (i + RING - 1) % RING, tiles, x, column + RING - 1, last, lane, TOKENS, WARPS, ROW_TILES,
+                E8M0_SCALES, K_TAIL,
             )  # fmt: skip
             column = column + 1
     async_copy.wait_group(0)
