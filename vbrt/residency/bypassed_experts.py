@@ -16,7 +16,7 @@ __all__ = ["Passed"]
 
 
 class Passed:
-    """Pages that the next decided lease uses in host memory.
+    """Bypassed pages of the next lease.
 
     Attributes:
         lease: number of that lease, counted by the policy.

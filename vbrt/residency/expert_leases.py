@@ -1,14 +1,14 @@
-"""Batch size of leases of routed experts by the host; shared by the runtime and the estimates."""
+"""Batch size of expert leases; shared by the runtime and the cost model."""
 
 from typing import NamedTuple
 
 __all__ = ["ExpertLeases", "gathered_at_once"]
 
-_CHUNK_BYTES = 256 << 20  # of decoded or gathered weights, outside the budgets
+_CHUNK_BYTES = 256 << 20  # scratch for decoded or gathered weights, outside the budgets
 
 
 def gathered_at_once(page_bytes: int) -> int:
-    """Return the most experts whose pages the device gathers at once."""
+    """Return the maximum number of experts that the device gathers at once."""
     return max(1, _CHUNK_BYTES // max(1, page_bytes))
 
 
@@ -17,8 +17,8 @@ class ExpertLeases(NamedTuple):
 
     Attributes:
         experts, top_k: number per layer, and per token.
-        decoded_bytes: of one expert.
-        page_bytes: of each plane of one expert.
+        decoded_bytes: bytes of one decoded expert.
+        page_bytes: bytes of one expert's page, by plane.
         lossless: True if leased experts are decoded together.
     """
 
@@ -29,12 +29,12 @@ class ExpertLeases(NamedTuple):
     lossless: bool
 
     def at_once(self, *, scan: bool, room_bytes: int | None, scan_pages: int = 0) -> int:
-        """Return the number of experts per lease: as many as the tier has room for; in a scan, as many as the policy
-        wants, or else a third of the room, so that the previous and the next chunk have room too.
+        """Return the number of experts per lease: as many as fit into the tier; in a scan the policy's chunk, or by
+        default a third of the room, so that the previous and the next chunk fit too.
 
         Args:
-            room_bytes: room for moving pages; None: no page moves.
-            scan_pages: pages per lease that the policy wants; 0: no preference.
+            room_bytes: room for streamed pages; None: no page is streamed.
+            scan_pages: pages per lease preferred by the policy; 0: no preference.
         """
         at_once = max(1, _CHUNK_BYTES // max(1, self.decoded_bytes)) if self.lossless else self.experts
         if room_bytes is None:

@@ -8,7 +8,7 @@ experts in recent passes; `ScheduledPolicy` decides on them. Each side yields ro
 
 `announce(pages)` announces a scan: the pages of the next leases, in order. They are prefetched, `prefetch` at a time,
 and their leases count as a scan (see `expert_pool.py`). An announcement ends with its last page, with the next
-announcement, and with the pass. `passed` is told of experts that the CPU computes in host memory.
+announcement, and with the pass. `passed` takes experts that the CPU computes in host memory.
 """
 
 from collections.abc import Collection, Mapping
@@ -35,7 +35,7 @@ class ExpertsPolicy:
     """Policy for models with routed experts: recency and frequency for experts, `ScheduledPolicy` for other layers.
 
     Attributes:
-        passed: pages that the next decided lease uses in host memory; tell it of them before that lease.
+        passed: bypassed pages of the next lease; note them before it.
 
     Args:
         capacity_bytes: room for pages, in bytes.
@@ -170,7 +170,7 @@ class ExpertsPolicy:
             self._other_bytes -= self._other_sizes.pop(key, 0)
 
     def resize(self, capacity_bytes: int) -> tuple[str, ...]:
-        """Set the room; return the pages that are evicted because of it."""
+        """Set the room; return the evicted pages."""
         self.capacity_bytes = capacity_bytes
         victims = self._others.resize(min(self._others.capacity_bytes, self._wanted_by_others()))
         self._experts.resize(capacity_bytes - self._others.capacity_bytes)

@@ -50,8 +50,8 @@ class ExpertRoom:
 
     Attributes:
         pages: by key, all pages leased or announced so far, less removed ones.
-        resident_bytes: of resident pages.
-        largest_bytes: of the largest page.
+        resident_bytes: bytes of resident pages.
+        largest_bytes: bytes of the largest page.
     """
 
     def __init__(self, *, by_layer: bool, layers: Mapping[str, int]) -> None:
@@ -85,7 +85,7 @@ class ExpertRoom:
         return layer
 
     def remove(self, key: str) -> None:
-        """Forget a page, and with its last page a layer."""
+        """Remove a page; the last page of a layer removes the layer."""
         page = self.pages.pop(key)
         if page.place:
             self.evict(page)
@@ -99,7 +99,7 @@ class ExpertRoom:
     # -- shares -------------------------------------------------------------------------------------------------------
 
     def resize(self, capacity_bytes: int) -> None:
-        """Divide a new room. Pages stay until `shrink`, or until their pools need the slots."""
+        """Set the room and divide it. Pages stay resident until `shrink`, or until their pools need the slots."""
         self.capacity_bytes = capacity_bytes
         layers = self._layers
         self.largest_bytes = max((layer.page_bytes for layer in layers.values()), default=0)
@@ -116,7 +116,7 @@ class ExpertRoom:
             layer.pool.share = (slots + more) * layer.page_bytes
 
     def shares(self) -> dict[str, int]:
-        """Return the bytes of each layer's pool, by layer and plane."""
+        """Return the share of each pool in bytes, by layer and plane."""
         return {name: layer.pool.share for name, layer in self._layers.items()}
 
     def shrink(self, nbytes: int, busy: Collection[str] = ()) -> tuple[str, ...]:

@@ -20,8 +20,8 @@ __all__ = [
     "missed_gb_per_s",
 ]
 
-#: kernel launches of a decoder layer outside its experts; a captured step launches them at once, the host one by one:
-#: what transformers runs for Qwen3-MoE (65) and Mixtral (51), counted
+#: kernel launches of a decoder layer outside its experts, unless replayed in one CUDA graph; transformers has 65 for
+#: Qwen3-MoE and 51 for Mixtral
 OPERATORS = 60
 
 
@@ -97,8 +97,8 @@ def _divided(missed: Sequence[Missed], rates: MissRates) -> tuple[tuple[int, ...
     return tuple(sorted(one.expert for one in order[:count])), best
 
 
-#: assumed GB/s of pages that a CPU computes with, where `vbrt tune --machine` has not measured it. Two cores of a Zen 4
-#: take 15.6 GB/s in the order of a GPU's tiles (scripts/missed_rates.py)
+#: default CPU compute throughput in GB/s of pages, unless measured by `vbrt tune --machine`; two Zen 4 cores reach 15.6
+#: on pages in a GPU's tile order (scripts/missed_rates.py)
 CPU_GB_PER_S = 20.0
 
 

@@ -5,8 +5,8 @@ from collections.abc import Collection
 
 __all__ = ["Order", "PassRecord"]
 
-_LONGEST_SHORT = 4096  # accesses that any pass may have before it is cut
-_LONGEST_PASS = 16  # and per distinct page: a longer unmarked pass is cut, to bound its record
+_LONGEST_SHORT = 4096  # accesses after which an unmarked pass is cut, to bound its record: so many,
+_LONGEST_PASS = 16  # and so many per distinct page
 
 
 class Order:
@@ -73,7 +73,7 @@ class PassRecord:
         return keys
 
     def begins_again(self, key: str, order: tuple[str, ...]) -> bool:
-        """True if an unmarked pass begins with this access; call it once per access, before adding that."""
+        """True if an unmarked pass begins with this access; call once per access, before adding it."""
         self._since_mark += 1
         keys = self.keys
         if not keys or key != keys[0]:

@@ -29,11 +29,11 @@ class Plan(PlanData):
     """
 
     def __str__(self) -> str:
-        """Return a picture of where the bytes go, and a line for each kind of layer."""
+        """Return a bar chart of bytes per tier, and a line per kind of layer."""
         return self.table()
 
     def table(self, *, width: int = 80, each: bool = False) -> str:
-        """Return the plan as text: with `each` a line for every layer instead of one for each kind."""
+        """Return the plan as text. `each`: one line per layer instead of per kind."""
         check_whole(width, "table(): width")
         return "\n".join(plan_lines(self, width, each=each))
 
@@ -41,7 +41,7 @@ class Plan(PlanData):
         return f"<pre>{html.escape(self.table(width=120))}</pre>"
 
     def to_dict(self) -> dict:
-        """Return plain data for JSON, with the totals."""
+        """Return JSON-serializable data, with the totals."""
         totals = {
             name: getattr(self, name)
             for name in ("compute_tier", "dense_bytes", "swapped_bytes", "kept_bytes", "page_bytes")
@@ -57,12 +57,12 @@ class Plan(PlanData):
         }
 
 
-#: layers' fine planes that must have room beside the coarse ones: the one that computes, and those that are fetched
+#: pages that must fit besides resident ones, to be streamed: the one in use, and prefetched ones
 _PASSING = 4
 
 
 def with_whole_pages(budgets: Mapping[str, int], layers: Sequence[Sequence[PageSpec]], peers: int) -> dict[str, int]:
-    """Return budgets of which the neighbours' can be filled with whole pages, whichever of `peers` each lies on."""
+    """Return budgets less the peer tier's fragmentation: up to a page per GPU, since pages are not split."""
     largest = max((page.nbytes for layer in layers for page in layer), default=0)
     lost = {"peer": peers * largest if peers > 1 else 0}
     return {tier: max(0, nbytes - lost.get(tier, 0)) for tier, nbytes in budgets.items()}
@@ -83,11 +83,11 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
     Args:
         layers: the pages of each layer, in the order of the model.
         budgets: bytes by tier, the computing tier first; an ssd comes last.
-        source: what to name in an error: the config's file or preset.
+        source: config file or preset, for error messages.
 
     Raises:
-        NoRoomError: a tier is smaller than the largest layer that must pass through it, or all of them together
-            are too small.
+        NoRoomError: a tier is smaller than the largest layer that must pass through it, or all tiers together are too
+            small.
     """
     pages = {page.key: page for layer in layers for page in layer}
     sizes = {key: page.nbytes for key, page in pages.items()}
@@ -97,7 +97,7 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
     top = tiers[0] if tiers else ""
     homes: dict[str, str] = {}
     beside = routed
-    if not routed:  # of exact weights: fine planes pass through a ring
+    if not routed:  # exact weights: fine planes are streamed
         every = _coarse_of_exact(layers, top)
         beside = _PASSING * max((page.nbytes for page in pages.values()), default=0)
     if every and beside and len(tiers) > 1 and sum(every.values()) + beside <= budgets[top] < sum(sizes.values()):
@@ -109,7 +109,7 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
 
 
 def _coarse_of_exact(layers: Sequence[Sequence[PageSpec]], top: str) -> dict[str, int]:
-    """Return what the coarse pages that have a fine one cost in the computing tier, by key."""
+    """Return the bytes that coarse pages of exact weights take in the tier `top`, by key."""
     exact = [layer for layer in layers if len({page.plane for page in layer}) > 1]
     first = [layer[0] for layer in exact if not layer[0].by_rows]
     return {page.key: _cost(page.nbytes, top) for page in first}
@@ -118,7 +118,7 @@ def _coarse_of_exact(layers: Sequence[Sequence[PageSpec]], top: str) -> dict[str
 def _place_filling(
     sizes: Mapping[str, int], layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], source: str
 ) -> dict[str, str]:
-    """`_place`, where tiers that fill, and the computing tier, take what fits before tiers below them are asked."""
+    """Place pages as `_place`, but fill tiers that `fills`, and the computing tier, before those below."""
     filling = [tier for tier in budgets if TIERS[tier].fills]
     top, *below = [tier for tier in budgets if tier not in filling] or [""]
     if not filling or sum(_cost(size, top) for size in sizes.values()) <= budgets[top]:
@@ -142,7 +142,7 @@ def _place_filling(
 def _place(
     sizes: Mapping[str, int], layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], source: str
 ) -> dict[str, str]:
-    """`place` for pages that are all alike, by their bytes."""
+    """Place pages without regard to experts or planes; see `place`."""
     lease = max(map(lease_bytes, layers), default=0)
     tiers = list(budgets)
     for depth, tier in enumerate(tiers):

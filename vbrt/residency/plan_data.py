@@ -13,14 +13,14 @@ __all__ = ["Beside", "PageSpec", "PlanData", "Skip", "Swap", "lease_bytes", "lea
 
 @dataclass(frozen=True, slots=True)
 class PageSpec:
-    """One plane of one weight.
+    """Page of a plan: one plane of one weight, or of one routed expert.
 
     Attributes:
-        nbytes: an upper estimate where the data decides.
-        home: the tier that it lives in.
-        by_rows: True if only rows of it are read, where it lives: it passes through no tier.
-        top_k: of a page of a routed expert, the experts that a token goes to: a lease takes at least as many pages of
-            the plane, not all. 0: every lease of the layer takes the page.
+        nbytes: an upper bound if the size depends on the data.
+        home: name of its home tier.
+        by_rows: True if only rows of it are read, in its home: it is never copied to a tier above.
+        top_k: for a page of a routed expert, the experts per token: a lease takes at least as many pages of the plane.
+            0: every lease of the layer takes the page.
     """
 
     key: str
@@ -36,15 +36,15 @@ class Swap:
     """Swap: a weight that goes into the tiers; the modules of its sites become VB layers.
 
     Attributes:
-        site: where the weight is in the model; its first site, where several are tied.
-        tied: the other sites of the same weight; of routed experts, those of the first parameter of other modules that
-            hold all the same parameters.
-        parts: the other parameters of a module of routed experts, whose matrices are in the same pages.
-        dtype: of the weight, by torch's name.
-        experts, top_k: of routed experts, how many the layer has and how many a token goes to; else 0. Such a swap has
-            a page for each plane of each expert.
-        inputs: what errors are weighed by as the weight is encoded, for the site and each of the parts: an `Inputs` of
-            `vbrt.formats.error_feedback`. Empty: not weighed. A plan does not look at them.
+        site: site of the weight; of tied weights the first one.
+        tied: the other sites of a tied weight; for routed experts, the first parameter's sites in the other modules
+            that hold the same parameters.
+        parts: for routed experts, sites of the module's other parameters, whose matrices are in the same pages.
+        dtype: torch's name of the weight's dtype.
+        experts, top_k: experts of the layer, and per token; 0 for other weights. Routed experts have one page per plane
+            and expert.
+        inputs: calibration `Inputs` (`vbrt.formats.error_feedback`) for the site and each part, which weight encoding
+            errors; empty: unweighted. Unused by the plan itself.
     """
 
     site: WeightSite
@@ -67,28 +67,28 @@ class Swap:
 
     @property
     def name(self) -> str:
-        """The name of the first site; of the module, where its experts are routed."""
+        """Name of the first site; for routed experts, of their module."""
         return self.site.module if self.experts else self.site.name
 
     @property
     def modules(self) -> dict[str, str]:
-        """The names of the VB layers that it makes, and the modules that become them."""
+        """Modules that become VB layers, by the layers' names."""
         held_by = (self.site, *self.tied) if self.experts else self.sites
         return {site.module if self.experts else site.name: site.module for site in held_by}
 
     @property
     def lease(self) -> str:
-        """Names what takes its pages in one lease: the module, of which stacked parameters are leased together."""
+        """Name of the lease that takes its pages: stacked parameters of a module share one."""
         return self.site.module if self.site.stacked else self.name
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """The names of the other sites."""
+        """Names of the tied sites."""
         return tuple(site.module if self.experts else site.name for site in self.tied)
 
     @property
     def kind(self) -> str:
-        """The kind of the first site's module."""
+        """Kind of the first site's module."""
         return self.site.kind
 
     @property
@@ -98,7 +98,7 @@ class Swap:
 
     @property
     def lossless(self) -> bool:
-        """True if the weight is held bit for bit."""
+        """True if the weight is stored losslessly."""
         return FORMATS[self.format].lossless or self.fine == "exact"
 
     @property
@@ -108,13 +108,12 @@ class Swap:
 
     @property
     def by_rows(self) -> bool:
-        """True if only rows of the weight are read, where its pages live."""
+        """True if only rows of the weight are read, in its home."""
         return bool(self.pages) and all(page.by_rows for page in self.pages)
 
     @property
     def leased(self) -> tuple[PageSpec, ...]:
-        """The pages that a lease of the weight takes for one token: none of a table that is read by rows, and of
-        routed experts as many as the token goes to, the largest."""
+        """Pages leased for one token; see `leased_pages`."""
         return leased_pages(self.pages)
 
     def to_dict(self) -> dict:
@@ -138,7 +137,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Parameters that stay dense: their bytes and the reason. A refusal is data."""
+    """Parameters that stay dense: their bytes, and the reason."""
 
     nbytes: int
     reason: str
@@ -146,8 +145,8 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The state of a runtime that a further model shares: resolved budgets, and the pages of each layer of its models,
-    under keys that no page of the further model has."""
+    """State of a runtime that another model joins: resolved budgets, and the pages of its models by layer, with keys
+    distinct from the new model's."""
 
     budgets: Mapping[str, int]
     layers: tuple[tuple[PageSpec, ...], ...]
@@ -155,7 +154,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class PlanData:
-    """The fields of a `Plan`, and its totals."""
+    """Fields of a `Plan`, and totals over them."""
 
     swaps: tuple[Swap, ...]
     skipped: Mapping[str, Skip]
@@ -172,22 +171,22 @@ class PlanData:
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the model as it came: swapped weights and everything that stays."""
+        """Bytes of the dense model: swapped weights and skipped parameters."""
         return sum(swap.dense_bytes for swap in self.swaps) + self.kept_bytes
 
     @property
     def swapped_bytes(self) -> int:
-        """Dense bytes of the weights that are swapped."""
+        """Dense bytes of swapped weights."""
         return sum(swap.dense_bytes for swap in self.swaps)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of parameters that stay as they are, in the computing device's memory, outside the budgets."""
+        """Bytes of skipped parameters: in the computing device's memory, outside the budgets."""
         return sum(skip.nbytes for skip in self.skipped.values())
 
     @property
     def unbudgeted_bytes(self) -> int:
-        """Bytes of all parameters that are in the computing device's memory outside the budgets."""
+        """Bytes of all parameters in the computing device's memory and outside the budgets."""
         return self.dense_bytes if self.mode == "train" else self.kept_bytes
 
     @property
@@ -202,7 +201,7 @@ class PlanData:
 
     @property
     def group(self) -> int:
-        """Pages that one lease takes together for one token, at most."""
+        """Most pages per lease, for one token."""
         return max((len(swap.leased) for swap in self.swaps), default=0) or 1
 
     @property
@@ -215,7 +214,7 @@ class PlanData:
 
     @property
     def largest_page_bytes(self) -> int:
-        """Bytes of the largest page that a lease takes."""
+        """Bytes of the largest leased page."""
         return max((page.nbytes for swap in self.swaps for page in swap.leased), default=0)
 
     def home_bytes(self, tier: str) -> int:
@@ -224,8 +223,8 @@ class PlanData:
 
 
 def leased_pages(pages: Sequence[PageSpec]) -> tuple[PageSpec, ...]:
-    """Return those of a layer's pages that a lease takes for one token: of routed experts the `top_k` largest of each
-    plane."""
+    """Return the pages of a layer leased for one token: of routed experts the `top_k` largest of each plane, of tables
+    read by rows none."""
     every = [page for page in pages if not (page.by_rows or page.top_k)]
     routed: dict[str, list[PageSpec]] = {}
     for page in pages:
@@ -237,5 +236,5 @@ def leased_pages(pages: Sequence[PageSpec]) -> tuple[PageSpec, ...]:
 
 
 def lease_bytes(pages: Sequence[PageSpec]) -> int:
-    """Return the bytes of the pages that a lease takes for one token."""
+    """Return the bytes of the pages leased for one token."""
     return sum(page.nbytes for page in leased_pages(pages))

@@ -18,16 +18,16 @@ from vbrt.residency.plan_data import PlanData, Skip, Swap
 __all__ = ["picture_lines", "plan_lines"]
 
 _FILLS = {"dense": "█", "coarse": "▓", "fine": "▒", "kept": "░"}
-_BAR, _SHORT = 40, 16  # characters of the longest bar; with fewer beside it, text goes below
-_NAMES = 3  # of modules that stay for one reason, before the rest is counted
-_SKIPS = 6  # reasons, before the rest is counted
+_BAR, _SHORT = 40, 16  # characters of the longest bar; if fewer than _SHORT fit, text goes below
+_NAMES = 3  # modules listed per reason; the rest is counted
+_SKIPS = 6  # reasons listed; the rest is counted
 
 
 def plan_lines(plan: PlanData, width: int = 80, *, each: bool = False) -> Iterator[str]:
-    """Yield the lines of a plan, not longer than `width` but for names.
+    """Yield the lines of a plan, at most `width` long except for names.
 
     Args:
-        each: a line for each layer instead of one for each kind.
+        each: one line per layer instead of per kind.
     """
     yield _title(plan)
     yield from picture_lines(plan, width)
@@ -52,7 +52,7 @@ def _title(plan: PlanData) -> str:
 
 
 def picture_lines(plan: PlanData, width: int = 80) -> Iterator[str]:
-    """Yield bars: the model as it came, and what each tier is home to, by kind of plane."""
+    """Yield a bar chart: the dense model, and the bytes at home in each tier by plane."""
     tiers = _bytes_by_tier(plan)
     longest = max(1, plan.dense_bytes, *(sum(of.values()) for of in tiers.values()))
     names = max(map(len, ("the model", *tiers)))
@@ -120,7 +120,7 @@ def _skip_lines(skipped: Mapping[str, Skip], width: int, *, each: bool) -> Itera
 
 
 def _folded(text: str, width: int) -> Iterator[str]:
-    """Yield a text in lines, all but the first further in."""
+    """Wrap a text with a hanging indent."""
     line = " "
     for word in text.split(" "):
         if len(line) + 1 + len(word) > width and line.strip():
@@ -131,7 +131,7 @@ def _folded(text: str, width: int) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield rows with their columns under each other, numbers to the right, the first and last column to the left."""
+    """Yield rows as an aligned table: numbers to the right, the first and last column to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *numbers, last in rows:
         middle = "  ".join(text.rjust(width) for text, width in zip(numbers, widths[1:-1], strict=True))

@@ -59,7 +59,7 @@ class Policy(Protocol):
     def access(self, key: str, size: int, busy: Collection[str] = ()) -> Decision | None:
         """Decide on a demanded page of `size` bytes. Pages in `busy` are in use and must not be evicted.
 
-        Return None, with nothing changed, if there is no room beside the busy pages.
+        Return None, with nothing changed, if there is no room besides the busy pages.
         """
 
     def ahead(self, busy: Collection[str] = ()) -> Sequence[Decision]:
@@ -70,11 +70,11 @@ class Policy(Protocol):
         access."""
 
     def resize(self, capacity_bytes: int) -> tuple[str, ...]:
-        """Set the room; return the pages that are evicted because of it."""
+        """Set the room; return the evicted pages."""
 
 
 class PolicyBase(ABC):
-    """Bookkeeping that policies share: keeps the room that resident pages take within `capacity_bytes`."""
+    """Bookkeeping that policies share: keeps the charges of resident pages within `capacity_bytes`."""
 
     kind = ""
     prefetch = 0
@@ -87,7 +87,7 @@ class PolicyBase(ABC):
         """Return to the initial state."""
         self.resident_bytes = 0
 
-    def begin_pass(self, phase: str = FORWARD) -> None:  # noqa: B027 - most policies take no notice of passes
+    def begin_pass(self, phase: str = FORWARD) -> None:  # noqa: B027 - most policies ignore passes
         """Note that the next access starts a new pass over the model."""
 
     @abstractmethod
@@ -95,33 +95,33 @@ class PolicyBase(ABC):
         """Decide on a demanded page: see `Policy.access`."""
 
     def ahead(self, busy: Collection[str] = ()) -> Sequence[Decision]:
-        """Return the pages to stage now: none."""
+        """Return the pages to prefetch now: none."""
         return ()
 
     def remove(self, key: str) -> None:
-        """Note that the page is gone."""
+        """Remove a page: see `Policy.remove`."""
         self._evict(key)
 
     @abstractmethod
     def resident(self) -> tuple[str, ...]:
-        """Return the keys of resident pages, in no promised order."""
+        """Return the keys of resident pages, in unspecified order."""
 
     def busy_bytes(self, busy: Collection[str]) -> int:
-        """Return the room that resident pages take that are busy."""
+        """Return the bytes charged for resident busy pages."""
         return sum(charge for key, charge in self._candidates() if key in busy)
 
     def resize(self, capacity_bytes: int, busy: Collection[str] = ()) -> tuple[str, ...]:
-        """Set the room; return the pages that are evicted because of it, none that is busy."""
+        """Set the room; return the evicted pages, none of them busy."""
         self.capacity_bytes = capacity_bytes
         return self._make_room(0, busy) or ()
 
     @abstractmethod
     def _candidates(self) -> Iterable[tuple[str, int]]:
-        """Return (key, room it takes) of resident pages, the first to evict in front."""
+        """Return (key, charge) of resident pages, in order of eviction."""
 
     @abstractmethod
     def _evict(self, key: str) -> None:
-        """Remove the page from the resident ones, if it is among them."""
+        """Drop the page, if resident."""
 
     def _make_room(
         self, size: int, busy: Collection[str], candidates: Iterable[tuple[str, int]] | None = None

@@ -22,14 +22,14 @@ RESIDENT = -1  # instead of a slot: the page stays in the tier
 
 
 class PassOrder(NamedTuple):
-    """A pass: its phase, and the keys of each of its leases."""
+    """Order of a pass: its phase, and the keys of each lease."""
 
     phase: str
     leases: tuple[tuple[str, ...], ...]
 
 
 class Access(NamedTuple):
-    """A page of a lease: the slot of the ring that it is in, RESIDENT if it stays, and how it counts."""
+    """Leased page: its ring slot, or RESIDENT, and whether it counts as a hit and as prefetched."""
 
     key: str
     slot: int
@@ -38,14 +38,14 @@ class Access(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A copy of a page into a slot of the ring."""
+    """Copy of a page into a ring slot."""
 
     key: str
     slot: int
 
 
 class Step(NamedTuple):
-    """A lease: its pages, and the copies that begin once it has been released, in the order of their use."""
+    """Lease: its pages, and the copies that start at its release, in order of use."""
 
     keys: tuple[str, ...]
     accesses: tuple[Access, ...]
@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A pass of the round: steps from `start` to `end`, the policy's state before it and its residents after it."""
+    """Pass of the round: steps from `start` to `end`, the policy's state before and its residents after."""
 
     start: int
     end: int
@@ -63,15 +63,15 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Programme:
-    """A round of passes.
+    """Static schedule of a round of passes.
 
     Attributes:
-        steps: the leases of all passes.
+        steps: leases of all passes.
         segments: the passes.
-        slots, slot_bytes: of the ring.
-        begin: what the ring holds when the round begins, and when it ends; in the order of use.
-        head: copies that begin with the round.
-        before: the policy's residents when the round begins.
+        slots, slot_bytes: number and size of the ring's slots.
+        begin: ring contents at the beginning and at the end of the round, in order of use.
+        head: copies that start with the round.
+        before: the policy's residents at the beginning of the round.
     """
 
     steps: tuple[Step, ...]
@@ -85,12 +85,12 @@ class Programme:
 
 @dataclass(slots=True, eq=False)
 class _Stay:
-    """A page's time in the ring, and its uses: positions of leases, beyond the round's length in the next round."""
+    """Lifetime of a page in a ring slot. `uses`: positions of leases; those of the next round count on."""
 
     key: str
     uses: list[int] = field(default_factory=list)
     slot: int = RESIDENT
-    crosses: bool = False  # whether the page is there when a round begins
+    crosses: bool = False  # True if it is resident when a round begins
 
 
 class _Trial:
@@ -105,7 +105,7 @@ class _Trial:
         self.live = dict(self.found)
 
     def run(self, leases: Sequence[tuple[str, ...]]) -> bool:
-        """Take the leases of a pass; False if one is not what a ring is for."""
+        """Run the leases of a pass; False if a page does not take exactly one slot."""
         return all(map(self._lease, leases))
 
     def _lease(self, keys: tuple[str, ...]) -> bool:
@@ -114,7 +114,7 @@ class _Trial:
         noted: list[tuple[str, _Stay | None, bool, bool]] = []
         for key in keys:
             if key not in busy:
-                noted.append((key, None, True, False))  # it lives in the tier
+                noted.append((key, None, True, False))  # at home in the tier
                 continue
             decision = policy.access(key, sizes[key], busy)
             if decision is None or (decision.charge and decision.charge != slot_bytes):
@@ -161,9 +161,9 @@ def compile_programme(
     slot size.
 
     Args:
-        policy: at the beginning of the first pass; stays as it is.
+        policy: at the beginning of the first pass; unchanged.
         passes: the round; the first pass has begun.
-        sizes: bytes of the pages that come from below; the others live in the tier.
+        sizes: bytes of the pages at home below the tier; the others are at home in it.
     """
     foresight = policy.foresight
     if not foresight.steady:
@@ -222,14 +222,13 @@ def _access(noted: tuple[str, _Stay | None, bool, bool]) -> Access:
 
 
 class _Slots:
-    """The slots of a ring while stays are given theirs."""
+    """Allocator of ring slots to stays."""
 
     def __init__(self, slots: int, length: int, crossing: Sequence[_Stay], forever: Sequence[_Stay]) -> None:
-        """crossing: stays that begin in one round and are used in the next one; they keep the slots that they have at
-        its beginning. forever: stays that never end."""
+        """crossing: stays that continue into the next round, in the same slot. forever: stays that never end."""
         self._length = length
-        self._last_use = [-1] * slots  # of the page in each slot
-        self._claimed = [2 * length] * slots  # from that use on a crossing stay has the slot
+        self._last_use = [-1] * slots  # of each slot's page
+        self._claimed = [2 * length] * slots  # by a crossing stay, from that use on
         self._fits = len(crossing) + len(forever) <= slots
         for slot, stay in enumerate([*crossing, *forever][:slots]):
             stay.slot = slot
@@ -237,7 +236,7 @@ class _Slots:
             self._claimed[slot] = stay.uses[0]
 
     def loads(self, stays: Sequence[_Stay]) -> dict[int, list[Load]] | None:
-        """Give every stay a slot; return the copies by the lease that they follow (-1: they begin the round), or None
+        """Assign a slot to every stay; return the copies by the lease that they follow (-1: the round's start), or None
         if there are too few slots."""
         loads: dict[int, list[Load]] = {}
         begins = -1
@@ -245,7 +244,7 @@ class _Slots:
             slot = stay.slot if stay.crosses else self._free_slot(stay)
             if not self._fits or slot is None or self._last_use[slot] >= stay.uses[0]:
                 return None
-            begins = max(begins, self._last_use[slot])  # copies begin in the order of their use
+            begins = max(begins, self._last_use[slot])  # copies start in order of use
             if begins >= min(stay.uses[0], self._length):
                 return None
             stay.slot, self._last_use[slot] = slot, stay.uses[-1]
@@ -253,7 +252,7 @@ class _Slots:
         return loads
 
     def _free_slot(self, stay: _Stay) -> int | None:
-        """Return the slot that has been free for longest, of those that are free for the whole stay."""
+        """Return the slot with the earliest last use among those free for the whole stay."""
         return min(self._candidates(stay), key=lambda slot: self._last_use[slot], default=None)
 
     def _candidates(self, stay: _Stay) -> Iterator[int]:

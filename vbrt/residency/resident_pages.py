@@ -1,4 +1,4 @@
-"""Resident pages of a policy: pinned, evictable, and prefetched, with their sizes."""
+"""Resident pages of a policy: pinned, evictable, and prefetched, with their charges."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
@@ -8,12 +8,12 @@ __all__ = ["ResidentPages", "Residents"]
 
 
 class Residents(NamedTuple):
-    """The pages that a policy holds resident beside its pins, with the room that each takes.
+    """Snapshot of a policy's unpinned resident pages, each with its charge in bytes.
 
     Attributes:
-        staged, fresh: evictable ones, and those staged ahead; in the policy's order.
-        unused: those of them that were staged ahead and have not been used since.
-        resident_bytes: of all resident pages, pins included.
+        staged, fresh: evictable and prefetched pages, in the policy's order.
+        unused: prefetched pages without a use since.
+        resident_bytes: charge of all resident pages, pins included.
     """
 
     staged: tuple[tuple[str, int], ...]
@@ -23,15 +23,15 @@ class Residents(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The pages."""
+        """Keys of the pages."""
         return tuple(key for key, _ in (*self.staged, *self.fresh))
 
 
 class ResidentPages:
-    """Resident pages by class, with the room that each takes.
+    """Resident pages by class, each with its charge in bytes.
 
-    pinned: stay. staged: evictable, the first to go in front. fresh: staged ahead and not used yet, nearest first.
-    unused: those of all classes that were staged ahead and have not been used since.
+    pinned: evicted last. staged: evictable, next victim first. fresh: prefetched and not used yet, nearest use first.
+    unused: prefetched pages of all classes without a use since.
     """
 
     __slots__ = ("classes", "fresh", "pinned", "staged", "unused")
@@ -44,18 +44,18 @@ class ResidentPages:
         self.classes = (self.pinned, self.staged, self.fresh)
 
     def evict(self, key: str) -> int:
-        """Remove the page; return the room that it took."""
+        """Remove a page; return its charge."""
         self.unused.discard(key)
         return sum(pages.pop(key, 0) for pages in self.classes)
 
     def demote(self, pages: OrderedDict[str, int], keys: Iterable[str]) -> None:
-        """Make pages of another class the first to be evicted."""
+        """Move pages of another class to the front of the eviction order."""
         for key in keys:
             self.staged[key] = pages.pop(key)
             self.staged.move_to_end(key, last=False)
 
     def pin(self, pins: Collection[str], sizes: dict[str, int]) -> None:
-        """Change classes for another set of pins; pages in slots of a ring stay as they are."""
+        """Reclassify pages for a new set of pins; pages charged a whole ring slot stay unpinned."""
         self.demote(self.pinned, [key for key in self.pinned if key not in pins])
         self.demote(self.fresh, [key for key in self.fresh if key not in sizes])
         for pages in (self.staged, self.fresh):
@@ -63,11 +63,11 @@ class ResidentPages:
                 self.pinned[key] = pages.pop(key)
 
     def snapshot(self, resident_bytes: int) -> Residents:
-        """Return the pages beside the pins; `resident_bytes`: of all pages."""
+        """Return the unpinned pages. `resident_bytes`: charge of all pages."""
         return Residents(tuple(self.staged.items()), tuple(self.fresh.items()), frozenset(self.unused), resident_bytes)
 
     def restore(self, residents: Residents) -> None:
-        """Take the pages of a snapshot, in the place of those beside the pins."""
+        """Replace the unpinned pages by a snapshot's."""
         for known, now in ((self.staged, residents.staged), (self.fresh, residents.fresh)):
             known.clear()
             known.update(now)

@@ -8,49 +8,49 @@ from vbrt.residency.room_division import Division
 
 __all__ = ["RingSearch"]
 
-_LONGEST_TRIAL = 8192  # accesses of a round that is tried out
-_TRIAL_PACE = 32  # accesses that are tried out with each that happens: 0.1 ms, and a pass is enough for most
-_SAME_ROOM = 8  # a room that has changed by less than this part of it keeps the ring that was found for it
+_LONGEST_TRIAL = 8192  # longest round to search for, in accesses
+_TRIAL_PACE = 32  # accesses simulated per real access: 0.1 ms; most searches end within a pass
+_SAME_ROOM = 8  # a room changed by less than 1/_SAME_ROOM keeps its ring length
 
 
 class RingSearch:
-    """Searches the number of slots, beyond those of one lease and the pages staged ahead, that moves the fewest bytes.
+    """Search for the number of extra ring slots, beyond one lease and the prefetch depth, that moves the fewest bytes.
 
-    A pass that uses pages more than once may be served better by a longer ring than by more pins: activation
-    checkpointing runs a block forward again just before it runs it backward, and a ring with room for the block saves
-    the second read. The search begins once an order has repeated, and its result stays while the room changes little.
+    For passes that use pages more than once, a longer ring may beat more pins: activation checkpointing recomputes a
+    block just before its backward, and a ring with room for the block saves the second copy. The search starts once an
+    order has repeated; its result is kept while the room changes little.
 
     Attributes:
-        extra: the slots that are in use.
-        trial: the search that is under way, or None.
-        enabled: False for a policy that is itself a trial.
+        extra: extra slots in use.
+        trial: the running search, or None.
+        enabled: False for a policy that is itself a simulation.
     """
 
     def __init__(
         self, divided: Callable[[int], Division], steady_bytes: Callable[[Division], Generator[None, None, int]]
     ) -> None:
-        """divided: returns the division with so many extra slots. steady_bytes: a generator that returns the bytes
-        that a steady round moves under a division; each step simulates one access."""
+        """divided: extra slots -> division. steady_bytes: division -> generator that simulates one access per step and
+        returns the bytes moved by a steady round."""
         self._divided, self._steady_bytes = divided, steady_bytes
         self.extra, self.enabled = 0, True
-        self._room = 0  # that `extra` was found for; 0: not yet
-        self._steady = 0  # passes of this round in this room
+        self._room = 0  # that `extra` was found for; 0: not searched yet
+        self._steady = 0  # repeated passes of this order in this room
         self.trial: Iterator[None] | None = None
-        self._found: int | None = None  # by the trial
+        self._found: int | None = None  # result of the trial
 
     def restart(self, *, room: int | None = None) -> None:
-        """Begin again, because the order or the room has changed. A `room` in bytes that is about the one of the last
-        search keeps that one's result."""
+        """Restart after a change of the order or the room. A `room` (bytes) close to that of the last search keeps its
+        result."""
         self.trial, self._found, self._steady = None, None, 0
         if room is None or abs(room - self._room) * _SAME_ROOM >= self._room:
             self.extra = self._room = 0
 
     def skip_pass(self) -> None:
-        """Do not count the pass under way: it began in another room."""
+        """Exclude the current pass from the count: it began with another room."""
         self._steady -= 1
 
     def settle(self, order: tuple[str, ...], division: Division, room: int) -> bool:
-        """Note that the order has repeated: use what was found, or begin to search. True if `extra` has changed."""
+        """Note that the order has repeated: apply the search's result, or start a search. True if `extra` changed."""
         self._steady += 1
         if self._found is not None:
             self.extra, self._room = self._found, room
@@ -66,7 +66,7 @@ class RingSearch:
             self.trial = self._trials(order, division)
 
     def step(self) -> None:
-        """Go on with the search for some accesses."""
+        """Advance the search by `_TRIAL_PACE` accesses."""
         deque(islice(self.trial, _TRIAL_PACE), maxlen=0)
 
     def _trials(self, order: tuple[str, ...], division: Division) -> Iterator[None]:
@@ -74,7 +74,7 @@ class RingSearch:
         for extra in (2**power for power in range(1, len(order).bit_length() + 1)):
             shorter, longer = longer, self._divided(extra)
             if longer == shorter:
-                break  # there is no room for more
+                break  # no room for more
             moved = yield from self._steady_bytes(longer)
             if moved < fewest:
                 fewest, best = moved, extra

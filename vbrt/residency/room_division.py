@@ -8,25 +8,25 @@ from typing import NamedTuple
 
 __all__ = ["Division", "Room", "auto_prefetch", "auto_scan", "divide", "rebalanced", "spread"]
 
-_SLOT_SIZES = 8  # sizes that are tried for the slots of a ring, the largest first
+_SLOT_SIZES = 8  # candidate slot sizes of a ring, largest first
 _LONG_COPY_BYTES = 64 << 20
 _SCAN_BYTES = 32 << 20
 
 
 class Division(NamedTuple):
-    """How room is divided: pages that stay, and the bytes of each slot of the ring (0: every page its own bytes)."""
+    """Division of room: pinned pages, and bytes per ring slot (0: every page takes its own size)."""
 
     pins: frozenset[str]
     slot_bytes: int
 
     def charge(self, key: str, size: int) -> int:
-        """Return the room that a page takes."""
+        """Return the bytes charged for a page: a whole ring slot, unless it is pinned."""
         return size if key in self.pins else max(size, self.slot_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Room to divide: bytes, pages that one lease takes together, pages staged ahead, and slots beyond those."""
+    """Room to divide: bytes, pages per lease (`group`), prefetch depth, and extra slots."""
 
     capacity_bytes: int
     group: int
@@ -35,21 +35,21 @@ class Room:
 
     @property
     def window(self) -> int:
-        """Slots that the ring should have."""
+        """Target number of ring slots."""
         return self.group + self.prefetch + self.extra
 
 
 def divide(order: tuple[str, ...], sizes: Mapping[str, int], room: Room) -> Division:
-    """Choose the pages of one pass to pin, and the ring slots that the others are streamed through.
+    """Choose the pages of one pass to pin, and the slot size of the ring that streams the others.
 
-    Everything is kept when everything fits. Otherwise the ring has `room.window` slots of the size that leaves the
-    fewest bytes to stream: pages larger than a slot must stay. Where not even `group` + 1 slots fit, pages pass through
+    If everything fits, everything is pinned. Otherwise the ring has `room.window` slots of the size that leaves the
+    fewest bytes to stream; pages larger than a slot are pinned. If not even `group` + 1 slots fit, pages are streamed
     in their own sizes.
 
     Args:
         order: page keys in the order of a pass, repeats included.
         sizes: bytes of each page.
-        room: the room, the ring included.
+        room: for pins and ring.
     """
     uses, capacity_bytes = Counter(order), room.capacity_bytes
     if sum(sizes[key] for key in uses) <= capacity_bytes:
@@ -71,7 +71,7 @@ def divide(order: tuple[str, ...], sizes: Mapping[str, int], room: Room) -> Divi
 def _pins_beside(
     order: tuple[str, ...], sizes: Mapping[str, int], capacity_bytes: int, *, window: int
 ) -> frozenset[str]:
-    """Choose the pages to keep resident beside the largest `window` consecutive ones in their own sizes."""
+    """Choose pins that leave room for any `window` consecutive pages in their own sizes."""
     uses = Counter(order)
     around = order * (1 + window // len(order)) if len(order) < window else order + order[: window - 1]
     ring = max(sum(sizes[key] for key in around[at : at + window]) for at in range(len(order)))
@@ -79,8 +79,8 @@ def _pins_beside(
 
 
 def _spread_by_use(keys: list[str], uses: Mapping[str, int], sizes: Mapping[str, int], budget: int) -> list[str]:
-    """Choose first the pages that a pass uses most often (each use of a kept page saves its bytes once), then evenly:
-    a kept prefix would have the same hit rate but leave the link idle while it runs."""
+    """Choose the most used pages first, since each use of a pinned page saves its bytes once; among equals evenly
+    spread ones, since a pinned prefix has the same hit rate but leaves the link idle while it runs."""
     pins: list[str] = []
     for count in sorted({uses[key] for key in keys}, reverse=True):
         chosen = spread([key for key in keys if uses[key] == count], sizes, budget)
@@ -112,9 +112,8 @@ def spread(keys: list[str], sizes: Mapping[str, int], budget_bytes: int) -> list
 def auto_prefetch(largest_page_bytes: int, *, group: int = 1, from_drive: bool = False) -> int:
     """Return the prefetch depth, in pages, for `prefetch = "auto"`.
 
-    Towards a GPU the link needs one copy in flight beside the page in use. Two even out layers of unequal work, at the
-    price of a slot; the copy of a page of 64 MiB takes a millisecond, which is long enough for one. A drive wants
-    several reads at once.
+    One H2D copy in flight keeps the link busy. A second one evens out layers of unequal duration, at the cost of a
+    slot; pages of 64 MiB or more take over 1 ms each and need one only. A drive needs several reads in flight.
     """
     if from_drive:
         return 4 * group
@@ -122,17 +121,16 @@ def auto_prefetch(largest_page_bytes: int, *, group: int = 1, from_drive: bool =
 
 
 def auto_scan(expert_page_bytes: int) -> int:
-    """Return the number of experts' pages that a scan stages ahead where the config leaves it open: as many as keep a
-    link busy for half a millisecond to some, while the lease before them computes and the host prepares the next."""
+    """Return the prefetch depth of a scan, in expert pages, for `prefetch = "auto"`: enough to keep the link busy for
+    0.5 ms or more, while the previous lease computes and the host prepares the next one."""
     return max(2, min(64, _SCAN_BYTES // expert_page_bytes))
 
 
 def rebalanced(budget_bytes: int, wanted_bytes: int, free_bytes: int, margin_bytes: int) -> int:
     """Return the budget for the present free memory, with hysteresis.
 
-    The model may use the margin. When half of it is gone, the budget shrinks until the margin is whole; when half a
-    margin more than that is free, the budget grows back towards `wanted_bytes`. In between it stays, so that it does
-    not swing.
+    Below half a margin of free memory the budget shrinks until the margin is free again; above one and a half margins
+    it grows back towards `wanted_bytes`.
     """
     if free_bytes < margin_bytes // 2 or (free_bytes > margin_bytes * 3 // 2 and budget_bytes < wanted_bytes):
         return max(0, min(wanted_bytes, budget_bytes + free_bytes - margin_bytes))

@@ -2,14 +2,14 @@
 
     vbrt-routing 1
     {"layers": [{"name": "model.layers.0.mlp.experts", "experts": 128, "top_k": 8, "page_bytes": {"coarse": 2654208}}]}
-    three times zlib
+    three zlib streams
 
-The numbers are varints: 7 bits a byte, the highest bit says that more follow. The columns, one behind the other:
+Numbers are LEB128 varints. The columns, concatenated:
 
-    steps   a pass: 0, the number of its phase; where that is new, the length of its name and its UTF-8 bytes
-            a layer: 1 + its number, how many tokens
-    again   for each token, which of the experts of the layer's token before it goes to again: bit n for the n-th
-    gaps    for each token, how many other experts it goes to, and the gaps between their ids
+    steps   per pass: 0, number of its phase; if that is new, length of its name and the UTF-8 bytes
+            per layer: 1 + its number, number of tokens
+    again   per token: bit mask of reused experts: bit n for the n-th expert of the layer's previous token
+    gaps    per token: number of other experts, and the gaps between their ids
 
 A token of Qwen3-30B-A3B's 48 layers takes about 250 bytes.
 """
@@ -30,14 +30,14 @@ __all__ = ["VERSION", "check_routing_path", "read_routing", "write_routing"]
 VERSION = 1
 _MAGIC = b"vbrt-routing "
 _COLUMNS = 3
-_MOST_BYTES = 1 << 30  # of a column: a small file may unpack to any size
+_MOST_BYTES = 1 << 30  # per column: a small file may decompress to any size
 
 
 def check_routing_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a file of routing, without `~`, if it can be written.
+    """Return the expanded path of a routing file, if it can be written.
 
     Raises:
-        ArgumentError: it cannot.
+        ArgumentError: it cannot be written.
     """
     try:
         target = expanded(path)
@@ -48,7 +48,7 @@ def check_routing_path(path: str | os.PathLike[str]) -> Path:
 
 
 def write_routing(routing: Routing, path: str | os.PathLike[str]) -> None:
-    """Write a routing into a file; what was there is replaced at once.
+    """Write a routing file; replace an existing one atomically.
 
     Raises:
         ArgumentError: it cannot be written.
@@ -148,7 +148,7 @@ def _put(out: bytearray, *numbers: int) -> None:
 
 
 def _numbers(data: bytes) -> Iterator[int]:
-    """Yield the varints of a text. Raises ValueError: the last one has no end."""
+    """Yield the varints of a column. Raises ValueError: the last one is incomplete."""
     number = shift = 0
     for byte in data:
         number |= (byte & 127) << shift

@@ -17,16 +17,15 @@ from vbrt.residency.policy import FORWARD
 
 __all__ = ["Routed", "RoutedLayer", "Routing", "generate_routing", "plan_layers"]
 
-#: of the selections of a generated trace, the share whose expert was last used so many tokens ago (1, 2, ... 8):
-#: 45 % at the next token, 80 % within eight, half within two, as published for Qwen3-30B-A3B
+#: share of a generated trace's selections by reuse distance in tokens (1, 2, ... 8): 45 % at 1, half within 2, 80 %
+#: within 8, as published for Qwen3-30B-A3B
 _REUSE = (0.45, 0.12, 0.08, 0.05, 0.04, 0.025, 0.02, 0.015)
-_SKEW = 0.6  # of what is new, the n-th favourite of a layer is drawn n^-_SKEW times as often as the first
+_SKEW = 0.6  # Zipf exponent of selections without reuse
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedLayer:
-    """A layer of routed experts: its module's name, how many experts it has and a token goes to, and the bytes of an
-    expert's page by plane."""
+    """Layer of routed experts: module name, experts in all and per token, bytes of an expert's page by plane."""
 
     name: str
     experts: int
@@ -56,24 +55,24 @@ def plan_layers(plan: Plan) -> tuple[RoutedLayer, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What one layer routed in one pass: for each token the experts that it went to, ascending."""
+    """Routing of one layer in one pass: the experts of each token, ascending."""
 
     layer: int
     tokens: tuple[tuple[int, ...], ...]
 
     @property
     def touched(self) -> list[int]:
-        """The experts that any token went to, ascending."""
+        """Experts of all tokens, ascending, each once."""
         return sorted({expert for token in self.tokens for expert in token})
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Passes over layers of routed experts.
+    """Routing trace: passes over layers of routed experts.
 
     Attributes:
-        layers: in the order of the model.
-        records: what was routed, in the order of time, with a `Pass` before each pass.
+        layers: in model order.
+        records: in execution order, with a `Pass` before each pass.
     """
 
     layers: tuple[RoutedLayer, ...]
@@ -96,11 +95,11 @@ class Routing:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the first layer routed."""
+        """Tokens routed by the first layer."""
         return sum(len(record.tokens) for record in self.records if isinstance(record, Routed) and not record.layer)
 
     def only(self, layer: str | int) -> "Routing":
-        """Return the routing of one layer, by name or number. Raises ValueError: there is none of this name."""
+        """Return the routing of one layer, by name or number. Raises ValueError: unknown name."""
         names = [each.name for each in self.layers]
         if isinstance(layer, str):
             if layer not in names:
@@ -111,11 +110,11 @@ class Routing:
         return Routing((self.layers[layer],), own)
 
     def leases(self, room_bytes: int = 0, *, at_once: int = 1) -> Iterator[Pass | Announce | tuple[str, ...]]:
-        """Yield the items of `simulate`: what VB layers of experts lease.
+        """Yield a trace for `simulate`: the leases of VB expert layers.
 
-        One lease takes the experts that a pass touches. A pass of as many selections as the layer has experts is a
-        scan: announced, and leased `at_once` pages at a time. So is what does not fit into the room at once (0: any
-        fits), in leases that just fit.
+        One lease takes all touched experts of a pass. A pass with at least as many selections as experts is a scan:
+        announced, and leased `at_once` pages at a time. Experts that exceed `room_bytes` (0: unlimited) are announced,
+        too, and leased in chunks that fit.
         """
         for record in self.records:
             if isinstance(record, Pass):
@@ -134,11 +133,11 @@ class Routing:
 
 
 def generate_routing(layers: Sequence[RoutedLayer], *, tokens: int, seed: int = 0, phase: str = FORWARD) -> Routing:
-    """Return a made-up routing of so many passes of one token each, with the reuse that was published.
+    """Return a synthetic routing of `tokens` passes of one token each, with published reuse rates.
 
-    45 % of the selections go to an expert that the token before went to, 80 % to one of the last eight tokens; the rest
-    goes to others, favourites of the layer more often. Where a layer has few experts, more is reused than that. The
-    same arguments give the same routing on every machine.
+    45 % of the selections repeat an expert of the previous token, 80 % one of the last eight tokens; the rest is drawn
+    from a Zipf distribution. Layers with few experts reuse more. The same arguments give the same routing on every
+    machine.
     """
     check_instance(layers, Sequence, "generate_routing(): layers", "a list of RoutedLayer")
     for layer in layers:
@@ -159,7 +158,7 @@ def _layer_routing(layer: RoutedLayer, tokens: int, rng: random.Random) -> list[
     rng.shuffle(favour)
     weights = {expert: (rank + 1) ** -_SKEW for rank, expert in enumerate(favour)}
     by_age: list[list[int]] = [[] for _ in _REUSE]  # experts that were last used 1, 2, ... tokens ago
-    others = dict.fromkeys(favour)  # those that were not used lately
+    others = dict.fromkeys(favour)  # not used within the last len(_REUSE) tokens
     selections: list[tuple[int, ...]] = []
     for _ in range(tokens):
         chosen = []

@@ -3,8 +3,8 @@
 Belady's optimum for a cyclic scan of n equal pages with room for r is (r - 1) / (n - 1); with `prefetch` pages of
 look-ahead this policy reaches (r - 1 - prefetch) / n, and the remaining copies are prefetched.
 
-The road not taken: eviction by predicted next use (Belady on the learned order). It needs a search per miss and
-gains one slot over static pins.
+Rejected: eviction by predicted next use (Belady on the learned order), which needs a search per miss and gains one
+slot over static pins.
 """
 
 from collections.abc import Collection, Generator, Iterable
@@ -23,11 +23,11 @@ __all__ = ["Foresight", "ScheduledPolicy"]
 class Foresight:
     """Look-ahead of a `ScheduledPolicy` over whole passes, while they follow the learned orders.
 
-    The policy is deterministic: equal states and accesses give equal decisions. So the decisions of a pass can be
-    replayed when the state recurs; `skip_pass` then tells the policy of the pass afterwards.
+    The policy is deterministic, so the decisions of a pass can be replayed when its state recurs; `skip_pass` then
+    applies the pass to the policy.
 
     Attributes:
-        policy: may decide on a part of the pages only, inside another policy.
+        policy: the policy; inside another policy it decides on some of the pages only.
     """
 
     def __init__(self, policy: "ScheduledPolicy") -> None:
@@ -35,41 +35,41 @@ class Foresight:
 
     @property
     def steady(self) -> bool:
-        """True at the beginning of a pass whose order is known, while no division of the room is being tried out."""
+        """True at the beginning of a pass with a learned order, while no ring search runs."""
         policy = self.policy
         return not policy._record.keys and policy._rings.trial is None and policy._course.knows_order
 
     @property
     def pinned(self) -> tuple[str, ...]:
-        """Pages that stay resident."""
+        """Pinned pages."""
         return tuple(self.policy._pages.pinned)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of each slot that the other pages pass through; 0 if every page takes its own bytes."""
+        """Bytes per ring slot; 0 if every page takes its own size."""
         return self.policy._division.slot_bytes
 
     def room(self) -> tuple:
-        """Return the room, how it is divided, and the pages that stay."""
+        """Return the room, its division, and the pinned pages."""
         policy = self.policy
         return policy.capacity_bytes, policy._division, tuple(policy._pages.pinned)
 
     def state(self) -> tuple:
-        """Return all that the decisions of the pass depend on, beside its accesses; the room comes first."""
+        """Return all state that the decisions of the pass depend on; begins with `room()`."""
         policy = self.policy
         return *self.room(), self.residents(), frozenset(policy._gone), policy._course.outlook()
 
     def residents(self) -> Residents:
-        """Return the resident pages beside the pins."""
+        """Return the unpinned resident pages."""
         return self.policy._pages.snapshot(self.policy.resident_bytes)
 
     def assume(self, residents: Residents) -> None:
-        """Take these pages, in the place of those beside the pins, for resident."""
+        """Replace the unpinned resident pages."""
         self.policy._pages.restore(residents)
         self.policy.resident_bytes = residents.resident_bytes
 
     def skip_pass(self, after: Residents) -> None:
-        """Note that all accesses of the pass have happened, in its order. `after`: what was resident after them."""
+        """Apply the whole pass in its learned order. `after`: the unpinned resident pages at its end."""
         policy = self.policy
         policy._record.add_all(policy._course.finish())
         self.assume(after)
@@ -78,28 +78,28 @@ class Foresight:
 class ScheduledPolicy(PolicyBase):
     """Evenly spread pins and a small ring, from the order of each phase's last pass.
 
-    The first pass has no order to go by and behaves as LRU; the first pass of a further phase goes by the order of the
-    phase before until it differs. Layers that are skipped, repeated or reordered cost misses in that pass and are
-    learned for the phase's next. A pass that stops early (an exception, Ctrl-C) is recognised as a prefix of its
-    phase's order and does not replace it; of two in a row (early exits) the longer one does.
+    The very first pass runs as LRU; the first pass of a further phase follows the previous phase's order until it
+    deviates. Layers that are skipped, repeated or reordered cost misses in that pass and are learned for the phase's
+    next. A pass that stops early (an exception, Ctrl-C) is recognised as a prefix of its phase's order and does not
+    replace it; of two in a row (early exits) the longer one does.
 
-    All phases share one room. It is divided for one round of the phases that recur (`Phases.round`). What is staged
-    across the end of a pass belongs to the phase that is expected next.
+    All phases share one room, divided for one round of recurring phases (`Phases.round`). Prefetch across the end of a
+    pass follows the predicted next phase.
 
-    Passes are marked by `begin_pass`; a trace without any mark starts a pass whenever its first page comes again,
-    unless the order has it there. Marks may stop coming (a model is compiled after its first call): that is so once a
-    pass is longer than the one before, has repeated itself as a whole, and begins a third time.
+    `begin_pass` marks passes. Without marks a pass begins when its first page recurs, unless the order has it there.
+    Marks may cease (a model is compiled after its first call): assumed once a pass is longer than the previous one, has
+    repeated itself as a whole, and begins a third time.
 
-    Pages of several sizes pass through slots of one size, so that memory which one left fits the next: it is reused
-    as it is. A page in the ring takes a whole slot. `RingSearch` decides how many slots there are.
+    Ring slots have one size, so that the memory of an evicted page fits the next; smaller pages take a whole slot.
+    `RingSearch` chooses their number.
 
     Args:
         capacity_bytes: room for pages, in bytes.
-        prefetch: pages staged ahead of their use, at most.
-        group: pages that one lease takes together (2 when coarse and fine planes are separate pages).
+        prefetch: most pages prefetched.
+        group: pages per lease (2 if coarse and fine planes are separate pages).
 
     Attributes:
-        foresight: tells what the policy is going to decide.
+        foresight: look-ahead on decisions.
     """
 
     kind = "scheduled"
@@ -112,16 +112,16 @@ class ScheduledPolicy(PolicyBase):
     def reset(self) -> None:
         """Return to the initial state."""
         super().reset()
-        self._sizes: dict[str, int] = {}  # of the orders' pages: needed to stage one that is not resident
+        self._sizes: dict[str, int] = {}  # of the orders' pages, for prefetch
         self._pages = ResidentPages()
-        self._gone: set[str] = set()  # not to be staged
+        self._gone: set[str] = set()  # removed: not prefetched until their next access
         self._record = PassRecord()
         self._course = Course()
         self._round: tuple[str, ...] = ()
         self._division = Division(frozenset(), 0)
         self._rings = RingSearch(self._divided, self._steady_bytes)
 
-    # -- the protocol ---------------------------------------------------------------------------------------------
+    # -- Policy protocol ------------------------------------------------------------------------------------------
 
     def begin_pass(self, phase: str = FORWARD) -> None:
         """Note that the next access starts a new pass of the named phase."""
@@ -154,7 +154,7 @@ class ScheduledPolicy(PolicyBase):
         return decision
 
     def ahead(self, busy: Collection[str] = ()) -> list[Decision]:
-        """Return the pages to stage now: the next ones of the order that are not resident."""
+        """Return the pages to prefetch now: the next ones of the order that are not resident."""
         decisions: list[Decision] = []
         pages = self._pages
         if not self._course.streams or len(pages.fresh) >= self.prefetch:
@@ -177,7 +177,7 @@ class ScheduledPolicy(PolicyBase):
         return decisions
 
     def remove(self, key: str) -> None:
-        """Note that the page is gone."""
+        """Remove a page: see `Policy.remove`."""
         self._evict(key)
         self._gone.add(key)
 
@@ -186,7 +186,7 @@ class ScheduledPolicy(PolicyBase):
         return tuple(chain(*self._pages.classes))
 
     def resize(self, capacity_bytes: int, busy: Collection[str] = ()) -> tuple[str, ...]:
-        """Set the room; return the pages that are evicted because of it, none that is busy."""
+        """Set the room; return the evicted pages, none of them busy."""
         if capacity_bytes == self.capacity_bytes:
             return ()
         victims = super().resize(capacity_bytes, busy)
@@ -199,7 +199,7 @@ class ScheduledPolicy(PolicyBase):
         return victims
 
     def _evict_wide(self, busy: Collection[str]) -> tuple[str, ...]:
-        """Evict pages in slots of a size that the new room may have too few of."""
+        """Evict pages whose slots are larger than those of the new division."""
         wide = tuple(
             key
             for pages in (self._pages.staged, self._pages.fresh)
@@ -218,7 +218,7 @@ class ScheduledPolicy(PolicyBase):
         self.resident_bytes -= self._pages.evict(key)
 
     def _charge(self, key: str, size: int, busy: Collection[str]) -> int:
-        """Return a slot's bytes, or the page's own where slots for all that is busy with it would be too many."""
+        """Return a slot's bytes, or the page's own size if whole slots for all busy pages do not fit."""
         whole = self._division.charge(key, size)
         if whole > size:
             taken = whole
@@ -233,7 +233,7 @@ class ScheduledPolicy(PolicyBase):
         return whole
 
     def _charge_of(self, key: str) -> int:
-        """Return the room that a page takes, or will; 0 for one that is not known."""
+        """Return the present or future charge of a page; 0 if it is unknown."""
         for pages in self._pages.classes:
             if key in pages:
                 return pages[key]
@@ -242,7 +242,7 @@ class ScheduledPolicy(PolicyBase):
     # -- learning the order ---------------------------------------------------------------------------------------
 
     def _note(self, key: str, size: int) -> None:
-        """Record an access in the pass under way."""
+        """Record an access of the current pass."""
         self._sizes[key] = size
         record = self._record
         if record.begins_again(key, self._course.order.keys):
@@ -257,7 +257,7 @@ class ScheduledPolicy(PolicyBase):
             self._rings.step()
 
     def _end_pass(self, phase: str) -> None:
-        """End the pass under way, learn from it, and begin one of the named phase."""
+        """End the current pass, learn its order, and begin a pass of the named phase."""
         course, finished, repeated = self._course, self._course.finished, False
         current = self._record.take()
         if current:
@@ -265,14 +265,14 @@ class ScheduledPolicy(PolicyBase):
             if learned:
                 self._prune()
         if not course.start(phase, after_accesses=bool(current)) or not finished:
-            self._pages.demote(self._pages.fresh, list(self._pages.fresh))  # what is staged comes late in this pass
+            self._pages.demote(self._pages.fresh, list(self._pages.fresh))  # prefetched pages are used late in it
         self._divide_round()
         if repeated and self._rings.settle(self._round, self._division, self.capacity_bytes):
             self._divide()
         course.stream(self._pages.pinned)
 
     def _prune(self) -> None:
-        """Keep what is known of pages to those of the orders and the round."""
+        """Forget pages outside the orders and the round."""
         known = {*self._round, *self._course.keys()}
         self._sizes = {key: size for key, size in self._sizes.items() if key in known}
         self._gone &= known
@@ -280,7 +280,7 @@ class ScheduledPolicy(PolicyBase):
     # -- dividing the room ----------------------------------------------------------------------------------------
 
     def _divide_round(self) -> None:
-        """Divide the room for the round that is expected now, if it is another one."""
+        """Divide the room for the predicted round, if that has changed."""
         phases = self._course.phases
         if not phases.changed:
             return
@@ -292,7 +292,7 @@ class ScheduledPolicy(PolicyBase):
             self._divide()
 
     def _divide(self) -> None:
-        """Divide the room; resident pages change their class, nothing moves."""
+        """Divide the room and reclassify resident pages; no bytes move."""
         self._division = self._divided(self._rings.extra)
         self._pages.pin(self._division.pins, self._sizes)
 
@@ -300,7 +300,7 @@ class ScheduledPolicy(PolicyBase):
         return divide(self._round, self._sizes, Room(self.capacity_bytes, self.group, self.prefetch, extra))
 
     def _steady_bytes(self, division: Division) -> Generator[None, None, int]:
-        """Simulate a steady round under a division, an access with each step; return the bytes that are loaded."""
+        """Simulate a steady round under a division, one access per step; return the bytes loaded."""
         trial = ScheduledPolicy(self.capacity_bytes, prefetch=self.prefetch, group=self.group)
         trial._course.learn(self._round)
         trial._sizes = {key: self._sizes[key] for key in self._round}

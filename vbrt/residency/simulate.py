@@ -49,7 +49,7 @@ def make_policy(
 ) -> Policy:
     """Make the policy named `kind` ("lru", "scheduled" or "experts"), for `capacity_bytes` of room.
 
-    scan, scope, layers: of "experts" only, see `ExpertsPolicy`.
+    scan, scope, layers: for "experts" only, see `ExpertsPolicy`.
     """
     check_one_of(kind, _KINDS, "policy.kind")
     check_whole(capacity_bytes, "capacity_bytes", least=0)
@@ -97,14 +97,14 @@ def simulate(
     """Simulate a policy over a trace, without moving bytes.
 
     Args:
-        policy: "lru", "scheduled", "experts", or a fresh policy object, also one of your own; then `capacity_bytes`,
-            `prefetch` and `group` are its own.
-        trace: page keys in order; a tuple of keys is one lease of several pages; `PASS` marks the start of a pass,
-            `Pass("draft")` that of a phase; `Announce(keys)` tells policies that listen what comes next. Or a recorded
-            routing, or its file (see `vb.record_routing`): what its layers lease, in bytes of their pages.
+        policy: "lru", "scheduled", "experts", or a fresh policy object (user-defined ones too), whose own
+            `capacity_bytes`, `prefetch` and `group` apply.
+        trace: page keys in order; a tuple of keys is one lease of several pages; `PASS` starts a pass, `Pass("draft")`
+            one of a named phase; `Announce(keys)` announces a scan. Or a recorded routing, or its file (see
+            `vb.record_routing`), for the leases of its layers, with their page sizes.
         capacity_bytes: room in bytes.
         sizes: bytes of each page; without it each page is one byte, so that capacity counts pages.
-        scope: of "experts", see `ExpertsPolicy`.
+        scope: for "experts", see `ExpertsPolicy`.
 
     Raises:
         ArgumentError: the file of a routing cannot be read, or is damaged; one lease does not fit into the capacity.
@@ -136,7 +136,7 @@ def _check_arguments(trace: object, sizes: object, prefetch: object, group: obje
 
 
 class _Run:
-    """A policy on its way through a trace, as a stack would ask it."""
+    """Replay of a trace through a policy, with the calls that a stack makes."""
 
     def __init__(self, policy: Policy, sizes: Mapping[str, int] | None) -> None:
         self.policy, self.sizes = policy, sizes
@@ -144,7 +144,7 @@ class _Run:
         self.announce = getattr(policy, "announce", None)
 
     def take(self, item: Pass | Announce | str | tuple[str, ...]) -> None:
-        """Act on one item of the trace."""
+        """Replay one item of the trace."""
         if isinstance(item, Pass):
             self.phase = item.phase
             self.policy.begin_pass(self.phase)
@@ -175,8 +175,7 @@ class _Run:
 
 
 def best_scope(routing: Routing, capacity_bytes: int, *, prefetch: int = 2) -> str:
-    """Return the scope of policy "experts" ("layer" or "model") that loads fewer bytes in room of so many bytes;
-    "layer" if both load the same."""
+    """Return the scope of policy "experts" ("layer" or "model") that loads fewer bytes; "layer" if both are equal."""
     loaded = {
         scope: simulate("experts", routing, capacity_bytes, prefetch=prefetch, scope=scope).bytes_in
         for scope in ("layer", "model")

@@ -10,10 +10,9 @@ from vbrt.residency.simulate import simulate
 
 __all__ = ["HIT_RATES", "LINK_GB_PER_S", "TokenCost", "fitted", "simulated_hits", "token_cost"]
 
-#: hit rates that `vbrt plan` shows
+#: hit rates shown by `vbrt plan`
 HIT_RATES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)
-#: assumed rates of links by the tier they come from: half of NVLink 4's, PCIe 4.0 x16 (5.0 has about twice that), and
-#: an NVMe drive
+#: default link throughput by source tier: half of NVLink 4, PCIe 4.0 x16 (5.0: about twice that), NVMe
 LINK_GB_PER_S = {"peer": 200.0, "cpu": 25.0, "ssd": 3.0}
 
 
@@ -22,13 +21,12 @@ class TokenCost:
     """Link traffic of one token.
 
     Attributes:
-        experts_bytes: bytes of the experts that a token goes to, in all layers.
-        cold_bytes: those of them that are not at home in the computing tier, by home: what a token loads into an empty
-            cache.
-        streamed_bytes: pages of other layers that live below the computing tier and do not fit into what it keeps
-            beside one layer's experts, by home: what every token loads.
-        room_bytes: of the computing tier, for copies of experts.
-        all_bytes: of the experts that are not at home in the computing tier.
+        experts_bytes: bytes of one token's experts, over all layers.
+        cold_bytes: the share at home outside the computing tier, by home: traffic with a cold cache.
+        streamed_bytes: bytes of other layers streamed for every token, by home: those at home below the computing tier
+            for which it has no room besides one layer's experts.
+        room_bytes: room in the computing tier for copies of experts.
+        all_bytes: bytes of all experts at home outside the computing tier.
     """
 
     experts_bytes: int
@@ -38,7 +36,7 @@ class TokenCost:
     all_bytes: int
 
     def loaded_bytes(self, hit_rate: float) -> float:
-        """Bytes of experts that a token loads at a hit rate."""
+        """Return the bytes of experts loaded per token at a hit rate."""
         return (1 - hit_rate) * sum(self.cold_bytes.values())
 
     def tokens_per_s(
@@ -47,10 +45,10 @@ class TokenCost:
         gb_per_s: Mapping[str, float] = LINK_GB_PER_S,
         missed_gb_per_s: Mapping[str, float] | None = None,
     ) -> float:
-        """Tokens a second at a hit rate by the links alone, one copy after another, computing not counted.
+        """Return tokens/s at a hit rate, limited by the links only: copies in sequence, no compute.
 
         Args:
-            missed_gb_per_s: of experts, by home, where they are not all fetched; by default as the links bring them.
+            missed_gb_per_s: effective throughput of missed experts by home, if the CPU computes some; default: links.
         """
         rates = {**gb_per_s, **(missed_gb_per_s or {})}
         seconds = sum((1 - hit_rate) * nbytes / rates[home] for home, nbytes in self.cold_bytes.items())
@@ -59,7 +57,7 @@ class TokenCost:
 
 
 def token_cost(plan: Plan) -> TokenCost | None:
-    """Return the cost of a token of a plan, or None for a model without routed experts in the tiers."""
+    """Return a plan's cost per token; None without routed experts in the tiers."""
     if not plan.routed or plan.mode == "train":
         return None
     top, routed = plan.compute_tier, plan.routed
@@ -80,7 +78,7 @@ def token_cost(plan: Plan) -> TokenCost | None:
 
 
 def _by_home(pages: Iterable[tuple[PageSpec, float]]) -> dict[str, float]:
-    """Return the bytes that a token takes of pages, by home, from its share of each."""
+    """Return the bytes per token by home, from pages and the share of each that a token uses."""
     found: dict[str, float] = {}
     for page, share in pages:
         found[page.home] = found.get(page.home, 0.0) + page.nbytes * share
@@ -91,7 +89,7 @@ def fitted(routing: Routing, plan: Plan, *, source: str) -> Routing:
     """Return a recorded routing with the page sizes of a plan.
 
     Raises:
-        ConfigError: it is the routing of other layers; the error begins with `source`.
+        ConfigError: the layers differ; the message begins with `source`.
     """
     layers = {layer.name: layer for layer in plan_layers(plan)}
     strange = next((one for one in routing.layers if _differs(one, layers.get(one.name))), None)
@@ -108,7 +106,7 @@ def _differs(recorded: object, own: object) -> bool:
 
 
 def simulated_hits(routing: Routing, room_bytes: int) -> dict[str, float]:
-    """Return the hit rates of decoding, from an empty cache, by policy: "lru", and "experts" with both scopes."""
+    """Return the hit rates of decoding from a cold cache, by policy: "lru", and "experts" with both scopes."""
     found = {}
     for name, kind, scope in (
         ("lru", "lru", "layer"),

@@ -17,10 +17,10 @@ from vbrt.residency.room_division import spread
 __all__ = ["GRADIENT", "STATE", "with_state"]
 
 GRADIENT, STATE = "gradient", "state"  # planes
-_MOMENTS = {"fp32": 8, "8bit": 2 + 8 / 256}  # bytes of a weight's two, with scales of 256 each
-_PASSING = 3  # leased halves that host memory keeps room for, if some have their home below it
+_MOMENTS = {"fp32": 8, "8bit": 2 + 8 / 256}  # bytes per weight for both, with a scale per 256
+_PASSING = 3  # leased pages that host memory has room for, if some are at home below it
 _REPLACED = 2  # pages of a store that exist twice during a rewrite
-_STAGED = 4  # pages of state from a store that are in host memory at a time: one comes, one is updated, two go
+_STAGED = 4  # state pages of a store in host memory at a time: one being read, one updated, two written
 
 Homes = dict[str, str]
 
@@ -32,13 +32,13 @@ def with_state(
     budgets: Mapping[str, int],
     config: VBConfig,
 ) -> tuple[list[tuple[PageSpec, ...]], Homes]:
-    """Return the pages of each weight with those of its state, and the home of each.
+    """Return each weight's pages including its state's, and the home of each.
 
     Args:
-        layers: the pages that are leased, by weight.
-        homes: of these.
+        layers: leased pages, by weight.
+        homes: of the leased pages.
         budgets: of the host's tiers.
-        config: says what moments are.
+        config: for `training.moments`.
 
     Raises:
         ConfigError: the tiers are too small.
@@ -67,7 +67,7 @@ def _page(swap: Swap, plane: str, each: float) -> PageSpec:
 
 
 def _placed(pages: Sequence[PageSpec], left: dict[str, int], source: str) -> Homes:
-    """Return the homes of pages of one plane: each tier down takes what fits, evenly spread; `left` follows."""
+    """Place pages of one plane: each tier in turn takes what fits, evenly spread; deduct it from `left`."""
     homes: Homes = {}
     waiting = {page.key: page for page in pages}
     for tier in left:

@@ -19,7 +19,7 @@ PolicyFactory = Callable[[int], Policy]
 
 _METHODS = {name: member for name, member in vars(Policy).items() if inspect.isfunction(member) and name[0] != "_"}
 _ATTRIBUTES = ("kind", "capacity_bytes", "prefetch")
-_SECTION = (Mapping, str, int, float, list, tuple, type(None))  # what else may stand for the config's section
+_SECTION = (Mapping, str, int, float, list, tuple, type(None))  # other forms of the config's section
 
 
 def take_policy(overrides: dict[str, Any], section: type) -> Any:
@@ -34,10 +34,10 @@ def take_policy(overrides: dict[str, Any], section: type) -> Any:
 
 
 def policy_factory(given: Any) -> PolicyFactory:
-    """Return what makes each tier's policy from a user's policy object or factory.
+    """Return the factory of checked policies for a user's policy object or factory.
 
     Raises:
-        ConfigError: the object lacks something of the protocol; the message names it.
+        ConfigError: the object lacks a member of the protocol, which the message names.
     """
     if callable(given) and (isinstance(given, type) or not hasattr(given, "access")):
         return lambda capacity_bytes: CheckedPolicy(check_policy(given(capacity_bytes)), capacity_bytes)
@@ -46,7 +46,7 @@ def policy_factory(given: Any) -> PolicyFactory:
 
 
 def check_policy(policy: Any) -> Policy:
-    """Return the policy.
+    """Return the policy if it satisfies the protocol.
 
     Raises:
         ConfigError: it lacks a method or attribute of `Policy`, or a method does not take what the stack passes.
@@ -85,7 +85,7 @@ class CheckedPolicy:
         self.policy = policy
         self._charges: dict[str, int] = {}  # of resident pages
         self._sizes: dict[str, int] = {}  # of pages that were accessed
-        self._taken = 0  # the sum of the charges
+        self._taken = 0  # sum of the charges
         policy.reset()
         self.resize(capacity_bytes)
 
@@ -101,7 +101,7 @@ class CheckedPolicy:
 
     @property
     def prefetch(self) -> int:
-        """Pages that the policy stages ahead, at most."""
+        """Most pages prefetched."""
         return self.policy.prefetch
 
     def reset(self) -> None:
@@ -124,7 +124,7 @@ class CheckedPolicy:
         self.policy.announce(pages)
 
     def access(self, key: str, size: int, busy: Collection[str] = ()) -> Decision:
-        """See `Policy.access`; the stack asks only where the page fits beside the busy ones."""
+        """See `Policy.access`; called only if the page fits besides the busy ones."""
         decision = self.policy.access(key, size, busy)
         if decision is None:
             raise self._broken(f"access({key!r}) gave None although {size} bytes fit beside the pages in use")

@@ -1,7 +1,7 @@
 """Weight sites: module and parameter of a weight in a model, and the memory layout of its matrices.
 
-A `nn.Linear` has one site of one matrix. Routed experts that are kept as two 3-D parameters have two sites of as many
-matrices as experts. Tied weights have one site for each module that holds them.
+`nn.Linear`: one site of one matrix. Routed experts in two 3-D parameters: two sites, with a matrix per expert. Tied
+weights: one site per module that holds them.
 """
 
 from dataclasses import dataclass
@@ -9,20 +9,19 @@ from math import prod
 
 __all__ = ["EXPERTS", "ROOT", "Shard", "WeightSite"]
 
-ROOT = "(root)"  # the name of the model itself among its modules
-EXPERTS = -1  # `Shard.dim` of ranks that hold some of the matrices each
+ROOT = "(root)"  # name of the model itself, as a module
+EXPERTS = -1  # `Shard.dim` of expert parallelism: each rank holds some of the matrices
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a weight that one rank of a group holds: part `index` of `count` along `dim`.
+    """Shard of a weight on one rank of a group: part `index` of `count` along `dim`.
 
     Attributes:
         dim: 0 for N, 1 for K of each matrix; `EXPERTS` where ranks hold whole matrices.
-        whole: the size of that dimension over all ranks; 0 where all ranks hold equally much.
-        parts: how many matrices of one size lie one behind the other along `dim`, each of which is cut for itself: 2
-            for gate and up in one weight.
-        group: the name of the ranks' process group.
+        whole: size of that dimension over all ranks; 0 if all shards are equal.
+        parts: equal matrices concatenated along `dim` and sharded separately: 2 for a fused gate_up weight.
+        group: name of the process group.
     """
 
     dim: int
@@ -33,12 +32,12 @@ class Shard:
     group: str = ""
 
     def spans(self, size: int, index: int | None = None) -> list[tuple[int, int]]:
-        """Return the ranges (begin, end) of the whole dimension that a rank holds, in the order in which it does, as
-        `torch.distributed.tensor` cuts: the last ranks may hold less, or nothing.
+        """Return the ranges (begin, end) of the whole dimension that a rank holds, in memory order. Cut as by
+        `torch.distributed.tensor`: the last ranks may hold less, or nothing.
 
         Args:
-            size: what this rank holds of the dimension.
-            index: of the rank in the group; by default this one's.
+            size: length of this rank's shard along the dimension.
+            index: rank in the group; by default this one.
         """
         index = self.index if index is None else index
         part = (self.whole or size * self.count) // self.parts
@@ -49,17 +48,17 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class WeightSite:
-    """One parameter of one module.
+    """Weight site: one parameter of one module.
 
     Attributes:
         module: the module's name in the model; `ROOT` for the model itself.
         shape: (N, K) of each matrix: N outputs (or rows of a table), K inputs (or columns).
         parameter: the parameter's name in the module.
         kind: the name of the module's kind (`vbrt.layers.modules.layer_kinds`).
-        matrices: how many matrices the parameter stacks; 1 for a parameter of two dimensions.
-        transposed: True if the module keeps each matrix as [K, N].
-        stacked: True if the matrices lie along a dimension in front, also where there is one.
-        shard: the part of each matrix that this process holds, and `shape` describes; None for the whole.
+        matrices: number of matrices in the parameter; 1 if it is 2-D.
+        transposed: True if the module stores each matrix as [K, N].
+        stacked: True if the parameter is 3-D, with the matrices along dim 0, even a single one.
+        shard: this process's shard of each matrix, which has `shape`; None if unsharded.
     """
 
     module: str
@@ -83,7 +82,7 @@ class WeightSite:
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
-        """The shape in which the module keeps the parameter: (N, K) or (K, N), stacked or one below the other."""
+        """Shape of the parameter in the module: matrices stacked, or concatenated along dim 0."""
         if self.stacked:
             return (self.matrices, *self.matrix_shape)
         rows, columns = self.matrix_shape
@@ -91,7 +90,7 @@ class WeightSite:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """The shape of each matrix as the module keeps it: (N, K) or (K, N)."""
+        """Shape of each matrix in the module: (N, K), or (K, N) if transposed."""
         return self.shape[::-1] if self.transposed else self.shape
 
     @property
@@ -105,20 +104,20 @@ class WeightSite:
 
     @property
     def whole_matrices(self) -> int:
-        """The number of matrices over all ranks."""
+        """Number of matrices over all ranks."""
         if self.shard is None or self.shard.dim != EXPERTS:
             return self.matrices
         return self.shard.whole or self.matrices * self.shard.count
 
     @property
     def parameters(self) -> int:
-        """The number of weights that this process holds."""
+        """Number of weights in this process."""
         return self.matrices * prod(self.shape)
 
     def page_key(self, plane: str) -> str:
-        """The key of the page of a plane."""
+        """Return the key of a plane's page."""
         return f"{self.name}#{plane}"
 
     def expert_key(self, plane: str, expert: int) -> str:
-        """The key of the page that holds a plane of all matrices of one routed expert of the module."""
+        """Return the key of the page with one plane of all matrices of a routed expert."""
         return f"{self.module}#{plane}.{expert}"
