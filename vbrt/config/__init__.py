@@ -1,13 +1,13 @@
 """Configs: a frozen tree of settings, the presets, and the budgets of a machine. Pure Python, importable without torch.
 
-A preset's name, a TOML file, a dict and overrides enter; a `VBConfig` leaves, every key checked where it enters
+Input: a preset name, TOML file or dict, and overrides. Output: a `VBConfig`, every key validated on construction
 (`schema.py`, `value_checks.py`), and with a `Machine` the bytes of each tier's budget (`budgets.py`). Two tables of
-records stand here because plans need them without torch: `format_records.py` (number formats) and `tier_records.py`
+records are here because plans need them without torch: `format_records.py` (number formats) and `tier_records.py`
 (tiers).
 
-`weights.formats` maps patterns on module names to a format or `"exact"`. The last match wins, so that overrides, which
-are merged behind a file's entries, decide. `WeightsConfig.held_as` answers for a weight by all its names; the planner
-alone asks.
+`weights.formats` maps patterns on module names to a format or `"exact"`. The last match wins, so overrides, merged
+after a file's entries, take precedence. `WeightsConfig.held_as` matches a weight by all its names; only the planner
+calls it.
 """
 
 from vbrt.config.budgets import Machine, compute_tier, resolve_budget, resolve_budgets

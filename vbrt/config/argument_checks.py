@@ -12,13 +12,13 @@ __all__ = ["check_instance", "check_number", "check_one_of", "check_whole"]
 
 
 def check_instance(value: Any, kind: Any, where: str, expected: str) -> None:
-    """Raise ArgumentError if a value is not of a class: where it came ("make_plan(): model"), what, what would do."""
+    """Raise ArgumentError if a value is not a `kind`. `where` is named in the error: "make_plan(): model"."""
     if not isinstance(value, kind):
         raise _wrong(value, where, expected)
 
 
 def check_one_of(value: Any, known: Iterable[str], where: str) -> None:
-    """Raise ArgumentError if a value is none of the known names."""
+    """Raise ArgumentError if a value is not a known name."""
     known = tuple(known)
     if not isinstance(value, str) or value not in known:
         raise _wrong(value, where, f"one of {', '.join(map(repr, known))}")
@@ -31,7 +31,7 @@ def check_whole(value: Any, where: str, *, least: int = 1, most: int = 1 << 40) 
 
 
 def check_number(value: Any, where: str, *, least: float = 0.0) -> None:
-    """Raise ArgumentError if a value is not a finite number of at least so much."""
+    """Raise ArgumentError if a value is not a finite number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Real) or not least <= value < math.inf:
         raise _wrong(value, where, f"a finite number of at least {least:g}")
 

@@ -13,11 +13,17 @@ __all__ = ["Machine", "compute_tier", "resolve_budget", "resolve_budgets"]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Memory available on a machine, in bytes. gpu: None without a device; ssd: None where no ssd tier is asked for.
-    peers: the number of other GPUs that a peer tier may use; peer_total_bytes, peer_free_bytes: of the smallest of
-    them. sharers: the ranks that share pages in host memory. ranks_here, ranks_on_gpu: the ranks on this machine, and
-    those that compute on this GPU; what is available or free is one rank's share, totals are the machine's.
-    ranks_said_by: how they are known, "" for one that is alone."""
+    """Memory of a machine, in bytes: totals are the machine's, free and available bytes one rank's share.
+
+    Attributes:
+        gpu_total_bytes, gpu_free_bytes: None without a GPU.
+        ssd_free_bytes: None without an ssd tier.
+        peers: number of other GPUs for the peer tier.
+        peer_total_bytes, peer_free_bytes: of the smallest of these.
+        sharers: number of ranks that share pages in host memory.
+        ranks_here, ranks_on_gpu: number of ranks on this machine, and on this GPU.
+        ranks_said_by: source of these numbers; "" for a single rank.
+    """
 
     gpu_total_bytes: int | None
     gpu_free_bytes: int | None
@@ -37,11 +43,13 @@ def resolve_budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
     """Return the bytes of each tier that is enabled and exists here, by name, fastest first.
 
     "auto" is 90 % of the free device memory, 80 % of the available host memory, 90 % of the free space of the drive.
-    A percentage counts from the total (of the drive: from the free space). Where several ranks are on one machine or
-    one GPU, both are of a rank's equal share. What the peer tier has is that of one GPU
-    times their number; of host memory that ranks share, that of one rank times theirs. Raises ConfigError for more than
-    the machine has, for an ssd path whose free space is unknown, for a peer tier that is insisted on where there is no
-    other GPU, for shared host memory where the CPU computes, and as `compute_tier`.
+    A percentage is relative to the total (of the drive: to the free space). Ranks on one machine or GPU each have an
+    equal share. The peer tier's bytes are per GPU, times the number of GPUs; those of shared host memory are per rank,
+    times the number of ranks.
+
+    Raises:
+        ConfigError: more than the machine has; an ssd path with unknown free space; a required peer tier without
+            another GPU; shared host memory while the CPU computes; see also `compute_tier`.
     """
     tiers = config.tiers
     on_gpu = compute_tier(config, machine) == "gpu"
@@ -55,7 +63,7 @@ def resolve_budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
 def compute_tier(config: VBConfig, machine: Machine) -> str:
     """Return the computing tier, "gpu" or "cpu".
 
-    Raises ConfigError where a GPU is insisted on and there is none, and when no tier is left to compute on.
+    Raises ConfigError: a GPU is required and there is none, or no enabled tier can compute.
     """
     tiers, has_gpu = config.tiers, machine.gpu_total_bytes is not None
     if tiers.gpu.enabled is True and not has_gpu:
@@ -84,13 +92,13 @@ def _has_peers(config: VBConfig, machine: Machine) -> bool:
 
 
 def resolve_budget(config: VBConfig, machine: Machine, name: str) -> int:
-    """Return the bytes of one tier that is enabled and exists here, whatever the others ask for."""
+    """Return the bytes of one tier that is enabled and exists here, independent of the others."""
     shares = {"peer": machine.peers, "cpu": machine.sharers}.get(name, 1)
     return shares * _resolved(config, machine, name)
 
 
 def _room(config: VBConfig, machine: Machine, name: str) -> tuple[int, int, int]:
-    """Return (total, free, ranks) of a tier: bytes, and among how many the total is divided."""
+    """Return (total, free, ranks) of a tier: bytes, and the number of ranks that share the total."""
     if name == "gpu":
         total, free = machine.gpu_total_bytes, machine.gpu_free_bytes
         return total, total if free is None else free, machine.ranks_on_gpu
@@ -104,11 +112,11 @@ def _room(config: VBConfig, machine: Machine, name: str) -> tuple[int, int, int]
             config.tiers.ssd.path,
             "expected a directory on a drive whose free space is known",
         )
-    return machine.ssd_free_bytes, machine.ssd_free_bytes, 1  # of a rank, as all that is free
+    return machine.ssd_free_bytes, machine.ssd_free_bytes, 1  # free bytes are per rank already
 
 
 def _resolved(config: VBConfig, machine: Machine, name: str) -> int:
-    """Return what a budget asks for, of one neighbour or one rank where there are several."""
+    """Return a budget in bytes, per GPU or rank if there are several."""
     where, value = f"{config.source}: tiers.{name}.budget", getattr(config.tiers, name).budget
     budget = parse_budget(value, where=where)
     total, free, ranks = _room(config, machine, name)
@@ -116,7 +124,7 @@ def _resolved(config: VBConfig, machine: Machine, name: str) -> int:
         return free * TIERS[name].auto_percent // 100
     if budget.kind == "fraction":
         return int(total * budget.amount) // ranks
-    most = total // ranks if machine.sharers > 1 else total  # ranks that share have equal budgets
+    most = total // ranks if machine.sharers > 1 else total  # sharing ranks have equal budgets
     if budget.amount > most:
         has = f"{most / 2**30:.2f} GiB ({most} bytes)" + (" free" if name == "ssd" else "")
         has += f" for each of its {machine.ranks_here} ranks" if most < total else ""

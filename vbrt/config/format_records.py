@@ -1,9 +1,9 @@
 """Records of weight formats, one per format, for the config's choices, the planner and the kernels.
 
-A new format is a file with a `vbrt.formats.Format` and its record here. It then computes correctly everywhere, through
-the reference in plain torch; `kernels` names a family of kernels that knows its codes. Pure Python.
+A new format needs a `vbrt.formats.Format` and a record here. It then runs everywhere, through the reference in plain
+torch; `kernels` names a kernel family that decodes its codes. Pure Python.
 
-Formats of other packages are added by `vbrt.formats.register_format`.
+Other packages add formats by `vbrt.formats.register_format`.
 """
 
 import re
@@ -25,12 +25,12 @@ __all__ = [
     "known_formats",
 ]
 
-#: block sizes and dtypes of block scales that weights of 16 levels are held with
+#: block sizes and scale dtypes of the 16-level formats
 LEVEL_BLOCKS = (16, 32, 64, 128)
 LEVEL_SCALES = ("float16", "bfloat16", "float32")
-#: values of `weights.format` and `weights.formats` that name no format
+#: reserved values of `weights.format` and `weights.formats`
 _RESERVED = ("auto", "exact")
-#: fields by which the package finds code of its own, and what they are for any other format
+#: fields that select code of this package, with their value in formats of other packages
 _OWN_CODE = {"kernels": None, "fitted": False, "lossless": False, "published": False}
 
 
@@ -39,19 +39,17 @@ class FormatRecord:
     """Properties of a format, for all code but its encoder.
 
     Attributes:
-        name: as users write it in `weights.format`.
-        codec: its encoder and decoder, a subclass of `vbrt.formats.Format`, or "module:Class" of that.
+        name: its name in `weights.format`.
+        codec: encoder and decoder: a subclass of `vbrt.formats.Format`, or its "module:Class".
         block: weights along K that share a scale.
-        scales: how a block's scale is stored: "e4m3", "ue4m4", "e8m0" in a byte, or a dtype of `LEVEL_SCALES`; None
-            without scales.
-        bits: of a code.
-        kernels: the family of kernels that computes from its codes ("e2m1", "table", "levels", "int8"); None: the
-            reference decodes them.
-        fitted: True if its codebook is fitted to each weight, which is costly enough to keep the fit.
+        scales: encoding of a block's scale: "e4m3", "ue4m4", "e8m0" (a byte), or a dtype of `LEVEL_SCALES`; None: no
+            scales.
+        bits: bits per code.
+        kernels: kernel family for its codes ("e2m1", "table", "levels", "int8"); None: decoded by the reference.
+        fitted: True if its codebook is fitted to each weight; the fit is costly, so it is kept.
         lossless: True if it stores the weight's own bytes, so that a fine plane could add nothing.
-        published: True if weights come to be in it by being read from published checkpoints: no config asks for it.
-        noise: the relative error (root mean square) that it leaves in normally distributed weights; 0 of published
-            formats, into which nothing is rounded.
+        published: True if weights in it are read from published checkpoints only: a config cannot name it.
+        noise: relative RMS error on normally distributed weights; 0 for published formats: nothing is rounded.
     """
 
     name: str
@@ -108,17 +106,17 @@ def known_formats() -> Mapping[str, FormatRecord]:
 
 
 def chosen_formats() -> tuple[str, ...]:
-    """Return the formats that a config may name."""
+    """Return the names of formats that a config may name."""
     return tuple(name for name, record in known_formats().items() if not record.published)
 
 
 def formats_of(*families: str) -> tuple[str, ...]:
-    """The formats that these families of kernels compute."""
+    """Return the names of formats with kernels of these families."""
     return tuple(name for name, record in FORMATS.items() if record.kernels in families)
 
 
 def check_record(record: FormatRecord) -> None:
-    """Raise FormatError, naming the field, for a record that a format of another package cannot have."""
+    """Validate the record of another package's format. Raises FormatError that names the field."""
     if not isinstance(record, FormatRecord):
         raise FormatError(f"format {record!r}; expected a FormatRecord")
     if not isinstance(record.name, str) or not re.fullmatch("[a-z][a-z0-9_-]*", record.name):

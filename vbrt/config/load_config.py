@@ -19,7 +19,7 @@ _OVERRIDDEN = " with overrides"
 def load_config(
     config: VBConfig | str | os.PathLike[str] | Mapping[str, Any] | None = None, **overrides: Any
 ) -> VBConfig:
-    """Make a config from whatever the user has, with `overrides` merged in key by key.
+    """Make a config from any accepted source, with `overrides` merged in key by key.
 
     config: None (the preset "fp4"), a preset name, the path of a TOML file, a nested dict, or a VBConfig.
     overrides: one nested dict (or config section) per section, e.g. `weights={"format": "nf4"}`,
@@ -34,11 +34,10 @@ def load_config(
 
 
 def assign(config: VBConfig, assignments: Iterable[str]) -> VBConfig:
-    """Return a config with the command line's `--set`: "tiers.gpu.budget=8GiB", "weights.exclude=['*.mlp.*']".
+    """Return a config with `--set` assignments applied: "tiers.gpu.budget=8GiB", "weights.exclude=['*.mlp.*']".
 
-    A value is read as TOML if it is a number, true, false, a quoted string, a list or a table, and else taken as a
-    string.
-    Later ones win. Raises ConfigError, naming the settings, for what a file may not say either.
+    A value is parsed as TOML if it is a number, true, false, a quoted string, a list or a table, else taken as string.
+    Later ones win. Raises ConfigError, naming the settings, for anything invalid in a file.
     """
     assignments = tuple(assignments)
     if not assignments:

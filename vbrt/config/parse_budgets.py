@@ -30,8 +30,8 @@ _PERCENT = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?%")
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A parsed budget. amount: bytes (int) for kind "bytes", 0 < share <= 1 for "fraction", 0 for "auto", bits a weight
-    for "bits"."""
+    """Parsed budget. amount: bytes (int) for kind "bytes", 0 < share <= 1 for "fraction", 0 for "auto", bits per
+    weight for "bits"."""
 
     kind: Literal["auto", "bytes", "fraction", "bits"]
     amount: int | float = 0
@@ -40,8 +40,8 @@ class Budget:
 def parse_budget(value: object, *, where: str) -> Budget:
     """Parse `"auto"`, a number of bytes (8589934592, "8GiB", "8 GB", "512MiB") or a share ("40%").
 
-    KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in 1024s; case does not matter. where: what the ConfigError
-    names, e.g. "my.toml: tiers.gpu.budget".
+    KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in 1024s; case does not matter. where: named in the
+    ConfigError, e.g. "my.toml: tiers.gpu.budget".
     """
     if isinstance(value, str):
         if value == "auto":
@@ -59,9 +59,9 @@ def parse_budget(value: object, *, where: str) -> Budget:
 
 
 def parse_weights_budget(value: object, *, where: str) -> Budget:
-    """Parse the room for all pages of a model: bits a weight ("5 bits", "4.75 bits") or bytes (2147483648, "2GiB").
+    """Parse the room for all pages of a model: bits per weight ("5 bits", "4.75 bits") or bytes (2147483648, "2GiB").
 
-    where: what the ConfigError names, e.g. "my.toml: weights.budget".
+    where: named in the ConfigError, e.g. "my.toml: weights.budget".
     """
     expected = 'expected bits a weight, e.g. "5 bits", or bytes, e.g. "2GiB"'
     if isinstance(value, str) and (match := _BITS.fullmatch(value)) and float(match[1]) > 0:
@@ -70,9 +70,9 @@ def parse_weights_budget(value: object, *, where: str) -> Budget:
 
 
 def parse_activations(value: object, *, where: str) -> Budget | str:
-    """Parse what is kept of a pass for training: "keep", "recompute", "offload", or bytes of device memory ("6GiB").
+    """Parse `training.activations`: "keep", "recompute", "offload", or bytes of device memory ("6GiB").
 
-    where: what the ConfigError names, e.g. "my.toml: training.activations".
+    where: named in the ConfigError, e.g. "my.toml: training.activations".
     """
     if value in ("keep", "recompute", "offload"):
         return str(value)

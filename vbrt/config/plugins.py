@@ -1,10 +1,10 @@
-"""Plug-ins: installed packages that register formats and kernels of their own.
+"""Plug-ins: installed packages that register their own formats and kernels.
 
     [project.entry-points."vbrt.plugins"]
     int4 = "my_package.int4"       # a module that calls `register_format` and `register_kernel` as it is imported
 
-They are imported where formats are first asked for, which the first config does, so every process knows them: commands,
-ranks, a saved model's reader. `import vbrt` looks for none.
+They are imported at the first lookup of formats, at the latest by the first config, so every process has them:
+commands, ranks, readers of saved models. `import vbrt` alone imports none.
 """
 
 import functools
@@ -16,8 +16,8 @@ __all__ = ["load_plugins"]
 
 @functools.cache
 def load_plugins() -> None:
-    """Import the plug-ins that are installed, once a process. Raises ConfigError for one that cannot be imported."""
-    from importlib.metadata import entry_points  # 0.1 s, which torch has paid wherever weights are computed with
+    """Import the installed plug-ins, once per process. Raises ConfigError: one cannot be imported."""
+    from importlib.metadata import entry_points  # lazy: takes 0.1 s, unless torch has imported it
 
     for entry in entry_points(group="vbrt.plugins"):
         try:

@@ -35,7 +35,7 @@ def read_toml(path: Path, source: str) -> dict[str, Any]:
 
 
 def _preset_dir() -> Path:
-    # an installed wheel carries the presets inside the package, a checkout keeps them beside it
+    # presets are inside the package in an installed wheel, next to it in a checkout
     package = Path(__file__).parent.parent
     for folder in (package / "configs", package.parent / "configs"):
         if (folder / f"{DEFAULT_PRESET}.toml").is_file():

@@ -10,13 +10,13 @@ __all__ = ["Section", "opt"]
 
 
 def opt(default: Any, check: Callable[[object, str], Any]) -> Any:
-    """Return the field of a key with its default and its check."""
+    """Return a dataclass field with a default and a check."""
     return field(default=default, metadata={"check": check})
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A group of keys: each is checked on construction, and `_rule` checks them together."""
+    """Config section: each key is checked on construction, and `_rule` checks constraints between keys."""
 
     _key: ClassVar[str] = ""
 
@@ -36,4 +36,4 @@ class Section:
 
     @classmethod
     def _rule(cls, values: Mapping[str, Any], where: str) -> None:
-        """Check what must hold between keys of one section; raise ConfigError."""
+        """Check constraints between keys; raise ConfigError."""

@@ -1,6 +1,6 @@
 """Records of tiers, one per tier that a config may name.
 
-Another tier needs: a record here; a section in `schema.TiersConfig` and its room on a machine in `budgets`; a class in
+A new tier needs: a record here; a section in `schema.TiersConfig` and its room on a machine in `budgets`; a class in
 `vbrt/tiers` with the protocol `vbrt.tiers.protocols.tier.Tier`; and its factory in `vbrt.model.make_stack`. Plans,
 placement, memory needs and budget changes follow the record.
 """
@@ -15,13 +15,12 @@ class TierRecord:
     """Properties of a tier, known without opening one.
 
     Attributes:
-        memory: True if pages are tensors there, and pass through it; False for a store, whose pages are read into the
-            memory above.
-        auto_percent: the share of what is free that `budget = "auto"` takes; the rest is for activations, the
-            allocator and other programs.
-        overhead_bytes: what a page costs there beside its own bytes.
-        passes: True if pages from further down are copied into it on their way up; False: they pass by it.
-        fills: True if it takes what it has room for before a tier below is asked to hold all pages.
+        memory: True if its pages are tensors; False for a store, whose pages are read into the memory tier above.
+        auto_percent: share of the free memory that `budget = "auto"` takes; the rest is for activations, the allocator
+            and other programs.
+        overhead_bytes: bytes per page in addition to the page's own.
+        passes: True if pages from lower tiers are copied through it on their way up.
+        fills: True if it takes what fits even if a lower tier could hold all pages.
     """
 
     memory: bool
@@ -37,4 +36,4 @@ TIERS = {
     "cpu": TierRecord(memory=True, auto_percent=80),
     "ssd": TierRecord(memory=False, auto_percent=90, overhead_bytes=4096, passes=False),  # the header of a page file
 }
-"""By name, the computing one first."""
+"""Records by tier name, fastest first."""

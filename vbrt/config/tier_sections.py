@@ -24,12 +24,12 @@ def memory_budget(value: object, where: str) -> int | str:
 
 @dataclass(frozen=True, slots=True)
 class GpuTier(Section):
-    """Device memory. enabled: "auto" uses a GPU where there is one, true insists on it.
+    """Device memory. enabled: "auto" uses a GPU if there is one, true requires it.
 
-    budget: "auto", bytes, "8GiB" or "40%" of the device; without a GPU it says nothing.
-    links: the GPUs over whose links pages come from host memory: "own", only the computing one's; "auto", also those of
-    all GPUs of this process that it reaches directly, which take a part of each page and hand it on; or their numbers.
-    devices: the GPUs that a model's layers are split over, each with tiers of its own; "current": that alone.
+    budget: "auto", bytes, "8GiB" or "40%" of the device; ignored without a GPU.
+    links: GPUs whose host links carry pages: "own": the computing one's only; "auto": also all GPUs of this process
+    with peer access to it, which relay a part of each page; or their indices.
+    devices: GPUs that a model's layers are split over, each with its own tiers; "current": the current one only.
     """
 
     _key: ClassVar[str] = "tiers.gpu"
@@ -42,11 +42,11 @@ class GpuTier(Section):
 
 @dataclass(frozen=True, slots=True)
 class PeerTier(Section):
-    """Memory of this machine's other GPUs, where pages live beyond the computing one's budget. Off unless asked for.
+    """Memory of this machine's other GPUs, for pages beyond the computing one's budget. Off by default.
 
-    enabled: "auto" uses other GPUs where there are any, true insists on one.
-    budget: of each of them: "auto", bytes, "8GiB" or "40%" of the smallest.
-    devices: their numbers, or "auto": all but the computing one.
+    enabled: "auto" uses other GPUs if there are any, true requires one.
+    budget: per GPU: "auto", bytes, "8GiB" or "40%" of the smallest.
+    devices: their indices, or "auto": all but the computing one.
     """
 
     _key: ClassVar[str] = "tiers.peer"
@@ -58,10 +58,12 @@ class PeerTier(Section):
 
 @dataclass(frozen=True, slots=True)
 class CpuTier(Section):
-    """Host memory. pinned: page-locked where CUDA is there, so that copies to the device run in the background. Memory
-    that is not is copied through a small relay that is, which takes a core.
+    """Host memory.
 
-    shared: ranks of one process group keep an equal part of each page, and gather pages on GPUs. budget: of each."""
+    pinned: page-locked with CUDA, so that H2D copies are asynchronous. Pageable memory is copied through a small pinned
+    relay, which takes a core.
+    shared: ranks of a process group hold an equal part of each page, and gather pages on GPUs; `budget` is per rank.
+    """
 
     _key: ClassVar[str] = "tiers.cpu"
 
@@ -73,10 +75,10 @@ class CpuTier(Section):
 
 @dataclass(frozen=True, slots=True)
 class SsdTier(Section):
-    """Page files under `path` ("~" is expanded; relative to the working directory). Off unless asked for.
+    """Page files under `path` ("~" is expanded; relative to the working directory). Off by default.
 
-    io: "direct" reads past the page cache, "buffered" through it, "auto" takes the faster one.
-    Raises ConfigError when enabled without a path.
+    io: "direct" bypasses the page cache, "buffered" uses it, "auto" takes the faster one.
+    Raises ConfigError if enabled without a path.
     """
 
     _key: ClassVar[str] = "tiers.ssd"

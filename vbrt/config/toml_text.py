@@ -36,5 +36,5 @@ def _key(key: str) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(_value(item) for item in value)}]"
-    # JSON literals are TOML literals, but for the DEL character, which only TOML wants escaped
+    # JSON literals are TOML literals, except that TOML requires DEL to be escaped
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

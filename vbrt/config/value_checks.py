@@ -31,7 +31,7 @@ __all__ = [
     "wrong",
 ]
 
-MAX_INT = 2**63 - 1  # what TOML guarantees to carry, and far above any memory
+MAX_INT = 2**63 - 1  # largest integer that TOML guarantees; far above any memory
 
 
 def shown(value: object) -> str:
@@ -56,13 +56,13 @@ def quoted(names: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean "format"?`, or nothing where no known name is near."""
+    """Return `; did you mean "format"?`, or "" without a close match."""
     near = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f'; did you mean "{near[0]}"?' if near else ""
 
 
 def wrong(where: str, value: object, expected: str) -> ConfigError:
-    """Return the error for a value: its place, the value, the accepted values."""
+    """Return the error for a value: key, value, accepted values."""
     return ConfigError(f"{where} = {shown(value)}; {expected}")
 
 
@@ -90,7 +90,7 @@ def whole(low: int, high: int = MAX_INT) -> Callable[[object, str], int]:
     span = f"a whole number from {low} to {high}" if high != MAX_INT else f"a whole number, {low} or more"
 
     def check(value: object, where: str) -> int:
-        # bool is an int in Python; `levels = true` is a slip, not a 1
+        # bool is an int in Python; `levels = true` is a mistake, not 1
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise wrong(where, value, f"expected {span}")
         return value
@@ -99,7 +99,7 @@ def whole(low: int, high: int = MAX_INT) -> Callable[[object, str], int]:
 
 
 def gpus(value: object, where: str) -> tuple[int, ...]:
-    """Check for a list of different GPUs, by the numbers that torch gives them."""
+    """Check for a list of distinct GPU indices."""
     good = isinstance(value, list | tuple) and all(type(index) is int and 0 <= index < 1024 for index in value)
     if not good or not value or len(set(value)) < len(value):
         raise wrong(where, value, "expected a list of different GPUs by their numbers, e.g. [0, 1]")
@@ -112,7 +112,7 @@ def gpus_or(*names: str) -> Callable[[object, str], Any]:
 
 
 def auto_or(check: Callable[[object, str], Any]) -> Callable[[object, str], Any]:
-    """Return a check for "auto" or what another check takes."""
+    """Return a check for "auto" or a value that `check` accepts."""
 
     def check_both(value: object, where: str) -> Any:
         if value == "auto":
@@ -137,7 +137,7 @@ def patterns(value: object, where: str) -> tuple[str, ...]:
 
 
 def pattern_table(*names: str) -> Callable[[object, str], tuple[tuple[str, str], ...]]:
-    """Return a check for a table from module name patterns to the names, in order; a tuple of pairs is one too."""
+    """Return a check for a table, or a tuple of pairs, from module name patterns to the names; keeps the order."""
     check_name = choice(*names)
 
     def check(value: object, where: str) -> tuple[tuple[str, str], ...]:
@@ -162,7 +162,7 @@ def file(value: object, where: str) -> str | None:
 
 
 def text(value: object, where: str) -> str | None:
-    """Check for the path of a text, a word that stands for one, or None; expand "~"."""
+    """Check for the path of a text file, "samples", or None; expand "~"."""
     return _path(value, where, 'a file of text or token ids, e.g. "notes.txt", or "samples"')
 
 
@@ -174,7 +174,7 @@ def _path(value: object, where: str, what: str) -> str | None:
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise wrong(where, value, f"expected {what}")
     expanded = os.path.expanduser(value)
-    if expanded.startswith("~"):  # left alone for a user that does not exist: it would become a folder of that name
+    if expanded.startswith("~"):  # unknown user: "~name" would become a folder of that name
         noun = what.split(",")[0]
         raise wrong(where, value, f'expected {noun} whose "~" names a user of this machine')
     return expanded
