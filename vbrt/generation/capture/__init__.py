@@ -1,32 +1,32 @@
 """Capture and replay of decode steps: `generate` runs them in place of a model's forward.
 
-A forward call enters (`step_io` takes it apart into tensors); `session` decides whether it can be captured, replays it,
-compares the first replays with eager steps, and falls back with a reason. Fingerprints of the model's Python state and
-code, a watch on mutations and a record of side effects say when a captured step no longer stands for the model.
+`step_io` flattens a forward call into tensors; `session` decides whether it can be captured, replays it, compares the
+first replays with eager steps, and falls back with a reason. Fingerprints of the model's Python state and code, a watch
+on mutations and a record of side effects invalidate captured steps.
 
-**Safe by comparison.** Before a kind of step is trusted, two of its replays are computed eagerly too, by the plain
-forward on the plain cache; where they differ by more than rounding, steps of that kind stay eager, and a warning says
-so once. Two, because a model that counts in Python gets the first one right. So is the first replay of each capture,
-and its first one behind a sliding window: a plain cache has dropped what lies before the window there, a bucket still
-holds it, and Moshi masks nothing. One token of thousands makes no difference that rounding would not, so what lies
-there is 10,000 for that replay.
+**Validated by comparison.** Before a kind of step is trusted, two of its replays are also computed eagerly, by the
+plain forward on the plain cache; if they differ by more than rounding, steps of that kind stay eager, with one warning.
+Two, because the first one is right even for a model that counts in Python. The first replay of each capture is
+compared, too, and its first one past a sliding window: a plain cache has dropped the tokens before the window, a bucket
+still holds them, and Moshi does not mask them. One token in thousands changes results by less than rounding, so these
+tokens are set to 10,000 for that replay.
 
-**How long a capture lives.** Captures outlive a call. They end when pages move; when a parameter, an attribute
+**Lifetime of a capture.** Captures outlive a call. They are invalidated when pages move; when a parameter, an attribute
 (constants, tensors, functions and containers of them), a config, a class's forward, a function or constant that
 forwards look up by name, in a table, in an object or by an import of their own (`code_fingerprint.py`), one of torch's
-functions or methods, a hook or one of transformers' implementations is another one; and with the model. But for pages
-that is looked at once a call. Calls that run callbacks of others (processors, criteria, streamers) compare attributes,
-hooks, configs and where parameters lie before each step (`mutation_watch.py`), and are eager while the model is another
-one; functions of Python modules are not looked at again. No capture uses a cache whose methods were replaced. Weights
-loaded in place are read by the next replay. A step that changes an attribute of a module, or puts another tensor in a
-buffer's place, is not captured. What it writes to beside the cache, such as states in buffers, is put back after
-capturing and comparing (`side_effects.py`): the recorder sees each write before it is made, and ends the run where it
-could not any more. A failed capture is ended in torch's allocator and generator, too.
+functions or methods, a hook or one of transformers' implementations is replaced; and with the model. All but pages are
+checked once per call. Calls with user callbacks (processors, criteria, streamers) compare attributes, hooks, configs
+and addresses of parameters before each step (`mutation_watch.py`), and are eager while the model is modified; functions
+of Python modules are not checked again. No capture uses a cache with replaced methods. Weights loaded in place are read
+by the next replay. A step that sets an attribute of a module, or replaces a buffer, is not captured. Other side
+effects, such as states in buffers, are restored after capture and comparison (`side_effects.py`): the recorder sees
+each write before it happens, and aborts the run at one that it could not restore. A failed capture is also ended in
+torch's allocator and generator.
 
-**When to capture on a CPU.** A capture takes four passes and some Python for each module, which a GPU does not notice.
-It is made at the first step of the first call all the same: where it waited until the steps to come would pay for it, a
-call had other bits than the same call before it. Weights that lose no bits stay eager on a CPU: most of their step is
-the products, and attention to a masked bucket would round elsewhere.
+**When to capture on a CPU.** A capture takes four passes and some Python per module, which is negligible on a GPU only.
+It is made at the first step of the first call nevertheless: when it waited until it would pay off, a call gave other
+bits than the same call before it. Lossless weights stay eager on a CPU: products dominate their steps, and attention to
+a masked bucket would round differently.
 """
 
 __all__: list[str] = []
