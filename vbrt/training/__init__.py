@@ -1,4 +1,4 @@
-"""Layers whose weights train: as parameters whose forwards see them in 4 bits (`qat`), or from the tiers (`full`).
+"""Layers with trainable weights: dense parameters rounded to 4 bits in the forward (`qat`), or in the tiers (`full`).
 
 `trained_kinds.py` makes the training classes of each kind of layer from its record. `activations` is for every mode
 whose forward has gradients.
