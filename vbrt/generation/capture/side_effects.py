@@ -18,7 +18,7 @@ class Written:
     """Tensors that a step mutates, with their contents before it."""
 
     def __init__(self, apart: Iterable[Tensor]) -> None:
-        """apart: tensors that someone else snapshots (the cache, the inputs)."""
+        """apart: tensors excluded because the caller snapshots them (the cache, the inputs)."""
         self._apart = {storage_of(tensor) for tensor in apart}
         self._before: list[tuple[Tensor, Tensor]] = []
         self._tensors: list[Tensor] = []

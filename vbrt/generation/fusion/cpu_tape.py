@@ -99,7 +99,7 @@ class Tape:
         return True
 
     def _add_result(self, node: Node, call: Run, args: tuple, kwargs: dict) -> None:
-        """Add a call whose result goes to a static buffer: through `out=`, or copied."""
+        """Add a call with its result in a static buffer: through `out=`, or copied."""
         forms = form_of(node)
         if not isinstance(forms, Form):
             results = tuple(None if form is None else self._memory.empty(node, form) for form in forms)

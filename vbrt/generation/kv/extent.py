@@ -1,10 +1,9 @@
 """Extents: memory of a KV cache in the tiers of a runtime, as pages of the stack.
 
-An *extent* is room for up to 16 MiB of pages of one layer, side by side, and one page of the stack: so one copy moves
-many pages, at the link's speed. Pages are written into it once, as they are sealed, and never change.
+An *extent* is contiguous room for up to 16 MiB of sealed pages of one layer, and one page of the stack: one copy moves
+many pages, at the link's full rate. Pages are written once, when they are sealed.
 
-Extents are *put*: no policy hears of them and no rehoming moves them, weights beside them are used as if they were not
-there.
+Extents are *put*: outside the policies and never rehomed, without effect on leases of weights.
 """
 
 import itertools

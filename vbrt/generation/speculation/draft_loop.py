@@ -136,7 +136,7 @@ def _round(
     marks.mark()
     k = decoding.pace.choose(_reach(decoding, sequences, cache))
     if decoding.attachment.watcher is not None:
-        k = decoding.attachment.watcher.least(k)  # ranks of one model must draft alike
+        k = decoding.attachment.watcher.least(k)  # all ranks of a model must draft equally
     draft = decoding.passes.run(functools.partial(_draft, decoding, sequences, kwargs, k, hint))
     marks.mark()
     if decoding.statics is None:

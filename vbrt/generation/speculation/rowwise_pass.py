@@ -355,7 +355,7 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
 
 
 def _steadily(here: _Pass, attend: Callable, module: Any, given: tuple, kwargs: dict) -> torch.Tensor:
-    """Batch-invariant attention of all queries at once if bitwise equal, else one by one."""
+    """Batch-invariant attention: all queries in one launch if bitwise equal, else one launch per query."""
     query, block, masks = given
     form = "steady", type(module), form_of(query), form_of(block[0]), form_of(masks.whole)
     here.attending = True
