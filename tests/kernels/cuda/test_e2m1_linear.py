@@ -104,6 +104,8 @@ def test_the_kernel_with_mma_sync_matches_float64(name, shape, monkeypatch):
     for launch, tokens in itertools.product(MMA, (17, 64, 333)):
         monkeypatch.setattr(e2m1_linear, "choose", lambda *_, launch=launch: launch)
         for dtype, activation in ((torch.bfloat16, "gelu"), (torch.float16, "none"), (torch.float32, "silu")):
+            if dtype is not torch.bfloat16 and launch is not MMA[0]:
+                continue
             x = torch.randn(tokens, k + 24, device="cuda", dtype=dtype)[:, 8 : k + 8]
             bias = torch.randn(n, device="cuda", dtype=dtype)
             poison()
