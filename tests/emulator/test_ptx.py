@@ -319,7 +319,7 @@ MMA = [
 ]
 
 
-@matrix(gpu=[80, 89], config=MMA, name=["nvfp4", "mxfp4"], k=[328, 136], indirect=("gpu",))
+@matrix(gpu=[80, 89], config=MMA, name=["nvfp4", "mxfp4"], k=[328, 136], indirect=("gpu",), at_most=2)
 def test_many_tokens_without_wgmma(gpu, config, name, k):
     planes, weight = tiled(name, (72, k), device="cpu")
     x, bias = torch.randn(config.tokens + 3, k + 8).bfloat16()[:, :k], torch.randn(72).bfloat16()
@@ -328,7 +328,7 @@ def test_many_tokens_without_wgmma(gpu, config, name, k):
     assert gpu == ["mma_kernel"] + ["reduce_kernel"] * (config.splits > 1)
 
 
-@matrix(gpu=[80], dtype=[torch.float16, torch.float32], indirect=("gpu",))
+@matrix(gpu=[80], dtype=[torch.float16, torch.float32], indirect=("gpu",), at_most=1)
 def test_many_tokens_of_other_dtypes_without_wgmma(gpu, dtype):
     planes, weight = tiled("nvfp4", (40, 200), device="cpu")
     x = torch.randn(9, 200).to(dtype)

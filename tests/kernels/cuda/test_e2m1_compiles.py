@@ -93,7 +93,7 @@ def test_carried_pointers_keep_wide_loads_and_need_no_zeros(name, capability):
     assert ptx.count("mma.sync") == 8 * config.row_tiles * 2
 
 
-@matrix(name=NAMES, capability=[86, 120, 80, 89, 100], launch=_MMA_LAUNCHES)
+@matrix(name=NAMES, capability=[86, 120, 80, 89, 100], launch=_MMA_LAUNCHES, at_most=3)
 def test_the_kernel_with_mma_sync_compiles_without_spills_and_with_wide_copies(name, capability, launch):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import mma_gluon
