@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernels.cuda.gpu_cases import compiled, compiled_gated
 from tests.matrix import matrix
-from vbrt.kernels.cuda.launch_table import _MMA_LAUNCHES, RULES, Gpu, MmaLaunch, launch_for, wide_for
+from vbrt.kernels.cuda.launch_table import _MMA_LAUNCHES, RULES, Gpu, launch_for, wide_for
 
 NAMES = ("nvfp4", "mxfp4")
 
@@ -98,7 +98,7 @@ def test_the_kernel_with_mma_sync_compiles_without_spills_and_with_wide_copies(n
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import mma_gluon
 
-    tokens, warps, row_tiles, ring = launch
+    tokens, warps, row_tiles, _, ring = launch
     types = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
     numbers = ("M", "N", "K", "columns", "per_split", "splits", "x_stride", "y_stride")
     constants = {
@@ -122,7 +122,7 @@ def test_the_kernel_with_mma_sync_compiles_without_spills_and_with_wide_copies(n
     )
     ptx = binary.asm["ptx"]
     assert ptx.count("mma.sync") == ring * 8 * row_tiles * tokens // 8
-    assert binary.metadata.shared <= MmaLaunch(tokens, warps, row_tiles, 1, ring).shared_bytes(288) + 1024 <= 99 << 10
+    assert binary.metadata.shared <= launch.shared_bytes(288) + 1024 <= 99 << 10
     assert ".local" not in ptx and "cp.async.cg.shared.global" in ptx
     assert ptx.count("ld.shared.v4") >= ring * 4 * tokens // 8  # 16 bytes a lane: four loads of eight tokens a column
 

@@ -230,9 +230,14 @@ _RATES = {
     (8, 0): (920, 920), (8, 6): (460, 460), (8, 7): (460, 460), (8, 9): (460, 460), (9, 0): (1000, 2048),
     (10, 0): (920, 3700), (10, 3): (920, 3700), (12, 0): (460, 460), (12, 1): (460, 460),
 }  # fmt: skip
-#: kernel with `mma.sync`: tokens, warps and row tiles per program, and columns in shared memory; tokens beyond which it
-#: is faster than `launch_for`'s; words of a tile at most. On an H100 two more row tiles or 128 tokens were slower
-_MMA_LAUNCHES = ((32, 4, 1, 4), (32, 4, 2, 4), (64, 4, 1, 3), (64, 4, 2, 3))
+#: kernel with `mma.sync`: its launches, but for splits; tokens beyond which it is faster than `launch_for`'s; words of
+#: a tile at most. On an H100 two more row tiles or 128 tokens were slower
+_MMA_LAUNCHES = (
+    MmaLaunch(32, 4, 1, 1, 4),
+    MmaLaunch(32, 4, 2, 1, 4),
+    MmaLaunch(64, 4, 1, 1, 3),
+    MmaLaunch(64, 4, 2, 1, 3),
+)
 _MMA_FEWEST, _MMA_WORDS = 16, 288
 #: rows per tile of the persistent kernel, and warps per warpgroup
 PERSISTENT_ROWS, PERSISTENT_WARPS = 128, 4
@@ -279,9 +284,8 @@ def choose(gpu: Gpu, tokens: int, summands: int, n: int, columns: int) -> Choice
 
 def rates_of(capability: tuple[int, int], name: str) -> tuple[float, float]:
     """Return `Gpu.mma` and `Gpu.matmul` of a device; of an unknown capability those of the last known one before it."""
-    known = max((key for key in _RATES if key <= capability), default=(8, 0))
-    mma, matmul = _RATES[known]
-    return (mma / 2, matmul / 2) if "GeForce" in name and known[1] + 10 * known[0] not in (80, 90) else (mma, matmul)
+    mma, matmul = _RATES[max((known for known in _RATES if known <= capability), default=(8, 0))]
+    return (mma / 2, matmul / 2) if "GeForce" in name else (mma, matmul)
 
 
 @functools.lru_cache(maxsize=4096)  # called for each fused launch
@@ -426,15 +430,15 @@ def _mma_times(gpu: Gpu, tokens: int, summands: int, n: int, columns: int) -> It
     """
     rows, k = summands * tokens, 128 * columns
     read_us = 1.25 / gpu.bytes_us * (0.5625 * n * k + 2 * rows * (n + k))
-    for block, warps, row_tiles, ring in _MMA_LAUNCHES:
-        programs = -(-rows // block) * -(-n // (16 * row_tiles * warps))
-        launch = MmaLaunch(block, warps, row_tiles, 1, ring)
+    for launch in _MMA_LAUNCHES:
+        tiles = launch.row_tiles * launch.warps
+        programs = -(-rows // launch.tokens) * -(-n // (16 * tiles))
         shared = launch.shared_bytes(_MMA_WORDS)
         if shared > gpu.most_shared_bytes:
             continue
         resident = min(4, gpu.shared_bytes // (shared + 1024))
-        multiplied = 2048 * block * row_tiles * warps / gpu.mma
-        moved = block * (2 * warps + 2) + 18 * row_tiles * warps  # in lines of 128 bytes
+        multiplied = 2048 * launch.tokens * tiles / gpu.mma
+        moved = launch.tokens * (2 * launch.warps + 2) + 18 * tiles  # in lines of 128 bytes
         column = multiplied + 0.43 * moved
         for splits in (1, 2, 4, 8):
             if splits > 1 and (programs * splits > 4 * gpu.processors or columns < 4 * splits):

@@ -1,4 +1,4 @@
-"""Launches of the kernels for one weight in tile order: narrow, wide, persistent and decode.
+"""Launches of the kernels for one weight in tile order: narrow, wide, persistent, mma and decode.
 
 `linear` selects one; a launch takes its configuration as an argument. Constants are explained in `narrow_gluon`.
 

@@ -1,12 +1,12 @@
 """Kernel for tens to thousands of tokens with `mma.sync`, for GPUs without `warpgroup_mma`: sm_80 and newer.
 
-A program computes 16 * ROW_TILES * WARPS rows of the result for TOKENS tokens over one of several ranges of K. Per 128
-columns each warp decodes ROW_TILES tiles of `tiles` into operands in registers; activations of all its tokens are in
-shared memory, in the order in which tiles name their columns. Both come through a ring of RING stages filled by
-asynchronous copies. With several, fp32 partial sums are reduced by another launch.
+A program computes 16 * ROW_TILES * WARPS rows of the result for TOKENS tokens over one of several ranges of K; partial
+sums of several ranges are in fp32 and reduced by another launch. Per 128 columns each warp decodes ROW_TILES tiles of
+`tiles` into operands in registers. Activations of all tokens are copied into shared memory in their own order, and read
+in that of the tiles. Both come through a ring of RING stages filled by asynchronous copies.
 
-Shared memory per stage: 256 bytes a token and 1152 (mxfp4: 1088) bytes a tile. Lanes 4 g + t read 16 bytes of token g
-each; as halves of 128 bytes change places in every second row, they do so without bank conflicts.
+Shared memory per stage: 256 bytes a token and 1152 (mxfp4: 1088) bytes a tile. Lane 4 g + t reads 16 bytes of token g;
+as the 32-byte halves of each 64 bytes are swapped in odd rows, there are no bank conflicts.
 """
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
@@ -30,7 +30,7 @@ reinterpret = renamed(gl.shared_memory_descriptor, "reinterpret", "_reinterpret"
 
 @gluon.constexpr_function
 def stage_layout(TOKENS, FOR_TILES):
-    """[TOKENS, 128] activations in shared memory, 16 bytes 0, 1 and 2, 3 of 64 exchanged in odd rows.
+    """[TOKENS, 128] activations in shared memory, the 32-byte halves of each 64 bytes swapped in odd rows.
 
     Columns are in order or, FOR_TILES, 32 p + 8 t .. + 7 are those that lanes 4 g + t take for instructions 2 p and
     2 p + 1, which are the columns 32 t + 8 (p ^ (t // 2)) .. + 7.
