@@ -205,10 +205,17 @@ def write_into_a_view(s: Subject):
 @operation(
     WRITES,
     "`layer.weight.detach().numpy()[...] = w`",
+    Refused(FROZEN, "read-only", ValueError),
     only={"device": "cpu", "format": ("mxfp4", "nf4", "quantile", "dense fp32", "exact fp16")},
 )
 def write_through_numpy(s: Subject):
     s.layer.weight.detach().numpy()[...] *= 2
+    return now(s)
+
+
+@operation(WRITES, "`torch.from_dlpack(layer.weight.detach()).mul_(2)`", IN_TIERS)
+def write_through_dlpack(s: Subject):
+    torch.from_dlpack(s.layer.weight.detach()).mul_(2)
     return now(s)
 
 

@@ -3,10 +3,10 @@
 Tied layers return the same temporary. Only the temporary holds its memory until it is written to; the owner has a weak
 reference. A write to it or to a view of it becomes the layer's weight.
 
-Writes are detected in three ways. Every method of a temporary, and of the views that its methods return, compares the
-version counter afterwards. Writes outside of methods, such as `out=` or a compiled function, bump the version too: the
-owner checks it before using its planes, and so does the temporary's `__del__`. Memory that was exposed, to numpy or by
-address, can be written without a version bump, so its content is compared by digest from then on.
+Writes are detected by torch's version counter. Every method of a temporary, and of the views that its methods return
+(`.data` is one), compares it afterwards. Writes outside of methods, such as those of a compiled function, bump it too:
+the owner checks it before using its planes, and so does the temporary's `__del__`. Memory outside of torch has no
+counter: numpy arrays are read-only, and DLPack is refused. Addresses serve for reading only.
 
 Roads not taken: `__torch_function__` would intercept torch functions as well, but torch disables its fast paths for
 such tensors (nn.TransformerEncoder's has other values at padded positions than the slow one). A `__torch_dispatch__`
@@ -14,31 +14,18 @@ subclass has no memory of its own for numpy, and every transform and tracer of t
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-import xxhash
 from torch import nn
 
-from vbrt.host.host_memory import bytes_view
-from vbrt.kernels.observers import unwatched
 from vbrt.kernels.uncompiled import uncompiled
 from vbrt.libraries.torch_api import disabled_torch_function, has_storage
 
 __all__ = ["DecodedWeight", "Owner"]
 
 _BASE = torch.Tensor
-_HAND_OUT = {
-    _BASE.numpy,
-    _BASE.__array__,
-    _BASE.__dlpack__,
-    _BASE.data_ptr,
-    _BASE.untyped_storage,
-    _BASE.storage,
-    _BASE._typed_storage,
-}
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # properties; all methods are wrapped
 _NOT_FOLLOWED = {
     "__new__",
@@ -93,7 +80,6 @@ class DecodedWeight(torch.Tensor):
     _owner: Callable[[], "Owner | None"]
     _root: "torch.Tensor | None"  # base of a view, which it keeps alive
     _seen: int  # version known to the owner
-    _digest: int | None = None  # of the content known to the owner, once memory was exposed
 
     @classmethod
     def of(cls, owner: Callable[[], Owner | None], weight: torch.Tensor) -> "DecodedWeight":
@@ -109,9 +95,8 @@ class DecodedWeight(torch.Tensor):
         self.settle()
 
     def settle_at(self, version: int) -> None:
-        """Set the version known to the owner. The memory was shared before, so it may have been exposed."""
+        """Set the version known to the owner."""
         self._seen = version
-        self.hand_out()
 
     def move(self, values: torch.Tensor) -> None:
         """Rebind to these values, known to the owner, without a copy; the old memory is left as it is."""
@@ -132,19 +117,11 @@ class DecodedWeight(torch.Tensor):
     def settle(self) -> None:
         """Mark the current content as known to the owner."""
         self._seen = self._version
-        self._digest = None if self._digest is None else _digest(self)
-
-    def hand_out(self) -> None:
-        """Mark the memory as exposed: writes may no longer bump the version."""
-        if self._digest is None:
-            self._digest = _digest(self)
 
     @property
     def written(self) -> bool:
-        """True if the content differs from what the owner knows."""
-        known = self.__dict__.copy()  # another thread may turn it into a parameter
-        digest = known.get("_digest")
-        return self._version != known.get("_seen", self._version) or (digest is not None and _digest(self) != digest)
+        """True if torch counted a write that the owner does not know."""
+        return self._version != self.__dict__.get("_seen", self._version)  # another thread may make it a parameter
 
     @property
     def data(self) -> torch.Tensor:
@@ -170,6 +147,20 @@ class DecodedWeight(torch.Tensor):
             owner.refuse("set_")
         return _BASE.set_(self, *source, **kwargs)
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """A read-only array, which shares the memory of a tensor on the CPU: numpy refuses writes."""
+        array = _BASE.numpy(self, force=force)
+        array.setflags(write=array.flags.writeable and self.device.type != "cpu")
+        return array
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """Refused through the owner: who takes the memory could write it."""
+        root = self if self._root is None else self._root
+        owner = root.owner if isinstance(root, DecodedWeight) else None  # else it has become a parameter
+        if owner is not None:
+            owner.refuse("__dlpack__ (of its memory; clone() has its own)")
+        return _BASE.__dlpack__(self, **kwargs)
+
     @property
     def requires_grad(self) -> bool:
         """As of any tensor. Setting it turns a temporary into a parameter, in layers that train; clearing it freezes
@@ -191,11 +182,9 @@ class DecodedWeight(torch.Tensor):
         self.requires_grad = requires_grad
         return self
 
-    @uncompiled(reason="it inspects memory that dynamo would trace")
-    def report_writes(self, *, handed_out: bool = False) -> None:
+    @uncompiled(reason="dynamo does not trace version counters")
+    def report_writes(self) -> None:
         """Notify the owner of writes."""
-        if handed_out:
-            self.hand_out()
         if self.written:
             self._tell()
 
@@ -255,7 +244,7 @@ def _followed(func: Callable) -> Callable:
         result = _follow(func(*args, **kwargs), roots)
         for root in roots.values():
             if type(root) is DecodedWeight:
-                root.report_writes(handed_out=func in _HAND_OUT)
+                root.report_writes()
         return result
 
     return method
@@ -266,8 +255,6 @@ def _follow(result: Any, roots: dict[int, torch.Tensor]) -> Any:
     if isinstance(result, tuple | list):
         for each in result:
             _follow(each, roots)
-    elif _is_array(result) and isinstance(result.base, torch.Tensor):
-        return sys.modules["numpy"].asarray(_Memory(result, tuple(roots.values())))
     elif type(result) is torch.Tensor:
         for root in roots.values():
             if _share(result, root):
@@ -276,32 +263,12 @@ def _follow(result: Any, roots: dict[int, torch.Tensor]) -> Any:
     return result
 
 
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # optional for torch and for vbrt
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-class _Memory:
-    """Keeps temporaries alive for a numpy array whose base is another tensor on the same memory."""
-
-    def __init__(self, array: Any, roots: tuple[torch.Tensor, ...]) -> None:
-        self.__array_interface__ = array.__array_interface__
-        self._kept = array, roots
-
-
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
     return all(map(has_storage, (one, other))) and _storage(one)._cdata == _storage(other)._cdata
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     return _BASE.untyped_storage(tensor)
-
-
-def _digest(weight: torch.Tensor) -> int:
-    """XXH3-64 of the tensor's memory, invisible to tracers."""
-    with unwatched():
-        memory = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(_storage(weight)).cpu()
-    return xxhash.xxh3_64_intdigest(bytes_view(memory))
 
 
 def _follow_all() -> None:

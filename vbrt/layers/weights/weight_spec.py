@@ -132,6 +132,6 @@ class HandleSpec:
         """Raise WrapError for an operation that a weight in the tiers does not support."""
         name = f"{self.site.module}.{self.site.parameter}"
         raise WrapError(
-            f"{name}: {what} is not possible while it lives in the tiers (weight_norm, "
-            "spectral_norm and parametrizations ask for it): apply them before wrapping, or unwrap() first"
+            f"{name}: {what} is not possible while it lives in the tiers: unwrap() first; apply weight_norm, "
+            "spectral_norm and parametrizations before wrapping"
         )
