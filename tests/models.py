@@ -42,9 +42,15 @@ def config(format: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-def wrap(model: nn.Module, format: str = "dense", **weights: Any) -> vbrt.VBModelWrapper:
+#: captured steps of lossless weights attend to masked buckets
+ROUNDED = {"exactness": "rounded"}
+
+
+def wrap(
+    model: nn.Module, format: str = "dense", *, compute: dict[str, Any] | None = None, **weights: Any
+) -> vbrt.VBModelWrapper:
     """All pages resident."""
-    return vbrt.wrap(model, config(format, **weights))
+    return vbrt.wrap(model, config(format, **weights), compute=compute or {})
 
 
 def wrap_streamed(model: nn.Module, format: str, path: Path, **weights: Any) -> vbrt.VBModelWrapper:

@@ -95,6 +95,7 @@ WRONG_VALUES = [
     ("compute.fp8", "e4m3", '"e4m3"; expected true or false'),
     ("compute.int8", 8, "8; expected true or false"),
     ("compute.captures", 2, "2; expected true or false"),
+    ("compute.exactness", "exact", '"exact"; expected "bits" or "rounded"'),
     ("compute.joins", "no", '"no"; expected true or false'),
 ]
 
@@ -175,7 +176,8 @@ def test_every_key_has_a_refusal_in_the_table():
         ({"policy": {"PREFETCH": 1}}, f'policy.PREFETCH is not a known key; did you mean "prefetch"?; {POLICY_KEYS}'),
         (
             {"compute": {"fp4": False}},
-            'compute.fp4 is not a known key; did you mean "fp8"?; expected one of backend, fp8, int8, captures, joins',
+            'compute.fp4 is not a known key; did you mean "fp8"?; expected one of '
+             "backend, fp8, int8, captures, joins, exactness",
         ),
         ({"policy": {3: 1}}, f"policy.3 is not a known key; {POLICY_KEYS}"),
         ({"policy": "lru"}, 'policy = "lru"; expected a table with the keys kind, prefetch, scope, routing'),

@@ -13,9 +13,11 @@ captured, run the plain forward, and `stats().steps` counts them by reason.
 | `capture` | sessions of captured steps: validity of a capture, and the eager fallback |
 | `speculation` | drafts by coarse planes, exact verification |
 
-**Bits.** Results equal eager decoding with two exceptions (on a CPU, where only lossy weights are captured, also norms,
-routers and gates): attention to a masked bucket is a different kernel from attention to exactly the tokens, and 4-bit
-layers are fused. `compute.captures = false` keeps steps eager.
+**Bits.** Lossless weights give the plain model's tokens and logits: captured steps attend eagerly, between CUDA graphs
+(`capture/exact_attention.py`), and steps are eager where that cannot be had, on a CPU, and where pages stream, since
+those are as fast as their copies. Under `compute.exactness = "rounded"`, and with 4-bit weights, captured steps attend
+to a masked bucket, which rounds differently, and 4-bit layers are fused (on a CPU also norms, routers and gates).
+`compute.captures = false` keeps steps eager.
 
 **Ranks** must run the same passes: one pass more on one rank corrupts the all-reduce of the others, or deadlocks. So
 timings must not decide on the passes of a sharded model: the number of drafts is the minimum over all ranks. Inputs and

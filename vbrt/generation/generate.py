@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vbrt.errors import WrapError
 from vbrt.generation.capture.mutation_watch import calls_others
-from vbrt.generation.capture.session import CUSTOM, KEEPS_BITS, OFF, Session, Steps
+from vbrt.generation.capture.session import CUSTOM, KEEPS_BITS, OFF, STREAMS, Session, Steps
 from vbrt.generation.fusion.deterministic_attention import is_steady_on
 from vbrt.generation.fusion.graph_backends import Recorded, Recorder, recorder_for
 from vbrt.generation.kv.cache_argument import with_asked_cache
@@ -122,6 +122,11 @@ class Generating:
         with self.steps.session(limit, watched=watched) as session:
             session.prompted = True
             yield Recordable(self._model(), session)
+
+    @property
+    def attends_to_buckets(self) -> bool:
+        """True if captured steps attend to masked buckets of a static cache."""
+        return not self.steps.exact
 
     def refusal(self) -> str:
         """Return why steps of the current phase and precision are not captured; "" if they are."""
@@ -279,13 +284,21 @@ class Terms:
 
     @property
     def passes_masks(self) -> bool:
-        """True if captured attention skips masked slots: fused (4-bit models) or batch-invariant attention."""
-        return self.steady or (self.joins and not self._attachment().lossless)
+        """True if captured attention skips masked slots: fused (4-bit models), exact or batch-invariant attention."""
+        return self.exact or self.steady or (self.joins and not self._attachment().lossless)
 
     @property
     def steady(self) -> bool:
         """True if lossless steps use batch-invariant attention."""
-        return self.joins and self._attachment().lossless and is_steady_on(self._stack.device)
+        attachment = self._attachment()
+        rounds = self.joins and attachment.lossless and not self.exact
+        return rounds and is_steady_on(self._stack.device)
+
+    @property
+    def exact(self) -> bool:
+        """True if lossless steps have the plain model's bits."""
+        attachment = self._attachment()
+        return attachment.lossless and attachment.settings.compute.exactness == "bits"
 
     def moment(self) -> object:
         """Return the runtime state that a capture depends on; replay requires it unchanged."""
@@ -306,6 +319,8 @@ class Terms:
             return OFF
         if guard.routing is not None:
             return "routing is being recorded"
+        if self.exact and pass_precision() == "full" and self._stack.ledger.travellers:
+            return STREAMS
         if self._stack.device.type == "cuda":
             waits = (why_waits(handle) for handle in attachment.registry.handles if isinstance(handle, ExpertsHandle))
             return next(filter(None, waits), "") or attachment.runtime.recordable(self._phase, self._keys()) or ""

@@ -25,16 +25,17 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore:vbrt.wrap"), pytest.mark.usefixtures("tapes")]
 
 
-def wrapped(family: str = "llama", **sizes) -> vbrt.VBModelWrapper:
-    return models.wrap(tiny(family, **sizes))
+def wrapped(family: str = "llama", compute: dict | None = None, **sizes) -> vbrt.VBModelWrapper:
+    return models.wrap(tiny(family, **sizes), compute=compute)
 
 
 def same(vb, plain, **kwargs) -> None:
-    """The wrapped model generates what the plain one does, and its logits are equal but for the order of sums."""
+    """The wrapped model generates what the plain one does: bit for bit, or but for the order of sums."""
     want, got = generated(plain, **kwargs), generated(vb, **kwargs)
     assert torch.equal(got.sequences, want.sequences)
+    exact = vb._attachment.settings.compute.exactness == "bits"
     for one, other in zip(got.logits, want.logits, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(one, other, atol=0 if exact else 1e-5, rtol=0 if exact else 1e-4)
 
 
 def steps(vb) -> tuple[int, int]:
@@ -42,10 +43,21 @@ def steps(vb) -> tuple[int, int]:
     return counts.captured, counts.eager
 
 
-@matrix(family=list(FAMILIES), call={"sampled": {"do_sample": True}, "beams": {"num_beams": 2}})
-def test_recorded_steps_give_the_tokens_of_transformers_generate(family, call):
-    vb, plain = wrapped(family), tiny(family)
+#: families that attend without transformers' attention interface: their exact steps are eager
+OTHERWISE = {"bloom": "computes with its attention mask outside"}
+
+
+@matrix(
+    family=list(FAMILIES),
+    call={"sampled": {"do_sample": True}, "beams": {"num_beams": 2}},
+    exactness=["bits", "rounded"],
+)
+def test_recorded_steps_give_the_tokens_of_transformers_generate(family, call, exactness):
+    vb, plain = wrapped(family, {"exactness": exactness}), tiny(family)
     same(vb, plain, **call)
+    if exactness == "bits" and family in OTHERWISE:
+        assert steps(vb) == (0, 13) and OTHERWISE[family] in next(iter(vb.stats().steps.reasons))
+        return
     assert steps(vb) == (13, 0), vb.stats().steps.reasons
     if family == "llama":
         counts = vb.stats().steps
@@ -53,12 +65,14 @@ def test_recorded_steps_give_the_tokens_of_transformers_generate(family, call):
         assert "fused in captures: " in str(vb.stats(verbose=True))
 
 
-def test_a_second_call_replays_what_the_first_one_recorded():
-    vb = wrapped()
+@pytest.mark.parametrize(("exactness", "recordings"), [("rounded", 3), ("bits", 1)])
+def test_a_second_call_replays_what_the_first_one_recorded(exactness, recordings):
+    """Lengths 5 to 17 lie in three blocks of 8; exact attention reads no block."""
+    vb = wrapped(compute={"exactness": exactness})
     first = generated(vb)
     made = vb.stats().steps.recordings
     assert torch.equal(generated(vb).sequences, first.sequences)
-    assert vb.stats().steps.recordings == made == 3  # lengths 5 to 17 lie in three blocks of 8
+    assert vb.stats().steps.recordings == made == recordings
 
 
 def test_what_the_first_recording_of_a_process_puts_into_transformers_is_no_change_of_the_model(monkeypatch):
@@ -487,12 +501,19 @@ def test_states_in_buffers_advance_once_a_step_whether_it_is_recorded_or_not(how
 @pytest.mark.parametrize("window", [6, 10, 16])
 def test_a_model_that_leaves_it_to_the_cache_to_forget_is_found_behind_its_window(window):
     """As Moshi does: its mask is causal, and its cache holds as many tokens as the window has."""
-    vb, plain = (make("llama", sliding_window=window) for make in (wrapped, tiny))
+    vb, plain = wrapped(compute=models.ROUNDED, sliding_window=window), tiny("llama", sliding_window=window)
     with pytest.warns(UserWarning, match="differs from the eager one"):
         same(vb, plain)
     assert steps(vb) == (window - 5, 18 - window)  # the prompt has five tokens
     same(vb, plain, attention_mask=torch.ones_like(MASK))
     same(vb, plain, max_new_tokens=20)
+
+
+def test_exact_steps_read_only_what_a_plain_cache_holds():
+    """Moshi's mask forgets nothing, and exact steps attend to no slot behind the window."""
+    vb, plain = wrapped(sliding_window=6), tiny("llama", sliding_window=6)
+    same(vb, plain)
+    assert steps(vb) == (13, 0)
 
 
 def test_a_model_that_takes_the_size_of_a_mask_for_the_length_is_found_in_the_block_where_it_matters():
@@ -506,7 +527,8 @@ def test_a_model_that_takes_the_size_of_a_mask_for_the_length_is_found_in_the_bl
         model.__class__ = Scaled
         return model
 
-    vb, plain = models.wrap(scaled(tiny("llama"))), scaled(tiny("llama"))
+    vb = models.wrap(scaled(tiny("llama")), compute=models.ROUNDED)
+    plain = scaled(tiny("llama"))
     with pytest.warns(UserWarning, match="differs from the eager one"):
         same(vb, plain)
     assert steps(vb) == (3, 10)  # up to length 8

@@ -41,6 +41,9 @@ def test_captured_steps_give_the_tokens_of_eager_generate(family, call):
     vb.materialize()
     same(vb, plain, **call)
     steps = vb.stats().steps
+    if family == "bloom":  # it attends without transformers' interface
+        assert steps.captured == 0
+        return
     if family != "qwen3_moe" or not steps.eager:  # its implementation may wait for the device, in float32
         assert (steps.captured, steps.eager) == (11, 0), steps.reasons
 
@@ -189,7 +192,8 @@ def test_steps_whose_pages_move_are_captured_with_their_copies(share):
     model = tiny("llama")
     plain = copy.deepcopy(model).cuda()
     pages = vbrt.make_plan(model, vbrt.load_config("dense", weights={"min_parameters": 0})).page_bytes
-    vb = vbrt.wrap(model, "dense", weights={"min_parameters": 0}, tiers={"gpu": {"budget": int(pages * share)}})
+    how = {"tiers": {"gpu": {"budget": int(pages * share)}}, "compute": {"exactness": "rounded"}}
+    vb = vbrt.wrap(model, "dense", weights={"min_parameters": 0}, **how)
     same(vb, plain)
     same(vb, plain, do_sample=True)
     steps = vb.stats().steps

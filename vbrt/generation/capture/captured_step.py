@@ -1,7 +1,6 @@
 """Captured decode steps: one for each input signature and length bucket, on one cache's static memory."""
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -9,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vbrt.generation.capture.exact_attention import ExactAttention, as_captured, is_captured
 from vbrt.generation.capture.side_effects import Written
 from vbrt.generation.capture.step_io import Call, Results, cache_in, take_apart
 from vbrt.generation.fusion.deterministic_attention import steady_attention
@@ -47,8 +47,10 @@ class Terms(Protocol):
         joins: True if captured steps of 4-bit models may be fused and so round differently from eager ones.
         passes_masks: True if captured attention skips masked slots: it is fused, or batch-invariant.
         steady: True if lossless steps use the batch-invariant attention of `deterministic_attention.py`.
+        exact: True if lossless steps attend as plain ones do (`exact_attention.py`).
     """
 
+    exact: bool
     joins: bool
     passes_masks: bool
     steady: bool
@@ -75,33 +77,15 @@ class Terms(Protocol):
         """Return layers whose forwards and page hits are counted per pass."""
 
 
-class _Captured(threading.local):
-    now = False
-
-
-_captured = _Captured()
-
-
 def answer_captures() -> None:
     """Patch transformers' query for CUDA graph capture to include ours. Idempotent."""
     replace_capture_query(lambda asked: asked if hasattr(asked, "vbrt") else _or_captured(asked))
 
 
-@contextmanager
-def as_captured() -> Iterator[None]:
-    """Make transformers assume CUDA graph capture in this thread, so that it does not read mask values on the host."""
-    answer_captures()
-    before, _captured.now = _captured.now, True
-    try:
-        yield
-    finally:
-        _captured.now = before
-
-
 def _or_captured(asked: Callable[[], bool]) -> Callable[[], bool]:
     @functools.wraps(asked)
     def is_cuda_stream_capturing() -> bool:
-        return _captured.now or asked()
+        return is_captured() or asked()
 
     is_cuda_stream_capturing.vbrt = True
     return is_cuda_stream_capturing
@@ -149,8 +133,9 @@ class Recording:
 
     @torch.inference_mode(False)  # tensors of inference mode are writable only in it
     @torch.no_grad()
-    def __init__(self, plain: Plain, call: Call, kept: "Kept", terms: Terms) -> None:
+    def __init__(self, model: Any, plain: Plain, call: Call, kept: "Kept", terms: Terms) -> None:
         statics, self._terms, self._counted = kept.statics, terms, Counted()
+        self.exact = ExactAttention(statics) if terms.exact and pass_precision() != "coarse" else None
         self.inputs = call.inputs(statics.span.end)
         self.compared: set[bool] = set()
         self._last: Call | None = None
@@ -159,7 +144,7 @@ class Recording:
         self.written = Written((*statics.tensors(), *self.inputs))
         with statics.undone():
             try:
-                self._run = run = self._joined(plain, call, kept)  # run holds constants that the graph reads
+                self._run = run = self._joined(model, plain, call, kept)  # run holds constants that the graph reads
 
                 def body() -> None:
                     tensors = run(*self.inputs)
@@ -171,10 +156,13 @@ class Recording:
                 self.written.undo()
         self._results.drop_cache()
 
-    def _joined(self, plain: Plain, call: Call, kept: "Kept") -> Joined:
+    def _joined(self, model: Any, plain: Plain, call: Call, kept: "Kept") -> Joined:
         """Run the step once and return it with its launches fused."""
-        step, keeps = functools.partial(self._step, plain, call, kept.statics), None if self._terms.joins else True
+        step = functools.partial(self._step, model, plain, call, kept.statics)
+        keeps = None if self._terms.joins else True
         how = {"same_bits": keeps, "program": kept.recorder.program, "before_write": self.written.note}
+        if self.exact is not None:
+            how["accept"] = self.exact.check
         try:
             run = joined(lambda *inputs: step(inputs), self.inputs, **how)
         except StepRefused as error:
@@ -185,16 +173,18 @@ class Recording:
         run.first = None
         return run
 
-    def _step(self, plain: Plain, call: Call, statics: Statics, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    def _step(self, model: Any, plain: Plain, call: Call, statics: Statics, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Run the model's forward on the static inputs."""
         self._terms.begin_pass()
-        statics.recording = True
+        answer_captures()
+        statics.recording, statics.exact = True, self.exact is not None
         try:
             steady = steady_attention(wanted=statics.steady and pass_precision() != "coarse")
-            with self._counted.during(self._terms.handles()), as_captured(), steady:
+            attention = steady if self.exact is None else self.exact.of(model)
+            with self._counted.during(self._terms.handles()), as_captured(), attention:
                 out = plain(**call.kwargs(inputs))
         finally:
-            statics.recording = False
+            statics.recording = statics.exact = False
         statics.settle()
         self._results = Results(out, call.cache)
         return self._results.tensors
@@ -205,6 +195,8 @@ class Recording:
         call.load(self.inputs, self._last)
         self._last = call
         statics.put_at(call.length or 0)
+        if self.exact is not None:
+            self.exact.begin()
         if not self.again():
             raise PagesMoved("pages have moved since the step was recorded")
         self._counted.passes += 1
@@ -237,6 +229,7 @@ def computed_as_recorded(plain: Plain, kwargs: Mapping[str, Any], statics: Stati
     """
     call = take_apart(kwargs, cache_in(kwargs)[0], statics.length)
     inputs = call.inputs(statics.span.end)
+    answer_captures()
     with statics.as_recorded(), as_captured(), steady_attention(wanted=statics.steady):
         return plain(**call.kwargs(inputs))
 
@@ -268,10 +261,12 @@ class Kept:
         self.recorder.release()
 
 
-def difference(out: Any, expected: Any, *, joined: float = 0.0) -> str:
+def difference(out: Any, expected: Any, *, joined: float = 0.0, exact: bool = False) -> str:
     """Return where a replay deviates from the expected result by more than rounding; "" if nowhere.
 
-    joined: relative error that fusion alone introduced, measured when the step was captured.
+    Args:
+        joined: relative error that fusion alone introduced, measured when the step was captured.
+        exact: no rounding is allowed.
     """
     for name, wanted in expected.items() if hasattr(expected, "items") else enumerate(expected):
         got = out[name]
@@ -281,6 +276,8 @@ def difference(out: Any, expected: Any, *, joined: float = 0.0) -> str:
             return f"{name} has the shape {tuple(got.shape)}, not {tuple(wanted.shape)}"
         scale = wanted.float().nan_to_num(0, 0, 0).norm()
         error = float((got.float() - wanted.float()).nan_to_num(0, 0, 0).norm() / scale.clamp_min(1e-30))
+        if exact and not torch.equal(got, wanted):
+            return f"{name} has other bits, {error:.1e} off"
         if error > max(2 * joined, _ROUNDING.get(wanted.dtype, _COARSE_ROUNDING)):
             return f"{name} is {error:.1e} off"
     return ""

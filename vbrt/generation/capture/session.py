@@ -38,7 +38,7 @@ from vbrt.generation.static.static_cache import Statics, is_entered, leave, offe
 from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.report.stats import StepCounts
 
-__all__ = ["CUSTOM", "KEEPS_BITS", "OFF", "Session", "Steps"]
+__all__ = ["CUSTOM", "KEEPS_BITS", "OFF", "STREAMS", "Session", "Steps"]
 
 #: static caches kept from one `generate` call to the next, by shape (LRU)
 _KEPT = 2
@@ -49,10 +49,11 @@ NO_CACHE = "there is no cache (use_cache=False)"
 SEVERAL = "several tokens per sequence in one forward, as verification in assisted decoding"
 CHANGED = "a callback of the call has changed the model since its first step"
 OFF = "compute.captures = false"
+STREAMS = "lossless weights stream: eager steps have the plain model's bits, at the speed of the copies"
 KEEPS_BITS = "lossless weights on a CPU: captured attention would round differently from eager attention"
 CUSTOM = "custom_generate runs its own decoding loop"
 #: reasons that follow from what the caller asked for: counted, without a warning
-EXPECTED = (NO_CACHE, SEVERAL, CUSTOM, OFF, KEEPS_BITS)
+EXPECTED = (NO_CACHE, SEVERAL, CUSTOM, OFF, STREAMS, KEEPS_BITS)
 
 Plain = Callable[..., Any]
 
@@ -109,6 +110,11 @@ class Steps:
             finally:
                 if owns:
                     self._lock.release()
+
+    @property
+    def exact(self) -> bool:
+        """True if captured steps of full precision attend as eager ones do."""
+        return self._terms.exact
 
     def refusal(self) -> str:
         """Return why no forward of this phase and precision can be captured; "" if one can."""
@@ -214,7 +220,7 @@ class Steps:
         begun = time.perf_counter_ns()
         try:
             with _attributes_kept(self._model()):
-                recording = Recording(plain, call, kept, self._terms)
+                recording = Recording(self._model(), plain, call, kept, self._terms)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -245,7 +251,7 @@ class Steps:
         self._terms.begin_pass()
         with statics.undone() as undo, recording.written.undone(undo):
             expected = plain(**call.kwargs(call.given()))
-            error = difference(out, expected, joined=recording.report.error or 0.0)
+            error = difference(out, expected, joined=recording.report.error or 0.0, exact=recording.exact is not None)
             undo.wanted = not error
         if error:
             self._refused[call.form] = f"a captured step differs from the eager one: {error}"

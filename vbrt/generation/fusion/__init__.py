@@ -27,9 +27,10 @@ gave other bits in each of ten runs of four steps from the same cache: compared 
 differed was the output of attention, in one layer or another. At 16 sequences it repeated itself, and so it did 400
 times alone; why is not known. With torch's "efficient" kernel, and with ours, all modules repeat themselves, and rows
 of a verification have the bits of steps. A mode of torch's functions puts ours in the place of
-`scaled_dot_product_attention`, where the mask is bool and equal for all heads, in steps of `exact` and `dense` models
-that are captured or checked, and in verification. Models that attend otherwise (scores with a bias, "eager" attention)
-keep torch's kernels; so do prompts, and steps with `compute.captures = false` or `compute.joins = false`.
+`scaled_dot_product_attention`, where the mask is bool and equal for all heads, under `compute.exactness = "rounded"`:
+in steps of `exact` and `dense` models that are captured or checked, and in their verification. Models that attend
+otherwise (scores with a bias, "eager" attention) keep torch's kernels; so do prompts, and steps with
+`compute.captures = false` or `compute.joins = false`.
 
 **On a CPU** (`cpu_tape.py`) every result has an address, in blocks that results share whose lives do not overlap;
 layers of one input are one C call, experts whose pages never move three (their ids are read by the host). Layers whose

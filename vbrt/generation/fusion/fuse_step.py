@@ -181,6 +181,7 @@ def joined(
     check: bool = True,
     program: Callable[[StepGraph, Sequence[Any]], Any] = Program,
     before_write: Callable[[Tensor], object] | None = None,
+    accept: Callable[[StepGraph], None] = lambda graph: None,
 ) -> Joined:
     """Run a step once and return it fused.
 
@@ -195,11 +196,12 @@ def joined(
             first, and caches get the same entries again.
         program: builds the runner from a graph and the example inputs.
         before_write: called with each pre-existing tensor that the step is about to mutate.
+        accept: called with the traced graph before anything is replaced; may raise StepRefused.
 
     Raises: whatever the step raises, and StepRefused if `before_write` is given and the step cannot be captured.
     """
     with without_collections():
-        return _joined(step, example_inputs, _How(same_bits, frozenset(without), check, program, before_write))
+        return _joined(step, example_inputs, _How(same_bits, frozenset(without), check, program, before_write, accept))
 
 
 class _How(NamedTuple):
@@ -210,6 +212,7 @@ class _How(NamedTuple):
     check: bool
     program: Callable[[StepGraph, Sequence[Any]], Any]
     before_write: Callable[[Tensor], object] | None
+    accept: Callable[[StepGraph], None]
 
 
 def _joined(step: Callable[..., Any], inputs: Sequence[Any], how: _How) -> Joined:
@@ -223,6 +226,7 @@ def _joined(step: Callable[..., Any], inputs: Sequence[Any], how: _How) -> Joine
     if how.same_bits is None:
         how = how._replace(same_bits=not _has_rounded_layers(recorder))
     from_host, graph = _from_host(recorder), StepGraph(recorder, same_bits=how.same_bits)
+    how.accept(graph)
     before = len(recorder.graph.nodes) - len(recorder.given)
     if _change(graph, how.without) == "cuda":
         compile_launches(graph)

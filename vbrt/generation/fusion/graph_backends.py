@@ -3,12 +3,14 @@
     tape = recorder.record(step, within)   # `step` reads and writes tensors at static addresses
     tape.replay()                          # the same kernels on the same addresses, without step's Python
 
-`CudaRecorder` captures a CUDA graph. `CpuRecorder` keeps the step itself, which runs a `Tape`. Any object with the
-members of `Recorder` can be used in their place.
+`CudaRecorder` captures a CUDA graph; where the step calls `outside(function)`, it captures one graph before and one
+after it, and replays call the function between them. `CpuRecorder` keeps the step itself, which runs a `Tape`. Any
+object with the members of `Recorder` can be used in their place.
 """
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -19,7 +21,7 @@ from vbrt.generation.fusion.cpu_tape import Tape
 from vbrt.generation.fusion.step_graph import Program, StepGraph
 from vbrt.libraries.torch_api import end_allocate_to_pool
 
-__all__ = ["CpuRecorder", "CudaRecorder", "Recorded", "Recorder", "recorder_for", "without_collections"]
+__all__ = ["CpuRecorder", "CudaRecorder", "Recorded", "Recorder", "outside", "recorder_for", "without_collections"]
 
 
 class Recorded(Protocol):
@@ -57,6 +59,55 @@ class Recorder(Protocol):
         """Free what captures hold. Idempotent; they must not be replayed afterwards."""
 
 
+class _Here(threading.local):
+    pieces: "_Pieces | None" = None
+
+
+_here = _Here()
+
+
+def outside(function: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Call a function outside of CUDA graphs: now, and again at each replay if a step is being captured.
+
+    Its result has the same shape and dtype at each call; under capture the tensor that is returned has a fixed address.
+    """
+    return function() if _here.pieces is None else _here.pieces.outside(function)
+
+
+class _Pieces:
+    """A step under capture, and its replay: CUDA graphs, and calls between them, in order."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool, self._calls = pool, list[Callable[[], object]]()
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.open: torch.cuda.CUDAGraph | None = None
+
+    def begin(self) -> None:
+        """Begin to capture a graph."""
+        self.open = torch.cuda.CUDAGraph()
+        self.open.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        """End the graph."""
+        self.open.capture_end()
+        self._calls.append(self.open.replay)
+        self.graphs.append(self.open)
+        self.open = None
+
+    def outside(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Call a function between two graphs."""
+        self.end()
+        result = torch.empty_like(function())  # its values are those of a step that has not run
+        self._calls.append(lambda: result.copy_(function()))
+        self.begin()
+        return result
+
+    def replay(self) -> None:
+        """Launch the graphs and call the functions, on the current stream."""
+        for call in self._calls:
+            call()
+
+
 class CudaRecorder:
     """Captures CUDA graphs in one memory pool: they never run concurrently, and results are copied out."""
 
@@ -67,7 +118,7 @@ class CudaRecorder:
         self._stream: torch.cuda.Stream | None = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
-    def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> torch.cuda.CUDAGraph:
+    def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> Recorded:
         """Warm up `step` on a side stream (compiles kernels, creates handles), then capture it."""
         stream = self._stream = self._stream or torch.cuda.Stream(self._device)
         current = torch.cuda.current_stream(self._device)
@@ -76,32 +127,36 @@ class CudaRecorder:
             with torch.cuda.stream(stream):
                 step()
                 with within():
-                    graph = self._capture(step)
+                    pieces = self._capture(step)
         finally:
             current.wait_stream(stream)
-        self._graphs.append(graph)
-        return graph
+        self._graphs += pieces.graphs
+        return pieces.graphs[0] if len(pieces.graphs) == 1 else pieces
 
-    def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with without_collections():  # a tensor collected during capture would be freed within it
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                step()
-            except BaseException:
-                self._give_up(graph)
-                raise
-            try:
-                graph.capture_end()
-            except BaseException:
-                self._recover()
-                raise
-        return graph
+    def _capture(self, step: Callable[[], None]) -> _Pieces:
+        pieces = _here.pieces = _Pieces(self._pool)
+        try:
+            with without_collections():  # a tensor collected during capture would be freed within it
+                pieces.begin()
+                try:
+                    step()
+                except BaseException:
+                    self._give_up(pieces.open)
+                    raise
+                try:
+                    pieces.end()
+                except BaseException:
+                    self._recover()
+                    raise
+        finally:
+            _here.pieces = None
+        return pieces
 
-    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _give_up(self, graph: torch.cuda.CUDAGraph | None) -> None:
         """End the capture of a function that has raised; capture_end may fail, for example after a synchronization."""
         try:
-            graph.capture_end()
+            if graph is not None:
+                graph.capture_end()
         except RuntimeError:
             self._recover()
 

@@ -19,21 +19,21 @@ bytes, and its steps are captured and fused like a 4-bit model's. A round (`draf
 **Bitwise equality with plain decoding.** Verification "token by token" (`rowwise_pass.py`) is one pass in which every
 reduction runs per token. One launch for all tokens replaces these if it gives the same bits (`bitwise_equivalence.py`):
 2^18 numbers of each form are compared before it is trusted. On an H200 cuBLAS sums a product of 2 to 33 rows like that
-of one; `bmm`, torch's means and cuDNN's attention differ with the batch. If plain decoding replays captured steps, rows
-attend likewise: to the whole bucket of the cache, masked, so drafts, rows and plain steps share one memory, and a round
-copies nothing. For each batch size, the first four rows of the first two rounds are also computed by steps as captured,
-and logits, keys and values compared; if a bit differs, this batch size is decoded plainly. The same holds if such a
-step differs from an eager one by more than rounding, which is checked once per batch size and bucket, and again past
-sliding windows. A model that masks no window, but whose cache drops the tokens before it (Moshi), has no drafts in
-calls longer than the window: a pass of several tokens would see more than steps do. This is detected on one token
-without a cache, by the masks that the model requests from transformers. A round ends with its bucket. Eager attention
-would dominate the cost: cuDNN plans each new length on the host, and each row has a different one; "distribution"
-avoids cuDNN's attention. 17 rows of the 8B shape take the 124 ms of the link, token by token or in one pass: launches
-take the host less than that, so a CUDA graph of a verification would save no time (`scripts/speculate.py` measures
-rounds).
+of one; `bmm`, torch's means and cuDNN's attention differ with the batch. If plain decoding replays steps that attend to
+buckets (`compute.exactness = "rounded"`), rows attend likewise: to the whole bucket of the cache, masked, so drafts,
+rows and plain steps share one memory, and a round copies nothing. For each batch size, the first four rows of the first
+two rounds are also computed by steps as captured, and logits, keys and values compared; if a bit differs, this batch
+size is decoded plainly. The same holds if such a step differs from an eager one by more than rounding, which is checked
+once per batch size and bucket, and again past sliding windows. A model that masks no window, but whose cache drops the
+tokens before it (Moshi), has no drafts in calls longer than the window: a pass of several tokens would see more than
+steps do. This is detected on one token without a cache, by the masks that the model requests from transformers. A round
+ends with its bucket. Eager attention would dominate the cost: cuDNN plans each new length on the host, and each row has
+a different one; "distribution" avoids cuDNN's attention. 17 rows of the 8B shape take the 124 ms of the link, token by
+token or in one pass: launches take the host less than that, so a CUDA graph of a verification would save no time
+(`scripts/speculate.py` measures rounds).
 
-**Elsewhere** (no graphs, a cache in the tiers) plain decoding is eager: rows attend to the keys up to their own, and
-the first four are compared with eager steps.
+**Elsewhere** (exact steps, no graphs, a cache in the tiers) rows attend to the keys up to their own, and the first four
+are compared with eager steps.
 
 **Unsupported models.** A row-wise pass needs a token dimension in every reduction, and attention through transformers'
 interface. Routed experts multiply [tokens, channels], and Bloom has its own attention. A pass per row would read all

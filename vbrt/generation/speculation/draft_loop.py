@@ -89,10 +89,11 @@ def _plainly(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -
 def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Decode in rounds until all sequences are finished or drafts cannot be verified."""
     cache, hint, recorded = cache_of(kwargs), None, decoding.is_recorded()
+    decoding = replace(decoding, in_buckets=decoding.attends_to_buckets())
     with contextlib.ExitStack() as opened:
         with decoding.attachment.phase(DRAFT, "coarse"):
             decoding = replace(decoding, passes=opened.enter_context(decoding.recordable()))
-            decoding = _placed(decoding, cache) if recorded else decoding
+            decoding = _placed(decoding, cache)
         eager = decoding.statics is None
         refusal = batch_refusal(decoding, len(sequences.ids)) or (past_refusal(cache) if eager else None)
         if refusal:
@@ -101,7 +102,7 @@ def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any])
         if eager:
             cache.activate_past_recording()
         elif decoding.pace.fixed is None:
-            decoding.pace.tries_plain = not decoding.attachment.stack.ledger.travellers
+            decoding.pace.tries_plain = recorded and not decoding.attachment.stack.ledger.travellers
         try:
             while not sequences.finished:
                 kwargs, hint = _round(decoding, sequences, kwargs, hint)

@@ -20,7 +20,6 @@ single-token passes first. Unsupported operations are refused (`NotByToken`).
 
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,15 +27,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from vbrt.errors import VBError
 from vbrt.generation.fusion.deterministic_attention import steady_attention
 from vbrt.generation.speculation.bitwise_equivalence import first_that_agrees, form_of
 from vbrt.generation.static.static_cache import Statics
 from vbrt.host.host_memory import storage_of
 from vbrt.layers.weights.linear_product import products_by, shared_product
-from vbrt.libraries import transformers_api
 from vbrt.libraries.torch_api import DisableTorchFunction
-from vbrt.libraries.transformers_api import ROWS, attention_of, set_attention
+from vbrt.libraries.transformers_attention import NotRouted, Route
 
 __all__ = ["NotByToken", "masks_windows", "one_by_one"]
 
@@ -82,10 +79,9 @@ _OTHERS = {
     "bincount",
 }
 _WATCHED = _SUMS | _PRODUCTS | _OTHERS
-_KNOWN = {"sdpa", "eager"}
 
 
-class NotByToken(VBError):
+class NotByToken(NotRouted):
     """A pass cannot be computed row-wise; the message gives the reason."""
 
 
@@ -95,7 +91,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_names: dict[int, str] = {}  # config id -> attention implementation that ours replaces
 
 
 @contextlib.contextmanager
@@ -111,13 +106,13 @@ def one_by_one(model: Any, cache: Any, shape: tuple[int, int], statics: Statics 
 
     Raises:
         NotByToken: (also in the block) an operation is not supported.
+        NotRouted: nor is the model's attention.
     """
-    _register()
     here = _Pass(cache, shape[1], statics)
     before, _here.now = _here.now, here
     try:
         attention = steady_attention(wanted=statics is not None and statics.steady)
-        with _attention_of(model), products_by(here), attention, _Sums(*shape):
+        with _ROUTE.of(model), products_by(here), attention, _Sums(*shape):
             yield
     finally:
         _here.now = before
@@ -128,12 +123,11 @@ def masks_windows(model: Any, token: torch.Tensor) -> bool:
 
     token: [1, 1], for a pass without a cache. Attention outside of torch's is passed the window, and masks it.
     """
-    _register()
     _here.asked = asked = set()
     try:
-        with _attention_of(model):
+        with _ROUTE.of(model):
             model(input_ids=token, use_cache=False)
-    except NotByToken:
+    except NotRouted:
         return True
     finally:
         _here.asked = None
@@ -249,33 +243,6 @@ class _Sums(TorchFunctionMode):
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _attention_of(model: Any) -> Iterator[None]:
-    """Route the model's attention through `_attention`, and its masks through `_masks`."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    held = {key: attention_of(config) for key, config in configs.items()}
-    unknown = {name for name in held.values() if name is not None} - _KNOWN
-    if unknown:
-        raise NotByToken(f"attention by {', '.join(sorted(unknown))}")
-    taken = {key: name for key, name in held.items() if name is not None}
-    try:
-        for key, name in taken.items():
-            _names[key] = name
-            set_attention(configs[key], NAME)
-        yield
-    finally:
-        for key, name in taken.items():
-            set_attention(configs[key], name)
-
-
-def _register() -> None:
-    if missing := ROWS.refusal():
-        raise NotByToken(missing)
-    if NAME not in transformers_api.AttentionInterface._global_mapping:
-        transformers_api.AttentionInterface.register(NAME, _attention)
-        transformers_api.AttentionMaskInterface.register(NAME, _masks)
-
-
 class _Masks(list):
     """One mask per token, as in single-token passes.
 
@@ -291,7 +258,7 @@ class _Masks(list):
 def _masks(*args: Any, **kwargs: Any) -> Any:
     """Make transformers' masks for each token of the pass."""
     here = _here.now
-    make = transformers_api.ALL_MASK_ATTENTION_FUNCTIONS[_names[id(kwargs["config"])]]
+    make = _ROUTE.own_masks(kwargs["config"])
     if _here.asked is not None:
         _here.asked.add(kwargs.get("local_size") is not None)
     if here is None:  # another thread's pass
@@ -333,7 +300,7 @@ def _as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
     """The model's attention, one query at a time."""
-    here, attend = _here.now, _attention_named(_names[id(module.config)], module)
+    here, attend = _here.now, _ROUTE.own_attention(module)
     if here is None:
         return attend(module, query, key, value, attention_mask, **kwargs)
     if type(attention_mask) is not _Masks or query.shape[2] != here.tokens:
@@ -413,10 +380,4 @@ def _block_of(layer: Any, key: Any) -> tuple[Any, Any]:
     return block
 
 
-def _attention_named(name: str, module: Any) -> Callable[..., Any]:
-    found = transformers_api.ALL_ATTENTION_FUNCTIONS.get(name)
-    if found is None:  # defined in the model's module
-        found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if found is None:
-        raise NotByToken(f"{type(module).__name__} has no attention function")
-    return found
+_ROUTE = Route(NAME, _attention, _masks)

@@ -85,7 +85,8 @@ class Decoding:
         counts: the model's speculation counters.
         limit: maximum sequence length.
         passes: runs the drafts.
-        statics: static memory with the cache, if plain decoding replays captured steps; None if it is eager.
+        statics: static memory with the cache, if steps on it can be captured; else None.
+        in_buckets: True if plain decoding replays captured steps, which attend to masked buckets of that memory.
         watched: callbacks of the call may change the model.
     """
 
@@ -97,7 +98,13 @@ class Decoding:
     limit: int
     passes: Passes | None = None
     statics: Statics | None = None
+    in_buckets: bool = False
     watched: bool = False
+
+    @property
+    def bucket(self) -> Statics | None:
+        """Memory whose bucket rows attend to; None if they attend to the keys up to their own."""
+        return self.statics if self.in_buckets else None
 
     def recordable(self) -> AbstractContextManager[Passes]:
         """Return a context manager for `passes` of the current phase and precision."""
@@ -114,8 +121,12 @@ class Decoding:
 
     def is_recorded(self) -> bool:
         """True if steps of the current phase and precision are captured."""
-        why = getattr(self.model.__dict__.get("generate"), "refusal", None)
-        return why is not None and not why()
+        own = self.model.__dict__.get("generate")
+        return own is not None and not own.refusal()
+
+    def attends_to_buckets(self) -> bool:
+        """True if plain decoding replays captured steps that attend to masked buckets."""
+        return self.is_recorded() and self.model.__dict__["generate"].attends_to_buckets
 
     def step(self, ids: torch.Tensor, tokens: int, kwargs: dict[str, Any]) -> Any:
         """Run a pass over the last `tokens` tokens of `ids`."""
@@ -177,7 +188,7 @@ def verified(decoding: Decoding, draft: Draft) -> Rows:
 def _as_decoded(decoding: Decoding, draft: Draft) -> Rows:
     """Compute the rows with plain decoding's bits: by `token_by_token`, if that is bitwise equal."""
     known, case = _known_of(decoding), _case(decoding, len(draft.ids))
-    if decoding.statics is not None:
+    if decoding.bucket is not None:
         _compare_recorded(decoding, draft, known)
     if not draft.k:
         return one_at_a_time(decoding, draft, 1)
@@ -248,7 +259,7 @@ def _known_of(decoding: Decoding) -> _Known:
 
 def _case(decoding: Decoding, batch: int) -> tuple[str, int]:
     """Return the passes that rows must equal, and the batch size: library kernels depend on both."""
-    return ("single-token passes" if decoding.statics is None else "captured steps"), batch
+    return ("single-token passes" if decoding.bucket is None else "captured steps"), batch
 
 
 def model_refusal(decoding: Decoding) -> str:
@@ -284,10 +295,10 @@ def one_at_a_time(decoding: Decoding, draft: Draft, rows: int) -> Rows:
     outputs = []
     for row, kwargs in enumerate(draft.kwargs[:rows]):
         inputs = {**decoding.inputs(draft.ids[:, : draft.start + row], 1, kwargs), "return_dict": True}
-        if decoding.statics is None:
+        if decoding.bucket is None:
             outputs.append(decoding.model(**inputs))
         else:
-            outputs.append(computed_as_recorded(decoding.model, inputs, decoding.statics))
+            outputs.append(computed_as_recorded(decoding.model, inputs, decoding.bucket))
     return Rows([each.logits[:, -1] for each in outputs], outputs)
 
 
@@ -303,7 +314,7 @@ def in_one_pass(decoding: Decoding, draft: Draft) -> Rows:
 def token_by_token(decoding: Decoding, draft: Draft) -> Rows:
     """Compute the rows by one row-wise pass. Raises NotByToken, and the model's own errors."""
     before = comparisons()
-    with one_by_one(decoding.model, draft.cache, (len(draft.ids), draft.k + 1), decoding.statics):
+    with one_by_one(decoding.model, draft.cache, (len(draft.ids), draft.k + 1), decoding.bucket):
         rows = in_one_pass(decoding, draft)
     return rows._replace(compared=comparisons() > before)
 

@@ -64,12 +64,23 @@ class _Static(ABC):  # an ABC, like most of transformers' layers: else Python re
 
     @property
     def is_compileable(self) -> bool:
-        """True during capture: models then mask slots beyond the cache's length."""
-        return self._vb_statics.recording
+        """True during capture, unless attention is exact: models then mask slots beyond the cache's length."""
+        return self._vb_statics.recording and not self._vb_statics.exact
 
     def leave_(self, *, copied: bool = True) -> None:
         """Become a plain layer with its own tensors."""
         raise NotImplementedError
+
+
+class Slots(int):
+    """Size of a bucket, which knows the layer it is of. Attributes: growing: index of that layer."""
+
+    growing: int
+
+    def __new__(cls, size: int, growing: int) -> "Slots":
+        made = super().__new__(cls, size)
+        made.growing = growing
+        return made
 
 
 class Growing(_Static):
@@ -170,10 +181,21 @@ class Growing(_Static):
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return how many slots the next queries attend to, and the position of the first."""
-        if self._vb_statics.recording:
-            return self._vb_statics.span.end - self._vb_room.first, self._vb_room.first
+        statics = self._vb_statics
+        if not statics.recording:
+            return self.plain_sizes(query_length)
+        size = statics.span.end - self._vb_room.first
+        return Slots(size, statics.index_of(self)) if statics.exact else size, self._vb_room.first
+
+    def plain_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return to how many tokens the next queries attend on a plain layer, and the position of the first."""
         held = self._held()
         return held.stop - held.start + query_length, held.start + self._vb_room.first
+
+    def slots_up_to_next(self) -> slice:
+        """Return the slots of a plain layer that has appended one token more."""
+        held = self._held()
+        return slice(held.start, held.stop + 1)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder beams: row i continues row beam_idx[i], int64 [B]."""
@@ -432,6 +454,7 @@ class Statics:
         span: current length bucket.
         position: int64 [1] on the device, the new token's slot.
         recording: True while layers behave like a static cache's.
+        exact: True while steps attend as `capture/exact_attention.py` does.
         steady: True if steps use the attention of `deterministic_attention.py`.
         rooms: memory of growing layers, by index.
     """
@@ -439,7 +462,7 @@ class Statics:
     @torch.inference_mode(False)  # inference tensors are writable only in inference mode
     def __init__(self, cache: Any, room: int, *, wide: bool = False, steady: bool = False) -> None:
         """wide: attention skips masked slots, so buckets may be larger; not with sliding windows."""
-        self.room, self.recording, self.steady, length = room, False, steady, length_of(cache)
+        self.room, self.recording, self.exact, self.steady, length = room, False, False, steady, length_of(cache)
         self._wide = wide and not any(layer.__dict__.get("sliding_window") for layer in layers_of(cache))
         self.span = self.span_at(length or 0)
         device = next(memory_of(cache)).device
@@ -502,6 +525,24 @@ class Statics:
         finally:
             for part, held in zip(parts, before, strict=True):
                 part.copy_(held)
+
+    def index_of(self, layer: Any) -> int:
+        """Index of a growing layer."""
+        return next(at for at, each in enumerate(self._growing) if each is layer)
+
+    def growing_with(self, key: Tensor) -> int | None:
+        """Index of the growing layer whose memory these keys are; None if they are in none."""
+        memory = storage_of(key)
+        return next((at for at, each in enumerate(self._growing) if storage_of(each._vb_room.keys) == memory), None)
+
+    def slots_up_to_next(self, growing: int) -> slice:
+        """Slots of the keys that the current step attends to in a growing layer, its own token's included."""
+        return self._growing[growing].slots_up_to_next()
+
+    def sizes_of_next(self, growing: int) -> tuple[int, int, int]:
+        """Number of tokens that the current step attends to in a growing layer, position of the first, and length."""
+        layer = self._growing[growing]
+        return *layer.plain_sizes(1), layer._vb_length
 
     def put_at(self, position: int) -> None:
         """Set the device's position for the next token; replays advance it themselves."""
