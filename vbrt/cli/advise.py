@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from vbrt.cli.machine_options import add_machine, machine_of, sizes_of
+from vbrt.cli.machine_options import add_machine, machine_of, sizes_of, speed_of
 from vbrt.cli.options import add_command, check_config_file, integration, positive, write_config
 from vbrt.cli.screen import complain, console_for_stdout, warnings_as_lines, working
 from vbrt.config import load_config
@@ -24,7 +24,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="recommend format, budgets and options for a model on a machine",
         text="Nothing\nis loaded. Exits with 1 if nothing fits.",
         examples="  vbrt advise ./Llama-3.1-8B\n"
-        "  vbrt advise ./Qwen3-32B --gpu-memory 24GiB --ram 64GiB --rates 'RTX 4090'\n"
+        "  vbrt advise ./Qwen3-32B --gpu 'RTX 4090' --ram 64GiB\n"
+        "  vbrt advise ./Qwen3-32B --gpu-memory 11GiB --link 12GB/s --memory 360GB/s --tflops 25.5\n"
         "  vbrt advise ./Llama-3.1-8B --goal exact --context 8192 --explain\n"
         "  vbrt advise ./Llama-3.1-8B --goal train --batch 4 --write my.toml\n",
     )
@@ -35,7 +36,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences at once (1)")
     parser.add_argument("--context", type=positive, default=2048, metavar="N", help="tokens of each (2048)")
     machine = add_machine(parser)
-    machine.add_argument("--rates", metavar="GPU", help="its speed: a GPU by name, from its data sheet")
     machine.add_argument(
         "--cost-model",
         metavar="FILE",
@@ -47,15 +47,14 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _advise(args: argparse.Namespace) -> int:
-    sizes = sizes_of(args)
+    sizes, speed = sizes_of(args), speed_of(args)
     if args.write is not None:
         check_config_file(args.write)  # before any slow work
     with working("importing torch and transformers") as say, warnings_as_lines():
         hf_configs = integration("hf_configs")
         from vbrt.estimation.advice.advise import advise
-        from vbrt.estimation.advice.machine_rates import data_sheet
 
-        rates = None if args.rates is None else data_sheet(args.rates)
+        rates = speed.rates()
         say(f"reading {args.model}")
         model = hf_configs.meta_model(args.model)
         machine, _ = machine_of(sizes, load_config("fp4"))

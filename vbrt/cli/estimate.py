@@ -3,10 +3,11 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vbrt.cli.machine_options import add_machine, machine_of, sizes_of
+from vbrt.cli.machine_options import add_machine, machine_of, sizes_of, speed_of
 from vbrt.cli.options import add_command, add_config, config_of, integration, number, positive
 from vbrt.cli.plots import Bars, bars, check_plot
 from vbrt.cli.screen import complain, console_for_stdout, warnings_as_lines, working
@@ -14,6 +15,8 @@ from vbrt.config import load_config
 from vbrt.errors import NoRoomError, VBError
 
 if TYPE_CHECKING:
+    from vbrt.estimation.advice.machine_rates import Rates
+    from vbrt.estimation.advice.step_time import Speed
     from vbrt.estimation.memory.estimate_report import Estimate
     from vbrt.estimation.memory.option_savings import Option
     from vbrt.estimation.memory.task import Task
@@ -33,7 +36,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         text="No weights\nare needed, and nothing is loaded. Exits with 1 if it does not fit.",
         examples="  vbrt estimate ./Llama-3.1-8B --context 8192\n"
         "  vbrt estimate ./config.json --task train --batch 4 --context 2048 --config none --options\n"
-        "  vbrt estimate ./Qwen3-32B --config fp4 --gpu-memory 12GiB --ram 64GiB\n"
+        "  vbrt estimate ./Qwen3-32B --config fp4 --gpu 'RTX 3060' --ram 64GiB\n"
         "  vbrt estimate ./Llama-3.1-8B --task train --lora 16 --checkpointing --gpu-memory 24GiB\n"
         "  vbrt estimate ./Llama-3.1-70B --gpu-memory 24GiB --ram 256GiB --ranks 4\n",
     )
@@ -84,14 +87,17 @@ def _check_task(args: argparse.Namespace) -> None:
 
 def _estimate(args: argparse.Namespace) -> int:
     _check_task(args)  # checks come before slow work
-    sizes = sizes_of(args)
+    sizes, speed = sizes_of(args), speed_of(args)
+    if speed.given and args.ranks > 1:
+        raise VBError(f"{', '.join(speed.given)} with --ranks: times over several GPUs are those of vbrt plan --ranks")
     if args.plot is not None:
         check_plot(args.plot)
     plain = args.config == "none"
     config = None if plain else config_of(args)
     with working("importing torch and transformers") as say, warnings_as_lines():
         hf_configs = integration("hf_configs")
-        from vbrt.estimation.memory.estimate import estimate
+        from vbrt.estimation.advice.step_time import predict
+        from vbrt.estimation.memory.estimate import bare_model, estimate
         from vbrt.estimation.memory.option_savings import with_and_without
 
         say(f"reading {args.model}")
@@ -109,17 +115,31 @@ def _estimate(args: argparse.Namespace) -> int:
             say.stop()
             complain("error", error)
             return 1
+    rates, step = speed.rates(), None
+    if rates is not None and args.ranks == 1 and not found.refused and found.compute_tier == "gpu":
+        step = predict(bare_model(model, task), found, rates)
     if args.json:
         known = {"options": [option.to_dict() for option in options]} if options else {}
+        if step is not None:
+            known["predicted"] = {"ms": step.ms, "tokens_s": step.tokens_s, "bound": step.bound, "rates": asdict(rates)}
         print(json.dumps({**found.to_dict(), **known}, indent=2))
     else:
         console = console_for_stdout()
         console.print(found.table(width=console.width), soft_wrap=True)
+        if step is not None:
+            console.print(_predicted(step, rates), soft_wrap=True)
         for option in options:
             console.print(str(option), soft_wrap=True)
     if args.plot is not None:
         bars(args.plot, _panels(found, options), "GiB")
     return 0 if found.fits else 1
+
+
+def _predicted(step: "Speed", rates: "Rates") -> str:
+    return (
+        f"A step takes {step.ms:.1f} ms, {step.tokens_s:.1f} tokens/s, bound by the {step.bound}: predicted by "
+        f"the rates of {rates.name} ({rates.source}), not measured."
+    )
 
 
 def _panels(found: "Estimate", options: "Sequence[Option]") -> list[tuple[str, Bars]]:

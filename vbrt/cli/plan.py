@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vbrt.cli.expert_tables import ExpertReport
-from vbrt.cli.machine_options import add_machine, machine_of, sizes_of
+from vbrt.cli.machine_options import add_machine, machine_of, rate_of, sizes_of, speed_of
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.plan_tables import print_plan
 from vbrt.cli.rank_tables import print_ways, ways_on
@@ -44,15 +44,12 @@ def add(commands: Any) -> None:
     add_config(parser)
     machine = add_machine(parser)
     machine.add_argument(
-        "--link", metavar="GB/s", help=f"from host memory to its GPU (default {LINK_GB_PER_S['cpu']:.0f})"
-    )
-    machine.add_argument(
         "--host",
-        metavar="GB/s",
+        metavar="RATE",
         help="of missed experts computed by its CPU, for experts.miss (default: as measured here by vbrt tune "
         f"--machine, else {CPU_GB_PER_S:.0f})",
     )
-    machine.add_argument("--drive", metavar="GB/s", help=f"from its drive (default {LINK_GB_PER_S['ssd']:.0f})")
+    machine.add_argument("--drive", metavar="RATE", help=f"from its drive (default {LINK_GB_PER_S['ssd']:.0f})")
     parser.add_argument(
         "--routing", metavar="FILE", type=Path, help="a file of vb.record_routing: hit rates of routed experts"
     )
@@ -62,8 +59,12 @@ def add(commands: Any) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     config = config_of(args)
-    rates = {**LINK_GB_PER_S, **_rate(args.link, "--link"), **_rate(args.drive, "--drive")}
-    host, sizes = _rate(args.host, "--host").get("host"), sizes_of(args)
+    sizes, speed = sizes_of(args), speed_of(args)
+    if args.ranks is None and (idle := [flag for flag in ("--memory", "--tflops") if flag in speed.given]):
+        raise VBError(f"{', '.join(idle)}: applies to the ways over several GPUs; expected --ranks N")
+    given = {"cpu": speed.link_gb_s, "ssd": rate_of(args.drive, "--drive")}
+    rates = LINK_GB_PER_S | {tier: rate for tier, rate in given.items() if rate is not None}
+    host = rate_of(args.host, "--host")
     with working("importing torch and transformers") as say:
         hf_configs = integration("hf_configs")
         from vbrt.model.planner import make_plan
@@ -87,7 +88,7 @@ def _plan(args: argparse.Namespace) -> int:
         )
     ways, of = None, (model, config, machine)
     if args.ranks is not None:
-        ways = ways_on(args.ranks, plan, of, rates["cpu"], given=args.link is not None)
+        ways = ways_on(args.ranks, plan, of, rates["cpu"], speed)
     if args.json:
         head = {"model": type(model).__name__, "config": config.to_dict(), "machine": asdict(machine)}
         tiers = [{**asdict(need), "fits": need.fits} for need in needs]
@@ -120,16 +121,3 @@ def _measured_host() -> float:
 
     kept = kept_rates()
     return CPU_GB_PER_S if kept is None else kept.experts_gb_s
-
-
-def _rate(text: str | None, flag: str) -> dict[str, float]:
-    """Parse GB/s, keyed by the source tier; empty where it was not given."""
-    if text is None:
-        return {}
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise VBError(f"{flag} {text}: expected gigabytes a second, such as 50")
-    return {{"--link": "cpu", "--drive": "ssd", "--host": "host"}[flag]: rate}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from vbrt.cli.machine_options import GpuSpeed
 from vbrt.cli.screen import add_row, table_of
 from vbrt.errors import VBError, describe_os_error
 from vbrt.residency.plan import Plan
@@ -19,20 +20,21 @@ __all__ = ["measure_ranks", "print_ways", "ways_on"]
 
 
 def ways_on(
-    ranks: int, plan: Plan, of: "tuple[nn.Module, VBConfig, Machine]", link_gb_s: float, *, given: bool
+    ranks: int, plan: Plan, of: "tuple[nn.Module, VBConfig, Machine]", link_gb_s: float, speed: GpuSpeed
 ) -> "Comparison":
     """Compare the ways to use N GPUs, by rates measured on this machine, or those of H200s.
 
     Args:
         of: what was planned.
-        link_gb_s: of one GPU; if `given` by the user, it overrides the measured one.
+        link_gb_s: of one GPU.
+        speed: of each GPU, as the user gives it, before the measured one.
 
     Raises:
         VBError: fewer than two ranks, or the plan computes on the CPU.
     """
     from dataclasses import replace
 
-    from vbrt.estimation.advice.machine_rates import SHEETS, device_name, kept_rates
+    from vbrt.estimation.advice.machine_rates import data_sheet, device_name, kept_rates
     from vbrt.estimation.advice.multi_gpu_rates import kept_group_rates, nvlink_rates
     from vbrt.estimation.advice.parallelism import compare_ways
     from vbrt.estimation.memory.rank_share import rank_plan
@@ -48,9 +50,8 @@ def ways_on(
         group = replace(group, source=f"{group.source}; what was measured here is of {kept.name}, {kept.backend}")
     rates = kept_rates()
     if rates is None or not rates.link_gb_s:  # a single link is at least as fast as concurrent ones
-        rates = replace(SHEETS["H200"], link_gb_s=max(link_gb_s, kept.link_gb_s) if usable and not given else link_gb_s)
-    elif given:
-        rates = replace(rates, link_gb_s=link_gb_s)
+        rates = replace(data_sheet("H200"), link_gb_s=max(link_gb_s, kept.link_gb_s) if usable else link_gb_s)
+    rates = speed.rates(rates) or rates
     model, config, machine = of
     part = rank_plan(model, ranks, config, machine)
     return compare_ways(plan, part, rates, replace(group, link_gb_s=min(group.link_gb_s, rates.link_gb_s)))

@@ -183,7 +183,7 @@ def test_time_follows_the_link_where_it_decides(model):
 def test_wrong_goals_and_unknown_gpus_are_named(model):
     with pytest.raises(ArgumentError, match="goal = 'cheapest'; expected one of 'fastest'"):
         vbrt.advise(model, "cheapest")
-    with pytest.raises(ArgumentError, match="no data sheet of a GPU 'Voodoo 2'; there are H200"):
+    with pytest.raises(ArgumentError, match="no data sheet of a GPU 'Voodoo 2'; there are RTX 2080 Ti"):
         vbrt.data_sheet("Voodoo 2")
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import vbrt
 from tests.models import llama, mlp
 from vbrt.config import Machine, VBConfig, load_config
-from vbrt.estimation.advice.machine_rates import SHEETS, device_name
+from vbrt.estimation.advice.machine_rates import data_sheet, device_name
 from vbrt.estimation.advice.multi_gpu_rates import GroupRates, nvlink_rates
 from vbrt.estimation.advice.parallelism import Comparison, compare_ways
 from vbrt.estimation.advice.step_time import predict
@@ -19,7 +19,7 @@ from vbrt.model.planner import make_plan
 transformers = pytest.importorskip("transformers")
 
 MIB = 1 << 20
-RATES = replace(SHEETS["H200"], link_gb_s=55.0)
+RATES = replace(data_sheet("H200"), link_gb_s=55.0)
 
 
 MACHINE = Machine(

@@ -17,7 +17,8 @@ from vbrt.errors import ArgumentError
 from vbrt.estimation.advice.candidates import Asked, candidates, nearest
 from vbrt.estimation.advice.choices import Advice
 from vbrt.estimation.advice.cost_model import CostModel, default_cost_model, read_cost_model
-from vbrt.estimation.advice.machine_rates import SHEETS, Rates, device_name, kept_rates, measure_rates
+from vbrt.estimation.advice.data_sheets import sheets
+from vbrt.estimation.advice.machine_rates import Rates, device_name, kept_rates, measure_rates
 from vbrt.estimation.memory.estimate import as_task
 from vbrt.estimation.memory.task import GOALS, Task
 from vbrt.model.machine_memory import this_machine
@@ -93,7 +94,7 @@ def _measured(machine: Machine) -> Rates:
 def _no_rates(name: str) -> ArgumentError:
     return ArgumentError(
         f"a machine with a GPU, and the rates of one without, {name}; name a GPU whose data sheet says how fast it is "
-        f"(--rates): {', '.join(SHEETS)}"
+        f"(--gpu): {', '.join(sheets())}; or say it yourself (--link, --memory, --tflops)"
     )
 
 

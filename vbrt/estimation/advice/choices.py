@@ -272,7 +272,8 @@ def _lines(advice: Advice) -> Iterator[str]:
     if refused:
         yield f"NOT TRACED, only weights are counted: {refused}"
     yield f"{rates.name}, {rates.source}: {link}, {rates.tflops:.3g} TFLOP/s"
-    yield f"times by the cost model of {advice.cost_model}"
+    unseen = "" if rates.source == "measured here" else "; predictions, this machine was not measured"
+    yield f"times by the cost model of {advice.cost_model}{unseen}"
     yield ""
     yield f"  {'':<42}{'gpu':>10}{'cpu':>10}{'ms':>9}{'tokens/s':>10}  {'bits':<7}limit"
     front = {id(choice) for choice in advice.front}

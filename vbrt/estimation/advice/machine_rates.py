@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 
 from vbrt.config.argument_checks import check_instance
-from vbrt.errors import ArgumentError
 from vbrt.estimation.advice.cpu_expert_rates import FEW_ROWS, experts_gb_s, few_rows
+from vbrt.estimation.advice.data_sheets import DataSheet, named_sheet, sheets
 from vbrt.host.safe_files import cache_folder, read_bounded, write_file
 from vbrt.model.run_metadata import cpu_name
 from vbrt.residency.miss_policy import CPU_GB_PER_S
 
 __all__ = [
-    "SHEETS",
     "Rates",
     "data_sheet",
     "device_name",
@@ -26,6 +25,7 @@ __all__ = [
     "kept_rates",
     "link_gb_s",
     "measure_rates",
+    "rates_of_sheet",
     "rates_file",
 ]
 
@@ -35,7 +35,6 @@ _FP8_CAPABILITY = (8, 9)  # first compute capability with FP8 matmuls
 #: share of `tflops` of few-row matmuls, with bf16 and with 4-bit matrices, where it was not measured: from two Zen 5
 #: cores
 _FEW, _FEW_DECODED = 0.52, 0.38
-_PCIE4, _PCIE5 = 25.0, 55.0  # GB/s of pinned copies over 16 lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +85,23 @@ class Rates:
         return max(0.0, 2e-12 * FEW_ROWS * (1 / few - 1 / self.tflops))
 
 
-#: memory GB/s, dense bf16 TFLOP/s with fp32 accumulation, fp32 TFLOP/s and FP8, from NVIDIA's data sheets; pinned
-#: copies over PCIe
-SHEETS = {
-    "H200": Rates("H200", _PCIE5, 4800, 989, fp32_tflops=67, fp8=True),
-    "H100": Rates("H100", _PCIE5, 3350, 989, fp32_tflops=67, fp8=True),
-    "A100": Rates("A100", _PCIE4, 2039, 312, fp32_tflops=19.5),
-    "L40S": Rates("L40S", _PCIE4, 864, 362, fp32_tflops=91.6, fp8=True),
-    "RTX 5090": Rates("RTX 5090", _PCIE5, 1792, 209, fp32_tflops=104.8, fp8=True),
-    "RTX 4090": Rates("RTX 4090", _PCIE4, 1008, 165, fp32_tflops=82.6, fp8=True),
-    "RTX 3090": Rates("RTX 3090", _PCIE4, 936, 71, fp32_tflops=35.6),
-}
-
-
 def data_sheet(name: str) -> Rates:
     """Return a GPU's rates by name, in any case. Raises ArgumentError: an unknown GPU; lists the known ones."""
-    check_instance(name, str, "data_sheet(): name", f"one of {', '.join(SHEETS)}")
-    wanted = name.lower().replace("nvidia", "").replace("geforce", "").strip()
-    found = next((rates for known, rates in SHEETS.items() if known.lower() == wanted), None)
-    if found is None:
-        raise ArgumentError(
-            f"no data sheet of a GPU {name!r}; there are {', '.join(SHEETS)}; on the machine itself, "
-            "`vbrt tune --machine` measures it"
-        )
-    return found
+    check_instance(name, str, "data_sheet(): name", f"one of {', '.join(sheets())}")
+    return rates_of_sheet(named_sheet(name))
+
+
+def rates_of_sheet(sheet: DataSheet) -> Rates:
+    """Return the rates of a data sheet."""
+    return Rates(
+        sheet.name,
+        sheet.link_gb_s,
+        sheet.memory_gb_s,
+        sheet.tflops,
+        source="data sheet" if sheet.has_bf16 else "data sheet, fp16 as its tensor cores have no bf16",
+        fp32_tflops=sheet.fp32_tflops,
+        fp8=sheet.fp8_tflops > 0,
+    )
 
 
 def rates_file() -> Path:
