@@ -35,27 +35,11 @@ import vbrt
 from scripts.experts_decode import build
 from scripts.measuring import llama_8b, machine, moved_bytes
 from vbrt.estimation.advice.machine_rates import link_gb_s
+from vbrt.integrations.token_times import Clock
 
 PROMPT, NEW = 128, 128
 PARTS = ("eager", "static", "nf4", "hand", "dense", "fp4", "unrecorded", "shares", "exact", "experts")
 OF_8B = frozenset(PARTS) - {"experts"}
-
-
-class Clock:
-    """A stopping criterion that never stops, and notes when it is asked: once a token, while the device computes."""
-
-    def __init__(self) -> None:
-        self.moments: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        self.moments.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-    @property
-    def ms(self) -> float:
-        """Milliseconds from one token to the next, on average: transformers waits for each. The first two are left out:
-        when it asks after the first one, the device may compute the prompt still."""
-        return (self.moments[-1] - self.moments[1]) / (len(self.moments) - 2) * 1e3
 
 
 def prompt(batch: int) -> torch.Tensor:

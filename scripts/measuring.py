@@ -78,24 +78,6 @@ def moved_bytes(vb) -> int:
 
 def llama_8b(layers: int):
     """A random bf16 Llama of the 8B shape, on the GPU."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from vbrt.integrations.token_times import llama_8b
 
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(default)
+    return llama_8b(layers, "cuda")

@@ -35,6 +35,7 @@ COMMANDS = (
     "inspect",
     "plan",
     "precision",
+    "report",
     "run",
     "stats",
     "top",
@@ -52,6 +53,7 @@ _EXAMPLES = """examples:
   vbrt inspect ./Llama-3.1-8B --config exact         a checkpoint, and what a config makes of it
   vbrt stats --json                                  the counters of the last run
   vbrt top                                           live view of a process: tiers, hits, links, tokens/s
+  vbrt report                                        measure this machine, beside what was predicted
   vbrt tune ./Llama-3.1-8B                           search faster launches on this machine's GPU
 """
 

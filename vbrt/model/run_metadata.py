@@ -15,7 +15,7 @@ from vbrt.model.attachment import Attachment
 from vbrt.report.run_header import Ran
 from vbrt.residency.plan import format_bytes
 
-__all__ = ["cpu_name", "what_ran"]
+__all__ = ["commit", "cpu_name", "versions", "what_ran"]
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _PACKAGES = ("vbrt", "torch", "triton", "transformers")
@@ -30,8 +30,8 @@ def what_ran(attachments: Sequence[Attachment]) -> Ran:
         settings.source,
         settings.to_dict(),
         _machine(attachments[0].stack.device),
-        _versions(),
-        _commit(),
+        versions(),
+        commit(),
         datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
@@ -63,7 +63,8 @@ def cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of Python, vbrt and the libraries under it that are installed."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -73,7 +74,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Return the git commit of vbrt's checkout; None without a checkout or git."""
     if not (_ROOT / ".git").exists():
         return None

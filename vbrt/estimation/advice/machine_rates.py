@@ -25,8 +25,8 @@ __all__ = [
     "kept_rates",
     "link_gb_s",
     "measure_rates",
-    "rates_of_sheet",
     "rates_file",
+    "rates_of_sheet",
 ]
 
 _MAX_BYTES = 1 << 16
@@ -118,8 +118,11 @@ def kept_rates() -> Rates | None:
     return found if found.name == device_name() else None
 
 
-def measure_rates() -> Rates:
-    """Measure this machine, in some seconds; `vbrt tune --machine` also stores the result for later processes."""
+def measure_rates(drive: Path | None = None) -> Rates:
+    """Measure this machine, in some seconds; `vbrt tune --machine` also stores the result for later processes.
+
+    drive: a directory on the drive to measure; by default that of temporary files.
+    """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     return Rates(
@@ -128,7 +131,7 @@ def measure_rates() -> Rates:
         _memory_gb_s(device),
         _tflops(device, 8192 if gpu else 1024, torch.bfloat16),
         _launch_us(device),
-        _drive_gb_s(),
+        _drive_gb_s(drive),
         "measured here",
         _tflops(device, 4096 if gpu else 1024, torch.float32),
         gpu and torch.cuda.get_device_capability() >= _FP8_CAPABILITY,
@@ -164,14 +167,15 @@ def _best(run: Callable[[], object], device: torch.device, times: int = 5) -> fl
     return min(spans[1:])
 
 
-def link_gb_s() -> float:
-    """Return the GB/s of 64 MiB H2D copies from pinned memory."""
-    host = torch.empty(1 << 30, dtype=torch.uint8, device="cpu", pin_memory=True)
+def link_gb_s(*, to_host: bool = False, pinned: bool = True) -> float:
+    """Return the GB/s of 64 MiB copies to the GPU, or `to_host`, from or to pinned or pageable memory."""
+    host = torch.ones(1 << 30, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     there = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
 
     def run() -> None:
         for part in host.split(len(there)):
-            there.copy_(part, non_blocking=True)
+            target, source = (part, there) if to_host else (there, part)
+            target.copy_(source, non_blocking=pinned)
 
     return len(host) / _best(run, there.device, times=3) / 1e9
 
@@ -202,10 +206,10 @@ def _launch_us(device: torch.device) -> float:
     return 1e6 * _best(run, device, times=9) / 1000
 
 
-def _drive_gb_s() -> float:
+def _drive_gb_s(directory: Path | None = None) -> float:
     """Return the GB/s of sequential reads of a new file; page-cache rate where the file stays in memory."""
     block = os.urandom(1 << 20) * 16
-    with tempfile.NamedTemporaryFile() as file:
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
         for _ in range(16):
             file.write(block)
         file.flush()

@@ -25,7 +25,7 @@ from vbrt.residency.miss_policy import missed_gb_per_s
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.token_cost import LINK_GB_PER_S, TokenCost, token_cost
 
-__all__ = ["Speed", "predict", "streamed_share"]
+__all__ = ["Speed", "experts_us", "predict", "product_us", "streamed_share"]
 
 _STAGED = 80 << 20  # bytes that are staged ahead
 _FINE_MARGIN = 1.1  # by which plans take fine planes for larger than they are
@@ -73,6 +73,45 @@ def predict(
     ways = {"fetch": ("fetch",), "compute": ("compute",), "auto": ("fetch", "auto")}[_miss(found)]
     costs = cost_model or default_cost_model(found.compute_tier)
     return min((_predict(model, found, rates, costs, miss, hit_rate) for miss in ways), key=lambda speed: speed.ms)
+
+
+def product_us(
+    elements: float, nbytes: float, tokens: float, rates: Rates, costs: CostModel, *, format: str | None, dtype: str
+) -> float:
+    """Predict a product of `tokens` rows with a resident weight in microseconds, without the launch.
+
+    Args:
+        nbytes: of the weight as it is held; format: None for a dense one.
+        dtype: of the product, by torch's name.
+    """
+    kernels = None if format is None else FORMATS[format].kernels
+    share = costs.packed_read_share.get(kernels or "", costs.dense_read_share)
+    if kernels is None and 1 < tokens <= costs.few_rows_most:
+        share *= costs.few_rows_read_share
+    read_s = nbytes / (share * 1e9 * rates.memory_gb_s)
+    product_s = 2 * tokens * elements / _flops_s(rates, costs, dtype, False)
+    return 1e6 * max(read_s, product_s / (1.0 if kernels is None else costs.packed_matmul_share)) + costs.weight_us
+
+
+def experts_us(
+    elements: float,
+    nbytes: float,
+    experts: int,
+    top_k: int,
+    tokens: int,
+    rates: Rates,
+    costs: CostModel,
+    *,
+    format: str,
+) -> float:
+    """Predict a layer of resident routed experts of `elements` weights and `nbytes` each, in microseconds, without its
+    router and launches."""
+    touched = touched_share(experts, top_k, tokens) * experts
+    rows = tokens * top_k / touched  # each touched expert's
+    sizes = (touched * elements, touched * nbytes)
+    repacked = costs.repacks and is_decoded(rows, rates.most_pairs)
+    repack_us = 1e6 * touched * elements * rates.repack_s(decoded=True) if repacked else 0.0
+    return product_us(*sizes, rows, rates, costs, format=format, dtype="bfloat16") + costs.weight_us + repack_us
 
 
 def _routed_us(swap: Swap, costs: CostModel, *, fetches: bool) -> float:
