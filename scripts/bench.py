@@ -19,6 +19,7 @@ DOCS = ROOT / "docs" / "benchmarks.md"
 
 from scripts.bench_parts import ENVIRONMENT, PARTS
 from scripts.bench_tables import tables
+from scripts.hardware_tables import PAGE, page
 from scripts.measuring import machine
 from vbrt.report.progress import Progress
 
@@ -53,7 +54,9 @@ def show(figures: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="parts to measure (default: all)")
-    parser.add_argument("--tables", action="store_true", help="write docs/benchmarks.md again, measure nothing")
+    parser.add_argument(
+        "--tables", action="store_true", help="write docs/benchmarks.md and docs/hardware.md again, measure nothing"
+    )
     parser.add_argument("--here", metavar="PART", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.here:
@@ -69,6 +72,7 @@ def main() -> None:
                 work.done()
     DOCS.parent.mkdir(exist_ok=True)
     DOCS.write_text(tables())
+    PAGE.write_text(page())
 
 
 if __name__ == "__main__":
