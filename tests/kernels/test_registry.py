@@ -105,6 +105,19 @@ def test_one_that_refuses_the_device_is_passed_over_and_says_why(empty):
     assert kernel_refusal(CPU) is None
 
 
+def test_one_of_a_format_that_refuses_the_device_is_not_replaced_by_its_backend_s_generic_one(empty):
+    register(Kernel("linear", "reference", slow))
+    register(Kernel("linear", "triton", fast, devices=("cuda",), rank=1))
+    register(
+        Kernel("linear", "triton", fast, devices=("cuda",), formats=("nf4",), rank=1, refusal=lambda device: "too old")
+    )
+    assert resolve("linear", "auto", GPU, "nvfp4").run is fast and resolve("linear", "auto", GPU, "nf4").run is slow
+    assert kernel_refusal(GPU, format="nf4") == "too old"
+    assert kernel_refusal(GPU, format="nvfp4") is kernel_refusal(GPU) is None
+    with pytest.raises(KernelError, match=r"format 'nf4' \(too old\); expected one of auto, reference"):
+        resolve("linear", "triton", GPU, "nf4")
+
+
 def test_operands_are_rounded_only_where_the_caller_allows_it_and_the_kernel_can(empty):
     register(Kernel("linear", "triton", slow, rounded={"fp8": fast}))
     assert resolve("linear", "auto", CPU).run is slow

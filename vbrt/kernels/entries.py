@@ -4,8 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from vbrt.formats import split_fine
 from vbrt.kernels import experts, reference, update
 from vbrt.kernels.cpu import build as cpu_build
@@ -20,25 +18,20 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import encode as e2m1_encode
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILE_FORMATS
-from vbrt.kernels.cuda.experts import expert_kernels
+from vbrt.kernels.cuda.experts import expert_kernels, token_sums
 from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.kernels.cuda.whole import linear as whole_linear
-from vbrt.kernels.registry import EXACT, Kernel, register
+from vbrt.kernels.registry import EXACT, Kernel, Needs, register
 
 __all__ = ["KERNELS"]
 
 
-@functools.cache
-def _no_triton(device: torch.device) -> str | None:
-    """Return why Triton kernels cannot run on a CUDA device, or None."""
-    if why := devices.why_unavailable():
-        return why
-    if (device.index or 0) >= torch.cuda.device_count():
-        return f"{device} is not there"
-    major, minor = devices.capability(device.index or 0)
-    return None if major >= devices.MIN_MAJOR else f"sm_{major}{minor} is older than sm_80"
+def _triton(op: str, needs: Needs = devices.TRITON, **fields: Any) -> Kernel:
+    """A kernel in Triton or Gluon, on GPUs that have what it needs."""
+    fields = {"rank": 1, "reads_resident_planes": True, **fields}
+    return Kernel(op, "triton", devices=("cuda",), needs=needs, refusal=lambda d: devices.refusal(d, needs), **fields)
 
 
 _reference = functools.partial(Kernel, backend="reference", runs_unpacked=True)
@@ -61,9 +54,6 @@ _built_experts = functools.partial(
     runs_unpacked=True,
 )
 _built_update = functools.partial(_compiled, rank=1, refusal=cpu_update.refusal, builds=True)
-_triton = functools.partial(
-    Kernel, backend="triton", devices=("cuda",), rank=1, refusal=_no_triton, reads_resident_planes=True
-)
 _tiled = functools.partial(_triton, formats=tuple(TILE_FORMATS), page_order=e2m1_linear.packing)
 _tables = functools.partial(_triton, formats=(*table_linear.FORMATS, *table_linear.LEVELS), runs_unpacked=True)
 _wholes = functools.partial(_triton, formats=whole_linear.FORMATS, runs_unpacked=True)
@@ -97,29 +87,31 @@ KERNELS = (
     # nothing to decode or build: torch's matmul
     _compiled("decode_weight", run=reference.decode_weight, formats=("dense",), rank=-1),
     _compiled("linear", run=reference.linear, formats=("dense",), rank=-1),
+    # EXACT merges both planes; for what is in none of these formats it is the reference's product
     _triton("decode_weight", run=e2m1_linear.decode_weight),
-    _triton(
+    _triton("linear", run=e2m1_linear.linear, merges=merge.serves_shape),
+    _tiled("decode_weight", e2m1_linear.NEEDS, run=e2m1_linear.decode_weight),
+    _tiled(
         "linear",
+        e2m1_linear.NEEDS,
         run=e2m1_linear.linear,
         rounded={"fp8": fp8_linear.linear},
-        page_order=e2m1_linear.packing,
-        merges=merge.serves_shape,
         code_of=e2m1_linear.code_of,
         unmeasured=e2m1_linear.unmeasured,
     ),
     _tables("decode_weight", run=table_linear.decode_weight),
-    _tables("linear", run=table_linear.linear, prepare=table_linear.prepare),
+    _tables("linear", run=table_linear.linear, prepare=table_linear.prepare, fused_needs=table_linear.FUSED_NEEDS),
     _wholes("decode_weight", run=whole_linear.decode_weight),
-    _wholes("linear", run=whole_linear.linear),
+    _wholes("linear", run=whole_linear.linear, fused_needs=whole_linear.FUSED_NEEDS),
     *_decoding(_reference, reference.decode_weight),
     *_decoding(_triton, e2m1_linear.decode_weight),
     *_decoding(_tables, table_linear.decode_weight),
     *_decoding(_wholes, whole_linear.decode_weight),
-    _tiled("experts_up", run=expert_kernels.up, by_address=expert_kernels.takes_addresses),
-    _tiled("experts_down", run=expert_kernels.down),
+    _tiled("experts_up", expert_kernels.NEEDS, run=expert_kernels.up, by_address=expert_kernels.takes_addresses),
+    _tiled("experts_down", expert_kernels.NEEDS, run=expert_kernels.down),
     _reference("experts_sum", run=experts.weigh_and_sum),
     _built_experts("experts_sum", run=cpu_experts.weigh_and_sum),
-    _tiled("experts_sum", run=expert_kernels.weigh_and_sum),
+    _tiled("experts_sum", token_sums.NEEDS, run=expert_kernels.weigh_and_sum),
     _reference("update", run=update.update),
     _reference("gradient_norm", run=update.gradient_norm),
     _built_update("update", run=cpu_update.update),

@@ -24,6 +24,7 @@ __all__ = [
     "BACKENDS",
     "EXACT",
     "Kernel",
+    "Needs",
     "PageOrder",
     "kernel_refusal",
     "register",
@@ -76,6 +77,22 @@ def _needs_pages(layout: PageLayout, device: torch.device) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Needs:
+    """Requirements of device code on a GPU.
+
+    Attributes:
+        capability: lowest compute capability of an NVIDIA GPU, (major, minor).
+        lacking: what older ones lack.
+        nvidia: True for Gluon and PTX assembly, which compile for NVIDIA GPUs only; False for plain Triton, which
+            compiles for AMD's, too (run on none yet).
+    """
+
+    capability: tuple[int, int]
+    lacking: str
+    nvidia: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """One implementation of an op.
 
@@ -85,6 +102,8 @@ class Kernel:
         devices, formats: supported device types and weight formats; None: any.
         rank: "auto" selects the highest rank that serves a device.
         refusal: returns why it does not serve a device of its types; None if it does.
+        needs: requirements of its device code on a GPU, which `refusal` compares with a device; None: it has none.
+        fused_needs: the same of its fused product; a device without decodes the weight for the vendor's matmul.
         builds: True if `refusal` builds the kernel, and so is slow the first time.
         rounded: by "fp8" or "int8": the function for callers that allow operands to be rounded to that; `run`
             without one.
@@ -110,6 +129,8 @@ class Kernel:
     formats: tuple[str, ...] | None = None
     rank: int = 0
     refusal: Callable[[torch.device], str | None] = _never_refuses
+    needs: Needs | None = None
+    fused_needs: Needs | None = None
     builds: bool = False
     rounded: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     page_order: Callable[[str], PageOrder | None] = _format_order
@@ -217,7 +238,7 @@ def resolve(
 
 def _no_implementation(op: str, backend: str, device: torch.device, format: str | None) -> KernelError:
     others = _serving(_REGISTRY[op], BACKENDS, device, format)
-    why = kernel_refusal(device)
+    why = kernel_refusal(device, op, format)
     what = f"device {str(device)!r}{f' and format {format!r}' if format else ''}{f' ({why})' if why else ''}"
     expected = ", ".join(["auto", *sorted(others)])
     return KernelError(f"op {op!r}: no {backend!r} implementation for {what}; expected one of {expected}")
@@ -227,10 +248,13 @@ def _serving(
     offered: dict[tuple[str, str | None], Kernel], backends: tuple[str, ...], device: torch.device, format: str | None
 ) -> dict[str, Kernel]:
     """Serving implementations by backend. Backends not in `backends` are not queried, which might build them."""
-    serving: dict[str, Kernel] = {}
-    for only in (None, format):  # a format-specific one overrides a generic one
-        serving |= {name: k for (name, f), k in offered.items() if f == only and name in backends and k.serves(device)}
-    return serving
+    fitting = _for_format({key: k for key, k in offered.items() if key[0] in backends}, format)
+    return {name: kernel for name, kernel in fitting.items() if kernel.serves(device)}
+
+
+def _for_format(offered: dict[tuple[str, str | None], Kernel], format: str | None) -> dict[str, Kernel]:
+    """Implementations by backend; a format-specific one overrides a generic one, also where it refuses the device."""
+    return {name: k for only in (None, format) for (name, f), k in offered.items() if f == only}
 
 
 def _on(device: torch.device, op: str = "linear") -> list[Kernel]:
@@ -238,9 +262,13 @@ def _on(device: torch.device, op: str = "linear") -> list[Kernel]:
     return [k for k in _REGISTRY.get(op, {}).values() if k.devices and k.is_for(device)]
 
 
-def kernel_refusal(device: torch.device, op: str = "linear") -> str | None:
-    """Return why only the reference serves a device that kernels were written for; None if another does."""
-    refusals = [kernel.refusal(device) for kernel in _on(device, op) if kernel.rank > 0]
+def kernel_refusal(device: torch.device, op: str = "linear", format: str | None = None) -> str | None:
+    """Return why only the reference serves a device that kernels were written for; None if another does.
+
+    format: of the weight; None: why for no format another does.
+    """
+    kernels = _on(device, op) if format is None else _for_format(_REGISTRY.get(op, {}), format).values()
+    refusals = [kernel.refusal(device) for kernel in kernels if kernel.rank > 0 and kernel.is_for(device)]
     return refusals[0] if refusals and all(refusals) else None
 
 

@@ -47,7 +47,8 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(devices, "capability", lambda index: (9, 0))
     monkeypatch.setattr(devices, "gpu", lambda index: Gpu(9, 132))
-    monkeypatch.setattr(devices, "why_unavailable", lambda: None)
+    monkeypatch.setattr(devices, "_why_unavailable", lambda needs: None)
+    monkeypatch.setattr(devices, "refusal", devices.refusal.__wrapped__)
 
     def us(tokens, launch):
         return 8.0 if launch == FASTEST else 10.0
@@ -111,8 +112,10 @@ def test_what_cannot_be_tuned_is_refused(monkeypatch):
     for device in (-1, 2):
         with pytest.raises(KernelError, match=f"device = {device}; expected 0 to 1"):
             vbrt.tune(plan, device=device)
-    monkeypatch.setattr(devices, "capability", lambda index: (7, 0))
-    with pytest.raises(KernelError, match="device 1 is older than sm_80"):
+    monkeypatch.setattr(devices, "capability", lambda index: (7, 5))
+    monkeypatch.setattr(devices, "_why_unavailable", lambda needs: None)
+    monkeypatch.setattr(devices, "refusal", devices.refusal.__wrapped__)
+    with pytest.raises(KernelError, match="device 1: sm_75 has no bf16 arithmetic, it takes sm_80"):
         vbrt.tune(plan, device=1)
 
 

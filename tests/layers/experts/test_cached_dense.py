@@ -31,7 +31,7 @@ def decided(monkeypatch):
     """Wraps a model whose experts a device cache of so many slots a layer holds."""
     monkeypatch.setattr(Buffer, "pinned", True)
     monkeypatch.setattr(residency, "_launch", tables.launch)
-    monkeypatch.setattr(gathered_dense.devices, "available", lambda: True)
+    monkeypatch.setattr(gathered_dense.devices, "refusal", lambda device, needs: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def wrapped(model, slots, scope="layer", layers=2):

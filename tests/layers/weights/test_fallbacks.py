@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import vbrt
-from vbrt.kernels import entries, kernel_refusal, resolve
-from vbrt.kernels.cuda import devices
+from vbrt.kernels import kernel_refusal, resolve
+from vbrt.kernels.cuda import devices, kv_pages, step_ops
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.cuda.experts import residency
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
+from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.layers import HandleSpec, Weight
 from vbrt.layers.weights import kernel_selection
 from vbrt.residency.weight_site import WeightSite
@@ -26,9 +28,27 @@ def handle(**options):
 
 
 @pytest.fixture
+def as_gpu(monkeypatch):
+    """Take this machine for one with a GPU, of a compute capability or, None, AMD's."""
+
+    def taken(capability):
+        monkeypatch.setattr(torch.version, "cuda", None if capability is None else "13.0")
+        monkeypatch.setattr(torch.version, "hip", "6.4" if capability is None else None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability or (9, 4))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        devices._CAPABILITIES.clear()
+        devices.refusal.cache_clear()
+
+    yield taken
+    devices._CAPABILITIES.clear()
+    devices.refusal.cache_clear()
+
+
+@pytest.fixture
 def refusals(monkeypatch):
     """No kernel but the reference, and no FP8."""
-    monkeypatch.setattr(kernel_selection, "kernel_refusal", lambda device: "Triton with Gluon is not installed")
+    monkeypatch.setattr(kernel_selection, "kernel_refusal", lambda device, **_: "Triton is not installed")
     monkeypatch.setattr(kernel_selection, "fp8_refusal", lambda device: "sm_80 has no FP8 matmul, it takes sm_89")
     monkeypatch.setattr(kernel_selection, "resolve", lambda op, *_, **options: resolve(op, "reference", CPU))
 
@@ -37,7 +57,7 @@ def test_a_gpu_without_kernels_is_announced_once_for_all_layers(refusals):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         layers = [handle() for _ in range(3)]
-    assert len({str(w.message) for w in caught}) == 1 and "Triton with Gluon is not installed" in str(caught[0].message)
+    assert len({str(w.message) for w in caught}) == 1 and "Triton is not installed" in str(caught[0].message)
     assert all("plain torch" in layer.fallbacks[0] for layer in layers)
     assert len({reason for layer in layers for reason in layer.fallbacks}) == 1
 
@@ -113,7 +133,7 @@ def test_what_was_not_asked_for_is_not_announced(refusals, option):
 
 @pytest.mark.parametrize("option", ["fp8", "int8"])
 def test_exact_layers_announce_that_no_kernel_merges_their_planes_and_nothing_of_rounded_products(refusals, option):
-    with pytest.warns(UserWarning, match="kernels: Triton with Gluon is not installed"):
+    with pytest.warns(UserWarning, match="kernels: Triton is not installed"):
         layer = handle(fine=True, **{option: True})
     assert [reason.split(":")[0] for reason in layer.fallbacks] == ["kernels"]
 
@@ -132,20 +152,50 @@ def test_a_shape_that_the_vendors_matmul_refuses_is_listed(monkeypatch):
 
 
 @pytest.mark.parametrize("capability", [(8, 6), (9, 0), (12, 0)])
-def test_a_gpu_on_which_nothing_was_measured_says_so_in_statistics_and_names_tune(capability, monkeypatch):
-    monkeypatch.setattr(devices, "why_unavailable", lambda: None)
-    monkeypatch.setattr(devices, "capability", lambda index: capability)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+def test_a_gpu_on_which_nothing_was_measured_says_so_in_statistics_and_names_tune(capability, as_gpu, monkeypatch):
+    as_gpu(capability)
     monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {})
-    entries._no_triton.cache_clear()
-    try:
-        said = [note for note in handle().all_fallbacks() if "vbrt tune" in note]
-        assert len(said) == (capability != (9, 0)), said
-        assert not said or said[0].startswith(f"sm_{capability[0]}{capability[1]}: launches of 4-bit kernels")
-        monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {(1, 4, 1): object()})
-        assert not [note for note in handle().all_fallbacks() if "vbrt tune" in note]
-    finally:
-        entries._no_triton.cache_clear()
+    said = [note for note in handle().all_fallbacks() if "vbrt tune" in note]
+    assert len(said) == (capability != (9, 0)), said
+    assert not said or said[0].startswith(f"sm_{capability[0]}{capability[1]}: launches of 4-bit kernels")
+    monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {(1, 4, 1): object()})
+    assert not [note for note in handle().all_fallbacks() if "vbrt tune" in note]
+
+
+PARTLY = "fused kernels of {}: {}; {}-bit layers are decoded by a kernel, and multiplied in torch"
+WHOLLY = "kernels: {}; 4-bit layers are decoded and multiplied in plain torch"
+LACKS = {(7, 5): "sm_75 has no bf16 arithmetic, it takes sm_80", None: "they are for NVIDIA GPUs, and this torch is b"}
+
+
+@pytest.mark.filterwarnings("ignore:kernels", "ignore:fused kernels")
+@pytest.mark.parametrize("capability", [(7, 5), None], ids=["sm_75", "ROCm"])
+def test_a_gpu_runs_what_compiles_for_it_and_hears_of_the_rest_by_kernel(capability, as_gpu, monkeypatch):
+    as_gpu(capability)
+    monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: None)
+    why = LACKS[capability] + ("" if capability else "uilt for ROCm")
+    for format, said in {"nvfp4": WHOLLY.format(why), "nf4": PARTLY.format("nf4", why, 4),
+                         "mxint8": PARTLY.format("mxint8", why, 8)}.items():  # fmt: skip
+        layer = Weight(HandleSpec(WeightSite("layer", (64, 64)), torch.bfloat16, format), GPU)
+        assert layer.fallbacks == [said]
+        assert layer.take_kernels().kernel.backend == ("reference" if format == "nvfp4" else "triton")
+        assert layer.take_kernels().packing is None
+    exact = handle(fine=True)
+    kernels = exact.take_kernels()
+    assert exact.fallbacks == [] and kernels.kernel.backend == "triton"
+    assert kernels.packing is None  # drafts could not read tiles
+    assert resolve("encode_many", "auto", GPU.device, "nvfp4").backend == "triton"
+    assert devices.refusal(GPU.device, kv_pages.NEEDS) is devices.refusal(GPU.device, residency.NEEDS) is None
+    assert (devices.refusal(GPU.device, step_ops.NEEDS) is None) == (capability is not None)
+
+
+@pytest.mark.filterwarnings("ignore:kernels")
+@pytest.mark.parametrize(("capability", "format"), [((7, 0), "nf4"), ((7, 0), "exact"), ((8, 6), "nvfp4")])
+def test_kernels_refuse_what_is_older_than_they_need_and_nothing_newer(capability, format, as_gpu):
+    as_gpu(capability)
+    why = kernel_refusal(GPU.device, format=format)
+    assert why == ("sm_70 has no support in Triton, it takes sm_75" if capability == (7, 0) else None)
+    assert (handle(fine=True).take_kernels().packing is not None) == (capability == (8, 6))  # read by drafts
+    assert fp8_linear.fp8_refusal.__wrapped__(GPU.device).endswith("has no FP8 matmul, it takes sm_89")
 
 
 @pytest.mark.parametrize(
@@ -162,4 +212,5 @@ def test_the_reason_why_no_kernel_runs_is_the_true_one(hip, cuda, missing, why, 
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else name)
-    assert (why is None) == (devices.why_unavailable() is None) and (why or "") in (devices.why_unavailable() or "")
+    said = devices._why_unavailable(devices.BF16)
+    assert (why is None) == (said is None) and (why or "") in (said or "")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vbrt.kernels.cuda import devices
-from vbrt.kernels.cuda.step_ops import MOST_QUERIES
+from vbrt.kernels.cuda.step_ops import MOST_QUERIES, NEEDS
 from vbrt.kernels.operator_trace import recorder
 from vbrt.kernels.step import attended
 
@@ -28,8 +28,8 @@ _MOST_ROWS = 65535  # grid size limit of CUDA (y and z)
 
 
 def is_steady_on(device: torch.device) -> bool:
-    """True if the kernel runs on the device (CUDA with Triton, minimum compute capability)."""
-    return device.type == "cuda" and devices.available() and devices.major(device.index or 0) >= devices.MIN_MAJOR
+    """True if the kernel runs on the device."""
+    return device.type == "cuda" and devices.refusal(device, NEEDS) is None
 
 
 @contextlib.contextmanager

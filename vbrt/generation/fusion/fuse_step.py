@@ -46,7 +46,7 @@ from vbrt.generation.fusion.graph_backends import without_collections
 from vbrt.generation.fusion.precompile_launches import compile_launches
 from vbrt.generation.fusion.step_graph import Program, StepGraph
 from vbrt.kernels.cpu import build
-from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda import devices, step_ops
 from vbrt.kernels.cuda.horizontal_fusion import join_layers
 from vbrt.kernels.operator_trace import Form, StepRecorder, form_of
 from vbrt.layers.experts.experts_layer import encoded_forward
@@ -312,9 +312,10 @@ def _kind_of_device(graph: StepGraph) -> str:
     found = {tensor.device for tensor in graph.given.values() if tensor.is_cuda}
     if not found:
         return "cpu" if build.refusal(torch.device("cpu"), "step") is None else ""
-    if all(devices.available() and devices.major(device.index) >= devices.MIN_MAJOR for device in found):
+    refusals = {devices.refusal(device, step_ops.NEEDS) for device in found} - {None}
+    if not refusals:
         return "cuda"
-    graph.kept["everything: kernels need Triton, and a GPU of compute capability 8.0 or newer"] += 1
+    graph.kept[f"everything: kernels: {min(refusals)}"] += 1
     return ""
 
 

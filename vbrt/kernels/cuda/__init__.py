@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs (sm_80 and newer), in Triton and Gluon, by family of number formats, and what launches them.
+"""Kernels for GPUs, in Triton and Gluon, by family of number formats, and what launches them.
 
 | family | formats |
 | --- | --- |
@@ -23,7 +23,14 @@ many tokens, and are never for the persistent kernel):
 | mxint8 (run on no GPU yet) | up to 32, bf16 | `whole/linear_gluon.py`: scaled in registers, exact |
 | a fine plane, rows of whole blocks | any | `fine/merge_triton.py`, then cuBLAS |
 | any of these | others | decode to the activations' dtype, then cuBLAS |
-| other fine planes, `dense`, no Triton, before sm_80 | any | the reference |
+| other fine planes, `dense`, no Triton, tiles before sm_80 | any | the reference |
+
+**Which GPUs** (`registry.Needs`, `devices.py`). Each record names the lowest compute capability that its device code
+compiles for, and whether it is NVIDIA's: products of tiles, fused products of tables and of 8-bit integers, and experts
+in tiles need the bf16 arithmetic of sm_80, FP8 sm_89; fine planes, decoding of tables and 8-bit integers, encoding,
+pages of keys and values, residency of experts and the step between layers compile for sm_75. Plain Triton, without
+Gluon and PTX assembly, may be chosen on AMD GPUs: the same list but the step between layers. Neither sm_75 nor an AMD
+GPU has run any of them.
 
 **Choice of a launch** (`launch_table.py`). `choose` predicts the time of every tile and cut of the persistent kernel,
 of every block and split of the wide one, and of decode-then-cuBLAS, from some forty measured constants, and takes the

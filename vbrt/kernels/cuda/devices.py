@@ -1,4 +1,4 @@
-"""CUDA device properties that kernels depend on."""
+"""CUDA device properties that kernels depend on, and the requirements that kernels have in common."""
 
 import functools
 import importlib.util
@@ -6,44 +6,72 @@ import importlib.util
 import torch
 
 from vbrt.kernels.cuda.launch_table import WIDE, Gpu, rates_of
+from vbrt.kernels.registry import Needs
 
 __all__ = [
-    "MIN_MAJOR",
-    "available",
+    "BF16",
+    "E4M3",
+    "PTX",
+    "TRITON",
     "capability",
     "gpu",
     "launches_dependents",
     "major",
+    "refusal",
+    "serves",
     "taken_for",
-    "why_unavailable",
 ]
 
-MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
+#: plain Triton: bf16 is stored and converted, never computed with, except in products, which become fp32 there
+TRITON = Needs((7, 5), "support in Triton", nvidia=False)
+#: the same with Gluon's layouts or PTX assembly that sm_75 has
+PTX = Needs((7, 5), "support in Triton")
+#: mma.m16n8k16 on bf16, fma.rn.bf16x2, cp.async
+BF16 = Needs((8, 0), "bf16 arithmetic")
+#: conversions to E4M3, and the vendor's matmul
+E4M3 = Needs((8, 9), "FP8 matmul")
 _REACHED = 0.9  # of a device's memory bandwidth and highest clock
 _CAPABILITIES: dict[int, tuple[int, int]] = {}
 
 
 @functools.cache
-def available() -> bool:
-    """True if Triton with Gluon is installed and torch is built for CUDA. Imports no kernels."""
-    return why_unavailable() is None
+def refusal(device: torch.device, needs: Needs) -> str | None:
+    """Return why device code with these requirements cannot run on a device, or None. Imports no kernels."""
+    if why := _why_unavailable(needs):
+        return why
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        return f"{device} is not there"
+    if serves(index, needs):
+        return None
+    (major, minor), (least, least_minor) = capability(index), needs.capability
+    return f"sm_{major}{minor} has no {needs.lacking}, it takes sm_{least}{least_minor}"
 
 
-def why_unavailable() -> str | None:
-    """Return why kernels can run on no device of this process, or None."""
-    if torch.version.hip is not None:
+def _why_unavailable(needs: Needs) -> str | None:
+    """Return why device code can run on no device of this process, or None."""
+    if torch.version.hip is not None and needs.nvidia:
         return "they are for NVIDIA GPUs, and this torch is built for ROCm"
-    if torch.version.cuda is None:
+    if torch.version.hip is None and torch.version.cuda is None:
         return "this torch is built without CUDA"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if importlib.util.find_spec("triton.experimental.gluon") is None:
+    if needs.nvidia and importlib.util.find_spec("triton.experimental.gluon") is None:
         return "the installed Triton has no Gluon; expected 3.6 or newer"
     return None
 
 
+def serves(index: int, needs: Needs) -> bool:
+    """True if a CUDA device has what device code needs, given that Triton is there (`refusal`)."""
+    if torch.version.hip is not None:
+        return not needs.nvidia
+    return capability(index) >= needs.capability
+
+
 def capability(index: int) -> tuple[int, int]:
-    """Compute capability (major, minor) of a CUDA device."""
+    """Compute capability (major, minor) of a CUDA device; (0, 0) of AMD's, whose numbers mean something else."""
+    if torch.version.hip is not None:
+        return 0, 0
     known = _CAPABILITIES.get(index)  # not functools.cache: torch.compile warns when it traces one
     if known is None:
         known = _CAPABILITIES[index] = torch.cuda.get_device_capability(index)
@@ -64,6 +92,7 @@ def taken_for(given: tuple[int, int] | None) -> None:
     if given is not None:
         _CAPABILITIES.update(dict.fromkeys(range(torch.cuda.device_count()), given))
     gpu.cache_clear()
+    refusal.cache_clear()
 
 
 @functools.cache

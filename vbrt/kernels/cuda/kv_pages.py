@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vbrt.kernels.cuda.devices import available
+from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
 
-__all__ = ["Groups", "Launchers", "copy", "decode", "serves"]
+__all__ = ["NEEDS", "Groups", "Launchers", "copy", "decode", "serves"]
 
+NEEDS = devices.TRITON
 _BLOCK_VALUES = 4096
 _BLOCK_WORDS = 1024
 _WORD_BYTES = 8
@@ -32,8 +33,10 @@ class Launchers(NamedTuple):
 
 
 def serves(pages: Tensor, out: tuple[Tensor, Tensor]) -> bool:
-    """True if pages are on a GPU with Triton, and tokens [R, H, T, D] are contiguous in the result."""
-    return pages.is_cuda and available() and all(x.stride(2) == x.shape[3] and x.stride(3) == 1 for x in out)
+    """True if pages are on a GPU with what kernels need, and tokens [R, H, T, D] are contiguous in the result."""
+    if not pages.is_cuda or devices.refusal(pages.device, NEEDS):
+        return False
+    return all(x.stride(2) == x.shape[3] and x.stride(3) == 1 for x in out)
 
 
 def copy(part: Tensor, out: Tensor, rows: Tensor | None, launchers: Launchers | None = None) -> bool:

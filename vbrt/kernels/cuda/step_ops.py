@@ -11,8 +11,9 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.kernels.step_rules import NormRule, Part, RouteRule
 
-__all__ = ["MOST_EXPERTS", "MOST_QUERIES", "NORM_ROW", "Store", "attend", "norm_rows", "rotate", "route"]
+__all__ = ["MOST_EXPERTS", "MOST_QUERIES", "NEEDS", "NORM_ROW", "Store", "attend", "norm_rows", "rotate", "route"]
 
+NEEDS = devices.PTX
 NORM_ROW = 16384  # maximum columns of a norm, kept in registers
 MOST_EXPERTS = 1024
 MOST_QUERIES = 16  # maximum queries that share keys: rows of one mma instruction

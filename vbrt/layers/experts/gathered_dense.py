@@ -16,7 +16,7 @@ from torch import Tensor
 from vbrt.formats.joint_planes import part_fields
 from vbrt.formats.page import PageLayout, unpack
 from vbrt.kernels.cuda import devices
-from vbrt.kernels.cuda.experts.residency import gather_pages
+from vbrt.kernels.cuda.experts.residency import NEEDS, gather_pages
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
 from vbrt.layers.experts.protocols import ExpertsModule, ExpertsWeights
@@ -56,8 +56,8 @@ def why_not_gathered(handle: ExpertsWeights) -> str:
     others = {implementation_of(layer)[0] or "eager" for layer in handle.layers} - set(_IMPLEMENTATIONS)
     if others:
         return f"{name}: the implementation {min(others)} asks which experts are touched: {waits}"
-    if not devices.available():
-        return f"{name}: there is no Triton for this torch: {waits}"
+    if why := devices.refusal(handle.device, NEEDS):
+        return f"{name}: kernels: {why}: {waits}"
     return ""
 
 

@@ -30,6 +30,7 @@ from vbrt.kernels import (
     resolve,
     resolves_late,
 )
+from vbrt.kernels.cuda import devices
 from vbrt.layers.weights.weight_spec import HandleSpec
 
 __all__ = ["Kernels", "choose_kernels", "coarse_kernels", "notes", "planned_packing", "refusals", "rounding"]
@@ -82,7 +83,8 @@ def choose_kernels(spec: HandleSpec, device: torch.device) -> Kernels:
     kernel = resolve("linear", spec.backend, device, format, rounding=rounding(spec, device))
     decode = resolve("decode_weight", spec.backend, device, format)
     reads_order = kernel.merges(spec.format, spec.shape) if spec.fine else not spec.lossless
-    packing = kernel.page_order(spec.format) if reads_order and not spec.by_rows else None
+    coarse = resolve("linear", spec.backend, device, spec.format) if spec.fine else kernel
+    packing = coarse.page_order(spec.format) if reads_order and not spec.by_rows else None
     return Kernels(spec, spec.lossless, kernel, kernel.run, decode.run, decode.decode_turned, packing)
 
 
@@ -109,16 +111,27 @@ def refusals(spec: HandleSpec, device: torch.device) -> Iterator[str]:
     """Kernels that the config requests and the device does not support, each with reason and fallback."""
     if spec.dense or device.type not in ("cuda", "cpu"):
         return
-    no_kernels = kernel_refusal(device) if spec.backend == "auto" else None
+    format = EXACT if spec.fine else spec.format
+    no_kernels = kernel_refusal(device, format=format) if spec.backend == "auto" else None
     asked = spec.backend != "reference" and not spec.lossless
     no_fp8 = fp8_refusal(device) if asked and spec.fp8 else None
     if no_kernels:
         yield f"kernels: {no_kernels}; {FORMATS[spec.format].bits}-bit layers are decoded and multiplied in plain torch"
+    elif asked and device.type == "cuda" and (why := _no_fused_product(spec, device)):
+        bits = FORMATS[spec.format].bits
+        how = f"{bits}-bit layers are decoded by a kernel, and multiplied in torch"
+        yield f"fused kernels of {spec.format}: {why}; {how}"
     if no_fp8:
         yield f"compute.fp8: {no_fp8}; long inputs are multiplied in {spec.dtype} instead"
     no_int8 = int8_refusal(device) if asked and spec.int8 else None
     if no_int8:
         yield f"compute.int8: {no_int8}; inputs are multiplied in {spec.dtype} instead"
+
+
+def _no_fused_product(spec: HandleSpec, device: torch.device) -> str | None:
+    """Return why a weight's kernel decodes on a device where it fuses on others, or None."""
+    needs = resolve("linear", spec.backend, device, spec.format).fused_needs
+    return None if needs is None else devices.refusal(device, needs)
 
 
 def notes(spec: HandleSpec, device: torch.device) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 Up to thousands of tokens, a kernel reads 4-bit tiles, multiplies on tensor cores and applies bias and activation as an
 epilogue; `launch_table.choose` selects it. Where none is the fastest, the weight is decoded to the activations' dtype
-for the vendor's matmul. Weights not in tile order (another format, a plain coarse plane) and GPUs older than sm_80 fall
+for the vendor's matmul. Weights not in tile order (another format, a plain coarse plane) and GPUs without `NEEDS` fall
 back to the reference: decode, then matmul. `route` names a call's kernel.
 
 The kernels multiply in bf16 and accumulate in fp32. bf16 activations are used as they are; fp16 and fp32 are split
@@ -54,6 +54,7 @@ from vbrt.kernels.cuda.launch_table import (
 from vbrt.kernels.cuda.launcher import cuda_op
 
 __all__ = [
+    "NEEDS",
     "Packing",
     "code_of",
     "decode_weight",
@@ -68,6 +69,8 @@ __all__ = [
     "unmeasured",
 ]
 
+#: of all kernels on tiles but the one that merges planes
+NEEDS = devices.BF16
 _SLICE_BYTES, _MOST_SLICES, _BLOCK_ROWS, _SLICE_TOKENS = 64 << 20, 4, 256, 2048
 
 
@@ -140,13 +143,9 @@ def unmeasured(format: str, device: torch.device) -> str | None:
 
 
 def serves(planes: WeightPlanes) -> bool:
-    """True if kernels support these planes: in tile order, without a fine plane, on a GPU from sm_80 on."""
-    return planes.fine is None and _on_new_gpu(planes)
-
-
-def _on_new_gpu(planes: WeightPlanes) -> bool:
+    """True if kernels support these planes: in tile order, without a fine plane, on a GPU with what they need."""
     words = planes.coarse.get(TILES)
-    return words is not None and words.is_cuda and devices.major(words.device.index) >= devices.MIN_MAJOR
+    return planes.fine is None and words is not None and words.is_cuda and devices.serves(words.device.index, NEEDS)
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
@@ -170,7 +169,7 @@ def decode_weight(planes: WeightPlanes) -> Tensor:
         return merge.merge(planes)
     if not is_tiled(planes.coarse):
         return reference.decode_weight(planes)
-    if planes.fine is None and _on_new_gpu(planes):
+    if serves(planes):
         return _decode(planes, planes.dtype)
     return reference.decode_weight(plain(planes))
 

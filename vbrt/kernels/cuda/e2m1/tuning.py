@@ -18,6 +18,7 @@ import torch
 from vbrt.errors import KernelError
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import launches, tuned_configs
+from vbrt.kernels.cuda.e2m1.linear import NEEDS
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TiledWeight, tile_shape
 from vbrt.kernels.cuda.e2m1.tuned_configs import CANDIDATES, tuned, tuning_file
 from vbrt.kernels.cuda.launch_table import Launch, launch_for, wide_for
@@ -67,10 +68,8 @@ def check(tokens: Sequence[int], device: int) -> None:
     count = torch.cuda.device_count()
     if not isinstance(device, int) or not 0 <= device < count:
         raise KernelError(f"tune: device = {device}; expected 0 to {count - 1}, the CUDA devices of this machine")
-    if devices.major(device) < devices.MIN_MAJOR:
-        raise KernelError(f"tune: device {device} is older than sm_80; the kernels need that or newer")
-    if why := devices.why_unavailable():
-        raise KernelError(f"tune: the kernels cannot run: {why}")
+    if why := devices.refusal(torch.device("cuda", device), NEEDS):
+        raise KernelError(f"tune: the kernels cannot run on device {device}: {why}")
 
 
 def cases(plan: Plan, *, tokens: Sequence[int] = (1, 16), device: int = 0) -> list[Case]:

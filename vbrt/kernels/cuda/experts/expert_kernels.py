@@ -23,12 +23,14 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
 from vbrt.kernels.cuda.e2m1.tiles import TILES
-from vbrt.kernels.cuda.experts import decoded_experts, few_tokens, many_tokens
+from vbrt.kernels.cuda.experts import decoded_experts, few_tokens, many_tokens, token_sums
 from vbrt.kernels.cuda.experts.token_sums import weighted_sums
 from vbrt.kernels.cuda.launch_table import MOST_FEW_PAIRS, WIDE, are_few
 from vbrt.kernels.experts import ExpertPages, Gate
 
-__all__ = ["down", "route", "takes_addresses", "up", "weigh_and_sum"]
+__all__ = ["NEEDS", "down", "route", "takes_addresses", "up", "weigh_and_sum"]
+
+NEEDS = devices.BF16
 
 
 def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str) -> str:
@@ -36,7 +38,7 @@ def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str) -> str:
     if not x_MK.is_cuda or TILES not in pages.offsets(part):
         return "reference"
     major, served = devices.major(x_MK.device.index), x_MK.dtype in SUMMANDS
-    if major < devices.MIN_MAJOR:
+    if not devices.serves(x_MK.device.index, NEEDS):
         return "reference"
     if served and are_few(pairs, pages.experts):
         return "few"
@@ -50,7 +52,7 @@ def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str) -> str:
 def takes_addresses(layout: PageLayout, device: torch.device) -> bool:
     """True if products need only the addresses of pages of this layout."""
     tiled = any(field.name.endswith(f".{TILES}") for field in layout.fields)
-    return tiled and devices.major(device.index or 0) >= devices.MIN_MAJOR
+    return tiled and devices.serves(device.index or 0, NEEDS)
 
 
 def up(
@@ -109,6 +111,6 @@ def _in_chunks(
 
 def weigh_and_sum(rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, count: int) -> Tensor:
     """See `kernels.experts.weigh_and_sum`."""
-    if rows_PH.is_cuda and rows_PH.dtype in SUMMANDS and devices.major(rows_PH.device.index) >= devices.MIN_MAJOR:
+    if rows_PH.is_cuda and rows_PH.dtype in SUMMANDS and devices.serves(rows_PH.device.index, token_sums.NEEDS):
         return weighted_sums(rows_PH.contiguous(), ids_Tk, weights_Tk, count)
     return experts.weigh_and_sum(rows_PH, ids_Tk, weights_Tk, count)

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from vbrt.formats.page import PAGE_ALIGN
+from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
 
-__all__ = ["Experts", "PoolRoom", "ResidentTables", "gather_pages"]
+__all__ = ["NEEDS", "Experts", "PoolRoom", "ResidentTables", "gather_pages"]
 
+NEEDS = devices.TRITON
 _PAGE_ROWS, _HITS = 6, 4  # see resolve_triton
 _CLOCKS = (0, 0, 0, -1, 1, 0, 0, 0)  # whole rows of 64 bytes
 _ROUTED = 8

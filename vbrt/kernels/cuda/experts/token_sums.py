@@ -11,8 +11,9 @@ from torch import Tensor
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
 
-__all__ = ["weighted_sums"]
+__all__ = ["NEEDS", "weighted_sums"]
 
+NEEDS = devices.PTX
 _WARPS, _LANE_BYTES = 4, 16
 
 

@@ -32,7 +32,6 @@ from vbrt.libraries import triton_api
 
 __all__ = ["FP8_TOKENS", "fp8_refusal", "fp8_tokens", "linear", "note_refusal", "noted_refusal", "route"]
 
-_MIN_CAPABILITY = (8, 9)  # the first with E4M3 conversions and matmuls
 #: compute capability major -> the fewest tokens for which FP8 beats decode + bf16 matmul; measured by scripts/gpu-check
 FP8_TOKENS = {9: 512}
 _DEFAULT_TOKENS = 512
@@ -53,14 +52,7 @@ def fp8_refusal(device: torch.device) -> str | None:
     """Why a device cannot multiply in FP8, or None if it can."""
     if device.type != "cuda":
         return f"{device.type} has no FP8 matmul"
-    if why := devices.why_unavailable():
-        return why
-    if (device.index or 0) >= torch.cuda.device_count():
-        return f"{device} is not there"
-    major, minor = devices.capability(device.index or 0)
-    if (major, minor) < _MIN_CAPABILITY:
-        return f"sm_{major}{minor} has no FP8 matmul, it takes sm_{_MIN_CAPABILITY[0]}{_MIN_CAPABILITY[1]}"
-    return None
+    return devices.refusal(device, devices.E4M3)
 
 
 def fp8_tokens(major: int) -> int:
@@ -71,8 +63,7 @@ def fp8_tokens(major: int) -> int:
 @functools.cache
 def _fewest(index: int) -> int | None:
     """`fp8_tokens` of a GPU, None without FP8."""
-    capability = devices.capability(index)
-    return fp8_tokens(capability[0]) if capability >= _MIN_CAPABILITY else None
+    return fp8_tokens(devices.major(index)) if devices.serves(index, devices.E4M3) else None
 
 
 def _is_long(x: Tensor, planes: WeightPlanes) -> bool:

@@ -7,8 +7,8 @@ Up to `FUSED_TOKENS` bf16 tokens, one kernel looks the codes up, multiplies on t
 activation as an epilogue; it rounds the levels to bf16 and applies the block scales to fp32 sums. On sm_90
 `e2m1/persistent_gluon` handles more tokens of `nf4` and `quantile` where it is the fastest, see
 `launch_table.table_for`; it rounds level times scale to bf16. Otherwise a kernel decodes the weight to the activations'
-dtype for the vendor's matmul. Unsupported cases (CPU tensors, a fine plane, GPUs older than sm_80) fall back to the
-reference. Pages hold the plain coarse plane.
+dtype for the vendor's matmul. Unsupported cases (CPU tensors, a fine plane) fall back to the reference, GPUs without
+`FUSED_NEEDS` to the decoding kernel. Pages hold the plain coarse plane.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -30,7 +30,7 @@ from vbrt.kernels.cuda.launch_table import PersistentLaunch, launch_for, table_f
 from vbrt.kernels.cuda.launcher import cuda_op, rows_are_aligned
 from vbrt.libraries import triton_api
 
-__all__ = ["FORMATS", "FUSED_TOKENS", "LEVELS", "decode_weight", "linear", "prepare", "route"]
+__all__ = ["FORMATS", "FUSED_NEEDS", "FUSED_TOKENS", "LEVELS", "decode_weight", "linear", "prepare", "route"]
 
 #: formats with a table of levels and a scale byte per block
 FORMATS = formats_of("table")
@@ -38,6 +38,7 @@ FORMATS = formats_of("table")
 LEVELS = formats_of("levels")
 #: maximum tokens of the fused kernel: four groups of 8
 FUSED_TOKENS = 32
+FUSED_NEEDS = devices.BF16
 _ROWS, _COLUMNS, _WARPS = 1, 4096, 4
 _UNROLL = 2  # 64-column groups that a warp of the fused kernel loads at a time
 
@@ -70,19 +71,24 @@ def _served(planes: WeightPlanes) -> bool:
     codes = planes.coarse.get("codes")
     if planes.format not in (*FORMATS, *LEVELS) or planes.fine is not None or codes is None:
         return False
-    return codes.is_cuda and devices.major(codes.device.index) >= devices.MIN_MAJOR
+    return codes.is_cuda and devices.serves(codes.device.index, devices.TRITON)
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
     """Name a call's kernel: "fused", "persistent", "decode+matmul" (decoded by a kernel) or "reference"."""
     if not (_served(planes) and x.is_cuda):
         return "reference"
-    if x.dtype is not torch.bfloat16 or x.numel() == 0:
+    if not _fuses(x):
         return "decode+matmul"
     tokens = x.numel() // x.shape[-1]
     if tokens <= FUSED_TOKENS:
         return "fused"
     return "persistent" if _launch_of(tokens, planes.coarse["scales"]) else "decode+matmul"
+
+
+def _fuses(x: Tensor) -> bool:
+    """True if fused kernels, for some number of tokens, take x on its device."""
+    return x.dtype is torch.bfloat16 and x.numel() > 0 and devices.serves(x.device.index, FUSED_NEEDS)
 
 
 def _launch_of(tokens: int, scales: Tensor) -> PersistentLaunch | None:
@@ -109,7 +115,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     if reference.wants_grad(x, bias):
         y = _Product.apply(x, planes)
         return reference.activate(y if bias is None else y + bias, activation)
-    if x.dtype is torch.bfloat16 and x.numel() > 0:
+    if _fuses(x):
         return _multiply(x, planes, bias, activation)
     return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
 

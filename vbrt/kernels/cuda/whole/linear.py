@@ -2,8 +2,8 @@
 
 Up to `FUSED_TOKENS` bf16 tokens, one kernel converts the codes in registers, multiplies on tensor cores and applies
 bias and activation as an epilogue. Otherwise a kernel decodes the weight to the activations' dtype for the vendor's
-matmul. Unsupported cases (CPU tensors, GPUs older than sm_80) fall back to the reference. Pages hold the plain coarse
-plane. No GPU has run the kernels yet: tests run their compiled instructions on a CPU.
+matmul. Unsupported cases (CPU tensors) fall back to the reference, GPUs without `FUSED_NEEDS` to the decoding kernel.
+Pages hold the plain coarse plane. No GPU has run the kernels yet: tests run their compiled instructions on a CPU.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -22,11 +22,12 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher, cuda_op, rows_are_aligned
 from vbrt.libraries import triton_api
 
-__all__ = ["FORMATS", "FUSED_TOKENS", "decode_weight", "linear", "route"]
+__all__ = ["FORMATS", "FUSED_NEEDS", "FUSED_TOKENS", "decode_weight", "linear", "route"]
 
 FORMATS = formats_of("int8")
 #: maximum tokens of the fused kernel, in groups of 8
 FUSED_TOKENS = 32
+FUSED_NEEDS = devices.BF16
 _WARPS = 8  # warps that split K
 _UNROLL = 2  # 64-column groups that a warp loads at a time
 _BLOCKS, _DECODE_WARPS = 64, 4
@@ -50,7 +51,7 @@ def _served(planes: WeightPlanes) -> bool:
     codes = planes.coarse.get("codes")
     if planes.format not in FORMATS or planes.fine is not None or codes is None:
         return False
-    return codes.is_cuda and devices.major(codes.device.index) >= devices.MIN_MAJOR
+    return codes.is_cuda and devices.serves(codes.device.index, devices.TRITON)
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
@@ -58,7 +59,7 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
     if not (_served(planes) and x.is_cuda):
         return "reference"
     few = x.dtype is torch.bfloat16 and 0 < x.numel() <= FUSED_TOKENS * x.shape[-1]
-    return "fused" if few else "decode+matmul"
+    return "fused" if few and devices.serves(x.device.index, FUSED_NEEDS) else "decode+matmul"
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
