@@ -56,7 +56,7 @@ def test_the_fused_kernel_compiles_with_wide_loads(capability, rule, loose):
     assert ("griddepcontrol.wait" in ptx) == (capability >= 90)
 
 
-@matrix(name=NAMES, capability=[100, 90, 80, 120], at_most=2)
+@matrix(name=NAMES, capability=[100, 90, 80, 120], at_most=1)
 def test_carried_pointers_keep_wide_loads_and_need_no_zeros(name, capability):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import narrow_gluon
@@ -155,7 +155,7 @@ def test_the_siblings_kernel_compiles_with_wide_loads(capability, squares):
     assert ("rsqrt" in ptx) is (squares > 0)
 
 
-@matrix(name=NAMES, capability=[100, 90, 80, 120], at_most=2)
+@matrix(name=NAMES, capability=[90, 100, 80, 120], at_most=1)
 def test_the_residual_kernel_compiles_with_wide_loads(name, capability):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import fused_linear_gluon
@@ -181,7 +181,7 @@ def test_the_residual_kernel_compiles_with_wide_loads(name, capability):
     assert ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") >= 2 * 2 * config.row_tiles + 4
 
 
-@matrix(case=[(1, 0), (1, 256), (2, 0)], capability=[80, 90, 100, 120], at_most=3)
+@matrix(case=[(1, 0), (1, 256), (2, 0)], capability=[80, 90, 100, 120], at_most=2)
 def test_the_gated_kernel_compiles_to_matrix_instructions(case, capability):
     pytest.importorskip("triton.experimental.gluon")
     groups, squares = case
@@ -189,7 +189,7 @@ def test_the_gated_kernel_compiles_to_matrix_instructions(case, capability):
     assert ptx.count("mma.sync") == 8 * groups * 2 and ("rsqrt" in ptx) is (squares > 0)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@matrix(capability=[80, 90, 100, 120], at_most=1)
 def test_the_norm_kernel_compiles_with_wide_loads(capability):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import fused_linear_gluon
@@ -353,21 +353,6 @@ def test_programs_share_tiles_without_gaps_and_wait_only_for_earlier_ones(progra
     assert not ends and sorted(owners) == list(range(tiles))
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_the_padding_kernel_compiles(capability):
-    pytest.importorskip("triton.experimental.gluon")
-    from vbrt.kernels.cuda.e2m1 import narrow_gluon
-
-    types = {"x_ptr": "*bf16", "o_ptr": "*bf16", **dict.fromkeys(("K", "width", "x_stride", "k_stride"), "i32")}
-    compiled(
-        narrow_gluon.pad_kernel,
-        types,
-        {"WARPS": 4, "SPAN": 1024, "DEPENDENT": capability >= 90},
-        capability,
-        aligned=("o_ptr",),
-    )
-
-
 @pytest.mark.parametrize("summands", [1, 3])
 def test_the_kernels_around_the_hopper_kernel_compile(summands):
     pytest.importorskip("triton.experimental.gluon")
@@ -391,7 +376,7 @@ def test_the_kernels_around_the_hopper_kernel_compile(summands):
     assert binary.asm["ptx"].count("ld.global.v4") >= 2 * summands
 
 
-@matrix(dtype=["bf16", "fp16", "fp32"], capability=[80, 100, 90, 120], at_most=2)
+@matrix(dtype=["bf16", "fp16", "fp32"], capability=[80, 100, 90, 120], at_most=1)
 def test_the_decode_kernel_compiles_with_wide_stores(capability, dtype):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import narrow_gluon

@@ -80,17 +80,6 @@ def test_the_kernel_that_encodes_compiles(capability, block):
     assert "div.rn.f32" in compiled(encode_kernel, types, constants, capability, gluon=False).asm["ptx"]
 
 
-@matrix(capability=[80, 90, 120], raised=[0, 239], at_most=1)
-def test_the_kernel_that_packs_compiles(capability, raised):
-    pytest.importorskip("triton")
-    from vbrt.kernels.cuda.e2m1.encode_triton import pack_kernel
-
-    types = {"code_ptr": "*u8", "byte_ptr": "*u8", "top_ptr": "*u8", "tile_ptr": "*i32"}
-    types |= dict.fromkeys(("N", "code_bytes", "blocks", "columns"), "i32")
-    constants = {"WORDS": 288, "PER_TILE": 8, "RAISED": raised}
-    assert "st.global" in compiled(pack_kernel, types, constants, capability, gluon=False).asm["ptx"]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)

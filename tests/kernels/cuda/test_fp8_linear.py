@@ -45,7 +45,7 @@ def test_an_eighth_of_a_weight_fits_e4m3_and_rounds_as_promised(name):
     assert error(rounded, decoded) < (0.022 if name == "nvfp4" else 1e-12)
 
 
-@matrix(e8=dict(zip(NAMES, [False, True], strict=True)), capability=[90, 100, 120])
+@matrix(e8=dict(zip(NAMES, [False, True], strict=True)), capability=[90, 100, 120], at_most=1)
 def test_the_e4m3_decoder_compiles_with_wide_stores(capability, e8):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.rounded import fp8_gluon
@@ -57,7 +57,7 @@ def test_the_e4m3_decoder_compiles_with_wide_stores(capability, e8):
     assert binary.asm["ptx"].count("st.global.v4") == 4
 
 
-@matrix(once=[True, False], capability=[90, 100, 120])
+@matrix(once=[True, False], capability=[90, 100, 120], at_most=2)
 def test_the_quantizer_compiles_with_wide_accesses(capability, once):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.rounded import fp8_gluon

@@ -6,30 +6,6 @@ from tests.kernels.cuda.gpu_cases import compiled
 from tests.matrix import matrix
 from vbrt.kernels.cuda.experts.residency import _BLOCK, _PROGRAMS, _WARPS, _power_of_two, _starts
 
-POINTERS = (
-    "id_ptr",
-    "page_ptr",
-    "slot_ptr",
-    "clock_ptr",
-    "source_ptr",
-    "address_ptr",
-    "fetch_ptr",
-    "arena_ptr",
-    "routed_ptr",
-)
-NUMBERS = "P experts first_page pages first_slot slots all_slots page_bytes window epoch"
-
-
-@matrix(capability=[80, 90, 120], scan=[False, True], sizes=[(128, 16), (512, 256)], at_most=2)
-def test_the_kernel_that_decides_compiles(capability, scan, sizes):
-    pytest.importorskip("triton")
-    from vbrt.kernels.cuda.experts.resolve_triton import resolve_kernel
-
-    types = dict.fromkeys(POINTERS, "*i64") | {"id_ptr": "*i32"} | dict.fromkeys(NUMBERS.split(), "i32")
-    constants = {"EXPERTS": sizes[0], "SLOTS": sizes[1], "IDS": 8, "ONE": 4096, "SCAN": scan}
-    done = compiled(resolve_kernel, types, constants, capability, warps=2, aligned=POINTERS, gluon=False)
-    assert "st.global" in done.asm["ptx"]
-
 
 @matrix(capability=[90, 80, 120], at_most=1)
 def test_the_kernel_that_fetches_loads_16_bytes_a_thread(capability):
