@@ -38,7 +38,7 @@ import torch  # after the checkout is on the path
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.block_formats import Range
 from vbrt.formats.joint_planes import join_layouts
-from vbrt.kernels.cuda import devices, kv_pages, launcher, step_ops
+from vbrt.kernels.cuda import devices, kv_pages, launcher, step_ops, tuned_configs
 from vbrt.kernels.cuda.e2m1 import encode, fused_linear, launches
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILED
@@ -142,7 +142,7 @@ def _noted(capability: int, codes: dict[Any, Code]) -> Iterator[None]:
             (torch.cuda, "device", lambda device: contextlib.nullcontext()),
             (devices, "capability", lambda index: divmod(capability, 10)),
             (devices, "gpu", lambda index: TARGETS[capability]),
-            (e2m1_linear, "tuned", lambda index: {}),
+            (tuned_configs, "tuned", lambda index: {}),
             (table_linear, "_nf4_levels", lambda index: _empty(16, dtype=_FP32)),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))

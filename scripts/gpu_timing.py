@@ -12,7 +12,7 @@ import torch
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import resolve
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
-from vbrt.kernels.cuda.e2m1.tuning import graph_us
+from vbrt.kernels.cuda.tuning import graph_us
 
 ROOT = Path(__file__).resolve().parent.parent
 Shape = tuple[int, int]  # (K, N)

@@ -29,9 +29,9 @@ from vbrt.host.safe_files import write_file
 from vbrt.kernels import resolve
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
-from vbrt.kernels.cuda.e2m1.tuning import replays_us
 from vbrt.kernels.cuda.launch_table import Choice, PersistentLaunch, choose
 from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.cuda.tuning import replays_us
 
 #: (K, N) of models of half a billion to 70 billion parameters; none is a shape that launches were fitted to
 SHAPES: tuple[Shape, ...] = (

@@ -49,7 +49,7 @@ _NAMES = {
     "generation.kv.cache": ("KVCache",),
     "integrations.pretrained": ("from_pretrained",),
     "integrations.transformers_quantizer": ("QuantizationConfig",),
-    "kernels.cuda.e2m1.tuning": ("tune",),
+    "kernels.cuda.tuning": ("tune",),
     "kernels.cuda.graph_pass": ("compile_options",),
     "layers": ("VBLinear",),
     "model.planner": ("make_plan",),
@@ -100,8 +100,8 @@ if TYPE_CHECKING:
     from vbrt.generation.kv.cache import KVCache
     from vbrt.integrations.pretrained import from_pretrained
     from vbrt.integrations.transformers_quantizer import QuantizationConfig
-    from vbrt.kernels.cuda.e2m1.tuning import tune
     from vbrt.kernels.cuda.graph_pass import compile_options
+    from vbrt.kernels.cuda.tuning import tune
     from vbrt.layers import VBLinear
     from vbrt.model.planner import make_plan
     from vbrt.report.stats import Stats

@@ -12,7 +12,7 @@ from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices, launcher
+from vbrt.kernels.cuda import devices, launcher, tuned_configs
 from vbrt.kernels.cuda.e2m1 import fused_linear, launches
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.fused_linear import Norm
@@ -45,7 +45,7 @@ def gpu(monkeypatch, request):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(devices, "capability", lambda index: divmod(capability, 10))
     monkeypatch.setattr(devices, "gpu", lambda index: Gpu(capability // 10, processors=5))
-    monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {})
+    monkeypatch.setattr(tuned_configs, "tuned", lambda index: {})
     torch.use_deterministic_algorithms(True)
     yield ran
     torch.use_deterministic_algorithms(False)
@@ -300,7 +300,7 @@ def test_activations_in_eight_bits_are_the_rounded_ones(gpu):
 def test_a_new_kernel_takes_a_signature_a_rule_and_a_launcher(gpu, monkeypatch):
     from tests.emulator.toy_triton import scale_kernel
 
-    monkeypatch.setitem(RULES, "toy", {9: (Rule(8, None, None, Launch(1, 4, True)),)})
+    monkeypatch.setitem(RULES, "toy", {(9, 0): (Rule(8, None, None, Launch(1, 4, True)),)})
     scale, x, y = launcher.Launcher(scale_kernel), torch.randn(200), torch.empty(200)
     warps = launch_for("toy", Gpu(9, 132), 1, 1, 1).k_warps
     for doubled in (False, True):

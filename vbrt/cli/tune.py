@@ -12,8 +12,7 @@ from vbrt.cli.screen import add_row, console_for_stdout, table_of, warnings_as_l
 from vbrt.errors import VBError, describe_os_error
 
 if TYPE_CHECKING:
-    from vbrt.kernels.cuda.e2m1.tuning import Found
-    from vbrt.kernels.cuda.launch_table import Launch
+    from vbrt.kernels.cuda.tuning import Found
 
 __all__ = ["add"]
 
@@ -25,9 +24,11 @@ def add(commands: Any) -> None:
         "tune",
         _tune,
         help="search faster launch configurations on this machine's GPU, and store them",
-        text="For the\nlayers of a model in nvfp4 or mxfp4, at few tokens; seconds a shape, on an idle GPU. No "
-        "weights\nare needed. Each result is kept as it comes, and later processes use it by themselves.\n\n"
-        "R2 WK16 ahead: two tiles of rows a warp, 16 warps along K, the next tile is read ahead.",
+        text="For the\nlayers and experts of a model in 4 and 8 bits; seconds a shape, on an idle GPU. No weights "
+        "are\nneeded. Each result is kept as it comes, and later processes use it by themselves.\n\n"
+        "R2 WK16 ahead: two tiles of rows a warp, 16 warps along K, the next tile is read ahead.\n"
+        "64x128/2 r3: tokens by rows of a program, K in two parts, three stages in shared memory.\n"
+        "G2: experts' pairs by 16. matmul: decoded, then the vendor's matmul.",
         examples="  vbrt tune ./Llama-3.1-8B\n"
         "  vbrt tune ./config.json --tokens 4 --set weights.format=mxfp4\n"
         "  vbrt tune --show\n"
@@ -46,8 +47,8 @@ def add(commands: Any) -> None:
         "--tokens",
         metavar="N,N",
         type=numbers,
-        default=(1, 16),
-        help="numbers of tokens from 1 to 16; one stands for 1 to 8, one for 9 to 16 (1,16)",
+        default=(1, 16, 64, 256),
+        help="numbers of tokens, up to 4096; each stands for those down to half of it (1,16,64,256)",
     )
     parser.add_argument("--device", metavar="N", type=number, default=0, help="the CUDA device (0)")
     parser.add_argument(
@@ -71,12 +72,12 @@ def _tune(args: argparse.Namespace) -> int:
     if args.model is None and not args.show:
         raise VBError("tune: no model; expected a model directory or a config.json, or --show")
     with working("importing torch") as say, warnings_as_lines():
-        from vbrt.kernels.cuda.e2m1 import tuning
+        from vbrt.kernels.cuda import tuned_configs, tuning
 
         tuning.check(args.tokens, args.device)
         if args.show:
             say.stop()
-            _show_tuned(tuning, args.device)
+            _show_tuned(tuned_configs, args.device)
             return 0
         say("importing transformers")
         hf_configs = integration("hf_configs")
@@ -89,7 +90,7 @@ def _tune(args: argparse.Namespace) -> int:
         try:
             tuning.tune(plan, tokens=args.tokens, device=args.device, report=rows)
         finally:  # also report an interrupted search
-            rows.end(tuning.tuning_file(args.device))
+            rows.end(tuned_configs.tuning_file(args.device))
     return 0
 
 
@@ -150,18 +151,35 @@ class _TuneRows:
         self._console.print(_TUNE_LINE.format(*cells).rstrip(), soft_wrap=True)
 
 
-def _launch(launch: "Launch") -> str:
-    return f"R{launch.row_tiles} WK{launch.k_warps}{' ahead' if launch.prefetch else ''}"
+def _launch(launch: Any) -> str:
+    """A configuration in at most 13 columns."""
+    fields = launch._asdict()
+    if "prefetch" in fields:
+        return f"R{launch.row_tiles} WK{launch.k_warps}{' ahead' if launch.prefetch else ''}"
+    if "groups" in fields:
+        return f"R{launch.row_tiles} G{launch.groups} WK{launch.k_warps}"
+    if "side_by_side" in fields:
+        return f"R{launch.row_tiles} WK{launch.k_warps} +{launch.ahead}"
+    if "splits" in fields:
+        rows = 16 * launch.warps * fields.get("row_tiles", 1)
+        return f"{launch.tokens}x{rows}/{launch.splits} r{launch.ring}"
+    if "ordered" in fields:
+        return f"{launch.tokens}x128{' perm' if launch.ordered else ''}"
+    return f"{launch.block} pairs" if fields else "matmul"
 
 
-def _show_tuned(tuning: ModuleType, device: int) -> None:
-    """Show the stored configurations of a device, for shapes in whole tiles of 16 x 128 weights."""
-    path, kept = tuning.tuning_file(device), tuning.tuned(device)
+_UNITS = {"linear": (16, 128), "table": (16, 64), "whole": (16, 64)}  # outputs and inputs that a key counts
+
+
+def _show_tuned(tuned_configs: ModuleType, device: int) -> None:
+    """Show the stored configurations of a device, for shapes in whole tiles; of experts by the numbers of their key."""
+    path, kept = tuned_configs.tuning_file(device), tuned_configs.tuned(device)
     console = console_for_stdout()
     if kept:
-        table = table_of("tokens", ">out, up to", ">in, up to", "configuration")
-        for (groups, rows, columns), launch in sorted(kept.items()):
-            add_row(table, f"{8 * groups - 7} to {8 * groups}", f"{16 * rows}", f"{128 * columns}", _launch(launch))
+        table = table_of("family", ">tokens or pairs, up to", ">shape", "configuration")
+        for (family, tokens, *shape), launch in sorted(kept.items(), key=lambda item: item[0]):
+            numbers = (number * unit for number, unit in zip(shape, _UNITS.get(family, [1] * len(shape)), strict=True))
+            add_row(table, family, f"{tokens}", " x ".join(map(str, numbers)), _launch(launch))
         console.print(table)
         console.print()
     what = f"{len(kept)} kept in" if path.exists() else "nothing is kept yet; it would be in"

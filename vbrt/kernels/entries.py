@@ -14,7 +14,7 @@ from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cpu import small_batch_linear
 from vbrt.kernels.cpu import split as cpu_split
 from vbrt.kernels.cpu import update as cpu_update
-from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1 import encode as e2m1_encode
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILE_FORMATS
@@ -57,6 +57,7 @@ _built_update = functools.partial(_compiled, rank=1, refusal=cpu_update.refusal,
 _tiled = functools.partial(_triton, formats=tuple(TILE_FORMATS), page_order=e2m1_linear.packing)
 _tables = functools.partial(_triton, formats=(*table_linear.FORMATS, *table_linear.LEVELS), runs_unpacked=True)
 _wholes = functools.partial(_triton, formats=whole_linear.FORMATS, runs_unpacked=True)
+_unmeasured = functools.partial(functools.partial, tuned_configs.unmeasured)
 
 
 def _decoding(record: Callable[..., Kernel], decode: Callable[..., Any]) -> tuple[Kernel, ...]:
@@ -97,17 +98,34 @@ KERNELS = (
         run=e2m1_linear.linear,
         rounded={"fp8": fp8_linear.linear},
         code_of=e2m1_linear.code_of,
-        unmeasured=e2m1_linear.unmeasured,
+        unmeasured=_unmeasured("linear", "4-bit kernels"),
     ),
     _tables("decode_weight", run=table_linear.decode_weight),
-    _tables("linear", run=table_linear.linear, prepare=table_linear.prepare, fused_needs=table_linear.FUSED_NEEDS),
+    _tables(
+        "linear",
+        run=table_linear.linear,
+        prepare=table_linear.prepare,
+        fused_needs=table_linear.FUSED_NEEDS,
+        unmeasured=_unmeasured("table", "kernels of levels"),
+    ),
     _wholes("decode_weight", run=whole_linear.decode_weight),
-    _wholes("linear", run=whole_linear.linear, fused_needs=whole_linear.FUSED_NEEDS),
+    _wholes(
+        "linear",
+        run=whole_linear.linear,
+        fused_needs=whole_linear.FUSED_NEEDS,
+        unmeasured=_unmeasured("whole", "8-bit kernels"),
+    ),
     *_decoding(_reference, reference.decode_weight),
     *_decoding(_triton, e2m1_linear.decode_weight),
     *_decoding(_tables, table_linear.decode_weight),
     *_decoding(_wholes, whole_linear.decode_weight),
-    _tiled("experts_up", expert_kernels.NEEDS, run=expert_kernels.up, by_address=expert_kernels.takes_addresses),
+    _tiled(
+        "experts_up",
+        expert_kernels.NEEDS,
+        run=expert_kernels.up,
+        by_address=expert_kernels.takes_addresses,
+        unmeasured=_unmeasured("expert", "expert kernels"),
+    ),
     _tiled("experts_down", expert_kernels.NEEDS, run=expert_kernels.down),
     _reference("experts_sum", run=experts.weigh_and_sum),
     _built_experts("experts_sum", run=cpu_experts.weigh_and_sum),

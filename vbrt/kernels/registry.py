@@ -68,10 +68,6 @@ def _merges_none(format: str, shape: tuple[int, int]) -> bool:
     return False
 
 
-def _measured(format: str, device: torch.device) -> None:
-    return None
-
-
 def _needs_pages(layout: PageLayout, device: torch.device) -> bool:
     return False
 
@@ -114,8 +110,7 @@ class Kernel:
         prepare: allocates on a device what must exist before CUDA graph capture.
         code_of: (shape (N, K), dtype, tokens, device) -> specialization key of a GPU product besides format and shape;
             None if it only decodes the weight. Without it, nothing is compiled ahead.
-        unmeasured: (format, device) -> what to know where launches of a format were not measured on this kind of GPU;
-            None where they were.
+        unmeasured: what to know where launches were not measured on a device's kind of GPU; None where they were.
         few: prepares small-batch products on resident planes (`layers/weights/small_batch.py`), with an optional key of
             `rounded`; returns None where unsupported.
         by_address: True if it can compute from page addresses alone, for a layout and device.
@@ -140,7 +135,7 @@ class Kernel:
     prepare: Callable[[torch.device], None] = _never_refuses
     reads_resident_planes: bool = False
     by_address: Callable[[PageLayout, torch.device], bool] = _needs_pages
-    unmeasured: Callable[[str, torch.device], str | None] = _measured
+    unmeasured: Callable[[torch.device], str | None] = _never_refuses
     few: Callable[..., Any] | None = None
     code_of: Callable[[tuple[int, int], torch.dtype, int, torch.device], Hashable] | None = None
 

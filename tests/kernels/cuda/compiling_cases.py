@@ -7,9 +7,8 @@ import types
 import pytest
 import torch
 
-from vbrt.kernels.cuda import compiling, devices, step_ops
+from vbrt.kernels.cuda import compiling, devices, step_ops, tuned_configs
 from vbrt.kernels.cuda.e2m1 import fused_linear, launches
-from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.launch_table import Gpu
 from vbrt.libraries import torch_api, triton_api
 
@@ -73,7 +72,7 @@ def asked(monkeypatch, request):
         monkeypatch.setattr(triton_api, "direct_launch", lambda compiled: None)
     monkeypatch.setattr(devices, "capability", lambda index: (9, 0))
     monkeypatch.setattr(devices, "gpu", lambda index: gpu)
-    monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {})
+    monkeypatch.setattr(tuned_configs, "tuned", lambda index: {})
     for cached in kernels:
         cached.cache_clear()
     compiling.FIRST.clear()

@@ -15,7 +15,7 @@ NAMES = ("nvfp4", "mxfp4")
 
 
 @matrix(
-    rule={"first": RULES["linear"][9][0], "last": RULES["linear"][9][-1]},
+    rule={"first": RULES["linear"][9, 0][0], "last": RULES["linear"][9, 0][-1]},
     loose=[False, True],
     capability=[80, 100, 90, 120],
     at_most=2,

@@ -10,8 +10,7 @@ import torch
 
 import vbrt
 from vbrt.kernels import kernel_refusal, resolve
-from vbrt.kernels.cuda import devices, kv_pages, step_ops
-from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.cuda import devices, kv_pages, step_ops, tuned_configs
 from vbrt.kernels.cuda.experts import residency
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
@@ -154,12 +153,23 @@ def test_a_shape_that_the_vendors_matmul_refuses_is_listed(monkeypatch):
 @pytest.mark.parametrize("capability", [(8, 6), (9, 0), (12, 0)])
 def test_a_gpu_on_which_nothing_was_measured_says_so_in_statistics_and_names_tune(capability, as_gpu, monkeypatch):
     as_gpu(capability)
-    monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {})
+    monkeypatch.setattr(tuned_configs, "tuned", lambda index: {})
     said = [note for note in handle().all_fallbacks() if "vbrt tune" in note]
     assert len(said) == (capability != (9, 0)), said
     assert not said or said[0].startswith(f"sm_{capability[0]}{capability[1]}: launches of 4-bit kernels")
-    monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {(1, 4, 1): object()})
+    notes = {  # of every family
+        "4-bit kernels": resolve("linear", "auto", GPU.device, "nvfp4").unmeasured(GPU.device),
+        "kernels of levels": resolve("linear", "auto", GPU.device, "nf4").unmeasured(GPU.device),
+        "8-bit kernels": resolve("linear", "auto", GPU.device, "mxint8").unmeasured(GPU.device),
+        "expert kernels": resolve("experts_up", "auto", GPU.device, "nvfp4").unmeasured(GPU.device),
+    }
+    assert all((note is None) == (capability == (9, 0)) and (not note or of in note) for of, note in notes.items())
+    monkeypatch.setattr(tuned_configs, "tuned", lambda index: {("linear", 8, 4, 1): object()})
     assert not [note for note in handle().all_fallbacks() if "vbrt tune" in note]
+    note = resolve("experts_up", "auto", GPU.device, "nvfp4").unmeasured(GPU.device)
+    assert (note is None) == (capability == (9, 0))  # another family
+    monkeypatch.setattr(tuned_configs, "tuned", lambda index: {("expert sums", 8, 4, 1): object()})
+    assert resolve("experts_up", "auto", GPU.device, "nvfp4").unmeasured(GPU.device) is None
 
 
 PARTLY = "fused kernels of {}: {}; {}-bit layers are decoded by a kernel, and multiplied in torch"

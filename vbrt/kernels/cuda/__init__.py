@@ -36,11 +36,11 @@ GPU has run any of them; `scripts/compile_sweep.py` compiles launches for NVIDIA
 of every block and split of the wide one, and of decode-then-cuBLAS, from some forty measured constants, and takes the
 least; no shape is named. Nothing searches unless it is called: `vbrt.tune` times other configurations for the layers of
 a plan and keeps what wins, shape by shape, below `~/.cache/vbrt/tuning`, in a file for this GPU, version of Triton and
-of the kernels; only the kernel for few tokens has such a choice. Choosing better does not close the distance to cuBLAS:
-of 162 points at shapes that the constants were fitted to, the rule takes 0.91 of cuBLAS where the best launch tried
-takes 0.93, and constants fitted to what a choice loses lose as much at shapes that were left out. What is left lies in
-rounds that tiles do not fill, in sums of tiles that are cut, and in the fixed cost of small layers (docs/benchmarks.md
-has the sweep).
+of the kernels; every family with a choice is searched (`tuning_families.py`). Choosing better does not close the
+distance to cuBLAS: of 162 points at shapes that the constants were fitted to, the rule takes 0.91 of cuBLAS where the
+best launch tried takes 0.93, and constants fitted to what a choice loses lose as much at shapes that were left out.
+What is left lies in rounds that tiles do not fill, in sums of tiles that are cut, and in the fixed cost of small layers
+(docs/benchmarks.md has the sweep).
 
 **Launching** (`launcher.py`): little host work, constants checked against the kernel's signature when it compiles. On
 sm_90 and newer each kernel is launched as a dependent of the one before: it starts as that one ends and waits for its

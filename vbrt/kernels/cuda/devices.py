@@ -100,7 +100,7 @@ def gpu(index: int) -> Gpu:
     """The device in the form of `launch_table.choose`; its rates are its own, whatever it is `taken_for`."""
     own = torch.cuda.get_device_properties(index)
     if major(index) in WIDE:
-        return Gpu(major(index), own.multi_processor_count)
+        return Gpu(major(index), own.multi_processor_count, minor=capability(index)[1])
     mma, matmul = rates_of((own.major, own.minor), own.name)
     return Gpu(
         major(index),
@@ -111,6 +111,7 @@ def gpu(index: int) -> Gpu:
         _REACHED * own.clock_rate / 1e3,
         mma,
         matmul,
+        capability(index)[1],
     )
 
 

@@ -20,7 +20,9 @@ __all__ = [
     "WIDE",
     "Choice",
     "Gpu",
+    "GroupedLaunch",
     "Launch",
+    "Matmul",
     "MmaLaunch",
     "PersistentLaunch",
     "RowsLaunch",
@@ -28,9 +30,11 @@ __all__ = [
     "TokenLaunch",
     "WideLaunch",
     "are_few",
+    "choices",
     "choose",
     "fused_limit",
     "grouped_for",
+    "grouped_sizes",
     "grouped_stages",
     "has_rules",
     "launch_for",
@@ -56,6 +60,7 @@ class Gpu(NamedTuple):
         clock_mhz: of the multiprocessors, under load.
         mma: bf16 multiplications with fp32 sums per clock and multiprocessor that `mma.sync` reaches.
         matmul: the same of the vendor's matmul.
+        minor: of the compute capability; rules are keyed by both.
     """
 
     major: int
@@ -66,6 +71,12 @@ class Gpu(NamedTuple):
     clock_mhz: float = 1755
     mma: float = 1000
     matmul: float = 2048
+    minor: int = 0
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability (major, minor)."""
+        return self.major, self.minor
 
 
 class Launch(NamedTuple):
@@ -148,6 +159,16 @@ class TokenLaunch(NamedTuple):
     ahead: int = 1
 
 
+class GroupedLaunch(NamedTuple):
+    """MoE kernel for many tokens: pairs of an expert that it takes at a time."""
+
+    block: int
+
+
+class Matmul(NamedTuple):
+    """Decode the weight, then the vendor's matmul: what a search found; `Choice` has None."""
+
+
 Choice = Launch | WideLaunch | MmaLaunch | PersistentLaunch | None
 """A kernel that multiplies 4-bit weights as they are, or None: decode the weight, then the vendor's matmul."""
 
@@ -161,11 +182,11 @@ class Rule(NamedTuple):
     launch: Launch
 
 
-#: kernel -> compute capability major -> rules; the first that applies is used
-RULES: dict[str, dict[int, tuple[Rule, ...]]] = {
+#: kernel -> compute capability -> rules; the first that applies is used
+RULES: dict[str, dict[tuple[int, int], tuple[Rule, ...]]] = {
     # one weight in tile order, or several of one input, concatenated by rows
     "linear": {
-        9: (
+        (9, 0): (
             Rule(8, 264, 48, Launch(2, 16, True)),  # one program per multiprocessor, limited by registers
             Rule(8, 512, 48, Launch(1, 8, True)),
             Rule(8, 512, None, Launch(1, 16, True)),
@@ -184,7 +205,7 @@ RULES: dict[str, dict[int, tuple[Rule, ...]]] = {
     },
     # two weights in tile order and the product of their results
     "gated": {
-        9: (
+        (9, 0): (
             Rule(8, 264, None, Launch(2, 16, True)),
             Rule(8, 480, None, Launch(1, 8, True)),
             Rule(8, 512, None, Launch(2, 8, True)),  # two programs per multiprocessor; with 384 row tiles 20 % slower
@@ -202,14 +223,14 @@ RULES: dict[str, dict[int, tuple[Rule, ...]]] = {
     },
     # table formats: codes looked up in a table of levels
     "table": {
-        9: (
+        (9, 0): (
             Rule(16, None, None, Launch(1, 8, True)),
             Rule(32, 512, None, Launch(1, 8, True)),
             Rule(32, None, None, Launch(1, 4, True)),
         )
     },
 }
-_DEFAULT_MAJOR = 9
+_MEASURED = (9, 0)  # whose rules others use
 
 #: compute capability major -> (fewest, most) tokens of the `warpgroup_mma` kernel, which only sm_90 supports
 WIDE: dict[int, tuple[int, int]] = {9: (17, 512)}
@@ -294,27 +315,48 @@ def launch_for(kernel: str, gpu: Gpu, tokens: int, row_tiles: int, columns: int)
 
     Rows of rules are for a number of multiprocessors: on others they count in proportion.
     """
-    rules = RULES[kernel].get(gpu.major, RULES[kernel][_DEFAULT_MAJOR])
-    for rule in rules:
+    for rule in _rules(kernel, gpu.capability):
         fits_rows = rule.row_tiles is None or row_tiles * _PROCESSORS <= rule.row_tiles * gpu.processors
         if tokens <= rule.tokens and fits_rows and (rule.columns is None or columns <= rule.columns):
             return rule.launch
-    raise ValueError(f"{kernel}: {tokens} tokens; expected at most {_most_tokens(kernel, gpu.major)}")
+    raise ValueError(f"{kernel}: {tokens} tokens; expected at most {_most_tokens(kernel, gpu.capability)}")
 
 
-def has_rules(major: int) -> bool:
+def has_rules(capability: tuple[int, int]) -> bool:
     """True if launches were measured on a GPU of this compute capability."""
-    return major in RULES["linear"]
+    return capability in RULES["linear"]
 
 
-def _most_tokens(kernel: str, major: int) -> int:
-    return max(rule.tokens for rule in RULES[kernel].get(major, RULES[kernel][_DEFAULT_MAJOR]))
+def _rules(kernel: str, capability: tuple[int, int]) -> tuple[Rule, ...]:
+    return RULES[kernel].get(capability, RULES[kernel][_MEASURED])
+
+
+def _most_tokens(kernel: str, capability: tuple[int, int]) -> int:
+    return max(rule.tokens for rule in _rules(kernel, capability))
 
 
 @functools.cache
 def fused_limit(major: int) -> int:
     """Maximum tokens of fused kernels; beyond, decode and the vendor's matmul."""
-    return max(_most_tokens("linear", major), WIDE[major][1] if major in WIDE else 0)
+    return max(_most_tokens("linear", (major, 0)), WIDE[major][1] if major in WIDE else 0)
+
+
+def choices(gpu: Gpu, tokens: int, n: int, columns: int) -> tuple[NamedTuple, ...]:
+    """Launches for more bf16 tokens than the small-batch kernel's, lowest estimates first.
+
+    Of persistent ones those without cut tiles, which are right for other numbers of tokens, too.
+    """
+    times: list[tuple[float, NamedTuple]] = [(_matmul_us(gpu, tokens, n, columns), Matmul())]
+    if gpu.major not in WIDE:
+        times += _mma_times(gpu, tokens, 1, n, columns)
+    else:
+        measured = wide_for(gpu.major, tokens, -(-n // 16), columns)
+        times += [(0.0, measured)] if measured else []
+        times += _wide_times(gpu, tokens, n, columns)
+        for ordered in (False, True):
+            persistent = _persistent_times(gpu, tokens, n, columns, ordered)
+            times += ((us, launch) for us, launch in persistent if not launch.cut)
+    return tuple(dict.fromkeys(launch for _, launch in sorted(times, key=lambda each: each[0])))
 
 
 def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> WideLaunch | None:
@@ -493,6 +535,11 @@ _GROUPED_STAGES = {32: 8, 64: 8, 128: 6}
 def grouped_for(pairs: int, experts: int) -> int:
     """Pairs of an expert that the MoE kernel for many tokens takes at a time."""
     return next((block for most, block in _GROUPED if pairs <= most * experts), _GROUPED_MOST)
+
+
+def grouped_sizes() -> tuple[int, ...]:
+    """Pairs that the same kernel may take at a time."""
+    return tuple(_GROUPED_STAGES)
 
 
 def grouped_stages(block: int) -> int:

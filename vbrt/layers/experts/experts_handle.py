@@ -28,6 +28,7 @@ from vbrt.layers.experts.experts_spec import ExpertsSpec
 from vbrt.layers.experts.leased_experts import Leased
 from vbrt.layers.experts.residency_owner import Deciding
 from vbrt.layers.weights.dense_registry import lie_together
+from vbrt.layers.weights.kernel_selection import notes
 from vbrt.layers.weights.linear_product import precision_notes
 from vbrt.layers.weights.pages_handle import PagesHandle
 from vbrt.layers.weights.state import register_weight
@@ -82,8 +83,8 @@ class ExpertsHandle(PagesHandle):
         return 2 if self.spec.fine else 1
 
     def all_fallbacks(self) -> list[str]:
-        """`fallbacks`, with those found by forwards: no coarse plane for a draft."""
-        return [*self.fallbacks, *precision_notes(self)]
+        """`fallbacks`, with notes on kernels, and those found by forwards: no coarse plane for a draft."""
+        return [*self.fallbacks, *notes(self.spec.first, self.device, "experts_up"), *precision_notes(self)]
 
     def retype(self, dtype: torch.dtype) -> None:
         """Follow a cast of the layer: the dtype to compute in and show, and, while empty, to store."""

@@ -134,12 +134,12 @@ def _no_fused_product(spec: HandleSpec, device: torch.device) -> str | None:
     return None if needs is None else devices.refusal(device, needs)
 
 
-def notes(spec: HandleSpec, device: torch.device) -> Iterator[str]:
+def notes(spec: HandleSpec, device: torch.device, op: str = "linear") -> Iterator[str]:
     """What statistics say of a weight's kernels: a shape that the vendor refused when called, unmeasured launches."""
     refusal = noted_refusal(*spec.shape) if rounding(spec, device) == "fp8" else None
     if refusal:
         yield refusal
     if device.type == "cuda" and not spec.dense and not spec.lossless:
-        unmeasured = resolve("linear", spec.backend, device, spec.format).unmeasured(spec.format, device)
+        unmeasured = resolve(op, spec.backend, device, spec.format).unmeasured(device)
         if unmeasured:
             yield unmeasured

@@ -22,7 +22,7 @@ from torch import Tensor
 from vbrt.formats import WeightPlanes
 from vbrt.formats.page import PageLayout
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1 import launches
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import (
@@ -39,16 +39,15 @@ from vbrt.kernels.cuda.e2m1.tiles import (
     unpack_tiles,
     weight_of,
 )
-from vbrt.kernels.cuda.e2m1.tuned_configs import tuned
 from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.launch_table import (
     Choice,
     Launch,
+    Matmul,
     MmaLaunch,
     PersistentLaunch,
     WideLaunch,
     choose,
-    has_rules,
     launch_for,
 )
 from vbrt.kernels.cuda.launcher import cuda_op
@@ -66,7 +65,6 @@ __all__ = [
     "route",
     "serves",
     "slice_tiles",
-    "unmeasured",
 ]
 
 #: of all kernels on tiles but the one that merges planes
@@ -100,8 +98,16 @@ def _choice(x_MK: Tensor, weight: TiledWeight) -> Choice:
     summands = SUMMANDS.get(x_MK.dtype)
     if summands is None:
         return None
-    columns = weight.tiles.shape[1]
-    return choose(devices.gpu(weight.tiles.device.index), x_MK.shape[0], summands, weight.n, columns)
+    return _launch_for(weight.tiles.device.index, x_MK.shape[0], summands, weight.n, weight.tiles.shape[1])
+
+
+def _launch_for(device: int, tokens: int, summands: int, n: int, columns: int) -> Choice:
+    """Launch from `vbrt.tune` on this machine, else from the table."""
+    rows = tokens * summands
+    found = tuned_configs.found(device, "linear", rows, -(-n // ROWS), columns)
+    if found is None or (summands > 1 and type(found) is not Launch):  # searched with bf16
+        return choose(devices.gpu(device), tokens, summands, n, columns)
+    return None if type(found) is Matmul else found
 
 
 def code_of(shape: tuple[int, int], dtype: torch.dtype, tokens: int, device: torch.device) -> Hashable:
@@ -111,7 +117,7 @@ def code_of(shape: tuple[int, int], dtype: torch.dtype, tokens: int, device: tor
     if summands is None:
         return None
     n, k = shape
-    choice = choose(devices.gpu(device.index), tokens, summands, n, -(-k // COLUMNS))
+    choice = _launch_for(device.index, tokens, summands, n, -(-k // COLUMNS))
     if type(choice) is PersistentLaunch:
         return choice._replace(cut=min(choice.cut, 1), programs=0)
     if type(choice) is MmaLaunch:
@@ -121,25 +127,8 @@ def code_of(shape: tuple[int, int], dtype: torch.dtype, tokens: int, device: tor
 
 def few_tokens_launch(device: int, tokens: int, row_tiles: int, columns: int) -> Launch:
     """Configuration of a small-batch kernel: from `vbrt.tune` on this machine, else from the table."""
-    found = _found(device, tokens, row_tiles, columns)
-    return found or launch_for("linear", devices.gpu(device), tokens, row_tiles, columns)
-
-
-def _found(device: int, tokens: int, row_tiles: int, columns: int) -> Launch | None:
-    found = tuned(device)
-    return found.get((-(-tokens // 8), row_tiles, columns)) if found else None
-
-
-def unmeasured(format: str, device: torch.device) -> str | None:
-    """Return a note where no launch was measured on a device's kind of GPU and none tuned on this one, else None."""
-    index = device.index or 0
-    if format not in FORMATS or has_rules(devices.major(index)) or tuned(index):
-        return None
-    major, minor = devices.capability(index)
-    return (
-        f"sm_{major}{minor}: launches of 4-bit kernels follow measurements of sm_90, in proportion to this GPU's "
-        "multiprocessors, memory and clock; `vbrt tune` measures them here"
-    )
+    found = tuned_configs.found(device, "linear", tokens, row_tiles, columns)
+    return found if type(found) is Launch else launch_for("linear", devices.gpu(device), tokens, row_tiles, columns)
 
 
 def serves(planes: WeightPlanes) -> bool:
@@ -233,10 +222,8 @@ def plain(planes: WeightPlanes) -> WeightPlanes:
 def _narrow(
     x: Tensor, x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str, config: Launch
 ) -> Tensor:
-    """By the small-batch kernel, with a tuned configuration in preference to the table's."""
+    """By the small-batch kernel."""
     tokens, summands = x_MK.shape[0], SUMMANDS[x_MK.dtype]
-    row_tiles, columns, _ = weight.tiles.shape
-    config = _found(weight.tiles.device.index, summands * tokens, row_tiles, columns) or config
     shape = *x.shape[:-1], weight.n
     if summands == 1:
         y = x.new_empty(shape)

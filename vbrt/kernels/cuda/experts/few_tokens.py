@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import KernelError
-from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, ROWS, TILES
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
@@ -161,7 +161,9 @@ def _rows(
     if y_PN.numel() == 0:
         return
     row_tiles = -(-matrix.n // gating.matrices // ROWS)
-    launch = rows_for(ids_Tk.numel(), matrix.experts, row_tiles, matrix.columns, gating.matrices)
+    shape = matrix.experts, row_tiles, matrix.columns, gating.matrices
+    launch = tuned_configs.found(x_MK.device.index, "expert rows", ids_Tk.numel(), *shape)
+    launch = launch or rows_for(ids_Tk.numel(), *shape)
     ids, x_SMK = ids_Tk.contiguous(), _summands(x_MK)
     device, grouped = x_MK.device.index, not _are_alone(ids_Tk, matrix.experts)
     groups = group_pairs(ids, matrix.experts, 8 * launch.groups) if grouped else Groups(ids, ids, ids, ids, 1)
@@ -197,7 +199,8 @@ def _tokens(
     if y_TH.numel() == 0:
         return
     (tokens, k), device, h_SPI = ids_Tk.shape, h_PI.device.index, _summands(h_PI)
-    launch, dependent = token_for(k, matrix.columns), devices.launches_dependents(device)
+    launch = tuned_configs.found(device, "expert sums", tokens, k, matrix.columns) or token_for(k, matrix.columns)
+    dependent = devices.launches_dependents(device)
     bias_or_h = h_SPI if bias is None else bias.contiguous()
     ids, weights = ids_Tk.contiguous(), weights_Tk.contiguous()
     _kernels(dependent).token(

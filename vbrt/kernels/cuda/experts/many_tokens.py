@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import KernelError
-from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, TILES
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
@@ -71,7 +71,9 @@ def down(
 
 
 def _sorted(ids_Tk: Tensor, pages: ExpertPages) -> Groups:
-    return group_pairs(ids_Tk, pages.experts, grouped_for(ids_Tk.numel(), pages.experts))
+    pairs = ids_Tk.numel()
+    found = tuned_configs.found(ids_Tk.device.index, "expert blocks", pairs, pages.experts)
+    return group_pairs(ids_Tk, pages.experts, found.block if found else grouped_for(pairs, pages.experts))
 
 
 def _taken(ids_Tk: Tensor, pages: ExpertPages) -> Groups | None:

@@ -24,7 +24,7 @@ from vbrt.config.format_records import formats_of
 from vbrt.formats import WeightPlanes
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1 import launches
 from vbrt.kernels.cuda.launch_table import PersistentLaunch, launch_for, table_for
 from vbrt.kernels.cuda.launcher import cuda_op, rows_are_aligned
@@ -196,7 +196,9 @@ def _fused(
         wide[:, :k] = x_MK
         x_MK, k = wide, wide.shape[1]
     groups = -(-blocks * block // 64)
-    warps = launch_for("table", devices.gpu(codes.device.index), tokens, -(-n // 16), groups).k_warps
+    device = codes.device.index
+    found = tuned_configs.found(device, "table", tokens, -(-n // 16), groups)
+    warps = (found or launch_for("table", devices.gpu(device), tokens, -(-n // 16), groups)).k_warps
     with torch.cuda.device(codes.device):
         _fused_kernels().linear_kernel[(-(-n // 16),)](
             x_MK,

@@ -18,17 +18,18 @@ from torch import Tensor
 from vbrt.config.format_records import formats_of
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda import devices, tuned_configs
+from vbrt.kernels.cuda.launch_table import Launch
 from vbrt.kernels.cuda.launcher import Launcher, cuda_op, rows_are_aligned
 from vbrt.libraries import triton_api
 
-__all__ = ["FORMATS", "FUSED_NEEDS", "FUSED_TOKENS", "decode_weight", "linear", "route"]
+__all__ = ["FORMATS", "FUSED_NEEDS", "FUSED_TOKENS", "LAUNCH", "decode_weight", "linear", "route"]
 
 FORMATS = formats_of("int8")
 #: maximum tokens of the fused kernel, in groups of 8
 FUSED_TOKENS = 32
 FUSED_NEEDS = devices.BF16
-_WARPS = 8  # warps that split K
+LAUNCH = Launch(1, 8, True)  # warps that split K
 _UNROLL = 2  # 64-column groups that a warp loads at a time
 _BLOCKS, _DECODE_WARPS = 64, 4
 
@@ -110,15 +111,16 @@ def _product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, acti
         wide[:, :k] = x_MK
         x_MK, k = wide, wide.shape[1]
     bias = None if bias is None else bias.contiguous()
+    warps = (tuned_configs.found(x.device.index, "whole", tokens, -(-n // 16), -(-k // 64)) or LAUNCH).k_warps
     _fused_launcher()(
         x.device.index,
         (-(-n // 16), 1),
         (x_MK, codes.view(torch.int32), scales, x_MK if bias is None else bias, y),
         (tokens, n, k, blocks, x_MK.stride(0), y.stride(0)),
-        warps=_WARPS,
+        warps=warps,
         specialized=() if bias is None else (bias.dtype,),
         TOKEN_GROUPS=1 << max(0, (tokens - 1).bit_length() - 3),
-        K_WARPS=_WARPS,
+        K_WARPS=warps,
         UNROLL=_UNROLL,
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
