@@ -216,6 +216,23 @@ def test_launches_of_a_search_are_tried_and_forgotten(some_gpu):
     assert tuned_configs.found(0, "linear", 8, 32, 8) == Launch(1, 4, True)
 
 
+def test_products_of_many_tokens_take_what_a_search_found(some_gpu, monkeypatch):
+    monkeypatch.setattr(devices, "gpu", lambda index: Gpu(8, 28, 100 << 10, 99 << 10, minor=6))
+    weight, found = types.SimpleNamespace(tiles=torch.empty(32, 8, 1), n=512), MmaLaunch(32, 4, 2, 2, 4)
+    table = e2m1_linear._choice(torch.empty(100, 1024, dtype=torch.bfloat16), weight)
+    assert table != found
+    for launch, taken in ((found, found), (Matmul(), None)):
+        with tuned_configs.trying(None, ("linear", 128, 32, 8), launch):
+            for tokens in (65, 128):
+                assert e2m1_linear._choice(torch.empty(tokens, 1024, dtype=torch.bfloat16), weight) == taken
+            assert e2m1_linear._choice(torch.empty(64, 1024, dtype=torch.bfloat16), weight) != found
+            assert e2m1_linear._choice(torch.empty(33, 1024, dtype=torch.float32), weight) != found  # three summands
+            if launch is found:
+                code = e2m1_linear.code_of((512, 1024), torch.bfloat16, 100, torch.device("cuda"))
+                assert code == found._replace(splits=2)
+    assert e2m1_linear._choice(torch.empty(100, 1024, dtype=torch.bfloat16), weight) == table
+
+
 def test_each_result_is_reported_once_it_is_kept_and_used(some_gpu, fake_gpu):
     reports = []
     plan = plan_of((512, 1024), (1024, 512))

@@ -12,7 +12,7 @@ import vbrt
 from tests.kernels.cuda.compiling_cases import asked  # noqa: F401  # a fixture
 from vbrt.formats import WeightPlanes
 from vbrt.formats.page import new_page, unpack
-from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.compiling import FIRST, noters
 from vbrt.kernels.cuda.e2m1 import launches, linear
 from vbrt.kernels.cuda.e2m1.tiles import tile_layout, weight_of
@@ -95,6 +95,7 @@ def test_nothing_is_compiled_ahead_by_kernels_that_do_not_say_what_and_for_weigh
 
 def test_counts_that_run_the_same_code_are_of_one_kind(monkeypatch):
     monkeypatch.setattr(devices, "gpu", lambda index: Gpu(9, 132))
+    monkeypatch.setattr(tuned_configs, "tuned", lambda index: {})
 
     def kinds(counts, dtype=torch.bfloat16, shape=(4096, 4096)):
         return [linear.code_of(shape, dtype, count, torch.device("cuda", 0)) for count in counts]

@@ -9,7 +9,7 @@ from tests.kernels.cuda.gpu_cases import error, poison
 from tests.kernels.expert_cases import exact_rows, expert_pages, grouped_pairs, routing
 from tests.matrix import matrix
 from vbrt.kernels import resolve
-from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
 from vbrt.kernels.cuda.experts import decoded_experts, expert_kernels, few_tokens, many_tokens
 from vbrt.kernels.cuda.experts.pairs import Groups
@@ -35,6 +35,7 @@ def test_more_pairs_of_an_expert_take_larger_blocks():
 
 
 def test_pairs_are_sorted_once_for_a_layer_and_again_when_ids_have_changed(monkeypatch):
+    monkeypatch.setattr(tuned_configs, "tuned", lambda index: {})
     pages, _ = expert_pages("nvfp4", {"up": (32, 32), "down": (32, 32)}, 2, tiled=True)
     sorts = []
 
