@@ -53,7 +53,17 @@ from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.kernels.step_rules import NormRule, Part, RouteRule
 
-__all__ = ["MOST_STACK_BYTES", "TARGETS", "Code", "Compiled", "codes_for", "compiled", "faults"]
+__all__ = [
+    "MOST_STACK_BYTES",
+    "TARGETS",
+    "Code",
+    "Compiled",
+    "amd_codes",
+    "amd_target",
+    "codes_for",
+    "compiled",
+    "faults",
+]
 
 RESULT = ROOT / "benchmarks" / "results" / "compile-sweep.json"
 #: capability -> a GPU of it
@@ -109,15 +119,32 @@ def codes_for(capability: int) -> list[Code]:
     return list(codes.values())
 
 
+def amd_codes(architecture: str) -> list[Code]:
+    """Return the code that launches of plain Triton need on an AMD GPU, such as gfx942, each once."""
+    codes: dict[Any, Code] = {}
+    with _noted(75, codes, amd_target(architecture)):
+        for family in _FAMILIES[devices.TRITON]:
+            for case in family(75):
+                case()
+    return list(codes.values())
+
+
+def amd_target(architecture: str) -> Any:
+    """Triton's target; CDNA has wavefronts of 64 lanes, RDNA of 32."""
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("hip", architecture, 64 if architecture.startswith("gfx9") else 32)
+
+
 @contextlib.contextmanager
-def _noted(capability: int, codes: dict[Any, Code]) -> Iterator[None]:
-    """Note what launches in the block would compile; they run nothing."""
+def _noted(capability: int, codes: dict[Any, Code], target: Any = None) -> Iterator[None]:
+    """Note what launches in the block would compile, for another target than NVIDIA's if given; they run nothing."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    target = GPUTarget("cuda", capability, 32)
-    number = 1000 + capability  # as Triton knows the device: its caches of a kernel are per device
+    target = target or GPUTarget("cuda", capability, 32)
+    number = hash(target)  # as Triton knows the device: its caches of a kernel are per device
     active = SimpleNamespace(
         get_current_device=lambda: number, get_current_stream=lambda *_: 0, get_current_target=lambda: target
     )
@@ -164,12 +191,7 @@ _EPILOGUES = (("none", False), ("gelu", True), ("silu", False))
 
 def _cases(capability: int) -> Iterator[Callable[[], Any]]:
     """Launches of every family that a GPU of this capability runs."""
-    for needs, families in {
-        devices.TRITON: (_decoders, _merges, _encoders, _residency, _kv),
-        devices.PTX: (_sums, _step),
-        devices.BF16: (_linears, _products, _experts),
-        devices.E4M3: (_fp8,),
-    }.items():
+    for needs, families in _FAMILIES.items():
         for family in families if divmod(capability, 10) >= needs.capability else ():
             yield from family(capability)
 
@@ -345,6 +367,14 @@ def _step(capability: int) -> Iterator[Callable[[], Any]]:
             q, k = _empty(1, 32, 1, head, dtype=dtype), _empty(1, 8, 4096, head, dtype=dtype)
             mask = _empty(1, 1, 1, 4096, dtype=torch.bool) if masked else None
             yield partial(step_ops.attend, q, k, k, mask, 0.1)
+
+
+_FAMILIES = {
+    devices.TRITON: (_decoders, _merges, _encoders, _residency, _kv),
+    devices.PTX: (_sums, _step),
+    devices.BF16: (_linears, _products, _experts),
+    devices.E4M3: (_fp8,),
+}
 
 
 # -- compiling --------------------------------------------------------------------------------------------------------

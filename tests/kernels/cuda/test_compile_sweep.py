@@ -4,7 +4,16 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from scripts.compile_sweep import MOST_STACK_BYTES, TARGETS, Compiled, codes_for, compiled, faults
+from scripts.compile_sweep import (
+    MOST_STACK_BYTES,
+    TARGETS,
+    Compiled,
+    amd_codes,
+    amd_target,
+    codes_for,
+    compiled,
+    faults,
+)
 
 _STRIDE = 24  # of launches in the exhaustive run: scripts/compile_sweep.py --all compiles each
 
@@ -36,6 +45,28 @@ def test_kernels_compile_for_each_target_within_its_limits(capability):
 @pytest.mark.parametrize("capability", TARGETS)
 def test_launches_compile_for_each_target_within_its_limits(capability, start):
     check(codes_for(capability)[8 * start :: _STRIDE], capability)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "gfx1100",
+        pytest.param("gfx942", marks=pytest.mark.exhaustive),
+        pytest.param("gfx90a", marks=pytest.mark.exhaustive),
+        pytest.param("gfx1201", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_kernels_in_plain_triton_compile_for_amd(architecture, request):
+    import triton
+
+    kernels = {code.name: code for code in amd_codes(architecture)}
+    assert len(kernels) >= 11
+    if request.node.get_closest_marker("exhaustive") is None:
+        kernels = {name: code for name, code in kernels.items() if name.startswith(("fine.", "whole."))}
+    for code in kernels.values():
+        source = code.kernel.ASTSource(code.kernel, code.signature, code.constants, code.attributes)
+        made = triton.compile(source, target=amd_target(architecture), options=code.options)
+        assert made.asm["hsaco"] and made.metadata.shared <= 64 << 10, code.name  # of a workgroup
 
 
 def test_what_exceeds_a_limit_is_named():

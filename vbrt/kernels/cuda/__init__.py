@@ -30,7 +30,7 @@ compiles for, and whether it is NVIDIA's: products of tiles, fused products of t
 in tiles need the bf16 arithmetic of sm_80, FP8 sm_89; fine planes, decoding of tables and 8-bit integers, encoding,
 pages of keys and values, residency of experts and the step between layers compile for sm_75. Plain Triton, without
 Gluon and PTX assembly, may be chosen on AMD GPUs: the same list but the step between layers. Neither sm_75 nor an AMD
-GPU has run any of them; `scripts/compile_sweep.py` compiles launches for NVIDIA's targets.
+GPU has run any of them; tests and `scripts/compile_sweep.py` compile launches for NVIDIA's and AMD's targets.
 
 **Choice of a launch** (`launch_table.py`). `choose` predicts the time of every tile and cut of the persistent kernel,
 of every block and split of the wide one, and of decode-then-cuBLAS, from some forty measured constants, and takes the
