@@ -231,7 +231,7 @@ def test_hundreds_of_tokens_through_a_table(name, k, launch, gpu, monkeypatch):
     weight, format = torch.randn(200, k) * 0.03, get_format(name)
     planes = WeightPlanes(name, (200, k), torch.bfloat16, format.encode(weight))
     x, bias = torch.randn(100, k).bfloat16(), torch.randn(200).bfloat16()
-    monkeypatch.setattr(table_linear, "table_for", lambda gpu, tokens, n, columns: launch)
+    monkeypatch.setattr(table_linear, "codes_for", lambda *_: launch)
     y = table_linear._multiply(x, planes, bias, "silu")
     exact = format.decode(planes.coarse, (200, k), torch.float64)
     assert error(y, reference.ACTIVATIONS["silu"](x.double() @ exact.T + bias.double())) < 4e-3
@@ -323,8 +323,25 @@ MMA = [
 def test_many_tokens_without_wgmma(gpu, config, name, k):
     planes, weight = tiled(name, (72, k), device="cpu")
     x, bias = torch.randn(config.tokens + 3, k + 8).bfloat16()[:, :k], torch.randn(72).bfloat16()
-    y = launches.mma(x, weight_of(planes), bias, "silu", config)
+    y = launches.mma(x, launches.codes_of(weight_of(planes)), bias, "silu", config)
     assert error(y, reference.ACTIVATIONS["silu"](x.double() @ weight.T + bias.double())) < 3e-3
+    assert gpu == ["mma_kernel"] + ["reduce_kernel"] * (config.splits > 1)
+
+
+MMA_FORMATS = ["nf4", "mxint8", "levels64-float32", "levels16-float16", "quantile", "levels128-bfloat16"]
+
+
+@matrix(gpu=[80, 89], config=MMA, name=MMA_FORMATS, k=[328, 136], indirect=("gpu",), at_most=4)
+def test_many_tokens_of_rows_of_codes_without_wgmma(gpu, config, name, k, monkeypatch):
+    monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(NF4_LEVELS))
+    k += 24 * (name == "levels16-float16")  # rows of whole 16 bytes
+    format, shape = get_format(name), (72, k)
+    coarse = format.encode(torch.randn(shape) * 0.03)
+    module = whole_linear if name == "mxint8" else table_linear
+    x, bias = torch.randn(config.tokens + 3, k + 8).bfloat16()[:, :k], torch.randn(72).bfloat16()
+    y = launches.mma(x, module.codes_of(coarse), bias, "silu", config)
+    exact = format.decode(coarse, shape, torch.float64)
+    assert error(y, reference.ACTIVATIONS["silu"](x.double() @ exact.T + bias.double())) < 4e-3
     assert gpu == ["mma_kernel"] + ["reduce_kernel"] * (config.splits > 1)
 
 
@@ -332,5 +349,5 @@ def test_many_tokens_without_wgmma(gpu, config, name, k):
 def test_many_tokens_of_other_dtypes_without_wgmma(gpu, dtype):
     planes, weight = tiled("nvfp4", (40, 200), device="cpu")
     x = torch.randn(9, 200).to(dtype)
-    y = launches.mma(x, weight_of(planes), None, "none", MmaLaunch(16, 2))
+    y = launches.mma(x, launches.codes_of(weight_of(planes)), None, "none", MmaLaunch(16, 2))
     assert error(y, x.double() @ weight.T) < (1e-3 if dtype is torch.float16 else 1e-5)

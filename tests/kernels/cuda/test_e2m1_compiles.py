@@ -93,21 +93,42 @@ def test_carried_pointers_keep_wide_loads_and_need_no_zeros(name, capability):
     assert ptx.count("mma.sync") == 8 * config.row_tiles * 2
 
 
-@matrix(name=NAMES, capability=[86, 120, 80, 89, 100], launch=_MMA_LAUNCHES, at_most=3)
-def test_the_kernel_with_mma_sync_compiles_without_spills_and_with_wide_copies(name, capability, launch):
+#: what codes are -> bytes of a block scale and its columns, words of a tile
+CODES = {
+    "e4m3": ("*fp32", 0, 288),
+    "table": ("*u8", 64, 256),
+    "int8": ("*u8", 32, 512),
+    "magnitudes": ("*fp16", 16, 256),
+    "e8m0": ("*fp32", 0, 272),
+}
+
+
+@matrix(codes=CODES, capability=[86, 120, 80, 89, 100], launch=_MMA_LAUNCHES, at_most=3)
+def test_the_kernel_with_mma_sync_compiles_without_spills_and_with_wide_copies(codes, capability, launch):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import mma_gluon
 
     tokens, warps, row_tiles, _, ring = launch
-    types = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
-    numbers = ("M", "N", "K", "columns", "per_split", "splits", "x_stride", "y_stride")
+    scales, block, words = codes
+    (kind,) = (name for name, of in CODES.items() if of is codes)
+    types = {
+        "x_ptr": "*bf16",
+        "code_ptr": "*i32",
+        "block_ptr": scales,
+        "level_ptr": scales if kind == "int8" else "*fp32",
+        "scale_ptr": "*fp32",
+        "bias_ptr": "*bf16",
+        "y_ptr": "*bf16",
+    }
+    numbers = ("M", "N", "K", "columns", "per_split", "splits", "blocks", "line", "x_stride", "y_stride")
     constants = {
         "TOKENS": tokens,
         "WARPS": warps,
         "ROW_TILES": row_tiles,
         "PARTIAL": False,
         "RING": ring,
-        "E8M0_SCALES": name == "mxfp4",
+        "CODES": kind,
+        "BLOCK": block,
         "K_TAIL": False,
         "ACTIVATION": "none",
         "HAS_BIAS": True,
@@ -118,11 +139,11 @@ def test_the_kernel_with_mma_sync_compiles_without_spills_and_with_wide_copies(n
         constants,
         capability,
         warps=warps,
-        aligned=("x_ptr", "tile_ptr", "y_ptr", "N", "K", "x_stride", "y_stride"),
+        aligned=("x_ptr", "code_ptr", "y_ptr", "N", "K", "x_stride", "y_stride"),
     )
     ptx = binary.asm["ptx"]
     assert ptx.count("mma.sync") == ring * 8 * row_tiles * tokens // 8
-    assert binary.metadata.shared <= launch.shared_bytes(288) + 1024 <= 99 << 10
+    assert binary.metadata.shared <= launch.shared_bytes(words) + 1024 <= 99 << 10
     assert ".local" not in ptx and "cp.async.cg.shared.global" in ptx
     assert ptx.count("ld.shared.v4") >= ring * 4 * tokens // 8  # 16 bytes a lane: four loads of eight tokens a column
 

@@ -17,13 +17,13 @@ from vbrt.kernels.cuda.launch_table import (
     _persistent_times,
     _wide_times,
     choose,
+    codes_for,
     fused_limit,
     launch_for,
     pairs_are_alone,
     persistent_tiles,
     rates_of,
     rows_for,
-    table_for,
     token_for,
     wide_for,
 )
@@ -133,9 +133,9 @@ def test_the_persistent_kernel_is_for_its_gpus_and_numbers_of_tokens():
 
     assert is_persistent(9, 4096, 14336) and not is_persistent(9, 4097, 14336) and not is_persistent(9, 0, 14336)
     assert not any(is_persistent(major, 2048, 4096) for major in (8, 10, 12))
-    assert table_for(Gpu(9, PROCESSORS), 0, 14336, 32) is None
-    assert table_for(Gpu(9, PROCESSORS), 100, 13824, 40) is not None
-    assert table_for(Gpu(9, PROCESSORS), 4096, 6144, 32) is None  # decoding is a small part then
+    assert codes_for(HOPPER, "table", 0, 14336, 32) is None
+    assert codes_for(HOPPER, "table", 100, 13824, 40) is not None
+    assert codes_for(HOPPER, "table", 4096, 6144, 32) is None  # decoding is a small part then
 
 
 @pytest.mark.parametrize(

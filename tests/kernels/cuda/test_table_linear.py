@@ -96,9 +96,10 @@ def test_table_decoded_weights_are_the_references_bits(name, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(200, 416), (256, 512), (77, 2730), (1024, 4096), (4160, 1024)], ids=str)
 @pytest.mark.parametrize("name", [*NAMES, *LEVELS])
-def test_table_linear_matches_float64(name, shape):
+@pytest.mark.parametrize("capability", [None, (8, 0)], indirect=True)
+def test_table_linear_matches_float64(name, shape, capability):
     planes, weight = case(name, shape)
-    for tokens in (1, 3, 8, 9, 16, 21, 32, 33, 300):
+    for tokens in (1, 3, 8, 9, 16, 21, 32, 33, 64, 300):
         x = torch.randn(tokens, 2 * shape[1], device="cuda", dtype=torch.bfloat16)
         x = x[:, ::2] if tokens % 2 else x[:, : shape[1]]
         bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)

@@ -43,7 +43,8 @@ def test_the_fused_kernel_compiles_with_wide_loads(capability, groups):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(200, 416), (77, 2730), (1024, 4096), (4160, 1024)], ids=str)
-def test_products_match_float64(shape):
+@pytest.mark.parametrize("capability", [None, (8, 0)], indirect=True)
+def test_products_match_float64(shape, capability):
     planes, weight = case(shape)
     for tokens in (1, 3, 8, 9, 21, 32, 33, 64, 65, 300):
         x = torch.randn(tokens, 2 * shape[1], device="cuda", dtype=torch.bfloat16)

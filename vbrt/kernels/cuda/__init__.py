@@ -21,6 +21,7 @@ many tokens, and are never for the persistent kernel):
 | nf4, quantile, `levels...` (these: on no GPU yet) | up to 32, bf16 | `table/linear_gluon.py`: `prmt` lookups |
 | nf4, quantile, sm_90, bf16 | up to 4096, where predicted fastest | persistent, with `table/operands_gluon.py` |
 | mxint8 (run on no GPU yet) | up to 32, bf16 | `whole/linear_gluon.py`: scaled in registers, exact |
+| tiles, tables (not on sm_90), `levels...`, mxint8 | more, where predicted fastest | `e2m1/mma_gluon.py`: `mma.sync` |
 | a fine plane, rows of whole blocks | any | `fine/merge_triton.py`, then cuBLAS |
 | any of these | others | decode to the activations' dtype, then cuBLAS |
 | other fine planes, `dense`, no Triton, tiles before sm_80 | any | the reference |

@@ -32,6 +32,7 @@ __all__ = [
     "are_few",
     "choices",
     "choose",
+    "codes_for",
     "fused_limit",
     "grouped_for",
     "grouped_sizes",
@@ -42,7 +43,6 @@ __all__ = [
     "persistent_tiles",
     "rates_of",
     "rows_for",
-    "table_for",
     "token_for",
     "wide_for",
 ]
@@ -251,15 +251,18 @@ _RATES = {
     (8, 0): (920, 920), (8, 6): (460, 460), (8, 7): (460, 460), (8, 9): (460, 460), (9, 0): (1000, 2048),
     (10, 0): (920, 3700), (10, 3): (920, 3700), (12, 0): (460, 460), (12, 1): (460, 460),
 }  # fmt: skip
-#: kernel with `mma.sync`: its launches, but for splits; tokens beyond which it is faster than `launch_for`'s; words of
-#: a tile at most. On an H100 two more row tiles or 128 tokens were slower
+#: kernel with `mma.sync`: its launches, but for splits; tokens beyond which it is faster than `launch_for`'s. On an
+#: H100 two more row tiles or 128 tokens were slower. The last needs too many registers for rows of codes
 _MMA_LAUNCHES = (
     MmaLaunch(32, 4, 1, 1, 4),
     MmaLaunch(32, 4, 2, 1, 4),
     MmaLaunch(64, 4, 1, 1, 3),
     MmaLaunch(64, 4, 2, 1, 3),
 )
-_MMA_FEWEST, _MMA_WORDS = 16, 288
+_MMA_FEWEST = 16
+#: what a tile's columns are -> words, and clocks of a multiprocessor to decode it, beyond those of tiles; the latter
+#: counted, not measured
+_MMA_TILES = {"tiles": (288, 0), "table": (256, 17), "levels": (256, 17), "int8": (512, 12)}
 #: rows per tile of the persistent kernel, and warps per warpgroup
 PERSISTENT_ROWS, PERSISTENT_WARPS = 128, 4
 #: beyond, decoding costs little compared with the vendor's matmul, which was faster by 1 to 2 %
@@ -398,10 +401,16 @@ def _fastest(gpu: Gpu, tokens: int, n: int, columns: int) -> Choice:
 
 
 @functools.lru_cache(maxsize=4096)
-def table_for(gpu: Gpu, tokens: int, n: int, columns: int) -> PersistentLaunch | None:
-    """Return the fastest persistent launch for table formats and a weight of n rows; None if decode and the vendor's
-    matmul are faster."""
-    launches = [*_persistent_times(gpu, tokens, n, columns, False, _TABLE_WORK), (math.inf, None)]
+def codes_for(gpu: Gpu, kind: str, tokens: int, n: int, columns: int) -> PersistentLaunch | MmaLaunch | None:
+    """Return the fastest launch for rows of codes, a weight of n rows; None if decode and the vendor's matmul are.
+
+    kind: "table" with scales of a byte, "levels" with others, or "int8".
+    """
+    launches: list[tuple[float, PersistentLaunch | MmaLaunch | None]] = [(math.inf, None)]
+    if kind == "table" and gpu.major in WIDE:
+        launches += _persistent_times(gpu, tokens, n, columns, False, _TABLE_WORK)
+    else:
+        launches += _mma_times(gpu, tokens, 1, n, columns, kind)
     us, launch = min(launches, key=lambda launch: launch[0])
     return launch if us <= _matmul_us(gpu, tokens, n, columns) else None
 
@@ -464,24 +473,26 @@ def _wide_times(gpu: Gpu, tokens: int, n: int, columns: int) -> Iterator[tuple[f
             yield 0.9 + rounds * (2.26 + span * column_us) + sums_us, launch
 
 
-def _mma_times(gpu: Gpu, tokens: int, summands: int, n: int, columns: int) -> Iterator[tuple[float, MmaLaunch]]:
-    """Yield (microseconds, launch) of the kernel with `mma.sync`.
+def _mma_times(
+    gpu: Gpu, tokens: int, summands: int, n: int, columns: int, kind: str = "tiles"
+) -> Iterator[tuple[float, MmaLaunch]]:
+    """Yield (microseconds, launch) of the kernel with `mma.sync`; kind: "tiles", or as for `codes_for`.
 
     A multiprocessor multiplies, and reads shared memory meanwhile in part; the fewer programs it has, the less of what
     each waits for is hidden.
     """
-    rows, k = summands * tokens, 128 * columns
-    read_us = 1.25 / gpu.bytes_us * (0.5625 * n * k + 2 * rows * (n + k))
-    for launch in _MMA_LAUNCHES:
+    rows, k, (words, decode_clocks) = summands * tokens, 128 * columns, _MMA_TILES[kind]
+    read_us = 1.25 / gpu.bytes_us * (words / 512 * n * k + 2 * rows * (n + k))
+    for launch in _MMA_LAUNCHES if kind == "tiles" else _MMA_LAUNCHES[:3]:
         tiles = launch.row_tiles * launch.warps
         programs = -(-rows // launch.tokens) * -(-n // (16 * tiles))
-        shared = launch.shared_bytes(_MMA_WORDS)
+        shared = launch.shared_bytes(words)
         if shared > gpu.most_shared_bytes:
             continue
         resident = min(4, gpu.shared_bytes // (shared + 1024))
         multiplied = 2048 * launch.tokens * tiles / gpu.mma
-        moved = launch.tokens * (2 * launch.warps + 2) + 18 * tiles  # in lines of 128 bytes
-        column = multiplied + 0.43 * moved
+        moved = launch.tokens * (2 * launch.warps + 2) + words / 16 * tiles  # in lines of 128 bytes
+        column = multiplied + 0.43 * moved + decode_clocks * tiles
         for splits in (1, 2, 4, 8):
             if splits > 1 and (programs * splits > 4 * gpu.processors or columns < 4 * splits):
                 break

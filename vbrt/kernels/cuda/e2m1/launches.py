@@ -34,6 +34,7 @@ __all__ = [
     "codes_of",
     "decode",
     "import_device_code",
+    "in_bf16",
     "mma",
     "narrow",
     "persistent",
@@ -211,11 +212,14 @@ def narrow(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, ac
 
 
 class Codes(NamedTuple):
-    """A weight (n, k) in the form of the persistent kernel.
+    """A weight (n, k) in the form of the kernels for many tokens.
 
-    kind: "e4m3", "e8m0" (scales in tiles), "table" or "magnitudes". words: codes, int32, in tile order or, for the
-    latter two, in the format's order. scale: tensor scale, fp32 [1]. columns: number of 128-column groups. For tables
-    also scales, one byte per 64 columns, [n, blocks], and levels, fp32 [16], or [8] if bit 3 of a code is the sign.
+    kind: "e4m3", "e8m0" (scales in tiles), "table", "magnitudes" or "int8". words: codes, int32, in tile order or, for
+    the latter three, [n, words] in the format's order. scale: tensor scale, fp32 [1], or any tensor if the format has
+    none. columns: number of 128-column groups. Except in tiles also scales [n, blocks] of `block` columns each. For
+    tables levels, fp32 [16], or [8] if bit 3 of a code is the sign; else any tensor.
+
+    The persistent kernel takes tiles, and tables with scales of one byte per 64 columns.
     """
 
     words: Tensor
@@ -226,6 +230,7 @@ class Codes(NamedTuple):
     scales: Tensor
     levels: Tensor
     blocks: int = 0
+    block: int = 64
 
 
 def codes_of(weight: TiledWeight) -> Codes:
@@ -337,30 +342,31 @@ def wide(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str
     return y_MN
 
 
-def mma(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str, config: MmaLaunch) -> Tensor:
+def mma(x_MK: Tensor, weight: Codes, bias: Tensor | None, activation: str, config: MmaLaunch) -> Tensor:
     """activation(x @ w.T + bias) by `mma.sync`, in one launch, or two if K is split or x is not in bf16."""
-    tokens, summands, n, k = x_MK.shape[0], SUMMANDS[x_MK.dtype], weight.n, weight.k
+    tokens, summands, n, columns = x_MK.shape[0], SUMMANDS[x_MK.dtype], weight.n, weight.columns
     y_MN = x_MK.new_empty(tokens, n)
-    x_RK = x_MK if summands == 1 else summands_of(x_MK)
-    x_RK = x_RK if rows_are_aligned(x_RK) else _padded(x_RK)
-    (row_tiles, columns, _), rows = weight.tiles.shape, summands * tokens
+    x_RK = in_bf16(x_MK)
+    rows, k = x_RK.shape
     parts = config.splits * summands
     out = y_MN if parts == 1 else x_MK.new_empty(parts, tokens, n, dtype=torch.float32)
     bias_or_y = y_MN if bias is None else bias.contiguous()
-    blocks = -(-rows // config.tokens) * -(-row_tiles // (config.warps * config.row_tiles))
+    blocks = -(-rows // config.tokens) * -(-n // (ROWS * config.warps * config.row_tiles))
+    sizes = rows, n, k, columns, -(-columns // config.splits), config.splits, weight.blocks, weight.words.shape[-1]
     _mma()(
-        weight.tiles.device.index,
+        weight.words.device.index,
         (blocks * config.splits, 1),
-        (x_RK, weight.tiles, weight.scale, bias_or_y, out),
-        (rows, n, k, columns, -(-columns // config.splits), config.splits, x_RK.stride(0), n),
+        (x_RK, weight.words, weight.scales, weight.levels, weight.scale, bias_or_y, out),
+        (*sizes, x_RK.stride(0), n),
         warps=config.warps,
-        specialized=(n, k, x_RK.stride(0), out.dtype, bias_or_y.dtype),
+        specialized=(n, k, x_RK.stride(0), out.dtype, bias_or_y.dtype, weight.scales.dtype),
         TOKENS=config.tokens,
         WARPS=config.warps,
         ROW_TILES=config.row_tiles,
         RING=config.ring,
         PARTIAL=parts > 1,
-        E8M0_SCALES=weight.e8m0_scales,
+        CODES=weight.kind,
+        BLOCK=weight.block,
         K_TAIL=k % COLUMNS != 0,
         ACTIVATION=activation if parts == 1 else "none",
         HAS_BIAS=parts == 1 and bias is not None,
@@ -368,6 +374,12 @@ def mma(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str,
     if parts > 1:
         reduce(out, bias, y_MN, activation)
     return y_MN
+
+
+def in_bf16(x_MK: Tensor) -> Tensor:
+    """bf16 [S * M, K] that add up to x, rows padded to whole 16 bytes."""
+    x_RK = x_MK if x_MK.dtype is torch.bfloat16 else summands_of(x_MK)
+    return x_RK if rows_are_aligned(x_RK) else _padded(x_RK)
 
 
 def _order(x_MK: Tensor, x_RK: Tensor, partials: _Partials, device: int) -> None:

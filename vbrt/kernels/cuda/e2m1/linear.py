@@ -88,7 +88,7 @@ def multiply(x: Tensor, weight: TiledWeight, bias: Tensor | None, activation: st
     elif type(choice) is PersistentLaunch:
         y = launches.persistent(x_MK, launches.codes_of(weight), bias, activation, choice)
     elif type(choice) is MmaLaunch:
-        y = launches.mma(x_MK, weight, bias, activation, choice)
+        y = launches.mma(x_MK, launches.codes_of(weight), bias, activation, choice)
     else:
         y = reference.activate(_decode_and_multiply(x_MK, weight, bias), activation)
     return y.view(*x.shape[:-1], weight.n)

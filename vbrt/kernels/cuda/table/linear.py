@@ -4,11 +4,11 @@
 to 128 columns, and their 16 levels in the page. No GPU has run the kernels on the latter yet.
 
 Up to `FUSED_TOKENS` bf16 tokens, one kernel looks the codes up, multiplies on tensor cores and applies bias and
-activation as an epilogue; it rounds the levels to bf16 and applies the block scales to fp32 sums. On sm_90
-`e2m1/persistent_gluon` handles more tokens of `nf4` and `quantile` where it is the fastest, see
-`launch_table.table_for`; it rounds level times scale to bf16. Otherwise a kernel decodes the weight to the activations'
-dtype for the vendor's matmul. Unsupported cases (CPU tensors, a fine plane) fall back to the reference, GPUs without
-`FUSED_NEEDS` to the decoding kernel. Pages hold the plain coarse plane.
+activation as an epilogue; it rounds the levels to bf16 and applies the block scales to fp32 sums. More tokens are
+handled by `e2m1/persistent_gluon` (`nf4` and `quantile` on sm_90) or `e2m1/mma_gluon` where that is the fastest, see
+`launch_table.codes_for`; they round level, scale and their product to bf16. Otherwise a kernel decodes the weight to
+the activations' dtype for the vendor's matmul. Unsupported cases (CPU tensors, a fine plane) fall back to the
+reference, GPUs without `FUSED_NEEDS` to the decoding kernel. Pages hold the plain coarse plane.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -26,11 +26,11 @@ from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.kernels import reference
 from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1 import launches
-from vbrt.kernels.cuda.launch_table import PersistentLaunch, launch_for, table_for
+from vbrt.kernels.cuda.launch_table import MmaLaunch, PersistentLaunch, codes_for, launch_for
 from vbrt.kernels.cuda.launcher import cuda_op, rows_are_aligned
 from vbrt.libraries import triton_api
 
-__all__ = ["FORMATS", "FUSED_NEEDS", "FUSED_TOKENS", "LEVELS", "decode_weight", "linear", "prepare", "route"]
+__all__ = ["FORMATS", "FUSED_NEEDS", "FUSED_TOKENS", "LEVELS", "codes_of", "decode_weight", "linear", "prepare", "route"]
 
 #: formats with a table of levels and a scale byte per block
 FORMATS = formats_of("table")
@@ -83,7 +83,10 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
     tokens = x.numel() // x.shape[-1]
     if tokens <= FUSED_TOKENS:
         return "fused"
-    return "persistent" if _launch_of(tokens, planes.coarse["scales"]) else "decode+matmul"
+    launch = _launch_of(tokens, planes.coarse["codes"], planes.coarse["scales"])
+    if launch is None:
+        return "decode+matmul"
+    return "persistent" if type(launch) is PersistentLaunch else "fused"
 
 
 def _fuses(x: Tensor) -> bool:
@@ -91,12 +94,13 @@ def _fuses(x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and x.numel() > 0 and devices.serves(x.device.index, FUSED_NEEDS)
 
 
-def _launch_of(tokens: int, scales: Tensor) -> PersistentLaunch | None:
+def _launch_of(tokens: int, codes: Tensor, scales: Tensor) -> PersistentLaunch | MmaLaunch | None:
     """Launch for more bf16 tokens than `FUSED_TOKENS`; None: decode, then the vendor's matmul."""
-    if scales.dtype is not torch.uint8:
+    n, row_bytes = codes.shape
+    if row_bytes % 16:  # rows that copies of 16 bytes cannot read
         return None
-    n, blocks = scales.shape
-    return table_for(devices.gpu(scales.device.index), tokens, n, -(-blocks // 2))
+    kind = "table" if scales.dtype is torch.uint8 else "levels"
+    return codes_for(devices.gpu(scales.device.index), kind, tokens, n, -(-row_bytes // 64))
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
@@ -160,19 +164,25 @@ def _product(
     tokens, k = x.numel() // x.shape[-1], x.shape[-1]
     if tokens <= FUSED_TOKENS:
         return _fused(x, codes, scales, levels, scale, bias, activation)
-    launch = _launch_of(tokens, scales)
+    launch = _launch_of(tokens, codes, scales)
     if launch is None:
         w_NK = _decode_table(codes, scales, levels, scale, k, x.dtype)
         return reference.activate(F.linear(x, w_NK, bias), activation)
     weight = _codes_of(codes, scales, levels, scale)
-    return launches.persistent(x.reshape(-1, k), weight, bias, activation, launch).view(*x.shape[:-1], weight.n)
+    multiply = launches.mma if type(launch) is MmaLaunch else launches.persistent
+    return multiply(x.reshape(-1, k), weight, bias, activation, launch).view(*x.shape[:-1], weight.n)
+
+
+def codes_of(coarse: dict[str, Tensor]) -> launches.Codes:
+    """A plain coarse plane as `Codes`."""
+    return _codes_of(coarse["codes"], coarse["scales"], coarse.get("levels"), coarse.get("tensor_scale"))
 
 
 def _codes_of(codes: Tensor, scales: Tensor, levels: Tensor | None, scale: Tensor | None) -> launches.Codes:
-    """A weight with byte scales in the form of the persistent kernel."""
     (n, blocks), (table, signed) = scales.shape, _table(levels, codes.device)
     kind, words = "magnitudes" if signed else "table", codes.view(torch.int32)
-    return launches.Codes(words, kind, scale, n, -(-blocks // 2), scales, table, blocks)
+    columns, block = -(-words.shape[1] // 16), 8 * words.shape[1] // blocks
+    return launches.Codes(words, kind, table if scale is None else scale, n, columns, scales, table, blocks, block)
 
 
 def _fused(

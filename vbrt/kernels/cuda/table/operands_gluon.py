@@ -1,9 +1,10 @@
-"""wgmma operands from table codes, for `e2m1/persistent_gluon`.
+"""Operands from table codes, for `e2m1/persistent_gluon` and `e2m1/mma_gluon`.
 
-It reads the plain coarse plane. Of 128 columns lane t of four has the 32 from 32 t on, of rows g and g + 8: four words
-of codes each. The instruction needs columns 2 t, 2 t + 1 and 8 + 2 t, 9 + 2 t of each sixteen: one byte of a word, so
-the four lanes exchange bytes before the lookup, two words at a time. Levels are rounded to bf16, one-byte block scales
-are exact in it, and the products are rounded again.
+Both read the plain coarse plane. Of 128 columns lane t of four has the 32 from 32 t on, of rows g and g + 8: four words
+of codes each. `warpgroup_mma` needs columns 2 t, 2 t + 1 and 8 + 2 t, 9 + 2 t of each sixteen: one byte of a word, so
+the four lanes exchange bytes before the lookup, two words at a time. For `mma.sync` activations come in any order, and
+each lane decodes what it has. Levels are rounded to bf16, and so are block scales, of which bytes are exact, and the
+products. With the rest of a scale in a second product the results were no closer.
 """
 
 from triton.experimental import gluon
@@ -12,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from vbrt.kernels.cuda.e2m1.wide_gluon import register_operands
 from vbrt.kernels.cuda.table.linear_gluon import level_bytes
 
-__all__ = ["level_words", "scale_pairs", "table_column", "table_operands", "table_pointers"]
+__all__ = ["level_words", "own_operands", "scale_pairs", "table_column", "table_operands", "table_pointers"]
 
 _SELECTORS = {  # prmt selectors for lanes with a bit of t clear, and set
     "sa": ("high", 0x7632, 0x5410),  # sent to lane t ^ 2: its bytes of two words
@@ -39,6 +40,26 @@ def _look_up(source: str, outs: list[str], scales: tuple[str, str]) -> list[str]
             f"prmt.b32 {outs[2 * half]}, a, b, 0x5140; prmt.b32 {outs[2 * half + 1]}, a, b, 0x7362;",
         ]
     return lines + [f"fma.rn.bf16x2 {out}, {out}, {scales[i // 2]}, z;" for i, out in enumerate(outs)]
+
+
+def _own_assembly(part: int) -> str:
+    """Words $16 to $19 of row g and $20 to $23 of row g + 8 of lane $32 to four A operands in $0..$15.
+
+    Instructions 4 part and 4 part + 1 take word 2 part of lanes with t < 2, the next one of others, and two more
+    instructions the other one: see `e2m1/mma_gluon.stage_layout`. Row g's scale is in $36, that of row g + 8 in $40.
+    """
+    lines = [
+        "{ .reg .b32 t, z, s, q, a, b, c, d, u0, u1; .reg .pred high;",
+        "mov.b32 z, 0x80008000; and.b32 t, $32, 2; setp.ne.u32 high, t, 0;",
+    ]
+    for row in range(2):
+        first, second = (f"${16 + 4 * row + 2 * part + half}" for half in range(2))
+        lines.append(f"selp.b32 u0, {second}, {first}, high; selp.b32 u1, {first}, {second}, high;")
+        scale = f"${36 + 4 * row}"
+        for half in range(2):
+            outs = [f"${4 * (2 * half + jj) + 2 * c + row}" for jj in range(2) for c in range(2)]
+            lines += _look_up(f"u{half}", outs, (scale, scale))
+    return " ".join([*lines, "}"])
 
 
 def _operand_assembly(part: int) -> str:
@@ -68,6 +89,9 @@ def _operand_assembly(part: int) -> str:
 PARTS_0 = gl.constexpr(_operand_assembly(0))
 PARTS_1 = gl.constexpr(_operand_assembly(1))
 REGISTERS = gl.constexpr(",".join(["=&r"] * 16) + ",r" * 24)
+OWN_0 = gl.constexpr(_own_assembly(0))
+OWN_1 = gl.constexpr(_own_assembly(1))
+OWN_REGISTERS = gl.constexpr(",".join(["=&r"] * 16) + ",r" * 28)
 
 
 @gluon.jit
@@ -110,8 +134,11 @@ def table_column(pointers, wanted, column, blocks, lane, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def scale_pairs(stored):
-    """UE4M4 bytes as bf16, duplicated in a word; 1920 = (127 - 7) << 4."""
-    return gl.where(stored > 0, ((stored + 1920) << 3) * 0x10001, 0)
+    """Block scales as bf16, duplicated in a word: floats, or UE4M4 bytes; 1920 = (127 - 7) << 4."""
+    if stored.dtype == gl.int32:
+        return gl.where(stored > 0, ((stored + 1920) << 3) * 0x10001, 0)
+    else:
+        return (stored.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
 
 
 @gluon.jit
@@ -123,6 +150,25 @@ def table_operands(raw, scales, levels, lane, PART: gl.constexpr, WARPS: gl.cons
         [raw[0], raw[1], levels[0], levels[1], scales, lane[:, None]],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
         is_pure=False,
+        pack=4,
+    )
+    return register_operands(o, WARPS, A)
+
+
+@gluon.jit
+def own_operands(
+    upper, lower, scale_g, scale_h, levels, lane, PART: gl.constexpr, WARPS: gl.constexpr, A: gl.constexpr
+):
+    """Four [16 * WARPS, 16] weights over the tensor scale, of the codes that lanes have: two of their four words.
+
+    Scales as for `table_operands`.
+    """
+    o = gl.inline_asm_elementwise(
+        OWN_0 if PART == 0 else OWN_1,
+        OWN_REGISTERS,
+        [upper, lower, levels[0], levels[1], lane[:, None], scale_g[:, None], scale_h[:, None]],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
         pack=4,
     )
     return register_operands(o, WARPS, A)

@@ -1,9 +1,10 @@
 """Linear layers on 8-bit integers (`mxint8`): backend "triton" of the ops "linear" and "decode_weight".
 
 Up to `FUSED_TOKENS` bf16 tokens, one kernel converts the codes in registers, multiplies on tensor cores and applies
-bias and activation as an epilogue. Otherwise a kernel decodes the weight to the activations' dtype for the vendor's
-matmul. Unsupported cases (CPU tensors) fall back to the reference, GPUs without `FUSED_NEEDS` to the decoding kernel.
-Pages hold the plain coarse plane. No GPU has run the kernels yet: tests run their compiled instructions on a CPU.
+bias and activation as an epilogue; more are handled by `e2m1/mma_gluon` where it is the fastest, see
+`launch_table.codes_for`. Otherwise a kernel decodes the weight to the activations' dtype for the vendor's matmul.
+Unsupported cases (CPU tensors) fall back to the reference, GPUs without `FUSED_NEEDS` to the decoding kernel. Pages
+hold the plain coarse plane. No GPU has run the kernels yet: tests run their compiled instructions on a CPU.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -19,11 +20,12 @@ from vbrt.config.format_records import formats_of
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import reference
 from vbrt.kernels.cuda import devices, tuned_configs
-from vbrt.kernels.cuda.launch_table import Launch
+from vbrt.kernels.cuda.e2m1 import launches
+from vbrt.kernels.cuda.launch_table import Launch, MmaLaunch, codes_for
 from vbrt.kernels.cuda.launcher import Launcher, cuda_op, rows_are_aligned
 from vbrt.libraries import triton_api
 
-__all__ = ["FORMATS", "FUSED_NEEDS", "FUSED_TOKENS", "LAUNCH", "decode_weight", "linear", "route"]
+__all__ = ["FORMATS", "FUSED_NEEDS", "FUSED_TOKENS", "LAUNCH", "codes_of", "decode_weight", "linear", "route"]
 
 FORMATS = formats_of("int8")
 #: maximum tokens of the fused kernel, in groups of 8
@@ -59,8 +61,21 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
     """Name a call's kernel: "fused", "decode+matmul" (decoded by a kernel) or "reference"."""
     if not (_served(planes) and x.is_cuda):
         return "reference"
-    few = x.dtype is torch.bfloat16 and 0 < x.numel() <= FUSED_TOKENS * x.shape[-1]
-    return "fused" if few and devices.serves(x.device.index, FUSED_NEEDS) else "decode+matmul"
+    if not _fuses(x):
+        return "decode+matmul"
+    tokens = x.numel() // x.shape[-1]
+    return "fused" if tokens <= FUSED_TOKENS or _launch_of(tokens, planes.coarse["scales"]) else "decode+matmul"
+
+
+def _fuses(x: Tensor) -> bool:
+    """True if fused kernels, for some number of tokens, take x on its device."""
+    return x.dtype is torch.bfloat16 and x.numel() > 0 and devices.serves(x.device.index, FUSED_NEEDS)
+
+
+def _launch_of(tokens: int, scales: Tensor) -> MmaLaunch | None:
+    """Launch for more bf16 tokens than `FUSED_TOKENS`; None: decode, then the vendor's matmul."""
+    n, blocks = scales.shape
+    return codes_for(devices.gpu(scales.device.index), "int8", tokens, n, -(-blocks // 4))
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
@@ -79,7 +94,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     if reference.wants_grad(x, bias):
         y = _Product.apply(x, planes)
         return reference.activate(y if bias is None else y + bias, activation)
-    if route(x, planes) == "fused":
+    if _fuses(x):
         multiply = _linear_op if torch.compiler.is_compiling() else _product
         return multiply(x, planes.coarse["codes"], planes.coarse["scales"], bias, activation)
     return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
@@ -99,12 +114,15 @@ class _Product(torch.autograd.Function):
 
 
 def _product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """activation(x @ w.T + bias) in bf16, by the fused kernel."""
+    """activation(x @ w.T + bias) for any number of bf16 tokens, by the kernel that `route` names."""
     k, (n, blocks) = x.shape[-1], scales.shape
     x_MK = x.reshape(-1, k)
     tokens = len(x_MK)
-    if tokens > FUSED_TOKENS:  # in a graph traced with fewer
-        return reference.activate(F.linear(x, _decode_codes(codes, scales, k, x.dtype), bias), activation)
+    if tokens > FUSED_TOKENS:
+        launch = _launch_of(tokens, scales)
+        if launch is None:
+            return reference.activate(F.linear(x, _decode_codes(codes, scales, k, x.dtype), bias), activation)
+        return launches.mma(x_MK, _codes_of(codes, scales), bias, activation, launch).view(*x.shape[:-1], n)
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     if not rows_are_aligned(x_MK):
         wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)
@@ -126,6 +144,16 @@ def _product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, acti
         HAS_BIAS=bias is not None,
     )
     return y.view(*x.shape[:-1], n)
+
+
+def codes_of(coarse: dict[str, Tensor]) -> launches.Codes:
+    """A plain coarse plane as `Codes`."""
+    return _codes_of(coarse["codes"], coarse["scales"])
+
+
+def _codes_of(codes: Tensor, scales: Tensor) -> launches.Codes:
+    (n, blocks), words = scales.shape, codes.view(torch.int32)
+    return launches.Codes(words, "int8", scales, n, -(-blocks // 4), scales, scales, blocks, 32)
 
 
 def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:

@@ -14,18 +14,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from vbrt.kernels.cuda.e2m1.narrow_gluon import activate, out_layout, sum_over_warps
+from vbrt.kernels.cuda.e2m1.wide_gluon import register_operands
 
-__all__ = ["linear_kernel"]
+__all__ = ["byte_operands", "linear_kernel", "scale_pair"]
 
 
-def _decode_assembly() -> str:
+def _decode_assembly(by_instruction: bool) -> str:
     """Four words $16.. of row g and $20.. of row g + 8 to the A operands of four instructions, operand o of instruction
-    i in register 4 o + i. Scales, twice a word, are in $24.. and $28.. for the two rows."""
+    i in register 4 o + i or, by_instruction, 4 i + o. Scales, twice a word, are in $24.. and $28.. for the two rows."""
     lines = ["{ .reg .b32 w, h, l; .reg .b32 one, z; mov.b32 one, 0x3F803F80; mov.b32 z, 0x80008000;"]
     for row in range(2):
         for i in range(4):
             for pair, selector in enumerate(("0x4140", "0x4342")):
-                out, scale = f"${4 * (2 * pair + row) + i}", f"${24 + 4 * row + i}"
+                operand, scale = 2 * pair + row, f"${24 + 4 * row + i}"
+                out = f"${4 * i + operand if by_instruction else 4 * operand + i}"
                 lines += [
                     f"prmt.b32 w, ${16 + 4 * row + i}, 0, {selector};",
                     "and.b32 h, w, 0x007F007F; or.b32 h, h, 0x43004300;",
@@ -49,7 +51,8 @@ def _multiply_assembly() -> str:
     return " ".join(lines)
 
 
-DECODE = gl.constexpr(_decode_assembly())
+DECODE = gl.constexpr(_decode_assembly(False))
+DECODE_OPERANDS = gl.constexpr(_decode_assembly(True))
 DECODE_REGISTERS = gl.constexpr(",".join(["=&r"] * 16) + ",r" * 16)
 MULTIPLY = gl.constexpr(_multiply_assembly())
 MULTIPLY_REGISTERS = gl.constexpr(",".join(["=&f"] * 4) + ",r" * 24 + ",f" * 4)
@@ -77,6 +80,20 @@ def scale_pair(stored):
     """2^(byte - 127) / 64 in bf16, duplicated in a word."""
     bits = gl.where(stored > 6, (stored - 6) << 7, 1 << (stored & 7))
     return gl.where(stored == 255, 0x7FC0, bits) * 0x10001
+
+
+@gluon.jit
+def byte_operands(upper, lower, scale_g, scale_h, WARPS: gl.constexpr, A: gl.constexpr):
+    """Four [16 * WARPS, 16] weights, for `e2m1/mma_gluon`: of rows g and g + 8 a lane's 16 columns of codes."""
+    o = gl.inline_asm_elementwise(
+        DECODE_OPERANDS,
+        DECODE_REGISTERS,
+        [upper, lower, scale_g[:, None], scale_h[:, None]],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+    return register_operands(o, WARPS, A)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "blocks", "x_stride", "y_stride"])
