@@ -8,9 +8,11 @@ from tests.emulator.test_ptx import copies, gpu, on_hopper  # noqa: F401  # fixt
 from tests.kernels.cuda.gpu_cases import error
 from tests.kernels.expert_cases import exact_rows, expert_pages, grouped_pairs, routing
 from tests.matrix import matrix
+from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
 from vbrt.kernels.cuda.experts import decoded_experts, many_tokens
 from vbrt.kernels.cuda.experts.token_sums import weighted_sums
+from vbrt.kernels.cuda.launch_table import MmaLaunch
 from vbrt.kernels.experts import Gate, part_planes, weigh_and_sum
 
 pytest.importorskip("triton.experimental.gluon")
@@ -82,6 +84,37 @@ def test_fp16_is_a_sum_of_bf16_and_rows_are_added_in_fp32(gpu, monkeypatch):  # 
     y = weighted_sums(rows, ids, shares, E)
     torch.testing.assert_close(y, weigh_and_sum(rows.nan_to_num(), ids, shares, E))
     assert gpu == ["gather_kernel", "grouped_kernel", "grouped_kernel", "sum_kernel"]
+
+
+MMA = [MmaLaunch(16, 2, 2, ring=2), MmaLaunch(32, 1, 2, ring=3), MmaLaunch(64, 2, 2, ring=2)]
+
+
+@matrix(gate=GATES, format=["nvfp4", "mxfp4"], gpu=[80, 89], launch=MMA, indirect=("gpu",), at_most=4)
+def test_many_tokens_without_wgmma(gate, format, launch, gpu, monkeypatch):  # noqa: F811
+    n, k = (160, 328) if gate is GATES["silu"] else (104, 136)
+    pages, weights = expert_pages(format, {"up": (n, k), "down": (40, 48)}, E, tiled=True, missing=(1,))
+    monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])
+    monkeypatch.setattr(many_tokens, "grouped_mma_for", lambda *_: launch)
+    ids, _ = routing(36, 2, E, sentinels=6)
+    ids[ids == 1] = 2
+    x, bias = torch.randn(36, k + 8).bfloat16()[:, :k], torch.randn(E, n).bfloat16()
+    groups = many_tokens.group_pairs(ids, E, launch.tokens)
+    y = many_tokens.products(x, groups, pages, part="up", gate=gate, bias_EN=bias)
+    assert error(y, exact_rows(x, ids, weights["up"], gate, bias)) < 4e-3
+    assert not y[(ids == E).view(-1)].any()
+    assert gpu == ["grouped_mma_kernel"]
+
+
+@matrix(dtype=[torch.float16, torch.float32], gpu=[80], indirect=("gpu",), at_most=1)
+def test_other_dtypes_are_sums_of_bf16_without_wgmma(dtype, gpu, monkeypatch):  # noqa: F811
+    pages, weights = expert_pages("nvfp4", {"down": (40, 132)}, E, tiled=True)
+    monkeypatch.setattr(Machine, "pages", pages.pages)
+    ids, _ = routing(5, 2, E, sentinels=3)
+    h = torch.randn(10, 132, dtype=dtype)
+    rows = many_tokens.down(h, ids, None, pages, part="down", bias_EN=None)
+    want = exact_rows(h, ids.view(-1, 1), weights["down"], None)
+    assert error(rows, want) < (1e-3 if dtype is torch.float16 else 1e-5)
+    assert gpu == ["pad_kernel"] + ["grouped_mma_kernel"] * SUMMANDS[dtype]
 
 
 @matrix(format=["nvfp4", "mxfp4"], gpu=[80, 89, 90], indirect=("gpu",))

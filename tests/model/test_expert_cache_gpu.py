@@ -5,7 +5,6 @@ import torch
 
 import vbrt
 from tests.models import qwen3_moe
-from vbrt.kernels.cuda.experts import expert_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 NAME = "model.layers.0.mlp.experts"
@@ -85,8 +84,7 @@ def test_a_decode_step_is_one_graph_that_follows_its_routing(format):
 @pytest.mark.parametrize("capability", [(8, 6)], indirect=True)
 @pytest.mark.usefixtures("capability")
 @torch.no_grad()
-def test_prompts_of_other_dtypes_are_multiplied_in_chunks_without_the_host(dtype, monkeypatch):
-    monkeypatch.setattr(expert_kernels, "MOST_FEW_PAIRS", 1 << 10)
+def test_prompts_of_other_dtypes_are_multiplied_without_the_host(dtype):
     outputs = []
     for policy in ("experts", "lru"):
         vb = _wrapped(policy=policy, dtype=dtype)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 __all__ = [
-    "MOST_FEW_PAIRS",
     "PERSISTENT_ROWS",
     "PERSISTENT_WARPS",
     "RULES",
@@ -35,6 +34,9 @@ __all__ = [
     "codes_for",
     "fused_limit",
     "grouped_for",
+    "grouped_mma_for",
+    "grouped_mma_pays",
+    "grouped_mma_tokens",
     "grouped_sizes",
     "grouped_stages",
     "has_rules",
@@ -558,11 +560,44 @@ def grouped_stages(block: int) -> int:
     return _GROUPED_STAGES[block]
 
 
+#: MoE kernel for many tokens with `mma.sync`: mean pairs per expert up to which it takes 32 at a time, and its launches
+#: by pairs at a time; not measured
+_GROUPED_MMA_FEW = 96
+_GROUPED_MMA = {32: MmaLaunch(32, 4, 2, 1, 4), 64: MmaLaunch(64, 4, 2, 1, 3)}
+
+#: compute capability majors with a grouped matmul in torch that stays on the device; what its scratch memory is worth
+_GROUPED_MATMUL, _SCRATCH_WORTH = (9, 10), 1.1
+
+
+def grouped_mma_tokens(gpu: Gpu, pairs: int, experts: int) -> int:
+    """Pairs of an expert that the MoE kernel for many tokens with `mma.sync` takes at a time."""
+    return 32 if pairs <= _GROUPED_MMA_FEW * experts else 64
+
+
+def grouped_mma_for(gpu: Gpu, block: int, pairs: int, n: int, apart: bool) -> MmaLaunch:
+    """Configuration of that kernel for matrices of n rows; apart: a program has rows of both of their halves."""
+    launch = _GROUPED_MMA[block]
+    programs = -(-pairs // block) * -(-n // (16 * launch.row_tiles * launch.warps))
+    return launch if apart or programs >= 2 * gpu.processors else launch._replace(row_tiles=1)
+
+
+def grouped_mma_pays(gpu: Gpu, pairs: int, experts: int) -> bool:
+    """True if that kernel is to be preferred to decoding and torch's grouped matmul.
+
+    That needs scratch memory, and outside of `_GROUPED_MATMUL` torch reads the number of pairs back to the host.
+    """
+    if gpu.major not in _GROUPED_MATMUL:
+        return True
+    mean, clocks_us = pairs / experts, gpu.clock_mhz * gpu.processors  # for each weight of an expert
+    decoded_us = 2.5 / gpu.bytes_us + mean / (0.8 * gpu.matmul * clocks_us)
+    return mean / (0.75 * gpu.mma * clocks_us) <= _SCRATCH_WORTH * decoded_us
+
+
 #: mean pairs per expert up to which the MoE kernels for few tokens are the fastest: on an H200 18 with short rows, 27
 #: with longer ones
 _FEW_PAIRS = 20
 #: maximum pairs of these kernels: each needs a row in fp32
-MOST_FEW_PAIRS = 1 << 14
+_MOST_FEW_PAIRS = 1 << 14
 #: pairs are not sorted by expert up to this share of the number of experts: two rarely share one
 _ALONE = 0.25
 #: mean pairs per expert up to which programs take 8, then 16 at a time
@@ -575,7 +610,7 @@ _LONG_SHARE = 10
 
 def are_few(pairs: int, experts: int) -> bool:
     """True if the MoE kernels for few tokens are the fastest."""
-    return pairs <= _FEW_PAIRS * experts
+    return pairs <= min(_FEW_PAIRS * experts, _MOST_FEW_PAIRS)
 
 
 def pairs_are_alone(tokens: int, pairs: int, experts: int) -> bool:

@@ -7,7 +7,43 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.cuda.gpu_cases import compiled
-from vbrt.kernels.cuda.launch_table import grouped_stages
+from tests.matrix import matrix
+from vbrt.kernels.cuda.launch_table import _GROUPED_MMA, grouped_stages
+
+
+@matrix(gate=["apart", "interleaved", "none"], capability=[86, 120, 80], launch=_GROUPED_MMA.values(), at_most=1)
+def test_the_grouped_kernel_with_mma_sync_compiles_with_wide_copies_and_stores(gate, capability, launch):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels.cuda.experts import grouped_mma_gluon
+
+    tokens, warps, row_tiles, _, ring = launch
+    types = {"x_ptr": "*bf16", "address_ptr": "*i64", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
+    types |= dict.fromkeys(("order_ptr", "offset_ptr", "expert_ptr", "first_ptr"), "*i32")
+    aligned = (*types, "tile_offset", "scale_offset", "N", "K", "n_out", "x_stride")
+    types |= dict.fromkeys((*aligned[len(types) :], "columns", "row_blocks", "experts", "k"), "i32")
+    constants = {
+        "TOKENS": tokens,
+        "WARPS": warps,
+        "ROW_TILES": row_tiles,
+        "RING": ring,
+        "CODES": "e4m3",
+        "K_TAIL": False,
+        "HAS_BIAS": False,
+        "FUNCTION": "none" if gate == "none" else "silu",
+        "GATED": gate != "none",
+        "INTERLEAVED": gate == "interleaved",
+        "ALPHA": 1.0,
+        "LIMIT": None,
+        "SHIFT": 0.0,
+    }
+    binary = compiled(grouped_mma_gluon.grouped_mma_kernel, types, constants, capability, warps=warps, aligned=aligned)
+    ptx = binary.asm["ptx"]
+    assert ptx.count("mma.sync") == ring * 8 * row_tiles * tokens // 8
+    assert binary.metadata.shared <= launch.shared_bytes(288) + 1024 <= 99 << 10
+    assert ".local" not in ptx and "cp.async.cg.shared.global" in ptx
+    stored = 16 * warps * row_tiles * tokens * 2 // (2 if gate != "none" else 1) // (32 * warps)  # bytes a lane
+    wide, lane = ("st.global.v2", 8) if gate == "interleaved" else ("st.global.v4", 16)
+    assert ptx.count(wide) >= stored // lane
 
 
 @pytest.mark.exhaustive  # each takes seconds; the emulator runs the kernel by default

@@ -1,5 +1,6 @@
 """Routed experts of many tokens: which way a product takes, and on a GPU what it computes."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,17 @@ from tests.matrix import matrix
 from vbrt.kernels import resolve
 from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
-from vbrt.kernels.cuda.experts import decoded_experts, expert_kernels, few_tokens, many_tokens
+from vbrt.kernels.cuda.experts import decoded_experts, expert_kernels, many_tokens
 from vbrt.kernels.cuda.experts.pairs import Groups
-from vbrt.kernels.cuda.launch_table import grouped_for, grouped_stages
-from vbrt.kernels.experts import Gate, experts_down, experts_up, part_planes, weigh_and_sum
+from vbrt.kernels.cuda.launch_table import (
+    Gpu,
+    MmaLaunch,
+    grouped_for,
+    grouped_mma_for,
+    grouped_mma_tokens,
+    grouped_stages,
+)
+from vbrt.kernels.experts import Gate, part_planes, weigh_and_sum
 
 GATES = {
     "silu": Gate("silu"),
@@ -34,6 +42,16 @@ def test_more_pairs_of_an_expert_take_larger_blocks():
         assert grouped_stages(block) * block * 256 + 2 * min(64, block) * 64 * 4 + 1024 <= 227 << 10
 
 
+def test_launches_with_mma_sync_take_as_many_pairs_as_are_sorted_together_and_rows_of_both_halves():
+    gpu = Gpu(8, 28, 100 << 10, 99 << 10)
+    blocks = [grouped_mma_tokens(gpu, pairs * 16, 16) for pairs in (21, 60, 1000)]
+    assert blocks == sorted(blocks) and len(set(blocks)) == 2
+    for block, pairs, n, apart in itertools.product(blocks, (400, 100_000), (128, 28672), (True, False)):
+        launch = grouped_mma_for(gpu, block, pairs, n, apart)
+        assert launch.tokens == block and launch.splits == 1 and (launch.row_tiles % 2 == 0 or not apart)
+        assert launch.shared_bytes(288) <= 99 << 10
+
+
 def test_pairs_are_sorted_once_for_a_layer_and_again_when_ids_have_changed(monkeypatch):
     monkeypatch.setattr(tuned_configs, "tuned", lambda index: {})
     pages, _ = expert_pages("nvfp4", {"up": (32, 32), "down": (32, 32)}, 2, tiled=True)
@@ -43,6 +61,7 @@ def test_pairs_are_sorted_once_for_a_layer_and_again_when_ids_have_changed(monke
         sorts.append(ids)
         return Groups(*torch.zeros(4, experts + 2).int(), block)
 
+    monkeypatch.setattr(devices, "gpu", lambda index: Gpu(9, 132))
     monkeypatch.setattr(many_tokens, "group_pairs", group_pairs)
     monkeypatch.setattr(many_tokens, "products", lambda x, groups, *args, **named: x)
     with torch.inference_mode():
@@ -78,9 +97,12 @@ def test_pages_without_tiles_and_tensors_of_the_cpu_go_through_the_reference():
         (8, torch.bfloat16, 32, "few"),
         (9, torch.bfloat16, 400, "grouped"),
         (9, torch.float32, 400, "grouped"),
-        (8, torch.bfloat16, 400, "decoded"),
-        (10, torch.bfloat16, 400, "decoded"),
-        (8, torch.float16, 400, "few"),
+        (8, torch.bfloat16, 400, "grouped"),
+        (8, torch.float16, 100_000, "grouped"),
+        (12, torch.bfloat16, 100_000, "grouped"),
+        (10, torch.bfloat16, 100, "grouped"),
+        (10, torch.bfloat16, 100_000, "decoded"),
+        (10, torch.float16, 100_000, "grouped"),
         (9, torch.float64, 400, "reference"),
         (7, torch.bfloat16, 400, "reference"),
     ],
@@ -88,37 +110,9 @@ def test_pages_without_tiles_and_tensors_of_the_cpu_go_through_the_reference():
 def test_the_way_follows_from_what_the_host_knows(major, dtype, pairs, way, monkeypatch):
     pages, _ = expert_pages("nvfp4", {"up": (32, 64)}, 2, tiled=True)
     monkeypatch.setattr(devices, "capability", lambda index: (major, 0))
+    monkeypatch.setattr(devices, "gpu", lambda index: Gpu(major, 132, mma=920, matmul=3700 if major == 10 else 920))
     x = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda", 0))
     assert expert_kernels.route(x, pairs, pages, "up") == way
-
-
-@pytest.mark.parametrize("weighted", [True, False])
-def test_many_pairs_for_the_kernels_of_few_go_in_chunks_of_tokens(weighted, monkeypatch):
-    calls = []
-
-    def plain(op):
-        def run(x, ids, *rest):
-            calls.append(ids.numel())
-            weights = rest[:1] if op is experts_down else ()
-            pages, part, *options = rest[len(weights) :]
-            named = dict(zip(("gate", "bias_EN") if op is experts_up else ("bias_EN",), options, strict=True))
-            return op(x, ids, *weights, pages, part=part, **named)
-
-        return run
-
-    monkeypatch.setattr(expert_kernels, "route", lambda *_: "few")
-    monkeypatch.setattr(expert_kernels, "MOST_FEW_PAIRS", 8)
-    monkeypatch.setattr(few_tokens, "up", plain(experts_up))
-    monkeypatch.setattr(few_tokens, "down", plain(experts_down))
-    pages, _ = expert_pages("nvfp4", {"up": (64, 48), "down": (48, 32)}, 5, tiled=False)
-    ids, weights = routing(11, 3, 5, sentinels=4)
-    x, bias = torch.randn(11, 48).half(), torch.randn(5, 64).half()
-    weights, gate = weights if weighted else None, GATES["silu"]
-    h = expert_kernels.up(x, ids, pages, gate=gate, bias_EN=bias)
-    y = expert_kernels.down(h, ids, weights, pages)
-    assert calls == [6, 6, 6, 6, 6, 3] * 2
-    assert torch.equal(h, experts_up(x, ids, pages, gate=gate, bias_EN=bias))
-    assert torch.equal(y, experts_down(h, ids, weights, pages))
 
 
 @pytest.mark.parametrize(("capability", "takes"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((12, 0), True)])
@@ -156,7 +150,7 @@ def test_decoded_products_of_experts_in_turns(experts_at_a_time, monkeypatch):
 
 
 def on_hopper():
-    if torch.cuda.get_device_capability()[0] != 9:
+    if devices.major(0) != 9:
         pytest.skip("for sm_90")
 
 
@@ -179,9 +173,31 @@ def test_grouped_products_match_float64(gate, format, block):
         assert torch.equal(y, again)
 
 
+MMA = [MmaLaunch(32, 4, 2, 1, 4), MmaLaunch(64, 4, 2, 1, 3), MmaLaunch(16, 8, 2, 1, 3)]
+
+
 @pytest.mark.gpu
-@matrix(dtype=list(TOLERANCE), format=["nvfp4", "mxfp4"])
-def test_a_layer_matches_float64_in_any_dtype(dtype, format):
+@matrix(gate=GATES, format=["nvfp4", "mxfp4"], launch=MMA, capability=[(8, 0)], turns=2, indirect=("capability",))
+def test_grouped_products_with_mma_sync_match_float64(gate, format, launch, capability, monkeypatch):
+    monkeypatch.setattr(many_tokens, "grouped_mma_for", lambda *_: launch)
+    for n, k, experts, tokens in ((192, 520, 5, 300), (1536, 384, 40, 900), (160, 204, 3, 40), (24, 2730, 3, 70)):
+        pages, weights = expert_pages(format, {"up": (n, k)}, experts, tiled=True, device="cuda", missing=(1,))
+        ids, _ = routing(tokens, 3, experts, device="cuda", sentinels=11)
+        ids[ids == 1] = 2
+        x = torch.randn(tokens, k, device="cuda").bfloat16()
+        bias = torch.randn(experts, n, device="cuda").bfloat16() if launch.tokens != 64 else None
+        poison()
+        groups = many_tokens.group_pairs(ids, experts, launch.tokens)
+        y = many_tokens.products(x, groups, pages, part="up", gate=gate, bias_EN=bias)
+        assert error(y, exact_rows(x, ids, weights["up"], gate, bias)) < (5e-3 if n != 24 else 1e-2)
+        assert not y[(ids == experts).view(-1)].any()
+        again = many_tokens.products(x, groups, pages, part="up", gate=gate, bias_EN=bias)
+        assert torch.equal(y, again)
+
+
+@pytest.mark.gpu
+@matrix(dtype=list(TOLERANCE), format=["nvfp4", "mxfp4"], capability=[None, (8, 0), (12, 0)], indirect=("capability",))
+def test_a_layer_matches_float64_in_any_dtype(dtype, format, capability):
     shapes = {"up": (512, 400), "down": (400, 256)}
     pages, matrices = expert_pages(format, shapes, 6, dtype=dtype, tiled=True, device="cuda")
     ids, weights = routing(200, 3, 6, device="cuda", sentinels=20)
@@ -212,8 +228,8 @@ def test_decoded_products_match_float64(scratch, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_graph_follows_the_routing_and_the_addresses():
-    on_hopper()
+@pytest.mark.parametrize("capability", [None, (8, 0)], indirect=True)
+def test_a_graph_follows_the_routing_and_the_addresses(capability):
     shapes = {"up": (256, 256), "down": (256, 128)}
     pages, matrices = expert_pages("nvfp4", shapes, 4, tiled=True, device="cuda")
     ids, weights = routing(300, 2, 4, device="cuda")

@@ -2,8 +2,8 @@
 
 Token ids, routing weights and a table of page addresses enter. `expert_kernels.py` picks a way from what the host
 knows: pairs (token, expert), experts, dtype, GPU, page order. Up to 20 pairs an expert on average it is `few_tokens`;
-beyond that `many_tokens` on sm_90, and on other GPUs in bf16 `decoded_experts` (decoded weights and torch's grouped
-matmul, at most 1 GiB of scratch).
+beyond that `many_tokens`. The most pairs are for `decoded_experts` on sm_100 (decoded weights and torch's grouped
+matmul, at most 1 GiB of scratch): elsewhere torch would read the number of an expert's pairs back to the host.
 
 **Few tokens**: the loop of `kernels/cuda/e2m1/narrow_gluon.py`, weights from the expert's page straight to registers.
 The compiler must be told that pages begin at 16 bytes, because their addresses are numbers from a table. Gates and
@@ -17,6 +17,9 @@ layer. Weights are read two pairs of columns ahead, across the ends of items. We
 order of the ids. Roads not taken: 256 pairs at a time were slower in four cases of five; a tile order that needs no
 gather would exchange words between lanes in every tile; programs that go on to the next rows of their expert were
 slower in nearly all cases.
+
+Without `warpgroup_mma` (`grouped_mma_gluon.py`) it is the tile loop of `kernels/cuda/e2m1/mma_gluon.py`, whose copies
+take any rows: nothing is gathered before.
 
 **Residency on the device** (`residency.py`, `resolve_triton.py`, `fetch_triton.py`): int64 tables, for each page its
 slot, score, time and counts; for each slot its page and place in the window's queue; for each pool a clock. A lease is

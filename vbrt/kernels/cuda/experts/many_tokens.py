@@ -1,7 +1,9 @@
 """MoE for many tokens: pairs sorted by expert, and one fused kernel for the matrices of all experts.
 
-There is no synchronization: pair counts and page addresses are known to the device only. bf16 activations are used as
-they are; fp16 and fp32 are split into two and three bf16 summands, whose products are added.
+On sm_90 it is `grouped_gluon`, behind one that gathers the pairs' activations; from sm_80 on elsewhere
+`grouped_mma_gluon`, which gathers them itself. There is no synchronization: pair counts and page addresses are known to
+the device only. bf16 activations are used as they are; fp16 and fp32 are split into two and three bf16 summands, whose
+products are added.
 
 Legend: T tokens, k experts per token, P = T k pairs, M rows of the input (T, or P with k = 1), S summands.
 """
@@ -14,11 +16,18 @@ from torch import Tensor
 
 from vbrt.errors import KernelError
 from vbrt.kernels.cuda import devices, tuned_configs
-from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
+from vbrt.kernels.cuda.e2m1.launches import SUMMANDS, in_bf16
 from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, TILES
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
 from vbrt.kernels.cuda.experts.token_sums import weighted_sums
-from vbrt.kernels.cuda.launch_table import grouped_for, grouped_stages
+from vbrt.kernels.cuda.launch_table import (
+    WIDE,
+    MmaLaunch,
+    grouped_for,
+    grouped_mma_for,
+    grouped_mma_tokens,
+    grouped_stages,
+)
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
 
@@ -35,6 +44,13 @@ class _Kernels(NamedTuple):
     gather: Launcher
     multiply: Launcher
     describe: Any  # (matrix, pairs per box) -> TMA descriptor
+
+
+@functools.cache
+def _mma() -> Launcher:
+    from vbrt.kernels.cuda.experts import grouped_mma_gluon
+
+    return Launcher(grouped_mma_gluon.grouped_mma_kernel)
 
 
 @functools.cache
@@ -71,9 +87,11 @@ def down(
 
 
 def _sorted(ids_Tk: Tensor, pages: ExpertPages) -> Groups:
-    pairs = ids_Tk.numel()
-    found = tuned_configs.found(ids_Tk.device.index, "expert blocks", pairs, pages.experts)
-    return group_pairs(ids_Tk, pages.experts, found.block if found else grouped_for(pairs, pages.experts))
+    pairs, experts, gpu = ids_Tk.numel(), pages.experts, devices.gpu(ids_Tk.device.index)
+    if gpu.major not in WIDE:
+        return group_pairs(ids_Tk, experts, grouped_mma_tokens(gpu, pairs, experts))
+    found = tuned_configs.found(ids_Tk.device.index, "expert blocks", pairs, experts)
+    return group_pairs(ids_Tk, experts, found.block if found else grouped_for(pairs, experts))
 
 
 def _taken(ids_Tk: Tensor, pages: ExpertPages) -> Groups | None:
@@ -99,7 +117,8 @@ def products(
         raise KernelError(f"experts, part {part!r}: x has shape {tuple(x_MK.shape)}; expected (..., {k})")
     if not pairs:
         return x_MK.new_empty(0, n if gate is None else gate.columns(n))
-    call = _Call(x_MK, groups, pages, part)
+    on_hopper = devices.major(x_MK.device.index) in WIDE
+    call = (_WgmmaCall if on_hopper else _MmaCall)(x_MK, groups, pages, part)
     fused = SUMMANDS[x_MK.dtype] == 1 and _fuses(gate, n)
     y_PN = call.run(gate if fused and gate is not None else _NO_GATE, bias_EN)
     return y_PN.to(x_MK.dtype) if fused or gate is None else apply_gate(y_PN, gate).to(x_MK.dtype)
@@ -110,8 +129,8 @@ def _fuses(gate: Gate | None, n: int) -> bool:
     return gate is None or not gate.gated or n % (2 if gate.interleaved else 2 * _OUTPUT_ROWS) == 0
 
 
-class _Call(NamedTuple):
-    """Operands of one part's products."""
+class _WgmmaCall(NamedTuple):
+    """Operands of one part's products, for `grouped_gluon`."""
 
     x_MK: Tensor
     groups: Groups
@@ -195,3 +214,57 @@ class _Call(NamedTuple):
             LIMIT=gate.limit,
             SHIFT=gate.shift,
         )
+
+
+class _MmaCall(NamedTuple):
+    """Operands of one part's products, for `grouped_mma_gluon`."""
+
+    x_MK: Tensor
+    groups: Groups
+    pages: ExpertPages
+    part: str
+
+    def run(self, gate: Gate, bias_EN: Tensor | None) -> Tensor:
+        """Return [P, n_out] in x's dtype, or in fp32 if x is split into summands."""
+        (n, _), pairs = self.pages.shapes[self.part], len(self.groups.order)
+        gpu, n_out, x_RK = devices.gpu(self.x_MK.device.index), gate.columns(n), in_bf16(self.x_MK)
+        launch = grouped_mma_for(gpu, self.groups.block, pairs, n, gate.gated and not gate.interleaved)
+        summands = SUMMANDS[self.x_MK.dtype]
+        if summands == 1:
+            return self._multiply(x_RK, x_RK.new_empty(pairs, n_out), launch, gate, bias_EN)
+        y_SPN = x_RK.new_empty(summands, pairs, n_out, dtype=torch.float32)
+        for x_MK, y_PN in zip(x_RK.view(summands, *self.x_MK.shape[:1], -1), y_SPN, strict=True):
+            self._multiply(x_MK, y_PN, launch, gate, bias_EN)
+            bias_EN = None
+        return y_SPN.sum(0)
+
+    def _multiply(self, x_MK: Tensor, y_PN: Tensor, launch: MmaLaunch, gate: Gate, bias_EN: Tensor | None) -> Tensor:
+        """Fill y with the gate of W x + b of each pair."""
+        pages, groups, device, (tokens, k) = self.pages, self.groups, y_PN.device, x_MK.shape
+        (pairs, n_out), n, offsets = y_PN.shape, pages.shapes[self.part][0], pages.offsets(self.part)
+        rows = _OUTPUT_ROWS * launch.warps * launch.row_tiles // (2 if gate.gated else 1)
+        row_blocks, repeats = -(-n_out // rows), pairs // tokens
+        bias_or_y = y_PN if bias_EN is None else bias_EN.contiguous()
+        matrices = offsets[TILES], offsets["tensor_scale"]
+        _mma()(
+            device.index,
+            (len(groups.experts) * row_blocks, 1),
+            (x_MK, *groups[:4], addresses_of(pages, device), bias_or_y, y_PN),
+            (*matrices, n, k, -(-k // COLUMNS), row_blocks, pages.experts, repeats, n_out, x_MK.stride(0)),
+            warps=launch.warps,
+            specialized=(*matrices, n, k, n_out, x_MK.stride(0), y_PN.dtype, bias_or_y.dtype),
+            TOKENS=launch.tokens,
+            WARPS=launch.warps,
+            ROW_TILES=launch.row_tiles,
+            RING=launch.ring,
+            CODES="e8m0" if FORMATS[pages.format].e8m0_scales else "e4m3",
+            K_TAIL=k % COLUMNS != 0,
+            HAS_BIAS=bias_EN is not None,
+            FUNCTION=gate.function,
+            GATED=gate.gated,
+            INTERLEAVED=gate.interleaved,
+            ALPHA=gate.alpha,
+            LIMIT=gate.limit,
+            SHIFT=gate.shift,
+        )
+        return y_PN
