@@ -1,10 +1,13 @@
 """Paths of GPUs without `warpgroup_mma`, on one that has it: choose kernels as for another compute capability.
 
-    python3 scripts/capability_bench.py [--capability 8.0] [--parts linear experts] [--out results.json]
+    python3 scripts/capability_bench.py [--capability 8.0] [--parts linear experts grouped formats] [--out results.json]
 
 linear: bf16 matmul time / ours by shape and number of tokens, of shapes to which nothing was fitted. experts: a token
 of twelve layers of Qwen3-30B-A3B, 4-bit, with a share of the expert pages on the GPU. Each as it is and as for the
 other capability, in one process. Rates of the GPU stay its own: what another GPU does is expected, not measured.
+
+grouped, formats: launches of the kernel with `mma.sync` for routed experts and for formats of rows of codes, checked
+and timed beside decoding, see `mma_sweep.py`; not among the default parts.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import torch  # after the checkout is on the path
 import torch.nn.functional as F
 
 import vbrt
+from scripts import mma_sweep
 from scripts.experts_decode import build
 from scripts.gpu_timing import BF16, CUDA, dense_weights, machine, planes_of, side_by_side
 from vbrt.kernels.cuda import devices
@@ -31,6 +35,7 @@ SHAPES = [(2048, 5632), (3072, 8192), (3584, 18944), (5120, 13824), (2560, 10240
           (8192, 1024), (6144, 16384)]  # fmt: skip  # (K, N)
 TOKENS = (16, 33, 64, 100, 200, 320, 777, 2048)
 SHARES = (0.5, 0.25)
+PARTS = ("linear", "experts", "grouped", "formats")
 
 
 def linear_rows(taken: tuple[int, int]) -> list[dict]:
@@ -86,24 +91,34 @@ def experts_rows(taken: tuple[int, int]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--capability", default="8.0", help="major.minor that kernels are chosen for")
-    parser.add_argument("--parts", nargs="*", default=["linear", "experts"], choices=["linear", "experts"])
+    parser.add_argument("--parts", nargs="*", default=["linear", "experts"], choices=PARTS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: scripts/capability_bench.py chooses kernels of a GPU, and torch finds no CUDA device here")
     taken = tuple(map(int, args.capability.split(".")))
     result = {"machine": machine(), "capability": args.capability}
+    failed = mma_sweep.failed_checks(args.parts, taken) if {"grouped", "formats"} & set(args.parts) else {}
+    said = [f"{check}: {found}" for check, found in failed.items()]
+    print(*said, sep="\n", end="\n" * bool(said), flush=True)
+    with torch.no_grad():
+        for part, rows in (("grouped", mma_sweep.grouped_rows), ("formats", mma_sweep.format_rows)):
+            if part in args.parts:
+                result[part] = list(rows(taken, failed))
+    devices.taken_for(None)
     if "experts" in args.parts:
         result["experts"] = experts_rows(taken)
     if "linear" in args.parts:
         result["linear"] = linear_rows(taken)
         for tokens in TOKENS:
             own, other = ([r[n]["ratio"] for r in result["linear"] if r["tokens"] == tokens] for n in ("own", "taken"))
-            said = (f"lowest {min(v):.2f} mean {statistics.mean(v):.2f}" for v in (own, other))
-            print(f"{tokens} tokens:", "; taken for another: ".join(said))
+            means = (f"lowest {min(v):.2f} mean {statistics.mean(v):.2f}" for v in (own, other))
+            print(f"{tokens} tokens:", "; taken for another: ".join(means))
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     out = args.out or ROOT / "benchmarks" / "results" / f"capability-{device}.json"
     out.write_text(json.dumps(result, indent=1) + "\n")
+    if failed:
+        sys.exit("\n".join(["error: launches that compute something else or do not run", *said]))
 
 
 if __name__ == "__main__":
