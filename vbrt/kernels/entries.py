@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vbrt.formats import split_fine
+from vbrt.host import accelerator
 from vbrt.kernels import experts, reference, update
 from vbrt.kernels.cpu import build as cpu_build
 from vbrt.kernels.cpu import encode as cpu_encode
@@ -35,7 +36,7 @@ def _no_triton(device: torch.device) -> str | None:
     """Return why Triton kernels cannot run on a CUDA device, or None."""
     if why := devices.why_unavailable():
         return why
-    if (device.index or 0) >= torch.cuda.device_count():
+    if (device.index or 0) >= accelerator.device_count():
         return f"{device} is not there"
     major, minor = devices.capability(device.index or 0)
     return None if major >= devices.MIN_MAJOR else f"sm_{major}{minor} is older than sm_80"
@@ -62,7 +63,7 @@ _built_experts = functools.partial(
 )
 _built_update = functools.partial(_compiled, rank=1, refusal=cpu_update.refusal, builds=True)
 _triton = functools.partial(
-    Kernel, backend="triton", devices=("cuda",), rank=1, refusal=_no_triton, reads_resident_planes=True
+    Kernel, backend="triton", devices=(accelerator.CUDA,), rank=1, refusal=_no_triton, reads_resident_planes=True
 )
 _tiled = functools.partial(_triton, formats=tuple(TILE_FORMATS), page_order=e2m1_linear.packing)
 _tables = functools.partial(_triton, formats=(*table_linear.FORMATS, *table_linear.LEVELS), runs_unpacked=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import vbrt
+from vbrt.host import accelerator
 from vbrt.kernels import entries, kernel_refusal, resolve
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
@@ -135,7 +136,7 @@ def test_a_shape_that_the_vendors_matmul_refuses_is_listed(monkeypatch):
 def test_a_gpu_on_which_nothing_was_measured_says_so_in_statistics_and_names_tune(capability, monkeypatch):
     monkeypatch.setattr(devices, "why_unavailable", lambda: None)
     monkeypatch.setattr(devices, "capability", lambda index: capability)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {})
     entries._no_triton.cache_clear()
     try:

@@ -19,6 +19,7 @@ import torch
 
 from vbrt.config import FORMATS
 from vbrt.formats.page import PageLayout
+from vbrt.host import accelerator
 from vbrt.kernels import (
     EXACT,
     Kernel,
@@ -107,9 +108,9 @@ def rounding(spec: HandleSpec, device: torch.device) -> str | None:
 
 def refusals(spec: HandleSpec, device: torch.device) -> Iterator[str]:
     """Kernels that the config requests and the device does not support, each with reason and fallback."""
-    if spec.dense or device.type not in ("cuda", "cpu"):
+    if spec.dense or device.type not in (accelerator.TYPE, "cpu"):
         return
-    no_kernels = kernel_refusal(device) if spec.backend == "auto" else None
+    no_kernels = (_without_kernels(device) or kernel_refusal(device)) if spec.backend == "auto" else None
     asked = spec.backend != "reference" and not spec.lossless
     no_fp8 = fp8_refusal(device) if asked and spec.fp8 else None
     if no_kernels:
@@ -121,12 +122,16 @@ def refusals(spec: HandleSpec, device: torch.device) -> Iterator[str]:
         yield f"compute.int8: {no_int8}; inputs are multiplied in {spec.dtype} instead"
 
 
+def _without_kernels(device: torch.device) -> str | None:
+    return None if device.type in (accelerator.CUDA, "cpu") else f"there are none for {device.type} devices"
+
+
 def notes(spec: HandleSpec, device: torch.device) -> Iterator[str]:
     """What statistics say of a weight's kernels: a shape that the vendor refused when called, unmeasured launches."""
     refusal = noted_refusal(*spec.shape) if rounding(spec, device) == "fp8" else None
     if refusal:
         yield refusal
-    if device.type == "cuda" and not spec.dense and not spec.lossless:
+    if device.type == accelerator.TYPE and not spec.dense and not spec.lossless:
         unmeasured = resolve("linear", spec.backend, device, spec.format).unmeasured(spec.format, device)
         if unmeasured:
             yield unmeasured
