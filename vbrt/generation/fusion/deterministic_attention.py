@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from vbrt.host import accelerator
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.step_ops import MOST_QUERIES
 from vbrt.kernels.operator_trace import recorder
@@ -29,7 +30,11 @@ _MOST_ROWS = 65535  # grid size limit of CUDA (y and z)
 
 def is_steady_on(device: torch.device) -> bool:
     """True if the kernel runs on the device (CUDA with Triton, minimum compute capability)."""
-    return device.type == "cuda" and devices.available() and devices.major(device.index or 0) >= devices.MIN_MAJOR
+    return (
+        device.type == accelerator.CUDA
+        and devices.available()
+        and devices.major(device.index or 0) >= devices.MIN_MAJOR
+    )
 
 
 @contextlib.contextmanager
