@@ -42,13 +42,17 @@ def test_a_torch_without_accelerators_answers_as_cuda_does(looked_for):
         assert found.default_device() == torch.device("cpu")
 
 
-def test_cuda_tensors_are_asked_by_the_property_of_torch(looked_for):
+def test_tensors_and_streams_are_asked_by_torchs_own_attributes_also_in_a_compiled_function(looked_for):
     found, stream = looked_for("cuda"), type("", (), {"cuda_stream": 7, "device_index": 0, "stream_id": 1})
     assert found.stream_key(stream) == 7 and looked_for("xpu").stream_key(stream) == (0, 1)
     on_cpu = torch.zeros(1)
     assert not found.is_device(on_cpu) and not found.on_cuda(on_cpu)
     with torch.device("meta"):
         assert not found.is_device(torch.zeros(1))
+    compiled = torch.compile(
+        lambda x: x if found.is_device(x) or found.on_cuda(x) else x + 1, backend="eager", fullgraph=True
+    )
+    assert compiled(on_cpu).item() == 1.0
 
 
 def test_xpu_has_streams_and_events_but_neither_graphs_nor_registration(looked_for):

@@ -140,15 +140,18 @@ check_error: Callable[[int], None] = _of("check_error")
 #: the runtime that registers host memory; None without one
 cudart: Callable[[], Any] | None = getattr(_module, "cudart", None)
 
-#: True for a tensor in the accelerator's memory
-is_device: Callable[[torch.Tensor], bool] = (
-    operator.attrgetter(f"is_{TYPE}")
-    if hasattr(torch.Tensor, f"is_{TYPE}")
-    else lambda tensor: tensor.device.type == TYPE  # a plug-in without tensor methods
-)
 
-#: True for a tensor on an NVIDIA or AMD GPU, where kernels of `vbrt.kernels.cuda` may run
-on_cuda: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cuda")
+def on_cuda(tensor: torch.Tensor) -> bool:
+    """True for a tensor on an NVIDIA or AMD GPU, where kernels of `vbrt.kernels.cuda` may run."""
+    return tensor.is_cuda
+
+
+#: True for a tensor in the accelerator's memory; functions, because dynamo does not trace an attrgetter
+is_device: Callable[[torch.Tensor], bool] = {
+    CUDA: on_cuda,
+    "xpu": lambda tensor: tensor.is_xpu,
+    "mps": lambda tensor: tensor.is_mps,
+}.get(TYPE, lambda tensor: tensor.device.type == TYPE)
 
 
 @functools.cache

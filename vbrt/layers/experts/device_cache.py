@@ -27,7 +27,6 @@ from torch import Tensor
 
 from vbrt.errors import TierError
 from vbrt.host import accelerator
-from vbrt.host.accelerator import is_device
 from vbrt.kernels.cuda.experts.residency import Experts, PoolRoom, ResidentTables
 from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART
 from vbrt.residency.expert_room import ExpertRoom
@@ -116,7 +115,7 @@ class DeviceCache:
         sources = [key for keys in self.keys.values() for key in keys]
         arena = Arena(self._stack, f"{sources[0]}#cache", sources, nbytes)
         tables = ResidentTables(layers, pools, arena.memory, arena.addresses, one=ONE)
-        if is_device(arena.memory):
+        if accelerator.is_device(arena.memory):
             self._stream = accelerator.current_stream(arena.memory.device)
         self._arena, self._tables, self.capacity_bytes = arena, tables, nbytes
 
@@ -225,7 +224,7 @@ class DeviceCache:
     def _lease(self, layer: int, ids_Tk: Tensor, *, scan: bool) -> Tensor:
         self._check_open(layer)
         tables = self._tables
-        if is_device(ids_Tk):
+        if accelerator.is_device(ids_Tk):
             self._follow_stream(ids_Tk.device)
         if self._deciding:
             tables.forget()
