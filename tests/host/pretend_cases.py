@@ -12,13 +12,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.host.pretend_gpu import DEVICE, counts  # isort: skip  (before vbrt)
+from tests.host.pretend_gpu import DEVICE, WITHOUT_STREAMS, counts  # isort: skip  (before vbrt)
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import vbrt
-from tests.generation.families import tiny
 from vbrt.errors import VBError
 from vbrt.host import accelerator
 
@@ -28,6 +26,8 @@ IDS = torch.arange(1, 9)[None]
 
 
 def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": 1, "vocab_size": 64, "attn_implementation": "eager"}
@@ -86,7 +86,8 @@ def refused(*args, **kwargs):
 
 
 def main():
-    warnings.simplefilter("ignore")
+    from tests.generation.families import tiny
+
     model, moe = llama(), tiny("qwen3_moe")
     found = {"type": accelerator.TYPE, "lacks": accelerator.LACKS, "vendor": accelerator.vendor(DEVICE)}
     with tempfile.TemporaryDirectory() as directory:
@@ -114,8 +115,21 @@ def main():
         training(RESIDENT, "full", move=False)
     except VBError as error:
         found["refused"]["full"] = f"{type(error).__name__}: {error}"
-    print(json.dumps(found))
+    return found
+
+
+@torch.no_grad()
+def without_streams():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    x, found = torch.randn(2, 64), {"lacks": accelerator.LACKS}
+    want = wrapped(model, "fp4", CPU, compute={"backend": "reference"})[0](x)
+    vb, _ = wrapped(model, "fp4", {"gpu": {"budget": "8KiB"}})
+    errors = [(vb(x.to(DEVICE)).cpu() - want).abs().max().item() for _ in range(4)]
+    moved = dict(vb.stats().bytes_moved)
+    return found | {"errors": errors, "moved": moved, "fallbacks": list(vb.stats().fallbacks), "counts": counts}
 
 
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    print(json.dumps(without_streams() if WITHOUT_STREAMS else main()))

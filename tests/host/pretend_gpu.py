@@ -19,11 +19,12 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["DEVICE", "counts"]
+__all__ = ["DEVICE", "WITHOUT_STREAMS", "counts"]
 
 NAME = "pretend"
 DEVICE = torch.device("cpu")  # set below: the name is unknown until the device is registered
 TOTAL_BYTES = 1 << 30
+WITHOUT_STREAMS = "without-streams" in sys.argv  # as MPS
 _KIND = 20  # c10::DeviceType::PrivateUse1
 
 counts = {"waits": 0, "events": 0, "streams": 0}
@@ -116,6 +117,9 @@ module.__dict__.update(
     manual_seed_all=lambda seed: None,
     _is_in_bad_fork=lambda: False,
 )
+if WITHOUT_STREAMS:
+    for name in ("Stream", "Event", "stream", "current_stream", "set_stream"):
+        delattr(module, name)
 backend_registration._setup_privateuseone_for_python_backend(rename=NAME, backend_module=module)
 sys.modules[module.__name__] = module
 DEVICE = torch.device(NAME, 0)

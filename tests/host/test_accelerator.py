@@ -101,15 +101,20 @@ def test_vendors_are_told_apart_where_torch_says_cuda(monkeypatch):
 # -- models on a plug-in device ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pretended():
-    """What the cases have printed."""
-    pytest.importorskip("transformers")
+def run_cases(*arguments):
+    """What the cases print, in a process of their own."""
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip(f"torch {torch.__version__} has no plug-in devices in Python")
-    done = subprocess.run([sys.executable, CASES], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, CASES, *arguments], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def pretended():
+    """Results of a Llama and a MoE model."""
+    pytest.importorskip("transformers")
+    found = run_cases()
     assert found["type"] == found["vendor"] == "pretend"
     return found
 
@@ -158,3 +163,10 @@ def test_training_on_another_accelerator_follows_the_cpus(pretended):
 )
 def test_what_another_accelerator_cannot_is_refused_by_name(pretended, asked, reason):
     assert re.search(reason, pretended["refused"][asked])
+
+
+def test_pages_are_copied_synchronously_to_a_device_without_streams():
+    found = run_cases("without-streams")
+    assert found["errors"] == [0.0] * 4 and found["moved"]["cpu>gpu"] > 0
+    assert found["counts"] == {"waits": 0, "events": 0, "streams": 0}
+    assert "torch.pretend has no streams; copies to the device are synchronous" in found["fallbacks"]

@@ -61,6 +61,10 @@ def _open_lanes(levels: Sequence[Level], config: VBConfig) -> None:
     """Set up multi-link copies to the GPU, if the config asks for them."""
     top = levels[0]
     shared = next((level.tier for level in levels if isinstance(level.tier, SharedTier)), None)
+    if shared is not None and top.stream is None:
+        raise ConfigError(
+            f"{config.source}: tiers.cpu.shared = true; {accelerator.LACKS['streams']}; set shared = false"
+        )
     if shared is None:
         top.lanes = open_lanes(top.stream, link_gpus(config), top.tier.fallbacks)
         return

@@ -182,9 +182,9 @@ class Lanes:
 def open_lanes(joining: torch.Stream, neighbours: Sequence[int], fallbacks: list[str]) -> Lanes | None:
     """Return the lanes into the GPU of a stream, over its own link and its neighbours'; None, with the reason added to
     `fallbacks`, if only its own link can be used."""
-    runtime, own, found = cuda_runtime(), joining.device, []
     if not neighbours:
         return None
+    runtime, own, found = cuda_runtime(), joining.device, []
     if runtime is None:
         fallbacks.append("tiers.gpu.links: the CUDA runtime cannot be called, pages come over the own link alone")
         return None
