@@ -88,6 +88,16 @@ def test_a_device_that_cannot_decode_block_scales_is_refused_with_a_warning(look
     assert found.default_device() == torch.device("cpu") and "no float8" in found.refusal()
 
 
+def test_a_gpu_that_shares_the_hosts_memory_computes_only_where_it_is_asked_for(looked_for, monkeypatch):
+    found = looked_for("mps")
+    assert found.unused() is None and not found.is_used(True)  # it is not there
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    monkeypatch.setattr(found, "refusal", lambda: None)
+    assert found.is_used(True) and not found.is_used("auto") and not found.is_used(False)
+    assert "tiers.gpu.enabled = true computes on mps" in found.unused("auto")
+    assert found.unused(True) is found.unused(False) is None
+
+
 def test_vendors_are_told_apart_where_torch_says_cuda(monkeypatch):
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.version, "hip", None)

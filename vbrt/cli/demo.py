@@ -124,7 +124,7 @@ def _run(args: argparse.Namespace, config: VBConfig | None, scratch: Path) -> _S
 
         from vbrt.host import accelerator
 
-        device = accelerator.TYPE if accelerator.is_available() else "cpu"
+        device = accelerator.TYPE if accelerator.is_used() else "cpu"
         made = showcase.make(scratch / "model", device, args.gb)
         shown = _Shown(device, torch.get_num_threads(), made, absent=absent)
         work.done()

@@ -57,6 +57,7 @@ __all__ = [
     "is_available",
     "is_current_stream_capturing",
     "is_device",
+    "is_used",
     "max_memory_allocated",
     "mem_get_info",
     "memory_allocated",
@@ -72,6 +73,7 @@ __all__ = [
     "stream",
     "stream_key",
     "synchronize",
+    "unused",
     "vendor",
 ]
 
@@ -176,6 +178,23 @@ def _is_usable() -> bool:
 
 
 is_available: Callable[[], bool] = _module.is_available if TYPE == CUDA else _is_usable
+
+
+def unused(enabled: bool | str = "auto") -> str | None:
+    """Return why `tiers.gpu.enabled` leaves out an accelerator that is there; None if it does not, or none is there.
+
+    "auto" leaves out one that shares the host's memory, whose bytes two tiers would count twice.
+    """
+    if not enabled or not _module.is_available():
+        return None
+    if TYPE == "mps" and enabled is not True:
+        return f"{TYPE} shares the host's memory: models run on the CPU; tiers.gpu.enabled = true computes on {TYPE}"
+    return refusal()
+
+
+def is_used(enabled: bool | str = "auto") -> bool:
+    """True if models compute on the accelerator under `tiers.gpu.enabled`."""
+    return bool(enabled) and is_available() and unused(enabled) is None
 
 
 def default_device() -> torch.device:

@@ -275,7 +275,7 @@ class VBQuantizer(TakesGGUF):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Raise ConfigError for a device map that places weights: tiers do that."""
         places = set(map(str, device_map.values() if isinstance(device_map, Mapping) else [device_map or "auto"]))
-        gpu = self.quantization_config.settings.tiers.gpu.enabled and accelerator.is_available()
+        gpu = accelerator.is_used(self.quantization_config.settings.tiers.gpu.enabled)
         kind = accelerator.TYPE
         here = {kind, f"{kind}:0", "0", "auto", "balanced", "sequential", "balanced_low_0"} if gpu else {"cpu", "auto"}
         here |= {f"{kind}:{accelerator.current_device()}"} if gpu else set()

@@ -47,7 +47,8 @@ def this_machine(config: VBConfig) -> Machine:
             f"({describe_os_error(error)}: {error.filename}); try again once that is mended"
         ) from error
     ranks = neighbours()
-    gpu_free, gpu_total = _gpu_memory(ranks=ranks.on_gpu) if accelerator.is_available() else (None, None)
+    has_gpu = accelerator.is_used(config.tiers.gpu.enabled or True)  # without the tier the GPU is there still
+    gpu_free, gpu_total = _gpu_memory(ranks=ranks.on_gpu) if has_gpu else (None, None)
     peers = [_gpu_memory(peer) for peer in peer_gpus(config)]
     machine = Machine(
         gpu_total_bytes=gpu_total,
@@ -100,7 +101,7 @@ def peer_gpus(config: VBConfig) -> tuple[int, ...]:
     Raises ConfigError: a named GPU does not exist, or is the computing one.
     """
     peer = config.tiers.peer
-    if not (peer.enabled and config.tiers.gpu.enabled and accelerator.is_available()):
+    if not (peer.enabled and accelerator.is_used(config.tiers.gpu.enabled)):
         return ()
     return _others(peer.devices, f"{config.source}: tiers.peer.devices")
 

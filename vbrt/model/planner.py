@@ -120,7 +120,7 @@ def swaps_with_pages(model: nn.Module, config: VBConfig) -> list[Swap]:
 
     Raises ConfigError as `choose` does.
     """
-    on_gpu = bool(config.tiers.gpu.enabled) and accelerator.is_available()
+    on_gpu = accelerator.is_used(config.tiers.gpu.enabled)
     return [replace(swap, pages=_pages_on(swap, config, on_gpu)) for swap in choose(model, config)[0]]
 
 

@@ -85,7 +85,7 @@ def _cost_model(machine: Machine, path: str | os.PathLike[str] | None) -> CostMo
 def _measured(machine: Machine) -> Rates:
     """Measure this machine, in seconds. Raises ArgumentError: the question is about a machine with a GPU, and this has
     none."""
-    if machine.gpu_total_bytes is not None and not accelerator.is_available():
+    if machine.gpu_total_bytes is not None and not accelerator.is_used():
         raise _no_rates(device_name())
     return measure_rates()
 

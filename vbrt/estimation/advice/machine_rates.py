@@ -129,7 +129,7 @@ def kept_rates() -> Rates | None:
 
 def measure_rates() -> Rates:
     """Measure this machine, in some seconds; `vbrt tune --machine` also stores the result for later processes."""
-    gpu = accelerator.is_available()
+    gpu = accelerator.is_used()
     device = torch.device(accelerator.TYPE if gpu else "cpu")
     return Rates(
         device_name(),
@@ -155,7 +155,7 @@ def keep_rates(rates: Rates) -> None:
 
 def device_name() -> str:
     """Return the GPU's name; without one the CPU's, with the number of compute threads."""
-    gpu = accelerator.is_available()
+    gpu = accelerator.is_used()
     return accelerator.get_device_name() if gpu else f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 

@@ -90,7 +90,7 @@ def measure_group_rates(*, keep: bool = True) -> GroupRates:
 
     Raises OSError: the result cannot be stored.
     """
-    gpu = accelerator.is_available()
+    gpu = accelerator.is_used()
     device = torch.device(accelerator.TYPE if gpu else "cpu")
     dist.barrier()
     link = torch.tensor([link_gb_s() if gpu else 0.0], dtype=torch.float32, device=device)

@@ -46,7 +46,7 @@ class Measured:
 
 def device() -> torch.device:
     """Return the device to measure on: the GPU, if there is one."""
-    return torch.device(accelerator.TYPE if accelerator.is_available() else "cpu")
+    return torch.device(accelerator.TYPE if accelerator.is_used() else "cpu")
 
 
 def attention(

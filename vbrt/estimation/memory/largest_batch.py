@@ -38,7 +38,7 @@ def fit_batch(step: Callable[[int], Any], *, room_bytes: int | None = None, at_m
     check_whole(at_most, "fit_batch(): at_most")
     if room_bytes is not None:
         check_whole(room_bytes, "fit_batch(): room_bytes")
-    gpu = accelerator.is_available()
+    gpu = accelerator.is_used()
     if room_bytes is None and not gpu:
         raise ArgumentError("fit_batch needs room_bytes on a machine without a GPU: host memory has no such limit")
     measure = _on_gpu if gpu else _on_cpu
@@ -82,7 +82,7 @@ def _peak(measure: Callable, step: Callable[[int], Any], batch: int) -> int | No
     except torch.OutOfMemoryError:
         pass
     gc.collect()  # outside the handler, whose traceback holds the step's tensors
-    if accelerator.is_available():
+    if accelerator.is_used():
         accelerator.empty_cache()
     return None
 

@@ -177,7 +177,7 @@ def _placed(model: nn.Module, base: VBConfig, options: Sequence[LayerPrecision])
     """Context in which the model runs on the returned device: the compute GPU, within its budget, or the model's own
     device."""
     lies = next(model.parameters()).device
-    if lies.type != "cpu" or not base.tiers.gpu.enabled or not accelerator.is_available():
+    if lies.type != "cpu" or not accelerator.is_used(base.tiers.gpu.enabled):
         yield lies
         return
     device = accelerator.default_device()

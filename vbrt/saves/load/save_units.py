@@ -58,7 +58,7 @@ def conversion_plan(source: Source, model: nn.Module, config: VBConfig) -> Plan:
 
 def _device(config: VBConfig) -> torch.device:
     """Return the device to encode on; all devices give the same planes."""
-    return accelerator.default_device() if config.tiers.gpu.enabled else torch.device("cpu")
+    return accelerator.default_device() if accelerator.is_used(config.tiers.gpu.enabled) else torch.device("cpu")
 
 
 def _here(config: VBConfig, backend: str = "reference") -> VBConfig:
