@@ -43,7 +43,7 @@ def build_stack(plan: Plan, config: VBConfig, policy: PolicyFactory | None = Non
     ]
     if plan.compute_tier == "gpu":
         _open_lanes(levels, config)
-        levels[0].tier.fallbacks += accelerator.LACKS.values()
+        levels[0].tier.fallbacks.extend(accelerator.LACKS.values())
     elif why := accelerator.unused(config.tiers.gpu.enabled):
         levels[0].tier.fallbacks.append(why)
     workers = min(4, max(level.policy.prefetch for level in levels if level.keeps_copies)) or 1
