@@ -91,12 +91,13 @@ _name = _module.__name__
 def _lacking(name: str) -> Any:
     """Stand-in for a function or class that the device's module lacks: its call raises LibraryError."""
 
-    def refuse(*args: object, **kwargs: object) -> Any:
-        raise LibraryError(
-            f"torch {torch.__version__} has no {_name}.{name}; tiers.gpu.enabled = false computes on the CPU"
-        )
+    class Lacking:
+        def __new__(cls, *args: object, **kwargs: object) -> Any:
+            raise LibraryError(
+                f"torch {torch.__version__} has no {_name}.{name}; tiers.gpu.enabled = false computes on the CPU"
+            )
 
-    return refuse
+    return Lacking
 
 
 def _of(name: str, stands_in: Any = None) -> Any:
