@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import vbrt
+from vbrt.host import accelerator
 
 pytestmark = pytest.mark.gpu
 
@@ -194,13 +195,13 @@ def test_an_auto_budget_gives_way_to_the_model_and_grows_back(monkeypatch):
         monkeypatch.setattr("vbrt.model.auto_budget._LOOKS", 0)
         vb.runtime.balance._next_look = 0.0
         total = torch.cuda.mem_get_info()[1]
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * page, total))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+        monkeypatch.setattr(accelerator, "mem_get_info", lambda: (3 * page, total))
+        monkeypatch.setattr(accelerator, "memory_reserved", lambda: 0)
+        monkeypatch.setattr(accelerator, "memory_allocated", lambda: 0)
         with torch.no_grad():
             assert torch.equal(vb(x), want)
         assert vb.plan.budgets["gpu"] == 3 * page and vb.settings.tiers.gpu.budget == "auto"
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * page, total))
+        monkeypatch.setattr(accelerator, "mem_get_info", lambda: (20 * page, total))
         assert all(torch.equal(y, want) for y in outputs(vb, x))
         assert vb.plan.budgets["gpu"] == 8 * page and not vb.stats().fallbacks
 
@@ -228,9 +229,9 @@ def test_an_auto_budget_gives_way_when_the_model_runs_out_in_a_pass(monkeypatch)
     vb.runtime.balance.margin_bytes = page
     total = torch.cuda.mem_get_info()[1]
     free = lambda: 9 * page - min(vb.plan.budgets["gpu"], 8 * page)  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free(), total))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(accelerator, "mem_get_info", lambda: (free(), total))
+    monkeypatch.setattr(accelerator, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(accelerator, "memory_allocated", lambda: 0)
     assert torch.equal(vb(x), want)
     model[4].room = 5 * page
     assert torch.equal(vb(x), want) and model[4].tries == 4  # with eight pages, with seven, with five

@@ -349,3 +349,46 @@ def test_every_tensor_that_is_made_names_its_dtype_and_device(module):
 def test_a_tensor_that_takes_the_users_defaults_is_found():
     source = "torch.empty(3, device=d)\ntorch.full((1,), 2.0)\ntorch.zeros(3, dtype=t, device=d)\nx.new_empty(3)"
     assert unnamed(source) == [1, 2]
+
+
+#: files that name CUDA in code, with the reason; `vbrt.host.accelerator` finds the device for all others
+NAMES_CUDA = {
+    "vbrt.host.accelerator": "it is the one that says it",
+    "vbrt.wrapper.model_proxy": "nn.Module's method of that name",
+}
+
+
+def cuda_named(source: str) -> list[int]:
+    """Lines of code that use torch.cuda, `.is_cuda`, `.cuda()` or a device type or device "cuda"."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            named = node.attr in ("is_cuda", "cuda") and ast.unparse(node) not in (
+                "torch.backends.cuda",
+                "torch.version.cuda",
+            )
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [getattr(node, "module", None), *(alias.name for alias in node.names)]
+            named = any(f"{module}.".startswith("torch.cuda.") for module in modules)
+        else:
+            named = (
+                isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split(":")[0] == "cuda"
+            )
+        if named:
+            found.append(node.lineno)
+    return sorted(found)
+
+
+def test_no_file_outside_of_the_cuda_kernels_names_one_vendors_device():
+    """Streams, events, memory figures and the device type come from `vbrt.host.accelerator`."""
+    files = {module: path for module, path in FILES.items() if not module.startswith("vbrt.kernels.cuda.")}
+    found = {module: cuda_named(path.read_text("utf-8")) for module, path in files.items()}
+    assert {module for module, lines in found.items() if lines} == set(NAMES_CUDA), found
+
+
+def test_a_device_of_one_vendor_is_found():
+    source = (
+        'torch.cuda.Event()\nx.is_cuda\nx.cuda()\ntorch.device("cuda", 0)\nd = "cuda:0"\nimport torch.cuda\n'
+        'torch.backends.cuda.matmul\n"a CUDA graph"\nfrom vbrt.kernels.cuda import devices\nstream.cuda_stream'
+    )
+    assert cuda_named(source) == [1, 2, 3, 4, 5, 6]

@@ -18,7 +18,7 @@ def inside(monkeypatch):
     """The demo in this process, with a tiny model; what processes say goes through JSON."""
     tiny = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setitem(showcase.SIZES, "cpu", tiny)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("vbrt.host.accelerator.is_available", lambda: False)
     monkeypatch.setattr(demo, "_ask", lambda asked: json.loads(json.dumps(showcase.run(json.loads(json.dumps(asked))))))
 
 

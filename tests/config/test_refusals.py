@@ -176,8 +176,10 @@ def test_every_key_has_a_refusal_in_the_table():
         ({"policy": {"PREFETCH": 1}}, f'policy.PREFETCH is not a known key; did you mean "prefetch"?; {POLICY_KEYS}'),
         (
             {"compute": {"fp4": False}},
-            'compute.fp4 is not a known key; did you mean "fp8"?; expected one of '
-             "backend, fp8, int8, captures, joins, exactness",
+            (
+                'compute.fp4 is not a known key; did you mean "fp8"?; expected one of '
+                "backend, fp8, int8, captures, joins, exactness"
+            ),
         ),
         ({"policy": {3: 1}}, f"policy.3 is not a known key; {POLICY_KEYS}"),
         ({"policy": "lru"}, 'policy = "lru"; expected a table with the keys kind, prefetch, scope, routing'),

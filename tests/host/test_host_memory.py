@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vbrt.host import accelerator
 from vbrt.host.host_memory import PinError, aligned, bytes_view, map_memory, pin, trim_heap
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -67,7 +68,7 @@ def test_memory_that_cannot_be_page_locked_is_refused(monkeypatch):
 
         cudaHostUnregister = None
 
-    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    monkeypatch.setattr(accelerator, "cudart", Refusing)
     with pytest.raises(PinError, match="CUDA error 2"):
         pin(map_memory(4096), object())
 

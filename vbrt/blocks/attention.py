@@ -38,12 +38,13 @@ from torch.utils.checkpoint import checkpoint
 
 from vbrt.config.argument_checks import check_instance, check_number, check_whole
 from vbrt.errors import ArgumentError
+from vbrt.host import accelerator
 
 __all__ = ["AttentionChoice", "FlashAttention", "attention"]
 
 _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 _BLOCK_SCORES = 1 << 24  # 64 MiB of fp32 scores or mask per block
-_AUTOCASTING = ("cpu", "cuda")
+_AUTOCASTING = ("cpu", accelerator.TYPE)
 _FEWEST, _MOST = 16, 512  # queries per block: fewer starve a matmul, more gain nothing
 
 
@@ -170,7 +171,7 @@ def _no_fused_kernel(case: _Case) -> str | None:
         return "an additive mask that requires grad has no fused kernel"
     if case.device == "cpu":
         return "dropout has no fused kernel on a CPU" if case.dropout else None
-    if case.device != "cuda":
+    if case.device != accelerator.CUDA:
         return f"no fused kernel is known for device {case.device!r}"
     if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"{case.dtype} has no fused kernel on a GPU"
@@ -184,7 +185,7 @@ def _no_fused_kernel(case: _Case) -> str | None:
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, *, causal: bool) -> Tensor:
     """One fused kernel, or an error: the math path is disabled."""
     grouped = q.shape[1] != k.shape[1]
-    if grouped and q.is_cuda:  # not every fused kernel supports GQA
+    if grouped and accelerator.is_device(q):  # not every fused kernel supports GQA
         k, v, grouped = *_each_head(q, k, v), False
     with sdpa_kernel(_FUSED):
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=grouped)

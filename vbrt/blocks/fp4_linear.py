@@ -28,6 +28,7 @@ from vbrt.config import FORMATS, chosen_formats
 from vbrt.config.argument_checks import check_instance, check_one_of, check_whole
 from vbrt.errors import FormatError, WrapError
 from vbrt.formats import PageLayout, get_format, new_page, pack, unpack
+from vbrt.host import accelerator
 from vbrt.kernels.decoded_weight import DecodedWeight
 from vbrt.kernels.frozen_product import Product, as_autocast
 from vbrt.kernels.observers import is_bare, traced_call
@@ -194,7 +195,7 @@ class FusedFP4Linear(nn.Linear):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        if self._form is not None and self._form.packed and self.planes.device.type != "cuda":
+        if self._form is not None and self._form.packed and self.planes.device.type != accelerator.TYPE:
             self._hold(*self._form.plain(self.planes))  # torch.load(..., map_location="cpu")
 
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:

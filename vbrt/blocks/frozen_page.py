@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vbrt.formats import PageLayout, WeightPlanes, get_format, new_page, pack, unpack
+from vbrt.host import accelerator
 from vbrt.kernels import Kernel, Packing, resolve
 from vbrt.kernels.frozen_product import sum_rows
 
@@ -52,7 +53,7 @@ class PageForm:
 
     def for_kernel(self, page: Tensor) -> tuple["PageForm", Tensor]:
         """Repack a page into the order that its device's kernel prefers, if that is exact for it."""
-        if self.packed and page.device.type == "cuda":
+        if self.packed and page.device.type == accelerator.TYPE:
             return self, page
         plain, page = self.plain(page)
         order = None if page.is_meta else kernels_of(page.device, self.format).linear.page_order(self.format)

@@ -30,7 +30,7 @@ __all__ = ["add"]
 
 _WHOLE, _PEER, _OURS = "whole", "accelerate", "vbrt"
 _SHARE = 4  # a quarter of the model
-_PAGES = {"cpu": 0.8, "cuda": 0.65}  # of that for pages, the rest for everything else: libraries' workspace on a GPU
+_PAGES = {"cpu": 0.8, "gpu": 0.65}  # of that for pages, the rest for everything else: libraries' workspace on a GPU
 _ROOM = 2.2  # files of the model and of pages, in sizes of the model
 
 
@@ -79,7 +79,7 @@ class _Shown:
 
     def memory(self, run: str) -> int:
         """Return the bytes that count: of the GPU if it computes."""
-        return self.runs[run]["peak"]["gpu" if self.device == "cuda" else "resident"]
+        return self.runs[run]["peak"]["gpu" if self.device != "cpu" else "resident"]
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -122,7 +122,9 @@ def _run(args: argparse.Namespace, config: VBConfig | None, scratch: Path) -> _S
         showcase = integration("showcase")
         import torch
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        from vbrt.host import accelerator
+
+        device = accelerator.TYPE if accelerator.is_used() else "cpu"
         made = showcase.make(scratch / "model", device, args.gb)
         shown = _Shown(device, torch.get_num_threads(), made, absent=absent)
         work.done()
@@ -160,8 +162,8 @@ def _ask(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _config(config: VBConfig | None, shown: _Shown, pages: Path) -> VBConfig:
     """Return the config with room for a quarter of the model where it computes, all else below."""
-    budget = int(_PAGES[shown.device] * shown.quarter)
-    if shown.device == "cuda":
+    budget = int(_PAGES["cpu" if shown.device == "cpu" else "gpu"] * shown.quarter)
+    if shown.device != "cpu":
         tiers = {"gpu": {"enabled": True, "budget": budget}, "cpu": {"enabled": True}, "ssd": {"enabled": False}}
         config = config or load_config("exact", compute={"captures": False})  # recorded steps round otherwise
     else:
@@ -179,9 +181,9 @@ def _config(config: VBConfig | None, shown: _Shown, pages: Path) -> VBConfig:
 def _print_runs(console: Console, shown: _Shown, config: VBConfig | None) -> bool:
     """Print a row for each way to run the model, and what follows; return True if bits that must agree do not."""
     size, count = format_bytes(shown.model["bytes"]), shown.model["parameters"] / 1e6
-    where = "on the GPU" if shown.device == "cuda" else f"by {shown.threads} threads"
+    where = "on the GPU" if shown.device != "cpu" else f"by {shown.threads} threads"
     console.print(f"a Llama of {size}, {count:.0f} M random weights, one token after the other {where}\n")
-    memory = "GPU memory" if shown.device == "cuda" else "memory"
+    memory = "GPU memory" if shown.device != "cpu" else "memory"
     table = table_of("", f">{memory}", ">of it mapped", ">load s", ">ms a token", "logits")
     for run, name in _names(shown).items():
         if run in shown.absent:
@@ -192,7 +194,7 @@ def _print_runs(console: Console, shown: _Shown, config: VBConfig | None) -> boo
     lossless = config is None or config.weights.lossless
     failed = lossless and not shown.same(_OURS)
     console.print(f"\n{_verdict(shown)}", style="bold red" if failed else "bold green", soft_wrap=True)
-    if shown.device != "cuda":
+    if shown.device == "cpu":
         console.print(
             "memory: the most that was resident for the model. What is mapped from its files the system may drop\n"
             "and read again; files that were just written are read from the system's cache, not from the drive.",
@@ -210,7 +212,7 @@ def _add_run(table: Any, name: str, shown: _Shown, run: str) -> None:
     found = shown.runs[run]
     digest = found["digest"][:12]
     bits = digest if run == _WHOLE else f"{digest}, {'the same bits' if shown.same(run) else 'other bits'}"
-    mapped = format_bytes(found["peak"]["mapped"]) if shown.device != "cuda" else "–"
+    mapped = format_bytes(found["peak"]["mapped"]) if shown.device == "cpu" else "–"
     times = (f"{found['load_s']:.1f}", f"{found['token_s'] * 1e3:.0f}")
     add_row(table, name, format_bytes(shown.memory(run)), mapped, *times, bits)
 

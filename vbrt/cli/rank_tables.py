@@ -62,10 +62,10 @@ def measure_ranks(console: Console) -> None:
 
     Raises VBError: they are on several machines, or cannot form a group.
     """
-    import torch
     import torch.distributed as dist
 
     from vbrt.estimation.advice.multi_gpu_rates import group_rates_file, measure_group_rates
+    from vbrt.host import accelerator
 
     count, here = (int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if here != count:
@@ -73,10 +73,10 @@ def measure_ranks(console: Console) -> None:
             f"tune --machine: {count} ranks, {here} of them on this machine; the ways of `vbrt plan --ranks` are those "
             "of one host: start ranks there only, torchrun --nproc-per-node N -m vbrt tune --machine"
         )
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if accelerator.is_available():
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     try:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(dist.get_default_backend_for_device(accelerator.default_device()))
     except (ValueError, RuntimeError) as error:
         raise VBError(f"tune --machine: {count} ranks form no process group: {str(error).splitlines()[0]}") from error
     try:

@@ -24,7 +24,7 @@ def memory_budget(value: object, where: str) -> int | str:
 
 @dataclass(frozen=True, slots=True)
 class GpuTier(Section):
-    """Device memory. enabled: "auto" uses a GPU if there is one, true requires it.
+    """Device memory. enabled: "auto" uses a GPU with memory of its own if there is one, true requires any.
 
     budget: "auto", bytes, "8GiB" or "40%" of the device; ignored without a GPU.
     links: GPUs whose host links carry pages: "own": the computing one's only; "auto": also all GPUs of this process

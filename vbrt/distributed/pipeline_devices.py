@@ -19,6 +19,7 @@ from torch import nn
 from vbrt.config import VBConfig, load_config, resolve_budgets
 from vbrt.distributed.block_split import part_units
 from vbrt.errors import ConfigError, WrapError
+from vbrt.host import accelerator
 from vbrt.model.attach import Attempt, attach
 from vbrt.model.attachment import Attachment
 from vbrt.model.machine_memory import this_machine
@@ -35,10 +36,10 @@ def devices_of(config: VBConfig) -> tuple[torch.device, ...]:
     Raises ConfigError: a GPU does not exist.
     """
     asked = config.tiers.gpu.devices
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = accelerator.device_count() if accelerator.is_available() else 0
     if asked != "current" and max(asked) >= count:
         raise ConfigError(f"{config.source}: tiers.gpu.devices = {list(asked)}; this process sees {count} GPUs")
-    return () if asked == "current" else tuple(torch.device("cuda", index) for index in asked)
+    return () if asked == "current" else tuple(torch.device(accelerator.TYPE, index) for index in asked)
 
 
 def split_over(model: nn.Module, config: VBConfig, devices: Sequence[torch.device]) -> "SplitModel":
@@ -194,15 +195,15 @@ class SplitModel:
 
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin a pass on all devices."""
-        self._before.append(torch.cuda.current_device() if torch.cuda.is_available() else 0)
+        self._before.append(accelerator.current_device() if accelerator.is_available() else 0)
         for part in self.parts:
             part.attachment.begin_part(args, kwargs)
 
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
         """Restore the current device of before the pass."""
         before = self._before.pop() if self._before else 0
-        if torch.cuda.is_available():
-            torch.cuda.set_device(before)
+        if accelerator.is_available():
+            accelerator.set_device(before)
 
 
 class _Hop:
@@ -217,8 +218,8 @@ class _Hop:
 
     def __call__(self, unit: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Return the arguments on the unit's device."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        if self._device.type == accelerator.TYPE:
+            accelerator.set_device(self._device)
         return self._here(args), self._here(kwargs)
 
     def _here(self, value: Any) -> Any:
@@ -253,4 +254,4 @@ def _has_layers(unit: nn.Module) -> bool:
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return accelerator.device(device) if device.type == accelerator.TYPE else contextlib.nullcontext()

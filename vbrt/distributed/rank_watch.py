@@ -31,6 +31,7 @@ import xxhash
 from torch import nn
 
 from vbrt.errors import ArgumentError, TierError, VBError
+from vbrt.host import accelerator
 from vbrt.host.host_memory import bytes_view
 from vbrt.host.ticker import Ticker
 from vbrt.layers.weights.weight_shards import group_of
@@ -330,7 +331,7 @@ class Watch:
 def _nccl_of(group: Any) -> Any:
     """Return a group's NCCL backend for GPU tensors; None if it has another."""
     try:
-        backend = group._get_backend(torch.device("cuda"))
+        backend = group._get_backend(torch.device(accelerator.TYPE))
     except RuntimeError:  # no backend for GPUs
         return None
     return backend if backend.name() == "nccl" else None

@@ -24,8 +24,8 @@ GROUP = 256
 #: damping, times the mean diagonal: with few tokens, correlations are unreliable
 _DAMPING = 0.3
 _STEP = 16  # columns whose errors are propagated by one matmul
-#: weights per chunk, by device type: six fp32 temporaries of them
-_WEIGHTS = {"cpu": 1 << 22, "cuda": 1 << 24}
+#: weights per chunk: six fp32 temporaries of them
+_WEIGHTS = {"cpu": 1 << 22, "gpu": 1 << 24}
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +62,7 @@ def compensated(format: BlockFormat, w_NK: Tensor, coarse: dict[str, Tensor], mo
     moments_GCC = moments_GCC.to(w_NK.device)
     moments_GCC = moments_GCC / moments_GCC.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30).view(-1, 1, 1)
     turns = _Turns(moments_GCC, format._grid(coarse), format)
-    scale_NB, rows = format._scales(coarse), max(1, _WEIGHTS.get(w_NK.device.type, _WEIGHTS["cpu"]) // w_NK.shape[1])
+    scale_NB, rows = format._scales(coarse), max(1, _WEIGHTS["cpu" if w_NK.is_cpu else "gpu"] // w_NK.shape[1])
     parts = zip(w_NK.split(rows), scale_NB.split(rows), strict=True)
     with torch.autocast(w_NK.device.type, enabled=False):  # encoding may happen in a first forward
         return {**coarse, "codes": torch.cat([turns.codes(w_RK, scale_RB) for w_RK, scale_RB in parts])}

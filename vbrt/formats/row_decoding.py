@@ -123,7 +123,7 @@ def _entries(fine: Rows, field: str, has_TW: Tensor, start_T: Tensor, k: int) ->
     """List entries for weights of the window's last row that have one; arbitrary for the others, [T, K]."""
     own_TK = has_TW[:, -k:]
     start_T = start_T + has_TW[:, :-k].sum(1)
-    take = _take_for_all if has_TW.is_cuda else _take_counted
+    take = _take_counted if has_TW.is_cpu else _take_for_all
     return take(fine, field, own_TK, start_T)
 
 

@@ -27,6 +27,7 @@ from vbrt.generation.speculation.seeded_generate import Speculation
 from vbrt.generation.speculation.seeded_generate import generate as speculating
 from vbrt.generation.speculation.verification import Passes
 from vbrt.generation.static.static_cache import Statics
+from vbrt.host import accelerator
 from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.kernels.operator_trace import recorder
 from vbrt.layers import Weight
@@ -130,7 +131,9 @@ class Generating:
 
     def refusal(self) -> str:
         """Return why steps of the current phase and precision are not captured; "" if they are."""
-        return "the device has no graphs" if self._recorder() is None else self.steps.refusal()
+        if self._recorder() is None:
+            return accelerator.LACKS.get("graphs", "the device has no graphs")
+        return self.steps.refusal()
 
     @property
     def steps(self) -> Steps:
@@ -144,7 +147,7 @@ class Generating:
 
     def prepare(self) -> None:
         """Start to compile kernels for batch-1 decode steps while weights are encoded or a prompt is read."""
-        if self._attachment().stack.device.type == "cuda":
+        if self._attachment().stack.device.type == accelerator.TYPE:
             self.steps.compile_ahead(1, soon=False)
 
     def counts(self) -> StepCounts:
@@ -321,7 +324,7 @@ class Terms:
             return "routing is being recorded"
         if self.exact and pass_precision() == "full" and self._stack.ledger.travellers:
             return STREAMS
-        if self._stack.device.type == "cuda":
+        if self._stack.device.type == accelerator.TYPE:
             waits = (why_waits(handle) for handle in attachment.registry.handles if isinstance(handle, ExpertsHandle))
             return next(filter(None, waits), "") or attachment.runtime.recordable(self._phase, self._keys()) or ""
         if attachment.lossless and pass_precision() == "full" and not recorder_for(self._stack.device).lossless:
@@ -346,7 +349,7 @@ class Terms:
 
     def recorded(self, recorder: Recorder, body: Callable[[], None]) -> Callable[[], bool]:
         """Capture a pass; return its replay, which returns False and does nothing once pages have moved."""
-        if self._stack.device.type != "cuda":
+        if self._stack.device.type != accelerator.TYPE:
             return self._counted(self._recorded_on_host(recorder.record(body, contextlib.nullcontext)))
         ledger, attachment, passes = self._stack.ledger, self._attachment(), []
 

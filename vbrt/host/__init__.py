@@ -1,4 +1,5 @@
-"""Services of the operating system: safe file access, host memory, mapped files, worker threads, a stats endpoint.
+"""Services of the operating system: safe file access, host memory, mapped files, worker threads, a stats endpoint; and
+of the accelerator that torch computes on (`accelerator.py`).
 
 The lowest room: it knows nothing of pages or models. Ctrl-C may come in any call here; threads and bars refer to their
 work weakly and are stopped through calls into C, so that nothing stays behind.

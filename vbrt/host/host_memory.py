@@ -12,6 +12,8 @@ import weakref
 
 import torch
 
+from vbrt.host import accelerator
+
 __all__ = [
     "ALIGNMENT_BYTES",
     "Loan",
@@ -105,7 +107,9 @@ def pin(tensor: torch.Tensor, owner: object) -> weakref.finalize:
     Raises:
         PinError: it cannot be pinned.
     """
-    runtime, address = torch.cuda.cudart(), tensor.data_ptr()
+    if accelerator.cudart is None:
+        raise PinError(accelerator.LACKS["registration"])
+    runtime, address = accelerator.cudart(), tensor.data_ptr()
     status = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
     if status != 0:
         raise PinError(f"CUDA error {status}")

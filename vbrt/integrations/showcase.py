@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from vbrt.config import load_config
+from vbrt.host import accelerator
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.saves.files.safetensors_file import TensorInfo, TensorWriter
@@ -31,9 +32,10 @@ from vbrt.wrapper.wrapper_of import of
 
 __all__ = ["RUNS", "SIZES", "Outcome", "make", "run"]
 
+_GPU = accelerator.TYPE
 SIZES = {
     "cpu": {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8},
-    "cuda": {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 8},
+    _GPU: {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 8},
 }
 _VOCABULARY, _PROMPT, _STD = 256, 16, 0.02
 _DRAWN = 1 << 22  # numbers that are drawn; weights are pieces of them, which begin anywhere
@@ -66,7 +68,7 @@ class Outcome:
 
 def _config(device: str, gigabytes: float) -> LlamaConfig:
     """Return the config of a model of about that many GB: as many layers as that takes."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = torch.bfloat16 if device == _GPU else torch.float32
     sizes = SIZES[device]
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     layer = (3 * hidden**2 + 3 * hidden * inner) * dtype.itemsize
@@ -175,8 +177,8 @@ def _run(asked: dict[str, Any], load: Callable[[], nn.Module]) -> tuple[Outcome,
         out = model.generate(ids, max_new_tokens=count, min_new_tokens=count, stopping_criteria=[clock], **how)
     spans = [after - before for before, after in zip(clock.moments, clock.moments[1:], strict=False)]
     peak = sampler.stop()
-    if device.type == "cuda":
-        peak["gpu"] = torch.cuda.max_memory_allocated()
+    if device.type == _GPU:
+        peak["gpu"] = accelerator.max_memory_allocated()
     digest = hashlib.sha256(b"".join(step.float().cpu().numpy().tobytes() for step in out.logits)).hexdigest()
     tokens = out.sequences[0, _PROMPT:].tolist()
     return Outcome(loaded, statistics.median(spans), peak, digest, tokens), model
@@ -189,7 +191,7 @@ def _whole(asked: dict[str, Any]) -> Outcome:
 
 def _accelerate(asked: dict[str, Any]) -> Outcome:
     """Offloaded by accelerate: to host memory below a GPU, to the model's own files below a CPU."""
-    top = 0 if asked["device"] == "cuda" else "cpu"
+    top = 0 if asked["device"] == _GPU else "cpu"
     memory = {top: asked["budget"]} | ({"cpu": 1 << 50} if top == 0 else {})
     given = {"dtype": "auto", "device_map": "auto", "max_memory": memory, "offload_folder": asked["scratch"]}
     return _run(asked, lambda: AutoModelForCausalLM.from_pretrained(asked["directory"], **given))[0]

@@ -22,6 +22,7 @@ from vbrt.estimation.advice.option_measurements import device as measured_device
 from vbrt.estimation.advice.step_time import predict
 from vbrt.estimation.memory.estimate import estimate
 from vbrt.estimation.memory.estimate_report import Estimate
+from vbrt.host import accelerator
 from vbrt.integrations.hf_configs import unadvised
 from vbrt.wrapper.wrap import wrap
 from vbrt.wrapper.wrapper import VBModelWrapper
@@ -121,7 +122,7 @@ def _layers(on_gpu: bool) -> tuple[int, int]:
     """Return the numbers of layers to measure."""
     if not on_gpu:
         return 1, 2
-    free = torch.cuda.mem_get_info()[0]
+    free = accelerator.mem_get_info()[0]
     return next(layers for least, layers in _LAYERS.items() if free >= least)
 
 

@@ -25,6 +25,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.distributed.rank_watch import watch
 from vbrt.errors import CheckpointError, ConfigError, VBError, WrapError
 from vbrt.generation.generate import follow
+from vbrt.host import accelerator
 from vbrt.integrations.gguf_quantizer import TakesGGUF
 from vbrt.integrations.tensor_parallel import is_split, share_of_files
 from vbrt.integrations.transformers_experts import by_expert
@@ -274,9 +275,10 @@ class VBQuantizer(TakesGGUF):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Raise ConfigError for a device map that places weights: tiers do that."""
         places = set(map(str, device_map.values() if isinstance(device_map, Mapping) else [device_map or "auto"]))
-        gpu = self.quantization_config.settings.tiers.gpu.enabled and torch.cuda.is_available()
-        here = {"cuda", "cuda:0", "0", "auto", "balanced", "sequential", "balanced_low_0"} if gpu else {"cpu", "auto"}
-        here |= {f"cuda:{torch.cuda.current_device()}"} if gpu else set()
+        gpu = accelerator.is_used(self.quantization_config.settings.tiers.gpu.enabled)
+        kind = accelerator.TYPE
+        here = {kind, f"{kind}:0", "0", "auto", "balanced", "sequential", "balanced_low_0"} if gpu else {"cpu", "auto"}
+        here |= {f"{kind}:{accelerator.current_device()}"} if gpu else set()
         if places - here or len(places) > 1:
             raise ConfigError(
                 f"device_map={device_map!r}: weights of a wrapped model are not placed by a map, tiers do that: leave "

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vbrt.formats import split_fine
+from vbrt.host import accelerator
 from vbrt.kernels import experts, reference, update
 from vbrt.kernels.cpu import build as cpu_build
 from vbrt.kernels.cpu import encode as cpu_encode
@@ -30,8 +31,8 @@ __all__ = ["KERNELS"]
 
 def _triton(op: str, needs: Needs = devices.TRITON, **fields: Any) -> Kernel:
     """A kernel in Triton or Gluon, on GPUs that have what it needs."""
-    fields = {"rank": 1, "reads_resident_planes": True, **fields}
-    return Kernel(op, "triton", devices=("cuda",), needs=needs, refusal=lambda d: devices.refusal(d, needs), **fields)
+    fields = {"rank": 1, "reads_resident_planes": True, "devices": (accelerator.CUDA,), **fields}
+    return Kernel(op, "triton", needs=needs, refusal=lambda d: devices.refusal(d, needs), **fields)
 
 
 _reference = functools.partial(Kernel, backend="reference", runs_unpacked=True)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
+from vbrt.host import accelerator
 from vbrt.kernels.observers import dispatch_modes
 from vbrt.libraries.torch_api import TorchDispatchMode, disable_current_modes, dispatch_mode_at, is_any_autocast_enabled
 
@@ -36,8 +37,8 @@ _aten = torch.ops.aten
 LEAVES = {F.scaled_dot_product_attention}
 #: functions that expose a tensor's values to Python past the dispatcher
 _READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
-#: devices whose all-reduces are recorded: Gloo and NCCL, whose replay was tested
-SUMS_ON = {"cpu", "cuda"}
+#: devices whose all-reduces are recorded: Gloo, and NCCL where there are graphs, whose replay was tested
+SUMS_ON = {"cpu", accelerator.TYPE}
 #: operators that expose metadata only, no tensor values
 _METADATA = ("aten::sym_", "aten::is_same_size", "aten::size", "aten::stride")
 #: idempotent in-place operators

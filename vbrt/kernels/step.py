@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vbrt.host.accelerator import on_cuda
 from vbrt.kernels.cuda import step_ops
 from vbrt.kernels.reference import activate
 from vbrt.kernels.step_rules import NormRule, Part, RouteRule
@@ -41,7 +42,7 @@ __all__ = [
 
 def normed(x: Tensor, rule: NormRule) -> Tensor:
     """RMS norm of x [..., K], in x's dtype."""
-    if x.is_cuda:
+    if on_cuda(x):
         return step_ops.norm_rows(x, None, rule)[1]
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + rule.eps)
@@ -54,7 +55,7 @@ def normed(x: Tensor, rule: NormRule) -> Tensor:
 
 def summed(x: Tensor, other: Tensor, rule: NormRule) -> tuple[Tensor, Tensor]:
     """(x + other, its RMS norm)."""
-    if x.is_cuda:
+    if on_cuda(x):
         return step_ops.norm_rows(x, other, rule)
     total = x + other
     return total, normed(total, rule)
@@ -66,7 +67,7 @@ def rotated(parts: Sequence[Part], cos: Tensor, sin: Tensor) -> list[Tensor]:
     Partial rotary embedding: if cos has fewer columns than x, the remaining columns pass through; then without a norm.
     Results are [B, H, S, D], stored as [B, S, H, D].
     """
-    if parts[0].x.is_cuda:
+    if on_cuda(parts[0].x):
         return step_ops.rotate(parts, cos, sin)
     return [_rotated(part, cos.unsqueeze(1), sin.unsqueeze(1)) for part in parts]
 
@@ -87,7 +88,7 @@ def rotated_into(
 
     parts: queries and keys. at_S: int64 [S], cache slots.
     """
-    if value.is_cuda:
+    if on_cuda(value):
         return step_ops.rotate(parts, cos, sin, step_ops.Store(value, keys, values, at_S))[0], keys, values
     query, key = rotated(parts, cos, sin)
     keys.index_copy_(2, at_S, key)
@@ -107,7 +108,7 @@ def projected(x: Tensor, w: Tensor) -> Tensor:
 
 def routed(logits: Tensor, rule: RouteRule) -> tuple[Tensor, Tensor]:
     """(weights [T, k], ids int64 [T, k]), in descending order."""
-    if logits.is_cuda:
+    if on_cuda(logits):
         return step_ops.route(logits, rule)
     if rule.first:
         weights, ids = F.softmax(logits, dim=-1, dtype=torch.float32).topk(rule.k, dim=-1)
@@ -128,6 +129,6 @@ def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float,
         mask: bool (True: attend) [B or 1, 1, 1, L], with `steady` also [B or 1, 1, S, L]; None: no mask.
         steady: batch-invariant on a GPU: each query is reduced separately, so its bits do not depend on B, S or G.
     """
-    if q.is_cuda:
+    if on_cuda(q):
         return step_ops.attend(q, k, v, mask, scale, steady=steady)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

@@ -23,6 +23,7 @@ import torch
 
 from vbrt.config.argument_checks import check_one_of
 from vbrt.errors import KernelError, LibraryError
+from vbrt.host import accelerator
 from vbrt.libraries.probe import announce, find, version_of
 from vbrt.libraries.versions import tested_range
 
@@ -65,6 +66,7 @@ __all__ = [
     "is_functorch_wrapped",
     "is_tracing",
     "mode_stack",
+    "moves_in_place",
     "never_lower",
     "options_of_mode",
     "plain_autograd_function",
@@ -139,6 +141,7 @@ FakeTensorMode = _required("FakeTensorMode", "_subclasses.fake_tensor:FakeTensor
 
 has_storage = _required("has_storage", "_C:_has_storage")
 has_overlap = _required("has_overlap", ":_debug_has_internal_overlap")
+moves_in_place = _required("moves_in_place", ":_has_compatible_shallow_copy_type")
 current_graph_task = _required("current_graph_task", "_C:_current_graph_task_id")
 will_execute = _required("will_execute", "_C:_will_engine_execute_node")
 tree_leaves = _required("tree_leaves", "utils._pytree:tree_leaves")
@@ -148,12 +151,24 @@ TreeSpec = _required("TreeSpec", "utils._pytree:TreeSpec")
 
 # -- devices ----------------------------------------------------------------------------------------------------------
 
-current_device: Callable[[], int] = _optional("current_device", "_C:_cuda_getDevice") or torch.cuda.current_device
-raw_stream: Callable[[int], int] = _optional("raw_stream", "_C:_cuda_getCurrentRawStream") or (
-    lambda device: torch.cuda.current_stream(device).cuda_stream
+
+def _of_accelerator(name: str, function: str, public: Callable[..., Any]) -> Callable[..., Any]:
+    """A private function of CUDA's and ROCm's module, or the public one of the accelerator."""
+    private = _optional(name, f"_C:_cuda_{function}")
+    return public if private is None or accelerator.TYPE != accelerator.CUDA else private
+
+
+def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+    numbers = {"stream_id": stream_id, "device_index": device_index, "device_type": device_type}
+    accelerator.set_stream(accelerator.Stream(**numbers))
+
+
+current_device = _of_accelerator("current_device", "getDevice", accelerator.current_device)
+raw_stream = _of_accelerator(
+    "raw_stream", "getCurrentRawStream", lambda device: accelerator.stream_key(accelerator.current_stream(device))
 )
-set_stream = _optional("set_stream", "_C:_cuda_setStream")
-is_capturing = _optional("is_capturing", "_C:_cuda_isCurrentStreamCapturing")
+set_stream = _of_accelerator("set_stream", "setStream", _set_stream)
+is_capturing = _of_accelerator("is_capturing", "isCurrentStreamCapturing", accelerator.is_current_stream_capturing)
 end_allocate_to_pool = _optional("end_allocate_to_pool", "_C:_cuda_endAllocateToPool")
 
 # -- the compiler -----------------------------------------------------------------------------------------------------

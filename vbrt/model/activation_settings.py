@@ -5,6 +5,7 @@ from torch import nn
 
 from vbrt.config import Machine, VBConfig
 from vbrt.config.parse_budgets import Budget, parse_activations, parse_budget
+from vbrt.host import accelerator
 from vbrt.model.machine_memory import this_machine
 from vbrt.model.repeated_blocks import stacks_of
 from vbrt.residency.activation_plan import KEEP, RECOMPUTE
@@ -24,7 +25,7 @@ def activations_of(model: nn.Module, config: VBConfig, device: torch.device) -> 
         return Activations(KEEP, [], [], None)
     blocks, kinds = blocks_of(model)
     offload = None
-    if device.type == "cuda" and asked != RECOMPUTE and blocks:
+    if accelerator.has_streams(device) and asked != RECOMPUTE and blocks:
         room = _host_bytes(config, this_machine(config))
         offload = Offload(CudaLink(device), MemoryTier("activations", torch.device("cpu"), room, pinned=True), device)
     return Activations(asked if isinstance(asked, str) else int(asked.amount), blocks, kinds, offload)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
+from vbrt.host import accelerator
 from vbrt.kernels import libraries
 from vbrt.kernels.operator_trace import recorder
 from vbrt.layers import SwappedLayer, VBLayer
@@ -139,7 +140,7 @@ class Attachment:
         self.expert_cache = ExpertCache(runtime.stack, self.registry.layers_now, self.missed)
         for layer in layers.values():
             if isinstance(layer, VBExperts):
-                if runtime.stack.device.type == "cuda":
+                if runtime.stack.device.type == accelerator.TYPE:
                     layer.handle.deciding.ask_with(self.expert_cache.follow)
                 layer.handle.deciding.compute_misses_by(self.missed)
         self.timed: TimelineTotals | None = None

@@ -3,9 +3,8 @@
 import time
 import warnings
 
-import torch
-
 from vbrt.config.tier_records import TIERS
+from vbrt.host import accelerator
 from vbrt.residency.plan import format_bytes
 from vbrt.residency.room_division import rebalanced
 
@@ -38,11 +37,11 @@ class GpuBalance:
 
     def wanted_now(self, budget_bytes: int, page_bytes: int) -> int:
         """Return the budget that free memory allows now, at most the bytes of all pages."""
-        wanted, free = min(self.wanted_bytes, page_bytes), torch.cuda.mem_get_info()[0]
+        wanted, free = min(self.wanted_bytes, page_bytes), accelerator.mem_get_info()[0]
         ran_out = _times_out_of_memory() > self._ran_out
         if budget_bytes >= wanted and free >= self.margin_bytes // 2 and not ran_out:
             return budget_bytes  # most passes: torch's allocator stats cost more
-        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free += accelerator.memory_reserved() - accelerator.memory_allocated()
         if ran_out:
             return self._after_running_out(budget_bytes, free)
         return rebalanced(budget_bytes, wanted, free, self.margin_bytes)
@@ -72,4 +71,4 @@ class GpuBalance:
 
 
 def _times_out_of_memory() -> int:
-    return torch.cuda.memory_stats_as_nested_dict().get("num_ooms", 0)
+    return accelerator.memory_stats_as_nested_dict().get("num_ooms", 0)

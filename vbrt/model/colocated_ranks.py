@@ -14,8 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
+
+from vbrt.host import accelerator
 
 __all__ = ["Neighbours", "neighbours"]
 
@@ -46,7 +47,7 @@ def neighbours() -> Neighbours:
     """
     started, several = _launched("LOCAL_WORLD_SIZE"), _is_one_of_several()
     index = _launched("LOCAL_RANK")
-    own_gpu = not torch.cuda.is_available() or _has_gpu_of_its_own(started)
+    own_gpu = not accelerator.is_available() or _has_gpu_of_its_own(started)
     if started and (own_gpu or not several):
         return Neighbours(started, 1, "LOCAL_WORLD_SIZE", index) if started > 1 else Neighbours()
     if not several:
@@ -67,8 +68,8 @@ def _is_one_of_several() -> bool:
 
 def _has_gpu_of_its_own(started: int) -> bool:
     """True if each local rank uses the GPU of its own local rank number, as usual under torchrun."""
-    usual = os.environ.get("LOCAL_RANK") == str(torch.cuda.current_device())
-    return usual and 0 < started <= torch.cuda.device_count()
+    usual = os.environ.get("LOCAL_RANK") == str(accelerator.current_device())
+    return usual and 0 < started <= accelerator.device_count()
 
 
 def _place() -> tuple[str, str]:
@@ -76,8 +77,10 @@ def _place() -> tuple[str, str]:
     machine = socket.gethostname()
     with contextlib.suppress(OSError):  # the same in all containers of a machine
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    has_gpu = torch.cuda.is_available()
-    return machine, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if has_gpu else ""
+    if not accelerator.is_available():
+        return machine, ""
+    index = accelerator.current_device()
+    return machine, str(getattr(accelerator.get_device_properties(index), "uuid", index))
 
 
 @functools.lru_cache(maxsize=1)

@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from vbrt.errors import TierError
+from vbrt.host import accelerator
 from vbrt.layers import KINDS
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.device_cache import DeviceCache, DeviceCounts, DeviceTotals
@@ -60,7 +59,7 @@ class ExpertCache:
         stack = self._stack
         if stack.ledger.changes == self._tried or stack.levels[0].policy.kind != _POLICY:
             return
-        if torch.cuda.is_current_stream_capturing() or (self._cache is not None and self._cache.recorded):
+        if accelerator.is_current_stream_capturing() or (self._cache is not None and self._cache.recorded):
             return
         with stack.encoding:
             handles = [layer.handle for layer in self._layers() if isinstance(layer.handle, ExpertsHandle)]

@@ -8,11 +8,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
-import torch
 import torch.distributed as dist
 
 from vbrt.config import Machine, VBConfig
 from vbrt.errors import ConfigError, TierError, describe_os_error
+from vbrt.host import accelerator
 from vbrt.host.host_memory import trim_heap
 from vbrt.kernels.cpu import buffer_reuse
 from vbrt.model.colocated_ranks import neighbours
@@ -47,7 +47,8 @@ def this_machine(config: VBConfig) -> Machine:
             f"({describe_os_error(error)}: {error.filename}); try again once that is mended"
         ) from error
     ranks = neighbours()
-    gpu_free, gpu_total = _gpu_memory(ranks=ranks.on_gpu) if torch.cuda.is_available() else (None, None)
+    has_gpu = accelerator.is_used(config.tiers.gpu.enabled or True)  # without the tier the GPU is there still
+    gpu_free, gpu_total = _gpu_memory(ranks=ranks.on_gpu) if has_gpu else (None, None)
     peers = [_gpu_memory(peer) for peer in peer_gpus(config)]
     machine = Machine(
         gpu_total_bytes=gpu_total,
@@ -90,8 +91,8 @@ def _sharers(group: object) -> Sharers:
 def _gpu_memory(*index: int, ranks: int = 1) -> tuple[int, int]:
     """Return (free, total) bytes of a GPU, by default the current one. Free: one of `ranks` shares, plus the unused
     part of torch's reserved memory."""
-    free, total = torch.cuda.mem_get_info(*index)
-    return free // ranks + torch.cuda.memory_reserved(*index) - torch.cuda.memory_allocated(*index), total
+    free, total = accelerator.mem_get_info(*index)
+    return free // ranks + accelerator.memory_reserved(*index) - accelerator.memory_allocated(*index), total
 
 
 def peer_gpus(config: VBConfig) -> tuple[int, ...]:
@@ -100,7 +101,7 @@ def peer_gpus(config: VBConfig) -> tuple[int, ...]:
     Raises ConfigError: a named GPU does not exist, or is the computing one.
     """
     peer = config.tiers.peer
-    if not (peer.enabled and config.tiers.gpu.enabled and torch.cuda.is_available()):
+    if not (peer.enabled and accelerator.is_used(config.tiers.gpu.enabled)):
         return ()
     return _others(peer.devices, f"{config.source}: tiers.peer.devices")
 
@@ -113,25 +114,26 @@ def link_gpus(config: VBConfig) -> tuple[int, ...]:
     links = config.tiers.gpu.links
     if links == "own":
         return ()
-    own, where = torch.cuda.current_device(), f"{config.source}: tiers.gpu.links"
+    own, where = accelerator.current_device(), f"{config.source}: tiers.gpu.links"
     if links != "auto":
         links = tuple(index for index in links if index != own)
     others = _others(links, where) if links else ()
-    reached = tuple(index for index in others if torch.cuda.can_device_access_peer(index, own))
+    reached = tuple(index for index in others if accelerator.can_device_access_peer(index, own))
     if links != "auto" and reached != others:
-        raise ConfigError(f"{where} = {list(links)}; cuda:{own} cannot be reached directly from all of them")
+        gpu = f"{accelerator.TYPE}:{own}"
+        raise ConfigError(f"{where} = {list(links)}; {gpu} cannot be reached directly from all of them")
     return reached
 
 
 def _others(devices: tuple[int, ...] | str, where: str) -> tuple[int, ...]:
     """Return GPUs other than the current one: all, or the named ones."""
-    own, count = torch.cuda.current_device(), torch.cuda.device_count()
+    own, count = accelerator.current_device(), accelerator.device_count()
     if devices == "auto":
         return tuple(index for index in range(count) if index != own)
     wrong = next((index for index in devices if index >= count or index == own), None)
     if wrong is not None:
         why = "it is the computing one" if wrong == own else f"this process sees {count} GPUs"
-        raise ConfigError(f"{where} = {list(devices)}; cuda:{wrong} cannot be one of them: {why}")
+        raise ConfigError(f"{where} = {list(devices)}; {accelerator.TYPE}:{wrong} cannot be one of them: {why}")
     return devices
 
 

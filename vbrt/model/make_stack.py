@@ -9,6 +9,7 @@ import torch
 from vbrt.config import VBConfig
 from vbrt.config.tier_records import TIERS
 from vbrt.errors import ConfigError
+from vbrt.host import accelerator
 from vbrt.kernels.cpu.reading import page_reader
 from vbrt.model.machine_memory import link_gpus, peer_gpus, sharers_of, ssd_directory
 from vbrt.residency.expert_room import largest_pages
@@ -42,6 +43,9 @@ def build_stack(plan: Plan, config: VBConfig, policy: PolicyFactory | None = Non
     ]
     if plan.compute_tier == "gpu":
         _open_lanes(levels, config)
+        levels[0].tier.fallbacks.extend(accelerator.LACKS.values())
+    elif why := accelerator.unused(config.tiers.gpu.enabled):
+        levels[0].tier.fallbacks.append(why)
     workers = min(4, max(level.policy.prefetch for level in levels if level.keeps_copies)) or 1
     stack = TierStack(levels, workers=workers, share_cores=plan.compute_tier == "cpu")
     try:
@@ -57,6 +61,10 @@ def _open_lanes(levels: Sequence[Level], config: VBConfig) -> None:
     """Set up multi-link copies to the GPU, if the config asks for them."""
     top = levels[0]
     shared = next((level.tier for level in levels if isinstance(level.tier, SharedTier)), None)
+    if shared is not None and top.stream is None:
+        raise ConfigError(
+            f"{config.source}: tiers.cpu.shared = true; {accelerator.LACKS['streams']}; set shared = false"
+        )
     if shared is None:
         top.lanes = open_lanes(top.stream, link_gpus(config), top.tier.fallbacks)
         return
@@ -83,9 +91,9 @@ def _shared_tier(plan: Plan, config: VBConfig, budget: int) -> SharedTier:
 
 
 def _tier(name: str, budget: int, plan: Plan, config: VBConfig) -> MemoryTier | PeerTier | SharedTier:
-    own = torch.device("cuda", torch.cuda.current_device()) if plan.compute_tier == "gpu" else None
+    own = torch.device(accelerator.TYPE, accelerator.current_device()) if plan.compute_tier == "gpu" else None
     if name == "peer":
-        return PeerTier([torch.device("cuda", index) for index in peer_gpus(config)], budget, computing=own)
+        return PeerTier([torch.device(accelerator.TYPE, index) for index in peer_gpus(config)], budget, computing=own)
     if name == "cpu" and config.tiers.cpu.shared:
         return _shared_tier(plan, config, budget)
     device = own if name == "gpu" else torch.device("cpu")

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from vbrt.host import accelerator
 from vbrt.kernels.observers import unwatched
 from vbrt.layers import VBLayer
 from vbrt.libraries.peft_api import adapters_of
@@ -96,7 +97,7 @@ class PassEndHook:
     def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
         """Raise TierError, on all ranks, if a rank had different pages or is gone."""
         top = None if self.stack is None or torch.compiler.is_compiling() else self.stack.levels[0]
-        if top is not None and not (top.stream is not None and torch.cuda.is_current_stream_capturing()):
+        if top is not None and not (top.stream is not None and accelerator.is_current_stream_capturing()):
             top.check()
 
     def __deepcopy__(self, memo: dict) -> "PassEndHook":

@@ -21,6 +21,7 @@ from vbrt.formats import get_format
 from vbrt.formats.fine_plane import estimate_fine_bytes
 from vbrt.formats.joint_planes import join_layouts
 from vbrt.formats.page import PAGE_ALIGN, PageLayout
+from vbrt.host import accelerator
 from vbrt.kernels import PageOrder
 from vbrt.layers import KINDS, HandleSpec, SwappedLayer
 from vbrt.layers.weights.kernel_selection import planned_packing
@@ -119,7 +120,7 @@ def swaps_with_pages(model: nn.Module, config: VBConfig) -> list[Swap]:
 
     Raises ConfigError as `choose` does.
     """
-    on_gpu = bool(config.tiers.gpu.enabled) and torch.cuda.is_available()
+    on_gpu = accelerator.is_used(config.tiers.gpu.enabled)
     return [replace(swap, pages=_pages_on(swap, config, on_gpu)) for swap in choose(model, config)[0]]
 
 
@@ -159,7 +160,7 @@ def _training_plan(
 
 
 def _pages_on(swap: Swap, config: VBConfig, on_gpu: bool) -> tuple[PageSpec, ...]:
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = torch.device(accelerator.TYPE if on_gpu else "cpu")
     return _pages(swap, planned_packing(HandleSpec.of(swap, config), device))
 
 
@@ -220,13 +221,13 @@ def _after_wrapping(
     model: nn.Module, config: VBConfig, machine: Machine, skipped: dict[str, Skip], *, charge_kept: bool
 ) -> Machine:
     """Return the machine's free memory after wrapping: weights in pages, kept parameters on the computing device."""
-    held = {"cpu": 0, "cuda": 0}
+    held = {"cpu": 0, accelerator.TYPE: 0}
     for parameter in model.parameters():
         if parameter.device.type in held:
             held[parameter.device.type] += nbytes_of(parameter)
     free = {"cpu": min(machine.cpu_total_bytes, machine.cpu_available_bytes + held["cpu"]), "gpu": None}
     if machine.gpu_total_bytes is not None:
-        free["gpu"] = held["cuda"] + (
+        free["gpu"] = held[accelerator.TYPE] + (
             machine.gpu_total_bytes if machine.gpu_free_bytes is None else machine.gpu_free_bytes
         )
     if charge_kept:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from vbrt.host import accelerator
 from vbrt.model.attachment import Attachment
 from vbrt.report.run_header import Ran
 from vbrt.residency.plan import format_bytes
@@ -48,8 +49,8 @@ def _model(attachment: Attachment) -> str:
 
 def _machine(device: torch.device) -> str:
     parts = [f"{cpu_name()}, {os.cpu_count()} cores, {format_bytes(psutil.virtual_memory().total)}"]
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
+    if device.type == accelerator.TYPE:
+        gpu = accelerator.get_device_properties(device)
         parts.insert(0, f"{gpu.name}, {format_bytes(gpu.total_memory)}")
     return " · ".join(parts)
 

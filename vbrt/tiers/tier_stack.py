@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from vbrt.host import accelerator
 from vbrt.tiers.protocols.tier import Tier
 from vbrt.tiers.schedule.programmes import Programmes
 from vbrt.tiers.stack.page_stack import PageStack
@@ -26,4 +27,4 @@ class TierStack(PageStack):
 def detached_stack(device: torch.device | str = "cpu") -> TierStack:
     """Return a single-tier stack without a budget on one device, for layers outside a wrapped model."""
     device = torch.device(device)
-    return TierStack([MemoryTier("gpu" if device.type == "cuda" else "cpu", device, 1 << 62)])
+    return TierStack([MemoryTier("gpu" if device.type == accelerator.TYPE else "cpu", device, 1 << 62)])

@@ -14,6 +14,7 @@ from vbrt.estimation.advice.multi_gpu_rates import GroupRates, nvlink_rates
 from vbrt.estimation.advice.parallelism import Comparison, compare_ways
 from vbrt.estimation.advice.step_time import predict
 from vbrt.estimation.memory.rank_share import rank_plan
+from vbrt.host import accelerator
 from vbrt.model.planner import make_plan
 
 transformers = pytest.importorskip("transformers")
@@ -119,6 +120,6 @@ def test_a_model_that_cannot_be_split_is_compared_without_tensor_parallel_ways_a
 
 
 def test_a_machine_goes_by_the_name_of_its_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "get_device_name", lambda: "Some GPU")
     assert device_name() == "Some GPU"

@@ -39,7 +39,7 @@ def as_on_a_gpu(asked, recorded, monkeypatch):  # noqa: F811
         return called
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: bool(on)))
-    monkeypatch.setattr(fuse_step, "_kind_of_device", lambda graph: "cuda")
+    monkeypatch.setattr(fuse_step, "_kind_of_device", lambda graph: "gpu")
     monkeypatch.setattr(fuse_step, "compile_launches", gpu(precompile_launches.compile_launches))
     monkeypatch.setattr(fuse_step.Joined, "__call__", gpu(fuse_step.Joined.__call__))
     monkeypatch.setattr(fuse_step, "_error_of", gpu(lambda program, recorder, inputs, first: program(*inputs) and 0.0))

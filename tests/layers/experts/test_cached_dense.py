@@ -14,6 +14,7 @@ from tests.models import qwen3_moe
 from tests.zoo import experts as zoo
 from tests.zoo.experts import DECORATED, Holder, experts_module
 from vbrt.errors import TierError
+from vbrt.host import accelerator
 from vbrt.kernels.cuda.experts import residency
 from vbrt.layers.experts import VBExperts, gathered_dense, why_waits
 from vbrt.layers.experts import run_experts as compute
@@ -32,7 +33,7 @@ def decided(monkeypatch):
     monkeypatch.setattr(Buffer, "pinned", True)
     monkeypatch.setattr(residency, "_launch", tables.launch)
     monkeypatch.setattr(gathered_dense.devices, "refusal", lambda device, needs: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(accelerator, "is_current_stream_capturing", lambda: False)
 
     def wrapped(model, slots, scope="layer", layers=2):
         vb = wrap_beside(monkeypatch, model, "dense", room=slots * layers + 2)  # one token's experts pass through
@@ -229,14 +230,14 @@ def test_scans_are_refused_within_a_capture(decided, monkeypatch):
         is_cuda = True
 
     given = routed(20)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(accelerator, "is_current_stream_capturing", lambda: True)
     with pytest.raises(TierError, match="the host hears which experts 40 ids name, and cannot in a CUDA graph"):
         run_experts(layer, Routed(given.x, given.ids.as_subclass(OnGpu), given.weights))
 
 
 @torch.no_grad()
 def test_exact_experts_stay_with_the_host_which_is_said(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(accelerator, "is_current_stream_capturing", lambda: False)
     vb = wrap_beside(monkeypatch, qwen3_moe(count=EXPERTS), "exact", room=8)
     cache, handle = vb._attachment.expert_cache, layer_of(vb.module).handle
     cache.follow()

@@ -16,6 +16,7 @@ from tests.models import TOKENS, config, qwen3_moe, wrap
 from tests.tiers.stacks import assert_at_rest
 from tests.zoo.experts import EXPERTS, Holder, experts_module, routed
 from vbrt.errors import KernelError
+from vbrt.host import accelerator
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.kernels.experts import Gate
@@ -344,7 +345,7 @@ def test_the_device_decides_where_the_host_would_take_longer_or_cannot_compute(m
 def test_that_the_device_cannot_decide_is_said_only_where_it_would(monkeypatch, miss, said):
     vb = wrap_beside(monkeypatch, qwen3_moe(), room=4, miss=miss)
     cache = vb._attachment.expert_cache
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(accelerator, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(expert_cache, "why_host", lambda handle: "its kernels do not take pages by address")
     cache.follow()
     assert len(cache.fallbacks) == said and all("by address" in why for why in cache.fallbacks)

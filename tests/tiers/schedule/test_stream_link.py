@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from vbrt.host import accelerator
 from vbrt.tiers.schedule import stream_link
 
 
@@ -44,9 +45,9 @@ def world(monkeypatch):
         def wait(self, stream):
             runtime.calls.append(("torch waits", self.cuda_event))
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(3))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: runtime.capturing)
+    monkeypatch.setattr(accelerator, "Event", Event)
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: Stream(3))
+    monkeypatch.setattr(accelerator, "is_current_stream_capturing", lambda: runtime.capturing)
     names = {"raw_stream": lambda index: 3, "is_capturing": lambda: runtime.capturing}
     names |= {"current_device": lambda: runtime.device, "set_stream": lambda *name: None}
     for name, function in names.items():
@@ -87,7 +88,7 @@ def test_a_page_takes_five_calls_of_the_runtime_and_torch_makes_them_elsewhere(w
 def test_an_error_of_the_runtime_is_raised(world, monkeypatch):
     link = stream_link.DirectLink(Stream(7), 1, world)
     world.code = 700
-    monkeypatch.setattr(torch.cuda, "check_error", lambda code: (_ for _ in ()).throw(RuntimeError(code)))
+    monkeypatch.setattr(accelerator, "check_error", lambda code: (_ for _ in ()).throw(RuntimeError(code)))
     link.follows()
     with pytest.raises(RuntimeError, match="700"):
         link.computed()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vbrt.host import accelerator
 from vbrt.tiers.storage import multi_link
 
 MIB = 1 << 20
@@ -53,9 +54,9 @@ class Stream:
 @pytest.fixture
 def three(monkeypatch) -> tuple[multi_link.Lanes, Runtime]:
     """Lanes of three devices, all of them the CPU."""
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.inference_mode(False))
+    monkeypatch.setattr(accelerator, "Stream", Stream)
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: Stream(device))
+    monkeypatch.setattr(accelerator, "device", lambda device: torch.inference_mode(False))
     cpu, runtime = torch.device("cpu"), Runtime()
     return multi_link.Lanes(runtime, Stream(cpu), [cpu, cpu]), runtime
 

@@ -8,7 +8,6 @@ import os
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from vbrt.config import Machine, load_config
@@ -21,6 +20,7 @@ from vbrt.estimation.advice.data_sheets import sheets
 from vbrt.estimation.advice.machine_rates import Rates, device_name, kept_rates, measure_rates
 from vbrt.estimation.memory.estimate import as_task
 from vbrt.estimation.memory.task import GOALS, Task
+from vbrt.host import accelerator
 from vbrt.model.machine_memory import this_machine
 
 __all__ = ["advise"]
@@ -86,7 +86,7 @@ def _cost_model(machine: Machine, path: str | os.PathLike[str] | None) -> CostMo
 def _measured(machine: Machine) -> Rates:
     """Measure this machine, in seconds. Raises ArgumentError: the question is about a machine with a GPU, and this has
     none."""
-    if machine.gpu_total_bytes is not None and not torch.cuda.is_available():
+    if machine.gpu_total_bytes is not None and not accelerator.is_used():
         raise _no_rates(device_name())
     return measure_rates()
 

@@ -13,6 +13,7 @@ import torch
 from vbrt.config.argument_checks import check_instance
 from vbrt.estimation.advice.cpu_expert_rates import FEW_ROWS, experts_gb_s, few_rows
 from vbrt.estimation.advice.data_sheets import DataSheet, named_sheet, sheets
+from vbrt.host import accelerator
 from vbrt.host.safe_files import cache_folder, read_bounded, write_file
 from vbrt.model.run_metadata import cpu_name
 from vbrt.residency.miss_policy import CPU_GB_PER_S
@@ -123,8 +124,8 @@ def measure_rates(drive: Path | None = None) -> Rates:
 
     drive: a directory on the drive to measure; by default that of temporary files.
     """
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if gpu else "cpu")
+    gpu = accelerator.is_used()
+    device = torch.device(accelerator.TYPE if gpu else "cpu")
     return Rates(
         device_name(),
         link_gb_s() if gpu else 0.0,
@@ -134,7 +135,7 @@ def measure_rates(drive: Path | None = None) -> Rates:
         _drive_gb_s(drive),
         "measured here",
         _tflops(device, 4096 if gpu else 1024, torch.float32),
-        gpu and torch.cuda.get_device_capability() >= _FP8_CAPABILITY,
+        accelerator.vendor(device) == "nvidia" and accelerator.get_device_capability() >= _FP8_CAPABILITY,
         _host_gb_s(),
         experts_gb_s(),
         *(() if gpu else few_rows()),
@@ -149,28 +150,28 @@ def keep_rates(rates: Rates) -> None:
 
 def device_name() -> str:
     """Return the GPU's name; without one the CPU's, with the number of compute threads."""
-    gpu = torch.cuda.is_available()
-    return torch.cuda.get_device_name() if gpu else f"{cpu_name()}, {torch.get_num_threads()} threads"
+    gpu = accelerator.is_used()
+    return accelerator.get_device_name() if gpu else f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def _best(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
     """Return the least seconds of several runs after a warm-up; fewer where they are long."""
     spans = []
     while len(spans) < 2 or (len(spans) <= times and sum(spans) < _LONG_S):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if device.type == accelerator.TYPE:
+            accelerator.synchronize()
         start = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if device.type == accelerator.TYPE:
+            accelerator.synchronize()
         spans.append(time.perf_counter() - start)
     return min(spans[1:])
 
 
 def link_gb_s(*, to_host: bool = False, pinned: bool = True) -> float:
     """Return the GB/s of 64 MiB copies to the GPU, or `to_host`, from or to pinned or pageable memory."""
-    host = torch.ones(1 << 30, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-    there = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    host = torch.ones(1 << 30, dtype=torch.uint8, device="cpu", pin_memory=pinned and accelerator.pins())
+    there = torch.empty(64 << 20, dtype=torch.uint8, device=accelerator.TYPE)
 
     def run() -> None:
         for part in host.split(len(there)):
@@ -181,7 +182,7 @@ def link_gb_s(*, to_host: bool = False, pinned: bool = True) -> float:
 
 
 def _memory_gb_s(device: torch.device) -> float:
-    one = torch.zeros((1024 if device.type == "cuda" else 256) << 20, dtype=torch.uint8, device=device)
+    one = torch.zeros((1024 if device.type == accelerator.TYPE else 256) << 20, dtype=torch.uint8, device=device)
     other = torch.empty_like(one)
     return 2 * len(one) / _best(lambda: other.copy_(one), device) / 1e9
 

@@ -31,8 +31,9 @@ from vbrt.estimation.advice.step_time import experts_us, product_us
 from vbrt.formats import PageLayout, WeightPlanes, get_format
 from vbrt.formats.joint_planes import join_fields, join_layouts
 from vbrt.formats.page import pack
+from vbrt.host import accelerator
 from vbrt.kernels import resolve
-from vbrt.kernels.cuda.e2m1.tuning import graph_us
+from vbrt.kernels.cuda.tuning import graph_us
 from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.kernels.registry import kernel_refusal
 from vbrt.model.run_metadata import commit, cpu_name, versions
@@ -117,12 +118,12 @@ def describe_machine() -> dict[str, Any]:
         "load": psutil.getloadavg()[0],
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "versions": versions() | {"cuda": torch.version.cuda, "hip": torch.version.hip},
+        "versions": versions() | {"CUDA": torch.version.cuda, "HIP": torch.version.hip},
         "commit": commit(),
     }
     if found["computes_on"] == "cpu":
         return found
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    gpu = accelerator.get_device_properties(accelerator.current_device())
     return {
         "gpu": gpu.name,
         "capability": [gpu.major, gpu.minor],
@@ -178,7 +179,7 @@ def guarded(part: str, name: str, measure: Callable[[], list[Figure]]) -> list[F
         gc.collect()
         if measured_device().type != "cpu":
             with contextlib.suppress(RuntimeError):  # of an error that broke the context; what follows says so, too
-                torch.cuda.empty_cache()
+                accelerator.empty_cache()
 
 
 def unmeasured(device: torch.device) -> list[str]:

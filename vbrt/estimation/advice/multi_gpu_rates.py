@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from vbrt.estimation.advice.machine_rates import device_name, link_gb_s
+from vbrt.host import accelerator
 from vbrt.host.safe_files import cache_folder, read_bounded, write_file
 
 __all__ = ["GroupRates", "group_rates_file", "kept_group_rates", "measure_group_rates", "nvlink_rates"]
@@ -89,8 +90,8 @@ def measure_group_rates(*, keep: bool = True) -> GroupRates:
 
     Raises OSError: the result cannot be stored.
     """
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if gpu else "cpu")
+    gpu = accelerator.is_used()
+    device = torch.device(accelerator.TYPE if gpu else "cpu")
     dist.barrier()
     link = torch.tensor([link_gb_s() if gpu else 0.0], dtype=torch.float32, device=device)
     dist.all_reduce(link, dist.ReduceOp.MIN)
@@ -156,5 +157,5 @@ def _seconds(run: Callable[[], object], device: torch.device, times: int = 20) -
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if device.type == accelerator.TYPE:
+        accelerator.synchronize()

@@ -17,6 +17,7 @@ from vbrt.errors import ArgumentError
 from vbrt.estimation.memory.example_inputs import inputs_of
 from vbrt.estimation.memory.live_bytes import Meter
 from vbrt.estimation.memory.task import Task
+from vbrt.host import accelerator
 from vbrt.libraries.transformers_api import checkpointing_name, checkpointing_switch
 
 __all__ = ["KERNELS", "Measured", "attention", "compiling", "memory"]
@@ -45,7 +46,7 @@ class Measured:
 
 def device() -> torch.device:
     """Return the device to measure on: the GPU, if there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(accelerator.TYPE if accelerator.is_used() else "cpu")
 
 
 def attention(
@@ -163,17 +164,17 @@ def _seconds(run: Callable[[], None]) -> float:
 
 
 def _wait() -> None:
-    if device().type == "cuda":
-        torch.cuda.synchronize()
+    if device().type == accelerator.TYPE:
+        accelerator.synchronize()
 
 
 def _peak(run: Callable[[], None]) -> int:
-    if device().type == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+    if device().type == accelerator.TYPE:
+        before = accelerator.memory_allocated()
+        accelerator.reset_peak_memory_stats()
         run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        accelerator.synchronize()
+        return accelerator.max_memory_allocated() - before
     meter = Meter()
     with meter:
         run()

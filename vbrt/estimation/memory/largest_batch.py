@@ -10,6 +10,7 @@ from vbrt.config import load_config
 from vbrt.config.argument_checks import check_instance, check_whole
 from vbrt.errors import ArgumentError
 from vbrt.estimation.memory.live_bytes import Meter
+from vbrt.host import accelerator
 from vbrt.model.machine_memory import this_machine
 
 __all__ = ["fit_batch"]
@@ -37,7 +38,7 @@ def fit_batch(step: Callable[[int], Any], *, room_bytes: int | None = None, at_m
     check_whole(at_most, "fit_batch(): at_most")
     if room_bytes is not None:
         check_whole(room_bytes, "fit_batch(): room_bytes")
-    gpu = torch.cuda.is_available()
+    gpu = accelerator.is_used()
     if room_bytes is None and not gpu:
         raise ArgumentError("fit_batch needs room_bytes on a machine without a GPU: host memory has no such limit")
     measure = _on_gpu if gpu else _on_cpu
@@ -81,18 +82,18 @@ def _peak(measure: Callable, step: Callable[[int], Any], batch: int) -> int | No
     except torch.OutOfMemoryError:
         pass
     gc.collect()  # outside the handler, whose traceback holds the step's tensors
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if accelerator.is_used():
+        accelerator.empty_cache()
     return None
 
 
 def _on_gpu(step: Callable[[int], Any], batch: int) -> int:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    accelerator.synchronize()
+    before = accelerator.memory_allocated()
+    accelerator.reset_peak_memory_stats()
     step(batch)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    accelerator.synchronize()
+    return accelerator.max_memory_allocated() - before
 
 
 def _on_cpu(step: Callable[[int], Any], batch: int) -> int:

@@ -32,6 +32,7 @@ from vbrt.estimation.precision.sensitivity import (
     rounded_weight,
 )
 from vbrt.estimation.precision.streamed_forward import lent
+from vbrt.host import accelerator
 from vbrt.layers import KINDS, SwappedLayer
 from vbrt.model.planner import make_plan, swaps_with_pages
 from vbrt.model.weight_choice import named_modules
@@ -176,10 +177,10 @@ def _placed(model: nn.Module, base: VBConfig, options: Sequence[LayerPrecision])
     """Context in which the model runs on the returned device: the compute GPU, within its budget, or the model's own
     device."""
     lies = next(model.parameters()).device
-    if lies.type != "cpu" or not base.tiers.gpu.enabled or not torch.cuda.is_available():
+    if lies.type != "cpu" or not accelerator.is_used(base.tiers.gpu.enabled):
         yield lies
         return
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = accelerator.default_device()
     budgeted = [model.get_parameter(site.tensor) for option in options for site in option.swap.sites]
     with lent(model, device, make_plan(model, base).budgets["gpu"], budgeted):
         yield device

@@ -22,6 +22,7 @@ from vbrt.estimation.precision.calibration_data import Text, text_of
 from vbrt.estimation.precision.sensitivity import evaluating, own_samples
 from vbrt.estimation.precision.streamed_forward import Reader, streamed
 from vbrt.formats.error_feedback import Inputs, moments_of
+from vbrt.host import accelerator
 from vbrt.libraries.torch_api import TorchDispatchMode
 from vbrt.model.weight_choice import named_modules
 from vbrt.report.progress import Progress
@@ -90,7 +91,9 @@ def _is_weighed(swap: Swap) -> bool:
 
 def _device_of(plan: Plan) -> torch.device:
     """Return a plan's compute device."""
-    return torch.device("cuda", torch.cuda.current_device()) if "gpu" in plan.budgets else torch.device("cpu")
+    return (
+        torch.device(accelerator.TYPE, accelerator.current_device()) if "gpu" in plan.budgets else torch.device("cpu")
+    )
 
 
 def _note(text: Text, swaps: Sequence[Swap], found: Mapping[str, tuple[Inputs, ...]]) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from vbrt.generation.capture.code_fingerprint import PLAIN, looked_up, reference, replaced_in_torch
+from vbrt.host import accelerator
 from vbrt.kernels.observers import is_quiet
 from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.rebind_forward import is_wrapped_by_plan
@@ -138,7 +139,7 @@ def _of_torch() -> tuple:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_num_threads(),
-        *(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cuda", "cpu")),
+        *(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in (accelerator.TYPE, "cpu")),
     )
 
 

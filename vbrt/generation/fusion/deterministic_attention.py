@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from vbrt.host import accelerator
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.step_ops import MOST_QUERIES, NEEDS
 from vbrt.kernels.operator_trace import recorder
@@ -29,7 +30,7 @@ _MOST_ROWS = 65535  # grid size limit of CUDA (y and z)
 
 def is_steady_on(device: torch.device) -> bool:
     """True if the kernel runs on the device."""
-    return device.type == "cuda" and devices.refusal(device, NEEDS) is None
+    return device.type == accelerator.CUDA and devices.refusal(device, NEEDS) is None
 
 
 @contextlib.contextmanager

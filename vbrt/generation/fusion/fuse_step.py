@@ -45,6 +45,7 @@ from vbrt.generation.fusion.fuse_routers import join_routers
 from vbrt.generation.fusion.graph_backends import without_collections
 from vbrt.generation.fusion.precompile_launches import compile_launches
 from vbrt.generation.fusion.step_graph import Program, StepGraph
+from vbrt.host import accelerator
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cuda import devices, step_ops
 from vbrt.kernels.cuda.horizontal_fusion import join_layers
@@ -73,7 +74,7 @@ class Pattern(NamedTuple):
     name: str
     same_bits: bool
     apply: Callable[[StepGraph], None]
-    on: tuple[str, ...] = ("cuda", "cpu")
+    on: tuple[str, ...] = ("gpu", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +153,13 @@ _LAYER_JOINS = {
     "normed_sum": "sum and norm before layers",
 }
 
-_EVERYWHERE = ("cuda", "cpu", "")
+_EVERYWHERE = ("gpu", "cpu", "")
 
 #: in order of application
 PATTERNS = (
     Pattern("plain", True, say_plainly, _EVERYWHERE),
     Pattern("repeated", True, join_repeated, _EVERYWHERE),
-    Pattern("layers", False, _join_layers, ("cuda",)),
+    Pattern("layers", False, _join_layers, ("gpu",)),
     Pattern("products", True, join_products, ("cpu", "")),
     Pattern("gates", False, join_gates, ("cpu",)),
     Pattern("small products", False, join_projections, ("cpu",)),
@@ -166,7 +167,7 @@ PATTERNS = (
     Pattern("rotary", True, join_rotary),
     Pattern("cache", True, join_cache_writes),
     Pattern("attention", False, join_attention),
-    Pattern("heads", True, share_heads, ("cuda",)),
+    Pattern("heads", True, share_heads, ("gpu",)),
     Pattern("routers", False, join_routers),
 )
 _ALL = frozenset(pattern.name for pattern in PATTERNS)
@@ -228,7 +229,7 @@ def _joined(step: Callable[..., Any], inputs: Sequence[Any], how: _How) -> Joine
     from_host, graph = _from_host(recorder), StepGraph(recorder, same_bits=how.same_bits)
     how.accept(graph)
     before = len(recorder.graph.nodes) - len(recorder.given)
-    if _change(graph, how.without) == "cuda":
+    if _change(graph, how.without) == "gpu":
         compile_launches(graph)
     program = how.program(graph, inputs)
     error = _error_of(program, recorder, inputs, first) if how.check else None
@@ -266,7 +267,7 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 def _from_host(recorder: StepRecorder) -> str:
     """Return the first copy from host memory to the device, whose address a replay would find freed; "" if none."""
     for node in recorder.graph.nodes:
-        if any(form.device.type == "cuda" for form in _forms(node)) and any(map(_is_copied, _reads(node))):
+        if any(form.device.type == accelerator.TYPE for form in _forms(node)) and any(map(_is_copied, _reads(node))):
             return f"{node.target} copies from host memory"
     return ""
 
@@ -308,13 +309,13 @@ def _change(graph: StepGraph, without: Collection[str]) -> str:
 
 
 def _kind_of_device(graph: StepGraph) -> str:
-    """Return where fused kernels run: "cuda", "cpu", or "" where plain torch stands in for them."""
-    found = {tensor.device for tensor in graph.given.values() if tensor.is_cuda}
+    """Return where fused kernels run: "gpu", "cpu", or "" where plain torch stands in for them."""
+    found = {tensor.device for tensor in graph.given.values() if accelerator.is_device(tensor)}
     if not found:
         return "cpu" if build.refusal(torch.device("cpu"), "step") is None else ""
     refusals = {devices.refusal(device, step_ops.NEEDS) for device in found} - {None}
     if not refusals:
-        return "cuda"
+        return "gpu"
     graph.kept[f"everything: kernels: {min(refusals)}"] += 1
     return ""
 

@@ -19,6 +19,7 @@ import torch
 
 from vbrt.generation.fusion.cpu_tape import Tape
 from vbrt.generation.fusion.step_graph import Program, StepGraph
+from vbrt.host import accelerator
 from vbrt.libraries.torch_api import end_allocate_to_pool
 
 __all__ = ["CpuRecorder", "CudaRecorder", "Recorded", "Recorder", "outside", "recorder_for", "without_collections"]
@@ -79,12 +80,12 @@ class _Pieces:
 
     def __init__(self, pool: Any) -> None:
         self._pool, self._calls = pool, list[Callable[[], object]]()
-        self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.open: torch.cuda.CUDAGraph | None = None
+        self.graphs: list[accelerator.Graph] = []
+        self.open: accelerator.Graph | None = None
 
     def begin(self) -> None:
         """Begin to capture a graph."""
-        self.open = torch.cuda.CUDAGraph()
+        self.open = accelerator.Graph()
         self.open.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
@@ -114,17 +115,17 @@ class CudaRecorder:
     program, lossless = Program, True
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
-        self._stream: torch.cuda.Stream | None = None
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._device, self._pool = device, accelerator.graph_pool_handle()
+        self._stream: torch.Stream | None = None
+        self._graphs: list[accelerator.Graph] = []
 
     def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> Recorded:
         """Warm up `step` on a side stream (compiles kernels, creates handles), then capture it."""
-        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
-        current = torch.cuda.current_stream(self._device)
+        stream = self._stream = self._stream or accelerator.Stream(self._device)
+        current = accelerator.current_stream(self._device)
         stream.wait_stream(current)
         try:
-            with torch.cuda.stream(stream):
+            with accelerator.stream(stream):
                 step()
                 with within():
                     pieces = self._capture(step)
@@ -152,7 +153,7 @@ class CudaRecorder:
             _here.pieces = None
         return pieces
 
-    def _give_up(self, graph: torch.cuda.CUDAGraph | None) -> None:
+    def _give_up(self, graph: accelerator.Graph | None) -> None:
         """End the capture of a function that has raised; capture_end may fail, for example after a synchronization."""
         try:
             if graph is not None:
@@ -162,17 +163,17 @@ class CudaRecorder:
 
     def _recover(self) -> None:
         """Reset torch's allocator and RNG state after a failed capture, which they take for active."""
-        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+        index = self._device.index if self._device.index is not None else accelerator.current_device()
         with contextlib.suppress(RuntimeError):
             end_allocate_to_pool(index, self._pool)
-        empty = torch.cuda.CUDAGraph()
+        empty = accelerator.Graph()
         empty.capture_begin(capture_error_mode="thread_local")
         empty.capture_end()
 
     def release(self) -> None:
         """Synchronize, then free the graphs and their pool."""
         if self._graphs:
-            torch.cuda.synchronize(self._device)
+            accelerator.synchronize(self._device)
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
@@ -211,6 +212,6 @@ def without_collections() -> Iterator[None]:
 
 def recorder_for(device: torch.device) -> Recorder | None:
     """Return the recorder for a device; None if it has none."""
-    if device.type == "cuda":
+    if device.type == accelerator.TYPE and "graphs" not in accelerator.LACKS:
         return CudaRecorder(device)
     return CpuRecorder() if device.type == "cpu" else None

@@ -27,6 +27,7 @@ from vbrt.generation.kv.extent_store import KVStore
 from vbrt.generation.kv.fetch_ring import Place
 from vbrt.generation.kv.layer_tokens import TAIL_PAGES, LayerTokens
 from vbrt.generation.kv.quantized import BITS
+from vbrt.host import accelerator
 from vbrt.kernels.uncompiled import uncompiled
 from vbrt.libraries.transformers_api import (
     KV_CACHE,
@@ -122,7 +123,7 @@ class KVLayer(CacheLayerMixin):
             raise WrapError(f"{name}: a KVCache keeps no graph for gradients; call the model under torch.no_grad()")
         if keys.device != self.device:
             raise WrapError(f"{name}: keys are on {keys.device}; the model's tiers compute on {self.device}")
-        if keys.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if keys.device.type == accelerator.TYPE and accelerator.is_current_stream_capturing():
             raise WrapError(f"{name}: a CUDA graph cannot record a cache that grows and moves; use a StaticCache")
         held = self.tokens.held
         if held is not None:

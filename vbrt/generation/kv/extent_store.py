@@ -12,7 +12,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from vbrt.errors import TierError
@@ -20,6 +19,7 @@ from vbrt.generation.kv.device_shares import Needs, Sizes, whole
 from vbrt.generation.kv.extent import Alive, Extent, Memory
 from vbrt.generation.kv.fetch_ring import Ring
 from vbrt.generation.kv.quantized import PageCode
+from vbrt.host import accelerator
 from vbrt.tiers import Level, Tally, TierStack
 
 __all__ = ["KVStore"]
@@ -65,7 +65,7 @@ class KVStore:
         self._ring: Ring | None = None
         self._peers = 0  # caches that the room was shared with
         self._serial, self._passing_bytes, self._tail_bytes, self._page_bytes = itertools.count(), 0, 0, 0
-        self._out = torch.cuda.Stream(stack.device) if stack.device.type == "cuda" else None
+        self._out = accelerator.Stream(stack.device) if accelerator.has_streams(stack.device) else None
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -225,9 +225,9 @@ class KVStore:
         out = slot.view[extent.filled * size : (extent.filled + count) * size].view(count, size)
         if level.index and self._out is not None and slot.room.pinned:
             recorder = self.stack.guard.recorder
-            self._out.wait_stream(torch.cuda.current_stream(self.stack.device))
+            self._out.wait_stream(accelerator.current_stream(self.stack.device))
             began = None if recorder is None else recorder.mark_on(self._out)
-            with torch.cuda.stream(self._out):
+            with accelerator.stream(self._out):
                 out.copy_(pages, non_blocking=True)
             pages.record_stream(self._out)
             extent.written = slot.room.fence(self._out)

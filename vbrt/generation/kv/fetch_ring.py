@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vbrt.errors import TierError
 from vbrt.generation.kv.extent import Extent, Memory
+from vbrt.host import accelerator
 from vbrt.host.host_memory import aligned, map_memory, pin
 from vbrt.host.worker_threads import Crew
 from vbrt.tiers import Tally
@@ -52,7 +53,7 @@ class Load:
     slot: int
     ahead: bool
     lazy: bool = False
-    arrived: torch.cuda.Event | None = None
+    arrived: torch.Event | None = None
     bell: LockType | None = None
     error: Exception | None = field(default=None)
 
@@ -82,8 +83,8 @@ class Ring:
         self._views = memory.bytes.view(-1, slot_bytes).unbind(0)
         self._stack = memory.stack
         self._room = memory.level.slots[memory.key].room
-        self._stream = torch.cuda.Stream(self._stack.device) if self._stack.device.type == "cuda" else None
-        self._used: list[torch.cuda.Event | None] = [None] * len(self._views)  # events after the last read of each slot
+        self._stream = accelerator.Stream(self._stack.device) if accelerator.has_streams(self._stack.device) else None
+        self._used: list[torch.Event | None] = [None] * len(self._views)  # events after the last read of each slot
         self._staging: dict[int, Tensor] = {}  # pinned staging buffers for files, by slot
         self._crew = Crew(_THREADS)
         self._loads: deque[Load] = deque()
@@ -128,7 +129,7 @@ class Ring:
     def done(self, load: Load) -> None:
         """Release a load once all kernels that read it are queued; refill its slot."""
         if self._stream is not None:
-            self._used[load.slot] = torch.cuda.current_stream(self._stack.device).record_event()
+            self._used[load.slot] = accelerator.current_stream(self._stack.device).record_event()
         self._loads.remove(load)
         self._free.append(load.slot)
         self._look_ahead()
@@ -138,7 +139,7 @@ class Ring:
         for load in self._loads:
             load.join()
         if self._stream is not None:
-            event = torch.cuda.current_stream(self._stack.device).record_event()
+            event = accelerator.current_stream(self._stack.device).record_event()
             self._used = [event] * len(self._views)
         self._loads.clear()
         self._free = list(range(len(self._views)))
@@ -210,7 +211,7 @@ class Ring:
             self._fetch(load)
             load.lazy = False
         if load.arrived is not None:
-            torch.cuda.current_stream(self._stack.device).wait_event(load.arrived)
+            accelerator.current_stream(self._stack.device).wait_event(load.arrived)
 
     def _fetch(self, load: Load) -> None:
         """CPU compute: copy or read a load's bytes into its slot, in this thread."""
@@ -231,12 +232,13 @@ class Ring:
         began = None if recorder is None else recorder.mark_on(stream)
         origin = source.view[: target.numel()]
         if source.room.asynchronous:
-            with torch.cuda.stream(stream):
+            with accelerator.stream(stream):
                 target.view(-1).copy_(origin, non_blocking=True)
         else:
             self._stack.levels[0].relay.copy(target.view(-1), origin, stream)
         load.arrived = source.room.fence(stream)
-        self._room.fences[stream.cuda_stream] = load.arrived  # keeps a collected ring's memory until the copy is done
+        # keeps a collected ring's memory until the copy is done
+        self._room.fences[accelerator.stream_key(stream)] = load.arrived
         self._note(level, load, began, None if recorder is None else recorder.mark_on(stream))
 
     def _wait_for_slot(self, load: Load) -> None:
@@ -252,7 +254,7 @@ class Ring:
             level.tier.get(source.room, target, key=load.extent.key)
             if self._stream is not None:
                 self._wait_for_slot(load)
-                with torch.cuda.stream(self._stream):
+                with accelerator.stream(self._stream):
                     view.copy_(target, non_blocking=True)
                 load.arrived = self._stream.record_event()
                 load.arrived.synchronize()  # then the staging buffer is free

@@ -23,6 +23,7 @@ from vbrt.generation.kv.extent import Extent, Memory
 from vbrt.generation.kv.extent_store import KVStore
 from vbrt.generation.kv.fetch_ring import Place
 from vbrt.generation.kv.quantized import KVShape, PageCode, page_code
+from vbrt.host import accelerator
 
 __all__ = ["TAIL_PAGES", "LayerTokens", "Part"]
 
@@ -414,7 +415,7 @@ def _result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     """Return uninitialized memory. On a GPU it is padded by some tokens: the results of the next steps then have the
     same size, and torch's allocator reuses the block."""
     *head, tokens, dim = shape
-    if device.type != "cuda":
+    if device.type != accelerator.TYPE:
         return torch.empty(shape, dtype=dtype, device=device)
     step = max(1, (1 << tokens.bit_length()) // (2 * _ROUNDED_TOKENS))
     room = -(-tokens // step) * step

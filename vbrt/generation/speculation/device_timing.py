@@ -4,6 +4,8 @@ import time
 
 import torch
 
+from vbrt.host import accelerator
+
 __all__ = ["Marks"]
 
 
@@ -11,15 +13,15 @@ class Marks:
     """Timestamps in a device's stream (CUDA events), or of the CPU clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._marks: list[float | torch.cuda.Event] = []
+        self._stream = accelerator.current_stream(device) if accelerator.has_streams(device) else None
+        self._marks: list[float | torch.Event] = []
 
     def mark(self) -> None:
         """Record a timestamp after all work launched so far."""
         if self._stream is None:
             self._marks.append(time.perf_counter())
             return
-        event = torch.cuda.Event(enable_timing=True)
+        event = accelerator.Event(enable_timing=True)
         event.record(self._stream)
         self._marks.append(event)
 

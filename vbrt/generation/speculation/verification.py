@@ -36,6 +36,7 @@ from vbrt.generation.speculation.rowwise_pass import masks_windows, one_by_one
 from vbrt.generation.static.cache_kinds import NotRecordable
 from vbrt.generation.static.length_buckets import Span
 from vbrt.generation.static.static_cache import Statics
+from vbrt.host import accelerator
 from vbrt.libraries.transformers_api import cache_of, with_cache
 from vbrt.model.attachment import Attachment
 from vbrt.report.speculation_counters import SpeculationCounts
@@ -346,7 +347,7 @@ def _entries(draft: Draft, start: int, tokens: int) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def _without_plans(device: torch.device) -> Iterator[None]:
     """Disable cuDNN attention in the block: the host builds a new plan for each length."""
-    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+    if device.type != accelerator.TYPE or not torch.backends.cuda.cudnn_sdp_enabled():
         yield
         return
     torch.backends.cuda.enable_cudnn_sdp(False)

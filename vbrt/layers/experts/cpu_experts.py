@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vbrt.errors import KernelError, TierError, VBError
 from vbrt.formats.page import PageLayout
+from vbrt.host import accelerator
 from vbrt.kernels import resolve
 from vbrt.kernels.cpu.build import NUMBERS
 from vbrt.kernels.cpu.expert_team import ExpertTeam, HostProduct, TeamForm, team_form
@@ -42,9 +43,9 @@ class Operands(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, ids: Tensor) -> "Operands":
         """Copy them from the computing device; waits for it, once for both."""
-        if not x.is_cuda:
+        if not accelerator.is_device(x):
             return cls(x.detach().cpu().contiguous(), ids.cpu().long().contiguous())
-        host = torch.empty(x.shape, dtype=x.dtype, device=CPU, pin_memory=True)
+        host = torch.empty(x.shape, dtype=x.dtype, device=CPU, pin_memory=accelerator.pins())
         host.copy_(x.detach(), non_blocking=True)
         return cls(host, ids.cpu().long().contiguous())  # behind x in the same stream: both are there
 
@@ -63,7 +64,7 @@ class Operands(NamedTuple):
         """Return `ids`, which are on a GPU, with those of other experts masked; waits for nothing."""
         chosen = set(experts)
         masked = [[e if e in chosen else -1 for e in row] for row in self.ids.tolist()]
-        return torch.tensor(masked, dtype=ids.dtype, device=CPU).pin_memory().to(ids.device, non_blocking=True)
+        return accelerator.pinned(torch.tensor(masked, dtype=ids.dtype, device=CPU)).to(ids.device, non_blocking=True)
 
 
 class HostLayer(NamedTuple):
@@ -104,7 +105,7 @@ class HostLayer(NamedTuple):
     def to_send(self, operands: Operands, views: Mapping[int, Tensor]) -> Tensor:
         """Return `rows` in memory from which copies to the computing device are fastest."""
         rows = self.rows(operands, views)
-        return rows.pin_memory() if self.handle.device.type == "cuda" else rows
+        return accelerator.pinned(rows) if self.handle.device.type == accelerator.TYPE else rows
 
     def product(self, operands: Operands, views: Mapping[int, Tensor], most: int) -> HostProduct | None:
         """Return `to_send` as a job for a team, with memory for the rows; None where no team can compute it.
@@ -117,7 +118,7 @@ class HostLayer(NamedTuple):
             return None
         if any(bias is not None and bias.dtype not in NUMBERS for bias in (self.up, self.down)):
             return None
-        rows, pinned = operands.ids.numel(), self.handle.device.type == "cuda"
+        rows, pinned = operands.ids.numel(), self.handle.device.type == accelerator.TYPE and accelerator.pins()
         out = torch.empty((rows, self.handle.spec.columns), dtype=operands.x.dtype, device=CPU, pin_memory=pinned)
         return HostProduct(form, self.gate, (self.up, self.down), operands.x, operands.ids, views, out)
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import TierError
+from vbrt.host import accelerator
 from vbrt.kernels.cuda.experts.residency import Experts, PoolRoom, ResidentTables
 from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART
 from vbrt.residency.expert_room import ExpertRoom
@@ -94,7 +95,7 @@ class DeviceCache:
         self._stack, self.keys, self.scope = stack, {name: tuple(keys) for name, keys in layers.items()}, scope
         self.layers = tuple(layers)
         self._lock = threading.RLock()
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
         self.recorded = self._deciding = self._leased = False
         self._page_bytes = {name: _page_bytes(stack, name, keys) for name, keys in self.keys.items()}
         self._arena: Arena | None = None
@@ -114,8 +115,8 @@ class DeviceCache:
         sources = [key for keys in self.keys.values() for key in keys]
         arena = Arena(self._stack, f"{sources[0]}#cache", sources, nbytes)
         tables = ResidentTables(layers, pools, arena.memory, arena.addresses, one=ONE)
-        if arena.memory.is_cuda:
-            self._stream = torch.cuda.current_stream(arena.memory.device)
+        if accelerator.is_device(arena.memory):
+            self._stream = accelerator.current_stream(arena.memory.device)
         self._arena, self._tables, self.capacity_bytes = arena, tables, nbytes
 
     def _rooms(self, capacity_bytes: int) -> tuple[list[Experts], list[PoolRoom]]:
@@ -223,7 +224,7 @@ class DeviceCache:
     def _lease(self, layer: int, ids_Tk: Tensor, *, scan: bool) -> Tensor:
         self._check_open(layer)
         tables = self._tables
-        if ids_Tk.is_cuda:
+        if accelerator.is_device(ids_Tk):
             self._follow_stream(ids_Tk.device)
         if self._deciding:
             tables.forget()
@@ -234,14 +235,14 @@ class DeviceCache:
 
     def _follow_stream(self, device: torch.device) -> None:
         """Make this stream wait for that of the previous lease; not in captures: graphs run later, elsewhere."""
-        if torch.cuda.is_current_stream_capturing():
+        if accelerator.is_current_stream_capturing():
             if self._deciding:
                 raise TierError(
                     f"{self.layers[0]}: its cache was interrupted; run a pass before recording a CUDA graph"
                 )
             self.recorded = self._stack.ledger.captured = True
             return
-        stream = torch.cuda.current_stream(device)
+        stream = accelerator.current_stream(device)
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from vbrt.formats.joint_planes import join_planes
+from vbrt.host import accelerator
 from vbrt.layers.experts.protocols import ExpertsWeights
 from vbrt.layers.weights.weight_encoding import Planes
 
 __all__ = ["EncodedExperts", "ExpertsOnDemand", "MatricesOnDemand"]
 
 #: bytes of dense weights that are encoded together, by the type of the device; scratch is about three times that
-_STEP_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
+_STEP_BYTES = {"cpu": 16 << 20, accelerator.TYPE: 128 << 20}
 
 
 class MatricesOnDemand:
@@ -108,13 +109,13 @@ class _Given(NamedTuple):
     """Weights of some experts, valid after the event `arrived`."""
 
     weights: dict[str, Tensor]
-    arrived: torch.cuda.Event | None = None
+    arrived: torch.Event | None = None
 
     def take(self) -> dict[str, Tensor]:
         """Make the current stream wait for the weights, and return them."""
         if self.arrived is not None:
             for weight in self.weights.values():
-                current = torch.cuda.current_stream(weight.device)
+                current = accelerator.current_stream(weight.device)
                 current.wait_event(self.arrived)
                 weight.record_stream(current)
         return self.weights
@@ -126,7 +127,7 @@ def _as_they_are(weights: dict[str, Tensor]) -> _Given:
 
 def _has_to_move(handle: ExpertsWeights, weights: Mapping[str, Tensor | MatricesOnDemand]) -> bool:
     """True if the weights lie in host memory, in a form that can be copied to the GPU as it is."""
-    return handle.device.type == "cuda" and all(
+    return accelerator.has_streams(handle.device) and all(
         weight.device.type == "cpu" and weight.is_contiguous() and weight.dtype is handle.spec.dtype
         for weight in weights.values()
     )
@@ -142,7 +143,7 @@ class _Uploads:
     def __call__(self, weights: dict[str, Tensor]) -> _Given:
         """Start a copy. Returns when all of it has been given to the link."""
         device = self._stream.device
-        with torch.cuda.stream(self._stream):  # their memory comes from this stream's pool: no kernel uses it any more
+        with accelerator.stream(self._stream):  # their memory comes from this stream's pool: no kernel uses it any more
             there = {part: torch.empty(w.shape, dtype=w.dtype, device=device) for part, w in weights.items()}
         for part, weight in weights.items():
             self._copy(there[part], weight.detach())
@@ -150,7 +151,7 @@ class _Uploads:
 
     def _copy(self, target: Tensor, origin: Tensor) -> None:
         if origin.is_pinned():
-            with torch.cuda.stream(self._stream):
+            with accelerator.stream(self._stream):
                 target.copy_(origin, non_blocking=True)
         else:
             self._relay.copy(target.view(-1).view(torch.uint8), origin.view(-1).view(torch.uint8), self._stream)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vbrt.formats.joint_planes import part_fields
 from vbrt.formats.page import PageLayout, unpack
+from vbrt.host import accelerator
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.experts.residency import NEEDS, gather_pages
 from vbrt.kernels.experts import ExpertPages
@@ -40,7 +41,7 @@ _IMPLEMENTATIONS = ("batched_mm", "grouped_mm")  # of transformers: none of them
 
 def may_gather(handle: ExpertsWeights) -> bool:
     """True if the device may gather a layer's experts, given few enough tokens."""
-    if handle.streams or handle.device.type != "cuda" or why_not_gathered(handle):
+    if handle.streams or handle.device.type != accelerator.TYPE or why_not_gathered(handle):
         return False
     return handle.spec.top_k <= gathered_at_once(handle.pages[0].nbytes)
 

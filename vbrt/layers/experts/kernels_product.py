@@ -6,6 +6,7 @@ end, for any number of chunks, so that the budget changes no bit.
 
 from torch import Tensor
 
+from vbrt.host.accelerator import is_device
 from vbrt.kernels.experts import ExpertPages
 from vbrt.kernels.frozen_product import as_autocast
 from vbrt.layers.experts.gates import kept_gate, own_gate
@@ -51,10 +52,10 @@ class KernelsProduct:
     def add(self, leased: LeasedExperts) -> None:
         """Add a chunk of experts: the rows of their pairs."""
         x, ids_Tk = self.routed.x, self.routed.ids
-        if self.rows is None and not x.is_cuda:
+        if self.rows is None and not is_device(x):
             self.rows = x.new_zeros(ids_Tk.numel(), self.handle.spec.columns)
         local_Tk = local_ids(ids_Tk, self.handle.spec.experts, list(leased.experts))
-        if x.is_cuda:  # kernels are chosen by the number of tokens: the same ones as where the device decides
+        if is_device(x):  # kernels are chosen by the number of tokens: the same ones as where the device decides
             self.add_rows(ids_Tk.masked_fill(local_Tk == len(leased.experts), -1), leased.pages())
             return
         pairs_P = pairs_of(local_Tk, len(leased.experts))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from vbrt.host import accelerator
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.expert_stack import Bank
 from vbrt.layers.experts.protocols import ExpertsWeights
@@ -59,16 +60,16 @@ class Leased:
 def pages_of(handle: ExpertsWeights, pages: list[torch.Tensor | None]) -> ExpertPages:
     """Return pages by expert, in the kernels' form."""
     addresses = None
-    if handle.device.type == "cuda":
+    if handle.device.type == accelerator.TYPE:
         table = torch.tensor([0 if p is None else p.data_ptr() for p in pages], dtype=torch.int64, device="cpu")
-        addresses = table.pin_memory().to(handle.device, non_blocking=True)
+        addresses = accelerator.pinned(table).to(handle.device, non_blocking=True)
     return handle.form(pages, addresses)
 
 
 def resident_pages(handle: ExpertsWeights, device: torch.device) -> ExpertPages | None:
     """Return the pages of all experts if all are at home on the computing GPU and none is moving, for use without a
     lease and without knowing the touched experts. Else None."""
-    if device.type != "cuda" or handle.spec.fine or not handle.stack.at_rest or device != handle.device:
+    if device.type != accelerator.TYPE or handle.spec.fine or not handle.stack.at_rest or device != handle.device:
         return None
     handle.stack.capturing()
     ready = handle.ready

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from vbrt.host import accelerator
 from vbrt.host.worker_threads import Crew
 from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.layers.experts.cpu_experts import HostLayer, Operands
@@ -131,8 +132,8 @@ def _host_seconds(host: HostLayer) -> float:
 
 
 def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    if accelerator.has_streams(device):
+        accelerator.current_stream(device).synchronize()
 
 
 def _median(run: Callable[[], object]) -> float:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vbrt.host.accelerator import is_device
 from vbrt.host.worker_threads import Crew
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu.expert_team import ExpertTeam
@@ -186,7 +187,7 @@ class MissedExperts:
     def _bias(self, layer: ExpertsModule, name: str) -> Tensor | None:
         """A bias in host memory, contiguous; a copy of it is made again only after it was written."""
         bias = layer._parameters.get(name)
-        if bias is None or not bias.is_cuda:
+        if bias is None or not is_device(bias):
             return None if bias is None else bias.detach().contiguous()
         stamp = bias.data_ptr(), bias.dtype, -1 if bias.is_inference() else bias._version
         kept = self._biases.setdefault(layer, {})

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import TierError
+from vbrt.host import accelerator
 from vbrt.kernels.frozen_product import as_autocast
 from vbrt.layers.experts.gathered_dense import Heard, batched, fits_gathered, gathered, may_gather, why_not_gathered
 from vbrt.layers.experts.kernels_product import KernelsProduct
@@ -193,7 +194,8 @@ def _beside_host(layer: ExpertsModule, routed: Routed, operands: HostOperands, w
     experts = [e for e in operands.pairs(handle.spec.experts) if e not in work.experts]
     for chunk in chunks_of(handle, experts, scan=False, precision="full"):
         with handle.lease(chunk) as leased:  # without any experts the policy hears of a lease, too
-            if chunk and routed.x.is_cuda:  # kernels are chosen by the number of tokens, as where the device decides
+            # on the device kernels are chosen by the number of tokens, as where the device decides
+            if chunk and accelerator.is_device(routed.x):
                 product.add_rows(operands.sent(chunk, routed.ids), leased.pages())
             elif chunk:
                 product.add(leased)
@@ -203,7 +205,7 @@ def _beside_host(layer: ExpertsModule, routed: Routed, operands: HostOperands, w
 
 def _refuse_captures(handle: ExpertsWeights, ids_Tk: Tensor) -> None:
     """Raise TierError within a CUDA graph's capture."""
-    if ids_Tk.is_cuda and torch.cuda.is_current_stream_capturing():
+    if accelerator.is_device(ids_Tk) and accelerator.is_current_stream_capturing():
         raise TierError(
             f"{handle.spec.name}: the host hears which experts {ids_Tk.numel()} ids name, and cannot in a CUDA graph"
         )

@@ -20,6 +20,7 @@ from vbrt.errors import WrapError
 from vbrt.formats import get_format
 from vbrt.formats.format import WeightPlanes
 from vbrt.formats.row_decoding import Rows, by_chunks, coarse_rows, exact_rows
+from vbrt.host.accelerator import is_device
 from vbrt.kernels.observers import dispatch_modes, is_altered, is_memory, is_watched, traced_call, unwatched
 from vbrt.kernels.operator_trace import recorder
 from vbrt.layers.modules.compiled_forward import refuse_given_in_graph
@@ -116,7 +117,7 @@ def _counted_rows(handle: Weight, ids: torch.Tensor) -> torch.Tensor:
 def _check_range(index_T: torch.Tensor, n: int) -> None:
     """Raise IndexError for an index that is not below n; on a GPU a device-side assertion, without a sync."""
     inside = ((index_T >= 0) & (index_T < n)).all()
-    if inside.is_cuda:
+    if is_device(inside):
         torch._assert_async(inside, "index out of range in self")
     elif not inside:
         raise IndexError("index out of range in self")  # torch's words
@@ -127,7 +128,7 @@ def _check_range(index_T: torch.Tensor, n: int) -> None:
 
 def _rows_once(handle: Weight, kernels: Kernels, index_T: torch.Tensor) -> torch.Tensor:
     """`_rows`; on a CPU each distinct row is decoded once. On a GPU deduplication would need a sync."""
-    if index_T.is_cuda or len(index_T) < _MANY or kernels.spec.dense:
+    if is_device(index_T) or len(index_T) < _MANY or kernels.spec.dense:
         return _rows(handle, kernels, index_T)
     index_U, place_T = index_T.unique(return_inverse=True)
     return _rows(handle, kernels, index_U)[place_T]

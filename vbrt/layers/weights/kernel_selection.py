@@ -19,6 +19,7 @@ import torch
 
 from vbrt.config import FORMATS
 from vbrt.formats.page import PageLayout
+from vbrt.host import accelerator
 from vbrt.kernels import (
     EXACT,
     Kernel,
@@ -109,15 +110,15 @@ def rounding(spec: HandleSpec, device: torch.device) -> str | None:
 
 def refusals(spec: HandleSpec, device: torch.device) -> Iterator[str]:
     """Kernels that the config requests and the device does not support, each with reason and fallback."""
-    if spec.dense or device.type not in ("cuda", "cpu"):
+    if spec.dense or device.type not in (accelerator.TYPE, "cpu"):
         return
     format = EXACT if spec.fine else spec.format
-    no_kernels = kernel_refusal(device, format=format) if spec.backend == "auto" else None
+    no_kernels = _without_kernels(device) or kernel_refusal(device, format=format) if spec.backend == "auto" else None
     asked = spec.backend != "reference" and not spec.lossless
     no_fp8 = fp8_refusal(device) if asked and spec.fp8 else None
     if no_kernels:
         yield f"kernels: {no_kernels}; {FORMATS[spec.format].bits}-bit layers are decoded and multiplied in plain torch"
-    elif asked and device.type == "cuda" and (why := _no_fused_product(spec, device)):
+    elif asked and device.type == accelerator.CUDA and (why := _no_fused_product(spec, device)):
         bits = FORMATS[spec.format].bits
         how = f"{bits}-bit layers are decoded by a kernel, and multiplied in torch"
         yield f"fused kernels of {spec.format}: {why}; {how}"
@@ -134,12 +135,16 @@ def _no_fused_product(spec: HandleSpec, device: torch.device) -> str | None:
     return None if needs is None else devices.refusal(device, needs)
 
 
+def _without_kernels(device: torch.device) -> str | None:
+    return None if device.type in (accelerator.CUDA, "cpu") else f"there are none for {device.type} devices"
+
+
 def notes(spec: HandleSpec, device: torch.device, op: str = "linear") -> Iterator[str]:
     """What statistics say of a weight's kernels: a shape that the vendor refused when called, unmeasured launches."""
     refusal = noted_refusal(*spec.shape) if rounding(spec, device) == "fp8" else None
     if refusal:
         yield refusal
-    if device.type == "cuda" and not spec.dense and not spec.lossless:
+    if device.type == accelerator.TYPE and not spec.dense and not spec.lossless:
         unmeasured = resolve(op, spec.backend, device, spec.format).unmeasured(device)
         if unmeasured:
             yield unmeasured

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vbrt.config import FORMATS
 from vbrt.formats.format import WeightPlanes
+from vbrt.host.accelerator import is_device
 from vbrt.kernels.observers import dispatch_modes, is_bare, is_known_memory, is_tracing
 from vbrt.layers.weights.encoded_weight import EncodedWeight
 from vbrt.layers.weights.linear_product import linear, products_are_taken, requiring_grad
@@ -61,11 +62,12 @@ class Resident(Streamed):
 class ResidentDense(Resident):
     """Dense weight in a resident page, in nn.Linear's layout."""
 
-    __slots__ = ("_page", "_weight")
+    __slots__ = ("_on_device", "_page", "_weight")
 
     def __init__(self, planes: WeightPlanes, page: Page) -> None:
         super().__init__(planes)
         self._page, self._weight = page, planes.coarse["weight"]
+        self._on_device = is_device(self._weight)
 
     def product(self, weight: EncodedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
         """Fast path of `linear` for bare calls, with little more Python overhead than nn.Linear."""
@@ -74,7 +76,7 @@ class ResidentDense(Resident):
             ledger.travellers or ledger.retired or ledger.lost or ledger.guard.recorder
         )  # `at_rest`, without a call
         # modes would keep the very tensor, which is a page's
-        if moving or x.is_cuda is not w_NK.is_cuda or _is_grad_enabled() or dispatch_modes() or is_tracing():
+        if moving or is_device(x) is not self._on_device or _is_grad_enabled() or dispatch_modes() or is_tracing():
             return linear(weight, x, bias)
         weight.forwards += 1
         self._page.hits += 1  # no call in between: one step for threads that share an interpreter lock

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from vbrt.host import accelerator
 from vbrt.host.worker_threads import Crew
 from vbrt.layers.weights.weight_encoding import Encoder
 from vbrt.tiers import TierStack
@@ -64,7 +65,7 @@ HOST = Landing(torch.device("cpu"), fresh)
 
 def on_device(stack: TierStack) -> Landing:
     """Return the landing on a stack's compute device."""
-    if stack.device.type != "cuda":
+    if not accelerator.has_streams(stack.device):
         return HOST
     return Landing(stack.device, partial(stack.levels[0].relay.filled, device=stack.device))
 

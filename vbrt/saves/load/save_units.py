@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig
+from vbrt.host import accelerator
 from vbrt.layers import HandleSpec, Weight
 from vbrt.layers.experts import ExpertsHandle, ExpertsSpec
 from vbrt.layers.weights.weight_encoding import Planes
@@ -57,8 +58,7 @@ def conversion_plan(source: Source, model: nn.Module, config: VBConfig) -> Plan:
 
 def _device(config: VBConfig) -> torch.device:
     """Return the device to encode on; all devices give the same planes."""
-    gpu = config.tiers.gpu.enabled and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    return accelerator.default_device() if accelerator.is_used(config.tiers.gpu.enabled) else torch.device("cpu")
 
 
 def _here(config: VBConfig, backend: str = "reference") -> VBConfig:
@@ -69,7 +69,7 @@ def _here(config: VBConfig, backend: str = "reference") -> VBConfig:
 
 def _to_encode(config: VBConfig, device: torch.device) -> VBConfig:
     """Return the config to encode with on a device that may lack kernels the config asks for."""
-    if device.type == "cuda":
+    if device.type == accelerator.TYPE:
         return config
     return _here(config, "reference" if config.compute.backend == "reference" else "auto")
 

@@ -58,7 +58,7 @@ class Carrier(Protocol):
     def copy(self, parts: Any) -> None:
         """Queue the copies of a page, and have the tier's copy stream wait for them."""
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: torch.Event) -> None:
         """Make all later copies wait for an event."""
 
     def begin_capture(self) -> None:
@@ -70,7 +70,7 @@ class Carrier(Protocol):
     def end_capture(self) -> Sequence:
         """Return to eager copies, if a capture is open; return the argument of `follow` after each replay."""
 
-    def follow(self, event: torch.cuda.Event, recorded: Sequence) -> None:
+    def follow(self, event: torch.Event, recorded: Sequence) -> None:
         """Order later copies after a replay that ends with `event`."""
 
     def check(self) -> None:

@@ -14,9 +14,8 @@ weight invalidates the recording, and `replay` returns False from then on.
 import threading
 from collections.abc import Collection
 
-import torch
-
 from vbrt.errors import TierError
+from vbrt.host import accelerator
 from vbrt.tiers.schedule.programme_graph import RecordedRun, run_to_record
 from vbrt.tiers.stack.page_stack import PageStack
 
@@ -98,7 +97,7 @@ class Recording:
         """True in the recording thread."""
         return self._thread == threading.get_ident()
 
-    def replay(self, graph: torch.cuda.CUDAGraph) -> bool:
+    def replay(self, graph: accelerator.Graph) -> bool:
         """Replay the graph on the current stream, as one pass of the phase; False, with nothing run, once its pages
         have moved: then capture the pass again."""
         stack = self._stack

@@ -9,9 +9,8 @@ import threading
 import weakref
 from collections.abc import Sequence
 
-import torch
-
 from vbrt.errors import TierError
+from vbrt.host import accelerator
 from vbrt.residency.programme import RESIDENT
 from vbrt.tiers.schedule.programme_run import ProgrammeRun
 from vbrt.tiers.stack.bounded_waits import Waiting
@@ -107,7 +106,7 @@ class RecordedRun:
 
     # -- replaying ----------------------------------------------------------------------------------------------------
 
-    def replay(self, graph: torch.cuda.CUDAGraph, phase: str) -> bool:
+    def replay(self, graph: accelerator.Graph, phase: str) -> bool:
         """Replay the graph as a pass of the phase; False if the recording is invalid. Waits for other threads' leases
         of slots that the graph needs.
 

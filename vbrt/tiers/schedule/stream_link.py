@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vbrt.host import accelerator
 from vbrt.libraries.torch_api import current_device, is_capturing, raw_stream, set_stream
 from vbrt.tiers.protocols.carrier import Carrier, Source
 from vbrt.tiers.storage.device_copy import checked, copying, cuda_runtime
@@ -38,7 +39,7 @@ class HostLink:
     def wait(self, slot: int) -> None:
         """Make the compute stream wait for the page in a slot."""
 
-    def take(self, slot: int, event: torch.cuda.Event | None) -> None:
+    def take(self, slot: int, event: torch.Event | None) -> None:
         """Take over a slot whose page is complete at `event`."""
 
     def wait_for(self, buffer: Buffer) -> None:
@@ -82,7 +83,7 @@ class HostLink:
     def end_capture(self) -> None:
         """Return to eager copies, if a capture is open."""
 
-    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+    def replay(self, graph: accelerator.Graph) -> None:
         """Replay a graph on the current stream; it reads the pages in all slots and leaves other pages there."""
         graph.replay()
 
@@ -94,12 +95,12 @@ class StreamLink(HostLink):
         compute: the stream of the kernels.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, slots: int) -> None:
+    def __init__(self, stream: torch.Stream, slots: int) -> None:
         self._stream, self._device = stream, stream.device
         self._index, self._on_link = stream.device_index, _name(stream)
-        self._arrived: list[torch.cuda.Event | None] = [None] * slots
-        self._own = [torch.cuda.Event() for _ in range(slots)]
-        self._done = torch.cuda.Event()
+        self._arrived: list[torch.Event | None] = [None] * slots
+        self._own = [accelerator.Event() for _ in range(slots)]
+        self._done = accelerator.Event()
         self._outside: tuple | None = None
         self.follow()
 
@@ -107,17 +108,17 @@ class StreamLink(HostLink):
         return raw_stream(self._index) == self._raw and is_capturing() is self._capturing
 
     def follow(self) -> None:
-        self.compute = torch.cuda.current_stream(self._device)
+        self.compute = accelerator.current_stream(self._device)
         self._on_compute = _name(self.compute)
-        self._raw = self.compute.cuda_stream
-        self._capturing = torch.cuda.is_current_stream_capturing()
+        self._raw = accelerator.stream_key(self.compute)
+        self._capturing = accelerator.is_current_stream_capturing()
 
     def wait(self, slot: int) -> None:
         event = self._arrived[slot]
         if event is not None:
             event.wait(self.compute)
 
-    def take(self, slot: int, event: torch.cuda.Event | None) -> None:
+    def take(self, slot: int, event: torch.Event | None) -> None:
         self._arrived[slot] = event
 
     def wait_for(self, buffer: Buffer) -> None:
@@ -144,12 +145,12 @@ class StreamLink(HostLink):
             set_stream(*self._on_compute)
         event.record(self._stream)
 
-    def arrived(self, slot: int) -> torch.cuda.Event | None:
+    def arrived(self, slot: int) -> torch.Event | None:
         return self._arrived[slot]
 
     def fence(self, ring: Sequence[Buffer | None], read: Iterable[Buffer], sources: Iterable[Buffer]) -> None:
         computed, copied = self.compute.record_event(), self._stream.record_event()
-        on, copies = self.compute.cuda_stream, self._stream.cuda_stream
+        on, copies = accelerator.stream_key(self.compute), accelerator.stream_key(self._stream)
         for buffer in ring:
             if buffer is not None:
                 buffer.fences[on], buffer.fences[copies] = computed, copied
@@ -159,13 +160,13 @@ class StreamLink(HostLink):
             buffer.fences[copies] = copied
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
+        accelerator.synchronize(self._device)
 
     # -- CUDA graphs --------------------------------------------------------------------------------------------------
 
     def begin_capture(self) -> None:
         self._outside = self.compute, self._on_compute, self._raw, self._arrived, self._own, self._done
-        self._own, self._done = [torch.cuda.Event() for _ in self._own], torch.cuda.Event()
+        self._own, self._done = [accelerator.Event() for _ in self._own], accelerator.Event()
         self._arrived = [None] * len(self._own)
         self.follow()
 
@@ -178,7 +179,7 @@ class StreamLink(HostLink):
             self.compute, self._on_compute, self._raw, self._arrived, self._own, self._done = self._outside
             self._capturing, self._outside = False, None
 
-    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+    def replay(self, graph: accelerator.Graph) -> None:
         if not self.follows():
             before = self.compute
             self.follow()
@@ -193,7 +194,7 @@ class DirectLink(StreamLink):
     """`StreamLink` that calls the CUDA runtime directly. Falls back to torch's calls under capture, and where another
     device is current, whose default stream a null handle would name."""
 
-    def __init__(self, stream: torch.cuda.Stream, slots: int, runtime: ctypes.CDLL) -> None:
+    def __init__(self, stream: torch.Stream, slots: int, runtime: ctypes.CDLL) -> None:
         self._runtime, self._direct, self._waits = runtime, False, None
         super().__init__(stream, slots)
         for event in (*self._own, self._done):
@@ -226,7 +227,7 @@ class DirectLink(StreamLink):
         if self._direct and event is self._own[slot]:
             code = self._waits[slot]()
             if code:
-                torch.cuda.check_error(code)
+                accelerator.check_error(code)
         elif event is not None:
             event.wait(self.compute)
 
@@ -237,11 +238,11 @@ class DirectLink(StreamLink):
             return
         code = self._note_done() or self._hold()
         if code:
-            torch.cuda.check_error(code)
+            accelerator.check_error(code)
 
     def copying(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> Started:
         start = copying(self._runtime, target, source, self._stream)
-        if source.is_cuda:
+        if accelerator.is_device(source):
             return functools.partial(self._copy_from_peer, slot, start, (target, source))
         return functools.partial(self._copy_directly, slot, start, (target, source))
 
@@ -252,7 +253,7 @@ class DirectLink(StreamLink):
         self._arrived[slot] = self._own[slot]
         code = start() or self._note[slot]()
         if code:
-            torch.cuda.check_error(code)
+            accelerator.check_error(code)
 
     def _copy_from_peer(self, slot: int, start: Callable[[], int], tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Copy from another GPU's memory, also under capture; `tensors` keeps both alive as long as the callable."""
@@ -274,7 +275,7 @@ _NO_FLAGS = ctypes.c_uint(0)
 class LaneLink(DirectLink):
     """`DirectLink` with a carrier: some pages arrive in parts, over the links of several GPUs."""
 
-    def __init__(self, stream: torch.cuda.Stream, slots: int, runtime: ctypes.CDLL, lanes: Carrier) -> None:
+    def __init__(self, stream: torch.Stream, slots: int, runtime: ctypes.CDLL, lanes: Carrier) -> None:
         self._lanes, self._recorded = lanes, ()
         super().__init__(stream, slots, runtime)
 
@@ -308,7 +309,7 @@ class LaneLink(DirectLink):
         super().end_capture()
         self._recorded = self._lanes.end_capture() or self._recorded
 
-    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+    def replay(self, graph: accelerator.Graph) -> None:
         super().replay(graph)
         self._lanes.follow(self._arrived[0], self._recorded)
 
@@ -325,7 +326,7 @@ class HostLaneLink(HostLink):
         return functools.partial(self._lanes.copy, self._lanes.parts(target, source))
 
 
-def link_of(stream: torch.cuda.Stream | None, slots: int, lanes: Carrier | None = None) -> HostLink:
+def link_of(stream: torch.Stream | None, slots: int, lanes: Carrier | None = None) -> HostLink:
     """Return the link of a ring with `slots` buffers. `stream`: copy stream of the tier; None for copies on the host.
 
     lanes: carrier of pages that take more than one copy; None without one.
@@ -338,6 +339,6 @@ def link_of(stream: torch.cuda.Stream | None, slots: int, lanes: Carrier | None 
     return DirectLink(stream, slots, runtime) if lanes is None else LaneLink(stream, slots, runtime, lanes)
 
 
-def _name(stream: torch.cuda.Stream) -> tuple[int, int, int]:
+def _name(stream: torch.Stream) -> tuple[int, int, int]:
     """Return the arguments by which torch identifies a stream."""
     return stream.stream_id, stream.device_index, stream.device_type

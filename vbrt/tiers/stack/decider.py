@@ -10,9 +10,8 @@ access.
 import threading
 from collections.abc import Collection, Sequence
 
-import torch
-
 from vbrt.errors import TierError
+from vbrt.host import accelerator
 from vbrt.residency.access_counts import PhaseCounts
 from vbrt.residency.policy import Decision
 from vbrt.tiers.stack.bounded_waits import Waiting
@@ -177,7 +176,7 @@ class Decider:
             if slot.page.borrowers:
                 slot.page.borrowers.discard(lease.borrower)
             if level.stream is not None and slot.room is not None and not slot.at_home:
-                slot.room.fence(torch.cuda.current_stream(level.tier.device))
+                slot.room.fence(accelerator.current_stream(level.tier.device))
             level.release(slot, lease.borrower)
         lease.slots = []
         if self._guard.bells:

@@ -15,11 +15,12 @@ from typing import Protocol
 import torch
 
 from vbrt.errors import WrapError
+from vbrt.host import accelerator
 from vbrt.report.timeline import COMPUTE, OPTIMIZER, PASS, WAIT, Span, Timeline
 
 __all__ = ["LeaseNote", "Mark", "Recorder", "page_names"]
 
-Mark = int | torch.cuda.Event
+Mark = int | torch.Event
 """Time stamp: nanoseconds of the host's clock, or a CUDA event."""
 
 
@@ -43,7 +44,7 @@ class Recorder:
 
     def __init__(self, device: torch.device, guard: Recorded) -> None:
         self.timeline: Timeline | None = None
-        self._guard, self._device = guard, device if device.type == "cuda" else None
+        self._guard, self._device = guard, device if accelerator.has_streams(device) else None
         self._notes: list[tuple[str, str, Mark, Mark, int]] = []  # only appended to: atomic
         self._passes: defaultdict[int, list[_Pass]] = defaultdict(list)  # open, by thread
         self._steps: defaultdict[int, list[Mark]] = defaultdict(list)  # open optimizer steps, by thread
@@ -68,10 +69,10 @@ class Recorder:
     def _set_origin(self) -> None:
         before = time.perf_counter_ns()
         if self._device is not None:
-            torch.cuda.synchronize(self._device)
+            accelerator.synchronize(self._device)
             before = time.perf_counter_ns()
-            self._origin = torch.cuda.Event(enable_timing=True)
-            self._origin.record(torch.cuda.current_stream(self._device))
+            self._origin = accelerator.Event(enable_timing=True)
+            self._origin.record(accelerator.current_stream(self._device))
             self._origin.synchronize()
         self._origin_ns = (before + time.perf_counter_ns()) // 2
 
@@ -82,7 +83,7 @@ class Recorder:
             self._note_by_leases(one)
         notes = list(self._notes)  # before the synchronization, which completes every event in it
         if self._device is not None:
-            torch.cuda.synchronize(self._device)
+            accelerator.synchronize(self._device)
         spans = [Span(row, page, self._us(start), self._us(end), nbytes) for row, page, start, end, nbytes in notes]
         self.timeline = Timeline(tuple(sorted(spans, key=lambda span: (span.start_us, span.end_us))))
         return self.timeline
@@ -98,13 +99,13 @@ class Recorder:
         """Return a time stamp on the computing device's current stream: when it reaches the work queued next."""
         if self._device is None:
             return time.perf_counter_ns()
-        return self.mark_on(torch.cuda.current_stream(self._device))
+        return self.mark_on(accelerator.current_stream(self._device))
 
-    def mark_on(self, stream: torch.cuda.Stream | None) -> Mark:
+    def mark_on(self, stream: torch.Stream | None) -> Mark:
         """Return a time stamp on a stream; None: on the host."""
-        if stream is None or torch.cuda.is_current_stream_capturing():  # a captured event has no time
+        if stream is None or accelerator.is_current_stream_capturing():  # a captured event has no time
             return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
+        event = accelerator.Event(enable_timing=True)
         event.record(stream)
         return event
 

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from vbrt.host import accelerator
 from vbrt.tiers.stack.decider import Decider
 from vbrt.tiers.stack.event_recorder import LeaseNote
 from vbrt.tiers.stack.ledger import Ledger
@@ -60,7 +61,7 @@ class Lease:
                 stack.mover.await_all(missing)
             for slot in self.slots:
                 if slot.arrived is not None:
-                    torch.cuda.current_stream(slot.level.tier.device).wait_event(slot.arrived)
+                    accelerator.current_stream(slot.level.tier.device).wait_event(slot.arrived)
             if self.note is not None:
                 self.note.arrived(sum(slot.page.nbytes for slot in self.slots))
             return [slot.tensors for slot in self.slots]

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 from vbrt.errors import TierError
+from vbrt.host import accelerator
 from vbrt.residency.policy import Policy
 from vbrt.tiers.protocols.tier import Tier
 from vbrt.tiers.stack.page_census import Census
@@ -158,8 +159,8 @@ class Ledger:
 
     def release_put(self, page: Page) -> None:
         """Let a put page move again, after the kernels queued so far; call it under the lock."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type == accelerator.TYPE:
+            accelerator.synchronize(self.device)
         # no call in between
         self.travellers += page.home > 0
         page.put = None

@@ -18,6 +18,7 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import unpack
+from vbrt.host import accelerator
 from vbrt.host.host_memory import aligned
 from vbrt.host.worker_threads import Crew
 from vbrt.tiers.stack.bounded_waits import Waiting
@@ -211,7 +212,7 @@ class Mover:
         self._reserve(slot)
         self._fill(slot, write)
         if slot.level.stream is not None:
-            torch.cuda.current_stream(slot.view.device).synchronize()  # once per page, so that its leases need no wait
+            accelerator.current_stream(slot.view.device).synchronize()  # once per page, so that its leases need no wait
 
     def _fill(self, slot: Slot, write: Write) -> None:
         tier, page = slot.level.tier, slot.page
@@ -268,7 +269,7 @@ class Mover:
         level.lanes.copy(level.lanes.parts(slot.view, source))
         if stream is not None:
             slot.arrived = source.room.fence(stream)
-            slot.room.fences[stream.cuda_stream] = slot.arrived
+            slot.room.fences[accelerator.stream_key(stream)] = slot.arrived
         if recorder is not None:
             recorder.note(_link(slot), slot.page.key, began, recorder.mark_on(stream), slot.page.nbytes)
 
@@ -293,12 +294,13 @@ class Mover:
         slot.room.fences.clear()
         began = None if recorder is None else recorder.mark_on(stream)
         if room.asynchronous:
-            with torch.cuda.stream(stream):
+            with accelerator.stream(stream):
                 target.copy_(origin, non_blocking=True)
         else:
             slot.level.relay.copy(target, origin, stream)
         slot.arrived = room.fence(stream)  # no refill of the source before its copy has been read
-        slot.room.fences[stream.cuda_stream] = slot.arrived  # no reuse of the target before its copy has been written
+        # no reuse of the target before its copy has been written
+        slot.room.fences[accelerator.stream_key(stream)] = slot.arrived
         if recorder is not None:
             recorder.note(link, slot.page.key, began, recorder.mark_on(stream), nbytes)
 

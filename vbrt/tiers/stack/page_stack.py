@@ -17,6 +17,7 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout
+from vbrt.host import accelerator
 from vbrt.residency.access_counts import PhaseCounts
 from vbrt.residency.policy import FORWARD
 from vbrt.tiers.protocols.tier import Tier
@@ -192,7 +193,7 @@ class PageStack:
         Raises:
             TierError: pages move, so their addresses cannot be captured.
         """
-        if self.levels[0].stream is None or not torch.cuda.is_current_stream_capturing():
+        if self.levels[0].stream is None or not accelerator.is_current_stream_capturing():
             return False
         recording = self.ledger.recording
         recorded = recording is not None and recording.mine

@@ -18,6 +18,7 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout
+from vbrt.host import accelerator
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import Policy
 from vbrt.tiers.protocols.carrier import Carrier
@@ -149,7 +150,7 @@ class Slot:
         self.source: Slot | None = None
         self.room: Room | None = None
         self.tensors: dict[str, torch.Tensor] = {}
-        self.arrived: torch.cuda.Event | None = None
+        self.arrived: torch.Event | None = None
         self.error: BaseException | None = None
         self.holders: set[Slot | Borrower] = set()
         self.doomed = False
@@ -186,7 +187,7 @@ class Level:
         self.leased: set[str] = set()  # copies in use: the policy must not evict them
         self.pending: dict[Slot, None] = {}  # decided, without room yet; earliest first
         self.leaving: set[Slot] = set()  # evicted, with a load or a holder left
-        self.stream = torch.cuda.Stream(tier.device) if tier.device.type == "cuda" else None
+        self.stream = accelerator.Stream(tier.device) if accelerator.has_streams(tier.device) else None
         self.relay = Relay(tier.fallbacks)  # for pages in pageable host memory
         self.lanes: Carrier | None = None  # for pages that arrive by more than one copy
         self._fit()

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from vbrt.host import accelerator
+
 __all__ = ["Signal", "checked", "copying", "cuda_runtime", "reach", "wait_for"]
 
 _HOST_TO_DEVICE, _DEFAULT = ctypes.c_int(1), ctypes.c_int(4)  # default: inferred from the addresses
@@ -27,7 +29,7 @@ def cuda_runtime() -> ctypes.CDLL | None:
 
 
 def copying(
-    runtime: ctypes.CDLL, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream
+    runtime: ctypes.CDLL, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream
 ) -> Callable[[], int]:
     """Return a callable that queues a copy of all bytes of `source` on a stream and returns CUDA's error code; both
     tensors must outlive the copies."""
@@ -36,7 +38,7 @@ def copying(
         ctypes.c_void_p(target.data_ptr()),
         ctypes.c_void_p(source.data_ptr()),
         ctypes.c_size_t(target.nbytes),
-        _DEFAULT if source.is_cuda else _HOST_TO_DEVICE,
+        _DEFAULT if accelerator.is_device(source) else _HOST_TO_DEVICE,
         ctypes.c_void_p(stream.cuda_stream),
     )
 
@@ -47,28 +49,28 @@ class Signal:
 
     def __init__(self, runtime: ctypes.CDLL, device: torch.device) -> None:
         self._runtime, self.handle = runtime, ctypes.c_void_p()
-        with torch.cuda.device(device):
+        with accelerator.device(device):
             checked(runtime.cudaEventCreateWithFlags(ctypes.byref(self.handle), _WITHOUT_TIMING))
 
     def __del__(self) -> None:
         if self.handle:
             self._runtime.cudaEventDestroy(self.handle)
 
-    def pass_on(self, given: torch.cuda.Stream, waits: torch.cuda.Stream) -> None:
+    def pass_on(self, given: torch.Stream, waits: torch.Stream) -> None:
         """Make stream `waits` wait for the work queued on `given`, a stream of the event's device."""
         self.note(given)
         self.wait(waits)
 
-    def note(self, stream: torch.cuda.Stream) -> None:
+    def note(self, stream: torch.Stream) -> None:
         """Record the event behind the work queued on a stream of its device."""
         checked(self._runtime.cudaEventRecord(self.handle, ctypes.c_void_p(stream.cuda_stream)))
 
-    def wait(self, stream: torch.cuda.Stream) -> None:
+    def wait(self, stream: torch.Stream) -> None:
         """Make a stream wait for the event."""
         checked(self._runtime.cudaStreamWaitEvent(ctypes.c_void_p(stream.cuda_stream), self.handle, _NO_FLAGS))
 
 
-def wait_for(runtime: ctypes.CDLL, event: torch.cuda.Event, *streams: torch.cuda.Stream) -> None:
+def wait_for(runtime: ctypes.CDLL, event: torch.Event, *streams: torch.Stream) -> None:
     """Make streams of any device wait for an event."""
     handle = ctypes.c_void_p(event.cuda_event)
     for stream in streams:
@@ -78,13 +80,13 @@ def wait_for(runtime: ctypes.CDLL, event: torch.cuda.Event, *streams: torch.cuda
 def checked(code: int) -> None:
     """Raise torch's exception for a CUDA error code other than 0."""
     if code:
-        torch.cuda.check_error(code)
+        accelerator.check_error(code)
 
 
 def reach(own: torch.device, other: torch.device) -> str:
     """Enable peer access between two GPUs; return why they cannot have it, "" if they do."""
     for one, two in ((own, other), (other, own)):
-        if not torch.cuda.can_device_access_peer(one, two):
+        if not accelerator.can_device_access_peer(one, two):
             return f"{one} cannot reach the memory of {two} directly, copies go through host memory"
         _byte(one).copy_(_byte(two))  # torch enables peer access
     return ""

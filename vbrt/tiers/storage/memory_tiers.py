@@ -3,11 +3,12 @@
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 
 import torch
 
 from vbrt.errors import TierError
+from vbrt.host import accelerator
 from vbrt.host.host_memory import PinError, map_memory, pin
 from vbrt.tiers.protocols.tier import Holder
 
@@ -21,7 +22,7 @@ class Buffer:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.fences: dict[int, torch.cuda.Event] = {}  # last one per stream: it covers the earlier ones
+        self.fences: dict[Hashable, torch.Event] = {}  # last one per stream: it covers the earlier ones
         self.unpin: weakref.finalize | None = None
         self.part: MemoryTier | None = None  # owner, in a tier of several devices
 
@@ -38,7 +39,7 @@ class Buffer:
     @property
     def asynchronous(self) -> bool:
         """True if copies to a GPU are asynchronous: pinned host memory, or a GPU's memory."""
-        return self.pinned or self.tensor.is_cuda
+        return self.pinned or accelerator.is_device(self.tensor)
 
     def synchronize(self) -> None:
         """Wait for all copies and kernels that use this buffer."""
@@ -46,9 +47,9 @@ class Buffer:
             fence.synchronize()
         self.fences.clear()
 
-    def fence(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def fence(self, stream: torch.Stream) -> torch.Event:
         """Fence the buffer: no reuse before the work queued so far on `stream` has ended."""
-        event = self.fences[stream.cuda_stream] = stream.record_event()
+        event = self.fences[accelerator.stream_key(stream)] = stream.record_event()
         return event
 
 
@@ -70,7 +71,7 @@ class MemoryTier:
 
     def __init__(self, name: str, device: torch.device, capacity_bytes: int, *, pinned: bool = False) -> None:
         self.name, self.device, self.capacity_bytes = name, device, capacity_bytes
-        self.pinned = pinned and torch.cuda.is_available()
+        self.pinned = pinned and accelerator.is_available() and "registration" not in accelerator.LACKS
         self.held_bytes = 0
         self.peak_bytes = 0
         self.fallbacks: list[str] = []
@@ -155,7 +156,8 @@ class MemoryTier:
                     f"tier {self.name}: {self.device} has no room for a page of {nbytes} bytes although "
                     f"the budget has; lower tiers.{self.name}.budget ({self.capacity_bytes})"
                 ) from error
-            buffer.fence(torch.cuda.current_stream(self.device))  # whose kernels may still use this memory
+            if accelerator.has_streams(self.device):
+                buffer.fence(accelerator.current_stream(self.device))  # whose kernels may still use this memory
             return buffer
         try:
             buffer = Buffer(map_memory(nbytes, shared=self.pinned))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from vbrt.host import accelerator
 from vbrt.tiers.protocols.carrier import Source
 from vbrt.tiers.storage.device_copy import Signal, checked, copying, cuda_runtime, reach, wait_for
 
@@ -60,8 +61,8 @@ class _Lane:
     def __init__(self, runtime: ctypes.CDLL, device: torch.device) -> None:
         self._runtime, self.device = runtime, device
         self.chunks = [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=device) for _ in range(_CHUNKS)]
-        self.fetching, self.sending = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.fetching.wait_stream(torch.cuda.current_stream(device))
+        self.fetching, self.sending = accelerator.Stream(device), accelerator.Stream(device)
+        self.fetching.wait_stream(accelerator.current_stream(device))
         self.marks, self._eager = _Marks(runtime, device), None
         self._next = 0
 
@@ -76,7 +77,7 @@ class _Lane:
             found.append(_Hop(chunk, fetch, copying(self._runtime, there, staged, self.sending)))
         return found
 
-    def copy(self, hops: list[_Hop], joining: torch.cuda.Stream) -> None:
+    def copy(self, hops: list[_Hop], joining: torch.Stream) -> None:
         """Queue a part's copies, and make a stream wait for their end."""
         marks, fetching, sending = self.marks, self.fetching, self.sending
         for chunk, fetch, send in hops:
@@ -96,7 +97,7 @@ class _Lane:
         if self._eager is not None:
             self.marks, self._eager = self._eager, None
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: torch.Event) -> None:
         """Make later P2P copies wait; under capture the first call joins both streams to it."""
         wait_for(self._runtime, event, self.sending)
         if self._eager is not None and not self.marks.forked:
@@ -113,9 +114,9 @@ class Lanes:
 
     together = False
 
-    def __init__(self, runtime: ctypes.CDLL, joining: torch.cuda.Stream, neighbours: Sequence[torch.device]) -> None:
+    def __init__(self, runtime: ctypes.CDLL, joining: torch.Stream, neighbours: Sequence[torch.device]) -> None:
         self._runtime, self._joining = runtime, joining
-        self._own, self._done = torch.cuda.Stream(joining.device), Signal(runtime, joining.device)
+        self._own, self._done = accelerator.Stream(joining.device), Signal(runtime, joining.device)
         self._eager: Signal | None = None
         self._lanes = [_Lane(runtime, device) for device in neighbours]
         self.devices = (joining.device, *neighbours)
@@ -134,7 +135,7 @@ class Lanes:
         ]
         return Parts(copying(self._runtime, target[:part], source[:part], self._own), tuple(hops), (target, source))
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: torch.Event) -> None:
         """Make all later copies wait for an event."""
         wait_for(self._runtime, event, self._own)
         for lane in self._lanes:
@@ -170,7 +171,7 @@ class Lanes:
             lane.end_capture()
         return ()
 
-    def follow(self, event: torch.cuda.Event, recorded: Sequence = ()) -> None:
+    def follow(self, event: torch.Event, recorded: Sequence = ()) -> None:
         """Make later chunk fills wait for an event: the end of a graph that uses the same chunks."""
         wait_for(self._runtime, event, *(lane.fetching for lane in self._lanes))
 
@@ -178,16 +179,16 @@ class Lanes:
         """Do nothing: with one process there is no other order to verify."""
 
 
-def open_lanes(joining: torch.cuda.Stream, neighbours: Sequence[int], fallbacks: list[str]) -> Lanes | None:
+def open_lanes(joining: torch.Stream, neighbours: Sequence[int], fallbacks: list[str]) -> Lanes | None:
     """Return the lanes into the GPU of a stream, over its own link and its neighbours'; None, with the reason added to
     `fallbacks`, if only its own link can be used."""
-    runtime, own, found = cuda_runtime(), joining.device, []
     if not neighbours:
         return None
+    runtime, own, found = cuda_runtime(), joining.device, []
     if runtime is None:
         fallbacks.append("tiers.gpu.links: the CUDA runtime cannot be called, pages come over the own link alone")
         return None
-    for device in (torch.device("cuda", index) for index in neighbours):
+    for device in (torch.device(accelerator.TYPE, index) for index in neighbours):
         reason = reach(own, device)
         if reason:
             fallbacks.append(f"tiers.gpu.links: the link of {device} is not used: {reason}")

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from vbrt.host import accelerator
+
 __all__ = ["Read", "Relay"]
 
 _CHUNK_BYTES = 8 << 20
@@ -19,7 +21,7 @@ Read = Callable[[torch.Tensor, int], object]
 """Callback (out, offset) that fills uint8 host memory with the bytes from an offset on."""
 
 
-_Chunk = tuple[torch.Tensor, torch.cuda.Event]
+_Chunk = tuple[torch.Tensor, torch.Event]
 
 
 class Relay:
@@ -32,11 +34,11 @@ class Relay:
         self._fallbacks = fallbacks
         self._mine = threading.local()
 
-    def copy(self, target: torch.Tensor, origin: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    def copy(self, target: torch.Tensor, origin: torch.Tensor, stream: torch.Stream) -> None:
         """Copy uint8 `origin`, in host memory, to `target` on the device of `stream`; returns once `origin` is read."""
         chunks = self._chunks()
         if not chunks:
-            with torch.cuda.stream(stream):
+            with accelerator.stream(stream):
                 target.copy_(origin)
             return
         _send(target, lambda part, at: part.copy_(origin[at : at + part.numel()]), stream, chunks)
@@ -47,7 +49,7 @@ class Relay:
         target = torch.empty(nbytes, dtype=torch.uint8, device=device)
         chunks = self._chunks()
         if chunks:
-            _send(target, read, torch.cuda.current_stream(device), chunks)
+            _send(target, read, accelerator.current_stream(device), chunks)
         else:
             whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             read(whole, 0)
@@ -59,7 +61,7 @@ class Relay:
         if not hasattr(self._mine, "chunks"):
             try:
                 self._mine.chunks = [
-                    (torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True), torch.cuda.Event())
+                    (torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True), accelerator.Event())
                     for _ in range(2)
                 ]
             except RuntimeError as error:
@@ -77,13 +79,13 @@ class Relay:
             warnings.warn(reason, stacklevel=2)
 
 
-def _send(target: torch.Tensor, read: Read, stream: torch.cuda.Stream, chunks: list[_Chunk]) -> None:
+def _send(target: torch.Tensor, read: Read, stream: torch.Stream, chunks: list[_Chunk]) -> None:
     """Copy the bytes of `read` to `target`, chunk by chunk."""
     for at in range(0, target.numel(), _CHUNK_BYTES):
         chunk, sent = chunks[at // _CHUNK_BYTES % 2]
         part = target[at : at + _CHUNK_BYTES]
         sent.synchronize()
         read(chunk[: part.numel()], at)
-        with torch.cuda.stream(stream):
+        with accelerator.stream(stream):
             part.copy_(chunk[: part.numel()], non_blocking=True)
             sent.record()

@@ -11,7 +11,7 @@ digest of the order across ranks, and the sum of all gathered words with the sum
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 import xxhash
 
 from vbrt.errors import TierError
+from vbrt.host import accelerator
 from vbrt.host.host_memory import bytes_view
 from vbrt.tiers.protocols.carrier import Source
 from vbrt.tiers.protocols.tier import Holder
@@ -67,11 +68,11 @@ class PartRoom:
         return self.room.tensor[self.part_bytes :]
 
     @property
-    def fences(self) -> dict[int, torch.cuda.Event]:
+    def fences(self) -> dict[Hashable, torch.Event]:
         """Fences, see `Buffer`."""
         return self.room.fences
 
-    def fence(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def fence(self, stream: torch.Stream) -> torch.Event:
         """Fence the part: no reuse before the work queued so far on `stream` has ended."""
         return self.room.fence(stream)
 
@@ -197,7 +198,7 @@ class Gathering:
         self._runtime: ctypes.CDLL | None = None
         self._stream = self._fetching = self._fetched = self._eager = None
 
-    def use(self, joining: torch.cuda.Stream | None) -> None:
+    def use(self, joining: torch.Stream | None) -> None:
         """Set the stream that gathers, on its device; H2D copies of parts get a second stream. None: on the CPU.
 
         Raises TierError: the CUDA runtime cannot be called.
@@ -210,9 +211,9 @@ class Gathering:
         self._runtime = cuda_runtime()
         if self._runtime is None:
             raise TierError("tiers.cpu.shared: the CUDA runtime that torch uses cannot be called; set shared = false")
-        self._stream, self._fetching = joining, torch.cuda.Stream(device)
+        self._stream, self._fetching = joining, accelerator.Stream(device)
         self._fetched = Signal(self._runtime, device)
-        joining.wait_stream(torch.cuda.current_stream(device))
+        joining.wait_stream(accelerator.current_stream(device))
 
     def written(self, key: str, digest: int) -> None:
         """Add a written page to the checksum that ranks compare; independent of order."""
@@ -234,7 +235,7 @@ class Gathering:
         words, total = target.view(torch.int64), self._sums[room.cell]
         return Carried(source.page.key, room, target, own, start, words, total)
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: torch.Event) -> None:
         """Make later H2D copies of parts wait for an event."""
         if self._fetching is not None:
             wait_for(self._runtime, event, self._fetching)
@@ -246,7 +247,7 @@ class Gathering:
         else:
             checked(carried.start())
             self._fetched.pass_on(self._fetching, self._stream)
-            with torch.cuda.stream(self._stream):
+            with accelerator.stream(self._stream):
                 self._gather(carried)
         if self._recorded is None:
             self._keys.append(carried.key)
@@ -286,7 +287,7 @@ class Gathering:
             self._fetched, self._eager = self._eager, None
         return recorded
 
-    def follow(self, event: torch.cuda.Event, recorded: list[Carried]) -> None:
+    def follow(self, event: torch.Event, recorded: list[Carried]) -> None:
         """Order later copies after a replay, and count its gathers."""
         wait_for(self._runtime, event, self._fetching, self._stream)
         self._keys += [carried.key for carried in recorded]
@@ -316,7 +317,7 @@ class Gathering:
     def _are_right(self, keys: list[str]) -> bool:
         """True if the checksums of the last gathers equal those of the pages as written."""
         rooms = [room for room in map(self._tier.rooms.get, set(keys)) if room is not None and room.nbytes]
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with contextlib.nullcontext() if self._stream is None else accelerator.stream(self._stream):
             sums = self._of(rooms)
         return all(sums[at] == room.total for at, room in enumerate(rooms))
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from vbrt.errors import TierError
+from vbrt.host import accelerator
 
 __all__ = ["Sharers"]
 
@@ -62,4 +63,4 @@ class Sharers:
 
 
 def _timeout(group: "dist.ProcessGroup") -> timedelta | None:
-    return getattr(group._get_backend(torch.device("cuda")).options, "_timeout", None)
+    return getattr(group._get_backend(torch.device(accelerator.TYPE)).options, "_timeout", None)

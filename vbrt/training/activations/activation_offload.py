@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vbrt.host import accelerator
 from vbrt.report.activation_counters import ActivationStats
 from vbrt.tiers import Buffer, MemoryTier
 
@@ -48,28 +49,28 @@ class CudaLink:
     """Copies on a separate CUDA stream; compute waits by events, the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self.stream = accelerator.Stream(device)
+        self._waits: deque[tuple[torch.Event, torch.Event]] = deque()
         self._waited_ms = 0.0
 
-    def out(self, tensor: Tensor, buffer: Buffer) -> torch.cuda.Event:
+    def out(self, tensor: Tensor, buffer: Buffer) -> torch.Event:
         """Copy, ordered after the work queued so far."""
         return self._copy(_view(buffer, tensor), tensor, buffer)
 
-    def back(self, buffer: Buffer, tensor: Tensor) -> torch.cuda.Event:
+    def back(self, buffer: Buffer, tensor: Tensor) -> torch.Event:
         """Copy, ordered after the work queued so far, which may still use the memory of `tensor`."""
         return self._copy(tensor, _view(buffer, tensor), buffer)
 
-    def _copy(self, to: Tensor, of: Tensor, buffer: Buffer) -> torch.cuda.Event:
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
+    def _copy(self, to: Tensor, of: Tensor, buffer: Buffer) -> torch.Event:
+        self.stream.wait_stream(accelerator.current_stream(self.stream.device))
+        with accelerator.stream(self.stream):
             to.copy_(of, non_blocking=True)
         return buffer.fence(self.stream)
 
-    def wait(self, done: torch.cuda.Event) -> None:
+    def wait(self, done: torch.Event) -> None:
         """Make the current stream wait, and time the wait."""
-        stream = torch.cuda.current_stream(self.stream.device)
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = accelerator.current_stream(self.stream.device)
+        before, after = accelerator.Event(enable_timing=True), accelerator.Event(enable_timing=True)
         before.record(stream)
         stream.wait_event(done)
         after.record(stream)

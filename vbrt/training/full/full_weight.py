@@ -23,6 +23,7 @@ from vbrt.kernels.update import GRADIENTS, Halves, without_ties
 from vbrt.layers.weights.pages_handle import PagesHandle
 from vbrt.layers.weights.weight_encoding import Planes
 from vbrt.layers.weights.weight_spec import HandleSpec
+from vbrt.libraries.torch_api import moves_in_place
 from vbrt.residency.plan import PageSpec
 from vbrt.tiers import Lease, Owner, TierStack
 from vbrt.training.full.host_gradients import Gradient, Outlet
@@ -87,7 +88,7 @@ class FullWeight(PagesHandle):
 
         Raises:
             FormatError: it has no data, or is neither bf16 nor fp32.
-            WrapError: gradient hooks are registered on it.
+            WrapError: gradient hooks are registered on it; or torch cannot move it to the computing device.
             TierError: the pages do not fit or cannot be written; the parameter is unchanged.
         """
         if parameter.is_meta:
@@ -101,6 +102,11 @@ class FullWeight(PagesHandle):
             raise WrapError(
                 f"{self.name}: hooks are registered on its {self.spec.site.parameter}, and autograd has no gradient of "
                 "a weight that trains in the tiers; remove them, and change parameter.grad between backward and step"
+            )
+        if not moves_in_place(parameter, torch.empty(0, dtype=parameter.dtype, device=self.device)):
+            raise WrapError(
+                f"{self.name}: its parameter is on {parameter.device}, and torch cannot move a parameter in place to "
+                f"{self.device}: wrap model.to({str(self.device)!r}), and make the optimizer from that"
             )
         self.stack.rewriter.prepare()
         values = parameter.detach()

@@ -38,7 +38,7 @@ class GradientPages:
         slot = self._stack.ledger.levels[page.home].slots[page.key]
         return unpack(slot.view, page.layout)["gradient"] if slot.level.tier.memory else None
 
-    def keep_until(self, event: torch.cuda.Event) -> None:
+    def keep_until(self, event: torch.Event) -> None:
         """Fence the bf16 gradient's host memory until its copy's event completes: a budget change may re-home the page
         meanwhile."""
         page = self._pages[torch.bfloat16]

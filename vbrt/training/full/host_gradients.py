@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import TierError, WrapError
+from vbrt.host import accelerator
 from vbrt.host.host_memory import Loan, PinError, map_memory, pin
 from vbrt.libraries.torch_api import current_graph_task
 from vbrt.tiers import TierStack
@@ -89,7 +90,7 @@ class Gradient:
         self._filed: Page | None = None
         self._assigned = False  # the sum is a user's tensor
         self._loan: Loan | None = None  # of the sum's memory, to users
-        self._event: torch.cuda.Event | None = None
+        self._event: torch.Event | None = None
         self._adding: list[threading.Event] = []
         self.error: BaseException | None = None
         self.settle: Callable[[], object] = _nothing
@@ -135,7 +136,7 @@ class Gradient:
             self._pass = arising.number
         return self._sum
 
-    def arrives(self, event: torch.cuda.Event | None) -> None:
+    def arrives(self, event: torch.Event | None) -> None:
         """Set the event of the copy into the memory of `begin_`."""
         self._event = event
         if event is not None:
@@ -327,8 +328,8 @@ class Outlet:
         self._device, self._largest, self.sums = device, largest, Sums()
         self._next, self._here = 0, threading.Lock()
         self._buffers: list[Tensor] = []
-        self._left: list[torch.cuda.Event | None] = [None] * _BUFFERS
-        self._stream: torch.cuda.Stream | None = None
+        self._left: list[torch.Event | None] = [None] * _BUFFERS
+        self._stream: torch.Stream | None = None
         self._staging: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -337,7 +338,7 @@ class Outlet:
         """Compute a gradient (bf16) and accumulate it into a weight's."""
         arising = gradient.arising()
         whole = gradient.whole if arising.last else None
-        if self._device.type != "cuda":
+        if not accelerator.has_streams(self._device):
             with self._here:  # serializes backward passes of several threads
                 self._add_here(gradient, shape, compute, arising)
             if whole is not None:
@@ -363,7 +364,7 @@ class Outlet:
         if not self._buffers:
             self._open()
         place, self._next = self._next, (self._next + 1) % _BUFFERS
-        current = torch.cuda.current_stream(self._device)
+        current = accelerator.current_stream(self._device)
         left = self._left[place]
         if left is not None:
             current.wait_event(left)
@@ -392,13 +393,13 @@ class Outlet:
             compute(further)
             gradient.add_(further, arising)
 
-    def _copied(self, target: Tensor, dw: Tensor) -> torch.cuda.Event:
-        with torch.cuda.stream(self._stream):
+    def _copied(self, target: Tensor, dw: Tensor) -> torch.Event:
+        with accelerator.stream(self._stream):
             target.copy_(dw, non_blocking=True)
             return self._stream.record_event()
 
     def _open(self) -> None:
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = accelerator.Stream(self._device)
         self._buffers = [torch.empty(self._largest, dtype=torch.bfloat16, device=self._device) for _ in range(_BUFFERS)]
         for _ in range(_STAGING):
             staging = map_memory(2 * self._largest).view(torch.bfloat16)
@@ -411,12 +412,7 @@ class Outlet:
         self._thread.start()
 
     def _add(
-        self,
-        gradient: Gradient,
-        add: Callable[[], None],
-        staging: Tensor,
-        event: torch.cuda.Event,
-        added: threading.Event,
+        self, gradient: Gradient, add: Callable[[], None], staging: Tensor, event: torch.Event, added: threading.Event
     ) -> None:
         try:
             event.synchronize()

@@ -15,6 +15,7 @@ from vbrt.formats import Format, SeparationCounters
 from vbrt.formats.block_formats import BlockFormat, Frame
 from vbrt.formats.fitted_codebook import check_separation, clipping_bound, identity
 from vbrt.formats.quantile import MAGNITUDES
+from vbrt.host import accelerator
 
 __all__ = ["TrainedSeparation"]
 
@@ -207,10 +208,10 @@ class _LateCount:
 
     def __init__(self, count: Tensor, size: int) -> None:
         self._count, self._size, self._event = count, size, None
-        if count.is_cuda:
-            pinned = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=True)
+        if accelerator.has_streams(count.device):
+            pinned = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=accelerator.pins())
             self._count = pinned.copy_(count, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = accelerator.Event()
             self._event.record()
 
     def share(self) -> float:

@@ -30,7 +30,17 @@ from vbrt.kernels.cuda.launch_table import MmaLaunch, PersistentLaunch, codes_fo
 from vbrt.kernels.cuda.launcher import cuda_op, rows_are_aligned
 from vbrt.libraries import triton_api
 
-__all__ = ["FORMATS", "FUSED_NEEDS", "FUSED_TOKENS", "LEVELS", "codes_of", "decode_weight", "linear", "prepare", "route"]
+__all__ = [
+    "FORMATS",
+    "FUSED_NEEDS",
+    "FUSED_TOKENS",
+    "LEVELS",
+    "codes_of",
+    "decode_weight",
+    "linear",
+    "prepare",
+    "route",
+]
 
 #: formats with a table of levels and a scale byte per block
 FORMATS = formats_of("table")
