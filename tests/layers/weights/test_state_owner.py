@@ -1,6 +1,7 @@
 """The state of weights has one owner: no attribute of it is written from another file."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ ROOMS = ("layers", "model", "saves", "wrapper", "distributed", "integrations", "
 NOT_OURS = {"ctx", "guard"}  # autograd's context, a stack's lock
 
 
+@functools.cache
 def state() -> set[str]:
     """The attributes that the owners set on themselves."""
     found = set()
