@@ -40,6 +40,7 @@ def become_macos() -> None:
     _import_libraries()
     _remove(os, _LINUX)
     _hide("/proc", "/sys")
+    os.environ["CC"] = "no-such-compiler"  # what this system's would build says nothing of Apple's
     sys.platform = "darwin"
 
 

@@ -51,6 +51,7 @@ MACOS = """
     from vbrt.host import stats_endpoint
     endpoint = stats_endpoint.Offer(lambda: b"here")
     assert stats_endpoint.ask(os.getpid()) == b"here"
+    assert endpoint._socket.getsockname() == str(endpoint.path)  # and no path in /proc
     endpoint.stop()
     print("ran")
 """
@@ -94,6 +95,9 @@ WINDOWS = """
     os.close(second)
     with safe_files.alone_in(Path(tmp)):
         assert "lock" not in os.listdir(tmp)
+
+    from vbrt.kernels.cpu import buffer_reuse
+    assert buffer_reuse.empty((5 << 20,), torch.float32).fill_(1.0).mean() == 1.0
 
     from vbrt.cli.main import main
     assert main(["top"]) != 0  # what it says is read from stderr
