@@ -1,4 +1,7 @@
-"""The build backend's hook: C kernels for every instruction set of this machine's kind of CPU go into the wheel.
+"""The build backend's hook: C kernels for every instruction set of one kind of CPU go into the wheel.
+
+The kind is this machine's, or VBRT_WHEEL_MACHINE: x86_64, aarch64 (with the compiler aarch64-linux-gnu-gcc, or CC), or
+none for a wheel without libraries, for Windows and macOS (`scripts/wheels` builds all three).
 
 They lie in vbrt/kernels/cpu/prebuilt, so who installs the wheel needs no compiler. A machine without one makes a wheel
 without them, and says so; its kernels are built where they run (`vbrt/kernels/cpu/build.py`), as are those of an
@@ -8,6 +11,7 @@ editable install, whose sources change.
 import importlib.util
 import os
 import re
+import shutil
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -32,18 +36,24 @@ class PrebuiltKernels(BuildHookInterface):
         if self.target_name != "wheel" or version == "editable":
             return
         compiler = _load_compiler(Path(self.root) / _PLACE / "compiler.py")
+        asked = os.environ.get("VBRT_WHEEL_MACHINE", "")
+        if asked == "none":
+            return
+        machine = asked or compiler.machine()
         self._folder = tempfile.TemporaryDirectory(prefix="vbrt-wheel-")
         try:
-            libraries, notes = prebuild(compiler, Path(self._folder.name))
+            libraries, notes = prebuild(compiler, Path(self._folder.name), machine)
         except compiler.CompileError as error:
+            if asked:
+                raise
             self.app.display_warning(f"vbrt: no kernels in this wheel, they are built where it runs: {error}")
             return
         for note in notes:
             self.app.display_warning(f"vbrt: {note}")
-        self.app.display_info(f"vbrt: {len(libraries)} libraries of kernels for {compiler.machine()}")
+        self.app.display_info(f"vbrt: {len(libraries)} libraries of kernels for {machine}")
         build_data["force_include"] |= {str(path): f"{_PLACE}/{compiler.FOLDER.name}/{path.name}" for path in libraries}
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform_tag(compiler.machine(), libraries)}"
+        build_data["tag"] = f"py3-none-{platform_tag(machine, libraries)}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the libraries; called once they are in the wheel."""
@@ -51,16 +61,16 @@ class PrebuiltKernels(BuildHookInterface):
             self._folder.cleanup()
 
 
-def prebuild(compiler: ModuleType, folder: Path) -> tuple[list[Path], list[str]]:
-    """Build each source for each instruction set of this machine's kind of CPU; return the libraries, and what the
-    compiler could not do.
+def prebuild(compiler: ModuleType, folder: Path, machine: str) -> tuple[list[Path], list[str]]:
+    """Build each source for each instruction set of a kind of CPU; return the libraries, and what the compiler could
+    not do.
 
     Raises CompileError where there is no compiler, or it cannot build for every CPU of the kind.
     """
-    sets = [each for each in compiler.INSTRUCTION_SETS if each.machine == compiler.machine()]
+    sets = [each for each in compiler.INSTRUCTION_SETS if each.machine == machine]
     if sys.platform != "linux" or not sets:
-        raise compiler.CompileError(f"there are none for {compiler.machine()} with {sys.platform}")
-    command = compiler.find_compiler()
+        raise compiler.CompileError(f"there are none for {machine} with {sys.platform}")
+    command = find_compiler(compiler, machine)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = {
             each: [pool.submit(_build, compiler, command, s, each, folder) for s in compiler.sources()] for each in sets
@@ -75,6 +85,17 @@ def prebuild(compiler: ModuleType, folder: Path) -> tuple[list[Path], list[str]]
         else:
             raise failed
     return libraries, notes
+
+
+def find_compiler(compiler: ModuleType, machine: str) -> list[str]:
+    """Return the command of a compiler for a kind of CPU. Raises CompileError."""
+    if machine == compiler.machine() or os.environ.get("CC"):
+        return compiler.find_compiler()
+    name = f"{machine}-linux-gnu-gcc"
+    if shutil.which(name) is None:
+        package = f"gcc-{machine.replace('_', '-')}-linux-gnu"
+        raise compiler.CompileError(f"{name} was not found; on Debian and Ubuntu: apt install {package}, or set CC")
+    return [name]
 
 
 def _build(compiler: ModuleType, command: list[str], source: str, instructions: Any, folder: Path) -> Path:

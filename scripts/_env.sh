@@ -6,6 +6,7 @@
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
+unset PYTHONDONTWRITEBYTECODE # a hundred processes of tests import what one has compiled
 
 _die() {
     echo "error: $*" >&2

@@ -4,6 +4,7 @@ No two files import each other, and no two have one name without a reason.
 """
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -102,9 +103,20 @@ def unit_of(module: str) -> str:
     return next((prefix for prefix in prefixes if prefix in ROW), parts[0])
 
 
+@functools.cache
+def parsed(source: str) -> list[ast.AST]:
+    """The nodes of a file, which each rule looks at."""
+    return list(ast.walk(ast.parse(source)))
+
+
+def sources() -> dict[str, str]:
+    """Module -> its text."""
+    return {module: path.read_text("utf-8") for module, path in FILES.items()}
+
+
 def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     """(line, module) for everything that `source` imports from vbrt, for type checkers and in functions, too."""
-    for node in ast.walk(ast.parse(source)):
+    for node in parsed(source):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -151,12 +163,12 @@ def test_every_file_of_the_package_has_a_row_and_every_row_files():
     assert units == set(ROW), f"no row in LINES for {sorted(units - set(ROW))}, no files of {sorted(set(ROW) - units)}"
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_a_file_imports_only_from_rows_above_its_own(module):
-    path = FILES[module]
-    if unit_of(module) not in ROW:
-        pytest.skip("has no row: see the test above")
-    assert violations(path.read_text("utf-8"), module, is_package=path.name == "__init__.py") == []
+def test_a_file_imports_only_from_rows_above_its_own():
+    found = []
+    for module, source in sources().items():
+        if unit_of(module) in ROW:  # else see the test above
+            found += violations(source, module, is_package=FILES[module].name == "__init__.py")
+    assert found == []
 
 
 @pytest.mark.parametrize(
@@ -249,7 +261,7 @@ def test_files_of_one_name_are_found():
 
 def hidden_imports(source: str) -> list[int]:
     """Lines of functions that import from vbrt, but for device code, which needs Triton."""
-    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    functions = (node for node in parsed(source) if isinstance(node, ast.FunctionDef))
     imports = {node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)}
     return sorted(
         node.lineno
@@ -260,10 +272,10 @@ def hidden_imports(source: str) -> list[int]:
     )
 
 
-@pytest.mark.parametrize("module", [module for module in FILES if not module.startswith("vbrt.cli.")])
-def test_no_import_hides_in_a_function(module):
+def test_no_import_hides_in_a_function():
     """Commands may: torch takes seconds to import, and what they can refuse before needs none of it."""
-    assert hidden_imports(FILES[module].read_text("utf-8")) == []
+    found = {module: hidden_imports(source) for module, source in sources().items()}
+    assert {m: lines for m, lines in found.items() if lines and not m.startswith("vbrt.cli.")} == {}
 
 
 def test_an_import_that_hides_is_found():
@@ -292,20 +304,20 @@ for module in {modules!r}:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["vbrt", *FILES])
-def test_all_names_only_things_that_exist(module):
-    if module == "vbrt.__main__":
-        pytest.skip("running it is its purpose")
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name in OPTIONAL:
-            pytest.skip(f"{error.name} is not installed")
-        raise
-    names = getattr(imported, "__all__", None)
-    assert names is not None, f"{module} has no __all__"
-    assert len(set(names)) == len(names)
-    assert [name for name in names if not hasattr(imported, name)] == []
+def test_all_names_only_things_that_exist():
+    for module in ("vbrt", *FILES):
+        if module == "vbrt.__main__":  # running it is its purpose
+            continue
+        try:
+            imported = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name in OPTIONAL:
+                continue
+            raise
+        names = getattr(imported, "__all__", None)
+        assert names is not None, f"{module} has no __all__"
+        assert len(set(names)) == len(names), module
+        assert [name for name in names if not hasattr(imported, name)] == [], module
 
 
 FACTORIES = {
@@ -330,7 +342,7 @@ FACTORIES = {
 
 def unnamed(source: str) -> list[int]:
     """Lines where a tensor is made without naming both its dtype and its device."""
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    calls = (node for node in parsed(source) if isinstance(node, ast.Call))
     made = (
         call
         for call in calls
@@ -341,9 +353,9 @@ def unnamed(source: str) -> list[int]:
     return [call.lineno for call in made if not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}]
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_every_tensor_that_is_made_names_its_dtype_and_device(module):
-    assert unnamed(FILES[module].read_text("utf-8")) == [], "torch.set_default_dtype, torch.device: the user's defaults"
+def test_every_tensor_that_is_made_names_its_dtype_and_device():
+    found = {module: unnamed(source) for module, source in sources().items()}
+    assert {m: lines for m, lines in found.items() if lines} == {}, "torch.set_default_dtype, torch.device: the user's"
 
 
 def test_a_tensor_that_takes_the_users_defaults_is_found():

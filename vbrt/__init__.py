@@ -11,11 +11,7 @@ vb.save("saved")             # planes as they are; vbrt.load("saved", model) fil
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
-
-if sys.platform == "win32":
-    raise ImportError("vbrt does not run on Windows itself; install it in WSL2, where it uses the same GPU")
 
 from vbrt.integrations.register_hooks import register_all
 

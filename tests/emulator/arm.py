@@ -17,11 +17,11 @@ import numpy as np
 
 from vbrt.kernels.cpu import build, compiler
 
-__all__ = ["SETS", "ArmLibrary", "why_not"]
+__all__ = ["COMPILER", "SETS", "ArmLibrary", "why_not"]
 
 #: the instruction sets of Arm that a wheel has
 SETS = {each.name: each for each in compiler.INSTRUCTION_SETS if each.machine == "aarch64"}
-_COMPILER, _EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+COMPILER, _EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 _SEEN = 1 << 18  # bytes behind an address that a call may read or write
 _HEADER = struct.Struct("<32s8qqq2f")
 #: fields that are tables of addresses, and which field counts them
@@ -30,7 +30,7 @@ _TABLES = {(build.Bank, "pages"): "experts", (build.Order, "pages_from"): "pages
 
 def why_not() -> str | None:
     """Return which program is missing here, or None."""
-    missing = [name for name in (_COMPILER, _EMULATOR) if shutil.which(name) is None]
+    missing = [name for name in (COMPILER, _EMULATOR) if shutil.which(name) is None]
     return f"{' and '.join(missing)} not installed" if missing else None
 
 
@@ -42,7 +42,7 @@ class ArmLibrary:
         self._program = folder / f"{source}-{name}"
         files = [compiler.HERE / f"{source}.c", compiler.HERE / "threads.c", Path(__file__).with_name("arm_call.c")]
         flags = [*SETS[name].flags, *compiler._FLAGS_OF.get(source, ()), f"-DFUNCTIONS(X)={functions}"]
-        line = [_COMPILER, "-O3", "-w", "-static", *flags, *map(str, files), "-lm", "-o", str(self._program)]
+        line = [COMPILER, "-O3", "-w", "-static", *flags, *map(str, files), "-lm", "-o", str(self._program)]
         subprocess.run(line, check=True, capture_output=True)
         self._functions: dict[str, _Function] = {}
         build._DECLARE[source](self)

@@ -21,7 +21,8 @@ from packaging.version import Version  # noqa: E402
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 LISTED = [*PROJECT["dependencies"], *(r for extra in PROJECT["optional-dependencies"].values() for r in extra)]
-DIRECT = {canonicalize_name(r.name): r for r in map(packaging.Requirement, LISTED) if r.name != "vbrt"}
+HERE = [r for r in map(packaging.Requirement, LISTED) if r.marker is None or r.marker.evaluate()]
+DIRECT = {canonicalize_name(r.name): r for r in HERE if r.name != "vbrt"}
 
 
 def pins(name):

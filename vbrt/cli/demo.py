@@ -212,7 +212,8 @@ def _add_run(table: Any, name: str, shown: _Shown, run: str) -> None:
     found = shown.runs[run]
     digest = found["digest"][:12]
     bits = digest if run == _WHOLE else f"{digest}, {'the same bits' if shown.same(run) else 'other bits'}"
-    mapped = format_bytes(found["peak"]["mapped"]) if shown.device == "cpu" else "–"
+    peak = found["peak"]
+    mapped = format_bytes(peak["mapped"]) if shown.device == "cpu" and "mapped" in peak else "–"
     times = (f"{found['load_s']:.1f}", f"{found['token_s'] * 1e3:.0f}")
     add_row(table, name, format_bytes(shown.memory(run)), mapped, *times, bits)
 

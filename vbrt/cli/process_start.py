@@ -1,5 +1,6 @@
 """Process setup of `vbrt`, before the command line is imported: signals, GC, allocator."""
 
+import _thread
 import atexit
 import gc
 import os
@@ -50,7 +51,9 @@ def program() -> NoReturn:
 
 def _grow_segments(environment: MutableMapping[str, str]) -> None:
     """Enable expandable segments in torch's allocator, unless its settings are given, or several processes share GPUs:
-    pages allocated among temporaries fragment it, and left up to a fifth of a GPU unused."""
+    pages allocated among temporaries fragment it, and left up to a fifth of a GPU unused. torch has none on Windows."""
+    if sys.platform == "win32":
+        return
     if "LOCAL_RANK" not in environment and not any(name in environment for name in _ALLOCATOR):
         environment[_ALLOCATOR[0]] = "expandable_segments:True"
 
@@ -68,12 +71,18 @@ def _interrupt(_signal: int, frame: FrameType | None) -> None:
     """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            main = threading.main_thread().ident  # a signal also interrupts the main thread's waits
-            again = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main, signal.SIGINT))
+            again = threading.Timer(_AGAIN_SECONDS, _send_interrupt)
             again.daemon = True
             return again.start()
         frame = frame.f_back
     raise KeyboardInterrupt
+
+
+def _send_interrupt() -> None:
+    if hasattr(signal, "pthread_kill"):  # a signal also interrupts the main thread's waits
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    else:  # Windows
+        _thread.interrupt_main()
 
 
 def _end(code: int) -> NoReturn:

@@ -13,9 +13,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from vbrt.cli.options import add_command
@@ -65,6 +65,8 @@ def _seconds(text: str) -> float:
 
 
 def _top(args: argparse.Namespace) -> int:
+    if refusal := stats_endpoint.refusal():
+        raise VBError(f"vbrt top: {refusal}")
     pid = _chosen(args.process)
     history = History()
     history.add(_look(pid))
@@ -198,8 +200,8 @@ def _sample(pid: int) -> LiveSample:
 def _why_not(pid: int) -> str:
     """Return why a process cannot be watched."""
     try:
-        owner = Path(f"/proc/{pid}").stat().st_uid
-    except OSError:
+        owner = psutil.Process(pid).uids().real
+    except psutil.NoSuchProcess:
         return f"there is no process {pid}"
     if owner != os.getuid():
         return f"process {pid} belongs to another user ({owner}); run vbrt top as that user"

@@ -18,6 +18,9 @@ far ahead as an eighth of the available memory, at most 4 GiB. It is advice: a w
 cannot be read is reported at its use. Bytes go to the page cache, not into buffers, because mappings, readers of single
 matrices and other libraries all find them there.
 
+**System calls** (`system_calls.py`): reads at an offset, file locks and directory handles, as POSIX and as Windows has
+them. Names that only some systems have are asked for there, or with `hasattr` where one is used.
+
 **Stats endpoint** (`stats_endpoint.py`): a Unix-domain socket in the user's runtime directory, mode 0600, served by a
 thread that sleeps until asked. The process's own start decides, by VBRT_TOP=1 or `vb.live(offer=True)`. There is no
 config key: it would let the config of a checkpoint open a socket.

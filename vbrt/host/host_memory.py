@@ -22,6 +22,7 @@ __all__ = [
     "bytes_view",
     "map_memory",
     "pin",
+    "private_mapping",
     "storage_of",
     "trim_heap",
 ]
@@ -94,11 +95,18 @@ def map_memory(nbytes: int, *, shared: bool = False) -> torch.Tensor:
     """
     if shared or sys.platform != "linux" or nbytes < _HUGE_PAGE_BYTES:
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-    mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = private_mapping(nbytes + _HUGE_PAGE_BYTES)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE_BYTES  # untouched pages take no memory
     with contextlib.suppress(OSError):  # advice only: kernels without huge pages refuse it
         mapping.madvise(mmap.MADV_HUGEPAGE, first, nbytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
     return torch.frombuffer(mapping, dtype=torch.uint8, offset=first, count=nbytes)
+
+
+def private_mapping(nbytes: int) -> mmap.mmap:
+    """Map anonymous memory: copy-on-write in a fork; on Windows, which has no fork, an ordinary section."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, nbytes)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def pin(tensor: torch.Tensor, owner: object) -> weakref.finalize:

@@ -7,12 +7,16 @@ unchanged, and nothing is written through a link.
 
 import contextlib
 import errno
-import fcntl
+import hashlib
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from vbrt.host import system_calls
+from vbrt.host.system_calls import NO_FOLLOW, OPEN_FLAGS, Directory, sync_directory
 
 __all__ = [
     "alone_in",
@@ -70,14 +74,14 @@ def cache_folder() -> Path:
 
 
 def open_regular(
-    path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, mode: int = 0o666, dir_fd: int | None = None
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, mode: int = 0o666, inside: Directory | None = None
 ) -> int:
-    """Open a regular file; return its descriptor. In vbrt's own directories, pass O_NOFOLLOW in `flags`.
+    """Open a regular file; return its descriptor. In vbrt's own directories, pass `system_calls.NO_FOLLOW` in `flags`.
 
     Raises OSError, also for other kinds of files and for impossible names.
     """
     try:
-        fd = os.open(path, os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags, mode, dir_fd=dir_fd)
+        fd = (os.open if inside is None else inside.open)(path, OPEN_FLAGS | flags, mode)
     except ValueError as error:  # a NUL, or half a surrogate pair
         raise OSError(errno.EINVAL, f"no file can have this name ({error})", repr(path)) from error
     try:
@@ -85,7 +89,8 @@ def open_regular(
         if kind != stat.S_IFREG:
             code = errno.EISDIR if kind == stat.S_IFDIR else errno.ENXIO
             raise OSError(code, f"{_KINDS.get(kind, 'not a file')}; expected a regular file", os.fspath(path))
-        os.set_blocking(fd, True)
+        if hasattr(os, "O_NONBLOCK"):
+            os.set_blocking(fd, True)
     except BaseException:
         os.close(fd)
         raise
@@ -117,7 +122,7 @@ def read_into(fd: int, views: list[memoryview], offset: int) -> None:
     views = [view for view in views if view]
     while views:
         room = views if sum(map(len, views)) <= _MAX_IO_BYTES else [views[0][:_MAX_IO_BYTES]]
-        got = os.preadv(fd, room, offset)
+        got = system_calls.read_at(fd, room, offset)
         if got == 0:
             raise EOFError(f"it ends at byte {offset}")
         offset += got
@@ -131,61 +136,62 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at `offset`. Raises OSError."""
     view = memoryview(data)
     while view:
-        done = os.pwrite(fd, view[:_MAX_IO_BYTES], offset)
+        done = system_calls.write_at(fd, view[:_MAX_IO_BYTES], offset)
         view, offset = view[done:], offset + done
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, mode: int = 0o666, dir_fd: int | None = None) -> Iterator[int]:
+def replacing(path: Path, *, mode: int = 0o666, inside: Directory | None = None) -> Iterator[int]:
     """Yield a descriptor for a file's new content, which replaces the old atomically at the end of the block.
 
     An exception removes what was written. To make the rename durable, `sync_directory` the parent.
 
     Args:
-        path: the file; relative to `dir_fd`, if given.
+        path: the file; relative to `inside`, if given.
         mode: permissions, less the umask.
 
     Raises OSError.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    at = os if inside is None else inside
+    fd = at.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW | OPEN_FLAGS, mode)
     try:
         try:
             yield fd
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        at.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=dir_fd)
+            at.unlink(temporary)
         raise
 
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Create a directory and lock it (flock) against other callers, in any process, during the `with` block. Without
-    locking on file systems that lack it. Raises OSError: the directory cannot exist."""
+    """Create a directory and lock it against other callers, in any process, during the `with` block. Without locking
+    on file systems that lack it. Raises OSError: the directory cannot exist."""
     directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            descriptor = _lock_place(directory)
+            stack.callback(os.close, descriptor)
+            system_calls.lock(descriptor, wait=True)
         yield
-    finally:
-        os.close(descriptor)
+
+
+def _lock_place(directory: Path) -> int:
+    """Open what is locked for a directory: itself; on Windows a file of this user, named by a hash of its path."""
+    if sys.platform != "win32":
+        return os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    locks = cache_folder() / "locks"
+    locks.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = hashlib.sha256(os.path.normcase(directory.resolve()).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return open_regular(locks / name, os.O_RDWR | os.O_CREAT, mode=0o600)
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Replace a file's content atomically. Raises OSError."""
     with replacing(path, mode=mode) as fd:
         write_at(fd, data, 0)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory durable. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -20,7 +20,7 @@ from _thread import start_new_thread
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["Offer", "ask", "directories", "pids"]
+__all__ = ["Offer", "ask", "directories", "pids", "refusal"]
 
 _SUFFIX = ".top"
 _SEND_S = 1.0  # limit for a client to read an answer, while others wait
@@ -29,9 +29,16 @@ _MAX_BYTES = 64 << 20
 _END = b"\0"  # end marker; an answer without it was cut off
 
 
+def refusal() -> str | None:
+    """Return why no process of this system has an endpoint, or None."""
+    return None if hasattr(socket, "AF_UNIX") else "Python has no Unix sockets on Windows; in WSL2 it has"
+
+
 def directories() -> list[Path]:
     """Return the candidate directories of sockets, best first: XDG_RUNTIME_DIR, its usual value where unset, and the
-    temporary directory."""
+    temporary directory. Empty where Python has no Unix sockets."""
+    if refusal():
+        return []
     user = os.getuid()
     given = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     usual, found = Path(f"/run/user/{user}"), []
@@ -80,17 +87,20 @@ def _in_child() -> None:
     _offers.clear()
 
 
-os.register_at_fork(after_in_child=_in_child)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def _listening(name: str) -> tuple[socket.socket, Path]:
     """Return a socket bound in the first usable directory. Raises OSError."""
     failed: list[str] = []
+    if why := refusal():
+        raise OSError(errno.ENOTSUP, why)
     for directory in directories():
         try:
             fd = _own_directory(directory)
             try:
-                return _bound(fd, name), directory / name
+                return _bound(fd, directory / name), directory / name
             finally:
                 os.close(fd)
         except OSError as error:
@@ -98,13 +108,13 @@ def _listening(name: str) -> tuple[socket.socket, Path]:
     raise OSError(errno.EACCES, "; ".join(failed))
 
 
-def _bound(directory: int, name: str) -> socket.socket:
+def _bound(directory: int, path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=directory)  # left by an earlier process with this pid
-        listener.bind(_short(directory, name))
-        os.chmod(name, 0o600, dir_fd=directory)
+            os.unlink(path.name, dir_fd=directory)  # left by an earlier process with this pid
+        listener.bind(_address(directory, path))
+        os.chmod(path.name, 0o600, dir_fd=directory)
         listener.listen(8)
     except BaseException:
         listener.close()
@@ -112,9 +122,11 @@ def _bound(directory: int, name: str) -> socket.socket:
     return listener
 
 
-def _short(directory: int, name: str) -> str:
-    """Return a socket path within the system's length limit, however long the directory's path is."""
-    return f"/proc/self/fd/{directory}/{name}"
+def _address(directory: int, path: Path) -> str:
+    """Return a socket path within the system's length limit, however long the directory's path is; the path itself
+    without /proc (macOS)."""
+    short = Path(f"/proc/self/fd/{directory}")
+    return str(short / path.name) if short.exists() else str(path)
 
 
 def _own_directory(path: Path) -> int:
@@ -195,7 +207,7 @@ def _asked(path: Path) -> bytes:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_TIMEOUT_S)
-            connection.connect(_short(fd, path.name))
+            connection.connect(_address(fd, path))
             answer = bytearray()
             while more := connection.recv(1 << 16):
                 answer += more

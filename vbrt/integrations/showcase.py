@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -121,7 +122,8 @@ class Sampler(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self._before, self._peak = _resident(), {"resident": 0, "mapped": 0}
+        self._before = _resident()
+        self._peak = dict.fromkeys(self._before, 0)
         self._done = threading.Event()
         self.start()
 
@@ -144,9 +146,8 @@ class Sampler(threading.Thread):
 
 
 def _resident() -> dict[str, int]:
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    resident, mapped = (int(lines[name].split()[0]) << 10 for name in ("VmRSS", "RssFile"))
-    return {"resident": resident, "mapped": mapped}
+    info = psutil.Process().memory_info()
+    return {"resident": info.rss} | ({"mapped": info.shared} if hasattr(info, "shared") else {})  # Linux alone says
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

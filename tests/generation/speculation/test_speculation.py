@@ -118,8 +118,7 @@ def off_by_a_bit(decoding, draft):
     return rows._replace(logits=[logits.nextafter(torch.ones_like(logits)) for logits in rows.logits])
 
 
-@pytest.mark.parametrize("steps", ["recorded", "eager"])
-@pytest.mark.parametrize("k", [3, "auto"])
+@matrix(steps=["recorded", "eager"], k=[3, "auto"], at_most=2)
 def test_a_model_whose_rows_no_pass_can_verify_is_drafted_for_once_and_never_again(steps, k, request):
     if steps == "recorded":
         request.getfixturevalue("recorded")

@@ -19,11 +19,11 @@ from vbrt.kernels.cpu import update as cpu_update
 from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.kernels.experts import apply_gate
 
-__all__ = ["CHECKS"]
+__all__ = ["CALL_CHECKS", "CHECKS", "check_products"]
 
 
-def check_linear(formats=(*cpu_linear.FORMATS, *cpu_linear.LEVELS[:2], *cpu_linear.BYTES)):
-    """Products are as close as the dtype allows, decoded and merged weights have every bit."""
+def check_products(formats):
+    """Products are as close as the dtype allows, decoded weights have every bit."""
     for name in formats:
         for shape, tokens in (((7, 50), 1), ((35, 132), 3), ((9, 4112), 7)):
             for dtype, bound in BOUND.items():
@@ -34,6 +34,11 @@ def check_linear(formats=(*cpu_linear.FORMATS, *cpu_linear.LEVELS[:2], *cpu_line
                 x = torch.randn(29, shape[1]).to(dtype)
                 assert error(cpu_linear.linear(x, planes), F.linear(x.double(), w)) <= bound
             assert torch.equal(cpu_linear.decode_weight(planes), reference.decode_weight(planes))
+
+
+def check_linear():
+    """All formats' products; merged weights have every bit."""
+    check_products((*cpu_linear.FORMATS, *cpu_linear.LEVELS[:2], *cpu_linear.BYTES))
     for name in cpu_linear.FORMATS:
         for dtype, shape in ((torch.bfloat16, (33, 100)), (torch.float16, (5, 4112)), (torch.bfloat16, (64, 640))):
             planes, w = exact_case(name, shape, dtype)
@@ -57,7 +62,6 @@ def check_experts():
             want = (rows(h, ids.view(-1, 1), pages, "down").view(tokens, 3, -1) * weights.double().unsqueeze(-1)).sum(1)
             assert error(cpu_experts.experts_down(h, ids, weights, pages), want) <= 1e-5
     test_int8.check_experts()
-    check_team()
 
 
 def check_team():
@@ -68,6 +72,12 @@ def check_team():
         team = ExpertTeam(2)
         team.finish(team.post(None, product))
         assert torch.equal(product.out, test_expert_team.expected(product, pages))
+
+
+def check_experts_and_team():
+    """All that experts.c computes."""
+    check_experts()
+    check_team()
 
 
 def check_encode():
@@ -97,5 +107,8 @@ def check_tiles():
         compare_tiles(format)
 
 
-CHECKS = {"linear": check_linear, "experts": check_experts, "encode": check_encode, "update": check_update}
-CHECKS |= {"tiles": check_tiles}
+#: for an emulator that runs one call at a time: a team's threads live between calls
+CALL_CHECKS = {"linear": check_linear, "experts": check_experts, "encode": check_encode, "update": check_update}
+CALL_CHECKS |= {"tiles": check_tiles}
+#: what a source's library computes, by source
+CHECKS = CALL_CHECKS | {"experts": check_experts_and_team}

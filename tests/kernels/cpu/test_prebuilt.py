@@ -1,6 +1,9 @@
 """Libraries of a wheel: found without a compiler, with the bits of those built on the spot; one pool of threads."""
 
+import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 import vbrt
+from tests.emulator import arm
 from vbrt.kernels.cpu import build, compiler, encode
 
 CPU = torch.device("cpu")
@@ -18,6 +22,7 @@ ROOT = Path(__file__).parents[3]
 WHY = build.refusal(CPU)
 built = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 BEST = compiler.suitable()[0]
+_EM_AARCH64 = 183
 #: prints which libraries compute, whether a second OpenMP came with them, and what a layer gives
 PROGRAM = """
 import torch, vbrt
@@ -94,13 +99,69 @@ def test_libraries_name_no_runtime_and_compute_in_torchs_threads(library_for):
     assert all(build._openmp())  # torch's own
 
 
+@pytest.fixture
+def hatch_build(monkeypatch):
+    """The build backend's hook, which builds two of the sources."""
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(compiler, "sources", lambda: ["reading", "tiles"])
+    monkeypatch.delenv("CC", raising=False)
+    return module
+
+
+def built_wheel(folder, machine):
+    make = "import sys, hatchling.build as b; b.build_wheel(sys.argv[1])"
+    environment = {**os.environ, "VBRT_WHEEL_MACHINE": machine}
+    subprocess.run(
+        [sys.executable, "-c", make, str(folder)], cwd=ROOT, check=True, capture_output=True, env=environment
+    )
+    (wheel,) = folder.glob("vbrt-*.whl")
+    return wheel
+
+
+@pytest.mark.skipif(shutil.which(arm.COMPILER) is None, reason=f"{arm.COMPILER} is not installed")
+def test_libraries_of_an_arm_wheel_are_arm_code_and_the_oldest_glibc_is_in_its_tag(hatch_build, tmp_path):
+    libraries, notes = hatch_build.prebuild(compiler, tmp_path, "aarch64")
+    assert not notes
+    assert {path.name for path in libraries} == {f"{s}.{n}.so" for s in ("reading", "tiles") for n in arm.SETS}
+    for path in libraries:
+        head = path.read_bytes()[:20]
+        assert head[:4] == b"\x7fELF" and int.from_bytes(head[18:20], "little") == _EM_AARCH64
+    assert re.fullmatch(r"manylinux_2_\d+_aarch64", hatch_build.platform_tag("aarch64", libraries))
+
+
+def test_a_wheel_for_another_cpu_names_the_compiler_that_it_wants(hatch_build, monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    other = "aarch64" if compiler.machine() == "x86_64" else "x86_64"
+    package = f"gcc-{other.replace('_', '-')}-linux-gnu"
+    with pytest.raises(compiler.CompileError, match=f"{other}-linux-gnu-gcc was not found.*apt install {package}"):
+        hatch_build.prebuild(compiler, tmp_path, other)
+
+
+def test_a_wheel_for_windows_and_macos_has_no_libraries(tmp_path):
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel")
+    wheel = built_wheel(tmp_path, "none")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(shutil.which(arm.COMPILER) is None, reason=f"{arm.COMPILER} is not installed")
+def test_a_cross_built_wheel_has_the_tag_and_every_library_of_arm(tmp_path):
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel")
+    wheel = built_wheel(tmp_path, "aarch64")
+    assert re.search(r"-py3-none-manylinux_2_\d+_aarch64\.whl$", wheel.name)
+    prebuilt = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if "/prebuilt/" in name}
+    assert prebuilt == {compiler.file_name(s, name) for s in compiler.sources() for name in arm.SETS}
+
+
 @built
 @pytest.mark.exhaustive
 def test_a_wheel_computes_without_a_compiler_what_a_checkout_computes(tmp_path):
     pytest.importorskip("hatchling", reason="hatchling builds the wheel")
-    make = "import sys, hatchling.build as b; b.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", make, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("vbrt-*.whl")
+    wheel = built_wheel(tmp_path, "")
     assert "manylinux_2_" in wheel.name or "linux_" in wheel.name
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     kinds = [each for each in compiler.INSTRUCTION_SETS if each.machine == compiler.machine()]

@@ -52,8 +52,8 @@ def interpreted(code):
 
 def test_hits_misses_residents_and_bytes_are_those_of_the_policy():
     evicted = interpreted("""
-        print(compare(0, (13, 13), (1, 1), 5, "layer", 20))
-        print(compare(1, (9, 14), (1, 2), 3, "layer", 10))   # other sizes; a token may name more than the slots
+        print(compare(0, (13, 13), (1, 1), 5, "layer", 8))
+        print(compare(1, (9, 14), (1, 2), 3, "layer", 5))   # other sizes; a token may name more than the slots
         print(compare(2, (11, 11), (1, 1), 6, "model", 26))
         print(compare(3, (5,), (5,), 9, "layer", 3))         # room for all, pages of more than a block
     """)

@@ -14,7 +14,7 @@ from vbrt.config.argument_checks import check_instance
 from vbrt.estimation.advice.cpu_expert_rates import FEW_ROWS, experts_gb_s, few_rows
 from vbrt.estimation.advice.data_sheets import DataSheet, named_sheet, sheets
 from vbrt.host import accelerator
-from vbrt.host.safe_files import cache_folder, read_bounded, write_file
+from vbrt.host.safe_files import cache_folder, read_bounded, read_into, write_file
 from vbrt.model.run_metadata import cpu_name
 from vbrt.residency.miss_policy import CPU_GB_PER_S
 
@@ -217,7 +217,7 @@ def _drive_gb_s(directory: Path | None = None) -> float:
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):  # not on macOS
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        start = time.perf_counter()
+        into, start = bytearray(len(block)), time.perf_counter()
         for at in range(16):
-            os.pread(file.fileno(), len(block), at * len(block))
+            read_into(file.fileno(), [memoryview(into)], at * len(block))
         return 16 * len(block) / (time.perf_counter() - start) / 1e9

@@ -15,6 +15,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from vbrt.host.host_memory import private_mapping
+
 __all__ = ["empty", "trim"]
 
 _SMALLEST_BYTES = 16 << 20  # smaller blocks are reused by the C library, whatever its thresholds
@@ -60,7 +62,7 @@ def _take(nbytes: int) -> mmap.mmap:
             except ValueError:  # another thread was faster
                 continue
             return block
-    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # private: copy-on-write in a fork
+    block = private_mapping(nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # no transparent huge pages in this kernel
             block.madvise(mmap.MADV_HUGEPAGE)

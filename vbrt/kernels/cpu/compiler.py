@@ -138,6 +138,8 @@ def file_name(source: str, name: str) -> str:
 
 def find_compiler() -> list[str]:
     """Return the C compiler's command. Raises CompileError."""
+    if sys.platform == "win32":
+        raise CompileError("on Windows vbrt builds no C kernels, with cl, clang or gcc; in WSL2 it does")
     named = os.environ.get("CC", "")
     try:
         command = shlex.split(named)

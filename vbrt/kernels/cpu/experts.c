@@ -102,7 +102,7 @@ static void sort_pairs(const Bank *b, const Task *t, Plan *plan, int64_t *starts
 
 /* convert row r of x to the layout of the products */
 static void spread(const Bank *b, const Task *t, const Plan *plan, int64_t r) {
-#ifdef PAIRS
+#ifdef TILED
     if (b->tiled) {
         spread_tiles((const uint16_t *)t->x + r * t->inputs, t->inputs, tiles_across(b->columns),
                      (uint16_t *)(plan->x + r * plan->pitch));
@@ -185,7 +185,7 @@ static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *pl
     }
 }
 
-#ifdef PAIRS
+#ifdef TILED
 /* 16 results for the pairs of a group, from 16 `item` on; those beyond the last are dropped. A gate and its value are
  * in the same row of tiles, or half of all rows apart, which is whole rows of tiles. */
 static void multiply_tiles(const Bank *b, const Gate *g, const Task *t, const Plan *plan, const Group *group, int64_t item) {
@@ -227,7 +227,7 @@ static void multiply_tiles(const Bank *b, const Gate *g, const Task *t, const Pl
 static void multiply_item(const Bank *b, const Gate *g, const Task *t, const Plan *plan, int64_t i) {
     const Group *group = plan->groups + i / plan->chunks;
     const int64_t results = g->gated ? b->rows / 2 : b->rows;
-#ifdef PAIRS
+#ifdef TILED
     if (b->tiled) {
         multiply_tiles(b, g, t, plan, group, i % plan->chunks);
         return;
@@ -345,7 +345,7 @@ void vbrt_experts_sum(const char *rows, const int64_t *ids, const float *weights
 
 /* Whether bf16 can be multiplied by pages in tile order directly. */
 int vbrt_experts_tiles(void) {
-#ifdef PAIRS
+#ifdef TILED
     return 1;
 #else
     return 0;

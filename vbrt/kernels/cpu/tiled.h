@@ -16,7 +16,8 @@ static int64_t tiles_across(int64_t columns) { return (columns + TILE_COLUMNS - 
 
 static int64_t tile_bytes(int64_t block) { return TILE_CODES + TILE_ROWS * TILE_COLUMNS / block; }
 
-#ifdef PAIRS
+#if defined(PAIRS) && defined(WIDE)  /* NEON has such products, in other vectors */
+#define TILED 1
 
 /* Convert a row of `inputs` bf16, zero-padded, to tile order: four times 32 numbers per tile. */
 static void spread_tiles(const uint16_t *x, int64_t inputs, int64_t across, uint16_t *to) {

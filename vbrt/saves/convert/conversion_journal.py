@@ -17,6 +17,7 @@ from typing import Any
 
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.safe_files import open_regular, read_bounded, sync_directory, write_at
+from vbrt.host.system_calls import NO_FOLLOW
 from vbrt.saves.common.manifest import SHARD, SavedTensor, text_of
 from vbrt.saves.files.checkpoint_paths import MANIFEST
 from vbrt.saves.files.safetensors_file import TensorFile, digest
@@ -100,7 +101,7 @@ def _refuse_others(directory: Path) -> None:
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> None:
-    fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW)
+    fd = open_regular(path, os.O_WRONLY | os.O_CREAT | NO_FOLLOW)
     try:
         end = os.fstat(fd).st_size
         lead = b"\n" if end else b""  # ends a truncated line

@@ -6,7 +6,7 @@ SIGBUS, and read bytes do not stay in the process. (`map` memory-maps large weig
 Layout, as the library's: header length (8 bytes), header (JSON: name -> dtype, shape, byte range), bytes without gaps.
 
 The library itself parses headers, so that both accept the same files: it gets a memfd with the header's bytes, as long
-as the file on disk, with a hole in place of the tensors.
+as the file on disk, with a hole in place of the tensors; on Windows, where no descriptor has a path, the file itself.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import os
 import struct
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -200,7 +200,7 @@ class TensorFile:
         self.ahead: ReadAhead | None = None
         try:
             with open(open_regular(path), "rb", buffering=0) as file:
-                self._first, self.tensors, self.metadata = _header(file.fileno())
+                self._first, self.tensors, self.metadata = _header(path, file.fileno())
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such file, and the checkpoint needs it; it is incomplete") from None
         except OSError as error:
@@ -272,12 +272,13 @@ class TensorFile:
 def _mapped(path: Path) -> torch.UntypedStorage:
     fd = open_regular(path)
     try:
-        return torch.UntypedStorage.from_file(f"/dev/fd/{fd}", False, os.fstat(fd).st_size)
+        name = str(path) if sys.platform == "win32" else f"/dev/fd/{fd}"
+        return torch.UntypedStorage.from_file(name, False, os.fstat(fd).st_size)
     finally:
         os.close(fd)
 
 
-def _header(fd: int) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:
+def _header(path: Path, fd: int) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:
     """Return the offset of the first tensor, the tensor entries and the metadata."""
     size = os.fstat(fd).st_size
     head = bytearray(_LENGTH.size)
@@ -289,20 +290,30 @@ def _header(fd: int) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:
         raise ValueError(f"a header of {nbytes} bytes; vbrt reads up to {_MAX_HEADER_BYTES}: save it in several files")
     head += bytes(nbytes)
     read_into(fd, [memoryview(head)[_LENGTH.size :]], _LENGTH.size)
-    return len(head), *_parsed(head, size)
+    with _for_library(path, head, size) as name:
+        return len(head), *_parsed(name)
 
 
-def _parsed(head: bytearray, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    with _unnamed_file() as copy:  # of the header, as long as the file, for the library to check
+@contextlib.contextmanager
+def _for_library(path: Path, head: bytearray, size: int) -> Iterator[str]:
+    """Yield the name of a file with this header and size, for the library to check."""
+    if sys.platform == "win32":
+        yield str(path)
+        return
+    with _unnamed_file() as copy:
         write_at(copy.fileno(), head, 0)
         os.ftruncate(copy.fileno(), size)
-        with safe_open(f"/dev/fd/{copy.fileno()}", _framework()) as file:
-            infos, end = {}, 0
-            for name in file.offset_keys():  # the library has checked that they are contiguous
-                part = file.get_slice(name)
-                infos[name] = _info(name, part.get_dtype(), part.get_shape(), end)
-                end = infos[name].end
-            return infos, dict(file.metadata() or {})
+        yield f"/dev/fd/{copy.fileno()}"
+
+
+def _parsed(path: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    with safe_open(path, _framework()) as file:
+        infos, end = {}, 0
+        for name in file.offset_keys():  # the library has checked that they are contiguous
+            part = file.get_slice(name)
+            infos[name] = _info(name, part.get_dtype(), part.get_shape(), end)
+            end = infos[name].end
+        return infos, dict(file.metadata() or {})
 
 
 def _unnamed_file() -> IO[bytes]:

@@ -45,4 +45,5 @@ def _in_child() -> None:
     _fork.release()
 
 
-os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -6,6 +6,7 @@ default stream. The runtime's copies run on the given stream, of any device, als
 
 import ctypes
 import functools
+import sys
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,7 @@ __all__ = ["Signal", "checked", "copying", "cuda_runtime", "reach", "wait_for"]
 
 _HOST_TO_DEVICE, _DEFAULT = ctypes.c_int(1), ctypes.c_int(4)  # default: inferred from the addresses
 _WITHOUT_TIMING, _NO_FLAGS = ctypes.c_uint(2), ctypes.c_uint(0)
+_RUNTIME = "cudart64_{}.dll" if sys.platform == "win32" else "libcudart.so.{}"  # torch has loaded it: found by name
 
 
 @functools.cache
@@ -23,7 +25,7 @@ def cuda_runtime() -> ctypes.CDLL | None:
     """Return the CUDA runtime library that torch has loaded; None if there is none to call."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
-        return ctypes.CDLL(f"libcudart.so.{major}") if major else None
+        return ctypes.CDLL(_RUNTIME.format(major)) if major else None
     except OSError:
         return None  # fallback: torch's calls, with the limits named above
 

@@ -1,21 +1,23 @@
 """Run directory: created and locked by one run, removed by it or, after a crash, by the next run.
 
 Only the holder of the lock on its file `lock` removes files, and only files named by vbrt's own patterns. All
-operations go through directory descriptors opened without following symlinks, so nothing else can be removed, whatever
-is put in place of a run directory or into it.
+operations go through directories held open (`system_calls.Directory`) without following symlinks, so nothing else can
+be removed, whatever is put in place of a run directory or into it; on Windows they go through paths.
 """
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from vbrt.host import system_calls
 from vbrt.host.safe_files import open_regular
+from vbrt.host.system_calls import Directory
 
 __all__ = ["RunDirectory"]
 
@@ -23,7 +25,6 @@ _NAME = re.compile(r"run-\d+-[a-z0-9_]{8}")
 _FILE = re.compile(r"\d+-\d{5,}-[A-Za-z0-9._-]*\.(page|tmp)")
 _LOCK = "lock"
 _TRIES = 100
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class RunDirectory:
@@ -44,17 +45,17 @@ class RunDirectory:
             _make(self._held, root)
             self.path = self._held.path
             with contextlib.suppress(OSError):  # leftovers of other runs do not stop this one
-                _remove_dead(root, os.fstat(self._held.fd).st_uid)
+                _remove_dead(root, self._held.files.owner())
         except BaseException:
             self.remove()
             raise
 
     @property
-    def fd(self) -> int:
-        """Descriptor of the directory. Raises OSError once it is removed."""
-        if self._held.fd < 0:
+    def files(self) -> Directory:
+        """The directory, held open. Raises OSError once it is removed."""
+        if self._held.files is None:
             raise OSError(errno.ENOENT, "the tier is closed", str(self.path))
-        return self._held.fd
+        return self._held.files
 
     def remove(self) -> None:
         """Remove the directory with its pages; idempotent. A forked child does not remove its parent's."""
@@ -63,18 +64,19 @@ class RunDirectory:
 
 
 class _Held:
-    """Path and descriptors of a run directory and its lock; -1 for one that is not open."""
+    """A run directory and its lock, held open; None and -1 where they are not."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self.fd = self.lock_fd = -1
+        self.files: Directory | None = None
+        self.lock_fd = -1
         self.listing: Iterator[os.DirEntry[str]] | None = None  # opened, not read yet
 
     def lock(self, flags: int) -> None:
         """Open the lock file, created if missing, and lock it. Raises OSError: another process holds it."""
-        flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        self.lock_fd = open_regular(_LOCK, flags, mode=0o600, dir_fd=self.fd)
-        fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        flags |= os.O_RDWR | os.O_CREAT | system_calls.NO_FOLLOW
+        self.lock_fd = open_regular(_LOCK, flags, mode=0o600, inside=self.files)
+        system_calls.lock(self.lock_fd, wait=False)
         if os.fstat(self.lock_fd).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "removed by another process", _LOCK)
 
@@ -83,21 +85,23 @@ class _Held:
         stays = False
         for name in filter(_FILE.fullmatch, self.list_files()):
             try:
-                os.unlink(name, dir_fd=self.fd)
+                self.files.unlink(name)
             except FileNotFoundError:
                 pass
             except OSError:
                 stays = True
         if not stays:
+            if sys.platform == "win32":  # which removes no open file
+                self._close_lock()
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(_LOCK, dir_fd=self.fd)
+                self.files.unlink(_LOCK)
 
     def list_files(self) -> list[str]:
         """Return the names in the directory, by the listing opened in advance: a new one needs a descriptor, which the
         process may have run out of. Returns no names then: freed pages are removed already."""
         listing, self.listing = self.listing, None
         try:
-            with os.scandir(self.fd) if listing is None else listing as entries:
+            with self.files.scan() if listing is None else listing as entries:
                 return [entry.name for entry in entries]
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -109,10 +113,13 @@ class _Held:
         listing, self.listing = self.listing, None
         if listing is not None:
             listing.close()
+        self._close_lock()
+        files, self.files = self.files, None
+        if files is not None:
+            files.close()
+
+    def _close_lock(self) -> None:
         fd, self.lock_fd = self.lock_fd, -1  # never closed twice: its number may have been reused
-        if fd >= 0:
-            os.close(fd)
-        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
@@ -122,9 +129,10 @@ def _make(held: _Held, root: Path) -> None:
         held.path = root / f"run-{os.getpid()}-{secrets.token_hex(4)}"
         try:
             held.path.mkdir(mode=0o700)
-            held.fd = os.open(held.path, _DIRECTORY)
+            held.files = Directory(held.path)
             held.lock(os.O_EXCL)
-            held.listing = os.scandir(held.fd)
+            if sys.platform != "win32":  # where a listing has its first names from when it was opened
+                held.listing = held.files.scan()
             return
         except (FileNotFoundError, FileExistsError, BlockingIOError):
             # race: another starting run saw this directory without a lock and removes it
@@ -137,7 +145,7 @@ def _remove_own(held: _Held, pid: int) -> None:
     if os.getpid() != pid or held.path is None:  # a forked child must not remove its parent's pages
         return
     with contextlib.suppress(OSError):
-        if held.fd >= 0:
+        if held.files is not None:
             held.empty()
     held.close()
     with contextlib.suppress(OSError):  # it holds a foreign file, or is gone
@@ -145,25 +153,27 @@ def _remove_own(held: _Held, pid: int) -> None:
 
 
 def _remove_dead(root: Path, owner: int) -> None:
-    root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    runs = Directory(root, follow=True)
     try:
-        for name in filter(_NAME.fullmatch, os.listdir(root_fd)):
+        with runs.scan() as entries:
+            names = [entry.name for entry in entries if _NAME.fullmatch(entry.name)]
+        for name in names:
             held = _Held()
             try:
-                _take(held, root_fd, name, owner)
+                _take(held, runs, name, owner)
                 held.empty()
-                os.rmdir(name, dir_fd=root_fd)
+                runs.rmdir(name)
             except OSError:  # alive, being removed by another process, or with foreign files
                 continue
             finally:
                 held.close()
     finally:
-        os.close(root_fd)
+        runs.close()
 
 
-def _take(held: _Held, root_fd: int, name: str, owner: int) -> None:
+def _take(held: _Held, runs: Directory, name: str, owner: int) -> None:
     """Lock the directory of a dead run; create the lock file if the run was killed before that."""
-    held.fd = os.open(name, _DIRECTORY, dir_fd=root_fd)
-    if os.fstat(held.fd).st_uid != owner:
+    held.files = Directory(name, inside=runs)
+    if held.files.owner() != owner:
         raise PermissionError(errno.EPERM, "another user's directory", name)
     held.lock(0)

@@ -29,6 +29,7 @@ from vbrt.config.tier_records import TIERS
 from vbrt.errors import TierError, describe_os_error
 from vbrt.host.host_memory import aligned, bytes_view
 from vbrt.host.safe_files import open_regular, read_into, replacing, write_at
+from vbrt.host.system_calls import DIRECT, NO_FOLLOW, Directory
 from vbrt.host.worker_threads import Crew
 from vbrt.tiers.protocols.tier import Holder
 from vbrt.tiers.storage.run_directory import RunDirectory
@@ -145,7 +146,7 @@ class SsdTier:
         self._serial += 1
         room.path, room.digest = path, digest  # before the file exists, so that freeing the room always removes it
         try:
-            _write_file(path, self._run.fd, _header(key, page.numel(), digest, layout), view)
+            _write_file(path, self._run.files, _header(key, page.numel(), digest, layout), view)
         except OSError as error:
             what = describe_os_error(error)
             raise TierError(
@@ -191,7 +192,8 @@ class SsdTier:
         try:
             if self._use_direct():
                 try:
-                    return self._open_and(read, key, room, os.O_DIRECT)
+                    if DIRECT:
+                        return self._open_and(read, key, room, DIRECT)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
@@ -206,7 +208,7 @@ class SsdTier:
             raise TierError(f"{key}: cannot read {room.path}: {error.strerror or error}") from error
 
     def _open_and(self, read: Callable[[int, int], Any], key: str, file: PageFile, flags: int) -> Any:
-        fd = open_regular(file.path.name, os.O_NOFOLLOW | flags, dir_fd=self._run.fd)
+        fd = open_regular(file.path.name, NO_FOLLOW | flags, inside=self._run.files)
         try:
             size = os.fstat(fd).st_size
             if size != HEADER_BYTES + file.page_bytes:
@@ -234,7 +236,7 @@ class SsdTier:
         places, byte = (0, room.page_bytes // 2, HEADER_BYTES + room.page_bytes - 1), [bytearray(1)]
         with (
             contextlib.suppress(OSError),
-            _advising(room, self._run.fd) as fd,
+            _advising(room, self._run.files) as fd,
         ):  # BlockingIOError where it would have to wait
             return all(os.preadv(fd, byte, place, os.RWF_NOWAIT) for place in places)
         return False
@@ -243,11 +245,12 @@ class SsdTier:
         """Prefetch a page into the page cache (`posix_fadvise`), in buffered mode. Never raises."""
         if self._use_direct() or not hasattr(os, "posix_fadvise"):
             return
-        with contextlib.suppress(OSError), _advising(room, self._run.fd) as fd:  # the read reports errors
+        with contextlib.suppress(OSError), _advising(room, self._run.files) as fd:  # the read reports errors
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
 
     def _announce_buffered(self) -> None:
-        reason = f"tier ssd: the file system of {self.root} refuses O_DIRECT; reads go through the page cache"
+        why = f"the file system of {self.root} refuses" if DIRECT else "this system, other than Linux, does not have"
+        reason = f"tier ssd: {why} O_DIRECT; reads go through the page cache"
         self.io, self._direct = "buffered", False
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
@@ -257,7 +260,7 @@ class SsdTier:
         """Remove a page and its file. Idempotent; a file that cannot be removed stays charged until the run ends."""
         if room.path is not None and room.pid == os.getpid():  # a forked child must not remove its parent's pages
             try:
-                _unlink(room.path, self._run.fd)
+                _unlink(room.path, self._run.files)
             except FileNotFoundError:  # the run is gone
                 pass
             except OSError as error:  # no error: the caller does not need the page any more
@@ -301,28 +304,28 @@ def _header(key: str, nbytes: int, digest: int, layout: dict | None) -> bytes:
     return body + xxhash.xxh3_64_digest(body)
 
 
-def _write_file(path: Path, dir_fd: int, header: bytes, view: memoryview) -> None:
+def _write_file(path: Path, files: Directory, header: bytes, view: memoryview) -> None:
     try:
-        with replacing(Path(path.name), mode=0o600, dir_fd=dir_fd) as fd:
+        with replacing(Path(path.name), mode=0o600, inside=files) as fd:
             write_at(fd, header, 0)
             write_at(fd, view, len(header))
     except BaseException:
-        _unlink(path, dir_fd)  # a late interrupt leaves it under its final name
+        _unlink(path, files)  # a late interrupt leaves it under its final name
         raise
 
 
 @contextlib.contextmanager
-def _advising(room: PageFile, dir_fd: int) -> Iterator[int]:
-    fd = open_regular(room.path.name, os.O_NOFOLLOW, dir_fd=dir_fd)
+def _advising(room: PageFile, files: Directory) -> Iterator[int]:
+    fd = open_regular(room.path.name, NO_FOLLOW, inside=files)
     try:
         yield fd
     finally:
         os.close(fd)
 
 
-def _unlink(path: Path, dir_fd: int) -> None:
+def _unlink(path: Path, files: Directory) -> None:
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path.name, dir_fd=dir_fd)
+        files.unlink(path.name)
 
 
 class _Read:
