@@ -188,7 +188,7 @@ def unmeasured(device: torch.device) -> list[str]:
     found = [f"kernels: {refusal}; layers are decoded and multiplied in plain torch"] if refusal else []
     for format in known_formats():
         if not FORMATS[format].lossless:
-            note = resolve("linear", "auto", device, format).unmeasured(format, device) if not refusal else None
+            note = resolve("linear", "auto", device, format).unmeasured(device) if not refusal else None
             found += [note] if note and note not in found else []
     return found
 
