@@ -188,7 +188,7 @@ def test_what_is_unmeasured_on_a_chip_is_said_once_for_all_formats(monkeypatch):
     def resolve(op, backend, device, format):
         asked.append(format)
         fields = {f: getattr(kernel, f) for f in ("op", "backend", "run", "devices")}
-        return registry.Kernel(**fields, unmeasured=lambda format, device: "sm_86: unmeasured; `vbrt tune` measures")
+        return registry.Kernel(**fields, unmeasured=lambda device: "sm_86: unmeasured; `vbrt tune` measures")
 
     monkeypatch.setattr(machine_report, "kernel_refusal", lambda device: None)
     monkeypatch.setattr(machine_report, "resolve", resolve)
