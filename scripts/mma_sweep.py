@@ -123,7 +123,7 @@ def as_for(capability: Capability | None, run: Callable[..., Tensor], *args: obj
 def decoded(pages: ExpertPages, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     h = decoded_experts.products(x, ids, pages, part="up", gate=GATE, bias_EN=None)
     rows = decoded_experts.products(h, ids.reshape(-1, 1), pages, part="down", gate=None, bias_EN=None)
-    return resolve("weigh_and_sum", "auto", CUDA, pages.format).run(rows, ids, weights, pages.experts)
+    return resolve("experts_sum", "auto", CUDA, pages.format).run(rows, ids, weights, pages.experts)
 
 
 def few(pages: ExpertPages, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
