@@ -595,12 +595,20 @@ def grouped_stages(block: int) -> int:
 
 
 #: MoE kernel for many tokens with `mma.sync`: mean pairs per expert up to which it takes 32 at a time, and its launches
-#: by pairs at a time; not measured
-_GROUPED_MMA_FEW = 96
+#: by pairs at a time. On an H200 taken for 8.0, 32 were faster at 128 pairs and 64 at 256, by 7 to 10 %; eight warps
+#: were slower but for their ring
+_GROUPED_MMA_FEW = 160
 _GROUPED_MMA = {32: MmaLaunch(32, 4, 2, 1, 4), 64: MmaLaunch(64, 4, 2, 1, 3)}
+#: the ring of 32 at a time that runs fewer columns beyond the last is taken; with six columns one of 3 is 1.3 times as
+#: fast as one of 4
+_GROUPED_MMA_RINGS = (4, 3)
 
 #: compute capability majors with a grouped matmul in torch that stays on the device; what its scratch memory is worth
-_GROUPED_MATMUL, _SCRATCH_WORTH = (9, 10), 1.1
+_GROUPED_MATMUL, _SCRATCH_WORTH = (9, 10), 2
+#: bytes of memory per element that decoding experts and reading them again takes as long as; share of the rate of
+#: `Gpu.matmul` that a grouped matmul reached, with what precedes and follows it, and of `Gpu.mma` the kernel with
+#: `mma.sync`: the largest of three layers, up to 1024 pairs per expert
+_DECODED_BYTES, _GROUPED_REACHED, _GROUPED_MMA_REACHED = 6.3, 0.5, 0.78
 
 
 def grouped_mma_tokens(gpu: Gpu, pairs: int, experts: int) -> int:
@@ -608,11 +616,16 @@ def grouped_mma_tokens(gpu: Gpu, pairs: int, experts: int) -> int:
     return 32 if pairs <= _GROUPED_MMA_FEW * experts else 64
 
 
-def grouped_mma_for(gpu: Gpu, block: int, pairs: int, n: int, apart: bool) -> MmaLaunch:
-    """Configuration of that kernel for matrices of n rows; apart: a program has rows of both of their halves."""
+def grouped_mma_for(gpu: Gpu, block: int, pairs: int, n: int, columns: int, apart: bool) -> MmaLaunch:
+    """Configuration of that kernel for matrices of n rows; apart: a program has rows of both of their halves.
+
+    One row tile instead of two was slower even with two programs per multiprocessor.
+    """
     launch = _GROUPED_MMA[block]
+    if block == 32:
+        launch = launch._replace(ring=min(_GROUPED_MMA_RINGS, key=lambda ring: -columns % ring))
     programs = -(-pairs // block) * -(-n // (16 * launch.row_tiles * launch.warps))
-    return launch if apart or programs >= 2 * gpu.processors else launch._replace(row_tiles=1)
+    return launch if apart or programs >= gpu.processors else launch._replace(row_tiles=1)
 
 
 def grouped_mma_pays(gpu: Gpu, pairs: int, experts: int) -> bool:
@@ -623,13 +636,14 @@ def grouped_mma_pays(gpu: Gpu, pairs: int, experts: int) -> bool:
     if gpu.major not in _GROUPED_MATMUL:
         return True
     mean, clocks_us = pairs / experts, gpu.clock_mhz * gpu.processors  # for each weight of an expert
-    decoded_us = 2.5 / gpu.bytes_us + mean / (0.8 * gpu.matmul * clocks_us)
-    return mean / (0.75 * gpu.mma * clocks_us) <= _SCRATCH_WORTH * decoded_us
+    decoded_us = _DECODED_BYTES / gpu.bytes_us + mean / (_GROUPED_REACHED * gpu.matmul * clocks_us)
+    return mean / (_GROUPED_MMA_REACHED * gpu.mma * clocks_us) <= _SCRATCH_WORTH * decoded_us
 
 
 #: mean pairs per expert up to which the MoE kernels for few tokens are the fastest: on an H200 18 with short rows, 27
-#: with longer ones
-_FEW_PAIRS = 20
+#: with longer ones. Taken for 8.0, they were as fast as the kernel with `mma.sync` at 8 pairs and took 1.2 to 1.4 times
+#: as long at 16; where `mma.sync` has half the rate, blocks of 32 pairs that are not full cost more
+_FEW_PAIRS, _FEW_PAIRS_MMA, _FULL_RATE = 20, 10, 900
 #: maximum pairs of these kernels: each needs a row in fp32
 _MOST_FEW_PAIRS = 1 << 14
 #: pairs are not sorted by expert up to this share of the number of experts: two rarely share one
@@ -642,9 +656,10 @@ _FEW_PROGRAMS, _SHORT_ROWS, _LONG_ROWS = 512, 8, 64
 _LONG_SHARE = 10
 
 
-def are_few(pairs: int, experts: int) -> bool:
-    """True if the MoE kernels for few tokens are the fastest."""
-    return pairs <= min(_FEW_PAIRS * experts, _MOST_FEW_PAIRS)
+def are_few(pairs: int, experts: int, gpu: Gpu | None = None) -> bool:
+    """True if the MoE kernels for few tokens are the fastest; without a GPU, on any."""
+    by_mma = gpu is not None and gpu.major not in WIDE and gpu.mma >= _FULL_RATE
+    return pairs <= min((_FEW_PAIRS_MMA if by_mma else _FEW_PAIRS) * experts, _MOST_FEW_PAIRS)
 
 
 def pairs_are_alone(tokens: int, pairs: int, experts: int) -> bool:

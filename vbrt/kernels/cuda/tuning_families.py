@@ -133,7 +133,7 @@ def _expert_cases(
     """Of the layer's first matrix, with a gate of halves where it fits, and the last, which sums over experts."""
     pairs, (up, down) = tokens * k, (shapes[0], shapes[-1])
     make = partial(_experts, up, down, format, experts, k, tokens)
-    if not are_few(pairs, experts):
+    if not are_few(pairs, experts, devices.gpu(device)):
         if devices.major(device) in WIDE:
             key = "expert blocks", most_tokens(pairs), experts
             table = GroupedLaunch(grouped_for(pairs, experts))
