@@ -44,7 +44,7 @@ def check_tiles(name, shape):
     expected = tiles.pack_tiles(name, coarse, shape)[tiles.TILES]
     given, bytes_of = torch.full_like(expected, -1), coarse["scales"].view(torch.uint8)
     launch_pack(
-        coarse["codes"], bytes_of, given, bytes_of.amax().view(1) if name == "mxfp4" else None, tiles._TOP_FIELD
+        coarse["codes"], bytes_of, given, bytes_of.amax().view(1) if name == "mxfp4" else None, tiles.TOP_FIELD
     )
     assert torch.equal(given, expected)
 
