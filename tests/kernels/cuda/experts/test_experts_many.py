@@ -178,7 +178,7 @@ def test_grouped_products_match_float64(gate, format, block):
         assert torch.equal(y, again)
 
 
-MMA = [MmaLaunch(32, 4, 2, 1, 4), MmaLaunch(64, 4, 2, 1, 3), MmaLaunch(16, 8, 2, 1, 3)]
+MMA = [MmaLaunch(32, 4, 2, 1, 4), MmaLaunch(32, 4, 2, 1, 3), MmaLaunch(64, 4, 2, 1, 3), MmaLaunch(16, 8, 2, 1, 3)]
 
 
 @pytest.mark.gpu
