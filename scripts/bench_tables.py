@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from scripts.bench_parts import PARTS
-from scripts.capability_tables import capability_table
+from scripts.capability_tables import capability_table, mma_table
 from scripts.cpu_tables import peers_table
 from scripts.full_tables import full_cpu_table, full_tables
 from scripts.generate_tables import generate_table
@@ -71,6 +71,8 @@ def tables() -> str:
         out += valley_table(path, "fused layers with ordered activations")
     for path in sorted(RESULTS.glob("capability-*.json")):
         out += capability_table(path)
+    for path in sorted(RESULTS.glob("mma-*.json")):
+        out += mma_table(path)
     for path in sorted(RESULTS.glob("experts-nvidia-*.json")):
         out += experts_table(path)
     for path in sorted(RESULTS.glob("experts-ready-*.json")):

@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md that scripts/capability_bench.py measures."""
+"""The sections of docs/benchmarks.md that scripts/capability_bench.py measures."""
 
 import json
 import statistics
@@ -29,6 +29,40 @@ def capability_table(path: Path) -> list[str]:
     for share in sorted({row["share"] for row in experts}, reverse=True):
         ms = {row["capability"]: row["ms"] for row in experts if row["share"] == share}
         lines.append(f"| {share:.0%} | {' | '.join(f'{ms[name]:.2f}' for name in names)} |")
+    return [f"## other compute capabilities, {where['gpu']}", "", what, "", *lines, "", _measured_on(where), ""]
+
+
+def mma_table(path: Path) -> list[str]:
+    """Return the section of docs/benchmarks.md for a sweep of launches with `mma.sync`."""
+    found = json.loads(path.read_text())
+    where, taken = found["machine"], found["capability"]
+    tokens, formats = ([*dict.fromkeys(row[key] for row in found["formats"])] for key in ("tokens", "format"))
+    what = (
+        f"Weights that a kernel with `mma.sync` multiplies as they are, beside decoding them for the vendor's matmul, "
+        f"on a GPU taken for {taken}. That matmul uses all of this GPU, which one of that capability does not have. "
+        "Time of decoding and matmul / fastest launch, lowest and highest of three shapes:"
+    )
+    lines = [f"| tokens | {' | '.join(formats)} |", "| --- |" + " --- |" * len(formats)]
+    for count in tokens:
+        cells = []
+        for format in formats:
+            all_us = [row["us"] for row in found["formats"] if (row["tokens"], row["format"]) == (count, format)]
+            ratios = [us["decoded"] / min(t for name, t in us.items() if " ring " in name) for us in all_us]
+            cells.append(f"{min(ratios):.2f}, {max(ratios):.2f}")
+        lines.append(f"| {count} | {' | '.join(cells)} |")
+    of = (
+        "Routed experts in `nvfp4`, an MoE layer: microseconds with the launches that were chosen before the sweep, "
+        "and how many times as long decoding with torch's grouped matmul took."
+    )
+    lines += ["", of, "", "| layer | pairs per expert | us | decoded |", "| --- | --- | --- | --- |"]
+    for row in found["grouped"]:
+        us = row["us"]
+        cells = row["layer"], f"{row['mean_pairs']:.0f}", f"{us['taken']:.0f}", f"{us['decoded'] / us['taken']:.2f}"
+        lines.append(f"| {' | '.join(cells)} |")
+    return [f"## launches with `mma.sync`, {where['gpu']}", "", what, "", *lines, "", _measured_on(where), ""]
+
+
+def _measured_on(where: dict) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
-    end = f"{where['gpu']}, {versions}, CUDA {where['cuda']}, commit {where['commit']}."
-    return [f"## other compute capabilities, {where['gpu']}", "", what, "", *lines, "", end, ""]
+    later = " with changes that were committed later" if where.get("modified") else ""
+    return f"{where['gpu']}, {versions}, CUDA {where['cuda']}, commit {where['commit']}{later}."

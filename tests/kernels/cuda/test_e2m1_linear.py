@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.cuda.gpu_cases import error, poison
 from vbrt.formats import WeightPlanes, get_format
-from vbrt.kernels import reference, resolve
+from vbrt.kernels import EXACT, reference, resolve
 from vbrt.kernels.cuda import devices, launch_table
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tiles import TILES
@@ -298,6 +298,8 @@ def test_graphs_and_compile_give_the_eager_result():
 
 @pytest.mark.gpu
 def test_a_gpu_resolves_to_the_kernels():
-    kernel = resolve("linear", "auto", torch.device("cuda"))
-    assert kernel.run is e2m1_linear.linear
-    assert kernel.page_order("nvfp4") == e2m1_linear.packing("nvfp4")
+    for format in NAMES:
+        kernel = resolve("linear", "auto", torch.device("cuda"), format)
+        assert kernel.run is e2m1_linear.linear
+        assert kernel.page_order(format) == e2m1_linear.packing(format) is not None
+    assert resolve("linear", "auto", torch.device("cuda"), EXACT).page_order("nvfp4") is None  # merges both planes

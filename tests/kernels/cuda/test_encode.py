@@ -43,9 +43,7 @@ def check_tiles(name, shape):
     coarse = get_format(name).encode(torch.randn(shape).bfloat16())
     expected = tiles.pack_tiles(name, coarse, shape)[tiles.TILES]
     given, bytes_of = torch.full_like(expected, -1), coarse["scales"].view(torch.uint8)
-    launch_pack(
-        coarse["codes"], bytes_of, given, bytes_of.amax().view(1) if name == "mxfp4" else None, tiles._TOP_FIELD
-    )
+    launch_pack(coarse["codes"], bytes_of, given, bytes_of.amax().view(1) if name == "mxfp4" else None, tiles.TOP_FIELD)
     assert torch.equal(given, expected)
 
 

@@ -16,9 +16,12 @@ from vbrt.kernels.cuda.launch_table import (
     _mma_times,
     _persistent_times,
     _wide_times,
+    are_few,
     choose,
     codes_for,
     fused_limit,
+    grouped_mma_pays,
+    grouped_mma_tokens,
     launch_for,
     pairs_are_alone,
     persistent_tiles,
@@ -28,11 +31,13 @@ from vbrt.kernels.cuda.launch_table import (
     wide_for,
 )
 
+SWEEP = json.loads((Path(__file__).parents[3] / "benchmarks" / "results" / "mma-nvidia-h200.json").read_text())
 WRITTEN = json.loads(Path(__file__).with_name("launch_choices.json").read_text())
 KERNELS = {"linear": 10, "narrow": 100, "gated": 40, "table": 20}  # fewest choices that are compared
 _EVERY = 520  # up to here each number of tokens was asked for
 PROCESSORS = 132
 HOPPER = Gpu(9, PROCESSORS)
+SWEPT = Gpu(8, PROCESSORS, bytes_us=4.425e6, clock_mhz=1782)  # an H200 taken for 8.0
 OTHERS = {  # as torch describes them, rates of data sheets
     "A100": Gpu(8, 108, 164 << 10, 163 << 10, 1.4e6, 1270, 920, 920),
     "RTX 3060": Gpu(8, 28, 100 << 10, 99 << 10, 0.32e6, 1600, 230, 230),
@@ -216,6 +221,33 @@ def test_every_launch_of_the_kernel_with_mma_sync_is_one_that_it_can_run(name):
         for launch in launches:
             assert launch.shared_bytes(288) <= gpu.most_shared_bytes
             assert launch.splits == 1 or columns >= 4 * launch.splits
+
+
+def test_of_rows_of_codes_nearly_every_choice_is_the_fastest_that_was_measured():
+    rows = SWEEP["formats"]
+    kinds = {"nf4": "table", "quantile": "table", "mxint8": "int8", "levels32-float16": "levels"}
+    for gpu, of in ((SWEPT, rows), (HOPPER, [row for row in rows if kinds[row["format"]] != "table"])):
+        ratios = []
+        for row in of:
+            us = {name: t for name, t in row["us"].items() if name == "decoded" or " ring " in name}
+            launch = codes_for(gpu, kinds[row["format"]], row["tokens"], row["n"], row["k"] // 128)
+            name = launch and f"{launch.tokens}x{launch.warps}x{launch.row_tiles}/{launch.splits} ring {launch.ring}"
+            ratios.append(us[name or "decoded"] / min(us.values()))
+        assert max(ratios) < 1.25 and sum(ratio > 1.1 for ratio in ratios) <= 1 < 40 < len(ratios)
+
+
+def test_experts_take_the_blocks_that_were_the_fastest():
+    for row in SWEEP["grouped"]:
+        pairs = int(row["mean_pairs"] * 64)
+        us = {
+            t: sum(row["us"][f"{part} {t}x4x2/1 ring {ring}"] for part in ("up", "down"))
+            for t, ring in ((32, 4), (64, 3))
+        }
+        assert us[grouped_mma_tokens(SWEPT, pairs, 64)] < 1.01 * min(us.values())
+        if "few" in row["us"]:
+            few_pays = row["us"]["few"] < 1.15 * min(us.values())
+            assert are_few(pairs, 64, SWEPT) is few_pays
+        assert row["us"]["decoded"] > row["us"]["taken"] and grouped_mma_pays(SWEPT._replace(major=10), pairs, 64)
 
 
 def test_fewer_multiprocessors_and_less_bandwidth_take_longer():

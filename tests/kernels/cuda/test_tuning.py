@@ -10,8 +10,10 @@ import vbrt
 from tests.kernels.cuda.gpu_cases import error, tiled
 from vbrt.config import Machine
 from vbrt.errors import KernelError, VBError
+from vbrt.formats import get_format
 from vbrt.kernels.cuda import devices, tuned_configs, tuning, tuning_families
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.cuda.e2m1.tiles import TILES, tile_shape, unpack_tiles
 from vbrt.kernels.cuda.launch_table import (
     Gpu,
     GroupedLaunch,
@@ -276,6 +278,14 @@ def searches(tokens, few=2):
     plan = types.SimpleNamespace(mode="infer", swaps=swaps)
     for case in tuning_families.cases_of(plan, tokens, 0):
         yield dataclasses.replace(case, candidates=tuple(c for c in case.candidates if c != case.table)[:few])
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_a_search_multiplies_by_all_levels_and_never_by_nan(format):
+    shape, tiles = (64, 256), torch.empty(tile_shape(format, (64, 256)), dtype=torch.int32)
+    planes = {TILES: tuning_families.fill_tiles(tiles, format), "tensor_scale": torch.ones(1)}
+    weight = get_format(format).decode(unpack_tiles(format, planes, shape), shape, torch.float32)
+    assert weight.abs().unique().tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6] and abs(float(weight.mean())) < 0.2
 
 
 @pytest.mark.gpu

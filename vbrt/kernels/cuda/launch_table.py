@@ -8,7 +8,6 @@ Legend: a row tile is 16 outputs, a column 128 inputs, a pair two columns.
 """
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -254,7 +253,7 @@ _RATES = {
     (10, 0): (920, 3700), (10, 3): (920, 3700), (12, 0): (460, 460), (12, 1): (460, 460),
 }  # fmt: skip
 #: kernel with `mma.sync`: its launches, but for splits; tokens beyond which it is faster than `launch_for`'s. On an
-#: H100 two more row tiles or 128 tokens were slower. The last needs too many registers for rows of codes
+#: H100 two more row tiles or 128 tokens were slower
 _MMA_LAUNCHES = (
     MmaLaunch(32, 4, 1, 1, 4),
     MmaLaunch(32, 4, 2, 1, 4),
@@ -262,9 +261,35 @@ _MMA_LAUNCHES = (
     MmaLaunch(64, 4, 2, 1, 3),
 )
 _MMA_FEWEST = 16
-#: what a tile's columns are -> words, and clocks of a multiprocessor to decode it, beyond those of tiles; the latter
-#: counted, not measured
-_MMA_TILES = {"tiles": (288, 0), "table": (256, 17), "levels": (256, 17), "int8": (512, 12)}
+
+
+class _Decoding(NamedTuple):
+    """Cost of a kind of codes; of rows of codes fitted to an H200 taken for 8.0, with an RMS error of 6 %.
+
+    Attributes:
+        words: of a tile.
+        row_tiles: most of a warp of the kernel with `mma.sync`; with two, rows of codes took more than twice as long.
+        tile_clocks: of a multiprocessor to decode a tile in that kernel, beyond those of tiles.
+        whole_rings: estimates count a program's columns in whole rounds of the ring, as it runs; tiles' were fitted
+            without.
+        bytes: of memory that decoding for the vendor's matmul takes as long as, per element: an eighth above its own.
+        clocks: of a multiprocessor for the same, per element.
+    """
+
+    words: int
+    row_tiles: int
+    tile_clocks: float
+    whole_rings: bool
+    bytes: float
+    clocks: float
+
+
+_CODES = {
+    "tiles": _Decoding(288, 2, 0, False, 2.4, 0),
+    "table": _Decoding(256, 1, 101, True, 2.85, 0.21),
+    "levels": _Decoding(256, 1, 103, True, 2.9, 0.17),
+    "int8": _Decoding(512, 1, 118, True, 3.4, 0.11),
+}
 #: rows per tile of the persistent kernel, and warps per warpgroup
 PERSISTENT_ROWS, PERSISTENT_WARPS = 128, 4
 #: beyond, decoding costs little compared with the vendor's matmul, which was faster by 1 to 2 %
@@ -408,13 +433,14 @@ def codes_for(gpu: Gpu, kind: str, tokens: int, n: int, columns: int) -> Persist
 
     kind: "table" with scales of a byte, "levels" with others, or "int8".
     """
-    launches: list[tuple[float, PersistentLaunch | MmaLaunch | None]] = [(math.inf, None)]
-    if kind == "table" and gpu.major in WIDE:
+    launches: list[tuple[float, PersistentLaunch | MmaLaunch | None]] = []
+    if kind == "table" and gpu.major in WIDE:  # `_TABLE_WORK` was fitted beside the cost of decoding tiles
         launches += _persistent_times(gpu, tokens, n, columns, False, _TABLE_WORK)
+        launches += [(_matmul_us(gpu, tokens, n, columns), None)]
     else:
         launches += _mma_times(gpu, tokens, 1, n, columns, kind)
-    us, launch = min(launches, key=lambda launch: launch[0])
-    return launch if us <= _matmul_us(gpu, tokens, n, columns) else None
+        launches += [(_matmul_us(gpu, tokens, n, columns, kind), None)]
+    return min(launches, key=lambda launch: launch[0])[1]
 
 
 def _persistent_times(
@@ -480,12 +506,15 @@ def _mma_times(
 ) -> Iterator[tuple[float, MmaLaunch]]:
     """Yield (microseconds, launch) of the kernel with `mma.sync`; kind: "tiles", or as for `codes_for`.
 
-    A multiprocessor multiplies, and reads shared memory meanwhile in part; the fewer programs it has, the less of what
-    each waits for is hidden.
+    A multiprocessor multiplies, and meanwhile reads shared memory in part. One program decodes, reads and multiplies in
+    turn; several overlap reads and decoding. The fewer programs it has, the less of what each waits for is hidden.
     """
-    rows, k, (words, decode_clocks) = summands * tokens, 128 * columns, _MMA_TILES[kind]
+    rows, k, codes = summands * tokens, 128 * columns, _CODES[kind]
+    words = codes.words
     read_us = 1.25 / gpu.bytes_us * (words / 512 * n * k + 2 * rows * (n + k))
-    for launch in _MMA_LAUNCHES if kind == "tiles" else _MMA_LAUNCHES[:3]:
+    for launch in _MMA_LAUNCHES:
+        if launch.row_tiles > codes.row_tiles:
+            continue
         tiles = launch.row_tiles * launch.warps
         programs = -(-rows // launch.tokens) * -(-n // (16 * tiles))
         shared = launch.shared_bytes(words)
@@ -494,26 +523,31 @@ def _mma_times(
         resident = min(4, gpu.shared_bytes // (shared + 1024))
         multiplied = 2048 * launch.tokens * tiles / gpu.mma
         moved = launch.tokens * (2 * launch.warps + 2) + words / 16 * tiles  # in lines of 128 bytes
-        column = multiplied + 0.43 * moved + decode_clocks * tiles
+        read, decoded = 0.43 * moved, codes.tile_clocks * tiles
+        column, alone = multiplied + max(read, decoded), max(546, multiplied + read + decoded)
         for splits in (1, 2, 4, 8):
             if splits > 1 and (programs * splits > 4 * gpu.processors or columns < 4 * splits):
                 break
             rounds, rest = divmod(-(-programs * splits // gpu.processors), resident)
-            clocks = rounds * max(546, resident * column) + (max(546, rest * column) if rest else 0)
-            us = 2 + -(-columns // splits) * clocks / gpu.clock_mhz + 1.75 * (rounds + (rest > 0))
+            clocks = rounds * max(alone, resident * column) + (max(alone, rest * column) if rest else 0)
+            span = -(-columns // splits)
+            span += -span % launch.ring if codes.whole_rings else 0
+            us = 2 + span * clocks / gpu.clock_mhz + 1.75 * (rounds + (rest > 0))
             if splits * summands > 1:
                 us += 2 + 4 * splits * rows * n / gpu.bytes_us
             yield max(us, 2 + read_us), launch._replace(splits=splits)
 
 
-def _matmul_us(gpu: Gpu, tokens: int, n: int, columns: int) -> float:
-    """Estimated microseconds of decode and the vendor's matmul, assumed to use its best tile."""
+def _matmul_us(gpu: Gpu, tokens: int, n: int, columns: int, kind: str = "tiles") -> float:
+    """Estimated microseconds of decode and the vendor's matmul, assumed to use its best tile; kind as above."""
     k, clock = 128 * columns, 2048 * 1755 / (gpu.matmul * gpu.clock_mhz)
     rounds = ((-(-tokens // m) * -(-n // rows), m * rows) for m, rows in _MATMUL_TILES)
     largest = min(-(-tiles // gpu.processors) * size for tiles, size in rounds)
     math_us = 0.327e-6 * k * (0.83 * largest + 0.17 * tokens * n / gpu.processors) * clock
     bytes_us = 2 / gpu.bytes_us * (n * k + tokens * k + tokens * n)
-    return 3.8 + max(math_us, bytes_us) + 2.4 / gpu.bytes_us * n * k
+    codes = _CODES[kind]
+    decode_us = n * k * max(codes.bytes / gpu.bytes_us, codes.clocks / (gpu.processors * gpu.clock_mhz))
+    return 3.8 + max(math_us, bytes_us) + decode_us
 
 
 def persistent_tiles(tokens: int, n: int, block: int) -> int:
@@ -561,12 +595,20 @@ def grouped_stages(block: int) -> int:
 
 
 #: MoE kernel for many tokens with `mma.sync`: mean pairs per expert up to which it takes 32 at a time, and its launches
-#: by pairs at a time; not measured
-_GROUPED_MMA_FEW = 96
+#: by pairs at a time. On an H200 taken for 8.0, 32 were faster at 128 pairs and 64 at 256, by 7 to 10 %; eight warps
+#: were slower but for their ring
+_GROUPED_MMA_FEW = 160
 _GROUPED_MMA = {32: MmaLaunch(32, 4, 2, 1, 4), 64: MmaLaunch(64, 4, 2, 1, 3)}
+#: the ring of 32 at a time that runs fewer columns beyond the last is taken; with six columns one of 3 is 1.3 times as
+#: fast as one of 4
+_GROUPED_MMA_RINGS = (4, 3)
 
 #: compute capability majors with a grouped matmul in torch that stays on the device; what its scratch memory is worth
-_GROUPED_MATMUL, _SCRATCH_WORTH = (9, 10), 1.1
+_GROUPED_MATMUL, _SCRATCH_WORTH = (9, 10), 2
+#: bytes of memory per element that decoding experts and reading them again takes as long as; share of the rate of
+#: `Gpu.matmul` that a grouped matmul reached, with what precedes and follows it, and of `Gpu.mma` the kernel with
+#: `mma.sync`: the largest of three layers, up to 1024 pairs per expert
+_DECODED_BYTES, _GROUPED_REACHED, _GROUPED_MMA_REACHED = 6.3, 0.5, 0.78
 
 
 def grouped_mma_tokens(gpu: Gpu, pairs: int, experts: int) -> int:
@@ -574,11 +616,16 @@ def grouped_mma_tokens(gpu: Gpu, pairs: int, experts: int) -> int:
     return 32 if pairs <= _GROUPED_MMA_FEW * experts else 64
 
 
-def grouped_mma_for(gpu: Gpu, block: int, pairs: int, n: int, apart: bool) -> MmaLaunch:
-    """Configuration of that kernel for matrices of n rows; apart: a program has rows of both of their halves."""
+def grouped_mma_for(gpu: Gpu, block: int, pairs: int, n: int, columns: int, apart: bool) -> MmaLaunch:
+    """Configuration of that kernel for matrices of n rows; apart: a program has rows of both of their halves.
+
+    One row tile instead of two was slower even with two programs per multiprocessor.
+    """
     launch = _GROUPED_MMA[block]
+    if block == 32:
+        launch = launch._replace(ring=min(_GROUPED_MMA_RINGS, key=lambda ring: -columns % ring))
     programs = -(-pairs // block) * -(-n // (16 * launch.row_tiles * launch.warps))
-    return launch if apart or programs >= 2 * gpu.processors else launch._replace(row_tiles=1)
+    return launch if apart or programs >= gpu.processors else launch._replace(row_tiles=1)
 
 
 def grouped_mma_pays(gpu: Gpu, pairs: int, experts: int) -> bool:
@@ -589,13 +636,14 @@ def grouped_mma_pays(gpu: Gpu, pairs: int, experts: int) -> bool:
     if gpu.major not in _GROUPED_MATMUL:
         return True
     mean, clocks_us = pairs / experts, gpu.clock_mhz * gpu.processors  # for each weight of an expert
-    decoded_us = 2.5 / gpu.bytes_us + mean / (0.8 * gpu.matmul * clocks_us)
-    return mean / (0.75 * gpu.mma * clocks_us) <= _SCRATCH_WORTH * decoded_us
+    decoded_us = _DECODED_BYTES / gpu.bytes_us + mean / (_GROUPED_REACHED * gpu.matmul * clocks_us)
+    return mean / (_GROUPED_MMA_REACHED * gpu.mma * clocks_us) <= _SCRATCH_WORTH * decoded_us
 
 
 #: mean pairs per expert up to which the MoE kernels for few tokens are the fastest: on an H200 18 with short rows, 27
-#: with longer ones
-_FEW_PAIRS = 20
+#: with longer ones. Taken for 8.0, they were as fast as the kernel with `mma.sync` at 8 pairs and took 1.2 to 1.4 times
+#: as long at 16; where `mma.sync` has half the rate, blocks of 32 pairs that are not full cost more
+_FEW_PAIRS, _FEW_PAIRS_MMA, _FULL_RATE = 20, 10, 900
 #: maximum pairs of these kernels: each needs a row in fp32
 _MOST_FEW_PAIRS = 1 << 14
 #: pairs are not sorted by expert up to this share of the number of experts: two rarely share one
@@ -608,9 +656,10 @@ _FEW_PROGRAMS, _SHORT_ROWS, _LONG_ROWS = 512, 8, 64
 _LONG_SHARE = 10
 
 
-def are_few(pairs: int, experts: int) -> bool:
-    """True if the MoE kernels for few tokens are the fastest."""
-    return pairs <= min(_FEW_PAIRS * experts, _MOST_FEW_PAIRS)
+def are_few(pairs: int, experts: int, gpu: Gpu | None = None) -> bool:
+    """True if the MoE kernels for few tokens are the fastest; without a GPU, on any."""
+    by_mma = gpu is not None and gpu.major not in WIDE and gpu.mma >= _FULL_RATE
+    return pairs <= min((_FEW_PAIRS_MMA if by_mma else _FEW_PAIRS) * experts, _MOST_FEW_PAIRS)
 
 
 def pairs_are_alone(tokens: int, pairs: int, experts: int) -> bool:

@@ -26,7 +26,16 @@ from vbrt.formats.joint_planes import join_layouts
 from vbrt.formats.page import new_page, unpack
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
-from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, ROWS, TiledWeight, tile_layout, tile_shape
+from vbrt.kernels.cuda.e2m1.tiles import (
+    CODE_WORDS,
+    COLUMNS,
+    FORMATS,
+    ROWS,
+    TOP_FIELD,
+    TiledWeight,
+    tile_layout,
+    tile_shape,
+)
 from vbrt.kernels.cuda.experts import few_tokens, many_tokens
 from vbrt.kernels.cuda.launch_table import (
     WIDE,
@@ -51,7 +60,7 @@ from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.residency.plan import Plan
 
-__all__ = ["NARROW", "NEEDS", "Case", "cases_of"]
+__all__ = ["NARROW", "NEEDS", "Case", "cases_of", "fill_tiles"]
 
 NEEDS = devices.BF16
 _READS = ((True, True), (True, False), (False, False))  # prefetch, carry_pointers
@@ -61,6 +70,7 @@ _FEW = 16  # tokens of the narrow kernel's search
 _BEYOND_CACHE = 300 << 20  # bytes of weights, to exceed the cache
 _MOST_BYTES = 2 << 30  # of a layer's experts; beyond, several share a page
 _GATE = Gate("silu")
+_ONE_E4M3 = 0x38  # the byte of 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +143,7 @@ def _expert_cases(
     """Of the layer's first matrix, with a gate of halves where it fits, and the last, which sums over experts."""
     pairs, (up, down) = tokens * k, (shapes[0], shapes[-1])
     make = partial(_experts, up, down, format, experts, k, tokens)
-    if not are_few(pairs, experts):
+    if not are_few(pairs, experts, devices.gpu(device)):
         if devices.major(device) in WIDE:
             key = "expert blocks", most_tokens(pairs), experts
             table = GroupedLaunch(grouped_for(pairs, experts))
@@ -169,13 +179,20 @@ def _copies(nbytes: int) -> int:
     return min(64, 1 + _BEYOND_CACHE // nbytes)
 
 
+def fill_tiles(tiles: Tensor, format: str) -> Tensor:
+    """Fill tiles with random codes and block scales of 1, and return them: random scales may be NaN."""
+    tiles.random_(-(1 << 31), 1 << 31)
+    tiles[..., CODE_WORDS:].view(torch.uint8).fill_(TOP_FIELD if FORMATS[format].e8m0_scales else _ONE_E4M3)
+    return tiles
+
+
 def _tiled(n: int, k: int, format: str, tokens: int) -> tuple[Callable[[], Any], int]:
     """Products of tiles of random codes and scale 1."""
     shape, x = tile_shape(format, (n, k)), _input(tokens, k)
     one = torch.ones((), dtype=torch.float32, device="cuda")
     count = _copies(4 * shape[0] * shape[1] * shape[2])
-    draw = partial(torch.randint, 0, 0x38383838, shape, dtype=torch.int32, device="cuda")
-    weights = [TiledWeight(draw(), one, format, n, k) for _ in range(count)]
+    empty = partial(torch.empty, shape, dtype=torch.int32, device="cuda")
+    weights = [TiledWeight(fill_tiles(empty(), format), one, format, n, k) for _ in range(count)]
     return lambda: [e2m1_linear.multiply(x, weight, None, "none") for weight in weights], count
 
 
@@ -198,7 +215,7 @@ def _experts(
     pages = [new_page(layout, torch.device("cuda")) for _ in range(min(experts, max(k, _MOST_BYTES // layout.nbytes)))]
     for page in pages:
         for name, field in unpack(page, layout).items():
-            field.fill_(1) if name.endswith("tensor_scale") else field.random_(0, 0x38383838)
+            field.fill_(1) if name.endswith("tensor_scale") else fill_tiles(field, format)
     shared = [pages[expert % len(pages)] for expert in range(experts)]
     addresses = torch.tensor([page.data_ptr() for page in shared], dtype=torch.int64, device="cuda")
     layer = ExpertPages(format, torch.bfloat16, shapes, layout, shared, addresses)

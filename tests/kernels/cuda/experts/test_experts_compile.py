@@ -10,8 +10,10 @@ from tests.kernels.cuda.gpu_cases import compiled
 from tests.matrix import matrix
 from vbrt.kernels.cuda.launch_table import _GROUPED_MMA, grouped_stages
 
+LAUNCHES = [*_GROUPED_MMA.values(), _GROUPED_MMA[32]._replace(ring=3)]
 
-@matrix(gate=["apart", "interleaved", "none"], capability=[86, 120, 80], launch=_GROUPED_MMA.values(), at_most=1)
+
+@matrix(gate=["apart", "interleaved", "none"], capability=[86, 120, 80], launch=LAUNCHES, at_most=1)
 def test_the_grouped_kernel_with_mma_sync_compiles_with_wide_copies_and_stores(gate, capability, launch):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.experts import grouped_mma_gluon

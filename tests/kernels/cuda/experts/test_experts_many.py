@@ -46,8 +46,10 @@ def test_launches_with_mma_sync_take_as_many_pairs_as_are_sorted_together_and_ro
     gpu = Gpu(8, 28, 100 << 10, 99 << 10)
     blocks = [grouped_mma_tokens(gpu, pairs * 16, 16) for pairs in (21, 60, 1000)]
     assert blocks == sorted(blocks) and len(set(blocks)) == 2
-    for block, pairs, n, apart in itertools.product(blocks, (400, 100_000), (128, 28672), (True, False)):
-        launch = grouped_mma_for(gpu, block, pairs, n, apart)
+    sizes = itertools.product(blocks, (400, 100_000), (128, 28672), (6, 16), (True, False))
+    for block, pairs, n, columns, apart in sizes:
+        launch = grouped_mma_for(gpu, block, pairs, n, columns, apart)
+        assert block != 32 or columns % launch.ring == 0
         assert launch.tokens == block and launch.splits == 1 and (launch.row_tiles % 2 == 0 or not apart)
         assert launch.shared_bytes(288) <= 99 << 10
 
@@ -94,13 +96,15 @@ def test_pages_without_tiles_and_tensors_of_the_cpu_go_through_the_reference():
     ("major", "dtype", "pairs", "way"),
     [
         (9, torch.bfloat16, 32, "few"),
-        (8, torch.bfloat16, 32, "few"),
+        (8, torch.bfloat16, 20, "few"),
+        (8, torch.bfloat16, 32, "grouped"),
+        (12, torch.bfloat16, 32, "few"),
         (9, torch.bfloat16, 400, "grouped"),
         (9, torch.float32, 400, "grouped"),
         (8, torch.bfloat16, 400, "grouped"),
         (8, torch.float16, 100_000, "grouped"),
         (12, torch.bfloat16, 100_000, "grouped"),
-        (10, torch.bfloat16, 100, "grouped"),
+        (10, torch.bfloat16, 1000, "grouped"),
         (10, torch.bfloat16, 100_000, "decoded"),
         (10, torch.float16, 100_000, "grouped"),
         (9, torch.float64, 400, "reference"),
@@ -109,8 +113,9 @@ def test_pages_without_tiles_and_tensors_of_the_cpu_go_through_the_reference():
 )
 def test_the_way_follows_from_what_the_host_knows(major, dtype, pairs, way, monkeypatch):
     pages, _ = expert_pages("nvfp4", {"up": (32, 64)}, 2, tiled=True)
+    rates = {10: {"mma": 920, "matmul": 3700}, 12: {"mma": 460, "matmul": 460}}.get(major, {"mma": 920, "matmul": 920})
     monkeypatch.setattr(devices, "capability", lambda index: (major, 0))
-    monkeypatch.setattr(devices, "gpu", lambda index: Gpu(major, 132, mma=920, matmul=3700 if major == 10 else 920))
+    monkeypatch.setattr(devices, "gpu", lambda index: Gpu(major, 132, **rates))
     x = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda", 0))
     assert expert_kernels.route(x, pairs, pages, "up") == way
 
@@ -173,7 +178,7 @@ def test_grouped_products_match_float64(gate, format, block):
         assert torch.equal(y, again)
 
 
-MMA = [MmaLaunch(32, 4, 2, 1, 4), MmaLaunch(64, 4, 2, 1, 3), MmaLaunch(16, 8, 2, 1, 3)]
+MMA = [MmaLaunch(32, 4, 2, 1, 4), MmaLaunch(32, 4, 2, 1, 3), MmaLaunch(64, 4, 2, 1, 3), MmaLaunch(16, 8, 2, 1, 3)]
 
 
 @pytest.mark.gpu

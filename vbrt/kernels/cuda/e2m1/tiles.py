@@ -33,10 +33,12 @@ from vbrt.formats.page import PageLayout, build_layout
 from vbrt.kernels.cuda.e2m1.encode import launch_pack
 
 __all__ = [
+    "CODE_WORDS",
     "COLUMNS",
     "FORMATS",
     "ROWS",
     "TILES",
+    "TOP_FIELD",
     "TileFormat",
     "TiledWeight",
     "decode_words",
@@ -56,11 +58,12 @@ __all__ = [
 #: page field with tiles; another bit order would get another name
 TILES = "mma_tiles_v1"
 ROWS, COLUMNS = 16, 128
-_CODE_WORDS = 256
+#: words of a tile's codes, before its block scales
+CODE_WORDS = 256
 _SIGN_AND_MAGNITUDE = {15: 3, 8: 2, 7: 1, 6: 0}  # bit of a bf16 half -> bit of the code
 #: an E8M0 scale byte is stored relative to the largest one, which becomes 2^112: its product with a code's
 #: level * 2^-126 then stays within bf16's range
-_TOP_FIELD = 239
+TOP_FIELD = 239
 
 
 class TileFormat(NamedTuple):
@@ -77,7 +80,7 @@ class TileFormat(NamedTuple):
 
 def _tile_format(record: FormatRecord) -> TileFormat:
     scale_words = ROWS * COLUMNS // record.block // 4
-    return TileFormat(record.block, _CODE_WORDS + scale_words, e8m0_scales=record.scales == "e8m0")
+    return TileFormat(record.block, CODE_WORDS + scale_words, e8m0_scales=record.scales == "e8m0")
 
 
 FORMATS = {name: _tile_format(format_records.FORMATS[name]) for name in format_records.formats_of("e2m1")}
@@ -118,7 +121,7 @@ def tile_layout(format: str, shape: tuple[int, int]) -> PageLayout:
 @functools.cache
 def relative_values(device: torch.device) -> Tensor:
     """Values of E8M0 scale bytes as stored in tiles, relative to the tensor scale: fp32 [256]."""
-    exponents = torch.arange(256, dtype=torch.float64, device="cpu") - _TOP_FIELD
+    exponents = torch.arange(256, dtype=torch.float64, device="cpu") - TOP_FIELD
     return (2.0**exponents).float().to(device)
 
 
@@ -178,7 +181,7 @@ def pack_tiles(format: str, coarse: dict[str, Tensor], shape: tuple[int, int]) -
     top = coarse["scales"].amax().view(1) if FORMATS[format].e8m0_scales else None
     if device.type == "cuda":
         with torch.cuda.device(device):
-            launch_pack(coarse["codes"], coarse["scales"].view(torch.uint8), tiles, top, _TOP_FIELD)
+            launch_pack(coarse["codes"], coarse["scales"].view(torch.uint8), tiles, top, TOP_FIELD)
     else:
         _fill_tiles(tiles, coarse["codes"], _stored_scales(coarse["scales"], top), COLUMNS // FORMATS[format].block)
     scale = coarse["tensor_scale"].to(torch.float32).reshape(1) if top is None else _power_of_two(top)
@@ -191,8 +194,8 @@ def _fill_tiles(tiles: Tensor, codes: Tensor, scales: Tensor, per_tile: int) -> 
     for first in range(0, rows, step):
         part = slice(first * ROWS, min((first + step) * ROWS, len(codes)))
         out = tiles[first : first + step]
-        out[..., :_CODE_WORDS] = _pack_codes(_padded(_nibbles(codes[part]), len(out), columns, COLUMNS))
-        out[..., _CODE_WORDS:] = _pack_scales(_padded(scales[part], len(out), columns, per_tile), per_tile)
+        out[..., :CODE_WORDS] = _pack_codes(_padded(_nibbles(codes[part]), len(out), columns, COLUMNS))
+        out[..., CODE_WORDS:] = _pack_scales(_padded(scales[part], len(out), columns, per_tile), per_tile)
 
 
 def unpack_tiles(format: str, tensors: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
@@ -201,21 +204,21 @@ def unpack_tiles(format: str, tensors: dict[str, Tensor], shape: tuple[int, int]
     block = FORMATS[format].block
     tiles = tensors[TILES]
     blocks = -(-k // block)
-    code_NK = _unpack_codes(tiles[..., :_CODE_WORDS])[:n, : blocks * block]
-    byte_NB = _unpack_scales(tiles[..., _CODE_WORDS:], COLUMNS // block)[:n, :blocks].contiguous()
+    code_NK = _unpack_codes(tiles[..., :CODE_WORDS])[:n, : blocks * block]
+    byte_NB = _unpack_scales(tiles[..., CODE_WORDS:], COLUMNS // block)[:n, :blocks].contiguous()
     codes = code_NK[:, 0::2] | (code_NK[:, 1::2] << 4)
     if not FORMATS[format].e8m0_scales:
         scale = tensors["tensor_scale"].clone()
         return {"codes": codes, "scales": byte_NB.view(torch.float8_e4m3fn), "tensor_scale": scale}
     top = int(torch.frexp(tensors["tensor_scale"].cpu().double()).exponent) - 1 + 127
-    return {"codes": codes, "scales": (byte_NB.to(torch.int32) - _TOP_FIELD + top).to(torch.uint8)}
+    return {"codes": codes, "scales": (byte_NB.to(torch.int32) - TOP_FIELD + top).to(torch.uint8)}
 
 
 def _stored_scales(scales: Tensor, top: Tensor | None) -> Tensor:
     """Scale bytes uint8 [N, B] as stored in tiles; top: the largest E8M0 byte [1]."""
     if top is None:
         return scales.view(torch.uint8)
-    return (scales.to(torch.int32) - top.to(torch.int32) + _TOP_FIELD).to(torch.uint8)
+    return (scales.to(torch.int32) - top.to(torch.int32) + TOP_FIELD).to(torch.uint8)
 
 
 def _power_of_two(byte_1: Tensor) -> Tensor:
@@ -241,8 +244,8 @@ def _pack_codes(code_NK: Tensor) -> Tensor:
     byte = code_NK.view(rows, 2, 8, columns, 2, 2, 2, 2, 2, 2, 2)  # i h g u t1 t0 q1 q0 jj c e
     byte = torch.stack((byte[:, :, :, :, 0], byte[:, :, :, :, 1].flip(6)), dim=4)  # q0 becomes p0 = q0 ^ t1
     byte = byte.permute(0, 3, 6, 2, 4, 5, 7, 8, 9, 1, 10)  # i u p1 g t1 t0 p0 jj c h e
-    pair = byte.reshape(rows, columns, _CODE_WORDS, 4, 2).to(torch.int32)
-    word = torch.zeros(rows, columns, _CODE_WORDS, dtype=torch.int32, device=code_NK.device)
+    pair = byte.reshape(rows, columns, CODE_WORDS, 4, 2).to(torch.int32)
+    word = torch.zeros(rows, columns, CODE_WORDS, dtype=torch.int32, device=code_NK.device)
     bits: dict[int, Tensor] = {}
     for half in range(2):
         for place, bit in _SIGN_AND_MAGNITUDE.items():

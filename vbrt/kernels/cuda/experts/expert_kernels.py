@@ -34,14 +34,12 @@ def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str) -> str:
     """Name the route of a product with this many pairs: "few", "grouped", "decoded" or "reference"."""
     if not x_MK.is_cuda or TILES not in pages.offsets(part):
         return "reference"
-    major, served = devices.major(x_MK.device.index), x_MK.dtype in SUMMANDS
-    if not devices.serves(x_MK.device.index, NEEDS):
+    if x_MK.dtype not in SUMMANDS or not devices.serves(x_MK.device.index, NEEDS):
         return "reference"
-    if served and are_few(pairs, pages.experts):
+    gpu = devices.gpu(x_MK.device.index)
+    if are_few(pairs, pages.experts, gpu):
         return "few"
-    if not served:
-        return "reference"
-    pays = major in WIDE or grouped_mma_pays(devices.gpu(x_MK.device.index), pairs, pages.experts)
+    pays = gpu.major in WIDE or grouped_mma_pays(gpu, pairs, pages.experts)
     return "grouped" if pays or not decoded_experts.serves(x_MK, pages, part) else "decoded"
 
 

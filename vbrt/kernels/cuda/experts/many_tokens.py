@@ -226,9 +226,10 @@ class _MmaCall(NamedTuple):
 
     def run(self, gate: Gate, bias_EN: Tensor | None) -> Tensor:
         """Return [P, n_out] in x's dtype, or in fp32 if x is split into summands."""
-        (n, _), pairs = self.pages.shapes[self.part], len(self.groups.order)
+        (n, k), pairs = self.pages.shapes[self.part], len(self.groups.order)
         gpu, n_out, x_RK = devices.gpu(self.x_MK.device.index), gate.columns(n), in_bf16(self.x_MK)
-        launch = grouped_mma_for(gpu, self.groups.block, pairs, n, gate.gated and not gate.interleaved)
+        apart = gate.gated and not gate.interleaved
+        launch = grouped_mma_for(gpu, self.groups.block, pairs, n, -(-k // COLUMNS), apart)
         summands = SUMMANDS[self.x_MK.dtype]
         if summands == 1:
             return self._multiply(x_RK, x_RK.new_empty(pairs, n_out), launch, gate, bias_EN)

@@ -1,7 +1,7 @@
 """Linear layers on weights of 16 levels: backend "triton" of the ops "linear" and "decode_weight".
 
 `nf4` and `quantile` have a scale byte per 64 columns and a tensor scale; `levels…` have scales of 16 or 32 bits per 16
-to 128 columns, and their 16 levels in the page. No GPU has run the kernels on the latter yet.
+to 128 columns, and their 16 levels in the page.
 
 Up to `FUSED_TOKENS` bf16 tokens, one kernel looks the codes up, multiplies on tensor cores and applies bias and
 activation as an epilogue; it rounds the levels to bf16 and applies the block scales to fp32 sums. More tokens are

@@ -4,7 +4,7 @@ Up to `FUSED_TOKENS` bf16 tokens, one kernel converts the codes in registers, mu
 bias and activation as an epilogue; more are handled by `e2m1/mma_gluon` where it is the fastest, see
 `launch_table.codes_for`. Otherwise a kernel decodes the weight to the activations' dtype for the vendor's matmul.
 Unsupported cases (CPU tensors) fall back to the reference, GPUs without `FUSED_NEEDS` to the decoding kernel. Pages
-hold the plain coarse plane. No GPU has run the kernels yet: tests run their compiled instructions on a CPU.
+hold the plain coarse plane.
 
 Legend: M tokens, N outputs, K inputs.
 """
