@@ -1,10 +1,10 @@
-/* Products of many tokens for AVX2: up to 32 rows are decoded into L2, 1024 columns at a time, and multiplied there by
+/* Products of many tokens for AVX2: up to 64 rows are decoded into L2, 512 columns at a time, and multiplied there by
  * three tokens at a time, with accumulators in registers. Weights and x are in spans, so lanes are columns, and nothing
  * is transposed. The summation order depends on the row's length alone.
  */
-#define SIDE 32     /* rows of a tile */
+#define SIDE 64     /* rows of a tile */
 #define STEP 4      /* rows at a time */
-#define DEEP 1024   /* columns per row decoded at a time: those of STEP rows and of PANEL tokens fit L1 */
+#define DEEP 512   /* columns per row decoded at a time: those of STEP rows and of PANEL tokens fit L1 */
 #define PANEL 3     /* tokens at a time: 12 accumulators, 4 weights, or 3 of x, in 16 registers */
 #define PASS 510    /* tokens per decoding of a tile */
 
