@@ -4,9 +4,9 @@
  */
 #define SIDE 64     /* rows of a tile */
 #define STEP 4      /* rows at a time */
-#define DEEP 512   /* columns per row decoded at a time: those of STEP rows and of PANEL tokens fit L1 */
+#define DEEP 512    /* columns per row decoded at a time: those of STEP rows and of PANEL tokens fit L1 */
 #define PANEL 3     /* tokens at a time: 12 accumulators, 4 weights, or 3 of x, in 16 registers */
-#define PASS 510    /* tokens per decoding of a tile */
+#define PASS 516    /* tokens per decoding of a tile: one for 512, two for 1,024 */
 
 typedef struct {
     float tile[SIDE][DEEP];  /* in spans */
