@@ -7,6 +7,15 @@
 Contenders take turns, each in a process of its own. What a call measures goes into benchmarks/results/cpu-peers.json,
 beside what calls before it have measured at the same commit; `scripts/bench --tables` makes the tables. Contenders that
 cannot run here are left out, and named with the reason.
+
+`--instructions avx2` holds vbrt and torch to what a CPU without AVX-512 has, and writes cpu-peers-avx2.json. llama.cpp
+is held to it when it is built:
+
+    CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON" \\
+        pip install --no-binary llama-cpp-python llama-cpp-python gguf
+    python scripts/cpu_bench.py --files DIR --instructions avx2 --part decode prefill
+
+On a machine that computes other things as well, `--one-thread` takes seconds of the CPU, of one thread.
 """
 
 import argparse
@@ -57,6 +66,9 @@ PROMPT, NEW, LONG = 16, 24, 512
 _WARM = {"new": 6, "tokens": 64}  # of the turn before those that count
 IOS = ("direct", "buffered")
 _PIECE = 2 << 20  # bytes of a read of the drive's rate
+#: environment that holds torch and its libraries to AVX2
+_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+HELD = {name: {"VBRT_INSTRUCTION_SET": name, **_AVX2} for name in ("avx2", "avx2-vnni")}
 MATRICES = ("5632x2048", "2048x5632")
 
 
@@ -225,7 +237,9 @@ def prepare(options: argparse.Namespace) -> None:
                 cpu_models.gguf_file(options.files, shape, one.weights)
 
 
-def merged(path: Path, part: str, rows: dict[str, dict], left_out: dict[str, str]) -> dict:
+def merged(
+    path: Path, part: str, rows: dict[str, dict], left_out: dict[str, str], instructions: str | None = None
+) -> dict:
     """Return the results of a file with those of a part added: seconds of the same commit join, others give way."""
     result = json.loads(path.read_text()) if path.exists() else {"parts": {}}
     about = machine()
@@ -237,6 +251,8 @@ def merged(path: Path, part: str, rows: dict[str, dict], left_out: dict[str, str
             key: old[key] + value if isinstance(value, list) and key in old else value for key, value in row.items()
         }
     about["versions"] |= {"llama-cpp-python": version("llama.cpp")}
+    about["date"] = time.strftime("%Y-%m-%d")
+    about |= {"instructions": instructions} if instructions else {}
     result["machine"] = about
     result["parts"][part] = {"commit": about["commit"], "rows": kept, "absent": left_out}
     return result
@@ -259,12 +275,20 @@ def parsed(arguments: Iterable[str] | None) -> argparse.Namespace:
     parser.add_argument("--io", nargs="*", choices=IOS, default=list(IOS), help="of the part ssd")
     parser.add_argument("--encodings", nargs="*", choices=ENCODINGS, default=list(ENCODINGS), help="of the part encode")
     parser.add_argument("--shapes", nargs=2, default=["1b", "moe"], help="of the Llama, and of the Qwen3-MoE")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu-peers.json")
-    return parser.parse_args(arguments)
+    parser.add_argument("--instructions", choices=HELD, help="hold vbrt and torch to an instruction set")
+    parser.add_argument("--one-thread", action="store_true", help="seconds of the CPU, of one thread")
+    parser.add_argument("--out", type=Path, help="default: cpu-peers.json of benchmarks/results")
+    options = parser.parse_args(arguments)
+    held = f"-{options.instructions}" if options.instructions else ""
+    name = "cpu-one-thread" if options.one_thread else "cpu-peers"
+    options.out = options.out or ROOT / "benchmarks" / "results" / f"{name}{held}.json"
+    return options
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
     options = parsed(arguments)
+    os.environ.update(HELD.get(options.instructions, {}))  # of the contenders' processes
+    os.environ.update({"OMP_NUM_THREADS": "1"} if options.one_thread else {})
     if options.prepare:
         prepare(options)
         return
@@ -275,7 +299,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
         print(f"{part}: {measure.__doc__}\n{shown(rows)}", flush=True)
         for name, why in bench.left_out.items():
             print(f"  {name}: {why}")
-        options.out.write_text(json.dumps(merged(options.out, part, rows, bench.left_out), indent=1) + "\n")
+        held = merged(options.out, part, rows, bench.left_out, options.instructions)
+        options.out.write_text(json.dumps(held, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,12 @@ from typing import Any, Protocol
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # scripts are no package
 
-__all__ = ["CONTENDERS", "Contender", "Process", "absent", "made"]
+_ONE_THREAD = os.environ.get("OMP_NUM_THREADS") == "1"
+#: seconds of the process's CPU with one thread: other processes lengthen those of the wall
+clock = time.process_time if _ONE_THREAD else time.perf_counter
+_THREADS = 1 if _ONE_THREAD else os.cpu_count() or 1
+
+__all__ = ["CONTENDERS", "Contender", "Process", "absent", "clock", "made"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,10 +120,10 @@ class Torch:
         import torch
 
         ids = torch.arange(tokens)[None] % 97
-        start = time.perf_counter()
+        start = clock()
         with torch.no_grad():
             self._model(input_ids=ids, use_cache=True, logits_to_keep=1)
-        return time.perf_counter() - start
+        return clock() - start
 
     def stats(self) -> dict[str, Any]:
         """Return bytes moved, and held, of a wrapped model."""
@@ -144,9 +149,9 @@ def _timed_products() -> list[float]:
     call = functions.vbrt_few
 
     def timed(*args: Any) -> int:
-        begun = time.perf_counter()
+        begun = clock()
         done = call(*args)
-        spent[0] += time.perf_counter() - begun
+        spent[0] += clock() - begun
         return done
 
     functions.vbrt_few = timed
@@ -157,11 +162,11 @@ class Clock:
     """A streamer that takes the time of the prompt and of each token; `read`: what it reads then."""
 
     def __init__(self, reads: Callable[[], float] = lambda: 0.0) -> None:
-        self._moments, self._reads, self.read = [time.perf_counter()], reads, list[float]()
+        self._moments, self._reads, self.read = [clock()], reads, list[float]()
 
     def put(self, _: object) -> None:
         """Called with the prompt, and with each token."""
-        self._moments.append(time.perf_counter())
+        self._moments.append(clock())
         self.read.append(self._reads())
 
     def end(self) -> None:
@@ -209,20 +214,20 @@ class LlamaCpp:
 
     def decode(self, prompt: int, new: int) -> dict[str, Any]:
         """Return the seconds of each token behind the first, and of the first."""
-        moments = [time.perf_counter()]
+        moments = [clock()]
         token = self._prompted(prompt)
-        moments.append(time.perf_counter())
+        moments.append(clock())
         for _ in range(new - 1):
             token = self._run([token])
-            moments.append(time.perf_counter())
+            moments.append(clock())
         spans = [b - a for a, b in pairwise(moments)]
         return {"first": spans[0], "seconds": spans[1:]}
 
     def prefill(self, tokens: int) -> float:
         """Return the seconds of a batch of one prompt, with the logits of its last token."""
-        start = time.perf_counter()
+        start = clock()
         self._prompted(tokens)
-        return time.perf_counter() - start
+        return clock() - start
 
 
 def made(one: Contender, shape: str, files: Path, options: dict[str, Any]) -> Model:
@@ -235,7 +240,7 @@ def made(one: Contender, shape: str, files: Path, options: dict[str, Any]) -> Mo
     from scripts import cpu_models
 
     if one.kind == "llama.cpp":
-        return LlamaCpp(cpu_models.gguf_file(files, shape, one.weights), os.cpu_count() or 1)
+        return LlamaCpp(cpu_models.gguf_file(files, shape, one.weights), _THREADS)
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -259,11 +264,12 @@ def matrix(one: Contender, n: int, k: int) -> Any:
     from scripts import cpu_matvec
 
     if one.kind == "llama.cpp":
-        return cpu_matvec.ggml_graph(n, k, one.weights, os.cpu_count() or 1)
+        return cpu_matvec.ggml_graph(n, k, one.weights, _THREADS, clock)
     import torch
 
     given = {"compute": {"int8": True}} if one.int8 else {}
-    return cpu_matvec.layers(n, k, getattr(torch, one.dtype), one.weights if one.kind == "vbrt" else None, **given)
+    preset = one.weights if one.kind == "vbrt" else None
+    return cpu_matvec.layers(n, k, getattr(torch, one.dtype), preset, clock, **given)
 
 
 class Process:

@@ -5,7 +5,6 @@ called from Python, with all that a call takes.
 """
 
 import ctypes
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ _TYPES = {"Q4_0": 2, "MXFP4": 39, "NVFP4": 40}  # enum ggml_type
 class Products:
     """What multiplies once by each of `count` weights."""
 
-    def __init__(self, run: Callable[[], object], count: int) -> None:
-        self._run, self._count = run, count
+    def __init__(self, run: Callable[[], object], count: int, clock: Callable[[], float]) -> None:
+        self._run, self._count, self._clock = run, count, clock
         for _ in range(3):
             run()
 
@@ -32,9 +31,9 @@ class Products:
         """Return seconds of a product, one for each time that all weights took their turn."""
         spans = []
         for _ in range(times):
-            start = time.perf_counter()
+            start = self._clock()
             self._run()
-            spans.append((time.perf_counter() - start) / self._count)
+            spans.append((self._clock() - start) / self._count)
         return {"seconds": spans}
 
 
@@ -43,7 +42,9 @@ def count_of(n: int, k: int, bits: float) -> int:
     return max(2, round(WEIGHT_BYTES / (n * k * bits / 8)))
 
 
-def layers(n: int, k: int, dtype: torch.dtype, preset: str | None, **sections: Any) -> Products:
+def layers(
+    n: int, k: int, dtype: torch.dtype, preset: str | None, clock: Callable[[], float], **sections: Any
+) -> Products:
     """Return layers of torch, or wrapped ones."""
     import vbrt
 
@@ -64,7 +65,7 @@ def layers(n: int, k: int, dtype: torch.dtype, preset: str | None, **sections: A
 
     with torch.no_grad():
         run()
-    return Products(torch.no_grad()(run), count)
+    return Products(torch.no_grad()(run), count, clock)
 
 
 class _Params(ctypes.Structure):
@@ -91,7 +92,7 @@ def _ggml() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     return base, cpu
 
 
-def ggml_graph(n: int, k: int, kind: str, threads: int) -> Products:
+def ggml_graph(n: int, k: int, kind: str, threads: int, clock: Callable[[], float]) -> Products:
     """Return ggml's own products of a type of weights, as files hold them."""
     import numpy as np
 
@@ -114,4 +115,4 @@ def ggml_graph(n: int, k: int, kind: str, threads: int) -> Products:
         if code:
             raise SystemExit(f"ggml_graph_compute_with_ctx returned {code}")
 
-    return Products(run, count)
+    return Products(run, count, clock)

@@ -38,7 +38,8 @@ def peers_table(path: Path) -> list[str]:
     """Return the lines of all parts that were measured."""
     result = json.loads(path.read_text())
     where, parts = result["machine"], result["parts"]
-    out = [f"## against llama.cpp, {where['cpu']}, {where['cores']} cores", ""]
+    held = f", held to {where['instructions']}" if "instructions" in where else ""
+    out = [f"## against llama.cpp, {where['cpu']}, {where['cores']} cores{held}", ""]
     for name in _WHAT:
         if name in parts:
             out += [_WHAT[name], "", *_PARTS.get(name, _speeds)(parts[name]["rows"], _TOKENS.get(name, 1)), ""]

@@ -119,5 +119,5 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(registry._REGISTRY, op, plain)
     monkeypatch.setattr("vbrt.blocks.frozen_page._KERNELS", {})
     monkeypatch.setattr(
-        "vbrt.layers.weights.kernel_selection.kernel_refusal", lambda *args: None
+        "vbrt.layers.weights.kernel_selection.kernel_refusal", lambda *args, **kwargs: None
     )  # nothing to announce: it is on purpose

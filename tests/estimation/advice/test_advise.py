@@ -205,6 +205,17 @@ def test_on_a_cpu_host_and_device_are_one_and_int8_is_tried(model):
     assert advice.best.name == "fp4" and "fp8" not in found
 
 
+def test_prompts_of_4_bit_weights_are_in_fp32_on_cpus_without_bf16(model):
+    def ms(way: str, rates: vbrt.Rates) -> float:
+        on = candidates.Asked(model, HOST, rates)
+        ways = {way.name: way for way in candidates._run(on, vbrt.Task("prefill", context=2048))}
+        return on.choice(ways[way]).speed.ms
+
+    slow = replace(CPU_RATES, tflops=CPU_RATES.fp32_tflops / 4)
+    assert ms("unwrapped", slow) > 2 * ms("fp4", slow)
+    assert ms("fp4", CPU_RATES) < ms("fp4", slow) < ms("unwrapped", slow)
+
+
 @pytest.mark.parametrize(("goal", "gpu", "cpu"), [("fastest", 20, 20), ("exact", 60, 40)])
 def test_what_is_said_to_be_enough_is_enough_and_the_goal_is_kept(model, goal, gpu, cpu):
     on = machine(gpu, cpu)

@@ -181,7 +181,7 @@ def _device_s(model: nn.Module, found: Estimate, rates: Rates, costs: CostModel,
     task, plan, rate = found.task, found.plan, 1e9 * rates.memory_gb_s
     swaps = plan.swaps if plan is not None else _routed(model)
     packed = plan is not None and any(not swap.lossless for swap in plan.swaps)
-    products = sum(n / _flops_s(rates, costs, dtype, task.trains) for dtype, n in _flops(found, "flops"))
+    products = sum(n / _flops_s(rates, costs, dtype, task.trains, packed=packed) for dtype, n in _flops(found, "flops"))
     products += sum(n / _attention_flops_s(rates, costs, dtype, task.trains) for dtype, n in _flops(found, "attention"))
     experts = sum(_elements(swap, 1) for swap in swaps if swap.experts)  # whose products no trace has
     products += 2 * tokens * passes * experts / _flops_s(rates, costs, "bfloat16", task.trains)
@@ -199,9 +199,13 @@ def _device_s(model: nn.Module, found: Estimate, rates: Rates, costs: CostModel,
     return max(read * passes / rate, computing) + (merged * passes + moved + cache) / rate
 
 
-def _flops_s(rates: Rates, costs: CostModel, dtype: str, trains: bool) -> float:
-    """Return the floating-point operations a second that products of a dtype reach over a whole step."""
-    return rates.flops_of(dtype) * (costs.matmul_train_share if trains and dtype != "float32" else costs.matmul_share)
+def _flops_s(rates: Rates, costs: CostModel, dtype: str, trains: bool, *, packed: bool = False) -> float:
+    """Return the floating-point operations a second that products of a dtype reach over a whole step; packed: with
+    4-bit weights, which kernels for CPUs without bf16 instructions multiply in fp32."""
+    rate = rates.flops_of(dtype)
+    if packed and costs.computes_on == "cpu" and not trains:
+        rate = max(rate, rates.flops_of("float32"))
+    return rate * (costs.matmul_train_share if trains and dtype != "float32" else costs.matmul_share)
 
 
 def _attention_flops_s(rates: Rates, costs: CostModel, dtype: str, trains: bool) -> float:

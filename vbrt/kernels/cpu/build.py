@@ -185,7 +185,10 @@ def refusal(device: torch.device, source: str = "linear") -> str | None:
 @functools.cache
 def _build(source: str) -> _Loaded | str:
     """Return the library of `source`.c, or the reason why there is none."""
-    instructions = compiler.suitable()
+    try:
+        instructions = compiler.suitable()
+    except compiler.CompileError as error:
+        return str(error)
     paths = {each.name: compiler.FOLDER / compiler.file_name(source, each.name) for each in instructions}
     name = next((name for name, path in paths.items() if path.exists()), None)
     broken = ""

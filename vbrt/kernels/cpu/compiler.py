@@ -26,6 +26,7 @@ __all__ = [
     "cpu_features",
     "file_name",
     "find_compiler",
+    "forced",
     "options_of",
     "run",
     "served",
@@ -45,6 +46,8 @@ _OPENMP = ("-fopenmp", "-Wl,--as-needed") if sys.platform == "linux" else ("-fop
 _TWO_STEPS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS_OF = {"update": _TWO_STEPS, "encode": _TWO_STEPS, "step": _TWO_STEPS}
 _LIMIT_S = 60  # generous, for a busy machine
+#: environment variable naming an instruction set below the CPU's best, to measure or test what other CPUs run
+_FORCED = "VBRT_INSTRUCTION_SET"
 
 
 class CompileError(Exception):
@@ -68,8 +71,11 @@ class InstructionSet:
     features: frozenset[str] = frozenset()
 
 
+_OPTIONS = {"bmi1": "bmi", "avx_vnni": "avxvnni"}  # compiler options that are not named like features
+
+
 def _x86(name: str, *features: str) -> InstructionSet:
-    options = (f"-m{'bmi' if feature == 'bmi1' else feature.replace('_', '')}" for feature in features)
+    options = (f"-m{_OPTIONS.get(feature, feature.replace('_', ''))}" for feature in features)
     return InstructionSet(name, "x86_64", ("-march=x86-64", *options, *_OPENMP), frozenset(features))
 
 
@@ -85,6 +91,7 @@ INSTRUCTION_SETS = (
     _x86("avx512bf16", *_VNNI, "avx512_bf16"),  # Zen 4, Sapphire Rapids
     _x86("avx512vnni", *_VNNI),  # Ice Lake
     _x86("avx512", *_AVX512),  # Skylake-X
+    _x86("avx2-vnni", *_AVX2, "avx_vnni"),  # Alder Lake, Arrow Lake
     _x86("avx2", *_AVX2),  # Haswell, Zen
     _x86("x86-64"),
     _arm("neon-bf16", "armv8.2-a+dotprod+bf16", "asimddp", "bf16"),  # Graviton 3, Grace
@@ -120,10 +127,22 @@ def served(machine: str, features: frozenset[str]) -> tuple[InstructionSet, ...]
     return tuple(each for each in INSTRUCTION_SETS if each.machine == machine and each.features <= features)
 
 
+def forced() -> InstructionSet | None:
+    """Return the instruction set that VBRT_INSTRUCTION_SET names, or None. Raises CompileError if the CPU lacks it."""
+    name = os.environ.get(_FORCED, "")
+    if not name:
+        return None
+    known = {each.name: each for each in served(machine(), cpu_features())}
+    if name not in known:
+        raise CompileError(f"{_FORCED} is {name!r}; expected one that this CPU has: {', '.join(known) or 'none'}")
+    return known[name]
+
+
 def suitable() -> tuple[InstructionSet, ...]:
     """Return the possible targets on this machine: its instruction sets, the fastest first, then native builds for CPUs
-    without one."""
-    return (*served(machine(), cpu_features()), *_OTHERS)
+    without one; only the `forced` one if there is one. Raises CompileError for one that the CPU lacks."""
+    only = forced()
+    return (*served(machine(), cpu_features()), *_OTHERS) if only is None else (only,)
 
 
 def sources() -> list[str]:

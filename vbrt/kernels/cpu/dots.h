@@ -15,9 +15,10 @@
 #define TILE 4096    /* columns per lookup of scales */
 
 enum { FP32, BF16, FP16, BYTE };
-/* layout of inputs in spans: fp32, bf16 or int8, or in column order, as fp32 or bf16 */
-enum { AS_FP32, AS_BF16, AS_INT8, IN_ORDER, PAIRS_IN_ORDER };
+/* layout of inputs in spans: fp32, bf16, int8 or 16-bit fixed point, or in column order, as fp32 or bf16 */
+enum { AS_FP32, AS_BF16, AS_INT8, AS_FIXED, IN_ORDER, PAIRS_IN_ORDER };
 static const int SCALE_BYTES[] = {4, 2, 2, 1};
+static const int COLUMN_BYTES[] = {[AS_FP32] = 4, [AS_BF16] = 2, [AS_INT8] = 2, [AS_FIXED] = 3, [IN_ORDER] = 4, [PAIRS_IN_ORDER] = 2};
 
 static inline float load(const void *from, int type, int64_t at) {
     if (type == FP32) return ((const float *)from)[at];
@@ -38,15 +39,12 @@ static inline void store(void *to, int type, int64_t at, float value) {
 #define WIDE 1
 #include "dots_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__)
+#define AVX2 1
 #include "dots_avx2.h"
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #include "dots_neon.h"
 #else
 #include "dots_plain.h"
-#endif
-
-#ifndef WIDE
-#include "int8_spans.h"
 #endif
 
 #include "eight.h"
@@ -78,8 +76,8 @@ INLINE void dots_of_tokens(const Dots *d, int rows, int tokens, float *sums) {
     else dots_in_form(d, rows, 1, sums);
 }
 
-/* Layout of x for these levels: int8 if it may be `rounded`, bf16 pairs if exact for levels and x. With 8-bit codes x
- * is in column order, in bf16 if it has that type. */
+/* Layout of x for these levels: int8 if it may be `rounded`, bf16 pairs if exact for levels and x, fixed point for AVX2
+ * if exact for levels and x has 16 bits. With 8-bit codes x is in column order, in bf16 if it has that type. */
 static int form_of(const float *levels, int64_t count, int64_t bits, int x_type, int rounded) {
     if (bits == 8) return NARROW8 && x_type == BF16 ? PAIRS_IN_ORDER : IN_ORDER;
     if (rounded) return AS_INT8;
@@ -87,6 +85,8 @@ static int form_of(const float *levels, int64_t count, int64_t bits, int x_type,
     int exact = x_type == BF16;
     for (int64_t i = 0; i < count; i++) exact = exact && bf16_value((uint16_t)bf16_bits(levels[i])) == levels[i];
     return exact ? AS_BF16 : AS_FP32;
+#elif defined(AVX2)
+    return x_type != FP32 && count == 16 && are_small(levels) ? AS_FIXED : AS_FP32;
 #else
     return AS_FP32;
 #endif
@@ -98,6 +98,13 @@ static Dots dots_with(const float *levels, const float *values, float unit, int6
     Dots d = {.levels = levels, .scale_type = (int)type, .shift = __builtin_ctzll(block), .form = form};
     fill_scales(&d, values, unit, scales);
     if (form == AS_INT8) d.step = in_whole_steps(levels, d.whole);
+#ifndef WIDE
+    if (form == AS_INT8) d.step = in_fewest_steps(d.step, d.whole);
+#endif
+    if (form == AS_FIXED) {
+        d.step = 0.5f;
+        for (int i = 0; i < 16; i++) d.whole[i] = (int8_t)(2 * levels[i]);
+    }
     return d;
 }
 
@@ -117,7 +124,7 @@ INLINE void spread_in_form(const float *span, int form, void *to) {
     spread_span(span, form, to);
 #else
     if (form == AS_INT8) round_span(span, to);
-    else spread_span(span, form == AS_BF16, to);
+    else spread_span(span, form, to);
 #endif
 }
 
@@ -128,7 +135,7 @@ INLINE void spread_as(const void *x, int type, int64_t at, int64_t inputs, int64
         float span[SPAN];
         if (count < SPAN) memset(span, 0, sizeof span);
         for (int64_t k = 0; k < count; k++) span[k] = load(x, type, at + first + k);
-        spread_in_form(span, form, (char *)to + first * (form == AS_FP32 || form == IN_ORDER ? 4 : 2));
+        spread_in_form(span, form, (char *)to + first * COLUMN_BYTES[form]);
     }
 }
 

@@ -9,11 +9,11 @@
 /* 16 bytes of codes. For each half, which has one scale, the even columns, then the odd ones. */
 #define SPAN 32
 
-/* Convert a span of x to bf16 if `narrow`, else to fp32. */
-INLINE void spread_span(const float *span, int narrow, void *to) {
+/* Convert a span of x to bf16 or fp32. */
+INLINE void spread_span(const float *span, int form, void *to) {
     for (int k = 0; k < SPAN; k++) {
         const int place = k / 16 * 16 + k % 2 * 8 + k % 16 / 2;
-        if (narrow) ((int16_t *)to)[place] = bf16_bits(span[k]);
+        if (form == AS_BF16) ((int16_t *)to)[place] = bf16_bits(span[k]);
         else ((float *)to)[place] = span[k];
     }
 }
@@ -76,3 +76,5 @@ INLINE void dots(const Dots *d, int rows, int tokens, float *sums) {
     else if (d->upper) dots_as(d, rows, tokens, 0, 1, sums);
     else dots_as(d, rows, tokens, 0, 0, sums);
 }
+
+#include "int8_spans.h"

@@ -3,8 +3,8 @@
 #define SPAN 32
 
 /* Convert a span of x to fp32. */
-INLINE void spread_span(const float *span, int narrow, void *to) {
-    (void)narrow;
+INLINE void spread_span(const float *span, int form, void *to) {
+    (void)form;
     for (int k = 0; k < SPAN; k++) ((float *)to)[k % 2 * 16 + k / 2] = span[k];
 }
 
@@ -29,3 +29,5 @@ INLINE void dots(const Dots *d, int rows, int tokens, float *sums) {
         }
     }
 }
+
+#include "int8_spans.h"

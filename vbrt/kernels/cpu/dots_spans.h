@@ -1,4 +1,4 @@
-/* Common to `dots` for AVX2, NEON and plain C: fp32 scales by byte, and levels as bytes for lookups of 16 codes at a
+/* Common to `dots` for NEON and plain C: fp32 scales by byte, and levels as bytes for lookups of 16 codes at a
  * time. The codes of 16 columns are eight bytes, which never straddle two blocks. */
 
 typedef struct {

@@ -23,7 +23,7 @@ INLINE Lanes all_of(float value) { return _mm512_set1_ps(value); }
 INLINE Lanes plus_product(Lanes sum, Lanes a, Lanes b) { return _mm512_fmadd_ps(a, b, sum); }
 INLINE float sum_of(Lanes lanes) { return _mm512_reduce_add_ps(lanes); }
 
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(AVX2)
 typedef __m256 Lanes;
 #define LANES 8
 
@@ -71,7 +71,7 @@ INLINE float sum_of(Lanes lanes) { return (lanes.lane[0] + lanes.lane[1]) + (lan
 
 /* out = scales of a row's `columns`, from column `first` on */
 INLINE void scales_of_bytes(const Dots *d, int r, int64_t first, int64_t columns, float *out) {
-#ifdef WIDE
+#if defined(WIDE) || defined(AVX2)
     scales_of(d, r, first, columns, out);
 #else
     for (int64_t k = 0; k < columns; k += BLOCK8) out[k / BLOCK8] = scale_at(d, r, (first + k) / BLOCK8);

@@ -354,7 +354,7 @@ int vbrt_experts_tiles(void) {
 
 /* maximum pairs of an expert for which vbrt_experts_product beats decoding and a matmul */
 int vbrt_experts_most(void) {
-#ifdef WIDE
+#if defined(WIDE) || defined(AVX2)
     return 16;
 #else
     return 4;

@@ -27,5 +27,17 @@ static float in_whole_steps(const float *levels, int8_t *whole) {
     return step;
 }
 
+/* Divide by the greatest common divisor: E2M1 needs 12 steps, int4 8. Returns the step. */
+INLINE float in_fewest_steps(float step, int8_t *whole) {
+    int common = 0;
+    for (int i = 0; i < 16; i++)
+        for (int rest = abs(whole[i]); rest;) {
+            const int next = common % rest;
+            common = rest, rest = next;
+        }
+    for (int i = 0; i < 16 && common; i++) whole[i] /= common;
+    return common ? common * step : step;
+}
+
 /* Factor that maps numbers of this largest magnitude to at most 127. */
 INLINE float steps_per_one(float largest) { return largest >= SMALLEST ? STEPS / largest : 0; }

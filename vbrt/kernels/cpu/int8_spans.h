@@ -1,4 +1,4 @@
-/* int8 dot products for AVX2, NEON and plain C. x is in spans of 32 columns, 64 bytes each: 16 even columns, 16 odd
+/* int8 dot products for NEON and plain C. x is in spans of 32 columns, 64 bytes each: 16 even columns, 16 odd
  * ones, and the scales of the four words. */
 #define SPAN8 32
 
@@ -18,40 +18,7 @@ INLINE void round_span(const float *span, void *to) {
     }
 }
 
-#if defined(__AVX2__) && defined(__FMA__)
-
-INLINE void dots_in_int8(const Dots *d, int rows, int tokens, float *sums) {
-    const __m256i whole = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)d->whole));
-    const __m256i four = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    for (int r = 0; r < rows; r++) {
-        __m256 sum[TOKENS];
-        for (int m = 0; m < tokens; m++) sum[m] = _mm256_setzero_ps();
-        for (int64_t k = 0; k < d->columns; k += SPAN8) {
-            const int64_t left = d->columns - k;  /* at least 16 */
-            const uint8_t *at = d->codes[r] + k / 2;
-            _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T1);
-            const __m128i codes = left >= SPAN8 ? _mm_loadu_si128((const __m128i *)at) : _mm_loadl_epi64((const __m128i *)at);
-            const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(codes), _mm_srli_epi16(codes, 4), 1);
-            const __m256i level = _mm256_shuffle_epi8(whole, _mm256_and_si256(both, four)), size = _mm256_abs_epi8(level);
-            const float one = scale_at(d, r, k >> d->shift);
-            const float two = d->shift == 4 && left >= SPAN8 ? scale_at(d, r, (k >> 4) + 1) : one;
-            const __m128 scale = _mm_setr_ps(one, one, two, two);
-            for (int m = 0; m < tokens; m++) {
-                const char *x = (const char *)d->x[m] + 2 * k;
-                /* pairs of products are below 2^15: both operands are at most 127 */
-                const __m256i signs = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)x), level);
-                const __m256i parts = _mm256_madd_epi16(_mm256_maddubs_epi16(size, signs), ones);
-                const __m256 factor = _mm256_set_m128(scale, scale);
-                const __m128 scales = _mm_loadu_ps((const float *)(x + SPAN8));
-                const __m256 factors = _mm256_mul_ps(factor, _mm256_set_m128(scales, scales));
-                sum[m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(parts), factors, sum[m]);
-            }
-        }
-        for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = total(sum[m]) * d->step;
-    }
-}
-
-#elif defined(__ARM_NEON) && defined(__aarch64__)
+#if defined(__ARM_NEON) && defined(__aarch64__)
 
 /* Sums of each word's eight products. */
 INLINE int32x4_t sums_of_int8(int8x16_t even, int8x16_t odd, const int8_t *x) {

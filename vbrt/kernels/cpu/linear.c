@@ -221,5 +221,36 @@ void vbrt_decode(const Weight *w, int64_t first, int64_t last, int64_t inputs, v
         else decode_rounded(w, pairs, n, inputs, (int16_t *)out + (n - first) * inputs, type);
 }
 
-#include "panels.h"
+#ifdef WIDE
+#include "panels_avx512.h"
+#elif defined(AVX2)
+#include "panels_avx2.h"
+#endif
+
+/* y = x @ w.T + bias for many tokens, with weights rounded to bf16 if x is bf16 and this CPU multiplies it; returns 0
+ * if out of memory, or if this CPU has no panels */
+int vbrt_panels(const Weight *w, const Product *p, int threads) {
+#if defined(WIDE) && defined(PAIRS)
+    return multiply_panels(w, p, p->x_type == BF16, threads);
+#elif defined(WIDE)
+    return multiply_panels(w, p, 0, threads);
+#elif defined(AVX2)
+    return multiply_panels(w, p, threads);
+#else
+    (void)w, (void)p, (void)threads;
+    return 0;
+#endif
+}
+
+int vbrt_has_panels(void) {
+#if defined(WIDE) || defined(AVX2)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* maximum tokens for which vbrt_linear beats panels, or vbrt_decode and a matmul if there are none */
+int vbrt_fused_tokens(void) { return vbrt_has_panels() ? 8 : 4; }
+
 #include "merge.h"

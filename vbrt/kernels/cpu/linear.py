@@ -3,10 +3,10 @@
 `linear.c` decodes codes in registers and multiplies there, so a forward reads 4-bit weights and writes none. With a
 fine plane it restores the weight for torch's matmul, at about the speed of a memory copy.
 
-Above `fused_tokens` tokens, CPUs with AVX-512 decode tiles into the cache and multiply there (`panels.h`). Others, and
-CPUs with AMX in bf16, decode the weight to the activations' dtype for torch's matmul; in fp32 tiles on an x86 CPU
-without bf16 instructions, whose 16-bit matmuls are four times slower than fp32. Unsupported cases (tensors on other
-devices) fall back to the reference.
+Above `fused_tokens` tokens, CPUs with AVX2 or AVX-512 decode tiles into the cache and multiply there
+(`panels_avx2.h`, in fp32; `panels_avx512.h`). Others, and CPUs with AMX in bf16, decode the weight to the activations'
+dtype for torch's matmul; in fp32 tiles on an x86 CPU without bf16 instructions, whose 16-bit matmuls are four times
+slower than fp32. Unsupported cases (tensors on other devices) fall back to the reference.
 
 Legend: M tokens, N outputs, K inputs, R rows of a tile.
 """
@@ -27,7 +27,7 @@ from vbrt.formats.fine_plane import SPAN, WIDTH
 from vbrt.formats.format import padded
 from vbrt.formats.sixteen_levels import Levels
 from vbrt.kernels import reference
-from vbrt.kernels.cpu import buffer_reuse
+from vbrt.kernels.cpu import buffer_reuse, compiler
 from vbrt.kernels.cpu.build import NUMBERS, Fine, Product, Weight, library, scale_type
 
 __all__ = [
@@ -59,7 +59,8 @@ _GROUP = 32  # GROUP of linear.c
 
 @functools.cache
 def fused_tokens() -> int:
-    """Maximum tokens for decoding in registers; measured at 5632 x 2048 with AVX-512, and at 4096 x 4096 without."""
+    """Maximum tokens for decoding in registers; measured at 5632 x 2048 with AVX-512, at 512 x 2048 with
+    AVX2, and at 4096 x 4096 without."""
     return library().vbrt_fused_tokens()
 
 
@@ -76,9 +77,14 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
         return "merge+matmul"
     if x.numel() <= fused_tokens() * max(1, x.shape[-1]):
         return "fused"
-    if library().vbrt_has_panels() and not (x.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
+    if library().vbrt_has_panels() and not (x.dtype is torch.bfloat16 and _has_amx()):
         return "panels"
     return "tiles" if x.dtype in slow_dtypes() else "decode+matmul"
+
+
+@functools.cache
+def _has_amx() -> bool:
+    return compiler.forced() is None and torch.cpu._is_amx_tile_supported()
 
 
 @functools.cache
@@ -86,9 +92,12 @@ def slow_dtypes() -> tuple[torch.dtype, ...]:
     """Return the dtypes whose matmuls are slower than fp32's on this CPU."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ()
-    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
-        return ()
-    return torch.bfloat16, torch.float16
+    forced = compiler.forced()
+    if forced is None:
+        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    else:
+        fast = "avx512_bf16" in forced.features
+    return () if fast else (torch.bfloat16, torch.float16)
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:

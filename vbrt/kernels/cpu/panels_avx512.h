@@ -2,7 +2,6 @@
  * with accumulators in registers. Nothing of the weight's size is written, and no weight is decoded twice.
  * A word is an fp32 number or a bf16 pair. The summation order depends on the row's length alone.
  */
-#ifdef WIDE
 #define SIDE 32      /* rows of a tile */
 #define DEEP 256     /* words per row decoded at a time */
 #define PANEL 12     /* tokens */
@@ -247,28 +246,3 @@ static int multiply_panels(const Weight *w, const Product *p, int pairs, int thr
     free(memory);
     return 1;
 }
-#endif
-
-/* y = x @ w.T + bias for many tokens, with weights rounded to bf16 if x is bf16 and this CPU multiplies it; returns 0
- * if out of memory, or if this CPU has no panels */
-int vbrt_panels(const Weight *w, const Product *p, int threads) {
-#if defined(WIDE) && defined(PAIRS)
-    return multiply_panels(w, p, p->x_type == BF16, threads);
-#elif defined(WIDE)
-    return multiply_panels(w, p, 0, threads);
-#else
-    (void)w, (void)p, (void)threads;
-    return 0;
-#endif
-}
-
-int vbrt_has_panels(void) {
-#ifdef WIDE
-    return 1;
-#else
-    return 0;
-#endif
-}
-
-/* maximum tokens for which vbrt_linear beats panels, or vbrt_decode and a matmul if there are none */
-int vbrt_fused_tokens(void) { return vbrt_has_panels() ? 8 : 4; }
