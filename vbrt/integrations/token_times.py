@@ -1,7 +1,8 @@
-"""Milliseconds of a token of an 8B-shaped Llama in 4 bits, from few layers: `vbrt report`.
+"""Milliseconds of a token of an 8B-shaped Llama in 4 bits: `vbrt report`.
 
-Two models that differ in their number of layers are measured; the difference is a layer's time, and the rest, with the
-head, is what the smaller one takes beyond its layers. Weights are random.
+A GPU with room for all layers measures them. Elsewhere two models that differ in their number of layers are measured:
+the difference is a layer's time, and the rest, with the head, is what the smaller one takes beyond its layers. (On a
+fast GPU the host's time of a token would hide that of few layers.) Weights are random.
 """
 
 import statistics
@@ -34,7 +35,7 @@ _PROMPT, _NEW = 32, 24
 _VOCABULARY = 128256
 _SMALL_VOCABULARY = 8192  # on a CPU, where a head of the whole one takes longer to make than layers to measure
 #: free GPU memory -> layers to measure, whose dense weights fit beside their pages
-_LAYERS = {14 << 30: (4, 12), 7 << 30: (2, 8), 0: (1, 3)}
+_LAYERS = {26 << 30: (LAYERS,), 14 << 30: (4, 12), 7 << 30: (2, 8), 0: (1, 3)}
 _AMPLE = 1 << 40  # bytes of the machine for which a prediction is made: its time depends on rates alone
 
 
@@ -94,19 +95,20 @@ def measure_tokens(report: MachineReport) -> Iterator[str]:
 def _tokens(report: MachineReport) -> list[Figure]:
     device = measured_device()
     on_gpu = device.type != "cpu"
-    few, more = _layers(on_gpu)
+    counts = _layers(on_gpu)
+    few, more = counts[0], counts[-1]
     vocabulary = _VOCABULARY if on_gpu else _SMALL_VOCABULARY
-    times = {layers: _measured(report, layers, vocabulary, device) for layers in (few, more)}
+    times = {layers: _measured(report, layers, vocabulary, device) for layers in counts}
     costs, found = default_cost_model(report.machine["computes_on"]), []
     predictions = _predictions(vocabulary, report.rates, costs)
     for how, at_more in times[more].items():
-        layer_ms = (at_more - times[few][how]) / (more - few)
+        layer_ms = 0.0 if few == more else (at_more - times[few][how]) / (more - few)
         name, by = f"{how}, {LAYERS} layers of 8B, nvfp4", f"cost model of {costs}"
-        if layer_ms <= 0:
+        if layer_ms <= 0 and more < LAYERS:
             why = f"not extrapolated, {more} layers took no longer than {few}; other programs disturb it"
             found.append(Figure("token", name, "ms", note=why))
             continue
-        note = f"extrapolated from {few} and {more} layers, {layer_ms:.3g} ms each"
+        note = f"extrapolated from {few} and {more} layers, {layer_ms:.3g} ms each" if more < LAYERS else ""
         if not on_gpu:
             note += f"; a head of {vocabulary} tokens"
         ms = at_more + layer_ms * (LAYERS - more)
@@ -118,8 +120,8 @@ def _tokens(report: MachineReport) -> list[Figure]:
     return found
 
 
-def _layers(on_gpu: bool) -> tuple[int, int]:
-    """Return the numbers of layers to measure."""
+def _layers(on_gpu: bool) -> tuple[int, ...]:
+    """Return the numbers of layers to measure: all, or two to extrapolate from."""
     if not on_gpu:
         return 1, 2
     free = accelerator.mem_get_info()[0]
