@@ -7,7 +7,7 @@ from scripts.bench_parts import PARTS
 from scripts.capability_tables import capability_table, mma_table
 from scripts.cpu_tables import peers_table
 from scripts.full_tables import full_cpu_table, full_tables
-from scripts.generate_tables import generate_table
+from scripts.generate_tables import exact_table, generate_table
 from scripts.kv_tables import kv_table
 from scripts.live_tables import live_table
 from scripts.load_peak import load_table
@@ -99,6 +99,8 @@ def tables() -> str:
         out += joined_table(path)
     for path in sorted(RESULTS.glob("generate-*.json")):
         out += generate_table(path, DOCS)
+    for path in sorted(RESULTS.glob("exact-generate-*.json")):
+        out += exact_table(path)
     for path in sorted(RESULTS.glob("speculation-*.json")):
         out += speculation_table(path)
     for path in sorted(RESULTS.glob("kv-*.json"), key=lambda path: len(path.name)):

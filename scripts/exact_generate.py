@@ -1,7 +1,8 @@
 """Milliseconds a token of lossless `generate` with `compute.exactness` "bits" and "rounded"; writes JSON.
 
 Random weights of an 8B shape and of twelve layers of Qwen3-30B-A3B, batch 1, greedy, a prompt of 128 tokens. Each case
-runs both ways in turns, and compares the tokens of both with those of the plain model where that fits.
+runs both ways in turns, and compares their tokens with the plain model's. The first turn of "bits" meets lengths that
+cuDNN, torch's attention on Hopper, has not planned in this process; later turns meet them again.
 
     python3 scripts/exact_generate.py [--parts dense exact experts] [--new 64] [--out results.json]
 """
@@ -10,7 +11,6 @@ import argparse
 import contextlib
 import copy
 import json
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +43,9 @@ def exactness(vb, way: str) -> Iterator[None]:
             each.steps.release()  # captures of one way are none of the other
 
 
-def both(case: str, vb, new: int, plain: torch.Tensor | None, turns: int = 2) -> dict[str, object]:
-    """A row: least ms a token of each way over turns, and whether its tokens are the plain model's."""
+def both(case: str, vb, new: int, plain: torch.Tensor | None, turns: int = 3) -> dict[str, object]:
+    """A row: ms a token of each way, in the first turn and the least of the others, and how many of its tokens are the
+    plain model's."""
     row: dict[str, object] = {"case": case, "new": new}
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(turns):
@@ -60,9 +61,8 @@ def both(case: str, vb, new: int, plain: torch.Tensor | None, turns: int = 2) ->
             row[f"{way}_reasons"] = sorted(set(steps.reasons) - set(before.reasons))
             if plain is not None:
                 row[f"{way}_equal"] = int((tokens == plain).all(0).int().cumprod(0).sum()) - tokens.shape[1] + new
-    row |= {f"{way}_ms": min(values) for way, values in times.items()}
-    row |= {f"{way}_median_ms": statistics.median(values) for way, values in times.items()}
-    row["ratio"] = row["bits_ms"] / row["rounded_ms"]
+    row |= {f"{way}_ms": min(values[1:]) for way, values in times.items()}
+    row |= {f"{way}_first_ms": values[0] for way, values in times.items()}
     print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
     return row
 
@@ -77,10 +77,13 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     if {"dense", "exact"} & set(args.parts):
         model = llama_8b(args.layers)
-        clock = Clock()
-        generate(model, 1, 6)
-        plain = generate(model, 1, args.new, clock=clock)
-        rows.append({"case": "bf16, eager", "ms": clock.ms})
+        clocks = [Clock() for _ in range(3)]
+        for clock in clocks:
+            plain = generate(model, 1, args.new, clock=clock)
+        first, *others = [clock.ms for clock in clocks]
+        rows.append(
+            {"case": "8B bf16, plain transformers", "new": args.new, "bits_ms": min(others), "bits_first_ms": first}
+        )
         if "dense" in args.parts:
             vb = vbrt.wrap(copy.deepcopy(model), "dense", tiers={"gpu": {"budget": "40GiB"}}).materialize(
                 progress=False

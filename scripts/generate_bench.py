@@ -133,6 +133,8 @@ def recorded_ms(vb) -> float | None:
     if not kept or not kept[-1].recordings:
         return None
     (_, span), recording = list(kept[-1].recordings.items())[-1]
+    if recording.exact is not None:  # it attends to the cache of a call
+        return None
 
     def again() -> None:
         kept[-1].statics.position.fill_(span.start)  # which each replay moves on

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from scripts.plots import Labels, line_plot
 
-__all__ = ["curves", "generate_table"]
+__all__ = ["curves", "exact_table", "generate_table"]
 
 _LABELS = Labels("generate, 8B shape, batch 1", "bytes of the pages that the GPU may hold, %", "ms a token")
 _WHAT = (
@@ -41,6 +41,59 @@ def generate_table(path: Path, docs: Path) -> list[str]:
     return [
         *out,
         *(_cold_table(cold) if cold else []),
+        f"{named}, Python {where['python']}, commit {where['commit']}.",
+        "",
+    ]
+
+
+_EXACT = (
+    "Milliseconds a token by `compute.exactness`, ways in turns, greedy, a prompt of 128 tokens, from "
+    "`scripts/exact_generate.py`. First: lengths that cuDNN, torch's attention on Hopper, has not planned in this "
+    "process; then: the least of later turns. Equal: tokens up to the first that is not the plain model's. Where pages "
+    'stream, "bits" decodes eagerly.'
+)
+_DRAFTS = (
+    "Self-speculation under `exact`, 8B shape, coarse planes on the GPU, fine ones streamed, acceptance forced to .9 a "
+    'token (`scripts/speculate.py --shape 8b`), tokens a second. Verification of "tokens" under "bits" attends at each '
+    "row's own length, which cuDNN plans on the host."
+)
+
+
+def exact_table(path: Path) -> list[str]:
+    """Lossless `generate` with the plain model's bits and with faster attention, and speculation with each."""
+    result = json.loads(path.read_text())
+    where = result["machine"]
+    named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
+    columns = (("bits_first_ms", 2), ("bits_ms", 2), ("rounded_first_ms", 2), ("rounded_ms", 2))
+    lines = []
+    for row in result["rows"]:
+        equal = [f"{row[key]} of {row['new']}" if key in row else "–" for key in ("bits_equal", "rounded_equal")]
+        lines.append(f"| {' | '.join((row['case'], *_shown(row, columns), *equal))} |")
+    rates = {
+        (r["compute"], r["exactness"], str(r["drafts"])): r["tokens_per_s"]
+        for r in result["speculation"]
+        if "drafts" in r
+    }
+    plain = {r["compute"]: 1e3 / r["ms_a_token"] for r in result["speculation"] if "ms_a_token" in r}
+    cases = list(dict.fromkeys(key[1:] for key in rates))
+    return [
+        f"## Exact generate, {where['gpu']}",
+        "",
+        _EXACT,
+        "",
+        "| case | bits, first | bits, then | rounded, first | rounded, then | equal: bits | equal: rounded |",
+        "| --- " * 7 + "|",
+        *lines,
+        "",
+        _DRAFTS,
+        "",
+        f"| `compute.exactness` | plain | {' | '.join(f'{of}, drafts {k}' for of, k in cases)} |",
+        "| --- " * (len(cases) + 2) + "|",
+        *(
+            f"| {how} | {plain[how]:.1f} | {' | '.join(f'{rates[(how, *case)]:.1f}' for case in cases)} |"
+            for how in plain
+        ),
+        "",
         f"{named}, Python {where['python']}, commit {where['commit']}.",
         "",
     ]

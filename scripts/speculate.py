@@ -178,7 +178,10 @@ def shape_8b(args: argparse.Namespace, rows: "Rows") -> None:
     model = llama_8b(args.layers)
     swapped = vbrt.make_plan(model, vbrt.load_config("fp4", weights={"keep_head": True}))
     tiers = {"gpu": {"budget": swapped.page_bytes + (900 << 20)}}
-    seconds, vb = timed(lambda: vbrt.wrap(model, "exact", weights={"keep_head": True}, tiers=tiers).materialize())
+    compute = {"exactness": args.compute}
+    seconds, vb = timed(
+        lambda: vbrt.wrap(model, "exact", weights={"keep_head": True}, tiers=tiers, compute=compute).materialize()
+    )
     print(f"# ready after {seconds:.0f} s", file=sys.stderr, flush=True)
     ids = torch.randint(0, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(1)).cuda()
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -220,6 +223,7 @@ def forced(
     spent_s, _, counts = counted(vb, lambda: run(tokens, speculate=k, exactness=exactness))
     return {
         "model": "8b",
+        "compute": vb._attachment.settings.compute.exactness,
         "acceptance_forced": Forced.acceptance,
         "exactness": exactness,
         "drafts": k,
@@ -263,6 +267,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--acceptance", type=float, nargs="*", default=[0.9, 0.95])
     parser.add_argument("--k", type=int, nargs="*", default=[16, 24], help="drafts a round, beside auto")
+    parser.add_argument(
+        "--compute", choices=["bits", "rounded"], default="bits", help="compute.exactness, of the 8B shape"
+    )
     parser.add_argument("--profile", action="store_true", help="print where the host's time goes, of the 8B shape")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args(arguments)

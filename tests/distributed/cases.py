@@ -27,7 +27,8 @@ import vbrt
 from scripts.ranks_beside import whole_tables
 from tests.models import config
 from tests.patience import LONG_S
-from vbrt.generation.capture.captured_step import as_captured
+from vbrt.generation.capture.captured_step import answer_captures
+from vbrt.generation.capture.exact_attention import as_captured
 from vbrt.generation.fusion.fuse_step import joined
 from vbrt.generation.speculation.draft_length import Pace
 from vbrt.layers.weights.weight_shards import is_sharded
@@ -161,6 +162,7 @@ def recorded_like_eager(path: str) -> dict[str, Any]:
     """Record a step of a split model, run the record on other tokens, and compare with the step itself."""
     model = _loaded(path, "nvfp4")
     ids = TOKENS.clone()
+    answer_captures()
     with torch.no_grad(), as_captured():
         step = joined(lambda ids: model(ids, use_cache=False).logits, (ids,), same_bits=True)
         ids.copy_(TOKENS.flip(1))

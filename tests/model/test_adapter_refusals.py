@@ -41,7 +41,7 @@ def test_experts_of_a_model_that_has_adapters_are_refused_by_name_once_they_are_
     vb = vbrt.wrap(adapted(qwen3_moe(dtype=torch.float32)), "fp4", weights={"min_parameters": 0, "exclude": ["*lora*"]})
     assert any(swap.experts for swap in vb.plan.swaps)
     vb.materialize()
-    with pytest.raises(WrapError, match=r"mlp\.experts.*down_proj: .* while it lives in the tiers .*parametrizations"):
+    with pytest.raises(WrapError, match=r"mlp\.experts.*down_proj: .* while it lives in the tiers.*parametrizations"):
         step(vb)
 
 
