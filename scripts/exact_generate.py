@@ -22,7 +22,7 @@ import torch  # after the checkout is on the path
 
 import vbrt
 from scripts.experts_decode import build
-from scripts.generate_bench import Clock, generate
+from scripts.generate_bench import Clock, computing, generate
 from scripts.measuring import llama_8b, machine
 
 PARTS = ("dense", "exact", "experts")
@@ -32,14 +32,11 @@ WAYS = ("bits", "rounded")
 @contextlib.contextmanager
 def exactness(vb, way: str) -> Iterator[None]:
     """Have the model, encoded as it is, run with another `compute.exactness`."""
-    attachment = vb._attachment
-    before = attachment._settings
-    attachment._settings = vbrt.load_config(before, compute={"exactness": way})
     try:
-        yield
+        with computing(vb, exactness=way):
+            yield
     finally:
-        attachment._settings = before
-        for each in attachment.follower.generating:
+        for each in vb._attachment.follower.generating:
             each.steps.release()  # captures of one way are none of the other
 
 

@@ -156,11 +156,11 @@ def wrapped_row(vb, batch: int, new: int, *, warm: int | None = None) -> dict[st
 
 
 @contextlib.contextmanager
-def unrecorded(vb) -> Iterator[None]:
-    """Have the model, encoded as it is, run with `compute.captures = false`."""
+def computing(vb, **compute: object) -> Iterator[None]:
+    """Have the model, encoded as it is, run with other settings of `compute`."""
     attachment = vb._attachment
     before = attachment._settings
-    attachment._settings = vbrt.load_config(before, compute={"captures": False})
+    attachment._settings = vbrt.load_config(before, compute=compute)
     try:
         yield
     finally:
@@ -254,7 +254,7 @@ class Bench:
         if "fp4" in self.args.parts:
             self.each("fp4", lambda batch: wrapped_row(vb, batch, self.args.new))
         if "unrecorded" in self.args.parts:
-            with unrecorded(vb):
+            with computing(vb, captures=False):
                 self.each("fp4, compute.captures = false", lambda b: wrapped_row(vb, b, self.args.new, warm=4))
         if "shares" in self.args.parts:
             self.shares(vb, "fp4", self.args.shares, 32)

@@ -1,10 +1,13 @@
 """Kernels of CPUs without AVX-512: fixed-point activations, panels, and the choice of an instruction set."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.kernels.cpu.test_cpu_linear import BOUND
+from tests.kernels.cpu.test_int8 import case
 from tests.kernels.cuda.gpu_cases import error
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.format import padded
@@ -14,6 +17,7 @@ from vbrt.kernels.cpu import linear as cpu_linear
 
 SETS = {each.name: each for each in compiler.served(compiler.machine(), compiler.cpu_features())}
 STEPS = 32639  # FIXED_STEPS of dots_avx2.h
+planes_of = functools.partial(case, dtype=torch.bfloat16)
 SHAPES = ((7, 48), (35, 144), (9, 4112))
 
 
@@ -25,14 +29,6 @@ def avx2(request, use_library, library_for):
     library = library_for("linear", SETS[request.param])
     use_library("linear", library)
     return library
-
-
-def planes_of(name, shape, levels=None):
-    """(planes, the weight they stand for in float64)."""
-    fmt = get_format(name)
-    given = {} if levels is None else {"levels": torch.tensor(levels)}
-    coarse = fmt.encode(torch.randn(shape) * 0.03, **given)
-    return WeightPlanes(name, shape, torch.bfloat16, coarse), fmt.decode(coarse, shape, torch.float64)
 
 
 def in_steps(x):

@@ -21,12 +21,12 @@ WHY = build.refusal(CPU)
 pytestmark = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 
 
-def case(name, shape, levels=None):
+def case(name, shape, levels=None, dtype=torch.float32):
     """(planes, the weight they stand for in float64)."""
     fmt = get_format(name)
     given = {} if levels is None else {"levels": torch.tensor(levels)}
     coarse = fmt.encode(torch.randn(shape) * 0.03, **given)
-    return WeightPlanes(name, shape, torch.float32, coarse), fmt.decode(coarse, shape, torch.float64)
+    return WeightPlanes(name, shape, dtype, coarse), fmt.decode(coarse, shape, torch.float64)
 
 
 def as_rounded(x):

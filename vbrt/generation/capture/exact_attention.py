@@ -65,6 +65,7 @@ class _Mask:
         make: the model's mask function.
         given: its arguments, but the padding.
         growing: index of the cache layer that it is for; None for keys of fixed size.
+        padding: 2D mask that the model passed, if any.
     """
 
     make: Callable[..., Tensor | None]

@@ -89,7 +89,7 @@ def _plainly(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -
 def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Decode in rounds until all sequences are finished or drafts cannot be verified."""
     cache, hint, recorded = cache_of(kwargs), None, decoding.is_recorded()
-    decoding = replace(decoding, in_buckets=decoding.attends_to_buckets())
+    decoding = replace(decoding, in_buckets=recorded and decoding.attends_to_buckets())
     with contextlib.ExitStack() as opened:
         with decoding.attachment.phase(DRAFT, "coarse"):
             decoding = replace(decoding, passes=opened.enter_context(decoding.recordable()))

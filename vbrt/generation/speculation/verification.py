@@ -126,8 +126,8 @@ class Decoding:
         return own is not None and not own.refusal()
 
     def attends_to_buckets(self) -> bool:
-        """True if plain decoding replays captured steps that attend to masked buckets."""
-        return self.is_recorded() and self.model.__dict__["generate"].attends_to_buckets
+        """True if captured steps of plain decoding, where there are any, attend to masked buckets."""
+        return self.model.__dict__["generate"].attends_to_buckets
 
     def step(self, ids: torch.Tensor, tokens: int, kwargs: dict[str, Any]) -> Any:
         """Run a pass over the last `tokens` tokens of `ids`."""

@@ -20,6 +20,7 @@ __all__ = [
     "refusal",
     "serves",
     "taken_for",
+    "takes_bf16",
 ]
 
 #: plain Triton: bf16 is stored and converted, never computed with, except in products, which become fp32 there
@@ -66,6 +67,11 @@ def serves(index: int, needs: Needs) -> bool:
     if torch.version.hip is not None:
         return not needs.nvidia
     return capability(index) >= needs.capability
+
+
+def takes_bf16(x: torch.Tensor, needs: Needs) -> bool:
+    """True if kernels on bf16 inputs, for some number of tokens, take x on its device."""
+    return x.dtype is torch.bfloat16 and x.numel() > 0 and serves(x.device.index, needs)
 
 
 def capability(index: int) -> tuple[int, int]:

@@ -88,7 +88,7 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
     """Name a call's kernel: "fused", "persistent", "decode+matmul" (decoded by a kernel) or "reference"."""
     if not (_served(planes) and x.is_cuda):
         return "reference"
-    if not _fuses(x):
+    if not devices.takes_bf16(x, FUSED_NEEDS):
         return "decode+matmul"
     tokens = x.numel() // x.shape[-1]
     if tokens <= FUSED_TOKENS:
@@ -97,11 +97,6 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
     if launch is None:
         return "decode+matmul"
     return "persistent" if type(launch) is PersistentLaunch else "fused"
-
-
-def _fuses(x: Tensor) -> bool:
-    """True if fused kernels, for some number of tokens, take x on its device."""
-    return x.dtype is torch.bfloat16 and x.numel() > 0 and devices.serves(x.device.index, FUSED_NEEDS)
 
 
 def _launch_of(tokens: int, codes: Tensor, scales: Tensor) -> PersistentLaunch | MmaLaunch | None:
@@ -129,7 +124,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     if reference.wants_grad(x, bias):
         y = _Product.apply(x, planes)
         return reference.activate(y if bias is None else y + bias, activation)
-    if _fuses(x):
+    if devices.takes_bf16(x, FUSED_NEEDS):
         return _multiply(x, planes, bias, activation)
     return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
 

@@ -61,15 +61,10 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
     """Name a call's kernel: "fused", "decode+matmul" (decoded by a kernel) or "reference"."""
     if not (_served(planes) and x.is_cuda):
         return "reference"
-    if not _fuses(x):
+    if not devices.takes_bf16(x, FUSED_NEEDS):
         return "decode+matmul"
     tokens = x.numel() // x.shape[-1]
     return "fused" if tokens <= FUSED_TOKENS or _launch_of(tokens, planes.coarse["scales"]) else "decode+matmul"
-
-
-def _fuses(x: Tensor) -> bool:
-    """True if fused kernels, for some number of tokens, take x on its device."""
-    return x.dtype is torch.bfloat16 and x.numel() > 0 and devices.serves(x.device.index, FUSED_NEEDS)
 
 
 def _launch_of(tokens: int, scales: Tensor) -> MmaLaunch | None:
@@ -94,7 +89,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     if reference.wants_grad(x, bias):
         y = _Product.apply(x, planes)
         return reference.activate(y if bias is None else y + bias, activation)
-    if _fuses(x):
+    if devices.takes_bf16(x, FUSED_NEEDS):
         multiply = _linear_op if torch.compiler.is_compiling() else _product
         return multiply(x, planes.coarse["codes"], planes.coarse["scales"], bias, activation)
     return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
