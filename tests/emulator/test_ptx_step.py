@@ -84,6 +84,16 @@ def test_attention_of_few_queries(q_heads, queries, gpu):  # noqa: F811
     assert gpu[:2] == ["attend_kernel", "gather_kernel"]
 
 
+@pytest.mark.parametrize(("gpu", "dtype", "d"), [(75, torch.float16, 48), (80, torch.float32, 136)], indirect=["gpu"])
+def test_attention_without_tensor_cores(dtype, d, gpu):  # noqa: F811
+    """Products in fp32, of short rows with all keys of a block, of long ones with half of them."""
+    q, k, v = (torch.randn(1, heads, tokens, d).to(dtype) for heads, tokens in ((2, 1), (1, 40), (1, 40)))
+    mask = torch.rand(1, 1, 1, 40) < 0.4
+    mask[..., 16:32], mask[..., 0] = False, True
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, scale=0.3, enable_gqa=True)
+    assert error(step_ops.attend(q, k, v, mask, 0.3), want) < (1e-5 if dtype is torch.float32 else 1e-3)
+
+
 def test_steady_attention_gives_each_query_the_bits_it_has_alone(gpu):  # noqa: F811
     q, k, v = heads(1, 2, 4, 16), *(torch.randn(1, 2, 70, 16).bfloat16() for _ in range(2))
     mask = torch.rand(1, 1, 2, 70) < 0.4

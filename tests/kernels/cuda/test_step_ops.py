@@ -18,9 +18,17 @@ def normal(*shape, dtype=BF16):
 
 @pytest.mark.parametrize(
     ("batch", "heads", "groups", "queries", "length", "d"),
-    [(1, 32, 8, 1, 4096, 128), (16, 32, 4, 1, 300, 80), (2, 8, 1, 1, 70000, 64), (3, 4, 4, 7, 1000, 256)],
+    [
+        (1, 32, 8, 1, 4096, 128),
+        (16, 32, 4, 1, 300, 80),
+        (2, 8, 1, 1, 70000, 64),
+        (3, 4, 4, 7, 1000, 256),
+        (2, 8, 2, 1, 900, 512),
+    ],
 )
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("capability", [None, (7, 5)], indirect=True)
+@pytest.mark.usefixtures("capability")
 def test_attention_of_few_queries_matches_float64(batch, heads, groups, queries, length, d, dtype):
     q = normal(batch, queries, heads, d, dtype=dtype).transpose(1, 2)
     k, v = (normal(batch, groups, length + 5, d, dtype=dtype)[:, :, :length] for _ in range(2))

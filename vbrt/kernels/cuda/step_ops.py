@@ -17,7 +17,8 @@ NEEDS = devices.PTX
 NORM_ROW = 16384  # maximum columns of a norm, kept in registers
 MOST_EXPERTS = 1024
 MOST_QUERIES = 16  # maximum queries that share keys: rows of one mma instruction
-_KEYS = 32  # keys per iteration
+_KEYS = 32  # keys per iteration, at most
+_MOST_FP32_COLUMNS = 128  # of fp32 products with as many keys
 _PROGRAMS = 2  # attention programs per multiprocessor, if there are enough keys
 _BLOCKS = 4  # key blocks per program, unless there are more than MOST_SPANS of them
 _MOST_SPANS = 64
@@ -168,6 +169,14 @@ def _steady_span(length: int) -> int:
     return max(_STEADY_BLOCKS, -(-length // (_KEYS * _MOST_SPANS))) * _KEYS
 
 
+def _keys(columns: int, *, in_fp32: bool) -> int:
+    """Keys per iteration; a divisor of `_KEYS`, by which spans are counted.
+
+    Products in fp32 use no mma: threads hold their operands in registers, and wide rows would spill.
+    """
+    return _KEYS // 2 if in_fp32 and columns > _MOST_FP32_COLUMNS else _KEYS
+
+
 class _Shared(NamedTuple):
     """Assignment of queries [B, H, S, D] to programs.
 
@@ -202,7 +211,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *
     pairs, device = batch * groups * shared.apart, q.device.index
     dependent = devices.launches_dependents(device)
     span = _steady_span(length) if steady else _span(length, pairs, devices.gpu(device).processors)
-    spans = -(-length // span)
+    spans, columns = -(-length // span), max(16, _power(d))
+    # without bf16 mma Triton multiplies 16-bit operands one by one too, but in three times the registers of fp32
+    widen = not devices.serves(device, devices.BF16)
     parts = torch.empty(pairs, spans, shared.rows, d, dtype=torch.float32, device=q.device)
     stats = torch.empty(pairs, spans, 2, shared.rows, dtype=torch.float32, device=q.device)
     mask_b, mask_s = (0, 0) if mask is None else (mask.stride(at) * (mask.shape[at] > 1) for at in (0, 2))
@@ -217,9 +228,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *
         warps=4,
         specialized=(q.dtype, *numbers),
         ROWS=MOST_QUERIES,
-        KEYS=_KEYS,
-        COLUMNS=max(16, _power(d)),
+        KEYS=_keys(columns, in_fp32=widen or q.dtype is torch.float32),
+        COLUMNS=columns,
         MASKED=mask is not None,
+        WIDEN=widen,
         DEPENDENT=dependent,
     )
     y = torch.empty(batch, heads, queries, d, dtype=q.dtype, device=q.device)
@@ -233,7 +245,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *
         warps=4,
         specialized=(q.dtype, *numbers),
         SPANS=_power(spans),
-        COLUMNS=max(16, _power(d)),
+        COLUMNS=columns,
         DEPENDENT=dependent,
     )
     return y

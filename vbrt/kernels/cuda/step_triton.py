@@ -227,6 +227,13 @@ def route_kernel(
     tl.store(id_ptr + t * K + place, ids.to(tl.int64), mask=place < K)
 
 
+@triton.jit
+def _widened(v, WIDEN: tl.constexpr):
+    if WIDEN:
+        v = v.to(tl.float32)
+    return v
+
+
 @triton.jit(do_not_specialize=["S", "q_s", "mask_s"])
 def attend_kernel(
     q_ptr,
@@ -258,12 +265,14 @@ def attend_kernel(
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
     MASKED: tl.constexpr,
+    WIDEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Flash decoding, part one: R queries of a head group and a span of keys: sum of values, maximum, denominator.
 
     Grid (spans, B * G * S), S: tokens computed separately, each with its mask. part [B * G * S, spans, R, D] and stat
     [B * G * S, spans, 2, R] are fp32; a span without keys gives a maximum of -inf and leaves its part uninitialized.
+    WIDEN: multiply in fp32 whatever the dtype.
     """
     _wait_for_launch_before(DEPENDENT)
     pair = tl.program_id(1).to(tl.int64)
@@ -291,12 +300,13 @@ def attend_kernel(
             at = key.to(tl.int64)[:, None]
             k = tl.load(k_ptr + b * k_b + g * k_g + at * k_l + column[None, :], mask=inside, other=0.0)
             v = tl.load(v_ptr + b * v_b + g * v_g + at * v_l + column[None, :], mask=inside, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            scores = tl.dot(_widened(q, WIDEN), tl.trans(_widened(k, WIDEN)), input_precision="ieee") * scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp(scores - higher[:, None])
             fade = tl.exp(top - higher)
             total = total * fade + tl.sum(weights, 1)
+            v = _widened(v, WIDEN)  # not before k's last use: both would lie in shared memory
             sums = sums * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             top = higher
     tl.store(stat_ptr + part * 2 * R + row, top, mask=row < R)
