@@ -6,7 +6,8 @@
 Launches are vbrt's own, on tensors without memory, as on a GPU of each target, of representative shapes, numbers of
 tokens, dtypes and epilogues in every family of kernels; Triton decides by their arguments which code they need, and
 compiles it to machine code, which takes no instruction that the target lacks. benchmarks/results/compile-sweep.json has
-a row for each target, and says how many of its launches were compiled; `--all` compiles all.
+a row for each target, and says how many of its launches were compiled; `--all` compiles all. A target with code that
+exceeds a limit has no row: its faults are printed, and the exit status is 1, once all targets were tried.
 
 Legend: M tokens, N outputs, K inputs, E experts.
 """
@@ -15,13 +16,14 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -58,11 +60,14 @@ __all__ = [
     "TARGETS",
     "Code",
     "Compiled",
+    "Fault",
     "amd_codes",
     "amd_target",
     "codes_for",
     "compiled",
     "faults",
+    "main",
+    "report",
 ]
 
 RESULT = ROOT / "benchmarks" / "results" / "compile-sweep.json"
@@ -96,6 +101,14 @@ class Code(NamedTuple):
     def name(self) -> str:
         """Family, file and function of the kernel."""
         return f"{self.kernel.fn.__module__.removeprefix('vbrt.kernels.cuda.')}.{self.kernel.fn.__name__}"
+
+    @property
+    def arguments(self) -> str:
+        """Constants and pointers' dtypes by name, and warps."""
+        names = list(self.signature)
+        constants = {names[at[0]]: value for at, value in self.constants.items()}
+        pointers = {name: type for name, type in self.signature.items() if str(type).startswith("*")}
+        return f"{constants} {pointers} warps: {self.options['num_warps']}"
 
 
 class Compiled(NamedTuple):
@@ -363,9 +376,9 @@ def _step(capability: int) -> Iterator[Callable[[], Any]]:
             yield partial(step_ops.rotate, parts, cos, cos, step_ops.Store(value, keys, keys, at))
         for experts, rule in ((64, RouteRule(8, True, False, dtype)), (128, RouteRule(8, False, True, _FP32))):
             yield partial(step_ops.route, _empty(1, experts, dtype=dtype), rule)
-        for head, masked in itertools.product((64, 96, 128, 256, 512), (False, True)):
-            q, k = _empty(1, 32, 1, head, dtype=dtype), _empty(1, 8, 4096, head, dtype=dtype)
-            mask = _empty(1, 1, 1, 4096, dtype=torch.bool) if masked else None
+        for head, length in itertools.product((64, 96, 128, 256, 512), (4096, 16384)):
+            q, k = _empty(1, 32, 1, head, dtype=dtype), _empty(1, 8, length, head, dtype=dtype)
+            mask = _empty(1, 1, 1, length, dtype=torch.bool) if length == 4096 else None
             yield partial(step_ops.attend, q, k, k, mask, 0.1)
 
 
@@ -397,14 +410,25 @@ def compiled(code: Code, capability: int) -> Compiled:
     return Compiled(binary.metadata.shared, registers, stack, int(threads[1]))
 
 
-def faults(found: Compiled, capability: int) -> list[str]:
-    """Return which limits machine code exceeds."""
+class Fault(NamedTuple):
+    """A limit that machine code exceeds, and how many times; or, infinitely, that there is none."""
+
+    said: str
+    times: float
+
+
+def faults(found: Compiled | BaseException, capability: int) -> list[Fault]:
+    """Return which limits machine code exceeds, or why there is none."""
+    if isinstance(found, BaseException):
+        return [Fault(f"{type(found).__name__}: {found}", math.inf)]
     limits = (
         (found.shared_bytes, TARGETS[capability].most_shared_bytes, "bytes of shared memory"),
         (found.registers * found.threads, _REGISTERS, "registers of a program"),
         (found.stack_bytes, MOST_STACK_BYTES, "bytes of stack of a thread"),
     )
-    return [f"{taken} {what}; expected at most {most}" for taken, most, what in limits if taken > most]
+    return [
+        Fault(f"{taken} {what}; expected at most {most}", taken / most) for taken, most, what in limits if taken > most
+    ]
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -416,29 +440,41 @@ def _compile(at: int, capability: int) -> Compiled:
     return compiled(_TO_COMPILE[at], capability)
 
 
-def _row(capability: int, stride: int, jobs: int) -> dict[str, Any]:
-    """Compile every stride-th launch in processes; return the target's row. Exits if one exceeds a limit."""
+def _compile_all(codes: Sequence[Code], capability: int, jobs: int) -> list[Compiled | BaseException]:
+    """Compile in processes; stops early if one of them ends."""
+    _TO_COMPILE[:] = codes
+    found: list[Compiled | BaseException] = []
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        for each in [pool.submit(_compile, at, capability) for at in range(len(codes))]:
+            error = each.exception()
+            found.append(each.result() if error is None else error)
+            if isinstance(error, BrokenProcessPool):  # LLVM ends the process if it cannot select an instruction
+                found[-1] = BrokenProcessPool("a process ended while this or a later launch compiled")
+                break
+    return found
+
+
+def report(codes: Sequence[Code], found: Sequence[Compiled | BaseException], capability: int) -> list[str]:
+    """Return two lines for each kernel with faults: in how many launches, and the worst of them."""
+    wrong: dict[str, list[tuple[float, str]]] = {}
+    for code, each in zip(codes, found, strict=False):
+        if exceeded := faults(each, capability):
+            said = "; ".join(fault.said for fault in exceeded)
+            case = max(fault.times for fault in exceeded), f"{said}\n    {code.arguments}"
+            wrong.setdefault(code.name, []).append(case)
+    start = f"sm_{capability}: "
+    return [f"{start}{name}: {len(cases)} launches, at worst {max(cases)[1]}" for name, cases in wrong.items()]
+
+
+def _row(capability: int, launches: int, codes: Sequence[Code], found: Sequence[Any]) -> dict[str, Any]:
+    """A target's row: of its launches, those compiled."""
     import triton
 
-    codes = codes_for(capability)
-    _TO_COMPILE[:] = codes[::stride]
-    found: list[Compiled] = []
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
-        pending = [pool.submit(_compile, at, capability) for at in range(len(_TO_COMPILE))]
-        for code, each in zip(_TO_COMPILE, pending, strict=True):
-            try:
-                found.append(each.result())
-            except BrokenProcessPool:  # LLVM ends the process if it cannot select an instruction
-                raise SystemExit(
-                    f"sm_{capability}: a process ended while {code.name} or a later one compiled"
-                ) from None
-            if wrong := faults(found[-1], capability):
-                raise SystemExit(f"sm_{capability}: {code.name}: {'; '.join(wrong)}\n{code.signature} {code.constants}")
     return {
         "target": f"sm_{capability}",
-        "launches": len(codes),
+        "launches": launches,
         "compiled": len(found),
-        "kernels": len({code.name for code in _TO_COMPILE}),
+        "kernels": len({code.name for code in codes}),
         "max_shared_bytes": max(each.shared_bytes for each in found),
         "shared_limit_bytes": TARGETS[capability].most_shared_bytes,
         "max_registers": max(each.registers for each in found),
@@ -459,12 +495,22 @@ def main() -> None:
     parser.add_argument("--jobs", metavar="N", type=int, default=os.cpu_count(), help="processes (one for each core)")
     args = parser.parse_args()
     rows = {row["target"]: row for row in json.loads(RESULT.read_text())["rows"]} if RESULT.exists() else {}
+    wrong = False
     for capability in args.targets:
-        row = _row(capability, 1 if args.all else args.stride, args.jobs)
-        print(json.dumps(row), flush=True)
-        rows[row["target"]] = row
+        codes = codes_for(capability)
+        some = codes[:: 1 if args.all else args.stride]
+        found = _compile_all(some, capability, args.jobs)
+        rows.pop(f"sm_{capability}", None)
+        if lines := report(some, found, capability):
+            wrong = True
+            print(*lines, sep="\n", flush=True)
+        else:
+            row = _row(capability, len(codes), some, found)
+            print(json.dumps(row), flush=True)
+            rows[row["target"]] = row
         ordered = sorted(rows.values(), key=lambda row: int(row["target"].removeprefix("sm_")))
         RESULT.write_text(json.dumps({"stack_limit_bytes": MOST_STACK_BYTES, "rows": ordered}, indent=1) + "\n")
+    raise SystemExit(wrong)
 
 
 if __name__ == "__main__":
