@@ -8,12 +8,15 @@ from torch import nn
 
 import vbrt
 from vbrt.config import load_config
+from vbrt.kernels.cuda import devices, tuned_configs
+from vbrt.kernels.cuda.launch_table import has_rules
 
 __all__ = [
     "FORMATS",
     "TOKENS",
     "config",
     "dtype_of",
+    "fallbacks",
     "gpt2",
     "llama",
     "llama_of",
@@ -62,6 +65,12 @@ def wrap_streamed(model: nn.Module, format: str, path: Path, **weights: Any) -> 
     vb = vbrt.wrap(model, settings)
     assert vb.plan.home_bytes("ssd") == vb.plan.page_bytes
     return vb
+
+
+def fallbacks(vb: vbrt.VBModelWrapper) -> list[str]:
+    """`stats().fallbacks`; on GPUs without launches of their own, without the notes that say so."""
+    measured = has_rules(devices.capability(0))
+    return [why for why in vb.stats().fallbacks if measured or not why.endswith(tuned_configs.HOW_TO_MEASURE)]
 
 
 def mlp(*, width: int = 64, depth: int = 6, dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -10,6 +10,7 @@ import vbrt
 from tests.generation.families import FAMILIES, MASK, PROMPT, SIZES, tiny
 from tests.matrix import matrix
 from vbrt.kernels.cuda import compiling, devices
+from vbrt.kernels.cuda.launch_table import WIDE, choose
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:vbrt.wrap")]
@@ -73,8 +74,10 @@ def test_a_call_launches_nothing_that_was_not_compiled_ahead(batch):
     assert steps.captured == 3 and not steps.not_ahead
     assert not any("compiled ahead" in reason for reason in steps.unjoined), steps.unjoined
     assert {launch.how for launch in firsts} <= {"ready", "waited", "compiled"}, firsts
-    many = "wgmma_kernel" if devices.major(0) == 9 else "mma_kernel"
-    assert batch > 1 or {launch.name for launch in firsts} >= {many, "siblings_kernel", "attend_kernel"}
+    many = {"wgmma_kernel"}
+    if devices.major(0) not in WIDE:  # some of them decode: layers this small are cuBLAS's where its matmul is fast
+        many = set() if choose(devices.gpu(0), 70, 1, 384, 3) is None else {"mma_kernel"}
+    assert batch > 1 or {launch.name for launch in firsts} >= many | {"siblings_kernel", "attend_kernel"}
 
 
 def mixed() -> torch.nn.Module:

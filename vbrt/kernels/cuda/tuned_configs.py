@@ -34,6 +34,7 @@ from vbrt.kernels.cuda.launch_table import (
 )
 
 __all__ = [
+    "HOW_TO_MEASURE",
     "KERNELS",
     "Key",
     "Tuned",
@@ -64,6 +65,8 @@ _KINDS: dict[str, tuple[Any, tuple[Container[int], ...]]] = {
 }
 _NAMES = {kind: name for name, (kind, _) in _KINDS.items()}
 _MAX_BYTES = 1 << 20
+#: ends the note of `unmeasured`
+HOW_TO_MEASURE = "`vbrt tune` measures them here"
 
 Key = tuple[Any, ...]
 """(family, `most_tokens`, then what else the family's launches depend on)."""
@@ -108,7 +111,7 @@ def unmeasured(family: str, kernels: str, device: torch.device) -> str | None:
         return None
     return (
         f"sm_{capability[0]}{capability[1]}: launches of {kernels} follow measurements of sm_90, in proportion to this "
-        "GPU's multiprocessors, memory and clock; `vbrt tune` measures them here"
+        f"GPU's multiprocessors, memory and clock; {HOW_TO_MEASURE}"
     )
 
 
