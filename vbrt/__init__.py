@@ -58,6 +58,7 @@ _NAMES = {
     "training.full.lion": ("Lion",),
     "wrapper.full_wrapper": ("VBFullWrapper",),
     "wrapper.load": ("load",),
+    "wrapper.load_heads": ("load_heads",),
     "wrapper.wrapper_of": ("of",),
     "wrapper.pipeline": ("VBPipelineWrapper",),
     "wrapper.watch_nonfinite": ("watch_nonfinite",),
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
     from vbrt.training.full.lion import Lion
     from vbrt.wrapper.full_wrapper import VBFullWrapper
     from vbrt.wrapper.load import load
+    from vbrt.wrapper.load_heads import load_heads
     from vbrt.wrapper.pipeline import VBPipelineWrapper
     from vbrt.wrapper.watch_nonfinite import watch_nonfinite
     from vbrt.wrapper.wrap import wrap

@@ -18,6 +18,7 @@ The classes, functions and tables of a feature can be imported from here by name
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ __all__ = [
     "as_generate_names_it",
     "attention_of",
     "cache_argument",
+    "cached_directory",
     "cache_kinds",
     "cache_of",
     "checkpointing_name",
@@ -364,6 +366,16 @@ def keep_loading_attributes_of(config: type) -> None:
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def cached_directory(name: str, revision: str | None) -> Path | None:
+    """Directory of a Hub model in the local cache; None if it is not there. Does not access the network."""
+    cached = find(_NAME, "utils.hub:cached_file")
+    if cached is None:
+        return None
+    silent = dict.fromkeys(("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False)
+    file = cached(name, "config.json", revision=revision, local_files_only=True, **silent)
+    return None if file is None else Path(file).parent
 
 
 def rules_of(mapping: Collection[Any]) -> tuple[list[Any], list[Any]]:

@@ -126,6 +126,7 @@ class Attachment:
         speculation: counters of `generate(speculate=...)`.
         follower: recorder of the decode steps of `generate`; None without one.
         watcher: monitor of the other ranks with parts of the weights; None without any.
+        head: multi-token prediction head that drafts for the model, attached to the same runtime; None without one.
         name_phase: maps the inferred phase of a pass without gradients to its name; None keeps the inferred one.
     """
 
@@ -148,6 +149,7 @@ class Attachment:
         self.name_phase: Callable[[str], str] | None = None
         self.follower: Follower | None = None
         self.watcher: Watcher | None = None
+        self.head: nn.Module | None = None
         self.passes, self.replays, self.work = 0, 0, Work()
         self.activations = activations_of(model, terms.settings, runtime.stack.device)
         self.closed = False
@@ -343,6 +345,9 @@ class Attachment:
     def close(self) -> None:
         """Free the pages of this model, and the tiers if no other model or copy needs them. Idempotent."""
         self.closed = True
+        head, self.head = self.head, None
+        if head is not None:
+            attached_to(head).close()
         self.activations.release_()
         if self.follower is not None:
             self.follower.end()

@@ -10,17 +10,18 @@ as the file on disk, with a hole in place of the tensors; on Windows, where no d
 """
 
 import contextlib
+import copy
 import json
 import os
 import struct
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol, TypeVar
+from typing import IO, Protocol, Self, TypeVar
 
 import torch
 import xxhash
@@ -224,6 +225,12 @@ class TensorFile:
         info = self.tensors[name]
         part = TensorInfo(name, info.dtype, info.shape[1:])
         return self._read(name, replace(part, begin=info.begin + index * part.nbytes), fill)
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """Return a view of some tensors under other names: {name here: name in the view}."""
+        view = copy.copy(self)
+        view.tensors = {new: replace(self.tensors[old], name=new) for old, new in names.items()}
+        return view
 
     def span(self, name: str) -> Span:
         """Return a tensor's span of bytes in the file."""

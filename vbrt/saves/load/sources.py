@@ -25,7 +25,7 @@ from vbrt.saves.saved.embedded_planes import embedded_model, has_planes
 from vbrt.saves.saved.rank_saves import RANKS, open_ranked
 from vbrt.saves.saved.saved_planes import SavedModel
 
-__all__ = ["Source", "describe", "open_source"]
+__all__ = ["Source", "describe", "open_source", "safetensors_paths"]
 
 _MAX_INDEX_BYTES = 64 << 20
 
@@ -75,7 +75,7 @@ def open_source(path: str | PathLike) -> Source:
     file = gguf_file(path)
     if file is not None:
         return gguf_checkpoint(GGUFTensors(file))
-    files = list(map(TensorFile, _files_of(path)))
+    files = list(map(TensorFile, safetensors_paths(path)))
     return embedded_model(files) if has_planes(files) else checkpoint_of(path, files)
 
 
@@ -93,10 +93,11 @@ def describe(path: str | PathLike) -> Description:
     if path.is_dir() and (path / MANIFEST).exists():
         raise CheckpointError(f"{path}: a save of vbrt, whose {MANIFEST} says what it is")
     file = gguf_file(path)
-    return describe_files(path, map(TensorFile, _files_of(path))) if file is None else describe_gguf(file)
+    return describe_files(path, map(TensorFile, safetensors_paths(path))) if file is None else describe_gguf(file)
 
 
-def _files_of(path: Path) -> list[Path]:
+def safetensors_paths(path: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint: its shards, or the only one. Raises CheckpointError."""
     if not path.is_dir():
         return [path]
     if (path / INDEX).exists():
