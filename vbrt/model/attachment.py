@@ -126,7 +126,6 @@ class Attachment:
         speculation: counters of `generate(speculate=...)`.
         follower: recorder of the decode steps of `generate`; None without one.
         watcher: monitor of the other ranks with parts of the weights; None without any.
-        head: multi-token prediction head that drafts for the model, attached to the same runtime; None without one.
         name_phase: maps the inferred phase of a pass without gradients to its name; None keeps the inferred one.
     """
 
@@ -149,7 +148,7 @@ class Attachment:
         self.name_phase: Callable[[str], str] | None = None
         self.follower: Follower | None = None
         self.watcher: Watcher | None = None
-        self.head: nn.Module | None = None
+        self._head: nn.Module | None = None
         self.passes, self.replays, self.work = 0, 0, Work()
         self.activations = activations_of(model, terms.settings, runtime.stack.device)
         self.closed = False
@@ -200,6 +199,16 @@ class Attachment:
     def lossless(self) -> bool:
         """True if every swapped weight is held bit for bit."""
         return all(swap.lossless for swap in self._plan.swaps)
+
+    @property
+    def head(self) -> nn.Module | None:
+        """Multi-token prediction head that drafts for the model, attached to the same runtime; None without one."""
+        own = None if self._head is None else attached_to(self._head)
+        return None if own is None or own.closed else self._head
+
+    @head.setter
+    def head(self, head: nn.Module) -> None:
+        self._head = head
 
     def check_open(self, what: str) -> None:
         """Raise WrapError if the planes are freed."""
@@ -345,9 +354,8 @@ class Attachment:
     def close(self) -> None:
         """Free the pages of this model, and the tiers if no other model or copy needs them. Idempotent."""
         self.closed = True
-        head, self.head = self.head, None
-        if head is not None:
-            attached_to(head).close()
+        if self.head is not None:
+            attached_to(self.head).close()
         self.activations.release_()
         if self.follower is not None:
             self.follower.end()

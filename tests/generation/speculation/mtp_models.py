@@ -26,7 +26,7 @@ SIZES = {
 ROUTED = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-#: class, config, what the config says, and the kinds of all layers, the head's last
+#: class, config, and what the config says
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", ROUTED | LATENT | {"num_key_value_heads": 4}),
     "glm4_moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", ROUTED | {"num_key_value_heads": 2, "head_dim": 16}),
@@ -57,10 +57,7 @@ class Written:
         places = torch.arange(tokens)[None]
         mask = torch.full((tokens, tokens), float("-inf")).triu(1)[None, None]
         out = inner.layers[LAYERS](
-            x_BTD,
-            attention_mask=mask,
-            position_ids=places,
-            position_embeddings=inner.rotary_emb(x_BTD, places),
+            x_BTD, attention_mask=mask, position_ids=places, position_embeddings=inner.rotary_emb(x_BTD, places)
         )
         return out[0] if isinstance(out, tuple) else out
 
@@ -86,13 +83,29 @@ def written(family: str, directory: Path, *, shards: bool = False) -> Written:
         "eh_proj": torch.randn(hidden, 2 * hidden) * 0.1,
         "norm": torch.rand(hidden) + 0.5,
     }
-    tensors = _renamed(load_file(directory / "model.safetensors"), extra, family)
+    tensors = _renamed(_apart(load_file(directory / "model.safetensors")), extra, family)
     (directory / "model.safetensors").unlink()
     _save(directory, tensors, shards=shards)
     data = json.loads((directory / "config.json").read_text())
     data |= {"num_hidden_layers": LAYERS} | ({"layer_types": kinds[:LAYERS]} if "layer_types" in data else {})
     (directory / "config.json").write_text(json.dumps(data))
     return Written(directory, model, extra)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with a matrix of each expert, as published, instead of stacks of them."""
+    out = {}
+    for name, tensor in tensors.items():
+        lead, experts, part = name.partition(".mlp.experts.")
+        if part not in ("gate_up_proj", "down_proj"):
+            out[name] = tensor
+            continue
+        for number, matrix in enumerate(tensor):
+            parts = (
+                dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)) if "gate" in part else {part: matrix}
+            )
+            out |= {f"{lead}{experts}{number}.{own}.weight": held.clone() for own, held in parts.items()}
+    return out
 
 
 def _renamed(tensors: dict[str, Tensor], extra: dict[str, Tensor], family: str) -> dict[str, Tensor]:

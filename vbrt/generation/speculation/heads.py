@@ -29,9 +29,7 @@ __all__ = ["Heads", "heads_for", "hidden_states_fed"]
 _CHUNK = 2048  # tokens of a prompt that the head reads at once: with padding, a mask has a row for each
 
 
-def heads_for(
-    attachment: Attachment, input_ids: Tensor, attention_mask: Tensor | None, *, load: bool
-) -> "Heads | str":
+def heads_for(attachment: Attachment, input_ids: Tensor, attention_mask: Tensor | None, *, load: bool) -> "Heads | str":
     """Return the drafter of a `generate` call, or why there is none.
 
     Args:

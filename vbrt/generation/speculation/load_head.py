@@ -9,7 +9,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.errors import CheckpointError, WrapError
 from vbrt.generation.speculation.mtp_head import mtp_head
 from vbrt.libraries import transformers_api
-from vbrt.model.attachment import Attachment, attached_to
+from vbrt.model.attachment import Attachment
 from vbrt.model.shared_config import shared_config
 from vbrt.saves.files.prefetch import reading_ahead
 from vbrt.saves.load.load_model import load_attached
