@@ -100,11 +100,10 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if part not in ("gate_up_proj", "down_proj"):
             out[name] = tensor
             continue
+        names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
         for number, matrix in enumerate(tensor):
-            parts = (
-                dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)) if "gate" in part else {part: matrix}
-            )
-            out |= {f"{lead}{experts}{number}.{own}.weight": held.clone() for own, held in parts.items()}
+            for own, held in zip(names, matrix.chunk(len(names)), strict=True):
+                out[f"{lead}{experts}{number}.{own}.weight"] = held.clone()
     return out
 
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction heads: found in checkpoints, computed as their formula says, and drafting from accepted tokens."""
+"""Multi-token prediction heads: read from checkpoints, computed as their formula says, drafts from accepted tokens."""
 
 import types
 
@@ -234,9 +234,7 @@ def test_drafts_after_partial_acceptance_are_those_from_scratch(wrapped, draw):
     heads.close()
 
 
-def test_rows_with_padding_draft_as_alone(wrapped, family):
-    if family == "qwen3_next":
-        pytest.skip("states of recurrent layers differ by rounding")
+def test_rows_with_padding_draft_as_alone(wrapped):
     ids = ids_of(2, 8)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -292,8 +290,6 @@ def test_a_model_that_came_from_nowhere_has_no_head():
     config = transformers.LlamaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=97, num_attention_heads=4)
     with vbrt.wrap(transformers.LlamaForCausalLM(config), "dense", tiers=CPU) as vb:
         assert "not loaded from files" in heads_for(attached_to(vb.vbrt.module), ids_of(1, 4), None, load=True)
-    with (
-        vbrt.wrap(nn.Sequential(nn.Linear(64, 64)), "dense", tiers=CPU) as vb,
-        pytest.raises(WrapError, match="layers"),
-    ):
-        vbrt.load_heads(vb)
+    with vbrt.wrap(nn.Sequential(nn.Linear(64, 64)), "dense", tiers=CPU) as vb:
+        with pytest.raises(WrapError, match="needs a decoder's layers"):
+            vbrt.load_heads(vb)

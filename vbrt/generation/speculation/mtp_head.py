@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP) head as a module: the token after the next one, from a hidden state and the next token.
 
     x_i = eh_proj([enorm(embedding(t_i+1)), hnorm(h_i)])    # h_i: the main model's hidden state after its final norm
-    g_i = norm(layer(x_0, ..., x_i))                        # a decoder layer of the model's class, with its own KV cache
+    g_i = norm(layer(x_0, ..., x_i))                        # a decoder layer of the model's class; its own KV cache
     logits of t_i+2 = output head(g_i)
 
 Embedding and output head are the main model's (DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv 2412.19437,
@@ -15,6 +15,7 @@ back after `norm`, too. vLLM did so before it, which cost acceptance (vllm-proje
 
 import copy
 import functools
+import itertools
 import weakref
 from typing import Any
 
@@ -54,8 +55,8 @@ def mtp_head(model: nn.Module) -> nn.Module:
 @functools.cache
 def _class_for(decoder: type) -> type:
     """Return the class of heads for a decoder: of its family, which has rules for dtypes and checkpoints."""
-    kinds = decoder.__mro__
-    family = next(kind for kind, base in zip(kinds, kinds[1:], strict=False) if base.__name__ == "PreTrainedModel")
+    pairs = itertools.pairwise(decoder.__mro__)
+    family = next(kind for kind, base in pairs if base.__name__ == "PreTrainedModel")
     # transformers reads the source of a class's module to learn what may be chosen for it
     return type("MTPHead", (_MTPHead, family), {"__module__": decoder.__module__})
 

@@ -4,7 +4,8 @@ Two layouts are published:
 
 | module here | DeepSeek-V3, GLM-4.5 | Qwen3-Next |
 | --- | --- | --- |
-| enorm, hnorm: norms of embedding and hidden state | model.layers.N.enorm, .hnorm | mtp.pre_fc_norm_embedding, _hidden |
+| enorm: norm of the embedding | model.layers.N.enorm | mtp.pre_fc_norm_embedding |
+| hnorm: norm of the hidden state | model.layers.N.hnorm | mtp.pre_fc_norm_hidden |
 | eh_proj: projection of both | model.layers.N.eh_proj | mtp.fc |
 | layers.0: decoder layer | model.layers.N | mtp.layers.0 |
 | norm: final norm | model.layers.N.shared_head.norm | mtp.norm |
