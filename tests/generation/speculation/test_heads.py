@@ -230,9 +230,8 @@ def test_drafts_after_partial_acceptance_are_those_from_scratch(wrapped, draw):
         rows = states(wrapped, torch.cat([ids, proposed], 1))
         heads.feed(ids.shape[1] - 1, rows[:, ids.shape[1] - 1 :])  # those of rejected drafts as well
         ids = torch.cat([ids, proposed[:, :accepted], ids_of(2, 1)], 1)  # the last is what verification has drawn
-    wanted = heads.propose(of_ids(ids, draw), k)
-    heads.feed(0, states(wrapped, ids[:, :-1]))  # what the head has read already
-    assert torch.equal(heads.propose(of_ids(ids, draw), k), wanted)
+    heads.feed(0, states(wrapped, ids[:, :-1]))  # with those that the head has read already
+    assert torch.equal(heads.propose(of_ids(ids, draw), k), drafts(wrapped, ids, k, draw=draw))
     assert heads.one_time == 1
     heads.close()
 

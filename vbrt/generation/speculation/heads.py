@@ -106,7 +106,7 @@ class Heads:
         if k < 1 or not self._catches_up(ids, end):
             return drafted
         g_BD, mask = self._last, self._mask(end + k)
-        places = self._places(mask, end + k)
+        places = _places(ids, mask, end + k)
         for place in range(end, end + k):
             tokens = sequences.propose(torch.cat([ids, drafted], dim=1), self._head.logits(g_BD))
             drafted = torch.cat([drafted, tokens[:, None]], dim=1)
@@ -121,7 +121,7 @@ class Heads:
         if self._read + self._fed < end:
             return False
         mask = self._mask(end)
-        places = self._places(mask, end)
+        places = _places(ids, mask, end)
         self._prompts += self._last is None and self._read < end
         while self._read < end:
             begin, until = self._read, min(end, self._read + _CHUNK)
@@ -138,11 +138,12 @@ class Heads:
             return None
         return nn.functional.pad(self._prompt_mask, (0, length - self._prompt_mask.shape[1]), value=True)
 
-    def _places(self, mask: Tensor | None, length: int) -> Tensor:
-        """Return positions int64 [1 or B, length] for rotary embeddings, as `generate` counts them."""
-        if mask is None:
-            return torch.arange(length, dtype=torch.int64, device=self._head.eh_proj.weight.device)[None]
-        return (mask.long().cumsum(-1) - 1).clamp_(min=0)
+
+def _places(ids: Tensor, mask: Tensor | None, length: int) -> Tensor:
+    """Return positions int64 [1 or B, length] for rotary embeddings, as `generate` counts them."""
+    if mask is None:
+        return torch.arange(length, dtype=torch.int64, device=ids.device)[None]
+    return (mask.long().cumsum(-1) - 1).clamp_(min=0)
 
 
 @contextlib.contextmanager
