@@ -83,8 +83,9 @@ class Heads:
     def feed(self, start: int, hidden_BTD: Tensor) -> None:
         """Take the hidden states of a pass of the main model after its final norm; copied.
 
-        Passes are fed in order, prompts as well. States of rejected drafts are replaced by those of the next pass,
-        which begins before them. After a gap the head reads on without what was before it, and drafts worse.
+        Passes are fed in order, prompts as well. States of rejected drafts may be left out, and are to be if the next
+        pass may not be fed; else that pass, which begins before them, replaces them. After a gap the head reads on
+        without what was before it, and drafts worse.
 
         Args:
             start: position of the pass's first token in the sequences, padding included.
