@@ -298,6 +298,8 @@ class Attachment:
         fallbacks += self.expert_cache.fallbacks + (self.missed.fallbacks if self.missed else [])
         fallbacks += [reason for cache in list(self.runtime.caches) for reason in cache.fallbacks]
         fallbacks += self.speculation.reasons + self.activations.fallbacks + losses()
+        if self.head is not None:
+            fallbacks += [f"head: {reason}" for reason in attached_to(self.head).plan.fallbacks]
         return Stats(
             stack.levels[0].policy.kind,
             stack.names[0],

@@ -26,8 +26,8 @@ def load_heads(
     """Load the multi-token prediction head of a wrapped model's checkpoint, which transformers drops on load.
 
     `generate(speculate=..., drafter="heads")` then drafts with it. Checkpoints of DeepSeek-V3, GLM-4.5 (MoE) and
-    Qwen3-Next have one. It joins the model's tiers, budgets and policy, and ends with the model. Loading before the
-    first `generate` spares its recordings, since pages of both models are placed anew.
+    Qwen3-Next have one. It joins the model's tiers, budgets and policy, and ends with the model; `save` leaves it out.
+    Loading before the first `generate` spares its recordings, since pages of both models are placed anew.
 
     Args:
         model: wrapped, or a transformers model loaded with a `vbrt.QuantizationConfig`.

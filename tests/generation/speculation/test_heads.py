@@ -1,5 +1,6 @@
 """Multi-token prediction heads: read from checkpoints, computed as their formula says, drafts from accepted tokens."""
 
+import json
 import types
 
 import pytest
@@ -126,6 +127,38 @@ def test_a_tensor_that_the_head_has_no_use_for_is_named(checkpoint, family, tmp_
         vbrt.load_heads(vb)
 
 
+def in_fp8(held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Projections in blocks of 128 x 128, as DeepSeek-V3 is published; the tiny ones are a block each."""
+    out = {name: tensor.to(torch.bfloat16) for name, tensor in held.items()}
+    for name, tensor in held.items():
+        if "_proj" in name and "eh_proj" not in name:
+            scale = tensor.abs().max() / 448
+            out[name], out[f"{name}_scale_inv"] = (tensor / scale).to(torch.float8_e4m3fn), scale.reshape(1, 1)
+    return out
+
+
+def test_a_head_in_fp8_is_decoded(checkpoint, family, tmp_path, monkeypatch):
+    if family != "deepseek_v3":
+        pytest.skip("published in bfloat16")
+    changed(checkpoint, tmp_path, in_fp8)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    kind = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3PreTrainedModel
+    monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS}\."])
+    with pytest.warns(UserWarning, match="FP8"):
+        vb = vbrt.from_pretrained(tmp_path, "exact", tiers=CPU)
+    with pytest.warns(UserWarning, match="9 layers: decoded and held as dense"):
+        own = vbrt.load_heads(vb, config="dense")
+    assert any(reason.startswith("head: 9 layers: decoded") for reason in vb.stats().fallbacks)
+    head, ids = own.vbrt.module, ids_of(1, 9)
+    hidden_BTD = states(vb, ids)[:, :-1]
+    got = head(ids[:, 1:], hidden_BTD, None, torch.arange(8)[None], DynamicCache())
+    wanted = by_formula(checkpoint, family, ids[:, 1:], hidden_BTD.float())
+    assert nn.functional.cosine_similarity(got.float(), wanted, dim=-1).min() > 0.99
+    vb.close()
+
+
 def test_what_is_no_head_or_several_is_said(tmp_path):
     names = ["model.layers.1.enorm.weight", "model.embed_tokens.weight"]
     with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.2\.enorm\.weight"):
@@ -178,6 +211,17 @@ def test_the_head_agrees_with_that_of_transformers(wrapped, checkpoint, family):
     )
     got = head_of(wrapped)(ids[:, 1:], hidden_BTD, None, places, DynamicCache())
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_streamed_head_drafts_as_a_resident_one(wrapped, checkpoint, tmp_path):
+    model = loaded(checkpoint.directory)
+    room = vbrt.make_plan(model, vbrt.load_config("dense", tiers=CPU)).page_bytes // 2
+    tiers = {"gpu": {"enabled": False}, "cpu": {"budget": room}, "ssd": {"enabled": True, "path": str(tmp_path)}}
+    with vbrt.wrap(model, "dense", tiers=tiers) as vb:
+        own = vbrt.load_heads(vb)
+        assert own.plan.home_bytes("ssd") > 0
+        ids = ids_of(2, 9)
+        assert torch.equal(drafts(vb, ids, 3), drafts(wrapped, ids, 3))
 
 
 def test_the_head_is_in_the_models_tiers_and_ends_with_it(checkpoint):

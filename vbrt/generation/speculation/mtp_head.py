@@ -15,6 +15,7 @@ back after `norm`, too. vLLM did so before it, which cost acceptance (vllm-proje
 
 import copy
 import functools
+import inspect
 import itertools
 import weakref
 from typing import Any
@@ -44,6 +45,8 @@ def mtp_head(model: nn.Module) -> nn.Module:
     if lacks or model.get_output_embeddings() is None:
         kind = type(model).__name__
         raise WrapError(f"{kind}: a multi-token prediction head needs a decoder's {lacks or 'output embedding'}")
+    if "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters:
+        raise WrapError(f"{type(model).__name__}: rotary embeddings differ by layer, and so would a head's")
     kinds = getattr(decoder.config, "layer_types", None) or [_FULL] * len(decoder.layers)
     if _FULL not in kinds:
         raise WrapError(f"{type(model).__name__}: no layer of full attention, which a multi-token prediction head has")
