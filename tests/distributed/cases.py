@@ -30,7 +30,7 @@ from tests.patience import LONG_S
 from vbrt.generation.capture.captured_step import answer_captures
 from vbrt.generation.capture.exact_attention import as_captured
 from vbrt.generation.fusion.fuse_step import joined
-from vbrt.generation.speculation.draft_length import Pace
+from vbrt.generation.speculation.draft_length import Choice, Pace
 from vbrt.layers.weights.weight_shards import is_sharded
 
 TOKENS = torch.arange(3, 15).reshape(1, 12)
@@ -477,7 +477,7 @@ def generated_by_ranks_of_two_minds(path: str, format: str, **asked: Any) -> dic
     tokens = TOKENS.to(model.device)
     given = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     want = eager.generate(tokens, **given)
-    drafts = mock.patch.object(Pace, "_wanted", lambda self: 3 if first else 2)
+    drafts = mock.patch.object(Pace, "_best", lambda self, names, room: Choice("coarse", min(room, 3 if first else 2)))
     with drafts:
         got = model.generate(tokens, **given, **asked)
     counts = vbrt.of(model).stats()

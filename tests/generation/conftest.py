@@ -6,6 +6,7 @@ import pytest
 
 from tests.generation.fusion.tape_cases import TapeRecorder
 from vbrt.generation.fusion.step_graph import Program
+from vbrt.generation.fusion.step_rows import RowsProgram
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def tapes(monkeypatch):
 class Again:
     """A recorder that runs the step again, which layers on streamed planes may be part of."""
 
-    program, lossless = Program, True
+    program, rows, lossless = Program, RowsProgram, True
 
     def record(self, step, within):
         with within():

@@ -11,13 +11,14 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from vbrt.errors import WrapError
+from vbrt.generation.capture.captured_step import Feed
 from vbrt.generation.capture.mutation_watch import calls_others
 from vbrt.generation.capture.session import CUSTOM, KEEPS_BITS, OFF, STREAMS, Session, Steps
 from vbrt.generation.fusion.deterministic_attention import is_steady_on
@@ -76,7 +77,9 @@ class Generating:
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         if self._model() is None:
             raise WrapError("generate: the model is gone; keep it in a variable for as long as its generate is called")
-        how, kwargs = Speculation.taken(with_asked_cache(self._model(), kwargs))
+        attachment = None if self._attachment is None else self._attachment()
+        has_runtime = attachment is not None and not attachment.closed
+        how, kwargs = Speculation.taken(with_asked_cache(self._model(), kwargs), has_runtime=has_runtime)
         if how.asked:
             attachment = self._attached(how)
             move_rest_(self._model(), attachment.stack.device)  # before transformers asks where the model is
@@ -108,32 +111,25 @@ class Generating:
         self.steps.compile_for(prompt_of(model, args, kwargs))
         watched = calls_others(args, kwargs)
         with self.steps.session(limit_of(model, args, kwargs), watched=watched) as session:
-            return _with_forward(model, session, generate, args, kwargs)
+            return _with_forward(model, _Forward(model.forward, session), lambda: generate(*args, **kwargs))
 
     @contextlib.contextmanager
-    def passes(self, limit: int, *, watched: bool) -> Iterator["Passes"]:
+    def passes(self, limit: int, *, watched: bool, feed: Feed | None = None) -> Iterator["Passes"]:
         """Context of forwards of one phase and precision after a prompt, which may be captured.
 
         Enter it with that phase and precision set.
-        `limit`: maximum sequence length, in tokens. `watched`: callbacks of the call may change the model.
+
+        Args:
+            limit: maximum sequence length, in tokens.
+            watched: callbacks of the call may change the model.
+            feed: takes the hidden states of replays, if the model has a multi-token head.
         """
         if self._recorder() is None:
             yield Passes()
             return
         with self.steps.session(limit, watched=watched) as session:
-            session.prompted = True
+            session.prompted, session.feed = True, feed
             yield Recordable(self._model(), session)
-
-    @property
-    def attends_to_buckets(self) -> bool:
-        """True if captured steps attend to masked buckets of a static cache."""
-        return not self.steps.exact
-
-    def refusal(self) -> str:
-        """Return why steps of the current phase and precision are not captured; "" if they are."""
-        if self._recorder() is None:
-            return accelerator.LACKS.get("graphs", "the device has no graphs")
-        return self.steps.refusal()
 
     @property
     def steps(self) -> Steps:
@@ -197,14 +193,12 @@ class _Forward:
             self.session.nested -= 1
 
 
-def _with_forward(
-    model: nn.Module, session: Session, generate: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> Any:
+def _with_forward(model: nn.Module, forward: _Forward, run: Callable[[], Any]) -> Any:
     if "forward" in model.__dict__:  # set by a hook, a compiler or another thread's call
-        return generate(*args, **kwargs)
-    model.__dict__["forward"] = _Forward(model.forward, session)
+        return run()
+    model.__dict__["forward"] = forward
     try:
-        return generate(*args, **kwargs)
+        return run()
     finally:
         del model.__dict__["forward"]
 
@@ -213,11 +207,34 @@ class Recordable(Passes):
     """Forwards that are captured and replayed where possible."""
 
     def __init__(self, model: nn.Module, session: Session) -> None:
-        self._model, self._session = model, session
+        self._model, self._session, self._forward = model, session, _Forward(model.forward, session)
 
     def run(self, passes: Callable[[], Any]) -> Any:
         """Run a function whose forwards may be replayed."""
-        return _with_forward(self._model, self._session, passes, (), {})
+        return _with_forward(self._model, self._forward, passes)
+
+    def rows(self, kwargs: Sequence[dict[str, Any]]) -> list[Any]:
+        """Compute consecutive steps in one pass; see `Session.rows`."""
+        return self._session.rows(self._model.forward, kwargs)
+
+    @property
+    def captures(self) -> bool:
+        """True if steps of the current phase and precision are captured."""
+        return not self._session.refusal()
+
+    @property
+    def rows_ready(self) -> bool:
+        """True if `rows` can be computed in this place."""
+        return self._session.rows_ready
+
+    def rows_alike(self) -> int | None:
+        """Number of the next steps in this place of the cache's static memory; None if it is not in any."""
+        return self._session.rows_alike()
+
+    @property
+    def one_time(self) -> int:
+        """Count of captures so far."""
+        return self._session.captures
 
     def placed(self, cache: Any) -> Statics:
         """Move a cache into static memory. Raises NotRecordable."""
@@ -263,6 +280,10 @@ class Terms:
     def __init__(self, attachment: "Attachment", new_recorder: Callable[[], Recorder]) -> None:
         self._attachment, self._stack, self.new_recorder = weakref.ref(attachment), attachment.stack, new_recorder
 
+    def kind(self) -> tuple[str, str]:
+        """Phase and precision of decode steps now; captures of each kind are kept apart."""
+        return self._phase, pass_precision()
+
     @property
     def _phase(self) -> str:
         """Current phase name for decode steps."""
@@ -305,15 +326,15 @@ class Terms:
 
     def moment(self) -> object:
         """Return the runtime state that a capture depends on; replay requires it unchanged."""
-        ledger, guard = self._stack.ledger, self._stack.guard
-        return (
-            self._phase,
-            ledger.changes,
-            ledger.travellers,
-            guard.recorder is None,
-            guard.routing is None,
-            guard.closed,
-        )
+        ledger, guard, has_head = self._stack.ledger, self._stack.guard, self._attachment().head is not None
+        others = guard.recorder is None, guard.routing is None, guard.closed
+        return (ledger.changes, ledger.travellers, *others, has_head)
+
+    @property
+    def decoder(self) -> nn.Module | None:
+        """Decoder whose hidden states a multi-token head reads; None without one."""
+        attachment = self._attachment()
+        return None if attachment.head is None else attachment.model.get_decoder()
 
     def refusal(self) -> str:
         """Return why no forward can be captured now; "" if one can."""

@@ -3,6 +3,7 @@
 | feature | without it |
 | --- | --- |
 | `DRAFTS` | `generate(speculate=...)` decodes without drafts; `seed` raises |
+| `UNIVERSAL` | `generate(assistant_model=...)` with another tokenizer decodes without its drafts |
 | `ROWS` | `generate(speculate=...)` drafts with `exactness="distribution"` only |
 | `CACHES` | decode steps are not captured |
 | `KV_CACHE` | `vbrt.KVCache` raises |
@@ -38,6 +39,7 @@ __all__ = [
     "KV_CACHE",
     "LOADING",
     "ROWS",
+    "UNIVERSAL",
     "adapters_only",
     "as_generate_names_it",
     "attention_of",
@@ -67,6 +69,7 @@ __all__ = [
 
 _NAME = "transformers"
 _MIXIN = "generation.utils:GenerationMixin"
+_TRANSLATED = "generation.candidate_generator:AssistedCandidateGeneratorDifferentTokenizers"
 
 DRAFTS = Feature(
     _NAME,
@@ -79,6 +82,14 @@ DRAFTS = Feature(
         "generation.stopping_criteria:StopStringCriteria",
     ),
     without="generate() of a wrapped model supports neither drafts (speculate=) nor seeded sampling (seed=)",
+)
+UNIVERSAL = Feature(
+    _NAME,
+    (
+        f"{_TRANSLATED}.get_candidates(input_ids)",
+        f"{_TRANSLATED}.__init__(assistant_model, target_tokenizer, assistant_tokenizer, generation_config)",
+    ),
+    without="generate(assistant_model=...) with another tokenizer decodes without its drafts",
 )
 ROWS = Feature(
     _NAME,
@@ -174,7 +185,7 @@ OTHERS = Feature(
     ),
     without="models of these classes cannot be swapped",
 )
-FEATURES = (DRAFTS, ROWS, CACHES, KV_CACHE, EXPERTS, CHECKPOINTS, LOADING, GGUF, OTHERS)
+FEATURES = (DRAFTS, UNIVERSAL, ROWS, CACHES, KV_CACHE, EXPERTS, CHECKPOINTS, LOADING, GGUF, OTHERS)
 
 
 def _of_module(ask: str) -> str:

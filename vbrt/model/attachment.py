@@ -283,6 +283,13 @@ class Attachment:
         self.check_open("set_budget")
         return self.runtime.set_budget(tier, budget)
 
+    def bytes_moved(self) -> int:
+        """Bytes that this model's pages have moved between tiers so far."""
+        self.expert_cache.settle(each=False)
+        census = self.stack.ledger.census()
+        tallies = (census.family(layer.handle.keys).tally() for _, _, layer in self.registry.swapped())
+        return sum(sum(tally.bytes_moved.values()) for tally in tallies)
+
     def stats(self, *, experts: bool = False) -> Stats:
         """Return a frozen snapshot of all counters; counters of tiers cover all models on the runtime. `experts`: also
         per routed expert."""

@@ -1,15 +1,31 @@
-"""Counters of self-speculation, over all `generate` calls of a model."""
+"""Counters of speculation, over all `generate` calls of a model."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 __all__ = ["SpeculationCounts", "SpeculationStats"]
 
 
+_BY_DRAFTER = ("rounds", "drafted", "accepted", "tried", "draft_us")
+
+
+class SpeculationRound(Protocol):
+    """One round, see `vbrt.generation.speculation.draft_length.Round`."""
+
+    drafter: str
+    drafted: int
+    accepted: int
+    tried: int
+    tokens: int
+    draft_s: float
+    verify_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Counters of self-speculation.
+    """Counters of speculation.
 
     Attributes:
         exactness: of the last call, "tokens" or "distribution".
@@ -20,6 +36,7 @@ class SpeculationStats:
         tried: drafts up to and including the first rejected one of each round; `accepted / tried` is the acceptance.
         draft_us, verify_us: time of drafting and of verification.
         link_bytes: bytes moved between tiers during these rounds.
+        by_drafter: name of a drafter -> its "rounds", "drafted", "accepted", "tried" and "draft_us".
     """
 
     exactness: str = ""
@@ -32,6 +49,7 @@ class SpeculationStats:
     draft_us: int = 0
     verify_us: int = 0
     link_bytes: int = 0
+    by_drafter: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def acceptance(self) -> float | None:
@@ -53,9 +71,11 @@ class SpeculationStats:
             return "speculation: no rounds yet"
         accepted = "no drafts" if self.acceptance is None else f"acceptance {self.acceptance:.1%}"
         drafts = self.draft_us / self.drafted / 1000 if self.drafted else 0.0
+        drafters = " ".join(self.by_drafter) or "no drafter"
         return (
             f"speculation ({self.exactness}): {accepted} · {self.tokens_per_round:.2f} tokens a round of {self.rounds}"
-            f" · k {self.k} · draft {drafts:.2f} ms · verification {self.verify_us / self.rounds / 1000:.2f} ms"
+            f" · {drafters} · k {self.k} · draft {drafts:.2f} ms"
+            f" · verification {self.verify_us / self.rounds / 1000:.2f} ms"
             f" · {self.bytes_per_token / 2**20:.1f} MiB a token"
         )
 
@@ -67,8 +87,9 @@ class SpeculationStats:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
-        values = {of.name: data[of.name] for of in fields(cls)}
-        return cls(**{name: str(value) if name == "exactness" else int(value) for name, value in values.items()})
+        counts = {of.name: int(data[of.name]) for of in fields(cls) if of.name not in ("exactness", "by_drafter")}
+        by_drafter = {str(name): {of: int(each[of]) for of in _BY_DRAFTER} for name, each in data["by_drafter"].items()}
+        return cls(exactness=str(data["exactness"]), by_drafter=by_drafter, **counts)
 
 
 @dataclass(slots=True)
@@ -78,22 +99,25 @@ class SpeculationCounts:
     totals: dict[str, Any] = field(default_factory=lambda: asdict(SpeculationStats()))
     reasons: list[str] = field(default_factory=list)
 
-    def note(self, drafted: int, accepted: int, taken: int, seconds: tuple[float, float]) -> None:
-        """Count a round that emitted `taken` tokens; seconds: of its drafts and of its verification."""
-        draft_s, verify_s = seconds
+    def note(self, round: SpeculationRound) -> None:
+        """Count a round."""
         counted = {
             "rounds": 1,
-            "tokens": taken,
-            "drafted": drafted,
-            "accepted": accepted,
-            "tried": min(taken, drafted),
-            "draft_us": round(draft_s * 1e6),
-            "verify_us": round(verify_s * 1e6),
+            "tokens": round.tokens,
+            "drafted": round.drafted,
+            "accepted": round.accepted,
+            "tried": round.tried,
+            "draft_us": int(round.draft_s * 1e6),
+            "verify_us": int(round.verify_s * 1e6),
         }
         for name, value in counted.items():
             self.totals[name] += value
-        self.totals["k"] = drafted
+        self.totals["k"] = round.drafted
+        if round.drafted:
+            mine = self.totals["by_drafter"].setdefault(round.drafter, dict.fromkeys(_BY_DRAFTER, 0))
+            for name in _BY_DRAFTER:
+                mine[name] += counted[name]
 
     def stats(self) -> SpeculationStats | None:
         """Return a snapshot; None before the first round."""
-        return SpeculationStats(**self.totals) if self.totals["rounds"] else None
+        return SpeculationStats(**copy.deepcopy(self.totals)) if self.totals["rounds"] else None

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from vbrt.generation.fusion.step_graph import Program
+from vbrt.generation.fusion.step_rows import RowsProgram
 
 __all__ = ["TapeRecorder"]
 
@@ -76,7 +77,7 @@ def _gives_tensors(node) -> bool:
 class TapeRecorder:
     """See `vbrt.generation.fusion.graph_backends.Recorder`. `made`: tapes that are held."""
 
-    program, lossless = TapedProgram, True
+    program, rows, lossless = TapedProgram, RowsProgram, True
 
     def __init__(self) -> None:
         self.made: list[Tape] = []

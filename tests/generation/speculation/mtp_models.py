@@ -62,14 +62,15 @@ class Written:
         return out[0] if isinstance(out, tuple) else out
 
 
-def written(family: str, directory: Path, *, shards: bool = False) -> Written:
-    """Write the checkpoint of a tiny model with random weights, and with those of a head."""
+def written(family: str, directory: Path, *, shards: bool = False, **changed: Any) -> Written:
+    """Write the checkpoint of a tiny model with random weights, and with those of a head. `changed`: of its config."""
     import transformers
 
     name, config_name, own = FAMILIES[family]
     torch.manual_seed(7)
     kinds = ["linear_attention", "full_attention", "full_attention"]
     given = SIZES | own | {"num_hidden_layers": LAYERS + 1} | ({"layer_types": kinds} if "num_experts" in own else {})
+    given |= changed
     config = getattr(transformers, config_name)(**given)
     config._attn_implementation = "eager"
     model = getattr(transformers, name)(config).eval()

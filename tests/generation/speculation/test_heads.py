@@ -1,7 +1,11 @@
 """Multi-token prediction heads: read from checkpoints, computed as their formula says, drafts from accepted tokens."""
 
+import contextlib
+import copy
 import json
+import random
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,7 +19,9 @@ import transformers
 import vbrt
 from tests.generation.speculation.mtp_models import FAMILIES, LAYERS, Written, written
 from vbrt.errors import CheckpointError, WrapError
-from vbrt.generation.speculation.heads import Heads, heads_for, hidden_states_fed
+from vbrt.generation.capture.exact_attention import as_captured
+from vbrt.generation.speculation.heads import Heads, heads_for
+from vbrt.generation.speculation.pass_states import PassStates, hidden_states_fed
 from vbrt.generation.speculation.sampling_noise import Noise, greedy
 from vbrt.generation.speculation.sequences import Sequences
 from vbrt.libraries.transformers_api import DynamicCache
@@ -322,6 +328,11 @@ def test_passes_of_generate_are_fed_in_order(wrapped):
     torch.testing.assert_close(torch.cat([hidden_BTD for _, hidden_BTD in fed], 1), wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_passes_under_capture_are_not_fed(wrapped):
+    with hidden_states_fed(wrapped.vbrt.module, lambda start, hidden_BTD: pytest.fail("fed")), as_captured():
+        wrapped(ids_of(1, 3), use_cache=True)
+
+
 def test_a_call_gets_its_drafter_or_the_reason(checkpoint):
     ids = ids_of(1, 4)
     with vbrt.wrap(loaded(checkpoint.directory), "dense", tiers=CPU) as vb:
@@ -330,6 +341,197 @@ def test_a_call_gets_its_drafter_or_the_reason(checkpoint):
         assert "in a cache" in heads_for(attachment, ids, torch.ones(1, 6), load=True)
         assert isinstance(heads_for(attachment, ids, None, load=True), Heads)
         assert isinstance(heads_for(attachment, ids, torch.ones(1, 4), load=False), Heads)
+
+
+# -- in generate ------------------------------------------------------------------------------------------------------
+
+TOKENS = 20
+GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 1.2, "seed": 5}
+
+
+def padded_prompts() -> dict[str, Tensor]:
+    ids, mask = ids_of(2, 6), torch.ones((2, 6), dtype=torch.int64)
+    mask[1, :2] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def run(vb, prompts: dict[str, Tensor], **kwargs):
+    settings = {"max_new_tokens": TOKENS, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+    return vb.generate(**prompts, **settings, **kwargs)
+
+
+class Seen:
+    """What heads are fed and propose, with the first drafts of most rounds replaced by right ones.
+
+    Attributes:
+        fed: (start, states) of each feed.
+        asked: (sequences, drafts) of each proposal.
+        sizes: tokens whose states are held after a pass.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        """tokens: of plain decoding."""
+        self._tokens, self.sizes = tokens, set[int]()
+        self.fed: list[tuple[int, Tensor]] = []
+        self.asked: list[tuple[Sequences, Tensor]] = []
+
+    @contextlib.contextmanager
+    def during(self) -> Iterator[None]:
+        dice, feed, propose, note = random.Random(4), Heads.feed, Heads.propose, PassStates.note
+
+        def fed(heads, start: int, hidden_BTD: Tensor) -> None:
+            self.fed.append((start, hidden_BTD.clone()))
+            feed(heads, start, hidden_BTD)
+
+        def proposed(heads, sequences: Sequences, k: int) -> Tensor:
+            drafts = propose(heads, sequences, k)
+            self.asked.append((copy.copy(sequences), drafts))
+            right, place = dice.randint(0, drafts.shape[1]), sequences.length
+            return torch.cat([self._tokens[:, place : place + right], drafts[:, right:]], 1)
+
+        def noted(found: PassStates, start: int, hidden_BTD: Tensor) -> None:
+            note(found, start, hidden_BTD)
+            self.sizes.add(found._hidden.shape[1])
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PassStates, "note", noted)
+            patch.setattr(Heads, "feed", fed)
+            patch.setattr(Heads, "propose", proposed)
+            yield
+
+    @property
+    def states(self) -> Tensor:
+        """All states that were fed, in order, none twice."""
+        starts, states = zip(*self.fed, strict=True)
+        ends = [start + piece.shape[1] for start, piece in self.fed]
+        assert [0, *ends[:-1]] == list(starts)
+        return torch.cat(states, 1)
+
+
+def assert_plain(got, plain) -> None:
+    assert torch.equal(got.sequences, plain.sequences)
+    assert len(got.logits) == len(plain.logits) and all(map(torch.equal, got.logits, plain.logits))
+
+
+def states_of_steps(vb, prompts: dict[str, Tensor], how: dict) -> Tensor:
+    """States of eager passes of one token after the prompt's."""
+    fed: list[Tensor] = []
+    with hidden_states_fed(vb.vbrt.module, lambda start, hidden_BTD: fed.append(hidden_BTD)):
+        run(vb, prompts, **how)
+    return torch.cat(fed, 1)
+
+
+@pytest.fixture(params=["deepseek_v3", "glm4_moe"])
+def of_family(request, tmp_path):
+    written(request.param, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def short_buckets(monkeypatch):
+    monkeypatch.setattr("vbrt.generation.static.length_buckets.BLOCK", 4)
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_heads_draft_for_captured_steps(how, of_family, short_buckets):
+    with vbrt.wrap(loaded(of_family), "fp4", tiers=CPU) as vb:
+        prompts = padded_prompts()
+        plain = run(vb, prompts, **how)
+        seen = Seen(plain.sequences)
+        with seen.during():
+            assert_plain(run(vb, prompts, **how, speculate=2, drafter="heads"), plain)  # loads them, and captures anew
+        counted = vb.stats().speculation.by_drafter["heads"]
+        assert counted["rounds"] > 4 and 0 < counted["accepted"] < counted["drafted"]
+        assert not vb.stats().fallbacks and not vb.stats().steps.eager
+        assert vb.stats().steps.recordings == 4  # two buckets without a head, and two with one
+        assert_plain(run(vb, prompts, **how), plain)
+        assert not vb.vbrt.module.get_decoder()._forward_hooks
+        assert (
+            {3, 6} <= seen.sizes <= {6, 1, 2, 3}
+        )  # the prompt's, a step's, and those of a round with one draft or two
+        ids, mask = plain.sequences, nn.functional.pad(prompts["attention_mask"], (0, TOKENS - 1), value=1)
+        wanted = states(vb, ids[:, :-1], mask)
+        torch.testing.assert_close(seen.states * mask[..., None], wanted * mask[..., None], rtol=1e-4, atol=1e-4)
+        assert len(seen.asked) == counted["rounds"]
+        for sequences, proposed in seen.asked:
+            heads = Heads(head_of(vb), prompts["attention_mask"])
+            heads.feed(0, wanted[:, : sequences.length - 1])
+            assert torch.equal(proposed, heads.propose(sequences, proposed.shape[1])) and proposed.shape[1] in (1, 2)
+
+
+def in_bfloat16(directory) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_heads_draft_for_exact_steps_that_are_captured(how, tmp_path, request):
+    written("glm4_moe", tmp_path)  # DeepSeek's attention is not captured with its bits
+    with vbrt.wrap(in_bfloat16(tmp_path), "exact", tiers=CPU) as vb:
+        prompts = padded_prompts()
+        wanted = states_of_steps(vb, prompts, how)
+        request.getfixturevalue("recorded")
+        plain = run(vb, prompts, **how)
+        seen = Seen(plain.sequences)
+        with seen.during():
+            assert_plain(run(vb, prompts, **how, speculate=2, drafter="heads"), plain)
+        assert vb.stats().speculation.by_drafter["heads"]["rounds"] > 4 and vb.stats().steps.captured > 0
+        assert torch.equal(seen.states, wanted)
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_heads_draft_for_exact_steps_that_are_eager(how, tmp_path):
+    written("glm4_moe", tmp_path, first_k_dense_replace=LAYERS + 1)  # experts run in no row-wise pass
+    with vbrt.wrap(in_bfloat16(tmp_path), "exact", tiers=CPU) as vb:
+        prompts = padded_prompts()
+        wanted, plain = states_of_steps(vb, prompts, how), run(vb, prompts, **how)
+        seen = Seen(plain.sequences)
+        with seen.during():
+            assert_plain(run(vb, prompts, **how, speculate=2, drafter="heads"), plain)
+        counted = vb.stats().speculation.by_drafter["heads"]
+        assert counted["rounds"] > 4 and 0 < counted["accepted"] < counted["drafted"]
+        assert torch.equal(seen.states, wanted)
+
+
+def test_heads_draft_for_passes_that_keep_the_distribution(of_family):
+    with vbrt.wrap(in_bfloat16(of_family), "exact", tiers=CPU) as vb:
+        prompts = padded_prompts()
+        wanted, plain = states_of_steps(vb, prompts, GREEDY), run(vb, prompts, **GREEDY)
+        seen = Seen(plain.sequences)
+        with seen.during():
+            got = run(vb, prompts, **GREEDY, speculate=2, drafter="heads", exactness="distribution")
+        counted = vb.stats().speculation.by_drafter["heads"]
+        assert counted["rounds"] > 4 and counted["accepted"] > 0 and not vb.stats().fallbacks
+        alike = (got.sequences == plain.sequences).all(0).long().cumprod(0)[:-1].bool()  # rounding may change a token
+        assert alike.sum() > 8
+        near = nn.functional.cosine_similarity(seen.states[:, alike].float(), wanted[:, alike].float(), dim=-1)
+        assert (near > 0.98).float().mean() > 0.9  # it may change experts
+
+
+def test_heads_draft_unasked_once_they_are_loaded(of_family):
+    with vbrt.wrap(loaded(of_family), "fp4", tiers=CPU) as vb:
+        prompts, calls = padded_prompts(), GREEDY | {"speculate": 2}
+        run(vb, prompts, **calls)
+        assert attached_to(vb.vbrt.module).head is None and not vb.stats().fallbacks
+        assert "heads" not in vb.stats().speculation.by_drafter
+        vbrt.load_heads(vb)
+        run(vb, prompts, **calls)
+        assert vb.stats().speculation.by_drafter["heads"]["rounds"] > 4
+        captured, attachment = vb.stats().steps.recordings, attached_to(vb.vbrt.module)
+        run(vb, prompts, **calls)
+        assert vb.stats().steps.recordings == captured
+        head, attachment.head = attachment.head, None
+        run(vb, prompts, **calls)
+        assert vb.stats().steps.recordings > captured  # without a result that nothing reads
+        assert not attached_to(head).closed
+
+
+def test_heads_that_cannot_be_loaded_are_named(of_family):
+    with vbrt.wrap(loaded(of_family), "fp4", tiers=CPU) as vb:
+        vb.vbrt.module.config._name_or_path = ""
+        prompts = padded_prompts()
+        with pytest.warns(UserWarning, match="not loaded from files"):
+            run(vb, prompts, **GREEDY, speculate=2, drafter="heads")
+        assert any("not loaded from files" in reason for reason in vb.stats().fallbacks)
 
 
 def test_a_model_that_came_from_nowhere_has_no_head():

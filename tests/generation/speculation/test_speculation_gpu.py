@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import vbrt
+from tests.generation.speculation.oracle import oracle
+from vbrt.generation.capture import captured_step
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu
@@ -79,3 +81,49 @@ def test_a_coarse_pass_runs_the_fused_kernel_on_pages_that_exact_passes_merge():
         kernels = {event.key for event in profiler.key_averages()}
         assert any("linear_kernel" in name for name in kernels) and not any("decode" in name for name in kernels)
     fp4.close()
+
+
+@pytest.mark.parametrize("how", ["resident", "streamed"])
+@pytest.mark.parametrize(
+    ("preset", "compute"),
+    [
+        ("fp4", {}),
+        ("nf4", {}),
+        ("mxint8", {}),
+        ("exact", {"exactness": "rounded"}),
+        ("dense", {"exactness": "rounded"}),
+    ],
+    ids=["fp4", "nf4", "mxint8", "exact", "dense"],
+)
+def test_rows_of_captured_steps_have_their_bits(preset, compute, how, monkeypatch):
+    """From Python at first, then as graphs."""
+    config = vbrt.load_config(preset, weights={"min_parameters": 0}, compute=compute)
+    pages = [swap.page_bytes for swap in vbrt.make_plan(model(), config).swaps]
+    tiers = {"gpu": {"budget": max(9 * max(pages), sum(pages) // 2)}} if how == "streamed" else {}
+    monkeypatch.setattr(captured_step, "_LIVE", 2)
+    with vbrt.wrap(model(), config, tiers=tiers) as vb:
+        for batch, drawn in ((1, {"do_sample": False}), (3, {"do_sample": True, "seed": 4})):
+            ids = torch.randint(3, 500, (batch, 20), device="cuda")
+            mask = torch.ones_like(ids)
+            mask[1:, :3] = 0
+            settings = {"attention_mask": mask, "max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": None, **drawn}
+            settings |= {"return_dict_in_generate": True, "output_logits": True}
+            plain = vb.generate(ids, **settings)
+            oracle(monkeypatch, plain.sequences)
+            for _ in range(2):
+                got = vb.generate(ids, **settings, speculate=4, drafter="ngrams")
+                assert torch.equal(plain.sequences, got.sequences)
+                assert all(map(torch.equal, plain.logits, got.logits))
+        counted = vb.stats().speculation
+        assert counted.rounds < counted.tokens
+        assert not any("speculate" in reason for reason in vb.stats().fallbacks), vb.stats().fallbacks
+
+
+def test_an_assistant_in_the_same_tiers_drafts():
+    ids = torch.randint(3, 500, (1, 20), device="cuda")
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    with vbrt.wrap(model(), "fp4", weights={"min_parameters": 0}) as vb:
+        plain = vb.generate(ids, **settings)
+        for small in (model(), vbrt.wrap(model(), "fp4", weights={"min_parameters": 0}, runtime=vb.runtime)):
+            assert torch.equal(vb.generate(ids, **settings, assistant_model=small, speculate=3), plain)
+        assert vb.stats().speculation.by_drafter["assistant"]["accepted"] > 0

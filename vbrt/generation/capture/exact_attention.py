@@ -25,6 +25,7 @@ from torch import Tensor
 
 from vbrt.generation.fusion.graph_backends import outside
 from vbrt.generation.fusion.step_graph import StepGraph
+from vbrt.generation.fusion.step_rows import current_row
 from vbrt.generation.static.cache_kinds import NotRecordable
 from vbrt.generation.static.static_cache import Slots, Statics
 from vbrt.host.host_memory import storage_of
@@ -91,7 +92,7 @@ class ExactAttention:
 
     def __init__(self, statics: Statics) -> None:
         self._statics = statics
-        self._made: dict[_Mask, Tensor | None] = {}
+        self._made: dict[tuple[_Mask, int], Tensor | None] = {}
 
     @contextlib.contextmanager
     def of(self, model: Any) -> Iterator[None]:
@@ -115,27 +116,34 @@ class ExactAttention:
         return self._statics.growing_with(key)
 
     def attend(
-        self, call: "_Call", query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, given: dict[str, Tensor]
+        self,
+        call: "_Call",
+        row: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        padding: Tensor | None,
+        given: dict[str, Tensor],
     ) -> Tensor:
-        """Attention of one step, [B, 1, H, D], to the keys up to the new token."""
+        """Attention of one step, [B, 1, H, D], to the keys up to the new token; `row`: steps ahead of the cache."""
         if call.growing is not None:
-            slots = self._statics.slots_up_to_next(call.growing)
+            slots = self._statics.slots_up_to_next(call.growing, row)
             key, value = key[:, :, slots], value[:, :, slots]
             given = {name: of[..., slots] if name in _OVER_KEYS else of for name, of in given.items()}
         with as_captured(wanted=False):
-            mask = None if call.mask is None else self._mask(call.mask, padding)
+            mask = None if call.mask is None else self._mask(call.mask, row, padding)
             return call.function(call.module, query, key, value, mask, **call.kwargs, **given)[0]
 
-    def _mask(self, mask: _Mask, padding: Tensor | None) -> Tensor | None:
-        if mask not in self._made:
+    def _mask(self, mask: _Mask, row: int, padding: Tensor | None) -> Tensor | None:
+        if (mask, row) not in self._made:
             given = dict(mask.given, attention_mask=padding)
             if mask.growing is not None:
-                size, first, length = self._statics.sizes_of_next(mask.growing)
+                size, first, length = self._statics.sizes_of_next(mask.growing, row)
                 given |= {"kv_length": size, "kv_offset": first, "q_offset": length}
                 if padding is not None:
                     given["attention_mask"] = padding[:, : length + 1]
-            self._made[mask] = mask.make(**given)
-        return self._made[mask]
+            self._made[mask, row] = mask.make(**given)
+        return self._made[mask, row]
 
     def check(self, step: StepGraph) -> None:
         """Raise StepRefused if a traced step reads a bucket of keys elsewhere than in attention."""
@@ -165,7 +173,7 @@ _OVER_KEYS = ("position_bias",)
 
 def _attend(attend: Callable[..., Tensor], call: _Call, *tensors: Any) -> Tensor:
     """Leaf of a traced step: `ExactAttention.attend`."""
-    return outside(functools.partial(attend, call, *tensors))
+    return outside(functools.partial(attend, call, current_row(), *tensors))
 
 
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,16 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.errors import first_line
-from vbrt.generation.capture.captured_step import Kept, PagesMoved, Recording, Terms, answer_captures, difference
+from vbrt.generation.capture.captured_step import (
+    Feed,
+    Kept,
+    PagesMoved,
+    Recording,
+    RowsRecording,
+    Terms,
+    answer_captures,
+    difference,
+)
 from vbrt.generation.capture.model_fingerprint import attributes, changed, fingerprint, why_eager
 from vbrt.generation.capture.mutation_watch import Watch
 from vbrt.generation.capture.step_io import Call, cache_in, ids_in, new_tokens, take_apart
@@ -38,7 +47,7 @@ from vbrt.generation.static.static_cache import Statics, is_entered, leave, offe
 from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.report.stats import StepCounts
 
-__all__ = ["CUSTOM", "KEEPS_BITS", "OFF", "STREAMS", "Session", "Steps"]
+__all__ = ["CUSTOM", "KEEPS_BITS", "OFF", "STREAMS", "NotNow", "Session", "Steps"]
 
 #: static caches kept from one `generate` call to the next, by shape (LRU)
 _KEPT = 2
@@ -56,6 +65,10 @@ CUSTOM = "custom_generate runs its own decoding loop"
 EXPECTED = (NO_CACHE, SEVERAL, CUSTOM, OFF, STREAMS, KEEPS_BITS)
 
 Plain = Callable[..., Any]
+
+
+class NotNow(NotRecordable):
+    """Rows cannot be computed in one pass at this place of a call; later they may."""
 
 
 class Differs(NotRecordable):
@@ -115,6 +128,10 @@ class Steps:
     def exact(self) -> bool:
         """True if captured steps of full precision attend as eager ones do."""
         return self._terms.exact
+
+    def kind(self) -> object:
+        """Return the kind of the thread's steps."""
+        return self._terms.kind()
 
     def refusal(self) -> str:
         """Return why no forward of this phase and precision can be captured; "" if one can."""
@@ -233,12 +250,27 @@ class Steps:
         self.record_us += (time.perf_counter_ns() - begun) // 1000
         return recording
 
-    def replayed(self, plain: Plain, call: Call, kept: Kept) -> tuple[Any, Recording]:
+    def replayed(self, plain: Plain, call: Call, kept: Kept, feed: Feed | None) -> tuple[Any, Recording]:
         """Replay a step, after an eager check if replays like it have not been checked often enough."""
         recording = self.recording(plain, call, kept)
         if not self.is_checked(call, recording, kept.statics):
             self._check(plain, call, kept.statics, recording)
-        return recording.replay(call, kept.statics), recording
+        return recording.replay(call, kept.statics, feed), recording
+
+    def rows(self, plain: Plain, calls: Sequence[Call], kept: Kept) -> RowsRecording:
+        """Return the captured step for as many rows as there are calls, made now on first use.
+
+        Raises:
+            NotNow: the step has not been captured or checked yet.
+            NotRecordable: it cannot be computed for several rows.
+        """
+        key = calls[0].form, kept.statics.span
+        step = kept.recordings.get(key)
+        if step is None or not self.is_checked(calls[0], step, kept.statics):
+            raise NotNow("the step is not captured yet")
+        if (*key, len(calls)) not in kept.rows:
+            kept.rows[(*key, len(calls))] = RowsRecording(step, calls, kept, self._terms)
+        return kept.rows[(*key, len(calls))]
 
     def is_checked(self, call: Call, recording: Recording, statics: Statics) -> bool:
         """True if replays like this one have been checked against eager steps often enough."""
@@ -290,10 +322,11 @@ class Steps:
 
 
 class Session:
-    """One `generate` call."""
+    """One `generate` call. Attributes: feed: takes the hidden states of replays, where a step has them."""
 
     def __init__(self, steps: Steps, limit: int | None, why_not: str | None, *, watched: bool) -> None:
         self._steps, self._limit, self._why = steps, limit, why_not
+        self._whys: dict[object, str] = {}  # kind of step -> why it runs eagerly; "": it is captured
         self._watched, self._watch = watched, None
         self.thread = threading.get_ident()
         self._kept: Kept | None = None
@@ -304,7 +337,9 @@ class Session:
         self._begin: Callable[[], None] | None = None
         self._last: Call | None = None  # the previous step and its capture, which the next step probably shares
         self._recording: Recording | None = None
+        self._ready = set[object]()  # kinds of steps that are captured in this bucket, and checked
         self.nested = 0
+        self.feed: Feed | None = None
 
     def defer(self, begin: Callable[[], None]) -> bool:
         """Let the call's next forward begin its pass, unless it replays. False if that forward is not this call's."""
@@ -344,12 +379,17 @@ class Session:
         try:
             call = self._next(found, kwargs)
             if call is not None:
-                return self._recording.replay(call, self._kept.statics)
+                return self._recording.replay(call, self._kept.statics, self.feed)
             return self._first(plain, found, kwargs)
         except PagesMoved:
-            self._let_go(found[1])
-            self._why = self._steps.renew()
+            self._renew(found[1])
         return self._first(plain, found, kwargs)
+
+    def _renew(self, cache: Any) -> str:
+        """Drop captures after pages have moved; return why no new ones can be made, "" if they can."""
+        self._let_go(cache)
+        self._whys = {self._steps.kind(): self._steps.renew()}
+        return self._whys[self._steps.kind()]
 
     def _next(self, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Call | None:
         """Fast path: return the call if the previous step's capture serves it; None if it may need another."""
@@ -357,6 +397,8 @@ class Session:
         if last is None or found is None or torch.is_grad_enabled():
             return None
         if not self._steps.still_good() or not self._holds(found[1]) or self._is_changed():
+            return None
+        if last.form[0] != self._steps.kind():
             return None
         call, span = last.next(kwargs, self._kept.statics.length), self._kept.statics.span
         if call is None or not span.start <= (call.length or 0) < span.end:
@@ -368,9 +410,63 @@ class Session:
 
     def _first(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Any:
         call = self._call(plain, found, kwargs)
-        out, self._recording = self._steps.replayed(plain, call, self._kept)
-        self._last = call if self._steps.is_checked(call, self._recording, self._kept.statics) else None
+        out, self._recording = self._steps.replayed(plain, call, self._kept, self.feed)
+        checked = self._steps.is_checked(call, self._recording, self._kept.statics)
+        self._last = call if checked else None
+        if checked:
+            self._ready.add(self._steps.kind())
         return out
+
+    def rows(self, plain: Plain, kwargs: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Compute consecutive captured steps in one pass, each with its own bits; return their results.
+
+        Raises:
+            NotNow: they cannot be in this place; nothing has changed.
+            NotRecordable: they cannot be; nothing has changed.
+        """
+        found = cache_in(kwargs[0])
+        try:
+            rows, calls = self._rows(plain, found, kwargs)
+            return rows.replay(calls, self.feed)
+        except PagesMoved as error:
+            self._renew(found[1])
+            raise NotNow(str(error)) from error
+        except torch.OutOfMemoryError as error:
+            self._let_go(found[1], copied=False)  # no copy: it keeps the memory, as captures are released
+            self._steps.release()
+            self._why = f"no memory for it: {first_line(error)}"
+            raise NotRecordable(self._why) from error
+
+    def _rows(
+        self, plain: Plain, found: tuple[str, Any], kwargs: Sequence[Mapping[str, Any]]
+    ) -> tuple[RowsRecording, list[Call]]:
+        first = self._call(plain, found, kwargs[0])
+        if len(kwargs) > self._kept.statics.rows_alike():
+            raise NotNow("the rows are in several buckets of the cache")
+        calls = [first, *(first.next(each, (first.length or 0) + row) for row, each in enumerate(kwargs) if row)]
+        if None in calls:
+            raise NotRecordable("the rows have arguments of different shapes")
+        self._last = None
+        return self._steps.rows(plain, calls, self._kept), calls
+
+    def refusal(self) -> str:
+        """Return why steps of the current kind run eagerly; "": they are captured."""
+        return self._look()
+
+    @property
+    def captures(self) -> int:
+        """Count of what has been captured for this call and those before."""
+        rows = sum(rows.captures for kept in self._steps.kept for rows in kept.rows.values())
+        return self._steps.recordings + rows
+
+    @property
+    def rows_ready(self) -> bool:
+        """True if the current kind's step is captured in this bucket and checked, so that its rows can be computed."""
+        return self._steps.kind() in self._ready and self._cache is not None and self._cache() is not None
+
+    def rows_alike(self) -> int | None:
+        """Number of the next steps that one pass can compute; None if the cache is not in static memory."""
+        return None if self._cache is None or self._cache() is None else self._kept.statics.rows_alike()
 
     def _call(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Call:
         """Flatten a step's arguments, with its cache moved into static memory. Raises NotRecordable."""
@@ -379,30 +475,37 @@ class Session:
             raise NotRecordable(why)
         name, cache = found
         if not self._steps.still_good():
-            self._let_go(cache)
-            self._why = self._steps.renew()
-            if self._why:
-                raise NotRecordable(self._why)
+            why = self._renew(cache)
+            if why:
+                raise NotRecordable(why)
         if self._masks is None:
             self._masks = "decoder_attention_mask" in inspect.signature(plain).parameters
         length = self._kept.statics.length if self._holds(cache) else length_of(cache)
-        call = take_apart(kwargs, name, length, masks=self._masks)
+        call = take_apart(kwargs, name, length, kind=self._steps.kind(), masks=self._masks)
         self._place(cache, call.length or 0)
         return call
 
-    def _look(self) -> None:
-        """Inspect the model once per call: can steps be captured, and are existing captures valid."""
-        if self._why is None:
-            self._why = self._steps.why_not_now()
-            self._watch = self._steps.watch() if self._watched and not self._why else None
+    def _look(self) -> str:
+        """Return why steps of the current kind run eagerly; "": they are captured.
+
+        Inspects the model once per call and kind: can steps be captured, and are existing captures valid.
+        """
+        if self._why is not None:
+            return self._why
+        kind = self._steps.kind()
+        if kind not in self._whys:
+            self._whys[kind] = self._steps.why_not_now()
+            if self._watched and self._watch is None and not self._whys[kind]:
+                self._watch = self._steps.watch()
+        return self._whys[kind]
 
     def _is_changed(self) -> bool:
         return self._watch is not None and self._watch.sees_changes()
 
     def _why_eager(self, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> str:
-        self._look()
-        if self._why:
-            return self._why
+        why = self._look()
+        if why:
+            return why
         if self._watch is not None and not self._stepped:
             self._watch.begin_steps()
         self._stepped = True
@@ -426,15 +529,16 @@ class Session:
             self._lying = list(map(weakref.ref, layers_of(cache)))
             self._kept, self._cache = self._steps.kept_for(cache, self._limit), weakref.ref(cache)
             self._last = None  # its capture is on other memory
+            self._ready.clear()
         statics = self._kept.statics
         if statics.span != statics.span_at(length):
             statics.move_to(statics.span_at(length))
             self._last = None  # its capture is for another bucket
+            self._ready.clear()
 
     def placed(self, cache: Any) -> Statics:
         """Move a cache into static memory. Raises NotRecordable."""
-        self._look()
-        why = self._why or ("" if is_entered(cache) else why_not(cache))
+        why = self._look() or ("" if is_entered(cache) else why_not(cache))
         if why:
             raise NotRecordable(why)
         length = self._kept.statics.length if self._holds(cache) else length_of(cache)
@@ -454,7 +558,8 @@ class Session:
     def _prompt(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any], cache: Any | None) -> Any:
         """Run a prompt. `cache`: the call's only one so far, which may reuse static memory of an earlier call."""
         self._steps.compile_for(ids_in(kwargs))
-        offered = cache is not None and why_not(cache) == EMPTY and self._why is None and not torch.is_grad_enabled()
+        offered = cache is not None and why_not(cache) == EMPTY and self._why is None and not self._whys
+        offered = offered and not torch.is_grad_enabled()
         try:
             if offered:
                 self._lying = list(map(weakref.ref, layers_of(cache)))

@@ -35,6 +35,11 @@ class Written:
             tensor.copy_(held)
         self._tensors = list({id(tensor): tensor for tensor, _ in before}.values())
 
+    @property
+    def any(self) -> bool:
+        """True if there are such tensors."""
+        return bool(self._tensors)
+
     @contextlib.contextmanager
     def undone(self, undo: Undo | None = None) -> Iterator[None]:
         """Restore the tensors on exit, unless `undo.wanted` is False by then."""

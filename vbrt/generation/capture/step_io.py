@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from vbrt.generation.static.cache_kinds import NotRecordable
-from vbrt.layers.weights.linear_product import pass_precision
 from vbrt.libraries.torch_api import TreeSpec, tree_flatten, tree_unflatten
 
 __all__ = ["Call", "Results", "cache_in", "ids_in", "new_tokens", "take_apart"]
@@ -46,7 +45,7 @@ class Call:
         length: tokens before the step; None if neither the cache nor a mask tells.
         mask_name, mask: the mask argument with a column per token, int or bool [B, length + 1]; None without one.
         tensors: all other tensors, in order.
-        form: signature: steps of the same names, shapes, dtypes and constants share a capture.
+        form: signature: steps of the same kind, names, shapes, dtypes and constants share a capture.
     """
 
     cache_name: str
@@ -91,8 +90,8 @@ class Call:
             fixed[:, columns:].zero_()
 
     def next(self, kwargs: Mapping[str, Any], length: int | None) -> "Call | None":
-        """Return the next step's call; None if anything besides contents of tensors has changed."""
-        if len(kwargs) != len(self._kwargs) or pass_precision() != self.form[0]:
+        """Return a later step's call; None if anything besides contents of tensors has changed."""
+        if len(kwargs) != len(self._kwargs):
             return None
         tensors = list(self.tensors)
         for name, value in kwargs.items():
@@ -133,10 +132,13 @@ class Call:
         return self.tensors if self.mask is None else [self.mask, *self.tensors]
 
 
-def take_apart(kwargs: Mapping[str, Any], cache_name: str, length: int | None, *, masks: bool = False) -> Call:
+def take_apart(
+    kwargs: Mapping[str, Any], cache_name: str, length: int | None, *, kind: object, masks: bool = False
+) -> Call:
     """Flatten the arguments of a step.
 
     Args:
+        kind: of the step: phase and precision.
         length: tokens in the cache; None if its layers do not count.
         masks: the forward takes a mask of the decoder's tokens, and makes one of the length if it gets none.
 
@@ -157,7 +159,7 @@ def take_apart(kwargs: Mapping[str, Any], cache_name: str, length: int | None, *
             raise NotRecordable(f"an argument of the forward is {type(leaf).__name__}")
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     of_mask = None if mask is None else (mask.dtype, mask.device, mask.shape[0])
-    form = (pass_precision(), spec, cache_name, mask_name, of_mask, tuple(map(_form, leaves)))
+    form = (kind, spec, cache_name, mask_name, of_mask, tuple(map(_form, leaves)))
     versions = list(map(_version, tensors))
     at = {id(tensor): place for place, tensor in enumerate(tensors)}
     places = {name: at[id(value)] for name, value in rest.items() if isinstance(value, Tensor)}
@@ -199,9 +201,14 @@ def _form(leaf: Any) -> Any:
 
 
 class Results:
-    """Flattened results of a captured step: static tensors, and the structure to return copies in."""
+    """Flattened results of a captured step: static tensors, and the structure to return copies in.
 
-    def __init__(self, out: Any, cache: Any) -> None:
+    Args:
+        hidden: [B, 1, D], a result beside the forward's own: the decoder's last hidden state.
+    """
+
+    def __init__(self, out: Any, cache: Any, hidden: Tensor | None = None) -> None:
+        self._hidden = hidden
         self._leaves, self._spec = tree_flatten(out, is_leaf=lambda item: item is cache)
         self._cache = next((place for place, leaf in enumerate(self._leaves) if leaf is cache), None)
         self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
@@ -211,25 +218,36 @@ class Results:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Result tensors, in order."""
-        return [self._leaves[place] for place in self._places]
+        """Result tensors, in order, the hidden state last."""
+        hidden = [] if self._hidden is None else [self._hidden]
+        return [*(self._leaves[place] for place in self._places), *hidden]
 
     def put(self, tensors: Sequence[Tensor]) -> None:
         """Replace the result tensors by those of the fused step."""
+        if self._hidden is not None:
+            *tensors, self._hidden = tensors
         for place, tensor in zip(self._places, tensors, strict=True):
             self._leaves[place] = tensor
+
+    def hidden(self, rows: Sequence[Sequence[Tensor]]) -> Tensor | None:
+        """Return a copy of the hidden states [B, T, D] in the tensors of T rows; None if the step has none."""
+        return None if self._hidden is None else torch.cat([tensors[-1] for tensors in rows], dim=1)
 
     def drop_cache(self) -> None:
         """Drop the reference to the cache that was used at capture."""
         if self._cache is not None:
             self._leaves[self._cache] = None
 
-    def copied(self, call: Call, inputs: Sequence[Tensor]) -> Any:
-        """Return the result in the forward's structure: copies, but inputs passed through are the caller's tensors."""
+    def copied(self, call: Call, inputs: Sequence[Tensor], tensors: Sequence[Tensor] | None = None) -> Any:
+        """Return a result in the forward's structure: copies, but inputs passed through are the caller's tensors.
+
+        tensors: the static results, `self.tensors` if not given.
+        """
         own = {id(fixed): given for fixed, given in zip(inputs, call.given(), strict=True)}
         leaves = list(self._leaves)
-        for place in self._places:
-            leaves[place] = own[id(leaves[place])] if id(leaves[place]) in own else leaves[place].clone()
+        tensors = self.tensors if tensors is None else tensors
+        for place, tensor in zip(self._places, tensors[: len(self._places)], strict=True):
+            leaves[place] = own[id(tensor)] if id(tensor) in own else tensor.clone()
         if self._cache is not None:
             leaves[self._cache] = call.cache
         return tree_unflatten(leaves, self._spec)

@@ -20,12 +20,13 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from vbrt.generation.fusion.step_graph import StepGraph
+from vbrt.generation.fusion.step_rows import Given
 from vbrt.kernels.cpu.step import prepare
 from vbrt.kernels.operator_trace import Form, form_of, kind_of
 from vbrt.layers.experts.captured_cpu import experts_at_rest, prepare_experts
 from vbrt.libraries.torch_api import OpOverload
 
-__all__ = ["Tape"]
+__all__ = ["RowsTape", "Tape"]
 
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten._to_copy.default)
@@ -34,7 +35,13 @@ Run = Callable[[], Any]
 
 
 class Tape:
-    """Runs a step graph on static addresses. Attributes: nbytes: of the result buffers."""
+    """Runs a step graph on static addresses.
+
+    Attributes:
+        runs: its calls, in order.
+        outputs: static results.
+        nbytes: of the result buffers.
+    """
 
     def __init__(self, step: StepGraph, inputs: Sequence[Any]) -> None:
         """inputs: the tensors that the step was captured with; calls must pass the same objects."""
@@ -44,17 +51,17 @@ class Tape:
         self._values: dict[Node, Any] = dict(step.given)
         self._calls: Counter[str] = Counter()
         self._held: list[Any] = []
-        self._runs: list[Run] = []
+        self.runs: list[Run] = []
         with torch.no_grad():
             for place, node in enumerate(nodes):
                 self._add(node)
                 self._memory.end(place)
-            self._outputs = map_arg(step.graph.output_node().args[0], self._values.__getitem__)
+            self.outputs = map_arg(step.graph.output_node().args[0], self._values.__getitem__)
         self.nbytes = self._memory.nbytes
         self._held.append(self._values)
 
     def __len__(self) -> int:
-        return len(self._runs)
+        return len(self.runs)
 
     def calls(self) -> Counter[str]:
         """Number of calls by function name."""
@@ -63,9 +70,9 @@ class Tape:
     def __call__(self, *inputs: Any) -> Any:
         """Run the step; return its outputs, which the next call overwrites."""
         assert all(given is mine for given, mine in zip(inputs, self._inputs, strict=True)), "a tape knows addresses"
-        for run in self._runs:
+        for run in self.runs:
             run()
-        return self._outputs
+        return self.outputs
 
     # -- making it ----------------------------------------------------------------------------------------------------
 
@@ -80,9 +87,9 @@ class Tape:
         if writes:
             first = writes[0]
             self._values[node] = args[first] if isinstance(first, int) and first < len(args) else kwargs.get(first)
-            self._runs.append(functools.partial(target, *args, **kwargs))
+            self.runs.append(functools.partial(target, *args, **kwargs))
         elif not _gives_tensors(node):
-            self._runs.append(functools.partial(target, *args, **kwargs))
+            self.runs.append(functools.partial(target, *args, **kwargs))
         elif not self._add_prepared(node, args, kwargs):
             self._add_result(node, functools.partial(target, *args, **kwargs), args, kwargs)
 
@@ -95,7 +102,7 @@ class Tape:
             return False
         self._held.append(made)
         self._values[node] = made.results[0] if isinstance(forms, Form) else made.results
-        self._runs.append(made.run)
+        self.runs.append(made.run)
         return True
 
     def _add_result(self, node: Node, call: Run, args: tuple, kwargs: dict) -> None:
@@ -104,16 +111,16 @@ class Tape:
         if not isinstance(forms, Form):
             results = tuple(None if form is None else self._memory.empty(node, form) for form in forms)
             self._values[node] = results
-            self._runs.append(functools.partial(_copy_all, call, results))
+            self.runs.append(functools.partial(_copy_all, call, results))
             return
         result = self._values[node] = self._memory.empty(node, forms)
         out = _out_variant(node.target)
         if node.target in _COPIES:
-            self._runs.append(functools.partial(result.copy_, args[0]))
+            self.runs.append(functools.partial(result.copy_, args[0]))
         elif out is not None:
-            self._runs.append(functools.partial(out, *args, **kwargs, out=result))
+            self.runs.append(functools.partial(out, *args, **kwargs, out=result))
         else:
-            self._runs.append(functools.partial(_copy, call, result))
+            self.runs.append(functools.partial(_copy, call, result))
 
 
 def _copy(call: Run, result: Tensor) -> None:
@@ -155,6 +162,21 @@ def _out_variant(operator: Any) -> Any:
         if [(argument.name, str(argument.type)) for argument in given] == mine:
             return other
     return None
+
+
+class RowsTape:
+    """Tapes of a captured step for several rows, each call for row after row; see `step_rows.py`."""
+
+    def __init__(self, step: StepGraph, rows: Sequence[Given]) -> None:
+        """rows: what each has in place of the step's own tensors."""
+        self._tapes = [Tape(step.with_given(row), ()) for row in rows]
+
+    def __call__(self) -> list[Any]:
+        """Run the rows; return the outputs of each, which the next call overwrites."""
+        for runs in zip(*(tape.runs for tape in self._tapes), strict=True):
+            for run in runs:
+                run()
+        return [tape.outputs for tape in self._tapes]
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -114,10 +114,11 @@ class Joined:
         run: a `Program`, or the step itself.
         report: what was fused.
         first: the step's result from the traced run.
+        graph: what `run` runs; None for the step itself.
     """
 
-    def __init__(self, run: Callable[..., Any], report: JoinReport, first: Any) -> None:
-        self.run, self.report, self.first = run, report, first
+    def __init__(self, run: Callable[..., Any], report: JoinReport, first: Any, graph: StepGraph | None = None) -> None:
+        self.run, self.report, self.first, self.graph = run, report, first, graph
 
     def __call__(self, *inputs: Any) -> Any:
         """Run it; inputs have the shapes of the examples."""
@@ -242,7 +243,7 @@ def _joined(step: Callable[..., Any], inputs: Sequence[Any], how: _How) -> Joine
         graph.kept[f"no bits to keep: the step's own differ from run to run, by {own:.2g} of its norm"] += 1
     seconds, counts = time.perf_counter() - start, (before, len(program))
     report = JoinReport(dict(graph.joined), dict(graph.kept), counts, seconds, error, from_host=from_host)
-    return Joined(program, report, first)
+    return Joined(program, report, first, graph)
 
 
 def _as_it_is(recorder: StepRecorder, inputs: Sequence[Any], how: _How, refused: Joined) -> Joined:
@@ -252,7 +253,7 @@ def _as_it_is(recorder: StepRecorder, inputs: Sequence[Any], how: _How, refused:
     _restore(recorder)
     again = _joined(refused.run, inputs, how._replace(without=_ALL))
     report = replace(again.report, kept={**again.report.kept, f"everything: {refused.report.refused}": 1})
-    return Joined(again.run, report, again.first)
+    return Joined(again.run, report, again.first, again.graph)
 
 
 def _restore(recorder: StepRecorder) -> None:

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from vbrt.generation.fusion.cpu_tape import Tape
+from vbrt.generation.fusion.cpu_tape import RowsTape, Tape
 from vbrt.generation.fusion.step_graph import Program, StepGraph
+from vbrt.generation.fusion.step_rows import Given, RowsProgram
 from vbrt.host import accelerator
 from vbrt.libraries.torch_api import end_allocate_to_pool
 
@@ -43,6 +44,9 @@ class Recorder(Protocol):
 
     def program(self, step: StepGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return a runner of a step graph, on exactly these inputs."""
+
+    def rows(self, step: StepGraph, rows: Sequence[Given]) -> Callable[[], list[Any]]:
+        """Return a runner of a step graph for several rows, each with other tensors in place of some of its own."""
 
     def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> Recorded:
         """Capture a function.
@@ -112,7 +116,7 @@ class _Pieces:
 class CudaRecorder:
     """Captures CUDA graphs in one memory pool: they never run concurrently, and results are copied out."""
 
-    program, lossless = Program, True
+    program, rows, lossless = Program, RowsProgram, True
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, accelerator.graph_pool_handle()
@@ -187,7 +191,7 @@ class _Again:
 class CpuRecorder:
     """Captures steps that run CPU tapes: a replay calls the function, with little Python left in it."""
 
-    program, lossless = Tape, False
+    program, rows, lossless = Tape, RowsTape, False
 
     def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> _Again:
         """Keep the function without running it."""

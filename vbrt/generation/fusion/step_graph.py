@@ -1,7 +1,8 @@
 """Step graph: a traced step as an FX graph that fusion transforms, and an interpreter for it."""
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.fx.node import map_arg
 
 from vbrt.kernels.operator_trace import Form, StepRecorder, root_of
 
-__all__ = ["Program", "StepGraph"]
+__all__ = ["Program", "StepGraph", "last_uses"]
 
 
 class StepGraph:
@@ -29,6 +30,16 @@ class StepGraph:
         self._give = recorder.give
         self.joined: Counter[str] = Counter()
         self.kept: Counter[str] = Counter()
+
+    def with_given(self, given: Mapping[Node, Tensor]) -> "StepGraph":
+        """Return the same step on other tensors: those in `given` replace its own."""
+        other = copy.copy(self)
+        other.given = {**self.given, **given}
+        return other
+
+    def placeholder_of(self, tensor: Tensor) -> Node | None:
+        """Return the placeholder that stands for a tensor; None if the step does not read it."""
+        return next((node for node, held in self.given.items() if held is tensor and node.users), None)
 
     def calls(self, *targets: Any) -> list[Node]:
         """Nodes that call one of these operators or functions, in order."""
@@ -91,7 +102,7 @@ class Program:
         self._inputs = [by_id.get(id(tensor)) for tensor in inputs]
         self._steps = [node for node in nodes if node.op == "call_function"]
         self._output = step.graph.output_node().args[0]
-        self._last = _last_uses(self._steps, self._output)
+        self._last = last_uses(self._steps, self._output)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -114,8 +125,8 @@ class Program:
         return map_arg(self._output, fetch)
 
 
-def _last_uses(steps: Sequence[Node], output: Any) -> dict[Node, list[Node]]:
-    """Node -> results whose last use it is."""
+def last_uses(steps: Sequence[Node], output: Any) -> dict[Node, list[Node]]:
+    """Return, for each node, the results whose last use it is."""
     seen: set[Node] = set()
     map_arg(output, seen.add)
     last: dict[Node, list[Node]] = {}

@@ -10,10 +10,6 @@ What the head reads of accepted tokens stays in its KV cache; what it reads of i
 each `propose`. So drafts depend on accepted tokens only, however many of the earlier drafts were right.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -21,10 +17,9 @@ from vbrt.errors import VBError
 from vbrt.generation.speculation.load_head import load_head
 from vbrt.generation.speculation.sequences import Sequences
 from vbrt.libraries import transformers_api
-from vbrt.libraries.transformers_api import cache_of
 from vbrt.model.attachment import Attachment
 
-__all__ = ["Heads", "heads_for", "hidden_states_fed"]
+__all__ = ["Heads", "heads_for"]
 
 _CHUNK = 2048  # tokens of a prompt that the head reads at once: with padding, a mask has a row for each
 
@@ -68,7 +63,7 @@ class Heads:
         """Forget all positions; the first that the head can read is `start`."""
         self._cache = transformers_api.DynamicCache()
         self._first = self._read = start  # positions that the head has read: first <= i < read
-        self._hidden: Tensor | None = None  # states of positions from `read` on
+        self._hidden: list[Tensor] = []  # states of positions from `read` on, in pieces: a prompt's are not copied
         self._last: Tensor | None = None  # g [B, D] of the last position read
 
     @property
@@ -81,7 +76,7 @@ class Heads:
         self._restart(0)
 
     def feed(self, start: int, hidden_BTD: Tensor) -> None:
-        """Take the hidden states of a pass of the main model after its final norm; copied.
+        """Take the hidden states of a pass of the main model after its final norm; held until the head has read them.
 
         Passes are fed in order, prompts as well. States of rejected drafts may be left out, and are to be if the next
         pass may not be fed; else that pass, which begins before them, replaces them. After a gap the head reads on
@@ -92,13 +87,16 @@ class Heads:
         """
         if start > self._read + self._fed:
             self._restart(start)
-        skipped = max(0, self._read - start)  # the head has read them
-        before = [] if self._hidden is None else [self._hidden[:, : start + skipped - self._read]]
-        self._hidden = torch.cat([*before, hidden_BTD[:, skipped:].detach()], dim=1)
+        begin = max(start, self._read)  # the head has read those before
+        while (surplus := self._read + self._fed - begin) > 0:
+            last = self._hidden.pop()
+            if surplus < last.shape[1]:
+                self._hidden.append(last[:, :-surplus])
+        self._hidden.append(hidden_BTD[:, begin - start :].detach())
 
     @property
     def _fed(self) -> int:
-        return 0 if self._hidden is None else self._hidden.shape[1]
+        return sum(piece.shape[1] for piece in self._hidden)
 
     def propose(self, sequences: Sequences, k: int) -> Tensor:
         """See `Drafter`. Nothing if the hidden state of the last token that a pass has read was not fed."""
@@ -124,9 +122,12 @@ class Heads:
         mask = self._mask(end)
         places = _places(ids, mask, end)
         self._prompts += self._last is None and self._read < end
+        if len(self._hidden) > 1:
+            self._hidden = [torch.cat(self._hidden, dim=1)]
         while self._read < end:
             begin, until = self._read, min(end, self._read + _CHUNK)
-            hidden_BTD, self._hidden = self._hidden.split([until - begin, self._fed - (until - begin)], dim=1)
+            hidden_BTD, rest_BTD = self._hidden[0].tensor_split([until - begin], dim=1)
+            self._hidden = [rest_BTD] if rest_BTD.shape[1] else []
             seen = None if mask is None else mask[:, self._first : until]
             tokens = ids[:, begin + 1 : until + 1]
             g_BTD = self._head(tokens, hidden_BTD, seen, places[:, begin:until], self._cache)
@@ -145,20 +146,3 @@ def _places(ids: Tensor, mask: Tensor | None, length: int) -> Tensor:
     if mask is None:
         return torch.arange(length, dtype=torch.int64, device=ids.device)[None]
     return (mask.long().cumsum(-1) - 1).clamp_(min=0)
-
-
-@contextlib.contextmanager
-def hidden_states_fed(model: nn.Module, feed: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Context in which every eager pass of a transformers model on a KV cache is fed; replayed passes call no hook."""
-
-    def hook(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        cache = cache_of(kwargs) or cache_of(output)
-        if cache is not None:
-            hidden_BTD = output.last_hidden_state
-            feed(cache.get_seq_length() - hidden_BTD.shape[1], hidden_BTD)
-
-    handle = model.get_decoder().register_forward_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()

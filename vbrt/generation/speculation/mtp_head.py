@@ -73,8 +73,9 @@ class _MTPHead(nn.Module):
         transformers_api.set_attention(config, "sdpa" if getattr(decoder, "_supports_sdpa", False) else "eager")
         super().__init__(config)
         self._main = weakref.ref(model)
-        self.enorm, self.hnorm, self.norm = (copy.deepcopy(decoder.norm) for _ in range(3))
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        own = self.eh_proj.weight.dtype  # all of one dtype take that of the files, another would be kept
+        self.enorm, self.hnorm, self.norm = (copy.deepcopy(decoder.norm).to(own) for _ in range(3))
         self.layers = nn.ModuleList([type(decoder.layers[index])(config, index)])
         for module in self.layers.modules():
             if hasattr(module, "layer_idx"):
@@ -85,7 +86,9 @@ class _MTPHead(nn.Module):
     def forward(
         self, input_ids: Tensor, hidden_BTD: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Any
     ) -> Tensor:
-        """Return g [B, T, D] after T tokens more than the cache holds.
+        """Return g [B, T, D] after T tokens more than the cache holds, in the main model's dtype.
+
+        The head computes in that of its files: the main model may have been loaded in another.
 
         Args:
             input_ids: int64 [B, T], t_i+1 of each position i.
@@ -93,8 +96,8 @@ class _MTPHead(nn.Module):
             attention_mask: [B, S], 0 for positions i of padding, those of the cache included; None: there is none.
             position_ids: int64 [B, T] of positions i.
         """
-        embedded_BTD = self.main.get_input_embeddings()(input_ids)
-        x_BTD = self.eh_proj(torch.cat([self.enorm(embedded_BTD), self.hnorm(hidden_BTD)], dim=-1))
+        embedded_BTD, own = self.main.get_input_embeddings()(input_ids), self.norm.weight.dtype
+        x_BTD = self.eh_proj(torch.cat([self.enorm(embedded_BTD.to(own)), self.hnorm(hidden_BTD.to(own))], dim=-1))
         out = self.layers[0](
             x_BTD,
             attention_mask=self._mask(x_BTD, attention_mask, cache.get_seq_length()),
@@ -103,7 +106,7 @@ class _MTPHead(nn.Module):
             use_cache=True,
             **{self._cache_name: cache},
         )
-        return self.norm(out[0] if isinstance(out, tuple) else out)
+        return self.norm(out[0] if isinstance(out, tuple) else out).to(embedded_BTD.dtype)
 
     def logits(self, g_BD: Tensor) -> Tensor:
         """Return the logits [B, V] of the tokens after those of a forward."""

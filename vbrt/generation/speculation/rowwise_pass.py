@@ -21,16 +21,13 @@ single-token passes first. Unsupported operations are refused (`NotByToken`).
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from vbrt.generation.fusion.deterministic_attention import steady_attention
 from vbrt.generation.speculation.bitwise_equivalence import first_that_agrees, form_of
-from vbrt.generation.static.static_cache import Statics
-from vbrt.host.host_memory import storage_of
 from vbrt.layers.weights.linear_product import products_by, shared_product
 from vbrt.libraries.torch_api import DisableTorchFunction
 from vbrt.libraries.transformers_attention import NotRouted, Route
@@ -94,25 +91,22 @@ _here = _Here()
 
 
 @contextlib.contextmanager
-def one_by_one(model: Any, cache: Any, shape: tuple[int, int], statics: Statics | None = None) -> Iterator[None]:
+def one_by_one(model: Any, cache: Any, shape: tuple[int, int]) -> Iterator[None]:
     """Compute each token of passes in a `with` block like a single-token pass.
 
     Args:
         model: of transformers, with attention through its AttentionInterface.
         cache: of the pass; layers as `cache_refusals.cache_refusal` accepts.
         shape: (sequences, tokens per sequence) of the pass.
-        statics: static memory with the cache, to match captured steps, which attend to a masked bucket. None: match
-            eager steps.
 
     Raises:
         NotByToken: (also in the block) an operation is not supported.
         NotRouted: nor is the model's attention.
     """
-    here = _Pass(cache, shape[1], statics)
+    here = _Pass(cache, shape[1])
     before, _here.now = _here.now, here
     try:
-        attention = steady_attention(wanted=statics is not None and statics.steady)
-        with _ROUTE.of(model), products_by(here), attention, _Sums(*shape):
+        with _ROUTE.of(model), products_by(here), _Sums(*shape):
             yield
     finally:
         _here.now = before
@@ -139,17 +133,10 @@ class _Pass:
 
     Attributes:
         kept: sliding or not -> per token, (key count, offset) of a single-token pass.
-        attending: True during attention, whose reductions are not intercepted.
     """
 
-    def __init__(self, cache: Any, tokens: int, statics: Statics | None) -> None:
-        self.cache, self.tokens, self.statics, self.attending = cache, tokens, statics, False
-        self.kept: dict[bool, list[tuple[int, int]]] = {}
-        if statics is None:
-            self._see_keys()
-
-    def _see_keys(self) -> None:
-        cache, tokens = self.cache, self.tokens
+    def __init__(self, cache: Any, tokens: int) -> None:
+        self.cache, self.tokens = cache, tokens
         length = cache.get_seq_length()
         self.kept = {False: [(length + 1 + token, 0) for token in range(tokens)]}
         for layer in cache.layers:
@@ -161,13 +148,6 @@ class _Pass:
         """Return, per token, its slice of `length` keys, the last of which are the pass's own."""
         ends = [length - self.tokens + 1 + token for token in range(self.tokens)]
         return [slice(end - kept, end) for end, (kept, _) in zip(ends, self.kept[sliding], strict=True)]
-
-    def block(self, *, sliding: bool) -> tuple[int, int]:
-        """Return the number of slots that captured steps attend to, and the position of the first."""
-        for layer in self.cache.layers:
-            if layer.is_sliding is sliding:
-                return self.statics.span.end - layer.first, layer.first
-        raise NotByToken("a mask for a window that no layer of the cache has")
 
     def product(self, handle: Any, kernels: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x Wᵀ + bias for x [B, T, K], token by token under one lease."""
@@ -205,7 +185,7 @@ class _Sums(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name not in _WATCHED or (_here.now is not None and _here.now.attending):
+        if name not in _WATCHED:
             return func(*args, **kwargs)
         if name in _SUMS:
             x = args[0] if args else kwargs.get("input")
@@ -244,15 +224,7 @@ class _Sums(TorchFunctionMode):
 
 
 class _Masks(list):
-    """One mask per token, as in single-token passes.
-
-    Attributes:
-        added: additive masks.
-        whole: mask of all tokens, if they attend to one bucket.
-    """
-
-    added: Sequence[torch.Tensor] = ()
-    whole: torch.Tensor | None = None
+    """One mask per token, as in single-token passes."""
 
 
 def _masks(*args: Any, **kwargs: Any) -> Any:
@@ -266,8 +238,6 @@ def _masks(*args: Any, **kwargs: Any) -> Any:
     if args or kwargs["q_length"] != here.tokens:
         raise NotByToken(f"a mask of {kwargs.get('q_length')} queries")
     sliding = kwargs.get("local_size") is not None
-    if here.statics is not None:
-        return _masks_of_block(make, here, kwargs, sliding=sliding)
     if sliding not in here.kept:
         raise NotByToken("a mask for a window that no layer of the cache has")
     masks = _Masks()
@@ -280,24 +250,6 @@ def _masks(*args: Any, **kwargs: Any) -> Any:
     return masks
 
 
-def _masks_of_block(make: Callable[..., Any], here: _Pass, kwargs: dict[str, Any], *, sliding: bool) -> _Masks:
-    """Make masks of captured steps: over all slots of a bucket."""
-    size, first = here.block(sliding=sliding)
-    own = {"kv_length": size, "kv_offset": first, "allow_is_causal_skip": False}
-    padding = kwargs.get("attention_mask")
-    if padding is not None:
-        own["attention_mask"] = torch.nn.functional.pad(padding, (0, first + size - padding.shape[1]))
-    whole = make(**{**kwargs, **own})
-    masks = _Masks(_each(whole, 2))
-    masks.whole = whole
-    masks.added = masks if whole.dtype is not torch.bool else _each(_as_numbers(whole, kwargs["dtype"]), 2)
-    return masks
-
-
-def _as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-
-
 def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
     """The model's attention, one query at a time."""
     here, attend = _here.now, _ROUTE.own_attention(module)
@@ -306,78 +258,11 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
     if type(attention_mask) is not _Masks or query.shape[2] != here.tokens:
         raise NotByToken(f"{type(module).__name__} makes its own attention mask")
     layer = here.cache.layers[module.layer_idx]
-    if here.statics is not None and here.statics.steady:
-        return _steadily(here, attend, module, (query, _block_of(layer, key), attention_mask), kwargs), None
     with DisableTorchFunction():
-        if here.statics is None:
-            pairs, ways = _keys_until(here, layer, key, value), []
-        else:
-            block = _block_of(layer, key)
-            pairs = [block] * here.tokens
-            ways = [functools.partial(_over_one_block, attend, module, query, block, attention_mask, kwargs)]
-        form = "attention", type(module), form_of(query), form_of(pairs[0][0]), form_of(attention_mask[0])
-        return first_that_agrees(
-            form, ways, functools.partial(_by_query, attend, module, query, pairs, attention_mask, kwargs)
-        ), None
-
-
-def _steadily(here: _Pass, attend: Callable, module: Any, given: tuple, kwargs: dict) -> torch.Tensor:
-    """Batch-invariant attention: all queries in one launch if bitwise equal, else one launch per query."""
-    query, block, masks = given
-    form = "steady", type(module), form_of(query), form_of(block[0]), form_of(masks.whole)
-    here.attending = True
-    try:
-        ways = [lambda: attend(module, query, *block, masks.whole, **kwargs)[0]]
-        by_query = functools.partial(_by_query, attend, module, query, [block] * here.tokens, masks, kwargs)
-        return first_that_agrees(form, ways, by_query)
-    finally:
-        here.attending = False
-
-
-def _by_query(
-    attend: Callable, module: Any, query: torch.Tensor, pairs: Sequence[tuple], masks: Sequence[Any], kwargs: dict
-) -> torch.Tensor:
-    queries = _each(query, 2)
-    return torch.cat(
-        [attend(module, q, *pair, mask, **kwargs)[0] for q, pair, mask in zip(queries, pairs, masks, strict=True)], 1
-    )
-
-
-def _over_one_block(
-    attend: Callable, module: Any, query: torch.Tensor, block: tuple, masks: "_Masks", kwargs: dict
-) -> torch.Tensor:
-    """`_by_query`, but with GQA heads repeated and masks made additive once instead of per query."""
-    groups = query.shape[1] // block[0].shape[1]
-    if groups > 1:
-        block = tuple(of.repeat_interleave(groups, 1) for of in block)
-        module = _Repeated(module)
-    return _by_query(attend, module, query, [block] * len(masks), masks.added, kwargs)
-
-
-class _Repeated:
-    """Proxy of an attention module with keys already repeated for all heads."""
-
-    num_key_value_groups = 1
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def _keys_until(here: _Pass, layer: Any, key: Any, value: Any) -> list[tuple[Any, Any]]:
-    """Return each token's keys and values, up to its own."""
-    slices = here.slices(key.shape[2], sliding=layer.is_sliding)
-    return [(key[:, :, held], value[:, :, held]) for held in slices]
-
-
-def _block_of(layer: Any, key: Any) -> tuple[Any, Any]:
-    """Return the bucket of keys and values that captured steps attend to."""
-    block = layer.block()
-    if storage_of(key) != storage_of(block[0]):
-        raise NotByToken(f"{type(layer).__name__}: the model attends to keys outside of its cache")
-    return block
+        slices = here.slices(key.shape[2], sliding=layer.is_sliding)
+        rows = zip(_each(query, 2), slices, attention_mask, strict=True)
+        found = [attend(module, q, key[:, :, at], value[:, :, at], mask, **kwargs)[0] for q, at, mask in rows]
+        return torch.cat(found, 1), None
 
 
 _ROUTE = Route(NAME, _attention, _masks)

@@ -65,7 +65,7 @@ class Sequences:
             self.scores += (scores_BV,)
         if self.logits is not None:
             self.logits += (logits_BV,)
-        tokens = self._padded(self._draw(scores_BV, self.length))
+        tokens = self.padded(self._draw(scores_BV, self.length))
         self.ids = torch.cat([self.ids, tokens[:, None]], dim=-1)
         self.unfinished = self.unfinished & ~self._criteria(self.ids, self.scores)
         if self._streamer is not None:
@@ -93,11 +93,19 @@ class Sequences:
         scores_BV = logits_BV.to(copy=True, dtype=torch.float32, device=ids.device)
         for processor in self.pure:
             scores_BV = processor(ids, scores_BV)
-        return self._padded(self._draw(scores_BV, ids.shape[1]).clamp_(min=0))
+        return self.padded(self._draw(scores_BV, ids.shape[1]).clamp_(min=0))
 
-    def _padded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Replace the tokens of stopped rows by padding."""
-        return tokens if self._pad is None else tokens * self.unfinished + self._pad * (1 - self.unfinished)
+    @property
+    def running(self) -> torch.Tensor:
+        """int64 [B], 0 for rows whose next tokens are padding. Stopped rows of a call without EOS keep decoding."""
+        return self.unfinished if self._pad is not None else torch.ones_like(self.unfinished)
+
+    def padded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Replace the tokens [B] or [B, n] of stopped rows by padding."""
+        if self._pad is None:
+            return tokens
+        unfinished = self.unfinished if tokens.ndim == 1 else self.unfinished[:, None]
+        return tokens * unfinished + self._pad * (1 - unfinished)
 
     def end(self) -> None:
         """End the stream."""

@@ -1,18 +1,14 @@
 """Verification: exact logits after the last token and after each draft, one row for each.
 
-| function | rows are computed by | bits |
+| rows | computed by | bits |
 | --- | --- | --- |
-| `in_one_pass` | one pass over all of them | of a pass of that length |
-| `token_by_token` | one pass with a separate reduction per token (`rowwise_pass.py`) | of plain decoding: checked |
-| `one_at_a_time` | a pass per row: plain decoding's steps | of plain decoding, by construction |
+| "tokens", captured steps | the step's calls, row after row: `fusion/step_rows.py` | plain decoding's, by design |
+| "tokens", eager steps | one pass with a separate reduction per token (`rowwise_pass.py`) | plain decoding's: checked |
+| "distribution" | one pass over all of them | of a pass of that length |
 
-Where `generate` captures steps, plain decoding replays them. The cache is then in static memory (`static_cache.py`),
-and rows attend to the whole masked bucket as captured steps do: same kernels, and constant shapes from round to round.
-Elsewhere plain decoding is eager, and each row attends to the keys up to its own.
-
-`one_at_a_time` reads the weights for each row, so it gains nothing: it is the reference for the first rows of the first
-rounds of `token_by_token`. If a bit differs, this batch size is decoded plainly from then on; if the model is not
-supported, every batch size is. `stats().fallbacks` has the reason.
+The first rounds of a row-wise pass are checked: after it, the cache is rewound, and the round's tokens come from plain
+steps, whose logits, keys and values must be the pass's. So a check costs one pass. If a bit differs, this batch size is
+decoded plainly from then on; if the model is not supported, every batch size is. `stats().fallbacks` has the reason.
 """
 
 import contextlib
@@ -20,7 +16,7 @@ import functools
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,20 +24,21 @@ from typing import Any, NamedTuple
 import torch
 
 from vbrt.errors import TierError, VBError
-from vbrt.generation.capture.captured_step import computed_as_recorded, difference
 from vbrt.generation.capture.mutation_watch import Watch
 from vbrt.generation.speculation.bitwise_equivalence import comparisons
 from vbrt.generation.speculation.draft_length import Pace
+from vbrt.generation.speculation.pass_states import PassStates
 from vbrt.generation.speculation.rowwise_pass import masks_windows, one_by_one
 from vbrt.generation.static.cache_kinds import NotRecordable
-from vbrt.generation.static.length_buckets import Span
-from vbrt.generation.static.static_cache import Statics
 from vbrt.host import accelerator
 from vbrt.libraries.transformers_api import cache_of, with_cache
 from vbrt.model.attachment import Attachment
 from vbrt.report.speculation_counters import SpeculationCounts
 
 __all__ = [
+    "DECODED_PLAINLY",
+    "TOKENS",
+    "VERIFY",
     "Decoding",
     "Draft",
     "NotVerifiable",
@@ -54,9 +51,11 @@ __all__ = [
     "window_refusal",
 ]
 
+#: `exactness`: tokens and logits of plain decoding, bit for bit
+TOKENS = "tokens"
+#: phase of passes that verify
+VERIFY = "verify"
 _CHECKS = 2  # rounds per batch size that are computed both ways
-_COMPARED = 4  # first rows of such a round: each is a pass over all weights
-_TOKENS = "tokens"
 
 
 class NotVerifiable(VBError):
@@ -64,13 +63,36 @@ class NotVerifiable(VBError):
 
 
 class Passes:
-    """Runs functions with forwards of one phase and precision, without capture."""
+    """Runs functions with forwards of one token, without capture."""
 
     def run(self, passes: Callable[[], Any]) -> Any:
         """Run a function."""
         return passes()
 
-    def placed(self, cache: Any) -> Statics:
+    def rows(self, kwargs: Sequence[dict[str, Any]]) -> list[Any]:
+        """Compute consecutive steps in one pass, each with its own bits; see `Session.rows`."""
+        raise NotRecordable("steps are not captured")
+
+    @property
+    def captures(self) -> bool:
+        """True if steps of the current phase and precision are captured."""
+        return False
+
+    @property
+    def rows_ready(self) -> bool:
+        """True if `rows` can be computed in this place."""
+        return False
+
+    def rows_alike(self) -> int | None:
+        """Number of the next steps in this place of the cache's static memory; None if it is not in any."""
+        return None
+
+    @property
+    def one_time(self) -> int:
+        """Count of captures so far."""
+        return 0
+
+    def placed(self, cache: Any) -> object:
         """Move a cache into static memory. Raises NotRecordable."""
         raise NotRecordable(f"steps on {type(cache).__name__} are not captured")
 
@@ -81,14 +103,14 @@ class Decoding:
 
     Attributes:
         model: of transformers; its layers belong to `attachment`.
-        pace: chooses the number of drafts.
+        pace: chooses drafter and number of drafts.
         exactness: "tokens" or "distribution".
         counts: the model's speculation counters.
         limit: maximum sequence length.
-        passes: runs the drafts.
-        statics: static memory with the cache, if steps on it can be captured; else None.
-        in_buckets: True if plain decoding replays captured steps, which attend to masked buckets of that memory.
+        passes: runs steps.
+        recorded: plain steps are captured.
         watched: callbacks of the call may change the model.
+        states: hidden states of passes, if a drafter reads them.
     """
 
     model: Any
@@ -97,45 +119,39 @@ class Decoding:
     exactness: str
     counts: SpeculationCounts
     limit: int
-    passes: Passes | None = None
-    statics: Statics | None = None
-    in_buckets: bool = False
+    passes: Passes = field(default_factory=Passes)
+    recorded: bool = False
     watched: bool = False
+    states: PassStates | None = None
 
     @property
-    def bucket(self) -> Statics | None:
-        """Memory whose bucket rows attend to; None if they attend to the keys up to their own."""
-        return self.statics if self.in_buckets else None
+    def by_recording(self) -> bool:
+        """True if rows are computed by the captured step's calls."""
+        return self.recorded and self.exactness == TOKENS
 
     def recordable(self) -> AbstractContextManager[Passes]:
-        """Return a context manager for `passes` of the current phase and precision."""
+        """Return a context manager for `passes`."""
         own = getattr(self.model.__dict__.get("generate"), "passes", None)
-        return contextlib.nullcontext(Passes()) if own is None else own(self.limit, watched=self.watched)
+        feed = None if self.states is None else self.states.note
+        return contextlib.nullcontext(Passes()) if own is None else own(self.limit, watched=self.watched, feed=feed)
 
     def watch(self) -> Watch | None:
         """Return a mutation watch from now on, if callbacks may change the model."""
         return Watch(self.model) if self.watched else None
 
-    def replays_plain(self, k: int) -> bool:
-        """True if a round of k drafts is a captured step of plain decoding."""
-        return k == 0 and self.statics is not None and self.pace.tries_plain
+    def plain_step(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        """Run plain decoding's step: captured where those are."""
+        step = functools.partial(self.step, ids, 1 if kwargs.get("use_cache") else None, kwargs)
+        return self.passes.run(step) if self.recorded else step()
 
-    def is_recorded(self) -> bool:
-        """True if steps of the current phase and precision are captured."""
-        own = self.model.__dict__.get("generate")
-        return own is not None and not own.refusal()
+    def step(self, ids: torch.Tensor, tokens: int | None, kwargs: dict[str, Any]) -> Any:
+        """Run a pass over the last `tokens` tokens of `ids`; None: all."""
+        return self.model(**self.inputs(ids, tokens, kwargs))
 
-    def attends_to_buckets(self) -> bool:
-        """True if captured steps of plain decoding, where there are any, attend to masked buckets."""
-        return self.model.__dict__["generate"].attends_to_buckets
-
-    def step(self, ids: torch.Tensor, tokens: int, kwargs: dict[str, Any]) -> Any:
-        """Run a pass over the last `tokens` tokens of `ids`."""
-        return self.model(**self.inputs(ids, tokens, kwargs), return_dict=True)
-
-    def inputs(self, ids: torch.Tensor, tokens: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def inputs(self, ids: torch.Tensor, tokens: int | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a pass over the last `tokens` tokens of `ids`."""
-        return self.model.prepare_inputs_for_generation(ids, next_sequence_length=tokens, **kwargs)
+        made = self.model.prepare_inputs_for_generation(ids, next_sequence_length=tokens, **kwargs)
+        return {**made, "return_dict": True}
 
     def after(self, outputs: Any, kwargs: dict[str, Any], cache: Any = None) -> dict[str, Any]:
         """Return the arguments of the pass after one more token; `cache`: replaces the one in `outputs`."""
@@ -163,40 +179,46 @@ class Draft(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Logits [B, V] after the last token and after each draft; outputs of the passes, one or k + 1; `compared`: True if
-    computed both ways, so that the time is not representative."""
+    """Rows after the last token and after each draft.
 
-    logits: list[torch.Tensor]
+    Attributes:
+        outputs: of the passes, one or k + 1.
+        logits: [B, V] of each row, in order.
+        lasting: True if the cache holds all rows; False: those whose logits were taken, each by a pass of its own.
+        compared: True if computed both ways, so that the time is not representative.
+    """
+
     outputs: list[Any]
+    logits: Iterable[torch.Tensor]
+    lasting: bool = True
     compared: bool = False
 
 
 def verified(decoding: Decoding, draft: Draft) -> Rows:
-    """Compute the rows of a draft exactly; the cache then holds all of them.
+    """Compute the rows of a draft exactly.
 
     Raises:
-        NotVerifiable: row-wise verification is impossible, or inexact; the cache is as before.
-        NotRecordable: captured steps are.
+        NotVerifiable: row-wise verification is impossible; the cache is as before.
+        NotRecordable: captured steps cannot compute them (NotNow: in this place); the cache is as before.
     """
-    if draft.k and decoding.exactness != _TOKENS:
+    if decoding.by_recording:
+        outputs = decoding.passes.rows(_inputs_of_rows(decoding, draft))
+        return Rows(outputs, [each.logits[:, -1] for each in outputs])
+    with decoding.attachment.phase(VERIFY, None):
+        if decoding.exactness == TOKENS:
+            return _as_decoded(decoding, draft)
         with _without_plans(draft.ids.device):
             return in_one_pass(decoding, draft)
-    if decoding.replays_plain(draft.k):
-        return _by_recording(decoding, draft)
-    return _as_decoded(decoding, draft)
+
+
+def _inputs_of_rows(decoding: Decoding, draft: Draft) -> list[dict[str, Any]]:
+    """Return the arguments of each row's step."""
+    return [decoding.inputs(draft.ids[:, : draft.start + row], 1, kwargs) for row, kwargs in enumerate(draft.kwargs)]
 
 
 def _as_decoded(decoding: Decoding, draft: Draft) -> Rows:
-    """Compute the rows with plain decoding's bits: by `token_by_token`, if that is bitwise equal."""
-    known, case = _known_of(decoding), _case(decoding, len(draft.ids))
-    if decoding.bucket is not None:
-        _compare_recorded(decoding, draft, known)
-    if not draft.k:
-        return one_at_a_time(decoding, draft, 1)
-    before, few, wanted = draft.cache.get_seq_length(), min(draft.k + 1, _COMPARED), None
-    if known.checks[case] < _CHECKS:
-        wanted = one_at_a_time(decoding, draft, few).logits + _entries(draft, before, few)
-        _rewind(draft.cache, before)
+    """Compute the rows with plain decoding's bits by a row-wise pass, if that is bitwise equal."""
+    known, batch, before = _known_of(decoding), len(draft.ids), draft.cache.get_seq_length()
     try:
         rows = token_by_token(decoding, draft)
     except (torch.OutOfMemoryError, TierError):  # say nothing about the model
@@ -205,50 +227,43 @@ def _as_decoded(decoding: Decoding, draft: Draft) -> Rows:
         known.refused = f"row-wise verification failed: {type(error).__name__}: {error}"
         _rewind(draft.cache, before)
         raise NotVerifiable(known.refused) from error
-    if wanted is None:
+    if known.checks[batch] >= _CHECKS:
         return rows
-    if not all(map(torch.equal, rows.logits[:few] + _entries(draft, before, few), wanted)):
-        known.unlike[case] = f"row-wise verification is not bitwise equal to {case[0]}"
-        _rewind(draft.cache, before)
-        raise NotVerifiable(known.unlike[case])
-    known.checks[case] += 1
-    return rows._replace(compared=True)
+    got = rows.logits, _entries(draft, range(before, before + draft.k + 1))
+    _rewind(draft.cache, before)
+    outputs: list[Any] = []
+    return Rows(outputs, _checked(decoding, draft, got, outputs), lasting=False, compared=True)
 
 
-def _compare_recorded(decoding: Decoding, draft: Draft, known: "_Known") -> None:
-    """Check a step with captured kernels against an eager one, as plain decoding would. Raises NotRecordable."""
-    statics, batch = decoding.statics, len(draft.ids)
-    case = batch, statics.span, statics.passes_windows
-    if case in known.as_eager:
-        return
-    inputs = {**decoding.inputs(draft.ids[:, : draft.start], 1, draft.kwargs[0]), "return_dict": True}
-    with statics.undone(), statics.spoiled():
-        got = computed_as_recorded(decoding.model, inputs, statics)
-    with statics.undone():
-        error = difference(got, decoding.model(**inputs))
-    if error:
-        why = known.unlike[_case(decoding, batch)] = f"a captured step differs from the eager one: {error}"
-        raise NotRecordable(why)
-    known.as_eager.add(case)
+def _checked(decoding: Decoding, draft: Draft, got: tuple[list, list], outputs: list[Any]) -> Iterator[torch.Tensor]:
+    """Compute rows by plain steps, as they are taken, and compare them with those of a row-wise pass."""
+    known, batch, before = _known_of(decoding), len(draft.ids), draft.cache.get_seq_length()
+    logits, entries = got
+    known.checks[batch] += 1
+    for row, kwargs in enumerate(draft.kwargs):
+        outputs.append(decoding.step(draft.ids[:, : draft.start + row], 1, kwargs))
+        wanted = [outputs[row].logits[:, -1], *(each[0] for each in _entries(draft, [before + row]))]
+        pairs = zip([logits[row], *(each[row] for each in entries)], wanted, strict=True)
+        if not all(torch.equal(mine, plain) for mine, plain in pairs if mine is not None):
+            known.unlike[batch] = "row-wise verification is not bitwise equal to single-token passes"
+        yield wanted[0]
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known about `token_by_token` for a model.
+    """What is known about row-wise passes of a model.
 
     Attributes:
-        checks: successful rounds, by reference and batch size.
-        refused: why it is impossible; "": it is not, or was not tried.
-        unlike: why it is inexact, by reference and batch size.
+        checks: rounds that were checked, by batch size: library kernels depend on it.
+        refused: why they are impossible; "": they are not, or were not tried.
+        unlike: why they are inexact, by batch size.
         masks_windows: whether the model masks windows itself; None: unknown.
-        as_eager: (batch size, bucket, window moved) for which captured kernels matched an eager step.
     """
 
-    checks: Counter[tuple[str, int]] = field(default_factory=Counter)
+    checks: Counter[int] = field(default_factory=Counter)
     refused: str = ""
-    unlike: dict[tuple[str, int], str] = field(default_factory=dict)
+    unlike: dict[int, str] = field(default_factory=dict)
     masks_windows: bool | None = None
-    as_eager: set[tuple[int, Span, bool]] = field(default_factory=set)
 
 
 _all_known: "weakref.WeakKeyDictionary[Attachment, _Known]" = weakref.WeakKeyDictionary()
@@ -258,19 +273,14 @@ def _known_of(decoding: Decoding) -> _Known:
     return _all_known.setdefault(decoding.attachment, _Known())
 
 
-def _case(decoding: Decoding, batch: int) -> tuple[str, int]:
-    """Return the passes that rows must equal, and the batch size: library kernels depend on both."""
-    return ("single-token passes" if decoding.bucket is None else "captured steps"), batch
-
-
 def model_refusal(decoding: Decoding) -> str:
     """Return why no draft of the model can be verified, by an earlier attempt; "" if unknown."""
-    return _known_of(decoding).refused if decoding.exactness == _TOKENS else ""
+    return _known_of(decoding).refused if decoding.exactness == TOKENS else ""
 
 
 def batch_refusal(decoding: Decoding, batch: int) -> str:
     """Return why no draft for `batch` rows can be verified, by an earlier attempt; "" if unknown."""
-    return _known_of(decoding).unlike.get(_case(decoding, batch), "") if decoding.exactness == _TOKENS else ""
+    return _known_of(decoding).unlike.get(batch, "") if decoding.exactness == TOKENS else ""
 
 
 def window_refusal(decoding: Decoding, cache: Any, ids: torch.Tensor) -> str | None:
@@ -280,27 +290,10 @@ def window_refusal(decoding: Decoding, cache: Any, ids: torch.Tensor) -> str | N
         return None
     known = _known_of(decoding)
     if known.masks_windows is None:
-        known.masks_windows = masks_windows(decoding.model, ids[:1, -1:])
+        with decoding.attachment.phase(VERIFY, None):
+            known.masks_windows = masks_windows(decoding.model, ids[:1, -1:])
     kind = type(decoding.model).__name__
     return None if known.masks_windows else f"{kind} relies on its cache to drop tokens before a window"
-
-
-def _by_recording(decoding: Decoding, draft: Draft) -> Rows:
-    """Compute the only row by a captured step."""
-    outputs = decoding.passes.run(functools.partial(decoding.step, draft.ids, 1, draft.kwargs[0]))
-    return Rows([outputs.logits[:, -1]], [outputs])
-
-
-def one_at_a_time(decoding: Decoding, draft: Draft, rows: int) -> Rows:
-    """Compute the first rows by consecutive single-token passes: with the kernels of captured steps, or eagerly."""
-    outputs = []
-    for row, kwargs in enumerate(draft.kwargs[:rows]):
-        inputs = {**decoding.inputs(draft.ids[:, : draft.start + row], 1, kwargs), "return_dict": True}
-        if decoding.bucket is None:
-            outputs.append(decoding.model(**inputs))
-        else:
-            outputs.append(computed_as_recorded(decoding.model, inputs, decoding.bucket))
-    return Rows([each.logits[:, -1] for each in outputs], outputs)
 
 
 def in_one_pass(decoding: Decoding, draft: Draft) -> Rows:
@@ -309,13 +302,13 @@ def in_one_pass(decoding: Decoding, draft: Draft) -> Rows:
     if "logits_to_keep" in kwargs:
         kwargs = {**kwargs, "logits_to_keep": rows}
     outputs = decoding.step(draft.ids, rows, kwargs)
-    return Rows(list(outputs.logits[:, -rows:].unbind(1)), [outputs])
+    return Rows([outputs], list(outputs.logits[:, -rows:].unbind(1)))
 
 
 def token_by_token(decoding: Decoding, draft: Draft) -> Rows:
     """Compute the rows by one row-wise pass. Raises NotByToken, and the model's own errors."""
     before = comparisons()
-    with one_by_one(decoding.model, draft.cache, (len(draft.ids), draft.k + 1), decoding.bucket):
+    with one_by_one(decoding.model, draft.cache, (len(draft.ids), draft.k + 1)):
         rows = in_one_pass(decoding, draft)
     return rows._replace(compared=comparisons() > before)
 
@@ -329,18 +322,13 @@ def _rewind(cache: Any, length: int) -> None:
         layer.crop(length - layer.get_seq_length())
 
 
-def _entries(draft: Draft, start: int, tokens: int) -> list[torch.Tensor]:
-    """Return keys and values of `tokens` tokens from position `start`, unless the last row's window is past them."""
+def _entries(draft: Draft, places: Sequence[int]) -> list[list[torch.Tensor | None]]:
+    """Return, for each tensor of keys or values in the cache, those at these positions; None: behind a window."""
     found = []
     for layer in draft.cache.layers:
-        if hasattr(layer, "block"):  # static memory
-            block, first, begin = layer.block(), layer.first, start
-        else:
-            block = layer.keys, layer.values
-            first = layer.get_seq_length() - block[0].shape[2]
-            begin = max(start, start + draft.k + 2 - layer.sliding_window) if layer.is_sliding else start
-        end = max(begin, start + tokens)
-        found += [of[:, :, begin - first : end - first].clone() for of in block]
+        first = layer.get_seq_length() - layer.keys.shape[2]
+        for of in (layer.keys, layer.values):
+            found.append([of[:, :, at - first].clone() if at >= first else None for at in places])
     return found
 
 
@@ -357,9 +345,14 @@ def _without_plans(device: torch.device) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def announce(counts: SpeculationCounts, reason: str) -> None:
-    """Record in `stats().fallbacks` why a call decodes plainly, and warn, once per reason."""
-    text = f"generate: speculate: {reason}; decoded one token at a time"
+DECODED_PLAINLY = "decoded one token at a time"
+
+
+def announce(counts: SpeculationCounts, reason: str, instead: str = DECODED_PLAINLY, *, expected: bool = False) -> None:
+    """Record in `stats().fallbacks` why a call has no drafts and what it does instead, once per reason; warn unless it
+    is `expected`."""
+    text = f"generate: speculate: {reason}; {instead}"
     if text not in counts.reasons:
         counts.reasons.append(text)
-        warnings.warn(text, stacklevel=3)
+        if not expected:
+            warnings.warn(text, stacklevel=3)

@@ -109,9 +109,9 @@ class Growing(_Static):
     def _vb_window(self) -> int | None:
         return self.__dict__.get("sliding_window")
 
-    def _held(self) -> slice:
-        """Slots that a plain layer would hold now."""
-        length, window = self._vb_length, self._vb_window
+    def _held(self, ahead: int = 0) -> slice:
+        """Slots that a plain layer would hold after `ahead` tokens more."""
+        length, window = self._vb_length + ahead, self._vb_window
         begin = 0 if window is None else max(0, length - window + 1)
         return slice(begin - self._vb_room.first, length - self._vb_room.first)
 
@@ -187,14 +187,17 @@ class Growing(_Static):
         size = statics.span.end - self._vb_room.first
         return Slots(size, statics.index_of(self)) if statics.exact else size, self._vb_room.first
 
-    def plain_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return to how many tokens the next queries attend on a plain layer, and the position of the first."""
-        held = self._held()
+    def plain_sizes(self, query_length: int, ahead: int = 0) -> tuple[int, int]:
+        """Return to how many tokens the next queries attend on a plain layer, and the position of the first.
+
+        ahead: tokens that the layer has appended before that.
+        """
+        held = self._held(ahead)
         return held.stop - held.start + query_length, held.start + self._vb_room.first
 
-    def slots_up_to_next(self) -> slice:
-        """Return the slots of a plain layer that has appended one token more."""
-        held = self._held()
+    def slots_up_to_next(self, ahead: int = 0) -> slice:
+        """Return the slots of a plain layer that has appended `ahead` tokens, and then one more."""
+        held = self._held(ahead)
         return slice(held.start, held.stop + 1)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -511,6 +514,12 @@ class Statics:
         """True if the next step sees slots behind a window, which captured attention must mask."""
         return (self.length or 0) >= self._passed_at
 
+    def rows_alike(self) -> int:
+        """Number of steps from the next on that are in its bucket, and on its side of where a window moves."""
+        length = self.length or 0
+        end = self.span.end if length >= self._passed_at else min(self.span.end, self._passed_at)
+        return max(0, int(end) - length)
+
     @contextlib.contextmanager
     def spoiled(self) -> Iterator[None]:
         """Poison slots behind windows in the block: a step that attends to them gives visibly wrong results."""
@@ -535,14 +544,17 @@ class Statics:
         memory = storage_of(key)
         return next((at for at, each in enumerate(self._growing) if storage_of(each._vb_room.keys) == memory), None)
 
-    def slots_up_to_next(self, growing: int) -> slice:
-        """Slots of the keys that the current step attends to in a growing layer, its own token's included."""
-        return self._growing[growing].slots_up_to_next()
+    def slots_up_to_next(self, growing: int, ahead: int = 0) -> slice:
+        """Slots of the keys that a step attends to in a growing layer, its own token's included.
 
-    def sizes_of_next(self, growing: int) -> tuple[int, int, int]:
-        """Number of tokens that the current step attends to in a growing layer, position of the first, and length."""
+        ahead: steps after the next.
+        """
+        return self._growing[growing].slots_up_to_next(ahead)
+
+    def sizes_of_next(self, growing: int, ahead: int = 0) -> tuple[int, int, int]:
+        """Number of tokens that a step attends to in a growing layer, position of the first, and length before it."""
         layer = self._growing[growing]
-        return *layer.plain_sizes(1), layer._vb_length
+        return *layer.plain_sizes(1, ahead), layer._vb_length + ahead
 
     def put_at(self, position: int) -> None:
         """Set the device's position for the next token; replays advance it themselves."""
@@ -603,25 +615,11 @@ class Statics:
                 for state, before in zip(self.states(), states, strict=True):
                     state.copy_(before)
 
-    def advance(self, position: int) -> None:
-        """Account for a token that the device has appended at `position`."""
+    def advance(self, position: int, tokens: int = 1) -> None:
+        """Account for tokens that the device has appended from `position` on."""
         for layer in self._growing:
-            layer._vb_length += 1
-        self._at = position + 1
-
-    @contextlib.contextmanager
-    def as_recorded(self) -> Iterator[None]:
-        """Behave as during capture in the block, which must append one token."""
-        length = self.length
-        self.put_at(length or 0)
-        self.recording = True
-        try:
-            yield
-        finally:
-            self.recording = False
-        self.settle()
-        self.advance(length or 0)
-        self._at = None  # the device's position was not advanced
+            layer._vb_length += tokens
+        self._at = position + tokens
 
     def forget(self) -> None:
         """Drop references to the cache's layers."""

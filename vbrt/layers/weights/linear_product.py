@@ -5,6 +5,7 @@
 | eager calls without a fast path in `products.py` | `linear` | counts, casts as autocast does, tells autograd |
 | `Product` and compiled graphs, after that | `linear_without_grad`, `linear_as_cast` | neither counts nor casts |
 | all of them | `leased_linear` | leases planes, or takes those that never move |
+| rows of a captured step | `linear_of_rows` | one lease for several x |
 | | `linear_on_planes` | the kernel of `kernel_selection.py` on planes |
 | lossless transposed weights, watched calls | `linear_on_weight` | the plain layer's own call on a decoded weight |
 | compiled graphs, planes that never move | `vbrt::fp4_linear` or the kernel itself: `compiled_forward.py` | no lease |
@@ -17,7 +18,7 @@ A pass may ask for less precision:
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -54,6 +55,7 @@ __all__ = [
     "kernels_of_pass",
     "linear",
     "linear_as_cast",
+    "linear_of_rows",
     "linear_on_planes",
     "linear_on_weight",
     "linear_without_grad",
@@ -240,6 +242,14 @@ def linear_without_grad(
     if is_bare(x):
         return leased_linear(handle, kernels or kernels_of_pass(handle), x, bias)
     return linear_on_weight(handle.spec, x, _weight_by_operator(handle, x.device), bias)
+
+
+def linear_of_rows(
+    handle: EncodedWeight, rows: Sequence[torch.Tensor], bias: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """`linear_without_grad` of each x in `rows`, under one lease."""
+    with shared_product(handle, kernels_of_pass(handle), rows[0].device) as product:
+        return [product(x, bias) for x in rows]
 
 
 def linear_as_cast(handle: EncodedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
