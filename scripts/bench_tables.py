@@ -15,7 +15,7 @@ from scripts.load_tables import load_section
 from scripts.plots import Labels, line_plot
 from scripts.programme_tables import programme_table
 from scripts.routing_tables import routing_table
-from scripts.speculation_tables import speculation_table
+from scripts.speculation_tables import drafters_table, speculation_table
 from scripts.step_tables import joined_table
 from scripts.update_tables import update_table
 from scripts.valley_tables import valley_table
@@ -103,6 +103,8 @@ def tables() -> str:
         out += exact_table(path)
     for path in sorted(RESULTS.glob("speculation-*.json")):
         out += speculation_table(path)
+    for path in sorted(RESULTS.glob("drafters-*.json")):
+        out += drafters_table(path)
     for path in sorted(RESULTS.glob("kv-*.json"), key=lambda path: len(path.name)):
         out += kv_table(path)
     return "\n".join(out)

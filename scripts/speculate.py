@@ -11,6 +11,7 @@ import argparse
 import cProfile
 import dataclasses
 import importlib
+import itertools
 import json
 import pstats
 import random
@@ -34,9 +35,11 @@ import vbrt
 from scripts import committed
 from scripts.lm import LanguageModel, Shape, read_text
 from scripts.measuring import llama_8b, machine
-from vbrt.generation.speculation import seeded_generate
+from vbrt.generation.speculation import call_drafters, seeded_generate
 from vbrt.generation.speculation.draft_loop import EXACTNESS
+from vbrt.generation.speculation.drafters import Ngrams
 from vbrt.generation.speculation.sequences import Sequences
+from vbrt.report.speculation_counters import SpeculationCounts
 
 TRAINED = Shape(layers=10, width=512, heads=8, context=512)
 PROMPT = 128
@@ -122,7 +125,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 def counted(vb: vbrt.VBModelWrapper, run: Callable[[], Any]) -> tuple[float, Any, dict[str, Any]]:
     """Seconds, result, and what was counted meanwhile."""
     counts = vb._attachment.speculation
-    counts.totals.update({name: 0 for name in counts.totals if name != "exactness"})
+    counts.totals.update(SpeculationCounts().totals)
     seconds, out = timed(run)
     stats = counts.stats()
     return seconds, out, stats.to_dict() if stats else {}
@@ -173,61 +176,90 @@ class Forced(Sequences):
         return guessed is not None and self.dice.random() < self.acceptance
 
 
+class Guesses(Ngrams):
+    """As many proposals as are asked for, at once: n-grams of a text that repeats itself."""
+
+    def propose(self, sequences: Sequences, k: int) -> torch.Tensor:
+        return sequences.ids[:, -1:].expand(-1, k)
+
+
 def shape_8b(args: argparse.Namespace, rows: "Rows") -> None:
-    """The 8B shape with random weights: coarse planes on the GPU, fine ones streamed."""
-    model = llama_8b(args.layers)
-    swapped = vbrt.make_plan(model, vbrt.load_config("fp4", weights={"keep_head": True}))
-    tiers = {"gpu": {"budget": swapped.page_bytes + (900 << 20)}}
-    compute = {"exactness": args.compute}
-    seconds, vb = timed(
-        lambda: vbrt.wrap(model, "exact", weights={"keep_head": True}, tiers=tiers, compute=compute).materialize()
-    )
-    print(f"# ready after {seconds:.0f} s", file=sys.stderr, flush=True)
+    """The 8B shape with random weights, of which `--resident` GB stay on the GPU and the rest streams."""
+    for preset in args.presets:
+        model = llama_8b(args.layers)
+        weights = {"keep_head": True}
+        swapped = vbrt.make_plan(model, vbrt.load_config("fp4" if preset == "exact" else preset, weights=weights))
+        resident = swapped.page_bytes if preset == "exact" else 0  # coarse planes
+        tiers = {"gpu": {"budget": resident + (args.ring << 20)}}
+        compute = {"exactness": args.compute} if preset in ("exact", "dense") else {}
+        seconds, vb = timed(
+            lambda: vbrt.wrap(model, preset, weights=weights, tiers=tiers, compute=compute).materialize()  # noqa: B023
+        )
+        print(f"# {preset} ready after {seconds:.0f} s", file=sys.stderr, flush=True)
+        streamed(vb, preset, args, rows)
+        vb.close()
+        torch.cuda.empty_cache()
+
+
+def streamed(vb: vbrt.VBModelWrapper, preset: str, args: argparse.Namespace, rows: "Rows") -> None:
+    """Rows of one preset: the first call with drafts that are always wrong, then forced acceptances."""
     ids = torch.randint(0, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(1)).cuda()
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    drafter = {"drafter": "coarse" if preset == "exact" else "ngrams"}
 
     def run(tokens: int, **drafts: Any) -> torch.Tensor:
-        return vb.generate(ids, **settings, min_new_tokens=tokens, max_new_tokens=tokens, **drafts)
+        further = {**drafter, **drafts} if drafts else {}
+        return vb.generate(ids, **settings, min_new_tokens=tokens, max_new_tokens=tokens, **further)
 
-    run(4)
-    first_s, _ = timed(lambda: run(1))
-    plain_s, _ = timed(lambda: run(17))
-    rows.add({"model": "8b", "what": "plain", "ms_a_token": 1e3 * (plain_s - first_s) / 16})
-    for k in (4, args.k[0]):
-        plain, got = run(24), run(24, speculate=k)
-        row = {"model": "8b", "what": f"tokens equal to plain, k = {k}", "same": bool(torch.equal(got, plain))}
-        rows.add({**row, "steps": dataclasses.asdict(vb.stats().steps), "fallbacks": list(vb.stats().fallbacks)})
-    seeded_generate.Sequences = Forced
+    call_drafters.Ngrams = Guesses
     try:
-        for k in (*args.k, "auto"):  # the first passes of a length compare ways to compute it
-            forced(vb, run, first_s, (args.acceptance[0], EXACTNESS[0], k))
-        for acceptance in args.acceptance:
-            for exactness in EXACTNESS:
-                for k in (*args.k, "auto"):
-                    rows.add(forced(vb, run, first_s, (acceptance, exactness, k)))
-    finally:
+        for _ in range(2):
+            plain = run(97)  # plain steps are recorded, and lengths planned
+        first_s, _ = timed(lambda: run(1))
+        seeded_generate.Sequences = Forced
+        Forced.acceptance, Forced.dice = 0.0, random.Random(3)
+        for number in range(2):
+            wrong_s, _, counts = counted(vb, lambda: run(65, speculate="auto"))
+            plain_s, _ = timed(lambda: run(65))
+            row = {"model": "8b", "preset": preset, "what": f"64 tokens, drafts always wrong, call {number + 1}"}
+            rows.add({**row, "ratio": wrong_s / plain_s, "plain_s": plain_s, **counts})
+        step_s = (plain_s - first_s) / 64
+        rows.add({"model": "8b", "preset": preset, "what": "plain", "ms_a_token": 1e3 * step_s})
         seeded_generate.Sequences = Sequences
-    print(vb.stats().phases, file=sys.stderr)
+        got = run(97, speculate=4)
+        seeded_generate.Sequences = Forced
+        row = {"model": "8b", "preset": preset, "what": "tokens equal to plain, k = 4", "same": torch.equal(got, plain)}
+        rows.add({**row, "steps": dataclasses.asdict(vb.stats().steps), "fallbacks": list(vb.stats().fallbacks)})
+        for acceptance, exactness in itertools.product(args.acceptance, EXACTNESS):
+            for k in (*args.k, "auto") if exactness == EXACTNESS[0] else args.k[-1:]:
+                rows.add({"preset": preset, **forced(vb, run, (first_s, step_s), (acceptance, exactness, k))})
+    finally:
+        seeded_generate.Sequences, call_drafters.Ngrams = Sequences, Ngrams
     if args.profile:
         profiled(lambda: run(24, speculate=16))
-    vb.close()
 
 
 def forced(
-    vb: vbrt.VBModelWrapper, run: Callable[..., torch.Tensor], first_s: float, case: tuple[float, str, int | str]
+    vb: vbrt.VBModelWrapper, run: Callable[..., torch.Tensor], plain: tuple[float, float], case: tuple
 ) -> dict[str, Any]:
     """A row: tokens a second after the first token, where drafts are right with a given probability."""
+    first_s, step_s = plain
     Forced.acceptance, exactness, k = case
     Forced.dice = random.Random(3)
-    tokens = 193  # within one block of the cache
+    seeded_generate._paces.clear()  # what was learned of another acceptance
+    run(40, speculate=k, exactness=exactness)  # passes of this length are recorded, and compared
+    Forced.dice = random.Random(3)
+    tokens = 97  # within one block of the cache
     spent_s, _, counts = counted(vb, lambda: run(tokens, speculate=k, exactness=exactness))
+    speed = counts["tokens"] / (spent_s - first_s)
     return {
         "model": "8b",
         "compute": vb._attachment.settings.compute.exactness,
         "acceptance_forced": Forced.acceptance,
         "exactness": exactness,
         "drafts": k,
-        "tokens_per_s": counts["tokens"] / (spent_s - first_s),
+        "tokens_per_s": speed,
+        "ratio": speed * step_s,
         "draft_ms": counts["draft_us"] / 1e3 / max(1, counts["drafted"]),
         "verify_ms": counts["verify_us"] / 1e3 / counts["rounds"],
         **counts,
@@ -265,8 +297,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=5, help="prompts of a batch")
     parser.add_argument("--batch-k", type=int, default=4, help="drafts a round of a batch")
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--acceptance", type=float, nargs="*", default=[0.9, 0.95])
-    parser.add_argument("--k", type=int, nargs="*", default=[16, 24], help="drafts a round, beside auto")
+    parser.add_argument("--presets", nargs="*", default=["fp4", "exact"], help="of the 8B shape")
+    parser.add_argument("--ring", type=int, metavar="MIB", default=900, help="on the GPU for what streams")
+    parser.add_argument("--acceptance", type=float, nargs="*", default=[0.6, 0.8, 0.9, 0.95])
+    parser.add_argument("--k", type=int, nargs="*", default=[4, 8, 16], help="drafts a round, beside auto")
     parser.add_argument(
         "--compute", choices=["bits", "rounded"], default="bits", help="compute.exactness, of the 8B shape"
     )
