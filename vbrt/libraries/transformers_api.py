@@ -87,7 +87,7 @@ UNIVERSAL = Feature(
     _NAME,
     (
         f"{_TRANSLATED}.get_candidates(input_ids)",
-        f"{_TRANSLATED}.__init__(assistant_model, target_tokenizer, assistant_tokenizer, generation_config)",
+        f"{_TRANSLATED}(assistant_model, target_tokenizer, assistant_tokenizer, generation_config)",
     ),
     without="generate(assistant_model=...) with another tokenizer decodes without its drafts",
 )
