@@ -3,16 +3,23 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Self
 
-__all__ = ["SpeculationCounts", "SpeculationStats"]
-
+__all__ = ["Round", "SpeculationCounts", "SpeculationStats"]
 
 _BY_DRAFTER = ("rounds", "drafted", "accepted", "tried", "draft_us")
 
 
-class SpeculationRound(Protocol):
-    """One round, see `vbrt.generation.speculation.draft_length.Round`."""
+class Round(NamedTuple):
+    """Measurement of a round; a plain step has drafter "" and drafted 0.
+
+    Attributes:
+        drafted: tokens proposed and verified, which may be fewer than chosen.
+        accepted, tried: drafts confirmed, and drafts examined up to the first wrong one.
+        tokens: appended to each row.
+        draft_s, verify_s: seconds of all drafts, and of verification or the plain step.
+        other: includes one-time work: its seconds count against the leash, not in the estimates.
+    """
 
     drafter: str
     drafted: int
@@ -21,6 +28,7 @@ class SpeculationRound(Protocol):
     tokens: int
     draft_s: float
     verify_s: float
+    other: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +107,7 @@ class SpeculationCounts:
     totals: dict[str, Any] = field(default_factory=lambda: asdict(SpeculationStats()))
     reasons: list[str] = field(default_factory=list)
 
-    def note(self, round: SpeculationRound) -> None:
+    def note(self, round: Round) -> None:
         """Count a round."""
         counted = {
             "rounds": 1,

@@ -340,7 +340,8 @@ class RowsRecording:
 
         def body() -> None:
             self._outputs = self._pass()
-            first.append(self._outputs) if not first else None
+            if not first:
+                first.append(self._outputs)
 
         again = self._terms.recorded(self._recorder, body)  # runs it before it is captured; on a CPU not at all
         if not first:

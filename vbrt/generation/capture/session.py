@@ -124,11 +124,6 @@ class Steps:
                 if owns:
                     self._lock.release()
 
-    @property
-    def exact(self) -> bool:
-        """True if captured steps of full precision attend as eager ones do."""
-        return self._terms.exact
-
     def kind(self) -> object:
         """Return the kind of the thread's steps."""
         return self._terms.kind()
@@ -257,7 +252,7 @@ class Steps:
             self._check(plain, call, kept.statics, recording)
         return recording.replay(call, kept.statics, feed), recording
 
-    def rows(self, plain: Plain, calls: Sequence[Call], kept: Kept) -> RowsRecording:
+    def rows(self, calls: Sequence[Call], kept: Kept) -> RowsRecording:
         """Return the captured step for as many rows as there are calls, made now on first use.
 
         Raises:
@@ -268,9 +263,10 @@ class Steps:
         step = kept.recordings.get(key)
         if step is None or not self.is_checked(calls[0], step, kept.statics):
             raise NotNow("the step is not captured yet")
-        if (*key, len(calls)) not in kept.rows:
-            kept.rows[(*key, len(calls))] = RowsRecording(step, calls, kept, self._terms)
-        return kept.rows[(*key, len(calls))]
+        of_rows = *key, len(calls)
+        if of_rows not in kept.rows:
+            kept.rows[of_rows] = RowsRecording(step, calls, kept, self._terms)
+        return kept.rows[of_rows]
 
     def is_checked(self, call: Call, recording: Recording, statics: Statics) -> bool:
         """True if replays like this one have been checked against eager steps often enough."""
@@ -388,8 +384,9 @@ class Session:
     def _renew(self, cache: Any) -> str:
         """Drop captures after pages have moved; return why no new ones can be made, "" if they can."""
         self._let_go(cache)
-        self._whys = {self._steps.kind(): self._steps.renew()}
-        return self._whys[self._steps.kind()]
+        why = self._steps.renew()
+        self._whys = {self._steps.kind(): why}
+        return why
 
     def _next(self, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Call | None:
         """Fast path: return the call if the previous step's capture serves it; None if it may need another."""
@@ -447,11 +444,7 @@ class Session:
         if None in calls:
             raise NotRecordable("the rows have arguments of different shapes")
         self._last = None
-        return self._steps.rows(plain, calls, self._kept), calls
-
-    def refusal(self) -> str:
-        """Return why steps of the current kind run eagerly; "": they are captured."""
-        return self._look()
+        return self._steps.rows(calls, self._kept), calls
 
     @property
     def captures(self) -> int:
@@ -485,7 +478,7 @@ class Session:
         self._place(cache, call.length or 0)
         return call
 
-    def _look(self) -> str:
+    def refusal(self) -> str:
         """Return why steps of the current kind run eagerly; "": they are captured.
 
         Inspects the model once per call and kind: can steps be captured, and are existing captures valid.
@@ -503,7 +496,7 @@ class Session:
         return self._watch is not None and self._watch.sees_changes()
 
     def _why_eager(self, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> str:
-        why = self._look()
+        why = self.refusal()
         if why:
             return why
         if self._watch is not None and not self._stepped:
@@ -538,7 +531,7 @@ class Session:
 
     def placed(self, cache: Any) -> Statics:
         """Move a cache into static memory. Raises NotRecordable."""
-        why = self._look() or ("" if is_entered(cache) else why_not(cache))
+        why = self.refusal() or ("" if is_entered(cache) else why_not(cache))
         if why:
             raise NotRecordable(why)
         length = self._kept.statics.length if self._holds(cache) else length_of(cache)
@@ -571,7 +564,7 @@ class Session:
         finally:
             if offered:
                 withdraw(cache)
-        self._look()  # overlaps with the device's work on the prompt
+        self.refusal()  # overlaps with the device's work on the prompt
         return out
 
     def _plainly(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any]) -> Any:

@@ -11,7 +11,6 @@ depend on no tensor that differs between rows are made once.
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +22,7 @@ from vbrt.kernels.operator_trace import kind_of, root_of
 from vbrt.layers.weights.linear_product import linear_of_rows, linear_without_grad
 from vbrt.libraries.torch_api import OpOverload
 
-__all__ = ["Given", "RowsProgram", "current_row", "row_of_pass"]
+__all__ = ["Given", "RowsProgram", "current_row"]
 
 Given = Mapping[Node, Tensor]
 """Placeholder -> the tensor that a row has in its place."""
@@ -41,16 +40,6 @@ def current_row() -> int:
     return _here.row
 
 
-@contextmanager
-def row_of_pass(row: int) -> Iterator[None]:
-    """Set `current_row` in the block."""
-    before, _here.row = _here.row, row
-    try:
-        yield
-    finally:
-        _here.row = before
-
-
 class RowsProgram:
     """Interpreter of a step graph for several rows; frees results after their last use."""
 
@@ -58,26 +47,32 @@ class RowsProgram:
         """rows: what each has in place of the step's own tensors."""
         self._output = step.graph.output_node().args[0]
         nodes = [node for node in step.graph.nodes if node.op == "call_function"]
-        self._varying = _varying(nodes, {node for row in rows for node in row})
-        self._calls = [_Call(node, node in self._varying) for node in nodes]
+        varying = _varying(nodes, {node for row in rows for node in row})
+        self._calls = [_Call(node, node in varying) for node in nodes]
         self._last = last_uses(nodes, self._output)
-        self._given = {node: tensor for node, tensor in step.given.items() if node.users}
-        self._rows = [{**self._given, **row} for row in rows]
+        given = {node: tensor for node, tensor in step.given.items() if node.users}
+        self._rows = [{**given, **row} for row in rows]
 
     def __call__(self) -> list[Any]:
         """Run the rows; return the outputs of each."""
         values = [dict(given) for given in self._rows]
-        for call in self._calls:
-            if call.varies:
-                call.of_rows(values)
-            else:
-                result = call.result(values[0])
-                for row in values:
-                    row[call.node] = result
-            for done in self._last.get(call.node, ()):
-                for row in values:
-                    del row[done]
+        try:
+            for call in self._calls:
+                self._run(call, values)
+        finally:
+            _here.row = 0
         return [map_arg(self._output, row.__getitem__) for row in values]
+
+    def _run(self, call: "_Call", values: Sequence[dict[Node, Any]]) -> None:
+        if call.varies:
+            call.of_rows(values)
+        else:
+            result = call.result(values[0])
+            for row in values:
+                row[call.node] = result
+        for done in self._last.get(call.node, ()):
+            for row in values:
+                del row[done]
 
 
 class _Call:
@@ -107,8 +102,9 @@ class _Call:
                 row[self.node] = result
             return
         for index, row in enumerate(values):
-            with row_of_pass(index):
-                row[self.node] = self.result(row)
+            _here.row = index
+            row[self.node] = self.result(row)
+        _here.row = 0
 
 
 def _varying(nodes: Sequence[Node], differing: Collection[Node]) -> set[Node]:

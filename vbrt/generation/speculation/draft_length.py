@@ -35,6 +35,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from vbrt.generation.speculation.drafter_record import Record
+from vbrt.report.speculation_counters import Round
 
 __all__ = ["CHOICES", "MOST", "Choice", "Pace", "Round", "expected_tokens"]
 
@@ -67,27 +68,6 @@ class Choice(NamedTuple):
 
     drafter: str
     k: int
-
-
-class Round(NamedTuple):
-    """Measurement of a round; a plain step has drafter "" and drafted 0.
-
-    Attributes:
-        drafted: tokens proposed and verified, which may be fewer than chosen.
-        accepted, tried: drafts confirmed, and drafts examined up to the first wrong one.
-        tokens: appended to each row.
-        draft_s, verify_s: seconds of all drafts, and of verification or the plain step.
-        other: includes one-time work: its seconds count against the leash, not in the estimates.
-    """
-
-    drafter: str
-    drafted: int
-    accepted: int
-    tried: int
-    tokens: int
-    draft_s: float
-    verify_s: float
-    other: bool = False
 
 
 class Pace:

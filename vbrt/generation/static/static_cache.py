@@ -161,19 +161,9 @@ class Growing(_Static):
         else:
             self._vb_length = length
 
-    @property
-    def first(self) -> int:
-        """Position of the first slot of `block`."""
-        return self._vb_room.first
-
     def passed(self) -> slice:
         """Return the slots behind the window, which a plain layer has dropped."""
         return slice(0, self._held().start)
-
-    def block(self) -> tuple[Tensor, Tensor]:
-        """Return the whole bucket that captured attention reads, keys and values [B, H, slots, D]."""
-        size = self._vb_statics.span.end - self._vb_room.first
-        return self._vb_room.keys[:, :, :size], self._vb_room.values[:, :, :size]
 
     def get_seq_length(self) -> Any:
         """Number of tokens; a device tensor during capture."""
