@@ -155,7 +155,7 @@ class _Loop:
         self.outputs = decoding.plain_step(sequences.ids, self.kwargs)
         marks.mark()
         self._hint = None
-        if self._drafters and decoding.by_recording and decoding.passes.rows_alike() is None:
+        if self._drafters and decoding.recorded and decoding.passes.rows_alike() is None:
             self._decoding = replace(decoding, recorded=False)  # steps run eagerly from now on
             self._begin()
         self.kwargs = decoding.after(self.outputs, self.kwargs, self._cache)
