@@ -213,6 +213,10 @@ class Recordable(Passes):
         """Run a function whose forwards may be replayed."""
         return _with_forward(self._model, self._forward, passes)
 
+    def note_eager(self) -> None:
+        """Count a step that the caller runs eagerly."""
+        self._session.note_eager()
+
     def rows(self, kwargs: Sequence[dict[str, Any]]) -> list[Any]:
         """Compute consecutive steps in one pass; see `Session.rows`."""
         return self._session.rows(self._model.forward, kwargs)

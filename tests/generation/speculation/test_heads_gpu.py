@@ -61,13 +61,14 @@ def test_heads_draft_in_generate_on_a_gpu(family, how, preset, exactness, tmp_pa
     written(family, tmp_path, first_k_dense_replace=9 if preset == "exact" else 1)  # experts run in no row-wise pass
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     config = vbrt.load_config(preset, weights={"min_parameters": 0})
-    plan = vbrt.make_plan(model, config)
-    room = max(plan.page_bytes // 2, 3 * plan.largest_layer_bytes)
+    room = vbrt.make_plan(model, config).page_bytes  # streams, once the head is there as well
     ids = torch.randint(1, 97, (2, 6), device="cuda")
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     prompts = {"input_ids": ids, "attention_mask": mask}
     with vbrt.wrap(model, config, tiers={} if how == "resident" else {"gpu": {"budget": room}}) as vb:
+        head = vbrt.load_heads(vb)
+        assert (vb.plan.home_bytes("cpu") + head.plan.home_bytes("cpu") > 0) == (how == "streamed")
         for drawn in (GREEDY, SAMPLED):
             plain = run(vb, prompts, **drawn)
             seen = Seen(plain.sequences)
@@ -77,7 +78,8 @@ def test_heads_draft_in_generate_on_a_gpu(family, how, preset, exactness, tmp_pa
             if exactness == "tokens":
                 assert_plain(got, plain)
             if exactness == "tokens" and any("row-wise" in reason for reason in stats.fallbacks):
-                assert (family, preset) == ("deepseek_v3", "exact"), stats.fallbacks  # its latent keys have no tokens
+                # in eager rows, latent keys have no tokens, and experts run in no row-wise pass
+                assert family == "deepseek_v3" or (preset, how) == ("fp4", "streamed"), stats.fallbacks
                 continue
             assert stats.speculation.by_drafter["heads"]["accepted"] > 0, stats.fallbacks
             fed, read = seen.states, got.sequences[:, :-1]

@@ -214,6 +214,13 @@ def test_greedy_tokens_are_those_of_the_dense_model_in_transformers(wrapped):
     assert_same(run(wrapped, inputs, **GREEDY, speculate=K), plain)
 
 
+def test_eager_steps_of_a_seeded_call_are_counted_with_their_reason():
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        run(vb, prompts(1), **SAMPLED)
+        steps = vb.stats().steps
+    assert (steps.captured, steps.eager) == (0, TOKENS - 1) and set(steps.reasons.values()) == {TOKENS - 1}
+
+
 def test_streamed_weights_are_read_once_a_round(tmp_path):
     with wrap_streamed(llama(dtype=BF16), "exact", tmp_path) as vb:
         plain = run(vb, prompts(1))

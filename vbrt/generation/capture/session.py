@@ -323,6 +323,7 @@ class Session:
     def __init__(self, steps: Steps, limit: int | None, why_not: str | None, *, watched: bool) -> None:
         self._steps, self._limit, self._why = steps, limit, why_not
         self._whys: dict[object, str] = {}  # kind of step -> why it runs eagerly; "": it is captured
+        self._eager_why = ""  # of the last eager step
         self._watched, self._watch = watched, None
         self.thread = threading.get_ident()
         self._kept: Kept | None = None
@@ -542,7 +543,12 @@ class Session:
         """True if the whole cache is in static memory."""
         return self._cache is not None and self._cache() is cache and self._kept.statics.holds_all()
 
+    def note_eager(self) -> None:
+        """Count a step that its caller runs eagerly, as the last one was, or as those of its kind are."""
+        self._steps.note(self.refusal() or self._eager_why)
+
     def _eager(self, why: str, found: tuple[str, Any] | None, plain: Plain, args: tuple, kwargs: Mapping) -> Any:
+        self._eager_why = why
         self._steps.note(why)
         if found is not None:
             self._let_go(found[1])

@@ -69,6 +69,9 @@ class Passes:
         """Run a function."""
         return passes()
 
+    def note_eager(self) -> None:
+        """Count a step that the caller runs eagerly, where steps are counted."""
+
     def rows(self, kwargs: Sequence[dict[str, Any]]) -> list[Any]:
         """Compute consecutive steps in one pass, each with its own bits; see `Session.rows`."""
         raise NotRecordable("steps are not captured")
@@ -142,7 +145,10 @@ class Decoding:
     def plain_step(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         """Run plain decoding's step: captured where those are."""
         step = functools.partial(self.step, ids, 1 if kwargs.get("use_cache") else None, kwargs)
-        return self.passes.run(step) if self.recorded else step()
+        if self.recorded:
+            return self.passes.run(step)
+        self.passes.note_eager()
+        return step()
 
     def step(self, ids: torch.Tensor, tokens: int | None, kwargs: dict[str, Any]) -> Any:
         """Run a pass over the last `tokens` tokens of `ids`; None: all."""
