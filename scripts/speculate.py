@@ -213,8 +213,8 @@ def streamed(vb: vbrt.VBModelWrapper, preset: str, args: argparse.Namespace, row
 
     call_drafters.Ngrams = Guesses
     try:
-        for _ in range(2):
-            plain = run(97)  # plain steps are recorded, and lengths planned
+        run(257)  # plain steps are recorded, and lengths planned
+        plain = run(97)
         first_s, _ = timed(lambda: run(1))
         seeded_generate.Sequences = Forced
         Forced.acceptance, Forced.dice = 0.0, random.Random(3)

@@ -92,6 +92,8 @@ class Simulation:
         self.machine, self.noisy, self.random = machine, noisy, random.Random(seed)
         self.pace = Pace({"drafter": machine.free}) if pace is None else pace
         self.pace.will_record(machine.row_s > 0)
+        if machine.recording_s and self.pace.fixed is None:
+            self.pace.will_capture("drafter")
         self.recorded, self.passes = not machine.recording_s, Counter[int]()
         self.chosen, self.text = [], random.Random(seed)
 
@@ -114,7 +116,7 @@ class Simulation:
             if machine.free:
                 self.pace.observe("drafter", right=right(0))
             return Round("", 0, 0, 0, 1, 0.0, self._seen(machine.plain_s)), machine.plain_s
-        recording = not self.recorded and self.pace.pays
+        recording = not self.recorded and self.pace.captures("drafter")
         self.recorded |= recording
         draft_s, once_s = k * (machine.draft_s if self.recorded else machine.eager_draft_s), 0.0
         good = next((n for n in range(k) if not right(n)), k)
@@ -144,7 +146,8 @@ class Simulation:
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("name", MACHINES)
 def test_no_call_of_64_tokens_is_3_percent_slower_than_plain_decoding(name, noisy):
-    most = 1.05 if MACHINES[name] is H200_COARSE else 1.03  # its first trial uses credit of the calls before
+    # a first trial uses credit of the calls before, and a capture is an investment
+    most = 1.07 if MACHINES[name].recording_s else 1.03
     for text in TEXTS.values():
         for seed in range(3):
             simulation = Simulation(MACHINES[name], seed=seed, noisy=noisy)
@@ -199,7 +202,7 @@ def test_a_call_is_no_slower_than_plain_by_3_percent_if_only_the_first_drafts_af
         def tricking(at, k, simulation=simulation):
             return float(simulation.chosen[-2:-1] != [k])
 
-        assert max(simulation.slowness(tricking) for _ in range(4)) <= (1.05 if machine is H200_COARSE else 1.03)
+        assert max(simulation.slowness(tricking) for _ in range(4)) <= (1.07 if machine.recording_s else 1.03)
 
 
 def rates(machine: Machine, pace: Callable[[], Pace], *, noisy: bool = False) -> list[float]:
@@ -297,6 +300,18 @@ def test_another_drafter_drafts_where_a_free_one_finds_nothing():
     assert {choice.drafter for choice in chosen[1::2]} <= {"coarse", ""}
     assert all(sum(choice.drafter == name for choice in chosen) > 40 for name in right)
     assert pace.choose(100, without={"ngrams", "coarse"}) == Choice("", 0)
+
+
+@pytest.mark.parametrize("capture_s", [0.4, 2.0, 4.5])
+def test_drafts_that_pay_only_once_captured_are_captured_in_the_first_long_call(capture_s):
+    machine, first, second = replace(H200_COARSE, recording_s=capture_s), [], []
+    for seed in range(9):
+        simulation, wrong = (Simulation(machine, seed=seed, noisy=True) for _ in range(2))
+        first.append(simulation.slowness(TEXTS["0.9"], 256))
+        second.append(simulation.slowness(TEXTS["0.9"], 256))
+        assert wrong.slowness(TEXTS["0.1"], 256) <= 1.03 and not wrong.recorded
+    assert sorted(first)[4] < 0.7 and max(first) <= 1.03  # the first drafts may be wrong by chance
+    assert sorted(second)[4] < 0.4
 
 
 def test_one_time_work_waits_until_gains_cover_it():

@@ -12,6 +12,7 @@ import torch
 from vbrt.generation.speculation.sequences import Sequences
 from vbrt.generation.speculation.verification import Decoding
 from vbrt.generation.static.cache_kinds import NotRecordable
+from vbrt.host import accelerator
 from vbrt.libraries.transformers_api import cache_of
 
 __all__ = ["CoarsePlanes"]
@@ -30,7 +31,6 @@ class CoarsePlanes:
 
     def __init__(self) -> None:
         self.placed = False  # the cache is in static memory
-        self._captures = False  # drafts run eagerly until they are known to pay
 
     @property
     def one_time(self) -> int:
@@ -46,6 +46,9 @@ class CoarsePlanes:
         cache = cache_of(call.kwargs)
         if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
             self.place(cache)  # in memory of its own, it keeps its past, and cannot be moved then
+        with decoding.attachment.phase(_DRAFT, "coarse"):
+            if decoding.attachment.stack.device.type == accelerator.TYPE and decoding.passes.captures:
+                decoding.pace.will_capture(self.name)
 
     def place(self, cache: Any) -> bool:
         """Move the cache into static memory, if drafts on it can be captured; return whether it is there.
@@ -63,10 +66,10 @@ class CoarsePlanes:
     def propose(self, sequences: Sequences, k: int) -> torch.Tensor:
         """Draft k tokens int64 [B, k], and rewind the cache. Raises NotRecordable: its memory cannot be had again."""
         decoding = self._decoding
-        self._captures = self._captures or decoding.pace.pays
+        captures = decoding.pace.captures(self.name)  # before that, drafts run eagerly
         with decoding.attachment.phase(_DRAFT, "coarse"):
             proposed = functools.partial(self._proposed, sequences, k)
-            return decoding.passes.run(proposed) if self._captures else proposed()
+            return decoding.passes.run(proposed) if captures else proposed()
 
     def _proposed(self, sequences: Sequences, k: int) -> torch.Tensor:
         decoding, ids, kwargs = self._decoding, sequences.ids, self._call.kwargs

@@ -13,6 +13,10 @@ seconds / plain_s, and is run only if its loss with all drafts wrong fits. What 
 the leash (each row and draft as if computed alone) and as cheap for the speedup, so k starts at 1, and grows by what it
 earns.
 
+**Capture.** Eager drafts take many times as long as captured ones, so whether a drafter whose step can be captured
+pays is judged by what captured drafts are expected to take. The capture is an investment outside of the leash: made
+once enough drafts were right, if half of the gain to be expected of the call's remaining tokens covers it.
+
 **First trial.** The first round by a drafter that is not free takes about two plain steps more: an eager draft, a
 check, comparisons. A call of 256 tokens affords that. Shorter ones put unused credit by, so that the third call of 64
 tokens tries: this one may be 5 % slower, but together with the calls before it is within 3 %.
@@ -52,6 +56,8 @@ _MARGIN = 1.05  # speedup below which drafts do not pay
 _DOUBT = 0.5  # more speedup asked while plain steps are few, divided by their number
 _STICK = 0.93  # another choice than the last must promise less than this share of its time
 _ONE_TIME = 3.0  # plain steps of a recording that was never timed
+_CAPTURE_S = 1.5  # seconds of capturing a drafter's step, kernels compiled before; 2 to 4.5 with them, 8B on an H200
+_SURE = 0.5  # share of the gain to be expected with certainty, within which a capture's cost must lie
 _FIRST = 2.0  # plain steps that the first round takes more, by a drafter that is not free
 _LIVE = 16  # rounds of as many drafts, after which a captured step records their pass (`captured_step.py`)
 _ROW = 1.5  # plain steps of recording each of its rows, before one was timed
@@ -111,11 +117,30 @@ class Pace:
         """True if gains, made and expected, cover one-time work for the last choice, such as recording its passes."""
         if self.fixed is not None:
             return True
-        if not self.last.k or self._records[self.last.drafter].gained <= 0:
+        if not self.last.k or not self._plain_s:
+            return False
+        record = self._records[self.last.drafter]
+        if record.pending:
+            speedup = max(self._speedup(self.last.drafter, k, cautious=True) for k in CHOICES)
+            cost = _CAPTURE_S / self._plain_s
+            return record.proven and cost <= _SURE * self._left * (1 - 1 / speedup)
+        if record.gained <= 0:
             return False
         cost = max(_ONE_TIME, self._one_time or 0.0)
         gain = self._left * (1 - 1 / self._speedup(*self.last))
         return self._loss(*self.last) + cost <= self._credit and cost <= gain
+
+    def will_capture(self, drafter: str) -> None:
+        """Note that a drafter's step can be captured on this device, which makes drafts much faster."""
+        record = self._records[drafter]
+        record.pending = not record.captured
+
+    def captures(self, drafter: str) -> bool:
+        """Decide whether a drafter's step is captured, and replayed, from now on."""
+        record = self._records[drafter]
+        if not record.captured and self.pays:
+            record.capture()
+        return record.captured
 
     def will_record(self, rows: bool) -> None:
         """Note whether a pass over several rows is recorded once it has run often."""
@@ -161,11 +186,12 @@ class Pace:
         reserve = self._reserve if self._one_time is None and not self._records[name].free else 0.0
         return self._loss(name, k) + self._recording(k) <= self._credit + reserve
 
-    def _speedup(self, name: str, k: int) -> float:
+    def _speedup(self, name: str, k: int, *, cautious: bool = False) -> float:
         """Expected speed of a round relative to plain steps; costs that were never measured count as none."""
         record = self._records[name]
-        seconds = k * (record.draft_s or 0.0) + self._verify_s(k)
-        return expected_tokens(record.acceptance, k) * self._plain_s / seconds
+        seconds = k * record.best_draft_s + self._verify_s(k)
+        acceptance = record.cautious if cautious else record.acceptance
+        return expected_tokens(acceptance, k) * self._plain_s / seconds
 
     def _measured(self, k: int) -> list[float]:
         return [seconds for drafts, seconds in self._verify if drafts == k][-8:]
@@ -238,14 +264,15 @@ class Pace:
             self._row = once / (done.drafted + 1)
             if done.other:
                 self._verify = deque((each for each in self._verify if each[0] != done.drafted), _MEMORY)
-        elif done.other or choice not in self._seen:
+        elif (done.other and not record.capturing) or choice not in self._seen:
             self._one_time = once
         if not (done.other or outlier):
             self._verify.append((done.drafted, done.verify_s))
             record.times.append(done.draft_s / done.drafted)
         self._rounds[done.drafted] += 1
         known = outlier and (done.drafted == 1 or self._measured(done.drafted))
-        saved = done.tokens - _DEAR * (min(steps, usual) if known else steps)
+        spent = min(steps, usual) if known or record.capturing else steps
+        saved = done.tokens - _DEAR * spent
         if saved > 0:
             recording = self._row * (done.drafted + 1) if self._recorded else 0.0
             self._raise(saved, self._most + _EARNED + (self._one_time or 0.0) + recording)
@@ -254,7 +281,8 @@ class Pace:
             if first:
                 lent = min(max(-self._credit, 0.0), self._reserve)
                 self._credit, self._reserve = self._credit + lent, self._reserve - lent
-        record.save(saved, once=_DEAR * once)
+        record.save(saved, once=0.0 if record.capturing else _DEAR * once)
+        record.capturing = False
         self._since_plain += 1
         self._seen |= {choice, self.last}
 

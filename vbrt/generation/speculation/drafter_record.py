@@ -10,6 +10,9 @@ _PRIOR = (1.5, 0.5)  # drafts right and wrong before any is verified
 _KEEP = 0.85  # weight of older rounds in the acceptance, per round
 _SEEN = 2.5  # proposals, by weight, that a free drafter must have had beside plain steps before a trial
 _PROMISE = 0.4  # share of them that must have been right
+_ENOUGH = 3.4  # right drafts, by weight: three of three
+_CAUTION = 0.7  # wrong drafts added where much depends on the acceptance
+_CAPTURED = 1 / 6  # of an eager draft's time; 1/30 for an 8B model on an H200, where launches take longest
 _DILUTED = 0.01  # share of plain steps that failed trials may cost on average
 _REST = (16, 1024)  # tokens a drafter rests, at least and at most
 
@@ -22,6 +25,9 @@ class Record:
         free: proposing costs no pass of any model.
         right, wrong: drafts confirmed and refuted, exponentially weighted by round.
         times: seconds of a draft in the last rounds.
+        pending: its step is captured once that pays.
+        captured: it is.
+        capturing: the round that captures it is not noted yet.
         trial: never run since it started or rested.
         rest: tokens until it is tried again.
         saved: plain steps saved since it started or rested; negative: lost.
@@ -34,6 +40,9 @@ class Record:
     right: float = _PRIOR[0]
     wrong: float = _PRIOR[1]
     times: deque[float] = field(default_factory=lambda: deque(maxlen=3))
+    pending: bool = False
+    captured: bool = False
+    capturing: bool = False
     trial: bool = True
     rest: int = 0
     saved: float = 0.0
@@ -51,6 +60,26 @@ class Record:
     def draft_s(self) -> float | None:
         """Seconds of a draft; None: not timed."""
         return statistics.median_low(self.times) if self.times else None
+
+    @property
+    def best_draft_s(self) -> float:
+        """Expected seconds of a draft, once its step is captured if it will be; 0 if unknown."""
+        return (self.draft_s or 0.0) * (_CAPTURED if self.pending else 1.0)
+
+    @property
+    def cautious(self) -> float:
+        """Acceptance, rather too low, for decisions that much depends on."""
+        return self.right / (self.right + self.wrong + _CAUTION)
+
+    @property
+    def proven(self) -> bool:
+        """True if enough drafts were right lately for an investment."""
+        return self.right >= _ENOUGH
+
+    def capture(self) -> None:
+        """Note that the step is captured from now on."""
+        self.pending, self.captured, self.capturing = False, True, True
+        self.times = deque([_CAPTURED * seconds for seconds in self.times], self.times.maxlen)
 
     @property
     def _seen(self) -> float:

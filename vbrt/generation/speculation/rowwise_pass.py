@@ -260,8 +260,12 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
     layer = here.cache.layers[module.layer_idx]
     with DisableTorchFunction():
         slices = here.slices(key.shape[2], sliding=layer.is_sliding)
+        # laid out as in a pass over one token: cuDNN plans each layout of a length anew
         rows = zip(_each(query, 2), slices, attention_mask, strict=True)
-        found = [attend(module, q, key[:, :, at], value[:, :, at], mask, **kwargs)[0] for q, at, mask in rows]
+        found = [
+            attend(module, q, key[:, :, at].contiguous(), value[:, :, at].contiguous(), mask, **kwargs)[0]
+            for q, at, mask in rows
+        ]
         return torch.cat(found, 1), None
 
 

@@ -149,7 +149,8 @@ class Growing(_Static):
         room.keys[:, :, at : at + tokens] = key_states
         room.values[:, :, at : at + tokens] = value_states
         self._vb_length += tokens
-        return room.keys[:, :, held.start : at + tokens], room.values[:, :, held.start : at + tokens]
+        own = slice(held.start, at + tokens)  # contiguous as a plain layer's: cuDNN plans each layout of keys anew
+        return room.keys[:, :, own].contiguous(), room.values[:, :, own].contiguous()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -`tokens_to_remove` tokens; as a plain layer if that needs an earlier window position."""
