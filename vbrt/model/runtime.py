@@ -17,6 +17,8 @@ from dataclasses import replace
 from vbrt.config import VBConfig, load_config, resolve_budget
 from vbrt.config.argument_checks import check_instance
 from vbrt.config.tier_records import TIERS
+from vbrt.config.tier_sections import memory_budget
+from vbrt.config.value_checks import shown
 from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.kernels import libraries
 from vbrt.kernels.cpu import buffer_reuse
@@ -202,6 +204,10 @@ class Runtime:
         """Change the budget of a tier for all models, while they run. See `VBModelWrapper.set_budget`."""
         self.check_open("set_budget")
         check_instance(tier, str, "set_budget(): tier", "the name of a tier, such as 'cpu'")
+        if tier not in TIERS:
+            has = ", ".join(self.budgets)
+            raise ConfigError(f"set_budget(): tier = {shown(tier)}; expected one that this model has: {has}")
+        memory_budget(budget, f"set_budget({tier!r}): budget")
         config = load_config(self.settings, tiers={tier: {"budget": budget}})
         nbytes = self._resize(tier, config, keep_settings=False)
         if tier == "gpu":
@@ -223,8 +229,8 @@ class Runtime:
         largest = self.largest_layer_bytes
         if TIERS[tier].passes and nbytes < largest:
             raise ConfigError(
-                f"{config.source}: tiers.{tier}.budget = {nbytes} bytes is smaller than the largest "
-                f"layer's pages ({largest} bytes); give it at least that"
+                f"tiers.{tier}: a budget of {nbytes} bytes is smaller than the largest layer's pages ({largest} "
+                "bytes); give it at least that"
             )
         self.open_stores()
         for attachment in attachments if TIERS[tier].memory else ():
