@@ -11,9 +11,9 @@ from vbrt.config.schema import VBConfig, plain
 from vbrt.config.value_checks import shown
 from vbrt.errors import ConfigError
 
-__all__ = ["assign", "load_config"]
+__all__ = ["OVERRIDDEN", "assign", "load_config"]
 
-_OVERRIDDEN = " with overrides"
+OVERRIDDEN = " with overrides"  # after the source of a config, for messages
 
 
 def load_config(
@@ -30,7 +30,7 @@ def load_config(
     if not overrides:
         return base
     merged = _merged(base.to_dict(), plain(overrides))
-    return VBConfig.from_dict(merged, source=f"{base.source.removesuffix(_OVERRIDDEN)}{_OVERRIDDEN}")
+    return VBConfig.from_dict(merged, source=f"{base.source.removesuffix(OVERRIDDEN)}{OVERRIDDEN}")
 
 
 def assign(config: VBConfig, assignments: Iterable[str]) -> VBConfig:

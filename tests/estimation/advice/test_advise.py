@@ -78,6 +78,9 @@ def test_what_does_not_fit_streams_within_the_memory_and_says_by_what_it_is_boun
 def test_a_drive_is_used_where_host_memory_ends_and_only_there(model):
     with pytest.raises(ConfigError, match="nothing fits"):
         _ = asked(model, "exact", machine(200, 60)).best
+    refused = {choice.name: choice.reason for choice in asked(model, "exact", machine(200, 60)).choices}
+    assert refused["exact"].startswith("the pages take ") and "preset" not in refused["exact"]
+    assert "raise tiers" not in refused["exact"]  # the budgets are advise's own
     with_drive = asked(model, "exact", machine(200, 60, 4000)).best
     assert with_drive.found.config.tiers.ssd.enabled and with_drive.found.plan.home_bytes("ssd")
     assert not asked(model, "exact", machine(200, 4000, 4000)).best.found.config.tiers.ssd.enabled

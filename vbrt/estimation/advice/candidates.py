@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vbrt.config import Machine, VBConfig, load_config
+from vbrt.config.load_config import OVERRIDDEN
 from vbrt.errors import ConfigError
 from vbrt.estimation.advice.choices import Choice, Nearest
 from vbrt.estimation.advice.cost_model import CostModel
@@ -104,7 +105,7 @@ class Asked:
         except _NoRoom as error:
             return replace(found, missing=(error.tier, error.nbytes))
         except ConfigError as error:
-            return replace(found, why=str(error))
+            return replace(found, why=_reason(error, way.config))
         found = replace(found, config=estimate.config)
         if estimate.missing:
             return replace(found, found=estimate, missing=next(iter(estimate.missing.items())))
@@ -186,6 +187,12 @@ class _NoRoom(ConfigError):
     def __init__(self, tier: str, nbytes: int) -> None:
         super().__init__(f"the {tier} lacks {nbytes} bytes")
         self.tier, self.nbytes = tier, nbytes
+
+
+def _reason(error: ConfigError, config: VBConfig | None) -> str:
+    """Return the fact that a message states, without the config's name and what would do: both are advise's own."""
+    source = "" if config is None else config.source
+    return str(error).removeprefix(source).removeprefix(OVERRIDDEN).removeprefix(": ").partition("; ")[0]
 
 
 # -- enumeration ------------------------------------------------------------------------------------------------------
