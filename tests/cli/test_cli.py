@@ -19,6 +19,7 @@ from tests.cli.cases import errors, some_stats
 from vbrt.cli import main as cli
 from vbrt.cli import process_start, stats
 from vbrt.cli.options import add_command
+from vbrt.cli.screen import complain
 from vbrt.estimation.advice import machine_rates
 from vbrt.estimation.advice.machine_rates import kept_rates
 
@@ -281,6 +282,18 @@ assert not found, found
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_terminal_gets_messages_wrapped_between_words_and_a_pipe_in_one_line(monkeypatch, capsys):
+    text = "a budget " * 20 + "tiers.gpu.budget-of-a-name-longer-than-the-terminal=8GiB"
+    complain("warning", text)
+    assert capsys.readouterr().err == f"vbrt: warning: {text}\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    complain("warning", text)
+    lines = capsys.readouterr().err.splitlines()
+    assert all(len(line) <= 40 for line in lines[:-1]) and lines[-1] == f"  {text.split()[-1]}"
+    assert " ".join(" ".join(lines).split()) == f"vbrt: warning: {text}"
 
 
 def test_stdout_that_cannot_take_the_result_is_said(tmp_path, monkeypatch, capsys):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 
@@ -29,9 +30,13 @@ _PIPE_WIDTH = 132  # columns of a table that goes into a file or a pipe
 
 
 def complain(kind: str, what: object) -> None:
-    """Write one line to stderr: `vbrt: error: ...`."""
+    """Write to stderr: `vbrt: error: ...`, in one line, which a terminal gets wrapped between words."""
     text = " ".join(str(what).split())
-    print(f"vbrt: {kind}: {text}" if text else f"vbrt: {kind}", file=sys.stderr)
+    line = f"vbrt: {kind}: {text}" if text else f"vbrt: {kind}"
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    print(line, file=sys.stderr)
 
 
 @contextlib.contextmanager
