@@ -46,6 +46,19 @@ def published(llama: Path, qwen: Path) -> dict[str, Any]:
     return models(llama, qwen)
 
 
+def hub(llama: Path, qwen: Path) -> dict[str, Any]:
+    """Directories by the names of models on the Hub, which come before it."""
+    Path("Qwen").mkdir()
+    Path("Qwen/Qwen3-0.6B").symlink_to(llama)
+    if importlib.util.find_spec("gguf"):
+        from tests.saves.published.gguf_files import Type, model_of, write
+
+        Path("unsloth/Qwen3-0.6B-GGUF").mkdir(parents=True)
+        file = Path("unsloth/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q4_0.gguf")
+        write(file, model_of("llama"), "llama", lambda name: Type.Q4_0)
+    return {}
+
+
 def adapters(llama: Path, qwen: Path) -> dict[str, Any]:
     """The same, and rows of tokens to train on."""
     pytest.importorskip("peft")
@@ -68,5 +81,5 @@ def readme(llama: Path, qwen: Path) -> dict[str, Any]:
 
 #: by the names that pages ask for
 SETUPS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
-    setup.__name__: setup for setup in (nothing, models, published, adapters, pipeline, readme)
+    setup.__name__: setup for setup in (nothing, models, published, hub, adapters, pipeline, readme)
 }

@@ -5,7 +5,15 @@ import json
 from pathlib import Path
 
 from vbrt.cli.machine_options import add_machine, machine_of, sizes_of, speed_of
-from vbrt.cli.options import add_command, check_config_file, integration, positive, write_config
+from vbrt.cli.options import (
+    add_command,
+    add_model,
+    check_config_file,
+    integration,
+    locate_model,
+    positive,
+    write_config,
+)
 from vbrt.cli.screen import complain, console_for_stdout, warnings_as_lines, working
 from vbrt.config import load_config
 from vbrt.config.toml_text import toml_text
@@ -29,9 +37,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "  vbrt advise ./Llama-3.1-8B --goal exact --context 8192 --explain\n"
         "  vbrt advise ./Llama-3.1-8B --goal train --batch 4 --write my.toml\n",
     )
-    parser.add_argument(
-        "model", metavar="MODEL_DIR|HF_CONFIG", type=Path, help="a transformers model directory, or a config.json"
-    )
+    add_model(parser, "a transformers model directory, a config.json", metavar="MODEL|HF_CONFIG")
     parser.add_argument("--goal", choices=GOALS, default="fastest", help="(default fastest)")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences at once (1)")
     parser.add_argument("--context", type=positive, default=2048, metavar="N", help="tokens of each (2048)")
@@ -50,6 +56,7 @@ def _advise(args: argparse.Namespace) -> int:
     sizes, speed = sizes_of(args), speed_of(args)
     if args.write is not None:
         check_config_file(args.write)  # before any slow work
+    locate_model(args, "config")
     with working("importing torch and transformers") as say, warnings_as_lines():
         hf_configs = integration("hf_configs")
         from vbrt.estimation.advice.advise import advise
@@ -75,7 +82,7 @@ def _advise(args: argparse.Namespace) -> int:
         complain("error", error)
         return 1
     if not args.json:
-        console.print(f"\n{best.name}: {advice.command(str(args.model))}", soft_wrap=True)
+        console.print(f"\n{best.name}: {advice.command(args.name)}", soft_wrap=True)
     if args.write is not None:
         write_config(args.write, toml_text(best.found.config or load_config("dense")))
     return 0

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vbrt.cli.options import add_command, integration, numbers, positive
+from vbrt.cli.options import add_command, add_model, integration, locate_model, numbers, positive
 from vbrt.cli.plots import bars, check_plot
 from vbrt.cli.screen import add_row, console_for_stdout, table_of, warnings_as_lines, working
 from vbrt.errors import VBError
@@ -38,12 +38,12 @@ def add(commands: argparse._SubParsersAction) -> None:
         "  vbrt bench memory ./config.json --batch 2 --context 256\n",
     )
     parser.add_argument("what", choices=("attention", "compile", "memory"))
-    parser.add_argument(
-        "model",
-        metavar="MODEL_DIR|HF_CONFIG",
-        type=Path,
+    add_model(
+        parser,
+        "of compile and memory: a model directory or config.json, of which the weights are random (default: a Llama of "
+        "40 M parameters)",
+        metavar="MODEL|HF_CONFIG",
         nargs="?",
-        help="of compile and memory: its config; the weights are random (default: a Llama of 40 M parameters)",
     )
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="(1)")
     parser.add_argument("--context", type=positive, default=256, metavar="N", help="tokens of each (256)")
@@ -71,6 +71,8 @@ def _bench(args: argparse.Namespace) -> int:
     _check(args)
     if args.plot is not None:
         check_plot(args.plot)
+    if args.model is not None:
+        locate_model(args, "config")
     with working("importing torch") as say, warnings_as_lines(), _unadvised(args):
         rows = []
         for row in _rows(args):

@@ -4,11 +4,10 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vbrt.cli.open_model import add_dtype, add_turn, load_model, tokens_of, turn_of
-from vbrt.cli.options import add_command, add_config, integration
+from vbrt.cli.options import add_command, add_config, add_model, integration
 from vbrt.cli.screen import complain, console_for_stdout, working
 from vbrt.cli.stats import keep_stats
 from vbrt.cli.token_stream import speaker_for
@@ -36,9 +35,7 @@ def add(commands: Any) -> None:
         "  vbrt chat ./Llama-3.1-8B-Instruct --config exact --set tiers.gpu.budget=6GiB\n"
         "  vbrt chat ./Llama-3.1-8B-exact --system 'You are brief.' --sample\n",
     )
-    parser.add_argument(
-        "model", metavar="MODEL", type=Path, help="a directory with config, weights and tokenizer, or a GGUF file"
-    )
+    add_model(parser, "a directory with config, weights and tokenizer, a GGUF file")
     add_config(parser)
     add_dtype(parser)
     add_turn(parser, max_new_tokens=512)
@@ -50,7 +47,7 @@ def _chat(args: argparse.Namespace) -> int:
     with vb:
         conversation = integration("text_generation").Conversation(vb, tokenizer, system=args.system)
         if not conversation.templated:
-            complain("note", f"{args.model} has no chat template: the text so far is continued")
+            complain("note", f"{args.name} has no chat template: the text so far is continued")
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - arrow keys and earlier lines in input()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vbrt.cli.open_model import add_dtype, dtype_of, settled_config
-from vbrt.cli.options import add_command, add_config, config_of, integration
+from vbrt.cli.options import add_command, add_config, add_model, config_of, integration, locate_model
 from vbrt.cli.screen import complain, warnings_as_lines, working
 from vbrt.residency.plan import format_bytes
 
@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
         "  vbrt convert ./Llama-3.1-8B-Q4_0.gguf ./Llama-3.1-8B-q4\n"
         "  vbrt run /nvme/qwen-fp4 'The sea is'\n",
     )
-    parser.add_argument("model", metavar="MODEL", type=Path, help="a directory with config and weights, or a GGUF file")
+    add_model(parser, "a directory with config and weights, a GGUF file")
     parser.add_argument("out", metavar="OUT", type=Path, help="a new directory, or that of an interrupted conversion")
     add_config(parser)
     add_dtype(parser)
@@ -41,6 +41,7 @@ def add(commands: Any) -> None:
 
 def _convert(args: argparse.Namespace) -> int:
     config_of(args)  # report its errors before any slow work
+    locate_model(args)
     with working("importing torch and transformers") as say:
         hf_configs = integration("hf_configs")
         from vbrt.saves.convert.convert import convert

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vbrt.cli.machine_options import add_machine, machine_of, sizes_of, speed_of
-from vbrt.cli.options import add_command, add_config, config_of, integration, number, positive
+from vbrt.cli.options import add_command, add_config, add_model, config_of, integration, locate_model, number, positive
 from vbrt.cli.plots import Bars, bars, check_plot
 from vbrt.cli.screen import complain, console_for_stdout, warnings_as_lines, working
 from vbrt.config import load_config
@@ -40,9 +40,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "  vbrt estimate ./Llama-3.1-8B --task train --lora 16 --checkpointing --gpu-memory 24GiB\n"
         "  vbrt estimate ./Llama-3.1-70B --gpu-memory 24GiB --ram 256GiB --ranks 4\n",
     )
-    parser.add_argument(
-        "model", metavar="MODEL_DIR|HF_CONFIG", type=Path, help="a transformers model directory, or a config.json"
-    )
+    add_model(parser, "a transformers model directory, a config.json", metavar="MODEL|HF_CONFIG")
     add_task(parser)
     add_config(parser)
     add_machine(parser)
@@ -94,6 +92,7 @@ def _estimate(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     plain = args.config == "none"
     config = None if plain else config_of(args)
+    locate_model(args, "config")
     with working("importing torch and transformers") as say, warnings_as_lines():
         hf_configs = integration("hf_configs")
         from vbrt.estimation.advice.step_time import predict

@@ -2,13 +2,12 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from vbrt.cli.open_model import add_dtype, dtype_of, settled_config
-from vbrt.cli.options import add_command, add_config, config_of, integration
+from vbrt.cli.options import add_command, add_config, add_model, config_of, integration, locate_model
 from vbrt.cli.screen import add_footer, add_row, console_for_stdout, table_of, working
 from vbrt.residency.plan import format_bytes
 
@@ -29,9 +28,7 @@ def add(commands: Any) -> None:
         examples="  vbrt inspect ./Llama-3.1-8B\n  vbrt inspect ./Llama-3.1-8B-Q4_0.gguf\n"
         "  vbrt inspect ./Qwen3-30B-A3B --config exact --json\n",
     )
-    parser.add_argument(
-        "model", metavar="MODEL", type=Path, help="a directory with config and safetensors files, or a GGUF file"
-    )
+    add_model(parser, "a directory with config and safetensors files, a GGUF file")
     add_config(parser)
     add_dtype(parser)
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -39,6 +36,7 @@ def add(commands: Any) -> None:
 
 def _inspect(args: argparse.Namespace) -> int:
     config_of(args)  # report its errors before any slow work
+    locate_model(args, "headers")
     with working("importing torch and transformers") as say:
         hf_configs = integration("hf_configs")
         from vbrt.saves.convert.inspection import inspect

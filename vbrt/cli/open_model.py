@@ -4,7 +4,7 @@ import argparse
 import contextlib
 from typing import TYPE_CHECKING
 
-from vbrt.cli.options import config_of, integration, positive
+from vbrt.cli.options import config_of, integration, locate_model, positive
 from vbrt.cli.screen import complain, warnings_as_lines, without_warnings_of_wrap, working
 from vbrt.config import VBConfig, assign
 from vbrt.errors import CheckpointError
@@ -77,13 +77,13 @@ def settled_config(args: argparse.Namespace) -> VBConfig | None:
 def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTokenizerBase]":
     """Load a model into planes, and its tokenizer; the plan's warnings become lines."""
     config_of(args)  # report its errors before any slow work
-    path = args.model
+    locate_model(args)
     with working("importing torch and transformers") as say:
         causal = integration("causal_models")
         config = settled_config(args)
         say.stop()  # loading has its own bar
         with without_warnings_of_wrap(), warnings_as_lines():
-            vb, tokenizer = causal.load_wrapped(path, config, dtype=dtype_of(args))
+            vb, tokenizer = causal.load_wrapped(args.model, config, dtype=dtype_of(args))
         vb.materialize()
     for text in vb.plan.warnings:
         complain("warning", text)

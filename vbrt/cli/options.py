@@ -3,12 +3,14 @@
 import argparse
 import contextlib
 import importlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from vbrt.cli.screen import complain, warnings_as_lines
 from vbrt.config import VBConfig, assign, load_config, preset_names
 from vbrt.errors import VBError, describe_os_error
 from vbrt.host.safe_files import check_writable, write_file
@@ -16,9 +18,11 @@ from vbrt.host.safe_files import check_writable, write_file
 __all__ = [
     "add_command",
     "add_config",
+    "add_model",
     "check_config_file",
     "config_of",
     "integration",
+    "locate_model",
     "number",
     "numbers",
     "positive",
@@ -41,6 +45,36 @@ def add_command(
     parser.set_defaults(command=run)
     parser._negative_number_matcher = re.compile(r"-\d")  # "-8GiB" is an option's value, to be refused as such
     return parser
+
+
+def add_model(parser: argparse.ArgumentParser, what: str, *, metavar: str = "MODEL", nargs: str | None = None) -> None:
+    """Add the positional argument of a model, `what` it may be here, and --revision."""
+    parser.add_argument(
+        "model",
+        metavar=metavar,
+        nargs=nargs,
+        help=f"{what}; or a model of the Hugging Face Hub: ORG/NAME, or ORG/NAME:Q4_K_M for a GGUF file in it",
+    )
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a model of the Hub (main)")
+
+
+def locate_model(args: argparse.Namespace, need: str = "weights") -> None:
+    """Replace `args.model` by its path, and fetch a model of the Hub that is not here; `args.name` is what was typed.
+
+    Args:
+        need: as for `hub_models.located`: "weights", "headers" or "config".
+    """
+    args.name = args.model
+    if os.path.lexists(args.model) and args.revision is None:
+        args.model = Path(args.model)  # no library has to say so
+        return
+    try:
+        with warnings_as_lines():
+            found = integration("hub_models").located(args.model, revision=args.revision, need=need)
+        args.model = Path(found)
+    except KeyboardInterrupt:
+        complain("note", "what was fetched is kept; the same command resumes")
+        raise
 
 
 def add_config(parser: argparse.ArgumentParser, default: str = "fp4") -> None:

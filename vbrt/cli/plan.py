@@ -9,7 +9,7 @@ from typing import Any
 
 from vbrt.cli.expert_tables import ExpertReport
 from vbrt.cli.machine_options import add_machine, machine_of, rate_of, sizes_of, speed_of
-from vbrt.cli.options import add_command, add_config, config_of, integration
+from vbrt.cli.options import add_command, add_config, add_model, config_of, integration, locate_model
 from vbrt.cli.plan_tables import print_plan
 from vbrt.cli.rank_tables import print_ways, ways_on
 from vbrt.cli.screen import complain, console_for_stdout, working
@@ -32,15 +32,14 @@ def add(commands: Any) -> None:
         help="show the plan of wrapping a model, and the memory that it needs",
         text="No\nweights are needed. Exits with 1 if it does not fit.",
         examples="  vbrt plan ./Llama-3.1-8B\n"
+        "  vbrt plan Qwen/Qwen3-32B --gpu-memory 12GiB --ram 32GiB\n"
         "  vbrt plan ./config.json --config exact --gpu-memory 24GiB --ram 64GiB\n"
         "  vbrt plan ./Llama-3.1-8B --set weights.format=nf4 --set tiers.gpu.budget=4GiB\n"
         "  vbrt plan ./Mixtral-8x7B --gpu-memory none --ram 32GiB --ssd 500GiB\n"
         "  vbrt plan ./Qwen3-30B-A3B --gpu-memory 8GiB --link 50 --routing qwen.routing\n"
         "  vbrt plan ./Llama-3.1-70B --config exact --gpu-memory 24GiB --link 55 --ranks 4\n",
     )
-    parser.add_argument(
-        "model", metavar="MODEL_DIR|HF_CONFIG", type=Path, help="a transformers model directory, or a config.json"
-    )
+    add_model(parser, "a transformers model directory, a config.json", metavar="MODEL|HF_CONFIG")
     add_config(parser)
     machine = add_machine(parser)
     machine.add_argument(
@@ -65,6 +64,7 @@ def _plan(args: argparse.Namespace) -> int:
     given = {"cpu": speed.link_gb_s, "ssd": rate_of(args.drive, "--drive")}
     rates = LINK_GB_PER_S | {tier: rate for tier, rate in given.items() if rate is not None}
     host = rate_of(args.host, "--host")
+    locate_model(args, "config")
     with working("importing torch and transformers") as say:
         hf_configs = integration("hf_configs")
         from vbrt.model.planner import make_plan

@@ -4,7 +4,17 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vbrt.cli.options import add_command, add_config, check_config_file, config_of, integration, positive, write_config
+from vbrt.cli.options import (
+    add_command,
+    add_config,
+    add_model,
+    check_config_file,
+    config_of,
+    integration,
+    locate_model,
+    positive,
+    write_config,
+)
 from vbrt.cli.screen import console_for_stdout, working
 from vbrt.config import VBConfig, parse_weights_budget
 from vbrt.errors import VBError, describe_os_error
@@ -31,7 +41,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "  vbrt precision ./Llama-3.1-8B --budget 8GiB --text notes.txt --write my.toml\n"
         "  vbrt run ./Llama-3.1-8B --config my.toml\n",
     )
-    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a transformers model directory")
+    add_model(parser, "a transformers model directory")
     parser.add_argument(
         "--budget", metavar="SIZE", help='of all pages: bits a weight ("6 bits"), or bytes ("8GiB"); or weights.budget'
     )
@@ -49,6 +59,7 @@ def _precision(args: argparse.Namespace) -> int:
     if args.write is not None:
         check_config_file(args.write)  # before any slow work
     text = None if args.text is None else _text(args.text)
+    locate_model(args)
     with working("importing torch and transformers") as say:
         from vbrt.estimation.precision.choose_precision import choose_precision
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vbrt.cli.options import add_command, add_config, config_of, integration, number, numbers
+from vbrt.cli.options import add_command, add_config, add_model, config_of, integration, locate_model, number, numbers
 from vbrt.cli.rank_tables import measure_ranks
 from vbrt.cli.screen import add_row, console_for_stdout, table_of, warnings_as_lines, working
 from vbrt.errors import VBError, describe_os_error
@@ -35,13 +35,7 @@ def add(commands: Any) -> None:
         "  vbrt tune --machine\n"
         "  torchrun --nproc-per-node 2 -m vbrt tune --machine\n",
     )
-    parser.add_argument(
-        "model",
-        metavar="MODEL_DIR|HF_CONFIG",
-        type=Path,
-        nargs="?",
-        help="a transformers model directory, or a config.json",
-    )
+    add_model(parser, "a transformers model directory, a config.json", metavar="MODEL|HF_CONFIG", nargs="?")
     add_config(parser)
     parser.add_argument(
         "--tokens",
@@ -71,6 +65,8 @@ def _tune(args: argparse.Namespace) -> int:
     config = config_of(args)
     if args.model is None and not args.show:
         raise VBError("tune: no model; expected a model directory or a config.json, or --show")
+    if args.model is not None:
+        locate_model(args, "config")
     with working("importing torch") as say, warnings_as_lines():
         from vbrt.kernels.cuda import tuned_configs, tuning
 

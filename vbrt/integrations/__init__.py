@@ -18,6 +18,11 @@ keep parameters in dtypes of their own or compute buffers as they are made; what
 files it builds the model for and fills it from there. `causal_models.py` adds the tokenizer and the checks of the
 commands.
 
+**The Hub** (`hub_models.py`, `hub_headers.py`): a name becomes a path before anything reads it, in the cache that
+transformers uses. Of a repository that has its weights several times over, the files are chosen that a directory's
+readers would choose. Commands that read headers get files of the true size with holes for tensors, so that every check
+of a reader holds; checkpoints of other quantizers are fetched whole, because some small tensors of theirs are read.
+
 **GGUF** (`gguf_quantizer.py`, `gguf_models.py`) joins transformers' own path by not differing from the method "gguf";
 tensors that go into pages are markers there, whose planes are read from the file. transformers makes the config of a
 copy of the header without the vocabulary, which it takes seconds for; what it leaves out is added: sizes of heads and

@@ -26,8 +26,7 @@ from vbrt.errors import ConfigError, VBError, describe_os_error
 from vbrt.host.safe_files import expanded, read_bounded
 from vbrt.integrations.register_hooks import Deferred
 from vbrt.libraries.transformers_api import logging as transformers_logging
-from vbrt.saves.files.checkpoint_paths import gguf_file
-from vbrt.saves.files.gguf_file import GGUF_SUFFIX
+from vbrt.saves.files.checkpoint_paths import GGUF_SUFFIX, gguf_file
 
 __all__ = [
     "gguf_at",
@@ -141,9 +140,7 @@ def _config_file(path: Path) -> Path:
             return path / "config.json"
         raise VBError(f"{path}: no config.json in this directory; expected a model as save_pretrained() writes it")
     if not path.exists():
-        is_hub_name = not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists()
-        hint = f"; to fetch a model of that name: hf download {path} --local-dir {path.name}" if is_hub_name else ""
-        raise VBError(f"{path}: no such file or directory; expected {_EXPECTED}{hint}")
+        raise VBError(f"{path}: no such file or directory; expected {_EXPECTED}, or ORG/NAME of a model of the Hub")
     if path.suffix in _WEIGHTS:
         raise VBError(f"{path}: a file of weights; expected {_EXPECTED}, e.g. {path.parent}")
     return path

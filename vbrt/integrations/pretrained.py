@@ -2,8 +2,10 @@
 
     vb = vbrt.from_pretrained("path/to/model")             # dense files, or quantized by other libraries
     vb = vbrt.from_pretrained("path/to/model", "exact", tiers={"cpu": {"budget": "8GiB"}})
+    vb = vbrt.from_pretrained("Qwen/Qwen3-0.6B")           # through the Hub's cache
 
-Nothing here accesses the network or runs code that comes with a model. Importing this module imports transformers.
+The network is accessed for names of the Hub only, and code that comes with a model is not run. Importing this module
+imports transformers.
 """
 
 import contextlib
@@ -27,6 +29,7 @@ from vbrt.integrations.hf_configs import (
     quiet,
     take_generation_config_,
 )
+from vbrt.integrations.hub_models import located
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.model.runtime import Runtime
@@ -49,26 +52,30 @@ WEIGHTS = (*_READ_HERE, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def from_pretrained(
-    directory: str | PathLike,
+    model: str | PathLike,
     config: VBConfig | Mapping[str, Any] | str | PathLike | None = None,
     *,
+    revision: str | None = None,
     runtime: Runtime | None = None,
     dtype: torch.dtype | None = None,
     progress: bool | None = None,
     **overrides: Any,
 ) -> VBModelWrapper:
-    """Build a model from a directory or GGUF file, fill it weight by weight, and return it wrapped, in eval mode.
+    """Build a model from a directory, GGUF file or Hub name, fill it weight by weight, and return it wrapped, in eval
+    mode.
 
     Weights quantized by other libraries go into pages unchanged if their layout matches one of vbrt's formats; other
     layouts are decoded, one weight at a time, as `plan.notes` and a warning say. Weights that such a checkpoint left
     dense stay dense.
 
     Args:
-        directory: with config.json, and safetensors files, a save of `vb.save` or `save_pretrained`, or pickled weights
-            (pytorch_model.bin), which transformers reads; or a GGUF file, whose config is made of its metadata unless a
-            config.json is next to it.
+        model: a directory with config.json, and safetensors files, a save of `vb.save` or `save_pretrained`, or pickled
+            weights (pytorch_model.bin), which transformers reads; or a GGUF file, whose config is made of its metadata
+            unless a config.json is next to it; or, as a str, the name of a model on the Hugging Face Hub, fetched into
+            its cache if nothing of that name is here: "Qwen/Qwen3-0.6B", or "org/name:Q4_K_M" for a GGUF file in it.
         config: as `vbrt.wrap` takes it; default: that of saved planes, "exact" for a checkpoint quantized by another
             library, and "fp4" for a dense one.
+        revision: branch, tag or commit of a Hub model. Default: its main branch.
         runtime: `vb.runtime` of another model, to share its tiers, budgets and policy.
         dtype: compute dtype of a GGUF file's model, to which decoded weights are rounded. Default: that of the config
             next to the file; else the file's own, if none of its weights are quantized; else float32.
@@ -79,9 +86,11 @@ def from_pretrained(
         CheckpointError: files missing, damaged, of another model, or of a layout that vbrt does not read.
         ConfigError: as from `vbrt.load`; or a dtype for files that have their own.
         FormatError, TierError: as from `vbrt.load`.
-        VBError: a config.json that is missing, damaged, or of a model that transformers cannot build.
+        VBError: a config.json that is missing, damaged, or of a model that transformers cannot build; a Hub model that
+            cannot be fetched.
     """
-    return Reader(looked_at(directory)[0], dtype, progress=progress).read(config, overrides, runtime=runtime)
+    path, _ = looked_at(located(model, revision=revision, progress=progress))
+    return Reader(path, dtype, progress=progress).read(config, overrides, runtime=runtime)
 
 
 class Reader:

@@ -20,8 +20,7 @@ from vbrt.report.progress import Progress
 from vbrt.saves.common.companion_files import copy_companions
 from vbrt.saves.common.manifest import Manifest, SavedTensor, text_of, to_json
 from vbrt.saves.convert.conversion_journal import Journal, open_journal
-from vbrt.saves.files.checkpoint_paths import MANIFEST
-from vbrt.saves.files.gguf_file import shard_paths
+from vbrt.saves.files.checkpoint_paths import MANIFEST, shard_paths
 from vbrt.saves.files.safetensors_file import TensorInfo, TensorWriter, in_order
 from vbrt.saves.load.save_units import Piece, Pieces
 from vbrt.saves.load.sources import Source

@@ -1,17 +1,29 @@
 """Checkpoint paths: tell a save, safetensors files and a GGUF file apart, without reading any file."""
 
+import re
 from os import PathLike
 from pathlib import Path
 
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.safe_files import expanded
-from vbrt.saves.files.gguf_file import GGUF_SUFFIX, shard_paths
 
-__all__ = ["INDEX", "MANIFEST", "SINGLE", "gguf_file", "looked_at"]
+__all__ = [
+    "GGUF_PART",
+    "GGUF_SUFFIX",
+    "INDEX",
+    "MANIFEST",
+    "PICKLED",
+    "SINGLE",
+    "gguf_file",
+    "looked_at",
+    "shard_paths",
+]
 
 MANIFEST = "vbrt.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # not read, but mark a checkpoint
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read by transformers only
+GGUF_SUFFIX = ".gguf"
+GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")  # of a split file: number and count
 
 
 def gguf_file(path: str | PathLike) -> Path | None:
@@ -23,7 +35,7 @@ def gguf_file(path: str | PathLike) -> Path | None:
     path = looked_at(path)
     if not path.is_dir():
         return shard_paths(path)[0] if path.suffix == GGUF_SUFFIX else None
-    if any((path / name).exists() for name in (MANIFEST, INDEX, SINGLE, *_PICKLED)):
+    if any((path / name).exists() for name in (MANIFEST, INDEX, SINGLE, *PICKLED)):
         return None
     firsts = sorted({shard_paths(file)[0] for file in path.glob(f"*{GGUF_SUFFIX}")})
     if len(firsts) > 1:
@@ -49,3 +61,13 @@ def looked_at(path: str | PathLike) -> Path:
             f"{path}: no such directory; expected one that vb.save() wrote, a checkpoint with {SINGLE}, or a GGUF file"
         )
     return path
+
+
+def shard_paths(path: Path) -> list[Path]:
+    """Return the paths of all parts of a GGUF file, by its name."""
+    named = GGUF_PART.search(path.name)
+    count = 0 if named is None else int(named[2])
+    if count == 0:
+        return [path]
+    stem = path.name[: named.start()]
+    return [path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]

@@ -11,7 +11,6 @@ Type sizes come from the package `gguf`; a type that it does not know is refused
 
 import importlib
 import os
-import re
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.file_prefetch import ReadAhead, Span
 from vbrt.host.host_memory import bytes_view
 from vbrt.host.safe_files import open_regular, read_into
+from vbrt.saves.files.checkpoint_paths import GGUF_PART, shard_paths
 
-__all__ = ["GGUF_SUFFIX", "ArrayOf", "GGUFFile", "GGUFTensor", "gguf_library", "open_shards", "shard_paths"]
+__all__ = ["ArrayOf", "GGUFFile", "GGUFTensor", "gguf_library", "open_shards"]
 
-GGUF_SUFFIX = ".gguf"
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MAX_HEADER_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 20
@@ -46,7 +45,6 @@ _SCALARS = {
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT, _TOKENIZER = "general.alignment", "tokenizer."
-_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def gguf_library() -> ModuleType:
@@ -312,7 +310,7 @@ def open_shards(path: Path) -> list[GGUFFile]:
 
     Raises CheckpointError: as `GGUFFile`, a part is missing, or the parts do not belong together.
     """
-    named = _SHARD.search(path.name)
+    named = GGUF_PART.search(path.name)
     files = [GGUFFile(each) for each in shard_paths(path)]
     counts = {file.metadata.get("split.count", 1) for file in files}
     if counts != {len(files)}:
@@ -326,13 +324,3 @@ def open_shards(path: Path) -> list[GGUFFile]:
     if wanted not in (None, have):
         raise CheckpointError(f"{path}: {have} tensors in its {len(files)} parts; expected {wanted}; copy them again")
     return files
-
-
-def shard_paths(path: Path) -> list[Path]:
-    """Return the paths of all parts of a GGUF file, by its name."""
-    named = _SHARD.search(path.name)
-    if named is None:
-        return [path]
-    count = int(named[2])
-    stem = path.name[: named.start()]
-    return [path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
