@@ -11,6 +11,7 @@ from tests.cli.conftest import save_tokenizer
 from tests.saves.published.published_files import publish
 from tests.saves.published.test_published import QUIET, llama, logits
 from vbrt.host import file_prefetch
+from vbrt.integrations.causal_models import load_dense
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -87,6 +88,24 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(vbrt.CheckpointError, match=r"model\.safetensors"):
         vbrt.from_pretrained(tmp_path)
+
+
+def test_a_config_of_another_model_is_refused_with_what_does_not_fit(tmp_path):
+    """By vbrt's own words: transformers refers to a log, and fills what is missing at random."""
+    llama().save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key, says in (
+        (
+            "vocab_size",
+            r"2 shapes do not fit: lm_head\.weight is \(\d+, \d+\) in the files, and \(\d+, \d+\) in the model",
+        ),
+        ("num_hidden_layers", r"9 weights are missing: model\.layers\.1\.input_layernorm\.weight, "),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: config[key] + 1, "layer_types": None}))
+        for load in (vbrt.from_pretrained, load_dense):
+            with pytest.raises(vbrt.CheckpointError, match=f"not of this model: {says}"):
+                load(tmp_path)
 
 
 def test_a_truncated_file_is_named_through_transformers_too(tmp_path):

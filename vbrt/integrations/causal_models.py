@@ -14,7 +14,7 @@ from vbrt.errors import VBError
 from vbrt.host.safe_files import read_bounded, write_file
 from vbrt.integrations.gguf_models import TOKENIZERS, gguf_tokenizer
 from vbrt.integrations.hf_configs import gguf_at, loading, looked_at, meta_model, model_config, quiet
-from vbrt.integrations.pretrained import WEIGHTS, Reader
+from vbrt.integrations.pretrained import WEIGHTS, Reader, load_by_transformers
 from vbrt.libraries.transformers_api import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vbrt.wrapper.wrapper import VBModelWrapper
 
@@ -48,11 +48,13 @@ def load_dense(path: Path) -> tuple[nn.Module, "PreTrainedTokenizerBase"]:
     """Load the dense causal language model in a directory with transformers, in its files' dtype, and its tokenizer.
 
     Raises:
+        CheckpointError: files that do not fit the model.
         VBError: a part of the model is missing, named; or transformers cannot load it.
     """
     path = _checked(path)
-    with quiet(), loading(f"{path}: transformers cannot load it"):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True, trust_remote_code=False)
+    model, refusal = load_by_transformers(AutoModelForCausalLM, path)
+    if refusal is not None:
+        raise refusal
     return model.eval(), _tokenizer(path)
 
 

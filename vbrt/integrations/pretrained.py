@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import CheckpointError
@@ -43,7 +44,7 @@ from vbrt.wrapper.load import load_from
 from vbrt.wrapper.wrapper import VBModelWrapper
 from vbrt.wrapper.wrapper_of import of
 
-__all__ = ["WEIGHTS", "Reader", "from_pretrained"]
+__all__ = ["WEIGHTS", "Reader", "from_pretrained", "load_by_transformers"]
 
 _OWN = "vbrt"  # quant_method of files written by `save_pretrained`
 _READ_HERE = (MANIFEST, "model.safetensors", "model.safetensors.index.json")
@@ -139,17 +140,37 @@ class Reader:
         """Load through transformers: dense weights, and files with a vbrt config of their own. Only transformers knows
         a class's own dtypes and buffers."""
         kind, given = type(meta_model(self._path)), {} if asked is None else {"quantization_config": asked}
-        with quiet(), _counted(self._progress), loading(f"{self._path}: transformers cannot load it"):
-            model, info = kind.from_pretrained(
-                self._path, dtype="auto", local_files_only=True, output_loading_info=True, **given
-            )
-        vb, missing = of(model.eval()), sorted(info["missing_keys"])
-        if missing:
+        with _counted(self._progress):
+            model, refusal = load_by_transformers(kind, self._path, **given)
+        vb = of(model.eval())
+        if refusal is not None:
             vb.close()
-            raise CheckpointError(
-                f"{self._path}: not of this model: {len(missing)} weights are missing: {first_names(missing)}"
-            )
+            raise refusal
         return vb
+
+
+def load_by_transformers(kind: Any, path: Path, **given: Any) -> tuple[nn.Module, CheckpointError | None]:
+    """Load a directory by a model class or auto class; return the model, and the error if files do not fit it.
+
+    transformers fills what is missing at random, and refers to a log for shapes that differ.
+
+    Raises VBError: it cannot load them.
+    """
+    with quiet(), loading(f"{path}: transformers cannot load it"):
+        how = {"dtype": "auto", "local_files_only": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, info = kind.from_pretrained(path, trust_remote_code=False, **how, **given)
+    missing = sorted(info["missing_keys"])
+    wrong = [
+        f"{key} is {tuple(held)} in the files, and {tuple(has)} in the model"
+        for key, held, has in info["mismatched_keys"]
+    ]
+    if wrong:
+        why = f"{len(wrong)} shapes do not fit: {first_names(sorted(wrong))}"
+    elif missing:
+        why = f"{len(missing)} weights are missing: {first_names(missing)}"
+    else:
+        return model, None
+    return model, CheckpointError(f"{path}: not of this model: {why}")
 
 
 def _is_pickled(path: Path) -> bool:
