@@ -58,6 +58,15 @@ def test_the_estimate_stays_within_the_share_and_fills_it_while_pages_are_left(m
         before = budget
 
 
+def test_the_note_says_what_quantized_files_leave_unswapped_beyond_the_share(model):
+    config = load_config("fp4", gpu_memory="12GB")
+    share = settle_budget(model, config, RTX_3060)
+    plan = vbrt.make_plan(model, share.config, RTX_3060)
+    assert share.noted(plan).notes == (*plan.notes, share.note)
+    more = vbrt.make_plan(model, load_config(share.config, weights={"exclude": ["*.down_proj"]}), RTX_3060)
+    assert share.noted(more).notes[-1] == f"{share.note}; the files leave 704.0 MiB more unswapped, beyond that"
+
+
 def test_a_longer_context_leaves_less_for_pages(model):
     short, long = (estimated(model, gpu_memory="3GiB", context=context) for context in (1024, 8192))
     assert short.task.context == 1024 and long.task.context == 8192

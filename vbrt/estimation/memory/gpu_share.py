@@ -46,16 +46,20 @@ class GpuShare:
 
     Attributes:
         note: what the share holds, by purpose; "" where no share was asked for.
+        kept_bytes: unswapped parameters that it counts.
         traces: of the task, by `held_alike`.
     """
 
     config: VBConfig
     note: str = ""
+    kept_bytes: int = 0
     traces: Mapping[Hashable, Trace] = field(default_factory=dict)
 
     def noted(self, plan: Plan) -> Plan:
-        """Return the plan with the note."""
-        return replace(plan, notes=(*plan.notes, self.note)) if self.note else plan
+        """Return the plan with the note, and with the bytes that quantized files leave unswapped beyond it."""
+        more = plan.kept_bytes - self.kept_bytes
+        beyond = f"; the files leave {format_bytes(more)} more unswapped, beyond that" if more > 0 else ""
+        return replace(plan, notes=(*plan.notes, self.note + beyond)) if self.note else plan
 
 
 def settle_budget(model: nn.Module, config: VBConfig, machine: Machine | None = None) -> GpuShare:
@@ -114,7 +118,7 @@ def share_of(bare: nn.Module, config: VBConfig, machine: Machine, task: Task) ->
         f"gpu_memory = {shown(config.gpu_memory)} ({format_bytes(asked)}){held}: an estimated "
         f"{format_bytes(sum(takes.values()))} at {_tokens(task)}: {_listed(takes)}"
     )
-    return GpuShare(replace(settled, source=config.source), note, traces)
+    return GpuShare(replace(settled, source=config.source), note, found.plan.kept_bytes, traces)
 
 
 def besides(found: Estimate) -> dict[str, int]:
