@@ -100,6 +100,10 @@ def shares(directory):
         gpu, settings = vb.runtime.budgets["gpu"], vb.vbrt.settings
         found[name] = [settings.gpu_memory, settings.tiers.gpu.budget, gpu, vb.vbrt.plan.notes[-1]]
         vb.close()
+    other = torch.zeros(4 << 20, dtype=torch.uint8, device=DEVICE)
+    vb = vbrt.wrap(llama(), "fp4", **share)
+    found["beside"] = [vb.runtime.budgets["gpu"], other.nbytes, vb.vbrt.plan.notes[-1]]
+    vb.close()
     return found
 
 

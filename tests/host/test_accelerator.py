@@ -163,10 +163,14 @@ def test_training_on_another_accelerator_follows_the_cpus(pretended):
 
 
 def test_a_share_of_the_accelerator_is_the_budget_that_each_way_of_wrapping_derives(pretended):
-    for share, budget, nbytes, note in pretended["shares"].values():
+    shares = dict(pretended["shares"])
+    beside, other, said = shares.pop("beside")
+    for share, budget, nbytes, note in shares.values():
         assert share is None and nbytes == parse_budget(budget, where="").amount > 0
         assert note.startswith('gpu_memory = "700MiB" (700.0 MiB): an estimated ') and "16 + 128 tokens" in note
-    budgets = [found[2] for found in pretended["shares"].values()]
+    assert shares["wrap"][2] - beside == pytest.approx(other, rel=0.02)
+    assert "other tensors of this process 4.0 MiB" in said
+    budgets = [found[2] for found in shares.values()]
     assert max(budgets) < 1.01 * min(budgets)  # an attention of transformers' choice has other temporaries
 
 

@@ -36,7 +36,7 @@ _FRAGMENTS = 768 << 20  # allocator fragmentation (reserved minus allocated: 0.1
 _KEPT = "parameters that are not swapped"
 #: rows of an estimate, by what they say here
 _PURPOSES = {"not swapped": _KEPT, "workspace": "cuBLAS", "rests": "remainders of blocks"}
-_SMALL = 100  # shares below 1/_SMALL of all are summed up
+_SMALL = 200  # shares below 1/_SMALL of all are summed up
 _TRIES = 4  # budgets tried until the estimate fits
 
 
@@ -75,21 +75,25 @@ def settle_budget(model: nn.Module, config: VBConfig, machine: Machine | None = 
     machine = machine or this_machine(config)
     if config.gpu_memory is None:
         return GpuShare(with_tier_budget(config, compute_tier(config, machine)))
-    if machine.gpu_free_bytes is not None:  # the model's own weights leave the GPU for their pages
-        own = sum(p.nbytes for p in model.parameters() if p.device.type == accelerator.TYPE)
-        machine = replace(machine, gpu_free_bytes=machine.gpu_free_bytes + own)
+    _check_gpu(config, machine)
+    own = sum(p.nbytes for p in model.parameters() if p.device.type == accelerator.TYPE)
+    machine = replace(machine, gpu_free_bytes=machine.gpu_free_bytes + own)  # they leave the GPU for their pages
+    others = max(0, accelerator.memory_allocated() - own)  # other models of this process
     kind = "decode" if callable(getattr(model, "generate", None)) else "prefill"
     task = Task(kind) if config.context is None else Task(kind, context=config.context)
-    _check_gpu(config, machine)
-    return share_of(bare_model(model, task), config, machine, task)
+    return share_of(bare_model(model, task), config, machine, task, others=others)
 
 
-def share_of(bare: nn.Module, config: VBConfig, machine: Machine, task: Task) -> GpuShare:
-    """Return the config for a task of a bare model on a machine. Raises as `settle_budget`."""
+def share_of(bare: nn.Module, config: VBConfig, machine: Machine, task: Task, *, others: int = 0) -> GpuShare:
+    """Return the config for a task of a bare model on a machine, beside `others` bytes of the process.
+
+    Raises as `settle_budget`.
+    """
     if config.gpu_memory is None:
         return GpuShare(with_tier_budget(config, compute_tier(config, machine)))
     _check_gpu(config, machine)
-    asked, free = _asked_bytes(config, machine), machine.gpu_free_bytes + CONTEXT_BYTES
+    fixed = {"CUDA's context": CONTEXT_BYTES, "other tensors of this process": others}
+    asked, free = _asked_bytes(config, machine), machine.gpu_free_bytes + sum(fixed.values())
     settled, much, traces = replace(config, gpu_memory=None, context=None), endless(machine), {}
     found = _estimate(bare, task, settled, much, traces)
     if found.refused:
@@ -99,20 +103,18 @@ def share_of(bare: nn.Module, config: VBConfig, machine: Machine, task: Task) ->
             'set the budget of the pages alone: budget = "6GiB"',
         )  # fmt: skip
     room, largest, every = min(asked, free), found.plan.largest_layer_bytes, leased_bytes(found.plan) + SLACK
-    budget, takes = 0, {}
     for _ in range(_TRIES):
-        takes = {"CUDA's context": CONTEXT_BYTES} | besides(found)
+        takes = fixed | besides(found)
         budget = min(room - sum(takes.values()), every)
-        if budget < largest:
+        if budget * 99 < largest * 100:  # its text is rounded down
             raise NoRoomError(_too_small(config, task, takes | {"the largest layer's pages": largest}, room))
         settled = load_config(settled, tiers={"gpu": {"budget": size_text(budget)}})
         found = _estimate(bare, task, settled, much, traces)
-        if _total(found) <= room:
+        takes = {"pages": _page_bytes(found)} | fixed | besides(found)
+        if sum(takes.values()) <= room:
             break
     else:
-        raise NoRoomError(_too_small(config, task, takes | {"pages": budget}, room))
-    pages = sum(row.nbytes for row in found.rows if row.tier == "gpu" and row.name == "pages")
-    takes = {"pages": pages, "CUDA's context": CONTEXT_BYTES} | besides(found)
+        raise NoRoomError(_too_small(config, task, takes, room))
     held = f"; {format_bytes(free)} of it are free now" if free < asked else ""
     note = (
         f"gpu_memory = {shown(config.gpu_memory)} ({format_bytes(asked)}){held}: an estimated "
@@ -165,10 +167,8 @@ def _estimate(
     return estimate_of(bare, task, config, machine, plan, traces[key])
 
 
-def _total(found: Estimate) -> int:
-    """Return what the process takes, with CUDA's context."""
-    pages = sum(row.nbytes for row in found.rows if row.tier == found.compute_tier and row.name == "pages")
-    return CONTEXT_BYTES + pages + sum(besides(found).values())
+def _page_bytes(found: Estimate) -> int:
+    return sum(row.nbytes for row in found.rows if row.tier == found.compute_tier and row.name == "pages")
 
 
 def _check_gpu(config: VBConfig, machine: Machine) -> None:
