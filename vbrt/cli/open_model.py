@@ -64,7 +64,7 @@ def asked_config(args: argparse.Namespace) -> VBConfig | None:
 
 def _changes(args: argparse.Namespace) -> bool:
     """True if options change keys of a config."""
-    return bool(args.settings) or any(getattr(args, key, None) is not None for key in ("budget", "gpu_memory"))
+    return bool(args.settings) or any(getattr(args, key, None) is not None for key in ("tier_budget", "gpu_memory"))
 
 
 def settled_config(args: argparse.Namespace) -> VBConfig | None:

@@ -65,7 +65,10 @@ def add_config(parser: argparse.ArgumentParser, default: str = "fp4") -> None:
 def add_budget(parser: argparse.ArgumentParser) -> None:
     """Add --budget."""
     parser.add_argument(
-        "--budget", metavar="SIZE", help="most bytes of pages in the tier that computes: 6GiB, 40%% (default: auto)"
+        "--budget",
+        metavar="SIZE",
+        dest="tier_budget",
+        help="most bytes of pages in the tier that computes: 6GiB, 40%% (default: auto)",
     )
 
 
@@ -83,7 +86,7 @@ def add_gpu_memory(parser: argparse.ArgumentParser) -> None:
 
 def config_of(args: argparse.Namespace, base: VBConfig | None = None) -> VBConfig:
     """Return the config of --config (else `base`), --budget, --gpu-memory where it is about this machine, and --set."""
-    given = {"budget": getattr(args, "budget", None)}
+    given = {"budget": getattr(args, "tier_budget", None)}
     if not hasattr(args, "ram"):  # else the memory of another machine: see `machine_options`
         given |= {key: getattr(args, key, None) for key in ("gpu_memory", "context")}
     return assign(load_config(args.config or base), args.settings, memory_keys(given))
