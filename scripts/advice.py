@@ -38,8 +38,8 @@ from vbrt.config import Machine
 from vbrt.config.toml_text import toml_text
 from vbrt.estimation.advice.choices import Choice
 from vbrt.estimation.advice.machine_rates import Rates, measure_rates
-from vbrt.estimation.memory.estimate import lora_model
 from vbrt.estimation.memory.example_inputs import inputs_of
+from vbrt.estimation.memory.planned_estimate import lora_model
 from vbrt.estimation.memory.task import Task
 from vbrt.wrapper.full_wrapper import VBFullWrapper
 

@@ -30,8 +30,8 @@ import vbrt
 from scripts.lm import LanguageModel, Shape
 from scripts.measuring import machine
 from vbrt.config import Machine
-from vbrt.estimation.memory.estimate import lora_model
 from vbrt.estimation.memory.example_inputs import inputs_of
+from vbrt.estimation.memory.planned_estimate import lora_model
 from vbrt.estimation.memory.task import Task
 
 _H200 = Machine(140 << 30, 139 << 30, 128 << 30, 120 << 30)

@@ -35,8 +35,8 @@ from vbrt.estimation.advice.candidates import Asked
 from vbrt.estimation.advice.cost_model import default_cost_model
 from vbrt.estimation.advice.machine_rates import Rates
 from vbrt.estimation.advice.step_time import Speed, predict
-from vbrt.estimation.memory.estimate import bare_model
 from vbrt.estimation.memory.estimate_report import Estimate
+from vbrt.estimation.memory.planned_estimate import bare_model
 from vbrt.estimation.memory.task import Task
 from vbrt.model.planner import make_plan
 

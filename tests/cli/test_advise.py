@@ -15,7 +15,7 @@ H200 = Path(vbrt.__file__).parent / "estimation" / "advice" / "cost_models" / "h
 
 
 def test_the_command_says_what_to_do_and_writes_it(config_json, tmp_path, capsys):
-    arguments = ["advise", str(config_json), "--gpu-memory", "1500MiB", "--ram", "16GiB", "--gpu", "RTX 4090"]
+    arguments = ["advise", str(config_json), "--gpu-memory", "2114MiB", "--ram", "16GiB", "--gpu", "RTX 4090"]
     file = tmp_path / "my.toml"
     assert cli.main([*arguments, "--goal", "exact", "--context", "512", "--explain", "--write", str(file)]) == 0
     out = capsys.readouterr().out
@@ -26,7 +26,7 @@ def test_the_command_says_what_to_do_and_writes_it(config_json, tmp_path, capsys
 
 
 def test_nothing_that_fits_is_said_with_what_would_do(config_json, capsys):
-    arguments = ["advise", str(config_json), "--gpu-memory", "100MiB", "--ram", "200MiB", "--gpu", "H200", "--json"]
+    arguments = ["advise", str(config_json), "--gpu-memory", "714MiB", "--ram", "200MiB", "--gpu", "H200", "--json"]
     assert cli.main(arguments) == 1
     told = capsys.readouterr()
     assert not any(choice["fits"] for choice in json.loads(told.out)["choices"])
@@ -36,7 +36,7 @@ def test_nothing_that_fits_is_said_with_what_would_do(config_json, capsys):
 
 
 def test_a_cost_model_of_another_machine_is_a_file(config_json, tmp_path, capsys):
-    arguments = ["advise", str(config_json), "--gpu-memory", "1500MiB", "--ram", "16GiB", "--gpu", "RTX 4090"]
+    arguments = ["advise", str(config_json), "--gpu-memory", "2114MiB", "--ram", "16GiB", "--gpu", "RTX 4090"]
     file = tmp_path / "own.toml"
     file.write_text(H200.read_text().replace("NVIDIA H200", "RTX 4090"))
     assert cli.main([*arguments, "--cost-model", str(file)]) == 0

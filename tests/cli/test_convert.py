@@ -4,6 +4,7 @@ import contextlib
 import json
 
 import pytest
+import torch
 
 import vbrt
 from tests.cli.cases import errors
@@ -41,6 +42,16 @@ def stops(number, error):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "_write_file", failing)
         yield
+
+
+def test_a_share_of_a_gpu_is_kept_in_a_save_and_asked_for_only_where_a_gpu_computes(llama, tmp_path, capsys):
+    file, out = tmp_path / "share.toml", tmp_path / "out"
+    file.write_text('gpu_memory = "12GB"\ncontext = 64\n')
+    for command in (["inspect", str(llama)], ["convert", str(llama), str(out)]):
+        assert cli.main([*command, "--config", str(file)]) == 0
+    assert read_manifest(out).config["gpu_memory"] == "12GB"
+    if not torch.cuda.is_available():
+        assert cli.main(["run", str(out), "the sea", "--max-new-tokens", "1"]) == 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen"])

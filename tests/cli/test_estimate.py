@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 
 def test_the_command_says_where_memory_goes_and_what_is_missing(config_json, capsys):
-    arguments = ["estimate", str(config_json), "--gpu-memory", "1GiB", "--ram", "16GiB"]
+    arguments = ["estimate", str(config_json), "--gpu-memory", "1638MiB", "--ram", "16GiB"]
     assert cli.main([*arguments, "--config", "none"]) == 1
     out = capsys.readouterr().out
     assert "parameters" in out and "KV cache" in out and "DOES NOT FIT: the gpu lacks" in out
@@ -31,7 +31,17 @@ def test_the_command_says_where_memory_goes_and_what_is_missing(config_json, cap
 
 def test_where_memory_goes_is_a_picture(config_json, tmp_path):
     pytest.importorskip("matplotlib")
-    arguments = ["estimate", str(config_json), "--gpu-memory", "1GiB", "--ram", "16GiB", "--context", "64", "--options"]
+    arguments = [
+        "estimate",
+        str(config_json),
+        "--gpu-memory",
+        "1638MiB",
+        "--ram",
+        "16GiB",
+        "--context",
+        "64",
+        "--options",
+    ]
     assert cli.main([*arguments, "--set", "tiers.gpu.budget=200MiB", "--plot", str(tmp_path / "where.svg")]) == 0
     drawn = (tmp_path / "where.svg").read_text()
     for said in ("prompt", "KV cache", "not swapped", "flash attention: without"):

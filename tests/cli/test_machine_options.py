@@ -8,6 +8,7 @@ import pytest
 from tests.cli.cases import errors
 from vbrt.cli import main as cli
 from vbrt.cli.machine_options import add_machine, sizes_of, speed_of
+from vbrt.config.budgets import CONTEXT_BYTES
 from vbrt.errors import VBError
 from vbrt.estimation.advice.data_sheets import named_sheet
 from vbrt.estimation.advice.machine_rates import Rates, keep_rates
@@ -26,7 +27,7 @@ def parsed(*arguments):
 
 def test_a_gpu_by_name_has_memory_and_speed():
     args = parsed("--gpu", "RTX 3060", "--ram", "16GiB")
-    assert sizes_of(args)["--gpu-memory"] == named_sheet("RTX 3060").free_bytes
+    assert sizes_of(args)["--gpu-memory"] == named_sheet("RTX 3060").free_bytes + CONTEXT_BYTES
     assert speed_of(args).rates().memory_gb_s == 360 and speed_of(args).link_gb_s == 25
     args = parsed("--gpu", "RTX 3060", "--gpu-memory", "8GiB", "--link", "6 GB/s")
     assert sizes_of(args)["--gpu-memory"] == 8 << 30

@@ -63,13 +63,33 @@ def test_plan_takes_the_dtype_of_the_weights_where_the_config_has_none(llama, tm
 
 
 def test_plan_spreads_over_the_tiers_of_another_machine(config_json, capsys):
-    machine = ["--gpu-memory", "1GiB", "--ram", "300MiB", "--ssd", "10GiB"]
+    machine = ["--gpu-memory", "1800MiB", "--ram", "300MiB", "--ssd", "10GiB"]
     assert cli.main(["plan", str(config_json), *machine, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert {page["home"] for swap in plan["swaps"] for page in swap["pages"]} == {"ssd"}
     assert [need["tier"] for need in plan["needs"]] == ["gpu", "cpu", "ssd"]
     largest = max(sum(page["nbytes"] for page in swap["pages"]) for swap in plan["swaps"])
     assert plan["needs"][1]["least_bytes"] == largest
+
+
+def test_plan_and_estimate_derive_the_budget_from_a_share_of_the_gpu_unless_it_is_given(config_json, capsys):
+    machine = ["--gpu-memory", "2GiB", "--ram", "16GiB", "--json"]
+    budgets = {}
+    for command, given in (
+        ("plan", ()),
+        ("estimate", ()),
+        ("plan", ("--context", "4096")),
+        ("plan", ("--budget", "90MiB")),
+    ):
+        assert cli.main([command, str(config_json), *machine, *given]) == 0
+        told = json.loads(capsys.readouterr().out)
+        budgets[command, *given] = told["config"]["tiers"]["gpu"]["budget"]
+        assert told["config"]["gpu_memory"] is None and told["machine"]["gpu_total_bytes"] == 2 * GiB
+        assert command == "estimate" or given[:1] == ("--budget",) or "gpu_memory = " in told["notes"][-1]
+    assert budgets["plan",] == budgets["estimate",] != budgets["plan", "--context", "4096"]
+    assert budgets["plan", "--budget", "90MiB"] == "90MiB"
+    assert cli.main(["plan", str(config_json), *machine, "--context", "65536"]) == 1
+    assert "are too little for 65536 + 128 tokens" in json.loads(capsys.readouterr().out)["refusal"]
 
 
 def test_plan_for_training_counts_all_parameters_and_no_pages(config_json, capsys):
@@ -246,10 +266,11 @@ def test_plan_exits_with_1_when_what_is_kept_does_not_fit(config_json, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "DOES NOT FIT: the cpu tier needs 1023.6 MiB, the machine has 750.0 MiB free" in out
     assert "vbrt.wrap would refuse" in out and "The cpu also holds kept parameters of 501.1 MiB" in out
-    assert cli.main(["plan", str(config_json), "--gpu-memory", "300MiB", "--ram", "8GiB"]) == 1
+    assert cli.main(["plan", str(config_json), "--gpu-memory", "914MiB", "--ram", "8GiB"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "DOES NOT FIT: the gpu tier needs 510.1 MiB" in out
-    assert "do not fit into the gpu memory: 300.0 MiB are free. The largest are model.embed_tokens" in out
+    assert 'gpu_memory = "914MiB"; 914.0 MiB are too little for 2048 + 128 tokens, which take 1.6 GiB' in out
+    assert "parameters that are not swapped 502.1 MiB" in out and "weights.keep_head = false" in out
     assert cli.main(["plan", str(config_json), "--gpu-memory", "none", "--ram", "1300MiB", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["budgets"]["cpu"] == ((1300 << 20) - plan["kept_bytes"]) * 8 // 10

@@ -82,7 +82,7 @@ def test_the_table_says_what_it_assumes(capsys):
 def test_a_recorded_routing_gives_hit_rates(capsys, tmp_path):
     layers = [RoutedLayer(f"model.layers.{n}.mlp.experts", 128, 8) for n in range(2)]
     write_routing(generate_routing(layers, tokens=40), tmp_path / "trace")
-    cost = planned(capsys, "qwen3-30b-a3b", "--gpu-memory", "3GiB", "--routing", str(tmp_path / "trace"))["experts"]
+    cost = planned(capsys, "qwen3-30b-a3b", "--gpu-memory", "5GiB", "--routing", str(tmp_path / "trace"))["experts"]
     assert set(cost["simulated_hit_rates"]) == {"lru", "experts, by layer", "experts, by model"}
     assert set(cost["simulated_hit_rates"]) < set(cost["tokens_per_s"])
     rate = cost["simulated_hit_rates"]["experts, by layer"]

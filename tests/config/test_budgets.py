@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.config.words import refusal
-from vbrt.config import Budget, Machine, VBConfig, load_config, parse_budget, resolve_budgets
+from vbrt.config import Budget, Machine, VBConfig, assign, load_config, parse_budget, resolve_budgets, with_tier_budget
+from vbrt.config.parse_budgets import size_text
 
 GIB = 2**30
 MACHINE = Machine(
@@ -39,6 +40,37 @@ MACHINE = Machine(
 )
 def test_budgets_are_read(value, budget):
     assert parse_budget(value, where="x") == budget
+
+
+@pytest.mark.parametrize("value", ["8Gb", "8 Mib", "1.5Kb", "2Tb"])
+def test_a_capital_prefix_with_a_small_b_is_bits(value):
+    assert '"b" is for bits; expected bytes: "' in refusal(parse_budget, value, where="x")
+
+
+@given(st.integers(0, 1 << 50))
+def test_the_text_of_a_size_is_never_more_and_hardly_less(nbytes):
+    read = parse_budget(size_text(nbytes), where="x").amount if nbytes else 0
+    assert nbytes - max(nbytes, 90) / 90 <= read <= nbytes
+
+
+def test_an_override_replaces_what_decided_the_budget_before():
+    ways = {"gpu_memory": "12GB"}, {"budget": "6GiB"}, {"tiers": {"gpu": {"budget": "4GiB"}}}
+    for before in ways:
+        for after in ways:
+            made = load_config(load_config("fp4", **before), **after)
+            assert made == load_config("fp4", **after)
+            text = [f"{key}={value}" for key, value in after.items() if key != "tiers"] or ["tiers.gpu.budget=4GiB"]
+            assert assign(load_config("fp4", **before), text) == made
+    assert load_config(load_config("fp4", gpu_memory="12GB", context=9), gpu_memory="8GB").context == 9
+    assert load_config(load_config("fp4", gpu_memory="12GB", context=9), weights={"format": "nf4"}).context == 9
+
+
+def test_budget_is_that_of_the_tier_that_computes():
+    config = load_config("fp4", budget="6GiB", tiers={"cpu": {"budget": "30GiB"}})
+    tiers = with_tier_budget(config, "gpu").tiers
+    assert (tiers.gpu.budget, tiers.cpu.budget) == ("6GiB", "30GiB")
+    tiers = with_tier_budget(config, "cpu").tiers
+    assert (tiers.gpu.budget, tiers.cpu.budget) == ("auto", "6GiB")
 
 
 def with_budgets(**tiers) -> VBConfig:

@@ -12,6 +12,7 @@ OFF = f"{BUDGET}; to switch a tier off set enabled = false"
 PATTERNS = 'expected a list of module name patterns, e.g. ["model.layers.*", "*.mlp.*"]'
 POLICY_KEYS = "expected one of kind, prefetch, scope, routing"
 GPUS = "expected a list of different GPUs by their numbers, e.g. [0, 1]"
+SECTIONS = "weights, tiers, policy, experts, separation, training, compute, mode, gpu_memory, context, budget"
 DIRECTORY = 'expected a directory, e.g. "~/.cache/vbrt/pages"'
 
 WRONG_VALUES = [
@@ -90,6 +91,13 @@ WRONG_VALUES = [
     ("training.activations_host", "much", '"much"; expected "auto", bytes, "8GiB" or "40%"'),
     ("separation.refresh_every", 0, "0; expected a whole number, 1 or more"),
     ("compute.backend", "cuda", '"cuda"; expected "auto", "reference", "compiled" or "triton"'),
+    ("gpu_memory", "auto", '"auto"; expected bytes, e.g. "12GB", or a share of the GPU, e.g. "90%"'),
+    ("gpu_memory", "12Gb", '"12Gb"; "b" is for bits; expected bytes: "12GB"'),
+    ("gpu_memory", True, f"true; {BUDGET}"),
+    ("context", 0, "0; expected a whole number, 1 or more"),
+    ("context", 8192, "8192; is read with gpu_memory only"),
+    ("budget", "8 Gib", '"8 Gib"; "b" is for bits; expected bytes: "8GiB"'),
+    ("budget", "8 Gigs", f'"8 Gigs"; {BUDGET}'),
     ("mode", "training", '"training"; expected "infer", "train" or "full"; did you mean "train"?'),
     ("mode", True, 'true; expected "infer", "train" or "full"'),
     ("compute.fp8", "e4m3", '"e4m3"; expected true or false'),
@@ -151,20 +159,8 @@ def test_every_key_has_a_refusal_in_the_table():
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        (
-            {"wieghts": {}},
-            (
-                'wieghts is not a known section; did you mean "weights"?; '
-                "expected one of weights, tiers, policy, experts, separation, training, compute, mode"
-            ),
-        ),
-        (
-            {"source": "x"},
-            (
-                "source is not a known section; expected one of weights, tiers, policy, experts, separation, training, "
-                "compute, mode"
-            ),
-        ),
+        ({"wieghts": {}}, (f'wieghts is not a known section; did you mean "weights"?; expected one of {SECTIONS}')),
+        ({"source": "x"}, (f"source is not a known section; expected one of {SECTIONS}")),
         ({"tiers": {"hdd": {}}}, "tiers.hdd is not a known section; expected one of gpu, peer, cpu, ssd"),
         (
             {"tiers": {"gpu": {"bugdet": 1}}},
@@ -224,8 +220,7 @@ def test_a_wrong_shape_is_refused_by_file_key_and_remedy(sections, words):
 
 
 def test_a_config_that_is_no_table_is_refused():
-    keys = "weights, tiers, policy, experts, separation, training, compute, mode"
-    words = f"my.toml = [1]; expected a table with the keys {keys}"
+    words = f"my.toml = [1]; expected a table with the keys {SECTIONS}"
     assert refusal(VBConfig.from_dict, [1], source="my.toml") == words
 
 
@@ -238,6 +233,42 @@ def test_constructors_refuse_what_files_may_not_say():
     assert both_off.startswith("TiersConfig(...): tiers.gpu.enabled = false")
     words = "VBConfig(...): weights = {}; expected a WeightsConfig; VBConfig.from_dict takes dicts"
     assert refusal(VBConfig, weights={}) == words
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"budget": "6GiB"}, "and budget is given, too: leave one of them out"),
+        ({"tiers": {"gpu": {"budget": "6GiB"}}}, "and tiers.gpu.budget is given, too: leave one of them out"),
+        ({"mode": "train"}, 'is for inference, and mode = "train" trains; vbrt.advise(model, "train", batch=...)'),
+        ({"tiers": {"gpu": {"enabled": False}}}, 'and tiers.gpu.enabled = false; budget = "6GiB"'),
+        ({"tiers": {"gpu": {"devices": [0, 1]}}}, "is of one GPU; with tiers.gpu.devices set tiers.gpu.budget"),
+    ],
+    ids=["budget", "tier", "training", "no gpu", "devices"],
+)
+def test_a_share_of_the_gpu_alone_decides_its_budget(sections, words):
+    assert refused(gpu_memory="12GB", **sections).startswith(f'my.toml: gpu_memory = "12GB"; {words}')
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("max_memory", {0: "6GiB", "cpu": "30GiB"}, 'gpu_memory="6GiB", tiers={"cpu": {"budget": "30GiB"}}'),
+        ("max_memory", "6GiB", 'gpu_memory="12GB", or budget="12GB" for the pages alone'),
+        ("device_map", "auto", 'the tiers place weights, no map does: gpu_memory="12GB"'),
+        ("offload_folder", "off", 'tiers={"ssd": {"enabled": True, "path": "off"}}'),
+        ("load_in_4bit", True, 'vbrt.wrap(model, "nf4")'),
+        ("load_in_8bit", True, 'vbrt.wrap(model, "mxint8")'),
+        ("quantization_config", object(), 'quantization_config=vbrt.QuantizationConfig("nf4")'),
+        ("n_gpu_layers", 20, 'gpu_memory="12GB", or budget="6GiB"'),
+        ("gpu_layers", 20, 'gpu_memory="12GB", or budget="6GiB"'),
+        ("n_ctx", 4096, 'context=4096, with gpu_memory="12GB"'),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_an_argument_of_another_library_is_answered_with_ours(name, value, words):
+    says = refused(**{name: value})
+    assert says.startswith(f"my.toml: {name} is an argument of ") and words in says
 
 
 def test_a_config_error_is_a_vb_error_and_a_value_error():

@@ -29,6 +29,7 @@ from vbrt.config import (
 )
 from vbrt.config.toml_text import toml_text
 
+SINGLE = ("mode", "gpu_memory", "context", "budget")  # keys outside a section
 budgets = st.sampled_from(["auto", "8GiB", "40%", "1.5 GB", 12345])
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 configs = st.builds(
@@ -67,7 +68,12 @@ configs = st.builds(
     separation=st.builds(SeparationConfig, levels=st.integers(2, 8), refresh_every=st.integers(1, 10**6)),
     compute=st.builds(ComputeConfig, backend=st.sampled_from(BACKENDS), fp8=st.booleans(), int8=st.booleans()),
 )
-configs |= configs.map(lambda c: replace(c, mode="train", weights=replace(c.weights, fine="none", formats=())))
+configs |= configs.map(
+    lambda c: replace(c, tiers=replace(c.tiers, gpu=replace(c.tiers.gpu, budget="auto")), gpu_memory="90%", context=9)
+)
+configs |= configs.map(
+    lambda c: c if c.gpu_memory else replace(c, mode="train", weights=replace(c.weights, fine="none", formats=()))
+)
 
 
 @given(configs)
@@ -95,7 +101,7 @@ def test_the_source_is_not_compared():
 
 def test_to_dict_is_plain_and_complete():
     d = VBConfig().to_dict()
-    assert list(d) == ["weights", "tiers", "policy", "experts", "separation", "training", "compute", "mode"]
+    assert list(d) == ["weights", "tiers", "policy", "experts", "separation", "training", "compute", *SINGLE]
     assert d["weights"]["include"] == ["*"]
     assert d["tiers"]["ssd"] == {"enabled": False, "budget": "auto", "path": None, "io": "auto"}
 

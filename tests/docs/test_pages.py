@@ -13,7 +13,7 @@ from tests.docs.pages import PAGES, Page
 from tests.docs.setups import SETUPS
 
 _WITH_GPU_BLOCKS = [name for name in PAGES if any(block.mark == "gpu" for block in Page(name).blocks)]
-pytestmark = pytest.mark.filterwarnings("ignore:.*not swapped", "ignore:.*decoded")
+pytestmark = pytest.mark.filterwarnings("ignore:.*decoded")
 
 
 @pytest.fixture

@@ -85,11 +85,35 @@ def refused(*args, **kwargs):
     return ""
 
 
+def shares(directory):
+    """Settings, note and bytes of the tier, of a model wrapped or read with a share of the GPU."""
+    llama().save_pretrained(directory)
+    share = {"gpu_memory": "700MiB", "context": 16}
+    ways = {
+        "wrap": lambda: vbrt.wrap(llama(), "fp4", **share),
+        "load": lambda: vbrt.load(directory, llama(), "fp4", **share),
+        "from_pretrained": lambda: vbrt.from_pretrained(directory, **share),
+    }
+    found = {}
+    for name, made in ways.items():
+        vb = made()
+        gpu, settings = vb.runtime.budgets["gpu"], vb.vbrt.settings
+        found[name] = [settings.gpu_memory, settings.tiers.gpu.budget, gpu, vb.vbrt.plan.notes[-1]]
+        vb.close()
+    other = torch.zeros(4 << 20, dtype=torch.uint8, device=DEVICE)
+    vb = vbrt.wrap(llama(), "fp4", **share)
+    found["beside"] = [vb.runtime.budgets["gpu"], other.nbytes, vb.vbrt.plan.notes[-1]]
+    vb.close()
+    return found
+
+
 def main():
     from tests.generation.families import tiny
 
     model, moe = llama(), tiny("qwen3_moe")
     found = {"type": accelerator.TYPE, "lacks": accelerator.LACKS, "vendor": accelerator.vendor(DEVICE)}
+    with tempfile.TemporaryDirectory() as directory:
+        found["shares"] = shares(directory)
     with tempfile.TemporaryDirectory() as directory:
         drive = STREAMED | {"cpu": {"budget": "20KiB"}, "ssd": {"enabled": True, "path": directory, "budget": "10MiB"}}
         runs = {
@@ -109,6 +133,7 @@ def main():
         "links": refused(tiers={"gpu": {"links": [1]}}),
         "peer": refused(tiers={"peer": {"enabled": True, "devices": [1]}}),
         "devices": refused(tiers={"gpu": {"devices": [0, 1]}}),
+        "share": refused(gpu_memory="620MiB"),
         "kernels": refused(compute={"backend": "triton"}),
     }
     try:

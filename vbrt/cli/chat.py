@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vbrt.cli.open_model import add_dtype, add_turn, load_model, tokens_of, turn_of
-from vbrt.cli.options import add_command, add_config, add_model, integration
+from vbrt.cli.options import add_budget, add_command, add_config, add_gpu_memory, add_model, integration
 from vbrt.cli.screen import complain, console_for_stdout, working
 from vbrt.cli.stats import keep_stats
 from vbrt.cli.token_stream import speaker_for
@@ -32,11 +32,13 @@ def add(commands: Any) -> None:
         text="Lines from stdin; each is a turn, in the model's\nchat template, if it has one. Ctrl-C stops a reply, a "
         f"second one ends the program.\n{_HELP}.",
         examples="  vbrt chat ./Llama-3.1-8B-Instruct\n"
-        "  vbrt chat ./Llama-3.1-8B-Instruct --config exact --set tiers.gpu.budget=6GiB\n"
+        "  vbrt chat ./Llama-3.1-8B-Instruct --config exact --gpu-memory 8GB --context 8192\n"
         "  vbrt chat ./Llama-3.1-8B-exact --system 'You are brief.' --sample\n",
     )
     add_model(parser, "a directory with config, weights and tokenizer, a GGUF file")
     add_config(parser)
+    add_budget(parser)
+    add_gpu_memory(parser)
     add_dtype(parser)
     add_turn(parser, max_new_tokens=512)
     parser.add_argument("--system", metavar="TEXT", help="system message before the first turn")

@@ -5,16 +5,29 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vbrt.cli.machine_options import add_machine, machine_of, sizes_of, speed_of
-from vbrt.cli.options import add_command, add_config, add_model, config_of, integration, locate_model, number, positive
+from vbrt.cli.machine_options import add_machine, gpu_share_of, machine_of, sizes_of, speed_of
+from vbrt.cli.options import (
+    add_budget,
+    add_command,
+    add_config,
+    add_model,
+    config_of,
+    integration,
+    locate_model,
+    number,
+    positive,
+)
 from vbrt.cli.plots import Bars, bars, check_plot
 from vbrt.cli.screen import complain, console_for_stdout, warnings_as_lines, working
 from vbrt.config import load_config
 from vbrt.errors import NoRoomError, VBError
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from vbrt.config import VBConfig
     from vbrt.estimation.advice.machine_rates import Rates
     from vbrt.estimation.advice.step_time import Speed
     from vbrt.estimation.memory.estimate_report import Estimate
@@ -43,6 +56,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     add_model(parser, "a transformers model directory, a config.json", metavar="MODEL|HF_CONFIG")
     add_task(parser)
     add_config(parser)
+    add_budget(parser)
     add_machine(parser)
     parser.add_argument(
         "--ranks", metavar="N", type=positive, default=1, help="for one of N such GPUs of one host, sharded by tp_plan"
@@ -96,19 +110,19 @@ def _estimate(args: argparse.Namespace) -> int:
     with working("importing torch and transformers") as say, warnings_as_lines():
         hf_configs = integration("hf_configs")
         from vbrt.estimation.advice.step_time import predict
-        from vbrt.estimation.memory.estimate import bare_model, estimate
         from vbrt.estimation.memory.option_savings import with_and_without
+        from vbrt.estimation.memory.planned_estimate import bare_model
 
         say(f"reading {args.model}")
         model, task = hf_configs.meta_model(args.model), task_of(args)
         if task.trains and task.mixed:
             model = model.float()
         machine, config = machine_of(sizes, config or load_config("fp4"))
-        config = None if plain else config
+        config, asked = (None, None) if plain else (config, gpu_share_of(args, config))
         say(f"tracing a {task.kind} of {type(model).__name__}")
         try:
             with hf_configs.unadvised():
-                found = estimate(model, task, config, machine=machine, ranks=args.ranks)
+                found = _found(model, task, (asked, config), machine=machine, ranks=args.ranks)
                 options = with_and_without(model, task, config, machine, args.ranks) if args.options else ()
         except NoRoomError as error:
             say.stop()
@@ -132,6 +146,22 @@ def _estimate(args: argparse.Namespace) -> int:
     if args.plot is not None:
         bars(args.plot, _panels(found, options), "GiB")
     return 0 if found.fits else 1
+
+
+def _found(
+    model: "nn.Module", task: "Task", configs: "tuple[VBConfig | None, VBConfig | None]", **where: Any
+) -> "Estimate":
+    """Return the estimate of the first config; if its share of the GPU is too small, of the second, and say so."""
+    from vbrt.estimation.memory.estimate import estimate
+
+    asked, plain = configs
+    try:
+        return estimate(model, task, asked, **where)
+    except NoRoomError as error:
+        if asked is plain:
+            raise
+        complain("error", error)
+        return estimate(model, task, plain, **where)
 
 
 def _predicted(step: "Speed", rates: "Rates") -> str:

@@ -86,7 +86,7 @@ def _print(console: Console, head: dict[str, Any], config: str, found: "Inspecti
             add_row(table, stays.example + more, str(stays.modules), format_bytes(stays.nbytes), stays.reason)
         console.print(table)
     for note in found.notes:
-        console.print(f"note: {note}", soft_wrap=True)
+        console.print(f"note: {note}")
 
 
 def _print_layers(console: Console, config: str, found: "Inspection") -> None:

@@ -5,14 +5,17 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vbrt.config import Machine, VBConfig, load_config, parse_budget
+from vbrt.cli.options import memory_keys
+from vbrt.config import Machine, VBConfig, assign, load_config, parse_budget
+from vbrt.config.budgets import CONTEXT_BYTES
 from vbrt.errors import VBError
 from vbrt.estimation.advice.data_sheets import DataSheet, named_sheet
+from vbrt.residency.byte_text import format_bytes
 
 if TYPE_CHECKING:
     from vbrt.estimation.advice.machine_rates import Rates
 
-__all__ = ["GpuSpeed", "Sizes", "add_machine", "machine_of", "rate_of", "sizes_of", "speed_of"]
+__all__ = ["GpuSpeed", "Sizes", "add_machine", "gpu_share_of", "machine_of", "rate_of", "sizes_of", "speed_of"]
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([MGT])i?B/s)?")
 _TFLOPS = re.compile(r"(\d+(?:\.\d+)?) ?(?:([TP])(?:FLOPS|FLOP/s|flops))?")
@@ -26,7 +29,11 @@ def add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add --gpu, --gpu-memory, --ram, --ssd and the rates of a GPU; return their group."""
     machine = parser.add_argument_group("another machine than this one")
     machine.add_argument("--gpu", metavar="NAME", help='its GPU: memory and speed from its data sheet, e.g. "RTX 3060"')
-    machine.add_argument("--gpu-memory", metavar="SIZE", help='free memory of its GPU, e.g. 8GiB; "none" for no GPU')
+    machine.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help='most that the process takes of its GPU, pages and all else, e.g. 8GiB; "none" for no GPU',
+    )
     machine.add_argument("--ram", metavar="SIZE", help="its free host memory")
     machine.add_argument("--ssd", metavar="SIZE", help="free space on its drive; switches the ssd tier on")
     machine.add_argument("--link", metavar="RATE", help="copies from its host memory to its GPU, pinned, e.g. 12GB/s")
@@ -36,14 +43,33 @@ def add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:
-    """Return the sizes of the options. Raises VBError: not a size, or a GPU without a data sheet."""
+    """Return the sizes of the options; of a GPU, with CUDA's context.
+
+    Raises VBError: not a size, too small for the context, or a GPU without a data sheet.
+    """
     sizes = {
         flag: _size(getattr(args, flag.lstrip("-").replace("-", "_")), flag)
         for flag in ("--gpu-memory", "--ram", "--ssd")
     }
-    if args.gpu is not None and sizes["--gpu-memory"] is None:
-        sizes["--gpu-memory"] = named_sheet(args.gpu).free_bytes
+    share = sizes["--gpu-memory"]
+    if args.gpu is not None and share is None:
+        sizes["--gpu-memory"] = named_sheet(args.gpu).free_bytes + CONTEXT_BYTES
+    elif share and share <= CONTEXT_BYTES:
+        context = format_bytes(CONTEXT_BYTES)
+        raise VBError(f"--gpu-memory {args.gpu_memory}: CUDA's context alone takes {context} of it; expected more")
     return sizes
+
+
+def gpu_share_of(args: argparse.Namespace, config: VBConfig) -> VBConfig:
+    """Return the config with the share of --gpu-memory, from which an estimate derives the budget, unless the config
+    decides the budget, or does not run on one GPU for inference."""
+    gpu, decided = config.tiers.gpu, config.gpu_memory is not None or config.budget is not None
+    if args.gpu_memory in (None, "none") or decided or gpu.budget != "auto" or config.mode != "infer":
+        return config
+    if gpu.enabled is False or gpu.devices != "current":
+        return config
+    keys = {"gpu_memory": args.gpu_memory, "context": getattr(args, "context", None)}
+    return assign(config, (), memory_keys(keys))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +167,7 @@ def _size(text: str | None, flag: str) -> int | None:
 def _machine(machine: Machine, sizes: Sizes) -> Machine:
     gpu, ram, ssd = sizes["--gpu-memory"], sizes["--ram"], sizes["--ssd"]
     if gpu is not None:
-        machine = replace(machine, gpu_total_bytes=gpu or None, gpu_free_bytes=gpu or None)
+        machine = replace(machine, gpu_total_bytes=gpu or None, gpu_free_bytes=gpu - CONTEXT_BYTES if gpu else None)
     if ram is not None:
         machine = replace(machine, cpu_total_bytes=ram, cpu_available_bytes=ram)
     if ssd is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vbrt.cli.options import config_of, integration, locate_model, positive
 from vbrt.cli.screen import complain, warnings_as_lines, without_warnings_of_wrap, working
-from vbrt.config import VBConfig, assign
+from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -57,20 +57,25 @@ def turn_of(args: argparse.Namespace) -> "Turn":
 
 
 def asked_config(args: argparse.Namespace) -> VBConfig | None:
-    """Return the config of --config and --set; None where neither is given."""
+    """Return the config of --config, the memory's options and --set; None where none is given."""
     config = config_of(args)
-    return config if args.config is not None or args.settings else None
+    return config if args.config is not None or _changes(args) else None
+
+
+def _changes(args: argparse.Namespace) -> bool:
+    """True if options change keys of a config."""
+    return bool(args.settings) or any(getattr(args, key, None) is not None for key in ("tier_budget", "gpu_memory"))
 
 
 def settled_config(args: argparse.Namespace) -> VBConfig | None:
-    """Return the config for a model's directory: --set alone changes keys of the config found there."""
+    """Return the config for a model's directory: without --config, options change keys of the config found there."""
     asked = asked_config(args)
-    if args.config is not None or not args.settings:
+    if args.config is not None or not _changes(args):
         return asked
     from vbrt.saves.load.sources import open_source
 
     with contextlib.suppress(CheckpointError):  # reported when the model is loaded
-        return assign(open_source(args.model).config(None, {}), args.settings)
+        return config_of(args, open_source(args.model).config(None, {}))
     return asked
 
 

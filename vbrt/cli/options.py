@@ -5,7 +5,7 @@ import contextlib
 import importlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,13 +16,16 @@ from vbrt.errors import VBError, describe_os_error
 from vbrt.host.safe_files import check_writable, write_file
 
 __all__ = [
+    "add_budget",
     "add_command",
     "add_config",
+    "add_gpu_memory",
     "add_model",
     "check_config_file",
     "config_of",
     "integration",
     "locate_model",
+    "memory_keys",
     "number",
     "numbers",
     "positive",
@@ -93,9 +96,43 @@ def add_config(parser: argparse.ArgumentParser, default: str = "fp4") -> None:
     )
 
 
-def config_of(args: argparse.Namespace) -> VBConfig:
-    """Return the config of --config and --set."""
-    return assign(load_config(args.config), args.settings)
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    """Add --budget."""
+    parser.add_argument(
+        "--budget",
+        metavar="SIZE",
+        dest="tier_budget",
+        help="most bytes of pages in the tier that computes: 6GiB, 40%% (default: auto)",
+    )
+
+
+def add_gpu_memory(parser: argparse.ArgumentParser) -> None:
+    """Add --gpu-memory and --context, for commands that run a model here."""
+    parser.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="most that this process takes of the GPU, pages and all else: 12GB, 90%%; an estimate gives the budget",
+    )
+    parser.add_argument(
+        "--context", metavar="N", type=positive, help="tokens to have room for with --gpu-memory (2048)"
+    )
+
+
+def config_of(args: argparse.Namespace, base: VBConfig | None = None) -> VBConfig:
+    """Return the config of --config (else `base`), --budget, --gpu-memory where it is about this machine, and --set."""
+    given = {"budget": getattr(args, "tier_budget", None)}
+    if not hasattr(args, "ram"):  # else the memory of another machine: see `machine_options`
+        given |= {key: getattr(args, key, None) for key in ("gpu_memory", "context")}
+    return assign(load_config(args.config or base), args.settings, memory_keys(given))
+
+
+def memory_keys(given: Mapping[str, object]) -> dict[str, object]:
+    """Return keys of a config for sizes on a command line; those that were not given are left out."""
+    return {
+        key: int(value) if isinstance(value, str) and value.isdecimal() else value
+        for key, value in given.items()
+        if value is not None
+    }
 
 
 def check_config_file(path: Path) -> None:

@@ -5,20 +5,32 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vbrt.cli.expert_tables import ExpertReport
-from vbrt.cli.machine_options import add_machine, machine_of, rate_of, sizes_of, speed_of
-from vbrt.cli.options import add_command, add_config, add_model, config_of, integration, locate_model
+from vbrt.cli.machine_options import add_machine, gpu_share_of, machine_of, rate_of, sizes_of, speed_of
+from vbrt.cli.options import (
+    add_budget,
+    add_command,
+    add_config,
+    add_model,
+    config_of,
+    integration,
+    locate_model,
+    positive,
+)
 from vbrt.cli.plan_tables import print_plan
 from vbrt.cli.rank_tables import print_ways, ways_on
 from vbrt.cli.screen import complain, console_for_stdout, working
 from vbrt.config import DEFAULT_PRESET, Machine, VBConfig
-from vbrt.errors import NoRoomError, VBError
+from vbrt.errors import ConfigError, NoRoomError, VBError
 from vbrt.residency.memory_needs import tier_needs
 from vbrt.residency.miss_policy import CPU_GB_PER_S
 from vbrt.residency.plan import Plan
 from vbrt.residency.token_cost import LINK_GB_PER_S
+
+if TYPE_CHECKING:
+    from vbrt.estimation.memory.gpu_share import GpuShare
 
 __all__ = ["add"]
 
@@ -41,6 +53,10 @@ def add(commands: Any) -> None:
     )
     add_model(parser, "a transformers model directory, a config.json", metavar="MODEL|HF_CONFIG")
     add_config(parser)
+    add_budget(parser)
+    parser.add_argument(
+        "--context", metavar="N", type=positive, help="tokens to have room for with --gpu-memory (2048)"
+    )
     machine = add_machine(parser)
     machine.add_argument(
         "--host",
@@ -72,10 +88,12 @@ def _plan(args: argparse.Namespace) -> int:
         say(f"reading {args.model}")
         model = hf_configs.meta_model(args.model)
         machine, config = machine_of(sizes, config)
+        share, refusal = _share(args, model, config, machine)
+        config = share.config
         try:
-            plan, refusal = make_plan(model, config, machine), None
+            plan = share.noted(make_plan(model, config, machine))
         except NoRoomError as error:
-            plan, refusal = _too_large(make_plan, model, config, machine), error
+            plan, refusal = _too_large(make_plan, model, config, machine), refusal or error
     if plan is None:
         complain("error", refusal)
         return 1
@@ -94,6 +112,7 @@ def _plan(args: argparse.Namespace) -> int:
         tiers = [{**asdict(need), "fits": need.fits} for need in needs]
         routed = {} if experts is None else {"experts": experts.to_dict()}
         over = {} if ways is None else {"ranks": ways.to_dict()}
+        over |= {} if refusal is None else {"refusal": str(refusal)}
         print(json.dumps({**head, "needs": tiers, **routed, **over, **plan.to_dict()}, indent=2))
     else:
         title = f"{type(model).__name__}, config {args.config or DEFAULT_PRESET}"
@@ -103,7 +122,24 @@ def _plan(args: argparse.Namespace) -> int:
             experts.print(console)
         if ways is not None:
             print_ways(console, ways)
-    return 0 if all(need.fits for need in needs) else 1
+    return 0 if refusal is None and all(need.fits for need in needs) else 1
+
+
+def _share(
+    args: argparse.Namespace, model: Any, config: VBConfig, machine: Machine
+) -> tuple["GpuShare", NoRoomError | None]:
+    """Return the config with the budget for a share of the GPU, as wrapping derives it, and why there is none."""
+    from vbrt.estimation.memory.gpu_share import GpuShare, settle_budget
+
+    asked = config if args.ranks is not None else gpu_share_of(args, config)
+    try:
+        return settle_budget(model, asked, machine), None
+    except NoRoomError as error:
+        return GpuShare(config), error
+    except ConfigError as error:  # a model that cannot be traced
+        if asked is config:
+            raise
+        return GpuShare(config, f"--gpu-memory is not divided by an estimate: {error}"), None
 
 
 def _too_large(make_plan: Callable[..., Plan], model: Any, config: VBConfig, machine: Machine) -> Plan | None:

@@ -18,7 +18,7 @@ def print_plan(console: Console, title: str, plan: Plan, needs: list[TierNeed], 
     dtypes = sorted({swap.dtype for swap in plan.swaps})
     what = f"{len(plan.swaps)} layers {'/'.join(dtypes)} -> {'/'.join(formats)}" if plan.swaps else "nothing is swapped"
     console.print(f"{title}: {what}, computing on the {plan.compute_tier}")
-    for note in plan.notes if plan.swaps else plan.notes[:-1]:
+    for note in (note for note in plan.notes if note not in plan.warnings):
         console.print(f"note: {note}")
     console.print()
     for line in picture_lines(plan, console.width):
@@ -104,7 +104,7 @@ def _need_table(needs: list[TierNeed]) -> Table:
 def _print_verdict(console: Console, plan: Plan, needs: list[TierNeed]) -> None:
     computing = needs[0]
     if not plan.swaps:
-        console.print(plan.notes[-1].replace("nothing is swapped", "NOTHING IS SWAPPED", 1) + ".", style="bold red")
+        console.print(plan.warnings[0].replace("nothing is swapped", "NOTHING IS SWAPPED", 1) + ".", style="bold red")
     if plan.mode == "train":
         console.print(
             f"The {computing.tier} holds all parameters, {format_bytes(plan.dense_bytes)}; gradients (as "

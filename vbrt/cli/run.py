@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vbrt.cli.open_model import add_dtype, add_turn, load_model, tokens_of, turn_of
-from vbrt.cli.options import add_command, add_config, add_model, config_of, integration
+from vbrt.cli.options import add_budget, add_command, add_config, add_gpu_memory, add_model, config_of, integration
 from vbrt.cli.screen import console_for_stdout, working
 from vbrt.cli.stats import keep_stats
 from vbrt.cli.token_stream import Speaker, speaker_for
@@ -33,6 +33,7 @@ def add(commands: Any) -> None:
         "the\ntext shows the activity of each tier.",
         examples='  vbrt run ./Llama-3.1-8B "The sea is"\n'
         '  vbrt run Qwen/Qwen3-0.6B "The sea is"\n'
+        '  vbrt run ./Llama-3.1-8B "The sea is" --gpu-memory 8GB\n'
         '  vbrt run ./Llama-3.1-8B "The sea is" --config my.toml --max-new-tokens 200\n'
         '  vbrt run ./Llama-3.1-8B "The sea is" --set tiers.ssd.enabled=true --set tiers.ssd.path=/nvme\n'
         '  vbrt run ./Qwen3-30B-A3B "The sea is" --timeline run.html\n'
@@ -41,6 +42,8 @@ def add(commands: Any) -> None:
     add_model(parser, "a directory with config, weights and tokenizer, a GGUF file")
     parser.add_argument("prompt", help='the text to continue; "-" reads it from stdin')
     add_config(parser)
+    add_budget(parser)
+    add_gpu_memory(parser)
     add_dtype(parser)
     add_turn(parser, max_new_tokens=64)
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")

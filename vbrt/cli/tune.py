@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,7 @@ def _tune(args: argparse.Namespace) -> int:
         from vbrt.model.planner import make_plan
 
         say(f"reading {args.model}")
+        config = replace(config, gpu_memory=None, context=None)  # launches are of shapes, whatever the budget
         plan = make_plan(hf_configs.meta_model(args.model), config)
         say.stop()
         rows = _TuneRows(len(tuning.cases(plan, tokens=args.tokens, device=args.device)))

@@ -10,7 +10,7 @@ after a file's entries, take precedence. `WeightsConfig.held_as` matches a weigh
 calls it.
 """
 
-from vbrt.config.budgets import Machine, compute_tier, resolve_budget, resolve_budgets
+from vbrt.config.budgets import Machine, compute_tier, resolve_budget, resolve_budgets, with_tier_budget
 from vbrt.config.format_records import FORMATS, FormatRecord, chosen_formats, formats_of, known_formats
 from vbrt.config.load_config import assign, load_config
 from vbrt.config.parse_budgets import Budget, parse_budget, parse_weights_budget
@@ -76,4 +76,5 @@ __all__ = [
     "preset_path",
     "resolve_budget",
     "resolve_budgets",
+    "with_tier_budget",
 ]

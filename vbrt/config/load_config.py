@@ -23,27 +23,28 @@ def load_config(
 
     config: None (the preset "fp4"), a preset name, the path of a TOML file, a nested dict, or a VBConfig.
     overrides: one nested dict (or config section) per section, e.g. `weights={"format": "nf4"}`,
-    `tiers={"ssd": {"enabled": True, "path": "/nvme"}}`.
+    `tiers={"ssd": {"enabled": True, "path": "/nvme"}}`; and single keys: `gpu_memory="12GB"`, `budget="6GiB"`. Of
+    these two and tiers.gpu.budget, an override replaces what the config has.
     Raises ConfigError; the config alone must be valid, and so must the result.
     """
     base = _load(config)
     if not overrides:
         return base
-    merged = _merged(base.to_dict(), plain(overrides))
+    merged = _merged_config(base.to_dict(), plain(overrides))
     return VBConfig.from_dict(merged, source=f"{base.source.removesuffix(OVERRIDDEN)}{OVERRIDDEN}")
 
 
-def assign(config: VBConfig, assignments: Iterable[str]) -> VBConfig:
+def assign(config: VBConfig, assignments: Iterable[str], options: Mapping[str, Any] | None = None) -> VBConfig:
     """Return a config with `--set` assignments applied: "tiers.gpu.budget=8GiB", "weights.exclude=['*.mlp.*']".
 
     A value is parsed as TOML if it is a number, true, false, a quoted string, a list or a table, else taken as string.
-    Later ones win. Raises ConfigError, naming the settings, for anything invalid in a file.
+    Later ones win. `options`: single keys that have an option of their own: {"budget": "6GiB"} for --budget 6GiB.
+    Raises ConfigError, naming the settings, for anything invalid in a file.
     """
-    assignments = tuple(assignments)
-    if not assignments:
-        return config
-    merged = config.to_dict()
+    over: Any = dict(options or {})
+    said = [f"--{key.replace('_', '-')} {value}" for key, value in over.items()]
     for text in assignments:
+        said.append(f"--set {text}")
         key, equals, value = text.partition("=")
         parts = [part.strip() for part in key.split(".")]
         if not equals or not all(parts):
@@ -51,8 +52,10 @@ def assign(config: VBConfig, assignments: Iterable[str]) -> VBConfig:
         nested: Any = _assigned(value.strip())
         for part in reversed(parts):
             nested = {part: nested}
-        merged = _merged(merged, nested)
-    return VBConfig.from_dict(merged, source=f"{config.source} with {' '.join(f'--set {a}' for a in assignments)}")
+        over = _merged(over, nested)
+    if not said:
+        return config
+    return VBConfig.from_dict(_merged_config(config.to_dict(), over), source=f"{config.source} with {' '.join(said)}")
 
 
 def _assigned(text: str) -> Any:
@@ -81,6 +84,19 @@ def _load(config: object) -> VBConfig:
     raise ConfigError(
         f"config = {shown(config)}; expected a preset name, the path of a TOML file, a dict or a VBConfig"
     )
+
+
+def _merged_config(base: Mapping[str, Any], over: Mapping[str, Any]) -> Any:
+    """Merge overrides into a config; one that decides the GPU's budget replaces what decided it before."""
+    given = {key for key in ("gpu_memory", "budget") if over.get(key) is not None}
+    gpu = over.get("tiers", {}).get("gpu") if isinstance(over.get("tiers", {}), Mapping) else None
+    if isinstance(gpu, Mapping) and "budget" in gpu:
+        given.add("tiers.gpu.budget")
+    if given:
+        before = {"gpu_memory": None, "budget": None}
+        before |= {} if "gpu_memory" in given else {"context": None}
+        base = _merged({**base, **before}, {"tiers": {"gpu": {"budget": "auto"}}})
+    return _merged(base, over)
 
 
 def _merged(base: Any, over: Any) -> Any:

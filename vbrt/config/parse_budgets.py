@@ -8,7 +8,7 @@ from typing import Literal
 from vbrt.config.value_checks import MAX_INT, wrong
 from vbrt.errors import ConfigError
 
-__all__ = ["Budget", "parse_activations", "parse_budget", "parse_weights_budget"]
+__all__ = ["Budget", "parse_activations", "parse_budget", "parse_share", "parse_weights_budget", "size_text"]
 
 _BUDGET_EXPECTED = 'expected "auto", bytes, "8GiB" or "40%"'
 _UNIT_BYTES = {
@@ -25,6 +25,7 @@ _UNIT_BYTES = {
 }
 _SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([kmgt]?i?b)?", re.IGNORECASE)
 _BITS = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,9})?) ?bits?", re.IGNORECASE)
+_IN_BITS = re.compile(r"([0-9.]+) ?([KMGT]i?)b")  # a capital prefix with a small b: "8Gb" are gigabits
 _PERCENT = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?%")
 
 
@@ -40,8 +41,8 @@ class Budget:
 def parse_budget(value: object, *, where: str) -> Budget:
     """Parse `"auto"`, a number of bytes (8589934592, "8GiB", "8 GB", "512MiB") or a share ("40%").
 
-    KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in 1024s; case does not matter. where: named in the
-    ConfigError, e.g. "my.toml: tiers.gpu.budget".
+    KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in 1024s, also in small letters; "8Gb" is refused, as bits.
+    where: named in the ConfigError, e.g. "my.toml: tiers.gpu.budget".
     """
     if isinstance(value, str):
         if value == "auto":
@@ -51,11 +52,20 @@ def parse_budget(value: object, *, where: str) -> Budget:
             if not 0 < share <= 1:
                 raise wrong(where, value, "expected more than 0% and at most 100%")
             return Budget("fraction", share)
+        if match := _IN_BITS.fullmatch(value):
+            raise wrong(where, value, f'"b" is for bits; expected bytes: "{match[1]}{match[2]}B"')
         if match := _SIZE.fullmatch(value):
             return Budget("bytes", _bytes_in_range(int(Decimal(match[1]) * _unit(match[2])), value, where))
     elif isinstance(value, int) and not isinstance(value, bool):
         return Budget("bytes", _bytes_in_range(value, value, where))
     raise wrong(where, value, _BUDGET_EXPECTED)
+
+
+def parse_share(value: object, *, where: str) -> Budget:
+    """Parse a share of a GPU's memory: bytes ("12GB") or a percentage of it ("90%"). where: as for `parse_budget`."""
+    if value == "auto":
+        raise wrong(where, value, 'expected bytes, e.g. "12GB", or a share of the GPU, e.g. "90%"')
+    return parse_budget(value, where=where)
 
 
 def parse_weights_budget(value: object, *, where: str) -> Budget:
@@ -99,3 +109,10 @@ def _bytes_in_range(nbytes: int, value: object, where: str) -> int:
     if nbytes > MAX_INT:
         raise wrong(where, value, f"{_BUDGET_EXPECTED}, and no more than the machine has")
     return nbytes
+
+
+def size_text(nbytes: int) -> str:
+    """Return bytes as the size that a config takes, with two decimals, never more: 6646220800 -> "6.18GiB"."""
+    power = next(power for power in (3, 2, 1, 0) if nbytes >= 1 << 10 * power or not power)
+    hundredths = nbytes * 100 >> 10 * power
+    return f"{hundredths // 100}.{hundredths % 100:02}".rstrip("0").rstrip(".") + ("B", "KiB", "MiB", "GiB")[power]

@@ -1,6 +1,8 @@
 """Config schema: one frozen tree of dataclasses, read from TOML, dicts or preset names.
 
     VBConfig
+    ├── gpu_memory  the whole process's share of the GPU, from which the estimator derives the budget, at a context
+    ├── budget      of the tier that computes
     ├── mode        "infer": frozen planes in tiers; "train": dense weights, rounded to 4 bits in each forward;
     │               "full": training with weights, gradients and optimizer state in the tiers
     ├── weights     which modules are swapped, in which format, with or without the fine plane
@@ -30,8 +32,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
+from vbrt.config.foreign_names import translation
 from vbrt.config.format_records import FORMATS, chosen_formats
-from vbrt.config.parse_budgets import parse_activations, parse_weights_budget
+from vbrt.config.parse_budgets import parse_activations, parse_share, parse_weights_budget
 from vbrt.config.presets import read_toml
 from vbrt.config.section import Section, opt
 from vbrt.config.tier_sections import IO_MODES, CpuTier, GpuTier, PeerTier, SsdTier, memory_budget
@@ -97,6 +100,20 @@ def _has_fine_plane(format: str) -> bool:
 
 def _held_as(value: object, where: str) -> tuple[tuple[str, str], ...]:
     return pattern_table(*chosen_formats(), "exact")(value, where)
+
+
+def _budget(value: object, where: str) -> int | str | None:
+    return None if value is None else memory_budget(value, where)
+
+
+def _gpu_memory(value: object, where: str) -> int | str | None:
+    if value is not None:
+        parse_share(value, where=where)
+    return value  # type: ignore[return-value]  # parse_share raises on anything but int and str
+
+
+def _context(value: object, where: str) -> int | None:
+    return None if value is None else whole(1)(value, where)
 
 
 def _weights_budget(value: object, where: str) -> int | str | None:
@@ -324,6 +341,10 @@ class VBConfig:
     mode: "infer": frozen planes in the tiers; "train": dense weights on the computing device, trained by an optimizer
     and rounded to 4 bits in each forward (except for "dense"); "full": weights updated by an optimizer on the host, as
     pages of their bf16 halves, with the rest of their state in host memory or files.
+    gpu_memory: most that the process takes of the GPU: pages, unswapped parameters, KV cache, activations and CUDA's
+    context; bytes ("12GB") or a share of the GPU ("90%"). Wrapping turns it into tiers.gpu.budget by an estimate of
+    `context` prompt tokens (default 2048) and 128 further ones, for one sequence. For mode = "infer".
+    budget: of the computing tier: tiers.gpu.budget with a GPU, else tiers.cpu.budget.
     Raises ConfigError on construction for any invalid value, also for `fine = "exact"` in training.
     """
 
@@ -335,11 +356,17 @@ class VBConfig:
     training: TrainingConfig = _section(TrainingConfig)
     compute: ComputeConfig = _section(ComputeConfig)
     mode: Literal["infer", "train", "full"] = opt("infer", choice(*MODES))
+    gpu_memory: int | str | None = opt(None, _gpu_memory)
+    context: int | None = opt(None, _context)
+    budget: int | str | None = opt(None, _budget)
     source: str = field(default="defaults", compare=False)
 
     def __post_init__(self) -> None:
         _check_sections(self)
-        choice(*MODES)(self.mode, f"{type(self).__name__}(...): mode")
+        for f in fields(self):
+            if "check" in f.metadata:
+                f.metadata["check"](getattr(self, f.name), f"{type(self).__name__}(...): {f.name}")
+        self._check_memory()
         if self.mode == "train" and self.weights.format == "auto":
             expected = "it measures a model that does not train: name a format, or take the formats that it chose"
             raise wrong(f'{self.source}: mode = "train" with weights.format', "auto", expected)
@@ -361,6 +388,29 @@ class VBConfig:
                 'a weight that trains has no planes to be restored from: set weights.fine = "none" to train '
                 'through 4 bits, or weights.format = "dense" to train the exact weights',
             )
+
+    def _check_memory(self) -> None:
+        """Check that one key decides the GPU's budget, and that `gpu_memory` has a GPU and a task to be for."""
+        gpu, share = self.tiers.gpu, self.gpu_memory
+        given = [(key, value) for key, value in (("gpu_memory", share), ("budget", self.budget)) if value is not None]
+        given += [("tiers.gpu.budget", gpu.budget)] if gpu.budget != "auto" else []
+        if len(given) > 1:
+            (key, value), (other, _) = given[:2]
+            raise wrong(f"{self.source}: {key}", value, f"and {other} is given, too: leave one of them out")
+        if self.context is not None and share is None:
+            raise wrong(f"{self.source}: context", self.context, "is read with gpu_memory only")
+        if share is None:
+            return
+        where = f"{self.source}: gpu_memory"
+        if self.mode != "infer":
+            expected = 'vbrt.advise(model, "train", batch=...) finds what fits: set tiers.gpu.budget as it says'
+            raise wrong(where, share, f'is for inference, and mode = "{self.mode}" trains; {expected}')
+        if gpu.enabled is False:
+            raise wrong(
+                where, share, 'and tiers.gpu.enabled = false; budget = "6GiB" is that of the tier that computes'
+            )
+        if gpu.devices != "current":
+            raise wrong(where, share, "is of one GPU; with tiers.gpu.devices set tiers.gpu.budget, which is for each")
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any], *, source: str = "dict") -> Self:
@@ -421,6 +471,8 @@ def _table(d: object, known: Iterable[str], source: str, key: str) -> Mapping[st
         if name not in known:
             dotted = f"{key}.{name}" if key else f"{name}"
             kind = "key" if key and key != "tiers" else "section"
+            if not key and (said := translation(str(name), d[name])):
+                raise ConfigError(f"{source}: {name} {said}")
             hint = did_you_mean(str(name), known)
             raise ConfigError(f"{source}: {dotted} is not a known {kind}{hint}; expected one of {', '.join(known)}")
     return d

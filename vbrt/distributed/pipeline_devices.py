@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vbrt.config import VBConfig, load_config, resolve_budgets
+from vbrt.config import VBConfig, load_config, resolve_budgets, with_tier_budget
 from vbrt.distributed.block_split import part_units
 from vbrt.errors import ConfigError, WrapError
 from vbrt.host import accelerator
@@ -54,6 +54,7 @@ def split_over(model: nn.Module, config: VBConfig, devices: Sequence[torch.devic
     """
     if config.mode != "infer":
         raise WrapError(f'tiers.gpu.devices with mode = "{config.mode}": layers over several devices do not train')
+    config = with_tier_budget(config, "gpu")
     swaps = swaps_with_pages(model, config)
     page_bytes: dict[str, int] = {}
     for swap in swaps:

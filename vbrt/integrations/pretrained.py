@@ -81,7 +81,7 @@ def from_pretrained(
         dtype: compute dtype of a GGUF file's model, to which decoded weights are rounded. Default: that of the config
             next to the file; else the file's own, if none of its weights are quantized; else float32.
         progress: as for `vbrt.load`.
-        **overrides: sections of the config, merged key by key.
+        **overrides: as for `vbrt.wrap`, merged key by key: `gpu_memory="12GB"`, `budget="6GiB"`, and sections.
 
     Raises:
         CheckpointError: files missing, damaged, of another model, or of a layout that vbrt does not read.

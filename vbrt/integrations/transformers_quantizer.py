@@ -116,7 +116,8 @@ class QuantizationConfig(QuantizationConfigMixin):
             loads. With mode = "train", always the dense weights.
         runtime: `vb.runtime` of another model, to share its tiers, budgets and policy; or "shared": all models loaded
             with this object share one, as components of a pipeline do.
-        **overrides: sections of the config, as for `vbrt.wrap`; `policy=` also takes a custom policy.
+        **overrides: as for `vbrt.wrap`: `gpu_memory="12GB"`, `budget="6GiB"`, and sections of
+            the config; `policy=` also takes a custom policy.
 
     Attributes:
         settings: the resulting config; for a loaded model, the one that it was wrapped with.
@@ -207,6 +208,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         runtime = None if self.sharing is None else self.sharing.runtime
         policy = self.named[2] if runtime is None else None
         made = Filling(model, self.settings, policy, saved, runtime=runtime)
+        self.settings = made.settings
         if self.sharing is not None:
             self.sharing.runtime = made.runtime
         return made
@@ -282,8 +284,8 @@ class VBQuantizer(TakesGGUF):
         if places - here or len(places) > 1:
             raise ConfigError(
                 f"device_map={device_map!r}: weights of a wrapped model are not placed by a map, tiers do that: leave "
-                'it out and give budgets, tiers={"gpu": {"budget": "6GiB"}, "cpu": {...}, "ssd": {"enabled": True, '
-                '"path": ...}}, or tiers={"gpu": {"enabled": False}} to compute on the CPU'
+                'it out and give gpu_memory="12GB", or budgets, tiers={"gpu": {"budget": "6GiB"}, "cpu": {...}, "ssd": '
+                '{"enabled": True, "path": ...}}, or tiers={"gpu": {"enabled": False}} to compute on the CPU'
             )
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:

@@ -13,9 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from vbrt.config import FORMATS, Machine, VBConfig, compute_tier, load_config, parse_budget, resolve_budgets
+from vbrt.config import (
+    FORMATS,
+    Machine,
+    VBConfig,
+    compute_tier,
+    load_config,
+    parse_budget,
+    resolve_budgets,
+    with_tier_budget,
+)
 from vbrt.config.argument_checks import check_instance
 from vbrt.config.tier_records import TIERS
+from vbrt.config.value_checks import shown
 from vbrt.errors import ConfigError, NoRoomError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.fine_plane import estimate_fine_bytes
@@ -33,7 +43,7 @@ from vbrt.residency.weight_site import ROOT
 
 __all__ = ["make_plan", "shown_plan", "swaps_with_pages"]
 
-_KEPT_SHARE = 10  # warn if kept parameters are at least 1/10 of the model
+_KEPT_SHARE = 10  # a note if kept parameters are at least 1/10 of the model
 
 
 def make_plan(
@@ -63,6 +73,11 @@ def make_plan(
     check_instance(model, nn.Module, "make_plan(): model", "a torch.nn.Module")
     check_instance(machine, Machine | None, "make_plan(): machine", "a Machine, or None for this one")
     config = load_config(config)
+    if config.gpu_memory is not None:
+        raise ConfigError(
+            f"{config.source}: gpu_memory = {shown(config.gpu_memory)}; make_plan counts pages alone: "
+            "vbrt.estimate(model, config=...).plan derives their budget"
+        )
     wrapped = [name for name, module in model.named_modules() if isinstance(module, SwappedLayer)]
     if wrapped:
         raise WrapError(f"{wrapped[0] or ROOT} is a VB layer already: this model is wrapped; unwrap() it first")
@@ -76,6 +91,7 @@ def make_plan(
     if config.mode == "full":
         swaps = [whole for swap in swaps for whole in _by_parameter(swap)]
     machine = machine or this_machine(config)
+    config = with_tier_budget(config, compute_tier(config, machine))
     if config.mode == "train":
         return _training_plan(tuple(swaps), config, machine, modules, skipped)
     left = _after_wrapping(model, config, machine, skipped, charge_kept=charge_kept)
@@ -100,7 +116,10 @@ def make_plan(
     if beside_gpu and "gpu" in budgets:
         said = "two gradients on their way, gradients and fp32 moments of parameters that stay"
         notes += (f"beside its budget and activations the gpu holds {format_bytes(beside_gpu)}: {said}",)
-    warnings = _kept_warning(placed, skipped, budgets, left) if placed else notes[-1:]
+    warnings = notes[-1:]
+    if placed:
+        short, said = _kept_beside(placed, skipped, budgets, left)
+        notes, warnings = (notes, said) if short else ((*notes, *said), ())
     return Plan(placed, skipped, budgets, notes, config.mode, warnings=warnings)
 
 
@@ -320,16 +339,17 @@ def _divided(config: VBConfig, machine: Machine, budgets: Mapping[str, int]) -> 
     )
 
 
-def _kept_warning(
+def _kept_beside(
     swaps: tuple[Swap, ...], skipped: dict[str, Skip], budgets: dict[str, int], left: Machine
-) -> tuple[str, ...]:
-    """Return a warning if much of a model is not swapped, or does not fit besides the computing tier's budget."""
+) -> tuple[bool, tuple[str, ...]]:
+    """Return whether unswapped parameters leave the computing tier's pages too little memory, and a text that says so,
+    or that they are much of the model."""
     kept, tier = sum(skip.nbytes for skip in skipped.values()), next(iter(budgets))
     total = kept + sum(swap.dense_bytes for swap in swaps)
     pages = min(budgets[tier], sum(swap.page_bytes for swap in swaps))
     free = left.gpu_free_bytes if tier == "gpu" else left.cpu_available_bytes
     if kept * _KEPT_SHARE <= total and pages <= free:
-        return ()
+        return False, ()
     short = (
         ""
         if pages <= free
@@ -339,4 +359,4 @@ def _kept_warning(
         f"{format_bytes(kept)} of the model's {format_bytes(total)} are not swapped and stay in the {tier} memory, "
         f"outside the budgets{short}; the largest part is {_largest(skipped, count=1)}"
     )
-    return (text,)
+    return pages > free, (text,)

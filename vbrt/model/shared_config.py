@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from vbrt.config import VBConfig, load_config, parse_budget
+from vbrt.config import VBConfig, load_config, parse_budget, with_tier_budget
+from vbrt.config.value_checks import shown
 from vbrt.errors import ArgumentError, ConfigError
 from vbrt.model.runtime import Runtime
 
@@ -32,6 +33,14 @@ def shared_config(asked: VBConfig, runtime: Runtime, *given: Any) -> VBConfig:
             f'{asked.source}: mode = "{asked.mode}" on a runtime with mode = "{settings.mode}": a runtime is shared by '
             "models that infer; weights that train are in no tier"
         )
+    if asked.gpu_memory is not None:
+        raise ConfigError(
+            f"{asked.source}: gpu_memory = {shown(asked.gpu_memory)}; models on one runtime share its budget: leave it "
+            "out, or change the budget with set_budget()"
+        )
+    tier = next(iter(runtime.budgets))
+    given = (*given, *([{"tiers": {tier: {"budget": asked.budget}}}] if asked.budget is not None else []))
+    asked = with_tier_budget(asked, tier)
     here, there = _flat(settings.to_dict()), _flat(asked.to_dict())
     kind = runtime.stack.levels[0].policy.kind
     here["policy.kind"] = kind  # "auto", resolved

@@ -15,6 +15,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.distributed.pipeline_devices import SplitModel, devices_of, split_over
 from vbrt.errors import WrapError
 from vbrt.estimation.advice.advise import advise
+from vbrt.estimation.memory.gpu_share import settle_budget
 from vbrt.estimation.precision.choose_precision import settled
 from vbrt.estimation.precision.input_statistics import with_inputs
 from vbrt.model.attach import Attempt, attach, plan_for
@@ -56,11 +57,13 @@ def wrap(
             "auto": the first answer of `vbrt.advise` for this model and this machine.
         runtime: `vb.runtime` of another model: both share its tiers, budgets and policy from then on, each with its own
             weight formats.
-        **overrides: sections of the config, merged key by key: `weights={"format": "nf4"}`, `tiers={"ssd": {...}}`,
-            `mode="train"`. `policy=` also takes a custom policy (`vbrt.residency.policy.Policy`): an object, which is
-            copied for each tier, or a factory such as its class, called with each tier's room in bytes. `optimizer=`
-            for mode = "full": a torch optimizer over the model's parameters, taken over in place, or a function of
-            parameters that returns one.
+        **overrides: of the config, merged key by key. `gpu_memory="12GB"`: most that this process takes of the GPU,
+            with `context=8192` prompt tokens (default 2048), from which an estimate derives the pages' budget;
+            `budget="6GiB"`: that budget itself, of the tier that computes. Sections: `weights={"format": "nf4"}`,
+            `tiers={"ssd": {...}}`; also `mode="train"`. `policy=` also takes a custom policy
+            (`vbrt.residency.policy.Policy`): an object, which is copied for each tier, or a factory such as its class,
+            called with each tier's room in bytes. `optimizer=` for mode = "full": a torch optimizer over the model's
+            parameters, taken over in place, or a function of parameters that returns one.
 
     Returns:
         The wrapper. Everything of the model is reachable through it; `vb.module` is the same model, swapped. With mode
@@ -69,13 +72,14 @@ def wrap(
             `tiers.gpu.devices` a `vbrt.distributed.pipeline_devices.SplitModel`, whose layers are encoded already.
 
     Raises:
+        NoRoomError: `gpu_memory` is too little for the model, with the bytes by purpose.
         ConfigError: the config is invalid, impossible for this model or machine, or contradicts the runtime's tiers or
             policy; or a policy lacks a method, named.
         WrapError: the model is wrapped already, or the runtime closed; or an object has no module, or several (named).
         TierError: the ssd tier's directory cannot be used.
 
-    Warns, once per reason, if nothing is swapped, if more than a tenth of the model is not swapped, or if the unswapped
-    rest does not fit next to the budgets; names the largest part. `vb.plan.warnings` keeps the texts.
+    Warns, once per reason, if nothing is swapped, or if the unswapped rest does not fit next to the budgets; names the
+    largest part. `vb.plan.warnings` keeps the texts; `vb.plan.notes` says if more than a tenth is not swapped.
     """
     if not isinstance(model, nn.Module):
         return wrap_holder(model, config, runtime, overrides)
@@ -90,8 +94,9 @@ def wrap(
     devices = devices_of(asked)
     if devices:
         return _split(model, asked, devices, alone=runtime is None and policy is None)
-    asked = settled(model, asked)
-    plan = with_inputs(model, plan_for(model, asked, runtime), asked)
+    share = settle_budget(model, settled(model, asked))
+    asked = share.config
+    plan = with_inputs(model, share.noted(plan_for(model, asked, runtime)), asked)
     warn_of_plan(plan, "vbrt.wrap", stacklevel=3)
     attempt = Attempt(model, runtime)
     try:

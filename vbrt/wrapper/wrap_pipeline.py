@@ -5,8 +5,10 @@ from typing import Any
 
 from torch import nn
 
-from vbrt.config import load_config
-from vbrt.errors import WrapError
+from vbrt.config import load_config, with_tier_budget
+from vbrt.config.value_checks import shown
+from vbrt.errors import ConfigError, WrapError
+from vbrt.host import accelerator
 from vbrt.layers import SwappedLayer
 from vbrt.model.attach_many import attach_together
 from vbrt.model.attachment import Attachment, attached_to
@@ -36,6 +38,12 @@ def wrap_holder(holder: object, config: Any, runtime: Runtime | None, overrides:
     asked = load_config(config, **overrides)
     if runtime is not None:
         asked = shared_config(asked, runtime, config, overrides)
+    if asked.gpu_memory is not None:
+        raise ConfigError(
+            f"{asked.source}: gpu_memory = {shown(asked.gpu_memory)}; is estimated for one model, and a pipeline runs "
+            'several, by steps of its own: set the budget of their pages, budget = "6GiB"'
+        )
+    asked = with_tier_budget(asked, "gpu" if accelerator.is_used(asked.tiers.gpu.enabled) else "cpu")
     new = {name: model for name, model in models.items() if name not in there}
     joined = attach_together(new, asked, runtime=runtime, policy=policy) if new else {}
     try:

@@ -11,7 +11,7 @@ from torch import nn
 
 import vbrt
 from tests.models import llama_of
-from vbrt.config import Machine
+from vbrt.config import Machine, parse_budget
 from vbrt.estimation.advice import option_measurements
 from vbrt.estimation.advice.machine_rates import measure_rates
 from vbrt.estimation.memory.example_inputs import inputs_of
@@ -92,6 +92,34 @@ def test_an_estimate_is_what_the_allocator_gives_away(task, preset):
         1.08 if preset == "exact" else 1.05
     )  # a restored weight, 3 % here, is counted with outputs that come after it
     assert 0.98 * peak <= found.peak_bytes <= most * peak, (found.peak_bytes / peak, str(found))
+
+
+def taken_with(preset: str, share: str) -> tuple[int, int, bool]:
+    """Return the bytes of the GPU that generating takes in a process with a share of it, CUDA's context included, the
+    share's budget, and whether pages were streamed."""
+    model = llama_of(
+        "cpu", hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=16,
+        num_key_value_heads=4, vocab_size=32768,
+    )  # fmt: skip
+    vb = vbrt.wrap(model, preset, gpu_memory=share, context=2048).materialize(progress=False)
+    for _ in range(2):  # captured steps stay beside a second call
+        ran(vb, Task("decode", 1, 2048, 128))
+    torch.cuda.synchronize()
+    streamed = vb.stats().bytes_moved.get("cpu>gpu", 0) > 0
+    return torch.cuda.mem_get_info()[0], vb.runtime.budgets["gpu"], streamed
+
+
+@pytest.mark.parametrize(("preset", "share"), [("fp4", "1900MiB"), ("exact", "2GiB"), ("dense", "2.2GB")])
+def test_a_process_stays_within_its_share_of_the_gpu(preset, share, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as the docs say; the child has it
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]  # of a GPU that nobody else uses meanwhile
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        left, budget, streamed = process.submit(taken_with, preset, share).result()
+    most = parse_budget(share, where="").amount
+    assert 0.6 * most < free - left <= most, (free - left, most, budget)
+    assert streamed or preset == "fp4"
 
 
 def test_measured_rates_are_those_of_a_gpu_and_its_link(rates):

@@ -13,15 +13,17 @@ from torch import nn
 
 from vbrt.config import Machine, VBConfig, load_config
 from vbrt.config.load_config import OVERRIDDEN
+from vbrt.config.parse_budgets import size_text
 from vbrt.errors import ConfigError
 from vbrt.estimation.advice.choices import Choice, Nearest
 from vbrt.estimation.advice.cost_model import CostModel
 from vbrt.estimation.advice.machine_rates import Rates
 from vbrt.estimation.advice.step_time import predict
-from vbrt.estimation.memory.estimate import bare_model, estimate_of
 from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.extrapolation import whole_trace
 from vbrt.estimation.memory.fake_trace import Trace
+from vbrt.estimation.memory.gpu_share import SLACK, besides, endless, leased_bytes
+from vbrt.estimation.memory.planned_estimate import bare_model, estimate_of
 from vbrt.estimation.memory.planned_weights import held_alike
 from vbrt.estimation.memory.task import Task
 from vbrt.libraries.transformers_api import checkpointing_switch
@@ -31,9 +33,6 @@ from vbrt.residency.plan import Plan
 __all__ = ["Asked", "candidates", "nearest"]
 
 _ROOM = 0.97  # share of free memory to plan for; the rest is for the allocator
-_SCRAPS = (
-    768 << 20
-)  # allocator fragmentation (reserved minus allocated: 0.1 to 0.6 GiB), at most; bounded by temporaries
 _PRESETS = ("dense", "exact", "fp4")
 _SMALLER = ("nf4", "mxfp4")  # smaller than fp4, with more rounding
 _FINER = ("mxint8",)  # larger than fp4, with less rounding
@@ -47,7 +46,6 @@ _WORTH = 1.1  # gain in tokens a second that a larger batch must bring
 _LORA = 16
 _AUTO = 0.8  # share of free host memory that a budget "auto" takes
 _GROWN = 6  # attempts to enlarge a machine until a way fits
-_SLACK = 64 << 20  # alignment of page slots
 _SSD = {"ssd": {"enabled": True, "path": "~/.cache/vbrt/pages"}}
 
 
@@ -119,17 +117,11 @@ class Asked:
         return self._found(bare, task, config, plan)
 
     def beside(self, way: _Way) -> tuple[Plan | None, int]:
-        """Return the plan on a machine with unlimited memory, and the task's bytes besides pages."""
-        bare, config, much = self.bare(way.task), way.config, _endless(self.machine)
+        """Return the plan on a machine with unlimited memory, and the task's bytes besides pages (see `gpu_share`)."""
+        bare, config, much = self.bare(way.task), way.config, endless(self.machine)
         plan = None if config is None else make_plan(bare, config, much, charge_kept=False)
         found = self._found(bare, way.task, config, plan)
-        counted = [row for row in found.rows if row.tier == found.compute_tier and row.source == "counted"]
-        steady = sum(row.nbytes for row in counted if row.name != "workspace")
-        workspaces = max(held.get("workspace", 0) for held in found.parts.values())
-        passing = found.again_bytes - steady - workspaces  # temporaries fragment the allocator
-        pages = sum(row.nbytes for row in counted if row.name == "pages")
-        scraps = min(passing, _SCRAPS) if plan is not None and found.compute_tier == "gpu" else 0
-        return plan, found.again_bytes - pages + scraps
+        return plan, sum(besides(found).values())
 
     def room(self) -> tuple[str, int]:
         """Return the computing tier, and its bytes that may be filled."""
@@ -155,30 +147,18 @@ class Asked:
     def _with_budget(self, config: VBConfig, plan: Plan, beside: int, share: float | None) -> VBConfig:
         """Return the config with the budget that the task leaves for pages. Raises _NoRoom."""
         (tier, room), largest = self.room(), plan.largest_layer_bytes
-        budget = min(room - beside, _leased_bytes(plan) + _SLACK)
+        budget = min(room - beside, leased_bytes(plan) + SLACK)
         if budget < largest:
             raise _NoRoom(tier, largest - budget)
         if share is not None:
-            budget = min(budget, max(int(share * _leased_bytes(plan)), _PASSING * largest))
-        return load_config(config, tiers={plan.compute_tier: {"budget": budget}})
+            budget = min(budget, max(int(share * leased_bytes(plan)), _PASSING * largest))
+        return load_config(config, tiers={plan.compute_tier: {"budget": size_text(budget)}})
 
     def _found(self, bare: nn.Module, task: Task, config: VBConfig | None, plan: Any) -> Estimate:
         key = task, held_alike(bare, plan, task)
         if key not in self._traces:
             self._traces[key] = whole_trace(bare, task, plan)
         return estimate_of(bare, task, config, self.machine, plan, self._traces[key])
-
-
-def _leased_bytes(plan: Plan) -> int:
-    """Return the bytes of pages leased by the computing tier, if they fit."""
-    return sum(page.nbytes for swap in plan.swaps for page in swap.pages if not page.by_rows)
-
-
-def _endless(machine: Machine) -> Machine:
-    """Return the machine with unlimited memory."""
-    much = 1 << 50
-    gpu = None if machine.gpu_total_bytes is None else much
-    return Machine(gpu, gpu, much, much, machine.ssd_free_bytes)
 
 
 class _NoRoom(ConfigError):
@@ -252,7 +232,7 @@ def _resident_lacks(asked: Asked, way: _Way) -> dict[str, int] | None:
         return None
     tier, room = asked.room()
     plan, beside = asked.beside(way)
-    lacks = beside + _leased_bytes(plan) + _SLACK - room
+    lacks = beside + leased_bytes(plan) + SLACK - room
     return {tier: int(lacks / _ROOM) + 1} if lacks > 0 else None
 
 
@@ -326,7 +306,7 @@ def _with_less(asked: Asked, choice: Choice, way: _Way) -> Iterator[Choice]:
     plan = choice.found.plan
     if plan is None or way.task.trains:
         return
-    most = min(1.0, plan.budgets[plan.compute_tier] / max(1, _leased_bytes(plan)))
+    most = min(1.0, plan.budgets[plan.compute_tier] / max(1, leased_bytes(plan)))
     for share in _SHARES:
         words = f"{100 * share:.0f} % of the pages" if share else "pages pass through"
         if share < most - 0.1:
@@ -341,7 +321,7 @@ def _wider(asked: Asked, choice: Choice, way: _Way) -> Iterator[Choice]:
     plan, one = asked.beside(way)
     _, two = asked.beside(replace(way, task=way.task.but(batch=2 * batch)))
     each, room = max(1, (two - one) // batch), asked.room()[1]
-    pages = (0,) if plan is None else (_leased_bytes(plan) + _SLACK, _PASSING * plan.largest_layer_bytes)
+    pages = (0,) if plan is None else (leased_bytes(plan) + SLACK, _PASSING * plan.largest_layer_bytes)
     for taken in pages:
         most = batch + max(0, room - taken - one) // each
         wide = min(_WIDEST, most) // batch

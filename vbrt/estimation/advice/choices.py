@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vbrt.config import Machine, VBConfig
+from vbrt.config.budgets import CONTEXT_BYTES
 from vbrt.config.format_records import FORMATS
 from vbrt.errors import ConfigError
 from vbrt.estimation.advice.cost_model import CostModel
@@ -197,6 +198,8 @@ class Advice:
             why = next((c.reason for c in self.choices if c.reason), "")
             return f"{self.model}: no candidate can be planned: {why}"
         lacks, has = self.nearest.lacks, machine_bytes(self.machine)
+        if has["gpu"] is not None:
+            has["gpu"] += CONTEXT_BYTES  # as --gpu-memory counts
         missing = " and ".join(f"{format_bytes(nbytes)} of {tier} memory" for tier, nbytes in lacks.items())
         enough = " and ".join(f"{format_bytes((has[tier] or 0) + n)} of {tier} memory" for tier, n in lacks.items())
         drive = " (or a drive, --ssd)" if "cpu" in lacks else ""

@@ -18,6 +18,8 @@ that rests of shared segments count. Decode has the inputs of `generate`, with a
 CPU, since a build without CUDA has no others; what that changes is in `gpu_operator_sizes.py`. Functions are replaced
 there, not intercepted by a mode, which is off where checkpointed blocks run again. `scripts/estimates.py` compares
 estimates with measured peaks.
+
+`gpu_share.py` turns `gpu_memory`, the process's share of a GPU, into the budget of the pages, by the same estimate.
 """
 
 __all__: list[str] = []

@@ -182,7 +182,8 @@ def _placed(model: nn.Module, base: VBConfig, options: Sequence[LayerPrecision])
         return
     device = accelerator.default_device()
     budgeted = [model.get_parameter(site.tensor) for option in options for site in option.swap.sites]
-    with lent(model, device, make_plan(model, base).budgets["gpu"], budgeted):
+    measured = replace(base, gpu_memory=None, context=None)  # that share is of the model with its chosen formats
+    with lent(model, device, make_plan(model, measured).budgets["gpu"], budgeted):
         yield device
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError
+from vbrt.estimation.memory.gpu_share import settle_budget
 from vbrt.host.mapped_weights import page_out
 from vbrt.host.worker_threads import Crew
 from vbrt.layers import Weight
@@ -46,6 +47,7 @@ class Filling:
         runtime: shared with other models; by default a new one.
 
     Attributes:
+        settings: the config on this machine: `gpu_memory` as the budget of a tier.
         plan: the model's plan.
         stored: names of parameters whose weights are in pages.
 
@@ -66,7 +68,9 @@ class Filling:
         if runtime is not None:
             runtime.check_open("from_pretrained")
             name = runtime.free_name(name)
-        self.plan = _plan(model, config, saved, runtime)
+        share = settle_budget(model, config)
+        self.settings = config = share.config
+        self.plan = share.noted(_plan(model, config, saved, runtime))
         self.runtime = Runtime.of_plan(self.plan, config, policy) if runtime is None else runtime
         self._terms = Terms(config, self.plan, name, f"{name}/" if self._joins else "")
         self._handles = make_handles(self._terms, self.runtime.stack)

@@ -9,6 +9,7 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import ConfigError
+from vbrt.estimation.memory.gpu_share import settle_budget
 from vbrt.model.attach import Attempt, attach
 from vbrt.model.attachment import Attachment
 from vbrt.model.machine_memory import check_ssd_directory, release_host_memory
@@ -57,7 +58,9 @@ def load_attached(
     try:
         source.outline_(model)
         compute_buffers_(model, source.path, source.has)
-        plan = source.plan(model, config, None if runtime is None else place_beside(runtime))
+        share = settle_budget(model, config)
+        config = share.config
+        plan = share.noted(source.plan(model, config, None if runtime is None else place_beside(runtime)))
         plan = calibrated(source, model, plan, config)
         attachment = attach(model, config, plan, runtime=runtime, policy=policy)
         _fill_(attachment, source, progress=progress)

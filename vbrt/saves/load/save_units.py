@@ -64,7 +64,8 @@ def _device(config: VBConfig) -> torch.device:
 def _here(config: VBConfig, backend: str = "reference") -> VBConfig:
     """Return the config to plan with: CPU only, and without kernels by default, since nothing is computed."""
     tiers = replace(config.tiers, gpu=replace(config.tiers.gpu, enabled=False, budget="auto"))
-    return replace(config, tiers=tiers, compute=replace(config.compute, backend=backend))
+    compute = replace(config.compute, backend=backend)
+    return replace(config, tiers=tiers, compute=compute, gpu_memory=None, context=None, budget=None)
 
 
 def _to_encode(config: VBConfig, device: torch.device) -> VBConfig:

@@ -15,6 +15,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.errors import CheckpointError, ConfigError, FormatError
 from vbrt.formats import get_format
 from vbrt.formats.fine_plane import check_fine
+from vbrt.host import accelerator
 from vbrt.host.worker_threads import Crew
 from vbrt.layers import KINDS, Weight
 from vbrt.layers.experts import ExpertsHandle
@@ -284,8 +285,11 @@ def saved_swaps(layers: Sequence[SavedLayer], model: nn.Module) -> list[Swap]:
 
 
 def for_this_machine(saved: VBConfig) -> VBConfig:
-    """Return a save's config without requirements on the machine where it was made (`tiers.gpu.enabled = true`)."""
+    """Return a save's config without requirements on the machine where it was made: `tiers.gpu.enabled = true`, and a
+    share of a GPU where none computes."""
     gpu = saved.tiers.gpu
+    if not accelerator.is_used(gpu.enabled and "auto"):
+        saved = replace(saved, gpu_memory=None, context=None)
     return replace(saved, tiers=replace(saved.tiers, gpu=replace(gpu, enabled=gpu.enabled and "auto")))
 
 
