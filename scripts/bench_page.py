@@ -38,10 +38,10 @@ def page() -> str:
         "![ms a token against GPU memory: accelerate, bitsandbytes, bf16, vbrt](memory.svg)",
         "",
         (
-            "Drawn by `scripts/memory_bench.py --plot`: `fp4` and `exact` by `vb.generate` at several budgets; bf16 "
-            "by eager transformers on a static cache; bitsandbytes without the bf16 model that was in memory during "
-            "its run; accelerate's `cpu_offload`, and `dispatch_model` with half of the model on the GPU, one "
-            "forward of one token."
+            "Drawn by `scripts/memory_bench.py --plot`: `fp4` and `exact` by `vb.generate` at several budgets; bf16 by "
+            "eager transformers on a static cache, and with captured steps by `dense`; accelerate's `cpu_offload`, and "
+            "`dispatch_model` with half of the model on the GPU, one forward of one token. The memory of `dense` and "
+            "bitsandbytes is without another bf16 model that was in memory during their runs."
         ),
         "",
     ]
