@@ -1,8 +1,8 @@
-"""The measurements behind README and docs/benchmarks.md, one part a function, each in a process of its own.
+"""The measurements behind README and docs/measurements.md, one part a function, each in a process of its own.
 
 Peers run in the same process, interleaved with ours; ratios are of medians. Results go to
-benchmarks/results/<part>-<cpu|cuda device>.json with machine, commit and versions; docs/benchmarks.md is generated
-from those files and from nothing else.
+benchmarks/results/<part>-<cpu|cuda device>.json with machine, commit and versions; docs/measurements.md, with
+every row, and docs/benchmarks.md, a summary, are generated from those files and from nothing else.
 """
 
 import argparse
@@ -15,11 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # scripts are no package
 RESULTS = ROOT / "benchmarks" / "results"
-DOCS = ROOT / "docs" / "benchmarks.md"
 
+from scripts import bench_page, bench_tables, hardware_tables
 from scripts.bench_parts import ENVIRONMENT, PARTS
-from scripts.bench_tables import tables
-from scripts.hardware_tables import PAGE, page
 from scripts.measuring import machine
 from vbrt.report.progress import Progress
 
@@ -55,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="parts to measure (default: all)")
     parser.add_argument(
-        "--tables", action="store_true", help="write docs/benchmarks.md and docs/hardware.md again, measure nothing"
+        "--tables", action="store_true", help="write the pages in docs/ again from the results, measure nothing"
     )
     parser.add_argument("--here", metavar="PART", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -70,9 +68,9 @@ def main() -> None:
                 work.at(name)
                 measure(name, work)
                 work.done()
-    DOCS.parent.mkdir(exist_ok=True)
-    DOCS.write_text(tables())
-    PAGE.write_text(page())
+    bench_tables.DOCS.write_text(bench_tables.tables())
+    bench_page.PAGE.write_text(bench_page.page())
+    hardware_tables.PAGE.write_text(hardware_tables.page())
 
 
 if __name__ == "__main__":

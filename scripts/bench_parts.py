@@ -348,7 +348,7 @@ def exact_layers(plain) -> dict[str, Callable]:
     return layers
 
 
-#: by name, in the order of docs/benchmarks.md
+#: by name, in the order of docs/measurements.md
 PARTS: dict[str, Callable[[], dict]] = {
     part.__name__.replace("_", "-"): part
     for part in (wrap, resident, ssd, ssd_passive, experts, memory, hits, formats, cpu_linear, cpu_exact, train_curves)

@@ -1,4 +1,4 @@
-"""The sections of docs/benchmarks.md that scripts/capability_bench.py measures."""
+"""The sections of docs/measurements.md that scripts/capability_bench.py measures."""
 
 import json
 import statistics
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def capability_table(path: Path) -> list[str]:
-    """Return the section of docs/benchmarks.md for a result."""
+    """Return the section of docs/measurements.md for a result."""
     found = json.loads(path.read_text())
     where, taken, rows = found["machine"], found["capability"], found["linear"]
     tokens = sorted({row["tokens"] for row in rows})
@@ -33,7 +33,7 @@ def capability_table(path: Path) -> list[str]:
 
 
 def mma_table(path: Path) -> list[str]:
-    """Return the section of docs/benchmarks.md for a sweep of launches with `mma.sync`."""
+    """Return the section of docs/measurements.md for a sweep of launches with `mma.sync`."""
     found = json.loads(path.read_text())
     where, taken = found["machine"], found["capability"]
     tokens, formats = ([*dict.fromkeys(row[key] for row in found["formats"])] for key in ("tokens", "format"))

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: vbrt on a CPU beside llama.cpp and torch, from the results of `scripts/cpu_bench.py`."""
+"""docs/measurements.md: vbrt on a CPU beside llama.cpp and torch, from the results of `scripts/cpu_bench.py`."""
 
 import json
 import statistics

@@ -2,7 +2,7 @@
 
     python scripts/estimates.py                     on a GPU
     python scripts/estimates.py --committed         the estimates of what other scripts have measured and committed
-    python scripts/estimates.py --table             the same and the GPU's, as the table of docs/howto/estimating.md
+    python scripts/estimates.py --table             the same and the GPU's, as the table of docs/predictions.md
 
 Models are random, of their families' classes, with a billion or so parameters. Each case starts with an empty
 allocator; the figure is `torch.cuda.max_memory_allocated()`, cuBLAS's workspace with it.
@@ -395,7 +395,7 @@ def families() -> Iterator[dict]:
             print(f"skipped: {row['case']} ({error})", file=sys.stderr)
 
 
-_PAGE = ROOT / "docs" / "howto" / "estimating.md"
+_PAGE = ROOT / "docs" / "predictions.md"
 
 
 def write_table() -> None:

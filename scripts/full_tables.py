@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: training from the tiers, from the results of `scripts/full_bench.py`."""
+"""docs/measurements.md: training from the tiers, from the results of `scripts/full_bench.py`."""
 
 import json
 from pathlib import Path

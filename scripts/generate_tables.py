@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: milliseconds a token of `generate`, from the results of `scripts/generate_bench.py`."""
+"""docs/measurements.md: milliseconds a token of `generate`, from the results of `scripts/generate_bench.py`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: decoding with a KV cache in the tiers, from the results of `scripts/kv_bench.py`."""
+"""docs/measurements.md: decoding with a KV cache in the tiers, from the results of `scripts/kv_bench.py`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md that scripts/live_cost.py measures."""
+"""The section of docs/measurements.md that scripts/live_cost.py measures."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ _CPU = {"model": "a small Llama of 32 layers", "clock": "the process's CPU time,
 
 
 def live_table(path: Path) -> list[str]:
-    """Return the section of docs/benchmarks.md for a result."""
+    """Return the section of docs/measurements.md for a result."""
     found = json.loads(path.read_text())
     figures, where = found["figures"], found["machine"]
     parts = {name: of for name, of in figures.items() if isinstance(of, dict) and "ms_a_token" in str(of)}

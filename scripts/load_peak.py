@@ -212,7 +212,7 @@ def main() -> None:
 
 
 def load_table(path: Path) -> list[str]:
-    """Return the section of docs/benchmarks.md for a result."""
+    """Return the section of docs/measurements.md for a result."""
     result = json.loads(path.read_text())
     load, timed, where = result["loading"], result["encoding"], result["machine"]
     rows = (

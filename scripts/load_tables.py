@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md that scripts/load_bench.py measures."""
+"""The section of docs/measurements.md that scripts/load_bench.py measures."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from scripts.load_bench import KINDS
 
 
 def load_section(path: Path) -> list[str]:
-    """Return the section of docs/benchmarks.md for a result."""
+    """Return the section of docs/measurements.md for a result."""
     found = json.loads(path.read_text())
     where = found["machine"]
     versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)

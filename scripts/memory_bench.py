@@ -148,31 +148,34 @@ def rows(parts: list[str], layers: int) -> Iterator[dict[str, object]]:
 DRAWN = {
     "accelerate, bf16 (one forward)": "s",
     "vbrt exact: every bit of the weights": "o",
-    "bf16, all on the GPU": "D",
-    "bitsandbytes NF4": "^",
+    "bf16 on the GPU, eager transformers": "D",
+    "bitsandbytes NF4, eager transformers": "^",
+    "bf16 on the GPU, captured (vbrt dense)": "D",
     "vbrt fp4": "o",
 }
-_LAYERS_8B = 16.06  # GB of the bf16 model that lies beside bitsandbytes' in scripts/generate_bench.py
+_LAYERS_8B = 16.06  # GB of the bf16 model beside bitsandbytes' and `dense`'s in scripts/generate_bench.py
 
 
 def points(results: Path = RESULTS) -> dict[str, list[tuple[float, float]]]:
     """Return (GB of GPU memory, ms a token) of each line, from what is committed of three benches on an H200.
 
     accelerate: `scripts/stream.py`, one forward of one token (its peak has one of 2048 tokens in it); bf16 on a static
-    cache and bitsandbytes: `scripts/generate_bench.py`, without the bf16 model that lies beside; vbrt: this script.
+    cache, captured bf16 and bitsandbytes: `scripts/generate_bench.py`, the latter two without the other bf16 model in
+    memory; vbrt: this script.
     """
     own, peers, streamed = (
         json.loads((results / f"{name}-nvidia-h200.json").read_text())["rows"]
         for name in ("memory", "generate", "stream")
     )
     one = {row["case"]: row for row in peers if row.get("batch") == 1 and row.get("peak_gb")}
-    plain, nf4 = one["bf16, static cache, eager"], one["bitsandbytes NF4, eager"]
+    plain, nf4, dense = (one[case] for case in ("bf16, static cache, eager", "bitsandbytes NF4, eager", "dense"))
     offloaded = [row for row in streamed if row["case"] in _OFFLOADED]
     lines = (
         [(row["gpu_peak_bytes"] / 1e9, row["T1_ms"]) for row in offloaded],
         [(row["peak_gb"], row["ms"]) for row in own if row["case"] == "exact"],
         [(plain["peak_gb"], plain["ms"])],
         [(nf4["peak_gb"] - _LAYERS_8B, nf4["ms"])],
+        [(dense["peak_gb"] - _LAYERS_8B, dense["ms"])],
         [(row["peak_gb"], row["ms"]) for row in own if row["case"] == "fp4"],
     )
     return {name: sorted(line) for name, line in zip(DRAWN, lines, strict=True)}
@@ -195,7 +198,7 @@ def draw(lines: dict[str, list[tuple[float, float]]], path: Path) -> None:
         for name, line in lines.items():
             axes.plot(*zip(*line, strict=True), marker=DRAWN[name], label=name)
         axes.set(
-            title="Llama-3-8B's shape on an NVIDIA H200, one token at a time",
+            title="Llama-3-8B's shape, one token at a time: NVIDIA H200, link 55 GB/s",
             xlabel="GPU memory, GB (peak)",
             ylabel="ms a token",
             xlim=(0, 18),
@@ -204,7 +207,7 @@ def draw(lines: dict[str, list[tuple[float, float]]], path: Path) -> None:
         axes.yaxis.set_major_locator(FixedLocator([2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_locator(FixedLocator([]))
-        axes.legend(frameon=False, loc="upper right")
+        axes.legend(frameon=False, loc="upper right", fontsize="small")
         figure.savefig(path, metadata={"Date": None})
 
 

@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md on streamed passes, from what `scripts/programme_bench.py` wrote."""
+"""The section of docs/measurements.md on streamed passes, from what `scripts/programme_bench.py` wrote."""
 
 import json
 from pathlib import Path

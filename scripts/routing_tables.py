@@ -1,4 +1,4 @@
-"""The part of docs/benchmarks.md on recorded routing, from benchmarks/results/routing-lm.json."""
+"""The part of docs/measurements.md on recorded routing, from benchmarks/results/routing-lm.json."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: speculation, from the results of scripts/speculate.py and scripts/drafters.py."""
+"""docs/measurements.md: speculation, from the results of scripts/speculate.py and scripts/drafters.py."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md on joined decode steps, from the results of `scripts/step_bench.py`."""
+"""The section of docs/measurements.md on joined decode steps, from the results of `scripts/step_bench.py`."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Predicted milliseconds beside every time that other scripts have measured on an H200 and committed.
 
     python3 scripts/times.py               no GPU
-    python3 scripts/times.py --table       as the tables of docs/howto/estimating.md
+    python3 scripts/times.py --table       as the tables of docs/predictions.md
 
 Rates are those that scripts/advice.py measured on the same kind of machine. A row is near where it is within 15 % and
 the link decides, or within 25 %.
@@ -41,7 +41,7 @@ from vbrt.estimation.memory.task import Task
 from vbrt.model.planner import make_plan
 
 _RESULTS = ROOT / "benchmarks" / "results"
-_PAGE = ROOT / "docs" / "howto" / "estimating.md"
+_PAGE = ROOT / "docs" / "predictions.md"
 ON = Machine(140 << 30, 139 << 30, 128 << 30, 120 << 30, 1 << 40)
 HOST = Machine(None, None, 32 << 30, 32 << 30)
 _SAMPLED = (10, 30, 50, 70, 90, 100)  # percents of a sweep

@@ -1,11 +1,11 @@
-"""The section of docs/benchmarks.md that scripts/update_bench.py measures."""
+"""The section of docs/measurements.md that scripts/update_bench.py measures."""
 
 import json
 from pathlib import Path
 
 
 def update_table(path: Path) -> list[str]:
-    """Return the section of docs/benchmarks.md for a result."""
+    """Return the section of docs/measurements.md for a result."""
     found = json.loads(path.read_text())
     where, by_threads = found["machine"], found["threads"]
     versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)

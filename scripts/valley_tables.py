@@ -1,4 +1,4 @@
-"""The table of `scripts/valley_bench.py`'s results in docs/benchmarks.md."""
+"""The table of `scripts/valley_bench.py`'s results in docs/measurements.md."""
 
 import json
 from pathlib import Path

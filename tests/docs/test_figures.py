@@ -1,16 +1,17 @@
-"""The figures that README and docs/figures.md put into sentences are those of the committed results.
+"""Figures in sentences of README are those of the committed results, and docs/benchmarks.md is what the results give.
 
-docs/benchmarks.md is generated; these sentences are not. Each row below is a sentence of a page with places for
-figures, and the figures, as the results have them.
+Each row below is a sentence of a page with places for figures, and the figures, as the results have them.
 """
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 
+from scripts import bench_page
 from tests.docs.pages import PAGES, ROOT
 
 
@@ -49,11 +50,6 @@ def trained(way: str) -> tuple[float, float]:
     full = results("full-nvidia-h200")
     found = row(full["peers"] + full["full"], way=way)
     return found["peak_bytes"] / 1e9, round(found["tokens_per_s"], -2)
-
-
-def medium(kind: str, case: str) -> float:
-    """GB at GPT-2-medium's shape."""
-    return row(results("training-nvidia-h200")[kind], case=case)["peak_bytes"] / 1e9
 
 
 def large() -> dict[str, Any]:
@@ -112,31 +108,6 @@ SENTENCES: tuple[tuple[str, str, Callable[[], list[float] | tuple[float, ...]]],
         lambda: [*trained("resident"), *trained("torchao CPUOffloadOptimizer")],
     ),
     ("README.md", "FSDP2's {:.1f} GB for {:,.0f}", lambda: trained("FSDP2, CPUOffloadPolicy")),
-    (
-        "docs/figures.md",
-        "{:.1f} ms a token in `fp4` by `vb.generate`, {:.1f} in `dense`; one bf16 step captured by hand takes {:.1f}",
-        lambda: [generated(case)["ms"] for case in ("fp4", "dense", "bf16, captured by hand")],
-    ),
-    ("docs/figures.md", "Batch 16 takes {:.1f} ms a step in `fp4`", lambda: [generated("fp4", 16)["ms"]]),
-    ("docs/figures.md", "`fp4` with all pages in host memory takes {:.0f} ms", lambda: streamed("fp4-ring")[1:]),
-    (
-        "docs/figures.md",
-        "{:.0f}, {:.0f} and {:.0f} with 50, 25 and 10 % of the expert pages",
-        lambda: [experts(f"{share}% of the expert pages")["tokens_s"] for share in (50, 25, 10)],
-    ),
-    (
-        "docs/figures.md",
-        "{:.1f} GB in fp32 with all attention scores, at {:.1f} GB with bf16 and flash attention, and at {:.1f} GB",
-        lambda: [
-            medium("training", case)
-            for case in ("torch, fp32", "vbrt, bf16, flash", "vbrt, bf16, flash, checkpointing")
-        ],
-    ),
-    (
-        "docs/figures.md",
-        "({:.2f} GB where bf16 takes {:.2f})",
-        lambda: [medium("inference", case) for case in ("vbrt, FP4, flash", "vbrt, bf16, flash")],
-    ),
 )
 
 
@@ -154,3 +125,18 @@ def test_a_sentence_has_the_figures_of_the_results(page, sentence, figures):
     says = sentence.format(*figures())
     text = " ".join(PAGES[page].read_text("utf-8").split())
     assert says in text, f"{page} does not say: {says}"
+
+
+def test_the_page_of_benchmarks_is_the_one_that_is_generated():
+    assert bench_page.PAGE.read_text("utf-8") == bench_page.page(), "scripts/bench --tables"
+
+
+def test_each_table_of_it_leads_to_a_section_that_has_all_rows():
+    pages = {
+        name: (ROOT / "docs" / name).read_text("utf-8") for name in ("measurements.md", "scaling.md", "accuracy.md")
+    }
+    links = re.findall(r"^\[All rows\]\((\S+\.md)(?:#(\S+))?\)", PAGES["docs/benchmarks.md"].read_text("utf-8"), re.M)
+    assert len(links) > 9
+    for name, anchor in links:
+        titles = re.findall(r"^#+ (.+)$", pages[name], re.M)
+        assert not anchor or anchor in map(bench_page.slug, titles), f"{name}#{anchor}"

@@ -52,8 +52,23 @@ def decodes_what_bitsandbytes_has_written(scope, printed):
     assert torch.equal(decoded[name].flatten(), (levels * tensors[f"{name}.absmax"][:, None]).bfloat16().flatten())
 
 
+def prints_what_the_tutorial_shows(scope, printed):
+    """With the real model; a random one runs the blocks."""
+    shown = [
+        line
+        for block in Page("docs/tutorial.md").blocks
+        if block.language == "text"
+        for line in block.text.splitlines()
+    ]
+    assert len(shown) > 15 and (not scope["real"] or [line for line in shown if line not in printed] == [])
+
+
 #: what must hold once a page has run, with what it has printed
-_THEN = {"docs/experts.md": shows_experts, "docs/migrating.md": decodes_what_bitsandbytes_has_written}
+_THEN = {
+    "docs/experts.md": shows_experts,
+    "docs/migrating.md": decodes_what_bitsandbytes_has_written,
+    "docs/tutorial.md": prints_what_the_tutorial_shows,
+}
 
 
 @pytest.mark.parametrize("name", PAGES)

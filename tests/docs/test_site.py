@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 
 import pytest
 
 import vbrt
 from scripts import docs
+from scripts.chromium import FLAGS, find_chromium
 from scripts.docs import foreign
 from scripts.docs_hooks import commands_help
 from tests.docs.pages import ROOT
@@ -69,3 +71,29 @@ def test_a_broken_link_and_what_is_loaded_from_elsewhere_fail(tmp_path, monkeypa
     monkeypatch.setattr(docs, "SITE", tmp_path / "build" / "site")
     assert docs.main([]) == bool(said)
     assert said in capsys.readouterr().err
+
+
+def test_the_search_finds_a_page_that_is_opened_as_a_file(tmp_path, monkeypatch):
+    pytest.importorskip("material")
+    playwright = pytest.importorskip("playwright.sync_api")
+    if (chromium := find_chromium()) is None:
+        pytest.skip("no Chromium")
+    (tmp_path / "docs" / "below").mkdir(parents=True)
+    (tmp_path / "docs" / "index.md").write_text("# Home\n\nA page.")
+    (tmp_path / "docs" / "below" / "tides.md").write_text("# Tides\n\nThey ebb.")
+    shutil.copy(ROOT / "docs" / "iframe-worker.js", tmp_path / "docs")
+    config = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert "  - search\n  - offline" in config and "polyfills: [iframe-worker.js]" in config
+    (tmp_path / "mkdocs.yml").write_text(
+        "site_name: a\nsite_dir: build/site\ntheme: {name: material, font: false}\nplugins: [search, offline]\n"
+        "extra: {polyfills: [iframe-worker.js]}\n"
+    )
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "SITE", tmp_path / "build" / "site")
+    assert docs.main([]) == 0
+    with playwright.sync_playwright() as run, run.chromium.launch(executable_path=chromium, args=[*FLAGS]) as browser:
+        page = browser.new_page()
+        page.goto((docs.SITE / "below" / "tides.html").as_uri())
+        page.type(".md-search__input", "ebb", delay=20)
+        page.wait_for_selector(".md-search-result__item", timeout=20_000)
+        assert page.inner_text(".md-search-result__item").startswith("Tides")

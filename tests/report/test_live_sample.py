@@ -90,7 +90,7 @@ def test_a_frame_fits_the_terminal_and_says_what_there_is():
         "6.0 GiB of 8.0 GiB",
         "75.0 %",
         "75.0 %   of 100 leases/s, 20.0 % staged ahead",
-        "2.00 GB/s   54.0 GiB in all",
+        "2.00 GB/s   54.0 GiB so far",
         "5.0 %   of the time",
         "4.0 %   model.layers.#.mlp.up_proj",
         "KV cache  chat: 1.0 GiB",

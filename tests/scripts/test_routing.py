@@ -1,11 +1,11 @@
-"""The recorded routing of a trained model: what it says is what docs/benchmarks.md says of it."""
+"""The recorded routing of a trained model: what it says is what docs/measurements.md says of it."""
 
 import json
 
 import pytest
 
 import vbrt
-from scripts import bench, committed, routing
+from scripts import bench_tables, committed, routing
 from scripts.routing_tables import routing_table
 from vbrt.residency.access_trace import PASS
 from vbrt.residency.routing_trace import Routed, RoutedLayer, Routing
@@ -56,4 +56,4 @@ def test_the_model_routes_as_it_was_recorded():
 
 
 def test_the_table_is_that_of_the_committed_results():
-    assert "\n".join(routing_table(routing.RESULT)) in bench.DOCS.read_text()
+    assert "\n".join(routing_table(routing.RESULT)) in bench_tables.DOCS.read_text()

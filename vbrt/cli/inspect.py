@@ -106,7 +106,7 @@ def _print_layers(console: Console, config: str, found: "Inspection") -> None:
     dense, pages = sum(x.dense_bytes for x in found.layers), sum(x.page_bytes for x in found.layers)
     add_footer(
         table,
-        "in all",
+        "total",
         str(sum(x.layers for x in found.layers)),
         "",
         "",

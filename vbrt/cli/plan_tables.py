@@ -63,7 +63,7 @@ def _swap_table(plan: Plan) -> Table:
         planes[page.plane] = planes.get(page.plane, 0) + page.nbytes
     add_footer(
         table,
-        "in all" if len(planes) == 1 else " + ".join(f"{k} {format_bytes(v)}" for k, v in planes.items()),
+        "total" if len(planes) == 1 else " + ".join(f"{k} {format_bytes(v)}" for k, v in planes.items()),
         str(len(plan.swaps)),
         "",
         format_bytes(plan.swapped_bytes),
@@ -82,7 +82,7 @@ def _skip_table(plan: Plan) -> Table:
         labels = [label_of([name for name, _ in part]) for part in grouped(group, lambda item: pattern_of(item[0]))]
         shown = "\n".join(labels[:3]) + (f"\nand {len(labels) - 3} more like these" if len(labels) > 3 else "")
         add_row(table, shown, str(len(group)), format_bytes(sum(skip.nbytes for _, skip in group)), group[0][1].reason)
-    add_footer(table, "in all", str(len(skips)), format_bytes(plan.kept_bytes), "")
+    add_footer(table, "total", str(len(skips)), format_bytes(plan.kept_bytes), "")
     return table
 
 

@@ -97,7 +97,7 @@ def measure_ranks(console: Console) -> None:
 
 def print_ways(console: Console, found: "Comparison") -> None:
     """Print a row per way, and the advice."""
-    head = (">1 token ms", ">by", f">{found.tokens} tokens ms", ">by", ">tokens/s in all", ">streamed GB", ">host GB")
+    head = (">1 token ms", ">by", f">{found.tokens} tokens ms", ">by", ">tokens/s", ">streamed GB", ">host GB")
     table = table_of(f"on {found.ranks} GPUs", *head)
     for way in found.ways:
         one, many = way.pass_ms

@@ -105,8 +105,8 @@ def give_way(runtime: Runtime, nbytes: int) -> None:
         level = next((level for level, free in room.items() if living[key] + level.overhead_bytes <= free), None)
         if level is None:
             raise TierError(
-                f"{key}: no tier below {stack.names[0]} has room for {living[key]} more bytes, which were to give way "
-                "to a KV cache; raise its budget, enable tiers.ssd, or ask for less room"
+                f"{key}: no tier below {stack.names[0]} has room for {living[key]} more bytes, evicted for "
+                "a KV cache; raise its budget, enable tiers.ssd, or ask for less room"
             )
         room[level] -= living[key] + level.overhead_bytes
         homes[key] = level.tier.name

@@ -95,7 +95,7 @@ def _runtime_lines(now: RuntimeNow, rates: Rates, width: int) -> Iterator[tuple[
     if now.policy != "none":
         yield from _lease_lines(now, rates)
     for link, nbytes in now.moved.items():
-        yield f"{link:<{_LABEL}} {_gb(rates.bytes_per_s.get(link, 0.0)):>12}   {format_bytes(nbytes)} in all", ""
+        yield f"{link:<{_LABEL}} {_gb(rates.bytes_per_s.get(link, 0.0)):>12}   {format_bytes(nbytes)} so far", ""
     if now.policy != "none":
         yield from _wait_lines(now, rates)
     for name, nbytes in now.caches.items():
@@ -156,7 +156,7 @@ def _lease_lines(now: RuntimeNow, rates: Rates) -> Iterator[tuple[str, str]]:
 def _wait_lines(now: RuntimeNow, rates: Rates) -> Iterator[tuple[str, str]]:
     total = format_seconds(now.wait_us / 1e6)
     style = "yellow" if rates.wait_share and rates.wait_share >= 0.1 else ""
-    yield f"{'waiting':<{_LABEL}} {_percent(rates.wait_share):>12}   of the time, {total} in all", style
+    yield f"{'waiting':<{_LABEL}} {_percent(rates.wait_share):>12}   of the time, {total} so far", style
     for name, share in list(rates.waits.items())[:_WAITS]:
         yield f"{'':<{_LABEL}} {_percent(share):>12}   {name}", "dim"
 

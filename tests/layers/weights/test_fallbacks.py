@@ -213,7 +213,7 @@ def test_kernels_refuse_what_is_older_than_they_need_and_nothing_newer(capabilit
     [
         ("6.4", None, (), "built for ROCm"),
         (None, None, (), "built without CUDA"),
-        (None, "13.0", ("triton",), "Triton is not installed"),
+        (None, "13.0", ("triton",), "Triton is not installed; pip install triton, or triton-windows"),
         (None, "13.0", ("triton.experimental.gluon",), "has no Gluon"),
         (None, "13.0", (), None),
     ],

@@ -278,14 +278,15 @@ def _lines(advice: Advice) -> Iterator[str]:
     unseen = "" if rates.source == "measured here" else "; predictions, this machine was not measured"
     yield f"times by the cost model of {advice.cost_model}{unseen}"
     yield ""
-    yield f"  {'':<42}{'gpu':>10}{'cpu':>10}{'ms':>9}{'tokens/s':>10}  {'bits':<7}limit"
+    yield f"  {'':<42}{'gpu':>10}{'cpu':>10}{'ms':>9}{'tokens/s':>10}  {'weights':<12}bound by"
     front = {id(choice) for choice in advice.front}
     for choice in advice.choices:
         varied = choice.share is not None or choice.task.batch != task.batch
         if id(choice) in front or not varied:
             yield _row(choice, "*" if id(choice) in front else " ")
     yield ""
-    yield "* Pareto front: time, tokens a second, memory, noise of rounding, context, trained weights"
+    yield "* Pareto front: time, tokens a second, memory, rounding, context, trained weights"
+    yield "±: relative error of the weights, not of the outputs; vbrt precision measures those"
     if any("gpu" in choice.found.tiers for choice in advice.choices if choice.found):
         yield f"in your own Python code, set {_SEGMENTS} first: budgets fill the GPU"
 
@@ -296,9 +297,9 @@ def _row(choice: Choice, mark: str) -> str:
     sizes = "".join(f"{format_bytes(tiers[tier]) if tier in tiers else '-':>10}" for tier in ("gpu", "cpu"))
     if choice.speed is None:
         return f"{mark} {name:<42}{sizes}  {choice.reason}"
-    bits = "its own" if choice.lossless else f"{choice.bits}, {choice.noise:.0%}"
+    weights = "lossless" if choice.lossless else f"{choice.bits} bits ±{choice.noise:.0%}"
     speed = choice.speed
-    return f"{mark} {name:<42}{sizes}{speed.ms:>9.1f}{speed.tokens_s:>10.1f}  {bits:<7} {speed.bound}"
+    return f"{mark} {name:<42}{sizes}{speed.ms:>9.1f}{speed.tokens_s:>10.1f}  {weights:<11} {speed.bound}"
 
 
 def _reasons(advice: Advice) -> Iterator[str]:

@@ -147,7 +147,7 @@ class KVStore:
                 f"{self.name}: the KV cache needs {max(needs.fixed(sizes), self.room or 0)} bytes of tiers.{top.name} "
                 f"(the last tokens of {self.layers} layers, slots that pages pass through, and its room); of the "
                 f"budget of {top.capacity_bytes} bytes {max(min(room, free), 0)} are left for it: raise the budget "
-                "with vb.set_budget(), name a room, which weights give way to, or take smaller pages or a smaller batch"
+                "with vb.set_budget(), pass room= (it evicts weights), or take smaller pages or a smaller batch"
             )
         return sizes
 

@@ -39,7 +39,7 @@ look levels up by bytes (`vpshufb`, `tbl`): permutations of fp32, which came bef
 tokens. NEON with bf16 was never timed on such a CPU: an emulator runs the functions (`tests/emulator/arm.py`), with the
 bits of x86; merging a fine plane has no vectors there, and up to 4 tokens are multiplied fused.
 
-**Start to first token** (`scripts/cpu_bench.py --part start`, docs/benchmarks.md): for saved planes of a 1.1 B Llama,
+**Start to first token** (`scripts/cpu_bench.py --part start`, docs/measurements.md): for saved planes of a 1.1 B Llama,
 torch's import takes 1.2 s, transformers and its class of the model 2.7 (they import torch._dynamo, which
 `torch.compiler.disable` would otherwise: 1.7 s for models that are not of transformers), vbrt's modules 0.7, loading
 1.4 and the first token 0.2. Loading is mostly one read of the file into huge pages that no process has touched.

@@ -41,7 +41,7 @@ of the kernels; every family with a choice is searched (`tuning_families.py`). C
 distance to cuBLAS: of 162 points at shapes that the constants were fitted to, the rule takes 0.91 of cuBLAS where the
 best launch tried takes 0.93, and constants fitted to what a choice loses lose as much at shapes that were left out.
 What is left lies in rounds that tiles do not fill, in sums of tiles that are cut, and in the fixed cost of small layers
-(docs/benchmarks.md has the sweep).
+(docs/measurements.md has the sweep).
 
 **Launching** (`launcher.py`): little host work, constants checked against the kernel's signature when it compiles. On
 sm_90 and newer each kernel is launched as a dependent of the one before: it starts as that one ends and waits for its

@@ -56,7 +56,7 @@ def _why_unavailable(needs: Needs) -> str | None:
     if torch.version.hip is None and torch.version.cuda is None:
         return "this torch is built without CUDA"
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+        return "Triton is not installed; pip install triton, or triton-windows"
     if needs.nvidia and importlib.util.find_spec("triton.experimental.gluon") is None:
         return "the installed Triton has no Gluon; expected 3.6 or newer"
     return None

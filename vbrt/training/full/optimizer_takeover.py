@@ -198,7 +198,7 @@ def take_optimizer(
     missing = [weight.name for weight in weights if weight.trainable and id(weight.parameter) not in held]
     if missing:
         raise WrapError(
-            f"{missing[0]}: it trains, and no param group of the optimizer has it ({len(missing)} weights in all); add "
+            f"{missing[0]}: it trains, and no param group of the optimizer has it ({len(missing)} such weights); add "
             "it to a group, or requires_grad_(False)"
         )
     for group in optimizer.param_groups:

@@ -21,7 +21,7 @@ the schedule. Fused optimizers do not count their writes in the version, so a ho
 rounds, and read at the next step, when it has long been there: no step waits. Weights that are zero when scales are
 searched count as clipped once they grow.
 
-Measured (docs/benchmarks.md, train-curves): 300 steps of a byte-level Llama with 1.6 M swapped weights at a constant
+Measured (docs/measurements.md, train-curves): 300 steps of a byte-level Llama with 1.6 M swapped weights at a constant
 learning rate of 1e-3; scales are searched 3 to 4 times a layer. Held-out loss is 0.04 % (`nvfp4`) and 0.1 %
 (`quantile`) above that of fresh scales in each step, training loss over the last 20 steps 0.2 and 0.4 %. The engine
 with its share of the backward pass is 15 % of an `nvfp4` step (fresh: 56 %), 26 % of a `quantile` step (fresh: 72 %).
