@@ -6,12 +6,13 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vbrt.config import VBConfig
+from vbrt.config.overrides import TierName
 from vbrt.distributed.rank_stats import merged
 from vbrt.distributed.rank_watch import watch, watched
 from vbrt.errors import WrapError
@@ -76,6 +77,36 @@ class VBModelWrapper(Facade, Scraped, Watched):
             if not runtime.make_room():
                 raise torch.OutOfMemoryError(why)
 
+    if TYPE_CHECKING:  # the model's own, with vbrt's arguments; absent where the model's class has no `generate`
+
+        @overload
+        def generate(
+            self,
+            inputs: Tensor | None = None,
+            *,
+            return_dict_in_generate: Literal[True],
+            speculate: int | bool | Literal["auto"] = False,
+            drafter: str | tuple[str, ...] = "auto",
+            exactness: Literal["tokens", "distribution"] = "tokens",
+            seed: int | None = None,
+            **kwargs: Any,
+        ) -> Any: ...
+
+        @overload
+        def generate(
+            self,
+            inputs: Tensor | None = None,
+            *,
+            return_dict_in_generate: Literal[False] | None = None,
+            speculate: int | bool | Literal["auto"] = False,
+            drafter: str | tuple[str, ...] = "auto",
+            exactness: Literal["tokens", "distribution"] = "tokens",
+            seed: int | None = None,
+            **kwargs: Any,
+        ) -> Tensor: ...
+
+        def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any: ...
+
     @property
     def runtime(self) -> Runtime:
         """Stack, budgets and balance, which several models may share."""
@@ -121,7 +152,7 @@ class VBModelWrapper(Facade, Scraped, Watched):
             self._attachment.materialize(progress=progress)
         return self
 
-    def set_budget(self, tier: str, budget: int | str) -> int:
+    def set_budget(self, tier: TierName, budget: int | str) -> int:
         """Change the budget of a tier while the model runs: to make room for a KV cache, or to use room again.
 
         Pages that no longer fit move to the tiers below; with a larger budget they are kept in the faster tier again as

@@ -4,7 +4,6 @@ Weights are counted: the plan that wrapping would follow gives the pages of each
 model runs on fake tensors (`fake_trace.py`) with a few of its equal blocks, and the rest is extrapolated.
 """
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from vbrt.config import Machine, VBConfig, load_config
 from vbrt.config.argument_checks import check_instance, check_whole
+from vbrt.config.overrides import Config
 from vbrt.errors import ArgumentError, LibraryError, WrapError
 from vbrt.estimation.memory.estimate_report import Estimate, Row
 from vbrt.estimation.memory.estimate_rows import more_parts, parts, stages, step_rows, swapped_parameters, weight_rows
@@ -33,7 +33,7 @@ __all__ = ["as_task", "bare_model", "estimate", "estimate_of", "lora_model"]
 def estimate(
     model: nn.Module,
     task: str | Task = "decode",
-    config: VBConfig | Mapping[str, Any] | str | os.PathLike | None = "fp4",
+    config: Config = "fp4",
     *,
     machine: Machine | None = None,
     ranks: int = 1,

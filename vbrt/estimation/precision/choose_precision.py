@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from vbrt.config import FORMATS, VBConfig, load_config, parse_weights_budget
 from vbrt.config.argument_checks import check_instance
+from vbrt.config.overrides import Config, SectionOverrides
 from vbrt.errors import ArgumentError, ConfigError, WrapError
 from vbrt.estimation.precision.calibration_data import Text, text_of
 from vbrt.estimation.precision.input_statistics import input_statistics
@@ -49,10 +50,10 @@ def choose_precision(
     model: nn.Module,
     sequences: Sequences | None = None,
     budget: int | str | None = None,
-    config: Any = "fp4",
+    config: Config = "fp4",
     *,
     method: str = "kl",
-    **overrides: Any,
+    **overrides: Unpack[SectionOverrides],
 ) -> Precision:
     """Choose each layer's precision (4 bits, 8 bits or lossless) within a budget.
 
