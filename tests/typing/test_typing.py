@@ -1,6 +1,6 @@
 """Type checkers on programs of a user: nothing of vbrt's own, and typos in names, keys and values are found.
 
-mypy and pyright are the extra `types`; both are skipped where they are absent.
+mypy and pyright are the dependency group `types`; each is skipped where it is absent.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ def pyright(folder: Path) -> dict[str, dict[int, str]]:
 @pytest.mark.parametrize("checker", [mypy, pyright])
 def test_a_users_program_has_no_error_and_typos_are_found(checker, tmp_path):
     if importlib.util.find_spec(checker.__name__) is None:
-        pytest.skip(f"{checker.__name__} is not installed: pip install 'vbrt[types]'")
+        pytest.skip(f"{checker.__name__} is not installed: pip install --group types")
     found = checker(tmp_path)
     assert found[PROGRAM.name] == {}
     lines = MISTAKES.read_text("utf-8").splitlines()

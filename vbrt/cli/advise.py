@@ -11,6 +11,7 @@ from vbrt.config import load_config
 from vbrt.config.toml_text import toml_text
 from vbrt.errors import ConfigError
 from vbrt.estimation.memory.task import GOALS
+from vbrt.integrations.model_paths import model_path
 
 __all__ = ["add"]
 
@@ -50,6 +51,7 @@ def _advise(args: argparse.Namespace) -> int:
     sizes, speed = sizes_of(args), speed_of(args)
     if args.write is not None:
         check_config_file(args.write)  # before any slow work
+    model_path(args.model)  # before seconds of imports
     with working("importing torch and transformers") as say, warnings_as_lines():
         hf_configs = integration("hf_configs")
         from vbrt.estimation.advice.advise import advise
@@ -58,7 +60,7 @@ def _advise(args: argparse.Namespace) -> int:
         say(f"reading {args.model}")
         model = hf_configs.meta_model(args.model)
         machine, _ = machine_of(sizes, load_config("fp4"))
-        say("trying candidates")
+        say.stop()  # what follows has its own bars
         with hf_configs.unadvised():
             how = {"machine": machine, "rates": rates, "cost_model": args.cost_model}
             advice = advise(model, args.goal, **how, batch=args.batch, context=args.context)

@@ -10,6 +10,7 @@ from typing import Any
 from vbrt.cli.open_model import add_dtype, dtype_of, settled_config
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.screen import complain, warnings_as_lines, working
+from vbrt.integrations.model_paths import model_path
 from vbrt.residency.plan import format_bytes
 
 __all__ = ["add"]
@@ -41,6 +42,7 @@ def add(commands: Any) -> None:
 
 def _convert(args: argparse.Namespace) -> int:
     config_of(args)  # report its errors before any slow work
+    model_path(args.model)  # before seconds of imports
     with working("importing torch and transformers") as say:
         hf_configs = integration("hf_configs")
         from vbrt.saves.convert.convert import convert

@@ -13,6 +13,7 @@ from vbrt.cli.plots import Bars, bars, check_plot
 from vbrt.cli.screen import complain, console_for_stdout, warnings_as_lines, working
 from vbrt.config import load_config
 from vbrt.errors import NoRoomError, VBError
+from vbrt.integrations.model_paths import model_path
 
 if TYPE_CHECKING:
     from vbrt.estimation.advice.machine_rates import Rates
@@ -94,6 +95,7 @@ def _estimate(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     plain = args.config == "none"
     config = None if plain else config_of(args)
+    model_path(args.model)  # before seconds of imports
     with working("importing torch and transformers") as say, warnings_as_lines():
         hf_configs = integration("hf_configs")
         from vbrt.estimation.advice.step_time import predict

@@ -10,6 +10,7 @@ from rich.console import Console
 from vbrt.cli.open_model import add_dtype, dtype_of, settled_config
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.screen import add_footer, add_row, console_for_stdout, table_of, working
+from vbrt.integrations.model_paths import model_path
 from vbrt.residency.plan import format_bytes
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def add(commands: Any) -> None:
 
 def _inspect(args: argparse.Namespace) -> int:
     config_of(args)  # report its errors before any slow work
+    model_path(args.model)  # before seconds of imports
     with working("importing torch and transformers") as say:
         hf_configs = integration("hf_configs")
         from vbrt.saves.convert.inspection import inspect

@@ -8,6 +8,7 @@ from vbrt.cli.options import config_of, integration, positive
 from vbrt.cli.screen import complain, warnings_as_lines, without_warnings_of_wrap, working
 from vbrt.config import VBConfig, assign
 from vbrt.errors import CheckpointError
+from vbrt.integrations.model_paths import model_path
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +78,7 @@ def settled_config(args: argparse.Namespace) -> VBConfig | None:
 def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTokenizerBase]":
     """Load a model into planes, and its tokenizer; the plan's warnings become lines."""
     config_of(args)  # report its errors before any slow work
-    path = args.model
+    path = model_path(args.model)  # before seconds of imports
     with working("importing torch and transformers") as say:
         causal = integration("causal_models")
         config = settled_config(args)

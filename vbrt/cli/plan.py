@@ -15,6 +15,7 @@ from vbrt.cli.rank_tables import print_ways, ways_on
 from vbrt.cli.screen import complain, console_for_stdout, working
 from vbrt.config import DEFAULT_PRESET, Machine, VBConfig
 from vbrt.errors import NoRoomError, VBError
+from vbrt.integrations.model_paths import model_path
 from vbrt.residency.memory_needs import tier_needs
 from vbrt.residency.miss_policy import CPU_GB_PER_S
 from vbrt.residency.plan import Plan
@@ -65,6 +66,7 @@ def _plan(args: argparse.Namespace) -> int:
     given = {"cpu": speed.link_gb_s, "ssd": rate_of(args.drive, "--drive")}
     rates = LINK_GB_PER_S | {tier: rate for tier, rate in given.items() if rate is not None}
     host = rate_of(args.host, "--host")
+    model_path(args.model)  # before seconds of imports
     with working("importing torch and transformers") as say:
         hf_configs = integration("hf_configs")
         from vbrt.model.planner import make_plan

@@ -9,6 +9,7 @@ from vbrt.cli.screen import console_for_stdout, working
 from vbrt.config import VBConfig, parse_weights_budget
 from vbrt.errors import VBError, describe_os_error
 from vbrt.host.safe_files import read_bounded
+from vbrt.integrations.model_paths import model_path
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,7 @@ def _precision(args: argparse.Namespace) -> int:
     if args.write is not None:
         check_config_file(args.write)  # before any slow work
     text = None if args.text is None else _text(args.text)
+    model_path(args.model)  # before seconds of imports
     with working("importing torch and transformers") as say:
         from vbrt.estimation.precision.choose_precision import choose_precision
 

@@ -20,7 +20,6 @@ from vbrt.errors import CheckpointError
 from vbrt.integrations.hf_configs import (
     gguf_at,
     loading,
-    looked_at,
     meta_model,
     method_of,
     model_config,
@@ -28,6 +27,7 @@ from vbrt.integrations.hf_configs import (
     quiet,
     take_generation_config_,
 )
+from vbrt.integrations.model_paths import looked_at
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.model.runtime import Runtime

@@ -278,7 +278,8 @@ def _hessian_losses(
         raise ArgumentError(f'{odd}: method = "hessian" knows linear layers only; method = "kl" measures any')
     squares = _input_squares(model, options, batches)
     losses = []
-    for option, square in zip(options, squares, strict=True):
+    work = Progress("measuring errors of layers", len(options), unit="layers")
+    for option, square in _shown(work, options, squares):
         site, weight = option.swap.site, model.get_parameter(option.swap.site.tensor).detach().to(device)
         found = {}
         for format in _lossy(option):
@@ -286,6 +287,17 @@ def _hessian_losses(
             found[format] = float((error.t() if site.transposed else error).square().sum(0) @ square.to(error))
         losses.append(found)
     return losses
+
+
+def _shown(
+    work: Progress, options: Sequence[LayerPrecision], squares: Sequence[Tensor]
+) -> Iterator[tuple[LayerPrecision, Tensor]]:
+    """Yield layers with their squares, and show them as progress."""
+    with work:
+        for option, square in zip(options, squares, strict=True):
+            work.at(option.name)
+            yield option, square
+            work.done()
 
 
 def _input_squares(model: nn.Module, options: Sequence[LayerPrecision], batches: list[Any]) -> list[Tensor]:
