@@ -69,53 +69,61 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = ["__version__", *_HOMES]
 
-if TYPE_CHECKING:
-    from vbrt.blocks import FlashAttention, FusedFP4Linear, OptimizedTransformerBlock, gumbel_max_sample, quantize
-    from vbrt.config import VBConfig, load_config
-    from vbrt.errors import (
-        ArgumentError,
-        CheckpointError,
-        ConfigError,
-        FormatError,
-        KernelError,
-        LibraryError,
-        NonfiniteError,
-        NoRoomError,
-        TierError,
-        VBError,
-        WrapError,
-    )
-    from vbrt.estimation.advice.advise import advise
-    from vbrt.estimation.advice.choices import Advice, Choice
-    from vbrt.estimation.advice.machine_rates import Rates, data_sheet, measure_rates
-    from vbrt.estimation.memory.estimate import estimate
-    from vbrt.estimation.memory.estimate_report import Estimate
-    from vbrt.estimation.memory.largest_batch import fit_batch
-    from vbrt.estimation.memory.task import Task
-    from vbrt.estimation.precision.choose_precision import choose_precision
-    from vbrt.estimation.precision.precision_report import LayerPrecision, Precision
-    from vbrt.generation.kv.cache import KVCache
-    from vbrt.integrations.pretrained import from_pretrained
-    from vbrt.integrations.transformers_quantizer import QuantizationConfig
-    from vbrt.kernels.cuda.graph_pass import compile_options
-    from vbrt.kernels.cuda.tuning import tune
-    from vbrt.layers import VBLinear
-    from vbrt.model.planner import make_plan
-    from vbrt.report.stats import Stats
-    from vbrt.residency.plan import Plan
-    from vbrt.residency.routing_file import read_routing
-    from vbrt.residency.routing_trace import generate_routing
-    from vbrt.residency.simulate import simulate
-    from vbrt.saves.checkpoint.training_checkpoint import TrainingCheckpoint, read_checkpoint
-    from vbrt.training.full.lion import Lion
-    from vbrt.wrapper.full_wrapper import VBFullWrapper
-    from vbrt.wrapper.load import load
-    from vbrt.wrapper.load_heads import load_heads
-    from vbrt.wrapper.pipeline import VBPipelineWrapper
-    from vbrt.wrapper.watch_nonfinite import watch_nonfinite
-    from vbrt.wrapper.wrap import wrap
-    from vbrt.wrapper.wrapper import VBModelWrapper
-    from vbrt.wrapper.wrapper_of import of
+if TYPE_CHECKING:  # `as`: strict type checkers take only these for exported
+    from vbrt.blocks import FlashAttention as FlashAttention
+    from vbrt.blocks import FusedFP4Linear as FusedFP4Linear
+    from vbrt.blocks import OptimizedTransformerBlock as OptimizedTransformerBlock
+    from vbrt.blocks import gumbel_max_sample as gumbel_max_sample
+    from vbrt.blocks import quantize as quantize
+    from vbrt.config import VBConfig as VBConfig
+    from vbrt.config import load_config as load_config
+    from vbrt.errors import ArgumentError as ArgumentError
+    from vbrt.errors import CheckpointError as CheckpointError
+    from vbrt.errors import ConfigError as ConfigError
+    from vbrt.errors import FormatError as FormatError
+    from vbrt.errors import KernelError as KernelError
+    from vbrt.errors import LibraryError as LibraryError
+    from vbrt.errors import NonfiniteError as NonfiniteError
+    from vbrt.errors import NoRoomError as NoRoomError
+    from vbrt.errors import TierError as TierError
+    from vbrt.errors import VBError as VBError
+    from vbrt.errors import WrapError as WrapError
+    from vbrt.estimation.advice.advise import advise as advise
+    from vbrt.estimation.advice.choices import Advice as Advice
+    from vbrt.estimation.advice.choices import Choice as Choice
+    from vbrt.estimation.advice.machine_rates import Rates as Rates
+    from vbrt.estimation.advice.machine_rates import data_sheet as data_sheet
+    from vbrt.estimation.advice.machine_rates import measure_rates as measure_rates
+    from vbrt.estimation.memory.estimate import estimate as estimate
+    from vbrt.estimation.memory.estimate_report import Estimate as Estimate
+    from vbrt.estimation.memory.largest_batch import fit_batch as fit_batch
+    from vbrt.estimation.memory.task import Task as Task
+    from vbrt.estimation.precision.choose_precision import choose_precision as choose_precision
+    from vbrt.estimation.precision.precision_report import LayerPrecision as LayerPrecision
+    from vbrt.estimation.precision.precision_report import Precision as Precision
+    from vbrt.generation.kv.cache import KVCache as KVCache
+    from vbrt.integrations.pretrained import from_pretrained as from_pretrained
+    from vbrt.integrations.transformers_quantizer import QuantizationConfig as QuantizationConfig
+    from vbrt.kernels.cuda.graph_pass import compile_options as compile_options
+    from vbrt.kernels.cuda.tuning import tune as tune
+    from vbrt.layers import VBLinear as VBLinear
+    from vbrt.model.planner import make_plan as make_plan
+    from vbrt.report.stats import Stats as Stats
+    from vbrt.residency.plan import Plan as Plan
+    from vbrt.residency.routing_file import read_routing as read_routing
+    from vbrt.residency.routing_trace import generate_routing as generate_routing
+    from vbrt.residency.simulate import simulate as simulate
+    from vbrt.saves.checkpoint.training_checkpoint import TrainingCheckpoint as TrainingCheckpoint
+    from vbrt.saves.checkpoint.training_checkpoint import read_checkpoint as read_checkpoint
+    from vbrt.training.full.lion import Lion as Lion
+    from vbrt.wrapper.full_wrapper import VBFullWrapper as VBFullWrapper
+    from vbrt.wrapper.load import load as load
+    from vbrt.wrapper.load_heads import load_heads as load_heads
+    from vbrt.wrapper.pipeline import VBPipelineWrapper as VBPipelineWrapper
+    from vbrt.wrapper.watch_nonfinite import watch_nonfinite as watch_nonfinite
+    from vbrt.wrapper.wrap import wrap as wrap
+    from vbrt.wrapper.wrapper import VBModelWrapper as VBModelWrapper
+    from vbrt.wrapper.wrapper_of import of as of
 
 
 if not TYPE_CHECKING:  # type checkers would take every name for one of the package's

@@ -10,6 +10,8 @@
     ├── KernelError   (RuntimeError)  no implementation of an op for this backend and device
     ├── LibraryError  (RuntimeError)  an installed library lacks a part that is needed: names its version
     ├── NonfiniteError (ArithmeticError)  NaN or Inf that a module has computed: names the first one
+    ├── MissingFileError (FileNotFoundError)  a path of a model, checkpoint (also a CheckpointError), TOML file (also a
+    │                                 ConfigError) or other file at which there is nothing
     └── CheckpointError (RuntimeError)  a save or checkpoint that cannot be written, read, or does not fit the model
 
 Each message says where it happened, what came, and what would do.
@@ -24,6 +26,9 @@ __all__ = [
     "FormatError",
     "KernelError",
     "LibraryError",
+    "MissingCheckpointError",
+    "MissingConfigError",
+    "MissingFileError",
     "NoRoomError",
     "NonfiniteError",
     "TierError",
@@ -76,6 +81,18 @@ class NonfiniteError(VBError, ArithmeticError):
 
 class CheckpointError(VBError, RuntimeError):
     """A save or checkpoint cannot be written or read, is damaged, or is not one of this model."""
+
+
+class MissingFileError(VBError, FileNotFoundError):
+    """A path at which there is nothing."""
+
+
+class MissingConfigError(ConfigError, MissingFileError):
+    """A TOML file that is not there."""
+
+
+class MissingCheckpointError(CheckpointError, MissingFileError):
+    """A save or checkpoint, or a file of it, that is not there."""
 
 
 def describe_os_error(error: OSError) -> str:

@@ -52,11 +52,11 @@ def test_without_a_command_there_is_usage(capsys):
     assert "usage: vbrt" in capsys.readouterr().err
 
 
-def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):
+def test_without_transformers_it_says_what_to_install(tmp_path, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith("vbrt.integrations.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert cli.main(["plan", "x"]) == 2
+    assert cli.main(["plan", str(tmp_path)]) == 2
     assert "pip install 'vbrt[hf]'" in errors(capsys)
 
 
@@ -310,3 +310,23 @@ def test_stdout_that_cannot_take_the_result_is_said(tmp_path, monkeypatch, capsy
             assert cli.main(["stats", str(file)]) == 0
     assert b"q_proj ? 3" in ascii_only.buffer.getvalue()
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_word_that_is_no_command_is_answered_with_the_nearest(capsys):
+    assert cli.main(["runn", "x"]) == 2
+    assert "'runn' is not a command; did you mean \"run\"?; expected one of advise, bench," in errors(capsys)
+
+
+WITH_A_MODEL = ("plan", "estimate", "advise", "inspect", "run", "chat", "convert", "precision", "tune")
+
+
+@pytest.mark.parametrize("command", WITH_A_MODEL)
+def test_a_missing_model_is_found_before_torch_is_imported(command, tmp_path):
+    rest = {"run": ["x"], "convert": [str(tmp_path / "out")], "precision": ["--budget", "6 bits"]}.get(command, [])
+    program = (
+        "import sys\nfrom vbrt.cli.main import main\n"
+        "code = main(sys.argv[1:])\nprint(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    arguments = [command, str(tmp_path / "nothing"), *rest]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False False\n" and "nothing: no such file or directory; expected" in done.stderr

@@ -99,7 +99,7 @@ def test_the_table_has_one_line_a_layer_at_80_columns_and_says_once_what_is_the_
     assert " ".join(line.strip() for line in lines[:2]) == " · ".join(shared)
     rows = [line for line in lines if "self_attn" in line]
     assert len(rows) == 12
-    assert rows[0].split() == "0.self_attn.q_proj 1.0 MiB 0 3 0.0 % 2/3 3.0 MiB 1.5".split()
+    assert rows[0].split() == "0.self_attn.q_proj 1.0 MiB 0 2 1 66.7 % 1.5".split()
 
 
 def test_the_table_shows_everything_where_there_is_room():
@@ -107,7 +107,8 @@ def test_the_table_shows_everything_where_there_is_room():
     first = next(iter(layers))
     layers[first] = replace(layers[first], format="dense", home="cpu", kernel="triton", forwards=5)
     lines = _shown(some_stats(layers=layers), 140)
-    assert lines[1].split() == "layer format home kernel size forwards hits misses hit rate ahead moved wait ms".split()
+    heads = "layer format home kernel size forwards hit prefetched waited hit rate moved wait ms"
+    assert lines[1].split() == heads.split()
     assert lines[3].split()[:4] == [first, "dense", "cpu", "triton"]
     assert lines[-1] == "fallback: pinned memory is not there"
 

@@ -105,6 +105,7 @@ def on_a_terminal(pid, stop):
         try:
             os.environ.update(TERM="xterm", COLUMNS="80", LINES="24")
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+            sys.stdin = open(0, closefd=False)
             sys.__stdout__ = sys.stdout = open(1, "w", closefd=False)
             sys.__stderr__ = sys.stderr = open(2, "w", closefd=False)
             code = cli.main(["top", str(pid), "--every", "0.1"])
@@ -121,22 +122,21 @@ def on_a_terminal(pid, stop):
                 break
         if not stopped and seen.count(b"passes/s") >= 2:
             stopped = True
-            after = termios.tcgetattr(terminal)
             stop(terminal, top_pid)
     else:
         os.kill(top_pid, signal.SIGKILL)
-    status = os.waitpid(top_pid, 0)[1]
+    status, after = os.waitpid(top_pid, 0)[1], termios.tcgetattr(terminal)
     os.close(terminal)
     return seen.decode(), os.waitstatus_to_exitcode(status), before == after
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "sigterm", "it ends"])
+@pytest.mark.parametrize("how", ["ctrl-c", "q", "sigterm", "it ends"])
 def test_the_terminal_is_left_as_it_was(how):
     with running() as pid:
 
         def stop(terminal, top_pid):
-            if how == "ctrl-c":
-                os.write(terminal, b"\x03")
+            if how in ("ctrl-c", "q"):
+                os.write(terminal, b"\x03" if how == "ctrl-c" else b"xq")
             else:
                 os.kill(top_pid if how == "sigterm" else pid, signal.SIGTERM)
                 if how == "it ends":

@@ -23,6 +23,7 @@ def fake_gpu(tmp_path, monkeypatch):
     """A device of sm_90 with a cache of its own, on which one configuration takes 8 µs and any other 10."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tuned_configs, "identity", lambda index: {"gpu": "Some GPU", "triton": "3.6", "kernels": 1})
+    monkeypatch.setattr(tuned_configs, "has_device", lambda: True)
     monkeypatch.setattr(tuning, "check", lambda tokens, device: None)
     monkeypatch.setattr(devices, "capability", lambda index: (9, 0))
     monkeypatch.setattr(devices, "gpu", lambda index: Gpu(9, 132))
@@ -53,7 +54,7 @@ def test_tune_needs_only_a_config_and_shows_each_shape_and_the_file(config_json,
     assert max(map(len, out.splitlines()[:-1])) <= 79
 
 
-def test_tune_shows_what_is_kept_and_where(llama, fake_gpu, capsys):
+def test_tune_shows_what_is_kept_and_where(llama, fake_gpu, monkeypatch, capsys):
     assert cli.main(["tune", "--show"]) == 0
     assert capsys.readouterr().out == f"nothing is kept yet; it would be in {fake_gpu}\n"
     assert cli.main(["tune", str(llama), "--tokens", "1", "--set", "weights.min_parameters=1"]) == 0
@@ -62,6 +63,14 @@ def test_tune_shows_what_is_kept_and_where(llama, fake_gpu, capsys):
     assert cli.main(["tune", "--show"]) == 0
     out = capsys.readouterr().out
     assert out.count("linear") == len(kept) > 0 and out.endswith(f"{len(kept)} kept in {fake_gpu}\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(tuned_configs, "has_device", lambda: False)
+        patched.setattr(tuned_configs, "KERNELS", 1)
+        assert cli.main(["tune", "--show"]) == 0  # of all GPUs, where none is at hand
+        assert capsys.readouterr().out == f"Some GPU, Triton 3.6\n{out}"
+        fake_gpu.unlink()
+        assert cli.main(["tune", "--show"]) == 0
+        assert capsys.readouterr().out == f"nothing is kept yet; it would be in {fake_gpu.parent}\n"
     fake_gpu.write_text("{")
     tuned_configs.tuned.cache_clear()
     assert cli.main(["tune", "--show"]) == 0
@@ -99,13 +108,12 @@ def test_tune_refuses_what_it_cannot_do(config_json, fake_gpu, tmp_path, monkeyp
     assert f"{fake_gpu}: cannot be written: {os.strerror(errno.ENOTDIR)}" in errors(capsys)
 
 
-def test_tune_without_a_gpu_or_with_too_many_tokens_reads_no_model(monkeypatch, capsys):
+def test_tune_without_a_gpu_or_with_too_many_tokens_reads_no_model(config_json, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for command in (["tune", "nothing"], ["tune", "--show"]):
-        assert cli.main(command) == 2
-        assert "no CUDA device; expected one from sm_80 on" in errors(capsys)
+    assert cli.main(["tune", str(config_json)]) == 2
+    assert "no CUDA device; expected one from sm_80 on" in errors(capsys)
     for tokens in ("4097", "0", "1,5000"):
-        assert cli.main(["tune", "nothing", "--tokens", tokens]) == 2
+        assert cli.main(["tune", str(config_json), "--tokens", tokens]) == 2
         assert "expected numbers from 1 to 4096" in errors(capsys)
     for arguments in (["--tokens", "1,x"], ["--tokens", ""], ["--device", "a"]):
         with pytest.raises(SystemExit, match="2"):

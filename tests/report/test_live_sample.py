@@ -89,7 +89,7 @@ def test_a_frame_fits_the_terminal_and_says_what_there_is():
         "20.0 tokens/s written · 20.0 passes/s",
         "6.0 GiB of 8.0 GiB",
         "75.0 %",
-        "75.0 %   of 100 leases/s, 20.0 % staged ahead",
+        "95.0 %   of 100 leases/s, 20.0 % by prefetch",
         "2.00 GB/s   54.0 GiB so far",
         "5.0 %   of the time",
         "4.0 %   model.layers.#.mlp.up_proj",
@@ -109,7 +109,7 @@ def test_a_first_sample_has_counts_and_no_speeds():
     first = history(sample(1.0, runtime(5)))
     assert first.rates(0).wait_share is None and first.rates(0).work_per_s == {}
     text = frame(first, 80).plain
-    assert "100 passes so far" in text and "75.0 %   of 500 leases so far" in text and "tokens/s" not in text
+    assert "100 passes so far" in text and "95.0 %   of 500 leases so far" in text and "tokens/s" not in text
     assert "0.0" not in plain_line(first).replace("6.0", "").replace("8.0", "").replace("10.0", "").replace("64.0", "")
 
 

@@ -56,10 +56,11 @@ def test_a_table_stays_within_the_width_and_names_every_layer(width):
 def test_a_wide_table_has_every_column_aligned():
     lines = snapshot(3).table(width=132, each=True).splitlines()
     head, rule, *rows = lines[1:6]
-    assert head.split() == ["layer", "home", "size", "hits", "misses", "hit", "rate", "ahead", "moved", "wait", "ms"]
+    heads = ["layer", "home", "size", "hit", "prefetched", "waited", "hit", "rate", "moved", "wait", "ms"]
+    assert head.split() == heads
     name, *cells = rows[1].split()
     assert name == "model.layers.0.block_sparse_moe.experts.1.up_proj"
-    assert cells == ["ssd", "84.0", "KiB", "1", "2", "33.3", "%", "1/2", "168.0", "KiB", "0.1"]
+    assert cells == ["ssd", "84.0", "KiB", "1", "1", "1", "66.7", "%", "168.0", "KiB", "0.1"]
     assert set(rule) == {"─"} and {len(line) for line in (head, rule, *rows, lines[7])} == {len(rule)}
 
 

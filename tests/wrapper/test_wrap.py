@@ -1,5 +1,6 @@
 """vbrt.wrap: what it changes, what it refuses, and what unwrap() and close() give back."""
 
+import contextlib
 import gc
 import os
 import re
@@ -265,7 +266,8 @@ def test_lossless_says_whether_unwrap_gives_the_original_bits(preset, dtype, los
         warnings.simplefilter("error")
         vb = wrap(model, preset).materialize()
         assert vb.lossless is lossless
-        given_back = vb.unwrap().state_dict()
+        with contextlib.nullcontext() if lossless else pytest.warns(UserWarning, match="rounded to nvfp4; their orig"):
+            given_back = vb.unwrap().state_dict()
     assert all(torch.equal(given_back[name], value) for name, value in original.items()) is lossless
     assert vb.lossless is lossless and vbrt.wrap(mlp(), config("nvfp4"), mode="train").lossless
 

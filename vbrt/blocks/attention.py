@@ -25,7 +25,6 @@ Legend: B batch, S positions, Sq queries, Sk keys, H heads, Hk key/value heads, 
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -39,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from vbrt.config.argument_checks import check_instance, check_number, check_whole
 from vbrt.errors import ArgumentError
 from vbrt.host import accelerator
+from vbrt.host.logger import warn
 
 __all__ = ["AttentionChoice", "FlashAttention", "attention"]
 
@@ -93,7 +93,7 @@ def attention(
     choice = _choose(_case_of(q.device.type, dtype, shape, q.shape[3], mask, dropout, causal))
     if choice.backend == "blocks" and not torch.compiler.is_compiling():
         # one text per reason, so that Python's filter shows it once
-        warnings.warn(f"attention: {choice.reason}; computed in plain torch, by blocks of queries", stacklevel=2)
+        warn(f"attention: {choice.reason}; computed in plain torch, by blocks of queries", stacklevel=2)
     mask = mask if mask is None or mask.ndim == 4 else mask[None, None]
     if q.numel() == 0 or k.shape[2] == 0:
         return q.to(dtype).masked_fill(torch.ones_like(q, dtype=torch.bool), 0)  # zero gradients instead of none

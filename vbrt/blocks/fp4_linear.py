@@ -13,7 +13,6 @@ The road not taken: a tensor subclass as the weight. `weight` would remain a Par
 """
 
 import json
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from vbrt.config.argument_checks import check_instance, check_one_of, check_whol
 from vbrt.errors import FormatError, WrapError
 from vbrt.formats import PageLayout, get_format, new_page, pack, unpack
 from vbrt.host import accelerator
+from vbrt.host.logger import warn
 from vbrt.kernels.decoded_weight import DecodedWeight
 from vbrt.kernels.frozen_product import Product, as_autocast
 from vbrt.kernels.observers import is_bare, traced_call
@@ -168,7 +168,7 @@ class FusedFP4Linear(nn.Linear):
     def requires_grad_(self, requires_grad: bool = True) -> "FusedFP4Linear":
         """As in nn.Module; a frozen layer warns that only its bias trains."""
         if requires_grad and self.__dict__.get("format") is not None:
-            warnings.warn(
+            warn(
                 f"requires_grad_(True): FusedFP4Linear({self.in_features}, {self.out_features}) is frozen in "
                 f"{self.format}, only its bias trains",
                 stacklevel=2,
@@ -279,7 +279,7 @@ class _FrozenOwner:
         """No-op: already frozen."""
 
     def died_written(self, weight: Tensor) -> None:
-        warnings.warn(
+        warn(
             f"{self.name}: a decoded copy of its frozen weight was written to; the layer has not changed", stacklevel=2
         )
 

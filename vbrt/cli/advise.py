@@ -65,7 +65,7 @@ def _advise(args: argparse.Namespace) -> int:
         say(f"reading {args.model}")
         model = hf_configs.meta_model(args.model)
         machine, _ = machine_of(sizes, load_config("fp4"))
-        say("trying candidates")
+        say.stop()  # what follows has its own bars
         with hf_configs.unadvised():
             how = {"machine": machine, "rates": rates, "cost_model": args.cost_model}
             advice = advise(model, args.goal, **how, batch=args.batch, context=args.context)

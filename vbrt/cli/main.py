@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from vbrt import __version__
 from vbrt.cli.screen import complain
+from vbrt.config.value_checks import did_you_mean
 from vbrt.errors import VBError, describe_os_error
 from vbrt.libraries.versions import newer_than_tested
 
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _take_any_text()
     argv = sys.argv[1:] if argv is None else argv
     try:
+        _check_command(*argv[:1])
         args = _parser(*argv[:1]).parse_args(argv)
         code = args.command(args)
         sys.stdout.flush()
@@ -86,6 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_stdout()
         complain("error", f"stdout: the result cannot be written: {describe_os_error(error)}")
         return 2
+
+
+def _check_command(called: str = "-") -> None:
+    """Raise VBError for a word that is no command; argparse knows no nearest one."""
+    if not called.startswith("-") and called not in COMMANDS:
+        raise VBError(
+            f"{called!r} is not a command{did_you_mean(called, COMMANDS)}; expected one of {', '.join(COMMANDS)}"
+        )
 
 
 def _take_any_text() -> None:

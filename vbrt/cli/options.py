@@ -14,6 +14,7 @@ from vbrt.cli.screen import complain, warnings_as_lines
 from vbrt.config import VBConfig, assign, load_config, preset_names
 from vbrt.errors import VBError, describe_os_error
 from vbrt.host.safe_files import check_writable, write_file
+from vbrt.integrations.model_paths import model_path
 
 __all__ = [
     "add_budget",
@@ -69,12 +70,12 @@ def locate_model(args: argparse.Namespace, need: str = "weights") -> None:
     """
     args.name = args.model
     if os.path.lexists(args.model) and args.revision is None:
-        args.model = Path(args.model)  # no library has to say so
+        args.model = model_path(args.model)  # no library has to say so
         return
     try:
         with warnings_as_lines():
             found = integration("hub_models").located(args.model, revision=args.revision, need=need)
-        args.model = Path(found)
+        args.model = model_path(found)
     except KeyboardInterrupt:
         complain("note", "what was fetched is kept; the same command resumes")
         raise

@@ -1,7 +1,6 @@
 """Terminal output of commands: tables, a spinner, messages. Results go to stdout, everything else to stderr."""
 
 import contextlib
-import os
 import shutil
 import sys
 import textwrap
@@ -12,6 +11,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from vbrt.host.terminal import text_width
 
 __all__ = [
     "Spinner",
@@ -57,9 +58,7 @@ def warnings_as_lines() -> Iterator[None]:
 
 def console_for_stdout() -> Console:
     """Return a console of the terminal's width, or 132 columns for a file or a pipe; COLUMNS=0 is ignored."""
-    is_narrow_enough = sys.stdout.isatty() or "COLUMNS" in os.environ
-    width = shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns if is_narrow_enough else _PIPE_WIDTH
-    return Console(width=width, highlight=False, markup=False, emoji=False)
+    return Console(width=text_width(_PIPE_WIDTH), highlight=False, markup=False, emoji=False)
 
 
 class Spinner:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vbrt.cli.options import add_command
 from vbrt.cli.screen import complain, console_for_stdout
-from vbrt.errors import VBError
+from vbrt.errors import MissingFileError, VBError
 from vbrt.host.safe_files import expanded, home_folder, read_bounded, write_file
 from vbrt.report.stats import Stats
 
@@ -71,7 +71,7 @@ def _read_stats(path: Path, *, given: bool) -> Stats:
         data = json.loads(read_bounded(expanded(path), _MAX_STATS_BYTES).decode())
     except FileNotFoundError as error:
         hint = "expected JSON of Stats.to_dict()" if given else "`vbrt run` and `vbrt demo` leave their stats there"
-        raise VBError(f"{path}: no such file; {hint}") from error
+        raise MissingFileError(f"{path}: no such file; {hint}") from error
     except OSError as error:
         raise VBError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

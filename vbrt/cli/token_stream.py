@@ -137,8 +137,8 @@ def tier_line(now: Stats, before: Stats, seconds: float) -> str:
         f"{name} {format_bytes(tier.held_bytes)} of {format_bytes(tier.budget_bytes)}"
         for name, tier in now.tiers.items()
     ]
-    hits, misses = now.hits - before.hits, now.misses - before.misses
-    rate = [f"hits {hits / (hits + misses):.0%}"] if hits + misses else []
+    leases, waited = now.hits + now.misses - before.hits - before.misses, now.waited - before.waited
+    rate = [f"hits {1 - waited / leases:.0%}"] if leases else []
     moved = {link: nbytes - before.bytes_moved.get(link, 0) for link, nbytes in now.bytes_moved.items()}
     links = [f"{link} {nbytes / seconds / 1e9:.2f} GB/s" for link, nbytes in moved.items() if nbytes]
     return " · ".join([*held, *rate, *links])

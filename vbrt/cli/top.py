@@ -9,11 +9,12 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import psutil
 from rich.console import Console
@@ -28,6 +29,12 @@ from vbrt.report.live_view import plain_line
 
 __all__ = ["add"]
 
+try:  # Windows has neither; vbrt top refuses it
+    import termios
+    import tty
+except ImportError:
+    termios = tty = None
+
 _LINE_S = 1.0  # between lines in a pipe
 _HOW = "start it with VBRT_TOP=1 in its environment, or run it inside `with vb.live(offer=True):`"
 
@@ -39,7 +46,7 @@ def add(commands: Any) -> None:
         "top",
         _top,
         help="watch a running process: tiers, hit rates, links, waits, tokens a second",
-        text="A process\nanswers if it was started with VBRT_TOP=1 in its environment, or inside\n"
+        text="q ends it. A process\nanswers if it was started with VBRT_TOP=1 in its environment, or inside\n"
         "`with vb.live(offer=True):`. Into a pipe it writes a line a second.",
         examples="  VBRT_TOP=1 vbrt run ./Llama-3.1-8B 'The sea is'     in one terminal\n"
         "  vbrt top                                            in another\n"
@@ -78,13 +85,13 @@ def _top(args: argparse.Namespace) -> int:
         history.add(_look(pid))
         _Once().show(history)
         return 0
-    with contextlib.suppress(KeyboardInterrupt), _ends_cleanly():
-        _watch(pid, history, args.every)
+    with contextlib.suppress(KeyboardInterrupt), _ends_cleanly(), _Keys() as keys:
+        _watch(pid, history, args.every, keys)
     return 0
 
 
-def _watch(pid: int, history: History, every_s: float) -> None:
-    """Show a process until it ends, or Ctrl-C."""
+def _watch(pid: int, history: History, every_s: float, keys: "_Keys") -> None:
+    """Show a process until it ends, Ctrl-C, or the key q."""
     console = Console(highlight=False, markup=False, emoji=False)
     is_screen = console.is_terminal and not console.is_dumb_terminal
     screen = LiveScreen(console, alone=True) if is_screen else _Lines()
@@ -92,7 +99,8 @@ def _watch(pid: int, history: History, every_s: float) -> None:
     try:
         while True:
             screen.show(history)
-            time.sleep(wait_s)
+            if keys.quits_within(wait_s):
+                return
             try:
                 history.add(_sample(pid))
             except (ConnectionError, TimeoutError):
@@ -117,6 +125,38 @@ def _ends_cleanly() -> Iterator[None]:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+class _Keys:
+    """Single keys of the terminal on stdin, not echoed; none where stdin or stdout is something else."""
+
+    def __init__(self) -> None:
+        self._stdin = sys.stdin.fileno() if sys.stdin.isatty() and sys.stdout.isatty() else None
+        self._before: list[Any] = []
+
+    def __enter__(self) -> Self:
+        if self._stdin is not None:
+            self._before = termios.tcgetattr(self._stdin)
+            tty.setcbreak(self._stdin)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stdin is not None:
+            termios.tcsetattr(self._stdin, termios.TCSADRAIN, self._before)
+
+    def quits_within(self, seconds: float) -> bool:
+        """Wait; return True at once if q is pressed."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if self._stdin is None:
+                time.sleep(left)
+            elif select.select([self._stdin], [], [], left)[0]:
+                key = os.read(self._stdin, 1)
+                if key in (b"q", b"Q"):
+                    return True
+                if not key:  # the terminal is gone
+                    self._stdin = None
+        return False
 
 
 class _Lines:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,8 @@ from vbrt.cli.screen import add_row, console_for_stdout, table_of, warnings_as_l
 from vbrt.errors import VBError, describe_os_error
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from vbrt.kernels.cuda.tuning import Found
 
 __all__ = ["add"]
@@ -51,7 +54,11 @@ def add(commands: Any) -> None:
         action="store_true",
         help="measure this machine instead, for vbrt advise and plan: seconds; started by torchrun, its ranks together",
     )
-    parser.add_argument("--show", action="store_true", help="show the stored configurations of this GPU, and the file")
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="show the stored configurations and their file: of this GPU, or of all where there is none",
+    )
 
 
 _TUNE_LINE = "{:>14} {:6} {:>6} {:>13} {:>7} {:>13} {:>7} {:>6}"  # 79 columns
@@ -66,11 +73,15 @@ def _tune(args: argparse.Namespace) -> int:
     config = config_of(args)
     if args.model is None and not args.show:
         raise VBError("tune: no model; expected a model directory or a config.json, or --show")
-    if args.model is not None:
+    if args.model is not None and not args.show:
         locate_model(args, "config")
     with working("importing torch") as say, warnings_as_lines():
         from vbrt.kernels.cuda import tuned_configs, tuning
 
+        if args.show and not tuned_configs.has_device():
+            say.stop()
+            _show_all(tuned_configs)
+            return 0
         tuning.check(args.tokens, args.device)
         if args.show:
             say.stop()
@@ -99,7 +110,7 @@ def _measure_machine() -> int:
     with working("importing torch") as say:
         from vbrt.estimation.advice.machine_rates import keep_rates, measure_rates, rates_file
 
-        say("measuring link, memory, products, launches and drive")
+        say.stop()  # measuring has its own bar
         found = measure_rates()
     console = console_for_stdout()
     link = f"link {found.link_gb_s:.1f} GB/s, " if found.link_gb_s else ""
@@ -173,6 +184,23 @@ def _show_tuned(tuned_configs: ModuleType, device: int) -> None:
     """Show the stored configurations of a device, for shapes in whole tiles; of experts by the numbers of their key."""
     path, kept = tuned_configs.tuning_file(device), tuned_configs.tuned(device)
     console = console_for_stdout()
+    _print_launches(console, kept)
+    what = f"{len(kept)} kept in" if path.exists() else "nothing is kept yet; it would be in"
+    console.print(f"{what} {path}", soft_wrap=True)
+
+
+def _show_all(tuned_configs: ModuleType) -> None:
+    """Show the stored configurations of every GPU, where none is at hand."""
+    console, found = console_for_stdout(), tuned_configs.stored()
+    for path, identity, kept in found:
+        console.print(f"{identity['gpu']}, Triton {identity['triton']}")
+        _print_launches(console, kept)
+        console.print(f"{len(kept)} kept in {path}", soft_wrap=True)
+    if not found:
+        console.print(f"nothing is kept yet; it would be in {tuned_configs.tuning_folder()}", soft_wrap=True)
+
+
+def _print_launches(console: "Console", kept: Mapping[tuple[Any, ...], Any]) -> None:
     if kept:
         table = table_of("family", ">tokens or pairs, up to", ">shape", "configuration")
         for (family, tokens, *shape), launch in sorted(kept.items(), key=lambda item: item[0]):
@@ -180,5 +208,3 @@ def _show_tuned(tuned_configs: ModuleType, device: int) -> None:
             add_row(table, family, f"{tokens}", " x ".join(map(str, numbers)), _launch(launch))
         console.print(table)
         console.print()
-    what = f"{len(kept)} kept in" if path.exists() else "nothing is kept yet; it would be in"
-    console.print(f"{what} {path}", soft_wrap=True)

@@ -4,8 +4,9 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
+from vbrt.config.overrides import Config, SectionOverrides
 from vbrt.config.presets import DEFAULT_PRESET, preset_names, preset_path
 from vbrt.config.schema import VBConfig, plain
 from vbrt.config.value_checks import shown
@@ -16,9 +17,7 @@ __all__ = ["OVERRIDDEN", "assign", "load_config"]
 OVERRIDDEN = " with overrides"  # after the source of a config, for messages
 
 
-def load_config(
-    config: VBConfig | str | os.PathLike[str] | Mapping[str, Any] | None = None, **overrides: Any
-) -> VBConfig:
+def load_config(config: Config = None, **overrides: Unpack[SectionOverrides]) -> VBConfig:
     """Make a config from any accepted source, with `overrides` merged in key by key.
 
     config: None (the preset "fp4"), a preset name, the path of a TOML file, a nested dict, or a VBConfig.

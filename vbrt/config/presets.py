@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vbrt.config.value_checks import did_you_mean, quoted, shown
-from vbrt.errors import ConfigError, describe_os_error
+from vbrt.errors import ConfigError, MissingConfigError, describe_os_error
 from vbrt.host.safe_files import read_bounded
 
 __all__ = ["DEFAULT_PRESET", "preset_names", "preset_path", "read_toml"]
@@ -21,7 +21,7 @@ def read_toml(path: Path, source: str) -> dict[str, Any]:
         text = read_bounded(path, _MAX_TOML_BYTES).decode("utf-8-sig")  # editors on Windows write a BOM, TOML has none
     except FileNotFoundError:
         hint = f'; for the preset write "{path.stem}"' if path.stem in preset_names() else ""
-        raise ConfigError(f"{source}: no such file; expected a TOML file{hint}") from None
+        raise MissingConfigError(f"{source}: no such file; expected a TOML file{hint}") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{source}: not UTF-8 (at line {line}); expected a TOML file in UTF-8") from error

@@ -293,12 +293,12 @@ class ComputeConfig(Section):
 
     _key: ClassVar[str] = "compute"
 
-    backend: str = opt("auto", choice(*BACKENDS))
+    backend: Literal["auto", "reference", "compiled", "triton"] = opt("auto", choice(*BACKENDS))
     fp8: bool = opt(False, flag)
     int8: bool = opt(False, flag)
     captures: bool = opt(True, flag)
     joins: bool = opt(True, flag)
-    exactness: str = opt("bits", choice("bits", "rounded"))
+    exactness: Literal["bits", "rounded"] = opt("bits", choice("bits", "rounded"))
 
 
 def _check_sections(self: Any) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vbrt.errors import WrapError
+from vbrt.errors import ArgumentError, WrapError
 from vbrt.generation.capture.captured_step import Feed
 from vbrt.generation.capture.mutation_watch import calls_others
 from vbrt.generation.capture.session import CUSTOM, KEEPS_BITS, OFF, STREAMS, Session, Steps
@@ -43,7 +43,16 @@ from vbrt.report.stats import StepCounts
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment
 
-__all__ = ["Followed", "Generating", "Recordable", "follow", "generating_modules", "limit_of", "prompt_of"]
+__all__ = [
+    "Followed",
+    "Generating",
+    "Recordable",
+    "follow",
+    "generating_modules",
+    "limit_of",
+    "prompt_of",
+    "refuse_text",
+]
 
 
 class Generating:
@@ -56,11 +65,12 @@ class Generating:
         self.__signature__ = inspect.signature(type(model).generate.__get__(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        refuse_text(given, "generate")
         attachment = None if self._attachment is None else self._attachment()
         watcher = None if attachment is None else attachment.watcher
         if watcher is None:
             return self._generate(*args, **kwargs)
-        given = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if isinstance(given, Tensor):
             watcher.compare(given, "inputs")
         try:
@@ -243,6 +253,15 @@ class Recordable(Passes):
     def placed(self, cache: Any) -> Statics:
         """Move a cache into static memory. Raises NotRecordable."""
         return self._session.placed(cache)
+
+
+def refuse_text(given: Any, where: str) -> None:
+    """Raise ArgumentError for a text, or a list, where a language model takes token ids."""
+    if isinstance(given, str | list | tuple):
+        raise ArgumentError(
+            f"{where}({given!r:.40}): {type(given).__name__}; expected token ids as a tensor [batch, tokens]: "
+            'tokenizer("The sea", return_tensors="pt").input_ids'
+        )
 
 
 def limit_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | None:

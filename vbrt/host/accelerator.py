@@ -25,13 +25,13 @@ import contextlib
 import functools
 import operator
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vbrt.errors import LibraryError
+from vbrt.host.logger import warn
 
 __all__ = [
     "CUDA",
@@ -169,7 +169,7 @@ def refusal() -> str | None:
         torch.zeros(1, dtype=torch.uint8, device=TYPE).view(torch.float8_e4m3fn).float()
     except (RuntimeError, TypeError) as error:
         reason = f"{TYPE}: block scales cannot be decoded there ({error}); models run on the CPU"
-        warnings.warn(reason, stacklevel=2)
+        warn(reason, stacklevel=2)
         return reason
     return None
 

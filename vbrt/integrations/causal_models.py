@@ -13,7 +13,8 @@ from vbrt.config import VBConfig
 from vbrt.errors import VBError
 from vbrt.host.safe_files import read_bounded, write_file
 from vbrt.integrations.gguf_models import TOKENIZERS, gguf_tokenizer
-from vbrt.integrations.hf_configs import gguf_at, loading, looked_at, meta_model, model_config, quiet
+from vbrt.integrations.hf_configs import gguf_at, loading, meta_model, model_config, quiet
+from vbrt.integrations.model_paths import looked_at
 from vbrt.integrations.pretrained import WEIGHTS, Reader, load_by_transformers
 from vbrt.libraries.transformers_api import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vbrt.wrapper.wrapper import VBModelWrapper

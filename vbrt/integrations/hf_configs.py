@@ -13,7 +13,6 @@ import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
-from os import PathLike
 from pathlib import Path
 
 import torch
@@ -23,7 +22,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from vbrt.errors import ConfigError, VBError, describe_os_error
-from vbrt.host.safe_files import expanded, read_bounded
+from vbrt.host.safe_files import read_bounded
+from vbrt.integrations.model_paths import EXPECTED, looked_at, model_path
 from vbrt.integrations.register_hooks import Deferred
 from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.saves.files.checkpoint_paths import GGUF_SUFFIX, gguf_file
@@ -31,7 +31,6 @@ from vbrt.saves.files.checkpoint_paths import GGUF_SUFFIX, gguf_file
 __all__ = [
     "gguf_at",
     "loading",
-    "looked_at",
     "meta_model",
     "method_of",
     "model_config",
@@ -42,7 +41,6 @@ __all__ = [
 ]
 
 _MAX_CONFIG_BYTES = 16 << 20
-_EXPECTED = "a model directory, a GGUF file or, where no weights are needed, a config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # weight readers take as long to import as a model to build, and a config.json needs none
 _gguf_config = Deferred("vbrt.integrations.gguf_models", "gguf_config")
@@ -134,15 +132,13 @@ def method_of(config: PreTrainedConfig) -> str:
 
 
 def _config_file(path: Path) -> Path:
-    path, is_directory = looked_at(path)
-    if is_directory:
+    path = model_path(path)
+    if path.is_dir():
         if (path / "config.json").exists():
             return path / "config.json"
         raise VBError(f"{path}: no config.json in this directory; expected a model as save_pretrained() writes it")
-    if not path.exists():
-        raise VBError(f"{path}: no such file or directory; expected {_EXPECTED}, or ORG/NAME of a model of the Hub")
     if path.suffix in _WEIGHTS:
-        raise VBError(f"{path}: a file of weights; expected {_EXPECTED}, e.g. {path.parent}")
+        raise VBError(f"{path}: a file of weights; expected {EXPECTED}, e.g. {path.parent}")
     return path
 
 
@@ -156,17 +152,6 @@ def _config_beside(file: Path) -> Path | None:
     except (OSError, ValueError, RecursionError):
         return path  # its reader reports what is wrong
     return path if isinstance(data, dict) and data.get("architectures") else None
-
-
-def looked_at(path: str | PathLike) -> tuple[Path, bool]:
-    """Return the path with "~" expanded, and True if it is a directory. Raises VBError: it cannot be read."""
-    try:
-        path = expanded(path)
-        is_directory = path.is_dir()
-        (path / "config.json" if is_directory else path).exists()  # raises without access
-        return path, is_directory
-    except OSError as error:
-        raise VBError(f"{error.filename}: cannot be read: {describe_os_error(error)}; expected {_EXPECTED}") from error
 
 
 def _config(file: Path) -> PreTrainedConfig:

@@ -12,17 +12,17 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from vbrt.config import VBConfig, load_config
+from vbrt.config import load_config
+from vbrt.config.overrides import Config
 from vbrt.errors import CheckpointError
 from vbrt.integrations.hf_configs import (
     gguf_at,
     loading,
-    looked_at,
     meta_model,
     method_of,
     model_config,
@@ -31,10 +31,12 @@ from vbrt.integrations.hf_configs import (
     take_generation_config_,
 )
 from vbrt.integrations.hub_models import located
+from vbrt.integrations.model_paths import looked_at
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.model.runtime import Runtime
 from vbrt.report.progress import Progress
+from vbrt.residency.user_policy import Overrides
 from vbrt.saves.common.compatibility import first_names
 from vbrt.saves.files.checkpoint_paths import MANIFEST
 from vbrt.saves.files.prefetch import reading_ahead
@@ -54,13 +56,13 @@ WEIGHTS = (*_READ_HERE, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 def from_pretrained(
     model: str | PathLike,
-    config: VBConfig | Mapping[str, Any] | str | PathLike | None = None,
+    config: Config = None,
     *,
     revision: str | None = None,
     runtime: Runtime | None = None,
     dtype: torch.dtype | None = None,
     progress: bool | None = None,
-    **overrides: Any,
+    **overrides: Unpack[Overrides],
 ) -> VBModelWrapper:
     """Build a model from a directory, GGUF file or Hub name, fill it weight by weight, and return it wrapped, in eval
     mode.
@@ -111,11 +113,7 @@ class Reader:
             raise no_dtype(path, dtype)
 
     def read(
-        self,
-        config: VBConfig | Mapping[str, Any] | str | PathLike | None,
-        overrides: Mapping[str, Any] | None = None,
-        *,
-        runtime: Runtime | None = None,
+        self, config: Config, overrides: Mapping[str, Any] | None = None, *, runtime: Runtime | None = None
     ) -> VBModelWrapper:
         """Return the model in eval mode. See `from_pretrained`."""
         path, overrides = self._path, overrides or {}

@@ -12,9 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
-from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from vbrt.config import VBConfig, load_config
+from vbrt.config.overrides import Config
 from vbrt.distributed.rank_watch import watch
 from vbrt.errors import CheckpointError, ConfigError, VBError, WrapError
 from vbrt.generation.generate import follow
@@ -39,6 +39,7 @@ from vbrt.libraries.transformers_api import (
 from vbrt.model.attach import attach
 from vbrt.model.runtime import Runtime
 from vbrt.model.shared_config import shared_config
+from vbrt.residency.user_policy import Overrides
 from vbrt.saves.files.prefetch import read_ahead
 from vbrt.saves.files.safetensors_file import TensorFile
 from vbrt.saves.load.fill_while_reading import Filling
@@ -134,11 +135,11 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        config: VBConfig | Mapping[str, Any] | str | PathLike | None = None,
+        config: Config = None,
         *,
         stored: str = "planes",
         runtime: Runtime | str | None = None,
-        **overrides: Any,
+        **overrides: Unpack[Overrides],
     ) -> None:
         if stored not in _STORED:
             raise ConfigError(f"QuantizationConfig: stored = {stored!r}; expected one of {', '.join(_STORED)}")

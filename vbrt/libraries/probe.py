@@ -16,13 +16,13 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from vbrt.errors import LibraryError
+from vbrt.host.logger import warn
 from vbrt.libraries.versions import TESTED, wanted
 
 __all__ = ["Feature", "announce", "find", "loaded", "losses", "takes", "version_of"]
@@ -75,7 +75,7 @@ def announce(loss: str) -> None:
     """Warn about a disabled feature once per process, and record it for `stats().fallbacks`."""
     if loss not in _losses:
         _losses[loss] = None
-        warnings.warn(loss, stacklevel=4)
+        warn(loss, stacklevel=4)
 
 
 _ABSENT = object()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from vbrt.config import VBConfig, load_config
+from vbrt.config import FORMATS, VBConfig, load_config
 from vbrt.errors import WrapError
 from vbrt.host import accelerator
 from vbrt.kernels import libraries
@@ -27,6 +27,7 @@ from vbrt.model.first_pass import show_encoding
 from vbrt.model.kv_caches import cache_stats
 from vbrt.model.layer_registry import Registry
 from vbrt.model.machine_memory import release_host_memory
+from vbrt.model.parameter_counts import drop_counts, set_counts
 from vbrt.model.pass_hooks import PassEndHook, PassHook, move_rest_, pass_hook_of, remove_pass_hooks
 from vbrt.model.phase import BACKWARD, inferred_phase, named_phase, phase_name
 from vbrt.model.runtime import Runtime
@@ -156,6 +157,8 @@ class Attachment:
         model.register_forward_pre_hook(PassHook(self), with_kwargs=True)
         if getattr(runtime.stack.levels[0].lanes, "together", False):
             model.register_forward_hook(PassEndHook(runtime.stack))
+        if terms.settings.mode == "infer":
+            set_counts(model, self.registry)
         runtime.add(self)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -199,6 +202,13 @@ class Attachment:
     def lossless(self) -> bool:
         """True if every swapped weight is held bit for bit."""
         return all(swap.lossless for swap in self._plan.swaps)
+
+    def rounded_formats(self) -> list[str]:
+        """Return the formats that stored weights were rounded to; not those of quantized checkpoints."""
+        if self.lossless:
+            return []
+        specs = (handle.spec for handle in self.registry.handles if handle.keys)
+        return sorted({spec.format for spec in specs if not (spec.lossless or FORMATS[spec.format].published)})
 
     @property
     def head(self) -> nn.Module | None:
@@ -371,6 +381,8 @@ class Attachment:
         if self.watcher is not None:
             self.watcher.stop()
         self.expert_cache.end()
+        if self._model() is not None:
+            drop_counts(self.model)
         own = self.registry.handles
         for handle in own:
             handle.retire()

@@ -1,10 +1,10 @@
 """Dynamic GPU budget for `tiers.gpu.budget = "auto"`: follows the GPU's free memory while models run."""
 
 import time
-import warnings
 
 from vbrt.config.tier_records import TIERS
 from vbrt.host import accelerator
+from vbrt.host.logger import warn
 from vbrt.residency.plan import format_bytes
 from vbrt.residency.room_division import rebalanced
 
@@ -67,7 +67,7 @@ class GpuBalance:
         reason = f'tiers.gpu.budget = "auto" stays as it is although GPU memory is short: {error}'
         self.fallbacks.append(reason)
         self.active = False
-        warnings.warn(reason, stacklevel=2)
+        warn(reason, stacklevel=2)
 
 
 def _times_out_of_memory() -> int:

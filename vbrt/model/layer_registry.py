@@ -39,6 +39,13 @@ class Registry:
         layers = self.layers
         return [(name, swap, layers[name]) for name, swap in self._swaps.items() if name in layers]
 
+    def held_bytes(self) -> int:
+        """Bytes of all weights: of their pages, whatever tiers have copies, or dense while they are not encoded."""
+        pages = self._stack.pages
+        return sum(
+            sum(pages[key].nbytes for key in layer.handle.keys) or swap.dense_bytes for _, swap, layer in self.swapped()
+        )
+
     def layers_now(self) -> Iterable[SwappedLayer]:
         """Return the layers, see `layers`."""
         return self.layers.values()

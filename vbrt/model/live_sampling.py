@@ -9,12 +9,12 @@ import json
 import os
 import sys
 import time
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from vbrt.host.logger import warn
 from vbrt.host.stats_endpoint import Offer
 from vbrt.model.attached import Attached
 from vbrt.model.kv_caches import TieredCache
@@ -67,7 +67,7 @@ def know(runtime: Sampled) -> None:
         try:
             offer()
         except OSError as error:
-            warnings.warn(f"VBRT_TOP: this process cannot be offered to vbrt top: {error.strerror}", stacklevel=2)
+            warn(f"VBRT_TOP: this process cannot be offered to vbrt top: {error.strerror}", stacklevel=2)
 
 
 def _is_offered() -> bool:

@@ -16,6 +16,7 @@ from vbrt.kernels.observers import unwatched
 from vbrt.layers import VBLayer
 from vbrt.libraries.peft_api import adapters_of
 from vbrt.model.adapter_refusals import check_adapters
+from vbrt.model.first_pass import EncodingHook
 from vbrt.tiers import TierStack
 
 __all__ = [
@@ -128,7 +129,7 @@ class ShellsHook:
             return
         with self.stack.encoding:
             if self.stack.shells.end():
-                _remove_hooks(model, ShellsHook)
+                _remove_hooks(model, ShellsHook, EncodingHook)
         if output is not None:  # None: the forward failed
             encode_read_(self.stack)
 
@@ -218,10 +219,10 @@ def remove_pass_hooks(model: nn.Module) -> None:
     _remove_hooks(model, PassEndHook | ShellsHook)
 
 
-def _remove_hooks(model: nn.Module, kind: Any) -> None:
-    """Remove the forward hooks of a kind."""
+def _remove_hooks(model: nn.Module, *kinds: type) -> None:
+    """Remove the forward hooks of some kinds."""
     for hook_id, hook in list(model._forward_hooks.items()):
-        if isinstance(hook, kind):
+        if isinstance(hook, kinds):
             del model._forward_hooks[hook_id]
             model._forward_hooks_always_called.pop(hook_id, None)
 

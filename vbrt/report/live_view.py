@@ -77,7 +77,7 @@ def plain_line(history: History) -> str:
         rates = history.rates(number)
         parts += [", ".join(runtime.models), *_speeds(runtime, rates)]
         parts += [f"{name} {_held(tier)}" for name, tier in runtime.tiers.items()]
-        parts += [] if rates.hit_rate is None else [f"hits {_percent(rates.hit_rate)}"]
+        parts += [] if rates.hit_rate is None else [f"hits {_percent(rates.hit_rate + rates.ahead)}"]
         parts += [f"{link} {_gb(speed)}" for link, speed in rates.bytes_per_s.items()]
         parts += [] if rates.wait_share is None else [f"waiting {_percent(rates.wait_share)}"]
     return " · ".join(filter(None, parts)) if sample.runtimes else f"{parts[0]} · no model is wrapped"
@@ -139,13 +139,11 @@ def _held(tier: TierNow) -> str:
 def _lease_lines(now: RuntimeNow, rates: Rates) -> Iterator[tuple[str, str]]:
     every = now.hits + now.misses
     if rates.hit_rate is not None:
-        ahead = f", {_percent(rates.ahead)} staged ahead" if rates.ahead else ""
-        yield (
-            f"{'hits':<{_LABEL}} {_percent(rates.hit_rate):>12}   of {_number(rates.leases_per_s)} leases/s{ahead}",
-            "",
-        )
+        ahead = f", {_percent(rates.ahead)} by prefetch" if rates.ahead else ""
+        ready = _percent(rates.hit_rate + rates.ahead)
+        yield f"{'hits':<{_LABEL}} {ready:>12}   of {_number(rates.leases_per_s)} leases/s{ahead}", ""
     elif every:
-        yield f"{'hits':<{_LABEL}} {_percent(now.hits / every):>12}   of {every:,} leases so far", ""
+        yield f"{'hits':<{_LABEL}} {_percent((now.hits + now.prefetched) / every):>12}   of {every:,} leases so far", ""
     if now.unseen:
         layers = "1 layer" if now.unseen == 1 else f"{now.unseen} layers"
         yield f"{'':<{_LABEL}} without {layers} of experts, whose hits the GPU counts (vb.stats() has them)", "dim"

@@ -8,13 +8,15 @@
 
 On a terminal it is a bar on stderr, which is gone at the end; elsewhere, in notebooks too, plain lines with percent, at
 least five seconds apart. Nothing is shown in the first second. `progress=False` where a function takes that, or
-`VBRT_PROGRESS=0` in the environment, which is read each time, silences it.
+`VBRT_PROGRESS=0` in the environment, which is read each time, silences it; so does a logger "vbrt" above INFO. If a
+handler takes its INFO records (`vbrt.host.logger`), lines go there, and of a bar the line at the end.
 
 Workers only count. A separate thread draws, so that the bar also moves while one large weight is encoded, and Ctrl-C
 never interrupts a write to the terminal.
 """
 
 import contextlib
+import logging
 import math
 import os
 import sys
@@ -24,6 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Self
 
+from vbrt.host.logger import is_heard, is_silent, say
 from vbrt.host.ticker import Ticker
 from vbrt.residency.byte_text import format_bytes
 
@@ -128,7 +131,9 @@ class Progress:
 
 def wanted(show: bool | None = None) -> bool:
     """True if progress is shown: the caller's choice or, with None, the environment's."""
-    return os.environ.get("VBRT_PROGRESS", "").strip().lower() not in _OFF if show is None else show
+    if show is not None:
+        return show
+    return os.environ.get("VBRT_PROGRESS", "").strip().lower() not in _OFF and not is_silent(logging.INFO)
 
 
 @contextlib.contextmanager
@@ -199,7 +204,7 @@ class _Painter:
         return format_bytes(units) if self._unit == "bytes" else f"{units} {self._unit}"
 
     def _say(self, text: str) -> None:
-        print(f"vbrt: {self._what}: {text}", file=sys.stderr, flush=True)
+        say(f"{self._what}: {text}")
 
     def hide(self) -> None:
         """Take it from the screen until it is drawn again; by the thread, or under the lock `drawing`."""
@@ -208,9 +213,11 @@ class _Painter:
                 self._bar.stop()
 
     def end(self, took_s: float | None) -> None:
-        """Take it from the screen; where it was lines, leave one with the time, unless that is None."""
+        """Take it from the screen; where it was lines, or is logged, leave one with the time, unless that is None."""
         self.hide()
-        if self._bar is not None and not self._bar.console.is_interactive and took_s is not None:
+        if self._bar is None or took_s is None:
+            return
+        if not self._bar.console.is_interactive or is_heard(logging.INFO):
             with contextlib.suppress(OSError, ValueError):
                 self._say(f"{self._amount(self._total)} in {format_seconds(took_s)}")
 

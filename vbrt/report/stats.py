@@ -7,9 +7,10 @@
     vb.stats().layers["fc1"].hit_rate
     vb.stats(experts=True).experts("model.layers.0.mlp.experts")   # hits, misses, bytes and last use of each expert
 
-A hit is a page lease that moved no bytes. A prefetched page is a miss that also counts as `prefetched`. `wait_us` is
-the waiting time of host threads; that of the device is known for recorded passes only (`vb.timeline`): `timeline` has
-the totals of the last recording.
+A hit is a page lease that moved no bytes. A prefetched page is a miss that also counts as `prefetched`; `waited` are
+the other misses. `ready_rate`, which tables print as hit rate, counts hits and prefetched pages. `wait_us` is the
+waiting time of host threads; that of the device is known for recorded passes only (`vb.timeline`): `timeline` has the
+totals of the last recording.
 """
 
 import html
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from vbrt.config.argument_checks import check_whole
 from vbrt.errors import ArgumentError
+from vbrt.host.terminal import text_width
 from vbrt.report.expert_counters import ExpertCounts
 from vbrt.report.openmetrics import metrics_lines
 from vbrt.report.stats_data import LayerStats, StatsData, StepCounts, TierStats
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerStats", "Stats", "StepCounts", "TierStats"]
 
-_STR_WIDTH = 100  # str() knows no terminal
+_STR_WIDTH = 100  # where no terminal is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Stats(StatsData):
         yield from _rendered(table_lines(self, options.max_width, verbose=self.verbose))
 
     def __str__(self) -> str:
-        return self.table()
+        return self.table(width=text_width(_STR_WIDTH))
 
     def table(self, *, width: int = _STR_WIDTH, each: bool = False, verbose: bool | None = None) -> str:
         """Return the snapshot as text.

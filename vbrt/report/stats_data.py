@@ -46,9 +46,21 @@ class LayerStats:
         leases = self.hits + self.misses
         return self.hits / leases if leases else None
 
+    @property
+    def waited(self) -> int:
+        """Page leases that moved bytes and were not prefetched."""
+        return max(0, self.misses - self.prefetched)
+
+    @property
+    def ready_rate(self) -> float | None:
+        """Hits and prefetched pages over page leases; None before the first."""
+        leases = self.hits + self.misses
+        return 1 - self.waited / leases if leases else None
+
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data with the hit rate."""
-        data = asdict(replace(self, experts=None)) | {"hit_rate": self.hit_rate}
+        """Return plain data with the rates."""
+        rates = {name: getattr(self, name) for name in ("waited", "hit_rate", "ready_rate")}
+        data = asdict(replace(self, experts=None)) | rates
         return data | {"experts": self.experts.to_dict()} if self.experts else data
 
     @classmethod
@@ -106,6 +118,10 @@ class StepCounts:
         return cls(**data)
 
 
+_COUNTS = ("hits", "misses", "prefetched", "waited", "hit_rate", "ready_rate")
+_TOTALS = (*_COUNTS, "wait_us", "bytes_moved", "virtual_capacity")
+
+
 @dataclass(frozen=True, slots=True)
 class StatsData:
     """Fields of `Stats`, with totals and plain data; see there."""
@@ -143,6 +159,22 @@ class StatsData:
         return sum(layer.misses for layer in self.layers.values())
 
     @property
+    def prefetched(self) -> int:
+        """Page leases among the misses whose pages had been prefetched."""
+        return sum(layer.prefetched for layer in self.layers.values())
+
+    @property
+    def waited(self) -> int:
+        """Page leases that moved bytes and were not prefetched."""
+        return max(0, self.misses - self.prefetched)
+
+    @property
+    def ready_rate(self) -> float | None:
+        """Hits and prefetched pages over page leases of all layers; None before the first."""
+        leases = self.hits + self.misses
+        return 1 - self.waited / leases if leases else None
+
+    @property
     def hit_rate(self) -> float | None:
         """Hits over page leases of all layers; None before the first."""
         leases = self.hits + self.misses
@@ -168,7 +200,17 @@ class StatsData:
         layers = {name: layer.to_dict() for name, layer in self.layers.items()}
         totals = {
             name: getattr(self, name)
-            for name in ("hits", "misses", "hit_rate", "wait_us", "bytes_moved", "virtual_capacity")
+            for name in (
+                "hits",
+                "misses",
+                "prefetched",
+                "waited",
+                "hit_rate",
+                "ready_rate",
+                "wait_us",
+                "bytes_moved",
+                "virtual_capacity",
+            )
         }
         return {
             "policy": self.policy,

@@ -1,5 +1,6 @@
 """Table of a snapshot, as wide as the terminal allows, with lines of totals below it.
 
+A page that was prefetched counts as a hit in the rates here; `to_dict` counts it under `misses`, as the policies do.
 Below the table stand lines that a user can act on: memory, hit rates, transfers, eager decode steps, fallbacks.
 Counters of mechanisms without a setting (pages, captures, fusion, loaded kernels) need `stats(verbose=True)`.
 
@@ -9,6 +10,7 @@ Laid out here and not by rich, which takes half a millisecond a row: models have
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from vbrt.report.kv_counters import CacheStats
 from vbrt.report.layer_groups import by_kind
 from vbrt.report.stats_data import LayerStats, StatsData, StepCounts
 from vbrt.report.timeline import LayerTotals
@@ -111,10 +113,7 @@ def _summary(stats: StatsData, *, verbose: bool) -> list[str]:
         lines.append(f"last timeline: {recorded}, {waiting} of it waiting for pages")
     dense, held, kept = map(format_bytes, (stats.dense_bytes, stats.device_bytes, stats.kept_bytes))
     unswapped = f" ({kept} not swapped: plan.skipped)" if stats.kept_bytes else ""
-    lines.append(
-        f"virtual capacity {stats.virtual_capacity:.2f}x: {held} on {stats.compute_tier} for a model of "
-        f"{dense}{unswapped}"
-    )
+    lines.append(f"memory: {held} on {stats.compute_tier} for a model of {dense}{unswapped}")
     lines += _step_lines(stats)
     lines += _internal_lines(stats) if verbose else []
     lines += [f"fallback: {reason}" for reason in stats.fallbacks]
@@ -123,6 +122,7 @@ def _summary(stats: StatsData, *, verbose: bool) -> list[str]:
 
 def _internal_lines(stats: StatsData) -> Iterator[str]:
     """Yield the counters of mechanisms that have no setting."""
+    yield f"virtual capacity: {stats.virtual_capacity:.2f}x"
     for name, tier in stats.tiers.items():
         yield f"pages on {name}: {tier.resident_pages} resident, {tier.home_pages} of them homes"
     if stats.leases:
@@ -191,8 +191,7 @@ def _cache_lines(stats: StatsData) -> Iterator[str]:
         moved = ", ".join(f"{link} {format_bytes(nbytes)}" for link, nbytes in of.bytes_moved.items())
         yield (
             f"KV cache {name}: {of.tokens} tokens, {of.bits} bits, {_count(of.layers, 'layer', 'layers')}; "
-            f"{held or 'empty'}; {of.hits} hits, {_misses(of.misses, of.prefetched)}; "
-            f"{moved or 'nothing moved'}; waited {of.wait_us / 1e3:.1f} ms"
+            f"{held or 'empty'}; {_leases(of)}; {moved or 'nothing moved'}; waited {of.wait_us / 1e3:.1f} ms"
         )
 
 
@@ -200,7 +199,7 @@ def _columns(stats: StatsData) -> list[_Column]:
     if stats.policy == "none":
         return _training_columns(stats)
     layers = stats.layers.values()
-    moved, ahead = sum(stats.bytes_moved.values()), sum(layer.prefetched for layer in layers)
+    moved = sum(stats.bytes_moved.values())
     size = sum(sum(layer.plane_bytes.values()) for layer in layers)
     makers: list[tuple[str, Callable[[LayerStats], str], str, int, bool]] = [
         ("format", lambda layer: layer.format, "", 0, True),
@@ -208,12 +207,12 @@ def _columns(stats: StatsData) -> list[_Column]:
         ("kernel", lambda layer: layer.kernel or "-", "", 5, True),
         ("size", lambda layer: format_bytes(sum(layer.plane_bytes.values())), format_bytes(size), 0, False),
         ("forwards", lambda layer: str(layer.forwards), "", 4, False),
-        ("hits", lambda layer: str(layer.hits), str(stats.hits), 0, False),
-        ("misses", lambda layer: str(layer.misses), str(stats.misses), 0, False),
-        ("hit rate", lambda layer: _percent(layer.hit_rate), _percent(stats.hit_rate), 0, False),
-        ("ahead", lambda layer: _share(layer.prefetched, layer.misses), _share(ahead, stats.misses), 3, False),
-        ("moved", lambda layer: format_bytes(sum(layer.bytes_moved.values())), format_bytes(moved), 1, False),
-        ("wait ms", lambda layer: f"{layer.wait_us / 1e3:.1f}", f"{stats.wait_us / 1e3:.1f}", 2, False),
+        ("hit", lambda layer: str(layer.hits), str(stats.hits), 0, False),
+        ("prefetched", lambda layer: str(layer.prefetched), str(stats.prefetched), 0, False),
+        ("waited", lambda layer: str(layer.waited), str(stats.waited), 0, False),
+        ("hit rate", lambda layer: _percent(layer.ready_rate), _percent(stats.ready_rate), 0, False),
+        ("moved", lambda layer: format_bytes(sum(layer.bytes_moved.values())), format_bytes(moved), 2, False),
+        ("wait ms", lambda layer: f"{layer.wait_us / 1e3:.1f}", f"{stats.wait_us / 1e3:.1f}", 1, False),
     ]
     columns = [_Column(head, tuple(map(cell, layers)), total, rank, text) for head, cell, total, rank, text in makers]
     return columns + ([_timeline_column(stats, stats.timeline.layers)] if stats.timeline else [])
@@ -295,12 +294,11 @@ def _table(names: _Column, columns: list[_Column], width: int) -> list[str]:
 
 
 def _phase_lines(phases: Mapping[str, PhaseCounts]) -> list[str]:
-    """Return one line per phase if there are several."""
+    """Return one line per phase with page leases if there are several phases."""
     return [
-        f"phase {phase}: {_count(of.passes, 'pass', 'passes')}, {of.hits} hits, {_misses(of.misses, of.prefetched)}, "
-        f"hit rate {_percent(of.hit_rate)}"
+        f"phase {phase}: {_count(of.passes, 'pass', 'passes')}, {_leases(of)}"
         for phase, of in phases.items()
-        if len(phases) > 1
+        if len(phases) > 1 and of.hits + of.misses
     ]
 
 
@@ -316,12 +314,10 @@ def _rate(hits: int, misses: int) -> float | None:
     return hits / (hits + misses) if hits + misses else None
 
 
-def _misses(misses: int, prefetched: int) -> str:
-    return f"{misses} misses" + (f" ({prefetched} prefetched)" if misses else "")
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part}/{whole}" if whole else "-"
+def _leases(of: PhaseCounts | CacheStats) -> str:
+    waited = max(0, of.misses - of.prefetched)
+    ready = _percent(_rate(of.hits + of.misses - waited, waited))
+    return f"{of.hits} hit, {of.prefetched} prefetched, {waited} waited, hit rate {ready}"
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from vbrt.config.argument_checks import check_whole
 from vbrt.config.tier_records import TIERS
 from vbrt.errors import NoRoomError
+from vbrt.host.terminal import text_width
 from vbrt.residency.byte_text import format_bytes
 from vbrt.residency.plan_data import Beside, PageSpec, PlanData, Skip, Swap, lease_bytes, leased_pages
 from vbrt.residency.plan_text import plan_lines
@@ -30,7 +31,7 @@ class Plan(PlanData):
 
     def __str__(self) -> str:
         """Return a bar chart of bytes per tier, and a line per kind of layer."""
-        return self.table()
+        return self.table(width=text_width(80))
 
     def table(self, *, width: int = 80, each: bool = False) -> str:
         """Return the plan as text. `each`: one line per layer instead of per kind."""

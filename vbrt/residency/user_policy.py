@@ -9,13 +9,22 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from vbrt.config import PolicyConfig
+from vbrt.config.overrides import OtherSections, PolicyOverrides
 from vbrt.errors import ConfigError, TierError
 from vbrt.residency.policy import FORWARD, Decision, Policy
 
-__all__ = ["CheckedPolicy", "PolicyFactory", "check_policy", "policy_factory", "take_policy"]
+__all__ = ["CheckedPolicy", "Overrides", "PolicyFactory", "check_policy", "policy_factory", "take_policy"]
 
 PolicyFactory = Callable[[int], Policy]
 """Factory of a tier's policy, from its room in bytes."""
+
+
+class Overrides(OtherSections, total=False):
+    """Type of keyword overrides where `policy` may also be a policy or its factory."""
+
+    policy: PolicyOverrides | PolicyConfig | Policy | PolicyFactory
+
 
 _METHODS = {name: member for name, member in vars(Policy).items() if inspect.isfunction(member) and name[0] != "_"}
 _ATTRIBUTES = ("kind", "capacity_bytes", "prefetch")

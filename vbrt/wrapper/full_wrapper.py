@@ -19,7 +19,7 @@ from vbrt.training.full.streamed_parameter import StreamedParameter
 from vbrt.training.full.update_rules import rule_names
 from vbrt.wrapper.wrapper import VBModelWrapper
 
-__all__ = ["VBFullWrapper", "take_optimizer_of"]
+__all__ = ["Optimizer", "VBFullWrapper", "take_optimizer_of"]
 
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -1,19 +1,19 @@
 """`vbrt.load`: a wrapped model from files, without the dense model in memory."""
 
-from collections.abc import Mapping
 from os import PathLike
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import nn
 
-from vbrt.config import VBConfig
+from vbrt.config.overrides import Config
 from vbrt.errors import WrapError
 from vbrt.layers import SwappedLayer
 from vbrt.layers.modules.training_warnings import warn_of_training
 from vbrt.model.attach import Attempt
 from vbrt.model.runtime import Runtime
 from vbrt.model.shared_config import shared_config
+from vbrt.residency.user_policy import Overrides
 from vbrt.saves.files.prefetch import reading_ahead
 from vbrt.saves.load.load_model import load_attached
 from vbrt.saves.load.sources import Source, open_source
@@ -27,11 +27,11 @@ __all__ = ["load", "load_from"]
 def load(
     directory: str | PathLike,
     model: nn.Module,
-    config: VBConfig | Mapping[str, Any] | str | PathLike | None = None,
+    config: Config = None,
     *,
     runtime: Runtime | None = None,
     progress: bool | None = None,
-    **overrides: Any,
+    **overrides: Unpack[Overrides],
 ) -> VBModelWrapper:
     """Wrap a model with weights from files: a save of `vb.save`, or a safetensors checkpoint.
 
@@ -74,11 +74,11 @@ def load(
 def load_from(
     source: Source,
     model: nn.Module,
-    config: VBConfig | Mapping[str, Any] | str | PathLike | None,
+    config: Config,
     *,
     runtime: Runtime | None,
     progress: bool | None = None,
-    **overrides: Any,
+    **overrides: Unpack[Overrides],
 ) -> VBModelWrapper:
     """Wrap a model with a source's weights. See `load`."""
     policy = user_policy(overrides, runtime)

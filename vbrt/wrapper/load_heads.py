@@ -1,12 +1,11 @@
 """`vbrt.load_heads`: the multi-token prediction head that comes with a checkpoint, to draft for a wrapped model."""
 
-from collections.abc import Mapping
 from os import PathLike
-from typing import Any
+from typing import Unpack
 
 from torch import nn
 
-from vbrt.config import VBConfig
+from vbrt.config.overrides import Config, SectionOverrides
 from vbrt.generation.speculation.load_head import load_head
 from vbrt.wrapper.wrapper import VBModelWrapper
 from vbrt.wrapper.wrapper_choice import facade_of, warn_of_plan
@@ -18,10 +17,10 @@ __all__ = ["load_heads"]
 def load_heads(
     model: nn.Module,
     directory: str | PathLike | None = None,
-    config: VBConfig | Mapping[str, Any] | str | PathLike | None = None,
+    config: Config = None,
     *,
     progress: bool | None = None,
-    **overrides: Any,
+    **overrides: Unpack[SectionOverrides],
 ) -> VBModelWrapper:
     """Load the multi-token prediction head of a wrapped model's checkpoint, which transformers drops on load.
 

@@ -26,7 +26,8 @@ from typing import Any
 
 from torch import nn
 
-from vbrt.errors import WrapError
+from vbrt.errors import WrapError, first_line
+from vbrt.host import accelerator
 from vbrt.layers import SwappedLayer
 
 __all__ = ["FIXED", "Facade", "Own", "own_names"]
@@ -94,6 +95,10 @@ _PASSED_ON = (
     "extra_repr",
     "_get_name",
 )
+
+
+#: methods that move a model, and fail where torch has no such device
+_MOVES = ("to", "cuda")
 
 
 class Own:
@@ -296,7 +301,15 @@ def _is_own(base: type[Facade], name: str) -> bool:
 
 def _passed_on(name: str, of_class: Any) -> types.FunctionType:
     def method(self: Facade, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self._vb_model, name)(*args, **kwargs)
+        try:
+            result = getattr(self._vb_model, name)(*args, **kwargs)
+        except (AssertionError, RuntimeError) as error:
+            if name not in _MOVES or accelerator.is_used():
+                raise
+            raise WrapError(
+                f"vb.{name}(...): {first_line(error)}. Leave it out: the model computes where its tiers are, on "
+                f"{self.device}, and takes a GPU by itself where there is one"
+            ) from error
         return self if result is self._vb_model else result
 
     method.__name__, method.__doc__ = name, of_class.__doc__

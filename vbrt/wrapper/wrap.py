@@ -4,14 +4,14 @@ Wrapping moves nothing: layers become shells, whose handles hold their dense wei
 or reads its weight, or `materialize()` for all of them, encodes the weight, stores its pages and frees it.
 """
 
-from collections.abc import Mapping, Sequence
-from os import PathLike
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import nn
 
 from vbrt.config import VBConfig, load_config
+from vbrt.config.overrides import Config
 from vbrt.distributed.pipeline_devices import SplitModel, devices_of, split_over
 from vbrt.errors import WrapError
 from vbrt.estimation.advice.advise import advise
@@ -21,7 +21,8 @@ from vbrt.estimation.precision.input_statistics import with_inputs
 from vbrt.model.attach import Attempt, attach, plan_for
 from vbrt.model.runtime import Runtime
 from vbrt.model.shared_config import shared_config
-from vbrt.wrapper.full_wrapper import VBFullWrapper, take_optimizer_of
+from vbrt.residency.user_policy import Overrides
+from vbrt.wrapper.full_wrapper import Optimizer, VBFullWrapper, take_optimizer_of
 from vbrt.wrapper.pipeline import VBPipelineWrapper
 from vbrt.wrapper.wrap_pipeline import wrap_holder
 from vbrt.wrapper.wrapper import VBModelWrapper
@@ -29,23 +30,43 @@ from vbrt.wrapper.wrapper_choice import facade_of, user_policy, warn_of_plan
 
 __all__ = ["facade_of", "user_policy", "warn_of_plan", "wrap"]
 
-Config = VBConfig | Mapping[str, Any] | str | PathLike | None
+
+class WrapOverrides(Overrides, total=False):
+    """Type of `wrap`'s keyword overrides."""
+
+    optimizer: Optimizer
+
+
+Advised = Config | Literal["auto"]
+"""A config, or "auto": that of `vbrt.advise`."""
 
 
 @overload
 def wrap(
-    model: nn.Module, config: Config = None, *, runtime: Runtime | None = None, **overrides: Any
+    model: nn.Module,
+    config: Config | Literal["auto"] = None,
+    *,
+    runtime: Runtime | None = None,
+    **overrides: Unpack[WrapOverrides],
 ) -> VBModelWrapper: ...
 
 
 @overload
 def wrap(
-    model: object, config: Config = None, *, runtime: Runtime | None = None, **overrides: Any
+    model: object,
+    config: Config | Literal["auto"] = None,
+    *,
+    runtime: Runtime | None = None,
+    **overrides: Unpack[WrapOverrides],
 ) -> VBPipelineWrapper: ...
 
 
 def wrap(
-    model: object, config: Config = None, *, runtime: Runtime | None = None, **overrides: Any
+    model: object,
+    config: Config | Literal["auto"] = None,
+    *,
+    runtime: Runtime | None = None,
+    **overrides: Unpack[WrapOverrides],
 ) -> VBModelWrapper | VBPipelineWrapper | SplitModel:
     """Wrap a model so that its linear layers live as planes in the tiers of a config.
 

@@ -1,21 +1,23 @@
 """Wrapper of a model: call it, or use anything of the model; the work is the runtime's."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vbrt.config import VBConfig
+from vbrt.config.overrides import TierName
 from vbrt.distributed.rank_stats import merged
 from vbrt.distributed.rank_watch import watch, watched
 from vbrt.errors import WrapError
-from vbrt.generation.generate import follow
+from vbrt.generation.generate import follow, refuse_text
+from vbrt.host.logger import warn
 from vbrt.layers import VBLayer
 from vbrt.model.attachment import Attachment
 from vbrt.model.pass_hooks import is_plain_data, mark_own_calls
@@ -33,6 +35,13 @@ from vbrt.wrapper.model_proxy import Facade
 __all__ = ["VBModelWrapper"]
 
 _TRACED = "the wrapper's forward passes on any arguments, as its model's takes them; trace the model, vb.module"
+
+
+def _rounded(formats: Sequence[str]) -> str:
+    return (
+        f"unwrap(): weights come back as rounded to {', '.join(formats)}; their original bits are gone. The preset "
+        '"exact" keeps them: vb.lossless is True then'
+    )
 
 
 class VBModelWrapper(Facade, Scraped, Watched):
@@ -69,12 +78,46 @@ class VBModelWrapper(Facade, Scraped, Watched):
                 if runtime.balance is None or self._vb_model.training or not is_plain_data((args, kwargs)):
                     raise
                 why = str(error)  # the error holds the pass's tensors alive
+            except (AttributeError, TypeError):
+                if args and callable(getattr(self._vb_model, "generate", None)):
+                    refuse_text(args[0], "vb")
+                raise
             except torch.fx.proxy.TraceError as error:
                 if isinstance(args, torch.fx.Proxy):  # the analysed forward takes any arguments
                     raise WrapError(f"torch.fx.symbolic_trace: {_TRACED}") from error
                 raise
             if not runtime.make_room():
                 raise torch.OutOfMemoryError(why)
+
+    if TYPE_CHECKING:  # the model's own, with vbrt's arguments; absent where the model's class has no `generate`
+
+        @overload
+        def generate(
+            self,
+            inputs: Tensor | None = None,
+            *,
+            return_dict_in_generate: Literal[True],
+            speculate: int | bool | Literal["auto"] = False,
+            drafter: str | tuple[str, ...] = "auto",
+            exactness: Literal["tokens", "distribution"] = "tokens",
+            seed: int | None = None,
+            **kwargs: Any,
+        ) -> Any: ...
+
+        @overload
+        def generate(
+            self,
+            inputs: Tensor | None = None,
+            *,
+            return_dict_in_generate: Literal[False] | None = None,
+            speculate: int | bool | Literal["auto"] = False,
+            drafter: str | tuple[str, ...] = "auto",
+            exactness: Literal["tokens", "distribution"] = "tokens",
+            seed: int | None = None,
+            **kwargs: Any,
+        ) -> Tensor: ...
+
+        def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any: ...
 
     @property
     def runtime(self) -> Runtime:
@@ -121,7 +164,7 @@ class VBModelWrapper(Facade, Scraped, Watched):
             self._attachment.materialize(progress=progress)
         return self
 
-    def set_budget(self, tier: str, budget: int | str) -> int:
+    def set_budget(self, tier: TierName, budget: int | str) -> int:
         """Change the budget of a tier while the model runs: to make room for a KV cache, or to use room again.
 
         Pages that no longer fit move to the tiers below; with a larger budget they are kept in the faster tier again as
@@ -154,7 +197,9 @@ class VBModelWrapper(Facade, Scraped, Watched):
         own = self._attachment.stats(experts=experts)
         return replace(own if group is None else merged(own, group), verbose=verbose)
 
-    def phase(self, name: str, *, precision: str | None = None) -> contextlib.AbstractContextManager[None]:
+    def phase(
+        self, name: str, *, precision: Literal["coarse", "full"] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """Name the passes that begin in a `with` block, in this thread: `with vb.phase("draft"): vb(x)`.
 
         Each phase has its own learned order, and its counters in `stats().phases`. Without a name, a pass under
@@ -243,9 +288,13 @@ class VBModelWrapper(Facade, Scraped, Watched):
         their original dtype and size. A layer that was never encoded gets its own parameter back; tied layers share one
         parameter again. If a page cannot be read, nothing is lost: the remaining layers stay wrapped.
 
+        Warns if any were rounded, because nothing else has the original bits.
+
         Raises:
             TierError: a page cannot be read.
         """
+        if formats := self._attachment.rounded_formats():
+            warn(_rounded(formats), stacklevel=2)
         return self._attachment.detach()
 
     def close(self) -> None:

@@ -1,12 +1,12 @@
 """Shared by the entry points: custom policies, warnings of a plan, the wrapper class of an attached model."""
 
-import warnings
 from typing import Any
 
 from torch import nn
 
 from vbrt.config import PolicyConfig
 from vbrt.errors import ConfigError
+from vbrt.host.logger import warn
 from vbrt.model.attachment import Attachment
 from vbrt.model.full_training import FullAttachment
 from vbrt.model.qat import TrainingAttachment
@@ -43,4 +43,4 @@ def facade_of(model: nn.Module, attachment: Attachment) -> VBModelWrapper:
 def warn_of_plan(plan: Plan, caller: str, *, stacklevel: int) -> None:
     """Emit the plan's warnings."""
     for text in plan.warnings:
-        warnings.warn(f"{caller}: {text} (all reasons: plan.skipped)", stacklevel=stacklevel)
+        warn(f"{caller}: {text} (all reasons: plan.skipped)", stacklevel=stacklevel)

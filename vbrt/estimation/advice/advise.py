@@ -4,6 +4,7 @@ Every candidate is planned and estimated as it would run (`candidates.py`) and t
 do not fit keep the reason (`choices.py`). Nothing is loaded.
 """
 
+import functools
 import os
 from dataclasses import replace
 from typing import Any
@@ -88,6 +89,12 @@ def _measured(machine: Machine) -> Rates:
     none."""
     if machine.gpu_total_bytes is not None and not accelerator.is_used():
         raise _no_rates(device_name())
+    return _rates_here()
+
+
+@functools.cache
+def _rates_here() -> Rates:
+    """Measure once per process."""
     return measure_rates()
 
 

@@ -28,6 +28,7 @@ from vbrt.estimation.memory.planned_weights import held_alike
 from vbrt.estimation.memory.task import Task
 from vbrt.libraries.transformers_api import checkpointing_switch
 from vbrt.model.planner import make_plan
+from vbrt.report.progress import Progress
 from vbrt.residency.plan import Plan
 
 __all__ = ["Asked", "candidates", "nearest"]
@@ -185,19 +186,23 @@ def candidates(asked: Asked, task: Task, *, longest: bool = False) -> Iterator[C
     batches (in training only for the first that fits).
     """
     answered = False
-    for way in _ways(asked, task):
-        choice = asked.choice(way)
-        if choice.fits and choice.found.refused:  # an untraced one cannot be scaled
-            yield choice
-        elif longest and choice.fits:
-            yield _longest(asked, choice, way)
-        else:
-            yield choice
-            if choice.fits and not way.alone:
-                yield from _with_less(asked, choice, way)
-                if not (answered and task.trains):
-                    yield from _wider(asked, choice, way)
-                answered = True
+    ways = list(_ways(asked, task))
+    with Progress("comparing configs", len(ways), unit="configs") as work:
+        for way in ways:
+            work.at(way.name)
+            choice = asked.choice(way)
+            if choice.fits and choice.found.refused:  # an untraced one cannot be scaled
+                yield choice
+            elif longest and choice.fits:
+                yield _longest(asked, choice, way)
+            else:
+                yield choice
+                if choice.fits and not way.alone:
+                    yield from _with_less(asked, choice, way)
+                    if not (answered and task.trains):
+                        yield from _wider(asked, choice, way)
+                    answered = True
+            work.done()
 
 
 def nearest(asked: Asked, task: Task, *, lossless: bool = False) -> Nearest | None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from vbrt.estimation.advice.data_sheets import DataSheet, named_sheet, sheets
 from vbrt.host import accelerator
 from vbrt.host.safe_files import cache_folder, read_bounded, read_into, write_file
 from vbrt.model.run_metadata import cpu_name
+from vbrt.report.progress import Progress
 from vbrt.residency.miss_policy import CPU_GB_PER_S
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _MAX_BYTES = 1 << 16
+_RATES = 8  # measured ones, for the progress: with a GPU its link, without few rows
 _LONG_S = 1.0  # runs of this total length suffice
 _FP8_CAPABILITY = (8, 9)  # first compute capability with FP8 matmuls
 #: share of `tflops` of few-row matmuls, with bf16 and with 4-bit matrices, where it was not measured: from two Zen 5
@@ -126,20 +129,28 @@ def measure_rates(drive: Path | None = None) -> Rates:
     """
     gpu = accelerator.is_used()
     device = torch.device(accelerator.TYPE if gpu else "cpu")
-    return Rates(
-        device_name(),
-        link_gb_s() if gpu else 0.0,
-        _memory_gb_s(device),
-        _tflops(device, 8192 if gpu else 1024, torch.bfloat16),
-        _launch_us(device),
-        _drive_gb_s(drive),
-        "measured here",
-        _tflops(device, 4096 if gpu else 1024, torch.float32),
-        accelerator.vendor(device) == "nvidia" and accelerator.get_device_capability() >= _FP8_CAPABILITY,
-        _host_gb_s(),
-        experts_gb_s(),
-        *(() if gpu else few_rows()),
-    )
+    with Progress("measuring this machine", _RATES, unit="rates") as work:
+
+        def rate(name: str, measure: Callable[..., Any], *args: Any) -> Any:
+            work.at(name)
+            found = measure(*args)
+            work.done()
+            return found
+
+        return Rates(
+            device_name(),
+            rate("link", link_gb_s) if gpu else 0.0,
+            rate("memory", _memory_gb_s, device),
+            rate("products", _tflops, device, 8192 if gpu else 1024, torch.bfloat16),
+            rate("launches", _launch_us, device),
+            rate("drive", _drive_gb_s, drive),
+            "measured here",
+            rate("products in fp32", _tflops, device, 4096 if gpu else 1024, torch.float32),
+            accelerator.vendor(device) == "nvidia" and accelerator.get_device_capability() >= _FP8_CAPABILITY,
+            rate("host memory", _host_gb_s),
+            rate("experts", experts_gb_s),
+            *(() if gpu else rate("products of few rows", few_rows)),
+        )
 
 
 def keep_rates(rates: Rates) -> None:

@@ -1,13 +1,13 @@
 """`vbrt.estimate`: memory of a task, before anything is loaded."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from vbrt.config import Machine, VBConfig, load_config
+from vbrt.config import Machine, load_config
 from vbrt.config.argument_checks import check_instance, check_whole
+from vbrt.config.overrides import Config
 from vbrt.errors import ArgumentError
 from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.gpu_share import share_of
@@ -24,7 +24,7 @@ __all__ = ["as_task", "estimate"]
 def estimate(
     model: nn.Module,
     task: str | Task = "decode",
-    config: VBConfig | Mapping[str, Any] | str | os.PathLike | None = "fp4",
+    config: Config = "fp4",
     *,
     machine: Machine | None = None,
     ranks: int = 1,

@@ -1,6 +1,5 @@
 """Extrapolation of a whole model's trace from a few blocks of each kind."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from torch import nn
 from vbrt.estimation.memory.fake_trace import Trace, Untraceable, trace
 from vbrt.estimation.memory.planned_weights import held_by
 from vbrt.estimation.memory.task import Task
+from vbrt.host.logger import warn
 from vbrt.model.repeated_blocks import Stack, stacks_of
 from vbrt.residency.activation_plan import KEEP, OFFLOAD
 from vbrt.residency.plan import Plan
@@ -35,7 +35,7 @@ def whole_trace(model: nn.Module, task: Task, plan: Plan | None, activations: st
             return _bounded(model, task, plan, activations)
         return _traced(model, task, plan, activations)
     except Untraceable as error:
-        warnings.warn(f"{error}; until then, only weights and pages are counted", stacklevel=2)
+        warn(f"{error}; until then, only weights and pages are counted", stacklevel=2)
         stages = STAGES[task.kind]
         return Trace(dict.fromkeys(stages, 0), {}, refused=str(error))
 

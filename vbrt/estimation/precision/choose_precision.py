@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from vbrt.config import FORMATS, VBConfig, load_config, parse_weights_budget
 from vbrt.config.argument_checks import check_instance
+from vbrt.config.overrides import Config, SectionOverrides
 from vbrt.errors import ArgumentError, ConfigError, WrapError
 from vbrt.estimation.precision.calibration_data import Text, text_of
 from vbrt.estimation.precision.input_statistics import input_statistics
@@ -49,10 +50,10 @@ def choose_precision(
     model: nn.Module,
     sequences: Sequences | None = None,
     budget: int | str | None = None,
-    config: Any = "fp4",
+    config: Config = "fp4",
     *,
     method: str = "kl",
-    **overrides: Any,
+    **overrides: Unpack[SectionOverrides],
 ) -> Precision:
     """Choose each layer's precision (4 bits, 8 bits or lossless) within a budget.
 
@@ -278,7 +279,8 @@ def _hessian_losses(
         raise ArgumentError(f'{odd}: method = "hessian" knows linear layers only; method = "kl" measures any')
     squares = _input_squares(model, options, batches)
     losses = []
-    for option, square in zip(options, squares, strict=True):
+    work = Progress("measuring errors of layers", len(options), unit="layers")
+    for option, square in _shown(work, options, squares):
         site, weight = option.swap.site, model.get_parameter(option.swap.site.tensor).detach().to(device)
         found = {}
         for format in _lossy(option):
@@ -286,6 +288,17 @@ def _hessian_losses(
             found[format] = float((error.t() if site.transposed else error).square().sum(0) @ square.to(error))
         losses.append(found)
     return losses
+
+
+def _shown(
+    work: Progress, options: Sequence[LayerPrecision], squares: Sequence[Tensor]
+) -> Iterator[tuple[LayerPrecision, Tensor]]:
+    """Yield layers with their squares, and show them as progress."""
+    with work:
+        for option, square in zip(options, squares, strict=True):
+            work.at(option.name)
+            yield option, square
+            work.done()
 
 
 def _input_squares(model: nn.Module, options: Sequence[LayerPrecision], batches: list[Any]) -> list[Tensor]:

@@ -16,6 +16,7 @@ from vbrt.errors import ArgumentError, FormatError
 from vbrt.formats import get_format
 from vbrt.formats.error_feedback import Inputs, compensated
 from vbrt.kernels import resolve
+from vbrt.report.progress import Progress
 from vbrt.residency.plan import Swap
 from vbrt.residency.weight_site import ROOT, WeightSite
 
@@ -160,9 +161,11 @@ def own_samples(model: nn.Module, device: torch.device, count: int = 8, length: 
     try:
         vocabulary = logits_of(model, torch.zeros(1, 1, dtype=torch.long, device=device)).shape[-1]
         ids = torch.randint(vocabulary, (count, 1), generator=random, dtype=torch.long, device="cpu")
-        while ids.shape[1] < length:
-            last = logits_of(model, ids.to(device))[:, -1].float().softmax(-1).cpu()
-            ids = torch.cat([ids, torch.multinomial(last, 1, generator=random)], 1)
+        with Progress("sampling text from the model", length - 1, unit="tokens") as work:
+            while ids.shape[1] < length:
+                last = logits_of(model, ids.to(device))[:, -1].float().softmax(-1).cpu()
+                ids = torch.cat([ids, torch.multinomial(last, 1, generator=random)], 1)
+                work.done()
     except (ArgumentError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(
             f"{type(model).__name__} generated no samples from token ids ({type(error).__name__}: {error}); "

@@ -16,7 +16,6 @@ capacity for its length, or rely on the cache to drop tokens before a window.
 import inspect
 import threading
 import time
-import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +43,7 @@ from vbrt.generation.capture.step_io import Call, cache_in, ids_in, new_tokens, 
 from vbrt.generation.static.cache_kinds import EMPTY, NotRecordable, cache_form, layers_of, length_of, why_not
 from vbrt.generation.static.length_buckets import span_of
 from vbrt.generation.static.static_cache import Statics, is_entered, leave, offer, own, withdraw
+from vbrt.host.logger import warn
 from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.report.stats import StepCounts
 
@@ -171,7 +171,7 @@ class Steps:
         except Exception as error:  # noqa: BLE001 - launches compile instead
             why = f"{type(error).__name__}: {first_line(error)}"
             if why not in self._not_begun:
-                warnings.warn(f"vbrt: nothing is compiled ahead, launches compile: {why}", stacklevel=2)
+                warn(f"vbrt: nothing is compiled ahead, launches compile: {why}", stacklevel=2)
             self._not_begun[why] += 1
 
     def still_good(self) -> bool:
@@ -307,7 +307,7 @@ class Steps:
         self.eager[why] += 1
         if why not in self._warned and why not in EXPECTED:
             self._warned.add(why)
-            warnings.warn(f"vbrt: generate runs its decode steps eagerly, without capture: {why}", stacklevel=2)
+            warn(f"vbrt: generate runs its decode steps eagerly, without capture: {why}", stacklevel=2)
 
     def counts(self) -> StepCounts:
         """Return the counters."""

@@ -12,7 +12,6 @@ shorter than the tail.
 import contextlib
 import copy
 import threading
-import warnings
 import weakref
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from vbrt.generation.kv.fetch_ring import Place
 from vbrt.generation.kv.layer_tokens import TAIL_PAGES, LayerTokens
 from vbrt.generation.kv.quantized import BITS
 from vbrt.host import accelerator
+from vbrt.host.logger import warn
 from vbrt.kernels.uncompiled import uncompiled
 from vbrt.libraries.transformers_api import (
     KV_CACHE,
@@ -427,7 +427,7 @@ def _announced(plain: dict[int, str], layers: list[CacheLayerMixin]) -> list[str
         return []
     kinds, numbers = sorted({plain[n] for n in found}), ", ".join(map(str, found))
     reason = f"KVCache: layers {numbers} ({', '.join(kinds)}) stay transformers' own, on the device and in no budget"
-    warnings.warn(reason, stacklevel=3)
+    warn(reason, stacklevel=3)
     return [reason]
 
 

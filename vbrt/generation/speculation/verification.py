@@ -13,7 +13,6 @@ decoded plainly from then on; if the model is not supported, every batch size is
 
 import contextlib
 import functools
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +30,7 @@ from vbrt.generation.speculation.pass_states import PassStates
 from vbrt.generation.speculation.rowwise_pass import masks_windows, one_by_one
 from vbrt.generation.static.cache_kinds import NotRecordable
 from vbrt.host import accelerator
+from vbrt.host.logger import warn
 from vbrt.libraries.transformers_api import cache_of, with_cache
 from vbrt.model.attachment import Attachment
 from vbrt.report.speculation_counters import SpeculationCounts
@@ -361,4 +361,4 @@ def announce(counts: SpeculationCounts, reason: str, instead: str = DECODED_PLAI
     if text not in counts.reasons:
         counts.reasons.append(text)
         if not expected:
-            warnings.warn(text, stacklevel=3)
+            warn(text, stacklevel=3)

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import functools
 import tempfile
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 
 from vbrt.config.format_records import LEVEL_SCALES, FormatRecord
 from vbrt.errors import KernelError
+from vbrt.host.logger import warn
 from vbrt.kernels.cpu import build_cache, compiler
 
 __all__ = [
@@ -202,7 +202,7 @@ def _build(source: str) -> _Loaded | str:
     except (compiler.CompileError, KernelError, OSError) as error:
         return f"{broken}; {error}" if broken else f"{_no_library()}{error}"
     if broken:
-        warnings.warn(f"kernels for CPUs: {broken}; {source} was built here instead", stacklevel=2)
+        warn(f"kernels for CPUs: {broken}; {source} was built here instead", stacklevel=2)
     return built
 
 

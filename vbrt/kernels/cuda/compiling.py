@@ -15,12 +15,12 @@ import functools
 import os
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from vbrt.errors import first_line
+from vbrt.host.logger import warn
 from vbrt.host.worker_threads import Crew
 
 __all__ = ["FIRST", "Compilation", "FirstLaunch", "begin", "noters", "noting"]
@@ -80,7 +80,7 @@ class Compilation:
                 self.compiled = _again_after_collisions(self._compile)
             except Exception as error:  # noqa: BLE001 - the launch retries, and raises
                 self.error = f"{self.name}: {type(error).__name__}: {first_line(error)}"
-                warnings.warn(f"vbrt: compiling ahead failed, the first launch compiles: {self.error}", stacklevel=2)
+                warn(f"vbrt: compiling ahead failed, the first launch compiles: {self.error}", stacklevel=2)
             self._compile = None  # frees the arguments
             self.took_us = (time.perf_counter_ns() - begun) // 1000
 

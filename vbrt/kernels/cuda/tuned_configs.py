@@ -11,7 +11,6 @@ import contextlib
 import functools
 import json
 import re
-import warnings
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from vbrt.errors import VBError, describe_os_error
+from vbrt.host.logger import warn
 from vbrt.host.safe_files import cache_folder, read_bounded, write_file
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launch_table import (
@@ -39,11 +39,14 @@ __all__ = [
     "Key",
     "Tuned",
     "found",
+    "has_device",
     "identity",
     "most_tokens",
+    "stored",
     "trying",
     "tuned",
     "tuning_file",
+    "tuning_folder",
     "tuning_path",
     "unmeasured",
     "write",
@@ -65,6 +68,8 @@ _KINDS: dict[str, tuple[Any, tuple[Container[int], ...]]] = {
 }
 _NAMES = {kind: name for name, (kind, _) in _KINDS.items()}
 _MAX_BYTES = 1 << 20
+#: errors of reading a damaged file
+_INVALID = (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
 #: ends the note of `unmeasured`
 HOW_TO_MEASURE = "`vbrt tune` measures them here"
 
@@ -118,7 +123,28 @@ def unmeasured(family: str, kernels: str, device: torch.device) -> str | None:
 def tuning_path(gpu: str, triton: str) -> Path:
     """File for a GPU and Triton version, below $XDG_CACHE_HOME or ~/.cache."""
     name = re.sub(r"[^a-z0-9.]+", "-", f"{gpu} triton {triton} v{KERNELS}".lower())
-    return cache_folder() / "tuning" / f"{name}.json"
+    return tuning_folder() / f"{name}.json"
+
+
+def has_device() -> bool:
+    """True if there is a CUDA device to have a file for."""
+    return torch.cuda.is_available()
+
+
+def tuning_folder() -> Path:
+    """Folder of all files."""
+    return cache_folder() / "tuning"
+
+
+def stored() -> list[tuple[Path, dict[str, Any], Tuned]]:
+    """Return the path, the identity and the configurations of each valid file for these kernels, of any GPU."""
+    found = []
+    for path in sorted(tuning_folder().glob("*.json")):
+        with contextlib.suppress(*_INVALID):  # `tuned` warns of it where its GPU is
+            content = json.loads(read_bounded(path, _MAX_BYTES).decode())
+            own = {"gpu": str(content["gpu"]), "triton": str(content["triton"]), "kernels": KERNELS}
+            found.append((path, own, _parsed(content, own)))
+    return found
 
 
 def tuning_file(device: int) -> Path:
@@ -136,9 +162,9 @@ def tuned(index: int) -> Tuned:
         return _parsed(json.loads(read_bounded(path, _MAX_BYTES).decode()), own)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+    except _INVALID as error:
         what = f"{type(error).__name__}: {error}"
-        warnings.warn(f"{path} is ignored ({what}); delete it, or call vbrt.tune again", stacklevel=2)
+        warn(f"{path} is ignored ({what}); delete it, or call vbrt.tune again", stacklevel=2)
         return {}
 
 

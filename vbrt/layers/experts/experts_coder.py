@@ -1,6 +1,5 @@
 """ExpertsCoder: kernel selection, encoding and decoding for a layer's experts."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from vbrt.formats.fitted_codebook import Separation
 from vbrt.formats.format import WeightPlanes
 from vbrt.formats.joint_planes import join_layouts, join_planes, part_fields, part_layout
 from vbrt.formats.page import PageLayout
+from vbrt.host.logger import warn
 from vbrt.kernels import resolve, resolves_late
 from vbrt.layers.experts.experts_spec import ExpertsSpec
 from vbrt.layers.weights.kernel_selection import Kernels, choose_kernels, coarse_kernels, refusals, rounding
@@ -59,7 +59,7 @@ class ExpertsCoder:
         for reason in refusals(self.spec.first, self.device):
             if reason not in self.fallbacks:
                 self.fallbacks.append(reason)
-                warnings.warn(reason, stacklevel=4)
+                warn(reason, stacklevel=4)
         self.kernels = kernels
         return kernels
 

@@ -6,7 +6,6 @@ temporaries if pages cannot be used (under a tracer, or with given weights).
 
 import functools
 import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from vbrt.host.logger import warn
 from vbrt.kernels.observers import is_bare, unwatched
 from vbrt.kernels.operator_trace import recorder
 from vbrt.layers.experts.expert_gradients import forward_experts
@@ -82,7 +82,7 @@ class VBExperts(HeldLayer):
     def train_(self, weights: Mapping[str, nn.Parameter]) -> None:
         """Leave the tiers with `weights` as trainable parameters."""
         spec = self._vb_handle.spec
-        warnings.warn(
+        warn(
             f"requires_grad_(True): {spec.name} left the tiers to train: plain experts with "
             f"{format_bytes(spec.weight_bytes)} of dense weights, outside of all budgets",
             stacklevel=5,

@@ -10,7 +10,6 @@ whose residency the device decides. Reasons are in `fallbacks`.
 """
 
 import os
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vbrt.host.accelerator import is_device
+from vbrt.host.logger import warn
 from vbrt.host.worker_threads import Crew
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu.expert_team import ExpertTeam
@@ -177,7 +177,7 @@ class MissedExperts:
         if not self.fallbacks:
             self.fallbacks.append(f'experts.miss = "{self.mode}": missed experts are fetched: {why}')
             if self.mode == "compute":
-                warnings.warn(self.fallbacks[0], stacklevel=2)
+                warn(self.fallbacks[0], stacklevel=2)
 
     def _with_biases(self, layer: ExpertsModule) -> HostLayer:
         """CPU implementation of a layer, with its current biases."""

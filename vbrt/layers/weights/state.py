@@ -15,7 +15,6 @@ is dense, lent or tied. Tied layers share one weight. Pages are read-only: new v
 import contextlib
 import copy
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from vbrt.config import FORMATS
 from vbrt.formats.fitted_codebook import Separation, identity
 from vbrt.formats.format import WeightPlanes
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
+from vbrt.host.logger import warn
 from vbrt.host.mapped_weights import page_out
 from vbrt.kernels import resolves_late
 from vbrt.kernels.decoded_weight import DecodedWeight
@@ -138,7 +138,7 @@ class Weight(PagesHandle):
         for reason in refusals(self.spec, self.device):
             if reason not in self.fallbacks:
                 self.fallbacks.append(reason)
-                warnings.warn(reason, stacklevel=4)  # one text for all layers: Python's filter shows it once
+                warn(reason, stacklevel=4)  # one text for all layers: Python's filter shows it once
         self.encoder.packing = kernels.packing
         self.kernels = kernels
         return kernels

@@ -1,11 +1,13 @@
 """Encoding of a dense weight into its format's planes, in the kernels' order, and decoding."""
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from math import isfinite
 
 import torch
 
+from vbrt.config import FORMATS
 from vbrt.errors import FormatError
 from vbrt.formats import get_format
 from vbrt.formats.error_feedback import compensated
@@ -13,6 +15,7 @@ from vbrt.formats.fine_plane import fine_layout
 from vbrt.formats.fitted_codebook import Separation
 from vbrt.formats.format import EncodedGroup
 from vbrt.formats.page import Incoming, PageLayout
+from vbrt.host.logger import say
 from vbrt.host.mapped_weights import populate
 from vbrt.kernels import PageOrder, resolve
 from vbrt.layers.weights.weight_shards import agreed_amax, gathered
@@ -28,6 +31,19 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Planes = Sequence[tuple[PageLayout, Mapping[str, torch.Tensor | Incoming]]]
 """Planes of a weight on their way into pages, or out of them."""
+
+
+_announced: list[str] = []
+
+
+def _announce_rounding(spec: HandleSpec) -> None:
+    """Say once per process, in its first rank, that weights are rounded, and how to keep them exact."""
+    if spec.lossless or _announced or os.environ.get("RANK", "0") != "0":
+        return
+    record = FORMATS[spec.format]
+    error = f", relative error about {100 * record.noise:.2g} %" if record.noise else ""
+    _announced.append(spec.format)
+    say(f'weights are rounded to {record.bits} bits ({spec.format}{error}); the preset "exact" keeps every bit')
 
 
 class Encoder:
@@ -62,6 +78,7 @@ class Encoder:
                 f"{name}: its weight is on the meta device, without data; load it first "
                 "(load_state_dict(..., assign=True))"
             )
+        _announce_rounding(self.spec)
         try:
             squares = self._squares(slice(expert or 0, (expert or 0) + 1))
             return self._split(weight.detach().to(self.device, self.spec.dtype), squares)
@@ -76,6 +93,7 @@ class Encoder:
             FormatError: as `split` does, with the expert's number behind the layer's name.
         """
         if not (weights.is_meta or self.spec.dense or self.separation):
+            _announce_rounding(self.spec)
             with contextlib.suppress(FormatError):  # which is raised below, by the expert's name
                 squares = self._squares(slice(first, first + len(weights)))
                 return self._split_many(weights.detach().to(self.device, self.spec.dtype), squares)

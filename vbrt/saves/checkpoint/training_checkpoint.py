@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vbrt.errors import CheckpointError, describe_os_error
+from vbrt.errors import CheckpointError, MissingCheckpointError, describe_os_error
 from vbrt.host.safe_files import expanded, read_bounded, sync_directory, write_file
 from vbrt.report.progress import Progress
 from vbrt.saves.common.manifest import SHARD, content_digest, text_of
@@ -178,7 +178,9 @@ class SavedCheckpoint:
         try:
             content = json.loads(read_bounded(path, _MAX_BYTES))
         except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: no such file; expected a directory of vb.save_checkpoint()") from error
+            raise MissingCheckpointError(
+                f"{path}: no such file; expected a directory of vb.save_checkpoint()"
+            ) from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {describe_os_error(error)}") from error
         except (ValueError, RecursionError) as error:

@@ -1,13 +1,13 @@
 """Companion files of a transformers model: configs, tokenizer, chat templates, licence."""
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
 
 from vbrt.errors import CheckpointError, describe_os_error
+from vbrt.host.logger import warn
 from vbrt.host.safe_files import read_bounded, write_file
 
 __all__ = ["copy_companions", "write_companions"]
@@ -43,7 +43,7 @@ def write_companions(model: nn.Module, directory: Path) -> None:
         if callable(getattr(generation, "to_json_string", None)):
             made[_GENERATION] = generation.to_json_string().encode()
     except (TypeError, ValueError, AttributeError) as error:
-        warnings.warn(f"{directory}: without {_CONFIG}: the model's config cannot be written: {error}", stacklevel=4)
+        warn(f"{directory}: without {_CONFIG}: the model's config cannot be written: {error}", stacklevel=4)
         return
     origin = Path(getattr(config, "_name_or_path", "") or directory)
     try:

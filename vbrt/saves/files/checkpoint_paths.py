@@ -4,7 +4,7 @@ import re
 from os import PathLike
 from pathlib import Path
 
-from vbrt.errors import CheckpointError, describe_os_error
+from vbrt.errors import CheckpointError, MissingCheckpointError, describe_os_error
 from vbrt.host.safe_files import expanded
 
 __all__ = [
@@ -57,7 +57,7 @@ def looked_at(path: str | PathLike) -> Path:
             f"that vb.save() wrote, a checkpoint with {SINGLE}, or a GGUF file"
         ) from error
     if not is_directory and not (is_file and path.suffix in (".safetensors", GGUF_SUFFIX)):
-        raise CheckpointError(
+        raise (CheckpointError if is_file else MissingCheckpointError)(
             f"{path}: no such directory; expected one that vb.save() wrote, a checkpoint with {SINGLE}, or a GGUF file"
         )
     return path

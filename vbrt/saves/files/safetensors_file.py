@@ -27,7 +27,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from vbrt.errors import CheckpointError, describe_os_error
+from vbrt.errors import CheckpointError, MissingCheckpointError, describe_os_error
 from vbrt.host.file_prefetch import ReadAhead, Span
 from vbrt.host.host_memory import bytes_view
 from vbrt.host.safe_files import open_regular, read_into, replacing, write_at
@@ -203,7 +203,9 @@ class TensorFile:
             with open(open_regular(path), "rb", buffering=0) as file:
                 self._first, self.tensors, self.metadata = _header(path, file.fileno())
         except FileNotFoundError:
-            raise CheckpointError(f"{path}: no such file, and the checkpoint needs it; it is incomplete") from None
+            raise MissingCheckpointError(
+                f"{path}: no such file, and the checkpoint needs it; it is incomplete"
+            ) from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {describe_os_error(error)}") from error
         except MemoryError as error:  # the library maps the whole file, which may exceed ulimit -v

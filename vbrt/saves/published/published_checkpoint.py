@@ -3,7 +3,6 @@
 Decoded weights are encoded one at a time, as the config says; weights that the checkpoint left unquantized stay dense.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from torch import nn
 
 from vbrt.config import FORMATS, VBConfig, load_config
 from vbrt.errors import ConfigError
+from vbrt.host.logger import warn
 from vbrt.layers import Weight
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.expert_encoding import ExpertsOnDemand
@@ -101,7 +101,7 @@ class PublishedCheckpoint(DenseCheckpoint):
         notes = tuple(self._notes(swaps))
         lost = tuple(note for note in notes if "decoded" in note)
         for note in lost:
-            warnings.warn(f"{self.path}: {note}", stacklevel=5)
+            warn(f"{self.path}: {note}", stacklevel=5)
         return replace(plan, notes=(*plan.notes, *notes), fallbacks=(*plan.fallbacks, *lost))
 
     def _is_searched(self, swap: Swap) -> bool:

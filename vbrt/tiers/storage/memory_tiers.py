@@ -1,6 +1,5 @@
 """GPU and CPU memory tiers: buffers of exact page sizes, with a free list per size, within a budget."""
 
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Hashable
@@ -10,6 +9,7 @@ import torch
 from vbrt.errors import TierError
 from vbrt.host import accelerator
 from vbrt.host.host_memory import PinError, map_memory, pin
+from vbrt.host.logger import warn
 from vbrt.tiers.protocols.tier import Holder
 
 __all__ = ["Buffer", "MemoryTier"]
@@ -179,4 +179,4 @@ class MemoryTier:
                 "locked-memory limit or set tiers.cpu.pinned = false"
             )
             self.fallbacks.append(reason)
-            warnings.warn(reason, stacklevel=2)
+            warn(reason, stacklevel=2)

@@ -6,12 +6,12 @@ which avoids the page faults of an intermediate host buffer.
 """
 
 import threading
-import warnings
 from collections.abc import Callable
 
 import torch
 
 from vbrt.host import accelerator
+from vbrt.host.logger import warn
 
 __all__ = ["Read", "Relay"]
 
@@ -76,7 +76,7 @@ class Relay:
         )
         if reason not in self._fallbacks:
             self._fallbacks.append(reason)
-            warnings.warn(reason, stacklevel=2)
+            warn(reason, stacklevel=2)
 
 
 def _send(target: torch.Tensor, read: Read, stream: torch.Stream, chunks: list[_Chunk]) -> None:

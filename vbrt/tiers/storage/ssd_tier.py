@@ -15,7 +15,6 @@ import json
 import os
 import re
 import struct
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ import xxhash
 from vbrt.config.tier_records import TIERS
 from vbrt.errors import TierError, describe_os_error
 from vbrt.host.host_memory import aligned, bytes_view
+from vbrt.host.logger import warn
 from vbrt.host.safe_files import open_regular, read_into, replacing, write_at
 from vbrt.host.system_calls import DIRECT, NO_FOLLOW, Directory
 from vbrt.host.worker_threads import Crew
@@ -254,7 +254,7 @@ class SsdTier:
         self.io, self._direct = "buffered", False
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
-            warnings.warn(reason, stacklevel=2)
+            warn(reason, stacklevel=2)
 
     def free(self, room: PageFile, *, reuse: bool = False) -> None:
         """Remove a page and its file. Idempotent; a file that cannot be removed stays charged until the run ends."""

@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import os
 import time
-import warnings
 import weakref
 from _thread import allocate_lock
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import TierError
+from vbrt.host.logger import warn
 from vbrt.host.worker_threads import Crew
 from vbrt.kernels import kernel_refusal, resolve
 from vbrt.kernels.update import GRADIENTS, Step, join_master, split_master
@@ -70,7 +70,7 @@ class Updater:
         if self.kernel.backend == "reference":
             why = kernel_refusal(device, "update")
             self.fallbacks = [f"updates of weights: {why}; they run in plain torch, many times slower"]
-            warnings.warn(self.fallbacks[0], stacklevel=2)
+            warn(self.fallbacks[0], stacklevel=2)
         self._threads = threads or cores() - cores() // 4
         self._open: dict[int, _Update] = {}  # by the state's id, in order of submission
         self._begin()

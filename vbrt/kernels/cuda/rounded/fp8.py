@@ -14,7 +14,6 @@ Legend: M tokens, N outputs, K inputs.
 """
 
 import functools
-import warnings
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.formats import WeightPlanes
+from vbrt.host.logger import warn
 from vbrt.kernels import reference
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import launches
@@ -113,7 +113,7 @@ class _Product(torch.autograd.Function):
 def note_refusal(n: int, k: int, dtype: torch.dtype) -> None:
     """The vendor's library has no FP8 kernel for some shapes (K = 33008 to N = 64 on sm_90)."""
     _REFUSED[n, k] = f"compute.fp8: no FP8 matmul for {k} -> {n}; multiplied in {dtype}"
-    warnings.warn(_REFUSED[n, k], stacklevel=3)
+    warn(_REFUSED[n, k], stacklevel=3)
 
 
 def noted_refusal(n: int, k: int) -> str | None:
