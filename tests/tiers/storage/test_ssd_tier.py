@@ -32,13 +32,13 @@ def test_what_was_written_is_read(tmp_path, io, nbytes):
 def test_a_read_that_comes_in_pieces_is_put_together(tier, monkeypatch, most):
     real = os.preadv
 
-    def short(fd, views, offset):
+    def short(fd, views, offset, *flags):
         """At most so many bytes, as a signal or a network file system would have it."""
         left, pieces = most, []
         for view in views:
             pieces.append(view[:left])
             left -= len(pieces[-1])
-        return real(fd, pieces, offset)
+        return real(fd, pieces, offset, *flags)
 
     tier.write("layer", page())
     monkeypatch.setattr(os, "preadv", short)
@@ -243,9 +243,9 @@ def test_a_file_that_shrinks_while_it_is_read_is_truncated(tier, monkeypatch):
     tier.write("layer", page(CHUNK + 2 * PAGE))
     real = os.preadv
 
-    def preadv(fd, views, offset):
+    def preadv(fd, views, offset, *flags):
         os.truncate(file_of(tier, "layer"), HEADER_BYTES + CHUNK)
-        return real(fd, views, offset)
+        return real(fd, views, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(TierError, match=r"layer: .* is truncated: it ends at byte"):
@@ -253,7 +253,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_truncated(tier, monkeypatch):
 
 
 def test_an_io_error_names_layer_and_file(tier, monkeypatch):
-    def fail(fd, views, offset):
+    def fail(fd, views, offset, *flags):
         raise OSError(errno.EIO, "Input/output error")
 
     tier.write("layer", page())

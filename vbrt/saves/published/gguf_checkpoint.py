@@ -291,7 +291,11 @@ class GGUFWeight:
         for begin in range(0, len(numbers), step):
             part = out[begin : begin + step]
             for info, places, rows in self._gathered(numbers[begin : begin + step]):
-                part[places] = _decoded(rows, info.type).to(out.dtype)
+                values = _decoded(rows, info.type)
+                if len(places) == len(part):  # all rows, in order: no scatter
+                    part.copy_(values)
+                else:
+                    part[places] = values.to(out.dtype)
         return out.t().contiguous() if self.outline.transposed else out
 
     def _gathered(self, numbers: Tensor) -> Iterator[tuple[GGUFTensor, Tensor, Tensor]]:

@@ -45,6 +45,7 @@ _SEGMENT_BYTES = 512 << 10  # unit of hashing: stays in L2
 _DIRECT_SEGMENTS = 8  # per read with O_DIRECT: drives need large reads
 _ALONE_BYTES = 1 << 20  # smaller pages are read before a helper would wake up
 _PAGE_CACHE_SHARE = 0.5  # share of available memory that page files may fill before reads turn direct
+_DIRECT_READS = 16  # after a read that missed the page cache; the next one goes through it, so that it fills again
 
 ReadPage = Callable[[int, torch.Tensor, int, int], bytes]
 """Callback (fd, out, offset, segment_bytes) that fills a tensor from a file and returns the digests of its segments.
@@ -72,7 +73,8 @@ class SsdTier:
         root: directory for page files; created if missing. Each run works in its own locked directory inside.
         capacity_bytes: bytes of files, headers included, that the tier may hold.
         io: "direct" (O_DIRECT), "buffered" (page cache), or "auto": through the page cache as long as the files fit
-            into half of the available memory, direct beyond that, where the cache would evict them before reuse.
+            into half of the available memory, direct beyond that, where the cache would evict them before reuse, and
+            for some reads after one whose page it had evicted: large direct reads are faster than its readahead.
         helpers: additional threads that read parts of one large page.
         read_page: reader of pages from the page cache, replaces the helpers.
 
@@ -92,6 +94,7 @@ class SsdTier:
         self.stuck_bytes = 0
         self._serial = 0
         self._direct: bool | None = None
+        self._direct_reads = 0  # left of those after a miss of the page cache
         self._crew, self._read_page = Crew(helpers), read_page
         try:
             self._run = RunDirectory(self.root)
@@ -164,6 +167,8 @@ class SsdTier:
             raise TierError(f"{key}: the page has {room.page_bytes} bytes, the buffer {out.numel()}")
 
         def read(fd: int, segments: int) -> int:
+            if segments == 1 and self.io == "auto" and _is_evicted(room, fd):
+                self._direct_reads = _DIRECT_READS
             if self._read_page is not None and segments == 1:
                 return _read_by(self._read_page, key, room, fd, out)
             return self._shared(_Read(key, room, fd, bytes_view(out), segments))
@@ -191,6 +196,7 @@ class SsdTier:
         """Return read(descriptor, segments to read at a time); raises TierError where the file cannot be read."""
         try:
             if self._use_direct():
+                self._direct_reads = max(0, self._direct_reads - 1)
                 try:
                     if DIRECT:
                         return self._open_and(read, key, room, DIRECT)
@@ -294,7 +300,7 @@ class SsdTier:
             except OSError:  # out of descriptors; the next read tries again
                 return self.io == "direct"
             self._direct = direct = self.io == "direct" or (self.io == "auto" and not fits_cache)
-        return direct
+        return direct or self._direct_reads > 0
 
 
 def _header(key: str, nbytes: int, digest: int, layout: dict | None) -> bytes:
@@ -312,6 +318,19 @@ def _write_file(path: Path, files: Directory, header: bytes, view: memoryview) -
     except BaseException:
         _unlink(path, files)  # a late interrupt leaves it under its final name
         raise
+
+
+def _is_evicted(room: PageFile, fd: int) -> bool:
+    """True if a read of the page's middle would have to wait for the drive."""
+    if not DIRECT or not hasattr(os, "RWF_NOWAIT"):
+        return False
+    try:
+        os.preadv(fd, [bytearray(1)], HEADER_BYTES + room.page_bytes // 2, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system that cannot say
+        return False
+    return False
 
 
 @contextlib.contextmanager
