@@ -8,6 +8,7 @@ that the page uses. Its blocks share one scope and one working directory, and ru
     ```toml      is taken for a config
     ```json      is parsed
     ```py        lines of other libraries: parsed only
+    ```diff      lines of Python before and after: parsed only
     ```text      what somebody sees: nothing to try
 
 A comment in the line above a fence says what differs, and why: `<!-- gpu: why -->` runs on a GPU only,
@@ -104,6 +105,9 @@ class Page:
                     load_config(tomllib.loads(block.text))
                 case "json":
                     json.loads(block.text if block.text.lstrip()[0] in "[{" else f"{{{block.text}}}")
+                case "diff":  # before and after
+                    for sign in "-+":
+                        ast.parse("\n".join(line[2:] for line in block.text.splitlines() if line[0] == sign))
                 case "text":
                     pass
                 case other:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scripts import bench_page
+from scripts import bench_page, readme_figures
 from tests.docs.pages import PAGES, ROOT
 
 
@@ -63,19 +63,9 @@ def story(name: str, *keys: str) -> list[float]:
 
 #: page, sentence, figures
 SENTENCES: tuple[tuple[str, str, Callable[[], list[float] | tuple[float, ...]]], ...] = (
-    (
-        "README.md",
-        "**{:.1f} ms a token in {:.1f} GB** of GPU memory, where bf16 takes {:.0f} GB and {:.1f} ms at best",
-        lambda: [
-            generated("fp4")["ms"],
-            generated("fp4")["peak_gb"],
-            generated("bf16, eager")["peak_gb"],
-            generated("dense")["ms"],
-        ],
-    ),
-    ("README.md", "same bits as bf16 in {:.1f} GB**, at {:.0f} ms a token", lambda: streamed("exact")),
     ("README.md", "ready in {:.0f} s, **{:.0f} ms a token**", lambda: story("generate", "ready_s", "ms")),
-    ("README.md", "in use: {:.1f} GB in all", lambda: story("generate", "device_gb")),
+    ("README.md", "{:.1f} GB of the GPU in use.", lambda: story("generate", "device_gb")),
+    ("README.md", "{:.1f} GB of the GPU in use. The", lambda: story("lora", "device_gb")),
     ("README.md", "**{:.2f} s a step** of {} tokens", lambda: story("lora", "step_s", "tokens_a_step")),
     (
         "README.md",
@@ -83,13 +73,6 @@ SENTENCES: tuple[tuple[str, str, Callable[[], list[float] | tuple[float, ...]]],
         lambda: [
             experts(f"{share}% of the expert pages")[key] for key in ("tokens_s", "peak_gb") for share in (25, 10)
         ],
-    ),
-    ("README.md", "{:.1f} GB: {:.1f}; {:.1f} GB: {:.0f}; {:.1f} GB: {:.0f}", lambda: preset_fp4()),
-    ("README.md", "{:.1f} GB: {:.0f}; {:.1f} GB: {:.0f} | the same outputs |", lambda: budgeted("exact")),
-    (
-        "README.md",
-        ": {:.1f}; {:.1f} GB: {:.0f}; {:.1f} GB: {:.0f} | fp32 models",
-        lambda: [generated("dense")["ms"], *streamed("dense-half"), *streamed("dense-ring")],
     ),
     (
         "README.md",
@@ -99,21 +82,9 @@ SENTENCES: tuple[tuple[str, str, Callable[[], list[float] | tuple[float, ...]]],
             large()["peak_bytes"] / 1e9,
         ],
     ),
-    ("README.md", "**{1:,.0f} tokens a second in {0:.1f} GB**", lambda: trained("vbrt, recomputed")),
     ("README.md", "**{:,.0f} tokens a second**", lambda: [round(16384 / large()["seconds"], -2)]),
     ("README.md", "`exact` streams {:.2f} times as fast as on one", lambda: [faster("exact", "T1_ms")]),
-    (
-        "README.md",
-        "where resident training takes {:.1f} GB for {:,.0f}, torchao's CPU offloading {:.1f} GB for {:,.0f}, and",
-        lambda: [*trained("resident"), *trained("torchao CPUOffloadOptimizer")],
-    ),
-    ("README.md", "FSDP2's {:.1f} GB for {:,.0f}", lambda: trained("FSDP2, CPUOffloadPolicy")),
 )
-
-
-def preset_fp4() -> list[float]:
-    """The first by a whole call of `generate`, the others at smaller budgets."""
-    return [generated("fp4")["peak_gb"], generated("fp4")["ms"], *budgeted("fp4")[2:]]
 
 
 def faster(what: str, figure: str) -> float:
@@ -125,6 +96,15 @@ def test_a_sentence_has_the_figures_of_the_results(page, sentence, figures):
     says = sentence.format(*figures())
     text = " ".join(PAGES[page].read_text("utf-8").split())
     assert says in text, f"{page} does not say: {says}"
+
+
+def test_readmes_table_is_the_one_that_is_generated_and_predicted():
+    text = (ROOT / "README.md").read_text("utf-8")
+    shown = text.split(readme_figures.MARKS[0])[1].split(readme_figures.MARKS[1])[0]
+    assert shown.strip() == readme_figures.table(), "scripts/readme_figures.py writes it"
+    name = "8B fp4, 2 GB"
+    again = readme_figures.predictions({name: readme_figures.CASES[name]})["rows"][name]
+    assert again == pytest.approx(results("predicted-rtx-4070")["rows"][name]), "scripts/readme_figures.py --predict"
 
 
 def test_the_page_of_benchmarks_is_the_one_that_is_generated():

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -68,30 +67,6 @@ def test_the_picture_is_that_of_the_committed_results(tmp_path):
     assert re.findall(r'<path d="M [^"]*"', drawn) == re.findall(r'<path d="M [^"]*"', shown), "memory_bench.py --plot"
     accelerate, exact, *_, fp4 = lines.values()
     assert min(fp4)[0] < min(accelerate)[0] and min(exact)[1] < min(accelerate)[1]
-
-
-README = (Path(stories.__file__).parent.parent / "README.md").read_text("utf-8")
-
-
-def story(heading):
-    """The text of README below a heading."""
-    return re.split(r"^##", README.split(heading, 1)[1], maxsplit=1, flags=re.M)[0]
-
-
-def test_readme_has_the_figures_that_are_committed():
-    rows = json.loads((memory_bench.RESULTS / "stories-nvidia-h200.json").read_text())
-    one, adapters = rows["generate"], rows["lora"]
-    text = story("### A 32B model on a 12 GB GPU")
-    assert f"**{one['ms']:.0f} ms a token**" in text and f"{one['device_gb']:.1f} GB in all" in text
-    assert f"{one['tokens_s']:.1f} tokens a second" in text and one["device_gb"] < 12
-    text = story("### LoRA on it")
-    assert f"**{adapters['step_s']:.2f} s a step**" in text and f"{adapters['device_gb']:.1f} GB of the device" in text
-    assert f"of {adapters['tokens_a_step']} tokens" in text and adapters["device_gb"] < 12
-    experts = json.loads((memory_bench.RESULTS / "experts-decode-nvidia-h200.json").read_text())["rows"]
-    few = {row["case"].split("%")[0]: row for row in experts if "%" in row["case"]}
-    text = story("### A mixture of experts from host memory")
-    assert f"**{few['25']['tokens_s']:.0f} and {few['10']['tokens_s']:.0f} tokens a second**" in text
-    assert f"({few['25']['peak_gb']:.1f} and {few['10']['peak_gb']:.1f} GB)" in text.replace("\n", " ")
 
 
 def test_a_directory_of_a_model_has_a_story_too(llama, monkeypatch, tmp_path):  # noqa: F811
