@@ -74,7 +74,9 @@ def test_the_demo_gives_the_whole_models_bits_beside_accelerate_and_keeps_the_st
     assert kept["tiers"]["cpu"]["peak_bytes"] <= 2e6 / 3 < kept["tiers"]["ssd"]["held_bytes"]
 
 
-@pytest.mark.parametrize(("ours", "peers", "says_more"), [(2.0, 1.0, True), (1.0, 2.0, False)])
+@pytest.mark.parametrize(
+    ("ours", "peers", "says_more"), [(2.0, 1.0, True), pytest.param(1.0, 2.0, False, marks=pytest.mark.exhaustive)]
+)
 def test_the_last_line_says_where_accelerate_takes_less_time(inside, capsys, ours, peers, says_more):
     pytest.importorskip("accelerate")
     inside |= {"vbrt exact": {"spans": [ours]}, "accelerate": {"spans": [peers]}, "whole": {"spans": [0.5]}}
@@ -92,6 +94,7 @@ def test_other_bits_of_a_lossless_run_are_said_and_exit_with_1(inside, capsys):
     assert "the process for 'accelerate' ended: as it may" in out and "accelerate's time" not in out
 
 
+@pytest.mark.exhaustive
 def test_a_preset_that_is_named_runs_alone_within_the_budget(inside, capsys):
     assert cli.main([*SMALL, "--config", "nf4"]) == 0
     out = capsys.readouterr().out

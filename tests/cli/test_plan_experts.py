@@ -12,7 +12,7 @@ from vbrt.residency.routing_trace import RoutedLayer, generate_routing
 pytest.importorskip("transformers")
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
-MACHINE = ("--gpu-memory", "24GiB", "--ram", "512GiB")
+MACHINE = ("--gpu-memory", "24GiB", "--ram", "512GiB", "--budget", "auto")  # for pages: nothing is estimated
 GB = 10**9
 
 
@@ -64,7 +64,7 @@ def test_missed_experts_are_done_with_by_link_and_cpu_together(capsys):
         cost = planned(capsys, "qwen3-30b-a3b", *options, f"experts.miss={miss}")["experts"]
         assert cost["tokens_per_s"]["0"] == pytest.approx(rate * GB / cost["cold_token_bytes"]) and cost["miss"] == miss
     model = str(CONFIGS / "qwen3-30b-a3b.json")
-    assert cli.main(["plan", model, "--ram", "64GiB", *options, "experts.miss=auto"]) == 0
+    assert cli.main(["plan", model, "--ram", "64GiB", "--budget", "auto", *options, "experts.miss=auto"]) == 0
     assert 'experts.miss = "auto": 80 GB/s of missed experts, with 30 on the CPU.' in capsys.readouterr().out
 
 

@@ -59,6 +59,7 @@ def test_an_inherited_handler_gets_notes_and_fallbacks_stay_warnings(capsys, cap
 @pytest.mark.parametrize(("verbosity", "note", "fallback"), [("INFO", 1, 1), ("warning", 0, 1), ("error", 0, 0)])
 def test_a_verbosity_silences_what_is_below_it(verbosity, note, fallback, monkeypatch, capsys):
     monkeypatch.delenv("VBRT_PROGRESS", raising=False)
+    monkeypatch.setattr(logger.LOGGER, "propagate", False)  # the test runner's handler is an inherited one
     logger.set_verbosity(verbosity)
     try:
         assert wanted() is bool(note) and wanted(True)

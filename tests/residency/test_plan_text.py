@@ -42,7 +42,8 @@ def test_bars_are_as_long_as_the_bytes_of_their_tier(plan):
     assert "░" in by_tier["cpu"] and {"▓", "▒"} <= set("".join(tiers))
 
 
-def test_every_layer_is_named_on_request(plan):
+def test_every_layer_is_named_on_request(plan, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     assert all(swap.name in plan.table(each=True) for swap in plan.swaps)
     assert "3.0" not in str(plan).replace("3.0 MiB", "") and str(plan) == plan.table()
 

@@ -195,7 +195,7 @@ def test_copies_and_pickles_keep_to_the_rule():
 
 def test_the_page_lists_the_names():
     page = (ROOT / "docs/wrapping.md").read_text("utf-8")
-    section = page.split("## Whose a name is")[1].split("\n## ")[0]
+    section = page.split("## Names that both have")[1].split("\n## ")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
     listed = [(name, whose.strip()) for names, whose in rows for name in re.findall(r"`(\w+)`", names)]
     assert sorted(name for name, _ in listed) == sorted(NAMES)

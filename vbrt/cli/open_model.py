@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vbrt.cli.options import config_of, integration, locate_model, positive
@@ -99,9 +100,9 @@ def settled_config(args: argparse.Namespace) -> VBConfig | None:
 def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTokenizerBase]":
     """Load a model into planes, and its tokenizer; the plan's warnings become lines."""
     config_of(args)  # report its errors before any slow work
-    found = str(packaged_model(args.model))
-    if found != args.model:
-        args.model, args.dtype = found, args.dtype or "bfloat16"
+    found = packaged_model(args.model)
+    if found != Path(args.model):
+        args.model, args.dtype = str(found), args.dtype or "bfloat16"
         args.config = args.config or _SMALL_MODEL_PRESET
     locate_model(args)
     with working("importing torch and transformers") as say:

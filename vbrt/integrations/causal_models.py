@@ -73,7 +73,7 @@ def decode_gguf(file: Path, directory: Path, dtype: torch.dtype) -> "PreTrainedT
     with TensorWriter(directory / "model.safetensors", infos) as writer:
         for info in infos:
             writer.write(info.name, source.read(info.name).to(dtype).view(info.shape))
-    outline.config.dtype, outline.config.architectures = dtype, [type(outline).__name__]
+    outline.config.update({"dtype": dtype, "architectures": [type(outline).__name__]})
     outline.config.save_pretrained(directory)
     GenerationConfig.from_model_config(outline.config).save_pretrained(directory)
     tokenizer = _gguf_tokenizer(file)

@@ -109,6 +109,7 @@ def test_the_longest_context_is_the_last_that_fits(model):
     assert not vbrt.estimate(model, further, vbrt.load_config(best.name, tiers=budget), machine=on).fits
 
 
+@pytest.mark.exhaustive
 def test_training_gives_up_no_more_than_it_must():
     model = llama_of(
         hidden_size=512, intermediate_size=2048, num_hidden_layers=3, num_attention_heads=4, vocab_size=512
