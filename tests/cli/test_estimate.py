@@ -29,6 +29,7 @@ def test_the_command_says_where_memory_goes_and_what_is_missing(config_json, cap
     assert "each of 2 ranks" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_where_memory_goes_is_a_picture(config_json, tmp_path):
     pytest.importorskip("matplotlib")
     arguments = [

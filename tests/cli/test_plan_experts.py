@@ -68,6 +68,7 @@ def test_missed_experts_are_done_with_by_link_and_cpu_together(capsys):
     assert 'experts.miss = "auto": 80 GB/s of missed experts, with 30 on the CPU.' in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_the_table_says_what_it_assumes(capsys):
     model = str(CONFIGS / "qwen3-30b-a3b.json")
     assert cli.main(["plan", model, "--gpu-memory", "6GiB", "--ram", "8GiB", "--ssd", "100GiB", "--drive", "7"]) == 0

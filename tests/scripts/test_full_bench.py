@@ -30,6 +30,7 @@ def run(name, capsys, **given) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.exhaustive
 def test_its_figures_make_a_table(tmp_path, capsys):
     large = run("large", capsys, sizes=[32, 64], at_once=32)
     for row in large["rows"]:

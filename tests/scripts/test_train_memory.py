@@ -68,6 +68,7 @@ def test_each_rung_takes_what_was_estimated_and_less_than_the_one_before(run, ca
     assert "\x1b" not in file.getvalue()
 
 
+@pytest.mark.exhaustive
 def test_a_rung_is_measured_in_a_process_of_its_own():
     case = Case(Shape(layers=1, width=32, heads=1, context=32), 2, Options())
     assert measure("fp32", case).peak_bytes == pytest.approx(_on_cpu(case)[0], rel=0.01)

@@ -15,7 +15,6 @@ import glob
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -39,6 +38,7 @@ from huggingface_hub.utils import (
 )
 
 from vbrt.errors import CheckpointError, ConfigError, VBError, describe_os_error, first_line
+from vbrt.host.logger import warn
 from vbrt.integrations.hub_headers import hollow_file, scratch_folder
 from vbrt.report.progress import wanted
 from vbrt.residency.byte_text import format_bytes
@@ -215,7 +215,7 @@ def _cached(asked: _HubName, error: BaseException, need: Need) -> Path:
             "fetches the rest where the Hub can be reached"
         ) from error
     if not isinstance(error, OfflineModeIsEnabled):
-        warnings.warn(f"{asked.repo}: {_reason(error)}; the copy in the Hub's cache is used", stacklevel=5)
+        warn(f"{asked.repo}: {_reason(error)}; the copy in the Hub's cache is used", stacklevel=5)
     return _path_of(chosen, snapshot / chosen[0])
 
 

@@ -100,6 +100,7 @@ def test_what_advice_says_of_a_candidate_is_what_its_estimate_says():
         assert alone.moments == choice.found.moments, choice.name
 
 
+@pytest.mark.exhaustive
 def test_the_longest_context_is_the_last_that_fits(model):
     on = machine(300, 4000)
     best = asked(model, "longest", on).best

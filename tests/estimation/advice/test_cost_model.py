@@ -73,6 +73,7 @@ def model():
     return llama_of(hidden_size=512, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
 
 
+@pytest.mark.exhaustive
 def test_another_set_changes_what_advice_predicts_and_advice_names_it(model, tmp_path):
     on, rates = Machine(GiB, GiB, 4 * GiB, 4 * GiB), vbrt.data_sheet("RTX 4090")
     file = tmp_path / "own.toml"

@@ -159,6 +159,7 @@ def test_training_from_the_tiers_leaves_gradients_and_state_of_kept_parameters_a
     assert 12 * kept < traced < 32 * kept  # gradients, state; while it steps, masters and gradients in fp32
 
 
+@pytest.mark.exhaustive
 def test_activations_are_counted_as_the_config_asks_for_them():
     on_gpu, sizes = Machine(GiB, GiB, 32 * GiB, 32 * GiB), {"batch": 2, "context": 256}
     block_input = 2 * 256 * 128 * 2
@@ -177,6 +178,7 @@ def test_activations_are_counted_as_the_config_asks_for_them():
     assert asked_of(load_config("full", training={"activations": "offload"}), "cpu") == "recompute"
 
 
+@pytest.mark.exhaustive
 def test_options_show_what_each_saves():
     task = vbrt.Task("train", batch=2, context=256, lora=4)
     found = {option.name: option for option in with_and_without(model_of(2), task, None, ON)}

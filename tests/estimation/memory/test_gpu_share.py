@@ -67,6 +67,7 @@ def test_the_note_says_what_quantized_files_leave_unswapped_beyond_the_share(mod
     assert share.noted(more).notes[-1] == f"{share.note}; the files leave 704.0 MiB more unswapped, beyond that"
 
 
+@pytest.mark.exhaustive
 def test_a_longer_context_leaves_less_for_pages(model):
     short, long = (estimated(model, gpu_memory="3GiB", context=context) for context in (1024, 8192))
     assert short.task.context == 1024 and long.task.context == 8192

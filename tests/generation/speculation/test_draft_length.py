@@ -302,16 +302,16 @@ def test_another_drafter_drafts_where_a_free_one_finds_nothing():
     assert pace.choose(100, without={"ngrams", "coarse"}) == Choice("", 0)
 
 
-@pytest.mark.parametrize("capture_s", [0.4, 2.0, 4.5])
+@pytest.mark.parametrize("capture_s", [0.4, 4.5])
 def test_drafts_that_pay_only_once_captured_are_captured_in_the_first_long_call(capture_s):
     machine, first, second = replace(H200_COARSE, recording_s=capture_s), [], []
-    for seed in range(9):
+    for seed in range(5):
         simulation, wrong = (Simulation(machine, seed=seed, noisy=True) for _ in range(2))
         first.append(simulation.slowness(TEXTS["0.9"], 256))
         second.append(simulation.slowness(TEXTS["0.9"], 256))
         assert wrong.slowness(TEXTS["0.1"], 256) <= 1.03 and not wrong.recorded
-    assert sorted(first)[4] < 0.7 and max(first) <= 1.03  # the first drafts may be wrong by chance
-    assert sorted(second)[4] < 0.4
+    assert sorted(first)[2] < 0.7 and max(first) <= 1.03  # the first drafts may be wrong by chance
+    assert sorted(second)[2] < 0.4
 
 
 def test_one_time_work_waits_until_gains_cover_it():

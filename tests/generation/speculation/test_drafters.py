@@ -278,6 +278,7 @@ def test_an_assistant_of_few_positions_ends_with_them():
     assert drafted[0] == K and drafted[-1] == 0 and of.length == LIMIT
 
 
+@pytest.mark.exhaustive
 def test_a_small_trained_model_drafts_a_trained_model_well_and_its_prompt_repeats():
     model, text = as_gpt2(committed.dense(), torch.float32), prompts_of(committed.held_out(), 1)
     settings = {"tiers": {"gpu": {"enabled": False}}, "weights": {"min_parameters": 0}}

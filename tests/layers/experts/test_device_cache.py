@@ -50,6 +50,7 @@ def interpreted(code):
     return done.stdout.split()
 
 
+@pytest.mark.exhaustive
 def test_hits_misses_residents_and_bytes_are_those_of_the_policy():
     evicted = interpreted("""
         print(compare(0, (13, 13), (1, 1), 5, "layer", 8))
