@@ -56,6 +56,7 @@ def asked(model: nn.Module, goal: str, on: Machine, **sizes: int) -> vbrt.Advice
     return vbrt.advise(model, goal, machine=on, rates=RATES, **({"context": 256} | sizes))
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_fits_stays_on_the_gpu_with_its_own_bits_unless_less_may_be_faster(model):
     exact = asked(model, "exact", machine(2000, 4000))
     assert exact.best.lossless and list(exact.best.found.tiers) == ["gpu"]
