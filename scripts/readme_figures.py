@@ -27,13 +27,22 @@ PREDICTED = RESULTS / "predicted-rtx-4070.json"
 README = ROOT / "README.md"
 MARKS = "<!-- figures: scripts/readme_figures.py -->", "<!-- end of figures -->"
 GPU, RAM = "RTX 4070", 64 << 30
+
+
+def read(name: str) -> dict[str, Any]:
+    """Committed results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+STORY = read("stories-nvidia-h200")["generate"]
+(QUARTER,) = (row for row in read("experts-decode-nvidia-h200")["rows"] if row["case"].startswith("25%"))
 #: name -> shape, preset, GB of the GPU for pages; None: as much as there is
 CASES: dict[str, tuple[str, str, float | None]] = {
     "8B fp4": ("llama-3-8b", "fp4", None),
     "8B fp4, 2 GB": ("llama-3-8b", "fp4", 2.0),
     "8B exact, 5 GB": ("llama-3-8b", "exact", 5.0),
-    "32B fp4": ("qwen3-32b", "fp4", 6.386996992),
-    "30B-A3B fp4, 25 %": ("qwen3-30b-a3b", "fp4", 4.614815744),
+    "32B fp4": ("qwen3-32b", "fp4", STORY["budget_gb"]),
+    "30B-A3B fp4, 25 %": ("qwen3-30b-a3b", "fp4", QUARTER["budget_gb"]),
 }
 
 
@@ -51,11 +60,6 @@ def predictions(cases: dict[str, tuple[str, str, float | None]] = CASES) -> dict
     return {"machine": machine(), "gpu": GPU, "rates": dataclasses.asdict(rates), "rows": rows}
 
 
-def read(name: str) -> dict[str, Any]:
-    """Committed results."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
 def table() -> str:
     """README's rows, each with the command that measures it again."""
     lines = memory_bench.points()
@@ -63,11 +67,9 @@ def table() -> str:
     offloaded, fp4 = lines["accelerate, bf16 (one forward)"], lines["vbrt fp4"]
     exact = lines["vbrt exact: every bit of the weights"]
     (whole,) = (row for row in read("generate-nvidia-h200")["rows"] if row["case"] == "fp4" and row["batch"] == 1)
-    story = read("stories-nvidia-h200")["generate"]
-    (quarter,) = (row for row in read("experts-decode-nvidia-h200")["rows"] if row["case"].startswith("25%"))
     predicted = json.loads(PREDICTED.read_text())["rows"]
     ours, eager = "`scripts/memory_bench.py`", "`scripts/generate_bench.py`"
-    experts = (quarter["peak_gb"], quarter["ms"], "30B-A3B fp4, 25 %", "`scripts/experts_decode.py`")
+    experts = (QUARTER["peak_gb"], QUARTER["ms"], "30B-A3B fp4, 25 %", "`scripts/experts_decode.py`")
     rows = (
         ("Llama-3-8B, bf16, transformers", *plain, "", eager),
         ("Llama-3-8B, bf16, captured", *captured, "", eager),
@@ -75,7 +77,7 @@ def table() -> str:
         ("Llama-3-8B, `fp4`", whole["peak_gb"], whole["ms"], "8B fp4", eager),
         ("Llama-3-8B, `fp4`, half in host memory", *fp4[1], "8B fp4, 2 GB", ours),
         ("Llama-3-8B, `exact`", *exact[-1], "8B exact, 5 GB", ours),
-        ("Qwen3-32B, `fp4`", story["device_gb"], story["ms"], "32B fp4", "`scripts/stories.py generate`"),
+        ("Qwen3-32B, `fp4`", STORY["device_gb"], STORY["ms"], "32B fp4", "`scripts/stories.py generate`"),
         ("Qwen3-30B-A3B, `fp4`, a quarter of the experts", *experts),
     )
     out = [

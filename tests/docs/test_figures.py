@@ -64,6 +64,11 @@ def story(name: str, *keys: str) -> list[float]:
 #: page, sentence, figures
 SENTENCES: tuple[tuple[str, str, Callable[[], list[float] | tuple[float, ...]]], ...] = (
     ("README.md", "ready in {:.0f} s, **{:.0f} ms a token**", lambda: story("generate", "ready_s", "ms")),
+    (
+        "README.md",
+        "about {:.0f} ms are predicted",
+        lambda: [round(results("predicted-rtx-4070")["rows"]["32B fp4"]["ms"], -1)],
+    ),
     ("README.md", "{:.1f} GB of the GPU in use.", lambda: story("generate", "device_gb")),
     ("README.md", "{:.1f} GB of the GPU in use. The", lambda: story("lora", "device_gb")),
     ("README.md", "**{:.2f} s a step** of {} tokens", lambda: story("lora", "step_s", "tokens_a_step")),

@@ -51,8 +51,8 @@ _SAMPLE_S = 0.01
 
 
 def make_smollm2(directory: Path, question: str) -> dict[str, Any]:
-    """Write SmolLM2's files; return its name, bytes, those of its embedding table, number of parameters, and a
-    question to it as tokens.
+    """Write SmolLM2's files; return its name, bytes of weights and of the embedding table, number of parameters, and
+    a question to it as tokens.
 
     Raises VBError: its package is not installed.
     """

@@ -204,7 +204,7 @@ class Attachment:
         return all(swap.lossless for swap in self._plan.swaps)
 
     def rounded_formats(self) -> list[str]:
-        """Return the formats that stored weights were rounded to; not those of quantized checkpoints."""
+        """Return formats to which vbrt rounded weights; a quantized checkpoint's own format is none of them."""
         if self.lossless:
             return []
         specs = (handle.spec for handle in self.registry.handles if handle.keys)
