@@ -121,7 +121,9 @@ class Generating:
         self.steps.compile_for(prompt_of(model, args, kwargs))
         watched = calls_others(args, kwargs)
         with self.steps.session(limit_of(model, args, kwargs), watched=watched) as session:
-            return _with_forward(model, _Forward(model.forward, session), lambda: generate(*args, **kwargs))
+            out = _with_forward(model, _Forward(model.forward, session), lambda: generate(*args, **kwargs))
+        attachment.hosting.check_results()
+        return out
 
     @contextlib.contextmanager
     def passes(self, limit: int, *, watched: bool, feed: Feed | None = None) -> Iterator["Passes"]:
@@ -347,11 +349,15 @@ class Terms:
         attachment = self._attachment()
         return attachment.lossless and attachment.settings.compute.exactness == "bits"
 
+    def prepare(self, tokens: int) -> None:
+        """Choose the weights that the CPU computes in steps of so many tokens."""
+        self._attachment().hosting.follow(self._phase, tokens)
+
     def moment(self) -> object:
         """Return the runtime state that a capture depends on; replay requires it unchanged."""
-        ledger, guard, has_head = self._stack.ledger, self._stack.guard, self._attachment().head is not None
+        ledger, guard, attachment = self._stack.ledger, self._stack.guard, self._attachment()
         others = guard.recorder is None, guard.routing is None, guard.closed
-        return (ledger.changes, ledger.travellers, *others, has_head)
+        return (ledger.changes, ledger.travellers, *others, attachment.head is not None, attachment.hosting.version)
 
     @property
     def decoder(self) -> nn.Module | None:
@@ -395,11 +401,15 @@ class Terms:
         """Capture a pass; return its replay, which returns False and does nothing once pages have moved."""
         if self._stack.device.type != accelerator.TYPE:
             return self._counted(self._recorded_on_host(recorder.record(body, contextlib.nullcontext)))
-        ledger, attachment, passes = self._stack.ledger, self._attachment(), []
+        ledger, attachment, passes, posts = self._stack.ledger, self._attachment(), [], []
+        hosting = attachment.hosting
 
-        def within() -> Any:
+        @contextlib.contextmanager
+        def within() -> Iterator[None]:
             passes.append(attachment.runtime.recording(self._phase, self._keys()))
-            return passes[0]
+            with passes[0], hosting.captured() as counted:
+                yield
+                posts.append(counted())
 
         def step() -> None:
             body()
@@ -412,7 +422,9 @@ class Terms:
         finally:
             ledger.captured = captured
             attachment.expert_cache.forget_recording()
-        return self._counted(functools.partial(passes[0].replay, graph))
+        if not posts[0]:
+            return self._counted(functools.partial(passes[0].replay, graph))
+        return self._counted(lambda: hosting.replayed(posts[0], lambda: passes[0].replay(graph)))
 
     def _counted(self, replay: Callable[[], bool]) -> Callable[[], bool]:
         """Count replays: other ranks detect progress by them."""

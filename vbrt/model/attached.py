@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from vbrt.model.expert_cache import ExpertCache
+from vbrt.model.hosting import Hosting
 from vbrt.model.layer_registry import Registry
 from vbrt.model.throughput import Work
 from vbrt.report.speculation_counters import SpeculationCounts
@@ -21,6 +22,7 @@ class Attached(Protocol):
     work: Work
     registry: Registry
     expert_cache: ExpertCache
+    hosting: Hosting
     speculation: SpeculationCounts
 
     @property

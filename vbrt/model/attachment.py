@@ -24,12 +24,13 @@ from vbrt.libraries.versions import newer_than_tested
 from vbrt.model.activation_settings import activations_of
 from vbrt.model.expert_cache import ExpertCache
 from vbrt.model.first_pass import show_encoding
+from vbrt.model.hosting import Hosting
 from vbrt.model.kv_caches import cache_stats
 from vbrt.model.layer_registry import Registry
 from vbrt.model.machine_memory import release_host_memory
 from vbrt.model.parameter_counts import drop_counts, set_counts
 from vbrt.model.pass_hooks import PassEndHook, PassHook, move_rest_, pass_hook_of, remove_pass_hooks
-from vbrt.model.phase import BACKWARD, inferred_phase, named_phase, phase_name
+from vbrt.model.phase import BACKWARD, DECODE, inferred_phase, named_phase, phase_name, rows_of
 from vbrt.model.runtime import Runtime
 from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_stats
 from vbrt.model.throughput import Work
@@ -115,6 +116,7 @@ class Attachment:
     Attributes:
         runtime: shared with the other models on it.
         registry: its VB layers by name.
+        hosting: choice of the weights that the CPU computes where they lie.
         missed: CPU compute of missed experts; None where missed experts are fetched.
         name: of the model on the runtime.
         prefix: see `Terms`.
@@ -144,6 +146,7 @@ class Attachment:
                 if runtime.stack.device.type == accelerator.TYPE:
                     layer.handle.deciding.ask_with(self.expert_cache.follow)
                 layer.handle.deciding.compute_misses_by(self.missed)
+        self.hosting = Hosting(runtime.stack, lambda: self.registry.handles, terms.settings.compute.where)
         self.timed: TimelineTotals | None = None
         self.speculation = SpeculationCounts()
         self.name_phase: Callable[[str], str] | None = None
@@ -254,6 +257,8 @@ class Attachment:
         """Begin a pass on the stack; phases, and so learned orders, are per model."""
         named = phase_name(self)
         phase = named or self._unnamed_phase(args, kwargs)
+        if inferred_phase(args, kwargs) == DECODE:
+            self.hosting.follow(self.prefix + phase, rows_of(args, kwargs))
         backward = self.prefix + BACKWARD if named is None and phase == FORWARD else ""
         step = recorder()
         if step is None:
@@ -312,6 +317,7 @@ class Attachment:
         others = [other.prefix for other in self.runtime.attachments if other is not self]
         balance = self.runtime.balance
         fallbacks += balance.fallbacks if balance else []
+        fallbacks += self.hosting.fallbacks
         fallbacks += self.expert_cache.fallbacks + (self.missed.fallbacks if self.missed else [])
         fallbacks += [reason for cache in list(self.runtime.caches) for reason in cache.fallbacks]
         fallbacks += self.speculation.reasons + self.activations.fallbacks + losses()
@@ -365,6 +371,7 @@ class Attachment:
 
     def detach(self) -> nn.Module:
         """Restore the dense model, in place, and close. See `VBModelWrapper.unwrap`."""
+        self.hosting.release()
         self.registry.release_()
         remove_pass_hooks(self.model)
         self.close()
@@ -381,6 +388,7 @@ class Attachment:
         if self.watcher is not None:
             self.watcher.stop()
         self.expert_cache.end()
+        self.hosting.release()
         if self._model() is not None:
             drop_counts(self.model)
         own = self.registry.handles

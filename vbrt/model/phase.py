@@ -12,7 +12,7 @@ from vbrt.errors import ArgumentError
 from vbrt.layers.weights.linear_product import precision as precision_of_passes
 from vbrt.residency.policy import FORWARD
 
-__all__ = ["BACKWARD", "DECODE", "PROMPT", "first_input", "inferred_phase", "named_phase", "phase_name"]
+__all__ = ["BACKWARD", "DECODE", "PROMPT", "first_input", "inferred_phase", "named_phase", "phase_name", "rows_of"]
 
 PROMPT, DECODE, BACKWARD = "prompt", "decode", "backward"
 
@@ -47,6 +47,14 @@ def inferred_phase(args: tuple, kwargs: Mapping[str, Any]) -> str:
     if torch.is_grad_enabled():
         return FORWARD
     return DECODE if _new_tokens(args, kwargs) == 1 else PROMPT
+
+
+def rows_of(args: tuple, kwargs: Mapping[str, Any]) -> int:
+    """Return the number of tokens in the first input, over all sequences; 0 without one."""
+    first = first_input(args, kwargs)
+    if not isinstance(first, torch.Tensor):
+        return 0
+    return first.numel() // (first.shape[-1] if first.is_floating_point() and first.ndim else 1)
 
 
 def _new_tokens(args: tuple, kwargs: Mapping[str, Any]) -> int:

@@ -123,6 +123,8 @@ class Runtime:
         to_come = sum(page.nbytes for layer in waiting for page in layer)
         if to_come and to_come + sum(page.nbytes for page in self.stack.pages.values()) > self.budgets[top]:
             return
+        for attachment in self.attachments:
+            attachment.hosting.release()
         with contextlib.suppress(TierError):  # an unreadable page stays; its lease raises
             self.stack.set_budget(top, self.budgets[top], self.largest_layer_bytes)
         for registry in registries:
@@ -235,6 +237,7 @@ class Runtime:
         self.open_stores()
         for attachment in attachments if TIERS[tier].memory else ():
             attachment.expert_cache.reset()  # raises if a graph has captured it
+            attachment.hosting.release()
         try:
             with contextlib.ExitStack() as moving:
                 for cache in list(self.caches):

@@ -1,6 +1,6 @@
 """The tier stack of a model: a page stack whose recurring passes are replayed as programmes."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -19,6 +19,16 @@ class TierStack(PageStack):
 
     def __init__(self, tiers: Sequence[Level | Tier], *, workers: int = 2, share_cores: bool = False) -> None:
         super().__init__(tiers, Programmes, workers=workers, share_cores=share_cores)
+
+    def last_order(self, phase: str) -> list[str]:
+        """See `Programmes.last_order`."""
+        with self.guard.lock:
+            return self.ledger.programmes.last_order(phase)
+
+    def leave_out(self, phase: str, keys: Set[str]) -> None:
+        """See `Programmes.leave_out`."""
+        with self.guard.lock:
+            self.ledger.programmes.leave_out(phase, keys)
 
     def __reduce__(self):
         return detached_stack, ()  # unpickled layers bring their pages along

@@ -72,6 +72,9 @@ class Terms(Protocol):
     def kind(self) -> object:
         """Return the kind of the thread's steps, by phase and precision; captures of each kind are kept apart."""
 
+    def prepare(self, tokens: int) -> None:
+        """Settle what steps of so many tokens compute with; it may change `moment`."""
+
     def moment(self) -> object:
         """Return the runtime state that a capture depends on; compared before each step."""
 
@@ -120,14 +123,17 @@ class Counted:
     def __init__(self) -> None:
         self.passes = self.live = 0
         self._added: list[tuple[Any, int]] = []
+        self._computed: list[tuple[Any, int]] = []
 
     @contextmanager
     def during(self, handles: list[Any]) -> Iterator[None]:
         """Record which layers run in the block."""
-        before = [handle.forwards for handle in handles]
+        before = [(handle.forwards, handle.computed) for handle in handles]
         yield
-        added = [(handle, handle.forwards - old) for handle, old in zip(handles, before, strict=True)]
+        added = [(handle, handle.forwards - old) for handle, (old, _) in zip(handles, before, strict=True)]
+        computed = [(handle, handle.computed - old) for handle, (_, old) in zip(handles, before, strict=True)]
         self._added = [(handle, more) for handle, more in added if more] or self._added
+        self._computed = [(handle, more) for handle, more in computed if more] or self._computed
 
     def settle(self) -> None:
         """Apply the increments of all replays since the last call."""
@@ -136,6 +142,8 @@ class Counted:
             handle.forwards += (passes + live) * more
             for page in handle.pages if not handle.stack.ledger.travellers else ():  # else replays count pages
                 page.hits += passes * more
+        for handle, more in self._computed:
+            handle.computed += passes * more
 
 
 class Recording:

@@ -128,6 +128,11 @@ class Steps:
         """Return the kind of the thread's steps."""
         return self._terms.kind()
 
+    def prepare(self, ids: Tensor | None) -> None:
+        """Settle what a step computes with, for its token ids [B, S]."""
+        if ids is not None:
+            self._terms.prepare(ids.shape[:2].numel())
+
     def refusal(self) -> str:
         """Return why no forward of this phase and precision can be captured; "" if one can."""
         model = self._model()
@@ -407,6 +412,7 @@ class Session:
         return call
 
     def _first(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Any:
+        self._steps.prepare(ids_in(kwargs))
         call = self._call(plain, found, kwargs)
         out, self._recording = self._steps.replayed(plain, call, self._kept, self.feed)
         checked = self._steps.is_checked(call, self._recording, self._kept.statics)

@@ -21,12 +21,16 @@ class HeldPlanes(Protocol):
     def planes(self) -> WeightPlanes | None:
         """Resident planes, used without a lease; None if products lease."""
 
+    def compute(self, weight: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """x Wᵀ + bias, computed where the page lies; None: a lease brings it."""
+
 
 class EncodedWeight(Protocol):
     """A weight in pages of a stack.
 
     Attributes:
-        forwards, weight_reads: counters, incremented by products.
+        forwards, weight_reads, computed: counters, incremented by products; computed: of those by the CPU on a page in
+            host memory, for a layer on a GPU.
         held: current state of the planes.
     """
 
@@ -46,6 +50,7 @@ class EncodedWeight(Protocol):
     fallbacks: list[str]
     forwards: int
     weight_reads: int
+    computed: int
     held: HeldPlanes
 
     @property

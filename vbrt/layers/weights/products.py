@@ -3,6 +3,7 @@
 | state | planes | product |
 | --- | --- | --- |
 | `Streamed` | pages that move | `linear`: a lease for each product |
+| `Hosted` (`hosted.py`) | pages in host memory | `linear`: few tokens are computed there; for more, a lease |
 | `Resident` | pages at home in the computing tier | `linear`, on planes that are used without a lease |
 | `ResidentDense` | the same of a weight that is held dense, as nn.Linear keeps it | `F.linear` on the page |
 | `ResidentSmallBatch` | 4-bit planes in host memory, on the CPU | a kernel for few tokens, all arguments prepared |
@@ -36,15 +37,24 @@ class Streamed:
     Attributes:
         planes: resident planes, used without a lease; None here.
         small_batch: kernel for few tokens on resident planes, or None.
+        hosts: True if the CPU computes products of few tokens.
     """
 
     __slots__ = ()
+    hosts = False
     planes: WeightPlanes | None = None
     small_batch: SmallBatch | None = None
 
     def product(self, weight: EncodedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias for x [..., K] -> [..., N]; see `linear_product.linear`."""
         return linear(weight, x, bias)
+
+    def compute(self, weight: EncodedWeight, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """x Wᵀ + bias, computed where the page lies; None: a lease brings it."""
+        return None
+
+    def end(self) -> None:
+        """Let go of what the state holds. Idempotent."""
 
 
 STREAMED = Streamed()

@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | dense | the module's parameter, held here until encoding | encodes it first |
 | streamed | pages that move, or may | leases them (`products.Streamed`) |
+| hosted | pages at home in host memory | few tokens are computed there by the CPU, for more a lease (`hosted.Hosted`) |
 | resident | pages at home in the computing tier | uses their planes without a lease (`products.Resident`) |
 | by rows | a table whose rows are read where its pages live | looks rows up (`modules/embedding.py`) |
 | lent | as before, with a live temporary from `.weight` | checks it for writes first |
@@ -118,8 +119,10 @@ class Weight(PagesHandle):
 
     def _hold(self, held: Streamed) -> None:
         """Change the state of the encoded planes."""
+        before = self.held
         self.product, self.held = None, held
         self.choose_product()
+        before.end()
 
     # -- spec and kernels ---------------------------------------------------------------------------------------------
 
@@ -431,7 +434,7 @@ class Weight(PagesHandle):
                 layers = [layer for layer in layers if layer._vb_twin == key]
             heir = self.pass_on(layers, weight if lent else nn.Parameter(weight, requires_grad=False))
             heir.trainable, self.lent = self.trainable, None
-            heir.forwards, heir.weight_reads = self.forwards, self.weight_reads
+            heir.forwards, heir.weight_reads, heir.computed = self.forwards, self.weight_reads, self.computed
             self.choose_product()
             if lent:
                 heir.lent = weakref.ref(weight)
@@ -465,6 +468,10 @@ class Weight(PagesHandle):
         self.hold_resident(planes)
         if not self._is_at_home(tensors):  # another thread has stored, moved or lent the weight meanwhile
             self.forget_ready()
+
+    def host(self, hosted: Streamed) -> None:
+        """Have the CPU compute products of few tokens where the page lies, until it moves; see `hosted.Host.take`."""
+        self._hold(hosted)
 
     def hold_resident(self, planes: WeightPlanes) -> None:
         """Use resident planes without a lease, and expose them to compiled graphs if kernels support that."""

@@ -6,7 +6,7 @@ without a copy in a tier in between. All other passes are decided lease by lease
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from vbrt.errors import TierError
 from vbrt.residency.policy import Policy
@@ -121,6 +121,17 @@ class Programmes:
             if page.home:
                 sizes[key] = page.nbytes + overhead
         return sizes
+
+    def last_order(self, phase: str) -> list[str]:
+        """Return the pages of the last pass of a phase in order, repeats included; of another phase if it had none."""
+        leases = self.orders.get(phase) or next(reversed(self.orders.values()), ())
+        return [key for keys in leases for key in keys]
+
+    def leave_out(self, phase: str, keys: Set[str]) -> None:
+        """Expect no leases of some pages in passes of a phase."""
+        self._history.clear()
+        if phase in self.orders:
+            self.orders[phase] = tuple(lease for lease in self.orders[phase] if not keys >= set(lease))
 
     def refusal(self) -> str | None:
         """Return why no programme can serve passes of this stack; None if one may, once they recur."""

@@ -1,0 +1,246 @@
+"""Hosted weights: the CPU multiplies few tokens with pages that lie in host memory, for layers on a GPU.
+
+    host = Host(stack)
+    hosted = host.take(weight, tokens)        # a state of the weight; None where the CPU cannot compute it
+    y = hosted.compute(weight, x, bias)       # None for an x that the CPU does not take: the page is moved then
+
+A product is one launch: the kernel posts x into a mailbox in page-locked memory, a thread of the team answers, and the
+kernel picks the result up (`kernels/cuda/mailbox.py`, `kernels/cpu/hosted.py`). So it is captured in a CUDA graph like
+any other. A bias stays on the GPU, where it may be written to at any time, and is added there.
+
+Who launches a post says so first, so that the team is awake: `compute` for itself, `Host.replayed` for a graph. A post
+that is not answered in time gives NaN; the next product, or `Host.check`, raises an error then.
+"""
+
+import ctypes
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vbrt.config import FORMATS
+from vbrt.errors import KernelError
+from vbrt.host import accelerator
+from vbrt.kernels.cpu import build
+from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, GAVE_UP, POST, HostedPart, HostedTeam, X, new_team
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.mailbox import GROUP, NEEDS, Outbox
+from vbrt.layers.weights.encoded_weight import EncodedWeight
+from vbrt.layers.weights.products import Streamed
+from vbrt.libraries.torch_api import is_capturing, raw_stream
+from vbrt.tiers import TierStack
+from vbrt.tiers.stack.host_lease import LowerLease, host_level
+
+__all__ = ["MOST_TOKENS", "Host", "Hosted", "held_at_home", "part_of", "refusal", "shared_team"]
+
+#: most tokens of a product that the CPU computes
+MOST_TOKENS = 8
+_LINE = 64  # bytes
+
+
+def refusal(stack: TierStack) -> str | None:
+    """Return why the CPU computes no products for a stack's computing tier, or None. May build kernels."""
+    device = stack.device
+    if device.type != accelerator.TYPE or device.type != accelerator.CUDA:
+        return f"it computes for CUDA GPUs, not for {device}"
+    if not accelerator.pins():
+        return "host memory cannot be page-locked here"
+    return devices.refusal(device, NEEDS) or build.refusal(torch.device("cpu"), "hosted")
+
+
+class Host:
+    """The mailbox of one stack, and the team that answers its posts.
+
+    Attributes:
+        capturing: True while a graph is captured whose replays are announced by `replayed`.
+        captured: posts captured so far.
+        refusals: why the CPU cannot compute some weights.
+    """
+
+    def __init__(self, stack: TierStack, room_bytes: int) -> None:
+        """room_bytes: of the largest inputs, plus the largest results."""
+        self.capturing, self.captured = False, 0
+        self.refusals: list[str] = []
+        self._stack, self._device, self._lock = weakref.ref(stack), stack.device, threading.RLock()
+        self._room = torch.zeros(X + room_bytes + _LINE, dtype=torch.uint8, pin_memory=True)
+        self._outbox = Outbox(self._room, (POST, ANSWER, GAVE_UP, X), ENTRY_BITS, stack.device)
+        self._gave_up = ctypes.c_int64.from_address(self._room.data_ptr() + GAVE_UP)
+        self._team = shared_team()
+        self._handle = self._team.attach(self._room)
+        self._names: dict[int, str] = {}
+        self._stream: torch.Stream | None = None
+        self._raw: object = None
+        self._end = weakref.finalize(self, self._team.detach, self._handle)
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes for inputs and results."""
+        return self._room.numel() - X - _LINE
+
+    def take(self, weight: EncodedWeight, tokens: int) -> "Hosted | None":
+        """Return the state of a weight whose products of so many tokens the CPU computes; None where it cannot."""
+        lease = held_at_home(weight)
+        if lease is None:
+            return None
+        try:
+            return Hosted(self, weight, lease, tokens)
+        except KernelError as error:
+            lease.end()
+            self.refusals.append(str(error))
+            return None
+
+    # -- entries ------------------------------------------------------------------------------------------------------
+
+    def enter(self, name: str, part: HostedPart, tokens: int, dtype: torch.dtype) -> int:
+        """Register a product. Raises KernelError if the CPU's kernels do not take it."""
+        entry = self._team.entry(self._handle, [part], tokens, dtype)
+        self._names[entry] = name
+        return entry
+
+    def leave(self, entry: int) -> None:
+        """Forget a product, once it is not being computed."""
+        self._names.pop(entry, None)
+        self._team.forget(self._handle, entry)
+
+    # -- launches -----------------------------------------------------------------------------------------------------
+
+    def exchange(self, x_MK: Tensor, y_MN: Tensor, bias_N: Tensor | None, entry: int, result_at: int) -> None:
+        """Launch a product on the current stream, or capture it. Raises KernelError if one was not answered."""
+        with self._lock:
+            if self.capturing and is_capturing():
+                self.captured += 1
+            else:
+                self._begin(1)
+            self._outbox.exchange(x_MK, y_MN, bias_N, entry, result_at)
+
+    def replayed(self, posts: int, replay: Callable[[], bool]) -> bool:
+        """Announce the posts of a graph, and launch it; False if it was not. Raises KernelError."""
+        with self._lock:
+            self._begin(posts)
+            done = False
+            try:
+                done = replay()
+            finally:
+                if not done:
+                    self._team.expect(self._handle, -posts)
+            return done
+
+    def _begin(self, posts: int) -> None:
+        self.check()
+        if raw_stream(self._device.index) != self._raw:
+            current = accelerator.current_stream(self._device)
+            if self._stream is not None:
+                current.wait_stream(self._stream)
+            self._stream, self._raw = current, raw_stream(self._device.index)
+        self._team.expect(self._handle, posts)
+
+    def check(self) -> None:
+        """Raise KernelError if the device has given up waiting for an answer; it waits for further ones again."""
+        post = self._gave_up.value
+        if not post:
+            return
+        with self._lock:
+            if self._gave_up.value:
+                accelerator.synchronize(self._device)
+                self._gave_up.value = 0
+                self._outbox.mend()
+        name = self._names.get(post & ((1 << ENTRY_BITS) - 1), "a layer")
+        raise KernelError(
+            f"{name}: the CPU did not answer within {self._outbox.wait_ns / 1e9:g} s, so that results since then are "
+            'NaN; compute.where = "device" moves all weights to the GPU instead'
+        )
+
+    def give_up_after(self, seconds: float) -> None:
+        """Set how long a kernel waits for an answer; captured ones keep what they had."""
+        self._outbox.wait_ns = int(seconds * 1e9)
+
+
+class Hosted(Streamed):
+    """State of a weight whose page lies in host memory, where the CPU multiplies few tokens with it; for more tokens
+    the page is moved, as of a streamed one.
+
+    Attributes:
+        tokens: most tokens of a product on the CPU.
+    """
+
+    hosts = True
+    __slots__ = ("_entries", "_host", "_lease", "_part", "_result_at", "tokens")
+
+    def __init__(self, host: Host, weight: EncodedWeight, lease: LowerLease, tokens: int) -> None:
+        (rows, inputs), (page,) = weight.spec.shape, lease.wait().values()
+        itemsize = weight.dtype.itemsize
+        if rows % GROUP or inputs % GROUP or (rows + inputs) * tokens * itemsize + _LINE > host.room_bytes:
+            raise KernelError(f"{weight.spec.name}: a shape of {rows} x {inputs}; expected multiples of {GROUP}")
+        self._host, self._lease, self.tokens = host, lease, min(tokens, MOST_TOKENS)
+        self._result_at = -(-(X + tokens * inputs * itemsize) // _LINE) * _LINE
+        self._part = part_of(weight, page, self._result_at)
+        self._entries: dict[int, int] = {}
+        self._entries[1] = host.enter(weight.spec.name, self._part, 1, weight.dtype)
+
+    def compute(self, weight: EncodedWeight, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """x Wᵀ + bias, rounded like a product of the GPU; None for operands that the CPU does not take.
+
+        Raises KernelError: an earlier product was not answered.
+        """
+        (rows, inputs), host = weight.spec.shape, self._host
+        tokens = x.numel() // inputs
+        if not 0 < tokens <= self.tokens or x.shape[-1] != inputs or x.dtype is not weight.dtype:
+            return None
+        if x.device != weight.device or (is_capturing() and not host.capturing):
+            return None
+        if bias is not None and (bias.dtype is not x.dtype or bias.device != x.device or bias.shape != (rows,)):
+            return None
+        x_MK = x.reshape(tokens, inputs)
+        if not x_MK.is_contiguous() or x_MK.data_ptr() % 16:
+            x_MK = x_MK.clone(memory_format=torch.contiguous_format)
+        entry = self._entries.get(tokens)
+        if entry is None:
+            entry = self._entries[tokens] = host.enter(weight.spec.name, self._part, tokens, weight.dtype)
+        y = x.new_empty(*x.shape[:-1], rows)
+        bias = None if bias is None else bias.detach().contiguous()
+        host.exchange(x_MK, y.view(tokens, rows), bias, entry, self._result_at)
+        if not is_capturing():
+            weight.computed += 1
+        return y
+
+    def end(self) -> None:
+        """Let the page go, once it is not being computed with. Idempotent."""
+        while self._entries:
+            self._host.leave(self._entries.popitem()[1])
+        self._lease.end()
+
+
+def held_at_home(weight: EncodedWeight) -> LowerLease | None:
+    """Hold the page of a weight of which the CPU could compute products, where it lies; None if there is none."""
+    spec, stack = weight.spec, weight.stack
+    if spec.lossless or spec.by_rows or len(weight.pages) != 1 or FORMATS[spec.format].lossless:
+        return None
+    page = weight.pages[0]
+    level = host_level(stack, page)
+    if level is None or level.index != page.home or not page.pinned:
+        return None
+    lease = LowerLease(stack, weight.keys, looks=True)
+    if lease.begin():
+        return lease
+    lease.end()
+    return None
+
+
+def part_of(weight: EncodedWeight, page: Tensor, y: int) -> HostedPart:
+    """Return the product with a weight's page, without a bias; `y`: byte offset of the results."""
+    spec = weight.spec
+    return HostedPart(spec.format, weight.dtype, spec.shape, weight.pages[0].layout, page, None, y)
+
+
+@functools.cache
+def _team(pid: int, threads: int) -> HostedTeam:
+    return new_team()
+
+
+def shared_team() -> HostedTeam:
+    """The team of this process, for the number of threads that torch has now."""
+    return _team(os.getpid(), torch.get_num_threads())

@@ -1,0 +1,123 @@
+"""Measured rates of link and CPU for hosted weights, on a model's own pages, with the threads of its passes."""
+
+import ctypes
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import KernelError
+from vbrt.host import accelerator
+from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, POST, HostedTeam, X
+from vbrt.layers.weights.encoded_weight import EncodedWeight
+from vbrt.layers.weights.hosted import held_at_home, part_of
+from vbrt.residency.hosted_share import HostRates
+
+__all__ = ["measured_rates"]
+
+_MOST_BYTES = 512 << 20  # of pages that are read to measure: more than caches hold
+_TURNS = 24  # products, and copies, of each measurement; the median counts
+_BOTH = 0.97, 0.92  # of the link's and of the CPU's rate, while the other works too (H100 host, 16 cores)
+_ROUND_TRIP_S = 6e-6  # a GPU kernel's post and its wait, beside the CPU's time for the product
+_STEPS = 8  # of rates in a factor of two
+_PATIENCE_S = 10.0
+
+
+def measured_rates(weights: Sequence[EncodedWeight], team: HostedTeam, tokens: int) -> HostRates | None:
+    """Return the rates of link and CPU; None if the CPU can compute with none of the weights.
+
+    They are rounded, to an eighth of a factor of two, so that runs on one machine agree.
+
+    Args:
+        tokens: of a product.
+    """
+    held, nbytes = [], 0
+    for weight in sorted(weights, key=lambda weight: -weight.pages[0].nbytes if weight.pages else 0):
+        lease = held_at_home(weight) if nbytes < _MOST_BYTES else None
+        if lease is not None:
+            (page,) = lease.wait().values()
+            held.append((weight, page, lease))
+            nbytes += page.nbytes
+    try:
+        pages = [(weight, page) for weight, page, _ in held]
+        return _rates(pages, team, tokens) if pages else None
+    finally:
+        for *_, lease in held:
+            lease.end()
+
+
+def _rates(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, tokens: int) -> HostRates | None:
+    one = _computed(pages, team, 1)
+    if one is None:
+        return None
+    several = one if tokens < 2 else _computed(pages, team, tokens)
+    more = 0.0 if several is None or tokens < 2 else max(0.0, one / several - 1) / (tokens - 1)
+    device = pages[0][0].device
+    link, cpu = (_rounded(rate * part) for rate, part in zip((_copied(pages, device), one), _BOTH, strict=True))
+    return HostRates(link, cpu, more, _ROUND_TRIP_S)
+
+
+def _rounded(rate: float) -> float:
+    return 2.0 ** (round(math.log2(rate) * _STEPS) / _STEPS)
+
+
+def _computed(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, tokens: int) -> float | None:
+    """Return the bytes/s of products of so many tokens: this thread posts like a GPU."""
+    sizes = [sum(weight.spec.shape) * tokens * weight.dtype.itemsize for weight, _ in pages]
+    room = _aligned(X + max(sizes) + 64)
+    handle = team.attach(room)
+    try:
+        entries = []
+        for weight, page in pages:
+            at = -(-(X + weight.spec.shape[1] * tokens * weight.dtype.itemsize) // 64) * 64
+            try:
+                entry = team.entry(handle, [part_of(weight, page, at)], tokens, weight.dtype)
+            except KernelError:
+                continue
+            entries.append((entry, page.nbytes))
+        if not entries:
+            return None
+        post, answer = (ctypes.c_int64.from_address(room.data_ptr() + at) for at in (POST, ANSWER))
+        rates, round_ = [], itertools.cycle(entries)
+        for number in range(1, _TURNS + 3):
+            entry, nbytes = next(round_)
+            team.expect(handle, 1)
+            begun = time.perf_counter()
+            post.value = number << ENTRY_BITS | entry
+            while answer.value != number:
+                if time.perf_counter() - begun > _PATIENCE_S:
+                    return None
+            rates.append(nbytes / (time.perf_counter() - begun))
+        return statistics.median(rates[2:])
+    finally:
+        team.detach(handle)
+
+
+def _aligned(nbytes: int) -> Tensor:
+    room = torch.zeros(nbytes + 64, dtype=torch.uint8, device="cpu")
+    return room[-room.data_ptr() % 64 :]
+
+
+def _copied(pages: Sequence[tuple[EncodedWeight, Tensor]], device: torch.device) -> float:
+    """Return the bytes/s of copies to the device."""
+    there = torch.empty(max(page.nbytes for _, page in pages), dtype=torch.uint8, device=device)
+    round_, rates = itertools.cycle([page for _, page in pages]), []
+    for _ in range(_TURNS):
+        page = next(round_)
+        seconds = _seconds(lambda page=page: there[: page.nbytes].copy_(page, non_blocking=True), device)
+        rates.append(page.nbytes / seconds)
+    return statistics.median(rates[2:])
+
+
+def _seconds(launch: Callable[[], object], device: torch.device) -> float:
+    begun, ended = (accelerator.Event(enable_timing=True) for _ in range(2))
+    stream = accelerator.current_stream(device)
+    begun.record(stream)
+    launch()
+    ended.record(stream)
+    accelerator.synchronize(device)
+    return begun.elapsed_time(ended) / 1e3

@@ -1,0 +1,173 @@
+"""Which weights of one model the CPU computes where they lie: measured rates in, states of weights out.
+
+Asked before passes of few tokens; the answer is kept until budgets, homes or the number of tokens change. The choice
+itself is pure: `vbrt.residency.hosted_share`.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from vbrt.host import accelerator
+from vbrt.layers import Weight
+from vbrt.layers.weights.hosted import MOST_TOKENS, Host, refusal, shared_team
+from vbrt.layers.weights.hosted_rates import measured_rates
+from vbrt.residency.hosted_share import HostRates, Use, hosted_keys
+from vbrt.tiers import TierStack
+
+__all__ = ["Hosting"]
+
+
+class Hosting:
+    """Hosted weights of one model.
+
+    Args:
+        handles: gives the weights of the model's layers.
+        where: `compute.where`.
+
+    Attributes:
+        version: counts the choices; captured steps are valid for one.
+        rates: measured once, at the first choice.
+        fallbacks: reasons why nothing is hosted.
+    """
+
+    def __init__(self, stack: TierStack, handles: Callable[[], Collection[Any]], where: str) -> None:
+        self._stack, self._handles, self._where = stack, handles, where
+        self._host: Host | None = None
+        self._key: object = None
+        self._hosted: dict[str, Weight] = {}
+        self._orders: dict[str, list[str]] = {}  # of passes in which nothing was hosted
+        self.version = 0
+        self.rates: dict[int, HostRates | None] = {}
+        self.fallbacks: list[str] = []
+
+    # -- the choice ---------------------------------------------------------------------------------------------------
+
+    def follow(self, phase: str, tokens: int) -> None:
+        """Choose the hosted weights of passes of a phase with so many tokens, if what that depends on has changed.
+
+        Raises:
+            KernelError: an earlier pass was not answered by the CPU.
+        """
+        if self._host is not None:
+            self._host.check()
+        stack = self._stack
+        if self._where != "auto" or stack.closed or not (self._hosted or stack.ledger.travellers):
+            return
+        key = stack.ledger.changes, stack.levels[0].policy.capacity_bytes, tokens
+        if key != self._key:
+            self._choose(phase, tokens)
+            self._key = key
+
+    def _choose(self, phase: str, tokens: int) -> None:
+        chosen = self._chosen(phase, tokens)
+        if chosen == self._hosted.keys() and self._valid():
+            return
+        self._let_go()
+        if chosen:
+            weights = {weight.keys[0]: weight for weight in self._weights() if weight.keys[0] in chosen}
+            host = self._mailbox(weights.values(), tokens)
+            for key, weight in weights.items():
+                hosted = host.take(weight, tokens)
+                if hosted is not None:
+                    weight.host(hosted)
+                    self._hosted[key] = weight
+            self._stack.leave_out(phase, frozenset(self._hosted))
+        self.version += 1
+
+    def _valid(self) -> bool:
+        return all(weight.held.hosts for weight in self._hosted.values())
+
+    def _chosen(self, phase: str, tokens: int) -> frozenset[str]:
+        level, weights = self._stack.levels[0], {weight.keys[0]: weight for weight in self._weights()}
+        policy = level.policy
+        if tokens > MOST_TOKENS or not weights or getattr(policy, "foresight", None) is None:
+            return frozenset()
+        uses = self._uses(phase, weights)
+        if sum({use.key: use.nbytes for use in uses}.values()) <= policy.capacity_bytes or not self._serves():
+            return frozenset()
+        rates = self.rates_for(tokens, list(weights.values()))
+        if rates is None:
+            return frozenset()
+        how = {"prefetch": getattr(policy, "prefetch", 2), "group": getattr(policy, "group", 1)}
+        return hosted_keys(uses, policy.capacity_bytes, rates, tokens, **how)
+
+    def rates_for(self, tokens: int, weights: list[Weight]) -> HostRates | None:
+        """Return the rates for products of so many tokens, measured at the first call."""
+        if tokens not in self.rates:
+            self.rates[tokens] = measured_rates(weights, shared_team(), tokens)
+        return self.rates[tokens]
+
+    def _serves(self) -> bool:
+        why = refusal(self._stack)
+        if why and not self.fallbacks:
+            self.fallbacks.append(f"compute.where: weights that do not fit are moved, not computed by the CPU: {why}")
+        return not why
+
+    def _weights(self) -> list[Weight]:
+        """Weights below the computing tier that the CPU may compute."""
+        found = (handle for handle in self._handles() if isinstance(handle, Weight) and len(handle.keys) == 1)
+        return [handle for handle in found if handle.streams and not handle.spec.lossless and not handle.spec.by_rows]
+
+    def _uses(self, phase: str, weights: dict[str, Weight]) -> list[Use]:
+        """Pages of a pass that live below the computing tier, in the order of the last pass of the phase, or of any."""
+        pages, overhead = self._stack.pages, self._stack.levels[0].overhead_bytes
+        if not self._hosted or phase not in self._orders:
+            self._orders[phase] = self._stack.last_order(phase)
+        keys = [key for key in self._orders[phase] if key in pages and pages[key].home]
+        return [Use(key, pages[key].nbytes + overhead, key in weights) for key in keys]
+
+    def _mailbox(self, weights: Collection[Weight], tokens: int) -> Host:
+        nbytes = max(sum(weight.spec.shape) * tokens * weight.dtype.itemsize for weight in weights) + 64
+        if self._host is None or self._host.room_bytes < nbytes:
+            self._host = Host(self._stack, nbytes)
+        return self._host
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[Callable[[], int]]:
+        """Capture products in the block; gives a function that returns how many were captured."""
+        host = self._host
+        if host is None:
+            yield int
+            return
+        before = host.captured
+        host.capturing = True
+        try:
+            yield lambda: host.captured - before
+        finally:
+            host.capturing = False
+
+    def replayed(self, posts: int, replay: Callable[[], bool]) -> bool:
+        """Announce a replay with so many captured products, and call it; False if it did not run."""
+        return self._host.replayed(posts, replay)
+
+    def check_results(self) -> None:
+        """Wait for the products launched so far; raise KernelError if the CPU did not answer one."""
+        if self._hosted and self._host is not None:
+            accelerator.current_stream(self._stack.device).synchronize()
+            self._host.check()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _let_go(self) -> None:
+        for weight in self._hosted.values():
+            if weight.held.hosts:
+                weight.forget_ready()
+        self._hosted.clear()
+
+    def release(self) -> None:
+        """Host nothing until the next choice: pages are about to move."""
+        if self._hosted:
+            self._let_go()
+            self.version += 1
+        self._key = None
+
+    def told(self) -> str:
+        """Return what the CPU computes, for statistics; "" for nothing."""
+        rates = next((rates for rates in self.rates.values() if rates is not None), None)
+        if not self._hosted or rates is None:
+            return ""
+        nbytes = sum(self._stack.pages[key].nbytes for key in self._hosted if key in self._stack.pages)
+        return f"{len(self._hosted)} weights ({nbytes / 2**20:,.0f} MiB) are computed by the CPU ({rates})"
