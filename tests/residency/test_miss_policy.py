@@ -19,8 +19,8 @@ rates = st.builds(MissRates, st.sampled_from([500, 1000, 4000]), st.sampled_from
 
 
 def _longest(missed, computed, rates):
-    link = sum(rates.link_seconds(one) for one in missed if one.expert not in computed)
-    return max(link, sum(rates.cpu_seconds(one) for one in missed if one.expert in computed))
+    link = sum(rates.link_seconds(one.nbytes) for one in missed if one.expert not in computed)
+    return max(link, sum(rates.cpu_seconds(one.nbytes, one.pairs) for one in missed if one.expert in computed))
 
 
 def _equal(count, pairs=1):

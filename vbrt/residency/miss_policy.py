@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vbrt.residency.hosted_share import HostRates
+
 __all__ = [
     "CPU_GB_PER_S",
     "OPERATORS",
@@ -42,34 +44,15 @@ class Missed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MissRates:
-    """Measured rates of link and CPU.
+class MissRates(HostRates):
+    """Measured rates of link and CPU, whose rows are an expert's pairs.
 
     Attributes:
-        link_bytes_s: H2D throughput, in page bytes/s.
-        cpu_bytes_s: CPU compute throughput, in page bytes/s, with one pair per expert.
-        more: time of each further pair of an expert, relative to the first.
-        call_s: overhead per CPU call, in seconds.
         host_s: overhead per layer if the host decides, in seconds: it waits for the ids, leases the pages, and launches
             `OPERATORS` kernels one by one.
     """
 
-    link_bytes_s: float
-    cpu_bytes_s: float
-    more: float = 0.0
-    call_s: float = 0.0
     host_s: float = 0.0
-
-    def cpu_seconds(self, one: Missed) -> float:
-        """Return the CPU time of one expert, in seconds."""
-        return one.nbytes / self.cpu_bytes_s * (1 + self.more * (one.pairs - 1))
-
-    def link_seconds(self, one: Missed) -> float:
-        """Return the H2D time of an expert's page, in seconds."""
-        return one.nbytes / self.link_bytes_s
-
-    def __str__(self) -> str:
-        return f"{self.link_bytes_s / 1e9:.1f} GB/s over the link and {self.cpu_bytes_s / 1e9:.1f} GB/s on the CPU"
 
 
 def computed_experts(missed: Sequence[Missed], rates: MissRates | None) -> tuple[int, ...]:
@@ -85,12 +68,14 @@ def computed_experts(missed: Sequence[Missed], rates: MissRates | None) -> tuple
 
 def _divided(missed: Sequence[Missed], rates: MissRates) -> tuple[tuple[int, ...], float]:
     """Return the experts to compute on the CPU, and the seconds until both sides are done."""
-    link = sum(map(rates.link_seconds, missed))
+    link = sum(rates.link_seconds(one.nbytes) for one in missed)
     best, count, cpu = link, 0, rates.call_s
     # never an expert whose CPU time exceeds the link time of all
-    order = sorted((m for m in missed if rates.cpu_seconds(m) < link), key=lambda m: (m.worth, -m.expert))
+    order = sorted(
+        (m for m in missed if rates.cpu_seconds(m.nbytes, m.pairs) < link), key=lambda m: (m.worth, -m.expert)
+    )
     for done, one in enumerate(order, 1):
-        cpu, link = cpu + rates.cpu_seconds(one), link - rates.link_seconds(one)
+        cpu, link = cpu + rates.cpu_seconds(one.nbytes, one.pairs), link - rates.link_seconds(one.nbytes)
         longer = max(cpu, link)
         if longer < best:
             best, count = longer, done
@@ -127,5 +112,5 @@ def host_pays(misses: float, nbytes: int, rates: MissRates) -> bool:
     """
     whole = max(1, round(misses))
     missed = [Missed(expert, 1, nbytes) for expert in range(whole)]
-    saved = sum(map(rates.link_seconds, missed)) - _divided(missed, rates)[1]
+    saved = whole * rates.link_seconds(nbytes) - _divided(missed, rates)[1]
     return saved * misses / whole > rates.host_s
