@@ -1,0 +1,129 @@
+"""Milliseconds a token where weights do not fit: streamed, and shared between the link and the CPU; writes JSON.
+
+The 8B shape with random weights in `fp4`, batch 1, a prompt of 128 tokens, `generate`. For each room on the GPU: all
+missing weights moved (`compute.where = "device"`), and as "auto" divides them. A slower link is emulated by copying each
+page's bytes several times; rows say so. Limits: bytes moved at the link's rate, bytes computed at the CPU's, the step
+with everything resident.
+
+    python3 scripts/hosted_bench.py [--layers 32] [--shares ring 25 50 75] [--copies 1 2 4] [--threads 15] [--out FILE]
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # after the checkout is on the path
+
+import vbrt
+from scripts.measuring import llama_8b, machine, moved_bytes
+from vbrt.integrations.token_times import Clock
+from vbrt.layers.weights import hosted_rates
+from vbrt.tiers.schedule.stream_link import StreamLink
+
+PROMPT, RING = 128, 110 << 20
+
+
+@contextlib.contextmanager
+def emulated(copies: int) -> Iterator[None]:
+    """A link that takes `copies` times as long: each page's bytes are copied so often."""
+    if copies == 1:
+        yield
+        return
+    copy, measured = StreamLink._copy, hosted_rates._copied
+
+    def slow(self, slot, target, source):
+        for _ in range(copies):
+            copy(self, slot, target, source)
+
+    with (
+        mock.patch.object(StreamLink, "_copy", slow),
+        mock.patch.object(hosted_rates, "_copied", lambda *args: measured(*args) / copies),
+    ):
+        yield
+
+
+def tokens_of(model, new: int, clock: Clock | None = None, batch: int = 1) -> torch.Tensor:
+    torch.manual_seed(3)
+    ids = torch.randint(10, 1000, (batch, PROMPT), device="cuda")
+    criteria = {} if clock is None else {"stopping_criteria": [clock]}
+    return model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **criteria)
+
+
+def timed(vb, new: int, batch: int = 1) -> dict:
+    begun = time.perf_counter()
+    tokens_of(vb, 4, batch=batch)
+    first_s = time.perf_counter() - begun
+    moved, computed, clock = moved_bytes(vb), computed_bytes(vb), Clock()
+    tokens = tokens_of(vb, new, clock, batch)
+    row = {"ms": clock.ms, "first_call_s": first_s, "tokens": tokens[0, PROMPT:].tolist()}
+    row["moved_mb"] = (moved_bytes(vb) - moved) / 1e6 / new  # of a token; the prompt is one of `new` passes
+    row["computed_mb"] = (computed_bytes(vb) - computed) / 1e6 / new
+    steps = vb.stats().steps
+    row["steps"] = {"captured": steps.captured, "eager": steps.eager, "reasons": dict(steps.reasons)}
+    return row
+
+
+def computed_bytes(vb) -> int:
+    pages = vb.attachment.stack.pages
+    return sum(w.computed * pages[w.keys[0]].nbytes for w in vb.attachment.registry.handles if len(w.keys) == 1)
+
+
+def wrapped(model, room: int | None, where: str):
+    tiers = {"gpu": {"budget": "60GiB" if room is None else room}, "cpu": {"budget": "40GiB"}}
+    return vbrt.wrap(model, "fp4", tiers=tiers, compute={"where": where})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--shares", nargs="*", default=["ring", "50"], help="'ring', or per cent of the pages")
+    parser.add_argument("--copies", type=int, nargs="*", default=[1], help="of each page: 2 and 4 emulate slower links")
+    parser.add_argument("--threads", type=int, help="of torch, and so of the CPU's team")
+    parser.add_argument("--where", nargs="*", default=["device", "auto"])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    rows, model = [], llama_8b(args.layers)
+    pages = None
+    for share in args.shares:
+        for copies in args.copies:
+            for where in args.where:
+                row = {"share": share, "copies": copies, "where": where, "threads": torch.get_num_threads()}
+                row |= {"batch": args.batch, "layers": args.layers}
+                try:
+                    with emulated(copies):
+                        vb = wrapped(model, RING if share == "ring" else int(pages * int(share) / 100), where)
+                        pages = pages or vb.plan.page_bytes
+                        row |= timed(vb, args.new, args.batch)
+                        row["rates"] = {n: str(r) for n, r in vb.attachment.hosting.rates.items()}
+                        row["told"] = vb.attachment.hosting.told()
+                        row["fallbacks"] = list(vb.stats().fallbacks)
+                        vb.unwrap()
+                except Exception:  # noqa: BLE001 - other rows go on
+                    row["error"] = traceback.format_exc()
+                    traceback.print_exc()
+                    model = llama_8b(args.layers)
+                gc.collect()
+                torch.cuda.empty_cache()
+                rows.append(row)
+                short = {key: value for key, value in row.items() if key not in ("tokens", "error", "steps")}
+                print({k: round(v, 2) if isinstance(v, float) else v for k, v in short.items()}, flush=True)
+                if args.out:
+                    args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
