@@ -96,7 +96,7 @@ class Fine(ctypes.Structure):
 
 
 class Bank(ctypes.Structure):
-    """`Bank` of experts.c."""
+    """`Bank` of banks.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("pages", "levels", "values")),
@@ -106,7 +106,7 @@ class Bank(ctypes.Structure):
 
 
 class Gating(ctypes.Structure):
-    """`Gate` of experts.c."""
+    """`Gate` of banks.h."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("function", "gated", "interleaved", "sigmoid")),
@@ -115,7 +115,7 @@ class Gating(ctypes.Structure):
 
 
 class Task(ctypes.Structure):
-    """`Task` of experts.c."""
+    """`Task` of banks.h."""
 
     _fields_ = (
         ("ids", ctypes.c_void_p),
@@ -305,6 +305,19 @@ def _declare_experts(library: ctypes.CDLL) -> None:
     _declare_team(library)
 
 
+def _declare_hosted(library: ctypes.CDLL) -> None:
+    pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.vbrt_hosted_job.argtypes = (pointer, pointer, number, small, pointer)
+    library.vbrt_hosted_job.restype = number
+    library.vbrt_hosted_attach.argtypes = (pointer, pointer)
+    library.vbrt_hosted_set.argtypes = (pointer, small, number, pointer)
+    library.vbrt_hosted_expect.argtypes = (pointer, small, number)
+    library.vbrt_hosted_detach.argtypes = (pointer, small)
+    library.vbrt_hosted_counts.argtypes = (pointer, small, pointer)
+    library.vbrt_hosted_detach.restype = library.vbrt_hosted_counts.restype = None
+    _declare_team(library)
+
+
 def _declare_team(library: ctypes.CDLL) -> None:
     pointer = ctypes.c_void_p
     library.vbrt_team_new.argtypes, library.vbrt_team_new.restype = (ctypes.c_int,), pointer
@@ -362,6 +375,7 @@ _DECLARE = {
     "encode": _declare_encode,
     "linear": _declare_linear,
     "experts": _declare_experts,
+    "hosted": _declare_hosted,
     "reading": _declare_reading,
     "step": _declare_step,
     "tiles": _declare_tiles,

@@ -27,6 +27,7 @@ static Taker taker(Range *ranges, int threads) {
 static int64_t take(Taker *t) {
     for (; t->done < t->threads; t->done++) {
         Range *range = t->ranges + (t->first + t->done) % t->threads;
+        if (__atomic_load_n(&range->next, __ATOMIC_RELAXED) >= range->end) continue;  /* leaves the line to its owner */
         const int64_t item = __atomic_fetch_add(&range->next, 1, __ATOMIC_RELAXED);
         if (item < range->end) return item;
     }

@@ -8,16 +8,23 @@
  * thread that waits for the GIL costs the main thread a system call per launch.
  *
  * The threads are the caller's, which call `serve`. A job is stored in the team's memory and replaced by the next one
- * only when no thread is inside. */
+ * only when no thread is inside.
+ *
+ * A library that defines POLLED has jobs from elsewhere, too: idle threads look for them (hosted.c). */
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <time.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
 
 #define LONGEST_NS 3000000  /* maximum spin time, about that of gcc's OpenMP */
 #define SHORTEST_NS 50000
 #define ABANDONED_NS 20000000  /* a job that is done but not finished by its owner by then */
+#define EXPECTING_NS 2000000  /* spin time while jobs from elsewhere are expected */
+#define NAP_NS 30000
 #define SPINS 256  /* iterations between clock reads, and before a yield */
 
 typedef struct {
@@ -68,9 +75,9 @@ static int enter(Team *t, int64_t number) {
 
 static void leave(Team *t) { __atomic_sub_fetch(&t->inside, 1, __ATOMIC_SEQ_CST); }
 
-/* Count one finished item; the last one records the job's end. */
-static void tick(Team *t) {
-    if (__atomic_sub_fetch(&t->left, 1, __ATOMIC_ACQ_REL) == 0) __atomic_store_n(&t->done_ns, now_ns(), __ATOMIC_RELEASE);
+/* Count finished items; the last one records the job's end. */
+static void tick(Team *t, int64_t items) {
+    if (__atomic_sub_fetch(&t->left, items, __ATOMIC_ACQ_REL) == 0) __atomic_store_n(&t->done_ns, now_ns(), __ATOMIC_RELEASE);
 }
 
 /* Wake sleepers in a tree: each wakes two more. */
@@ -83,6 +90,22 @@ static void ring(Team *t, int count) {
 
 /* Take items of the job; `place` is the thread's index, 0 to places - 1. */
 static void take_part(Team *t, int place);
+
+#ifdef POLLED
+/* Whether there may be a job elsewhere; `place` is the thread's index. */
+static int found(Team *t, int place);
+/* Run one job from elsewhere; return its number, 0 if there was none. */
+static int64_t run_found(Team *t, int place);
+/* Whether jobs from elsewhere are expected: threads that have been idle for long nap instead of sleeping. */
+static int expecting(Team *t);
+/* Let go of all that the team does not own, and find no more jobs. */
+static void find_no_more(Team *t);
+#else
+#define found(t, place) 0
+#define run_found(t, place) 0
+#define expecting(t) 0
+#define find_no_more(t)
+#endif
 
 static void close_job(Team *t) {
     __atomic_store_n(&t->open, 0, __ATOMIC_SEQ_CST);
@@ -141,7 +164,7 @@ static void sleep_after(Team *t, int64_t seen) {
     __atomic_add_fetch(&t->sleepers, 1, __ATOMIC_SEQ_CST);
     for (int late = 0; !late && !__atomic_load_n(&t->stop, __ATOMIC_SEQ_CST);) {
         const int64_t open = __atomic_load_n(&t->open, __ATOMIC_SEQ_CST);
-        if (open && open != seen) break;
+        if ((open && open != seen) || expecting(t)) break;
         const int awaited = open && __atomic_load_n(&t->fetched, __ATOMIC_ACQUIRE) != open &&
                             __atomic_load_n(&t->told, __ATOMIC_ACQUIRE) != open;
         if (awaited) late = pthread_cond_timedwait(&t->bell, &t->lock, &until) == ETIMEDOUT;
@@ -149,6 +172,13 @@ static void sleep_after(Team *t, int64_t seen) {
     }
     __atomic_sub_fetch(&t->sleepers, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&t->lock);
+}
+
+static void nap(void) {
+#ifdef __linux__
+    prctl(PR_SET_TIMERSLACK, 1UL);  /* of this thread; 50 us otherwise */
+#endif
+    nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
 }
 
 /* A thread's loop: returns 0 when the team is stopped, 1 when an abandoned job should be looked after. */
@@ -168,12 +198,23 @@ int vbrt_team_serve(Team *t, int place) {
             last = now_ns();
             continue;
         }
-        for (int i = 0; i < SPINS && __atomic_load_n(&t->open, __ATOMIC_RELAXED) == open; i++) pause_core();
-        if (now_ns() - last < __atomic_load_n(&t->spin_ns, __ATOMIC_RELAXED)) {
+        const int64_t own = run_found(t, place);
+        if (own) {
+            seen = own, last = now_ns();
+            continue;
+        }
+        for (int i = 0; i < SPINS && __atomic_load_n(&t->open, __ATOMIC_RELAXED) == open && !found(t, place); i++) pause_core();
+        const int64_t idle = now_ns() - last;
+        if (idle < __atomic_load_n(&t->spin_ns, __ATOMIC_RELAXED) || (idle < EXPECTING_NS && expecting(t))) {
             sched_yield();  /* with few cores, let working threads run */
             continue;
         }
+        if (expecting(t)) {
+            nap();
+            continue;
+        }
         sleep_after(t, seen);
+        if (expecting(t)) ring(t, 2);
         if (abandoned(t, seen)) return 1;
         last = now_ns();
     }
@@ -193,6 +234,7 @@ Team *vbrt_team_new(int places) {
 
 /* Finish the open job, and make all threads return. */
 void vbrt_team_stop(Team *t) {
+    find_no_more(t);
     vbrt_team_finish(t, 0);
     __atomic_store_n(&t->stop, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_lock(&t->lock);

@@ -370,7 +370,7 @@ static void take_part(Team *t, int place) {
     Job *j = t->memory;
     for (int64_t at; (at = __atomic_fetch_add(&j->next, PART, __ATOMIC_RELAXED)) < j->count;) {
         do_numbers(j, at, j->count - at < PART ? j->count : at + PART);
-        tick(t);
+        tick(t, 1);
     }
 }
 
