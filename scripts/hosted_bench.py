@@ -1,9 +1,8 @@
 """Milliseconds a token where weights do not fit: streamed, and shared between the link and the CPU; writes JSON.
 
 The 8B shape with random weights in `fp4`, batch 1, a prompt of 128 tokens, `generate`. For each room on the GPU: all
-missing weights moved (`compute.where = "device"`), and as "auto" divides them. A slower link is emulated by copying each
-page's bytes several times; rows say so. Limits: bytes moved at the link's rate, bytes computed at the CPU's, the step
-with everything resident.
+missing weights moved (`compute.where = "device"`), and as "auto" divides them. A slower link is emulated by copying
+each page's bytes several times; rows say so.
 
     python3 scripts/hosted_bench.py [--layers 32] [--shares ring 25 50 75] [--copies 1 2 4] [--threads 15] [--out FILE]
 """
@@ -74,13 +73,19 @@ def timed(vb, new: int, batch: int = 1) -> dict:
 
 
 def computed_bytes(vb) -> int:
-    pages = vb.attachment.stack.pages
-    return sum(w.computed * pages[w.keys[0]].nbytes for w in vb.attachment.registry.handles if len(w.keys) == 1)
+    weights = vb._attachment.registry.handles
+    return sum(weight.computed * weight.pages[0].nbytes for weight in weights if len(weight.pages) == 1)
 
 
-def wrapped(model, room: int | None, where: str):
-    tiers = {"gpu": {"budget": "60GiB" if room is None else room}, "cpu": {"budget": "40GiB"}}
-    return vbrt.wrap(model, "fp4", tiers=tiers, compute={"where": where})
+def put(vb, room: int, where: str) -> None:
+    """Give the pages so much room, and forget rates and recorded steps."""
+    hosting = vb._attachment.hosting
+    hosting.release()
+    vb.set_budget("gpu", room)
+    hosting.rates.clear()
+    hosting._where = where
+    for each in vb._attachment.follower.generating:
+        each.steps.release()
 
 
 def main() -> None:
@@ -96,8 +101,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    rows, model = [], llama_8b(args.layers)
-    pages = None
+    tiers = {"gpu": {"budget": RING}, "cpu": {"budget": "40GiB"}}
+    rows, vb = [], vbrt.wrap(llama_8b(args.layers), "fp4", tiers=tiers).materialize(progress=False)
     for share in args.shares:
         for copies in args.copies:
             for where in args.where:
@@ -105,17 +110,14 @@ def main() -> None:
                 row |= {"batch": args.batch, "layers": args.layers}
                 try:
                     with emulated(copies):
-                        vb = wrapped(model, RING if share == "ring" else int(pages * int(share) / 100), where)
-                        pages = pages or vb.plan.page_bytes
+                        put(vb, RING if share == "ring" else int(vb.plan.page_bytes * int(share) / 100), where)
                         row |= timed(vb, args.new, args.batch)
-                        row["rates"] = {n: str(r) for n, r in vb.attachment.hosting.rates.items()}
-                        row["told"] = vb.attachment.hosting.told()
-                        row["fallbacks"] = list(vb.stats().fallbacks)
-                        vb.unwrap()
+                        hosting = vb._attachment.hosting
+                        row["rates"] = {n: str(rates) for n, rates in hosting.rates.items()}
+                        row["told"], row["fallbacks"] = hosting.told(), list(vb.stats().fallbacks)
                 except Exception:  # noqa: BLE001 - other rows go on
                     row["error"] = traceback.format_exc()
                     traceback.print_exc()
-                    model = llama_8b(args.layers)
                 gc.collect()
                 torch.cuda.empty_cache()
                 rows.append(row)

@@ -1,10 +1,6 @@
 """Hosted products: a test plays the device, and writes posts into a mailbox in plain memory."""
 
-import gc
-import os
-import threading
 import time
-import weakref
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.page import new_page, pack
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu.experts import experts_up, takes_tiles
-from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, GAVE_UP, POST, HostedPart, HostedTeam, X, new_team
+from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, POST, HostedPart, HostedTeam, X
 from vbrt.kernels.cuda.e2m1.tiles import pack_tiles, tile_layout
 from vbrt.kernels.experts import Gate
 from vbrt.kernels.reference import decode_weight

@@ -6,7 +6,7 @@
  *
  *     0    post      device: number << 16 | entry, after x
  *     64   answer    host: the number, after y; -number if nothing was computed
- *     128  gave up   device: number of a post that nobody waits for anymore
+ *     128  gave up   device: a post that nobody waits for anymore
  *     192  x         device: [tokens, K], then, where the entry has it: y of each part, [tokens, N]
  *
  * An entry is a job prepared once: parts, which are products of one x with a page each.
@@ -129,7 +129,7 @@ static Job *taken_post(Box *b, int64_t *number) {
     const int64_t more = (*number = post >> ENTRY_BITS) - b->last;
     __atomic_add_fetch(&b->passed, more > 0 ? more : 1, __ATOMIC_SEQ_CST);
     __atomic_store_n(&b->last, *number, __ATOMIC_RELAXED);
-    return entry < b->entries && word(b->memory, GAVE_UP) != *number ? b->jobs[entry] : NULL;
+    return entry < b->entries && word(b->memory, GAVE_UP) >> ENTRY_BITS != *number ? b->jobs[entry] : NULL;
 }
 
 static int64_t run_found(Team *t, int place) {

@@ -1,0 +1,120 @@
+"""Hosted weights on a GPU: few tokens are computed by the CPU where pages lie, eagerly and in recorded steps."""
+
+import pytest
+import torch
+
+import vbrt
+from vbrt.errors import KernelError
+from vbrt.layers.weights.hosted import refusal
+from vbrt.residency.hosted_share import HostRates
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:vbrt.wrap")]
+
+FAST = HostRates(link_bytes_s=1e9, cpu_bytes_s=1e12)  # then all that does not fit is hosted
+EVEN = HostRates(link_bytes_s=1e9, cpu_bytes_s=1e9)
+
+
+def llama(**changes):
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = transformers.LlamaConfig(
+        **{**sizes, "num_key_value_heads": 4, "vocab_size": 1024, "tie_word_embeddings": False, **changes}
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).bfloat16().eval()
+
+
+def wrapped(model, rates, format="nvfp4", where="auto", **compute):
+    tiers = {"gpu": {"budget": "8MiB"}, "cpu": {"budget": "1GiB"}}
+    weights = {"format": format, "min_parameters": 0}
+    vb = vbrt.wrap(model, tiers=tiers, weights=weights, compute={"where": where, **compute})
+    vb.materialize(progress=False)
+    hosting = vb._attachment.hosting
+    assert refusal(vb._attachment.stack) is None
+    hosting.rates = dict.fromkeys(range(9), rates)
+    return vb
+
+
+def generated(vb, batch=1, new=24):
+    torch.manual_seed(1)
+    ids = torch.randint(10, 1000, (batch, 16), device="cuda")
+    return vb.generate(
+        ids, max_new_tokens=new, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )
+
+
+def computed(vb):
+    return sum(handle.computed for handle in vb._attachment.registry.handles)
+
+
+@pytest.mark.parametrize("rates", [FAST, EVEN], ids=["all", "half"])
+@pytest.mark.parametrize("captures", [True, False], ids=["recorded", "eager"])
+def test_generate_gives_what_the_gpu_computes_up_to_rounding(rates, captures):
+    model = llama()
+    moved = wrapped(model, rates, where="device", captures=captures)
+    want = generated(moved)
+    assert computed(moved) == 0
+    moved.unwrap()
+    vb = wrapped(model, rates, captures=captures)
+    got, again = generated(vb), generated(vb)
+    steps = vb.stats().steps
+    assert steps.eager == (0 if captures else 46), steps.reasons
+    assert computed(vb) > 40
+    for one, other in zip(got.logits[:4], want.logits[:4], strict=True):
+        assert (one - other).float().norm() < 0.02 * other.float().norm()
+    assert torch.equal(got.sequences, again.sequences)
+    for one, other in zip(got.logits, again.logits, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_new_budget_and_new_weights_are_followed():
+    vb = wrapped(llama(), FAST)
+    first = generated(vb)
+    before = computed(vb)
+    assert before
+    vb.set_budget("gpu", "1GiB")
+    resident = generated(vb)
+    assert computed(vb) == before
+    assert torch.equal(first.sequences[:, :18], resident.sequences[:, :18])
+    vb.set_budget("gpu", "8MiB")
+    state = {name: -tensor for name, tensor in vb.state_dict().items()}
+    vb.load_state_dict(state)
+    assert not torch.equal(generated(vb).logits[3], first.logits[3])
+    assert computed(vb) > before
+    vb.unwrap()
+
+
+def test_a_product_that_nobody_answers_raises_and_the_model_goes_on():
+    vb = wrapped(llama(), FAST)
+    want = generated(vb)
+    host = vb._attachment.hosting._host
+    host.give_up_after(0.05)
+    vb._attachment.follower.generating[0].steps.release()  # recorded kernels keep their limit
+    expect, host._team.expect = host._team.expect, lambda box, posts: None
+    serving = host._team
+    box = host._handle
+    serving.detach(box)  # nobody polls the mailbox any more
+    with pytest.raises(KernelError, match="did not answer"):
+        generated(vb)
+    host._team.expect = expect
+    vb._attachment.hosting.release()
+    vb._attachment.hosting._host = None
+    assert torch.equal(generated(vb).sequences, want.sequences)
+
+
+def test_biases_and_batches_and_other_formats():
+    for format, batch in (("nvfp4", 3), ("mxfp4", 1), ("mxint8", 2)):
+        vb = wrapped(llama(attention_bias=True, mlp_bias=True), FAST, format=format)
+        with torch.no_grad():
+            for name, parameter in vb.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(std=0.1)
+        got = generated(vb, batch)
+        told = vb._attachment.hosting.told(), vb.stats().fallbacks
+        vb._attachment.hosting.release()
+        vb._attachment.hosting._where = "device"
+        want = generated(vb, batch)
+        assert computed(vb) > 0, (format, told)
+        for one, other in zip(got.logits[:3], want.logits[:3], strict=True):
+            assert (one - other).float().norm() < 0.02 * other.float().norm(), format
+        vb.unwrap()
