@@ -104,6 +104,7 @@ WRONG_VALUES = [
     ("compute.int8", 8, "8; expected true or false"),
     ("compute.captures", 2, "2; expected true or false"),
     ("compute.exactness", "exact", '"exact"; expected "bits" or "rounded"'),
+    ("compute.where", "cpu", '"cpu"; expected "auto" or "device"'),
     ("compute.joins", "no", '"no"; expected true or false'),
 ]
 
@@ -174,7 +175,7 @@ def test_every_key_has_a_refusal_in_the_table():
             {"compute": {"fp4": False}},
             (
                 'compute.fp4 is not a known key; did you mean "fp8"?; expected one of '
-                "backend, fp8, int8, captures, joins, exactness"
+                "backend, fp8, int8, captures, joins, exactness, where"
             ),
         ),
         ({"policy": {3: 1}}, f"policy.3 is not a known key; {POLICY_KEYS}"),

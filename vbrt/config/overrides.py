@@ -133,6 +133,7 @@ class ComputeOverrides(TypedDict, total=False):
     captures: bool
     joins: bool
     exactness: Literal["bits", "rounded"]
+    where: Literal["auto", "device"]
 
 
 class OtherSections(TypedDict, total=False):

@@ -11,7 +11,7 @@
     ├── experts     handling of routed experts that miss on the GPU
     ├── separation  fitted codebook of the `quantile` format; in training the scales of every 4-bit format
     ├── training    activation memory, optimizer moments
-    └── compute     kernel backend, reduced-precision products, capture of decode steps
+    └── compute     kernel backend, reduced-precision products, capture of decode steps, what the CPU computes
 
 Every value is validated on construction, so an existing `VBConfig` is valid; only `resolve_budgets` needs to know the
 machine. An error names the source, the dotted key, the value and what is expected:
@@ -59,6 +59,7 @@ __all__ = [
     "MISSES",
     "MODES",
     "MOMENTS",
+    "PLACES",
     "POLICIES",
     "SAMPLES",
     "SCOPES",
@@ -82,6 +83,7 @@ FINE_PLANES = ("none", "exact")
 POLICIES = ("auto", "scheduled", "lru", "experts")
 SCOPES = ("auto", "layer", "model")
 MISSES = ("fetch", "compute", "auto")
+PLACES = ("auto", "device")
 MOMENTS = ("fp32", "8bit")
 BACKENDS = ("auto", "reference", "compiled", "triton")
 #: keys of `compute` in saves of earlier versions
@@ -289,6 +291,9 @@ class ComputeConfig(Section):
     joins: captured decode steps fuse small launches, which rounds differently with 4-bit weights.
     exactness: of `generate` with lossless weights. "bits": tokens and logits of the plain model. "rounded": captured
     steps use a faster attention kernel, on a GPU, which rounds differently.
+    where: on a machine with a GPU, for weights that do not fit there. "auto": the CPU computes some of them where they
+    lie, for few tokens and where that is faster by measured rates, which rounds differently; never lossless weights.
+    "device": all are moved to the GPU.
     """
 
     _key: ClassVar[str] = "compute"
@@ -299,6 +304,7 @@ class ComputeConfig(Section):
     captures: bool = opt(True, flag)
     joins: bool = opt(True, flag)
     exactness: Literal["bits", "rounded"] = opt("bits", choice("bits", "rounded"))
+    where: Literal["auto", "device"] = opt("auto", choice(*PLACES))
 
 
 def _check_sections(self: Any) -> None:

@@ -54,9 +54,9 @@ slot is free, or if its worth, this use included, exceeds the victim's: on publi
 experts the hit rate is 57 % then, 49 % with the worth before this use, and 63 % if all are prefetched, with half as
 many copies again, which would delay those of the next layers.
 
-**Hosted weights** (`hosted_share.py`). The CPU computes some of the pages that do not fit where they lie, as many as let
-link and CPU end together, spread evenly by bytes so that the link prefetches meanwhile. These are not leased: pins and
-ring are divided among the others. The share follows from rates, room and the tokens of a pass; no clock decides it.
+**Hosted weights** (`hosted_share.py`). Of the pages that do not fit, the CPU computes some where they lie: as many as
+let link and CPU end together, spread evenly by bytes so that the link prefetches meanwhile. These are not leased: pins
+and ring are divided among the others. Rates, room and the tokens of a pass decide on the share, no clock does.
 
 **Programmes** (`programme.py`). When a round of passes has repeated, a dry run on a copy of the policy simulates the
 next one; if the policy's state recurs, the round is compiled to a static schedule: for each lease which pages are
