@@ -10,8 +10,8 @@ from typing import Any
 
 from vbrt.host import accelerator
 from vbrt.layers import Weight
-from vbrt.layers.weights.hosted import MOST_TOKENS, Host, refusal, shared_team
 from vbrt.layers.weights.hosted_rates import measured_rates
+from vbrt.layers.weights.hosted_weights import MOST_TOKENS, Host, refusal, shared_team
 from vbrt.residency.hosted_share import HostRates, Use, hosted_keys
 from vbrt.tiers import TierStack
 

@@ -5,7 +5,7 @@ import torch
 
 import vbrt
 from vbrt.errors import KernelError
-from vbrt.layers.weights.hosted import refusal
+from vbrt.layers.weights.hosted_weights import refusal
 from vbrt.residency.hosted_share import HostRates
 
 transformers = pytest.importorskip("transformers")

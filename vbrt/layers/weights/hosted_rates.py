@@ -14,7 +14,7 @@ from vbrt.errors import KernelError
 from vbrt.host import accelerator
 from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, POST, HostedTeam, X
 from vbrt.layers.weights.encoded_weight import EncodedWeight
-from vbrt.layers.weights.hosted import held_at_home, part_of
+from vbrt.layers.weights.hosted_weights import held_at_home, part_of
 from vbrt.residency.hosted_share import HostRates
 
 __all__ = ["measured_rates"]

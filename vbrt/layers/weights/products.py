@@ -3,7 +3,7 @@
 | state | planes | product |
 | --- | --- | --- |
 | `Streamed` | pages that move | `linear`: a lease for each product |
-| `Hosted` (`hosted.py`) | pages in host memory | `linear`: few tokens are computed there; for more, a lease |
+| `Hosted` (`hosted_weights.py`) | pages in host memory | `linear`: few tokens are computed there; for more, a lease |
 | `Resident` | pages at home in the computing tier | `linear`, on planes that are used without a lease |
 | `ResidentDense` | the same of a weight that is held dense, as nn.Linear keeps it | `F.linear` on the page |
 | `ResidentSmallBatch` | 4-bit planes in host memory, on the CPU | a kernel for few tokens, all arguments prepared |
