@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | dense | the module's parameter, held here until encoding | encodes it first |
 | streamed | pages that move, or may | leases them (`products.Streamed`) |
-| hosted | pages at home in host memory | few tokens are computed there by the CPU, for more a lease (`hosted_weights.Hosted`) |
+| hosted | pages at home in host memory | the CPU computes few tokens there (`hosted_weights.Hosted`); else a lease |
 | resident | pages at home in the computing tier | uses their planes without a lease (`products.Resident`) |
 | by rows | a table whose rows are read where its pages live | looks rows up (`modules/embedding.py`) |
 | lent | as before, with a live temporary from `.weight` | checks it for writes first |
@@ -470,7 +470,7 @@ class Weight(PagesHandle):
             self.forget_ready()
 
     def host(self, hosted: Streamed) -> None:
-        """Have the CPU compute products of few tokens where the page lies, until it moves; see `hosted_weights.Host.take`."""
+        """Have the CPU compute products of few tokens where the page lies, until it moves; see `Host.take`."""
         self._hold(hosted)
 
     def hold_resident(self, planes: WeightPlanes) -> None:

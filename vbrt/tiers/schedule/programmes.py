@@ -123,8 +123,9 @@ class Programmes:
         return sizes
 
     def last_order(self, phase: str) -> list[str]:
-        """Return the pages of the last pass of a phase in order, repeats included; of another phase if it had none."""
-        leases = self.orders.get(phase) or next(reversed(self.orders.values()), ())
+        """Return the pages of the last pass of a phase in order, repeats included; if it had none, those of the present
+        pass or of another phase."""
+        leases = self.orders.get(phase) or tuple(self._leases) or next(reversed(self.orders.values()), ())
         return [key for keys in leases for key in keys]
 
     def leave_out(self, phase: str, keys: Set[str]) -> None:
