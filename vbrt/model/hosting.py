@@ -66,7 +66,7 @@ class Hosting:
         self._let_go()
         if chosen:
             weights = {weight.keys[0]: weight for weight in self._weights() if weight.keys[0] in chosen}
-            host = self._mailbox(weights.values(), tokens)
+            host = self._mailbox(weights.values())
             for key, weight in weights.items():
                 hosted = host.take(weight, tokens)
                 if hosted is not None:
@@ -117,8 +117,8 @@ class Hosting:
         keys = [key for key in self._orders[phase] if key in pages and pages[key].home]
         return [Use(key, pages[key].nbytes + overhead, key in weights) for key in keys]
 
-    def _mailbox(self, weights: Collection[Weight], tokens: int) -> Host:
-        nbytes = max(sum(weight.spec.shape) * tokens * weight.dtype.itemsize for weight in weights) + 64
+    def _mailbox(self, weights: Collection[Weight]) -> Host:
+        nbytes = max(sum(weight.spec.shape) * MOST_TOKENS * weight.dtype.itemsize for weight in weights)
         if self._host is None or self._host.room_bytes < nbytes:
             self._host = Host(self._stack, nbytes)
         return self._host

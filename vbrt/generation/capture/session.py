@@ -130,8 +130,8 @@ class Steps:
 
     def prepare(self, ids: Tensor | None) -> None:
         """Settle what a step computes with, for its token ids [B, S]."""
-        if ids is not None:
-            self._terms.prepare(ids.shape[:2].numel())
+        if ids is not None and ids.shape[1:2] == (1,):
+            self._terms.prepare(ids.shape[0])
 
     def refusal(self) -> str:
         """Return why no forward of this phase and precision can be captured; "" if one can."""

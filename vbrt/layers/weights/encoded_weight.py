@@ -1,5 +1,6 @@
 """EncodedWeight: protocol of a weight as products see it, without its state transitions."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
@@ -23,6 +24,11 @@ class HeldPlanes(Protocol):
 
     def compute(self, weight: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """x Wᵀ + bias, computed where the page lies; None: a lease brings it."""
+
+    def compute_rows(
+        self, weight: Any, rows: Sequence[torch.Tensor], bias: torch.Tensor | None
+    ) -> list[torch.Tensor] | None:
+        """`compute` of each x in `rows`, one token each, with the bits of a call for it alone."""
 
 
 class EncodedWeight(Protocol):

@@ -17,7 +17,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -172,11 +172,10 @@ class Hosted(Streamed):
 
     def __init__(self, host: Host, weight: EncodedWeight, lease: LowerLease, tokens: int) -> None:
         (rows, inputs), (page,) = weight.spec.shape, lease.wait().values()
-        itemsize = weight.dtype.itemsize
-        if rows % GROUP or inputs % GROUP or (rows + inputs) * tokens * itemsize + _LINE > host.room_bytes:
+        if rows % GROUP or inputs % GROUP:
             raise KernelError(f"{weight.spec.name}: a shape of {rows} x {inputs}; expected multiples of {GROUP}")
         self._host, self._lease, self.tokens = host, lease, min(tokens, MOST_TOKENS)
-        self._result_at = -(-(X + tokens * inputs * itemsize) // _LINE) * _LINE
+        self._result_at = -(-(X + MOST_TOKENS * inputs * weight.dtype.itemsize) // _LINE) * _LINE
         self._part = part_of(weight, page, self._result_at)
         self._entries: dict[int, int] = {}
         self._entries[1] = host.enter(weight.spec.name, self._part, 1, weight.dtype)
@@ -186,9 +185,23 @@ class Hosted(Streamed):
 
         Raises KernelError: an earlier product was not answered.
         """
+        return self._product(weight, x, bias) if 0 < x.numel() <= self.tokens * weight.spec.shape[1] else None
+
+    def compute_rows(self, weight: EncodedWeight, rows: Sequence[Tensor], bias: Tensor | None) -> list[Tensor] | None:
+        """`compute` of each x in `rows`, one token each, with the bits of a call for it alone, in few products."""
+        found: list[Tensor] = []
+        for at in range(0, len(rows), MOST_TOKENS):
+            some = rows[at : at + MOST_TOKENS]
+            y = self._product(weight, torch.cat([x.reshape(1, -1) for x in some]), bias)
+            if y is None:
+                return None
+            found += [each.view(*x.shape[:-1], -1) for each, x in zip(y, some, strict=True)]
+        return found
+
+    def _product(self, weight: EncodedWeight, x: Tensor, bias: Tensor | None) -> Tensor | None:
         (rows, inputs), host = weight.spec.shape, self._host
         tokens = x.numel() // inputs
-        if not 0 < tokens <= self.tokens or x.shape[-1] != inputs or x.dtype is not weight.dtype:
+        if x.shape[-1] != inputs or x.dtype is not weight.dtype:
             return None
         if x.device != weight.device or (is_capturing() and not host.capturing):
             return None

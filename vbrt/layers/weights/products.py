@@ -12,6 +12,8 @@
 counting frees a weight with its last layer.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,6 +53,10 @@ class Streamed:
 
     def compute(self, weight: EncodedWeight, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """x Wᵀ + bias, computed where the page lies; None: a lease brings it."""
+        return None
+
+    def compute_rows(self, weight: EncodedWeight, rows: Sequence[Tensor], bias: Tensor | None) -> list[Tensor] | None:
+        """`compute` of each x in `rows`, one token each, with the bits of a call for it alone."""
         return None
 
     def end(self) -> None:
