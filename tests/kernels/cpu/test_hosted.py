@@ -1,6 +1,13 @@
 """Hosted products: a test plays the device, and writes posts into a mailbox in plain memory."""
 
+import gc
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -14,7 +21,7 @@ from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.page import new_page, pack
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu.experts import experts_up, takes_tiles
-from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, POST, HostedPart, HostedTeam, X
+from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, GAVE_UP, POST, HostedPart, HostedTeam, X, new_team
 from vbrt.kernels.cuda.e2m1.tiles import pack_tiles, tile_layout
 from vbrt.kernels.experts import Gate
 from vbrt.kernels.reference import decode_weight
@@ -135,3 +142,272 @@ def test_pages_in_the_order_of_tiles_are_computed_as_they_lie(format):
         assert error(device.y(part, x), F.linear(x.double(), w_NK.double(), bias)) <= BOUND[torch.bfloat16]
     with pytest.raises(KernelError, match="tile order"):
         team.entry(box, parts, 1, torch.float32)
+
+
+def test_a_post_is_answered_once_and_numbers_may_skip():
+    device, team = Device(), HostedTeam(2)
+    box, (part,), entry = small(team, device)
+    team.expect(box, 3)
+    for number in (1, 7, 1 << 40):
+        device.number, x = number - 1, torch.randn(1, 160).bfloat16()
+        device.ask(entry, x)
+        assert torch.equal(device.y(part, x), up(part, x))
+    time.sleep(0.02)
+    assert (team.served(box), team.failed(box)) == (3, 0)
+    device.number = 0  # a device that counts anew
+    team.expect(box, 1)
+    device.ask(entry, x)
+    assert team.served(box) == 4
+
+
+def test_posts_without_a_product_are_answered_so_that_no_device_waits():
+    device, team = Device(), HostedTeam(2)
+    box, _, entry = small(team, device)
+    team.expect(box, 4)
+    for unknown in (entry + 1, (1 << ENTRY_BITS) - 1):
+        device.post(unknown)
+        assert device.wait() == -device.number
+    team.forget(box, entry)
+    team.forget(box, entry)
+    device.post(entry)
+    assert device.wait() == -device.number
+    parts, _ = parts_of("nvfp4", (48,), 160, 1, torch.bfloat16)
+    assert team.entry(box, parts, 1, torch.bfloat16) != entry  # which may still be posted
+    assert (team.served(box), team.failed(box)) == (0, 3)
+
+
+def test_a_product_that_the_device_gave_up_is_not_computed():
+    device, team = Device(), HostedTeam(1)
+    box, _, entry = small(team, device)
+    team.expect(box, 2)
+    device.word(GAVE_UP)[0] = 1
+    device.post(entry, torch.zeros(1, 160).bfloat16())
+    assert device.wait() == -1
+    device.ask(entry, torch.zeros(1, 160).bfloat16())
+    assert (team.served(box), team.failed(box)) == (1, 1)
+
+
+def test_several_mailboxes_are_served_by_one_team():
+    devices, team = [Device() for _ in range(4)], HostedTeam(2)
+    made = [small(team, device, k=128 + 32 * at) for at, device in enumerate(devices)]
+    xs = [torch.randn(1, 128 + 32 * at).bfloat16() for at in range(4)]
+    wants = [up(part, x) for (_, (part,), _), x in zip(made, xs, strict=True)]
+    for box, _, _ in made:
+        team.expect(box, 50)
+    for _ in range(50):
+        for device, (_, _, entry), x in zip(devices, made, xs, strict=True):
+            device.post(entry, x)
+        for device, (_, (part,), _), x, want in zip(devices, made, xs, wants, strict=True):
+            assert device.wait() == device.number
+            assert torch.equal(device.y(part, x), want)
+    assert [team.served(box) for box, _, _ in made] == [50] * 4
+    team.detach(made[0][0])
+    team.expect(made[1][0], 1)
+    devices[1].ask(made[1][2], xs[1])
+
+
+def test_entries_come_and_go_in_a_storm_of_posts():
+    device, team, posts = Device(), HostedTeam(3), 2000
+    box, (part,), entry = small(team, device)
+    x, stop, errors = torch.randn(1, 160).bfloat16(), threading.Event(), []
+    want = up(part, x)
+
+    def change():
+        other = Device()
+        try:
+            while not stop.is_set():
+                others, more, one = small(team, other)
+                team.expect(others, 1)
+                other.number = abs(other.word(ANSWER).item())
+                other.ask(one, x)
+                team.forget(box, team.entry(box, more, 1, torch.bfloat16))
+                team.detach(others)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    team.expect(box, posts)
+    for _ in range(posts):
+        device.ask(entry, x)
+    stop.set()
+    thread.join()
+    assert not errors and team.served(box) == posts
+    assert torch.equal(device.y(part, x), want)
+
+
+def cpu_seconds(during):
+    began = time.process_time()
+    time.sleep(during)
+    return time.process_time() - began
+
+
+def test_threads_sleep_when_nothing_is_expected_and_nap_when_posts_stall():
+    device, team = Device(), HostedTeam(2)
+    box, (part,), entry = small(team, device)
+    x = torch.randn(1, 160).bfloat16()
+    for _ in range(3):
+        team.expect(box, 2)
+        device.ask(entry, x)
+        stalled = cpu_seconds(0.3)
+        device.ask(entry, x)  # polled for
+        time.sleep(0.02)  # they spin for a moment
+        assert stalled < 0.3  # two threads that spin would take up to .6, and a busy core's share
+        assert cpu_seconds(0.2) < 0.01
+    assert team.served(box) == 6
+    assert torch.equal(device.y(part, x), up(part, x))
+
+
+def test_an_expectation_ends_with_the_posts_that_came_instead_of_others():
+    device, team = Device(), HostedTeam(1)
+    box, _, entry = small(team, device)
+    team.expect(box, 3)
+    device.number = 2  # two that nobody saw
+    device.ask(entry, torch.zeros(1, 160).bfloat16())
+    time.sleep(0.02)
+    assert cpu_seconds(0.2) < 0.01
+
+
+@pytest.mark.parametrize("end", ["stop", "detach", "forget"])
+def test_a_device_that_waits_is_answered_when_its_team_ends(end):
+    device, team = Device(1 << 20), HostedTeam(2)
+    box, (part,), entry = small(team, device, k=4096, rows=(4096,))
+    x = torch.randn(1, 4096).bfloat16()
+    want = up(part, x)
+    team.expect(box, 20)
+    for _ in range(20):
+        device.post(entry, x)
+        if _ == 10:
+            break
+        assert device.wait() == device.number
+    {"stop": team.stop, "detach": lambda: team.detach(box), "forget": lambda: team.forget(box, entry)}[end]()
+    if device.wait() == device.number:  # computed before
+        assert torch.equal(device.y(part, x), want)
+    if end == "stop":
+        for call in (lambda: team.expect(box, 1), lambda: team.attach(device.memory)):
+            with pytest.raises(KernelError, match="stopped"):
+                call()
+    elif end == "detach":
+        with pytest.raises(KernelError, match="detached"):
+            team.expect(box, 1)
+        box = team.attach(device.memory)  # goes on where it was
+        entry = team.entry(box, [part], 1, torch.bfloat16)
+        team.expect(box, 1)
+        device.ask(entry, x)
+        assert torch.equal(device.y(part, x), want)
+    team.detach(box)
+    team.detach(box)
+    team.stop()
+
+
+def test_a_team_that_is_gone_answers_keeps_no_page_and_has_no_threads():
+    device, team = Device(), HostedTeam(2)
+    box, (part,), entry = small(team, device)
+    team.expect(box, 1 << 20)
+    device.ask(entry, torch.zeros(1, 160).bfloat16())
+    memory, page, limit = weakref.ref(team._memory), weakref.ref(part.page), time.monotonic() + LIMIT_S
+    del team, box, part
+    gc.collect()
+    assert page() is None
+    while memory() is not None and time.monotonic() < limit:  # until its threads have seen it
+        time.sleep(0.001)
+    assert memory() is None
+
+
+def test_forgotten_pages_are_freed():
+    device, team = Device(), HostedTeam(1)
+    box, (part,), entry = small(team, device)
+    page = weakref.ref(part.page)
+    del part
+    gc.collect()
+    assert page() is not None
+    team.forget(box, entry)
+    gc.collect()
+    assert page() is None
+
+
+def test_a_forked_child_refuses_the_threads_of_its_parent_and_makes_its_own():
+    code = """
+        import os, torch
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+        from tests.kernels.cpu.test_hosted import *
+        device, team = Device(), HostedTeam(2)
+        box, parts, entry = small(team, device)
+        team.expect(box, 1000)  # they poll
+        child = os.fork()
+        if not child:
+            for call in (lambda: team.expect(box, 1), lambda: team.attach(device.memory)):
+                try:
+                    call()
+                    os._exit(1)
+                except KernelError:
+                    pass
+            team.forget(box, entry), team.detach(box), team.stop()
+            own, box = HostedTeam(1), None
+            device = Device()
+            box, (part,), entry = small(own, device)
+            own.expect(box, 1)
+            x = torch.randn(1, 160).bfloat16()
+            device.ask(entry, x)
+            os._exit(0 if torch.equal(device.y(part, x), up(part, x)) else 2)
+        assert os.waitpid(child, 0)[1] == 0
+        device.ask(entry, torch.zeros(1, 160).bfloat16())
+        print("asked")  # and the process ends, with 999 expected posts
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "asked\n"), done.stderr
+
+
+def test_ctrl_c_leaves_a_team_that_serves():
+    device, team = Device(), HostedTeam(1)
+    box, (part,), entry = small(team, device)
+    x = torch.zeros(1, 160).bfloat16()
+    with pytest.raises(KeyboardInterrupt):
+        for at in range(10_000):
+            if at == 100:
+                signal.raise_signal(signal.SIGINT)
+            team.expect(box, 1)
+            team.forget(box, team.entry(box, [part], 1, torch.bfloat16))
+    device.ask(entry, x)
+    assert torch.equal(device.y(part, x), up(part, x))
+
+
+def test_what_c_cannot_compute_is_refused_with_what_came():
+    device, team = Device(4096), HostedTeam(1)
+    box = team.attach(device.memory)
+    (part,), _ = parts_of("nvfp4", (48,), 160, 1, torch.bfloat16)
+    other, _ = part_of("nvfp4", (48, 128), part.y + 128)
+
+    def entry(*parts, tokens=1, dtype=torch.bfloat16):
+        return lambda: team.entry(box, parts, tokens, dtype)
+
+    refused = {
+        "K of parts": entry(part, other),
+        "0 tokens": entry(part, tokens=0),
+        "torch.float64 times nvfp4": entry(part, dtype=torch.float64),
+        "fp8": entry(part._replace(format="fp8")),
+        "at 512 in a mailbox of 4096 bytes; .* from 832 on": entry(part._replace(y=512), tokens=2),
+        "at 4032": entry(part._replace(y=4032)),
+        "at 520": entry(part._replace(y=520)),
+        "from 608 on": entry(part, part),
+        "a page of torch.uint8": entry(part._replace(page=part.page[:-1])),
+        "a bias": entry(part._replace(bias=torch.zeros(47))),
+        "more than 192 bytes": lambda: team.attach(device.memory[:192]),
+        "a multiple of 64$": lambda: team.attach(device.memory[8:]),
+    }
+    for match, call in refused.items():
+        with pytest.raises(KernelError, match=match):
+            call()
+    boxes = [team.attach(Device(4096).memory) for _ in range(63)]
+    with pytest.raises(KernelError, match="too many mailboxes"):
+        team.attach(Device(4096).memory)
+    team.detach(boxes[5])
+    assert team.attach(Device(4096).memory).slot == 6
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (4, 3), (16, 15)])
+def test_a_core_is_left_to_the_thread_that_launches(cores, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    assert new_team().threads == threads

@@ -255,9 +255,8 @@ def _checked(part: HostedPart, dtype: torch.dtype) -> ExpertPages:
     """Return the bank of a part. Raises KernelError if C cannot multiply x of this dtype by it."""
     pages, page, bias = part.pages(), part.page, part.bias
     if part.format not in FORMATS or dtype not in NUMBERS:
-        raise KernelError(
-            f"hosted: {part.format} times {dtype}; expected one of {', '.join(FORMATS)}, and 16 or 32 bits"
-        )
+        known = ", ".join(str(of) for of in NUMBERS)
+        raise KernelError(f"hosted: {dtype} times {part.format}; expected {known}, and a format of 4 or 8 bits")
     if TILES in pages.offsets(_WEIGHT) and not takes_tiles(pages, dtype, _RAW):
         raise KernelError(f"hosted: this CPU does not multiply {dtype} by pages in a GPU's tile order; move the page")
     if (

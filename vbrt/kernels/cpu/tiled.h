@@ -21,7 +21,21 @@ static int64_t tile_bytes(int64_t block) { return TILE_CODES + TILE_ROWS * TILE_
 
 /* Convert a row of `inputs` bf16, zero-padded, to tile order: four times 32 numbers per tile. */
 static void spread_tiles(const uint16_t *x, int64_t inputs, int64_t across, uint16_t *to) {
-    for (int64_t u = 0; u < across; u++)
+    /* pairs of columns by word, p and pair are 0: of t = 0 and 1, and of t = 2 and 3 */
+    const __m512i low = _mm512_setr_epi32(0, 2, 4, 6, 16, 18, 20, 22, 0, 0, 0, 0, 0, 0, 0, 0);
+    const __m512i high = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 6, 0, 2, 20, 22, 16, 18);
+    int64_t u = 0;
+    for (; (u + 1) * TILE_COLUMNS <= inputs; u++) {
+        __m512i of[4];
+        for (int t = 0; t < 4; t++) of[t] = _mm512_loadu_si512(x + u * TILE_COLUMNS + 32 * t);
+        for (int i = 0; i < 4; i++, to += 32) {
+            const __m512i at = _mm512_set1_epi32(i / 2 * 8 + i % 2);
+            const __m512i a = _mm512_permutex2var_epi32(of[0], _mm512_add_epi32(low, at), of[1]);
+            const __m512i b = _mm512_permutex2var_epi32(of[2], _mm512_add_epi32(high, at), of[3]);
+            _mm512_storeu_si512(to, _mm512_mask_blend_epi32(0xFF00, a, b));
+        }
+    }
+    for (; u < across; u++)
         for (int p = 0; p < 2; p++)
             for (int pair = 0; pair < 2; pair++)
                 for (int t = 0; t < 4; t++)
