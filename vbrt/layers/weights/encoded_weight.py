@@ -26,7 +26,7 @@ class EncodedWeight(Protocol):
     """A weight in pages of a stack.
 
     Attributes:
-        forwards, weight_reads: counters, incremented by products.
+        forwards, weight_reads, computed: counters, incremented by products.
         held: current state of the planes.
     """
 
@@ -46,6 +46,7 @@ class EncodedWeight(Protocol):
     fallbacks: list[str]
     forwards: int
     weight_reads: int
+    computed: int
     held: HeldPlanes
 
     @property

@@ -431,7 +431,7 @@ class Weight(PagesHandle):
                 layers = [layer for layer in layers if layer._vb_twin == key]
             heir = self.pass_on(layers, weight if lent else nn.Parameter(weight, requires_grad=False))
             heir.trainable, self.lent = self.trainable, None
-            heir.forwards, heir.weight_reads = self.forwards, self.weight_reads
+            heir.forwards, heir.weight_reads, heir.computed = self.forwards, self.weight_reads, self.computed
             self.choose_product()
             if lent:
                 heir.lent = weakref.ref(weight)
