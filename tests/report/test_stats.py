@@ -85,6 +85,21 @@ def test_layers_of_one_kind_are_one_row_the_longest_wait_first():
     assert any(line.startswith("16 layers") for line in str(stats).splitlines())
 
 
+def test_products_of_the_cpu_have_a_column_where_there_are_any():
+    stats = snapshot(4)
+    assert " computed " not in stats.table(width=132)
+    layers = {name: replace(of, computed=n) for n, (name, of) in enumerate(stats.layers.items())}
+    some = replace(stats, layers=layers)
+    assert "  prefetched  waited  computed  hit rate  " in some.table(width=132)
+    assert sorted(of.computed for of in by_kind(some).layers.values()) == [0 + 2, 1 + 3]
+    data = some.to_dict()
+    assert data["computed"] == 6 and Stats.from_dict(data) == some
+    for layer in data["layers"].values():  # a snapshot of an earlier version
+        del layer["computed"]
+    assert Stats.from_dict(data).computed == 0
+    assert sum("vbrt_page_computed_total{" in line for line in some.metrics().splitlines()) == 4
+
+
 def test_a_notebook_shows_the_table_with_its_characters_escaped():
     stats = snapshot(1)
     odd = Stats("<script>", *(getattr(stats, f.name) for f in fields(Stats)[1:]))

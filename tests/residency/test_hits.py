@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.residency.traces import workloads
+from vbrt.residency.hosted_share import HostRates, Use, hosted_keys, step_seconds
 from vbrt.residency.simulate import PASS, simulate
 
 KINDS = ("lru", "scheduled")
@@ -98,6 +99,28 @@ def test_a_lease_of_two_pages_counts_both():
     assert counts.misses.total() == 4 and counts.hits.total() == 12
     assert counts.hit_rate == 0.75
     assert simulate("lru", trace, 2).hits.total() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hosted_pages_are_counted_and_leave_their_room_to_the_others(kind):
+    """The policy decides as on a trace without them; a lease of hosted pages alone is none."""
+    sizes = {f"page{i}": 10 for i in range(12)}
+    hosted = hosted_keys([Use(key, size) for key, size in sizes.items()], 60, HostRates(1000, 1000))
+    trace, left = cycle(12, 6), [item for item in cycle(12, 6) if item not in hosted]
+    counts, alone = simulate(kind, trace, 60, sizes=sizes, hosted=hosted), simulate(kind, left, 60, sizes=sizes)
+    assert counts.hosted == dict.fromkeys(hosted, 6) and 0 < len(hosted) < 12
+    assert (counts.hits, counts.misses, counts.bytes_in) == (alone.hits, alone.misses, alone.bytes_in)
+    assert counts.bytes_in < simulate(kind, trace, 60, sizes=sizes).bytes_in
+    assert simulate(kind, [(key,) for key in hosted], 0, sizes=sizes, hosted=hosted).phases == {}
+
+
+def test_the_time_of_a_pass_is_that_of_the_bytes_that_the_policy_moves():
+    sizes = {f"page{i}": 10 for i in range(40)}
+    uses, rates = [Use(key, size) for key, size in sizes.items()], HostRates(1000, 500)
+    hosted = hosted_keys(uses, 200, rates)
+    moved = [simulate("scheduled", cycle(40, n), 200, sizes=sizes, hosted=hosted).bytes_in for n in (6, 7)]
+    assert step_seconds(uses, hosted, 200, rates) == max((moved[1] - moved[0]) / 1000, 10 * len(hosted) / 500)
+    assert step_seconds(uses, (), 200, rates) == 0.23  # 17 of 40 pages are pinned, besides a ring of three
 
 
 def test_room_for_everything_needs_no_second_copy_of_anything():

@@ -49,6 +49,7 @@ def layer_stats(stack: TierStack, swap: Swap, layer: SwappedLayer, *, each: bool
         separation_refreshes=separation.refreshes if separation else 0,
         clipped_share=separation.clipped_share if separation else 0.0,
         experts=experts,
+        computed=handle.computed,
     )
 
 

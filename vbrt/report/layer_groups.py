@@ -13,7 +13,10 @@ __all__ = ["by_kind", "of_ranks"]
 
 Snapshot = TypeVar("Snapshot", bound=StatsData)
 
-_SUMMED = ("weight_reads", "hits", "misses", "prefetched", "wait_us", "separation_hits", "separation_refreshes")
+_SUMMED = (
+    *("weight_reads", "hits", "misses", "prefetched", "wait_us", "computed"),
+    *("separation_hits", "separation_refreshes"),
+)
 _BY_NAME = ("plane_bytes", "bytes_moved")
 
 

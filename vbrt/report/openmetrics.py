@@ -81,6 +81,7 @@ def _of_layers(stats: StatsData) -> Iterator[Family]:
         ("page_hits", "hits", "Page leases that moved nothing."),
         ("page_misses", "misses", "Page leases for which bytes moved, or that were computed where they lie."),
         ("page_prefetched", "prefetched", "Misses whose pages were staged ahead of their use."),
+        ("page_computed", "computed", "Products that the CPU has computed where the page lies, without a lease."),
         ("forwards", "forwards", "Forwards of the layer."),
     ):
         yield Family(name, "counter", "", help, _by("layer", {n: getattr(of, attribute) for n, of in layers.items()}))

@@ -8,9 +8,10 @@
     vb.stats(experts=True).experts("model.layers.0.mlp.experts")   # hits, misses, bytes and last use of each expert
 
 A hit is a page lease that moved no bytes. A prefetched page is a miss that also counts as `prefetched`; `waited` are
-the other misses. `ready_rate`, which tables print as hit rate, counts hits and prefetched pages. `wait_us` is the
-waiting time of host threads; that of the device is known for recorded passes only (`vb.timeline`): `timeline` has the
-totals of the last recording.
+the other misses. A product that the CPU computes where the page lies leases nothing and counts as `computed`.
+`ready_rate`, which tables print as hit rate, counts hits and prefetched pages. `wait_us` is the waiting time of host
+threads; that of the device is known for recorded passes only (`vb.timeline`): `timeline` has the totals of the last
+recording.
 """
 
 import html

@@ -20,7 +20,8 @@ __all__ = ["LayerStats", "StatsData", "StepCounts", "TierStats", "sums_by_name"]
 @dataclass(frozen=True, slots=True)
 class LayerStats:
     """One VB layer. Bytes are by plane or by link ("ssd>cpu"), times in microseconds, the rest counts. `experts`: None
-    for other layers than routed experts."""
+    for other layers than routed experts. `computed`: products of the CPU where the page lies, without a lease; those of
+    experts are in `experts`."""
 
     format: str
     kernel: str
@@ -39,6 +40,7 @@ class LayerStats:
     separation_refreshes: int = 0
     clipped_share: float = 0.0
     experts: ExpertsStats | None = None
+    computed: int = 0
 
     @property
     def hit_rate(self) -> float | None:
@@ -66,7 +68,7 @@ class LayerStats:
     @classmethod
     def read(cls, data: Mapping[str, Any], where: str) -> Self:
         """Inverse of `to_dict`. Raises FormatError with `where` in front."""
-        values = _values(cls, data, where)
+        values = _values(cls, {"computed": 0, **data}, where)
         return cls(**values, experts=_part(ExpertsStats, data.get("experts"), f"{where}.experts"))
 
 
@@ -118,7 +120,7 @@ class StepCounts:
         return cls(**data)
 
 
-_COUNTS = ("hits", "misses", "prefetched", "waited", "hit_rate", "ready_rate")
+_COUNTS = ("hits", "misses", "prefetched", "waited", "computed", "hit_rate", "ready_rate")
 _TOTALS = (*_COUNTS, "wait_us", "bytes_moved", "virtual_capacity")
 
 
@@ -164,6 +166,11 @@ class StatsData:
         return sum(layer.prefetched for layer in self.layers.values())
 
     @property
+    def computed(self) -> int:
+        """Products that the CPU computed where the page lies, of all layers but routed experts."""
+        return sum(layer.computed for layer in self.layers.values())
+
+    @property
     def waited(self) -> int:
         """Page leases that moved bytes and were not prefetched."""
         return max(0, self.misses - self.prefetched)
@@ -198,20 +205,7 @@ class StatsData:
     def to_dict(self) -> dict:
         """Return plain data with the totals; `json.dumps` takes it."""
         layers = {name: layer.to_dict() for name, layer in self.layers.items()}
-        totals = {
-            name: getattr(self, name)
-            for name in (
-                "hits",
-                "misses",
-                "prefetched",
-                "waited",
-                "hit_rate",
-                "ready_rate",
-                "wait_us",
-                "bytes_moved",
-                "virtual_capacity",
-            )
-        }
+        totals = {name: getattr(self, name) for name in _TOTALS}
         return {
             "policy": self.policy,
             "compute_tier": self.compute_tier,

@@ -210,6 +210,7 @@ def _columns(stats: StatsData) -> list[_Column]:
         ("hit", lambda layer: str(layer.hits), str(stats.hits), 0, False),
         ("prefetched", lambda layer: str(layer.prefetched), str(stats.prefetched), 0, False),
         ("waited", lambda layer: str(layer.waited), str(stats.waited), 0, False),
+        *([("computed", lambda layer: str(layer.computed), str(stats.computed), 0, False)] if stats.computed else []),
         ("hit rate", lambda layer: _percent(layer.ready_rate), _percent(stats.ready_rate), 0, False),
         ("moved", lambda layer: format_bytes(sum(layer.bytes_moved.values())), format_bytes(moved), 2, False),
         ("wait ms", lambda layer: f"{layer.wait_us / 1e3:.1f}", f"{stats.wait_us / 1e3:.1f}", 1, False),

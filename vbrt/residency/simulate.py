@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -58,13 +58,15 @@ def make_policy(
 
 @dataclass(slots=True)
 class Simulation:
-    """Counts of a simulated run: hits and misses by page and by phase, bytes moved in."""
+    """Counts of a simulated run: hits and misses by page and by phase, bytes moved in; and by page how often it was
+    hosted, which leases nothing."""
 
     hits: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
     prefetched: Counter[str] = field(default_factory=Counter)
     bytes_in: int = 0
     phases: dict[str, PhaseCounts] = field(default_factory=dict)
+    hosted: Counter[str] = field(default_factory=Counter)
 
     @property
     def hit_rate(self) -> float:
@@ -93,6 +95,7 @@ def simulate(
     prefetch: int = 2,
     group: int = 1,
     scope: str = "layer",
+    hosted: Collection[str] = (),
 ) -> Simulation:
     """Simulate a policy over a trace, without moving bytes.
 
@@ -105,11 +108,13 @@ def simulate(
         capacity_bytes: room in bytes.
         sizes: bytes of each page; without it each page is one byte, so that capacity counts pages.
         scope: for "experts", see `ExpertsPolicy`.
+        hosted: pages that the CPU computes where they lie, as `hosted_keys` chooses: the policy never sees them.
 
     Raises:
         ArgumentError: the file of a routing cannot be read, or is damaged; one lease does not fit into the capacity.
     """
     _check_arguments(trace, sizes, prefetch, group, scope)
+    check_instance(hosted, Collection, "simulate(): hosted", "a collection of page keys")
     routing = read_routing(trace) if isinstance(trace, str | os.PathLike) else trace
     if isinstance(routing, Routing):
         sizes = sizes or routing.sizes
@@ -120,7 +125,7 @@ def simulate(
         check_policy(policy)
     if isinstance(routing, Routing):
         trace = routing.leases(policy.capacity_bytes, at_once=getattr(policy, "scan_pages", 1))
-    run = _Run(policy, sizes)
+    run = _Run(policy, sizes, frozenset(hosted))
     for item in trace:
         run.take(item)
     return run.counts
@@ -138,8 +143,8 @@ def _check_arguments(trace: object, sizes: object, prefetch: object, group: obje
 class _Run:
     """Replay of a trace through a policy, with the calls that a stack makes."""
 
-    def __init__(self, policy: Policy, sizes: Mapping[str, int] | None) -> None:
-        self.policy, self.sizes = policy, sizes
+    def __init__(self, policy: Policy, sizes: Mapping[str, int] | None, hosted: frozenset[str]) -> None:
+        self.policy, self.sizes, self.hosted = policy, sizes, hosted
         self.counts, self.phase = Simulation(), FORWARD
         self.announce = getattr(policy, "announce", None)
 
@@ -152,11 +157,15 @@ class _Run:
         elif not isinstance(item, Announce):
             self.lease(item if isinstance(item, tuple) else (item,))
         elif self.announce is not None:
-            self.announce({key: self.size(key) for key in item.keys})
+            self.announce({key: self.size(key) for key in item.keys if key not in self.hosted})
             self.policy.ahead(())
 
     def lease(self, keys: tuple[str, ...]) -> None:
-        """Lease pages. Raises ArgumentError: they do not fit."""
+        """Lease pages except hosted ones. Raises ArgumentError: they do not fit."""
+        self.counts.hosted.update(self.hosted.intersection(keys))
+        keys = tuple(key for key in keys if key not in self.hosted)
+        if not keys:
+            return
         for key in keys:
             size = self.size(key)
             decision = self.policy.access(key, size, keys)

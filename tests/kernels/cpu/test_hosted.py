@@ -180,7 +180,7 @@ def test_a_product_that_the_device_gave_up_is_not_computed():
     device, team = Device(), HostedTeam(1)
     box, _, entry = small(team, device)
     team.expect(box, 2)
-    device.word(GAVE_UP)[0] = 1
+    device.word(GAVE_UP)[0] = 1 << ENTRY_BITS | entry
     device.post(entry, torch.zeros(1, 160).bfloat16())
     assert device.wait() == -1
     device.ask(entry, torch.zeros(1, 160).bfloat16())

@@ -12,7 +12,7 @@ OWNERS = {
     "layers/experts/residency_owner.py": "Deciding",
 }
 #: counted up by whoever computes
-COUNTERS = {"forwards", "weight_reads"}
+COUNTERS = {"forwards", "weight_reads", "computed"}
 #: which have weights at hand; elsewhere attributes of other objects have these names
 ROOMS = ("layers", "model", "saves", "wrapper", "distributed", "integrations", "estimation", "generation/capture")
 NOT_OURS = {"ctx", "guard"}  # autograd's context, a stack's lock

@@ -16,6 +16,7 @@ class PagesHandle:
 
     Attributes:
         keys: pages in the stack; none before `store` and after `retire`.
+        computed: counts products of the CPU where the pages lie, without a lease.
         generation: counts the weights that this handle has held before.
         id: random, so that a graph of another process never names a handle of this one.
         token: names handle and generation in graphs.
