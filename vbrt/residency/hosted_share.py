@@ -1,22 +1,23 @@
 """Hosted weights: the share of a pass that the CPU computes where its pages lie, instead of streaming them.
 
-H2D copies and CPU compute overlap, so a pass takes the longer of the two. Hosted pages are spread evenly over the pass:
-while the CPU computes one, the link prefetches the next streamed ones into the ring. They need no room in the computing
-tier, which leaves it to pins. Pure decisions, from rates: no clock decides a result.
+H2D copies and CPU compute overlap. Hosted pages are spread evenly over the pass: while the CPU computes one, the link
+prefetches the next streamed ones into the ring. They need no room in the computing tier, which leaves it to pins. How
+well both overlap is simulated, because the ring has few slots: small pages waste them, so often all small pages are
+hosted, and of the large ones a share. Pure decisions, from rates: no clock decides a result.
 """
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vbrt.residency.room_division import Room, divide, spread
+from vbrt.residency.room_division import Division, Room, divide, spread
 
-__all__ = ["HostRates", "Use", "hosted_keys", "step_seconds"]
+__all__ = ["HostRates", "Use", "hosted_keys", "pipeline_seconds", "step_seconds"]
 
 _WORTH = 0.95  # of the time of streaming all: hosted products round otherwise, which less gain does not justify
-_LEAST_SIZES = 8  # candidate sizes of the smallest hosted page, largest first
+_SIZES = 4  # candidate sizes at which hosted pages begin: calls weigh more on small ones, which also waste slots
+_COARSE, _ROUNDS = 12, 3
 
 
 class Use(NamedTuple):
@@ -86,13 +87,16 @@ def hosted_keys(
     counts = Counter(use.key for use in uses)
     moved = {use.key: use.nbytes * counts[use.key] for use in uses if use.hostable}  # bytes that hosting a page saves
     sizes = {use.key: use.nbytes for use in uses if use.hostable}
-    best, least_s = frozenset[str](), _WORTH * _seconds(uses, (), room, rates, tokens, device_s)
-    for smallest in sorted(set(sizes.values()), reverse=True)[:_LEAST_SIZES]:  # `call_s` weighs more on small pages
+    by_size = sorted(set(sizes.values()))
+    best, least_s = frozenset[str](), _WORTH * pipeline_seconds(uses, (), room, rates, tokens, device_s=device_s)
+    for smallest in [*by_size[:_SIZES], *by_size[-_SIZES:]]:
+        small = frozenset(key for key, nbytes in sizes.items() if nbytes < smallest)
         keys = [key for key, nbytes in sizes.items() if nbytes >= smallest]
-        for hosted in _about_even(keys, moved, lambda some: _sides(uses, some, room, rates, tokens, device_s)):
-            seconds = _seconds(uses, hosted, room, rates, tokens, device_s)
-            if seconds < least_s:
-                best, least_s = hosted, seconds
+        for base in {small, frozenset[str]()}:
+            found = _best_share(
+                base, keys, moved, lambda some: pipeline_seconds(uses, some, room, rates, tokens, device_s=device_s)
+            )
+            best, least_s = min((best, least_s), found, key=lambda one: one[1])
     return best
 
 
@@ -107,41 +111,68 @@ def step_seconds(
     prefetch: int = 2,
     group: int = 1,
 ) -> float:
-    """Return the seconds of a steady pass with `hosted` pages: the longer of link and CPU; see `hosted_keys`."""
-    return _seconds(uses, hosted, Room(room_bytes, group, prefetch), rates, tokens, device_s)
+    """Return the seconds of a steady pass with `hosted` pages; see `hosted_keys`."""
+    room = Room(room_bytes, group, prefetch)
+    return pipeline_seconds(uses, hosted, room, rates, tokens, device_s=device_s)
 
 
-def _about_even(
-    keys: list[str], moved: dict[str, int], sides: Callable[[frozenset[str]], tuple[float, float]]
-) -> list[frozenset[str]]:
-    """Return spread shares of `keys` about the one where link and CPU end together, fewest bytes first."""
-    total = sum(moved[key] for key in keys)
-
-    def share(count: int) -> frozenset[str]:
-        return frozenset(spread(keys, moved, total * count // len(keys)))
-
-    def cpu_is_longer(count: int) -> bool:
-        link_s, cpu_s = sides(share(count))
-        return cpu_s >= link_s
-
-    even = bisect_left(range(len(keys)), True, key=cpu_is_longer)
-    return [share(count) for count in (even - 1, even) if count >= 0]
-
-
-def _seconds(
-    uses: Sequence[Use], hosted: Collection[str], room: Room, rates: HostRates, tokens: int, device_s: float
+def pipeline_seconds(
+    uses: Sequence[Use],
+    hosted: Collection[str],
+    room: Room,
+    rates: HostRates,
+    tokens: int = 1,
+    *,
+    device_s: float = 0.0,
 ) -> float:
-    return max(_sides(uses, hosted, room, rates, tokens, device_s))
+    """Return the seconds of a steady pass, simulated: uses follow each other, and a page's copy begins when the one
+    before has ended and its slot of the ring is free."""
+    left = {use.key: use.nbytes for use in uses if use.key not in hosted}
+    order = tuple(use.key for use in uses if use.key in left)
+    division = divide(order, left, room) if order else None
+    pins, slots = _ring(division, left, room)
+    each, now_s, link_s, begun_s, released_s = device_s / max(1, len(uses)), 0.0, 0.0, 0.0, list[float]()
+    for _ in range(_ROUNDS):
+        begun_s = now_s
+        for key, nbytes, _ in uses:
+            if key in hosted:
+                now_s += rates.cpu_seconds(nbytes, tokens) + rates.call_s
+                continue
+            if key not in pins:
+                free_s = released_s[-slots] if len(released_s) >= slots else 0.0
+                link_s = max(link_s, free_s) + rates.link_seconds(nbytes)
+                now_s = max(now_s, link_s)
+            now_s += each
+            if key not in pins:
+                released_s.append(now_s)
+    return now_s - begun_s
 
 
-def _sides(
-    uses: Sequence[Use], hosted: Collection[str], room: Room, rates: HostRates, tokens: int, device_s: float
-) -> tuple[float, float]:
-    """Return the seconds of the link, and of the CPU and the device, which follow each other."""
-    sizes = {use.key: use.nbytes for use in uses if use.key not in hosted}
-    order = tuple(use.key for use in uses if use.key not in hosted)
-    pins = divide(order, sizes, room).pins if order else frozenset()
-    streamed = sum(sizes[key] for key in order if key not in pins)
-    products = [use.nbytes for use in uses if use.key in hosted]
-    cpu_s = sum(rates.cpu_seconds(nbytes, tokens) for nbytes in products) + rates.call_s * len(products)
-    return rates.link_seconds(streamed), device_s + cpu_s
+def _ring(division: Division | None, sizes: Mapping[str, int], room: Room) -> tuple[Collection[str], int]:
+    """Return the pinned pages, and the slots of the ring."""
+    if division is None:
+        return (), 1
+    if not division.slot_bytes:
+        return division.pins, room.window
+    free = room.capacity_bytes - sum(sizes[key] for key in division.pins)
+    return division.pins, max(1, min(room.window, free // division.slot_bytes))
+
+
+def _best_share(
+    base: frozenset[str], keys: list[str], moved: Mapping[str, int], seconds: Callable[[frozenset[str]], float]
+) -> tuple[frozenset[str], float]:
+    """Return the best of `base` with a spread share of `keys`, and its time: a coarse search, then a fine one."""
+    total, known = sum(moved[key] for key in keys), dict[int, tuple[frozenset[str], float]]()
+
+    def tried(count: int) -> float:
+        if count not in known:
+            hosted = base | frozenset(spread(keys, moved, total * count // len(keys)))
+            known[count] = hosted, seconds(hosted)
+        return known[count][1]
+
+    step = max(1, len(keys) // _COARSE)
+    best = min(range(0, len(keys) + 1, step), key=tried)
+    while step > 1:
+        step = (step + 1) // 2
+        best = min((count for count in (best - step, best, best + step) if 0 <= count <= len(keys)), key=tried)
+    return known[best]
