@@ -58,6 +58,13 @@ def tokens_of(model, new: int, clock: Clock | None = None, batch: int = 1) -> to
     return model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **criteria)
 
 
+def logits_of(vb, batch: int) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(3)
+    ids = torch.randint(10, 1000, (batch, PROMPT), device="cuda")
+    how = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False, "pad_token_id": 0}
+    return vb.generate(ids, max_new_tokens=8, min_new_tokens=8, **how).logits
+
+
 def timed(vb, new: int, batch: int = 1) -> dict:
     begun = time.perf_counter()
     tokens_of(vb, 4, batch=batch)
@@ -65,6 +72,9 @@ def timed(vb, new: int, batch: int = 1) -> dict:
     moved, computed, clock = moved_bytes(vb), computed_bytes(vb), Clock()
     tokens = tokens_of(vb, new, clock, batch)
     row = {"ms": clock.ms, "first_call_s": first_s, "tokens": tokens[0, PROMPT:].tolist()}
+    first, again = logits_of(vb, batch), logits_of(vb, batch)
+    row["same_bits_twice"] = all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    row["logits"] = first[1]  # of the first step that is no prompt
     row["moved_mb"] = (moved_bytes(vb) - moved) / 1e6 / new  # of a token; the prompt is one of `new` passes
     row["computed_mb"] = (computed_bytes(vb) - computed) / 1e6 / new
     steps = vb.stats().steps
@@ -102,6 +112,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     tiers = {"gpu": {"budget": RING}, "cpu": {"budget": "40GiB"}}
+    moved = None
     rows, vb = [], vbrt.wrap(llama_8b(args.layers), "fp4", tiers=tiers).materialize(progress=False)
     for share in args.shares:
         for copies in args.copies:
@@ -118,6 +129,11 @@ def main() -> None:
                 except Exception:  # noqa: BLE001 - other rows go on
                     row["error"] = traceback.format_exc()
                     traceback.print_exc()
+                moved = row.pop("logits", None) if where == "device" else moved
+                if moved is not None and "logits" in row:
+                    other = row.pop("logits")
+                    row["logits_error"] = float((other - moved).float().norm() / moved.float().norm())
+                row.pop("logits", None)
                 gc.collect()
                 torch.cuda.empty_cache()
                 rows.append(row)

@@ -10,7 +10,7 @@ from typing import Any
 
 from vbrt.host import accelerator
 from vbrt.layers import Weight
-from vbrt.layers.weights.hosted_rates import measured_rates
+from vbrt.layers.weights.hosted_rates import measured_rates, resident_seconds
 from vbrt.layers.weights.hosted_weights import MOST_TOKENS, Host, refusal, shared_team
 from vbrt.residency.hosted_share import HostRates, Use, hosted_keys
 from vbrt.tiers import TierStack
@@ -36,7 +36,7 @@ class Hosting:
         self._host: Host | None = None
         self._key: object = None
         self._hosted: dict[str, Weight] = {}
-        self._orders: dict[str, list[str]] = {}  # of passes in which nothing was hosted
+        self._orders: dict[str, list[str]] = {}  # pages of a pass in order, hosted ones included
         self.version = 0
         self.rates: dict[int, HostRates | None] = {}
         self.fallbacks: list[str] = []
@@ -90,7 +90,8 @@ class Hosting:
         if rates is None:
             return frozenset()
         how = {"prefetch": getattr(policy, "prefetch", 2), "group": getattr(policy, "group", 1)}
-        return hosted_keys(uses, policy.capacity_bytes, rates, tokens, **how)
+        device_s = resident_seconds([use.nbytes for use in uses], self._stack.device)
+        return hosted_keys(uses, policy.capacity_bytes, rates, tokens, device_s=device_s, **how)
 
     def rates_for(self, tokens: int, weights: list[Weight]) -> HostRates | None:
         """Return the rates for products of so many tokens, measured at the first call."""
@@ -112,8 +113,9 @@ class Hosting:
     def _uses(self, phase: str, weights: dict[str, Weight]) -> list[Use]:
         """Pages of a pass that live below the computing tier, in the order of the last pass of the phase, or of any."""
         pages, overhead = self._stack.pages, self._stack.levels[0].overhead_bytes
-        if not self._hosted or phase not in self._orders:
-            self._orders[phase] = self._stack.last_order(phase)
+        seen, known = self._stack.last_order(phase), self._orders.get(phase, [])
+        if set(seen) >= {key for key in known if key in pages}:  # else passes have left out what was hosted
+            self._orders[phase] = seen
         keys = [key for key in self._orders[phase] if key in pages and pages[key].home]
         return [Use(key, pages[key].nbytes + overhead, key in weights) for key in keys]
 

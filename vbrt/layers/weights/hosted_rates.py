@@ -1,11 +1,12 @@
 """Measured rates of link and CPU for hosted weights, on a model's own pages, with the threads of its passes."""
 
+import contextlib
 import ctypes
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,18 +14,20 @@ from torch import Tensor
 from vbrt.errors import KernelError
 from vbrt.host import accelerator
 from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, POST, HostedTeam, X
+from vbrt.kernels.cuda import devices
 from vbrt.layers.weights.encoded_weight import EncodedWeight
 from vbrt.layers.weights.hosted_weights import held_at_home, part_of
 from vbrt.residency.hosted_share import HostRates
 
-__all__ = ["measured_rates"]
+__all__ = ["measured_rates", "resident_seconds"]
 
 _MOST_BYTES = 512 << 20  # of pages that are read to measure: more than caches hold
 _TURNS = 24  # products, and copies, of each measurement; the median counts
-_BOTH = 0.97, 0.92  # of the link's and of the CPU's rate, while the other works too (H100 host, 16 cores)
+_LINK = 0.97  # of its rate, while the CPU computes (H100 host, 16 cores); the CPU's is measured while the link copies
 _ROUND_TRIP_S = 6e-6  # a GPU kernel's post and its wait, beside the CPU's time for the product
 _STEPS = 8  # of rates in a factor of two
 _PATIENCE_S = 10.0
+_LAUNCH_S = 4e-6  # a product of few tokens on a GPU, beside the time for its bytes
 
 
 def measured_rates(weights: Sequence[EncodedWeight], team: HostedTeam, tokens: int) -> HostRates | None:
@@ -50,15 +53,40 @@ def measured_rates(weights: Sequence[EncodedWeight], team: HostedTeam, tokens: i
             lease.end()
 
 
+def resident_seconds(sizes: Sequence[int], device: torch.device) -> float:
+    """Return about how long products of few tokens take on a GPU with resident pages of these sizes."""
+    return sum(sizes) / (devices.gpu(device.index or 0).bytes_us * 1e6) + len(sizes) * _LAUNCH_S
+
+
 def _rates(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, tokens: int) -> HostRates | None:
-    one = _computed(pages, team, 1)
-    if one is None:
+    alone = _computed(pages, team, 1)
+    if alone is None:
         return None
-    several = one if tokens < 2 else _computed(pages, team, tokens)
-    more = 0.0 if several is None or tokens < 2 else max(0.0, one / several - 1) / (tokens - 1)
+    several = alone if tokens < 2 else _computed(pages, team, tokens)
+    more = 0.0 if several is None or tokens < 2 else max(0.0, alone / several - 1) / (tokens - 1)
     device = pages[0][0].device
-    link, cpu = (_rounded(rate * part) for rate, part in zip((_copied(pages, device), one), _BOTH, strict=True))
-    return HostRates(link, cpu, more, _ROUND_TRIP_S)
+    link = _copied(pages, device)
+    nbytes = 1.5 * _TURNS * pages[0][1].nbytes / alone * link  # for longer than the products take
+    copying = [page for _, page in itertools.islice(itertools.cycle(pages), int(nbytes / pages[-1][1].nbytes))]
+    with _copying(copying, nbytes, device):
+        cpu = _computed(pages, team, 1) or alone
+    return HostRates(_rounded(link * _LINK), _rounded(cpu), more, _ROUND_TRIP_S)
+
+
+@contextlib.contextmanager
+def _copying(pages: Sequence[Tensor], nbytes: float, device: torch.device) -> Iterator[None]:
+    """Copy so many bytes of pages to the device while the block runs."""
+    stream, there = accelerator.Stream(device), torch.empty_like(pages[0], device=device)
+    with accelerator.stream(stream):
+        for page in pages:
+            there[: page.nbytes].copy_(page, non_blocking=True)
+            nbytes -= page.nbytes
+            if nbytes <= 0:
+                break
+    try:
+        yield
+    finally:
+        accelerator.synchronize(device)
 
 
 def _rounded(rate: float) -> float:
