@@ -9,11 +9,30 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from vbrt.residency.room_division import Room, divide, spread
+from vbrt.config.tier_records import TIERS
+from vbrt.residency.plan_data import PlanData
+from vbrt.residency.room_division import Room, auto_prefetch, divide, spread
 
-__all__ = ["HostRates", "Use", "hosted_keys", "step_seconds"]
+__all__ = [
+    "CALL_S",
+    "MORE",
+    "HostRates",
+    "Sides",
+    "Use",
+    "hosted_keys",
+    "pass_sides",
+    "plan_uses",
+    "planned_sides",
+    "step_seconds",
+]
+
+#: time of each further token relative to the first, unless measured: two AVX-512 cores, nvfp4 in a GPU's tile order;
+#: less where the memory and not the cores limit
+MORE = 0.3
+#: round trip of a hosted product in seconds, unless measured: flags take 4.7 µs on an H100, inputs and outputs the rest
+CALL_S = 10e-6
 
 _WORTH = 0.95  # of the time of streaming all: hosted products round otherwise, which less gain does not justify
 _LEAST_SIZES = 8  # candidate sizes of the smallest hosted page, largest first
@@ -62,14 +81,7 @@ class HostRates:
 
 
 def hosted_keys(
-    uses: Sequence[Use],
-    room_bytes: int,
-    rates: HostRates,
-    tokens: int = 1,
-    *,
-    device_s: float = 0.0,
-    prefetch: int = 2,
-    group: int = 1,
+    uses: Sequence[Use], room: Room | int, rates: HostRates, tokens: int = 1, *, device_s: float = 0.0
 ) -> frozenset[str]:
     """Choose the pages that the CPU computes in each pass, so that link and CPU end together.
 
@@ -77,20 +89,23 @@ def hosted_keys(
 
     Args:
         uses: of the pages at home below the computing tier, in the order of a pass.
-        room_bytes: of the computing tier for these pages: pins and ring.
+        room: of the computing tier for these pages, pins and ring; bytes alone stand for leases of one page and two
+            prefetched ones.
         tokens: rows per product.
         device_s: seconds of the pass on the computing device with all pages resident; hosted products add to it.
-        prefetch, group: of the policy, see `Room`.
     """
-    room = Room(room_bytes, group, prefetch)
     counts = Counter(use.key for use in uses)
     moved = {use.key: use.nbytes * counts[use.key] for use in uses if use.hostable}  # bytes that hosting a page saves
     sizes = {use.key: use.nbytes for use in uses if use.hostable}
-    best, least_s = frozenset[str](), _WORTH * _seconds(uses, (), room, rates, tokens, device_s)
+
+    def sides(hosted: Collection[str]) -> Sides:
+        return pass_sides(uses, hosted, room, rates, tokens)
+
+    best, least_s = frozenset[str](), _WORTH * sides(()).seconds(device_s)
     for smallest in sorted(set(sizes.values()), reverse=True)[:_LEAST_SIZES]:  # `call_s` weighs more on small pages
         keys = [key for key, nbytes in sizes.items() if nbytes >= smallest]
-        for hosted in _about_even(keys, moved, lambda some: _sides(uses, some, room, rates, tokens, device_s)):
-            seconds = _seconds(uses, hosted, room, rates, tokens, device_s)
+        for hosted in _about_even(keys, moved, sides, device_s):
+            seconds = sides(hosted).seconds(device_s)
             if seconds < least_s:
                 best, least_s = hosted, seconds
     return best
@@ -99,20 +114,79 @@ def hosted_keys(
 def step_seconds(
     uses: Sequence[Use],
     hosted: Collection[str],
-    room_bytes: int,
+    room: Room | int,
     rates: HostRates,
     tokens: int = 1,
     *,
     device_s: float = 0.0,
-    prefetch: int = 2,
-    group: int = 1,
 ) -> float:
     """Return the seconds of a steady pass with `hosted` pages: the longer of link and CPU; see `hosted_keys`."""
-    return _seconds(uses, hosted, Room(room_bytes, group, prefetch), rates, tokens, device_s)
+    return pass_sides(uses, hosted, room, rates, tokens).seconds(device_s)
+
+
+class Sides(NamedTuple):
+    """Bytes of a pass that are streamed and hosted, and the seconds of link and CPU, which overlap."""
+
+    streamed_bytes: int
+    hosted_bytes: int
+    link_s: float
+    cpu_s: float
+
+    def seconds(self, device_s: float = 0.0) -> float:
+        """Return the seconds of the pass; CPU and computing device follow each other."""
+        return max(self.link_s, device_s + self.cpu_s)
+
+
+def pass_sides(
+    uses: Sequence[Use], hosted: Collection[str], room: Room | int, rates: HostRates, tokens: int = 1
+) -> Sides:
+    """Return the bytes and seconds of a steady pass with `hosted` pages; arguments as of `hosted_keys`."""
+    room = Room(room, group=1, prefetch=2) if isinstance(room, int) else room
+    sizes = {use.key: use.nbytes for use in uses if use.key not in hosted}
+    order = tuple(use.key for use in uses if use.key not in hosted)
+    pins = divide(order, sizes, room).pins if order else frozenset()
+    streamed = sum(sizes[key] for key in order if key not in pins)
+    products = [use.nbytes for use in uses if use.key in hosted]
+    cpu_s = sum(rates.cpu_seconds(nbytes, tokens) for nbytes in products) + rates.call_s * len(products)
+    return Sides(streamed, sum(products), rates.link_seconds(streamed), cpu_s)
+
+
+def planned_sides(
+    plan: PlanData,
+    rates: HostRates,
+    tokens: int = 1,
+    *,
+    where: str,
+    prefetch: int | Literal["auto"] = "auto",
+    device_s: float = 0.0,
+) -> tuple[frozenset[str], Sides]:
+    """Return the pages of a plan that the CPU computes in a token's pass, and the bytes and seconds of the pass.
+
+    Args:
+        where, prefetch: `compute.where` and `policy.prefetch` of the config.
+        device_s: see `hosted_keys`.
+    """
+    uses, top, group = plan_uses(plan, where), plan.compute_tier, plan.group
+    ahead = auto_prefetch(plan.largest_page_bytes, group=group) if prefetch == "auto" else prefetch
+    room = Room(plan.budgets[top] - plan.home_bytes(top), group, ahead)
+    hosted = hosted_keys(uses, room, rates, tokens, device_s=device_s)
+    return hosted, pass_sides(uses, hosted, room, rates, tokens)
+
+
+def plan_uses(plan: PlanData, where: str) -> list[Use]:
+    """Return the uses of a plan's pages at home below the computing tier, in a token's pass. `where`: as
+    `compute.where` says, whether the CPU computes any."""
+    top, uses = plan.compute_tier, []
+    for swap in plan.swaps:
+        hostable = where == "auto" and plan.mode == "infer" and not (swap.lossless or swap.experts)
+        hostable &= not TIERS[top].hosts  # else the CPU is the computing device
+        pages = [page for page in swap.leased if page.home != top]
+        uses += [Use(page.key, page.nbytes, hostable and TIERS[page.home].hosts) for page in pages]
+    return uses
 
 
 def _about_even(
-    keys: list[str], moved: dict[str, int], sides: Callable[[frozenset[str]], tuple[float, float]]
+    keys: list[str], moved: dict[str, int], sides: Callable[[frozenset[str]], Sides], device_s: float
 ) -> list[frozenset[str]]:
     """Return spread shares of `keys` about the one where link and CPU end together, fewest bytes first."""
     total = sum(moved[key] for key in keys)
@@ -121,27 +195,8 @@ def _about_even(
         return frozenset(spread(keys, moved, total * count // len(keys)))
 
     def cpu_is_longer(count: int) -> bool:
-        link_s, cpu_s = sides(share(count))
-        return cpu_s >= link_s
+        found = sides(share(count))
+        return device_s + found.cpu_s >= found.link_s
 
     even = bisect_left(range(len(keys)), True, key=cpu_is_longer)
     return [share(count) for count in (even - 1, even) if count >= 0]
-
-
-def _seconds(
-    uses: Sequence[Use], hosted: Collection[str], room: Room, rates: HostRates, tokens: int, device_s: float
-) -> float:
-    return max(_sides(uses, hosted, room, rates, tokens, device_s))
-
-
-def _sides(
-    uses: Sequence[Use], hosted: Collection[str], room: Room, rates: HostRates, tokens: int, device_s: float
-) -> tuple[float, float]:
-    """Return the seconds of the link, and of the CPU and the device, which follow each other."""
-    sizes = {use.key: use.nbytes for use in uses if use.key not in hosted}
-    order = tuple(use.key for use in uses if use.key not in hosted)
-    pins = divide(order, sizes, room).pins if order else frozenset()
-    streamed = sum(sizes[key] for key in order if key not in pins)
-    products = [use.nbytes for use in uses if use.key in hosted]
-    cpu_s = sum(rates.cpu_seconds(nbytes, tokens) for nbytes in products) + rates.call_s * len(products)
-    return rates.link_seconds(streamed), device_s + cpu_s
