@@ -100,7 +100,8 @@ def rates() -> Rates:
 
 
 def _config(preset: str, budget: float | None = None, **weights: Any) -> VBConfig:
-    return vbrt.load_config(preset, tiers={"gpu": {"budget": int(budget or 40e9)}}, weights=weights)
+    tiers, compute = {"gpu": {"budget": int(budget or 40e9)}}, {"where": "device"}  # as all committed times
+    return vbrt.load_config(preset, tiers=tiers, weights=weights, compute=compute)
 
 
 def generating(model: Model) -> Iterator[Row]:
@@ -199,7 +200,10 @@ def config_of(row: dict[str, Any]) -> VBConfig | None:
     """Return the config that a setting of scripts/advice.py ran under: all of it, or, as older rows have it, the preset
     and the GPU's budget; None: unwrapped."""
     if "config" in row:
-        return row["config"] and VBConfig.from_save(row["config"], source="row")
+        if row["config"] is None:
+            return None
+        config = VBConfig.from_save(row["config"], source="row")
+        return vbrt.load_config(config, compute={"where": row["config"]["compute"].get("where", "device")})
     return row["preset"] and _config(row["preset"], row["budget"])
 
 

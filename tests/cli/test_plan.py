@@ -9,7 +9,7 @@ import vbrt
 from tests.cli.cases import errors
 from vbrt.cli import main as cli
 from vbrt.config import Machine, load_config
-from vbrt.estimation.advice.machine_rates import device_name
+from vbrt.estimation.advice.machine_rates import Rates, device_name
 from vbrt.estimation.advice.multi_gpu_rates import GroupRates, group_rates_file
 from vbrt.residency.memory_needs import tier_needs
 from vbrt.residency.name_patterns import label_of
@@ -42,6 +42,36 @@ def test_plan_for_people_and_plan_as_json_say_the_same(config_json, capsys):
     assert [need["tier"] for need in plan["needs"]] == ["gpu", "cpu"]
     assert plan["needs"][0]["least_bytes"] == plan["page_bytes"] + plan["kept_bytes"]
     assert all(need["fits"] for need in plan["needs"])
+
+
+def test_plan_predicts_a_token_by_link_and_cpu_together_in_the_words_of_its_json(config_json, capsys):
+    arguments = ["plan", str(config_json), "--gpu-memory", "8GiB", "--ram", "16GiB", "--link", "25", "--host", "50"]
+
+    def told(*more: str) -> tuple[dict, str]:
+        assert cli.main([*arguments, *more, "--json"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert cli.main([*arguments, *more]) == 0
+        return data.get("streaming"), " ".join(capsys.readouterr().out.split())
+
+    both, text = told("--budget", "100MiB")
+    assert both["assumed_gb_per_s"] == {"link": 25, "cpu": 50}
+    assert both["hosted_bytes"] > both["streamed_bytes"] > 0
+    assert both["ms"] == max(both["link_ms"], both["cpu_ms"]) < 0.4 * both["link_alone_ms"]
+    assert "of weights are computed by the CPU where they lie" in text and f"{both['ms']:.1f} ms, " in text
+    moved, text = told("--budget", "100MiB", "--set", "compute.where=device")
+    assert moved["hosted_bytes"] == 0 and moved["ms"] == moved["link_alone_ms"] == both["link_alone_ms"]
+    assert "computed by the CPU" not in text and "are copied to the GPU" in text
+    lossless, _ = told("--budget", "100MiB", "--config", "dense")
+    assert lossless["hosted_bytes"] == 0 < lossless["streamed_bytes"]
+    assert told("--budget", "2GiB")[0] is None  # everything fits
+
+
+def test_plan_takes_measured_rates_of_link_and_cpu(config_json, capsys, monkeypatch):
+    measured = Rates("a GPU", 12.5, 300.0, 20.0, experts_gb_s=37.0)
+    monkeypatch.setattr("vbrt.estimation.advice.machine_rates.kept_rates", lambda: measured)
+    arguments = ["plan", str(config_json), "--gpu-memory", "8GiB", "--ram", "16GiB", "--budget", "100MiB", "--json"]
+    assert cli.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["streaming"]["assumed_gb_per_s"] == {"link": 12.5, "cpu": 37.0}
 
 
 def test_plan_counts_what_the_real_model_will_have(llama, capsys):

@@ -208,6 +208,8 @@ def test_direct_reads_and_shells_show_in_the_stats():
     _ = vb.module[0].weight
     stats = vb.stats()
     assert stats.layers["0"].weight_reads == 1 and stats.layers["0"].hits == 1
+    vb.registry["0"].handle.computed += 3  # as hosted products do
+    assert vb.stats().layers["0"].computed == vb.stats().computed == 3
     kept = vb.plan.kept_bytes
     assert stats.virtual_capacity == vb.plan.dense_bytes / (kept + stats.tiers["cpu"].held_bytes) > 3
 

@@ -134,7 +134,10 @@ def _estimate(args: argparse.Namespace) -> int:
     if args.json:
         known = {"options": [option.to_dict() for option in options]} if options else {}
         if step is not None:
-            known["predicted"] = {"ms": step.ms, "tokens_s": step.tokens_s, "bound": step.bound, "rates": asdict(rates)}
+            shown = {
+                name: getattr(step, name) for name in ("ms", "tokens_s", "bound", "hosted_bytes", "cpu_ms", "link_ms")
+            }
+            known["predicted"] = {**shown, "rates": asdict(rates)}
         print(json.dumps({**found.to_dict(), **known}, indent=2))
     else:
         console = console_for_stdout()
@@ -165,8 +168,10 @@ def _found(
 
 
 def _predicted(step: "Speed", rates: "Rates") -> str:
+    bound = "CPU" if step.bound == "cpu" else step.bound
+    computed = f", with {step.computed}" if step.computed else ""
     return (
-        f"A step takes {step.ms:.1f} ms, {step.tokens_s:.1f} tokens/s, bound by the {step.bound}: predicted by "
+        f"A step takes {step.ms:.1f} ms, {step.tokens_s:.1f} tokens/s, bound by the {bound}{computed}: predicted by "
         f"the rates of {rates.name} ({rates.source}), not measured."
     )
 

@@ -22,6 +22,7 @@ from vbrt.cli.options import (
 from vbrt.cli.plan_tables import print_plan
 from vbrt.cli.rank_tables import print_ways, ways_on
 from vbrt.cli.screen import complain, console_for_stdout, working
+from vbrt.cli.streaming_report import StreamingReport
 from vbrt.config import DEFAULT_PRESET, Machine, VBConfig
 from vbrt.errors import ConfigError, NoRoomError, VBError
 from vbrt.residency.memory_needs import tier_needs
@@ -61,8 +62,8 @@ def add(commands: Any) -> None:
     machine.add_argument(
         "--host",
         metavar="RATE",
-        help="of missed experts computed by its CPU, for experts.miss (default: as measured here by vbrt tune "
-        f"--machine, else {CPU_GB_PER_S:.0f})",
+        help="of weights computed by its CPU where they lie, for compute.where and experts.miss (default: as measured "
+        f"here by vbrt tune --machine, else {CPU_GB_PER_S:.0f})",
     )
     machine.add_argument("--drive", metavar="RATE", help=f"from its drive (default {LINK_GB_PER_S['ssd']:.0f})")
     parser.add_argument(
@@ -78,7 +79,6 @@ def _plan(args: argparse.Namespace) -> int:
     if args.ranks is None and (idle := [flag for flag in ("--memory", "--tflops") if flag in speed.given]):
         raise VBError(f"{', '.join(idle)}: applies to the ways over several GPUs; expected --ranks N")
     given = {"cpu": speed.link_gb_s, "ssd": rate_of(args.drive, "--drive")}
-    rates = LINK_GB_PER_S | {tier: rate for tier, rate in given.items() if rate is not None}
     host = rate_of(args.host, "--host")
     locate_model(args, "config")
     with working("importing torch and transformers") as say:
@@ -97,13 +97,14 @@ def _plan(args: argparse.Namespace) -> int:
     if plan is None:
         complain("error", refusal)
         return 1
-    needs = tier_needs(plan, machine)
+    needs, (link, measured) = tier_needs(plan, machine), _measured()
+    rates = LINK_GB_PER_S | {"cpu": link} | {tier: rate for tier, rate in given.items() if rate is not None}
+    streaming = StreamingReport.of(plan, config, rates["cpu"], host or measured)
     experts = ExpertReport.of(plan, rates, args.routing)
     if experts is not None:
         fetches = any(swap.lossless for swap in plan.routed)
-        experts = replace(
-            experts, miss="fetch" if fetches else config.experts.miss, cpu_gb_per_s=host or _measured_host()
-        )
+        miss = "fetch" if fetches else config.experts.miss
+        experts = replace(experts, miss=miss, cpu_gb_per_s=host or measured)
     ways, of = None, (model, config, machine)
     if args.ranks is not None:
         ways = ways_on(args.ranks, plan, of, rates["cpu"], speed)
@@ -111,6 +112,7 @@ def _plan(args: argparse.Namespace) -> int:
         head = {"model": type(model).__name__, "config": config.to_dict(), "machine": asdict(machine)}
         tiers = [{**asdict(need), "fits": need.fits} for need in needs]
         routed = {} if experts is None else {"experts": experts.to_dict()}
+        routed |= {} if streaming is None else {"streaming": streaming.to_dict()}
         over = {} if ways is None else {"ranks": ways.to_dict()}
         over |= {} if refusal is None else {"refusal": str(refusal)}
         print(json.dumps({**head, "needs": tiers, **routed, **over, **plan.to_dict()}, indent=2))
@@ -120,6 +122,8 @@ def _plan(args: argparse.Namespace) -> int:
         print_plan(console, title, plan, needs, refusal)
         if experts is not None:
             experts.print(console)
+        if streaming is not None:
+            streaming.print(console)
         if ways is not None:
             print_ways(console, ways)
     return 0 if refusal is None and all(need.fits for need in needs) else 1
@@ -151,9 +155,12 @@ def _too_large(make_plan: Callable[..., Plan], model: Any, config: VBConfig, mac
     return None if all(need.fits for need in tier_needs(plan, machine)) else plan
 
 
-def _measured_host() -> float:
-    """Return the measured GB/s of experts computed by this machine's CPU; the assumed one without a measurement."""
+def _measured() -> tuple[float, float]:
+    """Return the GB/s of this machine's link, and of weights that its CPU computes, as `vbrt tune --machine` measured
+    them; assumed ones without a measurement."""
     from vbrt.estimation.advice.machine_rates import kept_rates
 
     kept = kept_rates()
-    return CPU_GB_PER_S if kept is None else kept.experts_gb_s
+    if kept is None or not kept.link_gb_s:
+        return LINK_GB_PER_S["cpu"], CPU_GB_PER_S
+    return kept.link_gb_s, kept.experts_gb_s

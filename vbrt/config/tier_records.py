@@ -21,6 +21,7 @@ class TierRecord:
         overhead_bytes: bytes per page in addition to the page's own.
         passes: True if pages from lower tiers are copied through it on their way up.
         fills: True if it takes what fits even if a lower tier could hold all pages.
+        hosts: True if the CPU can compute with its pages where they lie.
     """
 
     memory: bool
@@ -28,12 +29,13 @@ class TierRecord:
     overhead_bytes: int = 0
     passes: bool = True
     fills: bool = False
+    hosts: bool = False
 
 
 TIERS = {
     "gpu": TierRecord(memory=True, auto_percent=90),
     "peer": TierRecord(memory=True, auto_percent=90, passes=False, fills=True),
-    "cpu": TierRecord(memory=True, auto_percent=80),
+    "cpu": TierRecord(memory=True, auto_percent=80, hosts=True),
     "ssd": TierRecord(memory=False, auto_percent=90, overhead_bytes=4096, passes=False),  # the header of a page file
 }
 """Records by tier name, fastest first."""

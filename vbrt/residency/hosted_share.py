@@ -9,11 +9,30 @@ hosted, and of the large ones a share. Pure decisions, from rates: no clock deci
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from vbrt.residency.room_division import Division, Room, divide, spread
+from vbrt.config.tier_records import TIERS
+from vbrt.residency.plan_data import PlanData
+from vbrt.residency.room_division import Division, Room, auto_prefetch, divide, spread
 
-__all__ = ["HostRates", "Use", "hosted_keys", "pipeline_seconds", "step_seconds"]
+__all__ = [
+    "CALL_S",
+    "MORE",
+    "HostRates",
+    "Sides",
+    "Use",
+    "hosted_keys",
+    "pass_sides",
+    "plan_uses",
+    "planned_sides",
+    "step_seconds",
+]
+
+#: time of each further token relative to the first, unless measured: two AVX-512 cores, nvfp4 in a GPU's tile order;
+#: less where the memory and not the cores limit
+MORE = 0.3
+#: round trip of a hosted product in seconds, unless measured: flags take 4.7 µs on an H100, inputs and outputs the rest
+CALL_S = 10e-6
 
 _WORTH = 0.95  # of the time of streaming all: hosted products round otherwise, which less gain does not justify
 _SIZES = 4  # candidate sizes at which hosted pages begin: calls weigh more on small ones, which also waste slots
@@ -63,14 +82,7 @@ class HostRates:
 
 
 def hosted_keys(
-    uses: Sequence[Use],
-    room_bytes: int,
-    rates: HostRates,
-    tokens: int = 1,
-    *,
-    device_s: float = 0.0,
-    prefetch: int = 2,
-    group: int = 1,
+    uses: Sequence[Use], room: Room | int, rates: HostRates, tokens: int = 1, *, device_s: float = 0.0
 ) -> frozenset[str]:
     """Choose the pages that the CPU computes in each pass, so that link and CPU end together.
 
@@ -78,55 +90,44 @@ def hosted_keys(
 
     Args:
         uses: of the pages at home below the computing tier, in the order of a pass.
-        room_bytes: of the computing tier for these pages: pins and ring.
+        room: of the computing tier for these pages, pins and ring; bytes alone stand for leases of one page and two
+            prefetched ones.
         tokens: rows per product.
         device_s: seconds of the pass on the computing device with all pages resident; hosted products add to it.
-        prefetch, group: of the policy, see `Room`.
     """
-    room = Room(room_bytes, group, prefetch)
     counts = Counter(use.key for use in uses)
     moved = {use.key: use.nbytes * counts[use.key] for use in uses if use.hostable}  # bytes that hosting a page saves
     sizes = {use.key: use.nbytes for use in uses if use.hostable}
     by_size = sorted(set(sizes.values()))
-    best, least_s = frozenset[str](), _WORTH * pipeline_seconds(uses, (), room, rates, tokens, device_s=device_s)
-    for smallest in [*by_size[:_SIZES], *by_size[-_SIZES:]]:
+
+    def seconds(hosted: Collection[str]) -> float:
+        return step_seconds(uses, hosted, room, rates, tokens, device_s=device_s)
+
+    best, least_s = frozenset[str](), _WORTH * seconds(())
+    for smallest in sorted({*by_size[:_SIZES], *by_size[-_SIZES:]}, reverse=True):
         small = frozenset(key for key, nbytes in sizes.items() if nbytes < smallest)
         keys = [key for key, nbytes in sizes.items() if nbytes >= smallest]
-        for base in {small, frozenset[str]()}:
-            found = _best_share(
-                base, keys, moved, lambda some: pipeline_seconds(uses, some, room, rates, tokens, device_s=device_s)
-            )
-            best, least_s = min((best, least_s), found, key=lambda one: one[1])
+        for base in (frozenset[str](), small) if small else (small,):
+            found, found_s = _best_share(base, keys, moved, seconds)
+            if found_s < least_s:
+                best, least_s = found, found_s
     return best
 
 
 def step_seconds(
     uses: Sequence[Use],
     hosted: Collection[str],
-    room_bytes: int,
-    rates: HostRates,
-    tokens: int = 1,
-    *,
-    device_s: float = 0.0,
-    prefetch: int = 2,
-    group: int = 1,
-) -> float:
-    """Return the seconds of a steady pass with `hosted` pages; see `hosted_keys`."""
-    room = Room(room_bytes, group, prefetch)
-    return pipeline_seconds(uses, hosted, room, rates, tokens, device_s=device_s)
-
-
-def pipeline_seconds(
-    uses: Sequence[Use],
-    hosted: Collection[str],
-    room: Room,
+    room: Room | int,
     rates: HostRates,
     tokens: int = 1,
     *,
     device_s: float = 0.0,
 ) -> float:
-    """Return the seconds of a steady pass, simulated: uses follow each other, and a page's copy begins when the one
-    before has ended and its slot of the ring is free."""
+    """Return the seconds of a steady pass with `hosted` pages, simulated; arguments as of `hosted_keys`.
+
+    Uses follow each other; a page's copy begins when the one before has ended and its slot of the ring is free.
+    """
+    room = _room(room)
     left = {use.key: use.nbytes for use in uses if use.key not in hosted}
     order = tuple(use.key for use in uses if use.key in left)
     division = divide(order, left, room) if order else None
@@ -146,6 +147,74 @@ def pipeline_seconds(
             if key not in pins:
                 released_s.append(now_s)
     return now_s - begun_s
+
+
+class Sides(NamedTuple):
+    """Bytes of a pass that are streamed and hosted, the seconds of link and CPU, which overlap, and of the pass."""
+
+    streamed_bytes: int
+    hosted_bytes: int
+    link_s: float
+    cpu_s: float
+    seconds: float
+
+
+def pass_sides(
+    uses: Sequence[Use],
+    hosted: Collection[str],
+    room: Room | int,
+    rates: HostRates,
+    tokens: int = 1,
+    *,
+    device_s: float = 0.0,
+) -> Sides:
+    """Return the bytes and seconds of a steady pass with `hosted` pages; arguments as of `hosted_keys`."""
+    sizes = {use.key: use.nbytes for use in uses if use.key not in hosted}
+    order = tuple(use.key for use in uses if use.key not in hosted)
+    pins = divide(order, sizes, _room(room)).pins if order else frozenset()
+    streamed = sum(sizes[key] for key in order if key not in pins)
+    products = [use.nbytes for use in uses if use.key in hosted]
+    cpu_s = sum(rates.cpu_seconds(nbytes, tokens) for nbytes in products) + rates.call_s * len(products)
+    seconds = step_seconds(uses, hosted, room, rates, tokens, device_s=device_s)
+    return Sides(streamed, sum(products), rates.link_seconds(streamed), cpu_s, seconds)
+
+
+def _room(room: Room | int) -> Room:
+    return Room(room, group=1, prefetch=2) if isinstance(room, int) else room
+
+
+def planned_sides(
+    plan: PlanData,
+    rates: HostRates,
+    tokens: int = 1,
+    *,
+    where: str,
+    prefetch: int | Literal["auto"] = "auto",
+    device_s: float = 0.0,
+) -> tuple[frozenset[str], Sides]:
+    """Return the pages of a plan that the CPU computes in a token's pass, and the bytes and seconds of the pass.
+
+    Args:
+        where, prefetch: `compute.where` and `policy.prefetch` of the config.
+        device_s: see `hosted_keys`.
+    """
+    uses, top, group = plan_uses(plan, where), plan.compute_tier, plan.group
+    ahead = auto_prefetch(plan.largest_page_bytes, group=group) if prefetch == "auto" else prefetch
+    room = Room(plan.budgets[top] - plan.home_bytes(top), group, ahead)
+    hosted = hosted_keys(uses, room, rates, tokens, device_s=device_s)
+    return hosted, pass_sides(uses, hosted, room, rates, tokens, device_s=device_s)
+
+
+def plan_uses(plan: PlanData, where: str) -> list[Use]:
+    """Return the uses of a plan's pages at home below the computing tier, in a token's pass. `where`: as
+    `compute.where` says, whether the CPU computes any."""
+    top, uses = plan.compute_tier, []
+    for swap in plan.swaps:
+        hostable = where == "auto" and plan.mode == "infer" and not (swap.lossless or swap.experts)
+        hostable &= not TIERS[top].hosts  # else the CPU is the computing device
+        pages = [page for page in swap.leased if page.home != top]
+        uses += [Use(page.key, page.nbytes, hostable and TIERS[page.home].hosts) for page in pages]
+    return uses
 
 
 def _ring(division: Division | None, sizes: Mapping[str, int], room: Room) -> tuple[Collection[str], int]:

@@ -17,7 +17,7 @@ from vbrt.errors import ArgumentError, WrapError
 from vbrt.estimation.advice import cpu_expert_rates
 from vbrt.estimation.advice.cost_model import default_cost_model
 from vbrt.estimation.advice.machine_rates import device_name, keep_rates, kept_rates, rates_file
-from vbrt.estimation.advice.step_time import predict
+from vbrt.estimation.advice.step_time import Speed, predict
 from vbrt.estimation.memory.estimate_report import records
 from vbrt.estimation.memory.expert_workspace import HeldExperts, experts_at_once
 from vbrt.estimation.memory.extrapolation import STAGES
@@ -281,6 +281,24 @@ def test_missed_experts_count_as_the_link_brings_them_or_as_the_cpu_computes_the
     fetch, compute, auto = (ms(miss, **slow) for miss in ("fetch", "compute", "auto"))
     assert auto < compute < fetch
     assert ms("auto") == ms("fetch") < ms("compute")
+
+
+def test_weights_that_do_not_fit_are_computed_in_part_by_the_cpu_in_a_step_of_few_tokens():
+    def speed(task: str = "decode", preset: str = "fp4", where: str = "auto", batch: int = 1) -> Speed:
+        how = {"weights": {"min_parameters": 0}, "compute": {"where": where}, "tiers": {"gpu": {"budget": 1 << 19}}}
+        found = vbrt.estimate(model, task, load_config(preset, **how), machine=on, context=8, batch=batch)
+        return predict(model, found, rates)
+
+    model, on = model_of(8), Machine(GiB, GiB, 32 * GiB, 32 * GiB)
+    rates = replace(vbrt.data_sheet("RTX 4090"), link_gb_s=0.05, experts_gb_s=0.1)  # both take longer than all else
+    both, link = speed(), speed(where="device")
+    assert (link.bound, link.hosted_bytes, link.cpu_ms) == ("link", 0, 0) and both.hosted_bytes > 0
+    assert both.ms == max(both.link_ms, both.cpu_ms + both.device_ms) < 0.7 * link.ms
+    assert both.cpu_ms == pytest.approx(both.hosted_bytes / 1e5, rel=0.05)  # and a round trip each
+    assert 0 < speed(batch=8).hosted_bytes < both.hosted_bytes
+    assert (
+        speed("prefill").hosted_bytes == speed(preset="dense").hosted_bytes == speed(preset="exact").hosted_bytes == 0
+    )
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ class Choice:
             "ms": None if speed is None else speed.ms,
             "tokens_s": None if speed is None else speed.tokens_s,
             "bound": None if speed is None else speed.bound,
+            "hosted_bytes": None if speed is None else speed.hosted_bytes,
             "settings": list(self.settings()),
             "reason": self.reason,
         }
@@ -299,7 +300,8 @@ def _row(choice: Choice, mark: str) -> str:
         return f"{mark} {name:<42}{sizes}  {choice.reason}"
     weights = "lossless" if choice.lossless else f"{choice.bits} bits ±{choice.noise:.0%}"
     speed = choice.speed
-    return f"{mark} {name:<42}{sizes}{speed.ms:>9.1f}{speed.tokens_s:>10.1f}  {weights:<11} {speed.bound}"
+    bound = f"{speed.bound}, {speed.computed}" if speed.computed else speed.bound
+    return f"{mark} {name:<42}{sizes}{speed.ms:>9.1f}{speed.tokens_s:>10.1f}  {weights:<11} {bound}"
 
 
 def _reasons(advice: Advice) -> Iterator[str]:
@@ -321,8 +323,12 @@ def _sentence(choice: Choice) -> str:
     bits = "The model's own bits" if choice.lossless else f"{choice.bits}-bit weights, {choice.noise:.1%} of noise"
     bits += ", moments of 8 bits" if choice.rounds_moments else ""
     peak = f"{format_bytes(found.peak_bytes)} in the {found.compute_tier} memory"
+    hidden = f"{speed.device_ms:.1f} ms of computing"
+    if speed.computed:
+        hidden += f" and {speed.cpu_ms:.1f} ms of the CPU: {speed.computed}"
     what = {
-        "link": f"copies over the link take {speed.link_ms:.1f} ms and hide {speed.device_ms:.1f} ms of computing",
+        "link": f"copies over the link take {speed.link_ms:.1f} ms and hide {hidden}",
+        "cpu": f"{speed.computed} take {speed.cpu_ms:.1f} ms and hide {speed.link_ms:.1f} ms of copies over the link",
         "device": f"reading and computing take {speed.device_ms:.1f} ms",
         "update": f"the update on the host takes {speed.update_ms:.1f} ms",
         "host": f"launching takes {speed.host_ms:.1f} ms, the device {speed.device_ms:.1f}",

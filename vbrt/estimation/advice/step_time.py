@@ -1,12 +1,13 @@
 """Milliseconds of a step, predicted from a plan, from what was traced, and from the rates of a machine.
 
 A step takes as long as the slowest of three that run side by side: copies over the links, what the device reads and
-computes, and the host that launches it where no graph does. Experts that a step misses are waited for. What runs is
-traced (`Meter.work`); weights are read as the plan holds them. `CostModel` has the shares of a peak that kernels
-reach. A CPU launches nothing: its host and device are one, so that their times add up.
+computes, and the host that launches it where no graph does. Weights that the CPU computes where they lie (hosted) are
+not copied, and their time adds to the device's, which waits for them. Experts that a step misses are waited for. What
+runs is traced (`Meter.work`); weights are read as the plan holds them. `CostModel` has the shares of a peak that
+kernels reach. A CPU launches nothing: its host and device are one, so that their times add up.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,6 +22,8 @@ from vbrt.estimation.memory.expert_workspace import touched_share
 from vbrt.estimation.memory.task import Task
 from vbrt.kernels.cpu.experts import is_decoded
 from vbrt.model.weight_choice import choose
+from vbrt.residency.byte_text import format_bytes
+from vbrt.residency.hosted_share import CALL_S, MORE, HostRates, Sides, planned_sides
 from vbrt.residency.miss_policy import missed_gb_per_s
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.token_cost import LINK_GB_PER_S, TokenCost, token_cost
@@ -35,7 +38,10 @@ _HITS = ((0.0, 0.0), (0.1, 0.6), (0.25, 0.8), (0.5, 0.89), (1.0, 1.0))
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Milliseconds of a step, and of what runs side by side in it; an update on the host is not hidden as a whole."""
+    """Milliseconds of a step, and of what runs side by side in it; an update on the host is not hidden as a whole.
+
+    cpu_ms, hosted_bytes: of weights that the CPU computes where they lie, while the device waits.
+    """
 
     ms: float
     link_ms: float
@@ -43,6 +49,8 @@ class Speed:
     host_ms: float
     tokens: int
     update_ms: float = 0.0
+    cpu_ms: float = 0.0
+    hosted_bytes: int = 0
 
     @property
     def tokens_s(self) -> float:
@@ -50,9 +58,15 @@ class Speed:
         return 1e3 * self.tokens / self.ms if self.ms else float("inf")
 
     @property
+    def computed(self) -> str:
+        """Say how much the CPU computes; "" without hosted weights."""
+        return f"{format_bytes(self.hosted_bytes)} computed by the CPU where they lie" if self.hosted_bytes else ""
+
+    @property
     def bound(self) -> str:
-        """What decides: "link", "device", "host" or "update"."""
+        """What decides: "link", "device", "cpu" (hosted weights, and the device), "host" or "update"."""
         of = {"link": self.link_ms, "device": self.device_ms, "host": self.host_ms, "update": self.update_ms}
+        of |= {"cpu": self.cpu_ms + self.device_ms} if self.cpu_ms else {}
         return max(of, key=of.__getitem__)
 
 
@@ -135,11 +149,14 @@ def _predict(
     task, plan = found.task, found.plan
     tokens = task.batch if task.kind == "decode" else task.batch * task.context
     passes = _passes(task, plan)
-    streamed, missed = (1e3 * seconds * min(passes, 2) for seconds in _link_s(plan, rates, tokens, miss, hit_rate))
+    device = 1e3 * _device_s(model, found, rates, costs, tokens, passes)
+    hosted, sides = _hosted(found, rates, 1e-3 * device)
+    cpu = 1e3 * sides.cpu_s
+    seconds = _link_s(plan, rates, tokens, miss, hit_rate, hosted)
+    streamed, missed = (1e3 * each * min(passes, 2) for each in seconds)
     link, recorded = streamed + missed, found.recorded and not (miss != "fetch" and missed > 0)
     # those of a prompt are staged ahead, and where the host leases them they come while it launches what is next
     waited = missed if task.kind == "decode" and (recorded or miss != "fetch") else 0.0
-    device = 1e3 * _device_s(model, found, rates, costs, tokens, passes)
     host = 0.0
     if recorded and costs.queued:
         routed = sum(_routed_us(swap, costs, fetches=missed > 0) for swap in plan.routed)
@@ -151,9 +168,11 @@ def _predict(
         launches += len(plan.swaps) * costs.update_launches if plan is not None and plan.mode == "full" else 0
         routed = costs.routed_layer_us * len(plan.routed) if plan is not None and not recorded else 0.0
         host = 1e-3 * (launches * rates.launch_us + routed)
-    beside = max(link - waited, device, host) if costs.queued else max(link - waited, device + host)
+    together = 1e3 * sides.seconds if hosted else 0.0
+    beside = max(link - waited, device + cpu, together, host) if costs.queued else max(link - waited, device + host)
     update, longest = _update_ms(found, rates, costs), beside + waited
-    return Speed(max(longest, update) + costs.exposed_share * min(longest, update), link, device, host, tokens, update)
+    ms = max(longest, update) + costs.exposed_share * min(longest, update)
+    return Speed(ms, link, device, host, tokens, update, cpu, sides.hosted_bytes)
 
 
 def _update_ms(found: Estimate, rates: Rates, costs: CostModel) -> float:
@@ -275,7 +294,19 @@ def _reads(swap: Swap, costs: CostModel) -> float:
 # -- the links --------------------------------------------------------------------------------------------------------
 
 
-def _link_s(plan: Plan | None, rates: Rates, tokens: int, miss: str, hit_rate: float | None) -> tuple[float, float]:
+def _hosted(found: Estimate, rates: Rates, device_s: float) -> tuple[frozenset[str], Sides]:
+    """Return the pages that the CPU computes where they lie, and the bytes and seconds of the pass with them."""
+    plan = found.plan
+    if plan is None or plan.routed or found.task.kind != "decode" or not rates.link_gb_s:
+        return frozenset(), Sides(0, 0, 0.0, 0.0, 0.0)
+    speeds = HostRates(1e9 * rates.link_gb_s, 1e9 * rates.experts_gb_s, MORE, CALL_S)
+    how = {"where": found.config.compute.where, "prefetch": found.config.policy.prefetch}
+    return planned_sides(plan, speeds, found.task.batch, **how, device_s=device_s)
+
+
+def _link_s(
+    plan: Plan | None, rates: Rates, tokens: int, miss: str, hit_rate: float | None, hosted: Collection[str]
+) -> tuple[float, float]:
     """Return the seconds of the copies of one pass: of pages that are staged ahead, and of experts that are missed, or
     of the CPU that computes those."""
     if plan is None or plan.mode == "train" or len(plan.budgets) == 1:
@@ -290,14 +321,16 @@ def _link_s(plan: Plan | None, rates: Rates, tokens: int, miss: str, hit_rate: f
         experts = by_tier | {"cpu": missed_gb_per_s(miss, by_tier["cpu"], rates.experts_gb_s)}
         missed = sum(nbytes / (experts[tier] * 1e9) for tier, nbytes in loaded.items())
         return sum(nbytes / (by_tier[tier] * 1e9) for tier, nbytes in cost.streamed_bytes.items()), missed
-    moved = sum(_bytes_at(plan, tier) / (by_tier[tier] * 1e9) for tier in plan.budgets if tier != plan.compute_tier)
-    return moved * streamed_share(plan), 0.0
+    below = [tier for tier in plan.budgets if tier != plan.compute_tier]
+    moved = sum(_bytes_at(plan, tier, hosted) / (by_tier[tier] * 1e9) for tier in below)
+    return moved * streamed_share(plan, hosted), 0.0
 
 
-def streamed_share(plan: Plan) -> float:
-    """Return the share of the pages at home below the computing tier that it has no room for: each pass copies them."""
+def streamed_share(plan: Plan, hosted: Collection[str] = ()) -> float:
+    """Return the share of the pages at home below the computing tier that it has no room for: each pass copies them,
+    except `hosted` ones."""
     top = plan.compute_tier
-    below = sum(_bytes_at(plan, tier) for tier in plan.budgets if tier != top)
+    below = sum(_bytes_at(plan, tier, hosted) for tier in plan.budgets if tier != top)
     room = max(0, plan.budgets[top] - plan.home_bytes(top) - _passing_bytes(plan))
     return max(0.0, 1 - room / below) if below else 0.0
 
@@ -318,7 +351,8 @@ def _passing_bytes(plan: Plan) -> int:
     return larger + max(larger, _STAGED)
 
 
-def _bytes_at(plan: Plan, tier: str) -> float:
-    """Return the bytes of the pages at home in a tier, as large as they will be."""
-    pages = (page for swap in plan.swaps for page in swap.pages if page.home == tier and not page.by_rows)
+def _bytes_at(plan: Plan, tier: str, hosted: Collection[str]) -> float:
+    """Return the bytes of the pages at home in a tier, except `hosted` ones, as large as they will be."""
+    leased = (page for swap in plan.swaps for page in swap.pages if page.home == tier and not page.by_rows)
+    pages = (page for page in leased if page.key not in hosted)
     return sum(page.nbytes / (_FINE_MARGIN if page.plane == "fine" else 1.0) for page in pages)
