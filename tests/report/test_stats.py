@@ -110,6 +110,7 @@ INTERNALS = (
     "pages on cpu: 1 resident, 0 of them homes",
     "moving pages: not replayed as a programme: o_proj (pageable memory)",
     "missed experts: computed on the CPU",
+    "computed by the CPU where they lie: 3 weights",
     "updates: 2 in flight",
     "C kernels: linear prebuilt (avx2)",
     "1 capture in 5 ms, holding 2.0 KiB",
@@ -132,6 +133,7 @@ def test_a_default_print_has_what_a_user_can_act_on_and_a_verbose_one_the_rest()
         snapshot(1),
         leases="not replayed as a programme: o_proj (pageable memory)",
         missed="computed on the CPU",
+        hosted="3 weights",
         updates=UpdateStats("triton", steps=3, waiting=2),
         libraries={"linear": "prebuilt (avx2)"},
         steps=StepCounts(

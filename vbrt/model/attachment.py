@@ -342,6 +342,7 @@ class Attachment:
             activations=self.activations.stats(),
             libraries=libraries(),
             missed=self.missed.told() if self.missed else "",
+            hosted=self.hosting.told(),
             untested=newer_than_tested(loaded=True),
         )
 

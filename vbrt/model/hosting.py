@@ -172,4 +172,4 @@ class Hosting:
         if not self._hosted or rates is None:
             return ""
         nbytes = sum(self._stack.pages[key].nbytes for key in self._hosted if key in self._stack.pages)
-        return f"{len(self._hosted)} weights ({nbytes / 2**20:,.0f} MiB) are computed by the CPU ({rates})"
+        return f"{len(self._hosted)} weights, {nbytes / 2**20:,.0f} MiB ({rates})"

@@ -49,6 +49,7 @@ class Stats(StatsData):
     `caches`: KV caches (`vbrt.KVCache`), whose bytes are also part of `tiers`.
     `leases`: whether a precomputed programme of page moves is replayed, or the reason; "" if no page moves.
     `missed`: placement of missed routed experts, if some are computed on the CPU instead of fetched.
+    `hosted`: which weights the CPU computes where they lie in decode steps, and by which rates; "" for none.
     `activations`: activation memory for the backward pass; None with `training.activations` = "keep".
     `updates`: cost of optimizer updates in the tiers.
     `libraries`: loaded C kernels and their instruction sets: {"linear": "prebuilt (avx2)"}, or "built here (avx2)";

@@ -147,6 +147,7 @@ class StatsData:
     updates: UpdateStats | None = None
     libraries: Mapping[str, str] = field(default_factory=dict)
     missed: str = ""
+    hosted: str = ""
     untested: tuple[str, ...] = field(default=())
     verbose: bool = field(default=False, compare=False)
 
@@ -224,6 +225,7 @@ class StatsData:
             "caches": {name: asdict(of) for name, of in self.caches.items()},
             "leases": self.leases,
             "missed": self.missed,
+            "hosted": self.hosted,
             "activations": asdict(self.activations) if self.activations else None,
             "updates": asdict(self.updates) if self.updates else None,
             "libraries": dict(self.libraries),
@@ -240,7 +242,16 @@ class StatsData:
         data = _mapping(data, "stats")
         values = _values(
             cls,
-            {"phases": {}, "caches": {}, "leases": "", "missed": "", "libraries": {}, "untested": (), **data}
+            {
+                "phases": {},
+                "caches": {},
+                "leases": "",
+                "missed": "",
+                "hosted": "",
+                "libraries": {},
+                "untested": (),
+                **data,
+            }
             | {"verbose": False},
             "stats",
         )

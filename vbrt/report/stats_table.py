@@ -129,6 +129,8 @@ def _internal_lines(stats: StatsData) -> Iterator[str]:
         yield f"moving pages: {stats.leases}"
     if stats.missed:
         yield f"missed experts: {stats.missed}"
+    if stats.hosted:
+        yield f"computed by the CPU where they lie: {stats.hosted}"
     if stats.updates:
         yield stats.updates.internals()
     fitted = [layer for layer in stats.layers.values() if layer.separation_hits or layer.separation_refreshes]
