@@ -221,6 +221,11 @@ $END:
 	atom.global.gpu.release.exch.b32 Y12, [%rd1+4], X2; ld.global.cg.b32 Y13, [%rd1+4];
 	atom.global.gpu.acq_rel.or.b32 Y14, [%rd1+8], X3; ld.global.cg.b32 Y15, [%rd1+8];
 """),
+    "words that host threads read, and the clock": Case("""
+	mov.b64 %rd4, {X0, X1}; st.release.sys.global.b64 [%rd1+8], %rd4; ld.acquire.sys.global.b64 %rd5, [%rd1+8];
+	mov.b64 {Y0, Y1}, %rd5; mov.u64 %rd6, %globaltimer; mov.u64 %rd7, %globaltimer;
+	setp.ge.s64 %p1, %rd7, %rd6; selp.b32 Y2, 1, 0, %p1;
+"""),
     "asynchronous copies": Case(f"""
 	{_SHARED} and.b32 T3, %r0, 1; shl.b32 T3, T3, 4; xor.b32 T2, %r0, 5; shl.b32 T2, T2, 6; add.s32 T2, T0, T2;
 	cp.async.ca.shared.global [T1], [%rd1], 4; cp.async.ca.shared.global [T1+8], [%rd1+8], 8;

@@ -20,6 +20,7 @@ class Lanes:
         self.spaces, self.known, self.shared = block.spaces, block.known, block.spaces["shared"]
         self.registers: dict[str, np.ndarray] = {"%tid.x": (LANES + 32 * warp).astype(np.uint32)}
         self.guard: np.ndarray | None = None
+        self.reads = 0  # of the clock
         self.copies, self.products = Later(), Later()
 
     def value(self, name: str, kind: str) -> np.ndarray:
@@ -30,6 +31,9 @@ class Lanes:
         held = self.registers.get(name)
         if held is not None:
             return held.view(dtype) if held.dtype.itemsize == dtype.itemsize else held.astype(dtype)
+        if name == "%globaltimer":  # in nanoseconds
+            self.reads += 1
+            return np.full(32, self.reads, dtype)
         if name in self.known:
             return np.full(32, self.known[name], dtype)
         return immediate(name, dtype)

@@ -32,7 +32,8 @@ class Transfers(Lanes):
         return names, dtype, lanes, places
 
     def _space(self, parts: list[str]) -> Space:
-        return self.spaces[parts[1].partition("::")[0]]
+        names = (part.partition("::")[0] for part in parts[1:])  # after what orders accesses
+        return self.spaces[next(name for name in names if name not in ("acquire", "release", "sys"))]
 
     def _cp(self, parts: list[str], *operands: str) -> None:
         if "bulk" in parts:

@@ -5,9 +5,11 @@ itself is pure: `vbrt.residency.hosted_share`.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from vbrt.errors import KernelError
 from vbrt.host import accelerator
 from vbrt.layers import Weight
 from vbrt.layers.weights.hosted_rates import measured_rates, resident_seconds
@@ -35,10 +37,11 @@ class Hosting:
         self._stack, self._handles, self._where = stack, handles, where
         self._host: Host | None = None
         self._key: object = None
+        self._choosing = threading.Lock()
         self._hosted: dict[str, Weight] = {}
         self._orders: dict[str, list[str]] = {}  # pages of a pass in order, hosted ones included
         self.version = 0
-        self.rates: dict[int, HostRates | None] = {}
+        self.rates: dict[int, HostRates] = {}
         self.fallbacks: list[str] = []
 
     # -- the choice ---------------------------------------------------------------------------------------------------
@@ -55,9 +58,12 @@ class Hosting:
         if self._where != "auto" or stack.closed or not (self._hosted or stack.ledger.travellers):
             return
         key = stack.ledger.changes, stack.levels[0].policy.capacity_bytes, tokens
-        if key != self._key:
-            self._choose(phase, tokens)
-            self._key = key
+        if key != self._key and self._choosing.acquire(blocking=False):  # else another thread is at it
+            try:
+                self._choose(phase, tokens)
+                self._key = key
+            finally:
+                self._choosing.release()
 
     def _choose(self, phase: str, tokens: int) -> None:
         chosen = self._chosen(phase, tokens)
@@ -84,26 +90,32 @@ class Hosting:
         if tokens > MOST_TOKENS or not weights or getattr(policy, "foresight", None) is None:
             return frozenset()
         uses = self._uses(phase, weights)
-        if sum({use.key: use.nbytes for use in uses}.values()) <= policy.capacity_bytes or not self._serves():
+        if sum({use.key: use.nbytes for use in uses}.values()) <= policy.capacity_bytes:
             return frozenset()
-        rates = self.rates_for(tokens, list(weights.values()))
+        why = refusal(self._stack)
+        try:
+            rates = None if why else self.rates_for(tokens, list(weights.values()))
+        except KernelError as error:
+            rates, why = None, str(error)
         if rates is None:
+            self._note(why)
             return frozenset()
         how = {"prefetch": getattr(policy, "prefetch", 2), "group": getattr(policy, "group", 1)}
         device_s = resident_seconds([use.nbytes for use in uses], self._stack.device)
         return hosted_keys(uses, policy.capacity_bytes, rates, tokens, device_s=device_s, **how)
 
-    def rates_for(self, tokens: int, weights: list[Weight]) -> HostRates | None:
-        """Return the rates for products of so many tokens, measured at the first call."""
+    def rates_for(self, tokens: int, weights: list[Weight]) -> HostRates:
+        """Return the rates for products of so many tokens, measured at the first call.
+
+        Raises KernelError: the CPU computes with none of the weights; says why.
+        """
         if tokens not in self.rates:
             self.rates[tokens] = measured_rates(weights, shared_team(), tokens)
         return self.rates[tokens]
 
-    def _serves(self) -> bool:
-        why = refusal(self._stack)
-        if why and not self.fallbacks:
+    def _note(self, why: str) -> None:
+        if not self.fallbacks:
             self.fallbacks.append(f"compute.where: weights that do not fit are moved, not computed by the CPU: {why}")
-        return not why
 
     def _weights(self) -> list[Weight]:
         """Weights below the computing tier that the CPU may compute."""
@@ -168,8 +180,8 @@ class Hosting:
 
     def told(self) -> str:
         """Return what the CPU computes, for statistics; "" for nothing."""
-        rates = next((rates for rates in self.rates.values() if rates is not None), None)
-        if not self._hosted or rates is None:
+        rates = next(iter(self.rates.values()), None)
+        if not self._hosted:
             return ""
         nbytes = sum(self._stack.pages[key].nbytes for key in self._hosted if key in self._stack.pages)
         return f"{len(self._hosted)} weights, {nbytes / 2**20:,.0f} MiB ({rates})"

@@ -30,13 +30,13 @@ _PATIENCE_S = 10.0
 _LAUNCH_S = 4e-6  # a product of few tokens on a GPU, beside the time for its bytes
 
 
-def measured_rates(weights: Sequence[EncodedWeight], team: HostedTeam, tokens: int) -> HostRates | None:
-    """Return the rates of link and CPU; None if the CPU can compute with none of the weights.
-
-    They are rounded, to an eighth of a factor of two, so that runs on one machine agree.
+def measured_rates(weights: Sequence[EncodedWeight], team: HostedTeam, tokens: int) -> HostRates:
+    """Return the rates of link and CPU, rounded to an eighth of a factor of two, so that runs on one machine agree.
 
     Args:
         tokens: of a product.
+
+    Raises KernelError: the CPU computes with none of the weights; says why.
     """
     held, nbytes = [], 0
     for weight in sorted(weights, key=lambda weight: -weight.pages[0].nbytes if weight.pages else 0):
@@ -47,7 +47,9 @@ def measured_rates(weights: Sequence[EncodedWeight], team: HostedTeam, tokens: i
             nbytes += page.nbytes
     try:
         pages = [(weight, page) for weight, page, _ in held]
-        return _rates(pages, team, tokens) if pages else None
+        if not pages:
+            raise KernelError("none of their pages is at home in page-locked host memory")
+        return _rates(pages, team, tokens)
     finally:
         for *_, lease in held:
             lease.end()
@@ -58,18 +60,15 @@ def resident_seconds(sizes: Sequence[int], device: torch.device) -> float:
     return sum(sizes) / (devices.gpu(device.index or 0).bytes_us * 1e6) + len(sizes) * _LAUNCH_S
 
 
-def _rates(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, tokens: int) -> HostRates | None:
+def _rates(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, tokens: int) -> HostRates:
     alone = _computed(pages, team, 1)
-    if alone is None:
-        return None
-    several = alone if tokens < 2 else _computed(pages, team, tokens)
-    more = 0.0 if several is None or tokens < 2 else max(0.0, alone / several - 1) / (tokens - 1)
+    more = 0.0 if tokens < 2 else max(0.0, alone / _computed(pages, team, tokens) - 1) / (tokens - 1)
     device = pages[0][0].device
     link = _copied(pages, device)
     nbytes = 1.5 * _TURNS * pages[0][1].nbytes / alone * link  # for longer than the products take
     copying = [page for _, page in itertools.islice(itertools.cycle(pages), int(nbytes / pages[-1][1].nbytes))]
     with _copying(copying, nbytes, device):
-        cpu = _computed(pages, team, 1) or alone
+        cpu = _computed(pages, team, 1)
     return HostRates(_rounded(link * _LINK), _rounded(cpu), more, _ROUND_TRIP_S)
 
 
@@ -93,22 +92,23 @@ def _rounded(rate: float) -> float:
     return 2.0 ** (round(math.log2(rate) * _STEPS) / _STEPS)
 
 
-def _computed(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, tokens: int) -> float | None:
-    """Return the bytes/s of products of so many tokens: this thread posts like a GPU."""
+def _computed(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, tokens: int) -> float:
+    """Return the bytes/s of products of so many tokens: this thread posts like a GPU. Raises KernelError."""
     sizes = [sum(weight.spec.shape) * tokens * weight.dtype.itemsize for weight, _ in pages]
     room = _aligned(X + max(sizes) + 64)
     handle = team.attach(room)
     try:
-        entries = []
+        entries, why = [], ""
         for weight, page in pages:
             at = -(-(X + weight.spec.shape[1] * tokens * weight.dtype.itemsize) // 64) * 64
             try:
                 entry = team.entry(handle, [part_of(weight, page, at)], tokens, weight.dtype)
-            except KernelError:
+            except KernelError as error:
+                why = str(error)
                 continue
             entries.append((entry, page.nbytes))
         if not entries:
-            return None
+            raise KernelError(why)
         post, answer = (ctypes.c_int64.from_address(room.data_ptr() + at) for at in (POST, ANSWER))
         rates, round_ = [], itertools.cycle(entries)
         for number in range(1, _TURNS + 3):
@@ -118,7 +118,7 @@ def _computed(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, t
             post.value = number << ENTRY_BITS | entry
             while answer.value != number:
                 if time.perf_counter() - begun > _PATIENCE_S:
-                    return None
+                    raise KernelError(f"a product took longer than {_PATIENCE_S:g} s")
             rates.append(nbytes / (time.perf_counter() - begun))
         return statistics.median(rates[2:])
     finally:
