@@ -479,7 +479,7 @@ class Followed:
     """The `generate` overrides of all models in one attached model."""
 
     def __init__(self, generating: list[Generating]) -> None:
-        self.generating = generating
+        self.generating, self.generates = generating, bool(generating)
 
     def defer(self, model: nn.Module, begin: Callable[[], None]) -> bool:
         """Defer the start of a pass to the session of the current `generate` call; False if there is none here."""

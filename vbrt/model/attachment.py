@@ -51,7 +51,13 @@ __all__ = ["Attachment", "Follower", "Terms", "attached_to"]
 
 
 class Follower(Protocol):
-    """Recorder of a model's decode steps, with the attachment's lifetime."""
+    """Recorder of a model's decode steps, with the attachment's lifetime.
+
+    Attributes:
+        generates: True if there are any such steps; False for a model without `generate`.
+    """
+
+    generates: bool
 
     def counts(self) -> StepCounts:
         """Return its counters, for the model's stats."""
@@ -259,6 +265,8 @@ class Attachment:
         phase = named or self._unnamed_phase(args, kwargs)
         if inferred_phase(args, kwargs) == DECODE:
             self.hosting.follow(self.prefix + phase, rows_of(args, kwargs))
+        elif self.follower is None or not self.follower.generates:
+            self.hosting.follow(self.prefix + phase)
         backward = self.prefix + BACKWARD if named is None and phase == FORWARD else ""
         step = recorder()
         if step is None:

@@ -6,7 +6,7 @@ itself is pure: `vbrt.residency.hosted_share`.
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from vbrt.errors import KernelError
@@ -46,8 +46,11 @@ class Hosting:
 
     # -- the choice ---------------------------------------------------------------------------------------------------
 
-    def follow(self, phase: str, tokens: int) -> None:
-        """Choose the hosted weights of passes of a phase with so many tokens, if what that depends on has changed.
+    def follow(self, phase: str, tokens: int = 0) -> None:
+        """Choose the hosted weights of passes of a phase, if what that depends on has changed.
+
+        Args:
+            tokens: of each product; 0: as in the last pass, in which products of some layers may have had few.
 
         Raises:
             KernelError: an earlier pass was not answered by the CPU.
@@ -55,23 +58,28 @@ class Hosting:
         if self._host is not None:
             self._host.check()
         stack = self._stack
-        if self._where != "auto" or stack.closed or not (self._hosted or stack.ledger.travellers):
+        if self._where != "auto" or stack.device.type != accelerator.CUDA or stack.closed:
             return
-        key = stack.ledger.changes, stack.levels[0].policy.capacity_bytes, tokens
+        if not (self._hosted or stack.ledger.travellers):
+            return
+        weights = [] if tokens else self._of_few_tokens()
+        few = tokens or max((weight.tokens for weight in weights), default=0)
+        key = stack.ledger.changes, stack.levels[0].policy.capacity_bytes, few, len(weights)
         if key != self._key and self._choosing.acquire(blocking=False):  # else another thread is at it
             try:
-                self._choose(phase, tokens)
+                self._choose(phase, few, weights if not tokens else self._weights())
                 self._key = key
             finally:
                 self._choosing.release()
 
-    def _choose(self, phase: str, tokens: int) -> None:
-        chosen = self._chosen(phase, tokens)
+    def _choose(self, phase: str, tokens: int, candidates: Sequence[Weight]) -> None:
+        """candidates: those that the CPU may compute, for so many tokens."""
+        chosen = self._chosen(phase, tokens, {weight.keys[0]: weight for weight in candidates})
         if chosen == self._hosted.keys() and self._valid():
             return
         self._let_go()
         if chosen:
-            weights = {weight.keys[0]: weight for weight in self._weights() if weight.keys[0] in chosen}
+            weights = {weight.keys[0]: weight for weight in candidates if weight.keys[0] in chosen}
             host = self._mailbox(weights.values())
             for key, weight in weights.items():
                 hosted = host.take(weight, tokens)
@@ -84,9 +92,8 @@ class Hosting:
     def _valid(self) -> bool:
         return all(weight.held.hosts for weight in self._hosted.values())
 
-    def _chosen(self, phase: str, tokens: int) -> frozenset[str]:
-        level, weights = self._stack.levels[0], {weight.keys[0]: weight for weight in self._weights()}
-        policy = level.policy
+    def _chosen(self, phase: str, tokens: int, weights: dict[str, Weight]) -> frozenset[str]:
+        policy = self._stack.levels[0].policy
         if tokens > MOST_TOKENS or not weights or getattr(policy, "foresight", None) is None:
             return frozenset()
         uses = self._uses(phase, weights)
@@ -121,6 +128,10 @@ class Hosting:
         """Weights below the computing tier that the CPU may compute."""
         found = (handle for handle in self._handles() if isinstance(handle, Weight) and len(handle.keys) == 1)
         return [handle for handle in found if handle.streams and not handle.spec.lossless and not handle.spec.by_rows]
+
+    def _of_few_tokens(self) -> list[Weight]:
+        """Weights that are hosted, or whose last product had few tokens."""
+        return [w for w in self._weights() if 0 < w.tokens <= MOST_TOKENS or w.keys[0] in self._hosted]
 
     def _uses(self, phase: str, weights: dict[str, Weight]) -> list[Use]:
         """Pages of a pass that live below the computing tier, in the order of the last pass of the phase, or of any."""

@@ -118,3 +118,46 @@ def test_biases_and_batches_and_other_formats():
         for one, other in zip(got.logits[:3], want.logits[:3], strict=True):
             assert (one - other).float().norm() < 0.02 * other.float().norm(), format
         vb.unwrap()
+
+
+class FewAndMany(torch.nn.Module):
+    """Layers of one token, as those that a time step modulates, beside layers of many."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.few = torch.nn.ModuleList(torch.nn.Linear(1024, 2048) for _ in range(6))
+        self.many = torch.nn.ModuleList(torch.nn.Linear(1024, 1024) for _ in range(6))
+
+    def forward(self, x, time):
+        for few, many in zip(self.few, self.many, strict=True):
+            scale, shift = few(time).chunk(2, -1)
+            x = torch.tanh(many(x) * (1 + scale) + shift)
+        return x
+
+
+def test_layers_of_few_tokens_are_hosted_in_a_model_of_many():
+    vb = wrapped(FewAndMany().bfloat16().eval(), FAST)
+    x, time = torch.randn(64, 1024).bfloat16().cuda(), torch.randn(1, 1024).bfloat16().cuda()
+    with torch.no_grad():
+        want = vb(x, time)
+        got = [vb(x, time) for _ in range(3)]
+    counts = {name: layer.handle.computed for name, layer in vb._attachment.layers.items()}
+    assert any(count for name, count in counts.items() if name.startswith("few")), vb._attachment.hosting.told()
+    assert not any(count for name, count in counts.items() if name.startswith("many"))
+    assert (got[-1] - want).float().norm() < 0.02 * want.float().norm()
+    vb.unwrap()
+
+
+def test_a_product_in_a_graph_of_the_users_is_moved():
+    """Nobody announces the replays of such a graph to the CPU's threads."""
+    vb = wrapped(FewAndMany().bfloat16().eval(), FAST)
+    x, time = torch.randn(64, 1024).bfloat16().cuda(), torch.randn(1, 1024).bfloat16().cuda()
+    with torch.no_grad():
+        for _ in range(3):
+            want = vb(x, time)
+        hosted = next(layer.handle for name, layer in vb._attachment.layers.items() if layer.handle.held.hosts)
+        assert hosted.held.compute(hosted, time, None) is not None
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            assert hosted.held.compute(hosted, time, None) is None
+    assert want.isfinite().all()

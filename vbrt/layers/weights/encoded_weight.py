@@ -37,6 +37,7 @@ class EncodedWeight(Protocol):
     Attributes:
         forwards, weight_reads, computed: counters, incremented by products; computed: of those by the CPU on a page in
             host memory, for a layer on a GPU.
+        tokens: of the last product for which pages were leased.
         held: current state of the planes.
     """
 
@@ -57,6 +58,7 @@ class EncodedWeight(Protocol):
     forwards: int
     weight_reads: int
     computed: int
+    tokens: int
     held: HeldPlanes
 
     @property

@@ -45,7 +45,7 @@ _LINE = 64  # bytes
 def refusal(stack: TierStack) -> str | None:
     """Return why the CPU computes no products for a stack's computing tier, or None. May build kernels."""
     device = stack.device
-    if device.type != accelerator.TYPE or device.type != accelerator.CUDA:
+    if device.type != accelerator.CUDA:
         return f"it computes for CUDA GPUs, not for {device}"
     if not accelerator.pins():
         return "host memory cannot be page-locked here"

@@ -281,6 +281,7 @@ def leased_linear(handle: EncodedWeight, kernels: Kernels, x: torch.Tensor, bias
     y = handle.held.compute(handle, x, bias)
     if y is not None:
         return y
+    handle.tokens = x.numel() // handle.spec.shape[1]
     with handle.lease(kernels.precision) as tensors:
         return linear_on_planes(handle, kernels, x, _planes(handle, kernels, tensors, x.device), bias)
 
