@@ -58,6 +58,7 @@ class Device:
         answer, limit = self.word(ANSWER), time.monotonic() + LIMIT_S
         while abs(answer.item()) != self.number:
             assert time.monotonic() < limit, f"no answer to {self.number}: {answer.item()}"
+            time.sleep(0)  # lets other threads have Python's lock
         return answer.item()
 
     def ask(self, entry, x):
@@ -237,11 +238,10 @@ def test_entries_come_and_go_in_a_storm_of_posts():
         other = Device()
         try:
             while not stop.is_set():
-                others, more, one = small(team, other)
+                others = team.attach(other.memory)
                 team.expect(others, 1)
-                other.number = abs(other.word(ANSWER).item())
-                other.ask(one, x)
-                team.forget(box, team.entry(box, more, 1, torch.bfloat16))
+                other.ask(team.entry(others, [part], 1, torch.bfloat16), x)
+                team.forget(box, team.entry(box, [part], 1, torch.bfloat16))
                 team.detach(others)
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
@@ -277,16 +277,6 @@ def test_threads_sleep_when_nothing_is_expected_and_nap_when_posts_stall():
         assert cpu_seconds(0.2) < 0.01
     assert team.served(box) == 6
     assert torch.equal(device.y(part, x), up(part, x))
-
-
-def test_an_expectation_ends_with_the_posts_that_came_instead_of_others():
-    device, team = Device(), HostedTeam(1)
-    box, _, entry = small(team, device)
-    team.expect(box, 3)
-    device.number = 2  # two that nobody saw
-    device.ask(entry, torch.zeros(1, 160).bfloat16())
-    time.sleep(0.02)
-    assert cpu_seconds(0.2) < 0.01
 
 
 @pytest.mark.parametrize("end", ["stop", "detach", "forget"])
@@ -369,7 +359,8 @@ def test_a_forked_child_refuses_the_threads_of_its_parent_and_makes_its_own():
 
 
 def in_a_child(device, team, box, part, entry, x, want):
-    """Exit code: 0 if the child computes with a team of its own only. Runs no op of torch with OpenMP, whose threads a fork loses."""
+    """Exit code: 0 if the child computes with a team of its own only. No op is large enough for OpenMP's threads, which
+    a fork loses."""
     try:
         for call in (lambda: team.expect(box, 1), lambda: team.attach(device.memory)):
             with pytest.raises(KernelError, match="make a team after the fork"):

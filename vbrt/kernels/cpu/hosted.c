@@ -37,7 +37,8 @@ typedef struct {
     Part part[];
 } Job;
 
-/* `passed` and `expected` count posts as the device numbers them, so one that was replaced unseen counts. */
+/* Posts are counted as they are taken, whatever their numbers: of one that was replaced unseen, `passed` stays behind
+ * `expected` until that is forgotten, and threads are awake for longer than they need to be. */
 typedef struct {
     _Alignas(64) char *memory;  /* NULL: not attached */
     int64_t last;  /* number of the last post that was taken */
@@ -128,8 +129,8 @@ static void answer(Box *b, int64_t number, int computed) {
 /* Take the box's post, if it has one: its job, NULL where there is none. */
 static Job *taken_post(Box *b, int64_t *number) {
     const int64_t post = word(b->memory, POST), entry = post & ((1 << ENTRY_BITS) - 1);
-    const int64_t more = (*number = post >> ENTRY_BITS) - b->last;
-    __atomic_add_fetch(&b->passed, more > 0 ? more : 1, __ATOMIC_SEQ_CST);
+    *number = post >> ENTRY_BITS;
+    __atomic_add_fetch(&b->passed, 1, __ATOMIC_SEQ_CST);
     __atomic_store_n(&b->last, *number, __ATOMIC_RELAXED);
     return entry < b->entries && word(b->memory, GAVE_UP) != *number ? b->jobs[entry] : NULL;
 }
