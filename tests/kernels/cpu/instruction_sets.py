@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.cpu import test_expert_team, test_int8
+from tests.kernels.cpu import test_expert_team, test_hosted, test_int8
 from tests.kernels.cpu.test_cpu_encode import BLOCKS, check_bits, hard
 from tests.kernels.cpu.test_cpu_experts import GATES, bank, routed, rows
 from tests.kernels.cpu.test_cpu_linear import BOUND, bits, case, exact_case
@@ -74,6 +74,12 @@ def check_team():
         assert torch.equal(product.out, test_expert_team.expected(product, pages))
 
 
+def check_hosted():
+    """Products through a mailbox are as close as the dtype allows."""
+    for name in ("nvfp4", "nf4", "mxint8"):
+        test_hosted.check_products(name, threads=2)
+
+
 def check_experts_and_team():
     """All that experts.c computes."""
     check_experts()
@@ -111,4 +117,4 @@ def check_tiles():
 CALL_CHECKS = {"linear": check_linear, "experts": check_experts, "encode": check_encode, "update": check_update}
 CALL_CHECKS |= {"tiles": check_tiles}
 #: what a source's library computes, by source
-CHECKS = CALL_CHECKS | {"experts": check_experts_and_team}
+CHECKS = CALL_CHECKS | {"experts": check_experts_and_team, "hosted": check_hosted}

@@ -8,6 +8,7 @@
 | 4-bit, `mxint8`, elsewhere | more | decode, then torch's matmul (oneDNN takes AMX for bf16 by itself) |
 | a fine plane | any | `linear.c` restores the weight in one pass, turned for Conv1D, then torch's matmul |
 | routed experts of few tokens | | `experts.c`; in threads of their own: `expert_team.py`, `team.h` |
+| hosted: a GPU's, of pages that stay in host memory | few | `hosted.c`, in threads of their own: `hosted.py` |
 
 **Few tokens** (`dots.h`). The codes of 128 columns are 16 words; shifts bring one code each to the lowest bits, where a
 permutation looks its level up; a lane sums the eight columns of its word, and the block's scale multiplies that sum.
@@ -59,6 +60,14 @@ threads are left to others (`thread_counts.py`): the one that launches and the o
 made for a GPU, are multiplied as they lie (`tiled.h`: one `vpermw` by three bits of magnitude and one `vpternlog` for
 the sign make 32 weights) where the CPU multiplies pairs of bf16; elsewhere `tiles.c` reorders a call's pages into
 memory that is kept, because the C library gave it back each time.
+
+**Hosted products** (`hosted.py`, `hosted.c`). A GPU's step, recorded or not, writes x and a post into page-locked
+memory and waits there for y; threads that poll it multiply x by pages where they lie. Everything about a product is
+prepared when it is entered: a post costs a look at the entry, and x in the layout of the kernels. A thread that takes a
+post opens the job for all, whose items are small enough that the last ones end together; it answers when all are done.
+Round trip of a weight of 2 KB: 2 to 4 us on two busy cores, with a Python thread as the device
+(`scripts/mailbox_bench.py`). Threads stay awake while posts are expected: they spin for 2 ms after the last one, then
+nap for 30 us at a time.
 
 **A captured step** (`step.c`, `step.py`): norms with their sums, rotary embeddings with the cache's writes, gates,
 routers, small dense products and attention are one C call each.

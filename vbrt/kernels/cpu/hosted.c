@@ -37,7 +37,8 @@ typedef struct {
     Part part[];
 } Job;
 
-/* `passed` and `expected` count posts as the device numbers them, so one that was replaced unseen counts. */
+/* Posts are counted as they are taken, whatever their numbers: of one that was replaced unseen, `passed` stays behind
+ * `expected` until that is forgotten, and threads are awake for longer than they need to be. */
 typedef struct {
     _Alignas(64) char *memory;  /* NULL: not attached */
     int64_t last;  /* number of the last post that was taken */
@@ -60,8 +61,10 @@ typedef struct {
 
 static int64_t word(const char *memory, int at) { return __atomic_load_n((int64_t *)(memory + at), __ATOMIC_ACQUIRE); }
 
+static const char *memory_of(const Box *b) { return __atomic_load_n(&b->memory, __ATOMIC_SEQ_CST); }
+
 static int is_new(const Box *b) {
-    const char *memory = __atomic_load_n(&b->memory, __ATOMIC_SEQ_CST);
+    const char *memory = memory_of(b);
     return memory && word(memory, POST) >> ENTRY_BITS != __atomic_load_n(&b->last, __ATOMIC_RELAXED);
 }
 
@@ -126,8 +129,8 @@ static void answer(Box *b, int64_t number, int computed) {
 /* Take the box's post, if it has one: its job, NULL where there is none. */
 static Job *taken_post(Box *b, int64_t *number) {
     const int64_t post = word(b->memory, POST), entry = post & ((1 << ENTRY_BITS) - 1);
-    const int64_t more = (*number = post >> ENTRY_BITS) - b->last;
-    __atomic_add_fetch(&b->passed, more > 0 ? more : 1, __ATOMIC_SEQ_CST);
+    *number = post >> ENTRY_BITS;
+    __atomic_add_fetch(&b->passed, 1, __ATOMIC_SEQ_CST);
     __atomic_store_n(&b->last, *number, __ATOMIC_RELAXED);
     return entry < b->entries && word(b->memory, GAVE_UP) >> ENTRY_BITS != *number ? b->jobs[entry] : NULL;
 }
@@ -175,7 +178,7 @@ int64_t vbrt_hosted_job(const Bank *banks, const Task *tasks, int64_t parts, int
 /* -- mailboxes ----------------------------------------------------------------------------------------------------- */
 
 static int is_expecting(const Box *b) {
-    return b->memory && __atomic_load_n(&b->passed, __ATOMIC_SEQ_CST) < __atomic_load_n(&b->expected, __ATOMIC_SEQ_CST);
+    return memory_of(b) && __atomic_load_n(&b->passed, __ATOMIC_SEQ_CST) < __atomic_load_n(&b->expected, __ATOMIC_SEQ_CST);
 }
 
 static int expecting(Team *t) {
@@ -196,7 +199,7 @@ static int expecting(Team *t) {
 int vbrt_hosted_expect(Team *t, int slot, int64_t posts) {
     Boxes *o = t->memory;
     Box *b = o->box + slot;
-    if (slot < 0 || !b->memory) return 0;
+    if (slot < 0 || !memory_of(b)) return 0;
     __atomic_store_n(&o->heard_ns, now_ns(), __ATOMIC_SEQ_CST);
     const int64_t passed = __atomic_load_n(&b->passed, __ATOMIC_SEQ_CST);
     int64_t expected = __atomic_load_n(&b->expected, __ATOMIC_SEQ_CST);
@@ -218,7 +221,11 @@ int vbrt_hosted_attach(Team *t, char *memory) {
     while (slot < BOXES && o->box[slot].memory) slot++;
     if (slot < BOXES) {
         const int64_t number = *(int64_t *)(memory + ANSWER);  /* of an earlier team */
-        o->box[slot] = (Box){.memory = memory, .last = number < 0 ? -number : number};
+        Box *b = o->box + slot;
+        __atomic_store_n(&b->last, number < 0 ? -number : number, __ATOMIC_RELAXED);
+        __atomic_store_n(&b->expected, b->passed, __ATOMIC_RELAXED);
+        __atomic_store_n(&b->computed, 0, __ATOMIC_RELAXED), __atomic_store_n(&b->failed, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&b->memory, memory, __ATOMIC_SEQ_CST);  /* last: threads look at once */
         if (slot >= o->used) __atomic_store_n(&o->used, slot + 1, __ATOMIC_RELAXED);
     }
     unlock(o);
@@ -248,7 +255,7 @@ static void detach(Team *t, Box *b) {
     __atomic_store_n(&b->memory, NULL, __ATOMIC_SEQ_CST);
     for (int place = 0; place < t->places; place++) spin_while(&((Boxes *)t->memory)->looks[place].busy, 1);
     free(b->jobs);
-    *b = (Box){0};
+    b->jobs = NULL, b->entries = 0;
 }
 
 /* Poll a mailbox no longer; afterwards no thread touches it. */
