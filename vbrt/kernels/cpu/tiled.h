@@ -47,7 +47,7 @@ INLINE __m512 tile_scales(const uint8_t *at, int powers) {
     return _mm512_mask_mov_ps(e4m3_256ths(bytes), found, _mm512_set1_ps(NAN));
 }
 
-/* sums[r * TOKENS + m] of the rows of one row of tiles with tokens m, in units of `tile_unit`. */
+/* sums[r * TOKENS + m] of the rows of one row of tiles with tokens m, in units of the stored scales. */
 INLINE void pair_dots_of_tiles(const uint8_t *tiles, int64_t across, int powers, const char *const *x, int tokens, float *sums) {
     const __m512i sign = _mm512_set1_epi16((short)0x8000);
     /* bf16 by magnitude; vpermw uses the lowest five bits, two of which are irrelevant */

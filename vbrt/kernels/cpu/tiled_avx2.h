@@ -82,7 +82,7 @@ INLINE int has_nan(const uint8_t *scales) {
     return !_mm256_testz_si256(found, found);
 }
 
-/* sums[r * TOKENS + m] of the rows of one row of tiles with tokens m, in units of `tile_unit` / TILE_LEVEL. */
+/* sums[r * TOKENS + m] of the rows of one row of tiles with tokens m, times TILE_LEVEL, in units of the stored scales. */
 INLINE void fixed_dots_of_tiles(const uint8_t *tiles, int64_t across, int powers, const char *const *x, int tokens, float *sums) {
     int nan = 0;
     __m256 sum[TILE_ROWS / 2][TOKENS];
