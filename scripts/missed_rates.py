@@ -3,7 +3,7 @@
     python3 scripts/missed_rates.py [--threads 2] [--out benchmarks/results/missed-rates-2-threads.json]
 
 GB/s of pages of Qwen3-30B-A3B's experts in 4 bits, eight at a time, rotated past the caches: computed by one token and
-by four, in the format's order and in that of a GPU's tiles, as they lie (on CPUs that multiply bf16) and put in order
+by four, in the format's order and in that of a GPU's tiles, as they lie (on x86 CPUs with AVX2) and put in order
 first; and copied to the GPU, or within host memory where there is none. `experts.miss = "auto"` divides missed experts
 by such rates, which it measures itself.
 """

@@ -7,7 +7,7 @@ from tests.kernels.cpu import test_expert_team, test_hosted, test_int8
 from tests.kernels.cpu.test_cpu_encode import BLOCKS, check_bits, hard
 from tests.kernels.cpu.test_cpu_experts import GATES, bank, routed, rows
 from tests.kernels.cpu.test_cpu_linear import BOUND, bits, case, exact_case
-from tests.kernels.cpu.test_cpu_tiles import compare_tiles
+from tests.kernels.cpu.test_cpu_tiles import check_products_of_tiles, compare_tiles
 from tests.kernels.cpu.test_cpu_update import STEPS, assert_same, moments_of, spread
 from tests.kernels.cuda.gpu_cases import error
 from vbrt.kernels import reference
@@ -61,6 +61,7 @@ def check_experts():
             h = torch.randn(3 * tokens, 22)
             want = (rows(h, ids.view(-1, 1), pages, "down").view(tokens, 3, -1) * weights.double().unsqueeze(-1)).sum(1)
             assert error(cpu_experts.experts_down(h, ids, weights, pages), want) <= 1e-5
+    check_products_of_tiles()
     test_int8.check_experts()
 
 

@@ -72,13 +72,13 @@ def test_a_team_computes_pages_in_the_order_of_tiles(format, gate):
     ids = torch.tensor([[3, 1], [1, -1]])
     product = product_of(tiles, torch.randn(2, 160).bfloat16(), ids, gate)
     if product is None:
-        pytest.skip("this CPU does not multiply bf16")
+        pytest.skip("this CPU does not multiply tiles")
     team = ExpertTeam(2)
     team.finish(team.post(None, product))
     assert torch.equal(product.out, expected(product, tiles))
 
 
-def test_pages_in_the_order_of_tiles_are_refused_where_numbers_are_not_bf16():
+def test_pages_in_the_order_of_tiles_are_refused_where_numbers_have_32_bits():
     tiles, *_ = tiled_pages("nvfp4", {"up": (32, 160), "down": (33, 16)})
     assert product_of(tiles, torch.randn(1, 160), torch.tensor([[1]]), Gate("silu")) is None
 

@@ -57,9 +57,12 @@ one that wakes late or shares its core delays no other. OpenMP's regions end wit
 processes made two calls several times as long as a job. Threads spin for twice as long as they waited last, 3 ms at
 most, then sleep. None of them waits for Python's lock: one that did began when the main thread stopped launching. Two
 threads are left to others (`thread_counts.py`): the one that launches and the one that copies. Pages in tile order,
-made for a GPU, are multiplied as they lie (`tiled.h`: one `vpermw` by three bits of magnitude and one `vpternlog` for
-the sign make 32 weights) where the CPU multiplies pairs of bf16; elsewhere `tiles.c` reorders a call's pages into
-memory that is kept, because the C library gave it back each time.
+made for a GPU, are multiplied as they lie (`tiled.h`). CPUs that multiply pairs of bf16 make 32 weights with one
+`vpermw` by three bits of magnitude and one `vpternlog` for the sign. Others with AVX2 or AVX-512, and fp16 everywhere,
+take x in 16-bit fixed point (`tiled_avx2.h`): a `vpmaddubsw` brings the bits of a code together, a `vpshufb` makes it a
+16-bit integer, and `vpmaddwd` multiplies. Rows g and g + 8, both halves of their blocks and two lanes of a tile are
+eight sums, in the order in which their scales are stored. Elsewhere, and for fp32, `tiles.c` reorders a call's pages
+into memory that is kept, because the C library gave it back each time.
 
 **Hosted products** (`hosted.py`, `hosted.c`). A GPU's step, recorded or not, writes x and a post into page-locked
 memory and waits there for y; threads that poll it multiply x by pages where they lie. Everything about a product is

@@ -100,8 +100,7 @@ static void sort_pairs(const Bank *b, const Task *t, Plan *plan, int64_t *starts
 static void spread(const Bank *b, const Task *t, const Plan *plan, int64_t r) {
 #ifdef TILED
     if (b->tiled) {
-        spread_tiles((const uint16_t *)t->x + r * t->inputs, t->inputs, tiles_across(b->columns),
-                     (uint16_t *)(plan->x + r * plan->pitch));
+        spread_tiles(t->x, t->x_type, r * t->inputs, t->inputs, tiles_across(b->columns), plan->x + r * plan->pitch);
         return;
     }
 #endif
@@ -122,16 +121,24 @@ static void fill_tables(const Bank *b, const Plan *plan) {
 
 static int64_t most_groups(const Bank *b, const Task *t) { return t->pairs < b->experts ? t->pairs : b->experts; }
 
+/* Bytes of a row of x in the layout of the products. */
+static int64_t x_bytes(const Bank *b) {
+#ifdef TILED
+    if (b->tiled) return tiled_row_bytes(b->columns);
+#endif
+    return row_bytes(b->columns);
+}
+
 /* Bytes of a plan. */
 static int64_t plan_bytes(const Bank *b, const Task *t) {
-    return t->pairs / t->pairs_per_row * row_bytes(b->columns) + t->pairs * 8 + (b->experts + 1) * 8 +
+    return t->pairs / t->pairs_per_row * x_bytes(b) + t->pairs * 8 + (b->experts + 1) * 8 +
            most_groups(b, t) * (sizeof(Group) + sizeof(Tables)) + 6 * 64;
 }
 
 /* All of a plan except the rows of x; `memory` is cache-line aligned.
  * chunk: results per work item, an even number; of pages in tile order, items are rows of tiles. */
 static Plan planned(const Bank *b, const Gate *g, const Task *t, int64_t chunk, char **memory) {
-    const int64_t pitch = row_bytes(b->columns), most = most_groups(b, t);
+    const int64_t pitch = x_bytes(b), most = most_groups(b, t);
     const int64_t results = g->gated ? b->rows / 2 : b->rows;
     Plan plan = {.x = taken(memory, t->pairs / t->pairs_per_row * pitch), .pitch = pitch, .chunk = b->tiled ? TILE_ROWS : chunk};
     plan.form = form_of(b->levels, b->level_step ? 16 * b->experts : 16, b->bits, t->x_type, t->rounded);
@@ -201,7 +208,8 @@ static void multiply_tiles(const Bank *b, const Gate *g, const Task *t, const Pl
         const char *x[TOKENS];
         for (int m = 0; m < tokens; m++) x[m] = plan->x + pairs[m] / t->pairs_per_row * plan->pitch;
         for (int r = 0; r < (g->gated && row[1] * TILE_ROWS < b->rows ? 2 : 1); r++)
-            dots_of_tile_row(tiles + row[r] * pitch, across, b->block, x, tokens, unit, sums + r * TILE_ROWS * TOKENS);
+            dots_of_tile_row(tiles + row[r] * pitch, across, b->block, x, t->x_type, tokens, unit,
+                             sums + r * TILE_ROWS * TOKENS);
         for (int m = 0; m < tokens; m++)
             for (int n = 0; n < count; n++) {
                 const float *one = sums + n * step * TOKENS + m;

@@ -299,6 +299,7 @@ def _declare_experts(library: ctypes.CDLL) -> None:
     library.vbrt_experts_product.argtypes = (*structures, ctypes.c_int)
     library.vbrt_experts_sum.argtypes = (*[pointer] * 3, number, pointer, pointer, ctypes.c_int, ctypes.c_int)
     library.vbrt_experts_sum.restype = None
+    library.vbrt_experts_tiles.argtypes = (ctypes.c_int,)
     bank, gating, task = map(ctypes.POINTER, (Bank, Gating, Task))
     library.vbrt_team_experts.argtypes = (pointer, bank, bank, gating, task, task)
     library.vbrt_team_experts.restype = number

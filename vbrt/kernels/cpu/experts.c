@@ -112,10 +112,10 @@ void vbrt_experts_sum(const char *rows, const int64_t *ids, const float *weights
     }
 }
 
-/* Whether bf16 can be multiplied by pages in tile order directly. */
-int vbrt_experts_tiles(void) {
+/* Whether x of a type can be multiplied by pages in tile order directly. */
+int vbrt_experts_tiles(int x_type) {
 #ifdef TILED
-    return 1;
+    return tiles_take(x_type);
 #else
     return 0;
 #endif

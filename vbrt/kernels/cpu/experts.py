@@ -56,12 +56,12 @@ def is_decoded(pairs: float, most: int) -> bool:
 
 
 def takes_tiles(pages: ExpertPages, dtype: torch.dtype, gate: Gate) -> bool:
-    """True if `experts_up` and `experts_down` can compute on pages in a GPU's tile order directly: bf16 x, on CPUs with
-    bf16 products, if the first gate and the first value each begin a row of tiles."""
-    if dtype != torch.bfloat16 or not all(TILES in pages.offsets(part) for part in pages.shapes):
+    """True if `experts_up` and `experts_down` can compute on pages in a GPU's tile order directly: x in 16 bits, on
+    CPUs with AVX2 or AVX-512, if the first gate and the first value each begin a row of tiles."""
+    if dtype not in NUMBERS or not all(TILES in pages.offsets(part) for part in pages.shapes):
         return False
     parted = not gate.gated or gate.interleaved or pages.shapes["up"][0] // 2 % ROWS == 0
-    return parted and bool(library("experts").vbrt_experts_tiles())
+    return parted and bool(library("experts").vbrt_experts_tiles(NUMBERS[dtype]))
 
 
 def experts_up(

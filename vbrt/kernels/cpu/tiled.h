@@ -1,5 +1,5 @@
-/* Dot products of a few tokens with rows of weights in a GPU's tile order (e2m1/tiles.py), for CPUs with bf16 dot
- * products: a tile is read once, and nothing is reordered.
+/* Dot products of a few tokens with rows of weights in a GPU's tile order (e2m1/tiles.py): a tile is read once, and
+ * nothing is reordered. In pairs of bf16 here, for CPUs with such products; in integers in tiled_avx2.h.
  *
  * A word has eight codes, as four pairs of halves with the sign in bit 15 and the magnitude in bits 8 to 6; the first
  * and the third pair are row g's, the others row g + 8's. The 16 words of half p and row g belong to lanes t = 0 to 3,
@@ -16,11 +16,13 @@ static int64_t tiles_across(int64_t columns) { return (columns + TILE_COLUMNS - 
 
 static int64_t tile_bytes(int64_t block) { return TILE_CODES + TILE_ROWS * TILE_COLUMNS / block; }
 
-#if defined(PAIRS) && defined(WIDE)  /* NEON has such products, in other vectors */
+#if defined(WIDE) || defined(AVX2)
 #define TILED 1
-
+#include "tiled_avx2.h"
+#if defined(PAIRS) && defined(WIDE)
+#define TILED_PAIRS 1
 /* Convert a row of `inputs` bf16, zero-padded, to tile order: four times 32 numbers per tile. */
-static void spread_tiles(const uint16_t *x, int64_t inputs, int64_t across, uint16_t *to) {
+static void spread_pairs(const uint16_t *x, int64_t inputs, int64_t across, uint16_t *to) {
     /* pairs of columns by word, p and pair are 0: of t = 0 and 1, and of t = 2 and 3 */
     const __m512i low = _mm512_setr_epi32(0, 2, 4, 6, 16, 18, 20, 22, 0, 0, 0, 0, 0, 0, 0, 0);
     const __m512i high = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 6, 0, 2, 20, 22, 16, 18);
@@ -59,8 +61,8 @@ INLINE __m512 tile_scales(const uint8_t *at, int powers) {
     return _mm512_mask_mov_ps(e4m3_256ths(bytes), found, _mm512_set1_ps(NAN));
 }
 
-/* sums[r * TOKENS + m] of the rows of one row of tiles with tokens m, in units of `tile_unit`. */
-INLINE void dots_of_tiles(const uint8_t *tiles, int64_t across, int powers, const char *const *x, int tokens, float *sums) {
+/* sums[r * TOKENS + m] of the rows of one row of tiles with tokens m, in units of the stored scales. */
+INLINE void pair_dots_of_tiles(const uint8_t *tiles, int64_t across, int powers, const char *const *x, int tokens, float *sums) {
     const __m512i sign = _mm512_set1_epi16((short)0x8000);
     /* bf16 by magnitude; vpermw uses the lowest five bits, two of which are irrelevant */
     const __m512i level = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0));
@@ -98,19 +100,54 @@ INLINE void dots_of_tiles(const uint8_t *tiles, int64_t across, int powers, cons
     for (int r = 0; r < TILE_ROWS; r++)
         for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = _mm512_reduce_add_ps(sum[r][m]);
 }
+#else
+#define TILED_PAIRS 0
+#endif
 
-static void dots_of_tile_row(const uint8_t *tiles, int64_t across, int64_t block, const char *const *x, int tokens, float unit,
-                             float *sums) {
-    if (block == 16) {
-        if (tokens == 4) dots_of_tiles(tiles, across, 0, x, 4, sums);
-        else if (tokens == 2) dots_of_tiles(tiles, across, 0, x, 2, sums);
-        else dots_of_tiles(tiles, across, 0, x, 1, sums);
-    } else {
-        if (tokens == 4) dots_of_tiles(tiles, across, 1, x, 4, sums);
-        else if (tokens == 2) dots_of_tiles(tiles, across, 1, x, 2, sums);
-        else dots_of_tiles(tiles, across, 1, x, 1, sums);
+/* Whether x of a type can be multiplied. In fp32, 16 bits would be too few. */
+static int tiles_take(int x_type) { return x_type == BF16 || x_type == FP16; }
+
+/* Bytes of a row of x in tile order. */
+static int64_t tiled_row_bytes(int64_t columns) { return tiles_across(columns) * TILE_X; }
+
+/* Convert a row of `inputs` numbers of x, zero-padded, to tile order. */
+static void spread_tiles(const void *x, int type, int64_t first, int64_t inputs, int64_t across, char *to) {
+#if TILED_PAIRS
+    if (type == BF16) {
+        spread_pairs((const uint16_t *)x + first, inputs, across, (uint16_t *)to);
+        return;
     }
-    for (int i = 0; i < TILE_ROWS * TOKENS; i++) sums[i] *= block == 16 ? 256 * unit : unit;
+#endif
+    if (type == BF16) spread_fixed(x, BF16, first, inputs, across, to);
+    else spread_fixed(x, FP16, first, inputs, across, to);
+}
+
+INLINE void dots_of_tiles(const uint8_t *tiles, int64_t across, int powers, const char *const *x, int pairs, int tokens, float *sums) {
+#if TILED_PAIRS
+    if (pairs) {
+        pair_dots_of_tiles(tiles, across, powers, x, tokens, sums);
+        return;
+    }
+#endif
+    fixed_dots_of_tiles(tiles, across, powers, x, tokens, sums);
+}
+
+INLINE void dots_of_form(const uint8_t *tiles, int64_t across, int powers, const char *const *x, int pairs, int tokens, float *sums) {
+    if (tokens == 4) dots_of_tiles(tiles, across, powers, x, pairs, 4, sums);
+    else if (tokens == 2) dots_of_tiles(tiles, across, powers, x, pairs, 2, sums);
+    else dots_of_tiles(tiles, across, powers, x, pairs, 1, sums);
+}
+
+/* sums[r * TOKENS + m] of the rows of one row of tiles with tokens m, of a type */
+static void dots_of_tile_row(const uint8_t *tiles, int64_t across, int64_t block, const char *const *x, int type, int tokens,
+                             float unit, float *sums) {
+    const int pairs = TILED_PAIRS && type == BF16;
+    if (pairs && block == 16) dots_of_form(tiles, across, 0, x, 1, tokens, sums);
+    else if (pairs) dots_of_form(tiles, across, 1, x, 1, tokens, sums);
+    else if (block == 16) dots_of_form(tiles, across, 0, x, 0, tokens, sums);
+    else dots_of_form(tiles, across, 1, x, 0, tokens, sums);
+    const float whole = (block == 16 ? 256 * unit : unit) * (pairs ? 1 : 1.0f / TILE_LEVEL);
+    for (int i = 0; i < TILE_ROWS * TOKENS; i++) sums[i] *= whole;
 }
 
 #endif
