@@ -1,6 +1,7 @@
 """Which tests run by default, and what they may cost in CPU time.
 
 `exhaustive` marks long matrices, sweeps and storms; the default run has a short sample of each, `--all` has everything.
+`sample(n)` marks a parametrized test of which the default run has `n` cells, and the others are exhaustive.
 `--budget` (a whole run of scripts/test) fails if the suite, or one test, takes more CPU time than it may. CPU time, of
 the process and of the children it has waited for, hardly depends on what else the machine does; limits grow on slower
 machines. The first test that needs them pays for imports and for what a module shares.
@@ -8,11 +9,12 @@ machines. The first test that needs them pays for imports and for what a module 
 
 import resource
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
-SUITE_S = 1300.0  # all tests together; starting Python and collecting come on top, once for each worker
+SUITE_S = 1050.0  # all tests together; starting Python and collecting come on top, once for each worker
 TEST_S = 22.0
 _WORK_S = 0.085  # what `_work` takes on the machine for which the limits are
 _SHOWN = 12
@@ -48,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is exhaustive, unless it is asked for: by --all, by -m exhaustive, or by its name."""
+    _mark_beside_samples(items)
     if config.option.all or "exhaustive" in config.option.markexpr:
         return
     named = tuple(arg for arg in config.args if "::" in arg)
@@ -55,6 +58,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+def _mark_beside_samples(items: list[pytest.Item]) -> None:
+    """Mark exhaustive what `sample` leaves out of each test; cells for GPUs, which few machines have, are all kept."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not any(map(item.get_closest_marker, ("exhaustive", "gpu"))):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cells in tests.values():
+        (count,) = cells[0].get_closest_marker("sample").args
+        values = [[(name, id(value)) for name, value in cell.callspec.params.items()] for cell in cells]
+        for left_out in _beside_sample(values, count):
+            cells[left_out].add_marker(pytest.mark.exhaustive)
+
+
+def _beside_sample(cells: list[list[tuple[str, int]]], count: int) -> list[int]:
+    """Return which cells, each of its values, are not among `count` that meet values as evenly as can be."""
+    left, met = list(range(len(cells))), Counter[tuple[str, int]]()
+    for _ in range(min(count, len(cells))):
+        chosen = min(left, key=lambda cell: sum(met[value] for value in cells[cell]))
+        met.update(cells[chosen])
+        left.remove(chosen)
+    return left
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

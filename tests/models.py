@@ -80,7 +80,7 @@ def mlp(*, width: int = 64, depth: int = 6, dtype: torch.dtype = torch.float32) 
     return nn.Sequential(*layers).to(dtype).eval()
 
 
-def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32, layers: int = 3) -> nn.Module:
     """A LlamaForCausalLM of 3 layers and 22 Linears."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -89,7 +89,7 @@ def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Modul
         "vocab_size": 128,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,

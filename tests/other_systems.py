@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-__all__ = ["become_macos", "become_windows"]
+__all__ = ["become_macos", "become_windows", "import_libraries"]
 
 _LINUX = (
     *("O_DIRECT", "RWF_NOWAIT", "memfd_create", "posix_fadvise", "posix_fallocate"),
@@ -37,7 +37,7 @@ _MODULES = ("fcntl", "pwd", "grp", "termios", "tty", "resource", "posix")
 
 def become_macos() -> None:
     """Make this process look like Python on macOS to modules that are imported from now on."""
-    _import_libraries()
+    import_libraries()
     _remove(os, _LINUX)
     _hide("/proc", "/sys")
     os.environ["CC"] = "no-such-compiler"  # what this system's would build says nothing of Apple's
@@ -46,7 +46,7 @@ def become_macos() -> None:
 
 def become_windows() -> None:
     """Make this process look like Python on Windows to modules that are imported from now on."""
-    _import_libraries()
+    import_libraries()
     _simulate_locks()
     _refuse_modules()
     _forbid_what_windows_forbids()
@@ -58,7 +58,7 @@ def become_windows() -> None:
     sys.platform = "win32"
 
 
-def _import_libraries() -> None:
+def import_libraries() -> None:
     assert not any(name.startswith("vbrt.") for name in sys.modules), "vbrt was imported before"
     import torch._dynamo
     import torch._inductor

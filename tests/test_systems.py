@@ -19,7 +19,8 @@ EVERYWHERE = """
 
     def model():
         torch.manual_seed(0)
-        return llama_of("cpu", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+        sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        return llama_of("cpu", **sizes, num_attention_heads=4)
 
     def generated(vb):
         return vb.generate(torch.arange(8)[None], max_new_tokens=4, do_sample=False)
@@ -110,25 +111,48 @@ WINDOWS = """
 """
 
 
-def ran(system: str, tmp: Path, *codes: str) -> subprocess.CompletedProcess:
-    code = "".join(map(textwrap.dedent, (f"system, tmp = {system!r}, {str(tmp)!r}\n", *codes)))
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).resolve().parent.parent,
-    )
+#: imports the libraries, then runs each of these in a fork: system, its code, where it prints
+FORKS = """
+import os, sys
+from tests import other_systems
+other_systems.import_libraries()
+for at in range(1, len(sys.argv), 3):
+    system, code, said = sys.argv[at : at + 3]
+    if not (child := os.fork()):
+        for fd, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{said}.{name}", os.O_WRONLY | os.O_CREAT), fd)
+        exec(code, {"__name__": "__main__"})
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
 
 
-def test_on_macos_models_are_wrapped_saved_loaded_and_trained_from_files(tmp_path):
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> dict[str, tuple[str, str]]:
+    """System -> what it prints on stdout and stderr."""
     pytest.importorskip("transformers")
-    done = ran("become_macos", tmp_path, EVERYWHERE, MACOS)
-    assert done.stdout.strip().endswith("ran"), done.stderr
+    folder, given = tmp_path_factory.mktemp("systems"), []
+    for system, own in (("macos", MACOS), ("windows", WINDOWS)):
+        (folder / system).mkdir()
+        head = f"system, tmp = {'become_' + system!r}, {str(folder / system)!r}\n"
+        given += [system, "".join(map(textwrap.dedent, (head, EVERYWHERE, own))), str(folder / f"said-{system}")]
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", FORKS, *given], capture_output=True, text=True, check=False, cwd=root)
+    assert done.returncode == 0, done.stderr
+    return {
+        name: tuple((folder / f"said-{name}.{kind}").read_text() for kind in ("out", "err"))
+        for name in ("macos", "windows")
+    }
 
 
-def test_on_windows_models_are_wrapped_saved_loaded_and_trained_and_what_cannot_be_names_wsl(tmp_path):
-    pytest.importorskip("transformers")
-    done = ran("become_windows", tmp_path, EVERYWHERE, WINDOWS)
-    assert done.stdout.strip().endswith("ran"), done.stderr
-    assert "vbrt top: Python has no Unix sockets on Windows; in WSL2 it has" in done.stderr
+def test_on_macos_models_are_wrapped_saved_loaded_and_trained_from_files(said):
+    out, err = said["macos"]
+    assert out.strip().endswith("ran"), err
+
+
+def test_on_windows_models_are_wrapped_saved_loaded_and_trained_and_what_cannot_be_names_wsl(said):
+    out, err = said["windows"]
+    assert out.strip().endswith("ran"), err
+    assert "vbrt top: Python has no Unix sockets on Windows; in WSL2 it has" in err

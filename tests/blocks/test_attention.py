@@ -71,6 +71,7 @@ MASKS = [
 ]
 
 
+@pytest.mark.sample(35)
 @pytest.mark.filterwarnings("ignore:attention")
 @pytest.mark.parametrize(("queries", "keys"), [(13, 13), (6, 17), (17, 6), (1, 9)])
 @pytest.mark.parametrize("causal", [False, True])

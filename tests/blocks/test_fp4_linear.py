@@ -121,6 +121,7 @@ def test_autocast_computes_in_its_dtype_dense_and_frozen():
             layer.quantize()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("frozen", [None, "nvfp4", "quantile"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_it_compiles_to_one_graph_with_the_same_results_and_gradients(frozen, autocast):

@@ -41,6 +41,7 @@ def test_draws_follow_softmax(temperature, dtype):
     assert chi_squared_z(drawn.bincount(minlength=50).double(), p) < 4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("temperature", [0.8, 1.0, 1.5])
 def test_draws_follow_a_long_tailed_distribution(temperature):
     """Zipf: the thousandth token has a thousandth of the first one's probability, and they add up."""

@@ -113,6 +113,7 @@ def test_checkpointing_keeps_the_input_only():
     assert saved(use_checkpoint=False) > 10 * inputs().numel()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:attention")
 @pytest.mark.parametrize("given", [{}, {"dropout": 0.1, "use_checkpoint": True}, {"use_fp4": True}])
 def test_it_trains(given):

@@ -36,6 +36,7 @@ def test_nothing_that_fits_is_said_with_what_would_do(config_json, capsys):
 
 
 def test_a_cost_model_of_another_machine_is_a_file(config_json, tmp_path, capsys):
+    config_json.write_text(json.dumps(json.loads(config_json.read_text()) | {"num_hidden_layers": 2}))
     arguments = ["advise", str(config_json), "--gpu-memory", "2114MiB", "--ram", "16GiB", "--gpu", "RTX 4090"]
     file = tmp_path / "own.toml"
     file.write_text(H200.read_text().replace("NVIDIA H200", "RTX 4090"))

@@ -15,7 +15,9 @@ import textwrap
 import pytest
 
 import vbrt
+from tests import forked
 from tests.cli.cases import errors, some_stats
+from tests.patience import eventually
 from vbrt.cli import main as cli
 from vbrt.cli import process_start, stats
 from vbrt.cli.options import add_command
@@ -127,20 +129,17 @@ def test_an_interrupt_while_it_generates_leaves_no_files(llama, tmp_path):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(main())
     """)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "run", str(llama), "the sea", "--config", str(file), "--max-new-tokens", "90000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    arguments = ["run", str(llama), "the sea", "--config", str(file), "--max-new-tokens", "90000"]
+    process, out = forked.start(code, *arguments, folder=tmp_path), tmp_path / "out"
     try:
-        assert process.stdout.read(7) == "the sea"
+        eventually(lambda: out.exists() and out.read_text().startswith("the sea"), "the text")
         assert list((tmp_path / "pages").iterdir())
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=50)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(50)
     finally:
         process.kill()
-    assert process.returncode == 130
+    assert process.exitcode == 130
+    err = (tmp_path / "err").read_text()
     assert err.splitlines()[-1] == "vbrt: interrupted" and "Traceback" not in err
     assert list((tmp_path / "pages").iterdir()) == []
 
@@ -320,13 +319,17 @@ def test_a_word_that_is_no_command_is_answered_with_the_nearest(capsys):
 WITH_A_MODEL = ("plan", "estimate", "advise", "inspect", "run", "chat", "convert", "precision", "tune")
 
 
-@pytest.mark.parametrize("command", WITH_A_MODEL)
-def test_a_missing_model_is_found_before_torch_is_imported(command, tmp_path):
-    rest = {"run": ["x"], "convert": [str(tmp_path / "out")], "precision": ["--budget", "6 bits"]}.get(command, [])
-    program = (
-        "import sys\nfrom vbrt.cli.main import main\n"
-        "code = main(sys.argv[1:])\nprint(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
-    )
-    arguments = [command, str(tmp_path / "nothing"), *rest]
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
-    assert done.stdout == "2 False False\n" and "nothing: no such file or directory; expected" in done.stderr
+def test_a_missing_model_is_found_before_torch_is_imported(tmp_path):
+    rest = {"run": ["x"], "convert": [str(tmp_path / "out")], "precision": ["--budget", "6 bits"]}
+    program = textwrap.dedent("""
+        import sys
+        from vbrt.cli.main import main
+        for line in sys.argv[1:]:
+            code = main(line.split("|"))
+            print(line.split("|")[0], code, "torch" in sys.modules, "transformers" in sys.modules)
+    """)
+    lines = ["|".join([command, str(tmp_path / "nothing"), *rest.get(command, [])]) for command in WITH_A_MODEL]
+    done = subprocess.run([sys.executable, "-c", program, *lines], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{command} 2 False False" for command in WITH_A_MODEL]
+    said = done.stderr.splitlines()
+    assert len(said) == len(lines) and all("nothing: no such file or directory; expected" in one for one in said)

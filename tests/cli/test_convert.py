@@ -54,6 +54,7 @@ def test_a_share_of_a_gpu_is_kept_in_a_save_and_asked_for_only_where_a_gpu_compu
         assert cli.main(["run", str(out), "the sea", "--max-new-tokens", "1"]) == 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["llama", "qwen"])
 @pytest.mark.parametrize("preset", ["exact", "fp4"])
 @pytest.mark.filterwarnings("ignore")

@@ -53,6 +53,7 @@ def inside(monkeypatch):
     """The demo in this process, with a tiny model, and a dict of what contenders answer otherwise."""
     tiny = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setitem(showcase.SIZES, "cpu", tiny)
+    monkeypatch.setattr(showcase, "_DRAWN", 1 << 12)
     monkeypatch.setattr("vbrt.host.accelerator.is_available", lambda: False)
     monkeypatch.setattr(Inside, "changes", {})
     monkeypatch.setattr(demo, "_Process", Inside)
@@ -61,6 +62,7 @@ def inside(monkeypatch):
 
 def test_the_demo_gives_the_whole_models_bits_beside_accelerate_and_keeps_the_stats(inside, capsys):
     pytest.importorskip("accelerate")
+    inside |= {"vbrt exact": {"spans": [2.0]}, "accelerate": {"spans": [1.0]}, "whole": {"spans": [0.5]}}
     assert cli.main(SMALL) == 0
     out = capsys.readouterr().out
     rows = [line for line in out.splitlines() if "the same bits" in line]
@@ -68,22 +70,20 @@ def test_the_demo_gives_the_whole_models_bits_beside_accelerate_and_keeps_the_st
     (rounded,) = (line for line in out.splitlines() if line.startswith("vbrt fp4"))
     assert "other bits" in rounded and "nats a token" in rounded
     last = out.splitlines()[-1]
-    assert last.startswith("vbrt exact: the same answer, bit for bit, in ") and "of accelerate's time" in last
+    assert last.startswith("vbrt exact: the same answer, bit for bit, in ") and "in 2.00 of accelerate's time" in last
+    assert last.endswith(": more, on this machine")
     assert cli.main(["stats", "--json"]) == 0
     kept = json.loads(capsys.readouterr().out)
     assert kept["tiers"]["cpu"]["peak_bytes"] <= 2e6 / 3 < kept["tiers"]["ssd"]["held_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("ours", "peers", "says_more"), [(2.0, 1.0, True), pytest.param(1.0, 2.0, False, marks=pytest.mark.exhaustive)]
-)
-def test_the_last_line_says_where_accelerate_takes_less_time(inside, capsys, ours, peers, says_more):
+@pytest.mark.exhaustive
+def test_the_last_line_says_where_accelerate_takes_more_time(inside, capsys):
     pytest.importorskip("accelerate")
-    inside |= {"vbrt exact": {"spans": [ours]}, "accelerate": {"spans": [peers]}, "whole": {"spans": [0.5]}}
+    inside |= {"vbrt exact": {"spans": [1.0]}, "accelerate": {"spans": [2.0]}, "whole": {"spans": [0.5]}}
     assert cli.main(SMALL) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert f"in {ours / peers:.2f} of accelerate's time" in last
-    assert last.endswith(": more, on this machine") == says_more
+    assert "in 0.50 of accelerate's time" in last and "more, on this machine" not in last
 
 
 def test_other_bits_of_a_lossless_run_are_said_and_exit_with_1(inside, capsys):

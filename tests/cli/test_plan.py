@@ -155,6 +155,7 @@ def test_plan_says_how_much_is_not_swapped(llama, capsys):
     assert "70.6 KiB of the model's 214.6 KiB are not swapped" in out and "largest part is model.embed_tokens" in out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("columns", [40, 80, 140])
 def test_plan_stays_within_the_terminal(columns, config_json, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -21,6 +21,7 @@ def planned(capsys, name: str, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "preset", "layers", "experts", "page_mb", "all_gb", "cold_gb"),
     [

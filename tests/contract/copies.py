@@ -314,7 +314,7 @@ def spawn(s: Subject):
     return torch.from_numpy(y).to(s.holding.dtype), s.whole(s.x)
 
 
-@operation(PROCESSES, "`vb.save(directory)`, `vbrt.load` into a new model", sample=8)
+@operation(PROCESSES, "`vb.save(directory)`, `vbrt.load` into a new model", sample=5)
 def save_and_load(s: Subject):
     if not s.wrapped:
         return s.whole(s.x), list(s.whole.state_dict())

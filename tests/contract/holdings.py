@@ -135,7 +135,7 @@ def sampled_holdings(name: str, count: int | None, device: str = "cpu") -> list[
     if count is None:
         return made
     first = start % len(made)
-    return [made[(first + 5 * i) % len(made)] for i in range(count)]
+    return [made[(first + 7 * i) % len(made)] for i in range(count)]
 
 
 class Chain(nn.Module):

@@ -68,7 +68,7 @@ class Operation:
     run: Callable[[Subject], Any]
     rules: tuple[Refused | Documented, ...] = ()
     only: Mapping[str, Any] | None = None
-    sample: int = 6
+    sample: int = 2
     calls_after: bool = True
     bits: bool = True
     computed_in: torch.dtype | None = None

@@ -68,14 +68,14 @@ def change_a_compiled_model(s: Subject):
     return y
 
 
-@operation(TRACING, "`torch.jit.trace(model, x)`, then another x", NO_RECORD, sample=8)
+@operation(TRACING, "`torch.jit.trace(model, x)`, then another x", NO_RECORD, sample=5)
 def jit_trace(s: Subject):
     traced = torch.jit.trace(s.model, s.x, check_trace=False)
     with torch.no_grad():
         return traced(s.x), traced(2 * s.x)
 
 
-@operation(TRACING, "`torch.jit.trace`, saved and loaded", NO_RECORD, sample=8)
+@operation(TRACING, "`torch.jit.trace`, saved and loaded", NO_RECORD, sample=5)
 def jit_trace_and_save(s: Subject):
     file = io.BytesIO()
     torch.jit.save(torch.jit.trace(s.layer, s.h, check_trace=False), file)
@@ -87,14 +87,14 @@ def jit_trace_and_save(s: Subject):
     TRACING,
     "`torch.jit.script(layer)`",
     Refused({}, "torch.jit.script cannot compile"),
-    sample=8,
+    sample=5,
     only={"kind": ("Linear", "EsmFoldLinear")},
 )
 def jit_script(s: Subject):
     return torch.jit.script(s.layer)(s.h)
 
 
-@operation(TRACING, "`make_fx(model)(x)`, real and symbolic, then another x", NO_RECORD, sample=8)
+@operation(TRACING, "`make_fx(model)(x)`, real and symbolic, then another x", NO_RECORD, sample=5)
 def make_fx_(s: Subject):
     with torch.no_grad():
         return [make_fx(s.model, tracing_mode=mode)(s.x)(2 * s.x) for mode in ("real", "symbolic")]

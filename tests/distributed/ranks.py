@@ -4,11 +4,9 @@
     def test_something(two_ranks):
         assert two_ranks(case, width=64) == [..., ...]      # what `case(width=64)` returned on rank 0 and on rank 1
 
-They are forked by a server that has imported torch and transformers once, and has used no thread: forking is then safe,
-and takes milliseconds instead of the seconds of an import for each.
+They are forks: see tests/forked.py.
 """
 
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -22,18 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Ranks", "RanksFailed"]
+from tests import forked
 
-_PRELOADED = (
-    "torch",
-    "torch.distributed.tensor.parallel",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "transformers.distributed",
-    "vbrt.integrations.transformers_quantizer",
-    "tests.distributed.cases",
-    "tests.distributed.style_cases",
-)
+__all__ = ["Ranks", "RanksFailed"]
 
 
 class RanksFailed(AssertionError):
@@ -74,8 +63,7 @@ class Ranks:
     """`count` ranks; call it with a function of tests.distributed.cases and its arguments."""
 
     def __init__(self, count: int, timeout_s: float = 60, backend: str = "gloo") -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(_PRELOADED))
+        context = forked.context()
         self._folder = tempfile.TemporaryDirectory(prefix="vbrt-ranks-")
         self._timeout_s, self._ends, self.processes = timeout_s, [], []
         for rank in range(count):

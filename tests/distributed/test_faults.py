@@ -56,7 +56,7 @@ def test_a_rank_that_waits_in_the_store_of_torch_is_heard(two_ranks: Ranks):
     assert two_ranks(cases.beats_beside_a_wait_for_another_rank) == [True, True]
 
 
-@pytest.mark.parametrize("how", ["hang", "wake"])
+@pytest.mark.parametrize("how", [pytest.param("hang", marks=pytest.mark.exhaustive), "wake"])
 def test_a_rank_that_hangs_is_named_with_the_layer_where_it_does(ranks: Ranks, tmp_path: Path, how: str):
     whose = len(ranks.processes) - 1
     ranks.begin(cases.broken, path=str(tmp_path), how=how, whose=whose)

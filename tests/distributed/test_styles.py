@@ -74,6 +74,7 @@ def models(tmp_path_factory: pytest.TempPathFactory):
     return at
 
 
+@pytest.mark.sample(2)
 @matrix(how=EXPERTS, format=FORMATS, count=(2, 4), at_most=4)
 def test_routed_experts_cut_or_spread_over_ranks_give_what_the_plan_gives_on_decoded_weights(
     ranks: Ranks, models, how: dict, format: str, count: int

@@ -70,6 +70,7 @@ def test_few_tokens(name, config, tokens, gpu):
     assert error(y, reference.ACTIVATIONS["gelu"](x.double() @ weight.T + bias.double())) < 3e-3
 
 
+@pytest.mark.sample(1)
 @matrix(gpu=[90, 80], k=[330, 165, 408], tokens=[1, 9], indirect=("gpu",))  # rows of words, of neither, of 16 bytes
 def test_few_tokens_of_any_k(tokens, k, gpu):
     planes, weight = tiled("nvfp4", (40, k), device="cpu")
@@ -88,6 +89,7 @@ def test_other_dtypes_are_sums_of_bf16(dtype, gpu):
     assert error(y, x.double() @ weight.T + bias.double()) < (1e-5 if dtype is torch.float32 else 3e-3)
 
 
+@pytest.mark.sample(1)
 @matrix(name=["nvfp4", "mxfp4"], count=[2, 3])
 def test_several_weights_of_one_input(name, count, gpu):
     made = [tiled(name, (n, 264), device="cpu") for n in (40, 16, 24)[:count]]
@@ -125,6 +127,7 @@ def test_layers_that_share_a_norm(name, shape, gpu):
     assert error(gated, reference.ACTIVATIONS["silu"](gate) * up) < 3e-3
 
 
+@pytest.mark.sample(1)
 @matrix(name=["nvfp4", "mxfp4"], tokens=[1, 16, 8], at_most=2)
 def test_a_gated_pair(name, tokens, gpu):
     (gate, w), (up, v) = (tiled(name, (40, 136), device="cpu") for _ in range(2))
@@ -142,6 +145,7 @@ def test_a_sum_and_its_norm(k, gpu):
     assert error(y, torch.nn.functional.rms_norm(total.double(), (k,), gain.double(), 1e-5)) < 3e-3
 
 
+@pytest.mark.sample(1)
 @matrix(name=["nvfp4", "mxfp4"], dtype=[torch.bfloat16, torch.float16, torch.float32])
 def test_a_decoded_weight_has_the_reference_s_bits(name, dtype, gpu):
     planes, _ = tiled(name, (40, 520), dtype, device="cpu")
@@ -224,6 +228,7 @@ def test_hundreds_of_tokens(case, copies, gpu):
     assert gpu == ["order_kernel", "persistent_kernel"][not launch.ordered :]
 
 
+@pytest.mark.exhaustive
 @on_hopper
 @matrix(name=table_linear.FORMATS, k=[520, 328], launch=[PersistentLaunch(2, 160), PersistentLaunch(0, 64)], at_most=1)
 def test_hundreds_of_tokens_through_a_table(name, k, launch, gpu, monkeypatch):
@@ -249,6 +254,7 @@ LEVELS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "dtype", "k"), [*TABLES, *LEVELS])
 def test_tables(name, dtype, k, gpu, monkeypatch):
     """Also with rows that end within 64 columns, in the middle of the last blocks."""
@@ -263,6 +269,7 @@ def test_tables(name, dtype, k, gpu, monkeypatch):
     assert gpu == ["linear_kernel", "decode_kernel"]
 
 
+@pytest.mark.sample(1)
 @matrix(tokens=[1, 11, 32], k=[200, 264, 1320], dtype=[torch.bfloat16, torch.float32], at_most=2)
 def test_whole_numbers(tokens, k, dtype, gpu):
     """Also with rows that end within 64 columns, and within a block."""
@@ -319,6 +326,7 @@ MMA = [
 ]
 
 
+@pytest.mark.sample(1)
 @matrix(gpu=[80, 89], config=MMA, name=["nvfp4", "mxfp4"], k=[328, 136], indirect=("gpu",), at_most=2)
 def test_many_tokens_without_wgmma(gpu, config, name, k):
     planes, weight = tiled(name, (72, k), device="cpu")
@@ -331,6 +339,7 @@ def test_many_tokens_without_wgmma(gpu, config, name, k):
 MMA_FORMATS = ["nf4", "mxint8", "levels64-float32", "levels16-float16", "quantile", "levels128-bfloat16"]
 
 
+@pytest.mark.sample(1)
 @matrix(gpu=[80, 89], config=MMA, name=MMA_FORMATS, k=[328, 136], indirect=("gpu",), at_most=4)
 def test_many_tokens_of_rows_of_codes_without_wgmma(gpu, config, name, k, monkeypatch):
     monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(NF4_LEVELS))

@@ -89,6 +89,7 @@ def test_fp16_is_a_sum_of_bf16_and_rows_are_added_in_fp32(gpu, monkeypatch):  # 
 MMA = [MmaLaunch(16, 2, 2, ring=2), MmaLaunch(32, 1, 2, ring=3), MmaLaunch(64, 2, 2, ring=2)]
 
 
+@pytest.mark.sample(1)
 @matrix(gate=GATES, format=["nvfp4", "mxfp4"], gpu=[80, 89], launch=MMA, indirect=("gpu",), at_most=4)
 def test_many_tokens_without_wgmma(gate, format, launch, gpu, monkeypatch):  # noqa: F811
     n, k = (160, 328) if gate is GATES["silu"] else (104, 136)
@@ -117,6 +118,7 @@ def test_other_dtypes_are_sums_of_bf16_without_wgmma(dtype, gpu, monkeypatch):  
     assert gpu == ["pad_kernel"] + ["grouped_mma_kernel"] * SUMMANDS[dtype]
 
 
+@pytest.mark.sample(1)
 @matrix(format=["nvfp4", "mxfp4"], gpu=[80, 89, 90], indirect=("gpu",))
 def test_matrices_of_experts_that_have_pairs_are_decoded_to_the_reference_s_bits(format, gpu, monkeypatch):  # noqa: F811
     pages, _ = expert_pages(format, {"up": (16, 128), "down": (40, 264)}, E, tiled=True, missing=(1,))

@@ -63,6 +63,7 @@ def made(monkeypatch, format, shapes, number, **given):
 CONFIGS = [RowsLaunch(1, 1, 4), RowsLaunch(2, 2, 8), RowsLaunch(2, 1, 4), RowsLaunch(4, 1, 2), RowsLaunch(1, 2, 1)]
 
 
+@pytest.mark.sample(2)
 @matrix(
     gate=GATES, name=["nvfp4", "mxfp4"], tokens=[5, 1], bias=[True, False], config=CONFIGS, gpu=GPUS, indirect=("gpu",)
 )
@@ -77,6 +78,7 @@ def test_rows_of_pairs(gate, name, tokens, bias, config, gpu, monkeypatch):  # n
     assert gpu == ["rows_kernel"] and not y[(ids < 0).flatten() | (ids > 2).flatten()].any()
 
 
+@pytest.mark.sample(1)
 @matrix(
     name=["nvfp4", "mxfp4"], tokens=[1, 3], k=[3, 1, 18], bias=[True, False], gpu=GPUS, indirect=("gpu",), at_most=4
 )
@@ -91,6 +93,7 @@ def test_weighted_sums(name, tokens, k, bias, gpu, monkeypatch):  # noqa: F811
     assert gpu == (["token_kernel"] if tokens == 1 else ["rows_kernel", "sum_kernel"])
 
 
+@pytest.mark.sample(1)
 @matrix(dtype=[torch.float16, torch.float32, torch.bfloat16], tokens=[3, 1], gpu=GPUS, indirect=("gpu",))
 def test_other_dtypes_and_ragged_shapes(dtype, tokens, gpu, monkeypatch):  # noqa: F811
     pages, decode = made(monkeypatch, "nvfp4", {"up": (24, 130), "down": (24, 12)}, 2, dtype=dtype)

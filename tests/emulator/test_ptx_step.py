@@ -71,6 +71,7 @@ def test_a_router_s_choice(rule, gpu):  # noqa: F811
     assert weights.dtype is rule.dtype and error(weights, want) < 4e-3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("q_heads", "queries"), [(6, 1), (2, 3)])
 def test_attention_of_few_queries(q_heads, queries, gpu):  # noqa: F811
     q, k, v = heads(2, queries, q_heads, 64), *(torch.randn(2, 2, 90, 64).bfloat16() for _ in range(2))
@@ -84,6 +85,7 @@ def test_attention_of_few_queries(q_heads, queries, gpu):  # noqa: F811
     assert gpu[:2] == ["attend_kernel", "gather_kernel"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("gpu", "dtype", "d"), [(75, torch.float16, 48), (80, torch.float32, 136)], indirect=["gpu"])
 def test_attention_without_tensor_cores(dtype, d, gpu):  # noqa: F811
     """Products in fp32, of short rows with all keys of a block, of long ones with half of them."""

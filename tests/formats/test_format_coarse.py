@@ -146,6 +146,7 @@ def test_every_code_is_the_level_nearest_to_its_weight(name):
     assert torch.equal((w - decoded).abs(), (w - every).abs().amin(0))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "floor_db"), [("nvfp4", 21.6), ("mxfp4", 18.9), ("nf4", 21.2), ("quantile", 21.4), ("mxint8", 41.3)]
 )

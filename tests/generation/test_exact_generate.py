@@ -84,7 +84,7 @@ def model_of(family: str, dtype: torch.dtype) -> torch.nn.Module:
 
 def generated(model: torch.nn.Module, family: str, device: str, *, padded: bool, **call: Any) -> Any:
     torch.manual_seed(2)
-    given = {"max_new_tokens": 40, "output_logits": True, "return_dict_in_generate": True} | call
+    given = {"max_new_tokens": 25, "output_logits": True, "return_dict_in_generate": True} | call
     if family == "whisper":
         given["input_features"] = torch.randn(2 if padded else 1, 8, 80).to(device, next(model.parameters()).dtype)
         return model.generate(**given)
@@ -112,6 +112,7 @@ def check(family: str, call: str, batch: str, preset: str, pages: str, device: s
     return stats
 
 
+@pytest.mark.sample(5)
 @pytest.mark.usefixtures("recorded")
 @matrix(family=list(FAMILIES), call=list(CALLS), batch=["one", "padded"], preset=["dense"])
 def test_recorded_steps_have_the_plain_models_bits(family, call, batch, preset):

@@ -86,6 +86,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrapper", [False, True])
 def test_only_adapters_train_and_another_process_loads_them(load, tmp_path, wrapper, way):
@@ -103,6 +104,7 @@ def test_only_adapters_train_and_another_process_loads_them(load, tmp_path, wrap
     assert torch.equal(logits(fresh), logits(adapted))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("preset", ["exact", "fp4"])
 def test_merged_adapters_are_in_the_planes_as_far_as_their_format_goes(load, tmp_path, preset):
     settings = peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False)

@@ -19,6 +19,7 @@ def logits(model):
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("plain_torch")  # bits of torch's own matmul
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
@@ -35,6 +36,7 @@ def test_a_llama_gives_the_very_logits_of_its_decoded_weights(format, tied, stre
     vb.close()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("materialized", [False, True])
 @pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), gpt2])
 @pytest.mark.parametrize("format", ["dense", "nvfp4"])
@@ -91,6 +93,7 @@ def lora_grads(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("plain_torch")  # bits of torch's own matmul
 @pytest.mark.parametrize("materialized", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])

@@ -11,6 +11,7 @@ from tests.zoo.loading import LOADING_CHECKS, check_loading
 SAMPLE = ("falcon_mamba", "flint", "gpt_oss", "opt")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_model_from_a_checkpoint_gives_the_bits_of_the_plain_load(name, tmp_path):
     threads = torch.get_num_threads()

@@ -67,6 +67,7 @@ def test_interruptions_with_whole_passes_between_them_change_nothing():
     assert hits_of_last_pass([*[FULL] * 5, *[FULL[:4], FULL] * 5], 6) >= settled == 4
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("marked", [1, 2, 7])
 @pytest.mark.parametrize("shape", ["once", "first twice", "checkpointed"])
 def test_passes_go_on_being_learned_after_their_marks_have_stopped(shape, marked):

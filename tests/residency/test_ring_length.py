@@ -17,6 +17,7 @@ def steady_misses(policy: Policy, order: list[str]) -> int:
     return [misses_of_pass(policy, order) for _ in range(6)][-1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("room", [12, 24, 60, 120])
 def test_activation_checkpointing_costs_no_third_read(room):
     order, short = checkpointed(32, 7), ScheduledPolicy(room)

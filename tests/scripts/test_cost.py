@@ -22,7 +22,7 @@ def test_long():
 @pytest.fixture
 def suite(pytester, monkeypatch):
     """Run pytest on one exhaustive test and one other: (passed, deselected, skipped), the result."""
-    pytester.makeini("[pytest]\nmarkers = exhaustive: long")
+    pytester.makeini("[pytest]\nmarkers =\n exhaustive: long\n sample: some")
     pytester.makepyfile(FILE)
 
     def run(*args):
@@ -72,3 +72,22 @@ def test_the_sample_of_a_matrix_meets_each_value_once_at_least():
 def test_more_turns_of_a_matrix_meet_each_value_beside_others():
     cells = matrix(a=[1, 2], b="xyz", turns=2).args[1]
     assert {cell.values for cell in cells if not cell.marks} == {(a, b) for a in (1, 2) for b in "xyz"}
+
+
+def test_a_sample_meets_values_evenly_and_the_rest_is_exhaustive(pytester):
+    pytester.makeini("[pytest]\nmarkers =\n exhaustive: long\n sample: some")
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.sample(3)
+        @pytest.mark.parametrize("name", ["a", "b", "c"])
+        @pytest.mark.parametrize("flag", [True, False])
+        def test_cells(flag, name):
+            pass
+    """)
+    options = ("-p", "tests.cost", "-p", "no:xdist", "-p", "no:randomly", "-v")
+    result = pytester.runpytest_inprocess(*options)
+    result.stdout.fnmatch_lines(["*test_cells[[]True-a[]]*", "*test_cells[[]True-c[]]*", "*test_cells[[]False-b[]]*"])
+    result.assert_outcomes(passed=3, deselected=3)
+    pytester.runpytest_inprocess(*options, "--all").assert_outcomes(passed=6)
+    pytester.runpytest_inprocess(*options, "-m", "exhaustive").assert_outcomes(passed=3, deselected=3)

@@ -9,8 +9,8 @@ from tests.zoo import zoo
 from tests.zoo.bits import difference
 from tests.zoo.checks import check
 
-#: break what others of the sample break, in two seconds each
-_LONG = {"jamba", "nemotron_h", "qwen2_moe", "step3p7"}
+#: break what others of the sample break, or what tests/layers/experts breaks, in two seconds each
+_LONG = {"dbrx", "jamba", "llama4_text", "longcat_flash", "muse_spark_text", "nemotron_h", "qwen2_moe", "step3p7"}
 _SAMPLE = [
     pytest.param(kind, name, id=f"{kind}-{name}", marks=pytest.mark.exhaustive if name in _LONG else ())
     for kind, name in zoo.SAMPLE

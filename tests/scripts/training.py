@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from scripts import train
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -48,10 +48,8 @@ def run_as_people_do(text: Path, out: Path, *more: str) -> str:
 
 
 def start(text: Path, out: Path, *more: str) -> ForkServerProcess:
-    """Start a run in a fork of a process that has imported the script: a new one takes three seconds to import it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["scripts.train"])
-    process = context.Process(target=_run_quietly, args=arguments(text, out, *more))
+    """Start a run in a fork of a process that has imported the script."""
+    process = forked.context().Process(target=_run_quietly, args=arguments(text, out, *more))
     process.start()
     return process
 

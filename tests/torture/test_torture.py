@@ -66,6 +66,7 @@ def test_a_kill_leaves_a_whole_save_and_files_that_the_next_run_removes(tmp_path
         lives.kill("fp4", tmp_path, number * 0.02, number)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("room", streams.ROOMS)
 def test_timers_in_forwards_through_little_room_lose_no_byte_of_it(room):
     with torture.at_most(60):
@@ -78,6 +79,7 @@ def test_a_killed_streamed_forward_leaves_files_that_the_next_run_removes(tmp_pa
             streams.kill(2 + number, tmp_path, number * 0.02, number)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("preset", torture.PRESETS)
 def test_threads_with_storms_of_budgets_figures_and_saves_get_the_right_bits(preset, tmp_path):
     assert lives.storm(preset, tmp_path, 0.7, 0) > 4

@@ -2,14 +2,13 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests import forked
 from tests.matrix import matrix
 from tests.models import FORMATS, dtype_of, gpt2, llama, mlp, wrap, wrap_streamed
 from vbrt.errors import WrapError
@@ -28,6 +27,7 @@ def compiled(module):
     return torch.compile(module, fullgraph=True, backend=BACKEND)
 
 
+@pytest.mark.sample(2)
 @matrix(format=FORMATS, held=["shell", "materialized", "streamed"])
 def test_a_compiled_model_computes_outputs_and_gradients_of_the_eager_one(format, held, tmp_path):
     model = mlp(depth=5, dtype=dtype_of(format))
@@ -146,6 +146,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sample(3)
 @matrix(transform=list(TRANSFORMS), format=["dense", "nvfp4"])
 def test_a_transform_of_a_layer_gives_compiled_what_it_gives_the_plain_one(format, transform):
     vb, x = wrap(nn.Sequential(nn.Linear(16, 8)).eval(), format).materialize(), torch.randn(2, 16)
@@ -199,8 +200,8 @@ try:
 except vbrt.errors.WrapError as error:
     print(error)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
-    assert "no longer exists in this process" in run.stdout and "unwrap()" in run.stdout
+    done = forked.run(code)
+    assert "no longer exists in this process" in done.stdout and "unwrap()" in done.stdout, done.stderr
 
 
 def test_dynamic_batches_compile_once_more_at_most():
@@ -213,6 +214,7 @@ def test_dynamic_batches_compile_once_more_at_most():
             torch.testing.assert_close(run(x), vb.module(x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_a_whole_transformer_is_one_graph(make):
     vb = wrap(make(), "dense", keep_head=False)
@@ -251,6 +253,7 @@ def test_the_ops_pass_torchs_own_checks():
     torch.library.opcheck(torch.ops.vbrt.weight, (handle.token, 64, 64, torch.float32, "cpu"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("materialized", [False, True])
 def test_another_weight_within_a_compiled_function_is_refused_by_name_and_the_layers_own_is_not(materialized):
     model = mlp(depth=2)

@@ -47,6 +47,7 @@ def test_a_model_with_routed_experts_gets_their_policy_and_what_every_pass_needs
             assert vb.stack.levels[0].policy.kind == kind
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", ["dense", "nvfp4"])
 def test_one_tokens_experts_are_room_enough_and_less_is_refused(tmp_path, format):
     model = qwen3_moe()
@@ -66,6 +67,7 @@ def test_one_tokens_experts_are_room_enough_and_less_is_refused(tmp_path, format
         streamed(tmp_path, format=format, budget=token - 1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("scope", ["layer", "model"])
 @pytest.mark.parametrize("budget", [1, 3, 5])
 def test_live_counts_are_those_of_the_recorded_routing(tmp_path, scope, budget):

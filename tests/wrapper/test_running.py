@@ -1,9 +1,6 @@
 """A wrapped model at work: accidents, threads, memory, stats, generation."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import warnings
 
@@ -12,6 +9,7 @@ import torch
 from torch import nn
 
 import vbrt
+from tests import forked
 from tests.models import TOKENS, config, dtype_of, llama, mlp, wrap, wrap_streamed
 from vbrt.errors import TierError
 from vbrt.residency.simulate import PASS, simulate
@@ -19,6 +17,7 @@ from vbrt.residency.simulate import PASS, simulate
 # -- accidents ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("accident", "when"), [(RuntimeError, "after"), (KeyboardInterrupt, "before")])
 def test_an_exception_in_the_middle_of_a_forward_leaves_the_model_usable(wrapped, accident, when):
     vb, _, x = wrapped
@@ -52,6 +51,7 @@ def test_an_exception_while_a_layer_encodes_leaves_it_a_shell(accident, monkeypa
     assert vb.materialize()(x).isfinite().all()
 
 
+@pytest.mark.sample(3)
 def test_two_threads_get_the_same_outputs_and_no_count_is_lost(wrapped):
     vb, _, x = wrapped
     y, results = vb(x), []
@@ -130,8 +130,8 @@ with torch.no_grad():
 
 
 def test_the_processes_memory_falls_with_the_dense_weights():
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, env=env)
+    done = forked.run(MEMORY)
+    assert done.returncode == 0, done.stderr
     for line, share in zip(done.stdout.splitlines(), (0.75, 0.6), strict=True):  # forwards leave scratch
         fell, dense_bytes = map(int, line.split())
         assert dense_bytes == 24 * 1024 * 1024 * 4

@@ -95,6 +95,7 @@ def test_a_pass_is_estimated_as_torch_allocates_it_and_a_further_allocation_show
     assert more - estimated > 2 << 20
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_training_step_is_estimated_as_torch_allocates_it(optimizer):
     model = model_of()

@@ -41,6 +41,7 @@ def total(found: Estimate) -> int:
     return CONTEXT_BYTES + pages + sum(besides(found).values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("preset", ["fp4", "exact", "dense"])
 def test_the_estimate_stays_within_the_share_and_fills_it_while_pages_are_left(model, preset):
     before = 0

@@ -47,6 +47,7 @@ def steps(vb) -> tuple[int, int]:
 OTHERWISE = {"bloom": "computes with its attention mask outside"}
 
 
+@pytest.mark.sample(5)
 @matrix(
     family=list(FAMILIES),
     call={"sampled": {"do_sample": True}, "beams": {"num_beams": 2}},
@@ -334,6 +335,7 @@ def test_a_model_that_counts_in_python_is_found_and_stays_eager():
     assert steps(vb)[0] <= 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["rotate_half", "apply_rotary_pos_emb", "eager_attention_forward"])
 def test_a_function_that_a_forward_looks_up_may_be_replaced_between_calls(name, monkeypatch):
     vb, plain = wrapped(), tiny("llama")
@@ -498,6 +500,7 @@ def test_states_in_buffers_advance_once_a_step_whether_it_is_recorded_or_not(how
     assert torch.equal(*counts) and counts[0] == 28
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("window", [6, 10, 16])
 def test_a_model_that_leaves_it_to_the_cache_to_forget_is_found_behind_its_window(window):
     """As Moshi does: its mask is causal, and its cache holds as many tokens as the window has."""

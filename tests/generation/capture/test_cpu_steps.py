@@ -42,6 +42,7 @@ def same(vb, eager, *, atol: float = 1e-5, **kwargs) -> None:
         torch.testing.assert_close(one, other, atol=atol, rtol=1e-4)
 
 
+@pytest.mark.sample(5)
 @matrix(family=list(FAMILIES), call={"sampled": {"do_sample": True}, "beams": {"num_beams": 2}})
 def test_tapes_give_the_tokens_of_eager_steps(family, call):
     vb, eager = wrapped(family), wrapped(family, compute={"captures": False})
@@ -52,6 +53,7 @@ def test_tapes_give_the_tokens_of_eager_steps(family, call):
         assert counts.joined["attention"] == 2 * counts.recordings and not counts.unjoined
 
 
+@pytest.mark.sample(1)
 @matrix(dtype=[torch.bfloat16, torch.float16], format=["mxfp4", "nf4", "quantile"])
 def test_tapes_in_16_bits_round_as_eager_steps_do(dtype, format):
     given = {"weights": {"min_parameters": 1, "format": format}}
@@ -150,6 +152,7 @@ def test_a_changed_model_is_recorded_again():
     assert vb.stats().steps.recordings == 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["inference", "autocast"])
 def test_modes_of_torch_are_those_of_eager_steps(mode):
     vb, eager = wrapped(), wrapped(compute={"captures": False})
@@ -273,6 +276,7 @@ def test_threads_generate_with_one_model_at_once():
     assert len(got) == 2 and all(torch.equal(tokens, want) for tokens in got.values())
 
 
+@pytest.mark.sample(5)
 @matrix(
     family=list(FAMILIES),
     format=["nvfp4", "mxfp4", "nf4", "quantile", "mxint8"],

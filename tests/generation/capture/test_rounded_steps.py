@@ -18,6 +18,7 @@ def wrapped(family: str, format: str, *, captures: bool) -> vbrt.VBModelWrapper:
     return vbrt.wrap(tiny(family), "fp4", weights=weights, compute=compute)
 
 
+@pytest.mark.sample(2)
 @matrix(
     family=["llama", "qwen3_moe", "t5"],
     format=["nvfp4", "mxfp4", "nf4"],

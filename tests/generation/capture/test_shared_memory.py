@@ -81,6 +81,7 @@ def test_nothing_holds_the_caches_of_a_call_that_has_ended():
     assert [ref() for ref in refs] == [None] * 6
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_the_states_of_hybrid_layers_in_a_kept_cache_are_its_own(tokens):
     """Falcon-H1's layers have keys and values that grow, and states that keep their size."""

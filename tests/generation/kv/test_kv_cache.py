@@ -80,6 +80,7 @@ def assert_same(found, wanted):
     assert all(torch.equal(a, b) for a, b in zip(found.logits, wanted.logits, strict=True))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3", "lfm2", "t5"])
 def test_tokens_and_logits_are_those_of_transformers_cache(family, tmp_path):
@@ -95,6 +96,7 @@ def test_tokens_and_logits_are_those_of_transformers_cache(family, tmp_path):
             gc.collect()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "options",

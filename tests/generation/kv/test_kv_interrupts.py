@@ -13,7 +13,7 @@ from tests.torture.interrupting import interrupted
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-@pytest.mark.parametrize("step", [1511, pytest.param(53, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [3001, pytest.param(53, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("options", [{"room": 42_000}, {"room": 42_000, "far": 0}], ids=["memory", "files"])
 def test_tokens_are_there_or_not(options, step, tmp_path, monkeypatch, no_fsync):
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)

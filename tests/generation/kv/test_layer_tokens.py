@@ -44,6 +44,7 @@ def operate(choose: random.Random, layers, plain) -> None:
         getattr(layer, name)(argument)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("home", "dims"), [*((home, SHAPE[2:]) for home in HOMES), ("both", (8, 8))])
 def test_any_sequence_of_operations_gives_what_transformers_gives(home, dims, tmp_path):
     options = dict(HOMES[home])

@@ -191,6 +191,7 @@ def decoded(target, drafter, of, mask, k=K):
         yield proposed.shape[1], row + right if of.finished else row
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("draw", [greedy, Noise(5).draw], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("model", [llama, mistral, gpt2])
@@ -205,6 +206,7 @@ def test_an_assistant_that_is_the_target_is_always_right_and_reads_no_token_twic
     assert passes[0] == 9 and set(passes[1:]) == {1, 2} and sum(passes) < LIMIT + K and drafter.one_time == 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("draw", [greedy, Noise(5).draw], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("model", [llama, mistral])
@@ -228,6 +230,7 @@ def test_a_cache_is_rewound_to_what_was_accepted(model, draw, batch):
     assert len(running) > 1 or batch == 1  # a row stopped before the others
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [llama, mistral])
 def test_a_wrapped_assistant_drafts_by_captured_steps(recorded, model):
     (ids, mask), target = prompts(2), model()

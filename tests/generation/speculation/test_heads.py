@@ -268,6 +268,7 @@ def test_drafts_feed_the_heads_own_state_back(wrapped, checkpoint, family):
     assert drafts(wrapped, ids, 1).shape == (2, 1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("draw", [greedy, Noise(3).draw], ids=["greedy", "sampled"])
 def test_drafts_after_partial_acceptance_are_those_from_scratch(wrapped, draw):
     ids, k = ids_of(2, 7), 4
@@ -432,6 +433,7 @@ def short_buckets(monkeypatch):
     monkeypatch.setattr("vbrt.generation.static.length_buckets.BLOCK", 4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_heads_draft_for_captured_steps(how, of_family, short_buckets):
     with vbrt.wrap(loaded(of_family), "fp4", tiers=CPU) as vb:
@@ -463,6 +465,7 @@ def in_bfloat16(directory) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_heads_draft_for_exact_steps_that_are_captured(how, tmp_path, request):
     written("glm4_moe", tmp_path)  # DeepSeek's attention is not captured with its bits
@@ -478,6 +481,7 @@ def test_heads_draft_for_exact_steps_that_are_captured(how, tmp_path, request):
         assert torch.equal(seen.states, wanted)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_heads_draft_for_exact_steps_that_are_eager(how, tmp_path):
     written("glm4_moe", tmp_path, first_k_dense_replace=LAYERS + 1)  # experts run in no row-wise pass
@@ -492,6 +496,7 @@ def test_heads_draft_for_exact_steps_that_are_eager(how, tmp_path):
         assert torch.equal(seen.states, wanted)
 
 
+@pytest.mark.sample(1)
 def test_heads_draft_for_passes_that_keep_the_distribution(of_family):
     with vbrt.wrap(in_bfloat16(of_family), "exact", tiers=CPU) as vb:
         prompts = padded_prompts()
@@ -507,6 +512,7 @@ def test_heads_draft_for_passes_that_keep_the_distribution(of_family):
         assert (near > 0.98).float().mean() > 0.9  # it may change experts
 
 
+@pytest.mark.sample(1)
 def test_heads_draft_unasked_once_they_are_loaded(of_family):
     with vbrt.wrap(loaded(of_family), "fp4", tiers=CPU) as vb:
         prompts, calls = padded_prompts(), GREEDY | {"speculate": 2}

@@ -40,6 +40,7 @@ def assert_drafts_are_exact(vb, monkeypatch, batch, how):
     assert not [reason for reason in stats.fallbacks if "speculate" in reason]
 
 
+@pytest.mark.sample(2)
 @matrix(
     format=["nvfp4", "nf4", "mxint8"],
     model={
@@ -56,6 +57,7 @@ def test_drafts_of_rounded_weights_give_the_bits_of_captured_steps(format, model
         assert_drafts_are_exact(vb, monkeypatch, batch, how)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("format", ["exact", "dense"])
 @pytest.mark.parametrize("compute", [{}, ROUNDED], ids=["bits", "rounded"])

@@ -104,6 +104,7 @@ def drafting(request):
         assert vb.stats().speculation.accepted and (eager or vb.stats().steps.captured)
 
 
+@pytest.mark.sample(2)
 @matrix(
     model={"llama": lambda: llama(dtype=BF16), "gpt2": lambda: gpt2(dtype=BF16), "window": mistral},
     how={"greedy": GREEDY, "sampled": SAMPLED},
@@ -120,6 +121,7 @@ def test_tokens_and_logits_are_those_of_plain_decoding(model, how, batch, k, err
         assert 0 < counted.accepted <= counted.tried <= counted.drafted
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [lambda: llama(dtype=BF16), mistral], ids=["full", "window"])
 def test_keys_in_the_tiers_are_drafted_on_and_rewound(model):
     with wrap(model(), "exact") as vb:
@@ -153,6 +155,7 @@ def off_by_a_bit(decoding, draft):
     return rows._replace(logits=[logits.nextafter(torch.ones_like(logits)) for logits in rows.logits])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("k", [3, "auto"])
 def test_a_model_whose_rows_no_pass_can_verify_is_drafted_for_once_and_never_again(k, erratic):
     with wrap(qwen3_moe(experts="eager"), "exact") as vb, warnings.catch_warnings(record=True) as said:
@@ -278,6 +281,7 @@ class Streamer:
         self.ended += 1
 
 
+@pytest.mark.sample(1)
 def test_processors_criteria_and_streamers_are_called_as_plain_decoding_calls_them(drafting):
     vb, drafts = drafting
     results = []
@@ -320,6 +324,7 @@ def test_autocast_is_that_of_plain_decoding(recorded):
         assert_same(run(vb, prompts(2), speculate=K), run(vb, prompts(2)))
 
 
+@pytest.mark.sample(1)
 def test_a_batch_whose_rows_accept_different_counts_keeps_what_a_row_has_right(drafting):
     vb, drafts = drafting
     rows = prompts(3)
@@ -360,6 +365,7 @@ class Interrupting(LogitsProcessor):
         return scores
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("where", ["processor", "row alone", "all rows"])
 def test_ctrl_c_leaves_the_model_as_it_was(where):
     rows = {"row alone": 1, "all rows": K + 1}
@@ -396,6 +402,7 @@ def test_what_cannot_be_drafted_is_decoded_plainly_and_says_why_once():
         assert sum("speculate" in reason for reason in vb.stats().fallbacks) == 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "how"), [(lambda: llama(dtype=BF16), GREEDY), (mistral, SAMPLED)], ids=["full", "window, sampled"]
 )
@@ -415,6 +422,7 @@ def test_tokens_and_logits_are_those_of_recorded_steps_where_plain_decoding_repl
         )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("exactness", ["tokens", "distribution"])
 @pytest.mark.parametrize("steps", ["recorded", "eager"])
 def test_a_model_that_leaves_it_to_its_cache_to_forget_is_decoded_plainly(steps, exactness, request):

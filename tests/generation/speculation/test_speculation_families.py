@@ -24,6 +24,7 @@ UNVERIFIABLE = {
 }
 
 
+@pytest.mark.sample(3)
 @matrix(family=FAMILIES.keys(), exactness=("tokens", "distribution"), at_most=6)
 @pytest.mark.filterwarnings("ignore:generate. speculate", "ignore:vbrt.wrap")
 def test_every_family_gives_the_tokens_of_plain_decoding_or_says_why_it_has_no_drafts(family, exactness):

@@ -27,6 +27,7 @@ def test_arm_keeps_the_promises(name, source, use_library, tmp_path):
     CALL_CHECKS[source]()
 
 
+@pytest.mark.sample(1)
 @needs_emulator
 @pytest.mark.parametrize("name", arm.SETS)
 def test_arm_multiplies_by_one_format_as_promised(name, use_library, tmp_path):
@@ -34,6 +35,7 @@ def test_arm_multiplies_by_one_format_as_promised(name, use_library, tmp_path):
     check_products(["nvfp4"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(shutil.which(arm.COMPILER) is None, reason=f"{arm.COMPILER} is not installed")
 @pytest.mark.parametrize("name", arm.SETS)
 def test_every_source_is_c_that_an_arm_compiler_takes(name):

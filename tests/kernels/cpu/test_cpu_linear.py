@@ -95,6 +95,7 @@ def test_any_strides_and_leading_dimensions_will_do(x):
     assert y.shape == want.shape and torch.allclose(y.double(), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(24)
 @built
 @pytest.mark.parametrize("dtype", [*BOUND, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 50), (130, 4112), (3000, 512)], ids=str)
@@ -104,6 +105,7 @@ def test_the_decoded_weight_has_the_bits_of_the_reference(name, shape, dtype):
     assert torch.equal(cpu_linear.decode_weight(planes), reference.decode_weight(planes))
 
 
+@pytest.mark.sample(4)
 @built
 @pytest.mark.parametrize("name", cpu_linear.LEVELS)
 def test_any_sixteen_levels_with_scales_of_16_or_32_bits_will_do(name):
@@ -145,6 +147,7 @@ def bits(tensor):
     return tensor.contiguous().view(torch.int16)
 
 
+@pytest.mark.sample(16)
 @built
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 50), (33, 100), (3, 9999), (1000, 33), (4100, 3), (130, 4112)], ids=str)

@@ -77,6 +77,7 @@ def test_the_compiled_update_serves_this_cpu():
     assert compiled.refusal(CPU) is None
 
 
+@pytest.mark.sample(11)
 @built
 @pytest.mark.parametrize("dtype", update.GRADIENTS, ids=str)
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)

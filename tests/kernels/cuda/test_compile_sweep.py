@@ -35,6 +35,7 @@ def check(codes, capability):
         assert not faults(compiled(code, capability), capability), (code.name, code.signature, code.constants)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("capability", TARGETS)
 def test_kernels_compile_for_each_target_within_its_limits(capability):
     """A seventh of a target's kernels, other ones for each target."""

@@ -54,6 +54,7 @@ def test_masked_pairs_are_levels_in_bf16():
     assert set((bf16.double() * 2.0**126).abs().unique().tolist()) == magnitudes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lane_multiplies_each_weight_with_its_own_column(name):
     """The kernel's walk in plain torch: lane, instruction and pair give row and column, the sum is x @ w.T."""

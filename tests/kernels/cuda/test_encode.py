@@ -1,12 +1,9 @@
 """Encoding on a GPU: the bits of the format's own encoder, and of `pack_tiles` as plain torch computes it."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests import forked
 from tests.kernels.cuda.gpu_cases import compiled
 from tests.matrix import matrix
 from vbrt.formats import get_format
@@ -59,9 +56,7 @@ def check_a_sample():
 def test_the_kernels_give_the_bits_of_the_specification_in_the_interpreter():
     """In a process of its own: Triton decides at import whether it interprets."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-c", f"from {__name__} import check_a_sample; check_a_sample()"]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    done = forked.run(f"from {__name__} import check_a_sample; check_a_sample()", interpreted=True)
     assert done.stdout.strip() == "same bits", done.stderr
 
 

@@ -175,6 +175,7 @@ def guards(request):
         yield
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
 def test_a_compiled_model_sees_what_becomes_of_its_planes(change, guards, kernel_on_cpu):

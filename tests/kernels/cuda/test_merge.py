@@ -1,12 +1,10 @@
-import os
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests import forked
 from tests.matrix import matrix
 from vbrt.formats import WeightPlanes, get_format, merge_fine, split_fine
 from vbrt.formats.fine_plane import SPAN
@@ -67,13 +65,7 @@ def test_the_kernel_gives_every_bit_back_in_the_interpreter():
                     assert torch.equal(out.view(torch.int16), w.view(torch.int16)), (name, dtype)
         print("same bits")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-    )
+    done = forked.run(textwrap.dedent(code), interpreted=True)
     assert done.stdout.strip() == "same bits", done.stderr
 
 

@@ -71,6 +71,7 @@ def both(layer, module, given):
     return tuple(one(given.x, given.ids, given.weights) for one in (layer, module))
 
 
+@pytest.mark.sample(4)
 @torch.no_grad()
 @pytest.mark.parametrize("scope", ["layer", "model"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -127,6 +128,7 @@ def test_ids_of_no_expert_are_passed_over(decided, monkeypatch, implementation, 
 CLASSES = ("Qwen3MoeExperts", "GptOssExperts", "AriaExperts", "NemotronHExperts", "MuseSparkExperts")
 
 
+@pytest.mark.sample(5)
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name in DECORATED])

@@ -55,11 +55,13 @@ def check_bits(name: str, implementation: str, dtype: torch.dtype, format: str, 
             assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(expected, got, strict=True))
 
 
+@pytest.mark.sample(5)
 @matrix(implementation=IMPLEMENTATIONS, name=UNLIKE)
 def test_float32_experts_give_the_bits_of_the_implementation(name: str, implementation: str, tmp_path: Path) -> None:
     check_bits(name, implementation, torch.float32, "dense", tmp_path)
 
 
+@pytest.mark.sample(5)
 @matrix(implementation=IMPLEMENTATIONS, name=UNLIKE)
 def test_exact_bfloat16_experts_give_the_bits_of_the_implementation(
     name: str, implementation: str, tmp_path: Path
@@ -74,6 +76,7 @@ def test_the_other_classes_give_the_bits_of_the_implementation(name: str, implem
     check_bits(name, implementation, torch.bfloat16, "exact", tmp_path)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", UNLIKE)
 def test_4_bits_give_what_the_decoded_weights_give(name: str, tmp_path: Path) -> None:
     model = Holder(experts_module(name)).eval()

@@ -21,6 +21,7 @@ def layer_of(model: nn.Module) -> VBExperts:
     return next(module for module in model.modules() if isinstance(module, VBExperts))
 
 
+@pytest.mark.sample(6)
 @matrix(format={"dense": torch.float32, "exact": torch.bfloat16}, name=tuple(SPECIAL), turns=2)
 def test_they_give_the_bits_of_the_module(format: torch.dtype, name: str, tmp_path: Path) -> None:
     dtype, kind = format, "dense" if format is torch.float32 else "exact"
@@ -99,6 +100,7 @@ def test_experts_train_in_4_bits_or_say_that_they_cannot(name: str) -> None:
         assert any('stay dense in mode = "train"' in skip.reason for skip in plan.skipped.values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["LongcatFlashExperts", "Llama4TextExperts", "InklingSharedExperts"])
 def test_compiled_in_one_graph_they_compute_the_same(name: str) -> None:
     model = Holder(special_module(name)).eval()

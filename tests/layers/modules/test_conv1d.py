@@ -22,6 +22,7 @@ def layer(inputs=40, outputs=24, dtype=torch.float32):
     return made
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("format", "dtype"),

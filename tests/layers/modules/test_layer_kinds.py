@@ -30,6 +30,7 @@ def layers(cls, *, bias=True, dtype=torch.float32, count=5):
     return made
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("format", "dtype"), HOLDINGS)

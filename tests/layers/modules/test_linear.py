@@ -81,6 +81,7 @@ def test_a_wrong_input_dtype_fails_as_in_a_dense_layer(some_vb):
 MODES = (torch.enable_grad, torch.no_grad, torch.inference_mode)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("trainable", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("format", "how"), [("dense", "resident"), ("dense", "streamed"), ("exact", "resident")])
@@ -198,6 +199,7 @@ def test_weights_encoded_under_inference_mode_can_be_differentiated_through_late
 # -- casts -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(12)
 @torchs_bits
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -42,6 +42,7 @@ def test_a_state_dict_shares_no_memory_with_pages(some_vb):
     assert torch.equal(some_vb(x), y)
 
 
+@pytest.mark.sample(6)
 @torchs_bits
 @pytest.mark.parametrize("materialized", [False, True])
 def test_loading_another_models_state_gives_its_outputs(vb, format, materialized):
@@ -179,6 +180,7 @@ def test_pages_go_when_their_last_owner_goes(some_vb):
     assert len(some_vb.stack.pages) == pages
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("materialized", [False, True])
 def test_wrapper_and_model_can_be_pickled_and_saved(vb, materialized):
     x = inputs(vb)

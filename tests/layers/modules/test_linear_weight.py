@@ -59,6 +59,7 @@ def test_what_is_made_of_the_decoded_weight_is_a_plain_tensor(some_vb):
     assert torch.equal(torch.load(io.BytesIO(file.getvalue()))["w"], weight)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("made", [lambda w: w, nn.Parameter, lambda w: nn.Parameter(w, requires_grad=False)])
 def test_assigning_a_weight_takes_effect_in_the_next_forward(vb, made):
     x = inputs(vb)

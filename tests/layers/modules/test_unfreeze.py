@@ -111,6 +111,7 @@ def test_a_copy_that_is_asked_to_train_leaves_the_original_alone(vb):
 # -- what would replace the weight -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(8)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     "change",

@@ -239,6 +239,7 @@ TRACERS = {
 }
 
 
+@pytest.mark.sample(20)
 @matrix(use=list(TRACERS), both=HELD, turns=2, indirect=("both",))
 def test_every_tracer_and_mode_sees_what_the_plain_layer_computes(use, both):
     model, twin, x = both
@@ -271,6 +272,7 @@ def test_torch_jit_script_is_refused_by_name(tmp_path):
         torch.jit.script(model)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("tensor", ["negated", "zero", "subclass", "jagged"])
 def test_an_input_that_is_not_its_memory_is_read_as_the_plain_layer_reads_it(tensor, both):
     class Mine(torch.Tensor):
@@ -321,6 +323,7 @@ def grad_of_a_weight(model, x):
     return torch.func.grad(loss)(torch.ones_like(model[0].weight).detach())
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     "use", [called_with_a_weight, mapped_over_weights, grad_of_a_weight, under_no_grad(mapped_over_weights)]
 )
@@ -434,6 +437,7 @@ def write_where_nothing_trained(model, x):
     return y, delta.grad
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("use", [write_in_place, write_where_nothing_trained])
 def test_outputs_can_be_written_to_in_place(use, both):
     model, twin, x = both
@@ -466,6 +470,7 @@ def hooked(model, x):
     return *seen, x.grad
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("use", [checkpointed, hooked])
 def test_checkpointing_and_hooks_see_the_plain_layers_gradients(use, both):
     model, twin, x = both

@@ -65,6 +65,7 @@ WRITES = {
 }
 
 
+@pytest.mark.sample(34)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_through_weight_is_the_layers_from_the_next_use_on(vb, write):
     layer, x = vb.module[0], inputs(vb)
@@ -84,6 +85,7 @@ def test_a_write_through_weight_is_the_layers_from_the_next_use_on(vb, write):
         assert torch.allclose(y, F.linear(x, layer.weight, layer.bias), atol=1e-4)
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("use", ["forward", "backward", "state_dict", "save", "copy", "pickle", "unwrap"])
 @pytest.mark.parametrize("write", ["mul_", "flat", "rows", "a graph"])
 def test_a_write_is_seen_by_whatever_comes_next_while_the_temporary_is_held(use, write, tmp_path):
@@ -214,6 +216,7 @@ def test_a_view_that_outlives_the_temporary_is_written_through(view):
     assert torch.equal(vb.module[0](x), y) and (vb.module[0].weight == 0).sum() >= 64
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("made", [lambda w: w.detach(), lambda w: w.T, lambda w: w.numpy(), lambda w: w[0].data])
 def test_reading_through_views_and_numpy_changes_nothing(vb, made):
     layer = vb.materialize().module[0]

@@ -2,9 +2,7 @@
 
 import copy
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import vbrt
+from tests import forked
 from tests.models import TOKENS, config, gpt2, llama, mlp
 from tests.saves.cases import files, logits, on_meta, settings, tied_llama
 from vbrt.errors import CheckpointError, FormatError
@@ -19,6 +18,7 @@ from vbrt.host.mapped_weights import page_out
 from vbrt.saves.files.safetensors_file import TensorFile
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("make", [llama, gpt2, tied_llama])
 @pytest.mark.parametrize("shards", ["10GB", "30KB"])
 def test_a_dense_checkpoint_is_encoded_as_wrap_would(tmp_path, make, shards):
@@ -210,8 +210,8 @@ print(anonymous() - before)
 def test_a_loaded_checkpoint_takes_no_memory_for_what_stays_mapped(tmp_path):
     state = {"embed.weight": torch.zeros(1 << 18, 64), "up.weight": torch.ones(64, 64), "up.bias": torch.ones(64)}
     save_file(state, tmp_path / "model.safetensors")  # 64 MiB
-    command = [sys.executable, "-W", "ignore", "-c", ANONYMOUS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = forked.run(ANONYMOUS, str(tmp_path))
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 16 << 20
 
 
@@ -262,8 +262,7 @@ def test_the_dense_model_is_never_in_memory(tmp_path):
         (tmp_path / name).mkdir()
         weights = {f"{i}.weight": torch.randn(1024, 1024).bfloat16() for i in range(depth)}
         save_file(weights, tmp_path / name / "model.safetensors")
-    command = [sys.executable, "-c", PEAK, *(str(tmp_path / name) for name in ("small", "large", "saved"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
+    done = forked.run(PEAK, *(str(tmp_path / name) for name in ("small", "large", "saved")))
     assert done.returncode == 0, done.stderr
     encoding, saving, loading, pages = map(float, done.stdout.split())
     print(f"MiB: encode {encoding:.1f}, save {saving:.1f}, load {loading:.1f}; pages {pages:.1f}, dense {24 * layer}")

@@ -42,6 +42,7 @@ def reference(path, model, dtype):
     ).eval()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("architecture", "types", "formats"),
     [

@@ -34,6 +34,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("format", "fine", "dtype"), SETTINGS)
 def test_a_loaded_model_gives_the_bits_of_the_saved_one_and_encodes_nothing(tmp_path, no_encoding, format, fine, dtype):
     dtype = getattr(torch, dtype)
@@ -52,6 +53,7 @@ def test_a_loaded_model_gives_the_bits_of_the_saved_one_and_encodes_nothing(tmp_
             assert {p.dtype for p in again.module.parameters()} == {dtype}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("make", "fine"), [(llama, "exact"), (gpt2, "none"), (gpt2, "exact")])
 @pytest.mark.parametrize("real", [False, True])
 def test_transformers_models_load_into_real_ones_and_into_meta_ones(tmp_path, no_encoding, make, fine, real):
@@ -213,6 +215,7 @@ def test_a_kernels_own_order_of_a_page_stays_out_of_the_files(tmp_path, monkeypa
     assert digests[0] == digests[1]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

@@ -2,11 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import vbrt
+from tests import forked
 from tests.models import llama, mlp, wrap
 from tests.saves.cases import files, logits, on_meta
 from vbrt.errors import CheckpointError
@@ -127,12 +125,7 @@ def test_a_killed_save_leaves_the_one_before_and_no_litter_after_the_next(tmp_pa
     vb = wrap(mlp(), "nvfp4")
     vb.save(tmp_path)
     before = files(tmp_path)
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", KILLED, tmp_path, "3"], cwd=Path(__file__).parents[3], check=False
-        ).returncode
-        == 9
-    )
+    assert forked.run(KILLED, str(tmp_path), "3").returncode == 9
     assert len(files(tmp_path)) == len(before) + 1
     x = torch.randn(2, 64)
     assert torch.equal(logits(vbrt.load(tmp_path, mlp()), x), logits(vb, x))

@@ -187,6 +187,7 @@ def test_three_levels_hold_their_budgets_and_count_as_simulated(placed):
     live_in_three(placed, lambda root: SsdTier(root, 1 << 40))
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=50)
 @given(placed_experts())
 def test_three_levels_with_experts_count_as_simulated(placed):

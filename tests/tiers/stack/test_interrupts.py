@@ -42,6 +42,7 @@ def interrupt_each(
     assert at > 4 * step
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a __del__ it is only printed
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize(("kind", "warm"), [("lru", True), ("scheduled", False), ("scheduled", True)])
@@ -77,6 +78,7 @@ def test_ctrl_c_in_a_scan_through_experts_loses_nothing(quick_to_look):
     interrupt_each(149, make, lambda stack: run(stack, one_pass), one_pass)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("below", ["far", "ssd"])
 @pytest.mark.parametrize(("before", "after"), [(9, 6), (6, 9)])
 def test_an_interrupted_budget_change_keeps_every_page(below, before, after, quick_to_look):

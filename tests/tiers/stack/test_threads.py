@@ -136,6 +136,7 @@ def test_a_copied_stack_is_the_same_and_an_unpickled_one_is_new_in_memory(tmp_pa
     assert detached_stack().device == CPU
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["lru", "scheduled"])
 @pytest.mark.parametrize("room", [4, 9])
 def test_threads_under_a_tight_budget_get_the_right_bytes_and_no_deadlock(tmp_path, kind, room):
@@ -152,6 +153,7 @@ def test_threads_under_a_tight_budget_get_the_right_bytes_and_no_deadlock(tmp_pa
     stack.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["lru", "scheduled"])
 def test_threads_through_three_levels(tmp_path, kind):
     levels = [
@@ -164,6 +166,7 @@ def test_threads_through_three_levels(tmp_path, kind):
     stack.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_threads_that_lease_experts_while_others_are_announced(tmp_path, scope):
     sizes = {f"layer{i % 2}.experts#coarse.{i}": 1 + i % 3 for i in range(10)} | {"page0": 1, "page1": 2}
@@ -188,6 +191,7 @@ def test_threads_that_lease_experts_while_others_are_announced(tmp_path, scope):
     stack.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("levels", [1, 2])
 def test_threads_with_reads_that_fail_get_errors_for_their_own_pages_only(tmp_path, levels):
     tiers = [

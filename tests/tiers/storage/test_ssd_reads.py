@@ -41,6 +41,7 @@ def test_a_small_page_is_read_by_whoever_needs_it_alone(helped, monkeypatch):
     assert torch.equal(read(helped, "layer", 1 << 20), page(1 << 20))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("accident", "where"),
     [

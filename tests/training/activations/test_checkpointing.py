@@ -72,6 +72,7 @@ def same(these, those):
     return len(these) == len(those) and all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("preset", ["train", "fp4"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_every_way_gives_the_same_bits(preset, autocast):

@@ -42,6 +42,7 @@ def trained(kind, activations, *, lora):
     return [loss, *(p.grad for p in vb.parameters() if p.requires_grad)], vb.stats()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("lora", [False, True], ids=["train", "lora"])
 @pytest.mark.parametrize("kind", MODELS)

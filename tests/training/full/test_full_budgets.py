@@ -63,6 +63,7 @@ def budgets_at(vb, point, every: int):
     assert len(threads) > 3
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
 def test_budgets_change_from_another_thread_at_any_point_of_a_step(tmp_path, point):
     with small_and_twin(tmp_path, 10) as (vb, twin):

@@ -63,6 +63,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "loop", "budget"),
     [

@@ -107,6 +107,7 @@ class Descent(torch.optim.Optimizer):
             p.data.add_(p.grad, alpha=-1e-3)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -128,6 +129,7 @@ def test_steps_of_every_optimizer_are_seen(optimizer):
 # -- states and copies ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @matrix(format=["dense", *FOUR_BIT], stop=[1, 4, 5])
 def test_a_run_that_is_taken_up_again_is_the_same_run(format, stop, tmp_path):
     vb = wrap(llama().train(), format, every=3)
@@ -207,6 +209,7 @@ def test_a_state_of_another_format_is_refused_by_name():
     dense.load_state_dict(vb.state_dict())  # whoever goes on dense needs no scales
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda vb: pickle.loads(pickle.dumps(vb))], ids=["deepcopy", "pickle"]
 )

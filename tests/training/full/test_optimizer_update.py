@@ -98,6 +98,7 @@ class Broken:
         return access
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("operation", ["get", "put"])
 @pytest.mark.parametrize("where", ["forward", "settle"])
 def test_a_step_that_fails_is_completed_by_who_tries_again(tmp_path, monkeypatch, operation, where):

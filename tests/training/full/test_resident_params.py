@@ -16,6 +16,7 @@ from vbrt.training.full import resident_params
 GIB = 1 << 30
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("chunk", [1024, 1 << 24])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_they_have_the_bits_of_resident_masters_also_in_chunks(tmp_path, monkeypatch, make, chunk):
@@ -50,6 +51,7 @@ def replaced(parameter) -> None:
     parameter.data = parameter.data.flip(0)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("chunk", [1024, 1 << 24])
 @pytest.mark.parametrize("write", [clamped, scaled, drawn, replaced])
 def test_numbers_that_are_written_are_the_new_masters_and_the_others_stay(monkeypatch, write, chunk):

@@ -18,17 +18,17 @@ HOLDINGS = ("dense", "nvfp4", "mxfp4", "nf4", "quantile", "exact")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def wrapped(format, path=None, **sections):
+def wrapped(format, path=None, *, layers=3, **sections):
     """A small Llama in one holding; with a path its pages live on the ssd, and four layers fit into memory."""
-    model, settings = llama(dtype=dtype_of(format)), config(format) | sections
+    model, settings = llama(dtype=dtype_of(format), layers=layers), config(format) | sections
     if path is not None:
         largest = max(swap.page_bytes for swap in vbrt.make_plan(model, load_config(settings)).swaps)
         settings["tiers"] |= {"cpu": {"budget": 4 * largest}, "ssd": {"enabled": True, "path": str(path)}}
     return vbrt.wrap(model, settings).materialize()
 
 
-def dense_twin(vb, format):
-    twin = llama(dtype=dtype_of(format)).requires_grad_(False)
+def dense_twin(vb, format, layers=3):
+    twin = llama(dtype=dtype_of(format), layers=layers).requires_grad_(False)
     twin.load_state_dict(vb.state_dict())
     return twin
 
@@ -61,6 +61,7 @@ def train(model, *, checkpointing: bool, autocast: bool) -> tuple[list[float], d
 WAYS = list(itertools.product([False, True], repeat=3))
 
 
+@pytest.mark.sample(4)
 @matrix(format=HOLDINGS, way=WAYS, kernels=["installed", "reference"])
 def test_lora_steps_are_those_of_a_dense_model(format, way, kernels, tmp_path, request):
     """Bit for bit where weights are lossless, or the reference multiplies them; fused kernels sum in another order."""
@@ -84,15 +85,16 @@ def test_lora_steps_are_those_of_a_dense_model(format, way, kernels, tmp_path, r
     vb.close()
 
 
+@pytest.mark.exhaustive
 @matrix(format=["nvfp4", "dense"], streamed={"streamed": True, "resident": False}, at_most=1)
 def test_compiled_lora_gradients_are_those_of_a_dense_model(format, streamed, tmp_path):
-    vb = wrapped(format, tmp_path if streamed else None)
-    dense = dense_twin(vb, format)
+    vb = wrapped(format, tmp_path if streamed else None, layers=1)
+    dense = dense_twin(vb, format, layers=1)
     grads, plain = [], with_lora(dense)
     for model, called in ((lora := with_lora(vb.module), torch.compile(lora, backend="aot_eager")), (plain, plain)):
         called(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert grads[0].keys() == grads[1].keys() and len(grads[0]) == 42
+    assert grads[0].keys() == grads[1].keys() and len(grads[0]) == 14
     for name, grad in grads[0].items():
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-6)
     vb.close()

@@ -151,6 +151,7 @@ def test_weights_that_change_between_forward_and_backward_are_named():
         y.sum().backward()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", ["nvfp4", "quantile", "dense"])
 def test_a_save_loads_as_an_inference_model_of_what_the_forward_computed(format, tmp_path):
     vb = wrap(qwen3_moe(dtype=torch.float32).train(), format)
@@ -201,6 +202,7 @@ def test_states_of_dense_models_load_strictly_and_those_of_other_formats_are_ref
         vb.load_state_dict(other.state_dict())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda vb: pickle.loads(pickle.dumps(vb))], ids=["copy", "pickle"])
 def test_a_copy_trains_on_as_the_original_and_apart_from_it(copied):
     vb = wrap(qwen3_moe(dtype=torch.float32).train(), "nvfp4", every=3)
@@ -273,6 +275,7 @@ def test_every_class_of_experts_has_the_gradients_at_the_rounded_weights(name):
     assert_close(gradients(layer, args), gradients(StraightThrough(plain, "nvfp4"), args))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", SPECIAL)
 @pytest.mark.parametrize("format", ["nvfp4", "dense"])
 def test_experts_that_are_called_otherwise_train_too(name, format, tmp_path):
@@ -311,6 +314,7 @@ def _is_float(argument: object) -> bool:
     return isinstance(argument, torch.Tensor) and argument.is_floating_point()
 
 
+@pytest.mark.sample(1)
 @matrix(name=["Qwen3MoeExperts", "GptOssExperts", "MuseSparkExperts"], format=["nvfp4", "dense"], at_most=3)
 def test_compiled_experts_train_as_eager_ones(name, format):
     if name not in DECORATED:

@@ -1,13 +1,11 @@
 """Pairs sorted by expert: every one once, in order, in blocks that hold one expert's."""
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 
+from tests import forked
 from vbrt.kernels.cuda.experts import pairs
 from vbrt.kernels.cuda.experts.pairs import group_pairs, most_blocks
 
@@ -61,13 +59,7 @@ def test_pairs_are_sorted_in_one_launch_or_two_in_the_interpreter():
                 check(pairs.group_pairs(ids, shape[0], block), ids, shape[0])
         print("sorted")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-    )
+    done = forked.run(textwrap.dedent(code), interpreted=True)
     assert done.stdout.strip() == "sorted", done.stderr
 
 
