@@ -125,7 +125,9 @@ def main() -> None:
                         row |= timed(vb, args.new, args.batch)
                         hosting = vb._attachment.hosting
                         row["rates"] = {n: str(rates) for n, rates in hosting.rates.items()}
-                        row["told"], row["fallbacks"] = hosting.told(), list(vb.stats().fallbacks)
+                        stats = vb.stats()
+                        row |= {"told": hosting.told(), "fallbacks": list(stats.fallbacks)}
+                        row["libraries"] = dict(stats.libraries)
                 except Exception:  # noqa: BLE001 - other rows go on
                     row["error"] = traceback.format_exc()
                     traceback.print_exc()
@@ -137,7 +139,11 @@ def main() -> None:
                 gc.collect()
                 torch.cuda.empty_cache()
                 rows.append(row)
-                short = {key: value for key, value in row.items() if key not in ("tokens", "error", "steps")}
+                short = {
+                    key: value
+                    for key, value in row.items()
+                    if key not in ("tokens", "error", "steps", "fallbacks", "libraries")
+                }
                 print({k: round(v, 2) if isinstance(v, float) else v for k, v in short.items()}, flush=True)
                 if args.out:
                     args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
