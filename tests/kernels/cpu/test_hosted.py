@@ -134,9 +134,9 @@ def check_products(format, threads):
 
 @torch.no_grad()
 def test_parts_of_several_formats_and_widths_share_one_x_and_may_round_it():
-    device, team, x = Device(), HostedTeam(2), torch.randn(1, 150).bfloat16()
+    device, team, x = Device(), HostedTeam(2), torch.randn(1, 130).bfloat16()
     box = team.attach(device.memory)
-    parts = [part_of(name, (40, 150), 1024 * at)[0] for at, name in enumerate(("nvfp4", "mxint8", "mxfp4", "mxfp4"), 1)]
+    parts = [part_of(name, (40, 130), 1024 * at)[0] for at, name in enumerate(("nvfp4", "mxint8", "mxfp4", "mxfp4"), 1)]
     for rounded in (False, True):
         entry = team.entry(box, parts, 1, torch.bfloat16, rounded=rounded)
         team.expect(box, 1)
@@ -311,7 +311,19 @@ def test_a_device_that_waits_is_answered_when_its_team_ends(end):
     team.stop()
 
 
-def test_a_team_that_is_gone_answers_keeps_no_page_and_has_no_threads():
+@pytest.mark.parametrize("end", ["stop", "detach"])
+def test_a_post_that_nobody_expected_is_answered_at_the_end(end):
+    device, team = Device(), HostedTeam(1)
+    box, _, entry = small(team, device)
+    time.sleep(0.1)  # threads sleep
+    device.post(entry)
+    time.sleep(0.01)
+    assert device.word(ANSWER).item() == 0
+    {"stop": team.stop, "detach": lambda: team.detach(box)}[end]()
+    assert device.word(ANSWER).item() == -1
+
+
+def test_a_team_that_is_gone_keeps_no_page_and_has_no_threads():
     device, team = Device(), HostedTeam(2)
     box, (part,), entry = small(team, device)
     team.expect(box, 1 << 20)
