@@ -15,6 +15,7 @@ from vbrt.layers import Weight
 from vbrt.layers.weights.hosted_rates import measured_rates, resident_seconds
 from vbrt.layers.weights.hosted_weights import MOST_TOKENS, Host, refusal, shared_team
 from vbrt.residency.hosted_share import HostRates, Use, hosted_keys
+from vbrt.residency.room_division import Room
 from vbrt.tiers import TierStack
 
 __all__ = ["Hosting"]
@@ -107,9 +108,9 @@ class Hosting:
         if rates is None:
             self._note(why)
             return frozenset()
-        how = {"prefetch": getattr(policy, "prefetch", 2), "group": getattr(policy, "group", 1)}
+        room = Room(policy.capacity_bytes, getattr(policy, "group", 1), getattr(policy, "prefetch", 2))
         device_s = resident_seconds([use.nbytes for use in uses], self._stack.device)
-        return hosted_keys(uses, policy.capacity_bytes, rates, tokens, device_s=device_s, **how)
+        return hosted_keys(uses, room, rates, tokens, device_s=device_s)
 
     def rates_for(self, tokens: int, weights: list[Weight]) -> HostRates:
         """Return the rates for products of so many tokens, measured at the first call.
