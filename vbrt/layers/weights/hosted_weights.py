@@ -66,7 +66,7 @@ class Host:
         self.capturing, self.captured = False, 0
         self.refusals: list[str] = []
         self._stack, self._device, self._lock = weakref.ref(stack), stack.device, threading.RLock()
-        self._room = torch.zeros(X + room_bytes + _LINE, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._room = torch.zeros(X + room_bytes + _LINE, dtype=torch.uint8, device="cpu", pin_memory=accelerator.pins())
         self._outbox = Outbox(self._room, (POST, ANSWER, GAVE_UP, X), ENTRY_BITS, stack.device)
         self._gave_up = ctypes.c_int64.from_address(self._room.data_ptr() + GAVE_UP)
         self._team = shared_team()

@@ -1,0 +1,199 @@
+"""Hosted weights without a GPU: a budget in front of host memory stands for one, and a thread's own calls for its
+kernels; the choice, the states of weights, the mailbox and its team are those of a GPU."""
+
+import contextlib
+import ctypes
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vbrt
+from tests.models import config, llama
+from vbrt.errors import KernelError
+from vbrt.kernels.cpu import build
+from vbrt.kernels.cpu.hosted import ENTRY_BITS
+from vbrt.layers.weights import hosted_rates, hosted_weights
+from vbrt.model import hosting, runtime
+from vbrt.residency.hosted_share import HostRates
+from vbrt.residency.scheduled import ScheduledPolicy
+from vbrt.tiers import Level, MemoryTier, TierStack
+
+WHY = build.refusal(torch.device("cpu"), "hosted")
+pytestmark = pytest.mark.skipif(WHY is not None, reason=str(WHY))
+
+CPU = torch.device("cpu")
+FAST = HostRates(link_bytes_s=1e9, cpu_bytes_s=1e12)
+EVEN = HostRates(link_bytes_s=1e9, cpu_bytes_s=1e9)
+IDS = torch.arange(3, 15).reshape(1, 12)
+
+
+class PlayedOutbox:
+    """The posts of a GPU, by the thread that launches them. `answers`: False: nobody waits for an answer."""
+
+    answers = True
+
+    def __init__(self, room, words, entry_bits, device):
+        self.room, self.words, self.wait_ns, self.number, self.broken = room, words, 5_000_000_000, 0, False
+
+    def word(self, at):
+        return ctypes.c_int64.from_address(self.room.data_ptr() + self.words[at])
+
+    def exchange(self, x_MK, y_MN, bias_N, entry, result_at):
+        assert x_MK.is_contiguous() and result_at % 64 == 0
+        self.number += 1
+        inputs = self.room[self.words[3] :][: x_MK.nbytes].view(x_MK.dtype)
+        inputs.copy_(x_MK.flatten())
+        post = self.number << ENTRY_BITS | entry
+        if self.answers:
+            self.word(0).value = post
+        begun = time.monotonic_ns()
+        while self.word(1).value != self.number and not self.broken:
+            if not self.answers or time.monotonic_ns() - begun > self.wait_ns:
+                self.broken, self.word(2).value = True, post
+        results = self.room[result_at:][: y_MN.nbytes].view(y_MN.dtype).view(y_MN.shape)
+        y_MN.copy_(results if bias_N is None else (results.float() + bias_N.float()).to(y_MN.dtype))
+        if self.broken:
+            y_MN.fill_(float("nan"))
+
+    def mend(self):
+        self.broken = False
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """What hosting asks of a GPU, on the CPU."""
+    stream = SimpleNamespace(synchronize=int, wait_stream=lambda other: None)
+    stands_in = SimpleNamespace(
+        CUDA="cpu", pins=lambda: False, current_stream=lambda device: stream, synchronize=lambda device: None
+    )
+    for module in (hosting, hosted_weights):
+        monkeypatch.setattr(module, "accelerator", stands_in)
+    monkeypatch.setattr(hosting, "refusal", lambda stack: None)
+    monkeypatch.setattr(hosting, "resident_seconds", lambda sizes, device: 0.0)
+    monkeypatch.setattr(hosted_weights, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(hosted_weights, "is_capturing", lambda: False)
+    monkeypatch.setattr(hosted_weights, "Outbox", PlayedOutbox)
+    monkeypatch.setattr(hosted_rates, "_copied", lambda pages, device: 1e9)
+    monkeypatch.setattr(hosted_rates, "_copying", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(PlayedOutbox, "answers", True)
+
+
+def wrapped(monkeypatch, model=None, rates=FAST, format="nvfp4", pages=4, **compute):
+    """A model whose weights are in host memory; `pages` of the largest one fit in front of it."""
+
+    def build_stack(plan, config, factory=None):
+        top = pages * max(swap.page_bytes for swap in plan.swaps)
+        near, far = MemoryTier("gpu", CPU, top), MemoryTier("cpu", CPU, plan.budgets["cpu"])
+        return TierStack([Level(near, ScheduledPolicy(top)), far])
+
+    settings = config(format, exclude=["*embed*", "*lm_head*"]) | {"compute": compute}
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime, "build_stack", build_stack)
+        vb = vbrt.wrap(llama(dtype=torch.bfloat16, layers=4) if model is None else model, settings)
+    vb.materialize(progress=False)
+    if rates is not None:
+        vb._attachment.hosting.rates = dict.fromkeys(range(9), rates)
+    return vb
+
+
+def generated(vb, new=6, batch=1):
+    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    return vb.generate(IDS.expand(batch, -1), output_logits=True, return_dict_in_generate=True, **how)
+
+
+def computed(vb):
+    return sum(handle.computed for handle in vb._attachment.registry.handles)
+
+
+def close(got, want):
+    return all(
+        (one.float() - other.float()).norm() <= 0.02 * other.float().norm()
+        for one, other in zip(got.logits, want.logits, strict=True)
+    )
+
+
+@pytest.mark.parametrize("rates", [FAST, EVEN, None], ids=["all", "half", "measured"])
+def test_steps_of_generate_compute_what_does_not_fit(rates, device, monkeypatch):
+    moved = wrapped(monkeypatch, where="device")
+    want = generated(moved)
+    assert computed(moved) == 0 and moved.stats().hosted == ""
+    vb = wrapped(monkeypatch, rates=rates)
+    got, again = generated(vb), generated(vb)
+    hosting = vb._attachment.hosting
+    if rates is None:  # this machine's own may be too slow for pages of 3 KiB
+        assert set(hosting.rates) == {1} and hosting.rates[1].link_bytes_s > 0, vb.stats().fallbacks
+        return
+    stats, hosted = vb.stats(), len(hosting._hosted)
+    assert hosted == 28 if rates is FAST else 5 < hosted < 24
+    assert computed(vb) == stats.computed > 8 * hosted
+    assert stats.hosted.startswith(f"{hosted} weights")
+    assert close(got, want) and torch.equal(got.sequences, again.sequences)
+    assert all(torch.equal(one, other) for one, other in zip(got.logits, again.logits, strict=True))
+    assert stats.fallbacks == moved.stats().fallbacks
+
+
+def test_a_plain_loop_over_tokens_computes_too(device, monkeypatch):
+    vb = wrapped(monkeypatch)
+    with torch.no_grad():
+        cache = vb(IDS, use_cache=True).past_key_values
+        for token in (5, 6, 7):
+            out = vb(torch.tensor([[token]]), past_key_values=cache)
+    assert computed(vb) == 3 * 28 and out.logits.isfinite().all()
+
+
+def test_what_is_hosted_follows_budgets_and_new_weights(device, monkeypatch):
+    vb = wrapped(monkeypatch)
+    first, before = generated(vb), computed(vb)
+    stack = vb._attachment.stack
+    names = [handle.keys[0] for handle in vb._attachment.registry.handles if handle.held.hosts]
+    assert names and all(stack.levels[1].slots[key].holders for key in names)
+    stack.set_budget("gpu", 1 << 20, 0)  # all fit
+    vb._attachment.registry.forget_ready()
+    assert not any(stack.levels[0].slots[key].holders for key in names)
+    assert close(generated(vb), first) and computed(vb) == before
+    vb.load_state_dict({name: -tensor for name, tensor in vb.state_dict().items()})
+    assert not close(generated(vb), first)
+    vb.unwrap()
+
+
+def test_more_tokens_than_the_cpu_takes_are_moved(device, monkeypatch):
+    vb = wrapped(monkeypatch)
+    generated(vb)
+    before = computed(vb)
+    generated(vb, batch=9)
+    assert computed(vb) == before
+
+
+def test_a_product_that_is_not_answered_raises_and_the_model_goes_on(device, monkeypatch):
+    vb = wrapped(monkeypatch)
+    want = generated(vb)
+    monkeypatch.setattr(PlayedOutbox, "answers", False)
+    with pytest.raises(KernelError, match=r"the CPU did not answer within 5 s.*compute\.where"):
+        generated(vb)
+    monkeypatch.setattr(PlayedOutbox, "answers", True)
+    assert torch.equal(generated(vb).sequences, want.sequences)
+
+
+def test_lossless_weights_and_other_pages_are_moved(device, monkeypatch):
+    vb = wrapped(monkeypatch, format="exact")
+    generated(vb)
+    assert computed(vb) == 0 and vb._attachment.hosting._host is None
+    odd = llama(dtype=torch.bfloat16)
+    odd.model.layers[0].mlp.up_proj = torch.nn.Linear(64, 97, bias=False).bfloat16()
+    odd.model.layers[0].mlp.gate_proj = torch.nn.Linear(64, 97, bias=False).bfloat16()
+    odd.model.layers[0].mlp.down_proj = torch.nn.Linear(97, 64, bias=False).bfloat16()
+    vb = wrapped(monkeypatch, odd)
+    generated(vb)
+    counts = {name: layer.handle.computed for name, layer in vb._attachment.layers.items()}
+    assert not any(counts[f"model.layers.0.mlp.{name}_proj"] for name in ("up", "gate", "down"))
+    assert counts["model.layers.1.mlp.up_proj"]
+
+
+def test_a_cpu_without_kernels_is_said_once(device, monkeypatch):
+    monkeypatch.setattr(hosting, "refusal", lambda stack: "no compiler was found")
+    vb = wrapped(monkeypatch)
+    generated(vb)
+    (why,) = (why for why in vb.stats().fallbacks if "compute.where" in why)
+    assert why.endswith("no compiler was found") and computed(vb) == 0
