@@ -168,7 +168,9 @@ def _predict(
         launches += len(plan.swaps) * costs.update_launches if plan is not None and plan.mode == "full" else 0
         routed = costs.routed_layer_us * len(plan.routed) if plan is not None and not recorded else 0.0
         host = 1e-3 * (launches * rates.launch_us + routed)
-    beside = max(link - waited, device + cpu, host) if costs.queued else max(link - waited, device + host)
+    # a copy waits for a slot of the ring where the CPU has several pages in a row
+    computing = max(device + cpu, 1e3 * sides.pass_s) if hosted else device
+    beside = max(link - waited, computing, host) if costs.queued else max(link - waited, device + host)
     update, longest = _update_ms(found, rates, costs), beside + waited
     ms = max(longest, update) + costs.exposed_share * min(longest, update)
     return Speed(ms, link, device, host, tokens, update, cpu, sides.hosted_bytes)
@@ -297,7 +299,7 @@ def _hosted(found: Estimate, rates: Rates, device_s: float) -> tuple[frozenset[s
     """Return the pages that the CPU computes where they lie, and the bytes and seconds of the pass with them."""
     plan = found.plan
     if plan is None or plan.routed or found.task.kind != "decode" or not rates.link_gb_s:
-        return frozenset(), Sides(0, 0, 0.0, 0.0)
+        return frozenset(), Sides(0, 0, 0.0, 0.0, 0.0)
     speeds = HostRates(1e9 * rates.link_gb_s, 1e9 * rates.experts_gb_s, MORE, CALL_S)
     how = {"where": found.config.compute.where, "prefetch": found.config.policy.prefetch}
     return planned_sides(plan, speeds, found.task.batch, **how, device_s=device_s)
