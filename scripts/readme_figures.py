@@ -54,7 +54,8 @@ def predictions(cases: dict[str, tuple[str, str, float | None]] = CASES) -> dict
     for name, (shape, preset, budget) in cases.items():
         tiers = {} if budget is None else {"gpu": {"budget": int(budget * 1e9)}}
         model = outline(shape)
-        found = vbrt.estimate(model, "decode", vbrt.load_config(preset, tiers=tiers), machine=on, context=256)
+        config = vbrt.load_config(preset, tiers=tiers, compute={"where": "device"})  # as the measured column
+        found = vbrt.estimate(model, "decode", config, machine=on, context=256)
         rows[name] = {"ms": predict(model, found, rates).ms, "gb": found.peak_bytes / 1e9, "fits": found.fits}
         print(name, rows[name], file=sys.stderr)
     return {"machine": machine(), "gpu": GPU, "rates": dataclasses.asdict(rates), "rows": rows}

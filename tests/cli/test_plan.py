@@ -56,7 +56,7 @@ def test_plan_predicts_a_token_by_link_and_cpu_together_in_the_words_of_its_json
     both, text = told("--budget", "100MiB")
     assert both["assumed_gb_per_s"] == {"link": 25, "cpu": 50}
     assert both["hosted_bytes"] > both["streamed_bytes"] > 0
-    assert both["ms"] == max(both["link_ms"], both["cpu_ms"]) < 0.4 * both["link_alone_ms"]
+    assert max(both["link_ms"], both["cpu_ms"]) <= both["ms"] * (1 + 1e-9) < 0.45 * both["link_alone_ms"]
     assert "of weights are computed by the CPU where they lie" in text and f"{both['ms']:.1f} ms, " in text
     moved, text = told("--budget", "100MiB", "--set", "compute.where=device")
     assert moved["hosted_bytes"] == 0 and moved["ms"] == moved["link_alone_ms"] == both["link_alone_ms"]

@@ -119,9 +119,11 @@ def test_the_time_of_a_pass_is_that_of_the_bytes_that_the_policy_moves():
     uses, rates = [Use(key, size) for key, size in sizes.items()], HostRates(1000, 500)
     hosted = hosted_keys(uses, 200, rates)
     moved = [simulate("scheduled", cycle(40, n), 200, sizes=sizes, hosted=hosted).bytes_in for n in (6, 7)]
-    sides = (moved[1] - moved[0]) / 1000, 10 * len(hosted) / 500
-    assert step_seconds(uses, hosted, 200, rates) == pytest.approx(max(sides))
-    assert step_seconds(uses, (), 200, rates) == pytest.approx(0.23)  # 17 of 40 pages are pinned
+    longer = max((moved[1] - moved[0]) / 1000, 10 * len(hosted) / 500)
+    assert step_seconds(uses, hosted, 200, rates) == pytest.approx(longer)
+    assert step_seconds(uses, (), 200, rates) == pytest.approx(
+        0.23
+    )  # 17 of 40 pages are pinned, besides a ring of three
 
 
 def test_room_for_everything_needs_no_second_copy_of_anything():

@@ -44,8 +44,8 @@ class StreamingReport:
             "hosted_bytes": self.together.hosted_bytes,
             "link_ms": 1e3 * self.together.link_s,
             "cpu_ms": 1e3 * self.together.cpu_s,
-            "ms": 1e3 * self.together.seconds,
-            "link_alone_ms": 1e3 * self.alone.seconds,
+            "ms": 1e3 * self.together.pass_s,
+            "link_alone_ms": 1e3 * self.alone.pass_s,
             "assumed_gb_per_s": {"link": self.link_gb_per_s, "cpu": self.cpu_gb_per_s},
         }
 
@@ -53,13 +53,13 @@ class StreamingReport:
         """Print it as a paragraph."""
         both, link = self.together, f"{self.link_gb_per_s:g} GB/s over the link"
         copied = f"{format_bytes(both.streamed_bytes)} are copied to the GPU"
-        takes = f"{1e3 * both.seconds:.1f} ms, {1 / both.seconds:.3g} tokens/s at most, with {link}"
+        takes = f"{1e3 * both.pass_s:.1f} ms, {1 / both.pass_s:.3g} tokens/s at most, with {link}"
         console.print()
         if both.hosted_bytes:
             console.print(
                 f"For each token, {format_bytes(both.hosted_bytes)} of weights are computed by the CPU where they lie, "
                 f"while {copied}: {takes} and {self.cpu_gb_per_s:g} on the CPU. The link alone takes "
-                f'{1e3 * self.alone.seconds:.1f} ms (compute.where = "device").'
+                f'{1e3 * self.alone.pass_s:.1f} ms (compute.where = "device").'
             )
         else:
             console.print(f"For each token, {copied}: {takes}.")

@@ -121,7 +121,8 @@ def _measure_machine() -> int:
     if found.few_tflops:
         few = f"{found.few_tflops:.3g} TFLOP/s, with 4-bit matrices {found.few_decoded_tflops:.3g}"
         console.print(f"products of few rows, as of experts in prompts: {few}")
-    console.print(f"missed experts computed by the CPU: {found.experts_gb_s:.1f} GB/s of their pages")
+    if found.link_gb_s:
+        console.print(f"weights computed by the CPU where they lie: {found.experts_gb_s:.1f} GB/s of their pages")
     try:
         keep_rates(found)
     except OSError as error:

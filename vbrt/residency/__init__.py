@@ -56,7 +56,8 @@ many copies again, which would delay those of the next layers.
 
 **Hosted weights** (`hosted_share.py`). Of the pages that do not fit, the CPU computes some where they lie: as many as
 let link and CPU end together, spread evenly by bytes so that the link prefetches meanwhile. These are not leased: pins
-and ring are divided among the others. Rates, room and the tokens of a pass decide on the share, no clock does.
+and ring are divided among the others. Rates, room and the tokens of a pass decide on the share, no clock does. The ring
+bounds how far the link runs ahead while the CPU computes, so candidates are compared in a simulated pass.
 
 **Programmes** (`programme.py`). When a round of passes has repeated, a dry run on a copy of the policy simulates the
 next one; if the policy's state recurs, the round is compiled to a static schedule: for each lease which pages are

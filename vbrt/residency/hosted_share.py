@@ -1,19 +1,22 @@
 """Hosted weights: the share of a pass that the CPU computes where its pages lie, instead of streaming them.
 
-H2D copies and CPU compute overlap. Hosted pages are spread evenly over the pass: while the CPU computes one, the link
-prefetches the next streamed ones into the ring. They need no room in the computing tier, which leaves it to pins. How
-well both overlap is simulated, because the ring has few slots: small pages waste them, so often all small pages are
-hosted, and of the large ones a share. Pure decisions, from rates: no clock decides a result.
+H2D copies and CPU compute overlap, so a pass takes the longer of the two at best. Hosted pages are spread evenly over
+the pass: while the CPU computes one, the link prefetches the next streamed ones into the ring. They need no room in the
+computing tier, which leaves it to pins. The ring is short, so equal sums are not enough: with three slots a choice by
+sums alone takes up to 1.6 times the longer of the two, since the link waits for slots wherever the CPU has several
+pages in a row. So candidates are compared in a simulated pass of link, ring, CPU and device: 1.0 to 1.1 times for an 8B
+shape. Pure decisions, from rates: no clock decides a result.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from vbrt.config.tier_records import TIERS
 from vbrt.residency.plan_data import PlanData
-from vbrt.residency.room_division import Division, Room, auto_prefetch, divide, spread
+from vbrt.residency.room_division import Room, auto_prefetch, divide, spread
 
 __all__ = [
     "CALL_S",
@@ -35,8 +38,9 @@ MORE = 0.3
 CALL_S = 10e-6
 
 _WORTH = 0.95  # of the time of streaming all: hosted products round otherwise, which less gain does not justify
-_SIZES = 4  # candidate sizes at which hosted pages begin: calls weigh more on small ones, which also waste slots
-_COARSE, _ROUNDS = 12, 3
+_LEAST_SIZES = 8  # candidate sizes of the smallest hosted page, largest first
+_PARTS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)  # candidates, as parts of the share that evens out link and CPU
+_STEADY_PASSES = 3  # simulated ones that count, after one from an empty ring
 
 
 class Use(NamedTuple):
@@ -81,6 +85,17 @@ class HostRates:
         return f"{self.link_bytes_s / 1e9:.1f} GB/s over the link and {self.cpu_bytes_s / 1e9:.1f} GB/s on the CPU"
 
 
+class Sides(NamedTuple):
+    """A steady pass: bytes that are streamed and hosted, seconds of link and CPU, and of the pass, where they overlap
+    as far as the ring lets them."""
+
+    streamed_bytes: int
+    hosted_bytes: int
+    link_s: float
+    cpu_s: float
+    pass_s: float
+
+
 def hosted_keys(
     uses: Sequence[Use], room: Room | int, rates: HostRates, tokens: int = 1, *, device_s: float = 0.0
 ) -> frozenset[str]:
@@ -93,24 +108,22 @@ def hosted_keys(
         room: of the computing tier for these pages, pins and ring; bytes alone stand for leases of one page and two
             prefetched ones.
         tokens: rows per product.
-        device_s: seconds of the pass on the computing device with all pages resident; hosted products add to it.
+        device_s: seconds of the pass on the computing device with all pages resident; CPU and device follow each other.
     """
     counts = Counter(use.key for use in uses)
     moved = {use.key: use.nbytes * counts[use.key] for use in uses if use.hostable}  # bytes that hosting a page saves
     sizes = {use.key: use.nbytes for use in uses if use.hostable}
-    by_size = sorted(set(sizes.values()))
 
-    def seconds(hosted: Collection[str]) -> float:
-        return step_seconds(uses, hosted, room, rates, tokens, device_s=device_s)
+    def sides(hosted: Collection[str]) -> Sides:
+        return pass_sides(uses, hosted, room, rates, tokens, device_s=device_s)
 
-    best, least_s = frozenset[str](), _WORTH * seconds(())
-    for smallest in sorted({*by_size[:_SIZES], *by_size[-_SIZES:]}, reverse=True):
-        small = frozenset(key for key, nbytes in sizes.items() if nbytes < smallest)
+    best, least_s = frozenset[str](), _WORTH * sides(()).pass_s
+    for smallest in sorted(set(sizes.values()), reverse=True)[:_LEAST_SIZES]:  # `call_s` weighs more on small pages
         keys = [key for key, nbytes in sizes.items() if nbytes >= smallest]
-        for base in (frozenset[str](), small) if small else (small,):
-            found, found_s = _best_share(base, keys, moved, seconds)
-            if found_s < least_s:
-                best, least_s = found, found_s
+        for hosted in _about_even(keys, moved, sides, device_s):
+            seconds = sides(hosted).pass_s
+            if seconds < least_s:
+                best, least_s = hosted, seconds
     return best
 
 
@@ -123,40 +136,8 @@ def step_seconds(
     *,
     device_s: float = 0.0,
 ) -> float:
-    """Return the seconds of a steady pass with `hosted` pages, simulated; arguments as of `hosted_keys`.
-
-    Uses follow each other; a page's copy begins when the one before has ended and its slot of the ring is free.
-    """
-    room = _room(room)
-    left = {use.key: use.nbytes for use in uses if use.key not in hosted}
-    order = tuple(use.key for use in uses if use.key in left)
-    division = divide(order, left, room) if order else None
-    pins, slots = _ring(division, left, room)
-    each, now_s, link_s, begun_s, released_s = device_s / max(1, len(uses)), 0.0, 0.0, 0.0, list[float]()
-    for _ in range(_ROUNDS):
-        begun_s = now_s
-        for key, nbytes, _ in uses:
-            if key in hosted:
-                now_s += rates.cpu_seconds(nbytes, tokens) + rates.call_s
-                continue
-            if key not in pins:
-                free_s = released_s[-slots] if len(released_s) >= slots else 0.0
-                link_s = max(link_s, free_s) + rates.link_seconds(nbytes)
-                now_s = max(now_s, link_s)
-            now_s += each
-            if key not in pins:
-                released_s.append(now_s)
-    return now_s - begun_s
-
-
-class Sides(NamedTuple):
-    """Bytes of a pass that are streamed and hosted, the seconds of link and CPU, which overlap, and of the pass."""
-
-    streamed_bytes: int
-    hosted_bytes: int
-    link_s: float
-    cpu_s: float
-    seconds: float
+    """Return the seconds of a steady pass with `hosted` pages; arguments as of `hosted_keys`."""
+    return pass_sides(uses, hosted, room, rates, tokens, device_s=device_s).pass_s
 
 
 def pass_sides(
@@ -169,18 +150,49 @@ def pass_sides(
     device_s: float = 0.0,
 ) -> Sides:
     """Return the bytes and seconds of a steady pass with `hosted` pages; arguments as of `hosted_keys`."""
-    sizes = {use.key: use.nbytes for use in uses if use.key not in hosted}
-    order = tuple(use.key for use in uses if use.key not in hosted)
-    pins = divide(order, sizes, _room(room)).pins if order else frozenset()
-    streamed = sum(sizes[key] for key in order if key not in pins)
-    products = [use.nbytes for use in uses if use.key in hosted]
-    cpu_s = sum(rates.cpu_seconds(nbytes, tokens) for nbytes in products) + rates.call_s * len(products)
-    seconds = step_seconds(uses, hosted, room, rates, tokens, device_s=device_s)
-    return Sides(streamed, sum(products), rates.link_seconds(streamed), cpu_s, seconds)
+    room = Room(room, group=1, prefetch=2) if isinstance(room, int) else room
+    left = {use.key: use.nbytes for use in uses if use.key not in hosted}
+    pins, slots = _pins_and_slots(tuple(use.key for use in uses if use.key in left), left, room)
+    device = device_s / max(1, sum(use.nbytes for use in uses))
+    hosted_bytes = streamed_bytes = 0
+    cpu_s = 0.0
+    stages: list[tuple[float, float]] = []  # seconds of copy, and of compute
+    for key, nbytes, _ in uses:
+        copy_s, compute_s = 0.0, device * nbytes
+        if key not in left:
+            hosted_bytes += nbytes
+            product_s = rates.cpu_seconds(nbytes, tokens) + rates.call_s
+            cpu_s, compute_s = cpu_s + product_s, compute_s + product_s
+        elif key not in pins:
+            streamed_bytes += nbytes
+            copy_s = rates.link_seconds(nbytes)
+        stages.append((copy_s, compute_s))
+    return Sides(streamed_bytes, hosted_bytes, rates.link_seconds(streamed_bytes), cpu_s, _steady_s(stages, slots))
 
 
-def _room(room: Room | int) -> Room:
-    return Room(room, group=1, prefetch=2) if isinstance(room, int) else room
+def _pins_and_slots(order: tuple[str, ...], sizes: Mapping[str, int], room: Room) -> tuple[frozenset[str], int]:
+    """Return the pinned pages of a pass, and the number of ring slots for the others."""
+    if not order:
+        return frozenset(), 1
+    pins, slot_bytes = divide(order, sizes, room)
+    slot_bytes = slot_bytes or max((sizes[key] for key in order if key not in pins), default=1)
+    return pins, max(1, min(room.window, (room.capacity_bytes - sum(sizes[key] for key in pins)) // slot_bytes))
+
+
+def _steady_s(stages: Sequence[tuple[float, float]], slots: int) -> float:
+    """Return the seconds of a pass between others: one computes after the other, and each copy takes a ring slot from
+    its start to the end of its compute."""
+    free, linked, clock, ends = deque([0.0] * slots), 0.0, 0.0, []
+    for _ in range(1 + _STEADY_PASSES):
+        for copy_s, compute_s in stages:
+            if copy_s:
+                linked = max(linked, free.popleft()) + copy_s
+                clock = max(clock, linked) + compute_s
+                free.append(clock)
+            else:
+                clock += compute_s
+        ends.append(clock)
+    return (ends[-1] - ends[0]) / _STEADY_PASSES
 
 
 def planned_sides(
@@ -217,31 +229,19 @@ def plan_uses(plan: PlanData, where: str) -> list[Use]:
     return uses
 
 
-def _ring(division: Division | None, sizes: Mapping[str, int], room: Room) -> tuple[Collection[str], int]:
-    """Return the pinned pages, and the slots of the ring."""
-    if division is None:
-        return (), 1
-    if not division.slot_bytes:
-        return division.pins, room.window
-    free = room.capacity_bytes - sum(sizes[key] for key in division.pins)
-    return division.pins, max(1, min(room.window, free // division.slot_bytes))
+def _about_even(
+    keys: list[str], moved: Mapping[str, int], sides: Callable[[frozenset[str]], Sides], device_s: float
+) -> Iterator[frozenset[str]]:
+    """Yield spread shares of `keys`: all, and those about the one where link and CPU end together, fewer bytes too
+    since the ring may hold up the link."""
+    total = sum(moved[key] for key in keys)
 
+    def share(count: float) -> frozenset[str]:
+        return frozenset(spread(keys, moved, int(total * count / len(keys))))
 
-def _best_share(
-    base: frozenset[str], keys: list[str], moved: Mapping[str, int], seconds: Callable[[frozenset[str]], float]
-) -> tuple[frozenset[str], float]:
-    """Return the best of `base` with a spread share of `keys`, and its time: a coarse search, then a fine one."""
-    total, known = sum(moved[key] for key in keys), dict[int, tuple[frozenset[str], float]]()
+    def cpu_is_longer(count: int) -> bool:
+        found = sides(share(count))
+        return device_s + found.cpu_s >= found.link_s
 
-    def tried(count: int) -> float:
-        if count not in known:
-            hosted = base | frozenset(spread(keys, moved, total * count // len(keys)))
-            known[count] = hosted, seconds(hosted)
-        return known[count][1]
-
-    step = max(1, len(keys) // _COARSE)
-    best = min(range(0, len(keys) + 1, step), key=tried)
-    while step > 1:
-        step = (step + 1) // 2
-        best = min((count for count in (best - step, best, best + step) if 0 <= count <= len(keys)), key=tried)
-    return known[best]
+    even = bisect_left(range(len(keys)), True, key=cpu_is_longer)
+    yield from map(share, sorted({max(0, even - 1), *(min(len(keys), part * even) for part in _PARTS), len(keys)}))

@@ -294,7 +294,7 @@ def test_weights_that_do_not_fit_are_computed_in_part_by_the_cpu_in_a_step_of_fe
     rates = replace(vbrt.data_sheet("RTX 4090"), link_gb_s=0.05, experts_gb_s=0.1)  # both take longer than all else
     both, link = speed(), speed(where="device")
     assert (link.bound, link.hosted_bytes, link.cpu_ms) == ("link", 0, 0) and both.hosted_bytes > 0
-    assert both.ms == max(both.link_ms, both.cpu_ms + both.device_ms) < 0.7 * link.ms
+    assert max(both.link_ms, both.cpu_ms + both.device_ms) <= both.ms < 0.7 * link.ms
     assert both.cpu_ms == pytest.approx(both.hosted_bytes / 1e5, rel=0.05)  # and a round trip each
     assert 0 < speed(batch=8).hosted_bytes < both.hosted_bytes
     assert (

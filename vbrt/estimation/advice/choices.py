@@ -328,7 +328,8 @@ def _sentence(choice: Choice) -> str:
         hidden += f" and {speed.cpu_ms:.1f} ms of the CPU: {speed.computed}"
     what = {
         "link": f"copies over the link take {speed.link_ms:.1f} ms and hide {hidden}",
-        "cpu": f"{speed.computed} take {speed.cpu_ms:.1f} ms and hide {speed.link_ms:.1f} ms of copies over the link",
+        "cpu": f"{speed.computed} take {speed.cpu_ms:.1f} ms, the device {speed.device_ms:.1f}; both hide "
+        f"{speed.link_ms:.1f} ms of copies over the link",
         "device": f"reading and computing take {speed.device_ms:.1f} ms",
         "update": f"the update on the host takes {speed.update_ms:.1f} ms",
         "host": f"launching takes {speed.host_ms:.1f} ms, the device {speed.device_ms:.1f}",

@@ -56,7 +56,7 @@ class Rates:
         fp32_tflops: fp32 matmuls.
         fp8: True if the GPU has FP8 matmuls.
         host_gb_s: host memory, read and written by all cores; default: a host of 16 cores.
-        experts_gb_s: 4-bit pages with which the CPU computes experts missing on the GPU; by default assumed.
+        experts_gb_s: 4-bit pages with which the CPU computes weights missing on the GPU; by default assumed.
         few_tflops: bf16 matmuls of `FEW_ROWS` rows on a CPU; 0 (also in older files): a share of `tflops`.
         few_decoded_tflops: the same with 4-bit matrices, decoded first; 0: a share of `tflops`.
         most_pairs: tokens per expert up to which the CPU multiplies by codes; beyond, it decodes the matrix first.

@@ -168,8 +168,9 @@ def _predict(
         launches += len(plan.swaps) * costs.update_launches if plan is not None and plan.mode == "full" else 0
         routed = costs.routed_layer_us * len(plan.routed) if plan is not None and not recorded else 0.0
         host = 1e-3 * (launches * rates.launch_us + routed)
-    together = 1e3 * sides.seconds if hosted else 0.0
-    beside = max(link - waited, device + cpu, together, host) if costs.queued else max(link - waited, device + host)
+    # a copy waits for a slot of the ring where the CPU has several pages in a row
+    computing = max(device + cpu, 1e3 * sides.pass_s) if hosted else device
+    beside = max(link - waited, computing, host) if costs.queued else max(link - waited, device + host)
     update, longest = _update_ms(found, rates, costs), beside + waited
     ms = max(longest, update) + costs.exposed_share * min(longest, update)
     return Speed(ms, link, device, host, tokens, update, cpu, sides.hosted_bytes)
