@@ -126,7 +126,7 @@ def test_steps_of_generate_compute_what_does_not_fit(rates, device, monkeypatch)
         assert set(hosting.rates) == {1} and hosting.rates[1].link_bytes_s > 0, vb.stats().fallbacks
         return
     stats, hosted = vb.stats(), len(hosting._hosted)
-    assert hosted == 28 if rates is FAST else 5 < hosted < 24
+    assert hosted == 24 if rates is FAST else 5 < hosted < 20  # of 28, and four fit
     assert computed(vb) == stats.computed > 8 * hosted
     assert stats.hosted.startswith(f"{hosted} weights")
     assert close(got, want) and torch.equal(got.sequences, again.sequences)
@@ -140,7 +140,7 @@ def test_a_plain_loop_over_tokens_computes_too(device, monkeypatch):
         cache = vb(IDS, use_cache=True).past_key_values
         for token in (5, 6, 7):
             out = vb(torch.tensor([[token]]), past_key_values=cache)
-    assert computed(vb) == 3 * 28 and out.logits.isfinite().all()
+    assert computed(vb) == 3 * 24 and out.logits.isfinite().all()
 
 
 def test_what_is_hosted_follows_budgets_and_new_weights(device, monkeypatch):
@@ -188,7 +188,7 @@ def test_lossless_weights_and_other_pages_are_moved(device, monkeypatch):
     generated(vb)
     counts = {name: layer.handle.computed for name, layer in vb._attachment.layers.items()}
     assert not any(counts[f"model.layers.0.mlp.{name}_proj"] for name in ("up", "gate", "down"))
-    assert counts["model.layers.1.mlp.up_proj"]
+    assert sum(counts.values()) > 40
 
 
 def test_a_cpu_without_kernels_is_said_once(device, monkeypatch):

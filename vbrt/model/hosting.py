@@ -13,7 +13,7 @@ from vbrt.errors import KernelError
 from vbrt.host import accelerator
 from vbrt.layers import Weight
 from vbrt.layers.weights.hosted_rates import measured_rates, resident_seconds
-from vbrt.layers.weights.hosted_weights import MOST_TOKENS, Host, refusal, shared_team
+from vbrt.layers.weights.hosted_weights import MOST_TOKENS, Host, is_hostable, refusal, shared_team
 from vbrt.residency.hosted_share import HostRates, Use, hosted_keys
 from vbrt.residency.room_division import Room
 from vbrt.tiers import TierStack
@@ -31,7 +31,7 @@ class Hosting:
     Attributes:
         version: counts the choices; captured steps are valid for one.
         rates: measured once, at the first choice.
-        fallbacks: reasons why nothing is hosted.
+        fallbacks: the first reason why a weight is not hosted.
     """
 
     def __init__(self, stack: TierStack, handles: Callable[[], Collection[Any]], where: str) -> None:
@@ -87,6 +87,8 @@ class Hosting:
                 if hosted is not None:
                     weight.host(hosted)
                     self._hosted[key] = weight
+            if host.refusals:
+                self._note(host.refusals[0])
             self._stack.leave_out(phase, frozenset(self._hosted))
         self.version += 1
 
@@ -123,12 +125,14 @@ class Hosting:
 
     def _note(self, why: str) -> None:
         if not self.fallbacks:
-            self.fallbacks.append(f"compute.where: weights that do not fit are moved, not computed by the CPU: {why}")
+            self.fallbacks.append(
+                f"compute.where: weights that do not fit are moved where the CPU cannot compute them: {why}"
+            )
 
     def _weights(self) -> list[Weight]:
         """Weights below the computing tier that the CPU may compute."""
         found = (handle for handle in self._handles() if isinstance(handle, Weight) and len(handle.keys) == 1)
-        return [handle for handle in found if handle.streams and not handle.spec.lossless and not handle.spec.by_rows]
+        return [handle for handle in found if handle.streams and is_hostable(handle.spec)]
 
     def _of_few_tokens(self) -> list[Weight]:
         """Weights that are hosted, or whose last product had few tokens."""

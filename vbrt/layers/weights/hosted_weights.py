@@ -31,11 +31,12 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.mailbox import GROUP, NEEDS, Outbox
 from vbrt.layers.weights.encoded_weight import EncodedWeight
 from vbrt.layers.weights.products import Streamed
+from vbrt.layers.weights.weight_spec import HandleSpec
 from vbrt.libraries.torch_api import is_capturing, raw_stream
 from vbrt.tiers import TierStack
 from vbrt.tiers.stack.host_lease import LowerLease, host_level
 
-__all__ = ["MOST_TOKENS", "Host", "Hosted", "held_at_home", "part_of", "refusal", "shared_team"]
+__all__ = ["MOST_TOKENS", "Host", "Hosted", "held_at_home", "is_hostable", "part_of", "refusal", "shared_team"]
 
 #: most tokens of a product that the CPU computes
 MOST_TOKENS = 8
@@ -171,9 +172,7 @@ class Hosted(Streamed):
     __slots__ = ("_entries", "_host", "_lease", "_part", "_result_at", "tokens")
 
     def __init__(self, host: Host, weight: EncodedWeight, lease: LowerLease, tokens: int) -> None:
-        (rows, inputs), (page,) = weight.spec.shape, lease.wait().values()
-        if rows % GROUP or inputs % GROUP:
-            raise KernelError(f"{weight.spec.name}: a shape of {rows} x {inputs}; expected multiples of {GROUP}")
+        (_, inputs), (page,) = weight.spec.shape, lease.wait().values()
         self._host, self._lease, self.tokens = host, lease, min(tokens, MOST_TOKENS)
         self._result_at = -(-(X + MOST_TOKENS * inputs * weight.dtype.itemsize) // _LINE) * _LINE
         self._part = part_of(weight, page, self._result_at)
@@ -227,10 +226,16 @@ class Hosted(Streamed):
         self._lease.end()
 
 
+def is_hostable(spec: HandleSpec) -> bool:
+    """True if the CPU may compute products of such weights: rounded ones, in shapes that a mailbox takes."""
+    rounds = not (spec.lossless or spec.by_rows or FORMATS[spec.format].lossless)
+    return rounds and not any(side % GROUP for side in spec.shape)
+
+
 def held_at_home(weight: EncodedWeight) -> LowerLease | None:
     """Hold the page of a weight of which the CPU could compute products, where it lies; None if there is none."""
-    spec, stack = weight.spec, weight.stack
-    if spec.lossless or spec.by_rows or len(weight.pages) != 1 or FORMATS[spec.format].lossless:
+    stack = weight.stack
+    if not is_hostable(weight.spec) or len(weight.pages) != 1:
         return None
     page = weight.pages[0]
     level = host_level(stack, page)
