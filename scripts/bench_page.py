@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.cpu_tables import median_ms
+from scripts.hosted_tables import room_of
 
 __all__ = ["PAGE", "page", "slug"]
 
@@ -81,6 +82,7 @@ def _tables() -> list[tuple[str, str, tuple[str, ...], list[list[str]], str]]:
     return [
         _decoding(),
         _budgets(),
+        _shared(),
         _same(),
         _experts(),
         _prompts(),
@@ -143,6 +145,25 @@ def _budgets():
         ("Llama-3-8B's shape, 16 GB in bf16", "peak GB", "ms a token", "plain model's weights"),
         rows,
         "streaming, NVIDIA H200",
+    )
+
+
+def _shared():
+    rows, link = [], _of("stream-nvidia-h200")["link_gb_s"]
+    for copies in (1, 2):
+        for share in ("ring", "50"):
+            row = {"share": share, "copies": copies}
+            moved, shared = (_row("hosted-nvidia-h200", where=where, **row)["ms"] for where in ("device", "auto"))
+            rows.append([f"{link / copies:.0f}", room_of(share), f"{moved:.0f}", f"{shared:.0f}"])
+    return (
+        "And where the CPU takes its share?",
+        (
+            "Of weights in 4 bits that do not fit, the CPU (16 cores) computes some where they lie, while the link "
+            "brings the others (`compute.where`). The slower link is emulated: each page is copied twice."
+        ),
+        ("link, GB/s", "on the GPU", "all moved, ms a token", "shared, ms a token"),
+        rows,
+        "weights shared by link and CPU, NVIDIA H200",
     )
 
 

@@ -8,6 +8,7 @@ from scripts.capability_tables import capability_table, mma_table
 from scripts.cpu_tables import peers_table
 from scripts.full_tables import full_cpu_table, full_tables
 from scripts.generate_tables import exact_table, generate_table
+from scripts.hosted_tables import hosted_table
 from scripts.kv_tables import kv_table
 from scripts.live_tables import live_table
 from scripts.load_peak import load_table
@@ -86,6 +87,8 @@ def tables() -> str:
         out += stream_table(path)
     for path in sorted(RESULTS.glob("programme-*.json")):
         out += programme_table(path, DOCS)
+    for path in sorted(RESULTS.glob("hosted-*.json")):
+        out += hosted_table(path)
     for path in sorted(RESULTS.glob("tiers-training-*.json")):
         out += full_cpu_table(path)
     for path in sorted(RESULTS.glob("update-*.json")):
