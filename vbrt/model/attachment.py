@@ -152,7 +152,7 @@ class Attachment:
                 if runtime.stack.device.type == accelerator.TYPE:
                     layer.handle.deciding.ask_with(self.expert_cache.follow)
                 layer.handle.deciding.compute_misses_by(self.missed)
-        self.hosting = Hosting(runtime.stack, lambda: self.registry.handles, terms.settings.compute.where)
+        self.hosting = Hosting(runtime.stack, self.registry, terms.settings.compute.where)
         self.timed: TimelineTotals | None = None
         self.speculation = SpeculationCounts()
         self.name_phase: Callable[[str], str] | None = None

@@ -7,13 +7,13 @@ itself is pure: `vbrt.residency.hosted_share`.
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
 from vbrt.errors import KernelError
 from vbrt.host import accelerator
 from vbrt.layers import Weight
 from vbrt.layers.weights.hosted_rates import measured_rates, resident_seconds
 from vbrt.layers.weights.hosted_weights import MOST_TOKENS, Host, is_hostable, refusal, shared_team
+from vbrt.model.layer_registry import Registry
 from vbrt.residency.hosted_share import HostRates, Use, hosted_keys
 from vbrt.residency.room_division import Room
 from vbrt.tiers import TierStack
@@ -25,7 +25,7 @@ class Hosting:
     """Hosted weights of one model.
 
     Args:
-        handles: gives the weights of the model's layers.
+        registry: of the model's layers.
         where: `compute.where`.
 
     Attributes:
@@ -34,8 +34,8 @@ class Hosting:
         fallbacks: the first reason why a weight is not hosted.
     """
 
-    def __init__(self, stack: TierStack, handles: Callable[[], Collection[Any]], where: str) -> None:
-        self._stack, self._handles, self._where = stack, handles, where
+    def __init__(self, stack: TierStack, registry: Registry, where: str) -> None:
+        self._stack, self._registry, self._where = stack, registry, where
         self._host: Host | None = None
         self._key: object = None
         self._choosing = threading.Lock()
@@ -131,7 +131,7 @@ class Hosting:
 
     def _weights(self) -> list[Weight]:
         """Weights below the computing tier that the CPU may compute."""
-        found = (handle for handle in self._handles() if isinstance(handle, Weight) and len(handle.keys) == 1)
+        found = (handle for handle in self._registry.handles if isinstance(handle, Weight) and len(handle.keys) == 1)
         return [handle for handle in found if handle.streams and is_hostable(handle.spec)]
 
     def _of_few_tokens(self) -> list[Weight]:

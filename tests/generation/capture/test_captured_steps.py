@@ -99,7 +99,9 @@ def test_layers_count_what_is_replayed():
 
 def test_pages_count_a_hit_for_each_forward_that_is_replayed():
     stack = SimpleNamespace(ledger=SimpleNamespace(travellers=0))
-    ran, idle = (SimpleNamespace(forwards=5, pages=[SimpleNamespace(hits=9)], stack=stack) for _ in range(2))
+    ran, idle = (
+        SimpleNamespace(forwards=5, computed=0, pages=[SimpleNamespace(hits=9)], stack=stack) for _ in range(2)
+    )
     counted = Counted()
     with counted.during([ran, idle]):
         ran.forwards += 1

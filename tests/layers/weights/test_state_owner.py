@@ -11,8 +11,8 @@ OWNERS = {
     "layers/experts/experts_handle.py": "ExpertsHandle",
     "layers/experts/residency_owner.py": "Deciding",
 }
-#: counted up by whoever computes
-COUNTERS = {"forwards", "weight_reads", "computed"}
+#: counted, or noted, by whoever computes
+COUNTERS = {"forwards", "weight_reads", "computed", "tokens"}
 #: which have weights at hand; elsewhere attributes of other objects have these names
 ROOMS = ("layers", "model", "saves", "wrapper", "distributed", "integrations", "estimation", "generation/capture")
 NOT_OURS = {"ctx", "guard"}  # autograd's context, a stack's lock
