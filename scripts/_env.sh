@@ -17,8 +17,9 @@ _is_new_enough() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
+# what is never imported is not compiled, which is most of it
 _pip() {
-    PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 "$PY" -m pip install -qq --progress-bar off "$@" ||
+    PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 "$PY" -m pip install -qq --no-compile --progress-bar off "$@" ||
         _die "pip could not install $*; the lines above say why. Run the script again once that is mended."
 }
 

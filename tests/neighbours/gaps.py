@@ -9,7 +9,7 @@ import pytest
 __all__ = ["FILE", "Gap", "apply", "read_gaps"]
 
 FILE = Path(__file__).parents[2] / "constraints" / "gaps.toml"
-ENVIRONMENTS = ("newest", "gpus")
+ENVIRONMENTS = ("newest", "gpus", "libraries")
 
 
 @dataclass(frozen=True)
