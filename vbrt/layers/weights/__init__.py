@@ -2,7 +2,7 @@
 gives.
 
 A dense parameter or planes from a file enter; `product(x, bias)` leaves. `state.py` is the state machine: a `Weight` is
-dense, streamed, resident, by rows or lent, transitions only there; it is shared by all layers that are tied to it.
+dense, streamed, hosted, resident, by rows or lent, transitions only there; it is shared by all layers that are tied to it.
 `products.py` has one product object a state, chosen at the transition; `linear_product.py` says which computation runs,
 and `kernel_selection.py` which kernel: plans size pages by the same choice. Products see a weight through the protocol
 of `encoded_weight.py`.
