@@ -27,6 +27,11 @@ about a millisecond of the host, so it comes at most every 500 of its own length
 margin at once runs out of memory: the margin doubles, pages are evicted, and `vb(x)` runs the pass again unless that
 could differ (training mode, or an argument that may have been changed, such as a cache).
 
+**Hosted weights** (`hosting.py`). Before steps of few tokens it asks `residency/hosted_share.py` which of the weights
+that do not fit the CPU computes where they lie, by rates measured once on the model's own pages, and changes their
+state. The choice is kept until budgets, homes or the number of tokens change; recorded steps are valid for one choice.
+Measured rates are rounded, so that runs on one machine mostly choose the same pages, and so give the same bits.
+
 **Passes** (`pass_hooks.py`). The hook that waits for the end of a pass is on a model only while there are unencoded
 weights. A forward that was set on the wrapper may run parts of the model alone, so the wrapper's call is the pass then.
 PEFT parametrizes parameters, and encoded experts have none; it would warn that it matched nothing, so the pass hook

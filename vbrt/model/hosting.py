@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from vbrt.errors import KernelError
 from vbrt.host import accelerator
 from vbrt.layers import Weight
+from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.weights.hosted_rates import measured_rates, resident_seconds
 from vbrt.layers.weights.hosted_weights import MOST_TOKENS, Host, is_hostable, refusal, shared_team
 from vbrt.model.layer_registry import Registry
@@ -99,6 +100,8 @@ class Hosting:
         policy = self._stack.levels[0].policy
         if tokens > MOST_TOKENS or not weights or getattr(policy, "foresight", None) is None:
             return frozenset()
+        if any(isinstance(handle, ExpertsHandle) for handle in self._registry.handles):
+            return frozenset()  # what passes need of experts, and so what else fits, varies from token to token
         uses = self._uses(phase, weights)
         if sum({use.key: use.nbytes for use in uses}.values()) <= policy.capacity_bytes:
             return frozenset()

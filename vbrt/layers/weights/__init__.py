@@ -2,10 +2,11 @@
 gives.
 
 A dense parameter or planes from a file enter; `product(x, bias)` leaves. `state.py` is the state machine: a `Weight` is
-dense, streamed, hosted, resident, by rows or lent, transitions only there; it is shared by all layers that are tied to it.
-`products.py` has one product object a state, chosen at the transition; `linear_product.py` says which computation runs,
-and `kernel_selection.py` which kernel: plans size pages by the same choice. Products see a weight through the protocol
-of `encoded_weight.py`.
+dense, streamed, hosted, resident, by rows or lent, transitions only there; it is shared by all layers that are tied to
+it. `products.py` has one product object a state, chosen at the transition, and `hosted_weights.py` that of a weight
+which the CPU computes with, where its page lies; `linear_product.py` says which computation runs, and
+`kernel_selection.py` which kernel: plans size pages by the same choice. Products see a weight through the protocol of
+`encoded_weight.py`.
 
 **Unencoded weights ("shells")**. From `wrap` on the parameter is held by the `Weight` (`dense`), so nothing that walks
 parameters finds it. On the first forward, or at `materialize()`, it is encoded, planes are packed into pages, pages go
