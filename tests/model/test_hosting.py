@@ -13,7 +13,7 @@ import vbrt
 from tests.models import config, llama
 from vbrt.errors import KernelError
 from vbrt.kernels.cpu import build
-from vbrt.kernels.cpu.hosted import ENTRY_BITS
+from vbrt.kernels.cpu.hosted import ENTRY_BITS, HostedTeam
 from vbrt.layers.weights import hosted_rates, hosted_weights
 from vbrt.model import hosting, runtime
 from vbrt.residency.hosted_share import HostRates
@@ -197,3 +197,23 @@ def test_a_cpu_without_kernels_is_said_once(device, monkeypatch):
     generated(vb)
     (why,) = (why for why in vb.stats().fallbacks if "compute.where" in why)
     assert why.endswith("no compiler was found") and computed(vb) == 0
+
+
+@pytest.mark.parametrize(("rates", "threads"), [({6: 3.0, 9: 3.9, 12: 4.0}, 9), ({6: 2.0, 9: 3.0, 12: 4.0}, 12)])
+def test_the_team_has_the_fewest_threads_that_are_about_as_fast(rates, threads, monkeypatch):
+    monkeypatch.setattr(hosted_rates, "_computed", lambda pages, team, tokens: rates[team.threads])
+    team = hosted_rates._fastest([], sorted(rates))
+    assert team.threads == threads
+    team.stop()
+
+
+def test_threads_in_question_leave_the_main_thread_its_core(monkeypatch):
+    monkeypatch.setattr(hosted_weights, "_teams", {})
+    asked, before = [], torch.get_num_threads()
+    torch.set_num_threads(16)
+    try:
+        team = hosted_weights.shared_team(lambda counts: asked.append(counts) or HostedTeam(1))
+        assert hosted_weights.shared_team() is team and asked == [[8, 12, 15]]
+    finally:
+        torch.set_num_threads(before)
+    assert hosted_weights.shared_team() is not team or before == 16

@@ -13,7 +13,7 @@ from vbrt.host import accelerator
 from vbrt.layers import Weight
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.weights.hosted_rates import measured_rates, resident_seconds
-from vbrt.layers.weights.hosted_weights import MOST_TOKENS, Host, is_hostable, refusal, shared_team
+from vbrt.layers.weights.hosted_weights import MOST_TOKENS, Host, is_hostable, refusal
 from vbrt.model.layer_registry import Registry
 from vbrt.residency.hosted_share import HostRates, Use, hosted_keys
 from vbrt.residency.room_division import Room
@@ -123,7 +123,7 @@ class Hosting:
         Raises KernelError: the CPU computes with none of the weights; says why.
         """
         if tokens not in self.rates:
-            self.rates[tokens] = measured_rates(weights, shared_team(), tokens)
+            self.rates[tokens] = measured_rates(weights, tokens)
         return self.rates[tokens]
 
     def _note(self, why: str) -> None:

@@ -16,7 +16,7 @@ from vbrt.host import accelerator
 from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, POST, HostedTeam, X
 from vbrt.kernels.cuda import devices
 from vbrt.layers.weights.encoded_weight import EncodedWeight
-from vbrt.layers.weights.hosted_weights import held_at_home, part_of
+from vbrt.layers.weights.hosted_weights import held_at_home, part_of, shared_team
 from vbrt.residency.hosted_share import HostRates
 
 __all__ = ["measured_rates", "resident_seconds"]
@@ -27,11 +27,14 @@ _LINK = 0.97  # of its rate, while the CPU computes (H100 host, 16 cores); the C
 _ROUND_TRIP_S = 6e-6  # a GPU kernel's post and its wait, beside the CPU's time for the product
 _STEPS = 8  # of rates in a factor of two
 _PATIENCE_S = 10.0
+_AS_FAST = 0.97
 _LAUNCH_S = 4e-6  # a product of few tokens on a GPU, beside the time for its bytes
 
 
-def measured_rates(weights: Sequence[EncodedWeight], team: HostedTeam, tokens: int) -> HostRates:
+def measured_rates(weights: Sequence[EncodedWeight], tokens: int) -> HostRates:
     """Return the rates of link and CPU, rounded to an eighth of a factor of two, so that runs on one machine agree.
+
+    Chooses the team's threads first, if this process has not done that yet.
 
     Args:
         tokens: of a product.
@@ -49,10 +52,21 @@ def measured_rates(weights: Sequence[EncodedWeight], team: HostedTeam, tokens: i
         pages = [(weight, page) for weight, page, _ in held]
         if not pages:
             raise KernelError("none of their pages is at home in page-locked host memory")
-        return _rates(pages, team, tokens)
+        return _rates(pages, shared_team(lambda counts: _fastest(pages, counts)), tokens)
     finally:
         for *_, lease in held:
             lease.end()
+
+
+def _fastest(pages: Sequence[tuple[EncodedWeight, Tensor]], counts: Sequence[int]) -> HostedTeam:
+    """Return a team of the fewest threads that are about as fast as the best of these counts: siblings on one core and
+    slow cores may add nothing, where the memory is the limit."""
+    rates: dict[int, float] = {}
+    for count in counts:
+        team = HostedTeam(count)
+        rates[count] = _computed(pages, team, 1)
+        team.stop()
+    return HostedTeam(min(count for count, rate in rates.items() if rate >= _AS_FAST * max(rates.values())))
 
 
 def resident_seconds(sizes: Sequence[int], device: torch.device) -> float:

@@ -13,7 +13,6 @@ that is not answered in time gives NaN; the next product, or `Host.check`, raise
 """
 
 import ctypes
-import functools
 import os
 import threading
 import weakref
@@ -254,11 +253,18 @@ def part_of(weight: EncodedWeight, page: Tensor, y: int) -> HostedPart:
     return HostedPart(spec.format, weight.dtype, spec.shape, weight.pages[0].layout, page, None, y)
 
 
-@functools.cache
-def _team(pid: int, threads: int) -> HostedTeam:
-    return new_team()
+_teams: dict[tuple[int, int], HostedTeam] = {}
 
 
-def shared_team() -> HostedTeam:
-    """The team of this process, for the number of threads that torch has now."""
-    return _team(os.getpid(), torch.get_num_threads())
+def shared_team(choose: Callable[[Sequence[int]], HostedTeam] | None = None) -> HostedTeam:
+    """The team of this process, for the number of threads that torch has now.
+
+    Args:
+        choose: makes it, from the numbers of threads in question; None: of as many as torch has, but one.
+    """
+    key = os.getpid(), torch.get_num_threads()
+    if key not in _teams:
+        team = new_team()
+        counts = sorted({team.threads, -(-team.threads * 3 // 4), -(-team.threads // 2)})
+        _teams[key] = team if choose is None else choose(counts)
+    return _teams[key]
