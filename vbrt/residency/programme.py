@@ -18,7 +18,7 @@ from vbrt.residency.scheduled import Foresight, ScheduledPolicy
 
 __all__ = ["Access", "Load", "PassOrder", "Programme", "Segment", "Step", "compile_programme"]
 
-RESIDENT = -1  # instead of a slot: the page stays in the tier
+RESIDENT = -1  # instead of a slot: the page stays in the tier; also in a larger slot than it takes, of an earlier ring
 
 
 class PassOrder(NamedTuple):
@@ -199,7 +199,8 @@ def _laid_out(
     for stay in trial.found.values():
         if stay.crosses:
             stay.slot = trial.live[stay.key].slot
-    begin = sorted((stay for stay in trial.found.values() if stay.uses), key=lambda stay: stay.uses[0])
+    passing = (stay for stay in trial.found.values() if stay.uses and stay.slot != RESIDENT)
+    begin = sorted(passing, key=lambda stay: stay.uses[0])
     leases = [keys for one in passes for keys in one.leases]
     steps = (
         Step(keys, tuple(_access(noted) for noted in trial.accesses[at]), tuple(loads.get(at, ())))

@@ -107,3 +107,29 @@ def test_layers_beside_experts_of_which_the_device_decides_have_a_programme():
     assert run(stack, [Pass("decode"), *LEASES, (expert,)] * 6) < 2 * len(LEASES)
     assert "cannot predict its evictions" in stack.ledger.programmes.reason
     assert_at_rest(stack)
+
+
+def test_the_last_order_is_that_of_the_phase_or_of_the_pass_that_has_just_run():
+    stack = stack_of(SIZES, 14)
+    assert stack.last_order("decode") == []
+    run(stack, [Pass("prompt"), *LEASES])
+    assert stack.last_order("decode") == list(SIZES)  # the prompt's, before its end is noticed
+    run(stack, [Pass("decode"), *LEASES[::2], Pass("decode")])
+    assert stack.last_order("decode") == list(SIZES)[::2]
+
+
+def test_pages_that_are_left_out_are_not_expected_any_more_and_the_rest_recurs():
+    stack = steady()
+    out = set(list(SIZES)[1::2])
+    stack.leave_out("decode", out)
+    assert stack.last_order("decode") == list(SIZES)[::2]
+    kept = [lease for lease in LEASES if lease[0] not in out]
+    for _ in range(12):  # until a programme of the rest runs
+        run(stack, [Pass("decode"), *kept])
+        stack.ledger.programmes.hurry()
+    begin(stack)
+    assert stack.ledger.running is not None, stack.ledger.programmes.reason
+    moved = {key: sum(stack.pages[key].bytes_moved.values()) for key in out}
+    assert run(stack, kept) == len(kept)
+    assert moved == {key: sum(stack.pages[key].bytes_moved.values()) for key in out}
+    assert_at_rest(stack)

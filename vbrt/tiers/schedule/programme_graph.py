@@ -156,7 +156,8 @@ class RecordedRun:
         ledger.end_run()
         ring = [ref() for ref in self._ring]
         self.ended = self._why_not(ring)
-        own, passing = {id(buffer) for buffer in ring}, run.foresight.residents().keys
+        own, passing = {id(buffer) for buffer in ring}, set(run.foresight.residents().keys)
+        passing -= self._staying.keys()
         holding = [slot for key, slot in level.slots.items() if key in passing or id(slot.room) in own]
         busy = [slot for slot in holding if slot.holders or slot.state is not State.READY]
         for holder in (holder for slot in busy for holder in slot.holders):

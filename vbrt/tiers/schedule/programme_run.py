@@ -80,15 +80,21 @@ class ProgrammeRun:
         under the lock, with `ledger.running` set."""
         level, programme = self._level, self.programme
         wanted = {load.key: load.slot for load in programme.begin}
+        accesses = (access for step in programme.steps for access in step.accesses)
+        staying = {access.key for access in accesses if access.slot == RESIDENT}
         others = []
         for key in programme.before.keys:
             slot = level.slots.get(key)
-            if slot is None or slot.state is not State.READY or slot.holders or slot.charge != programme.slot_bytes:
+            if slot is None or slot.state is not State.READY or slot.holders:
                 return False
-            if key in wanted:
-                self.ring.take(slot, wanted[key])
-            else:
+            if key in staying:
+                continue
+            if key not in wanted:
                 others.append(key)
+            elif slot.charge != programme.slot_bytes:
+                return False
+            else:
+                self.ring.take(slot, wanted[key])
         if not self.ring.reserve(others):  # evicts pages that no pass hits while resident
             return False
         self.bind()
