@@ -6,6 +6,7 @@ itself is pure: `vbrt.residency.hosted_share`.
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from vbrt.errors import KernelError
@@ -20,6 +21,8 @@ from vbrt.residency.room_division import Room
 from vbrt.tiers import TierStack
 
 __all__ = ["Hosting"]
+
+_LOOKS = 8  # passes of a model that does not generate, in which its products are looked at
 
 
 class Hosting:
@@ -40,7 +43,8 @@ class Hosting:
         self._host: Host | None = None
         self._key: object = None
         self._choosing = threading.Lock()
-        self._hosted: dict[str, Weight] = {}
+        self._hosted: weakref.WeakValueDictionary[str, Weight] = weakref.WeakValueDictionary()
+        self._looked: tuple[object, int] = (None, 0)
         self._orders: dict[str, list[str]] = {}  # pages of a pass in order, hosted ones included
         self.version = 0
         self.rates: dict[int, HostRates] = {}
@@ -64,9 +68,12 @@ class Hosting:
             return
         if not (self._hosted or stack.ledger.travellers):
             return
+        state = stack.ledger.changes, stack.levels[0].policy.capacity_bytes
+        if not tokens and not self._looks_again(state):
+            return
         weights = [] if tokens else self._of_few_tokens()
         few = tokens or max((weight.tokens for weight in weights), default=0)
-        key = stack.ledger.changes, stack.levels[0].policy.capacity_bytes, few, len(weights)
+        key = *state, few, len(weights)
         if key != self._key and self._choosing.acquire(blocking=False):  # else another thread is at it
             try:
                 self._choose(phase, few, weights if not tokens else self._weights())
@@ -74,10 +81,17 @@ class Hosting:
             finally:
                 self._choosing.release()
 
+    def _looks_again(self, state: object) -> bool:
+        """True in the first passes in a state: after them it is known which products have few tokens."""
+        if state != self._looked[0]:
+            self._looked = state, 0
+        self._looked = state, self._looked[1] + 1
+        return self._looked[1] <= _LOOKS
+
     def _choose(self, phase: str, tokens: int, candidates: Sequence[Weight]) -> None:
         """candidates: those that the CPU may compute, for so many tokens."""
         chosen = self._chosen(phase, tokens, {weight.keys[0]: weight for weight in candidates})
-        if chosen == self._hosted.keys() and self._valid():
+        if chosen == set(self._hosted) and self._valid():
             return
         self._let_go()
         if chosen:
@@ -185,7 +199,7 @@ class Hosting:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        for weight in self._hosted.values():
+        for weight in list(self._hosted.values()):
             if weight.held.hosts:
                 weight.forget_ready()
         self._hosted.clear()
