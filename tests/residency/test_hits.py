@@ -130,3 +130,11 @@ def test_room_for_everything_needs_no_second_copy_of_anything():
     for kind in KINDS:
         counts = simulate(kind, cycle(6, 4), 30, sizes={f"page{i}": i + 1 for i in range(6)})
         assert counts.bytes_in == 21 and set(counts.misses.values()) == {1}
+
+
+def test_a_lease_of_pages_that_no_policy_hears_of_is_one():
+    """It is where pages are prefetched, too: those after a page at home in the tier come no later than in a stack."""
+    trace, sizes = [PASS, (), (), "page2", "page3"] * 2, {"page2": 1, "page3": 3}
+    counts = simulate("scheduled", trace, 3, sizes=sizes, prefetch=1)
+    without = simulate("scheduled", [item for item in trace if item != ()], 3, sizes=sizes, prefetch=1)
+    assert (counts.hits, counts.prefetched) != (without.hits, without.prefetched)

@@ -163,9 +163,10 @@ class _Run:
     def lease(self, keys: tuple[str, ...]) -> None:
         """Lease pages except hosted ones. Raises ArgumentError: they do not fit."""
         self.counts.hosted.update(self.hosted.intersection(keys))
-        keys = tuple(key for key in keys if key not in self.hosted)
-        if not keys:
+        left = tuple(key for key in keys if key not in self.hosted)
+        if keys and not left:
             return
+        keys = left
         for key in keys:
             size = self.size(key)
             decision = self.policy.access(key, size, keys)
