@@ -158,6 +158,19 @@ def test_what_is_hosted_follows_budgets_and_new_weights(device, monkeypatch):
     vb.unwrap()
 
 
+def test_the_same_pages_are_hosted_again_after_they_were_let_go(device, monkeypatch):
+    """Passes with hosted pages lease the others alone; their order is not that of the whole."""
+    vb = wrapped(monkeypatch, rates=EVEN)
+    generated(vb)
+    hosting = vb._attachment.hosting
+    first = set(hosting._hosted)
+    for _ in range(2):
+        hosting.release()
+        assert not hosting._hosted
+        generated(vb)
+        assert first == set(hosting._hosted) != set()
+
+
 def test_more_tokens_than_the_cpu_takes_are_moved(device, monkeypatch):
     vb = wrapped(monkeypatch)
     generated(vb)
