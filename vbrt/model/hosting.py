@@ -213,8 +213,8 @@ class Hosting:
 
     def told(self) -> str:
         """Return what the CPU computes, for statistics; "" for nothing."""
-        rates = next(iter(self.rates.values()), None)
         if not self._hosted:
             return ""
+        rates = next(iter(self.rates.values()))
         nbytes = sum(self._stack.pages[key].nbytes for key in self._hosted if key in self._stack.pages)
         return f"{len(self._hosted)} weights, {nbytes / 2**20:,.0f} MiB ({rates})"

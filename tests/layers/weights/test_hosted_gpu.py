@@ -88,7 +88,7 @@ def test_a_product_that_nobody_answers_raises_and_the_model_goes_on():
     vb = wrapped(llama(), FAST)
     want = generated(vb)
     host = vb._attachment.hosting._host
-    host.give_up_after(0.05)
+    host._outbox.wait_ns = 50_000_000
     vb._attachment.follower.generating[0].steps.release()  # recorded kernels keep their limit
     expect, host._team.expect = host._team.expect, lambda box, posts: None
     serving = host._team

@@ -122,28 +122,25 @@ class Counted:
 
     def __init__(self) -> None:
         self.passes = self.live = 0
-        self._added: list[tuple[Any, int]] = []
-        self._computed: list[tuple[Any, int]] = []
+        self._added: list[tuple[Any, int, int]] = []
 
     @contextmanager
     def during(self, handles: list[Any]) -> Iterator[None]:
         """Record which layers run in the block."""
         before = [(handle.forwards, handle.computed) for handle in handles]
         yield
-        added = [(handle, handle.forwards - old) for handle, (old, _) in zip(handles, before, strict=True)]
-        computed = [(handle, handle.computed - old) for handle, (_, old) in zip(handles, before, strict=True)]
-        self._added = [(handle, more) for handle, more in added if more] or self._added
-        self._computed = [(handle, more) for handle, more in computed if more] or self._computed
+        pairs = zip(handles, before, strict=True)
+        added = [(of, of.forwards - forwards, of.computed - computed) for of, (forwards, computed) in pairs]
+        self._added = [each for each in added if each[1]] or self._added
 
     def settle(self) -> None:
         """Apply the increments of all replays since the last call."""
         passes, live, self.passes, self.live = self.passes, self.live, 0, 0
-        for handle, more in self._added:
+        for handle, more, computed in self._added:
             handle.forwards += (passes + live) * more
             for page in handle.pages if not handle.stack.ledger.travellers else ():  # else replays count pages
                 page.hits += passes * more
-        for handle, more in self._computed:
-            handle.computed += passes * more
+            handle.computed += passes * computed
 
 
 class Recording:

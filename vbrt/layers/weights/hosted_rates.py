@@ -16,7 +16,7 @@ from vbrt.host import accelerator
 from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, POST, HostedTeam, X
 from vbrt.kernels.cuda import devices
 from vbrt.layers.weights.encoded_weight import EncodedWeight
-from vbrt.layers.weights.hosted_weights import held_at_home, part_of, shared_team
+from vbrt.layers.weights.hosted_weights import held_at_home, part_of, results_at, shared_team
 from vbrt.residency.hosted_share import HostRates
 
 __all__ = ["measured_rates", "resident_seconds"]
@@ -109,14 +109,14 @@ def _rounded(rate: float) -> float:
 def _computed(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, tokens: int) -> float:
     """Return the bytes/s of products of so many tokens: this thread posts like a GPU. Raises KernelError."""
     sizes = [sum(weight.spec.shape) * tokens * weight.dtype.itemsize for weight, _ in pages]
-    room = _aligned(X + max(sizes) + 64)
+    room = torch.zeros(X + max(sizes) + 64, dtype=torch.uint8, device="cpu")
     handle = team.attach(room)
     try:
         entries, why = [], ""
         for weight, page in pages:
-            at = -(-(X + weight.spec.shape[1] * tokens * weight.dtype.itemsize) // 64) * 64
+            part = part_of(weight, page, results_at(weight, tokens))
             try:
-                entry = team.entry(handle, [part_of(weight, page, at)], tokens, weight.dtype)
+                entry = team.entry(handle, [part], tokens, weight.dtype)
             except KernelError as error:
                 why = str(error)
                 continue
@@ -137,11 +137,6 @@ def _computed(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, t
         return statistics.median(rates[2:])
     finally:
         team.detach(handle)
-
-
-def _aligned(nbytes: int) -> Tensor:
-    room = torch.zeros(nbytes + 64, dtype=torch.uint8, device="cpu")
-    return room[-room.data_ptr() % 64 :]
 
 
 def _copied(pages: Sequence[tuple[EncodedWeight, Tensor]], device: torch.device) -> float:

@@ -35,7 +35,17 @@ from vbrt.libraries.torch_api import is_capturing, raw_stream
 from vbrt.tiers import TierStack
 from vbrt.tiers.stack.host_lease import LowerLease, host_level
 
-__all__ = ["MOST_TOKENS", "Host", "Hosted", "held_at_home", "is_hostable", "part_of", "refusal", "shared_team"]
+__all__ = [
+    "MOST_TOKENS",
+    "Host",
+    "Hosted",
+    "held_at_home",
+    "is_hostable",
+    "part_of",
+    "refusal",
+    "results_at",
+    "shared_team",
+]
 
 #: most tokens of a product that the CPU computes
 MOST_TOKENS = 8
@@ -65,7 +75,7 @@ class Host:
         """room_bytes: of the largest inputs, plus the largest results."""
         self.capturing, self.captured = False, 0
         self.refusals: list[str] = []
-        self._stack, self._device, self._lock = weakref.ref(stack), stack.device, threading.RLock()
+        self._device, self._lock = stack.device, threading.RLock()
         self._room = torch.zeros(X + room_bytes + _LINE, dtype=torch.uint8, device="cpu", pin_memory=accelerator.pins())
         self._outbox = Outbox(self._room, (POST, ANSWER, GAVE_UP, X), ENTRY_BITS, stack.device)
         self._gave_up = ctypes.c_int64.from_address(self._room.data_ptr() + GAVE_UP)
@@ -74,7 +84,7 @@ class Host:
         self._names: dict[int, str] = {}
         self._stream: torch.Stream | None = None
         self._raw: object = None
-        self._end = weakref.finalize(self, self._team.detach, self._handle)
+        weakref.finalize(self, self._team.detach, self._handle)
 
     @property
     def room_bytes(self) -> int:
@@ -154,10 +164,6 @@ class Host:
             'NaN; compute.where = "device" moves all weights to the GPU instead'
         )
 
-    def give_up_after(self, seconds: float) -> None:
-        """Set how long a kernel waits for an answer; captured ones keep what they had."""
-        self._outbox.wait_ns = int(seconds * 1e9)
-
 
 class Hosted(Streamed):
     """State of a weight whose page lies in host memory, where the CPU multiplies few tokens with it; for more tokens
@@ -171,9 +177,9 @@ class Hosted(Streamed):
     __slots__ = ("_entries", "_host", "_lease", "_part", "_result_at", "tokens")
 
     def __init__(self, host: Host, weight: EncodedWeight, lease: LowerLease, tokens: int) -> None:
-        (_, inputs), (page,) = weight.spec.shape, lease.wait().values()
+        (page,) = lease.wait().values()
         self._host, self._lease, self.tokens = host, lease, min(tokens, MOST_TOKENS)
-        self._result_at = -(-(X + MOST_TOKENS * inputs * weight.dtype.itemsize) // _LINE) * _LINE
+        self._result_at = results_at(weight, MOST_TOKENS)
         self._part = part_of(weight, page, self._result_at)
         self._entries: dict[int, int] = {}
         self._entries[1] = host.enter(weight.spec.name, self._part, 1, weight.dtype)
@@ -245,6 +251,11 @@ def held_at_home(weight: EncodedWeight) -> LowerLease | None:
         return lease
     lease.end()
     return None
+
+
+def results_at(weight: EncodedWeight, tokens: int) -> int:
+    """Return the byte offset of results in a mailbox, behind inputs of so many tokens."""
+    return -(-(X + tokens * weight.spec.shape[1] * weight.dtype.itemsize) // _LINE) * _LINE
 
 
 def part_of(weight: EncodedWeight, page: Tensor, y: int) -> HostedPart:
