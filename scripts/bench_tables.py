@@ -88,7 +88,7 @@ def tables() -> str:
     for path in sorted(RESULTS.glob("programme-*.json")):
         out += programme_table(path, DOCS)
     for path in sorted(RESULTS.glob("hosted-*.json")):
-        out += hosted_table(path)
+        out += hosted_table(path, DOCS)
     for path in sorted(RESULTS.glob("tiers-training-*.json")):
         out += full_cpu_table(path)
     for path in sorted(RESULTS.glob("update-*.json")):

@@ -1,16 +1,19 @@
 """Milliseconds a token where weights do not fit: streamed, and shared between the link and the CPU; writes JSON.
 
 The 8B shape with random weights in `fp4`, batch 1, a prompt of 128 tokens, `generate`. For each room on the GPU: all
-missing weights moved (`compute.where = "device"`), and as "auto" divides them. A slower link is emulated by copying
-each page's bytes several times; rows say so.
+missing weights moved (`compute.where = "device"`), all computed by the CPU ("cpu"), and as "auto" divides them. A
+slower link is emulated by copying each page's bytes several times; rows say so.
 
     python3 scripts/hosted_bench.py [--layers 32] [--shares ring 25 50 75] [--copies 1 2 4] [--threads 15] [--out FILE]
+
+`scripts/hosted_peers.py` times llama.cpp beside it.
 """
 
 import argparse
 import contextlib
 import gc
 import json
+import statistics
 import sys
 import time
 import traceback
@@ -27,9 +30,11 @@ import vbrt
 from scripts.measuring import llama_8b, machine, moved_bytes
 from vbrt.integrations.token_times import Clock
 from vbrt.layers.weights import hosted_rates
+from vbrt.residency.hosted_share import HostRates
 from vbrt.tiers.schedule.stream_link import StreamLink
 
 PROMPT, RING = 128, 110 << 20
+ALL_ON_CPU = HostRates(link_bytes_s=1.0, cpu_bytes_s=1e15)
 
 
 @contextlib.contextmanager
@@ -74,7 +79,8 @@ def timed(vb, new: int, batch: int = 1) -> dict:
     again = logits_of(vb, batch)
     short, clock = counted(vb), Clock()
     tokens = tokens_of(vb, new, clock, batch)
-    row = {"ms": clock.ms, "first_call_s": first_s, "tokens": tokens[0, PROMPT:].tolist()}
+    row = {"ms": clock.ms, "median_ms": statistics.median(clock.spans_ms), "spans_ms": clock.spans_ms}
+    row |= {"first_call_s": first_s, "tokens": tokens[0, PROMPT:].tolist()}
     for name, *counts in zip(("moved_mb", "computed_mb"), before, short, counted(vb), strict=True):
         eight, long = counts[1] - counts[0], counts[2] - counts[1]
         row[name] = (long - eight) / 1e6 / (new - 8)  # of a step: both calls have a prompt
@@ -93,12 +99,15 @@ def counted(vb) -> tuple[int, int]:
 
 
 def put(vb, room: int, where: str) -> None:
-    """Give the pages so much room, and forget rates and recorded steps."""
+    """Give the pages so much room, and forget rates and recorded steps. where: as `compute.where`, or "cpu": all that
+    does not fit is computed there."""
     hosting = vb._attachment.hosting
     hosting.release()
     vb.set_budget("gpu", room)
     hosting.rates.clear()
-    hosting._where = where
+    if where == "cpu":
+        hosting.rates.update(dict.fromkeys(range(1, 17), ALL_ON_CPU))
+    hosting._where = "auto" if where == "cpu" else where
     for each in vb._attachment.follower.generating:
         each.steps.release()
 
@@ -109,7 +118,7 @@ def main() -> None:
     parser.add_argument("--shares", nargs="*", default=["ring", "50"], help="'ring', or per cent of the pages")
     parser.add_argument("--copies", type=int, nargs="*", default=[1], help="of each page: 2 and 4 emulate slower links")
     parser.add_argument("--threads", type=int, help="of torch, and so of the CPU's team")
-    parser.add_argument("--where", nargs="*", default=["device", "auto"])
+    parser.add_argument("--where", nargs="*", default=["device", "auto"], help="also: cpu")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--out", type=Path)
@@ -129,7 +138,8 @@ def main() -> None:
                         put(vb, RING if share == "ring" else int(vb.plan.page_bytes * int(share) / 100), where)
                         row |= timed(vb, args.new, args.batch)
                         hosting = vb._attachment.hosting
-                        row["rates"] = {n: str(rates) for n, rates in hosting.rates.items()}
+                        rates = hosting.rates.get(args.batch)
+                        row["rates_bytes_s"] = [rates.link_bytes_s, rates.cpu_bytes_s] if rates else []
                         stats = vb.stats()
                         row |= {"told": hosting.told(), "fallbacks": list(stats.fallbacks)}
                         row["libraries"] = dict(stats.libraries)
@@ -147,7 +157,7 @@ def main() -> None:
                 short = {
                     key: value
                     for key, value in row.items()
-                    if key not in ("tokens", "error", "steps", "fallbacks", "libraries")
+                    if key not in ("tokens", "error", "steps", "fallbacks", "libraries", "spans_ms")
                 }
                 print({k: round(v, 2) if isinstance(v, float) else v for k, v in short.items()}, flush=True)
                 if args.out:

@@ -86,6 +86,11 @@ def _plain(rows: list[dict]) -> list[str]:
     return [what, *first, ""]
 
 
+def _drafts(row: dict) -> str:
+    call = str(row.get("what", "")).rpartition(", ")[2]
+    return f"auto, {call}" if row["drafts"] == "auto" and call else str(row["drafts"])
+
+
 def _forced(rows: list[dict]) -> list[str]:
     if not rows:
         return []
@@ -96,7 +101,7 @@ def _forced(rows: list[dict]) -> list[str]:
             f"`{row['preset']}`",
             f"{row['acceptance_forced']:.2f}",
             row["exactness"],
-            str(row["drafts"]),
+            _drafts(row),
             f"{row['tokens_per_s']:.1f}",
             f"{row['ratio']:.2f}",
             f"{row['draft_ms']:.2f}",
