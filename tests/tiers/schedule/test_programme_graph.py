@@ -76,6 +76,22 @@ def test_replays_count_as_passes_and_find_their_pages_whatever_came_between(monk
     assert not recording.replay(graph, "decode") and "closed" in recording.ended
 
 
+def test_the_first_copies_of_the_next_pass_start_behind_a_replay(monkeypatch):
+    """The host prepares the next pass meanwhile: of a step of 10 ms it may be 2."""
+    stack = steady()
+    recording, graph = recorded(stack, monkeypatch)
+    run = stack.ledger.running
+    head = [(load.key, load.slot) for load in run.programme.head]
+    moved = [sum(stack.pages[key].bytes_moved.values()) for key, _ in head]
+    for turn in range(1, 4):
+        assert recording.replay(graph, "decode")
+        assert head and all(run.ring.keys[slot] == key for key, slot in head)
+        now = [sum(stack.pages[key].bytes_moved.values()) for key, _ in head]
+        whole = [SIZES[key] * UNIT * turn for key, _ in head]
+        assert [b - a for a, b in zip(moved, now, strict=True)] == whole  # once a pass
+    stack.close()
+
+
 @pytest.mark.parametrize("room", [8, 11, 20, sum(SIZES.values())])
 def test_a_budget_ends_a_recording(room, monkeypatch):
     stack = steady()

@@ -68,6 +68,7 @@ class ProgrammeRun:
         self.steps: list[Bound | None] = []  # None ends a pass
         self._segment = self.at = 0
         self.expected = True
+        self._ahead = False  # the next round's first copies have started
         self.out: Leased | None = None
         self.thread = 0  # of the open lease
         self._borrower: Borrower | None = None  # of the open lease's slots, once it has slots
@@ -122,7 +123,7 @@ class ProgrammeRun:
             holding: slots of the level that hold one of the buffers or a streamed page.
         """
         programme, ring = self.programme, self.ring
-        self._segment, self.at, self.expected = 0, 0, True
+        self._segment, self.at, self.expected, self._ahead = 0, 0, True, False
         self.out, ring.keys = None, [""] * programme.slots
         ring.link.follow()
         wanted = {load.key: load.slot for load in programme.begin}
@@ -189,13 +190,16 @@ class ProgrammeRun:
             self._passes.count_misses(step.misses, step.prefetched)
 
     def count_pass(self) -> None:
-        """Count the current pass as complete; for rounds of one pass."""
+        """Count the current pass as complete, and start the first copies of the next one, which the device can do while
+        the host prepares it; for rounds of one pass."""
         for step in self.steps[:-1]:
             self._count(step)
             for copy in step.loads:
                 self.ring.keys[copy.load.slot] = copy.load.key
                 copy.page.bytes_moved[copy.link] += copy.page.nbytes
         self.at = len(self.steps) - 1
+        self.ring.start(self.ring.copies(self.programme.head))
+        self._ahead = True
 
     def _stops(self) -> bool:
         """True if the policy must decide leases now."""
@@ -242,8 +246,9 @@ class ProgrammeRun:
                 level.policy.begin_pass(phase)
             self._segment, self.at = following, _start_of(self.programme, following)
             self.expected = self.foresight.state() == self.programme.segments[following].state
-            if finished and following == 0:
+            if finished and following == 0 and not self._ahead:
                 self.ring.start(self.ring.copies(self.programme.head))
+            self._ahead = False
         return True
 
     def _first_of_backward(self) -> Bound | None:
