@@ -152,7 +152,7 @@ def _shared():
     rows, link = [], _of("stream-nvidia-h200")["link_gb_s"]
     for copies in (1, 2):
         for share in ("ring", "50"):
-            row = {"share": share, "copies": copies}
+            row = {"share": share, "copies": copies, "threads": 16, "batch": 1}
             moved, shared = (_row("hosted-nvidia-h200", where=where, **row)["ms"] for where in ("device", "auto"))
             rows.append([f"{link / copies:.0f}", room_of(share), f"{moved:.0f}", f"{shared:.0f}"])
     return (

@@ -53,7 +53,7 @@ def hosted_table(path: Path, docs: Path) -> list[str]:
         beside = copies == batch == 1 and threads == where["cores"] and share in llama
         peer = f"{llama[share]:.1f}" if beside else "–"
         both = by.get("auto", {"rates_bytes_s": [], "told": ""})
-        limit = f"{_limit_ms(both, resident):.1f}" if "auto" in by else "–"
+        limit = f"{_limit_ms(both, resident):.1f}" if both["rates_bytes_s"] else "–"
         lines.append([room_of(share), link, str(threads), str(batch), *cells, limit, peer, both["told"] or "–"])
     drawing = f"{path.stem}.svg"
     _draw(found, where["cores"], resident, llama, docs.parent / drawing)
@@ -70,15 +70,14 @@ def hosted_table(path: Path, docs: Path) -> list[str]:
         "| --- " * len(_HEAD) + "|",
         *(f"| {' | '.join(line)} |" for line in lines),
         "",
-        f"{where['cpu']}, {where['cores']} cores; {versions}, Python {where['python']}, commit {where['commit']}.",
+        f"{result['note']}. {where['cpu']}, {where['cores']} cores; {versions}, Python {where['python']}, commit "
+        f"{where['commit']}.",
         "",
     ]
 
 
 def _limit_ms(row: dict, resident: float) -> float:
     """Longest of what moved, what was computed, and the resident step."""
-    if not row["rates_bytes_s"]:
-        return resident
     link, cpu = row["rates_bytes_s"]
     return max(row["moved_mb"] * 1e9 / link, row["computed_mb"] * 1e9 / cpu, resident)
 
@@ -98,7 +97,7 @@ def _draw(found: dict, cores: int, resident: float, llama: dict[str, float], pat
         percent = 0 if share == "ring" else float(share)
         for name, row in by.items():
             curves.setdefault(names[name], {})[percent] = row["ms"]
-        if "auto" in by:
+        if by.get("auto", {}).get("rates_bytes_s"):
             curves.setdefault("limit of both", {})[percent] = _limit_ms(by["auto"], resident)
         if share in llama:
             curves.setdefault("llama.cpp", {})[percent] = llama[share]

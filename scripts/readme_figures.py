@@ -69,7 +69,7 @@ def table() -> str:
     exact = lines["vbrt exact: every bit of the weights"]
     (whole,) = (row for row in read("generate-nvidia-h200")["rows"] if row["case"] == "fp4" and row["batch"] == 1)
     shared = [row for row in read("hosted-nvidia-h200")["rows"] if row["copies"] == 1 and row["where"] == "auto"]
-    (half,) = (row for row in shared if row["share"] == "50")
+    (half,) = (row for row in shared if (row["share"], row["threads"], row["batch"]) == ("50", 16, 1))
     predicted = json.loads(PREDICTED.read_text())["rows"]
     ours, eager = "`scripts/memory_bench.py`", "`scripts/generate_bench.py`"
     experts = (QUARTER["peak_gb"], QUARTER["ms"], "30B-A3B fp4, 25 %", "`scripts/experts_decode.py`")
