@@ -70,8 +70,10 @@ def hosted_table(path: Path, docs: Path) -> list[str]:
         "| --- " * len(_HEAD) + "|",
         *(f"| {' | '.join(line)} |" for line in lines),
         "",
-        f"{result['note']}. {where['cpu']}, {where['cores']} cores; {versions}, Python {where['python']}, commit "
-        f"{where['commit']}.",
+        (
+            f"{result['note']}. {where['cpu']}, {where['cores']} cores; {versions}, Python {where['python']}, commit "
+            f"{where['commit']}."
+        ),
         "",
     ]
 

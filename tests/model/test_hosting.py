@@ -76,7 +76,7 @@ def device(monkeypatch):
     monkeypatch.setattr(hosted_weights, "is_capturing", lambda: False)
     monkeypatch.setattr(hosted_weights, "Outbox", PlayedOutbox)
     monkeypatch.setattr(hosted_rates, "_copied", lambda pages, device: 1e9)
-    monkeypatch.setattr(hosted_rates, "_copying", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(hosted_rates, "_copying", lambda *args: contextlib.nullcontext(lambda: 1e9))
     monkeypatch.setattr(PlayedOutbox, "answers", True)
 
 

@@ -23,7 +23,6 @@ __all__ = ["measured_rates", "resident_seconds"]
 
 _MOST_BYTES = 512 << 20  # of pages that are read to measure: more than caches hold
 _TURNS = 24  # products, and copies, of each measurement; the median counts
-_LINK = 0.97  # of its rate, while the CPU computes (H100 host, 16 cores); the CPU's is measured while the link copies
 _ROUND_TRIP_S = 6e-6  # a GPU kernel's post and its wait, beside the CPU's time for the product
 _STEPS = 8  # of rates in a factor of two
 _PATIENCE_S = 10.0
@@ -81,23 +80,26 @@ def _rates(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, toke
     link = _copied(pages, device)
     nbytes = 1.5 * _TURNS * pages[0][1].nbytes / alone * link  # for longer than the products take
     copying = [page for _, page in itertools.islice(itertools.cycle(pages), int(nbytes / pages[-1][1].nbytes))]
-    with _copying(copying, nbytes, device):
+    with _copying(copying, nbytes, device) as copied:
         cpu = _computed(pages, team, 1)
-    return HostRates(_rounded(link * _LINK), _rounded(cpu), more, _ROUND_TRIP_S)
+        link = min(link, copied())
+    return HostRates(_rounded(link), _rounded(cpu), more, _ROUND_TRIP_S)
 
 
 @contextlib.contextmanager
-def _copying(pages: Sequence[Tensor], nbytes: float, device: torch.device) -> Iterator[None]:
-    """Copy so many bytes of pages to the device while the block runs."""
-    stream, there = accelerator.Stream(device), torch.empty_like(pages[0], device=device)
+def _copying(pages: Sequence[Tensor], nbytes: float, device: torch.device) -> Iterator[Callable[[], float]]:
+    """Copy so many bytes of pages to the device while the block runs; gives the bytes/s so far."""
+    stream, there, copies = accelerator.Stream(device), torch.empty_like(pages[0], device=device), []
+    begun = time.perf_counter()
     with accelerator.stream(stream):
         for page in pages:
             there[: page.nbytes].copy_(page, non_blocking=True)
+            copies.append((stream.record_event(), page.nbytes))
             nbytes -= page.nbytes
             if nbytes <= 0:
                 break
     try:
-        yield
+        yield lambda: sum(size for ended, size in copies if ended.query()) / (time.perf_counter() - begun)
     finally:
         accelerator.synchronize(device)
 
