@@ -88,18 +88,24 @@ def _rates(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, toke
 
 @contextlib.contextmanager
 def _copying(pages: Sequence[Tensor], nbytes: float, device: torch.device) -> Iterator[Callable[[], float]]:
-    """Copy so many bytes of pages to the device while the block runs; gives the bytes/s so far."""
+    """Copy so many bytes of pages to the device while the block runs; gives the bytes/s of the copies that have ended,
+    infinite for too few."""
     stream, there, copies = accelerator.Stream(device), torch.empty_like(pages[0], device=device), []
-    begun = time.perf_counter()
     with accelerator.stream(stream):
         for page in pages:
             there[: page.nbytes].copy_(page, non_blocking=True)
-            copies.append((stream.record_event(), page.nbytes))
+            copies.append((stream.record_event(accelerator.Event(enable_timing=True)), page.nbytes))
             nbytes -= page.nbytes
             if nbytes <= 0:
                 break
+
+    def rate() -> float:
+        (first, _), *others = copies
+        ended = [copy for copy in others if copy[0].query()]
+        return 1e3 * sum(nbytes for _, nbytes in ended) / first.elapsed_time(ended[-1][0]) if ended[1:] else math.inf
+
     try:
-        yield lambda: sum(size for ended, size in copies if ended.query()) / (time.perf_counter() - begun)
+        yield rate
     finally:
         accelerator.synchronize(device)
 
