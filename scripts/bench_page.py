@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.cpu_tables import median_ms
-from scripts.hosted_tables import room_of
+from scripts.hosted_tables import peer_ms, room_of
 
 __all__ = ["PAGE", "page", "slug"]
 
@@ -150,18 +150,21 @@ def _budgets():
 
 def _shared():
     rows, link = [], _of("stream-nvidia-h200")["link_gb_s"]
+    llama = peer_ms(_RESULTS / "llama-cpp-nvidia-h200.json")
     for copies in (1, 2):
         for share in ("ring", "50"):
             row = {"share": share, "copies": copies, "threads": 16, "batch": 1}
             moved, shared = (_row("hosted-nvidia-h200", where=where, **row)["ms"] for where in ("device", "auto"))
-            rows.append([f"{link / copies:.0f}", room_of(share), f"{moved:.0f}", f"{shared:.0f}"])
+            peer = f"{llama[share]:.0f}" if copies == 1 else "–"
+            rows.append([f"{link / copies:.0f}", room_of(share), f"{moved:.0f}", f"{shared:.0f}", peer])
     return (
         "And where the CPU takes its share?",
         (
             "Of weights in 4 bits that do not fit, the CPU (16 cores) computes some where they lie, while the link "
-            "brings the others (`compute.where`). The slower link is emulated: each page is copied twice."
+            "brings the others (`compute.where`). The slower link is emulated: each page is copied twice. llama.cpp, "
+            "Q4_0, has as much on the GPU, and copies nothing."
         ),
-        ("link, GB/s", "on the GPU", "all moved, ms a token", "shared, ms a token"),
+        ("link, GB/s", "on the GPU", "all moved, ms a token", "shared, ms a token", "llama.cpp, ms a token"),
         rows,
         "weights shared by link and CPU, NVIDIA H200",
     )
