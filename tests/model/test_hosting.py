@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import vbrt
+from scripts import committed
+from scripts.speculate import as_gpt2
 from tests.models import config, llama
 from vbrt.errors import KernelError
 from vbrt.kernels.cpu import build
@@ -141,6 +143,27 @@ def test_a_plain_loop_over_tokens_computes_too(device, monkeypatch):
         for token in (5, 6, 7):
             out = vb(torch.tensor([[token]]), past_key_values=cache)
     assert computed(vb) == 3 * 24 and out.logits.isfinite().all()
+
+
+def test_a_trained_models_tokens_are_the_devices(device, monkeypatch):
+    vb = wrapped(monkeypatch, as_gpt2(committed.dense(), torch.bfloat16), pages=1)
+    text = committed.held_out()[:110].long().reshape(1, -1)
+
+    def likeliest():
+        out, tokens = vb(text[:, :8], use_cache=True), []
+        for at in range(8, text.shape[1]):
+            out = vb(text[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+            tokens.append(out.logits[0, -1].argmax())
+        return torch.stack(tokens)
+
+    with torch.no_grad():
+        shared = likeliest()
+        share = computed(vb)
+        vb._attachment.hosting.release()
+        vb._attachment.hosting._where = "device"
+        moved = likeliest()
+    assert share > 1500 and computed(vb) == share
+    assert (shared == moved).float().mean() >= 0.99
 
 
 def test_what_is_hosted_follows_budgets_and_new_weights(device, monkeypatch):

@@ -9,6 +9,9 @@ from vbrt.layers.weights.hosted_weights import refusal
 from vbrt.residency.hosted_share import HostRates
 
 transformers = pytest.importorskip("transformers")
+from scripts import committed
+from scripts.speculate import as_gpt2
+
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:vbrt.wrap")]
 
 FAST = HostRates(link_bytes_s=1e9, cpu_bytes_s=1e12)  # then all that does not fit is hosted
@@ -24,8 +27,8 @@ def llama(**changes):
     return transformers.LlamaForCausalLM(config).bfloat16().eval()
 
 
-def wrapped(model, rates, format="nvfp4", where="auto", **compute):
-    tiers = {"gpu": {"budget": "8MiB"}, "cpu": {"budget": "1GiB"}}
+def wrapped(model, rates, format="nvfp4", where="auto", budget="8MiB", **compute):
+    tiers = {"gpu": {"budget": budget}, "cpu": {"budget": "1GiB"}}
     weights = {"format": format, "min_parameters": 0}
     vb = vbrt.wrap(model, tiers=tiers, weights=weights, compute={"where": where, **compute})
     vb.materialize(progress=False)
@@ -65,6 +68,27 @@ def test_generate_gives_what_the_gpu_computes_up_to_rounding(rates, captures):
     assert torch.equal(got.sequences, again.sequences)
     for one, other in zip(got.logits, again.logits, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_trained_models_tokens_are_the_gpus():
+    vb = wrapped(as_gpt2(committed.dense(), torch.bfloat16), FAST, budget="256KiB")
+    text = committed.held_out()[:400].long().reshape(1, -1).cuda()
+
+    def likeliest():
+        out, tokens = vb(text[:, :8], use_cache=True), []
+        for at in range(8, text.shape[1]):
+            out = vb(text[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+            tokens.append(out.logits[0, -1].argmax())
+        return torch.stack(tokens)
+
+    with torch.no_grad():
+        shared = likeliest()
+        share = computed(vb)
+        vb._attachment.hosting.release()
+        vb._attachment.hosting._where = "device"
+        moved = likeliest()
+    assert share > 1000 and computed(vb) == share
+    assert (shared == moved).float().mean() >= 0.99
 
 
 def test_a_new_budget_and_new_weights_are_followed():
