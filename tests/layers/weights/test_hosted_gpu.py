@@ -4,14 +4,13 @@ import pytest
 import torch
 
 import vbrt
+from scripts import committed
+from scripts.speculate import as_gpt2
 from vbrt.errors import KernelError
 from vbrt.layers.weights.hosted_weights import refusal
 from vbrt.residency.hosted_share import HostRates
 
 transformers = pytest.importorskip("transformers")
-from scripts import committed
-from scripts.speculate import as_gpt2
-
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:vbrt.wrap")]
 
 FAST = HostRates(link_bytes_s=1e9, cpu_bytes_s=1e12)  # then all that does not fit is hosted
