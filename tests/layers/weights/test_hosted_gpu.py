@@ -70,7 +70,7 @@ def test_generate_gives_what_the_gpu_computes_up_to_rounding(rates, captures):
 
 
 def test_a_trained_models_tokens_are_the_gpus():
-    vb = wrapped(as_gpt2(committed.dense(), torch.bfloat16), FAST, budget="256KiB")
+    vb = wrapped(as_gpt2(committed.dense(), torch.bfloat16), FAST, budget="512KiB")
     text = committed.held_out()[:400].long().reshape(1, -1).cuda()
 
     def likeliest():
