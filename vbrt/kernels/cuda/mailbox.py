@@ -19,7 +19,7 @@ NEEDS = devices.PTX
 #: numbers of x and y are copied in groups of so many
 GROUP = 8
 _BLOCK, _WARPS = 8192, 8
-_WORD_BYTES = 8
+_WORD_BYTES, _LINE_BYTES = 8, 64
 _LEAST_PAIRS = 16  # of a kernel, which is compiled for powers of two
 #: a waiting kernel gives up after this time: less than Windows lets a kernel run (2 s)
 _WAIT_NS = 1_500_000_000
@@ -36,6 +36,7 @@ class Outbox:
     """
 
     def __init__(self, room: Tensor, words: tuple[int, int, int, int], entry_bits: int, device: torch.device) -> None:
+        self._answers_in = room.view(torch.float32)
         post, answer, gave_up, inputs = (offset // _WORD_BYTES for offset in words)
         self._words, self._state = room.view(torch.int64), torch.zeros(3, dtype=torch.int64, device=device)
         answers = {"ANSWER": answer, "GAVE_UP": gave_up, "ENTRY_BITS": entry_bits}
@@ -55,7 +56,7 @@ class Outbox:
         rows, columns = y_MN.shape
         has_bias = bias_N is not None
         tensors = (x_MK, y_MN, bias_N if has_bias else x_MK, self._words, self._state)
-        numbers = (entry, x_MK.numel() // GROUP, rows, columns // GROUP, result_at // _WORD_BYTES, self.wait_ns)
+        numbers = (entry, x_MK.numel() // GROUP, rows, columns // GROUP, result_at // _LINE_BYTES, self.wait_ns)
         _launch("exchange")(
             x_MK.device.index,
             (1, 1),
@@ -74,7 +75,7 @@ class Outbox:
         """Post the experts of which `kept_Tk` has -1 in the place of `ids_Tk`; nothing if it has none.
 
         Args:
-            x_TK, ids_Tk, kept_Tk, weights_Tk: contiguous.
+            x_TK, ids_Tk, kept_Tk, weights_Tk: contiguous; x is aligned to 16 bytes, and K a multiple of `GROUP`.
             entry: names the layer to the host.
             places: byte offsets of the posted ids and weights in the mailbox, multiples of 64.
         """
@@ -83,7 +84,7 @@ class Outbox:
             x_TK.device.index,
             (1, 1),
             (x_TK, ids_Tk, kept_Tk, weights_Tk, self._words, self._state),
-            (entry, x_TK.numel(), pairs, *(place // _WORD_BYTES for place in places)),
+            (entry, x_TK.numel() // GROUP, pairs, *(place // _WORD_BYTES for place in places)),
             warps=_WARPS,
             specialized=(x_TK.dtype, ids_Tk.dtype, weights_Tk.dtype),
             **self._posts,
@@ -95,14 +96,14 @@ class Outbox:
         """y += what host threads answer to the last post, if that has experts; NaN if they do not answer in time.
 
         Args:
-            y_TN: contiguous.
+            y_TN: contiguous, aligned to 16 bytes; N is a multiple of `GROUP`.
             entry, result_at: as of the post; the results are in fp32.
         """
         _launch("add")(
             y_TN.device.index,
             (1, 1),
-            (y_TN, self._words, self._state),
-            (entry, y_TN.numel(), result_at // _WORD_BYTES, self.wait_ns),
+            (y_TN, self._answers_in, self._words, self._state),
+            (entry, y_TN.numel() // GROUP, result_at // _LINE_BYTES, self.wait_ns),
             warps=_WARPS,
             specialized=(y_TN.dtype,),
             **self._answers,

@@ -55,19 +55,18 @@ def _give_up(words_ptr, state_ptr, post, broken, GAVE_UP: tl.constexpr):
         tl.store(words_ptr + GAVE_UP, post)
 
 
-@triton.jit(do_not_specialize=["entry", "input_groups", "rows", "column_groups", "result_at", "wait_ns"])
+@triton.jit(do_not_specialize=["entry", "input_groups", "rows", "column_groups", "result_line", "wait_ns"])
 def exchange_kernel(
-    x_ptr, y_ptr, bias_ptr, words_ptr, state_ptr, entry, input_groups, rows, column_groups, result_at, wait_ns,
+    x_ptr, y_ptr, bias_ptr, words_ptr, state_ptr, entry, input_groups, rows, column_groups, result_line, wait_ns,
     POST: tl.constexpr, ANSWER: tl.constexpr, GAVE_UP: tl.constexpr, INPUT: tl.constexpr, ENTRY_BITS: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y = what host threads answer for x, plus a bias; grid (1,).
 
     x_ptr, y_ptr [rows, columns] of one dtype, in groups of eight numbers, aligned to 16 bytes; bias_ptr [columns].
-    words_ptr: the
-    mailbox, int64; its words POST, ANSWER, GAVE_UP and INPUT, and `result_at`, count in words. state_ptr int64 [2] on
-    the device: the number of the last post, and whether the device has given up on one: from then on it waits for none,
-    and y is NaN.
+    words_ptr: the mailbox, int64; its words POST, ANSWER, GAVE_UP and INPUT count in words, `result_line` in lines of
+    64 bytes. state_ptr int64 [2] on the device: the number of the last post, and whether the device has given up on
+    one: from then on it waits for none, and y is NaN.
     """
     inputs, columns = input_groups * 8, column_groups * 8
     number = tl.load(state_ptr) + 1
@@ -79,7 +78,7 @@ def exchange_kernel(
     tl.debug_barrier()  # before it, all threads have written their part of x
     _release(words_ptr + POST, (number << ENTRY_BITS) | entry)
     answered = _answered(words_ptr, number, broken, wait_ns, ANSWER)
-    from_ptr = (words_ptr + tl.multiple_of(result_at, 8)).to(y_ptr.dtype)
+    from_ptr = (words_ptr + result_line * 8).to(y_ptr.dtype)
     for row in range(rows):
         for start in range(0, columns, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -93,17 +92,17 @@ def exchange_kernel(
         _give_up(words_ptr, state_ptr, (number << ENTRY_BITS) | entry, broken, GAVE_UP)
 
 
-@triton.jit(do_not_specialize=["entry", "inputs", "pairs", "ids_at", "weights_at"])
+@triton.jit(do_not_specialize=["entry", "input_groups", "pairs", "ids_at", "weights_at"])
 def post_kernel(
-    x_ptr, id_ptr, kept_ptr, weight_ptr, words_ptr, state_ptr, entry, inputs, pairs, ids_at, weights_at,
+    x_ptr, id_ptr, kept_ptr, weight_ptr, words_ptr, state_ptr, entry, input_groups, pairs, ids_at, weights_at,
     POST: tl.constexpr, INPUT: tl.constexpr, ENTRY_BITS: tl.constexpr, NOTHING: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Post routed experts that the device does not compute; grid (1,). `add_kernel` waits for them.
 
-    x_ptr [inputs]; id_ptr, kept_ptr [pairs]: experts, and -1 in the place of those to be posted; weight_ptr [pairs].
-    ids_at, weights_at: as int64 and fp32 in the mailbox, in words. state_ptr int64 [3]: as of `exchange_kernel`, and
-    whether the last post has experts; without any, the post is that of NOTHING.
+    x_ptr in groups of eight numbers, aligned to 16 bytes; id_ptr, kept_ptr [pairs]: experts, and -1 in the place of
+    those to be posted; weight_ptr [pairs]. ids_at, weights_at: as int64 and fp32 in the mailbox, in words. state_ptr
+    int64 [3]: as of `exchange_kernel`, and whether the last post has experts; without any, it is one of NOTHING.
     """
     number = tl.load(state_ptr) + 1
     i = tl.arange(0, PAIRS)
@@ -112,6 +111,7 @@ def post_kernel(
     hosted = id != kept
     some = tl.max(hosted.to(tl.int32)) > 0
     if some:
+        inputs = input_groups * 8
         to_ptr = (words_ptr + INPUT).to(x_ptr.dtype)
         for start in range(0, inputs, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -125,18 +125,21 @@ def post_kernel(
     tl.store(state_ptr + 2, some.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["entry", "outputs", "result_at", "wait_ns"])
+@triton.jit(do_not_specialize=["entry", "output_groups", "result_line", "wait_ns"])
 def add_kernel(
-    y_ptr, words_ptr, state_ptr, entry, outputs, result_at, wait_ns,
+    y_ptr, answer_ptr, words_ptr, state_ptr, entry, output_groups, result_line, wait_ns,
     ANSWER: tl.constexpr, GAVE_UP: tl.constexpr, ENTRY_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y [outputs] += what host threads answer to the experts of the last post, fp32; grid (1,). Without an
-    answer, NaN."""
+    """y += what host threads answer to the experts of the last post, fp32; grid (1,). Without an answer, NaN.
+
+    y_ptr in groups of eight numbers, aligned to 16 bytes. answer_ptr: the mailbox in fp32.
+    """
+    outputs = output_groups * 8
     if tl.load(state_ptr + 2) != 0:
         number = tl.load(state_ptr)
         broken = tl.load(state_ptr + 1)
         answered = _answered(words_ptr, number, broken, wait_ns, ANSWER)
-        from_ptr = (words_ptr + tl.multiple_of(result_at, 8)).to(tl.pointer_type(tl.float32))
+        from_ptr = answer_ptr + result_line * 16
         for start in range(0, outputs, BLOCK):
             at = start + tl.arange(0, BLOCK)
             more = tl.load(from_ptr + at, mask=at < outputs)

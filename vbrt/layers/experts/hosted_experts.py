@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vbrt.kernels.cpu.hosted import HostedExperts, places_of
 from vbrt.kernels.cuda.experts.residency import Shares
+from vbrt.kernels.cuda.mailbox import GROUP
 from vbrt.layers.experts.gates import kept_gate
 from vbrt.layers.experts.library_product import has_norm
 from vbrt.layers.experts.miss_rates import posted_rates
@@ -62,6 +63,9 @@ class HostedMisses:
         layer = next(iter(handle.layers), None)
         if layer is None or has_norm(layer):
             return f"{handle.spec.name}: it normalizes the rows of experts"
+        sides = _shapes(handle)["up"][1], _shapes(handle)["down"][0]
+        if any(side % GROUP for side in sides):
+            return f"{handle.spec.name}: its inputs and outputs {sides} are no multiples of {GROUP}"
         why = self._missed.why_fetched(layer)
         return f"{handle.spec.name}: {why}" if why else ""
 
@@ -87,8 +91,12 @@ class HostedMisses:
         return layers
 
 
+def _shapes(handle: ExpertsWeights) -> Mapping[str, tuple[int, int]]:
+    return handle.form([None] * handle.spec.experts).shapes
+
+
 def _room_bytes(handle: ExpertsWeights) -> int:
-    shapes = handle.form([None] * handle.spec.experts).shapes
+    shapes = _shapes(handle)
     return places_of(MOST_TOKENS, handle.spec.top_k, shapes["up"][1], shapes["down"][0], handle.dtype).end
 
 
@@ -140,6 +148,8 @@ class HostedLayer:
     def post(self, routed: Routed, kept_Tk: Tensor) -> None:
         """Launch the post of the experts that are not kept. Raises KernelError: an earlier one was not answered."""
         x_TK, ids_Tk, weights_Tk = routed.x.contiguous(), routed.ids.contiguous(), routed.weights.contiguous()
+        if x_TK.data_ptr() % 16:
+            x_TK = x_TK.clone()
         places = self.experts.places(len(x_TK), x_TK.dtype)
         if not is_capturing():
             self.refresh()
