@@ -6,7 +6,8 @@ missing. Experts are routed to by a generated trace with published reuse; router
 what they say is replaced. The limit of a step is that of the resident one and the missing bytes at 50 GB/s.
 
 With several ways of `experts.miss` each share has a row for each: missed experts are fetched, computed by the CPU, or
-divided. Where the host decides, steps are eager, and hits, misses and bytes are the host's counts. With `--breakdown`
+divided; the limit counts what the CPU computes at its rate beside the link. Where the host decides, steps are eager,
+and hits, misses and bytes are the host's counts. With `--breakdown`
 rows in which it does say where a layer's time goes, in microseconds of the host (`missed_breakdown.py`).
 
     python3 scripts/experts_decode.py [--layers 48] [--shares 50 25 10] [--how joined] [--out results.json]
@@ -38,6 +39,7 @@ from vbrt.config import MISSES
 from vbrt.generation.fusion.fuse_step import joined
 from vbrt.layers import weights_in
 from vbrt.layers.experts import ExpertsHandle
+from vbrt.layers.experts.hosted_experts import HostedMisses
 from vbrt.layers.experts.missed_experts import MissedExperts
 from vbrt.residency.expert_pages import ExpertsPolicy
 from vbrt.residency.routing_trace import Routed, RoutedLayer, Routing, generate_routing
@@ -160,9 +162,15 @@ class Decoder:
             return self.step
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        if not isinstance(self._model, vbrt.VBModelWrapper):
+            with torch.cuda.graph(graph):
+                self.step()
+            return graph.replay
+        hosting = self._model._attachment.hosting
+        with hosting.captured() as counted, torch.cuda.graph(graph):
             self.step()
-        return graph.replay
+        posts = counted()
+        return (lambda: hosting.replayed(posts, lambda: graph.replay() or True)) if posts else graph.replay
 
 
 @dataclass(frozen=True)
@@ -226,7 +234,7 @@ def counts_of(model: nn.Module) -> tuple[int, int, int, int]:
         sum(int(c.hits.sum()) for c in found),
         sum(int(c.misses.sum()) for c in found),
         sum(c.bytes_in for c in found),
-        0,
+        sum(int(c.computed.sum()) for c in found),
     )
 
 
@@ -289,9 +297,9 @@ def expected(vb: vbrt.VBModelWrapper, trace: Trace) -> tuple[int, int]:
     return counts.hits.total(), counts.misses.total()
 
 
-def limit_seconds(resident_s: float, bytes_in: float) -> float:
-    """Seconds of a step whose missing bytes come at the link's speed, behind each other."""
-    return resident_s + bytes_in / LINK_BYTES_S
+def limit_seconds(resident_s: float, bytes_in: float, cpu_s: float = 0.0) -> float:
+    """Seconds of a step whose missing bytes come at the link's speed, behind each other, while the CPU computes."""
+    return resident_s + max(bytes_in / LINK_BYTES_S, cpu_s)
 
 
 def use_miss(vb: vbrt.VBModelWrapper, miss: str) -> None:
@@ -299,6 +307,8 @@ def use_miss(vb: vbrt.VBModelWrapper, miss: str) -> None:
     attachment = vb._attachment
     attachment.missed = None if miss == "fetch" else MissedExperts(miss)
     attachment.expert_cache.missed = attachment.missed
+    hosted = None if miss == "fetch" else HostedMisses(attachment.missed, attachment.hosting.mailbox)
+    attachment.expert_cache.hosted = hosted
     for handle in expert_handles(vb):
         handle.deciding.missed = attachment.missed
     attachment.expert_cache.reset()
@@ -329,6 +339,9 @@ def cached_row(
     with breakdown() if parts else contextlib.nullcontext() as spans:
         run = decode(vb, trace, how=how, spans=spans)
     stats = vb.stats()
+    rates = getattr(vb._attachment.expert_cache.hosted, "rates", None)
+    nbytes = expert_handles(vb)[0].pages[0].nbytes
+    cpu_s = 0.0 if rates is None else run.computed * rates.cpu_seconds(nbytes)
     kept = sum(p.nbytes for p in vb.module.parameters()) + sum(b.nbytes for b in vb.module.buffers())
     budget = stats.tiers[stats.compute_tier].budget_bytes
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -342,7 +355,7 @@ def cached_row(
         "missed_mb": run.bytes_in / 1e6,
         "computed": run.computed,
         "rates": stats.missed,
-        "of_limit": limit_seconds(resident.seconds, run.bytes_in) / run.seconds,
+        "of_limit": limit_seconds(resident.seconds, run.bytes_in, cpu_s) / run.seconds,
         "over_resident": run.seconds / resident.seconds,
         "peak_gb": peak / 1e9,
         "budget_gb": budget / 1e9,
@@ -359,7 +372,8 @@ def cached_row(
     if device_caches(vb):
         hits, misses, *_ = counts_of(vb)
         row |= {"slots": device_caches(vb)[0].slots(0)}
-        row |= {"counts_are_simulated": (hits, misses) == expected(vb, trace)}
+        if not run.computed:
+            row |= {"counts_are_simulated": (hits, misses) == expected(vb, trace)}
     return row
 
 

@@ -50,8 +50,11 @@ def test_published_models_are_planned_from_their_configs(
     assert fits == (name == "qwen3-30b-a3b")
 
 
+FETCH = ("--set", "experts.miss=fetch")
+
+
 def test_a_token_of_qwen_costs_what_the_links_make_it_cost(capsys):
-    cost = planned(capsys, "qwen3-30b-a3b", "--gpu-memory", "6GiB", "--link", "50")["experts"]
+    cost = planned(capsys, "qwen3-30b-a3b", "--gpu-memory", "6GiB", "--link", "50", *FETCH)["experts"]
     cold = cost["cold_token_bytes"]
     assert cost["token_bytes"] == cold and cost["assumed_gb_per_s"] == {"cpu": 50.0}
     assert cost["tokens_per_s"]["0"] == pytest.approx(50 * GB / cold)
@@ -84,7 +87,8 @@ def test_the_table_says_what_it_assumes(capsys):
 def test_a_recorded_routing_gives_hit_rates(capsys, tmp_path):
     layers = [RoutedLayer(f"model.layers.{n}.mlp.experts", 128, 8) for n in range(2)]
     write_routing(generate_routing(layers, tokens=40), tmp_path / "trace")
-    cost = planned(capsys, "qwen3-30b-a3b", "--gpu-memory", "5GiB", "--routing", str(tmp_path / "trace"))["experts"]
+    options = ("--gpu-memory", "5GiB", "--routing", str(tmp_path / "trace"), *FETCH)
+    cost = planned(capsys, "qwen3-30b-a3b", *options)["experts"]
     assert set(cost["simulated_hit_rates"]) == {"lru", "experts, by layer", "experts, by model"}
     assert set(cost["simulated_hit_rates"]) < set(cost["tokens_per_s"])
     rate = cost["simulated_hit_rates"]["experts, by layer"]

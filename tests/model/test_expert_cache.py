@@ -20,7 +20,7 @@ class Tables:
 
     def __init__(self) -> None:
         pages = sum(SIZES.values())
-        self.hits, self.misses = torch.zeros(2, pages, dtype=torch.int64)
+        self.hits, self.misses, self.computed = torch.zeros(3, pages, dtype=torch.int64)
         self.slots = torch.full((pages,), -1, dtype=torch.int64)
         self.of_layers = torch.zeros(len(SIZES), 5, dtype=torch.int64)
 
@@ -28,7 +28,7 @@ class Tables:
         return self.of_layers.clone()
 
     def counts(self):
-        return torch.stack((self.hits, self.misses))
+        return torch.stack((self.hits, self.misses, self.computed))
 
     def resident(self):
         return self.slots.clone()

@@ -15,7 +15,7 @@ from scripts.speculate import as_gpt2
 from tests.models import config, llama
 from vbrt.errors import KernelError
 from vbrt.kernels.cpu import build
-from vbrt.kernels.cpu.hosted import ENTRY_BITS, HostedTeam
+from vbrt.kernels.cpu.hosted import ENTRY_BITS, NOTHING, HostedTeam
 from vbrt.layers.weights import hosted_rates, hosted_weights
 from vbrt.model import hosting, runtime
 from vbrt.residency.hosted_share import HostRates
@@ -50,14 +50,34 @@ class PlayedOutbox:
         post = self.number << ENTRY_BITS | entry
         if self.answers:
             self.word(0).value = post
-        begun = time.monotonic_ns()
-        while self.word(1).value != self.number and not self.broken:
-            if not self.answers or time.monotonic_ns() - begun > self.wait_ns:
-                self.broken, self.word(2).value = True, post
+        self.wait(post)
         results = self.room[result_at:][: y_MN.nbytes].view(y_MN.dtype).view(y_MN.shape)
         y_MN.copy_(results if bias_N is None else (results.float() + bias_N.float()).to(y_MN.dtype))
         if self.broken:
             y_MN.fill_(float("nan"))
+
+    def post(self, x_TK, ids_Tk, kept_Tk, weights_Tk, entry, places):
+        self.number, hosted = self.number + 1, ids_Tk != kept_Tk
+        self.waits = bool(hosted.any())
+        if self.waits:
+            ids = torch.where(hosted, ids_Tk, -1).long()
+            for at, value in zip((self.words[3], *places), (x_TK, ids, weights_Tk.float()), strict=True):
+                self.room[at:][: value.nbytes].view(value.dtype).copy_(value.flatten())
+        if self.answers:
+            self.word(0).value = self.number << ENTRY_BITS | (entry if self.waits else NOTHING)
+
+    def add(self, y_TN, entry, result_at):
+        if self.waits:
+            self.wait(self.number << ENTRY_BITS | entry)
+            y_TN += self.room[result_at:][: 4 * y_TN.numel()].view(torch.float32).view(y_TN.shape)
+            if self.broken:
+                y_TN.fill_(float("nan"))
+
+    def wait(self, post):
+        begun = time.monotonic_ns()
+        while self.word(1).value != self.number and not self.broken:
+            if not self.answers or time.monotonic_ns() - begun > self.wait_ns:
+                self.broken, self.word(2).value = True, post
 
     def mend(self):
         self.broken = False
@@ -78,7 +98,7 @@ def device(monkeypatch):
     monkeypatch.setattr(hosted_weights, "is_capturing", lambda: False)
     monkeypatch.setattr(hosted_weights, "Outbox", PlayedOutbox)
     monkeypatch.setattr(hosted_rates, "_copied", lambda pages, device: 1e9)
-    monkeypatch.setattr(hosted_rates, "_copying", lambda *args: contextlib.nullcontext(lambda: 1e9))
+    monkeypatch.setattr(hosted_rates, "copying_pages", lambda *args: contextlib.nullcontext(lambda: 1e9))
     monkeypatch.setattr(PlayedOutbox, "answers", True)
 
 
@@ -236,9 +256,8 @@ def test_a_cpu_without_kernels_is_said_once(device, monkeypatch):
 
 
 @pytest.mark.parametrize(("rates", "threads"), [({6: 3.0, 9: 3.9, 12: 4.0}, 9), ({6: 2.0, 9: 3.0, 12: 4.0}, 12)])
-def test_the_team_has_the_fewest_threads_that_are_about_as_fast(rates, threads, monkeypatch):
-    monkeypatch.setattr(hosted_rates, "_computed", lambda pages, team, tokens: rates[team.threads])
-    team = hosted_rates._fastest([], sorted(rates))
+def test_the_team_has_the_fewest_threads_that_are_about_as_fast(rates, threads):
+    team = hosted_rates.fastest(lambda team: rates[team.threads], sorted(rates))
     assert team.threads == threads
     team.stop()
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from vbrt.residency.expert_pages import ExpertsPolicy
 from vbrt.residency.expert_pool import ONE
-from vbrt.residency.miss_policy import Missed, MissRates, computed_experts, host_pays
+from vbrt.residency.miss_policy import Missed, MissRates, computed_experts, host_pays, hosted_counts
 
 PAGE = 1000
 missed_experts = st.lists(
@@ -101,3 +101,26 @@ def test_a_page_that_was_passed_by_evicts_only_what_is_worth_less():
     policy.passed.note(_key(7), PAGE)
     policy.remove(_key(7))
     assert _lease(policy, hits=[0]) == []
+
+
+def _seconds(missed, hosted, rates, device_s):
+    cpu = hosted * PAGE / rates.cpu_bytes_s + rates.call_s if hosted else 0
+    return max(cpu, (missed - hosted) * PAGE / rates.link_bytes_s + device_s)
+
+
+@given(rates, st.integers(0, 12), st.sampled_from([0.0, 0.5]))
+def test_counts_of_hosted_experts_end_link_and_cpu_together(rates, most, device_s):
+    """No other count is done earlier, or as early with fewer; one more miss takes at most one more of either."""
+    counts = hosted_counts(most, PAGE, rates, device_s=device_s)
+    assert len(counts) == most + 1
+    for missed, hosted in enumerate(counts):
+        spent = _seconds(missed, hosted, rates, device_s)
+        for other in range(missed + 1):
+            assert spent < _seconds(missed, other, rates, device_s) or other >= hosted
+            assert spent <= _seconds(missed, other, rates, device_s) + 1e-9
+    assert all(after - before in (0, 1) for before, after in itertools.pairwise(counts))
+
+
+def test_all_are_hosted_where_no_rates_count_and_none_by_a_slow_cpu():
+    assert hosted_counts(3, PAGE, None) == (0, 1, 2, 3)
+    assert hosted_counts(3, PAGE, MissRates(1000, 1)) == (0, 0, 0, 0)

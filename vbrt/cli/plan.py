@@ -103,7 +103,7 @@ def _plan(args: argparse.Namespace) -> int:
     experts = ExpertReport.of(plan, rates, args.routing)
     if experts is not None:
         fetches = any(swap.lossless for swap in plan.routed)
-        miss = "fetch" if fetches else config.experts.miss
+        miss = "fetch" if fetches else config.missed_experts
         experts = replace(experts, miss=miss, cpu_gb_per_s=host or measured)
     ways, of = None, (model, config, machine)
     if args.ranks is not None:

@@ -240,12 +240,13 @@ class ExpertsConfig(Section):
 
     miss: "fetch": copy the page over the link. "compute": the CPU computes the expert in host memory, while the GPU
     computes the others. "auto": split each layer's misses between link and CPU by measured rates. Results of the last
-    two equal those of "fetch" up to rounding. Only for experts in 4 or 8 bits, and few tokens at a time.
+    two equal those of "fetch" up to rounding. Only for experts in 4 or 8 bits, and few tokens at a time; with
+    compute.where = "device" all are fetched.
     """
 
     _key: ClassVar[str] = "experts"
 
-    miss: Literal["fetch", "compute", "auto"] = opt("fetch", choice(*MISSES))
+    miss: Literal["fetch", "compute", "auto"] = opt("auto", choice(*MISSES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +395,11 @@ class VBConfig:
                 'a weight that trains has no planes to be restored from: set weights.fine = "none" to train '
                 'through 4 bits, or weights.format = "dense" to train the exact weights',
             )
+
+    @property
+    def missed_experts(self) -> str:
+        """`experts.miss` as it counts with `compute.where`."""
+        return self.experts.miss if self.compute.where == "auto" else "fetch"
 
     def _check_memory(self) -> None:
         """Check that one key decides the GPU's budget, and that `gpu_memory` has a GPU and a task to be for."""

@@ -17,7 +17,8 @@ from vbrt.host import accelerator
 from vbrt.kernels import libraries
 from vbrt.kernels.operator_trace import recorder
 from vbrt.layers import SwappedLayer, VBLayer
-from vbrt.layers.experts import VBExperts
+from vbrt.layers.experts import ExpertsHandle, VBExperts
+from vbrt.layers.experts.hosted_experts import HostedMisses
 from vbrt.layers.experts.missed_experts import MissedExperts
 from vbrt.libraries.probe import losses
 from vbrt.libraries.versions import newer_than_tested
@@ -144,15 +145,16 @@ class Attachment:
         self._settings, self._plan = terms.settings, terms.plan
         self._model = weakref.ref(model)
         self.registry = Registry(layers, terms.plan, runtime.stack, terms.prefix)
-        miss = terms.settings.experts.miss
+        miss = terms.settings.missed_experts
         self.missed = None if miss == "fetch" else MissedExperts(miss)
-        self.expert_cache = ExpertCache(runtime.stack, self.registry.layers_now, self.missed)
+        self.hosting = Hosting(runtime.stack, self.registry, terms.settings.compute.where)
+        hosted = None if self.missed is None else HostedMisses(self.missed, self.hosting.mailbox)
+        self.expert_cache = ExpertCache(runtime.stack, self.registry.layers_now, self.missed, hosted)
         for layer in layers.values():
             if isinstance(layer, VBExperts):
                 if runtime.stack.device.type == accelerator.TYPE:
                     layer.handle.deciding.ask_with(self.expert_cache.follow)
                 layer.handle.deciding.compute_misses_by(self.missed)
-        self.hosting = Hosting(runtime.stack, self.registry, terms.settings.compute.where)
         self.timed: TimelineTotals | None = None
         self.speculation = SpeculationCounts()
         self.name_phase: Callable[[str], str] | None = None
@@ -349,10 +351,15 @@ class Attachment:
             leases=stack.ledger.programmes.told(),
             activations=self.activations.stats(),
             libraries=libraries(),
-            missed=self.missed.told() if self.missed else "",
+            missed=self.expert_cache.told() or self._missed_told(),
             hosted=self.hosting.told(),
             untested=newer_than_tested(loaded=True),
         )
+
+    def _missed_told(self) -> str:
+        """What becomes of missed experts where the host decides; "" where none moves, or all are fetched."""
+        moving = any(isinstance(handle, ExpertsHandle) and handle.streams for handle in self.registry.handles)
+        return self.missed.told() if self.missed and moving else ""
 
     @property
     def unpaged_bytes(self) -> int:

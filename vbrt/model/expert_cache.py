@@ -8,14 +8,15 @@ decides, and `stats().fallbacks` has the reason. The host also decides where the
 
 import operator
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vbrt.errors import TierError
+from vbrt.errors import KernelError, TierError
 from vbrt.host import accelerator
 from vbrt.layers import KINDS
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.device_cache import DeviceCache, DeviceCounts, DeviceTotals
+from vbrt.layers.experts.hosted_experts import HostedLayer, HostedMisses
 from vbrt.layers.experts.missed_experts import MissedExperts
 from vbrt.layers.experts.residency_owner import CachedLayer
 from vbrt.layers.experts.residency_reasons import why_host
@@ -35,14 +36,19 @@ class ExpertCache:
     """Owner of a model's device cache of experts; there may be none.
 
     Attributes:
-        missed: CPU compute of missed experts; None: they are fetched.
+        missed: CPU compute of missed experts where the host decides; None: they are fetched.
+        hosted: the same where the device decides.
         fallbacks: why the host decides; empty where that is intended, or where the device decides.
     """
 
     def __init__(
-        self, stack: TierStack, layers: Callable[[], Iterable["SwappedLayer"]], missed: MissedExperts | None = None
+        self,
+        stack: TierStack,
+        layers: Callable[[], Iterable["SwappedLayer"]],
+        missed: MissedExperts | None = None,
+        hosted: HostedMisses | None = None,
     ) -> None:
-        self._stack, self._layers, self.missed = stack, layers, missed
+        self._stack, self._layers, self.missed, self.hosted = stack, layers, missed, hosted
         self._cache: DeviceCache | None = None
         self._handles: dict[str, ExpertsHandle] = {}  # by name, in the cache's layer order
         self._lock = threading.Lock()  # guards _told and _told_pages
@@ -79,7 +85,8 @@ class ExpertCache:
             return
         try:
             capacity = self._room(served)
-            if self.missed is not None and not self.missed.left_to_device(served.values(), capacity):
+            why = "they are all fetched" if self.hosted is None else self.hosted.refusal(served.values())
+            if self.missed is not None and why and not self.missed.left_to_device(served.values(), capacity, why):
                 return
             keys, policy = {name: handle.keys for name, handle in served.items()}, self._stack.levels[0].policy
             self._cache = DeviceCache(self._stack, keys, capacity, scope=policy.scope)
@@ -88,9 +95,17 @@ class ExpertCache:
             return
         self._handles = served
         self._told, self._told_pages = self._cache.totals(), self._cache.counts()
-        for number, handle in enumerate(served.values()):
+        hosted = {} if why else self._hosted_layers(served)
+        for number, (name, handle) in enumerate(served.items()):
             form = handle.form([None] * handle.spec.experts)
-            handle.deciding.begin_on_device(CachedLayer(self._cache, number, form))
+            handle.deciding.begin_on_device(CachedLayer(self._cache, number, form, hosted.get(name)))
+
+    def _hosted_layers(self, served: dict[str, ExpertsHandle]) -> Mapping[str, HostedLayer]:
+        try:
+            return self.hosted.take(served)
+        except KernelError as error:
+            self.missed.announce(str(error))
+            return {}
 
     def _kept_on_host(self, handle: ExpertsHandle) -> bool:
         return self.missed is not None and self.missed.keeps_on_host(handle)
@@ -102,6 +117,11 @@ class ExpertCache:
         token = max(sum(page.nbytes for page in handle.pages[: handle.spec.top_k]) for handle in served.values())
         passing = min(sum(others), _PASSING * 2 * max(others, default=0))
         return stack.levels[0].free_bytes - passing - token
+
+    def told(self) -> str:
+        """Return how missed experts are computed while the device decides, for statistics; "" if they are fetched."""
+        layers = [h for h in self._handles.values() if h.deciding.cache is not None and h.deciding.cache.hosted]
+        return self.hosted.told(len(layers)) if layers else ""
 
     def settle(self, *, each: bool = False) -> None:
         """Add the device's counters to the tallies of layers, and with `each` to their pages; synchronizes."""
@@ -116,7 +136,8 @@ class ExpertCache:
             handle.deciding.note_resident(of.resident)
             page = handle.pages[0]
             more = DeviceTotals(*map(operator.sub, of, before[name]))
-            _count(page.tally, (more.hits, more.misses), page.nbytes, link)
+            _count(page.tally, (more.hits, more.misses, more.computed), page.nbytes, link)
+            handle.routing.computed += more.computed
             tokens = more.named // handle.spec.top_k
             handle.routing.add(more.leases, tokens, more.touched, compared=more.compared, reused=more.reused)
         if each:
@@ -142,6 +163,7 @@ class ExpertCache:
             cache.check_not_recorded()
             self.settle(each=True)
         for handle in self._handles.values():
+            _end_hosting(handle)
             handle.deciding.end_on_device()
         self._cache, self._handles = None, {}
         cache.close()
@@ -149,6 +171,8 @@ class ExpertCache:
     def end(self) -> None:
         """End the cache with the model, captured or not: its graphs are invalid, as for all pages."""
         cache, self._cache = self._cache, None
+        for handle in self._handles.values():
+            _end_hosting(handle)
         if cache is not None:
             cache.close()
 
@@ -158,17 +182,24 @@ class ExpertCache:
         self._tried = None
 
 
+def _end_hosting(handle: ExpertsHandle) -> None:
+    """Have the CPU compute no experts of a layer anymore: pages are about to move."""
+    cached = handle.deciding.cache
+    if cached is not None and cached.hosted is not None:
+        cached.hosted.end()
+
+
 def _count_each(pages: Sequence[Page], now: DeviceCounts, before: DeviceCounts, link: str) -> None:
-    hits, misses = (now.hits - before.hits).tolist(), (now.misses - before.misses).tolist()
-    for page, *more in zip(pages, hits, misses, strict=True):
+    columns = ((after - early).tolist() for after, early in zip(now[:3], before[:3], strict=True))
+    for page, *more in zip(pages, *columns, strict=True):
         if any(more):
             _count(page, more, page.nbytes, link)
 
 
 def _count(counted: Page | Tally, more: Sequence[int], nbytes: int, link: str) -> None:
-    """Add the device's hits and misses to a counter."""
-    hits, misses = more
+    """Add the device's hits, misses and misses that the host computed to a counter."""
+    hits, misses, computed = more
     counted.hits += hits
     counted.misses += misses
-    if misses:
-        counted.bytes_moved[link] = counted.bytes_moved.get(link, 0) + misses * nbytes
+    if misses > computed:
+        counted.bytes_moved[link] = counted.bytes_moved.get(link, 0) + (misses - computed) * nbytes

@@ -7,7 +7,7 @@ itself is pure: `vbrt.residency.hosted_share`.
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from vbrt.errors import KernelError
 from vbrt.host import accelerator
@@ -96,7 +96,7 @@ class Hosting:
         self._let_go()
         if chosen:
             weights = {weight.keys[0]: weight for weight in candidates if weight.keys[0] in chosen}
-            host = self._mailbox(weights.values())
+            host = self.mailbox(max(map(_room_bytes, weights.values())))
             for key, weight in weights.items():
                 hosted = host.take(weight, tokens)
                 if hosted is not None:
@@ -164,8 +164,8 @@ class Hosting:
         keys = [key for key in self._orders[phase] if key in pages and pages[key].home]
         return [Use(key, pages[key].nbytes + overhead, key in weights) for key in keys]
 
-    def _mailbox(self, weights: Collection[Weight]) -> Host:
-        nbytes = max(sum(weight.spec.shape) * MOST_TOKENS * weight.dtype.itemsize for weight in weights)
+    def mailbox(self, nbytes: int) -> Host:
+        """Return the mailbox of the model, with room for so many bytes of inputs and results."""
         if self._host is None or self._host.room_bytes < nbytes:
             self._host = Host(self._stack, nbytes)
         return self._host
@@ -192,7 +192,7 @@ class Hosting:
 
     def check_results(self) -> None:
         """Wait for the products launched so far; raise KernelError if the CPU did not answer one."""
-        if self._hosted and self._host is not None:
+        if self._host is not None:
             accelerator.current_stream(self._stack.device).synchronize()
             self._host.check()
 
@@ -218,3 +218,7 @@ class Hosting:
         rates = next(iter(self.rates.values()))
         nbytes = sum(self._stack.pages[key].nbytes for key in self._hosted if key in self._stack.pages)
         return f"{len(self._hosted)} weights, {nbytes / 2**20:,.0f} MiB ({rates})"
+
+
+def _room_bytes(weight: Weight) -> int:
+    return sum(weight.spec.shape) * MOST_TOKENS * weight.dtype.itemsize

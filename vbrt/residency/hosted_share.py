@@ -73,7 +73,7 @@ class HostRates:
     more: float = 0.0
     call_s: float = 0.0
 
-    def cpu_seconds(self, nbytes: int, rows: int = 1) -> float:
+    def cpu_seconds(self, nbytes: int, rows: float = 1) -> float:
         """Return the CPU time of a product with one page, in seconds, without `call_s`."""
         return nbytes / self.cpu_bytes_s * (1 + self.more * (rows - 1))
 

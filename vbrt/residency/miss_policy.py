@@ -3,6 +3,8 @@
 H2D copies and CPU compute overlap, so a layer waits for the longer of the two. `"compute"` leaves all misses to the
 CPU. `"auto"` splits them to minimize the longer one by measured rates; the experts with the highest worth to the cache
 are fetched, which makes them resident.
+
+Where the device decides (a cache of experts), it divides by a table of counts, made of the same rates: `hosted_counts`.
 """
 
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ __all__ = [
     "computed_experts",
     "expected_misses",
     "host_pays",
+    "hosted_counts",
     "missed_gb_per_s",
 ]
 
@@ -80,6 +83,29 @@ def _divided(missed: Sequence[Missed], rates: MissRates) -> tuple[tuple[int, ...
         if longer < best:
             best, count = longer, done
     return tuple(sorted(one.expert for one in order[:count])), best
+
+
+def hosted_counts(
+    most: int, nbytes: int, rates: HostRates | None, *, rows: float = 1.0, device_s: float = 0.0
+) -> tuple[int, ...]:
+    """Return how many of 0, 1 .. `most` missed experts of a layer the CPU computes while the others are fetched.
+
+    So many that the longer side is shortest; of equal ones the fewest, which round as the device does.
+
+    Args:
+        nbytes: per page.
+        rates: None: all of them, as with `"compute"`.
+        rows: per expert.
+        device_s: seconds that the device computes after the last fetch.
+    """
+    if rates is None:
+        return tuple(range(most + 1))
+
+    def seconds(missed: int, hosted: int) -> float:
+        cpu = hosted * rates.cpu_seconds(nbytes, rows) + rates.call_s if hosted else 0.0
+        return max(cpu, (missed - hosted) * rates.link_seconds(nbytes) + device_s)
+
+    return tuple(min(range(n + 1), key=lambda hosted: (seconds(n, hosted), hosted)) for n in range(most + 1))
 
 
 #: default CPU compute throughput in GB/s of pages, unless measured by `vbrt tune --machine`; two Zen 4 cores reach 15.6

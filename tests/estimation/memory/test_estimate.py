@@ -281,7 +281,7 @@ def test_missed_experts_count_as_the_link_brings_them_or_as_the_cpu_computes_the
     slow = {"link_gb_s": 1e-5, "experts_gb_s": 2e-5}
     fetch, compute, auto = (ms(miss, **slow) for miss in ("fetch", "compute", "auto"))
     assert auto < compute < fetch
-    assert ms("auto") == ms("fetch") < ms("compute")
+    assert ms("auto") < ms("fetch") < ms("compute")
 
 
 def test_weights_that_do_not_fit_are_computed_in_part_by_the_cpu_in_a_step_of_few_tokens():

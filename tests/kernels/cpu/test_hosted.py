@@ -20,7 +20,7 @@ from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.page import new_page, pack
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu.experts import experts_up, takes_tiles
-from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, GAVE_UP, POST, HostedPart, HostedTeam, X, new_team
+from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, GAVE_UP, NOTHING, POST, HostedPart, HostedTeam, X, new_team
 from vbrt.kernels.cuda.e2m1.tiles import pack_tiles, tile_layout
 from vbrt.kernels.experts import Gate
 from vbrt.kernels.reference import decode_weight
@@ -186,7 +186,7 @@ def test_posts_without_a_product_are_answered_so_that_no_device_waits():
     device, team = Device(), HostedTeam(2)
     box, _, entry = small(team, device)
     team.expect(box, 4)
-    for unknown in (entry + 1, (1 << ENTRY_BITS) - 1):
+    for unknown in (entry + 1, NOTHING - 1):
         device.post(unknown)
         assert device.wait() == -device.number
     team.forget(box, entry)

@@ -7,6 +7,7 @@ import torch
 
 from vbrt.formats.page import build_layout
 from vbrt.kernels.cuda.experts import residency
+from vbrt.kernels.cuda.experts.residency import Shares
 from vbrt.layers.experts.device_cache import DeviceCache
 from vbrt.residency.access_counts import RoutingCounts
 from vbrt.residency.expert_pages import ExpertsPolicy
@@ -100,7 +101,7 @@ def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3):
     assert counts(cache) == want, (seed, counts(cache), want)
     assert cache.resident() == resident, (seed, cache.resident() ^ resident)
     for total, c in zip(cache.totals().values(), of_layers, strict=True):
-        assert total[3:] == (c.cached, c.tokens, c.touched, c.compared, c.reused), (seed, total, c.compared, c.reused)
+        assert total[4:] == (c.cached, c.tokens, c.touched, c.compared, c.reused), (seed, total, c.compared, c.reused)
     evictions = sum(misses for _, misses in want.values()) - len(resident)
     cache.close()
     experts.stack.close()
@@ -126,3 +127,44 @@ def check(experts, layer, ids, addresses):
         at = int(addresses[int(key.rpartition(".")[2])])
         here = bytes(experts.content[key].numpy())
         assert ctypes.string_at(at, len(here)) == here, key
+
+
+def compare_hosted(seed, count, slots, shares, leases, k=3):
+    """Lease at random in the interpreter while the host computes `shares` of the misses; after each lease the ids that
+    are kept are those of the rule in Python, and in the end counts and residents."""
+    residency._PROGRAMS = 1
+    choose, experts = random.Random(seed), Experts(torch.device("cpu"), (count,), (1,))
+    cache, (keys,) = experts.cache(slots), experts.layers.values()
+    policy = ExpertsPolicy(cache.capacity_bytes, prefetch=0, layers={"layer0.experts#coarse": PAGE})
+    table, lone, computed, posts = torch.tensor(shares), 0, 0, []
+    for turn in range(leases):
+        ids = routing(choose, count, 1, k, choose.choice((torch.int32, torch.int64)))
+        touched, resident = experts.keys(0, ids), set(policy.resident())
+        pages = {key: policy._experts.page(key, PAGE) for key in touched}
+        for page in pages.values():
+            page.pool.tick(policy._lease)
+        missed = sorted(set(touched) - resident, key=lambda key: (pages[key].pool.value(pages[key]), keys.index(key)))
+        share = shares[len(missed)]
+        if missed and share == len(missed):
+            lone += 1
+            share -= lone % 2 == 0
+        for key in missed[:share]:
+            policy.passed.note(key, PAGE)
+        policy.passed._pages.clear()  # without another copy they are not admitted
+        for key in touched:
+            if key not in missed[:share]:
+                policy.access(key, PAGE, set(touched) - set(missed[:share]))
+        policy.ahead()
+        kept = Shares(table, torch.empty_like(ids))
+        with cache.lease_beside(0, ids, kept, lambda turn=turn: posts.append(turn)) as addresses:
+            want = [-1 if 0 <= e < count and keys[e] in missed[:share] else e for e in ids.flatten().tolist()]
+            assert kept.kept.flatten().tolist() == want, (seed, turn)
+            check(experts, 0, kept.kept, addresses)
+        computed += share
+        assert cache.resident() == frozenset(policy.resident()), (seed, turn)
+    (counted,) = cache.counts().values()
+    assert int(counted.computed.sum()) == computed and posts == list(range(leases))
+    assert counted.bytes_in == PAGE * (int(counted.misses.sum()) - computed)
+    cache.close()
+    experts.stack.close()
+    return computed

@@ -24,12 +24,21 @@ def launch(name: str) -> Any:
 
 
 def _resolve(
-    programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, SCAN: bool, **others: Any
+    programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, SCAN: bool, HOSTS: bool, **others: Any
 ) -> None:
-    ids, pages, slots, clock, sources, addresses, fetch, arena, _ = tensors
+    ids, pages, slots, clock, sources, addresses, fetch, arena, _, shares, _, kept = tensors
     _, experts, first_page, _, first_slot, room, _, page_bytes, _, _ = numbers
     named = sorted({e for e in ids.flatten().tolist() if 0 <= e < experts})
-    missing, place, busy = [], pages[0], {first_page + e for e in named}
+    missing, place = [], pages[0]
+    if HOSTS:  # the first ones
+        misses = [e for e in named if place[first_page + e] < 0]
+        hosted = misses[: int(shares[len(misses)])]
+        kept.copy_(ids)
+        for e in hosted:
+            kept[ids == e] = -1
+            pages[5:7, first_page + e] += 1
+        named = [e for e in named if e not in hosted]
+    busy = {first_page + e for e in named}
     assert len(named) <= room
     for e in named:
         page, hit = first_page + e, place[first_page + e] >= 0

@@ -333,12 +333,13 @@ def test_the_device_decides_where_the_host_would_take_longer_or_cannot_compute(m
     handles = [_layer(vb).handle]
     asked, slow, fast = vb._attachment.missed, MissedExperts("auto"), MissedExperts("auto")
     slow.rates, fast.rates = MissRates(50e9, 20e9, host_s=1e-4), MissRates(1e6, 1e9, host_s=1e-4)
-    assert [missed.left_to_device(handles, 4096) for missed in (asked, slow, fast)] == [False, True, False]
-    words = "the GPU decides, which is faster at 50.0 GB/s over the link and 20.0 GB/s on the CPU"
+    left = [missed.left_to_device(handles, 4096, "no compiler") for missed in (asked, slow, fast)]
+    assert left == [False, True, False]
+    words = "the GPU decides, which is faster at 50.0 GB/s over the link and 20.0 GB/s on the CPU, and then no compiler"
     assert slow.fallbacks == [f'experts.miss = "auto": missed experts are fetched: {words}']
     exact = wrap_beside(monkeypatch, qwen3_moe(), "exact", room=8, miss="compute")
     with pytest.warns(UserWarning, match="held as"):
-        assert exact._attachment.missed.left_to_device([_layer(exact).handle], 4096)
+        assert exact._attachment.missed.left_to_device([_layer(exact).handle], 4096, "no compiler")
 
 
 @pytest.mark.parametrize(("miss", "said"), [("compute", 0), ("auto", 1)])

@@ -1,10 +1,11 @@
-"""Missed experts that the CPU computes beside a GPU: its numbers, pages in the order of its tiles, who decides."""
+"""Missed experts that the CPU computes beside a GPU while the host decides: its numbers, tiles, who decides."""
 
 import pytest
 import torch
 
 import vbrt
 from tests.models import fallbacks, qwen3_moe
+from vbrt.layers.experts import hosted_experts
 from vbrt.residency.miss_policy import MissRates
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -29,7 +30,8 @@ def _logits(vb: vbrt.VBModelWrapper) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4"])
 @torch.no_grad()
-def test_what_the_cpu_computes_is_what_the_gpu_would(format):
+def test_what_the_cpu_computes_is_what_the_gpu_would(format, monkeypatch):
+    monkeypatch.setattr(hosted_experts, "refusal", lambda stack: "no mailbox")
     vb, again = _wrapped("compute", format), _wrapped("compute", format)
     found = _logits(vb)
     for got, want in zip(found, _logits(_wrapped("fetch", format)), strict=True):
@@ -40,7 +42,8 @@ def test_what_the_cpu_computes_is_what_the_gpu_would(format):
 
 
 @torch.no_grad()
-def test_auto_leaves_small_experts_to_the_gpu_and_divides_large_ones():
+def test_auto_leaves_small_experts_to_the_gpu_and_divides_large_ones(monkeypatch):
+    monkeypatch.setattr(hosted_experts, "refusal", lambda stack: "no mailbox")
     vb = _wrapped("auto")
     _logits(vb)
     assert vb.stats().layers[NAME].experts.decides == "gpu" and "the GPU decides" in str(vb.stats().fallbacks)

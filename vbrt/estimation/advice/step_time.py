@@ -140,7 +140,12 @@ def _miss(found: Estimate) -> str:
     plan = found.plan
     if plan is None or plan.compute_tier != "gpu" or found.task.kind != "decode":
         return "fetch"
-    return "fetch" if not plan.routed or any(s.lossless for s in plan.routed) else found.config.experts.miss
+    return "fetch" if not plan.routed or any(s.lossless for s in plan.routed) else found.config.missed_experts
+
+
+def _divided_on_device(plan: Plan) -> bool:
+    """True if the device decides which missed experts the CPU computes, so that steps are recorded."""
+    return all(FORMATS[swap.format].kernels == "e2m1" for swap in plan.routed)
 
 
 def _predict(
@@ -154,7 +159,7 @@ def _predict(
     cpu = 1e3 * sides.cpu_s
     seconds = _link_s(plan, rates, tokens, miss, hit_rate, hosted)
     streamed, missed = (1e3 * each * min(passes, 2) for each in seconds)
-    link, recorded = streamed + missed, found.recorded and not (miss != "fetch" and missed > 0)
+    link, recorded = streamed + missed, found.recorded and (miss == "fetch" or not missed or _divided_on_device(plan))
     # those of a prompt are staged ahead, and where the host leases them they come while it launches what is next
     waited = missed if task.kind == "decode" and (recorded or miss != "fetch") else 0.0
     host = 0.0

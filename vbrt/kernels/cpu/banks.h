@@ -241,3 +241,14 @@ static void multiply_item(const Bank *b, const Gate *g, const Task *t, const Pla
     const int64_t first = i % plan->chunks * plan->chunk, end = first + plan->chunk;
     multiply(b, g, t, plan, group, first, end < results ? end : results);
 }
+
+/* -- weighted sums -------------------------------------------------------------------------------------------------- */
+
+/* sum [count] += weights[j] * row j of some rows of n numbers, in the order of j; ids of no expert are skipped. */
+INLINE void sum_part(const void *rows, int type, const int64_t *ids, const float *weights, int64_t experts, int64_t k,
+                     int64_t n, int64_t count, float *sum) {
+    for (int64_t j = 0; j < k; j++) {
+        if (ids[j] < 0 || ids[j] >= experts) continue;
+        for (int64_t c = 0; c < count; c++) sum[c] += weights[j] * load(rows, type, j * n + c);
+    }
+}

@@ -310,6 +310,9 @@ def _declare_hosted(library: ctypes.CDLL) -> None:
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.vbrt_hosted_job.argtypes = (pointer, pointer, number, small, pointer)
     library.vbrt_hosted_job.restype = number
+    bank, gating, task = map(ctypes.POINTER, (Bank, Gating, Task))
+    library.vbrt_hosted_experts.argtypes = (bank, bank, gating, task, task, pointer, small, pointer)
+    library.vbrt_hosted_experts.restype = number
     library.vbrt_hosted_attach.argtypes = (pointer, pointer)
     library.vbrt_hosted_set.argtypes = (pointer, small, number, pointer)
     library.vbrt_hosted_expect.argtypes = (pointer, small, number)

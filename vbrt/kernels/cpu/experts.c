@@ -4,6 +4,7 @@
 #include "banks.h"
 #include "shares.h"
 #include "team.h"
+#include "routed.h"
 #define CHUNK 32  /* results per work item */
 
 /* Returns 0 if out of memory. Does not write rows of sentinels, of experts without a page, and of those with more than
@@ -26,74 +27,28 @@ int vbrt_experts_product(const Bank *b, const Gate *g, const Task *t, int thread
 
 /* -- both products, by a team --------------------------------------------------------------------------------------- */
 
-/* W_down g(W_up x) of some pairs. An expert's second product starts when its first one is done, independently of
- * others. */
-typedef struct {
-    Bank up_bank, down_bank;
-    Gate up_gate, down_gate;
-    Task up_task, down_task;
-    Plan up, down;
-    Range *up_ranges, *down_ranges;  /* by place */
-    int64_t *up_left, *waits;  /* by group: unfinished items of "up"; 1 until "down" may start */
-} Job;
-
-static void take_part(Team *t, int place) {
-    Job *j = t->memory;
-    Taker up = {j->up_ranges, (int)t->places, place, 0}, down = {j->down_ranges, (int)t->places, place, 0};
-    for (int64_t i; (i = take(&up)) >= 0;) {
-        const int64_t group = i / j->up.chunks;
-        multiply_item(&j->up_bank, &j->up_gate, &j->up_task, &j->up, i);
-        if (__atomic_sub_fetch(&j->up_left[group], 1, __ATOMIC_ACQ_REL)) continue;
-        const Group *of = j->down.groups + group;
-        for (int64_t p = 0; p < of->count; p++) spread(&j->down_bank, &j->down_task, &j->down, j->down.order[of->first + p]);
-        __atomic_store_n(&j->waits[group], 0, __ATOMIC_RELEASE);
-    }
-    for (int64_t i; (i = take(&down)) >= 0;) {
-        spin_while(&j->waits[i / j->down.chunks], 1);
-        multiply_item(&j->down_bank, &j->down_gate, &j->down_task, &j->down, i);
-        tick(t, 1);
-    }
-}
+static void take_part(Team *t, int place) { take_routed(t, t->memory, place, NULL); }
 
 /* Start W_down g(W_up x) for the pairs whose experts have pages; rows of others are zeroed. `down` has the ids of `up`,
  * one input row per pair, and no x. Returns the job's number, or 0 if out of memory. */
 int64_t vbrt_team_experts(Team *t, const Bank *up_bank, const Bank *down_bank, const Gate *gate, const Task *up, const Task *down) {
     static const Gate none;
-    const int64_t pairs = up->pairs, groups = most_groups(up_bank, up), h_bytes = pairs * down->inputs * 4;
-    const int64_t wanted = sizeof(Job) + plan_bytes(up_bank, up) + plan_bytes(down_bank, down) + h_bytes +
-                           2 * t->places * sizeof(Range) + 2 * groups * 8 + 8 * 64;
     int64_t number = 0;
     pthread_mutex_lock(&t->posting);
-    Job *j = job_memory(t, wanted);
+    Routed *j = job_memory(t, routed_bytes(up_bank, down_bank, up, down, (int)t->places));
     if (j) {
         char *at = (char *)j;
-        taken(&at, sizeof(Job));
-        *j = (Job){*up_bank, *down_bank, *gate, none, *up, *down};
-        j->up_task.out = taken(&at, h_bytes), j->down_task.x = j->up_task.out;
-        j->up = planned(&j->up_bank, &j->up_gate, &j->up_task, CHUNK, &at);
-        j->down = planned(&j->down_bank, &j->down_gate, &j->down_task, CHUNK, &at);
-        j->up_ranges = taken(&at, t->places * sizeof(Range)), j->down_ranges = taken(&at, t->places * sizeof(Range));
-        j->up_left = taken(&at, groups * 8), j->waits = taken(&at, groups * 8);
-        for (int64_t i = 0; i < j->up.count; i++) j->up_left[i] = j->up.chunks, j->waits[i] = 1;
-        share_out(j->up_ranges, (int)t->places, j->up.count * j->up.chunks);
-        share_out(j->down_ranges, (int)t->places, j->down.count * j->down.chunks);
-        for (int64_t r = 0; r < pairs / up->pairs_per_row; r++) spread(&j->up_bank, &j->up_task, &j->up, r);
-        memset(down->out, 0, pairs * down_bank->rows * (down->out_type == FP32 ? 4 : 2));
-        number = open_job(t, j->down.count * j->down.chunks);
+        taken(&at, sizeof *j);
+        *j = (Routed){*up_bank, *down_bank, *gate, none, *up, *down, .threads = (int)t->places};
+        prepare_routed(j, at, CHUNK);
+        memset(down->out, 0, up->pairs * down_bank->rows * (down->out_type == FP32 ? 4 : 2));
+        number = open_job(t, routed_items(j));
     }
     pthread_mutex_unlock(&t->posting);
     return number;
 }
 
 #define PART 256  /* results per work item */
-
-INLINE void sum_part(const void *rows, int type, const int64_t *ids, const float *weights, int64_t experts, int64_t k,
-                     int64_t n, int64_t count, float *sum) {
-    for (int64_t j = 0; j < k; j++) {
-        if (ids[j] < 0 || ids[j] >= experts) continue;
-        for (int64_t c = 0; c < count; c++) sum[c] += weights[j] * load(rows, type, j * n + c);
-    }
-}
 
 /* out [T, N] = sum over j of weights[t, j] * rows[t k + j], in the order of j; ids outside 0 .. experts - 1 are
  * skipped; shape is T, k, N; rows and out have the same type */

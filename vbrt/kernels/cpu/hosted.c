@@ -9,14 +9,17 @@
  *     128  gave up   device: a post that nobody waits for anymore
  *     192  x         device: [tokens, K], then, where the entry has it: y of each part, [tokens, N]
  *
- * An entry is a job prepared once: parts, which are products of one x with a page each.
+ * An entry is a job prepared once: parts, which are products of one x with a page each; or a layer of routed experts,
+ * of which a post names some, with ids int64 and weights fp32 [tokens, k] behind x, for one y in fp32. A post of the
+ * entry NOTHING has no job and no answer.
  * One thread at a time holds `busy`: it serves a post or changes the boxes. The others see the open job.
  */
 #define POLLED
 #include "banks.h"
 #include "shares.h"
 #include "team.h"
-enum { POST = 0, ANSWER = 64, GAVE_UP = 128, ENTRY_BITS = 16 };
+#include "routed.h"
+enum { POST = 0, ANSWER = 64, GAVE_UP = 128, ENTRY_BITS = 16, NOTHING = (1 << ENTRY_BITS) - 1 };
 #define BOXES 64
 #define FORGOTTEN_NS 30000000000  /* after so long without a post, none is expected */
 #define FULLEST 32   /* rows per work item, if that makes enough items */
@@ -31,14 +34,25 @@ typedef struct {
     int same;  /* x is that of the part before, in the same form */
 } Part;
 
+/* Routed experts of an entry, prepared anew for each post. */
 typedef struct {
+    Routed both;  /* first: sums are of one */
+    int64_t *ids;  /* copies: those of a device that has given up may change */
+    float *weights;
+    const int64_t *posted_ids;  /* in the mailbox, as the next two */
+    const float *posted_weights;
+    float *y;
+    int64_t chunk;
+    char *room;  /* of the job */
+} Experts;
+
+typedef struct {
+    Experts *experts;  /* NULL: parts */
     Range *ranges;  /* by thread */
     int64_t items, parts;
     Part part[];
 } Job;
 
-/* Posts are counted as they are taken, whatever their numbers: of one that was replaced unseen, `passed` stays behind
- * `expected` until that is forgotten, and threads are awake for longer than they need to be. */
 typedef struct {
     _Alignas(64) char *memory;  /* NULL: not attached */
     int64_t last;  /* number of the last post that was taken */
@@ -94,11 +108,34 @@ static int found(Team *t, int place) {
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
+static void sum_chunk(const Routed *j, int64_t first, int64_t end) {
+    const Experts *e = (const Experts *)j;
+    const int64_t k = j->up_task.pairs_per_row, n = j->down_bank.rows, count = end - first;
+    for (int64_t t = 0; t < j->up_task.pairs / k; t++) {
+        float sum[FULLEST] = {0};
+        sum_part((float *)j->down_task.out + t * k * n + first, FP32, e->ids + t * k, e->weights + t * k,
+                 j->down_bank.experts, k, n, count, sum);
+        memcpy(e->y + t * n + first, sum, count * 4);
+    }
+}
+
+static int64_t prepare_experts(Experts *e) {
+    const int64_t pairs = e->both.up_task.pairs, tokens = pairs / e->both.up_task.pairs_per_row;
+    memcpy(e->ids, e->posted_ids, pairs * 8), memcpy(e->weights, e->posted_weights, pairs * 4);
+    prepare_routed(&e->both, e->room, e->chunk);
+    if (!routed_items(&e->both)) memset(e->y, 0, tokens * e->both.down_bank.rows * 4);
+    return routed_items(&e->both);
+}
+
 static void take_part(Team *t, int place) {
     static const Gate none;
     const Job *j = ((Boxes *)t->memory)->job;
-    const int threads = (int)t->places - 1;  /* place 0 is that of `finish` */
-    Taker mine = {j->ranges, threads, (place + threads - 1) % threads, 0};
+    const int threads = (int)t->places - 1, thread = (place + threads - 1) % threads;  /* place 0 is that of `finish` */
+    if (j->experts) {
+        take_routed(t, &j->experts->both, thread, sum_chunk);
+        return;
+    }
+    Taker mine = {j->ranges, threads, thread, 0};
     int64_t done = 0;
     for (int64_t i; (i = take(&mine)) >= 0; done++) {
         const Part *p = j->part;
@@ -111,7 +148,8 @@ static void take_part(Team *t, int place) {
 static int64_t compute_job(Team *t, Boxes *o, Job *j, int place) {
     close_job(t);
     o->job = j;
-    share_out(j->ranges, (int)t->places - 1, j->items);
+    if (j->experts) j->items = prepare_experts(j->experts);
+    else share_out(j->ranges, (int)t->places - 1, j->items);
     for (const Part *p = j->part; p < j->part + j->parts; p++)
         for (int64_t r = 0; r < p->task.pairs && !p->same; r++) spread(&p->bank, &p->task, &p->plan, r);
     __atomic_store_n(&t->fetched, t->number + 1, __ATOMIC_RELEASE);  /* this thread does: nobody else looks after it */
@@ -127,12 +165,13 @@ static void answer(Box *b, int64_t number, int computed) {
 }
 
 /* Take the box's post, if it has one: its job, NULL where there is none. */
-static Job *taken_post(Box *b, int64_t *number) {
-    const int64_t post = word(b->memory, POST), entry = post & ((1 << ENTRY_BITS) - 1);
-    *number = post >> ENTRY_BITS;
-    __atomic_add_fetch(&b->passed, 1, __ATOMIC_SEQ_CST);
+static Job *taken_post(Box *b, int64_t *number, int64_t *entry) {
+    const int64_t post = word(b->memory, POST);
+    *entry = post & NOTHING, *number = post >> ENTRY_BITS;
+    const int64_t since = *number - b->last;  /* posts, with those that were replaced unseen */
+    __atomic_add_fetch(&b->passed, since > 0 ? since : 1, __ATOMIC_SEQ_CST);
     __atomic_store_n(&b->last, *number, __ATOMIC_RELAXED);
-    return entry < b->entries && word(b->memory, GAVE_UP) >> ENTRY_BITS != *number ? b->jobs[entry] : NULL;
+    return *entry < b->entries && word(b->memory, GAVE_UP) >> ENTRY_BITS != *number ? b->jobs[*entry] : NULL;
 }
 
 static int64_t run_found(Team *t, int place) {
@@ -142,11 +181,11 @@ static int64_t run_found(Team *t, int place) {
     for (int64_t i = 0; i < o->used && !job; i++) {
         const int64_t at = (o->first + i) % o->used;
         Box *b = o->box + at;
-        int64_t number;
+        int64_t number, entry;
         if (!is_new(b)) continue;
-        Job *j = taken_post(b, &number);
+        Job *j = taken_post(b, &number, &entry);
         if (j) job = compute_job(t, o, j, place), o->first = at + 1;
-        answer(b, number, j != NULL);
+        if (entry != NOTHING) answer(b, number, j != NULL);
         __atomic_store_n(&o->heard_ns, now_ns(), __ATOMIC_RELAXED);
     }
     unlock(o);
@@ -172,6 +211,28 @@ int64_t vbrt_hosted_job(const Bank *banks, const Task *tasks, int64_t parts, int
                   p->bank.columns == p[-1].bank.columns && p->task.rounded == p[-1].task.rounded;
         if (p->same) p->plan.x = p[-1].plan.x;
     }
+    return bytes;
+}
+
+/* `vbrt_hosted_job` of routed experts. Tasks: `up` has x and posted ids in the mailbox, one row of x for its pairs of a
+ * token; `down` has no x, one row per pair, and y [tokens, N] in fp32 as its results. weights: as posted. */
+int64_t vbrt_hosted_experts(const Bank *up_bank, const Bank *down_bank, const Gate *gate, const Task *up, const Task *down,
+                            const float *weights, int threads, char *memory) {
+    static const Gate none;
+    const int64_t pairs = up->pairs, rows = down_bank->rows, results = up_bank->rows / (gate->gated ? 2 : 1);
+    const int64_t bytes = sizeof(Job) + sizeof(Experts) + pairs * 12 + pairs * rows * 4 + 5 * 64 +
+                          routed_bytes(up_bank, down_bank, up, down, threads);
+    if (!memory) return bytes;
+    Job *j = taken(&memory, sizeof(Job));
+    Experts *e = taken(&memory, sizeof(Experts));
+    *j = (Job){.experts = e};
+    *e = (Experts){.both = {*up_bank, *down_bank, *gate, none, *up, *down, .threads = threads},
+                   .posted_ids = up->ids, .posted_weights = weights, .y = down->out, .chunk = FULLEST};
+    e->ids = taken(&memory, pairs * 8), e->weights = taken(&memory, pairs * 4);
+    e->both.up_task.ids = e->both.down_task.ids = e->ids;
+    e->both.down_task.out = taken(&memory, pairs * rows * 4), e->both.down_task.out_type = FP32;
+    e->room = memory;
+    while (e->chunk > LEAST && results < e->chunk * ITEMS * threads) e->chunk /= 2;
     return bytes;
 }
 

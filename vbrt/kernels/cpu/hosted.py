@@ -6,15 +6,20 @@
     team.expect(box, 1)                              # before the launch of what posts; wakes the threads
     # device: x, then number << 16 | entry at POST; waits for the number at ANSWER; reads y
 
+An entry may be a layer of routed experts instead (`HostedExperts`): posts name some of them by ids and weights behind
+x, and y is their weighted sum. A post of the entry `NOTHING` asks for nothing and is not answered.
+
 The computation is in `hosted.c`, which has the memory layout; results have the bits of `experts_up` with one expert,
 whatever the number of threads. Neither posts nor answers involve Python. A post without a product (its entry was
 forgotten, the mailbox detached, the team stopped) is answered with its number, negated.
+
+Legend: T tokens, k experts per token, E experts, N rows of a matrix, K its columns.
 """
 
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,20 +28,36 @@ from torch import Tensor
 
 from vbrt.errors import KernelError
 from vbrt.formats.page import PageLayout
-from vbrt.kernels.cpu.build import NUMBERS, Bank, Task
-from vbrt.kernels.cpu.experts import FORMATS, bank_of, takes_tiles
+from vbrt.kernels.cpu.build import NUMBERS, Bank, Gating, Task
+from vbrt.kernels.cpu.experts import FORMATS, bank_of, gating_of, takes_tiles
 from vbrt.kernels.cpu.team import Team
 from vbrt.kernels.cpu.thread_counts import leaving, team
 from vbrt.kernels.cuda.e2m1.tiles import TILES
 from vbrt.kernels.experts import ExpertPages, Gate
 
-__all__ = ["ANSWER", "ENTRIES", "ENTRY_BITS", "GAVE_UP", "POST", "HostedPart", "HostedTeam", "Mailbox", "X", "new_team"]
+__all__ = [
+    "ANSWER",
+    "ENTRIES",
+    "ENTRY_BITS",
+    "GAVE_UP",
+    "NOTHING",
+    "POST",
+    "HostedExperts",
+    "HostedPart",
+    "HostedTeam",
+    "Mailbox",
+    "Places",
+    "X",
+    "new_team",
+    "places_of",
+]
 
 #: byte offsets of a mailbox's int64 words, each in a cache line of its own, and of x
 POST, ANSWER, GAVE_UP, X = 0, 64, 128, 192
 #: a post is number << ENTRY_BITS | entry
 ENTRY_BITS = 16
-ENTRIES = 1 << ENTRY_BITS
+NOTHING = (1 << ENTRY_BITS) - 1
+ENTRIES = NOTHING
 _LINE = 64
 _RAW = Gate("none", gated=False)
 _WEIGHT = "weight"
@@ -68,6 +89,47 @@ class HostedPart(NamedTuple):
         fields = tuple(replace(f, name=f"{_WEIGHT}.{f.name}") for f in self.layout.fields)
         layout = replace(self.layout, fields=fields)
         return ExpertPages(self.format, self.dtype, {_WEIGHT: self.shape}, layout, [self.page])
+
+
+class Places(NamedTuple):
+    """Byte offsets in a mailbox: posted ids int64 [T, k], weights fp32 [T, k], y fp32 [T, N], and the end of all."""
+
+    ids: int
+    weights: int
+    y: int
+    end: int
+
+
+def places_of(tokens: int, k: int, inputs: int, outputs: int, dtype: torch.dtype) -> Places:
+    """Return where a mailbox has what posts of a layer of routed experts bring and get, behind x [T, K] of a dtype."""
+    ids = _lines(X + tokens * inputs * dtype.itemsize)
+    weights = _lines(ids + tokens * k * 8)
+    y = _lines(weights + tokens * k * 4)
+    return Places(ids, weights, y, _lines(y + tokens * outputs * 4))
+
+
+def _lines(nbytes: int) -> int:
+    return -(-nbytes // _LINE) * _LINE
+
+
+class HostedExperts(NamedTuple):
+    """Routed experts of an entry: y = sum over the posted experts of weight * (W_down g(W_up x + bias) + bias).
+
+    Attributes:
+        pages: of all experts, with parts "up" and "down", in host memory; must not change while the entry exists.
+        gate: g.
+        biases: [E, N] of "up" and of "down" in host memory, or None.
+        k: experts per token.
+    """
+
+    pages: ExpertPages
+    gate: Gate
+    biases: tuple[Tensor | None, Tensor | None]
+    k: int
+
+    def places(self, tokens: int, dtype: torch.dtype) -> Places:
+        """Return where a mailbox has the operands and results of so many tokens."""
+        return places_of(tokens, self.k, self.pages.shapes["up"][1], self.pages.shapes["down"][0], dtype)
 
 
 @dataclass(eq=False)
@@ -147,7 +209,23 @@ class HostedTeam(Team):
         """
         self._check()
         held = _banks_and_tasks(box.memory, parts, tokens, dtype, rounded=rounded)
-        job = self._job(*held[:2])
+        make, (banks, tasks) = self._memory.library.vbrt_hosted_job, held[:2]
+        job = _aligned(lambda memory: make(banks, tasks, len(parts), self.threads, memory))
+        return self._register(box, job, held)
+
+    def experts(self, box: Mailbox, experts: HostedExperts, tokens: int, dtype: torch.dtype) -> int:
+        """Prepare a layer of routed experts; return its entry. See `entry`, and `HostedExperts.places`.
+
+        Raises KernelError: what C cannot compute, or the mailbox has no room for.
+        """
+        self._check()
+        banks, tasks, gating, weights, held = _both(box.memory, experts, tokens, dtype)
+        make = self._memory.library.vbrt_hosted_experts
+        job = _aligned(lambda memory: make(*banks, gating, *tasks, weights, self.threads, memory))
+        return self._register(box, job, held)
+
+    def _register(self, box: Mailbox, job: Tensor, held: object) -> int:
+        """Return the entry of a job."""
         with self._owner:
             self._check_attached(box)
             if len(box.jobs) == ENTRIES:
@@ -162,14 +240,6 @@ class HostedTeam(Team):
                 self._check()
                 raise KernelError(f"hosted: no memory for entry {index}")
         return index
-
-    def _job(self, banks: ctypes.Array[Bank], tasks: ctypes.Array[Task]) -> Tensor:
-        """Return the C structures of an entry, with memory for x in the layout of the products."""
-        make, count = self._memory.library.vbrt_hosted_job, len(banks)
-        room = torch.empty(make(banks, tasks, count, self.threads, None) + _LINE, dtype=torch.uint8, device="cpu")
-        memory = room[-room.data_ptr() % _LINE :]
-        make(banks, tasks, count, self.threads, memory.data_ptr())
-        return memory
 
     def forget(self, box: Mailbox, entry: int) -> None:
         """Release an entry's pages, after its product if one is being computed. Later posts of it fail. Idempotent."""
@@ -227,6 +297,45 @@ def new_team() -> HostedTeam:
         return HostedTeam(team(torch.get_num_threads()))
 
 
+def _aligned(make: Callable[[int | None], int]) -> Tensor:
+    """Return the C structures of an entry, with memory for x in the layout of the products, from a cache line on."""
+    room = torch.empty(make(None) + _LINE, dtype=torch.uint8, device="cpu")
+    memory = room[-room.data_ptr() % _LINE :]
+    make(memory.data_ptr())
+    return memory
+
+
+def _both(
+    mailbox: Tensor, experts: HostedExperts, tokens: int, dtype: torch.dtype
+) -> tuple[tuple[Bank, Bank], tuple[Task, Task], Gating, int, object]:
+    """C structures of routed experts, the address of posted weights, and the objects that they point to.
+
+    Raises KernelError.
+    """
+    pages, places, start = experts.pages, experts.places(tokens, dtype), mailbox.data_ptr()
+    _check_dtypes(pages, dtype, experts.gate)
+    if places.end > mailbox.numel() or tokens < 1:
+        raise KernelError(f"hosted: {tokens} tokens in a mailbox of {mailbox.numel()} bytes; expected {places.end}")
+    for page in pages.pages:
+        _check_page(page, pages.layout)
+    for part, bias in zip(("up", "down"), experts.biases, strict=True):
+        _check_bias(bias, (pages.experts, pages.shapes[part][0]))
+    (up, of_up), (down, of_down) = (bank_of(pages, part, range(pages.experts)) for part in ("up", "down"))
+    pairs, number = tokens * experts.k, NUMBERS[dtype]
+
+    def task(per_row: int, part: str, x: int | None, bias: Tensor | None, y: int | None) -> Task:
+        kind = 0 if bias is None else NUMBERS[bias.dtype]
+        address = None if bias is None else bias.data_ptr()
+        columns = pages.shapes[part][1]
+        return Task(start + places.ids, pairs, per_row, pairs, x, address, y, columns, number, kind, number, False)
+
+    tasks = (
+        task(experts.k, "up", start + X, experts.biases[0], None),
+        task(1, "down", None, experts.biases[1], start + places.y),
+    )
+    return (up, down), tasks, gating_of(experts.gate), start + places.weights, (of_up, of_down, experts)
+
+
 def _banks_and_tasks(
     mailbox: Tensor, parts: Sequence[HostedPart], tokens: int, dtype: torch.dtype, *, rounded: bool
 ) -> tuple[ctypes.Array[Bank], ctypes.Array[Task], object]:
@@ -253,26 +362,39 @@ def _banks_and_tasks(
 
 def _checked(part: HostedPart, dtype: torch.dtype) -> ExpertPages:
     """Return the bank of a part. Raises KernelError if C cannot multiply x of this dtype by it."""
-    pages, page, bias = part.pages(), part.page, part.bias
-    if part.format not in FORMATS or dtype not in NUMBERS:
+    pages = part.pages()
+    _check_dtypes(pages, dtype, _RAW)
+    _check_page(part.page, part.layout)
+    _check_bias(part.bias, part.shape[:1])
+    return pages
+
+
+def _check_dtypes(pages: ExpertPages, dtype: torch.dtype, gate: Gate) -> None:
+    """Raise KernelError if C cannot multiply x of this dtype by the pages."""
+    if pages.format not in FORMATS or dtype not in NUMBERS:
         known = ", ".join(str(of) for of in NUMBERS)
-        raise KernelError(f"hosted: {dtype} times {part.format}; expected {known}, and a format of 4 or 8 bits")
-    if TILES in pages.offsets(_WEIGHT) and not takes_tiles(pages, dtype, _RAW):
+        raise KernelError(f"hosted: {dtype} times {pages.format}; expected {known}, and a format of 4 or 8 bits")
+    if any(TILES in pages.offsets(part) for part in pages.shapes) and not takes_tiles(pages, dtype, gate):
         raise KernelError(f"hosted: this CPU does not multiply {dtype} by pages in a GPU's tile order; move the page")
-    if (
-        not page.is_cpu
-        or page.dtype is not torch.uint8
-        or not page.is_contiguous()
-        or page.numel() < part.layout.nbytes
-    ):
+
+
+def _check_page(page: Tensor | None, layout: PageLayout) -> None:
+    """Raise KernelError if C cannot read a page."""
+    if page is None:
+        raise KernelError(f"hosted: no page; expected {layout.nbytes} bytes in host memory")
+    if not page.is_cpu or page.dtype is not torch.uint8 or not page.is_contiguous() or page.numel() < layout.nbytes:
         raise KernelError(
-            f"hosted: a page of {page.dtype} {tuple(page.shape)} on {page.device}; expected {part.layout.nbytes} bytes "
+            f"hosted: a page of {page.dtype} {tuple(page.shape)} on {page.device}; expected {layout.nbytes} bytes "
             "in host memory"
         )
-    n = part.shape[0]
-    if bias is not None and not (bias.is_cpu and bias.dtype in NUMBERS and bias.shape == (n,) and bias.is_contiguous()):
-        raise KernelError(f"hosted: a bias {tuple(bias.shape)} on {bias.device}; expected {(n,)} in host memory")
-    return pages
+
+
+def _check_bias(bias: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise KernelError if C cannot read a bias."""
+    if bias is not None and not (
+        bias.is_cpu and bias.dtype in NUMBERS and bias.shape == shape and bias.is_contiguous()
+    ):
+        raise KernelError(f"hosted: a bias {tuple(bias.shape)} on {bias.device}; expected {shape} in host memory")
 
 
 def _check_room(room: int, parts: Sequence[HostedPart], tokens: int, k: int, size: int) -> None:

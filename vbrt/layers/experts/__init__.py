@@ -18,7 +18,8 @@ parameters.
 | `experts_handle.py`, `leased_experts.py`, `expert_pages_io.py` | the weights: pages, leases, pickles |
 | `experts_coder.py`, `expert_encoding.py` | encoding and decoding, and which kernels |
 | `device_cache.py`, `residency_owner.py`, `residency_reasons.py` | residency decided by the GPU; who decides, why |
-| `missed_experts.py`, `cpu_experts.py`, `miss_rates.py`, `captured_cpu.py` | missed experts computed by the CPU |
+| `hosted_experts.py`, `miss_rates.py` | missed experts computed by the CPU, where the GPU decides |
+| `missed_experts.py`, `cpu_experts.py`, `captured_cpu.py` | the same where the host decides; experts on a CPU |
 | `expert_gradients.py`, `expert_operators.py` | gradients of frozen experts; operators of compiled graphs |
 
 **Same numbers.** Lossless experts compute by the function that `config._experts_implementation` names, on a view of the
@@ -61,10 +62,14 @@ or ten. One large expert that misses alone is not shared. A job that is not fetc
 the team: a pass that waits for room on top may hold pages that another thread is waiting for. On an H200's host, 48
 layers of Qwen3-30B-A3B's shape with a tenth of the experts on the GPU (`scripts/experts_decode.py --breakdown`): 4.3 ms
 a layer, of which a job of the team takes 0.35, leasing and launching what the GPU computes 1.4, and Python's operators
-of the rest 2.4, where fetching replays a graph; so `"auto"` fetches there. Roads not taken: a GPU that decides and
-hands a list of misses to a polling CPU thread, or to a host function within the graph, would keep captured steps and
-make small experts pay; every layer would wait for a flag in host memory. A second page order for CPUs, which the GPU
-puts into tiles on arrival: the kernel that reads tiles left 15 % to gain.
+of the rest 2.4, where fetching replays a graph. Road not taken: a second page order for CPUs, which the GPU puts into
+tiles on arrival: the kernel that reads tiles left 15 % to gain.
+
+**Hosted experts**: the same where the GPU decides (`hosted_experts.py`). A lease leaves a share of its misses to the
+host, by a table in the device's memory (`kernels/cuda/experts/resolve_triton.py`): those of least worth, as frequent
+ones shall stay. Their ids and weights are posted before the others are fetched, and a wait behind the layer's kernels
+adds the host's sum, so that both sides overlap, in captured graphs, too. A post that names no expert is counted by the
+host, not answered, and not waited for. Host functions in a graph would take 28 us each, a post and its wait 5.
 
 **Gradients of frozen experts.** The forward keeps ids, hidden states and routing weights, and nothing of the weights'
 size. The backward pass leases the touched experts again, in chunks, and computes each chunk once more by the

@@ -18,7 +18,7 @@ copied: the next lease empties the cache first.
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from vbrt.errors import TierError
 from vbrt.host import accelerator
-from vbrt.kernels.cuda.experts.residency import Experts, PoolRoom, ResidentTables
+from vbrt.kernels.cuda.experts.residency import Experts, PoolRoom, ResidentTables, Shares
 from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART
 from vbrt.residency.expert_room import ExpertRoom
 from vbrt.tiers import TierStack
@@ -37,10 +37,12 @@ __all__ = ["DeviceCache", "DeviceCounts", "DeviceTotals", "Part"]
 
 
 class DeviceCounts(NamedTuple):
-    """Counters of a layer: hits and misses by expert, int64 [E] on the CPU, and bytes copied in."""
+    """Counters of a layer: hits, misses and misses that the host computed by expert, int64 [E] on the CPU, and bytes
+    copied in."""
 
     hits: Tensor
     misses: Tensor
+    computed: Tensor
     bytes_in: int
 
 
@@ -54,6 +56,7 @@ class DeviceTotals(NamedTuple):
 
     hits: int = 0
     misses: int = 0
+    computed: int = 0
     resident: int = 0
     leases: int = 0
     named: int = 0
@@ -173,6 +176,16 @@ class DeviceCache:
             yield self._lease(layer, ids_Tk, scan=False)
 
     @contextlib.contextmanager
+    def lease_beside(self, layer: int, ids_Tk: Tensor, shares: Shares, post: Callable[[], None]) -> Iterator[Tensor]:
+        """`lease` without the misses that the host computes.
+
+        Args:
+            post: launched before pages are fetched, once `shares.kept` names the experts that are leased.
+        """
+        with self._entered(layer):
+            yield self._lease(layer, ids_Tk, scan=False, shares=shares, post=post)
+
+    @contextlib.contextmanager
     def lease_part(self, layer: int, part: Part) -> Iterator[Tensor]:
         """`lease` a part of a scan; eviction scores are unchanged."""
         with self._entered(layer):
@@ -221,7 +234,9 @@ class DeviceCache:
             finally:
                 self._leased = False
 
-    def _lease(self, layer: int, ids_Tk: Tensor, *, scan: bool) -> Tensor:
+    def _lease(
+        self, layer: int, ids_Tk: Tensor, *, scan: bool, shares: Shares | None = None, post: Callable[[], None] = int
+    ) -> Tensor:
         self._check_open(layer)
         tables = self._tables
         if accelerator.is_device(ids_Tk):
@@ -229,7 +244,9 @@ class DeviceCache:
         if self._deciding:
             tables.forget()
         self._deciding = True
-        addresses = tables.lease(layer, ids_Tk, scan=scan)
+        addresses = tables.decide(layer, ids_Tk, scan=scan, shares=shares)
+        post()
+        tables.fetch(layer)
         self._deciding = False
         return addresses
 
@@ -256,10 +273,9 @@ class DeviceCache:
 
     def counts(self) -> dict[str, DeviceCounts]:
         """Return the counters by layer; waits for the device."""
-        hits, misses = self._tables.counts()
         sizes = [len(keys) for keys in self.keys.values()]
-        rows = zip(self.keys, hits.split(sizes), misses.split(sizes), strict=True)
-        return {name: DeviceCounts(h, m, int(m.sum()) * self._page_bytes[name]) for name, h, m in rows}
+        rows = zip(self.keys, *(counts.split(sizes) for counts in self._tables.counts()), strict=True)
+        return {name: DeviceCounts(h, m, c, int((m - c).sum()) * self._page_bytes[name]) for name, h, m, c in rows}
 
     def resident(self) -> frozenset[str]:
         """Return the keys of resident pages; waits for the device."""

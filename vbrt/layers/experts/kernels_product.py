@@ -4,6 +4,8 @@ All experts of few tokens go through the ops at once. A scan keeps the rows of p
 end, for any number of chunks, so that the budget changes no bit.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from vbrt.host.accelerator import is_device
@@ -40,6 +42,12 @@ class KernelsProduct:
             y = self.ops.sum(self._rows(x, ids_Tk, None, pages), ids_Tk, weights_Tk, pages.experts)
         else:
             y = self._rows(x, ids_Tk, weights_Tk, pages)
+        return self._complete(y)
+
+    def beside_host(self, pages: ExpertPages, ids_Tk: Tensor, add: Callable[[Tensor], None]) -> Tensor:
+        """The touched experts of `ids_Tk` on their pages, and those that `add` adds to a y [T, N]."""
+        y = self._rows(self.routed.x, ids_Tk, self.routed.weights, pages)
+        add(y)
         return self._complete(y)
 
     def resident(self, pages: ExpertPages, *, scan: bool) -> Tensor:

@@ -1,11 +1,11 @@
 """Measured link and CPU rates for `experts.miss = "auto"`, on a layer's own pages, with the threads and memory of its
-passes."""
+passes: where the host decides (`measured_rates`), and where the device does (`posted_rates`)."""
 
 import itertools
 import statistics
 import time
 from _thread import allocate_lock
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,12 +13,18 @@ from torch import Tensor
 from vbrt.host import accelerator
 from vbrt.host.worker_threads import Crew
 from vbrt.kernels.cpu.expert_team import ExpertTeam
+from vbrt.kernels.cpu.hosted import HostedExperts, HostedTeam
+from vbrt.kernels.cuda.experts.residency import gather_pages
 from vbrt.layers.experts.cpu_experts import HostLayer, Operands
+from vbrt.layers.weights.hosted_rates import ROUND_TRIP_S, TURNS, copying_pages, fastest, posting, rounded
+from vbrt.layers.weights.hosted_weights import shared_team
+from vbrt.residency.hosted_share import HostRates
 from vbrt.residency.miss_policy import OPERATORS, MissRates
 from vbrt.tiers.stack.host_lease import LowerLease, missing_worth
 
-__all__ = ["measured_rates"]
+__all__ = ["measured_rates", "posted_rates"]
 
+_LINK_BYTES = 16 << 20  # fetched at a time to measure
 _TURNS = 5  # runs of each measurement; the median counts
 _MOST_BYTES = 512 << 20  # of pages that are read to measure
 
@@ -60,6 +66,69 @@ def _rates(host: HostLayer, threads: tuple[ExpertTeam, Crew], views: Mapping[int
         call_s=max(0.0, one - each) or _median(lambda: _in_thread(threads[1], int)),
         host_s=_host_seconds(host),
     )
+
+
+def posted_rates(experts: HostedExperts, dtype: torch.dtype, device: torch.device) -> HostRates:
+    """Return the rates of link and CPU for experts that a device posts, rounded so that runs on one machine agree.
+
+    Chooses the team's threads first, if this process has not done that yet.
+
+    Args:
+        experts: of a layer.
+        dtype: of x.
+
+    Raises KernelError: the CPU does not compute them; says why.
+    """
+    pages = [page for page in experts.pages.pages if page is not None]
+    nbytes = pages[0].nbytes
+    team = shared_team(lambda counts: fastest(lambda team: 1 / _posted_seconds(experts, dtype, team)[1], counts))
+    link = _fetched(pages, device)
+    one, all_ = _posted_seconds(experts, dtype, team)
+    copied = 1.5 * TURNS * (one + all_) * link  # for longer than the posts take
+    copying = list(itertools.islice(itertools.cycle(pages), int(copied / nbytes) + 1))
+    with copying_pages(copying, copied, device) as link_now:
+        one, all_ = _posted_seconds(experts, dtype, team)
+        link = min(link, link_now())
+    more = experts.k - 1
+    each = (all_ - one) / more if more and all_ > one else all_ / experts.k
+    call_s = 1 / rounded(1 / (max(0.0, one - each) + ROUND_TRIP_S))
+    return HostRates(rounded(link), rounded(nbytes / each), call_s=call_s)
+
+
+def _posted_seconds(experts: HostedExperts, dtype: torch.dtype, team: HostedTeam) -> tuple[float, float]:
+    """Seconds of posts of one token that name one expert, and `k`: never those that caches still have."""
+    places, turns = experts.places(1, dtype), itertools.cycle(range(experts.pages.experts))
+    with posting(team, places.end) as (box, room, ask):
+        entry = team.experts(box, experts, 1, dtype)
+        ids = room[places.ids : places.ids + 8 * experts.k].view(torch.int64)
+
+        def median(count: int) -> float:
+            spans = []
+            for _ in range(TURNS):
+                ids.fill_(-1)
+                ids[:count] = torch.tensor(list(itertools.islice(turns, count)), dtype=torch.int64, device="cpu")
+                spans.append(ask(entry))
+            return statistics.median(spans[2:])
+
+        return median(1), median(experts.k)
+
+
+def _fetched(pages: Sequence[Tensor], device: torch.device) -> float:
+    """Bytes/s at which the device fetches pages by itself."""
+    nbytes = pages[0].nbytes
+    addresses = torch.tensor([page.data_ptr() for page in pages], dtype=torch.int64, device=device)
+    count = max(1, min(len(pages), _LINK_BYTES // nbytes))
+    turns = torch.arange(len(pages), dtype=torch.int64, device=device).split(count)[: len(pages) // count]
+    rates = []
+    for some in itertools.islice(itertools.cycle(turns), TURNS):
+        begun, ended = (accelerator.Event(enable_timing=True) for _ in range(2))
+        stream = accelerator.current_stream(device)
+        begun.record(stream)
+        gather_pages(addresses, some, nbytes)
+        ended.record(stream)
+        accelerator.synchronize(device)
+        rates.append(count * nbytes / (begun.elapsed_time(ended) / 1e3))
+    return statistics.median(rates[2:])
 
 
 def _compute(host: HostLayer, threads: tuple[ExpertTeam, Crew], pages: Mapping[int, Tensor], tokens: int) -> None:

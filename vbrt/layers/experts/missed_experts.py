@@ -118,13 +118,14 @@ class MissedExperts:
 
     # -- who decides --------------------------------------------------------------------------------------------------
 
-    def left_to_device(self, handles: Iterable[ExpertsWeights], room_bytes: int) -> bool:
+    def left_to_device(self, handles: Iterable[ExpertsWeights], room_bytes: int, why: str) -> bool:
         """True if the device decides which experts are resident, and fetches all misses, although the host could
         divide them: by measured rates it is done earlier.
 
         Args:
             handles: of the layers that the device could decide for.
             room_bytes: what their pages share on the device.
+            why: the CPU computes no misses while the device decides.
         """
         layers = [(handle, next(iter(handle.layers), None)) for handle in handles]
         served = [(handle, layer) for handle, layer in layers if layer is not None and self._layer(layer) is not None]
@@ -136,7 +137,7 @@ class MissedExperts:
         misses = expected_misses(handle.spec.top_k, share)
         if rates is None or host_pays(misses, handle.pages[0].nbytes, rates):
             return False
-        self.announce(f"the GPU decides, which is faster at {rates}")
+        self.announce(f"the GPU decides, which is faster at {rates}, and then {why}")
         return True
 
     def keeps_on_host(self, handle: ExpertsWeights) -> bool:
@@ -163,11 +164,17 @@ class MissedExperts:
         refusal = build.refusal(torch.device("cpu"), "tiles") if tiled else None
         return "" if refusal is None else f"its pages are in the order of the GPU's kernels ({refusal})"
 
+    def _is_config(self, layer: ExpertsModule) -> bool:
+        """True if a layer's misses are fetched because the config has it so: its format, its policy or its tiers."""
+        stack = layer.handle.stack
+        other = not hasattr(stack.levels[0].policy, "passed")
+        return layer.handle.spec.lossless or other or not has_host_below(stack)
+
     def _layer(self, layer: ExpertsModule) -> HostLayer | None:
         """CPU implementation of a layer; None if its misses are fetched."""
         if layer not in self._layers:
             why = self.why_fetched(layer)
-            if why:
+            if why and (self.mode == "compute" or not self._is_config(layer)):
                 self.announce(f"{layer.handle.spec.name}: {why}")
             self._layers[layer] = None if why else HostLayer.of(layer.handle, kept_gate(layer))
         return self._layers[layer]

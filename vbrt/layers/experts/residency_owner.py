@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from vbrt.kernels.cuda.experts.residency import Shares
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.device_cache import DeviceCache, Part
 
-__all__ = ["CachedLayer", "Deciding", "HostOperands", "HostRows", "Misses"]
+__all__ = ["CachedLayer", "Deciding", "HostOperands", "HostRows", "HostedExperts", "Misses"]
 
 
 class HostOperands(Protocol):
@@ -52,6 +53,22 @@ class Misses(Protocol):
         """True if the host decides for a layer because all its misses are computed."""
 
 
+class HostedExperts(Protocol):
+    """CPU compute of a share of a cached layer's missed experts."""
+
+    def shares(self, routed: Any) -> Shares | None:
+        """Return the division of a pass's misses; None if all are fetched."""
+
+    def post(self, routed: Any, kept_Tk: Tensor) -> None:
+        """Launch the post of the experts that are not kept."""
+
+    def add(self, y_TN: Tensor) -> None:
+        """Launch the wait for the last post, and the sum."""
+
+    def end(self) -> None:
+        """Let the pages go."""
+
+
 class CachedLayer(NamedTuple):
     """One layer of a device cache.
 
@@ -59,11 +76,13 @@ class CachedLayer(NamedTuple):
         cache: of the model's layers.
         number: of this one among them.
         form: the layer's pages, whose slots only the device knows.
+        hosted: CPU compute of missed experts; None if all are fetched.
     """
 
     cache: DeviceCache
     number: int
     form: ExpertPages
+    hosted: HostedExperts | None = None
 
     def whole(self, ids_Tk: Tensor) -> bool:
         """True if one lease takes all experts that so many ids may name."""
@@ -72,6 +91,10 @@ class CachedLayer(NamedTuple):
     def lease(self, ids_Tk: Tensor) -> AbstractContextManager[Tensor]:
         """See `DeviceCache.lease`."""
         return self.cache.lease(self.number, ids_Tk)
+
+    def lease_beside(self, ids_Tk: Tensor, shares: Shares, post: Callable[[], None]) -> AbstractContextManager[Tensor]:
+        """See `DeviceCache.lease_beside`."""
+        return self.cache.lease_beside(self.number, ids_Tk, shares, post)
 
     def each_part(self, ids_Tk: Tensor, compute: Callable[[Tensor, ExpertPages], None]) -> None:
         """Call `compute` with the ids of each part of a scan, others masked, and the pages of its experts."""

@@ -5,7 +5,8 @@
 | `dense`, `exact` | the experts implementation that the model's config names, on the leased experts: its very bits |
 | `dense`, few tokens with all pages on the GPU; all if the GPU decides | gathered pages: `gathered_dense.py` |
 | 4 bits | the ops `experts_up` and `experts_down` on the leased pages |
-| 4 bits, experts missing on the device | with `experts.miss`, the same ops on the CPU: `missed_experts.py` |
+| 4 bits, missing on the device, which decides | with `experts.miss`, some on the CPU: `hosted_experts.py` |
+| 4 bits, missing on the device, the host decides | with `experts.miss`, the same ops on the CPU: `missed_experts.py` |
 | under tracers and transforms, given weights | the module's own forward on decoded temporaries |
 
 If the touched experts do not fit into the tier at once, or a prompt touches nearly all of them, they are leased in
@@ -95,6 +96,11 @@ def _kernels_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
     """Output from the device cache, without a sync: a CUDA graph may capture it."""
     handle, ids, product = call.handle, call.routed.ids, KernelsProduct(call.layer, call.routed)
     if not call.scan and cached.whole(ids):
+        hosted = None if call.fetches else cached.hosted
+        shares = None if hosted is None else hosted.shares(product.routed)
+        if shares is not None:
+            with cached.lease_beside(ids, shares, lambda: hosted.post(product.routed, shares.kept)) as addresses:
+                return product.beside_host(cached.at(addresses), shares.kept, hosted.add)
         with cached.lease(ids) as addresses:  # which the device counts, in graphs that are replayed too
             return product.on_pages(cached.at(addresses))
     handle.routing.scan_unseen()

@@ -13,17 +13,26 @@ from torch import Tensor
 
 from vbrt.errors import KernelError
 from vbrt.host import accelerator
-from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, POST, HostedTeam, X
+from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, POST, HostedTeam, Mailbox, X
 from vbrt.kernels.cuda import devices
 from vbrt.layers.weights.encoded_weight import EncodedWeight
 from vbrt.layers.weights.hosted_weights import held_at_home, part_of, results_at, shared_team
 from vbrt.residency.hosted_share import HostRates
 
-__all__ = ["measured_rates", "resident_seconds"]
+__all__ = [
+    "ROUND_TRIP_S",
+    "TURNS",
+    "copying_pages",
+    "fastest",
+    "measured_rates",
+    "posting",
+    "resident_seconds",
+    "rounded",
+]
 
 _MOST_BYTES = 512 << 20  # of pages that are read to measure: more than caches hold
-_TURNS = 24  # products, and copies, of each measurement; the median counts
-_ROUND_TRIP_S = 6e-6  # a GPU kernel's post and its wait, beside the CPU's time for the product
+TURNS = 24  # products, and copies, of each measurement; the median counts
+ROUND_TRIP_S = 6e-6  # a GPU kernel's post and its wait, beside the CPU's time for the product
 _STEPS = 8  # of rates in a factor of two
 _PATIENCE_S = 10.0
 _AS_FAST = 0.97
@@ -51,19 +60,24 @@ def measured_rates(weights: Sequence[EncodedWeight], tokens: int) -> HostRates:
         pages = [(weight, page) for weight, page, _ in held]
         if not pages:
             raise KernelError("none of their pages is at home in page-locked host memory")
-        return _rates(pages, shared_team(lambda counts: _fastest(pages, counts)), tokens)
+        team = shared_team(lambda counts: fastest(lambda team: _computed(pages, team, 1), counts))
+        return _rates(pages, team, tokens)
     finally:
         for *_, lease in held:
             lease.end()
 
 
-def _fastest(pages: Sequence[tuple[EncodedWeight, Tensor]], counts: Sequence[int]) -> HostedTeam:
+def fastest(computed: Callable[[HostedTeam], float], counts: Sequence[int]) -> HostedTeam:
     """Return a team of the fewest threads that are about as fast as the best of these counts: siblings on one core and
-    slow cores may add nothing, where the memory is the limit."""
+    slow cores may add nothing, where the memory is the limit.
+
+    Args:
+        computed: bytes/s of a team.
+    """
     rates: dict[int, float] = {}
     for count in counts:
         team = HostedTeam(count)
-        rates[count] = _computed(pages, team, 1)
+        rates[count] = computed(team)
         team.stop()
     return HostedTeam(min(count for count, rate in rates.items() if rate >= _AS_FAST * max(rates.values())))
 
@@ -78,16 +92,16 @@ def _rates(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, toke
     more = 0.0 if tokens < 2 else max(0.0, alone / _computed(pages, team, tokens) - 1) / (tokens - 1)
     device = pages[0][0].device
     link = _copied(pages, device)
-    nbytes = 1.5 * _TURNS * pages[0][1].nbytes / alone * link  # for longer than the products take
+    nbytes = 1.5 * TURNS * pages[0][1].nbytes / alone * link  # for longer than the products take
     copying = [page for _, page in itertools.islice(itertools.cycle(pages), int(nbytes / pages[-1][1].nbytes))]
-    with _copying(copying, nbytes, device) as copied:
+    with copying_pages(copying, nbytes, device) as copied:
         cpu = _computed(pages, team, 1)
         link = min(link, copied())
-    return HostRates(_rounded(link), _rounded(cpu), more, _ROUND_TRIP_S)
+    return HostRates(rounded(link), rounded(cpu), more, ROUND_TRIP_S)
 
 
 @contextlib.contextmanager
-def _copying(pages: Sequence[Tensor], nbytes: float, device: torch.device) -> Iterator[Callable[[], float]]:
+def copying_pages(pages: Sequence[Tensor], nbytes: float, device: torch.device) -> Iterator[Callable[[], float]]:
     """Copy so many bytes of pages to the device while the block runs; gives the bytes/s of the copies that have ended,
     infinite for too few."""
     stream, there, copies = accelerator.Stream(device), torch.empty_like(pages[0], device=device), []
@@ -110,16 +124,14 @@ def _copying(pages: Sequence[Tensor], nbytes: float, device: torch.device) -> It
         accelerator.synchronize(device)
 
 
-def _rounded(rate: float) -> float:
+def rounded(rate: float) -> float:
     return 2.0 ** (round(math.log2(rate) * _STEPS) / _STEPS)
 
 
 def _computed(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, tokens: int) -> float:
     """Return the bytes/s of products of so many tokens: this thread posts like a GPU. Raises KernelError."""
     sizes = [sum(weight.spec.shape) * tokens * weight.dtype.itemsize for weight, _ in pages]
-    room = torch.zeros(X + max(sizes) + 64, dtype=torch.uint8, device="cpu")
-    handle = team.attach(room)
-    try:
+    with posting(team, X + max(sizes)) as (handle, _, ask):
         entries, why = [], ""
         for weight, page in pages:
             part = part_of(weight, page, results_at(weight, tokens))
@@ -131,18 +143,32 @@ def _computed(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, t
             entries.append((entry, page.nbytes))
         if not entries:
             raise KernelError(why)
-        post, answer = (ctypes.c_int64.from_address(room.data_ptr() + at) for at in (POST, ANSWER))
-        rates, round_ = [], itertools.cycle(entries)
-        for number in range(1, _TURNS + 3):
-            entry, nbytes = next(round_)
-            team.expect(handle, 1)
-            begun = time.perf_counter()
-            post.value = number << ENTRY_BITS | entry
-            while answer.value != number:
-                if time.perf_counter() - begun > _PATIENCE_S:
-                    raise KernelError(f"a product took longer than {_PATIENCE_S:g} s")
-            rates.append(nbytes / (time.perf_counter() - begun))
-        return statistics.median(rates[2:])
+        round_ = itertools.cycle(entries)
+        turns = (next(round_) for _ in range(TURNS + 2))
+        return statistics.median([nbytes / ask(entry) for entry, nbytes in turns][2:])
+
+
+@contextlib.contextmanager
+def posting(team: HostedTeam, nbytes: int) -> Iterator[tuple[Mailbox, Tensor, Callable[[int], float]]]:
+    """A mailbox in which this thread posts like a GPU: the mailbox, its memory, and a function that posts an entry and
+    returns the seconds until it is answered. That raises KernelError."""
+    room = torch.zeros(nbytes + 64, dtype=torch.uint8, device="cpu")
+    room = room[-room.data_ptr() % 64 :]
+    handle, numbers = team.attach(room), itertools.count(1)
+    post, answer = (ctypes.c_int64.from_address(room.data_ptr() + at) for at in (POST, ANSWER))
+
+    def ask(entry: int) -> float:
+        number = next(numbers)
+        team.expect(handle, 1)
+        begun = time.perf_counter()
+        post.value = number << ENTRY_BITS | entry
+        while answer.value != number:
+            if time.perf_counter() - begun > _PATIENCE_S:
+                raise KernelError(f"a product took longer than {_PATIENCE_S:g} s")
+        return time.perf_counter() - begun
+
+    try:
+        yield handle, room, ask
     finally:
         team.detach(handle)
 
@@ -151,7 +177,7 @@ def _copied(pages: Sequence[tuple[EncodedWeight, Tensor]], device: torch.device)
     """Return the bytes/s of copies to the device."""
     there = torch.empty(max(page.nbytes for _, page in pages), dtype=torch.uint8, device=device)
     round_, rates = itertools.cycle([page for _, page in pages]), []
-    for _ in range(_TURNS):
+    for _ in range(TURNS):
         page = next(round_)
         seconds = _seconds(lambda page=page: there[: page.nbytes].copy_(page, non_blocking=True), device)
         rates.append(page.nbytes / seconds)

@@ -17,6 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,18 @@ from vbrt.config import FORMATS
 from vbrt.errors import KernelError
 from vbrt.host import accelerator
 from vbrt.kernels.cpu import build
-from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, GAVE_UP, POST, HostedPart, HostedTeam, X, new_team
+from vbrt.kernels.cpu.hosted import (
+    ANSWER,
+    ENTRY_BITS,
+    GAVE_UP,
+    POST,
+    HostedExperts,
+    HostedPart,
+    HostedTeam,
+    Places,
+    X,
+    new_team,
+)
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.mailbox import GROUP, NEEDS, Outbox
 from vbrt.layers.weights.encoded_weight import EncodedWeight
@@ -62,6 +74,13 @@ def refusal(stack: TierStack) -> str | None:
     return devices.refusal(device, NEEDS) or build.refusal(torch.device("cpu"), "hosted")
 
 
+class Refreshed(Protocol):
+    """Operands in host memory that are copies of tensors on the device."""
+
+    def refresh(self) -> None:
+        """Copy those that were written to since the last time."""
+
+
 class Host:
     """The mailbox of one stack, and the team that answers its posts.
 
@@ -84,6 +103,8 @@ class Host:
         self._names: dict[int, str] = {}
         self._stream: torch.Stream | None = None
         self._raw: object = None
+        #: called before graphs are replayed: operands in host memory follow those on the device
+        self.refreshed: weakref.WeakSet[Refreshed] = weakref.WeakSet()
         weakref.finalize(self, self._team.detach, self._handle)
 
     @property
@@ -111,6 +132,12 @@ class Host:
         self._names[entry] = name
         return entry
 
+    def enter_experts(self, name: str, experts: HostedExperts, tokens: int, dtype: torch.dtype) -> int:
+        """Register a layer of routed experts. Raises KernelError if the CPU's kernels do not take it."""
+        entry = self._team.experts(self._handle, experts, tokens, dtype)
+        self._names[entry] = name
+        return entry
+
     def leave(self, entry: int) -> None:
         """Forget a product, once it is not being computed."""
         self._names.pop(entry, None)
@@ -121,15 +148,32 @@ class Host:
     def exchange(self, x_MK: Tensor, y_MN: Tensor, bias_N: Tensor | None, entry: int, result_at: int) -> None:
         """Launch a product on the current stream, or capture it. Raises KernelError if one was not answered."""
         with self._lock:
-            if self.capturing and is_capturing():
-                self.captured += 1
-            else:
-                self._begin(1)
+            self._post()
             self._outbox.exchange(x_MK, y_MN, bias_N, entry, result_at)
+
+    def post(
+        self, x_TK: Tensor, ids_Tk: Tensor, kept_Tk: Tensor, weights_Tk: Tensor, entry: int, places: Places
+    ) -> None:
+        """Launch a post of routed experts, or capture it: see `Outbox.post`. Raises KernelError as `exchange` does."""
+        with self._lock:
+            self._post()
+            self._outbox.post(x_TK, ids_Tk, kept_Tk, weights_Tk, entry, places[:2])
+
+    def add(self, y_TN: Tensor, entry: int, result_at: int) -> None:
+        """Launch the wait for the last post of routed experts: see `Outbox.add`."""
+        self._outbox.add(y_TN, entry, result_at)
+
+    def _post(self) -> None:
+        if self.capturing and is_capturing():
+            self.captured += 1
+        else:
+            self._begin(1)
 
     def replayed(self, posts: int, replay: Callable[[], bool]) -> bool:
         """Announce the posts of a graph, and launch it; False if it was not. Raises KernelError."""
         with self._lock:
+            for each in list(self.refreshed):
+                each.refresh()
             self._begin(posts)
             done = False
             try:

@@ -1,7 +1,11 @@
 """Expert residency on the device: tables of resident pages; a lease is two launches without synchronization.
 
-A *pool* is an array of slots shared by one or several layers. `ResidentTables.lease` takes routed ids, evicts by the
-rule of `vbrt.residency.expert_pool` and fetches missing pages; the returned addresses locate each leased expert. All
+    addresses = tables.decide(layer, ids)
+    tables.fetch(layer)                             # now kernels may read the pages
+
+A *pool* is an array of slots shared by one or several layers. `ResidentTables.decide` takes routed ids, evicts by the
+rule of `vbrt.residency.expert_pool` and fetches missing pages, except those whose experts the host computes
+(`Shares`); the returned addresses locate each leased expert. All
 leases and all kernels that read slots are in one stream, so a slot is overwritten only after its readers. Both launches
 can be captured in a CUDA graph: the tables are static.
 """
@@ -19,10 +23,10 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
 
-__all__ = ["NEEDS", "Experts", "PoolRoom", "ResidentTables", "gather_pages"]
+__all__ = ["NEEDS", "Experts", "PoolRoom", "ResidentTables", "Shares", "gather_pages"]
 
 NEEDS = devices.TRITON
-_PAGE_ROWS, _HITS = 6, 4  # see resolve_triton
+_PAGE_ROWS, _HITS = 7, 4  # see resolve_triton
 _CLOCKS = (0, 0, 0, -1, 1, 0, 0, 0)  # whole rows of 64 bytes
 _ROUTED = 8
 _IDS = 1024  # routed ids processed together
@@ -54,6 +58,18 @@ class Experts(NamedTuple):
     pool: int
 
 
+class Shares(NamedTuple):
+    """Misses of one lease that the host computes.
+
+    Attributes:
+        counts: int64 [E + 1] on the device, how many, by the number of misses.
+        kept: like the ids, on the device: gets them with -1 for experts that the host computes.
+    """
+
+    counts: Tensor
+    kept: Tensor
+
+
 class ResidentTables:
     """Residency tables of some layers.
 
@@ -81,7 +97,8 @@ class ResidentTables:
         self._routed = list(self._all_routed)
         places = [self._arenas[layer.pool].data_ptr() for layer in layers]  # may be read before the first lease
         self._addresses = [table(layer.count).fill_(at) for layer, at in zip(layers, places, strict=True)]
-        self._fetch = table(1 + 2 * max(_power_of_two(layer.count) for layer in layers))
+        most = max(_power_of_two(layer.count) for layer in layers)
+        self._fetch, self._marks = table(1 + 2 * most), table(most)
         self.forget()
 
     def forget(self) -> None:
@@ -97,8 +114,8 @@ class ResidentTables:
         experts = self.layers[layer]
         return min(ids.numel(), experts.count) <= self.pools[experts.pool].slots
 
-    def lease(self, layer: int, ids: Tensor, *, scan: bool = False) -> Tensor:
-        """Lease the experts in `ids`; return the addresses of the layer's experts, int64 [E].
+    def decide(self, layer: int, ids: Tensor, *, scan: bool = False, shares: Shares | None = None) -> Tensor:
+        """Lease the experts in `ids`; return the addresses of the layer's experts, int64 [E], for after `fetch`.
 
         Addresses of other experts are arbitrary slots. The tensor is static; its contents are valid until the next
         lease of the layer's pool. Call `fits` first: the device does not detect a lack of slots.
@@ -106,6 +123,7 @@ class ResidentTables:
         Args:
             ids: int32 or int64 on the device; values outside 0 .. E - 1 are sentinels.
             scan: True if the lease is part of a scan.
+            shares: the host computes some misses: they are not leased. None: it computes none.
         """
         experts = self.layers[layer]
         pool, ids = self.pools[experts.pool], ids.contiguous()
@@ -121,6 +139,7 @@ class ResidentTables:
             self._fetch,
             arena,
             self._routed[layer],
+            *((ids, self._marks, ids) if shares is None else (shares.counts, self._marks, shares.kept)),
         )
         _launch("resolve")(
             1,
@@ -143,11 +162,17 @@ class ResidentTables:
             IDS=min(_IDS, _power_of_two(ids.numel())),
             ONE=self.one,
             SCAN=scan,
+            HOSTS=shares is not None,
         )
-        units = pool.page_bytes // PAGE_ALIGN
-        constants = {"EXPERTS": lanes, "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
-        _launch("fetch")(_PROGRAMS, (self._fetch, arena), (units,), warps=_WARPS, **constants)
         return addresses
+
+    def fetch(self, layer: int) -> None:
+        """Fetch the missing pages of the lease just decided."""
+        experts = self.layers[layer]
+        pool, arena = self.pools[experts.pool], self._arenas[experts.pool]
+        units = pool.page_bytes // PAGE_ALIGN
+        constants = {"EXPERTS": _power_of_two(experts.count), "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
+        _launch("fetch")(_PROGRAMS, (self._fetch, arena), (units,), warps=_WARPS, **constants)
 
     def memory(self, layer: int) -> Tensor:
         """Return the slots of the layer's pool, uint8 [slots, page bytes]."""
@@ -157,8 +182,9 @@ class ResidentTables:
         return words.view(torch.uint8).view(pool.slots, pool.page_bytes)
 
     def counts(self) -> Tensor:
-        """Return hits and misses of each page, int64 [2, pages] on the CPU; synchronizes."""
-        return self._pages[_HITS : _HITS + 2].cpu()
+        """Return hits, misses and misses that the host computed of each page, int64 [3, pages] on the CPU;
+        synchronizes."""
+        return self._pages[_HITS : _HITS + 3].cpu()
 
     def routed(self) -> Tensor:
         """Return each layer's counters over leases except scans, int64 [layers, 5] on the CPU: leases, ids that named

@@ -3,12 +3,17 @@
 One program makes all decisions of a lease. Importing this needs Triton; plain operations only, so that its interpreter
 runs it too. The tables are int64:
 
-    pages [6, pages]    per page: its slot or -1; score; time of its last lease; the last lease that routed to it,
-                        scans included; hits; misses
+    pages [7, pages]    per page: its slot or -1; score; time of its last lease; the last lease that routed to it,
+                        scans included; hits; misses; misses that the host computed
     slots [2, slots]    per slot: its page or -1; its position in the window's queue, 0 in the main part
     clocks [8]          per pool: time; leases, scans included; slots in use; positions of the queue's two ends
     routed [8]          per layer: its last lease, or 0 after a scan; leases except scans; ids they named; experts that
-                        they touched; of those, the ones touched right after another lease; and by that one, too
+                        they touched; of those, the ones touched right after another lease; and by that one, too;
+                        leases whose misses the host could all compute
+    shares [E + 1]      of a layer: how many misses the host computes, by the number of misses in a lease
+
+The host computes the misses of least value: frequent ones are fetched, and stay. Where a share leaves none to fetch,
+every second such lease fetches one nevertheless, or the resident experts would never change.
 """
 
 import triton
@@ -17,6 +22,7 @@ import triton.language as tl
 __all__ = ["resolve_kernel"]
 
 _NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+_EXPERTS = tl.constexpr(1 << 20)  # more than a layer has
 _AGES = tl.constexpr(1 << 38)  # key = value * _AGES - age: values are below 2^24, ages are clamped to this
 
 
@@ -30,6 +36,22 @@ def _value(score, last, now, epoch):
 def _least(value, mask):
     """Minimum of the values where `mask` holds."""
     return tl.min(tl.where(mask, value, _NONE))
+
+
+@triton.jit
+def _hosted(missing, count, worth, e, share_ptr, lone_ptr):
+    """Choose the misses that the host computes: as many as its share, of least (worth, number)."""
+    share = tl.load(share_ptr + count)
+    whole = (count > 0) & (share == count)
+    lone = tl.load(lone_ptr) + whole.to(tl.int64)
+    tl.debug_barrier()  # all threads have read it
+    tl.store(lone_ptr, lone)
+    share -= (whole & (lone % 2 == 0)).to(tl.int64)
+    key = worth * _EXPERTS + e
+    chosen = missing & (e < 0)
+    for _ in range(share):
+        chosen = chosen | (key == _least(key, missing & (chosen == 0)))
+    return chosen & missing
 
 
 @triton.jit
@@ -74,6 +96,9 @@ def resolve_kernel(
     fetch_ptr,
     arena_ptr,
     routed_ptr,
+    share_ptr,
+    mark_ptr,
+    kept_ptr,
     P,
     experts,
     first_page,
@@ -89,6 +114,7 @@ def resolve_kernel(
     IDS: tl.constexpr,
     ONE: tl.constexpr,
     SCAN: tl.constexpr,
+    HOSTS: tl.constexpr,
 ):
     """Lease the experts in `ids` [P], once each; grid (1,).
 
@@ -97,7 +123,8 @@ def resolve_kernel(
     fetch_ptr [1 + 2 EXPERTS] the number of misses, their sources and their targets. EXPERTS, SLOTS: powers of two that
     hold them.
 
-    epoch: in leases. SCAN: the lease is part of a scan.
+    epoch: in leases. SCAN: the lease is part of a scan. HOSTS: the host computes a share of the misses: of these ids,
+    kept_ptr [P] gets -1; mark_ptr [EXPERTS] is scratch memory.
     """
     lease = tl.load(clock_ptr + 1) + 1
     now = tl.load(clock_ptr)
@@ -122,6 +149,28 @@ def resolve_kernel(
     place = tl.load(place_ptr, mask=routed, other=0)
     hit, missing = routed & (place >= 0), routed & (place < 0)
     missing_count = tl.sum(missing.to(tl.int64))
+    score = tl.load(place_ptr + pages, mask=routed, other=0)
+    last = tl.load(place_ptr + 2 * pages, mask=routed, other=0)
+    worth = _value(score, last, now, epoch)
+    if not SCAN:
+        tl.store(place_ptr + pages, worth + ONE, mask=routed)
+        tl.store(place_ptr + 2 * pages, tl.zeros_like(last) + now, mask=routed)
+    count_ptr = place_ptr + tl.where(hit, 4, 5) * pages
+    tl.store(count_ptr, tl.load(count_ptr, mask=routed, other=0) + 1, mask=routed)
+    if HOSTS:
+        hosted = _hosted(missing, missing_count, worth, e, share_ptr, routed_ptr + 6)
+        tl.store(mark_ptr + e, hosted.to(tl.int64))
+        count_ptr = place_ptr + 6 * pages
+        tl.store(count_ptr, tl.load(count_ptr, mask=hosted, other=0) + 1, mask=hosted)
+        tl.debug_barrier()
+        for at in range(0, P, IDS):
+            i = at + tl.arange(0, IDS)
+            id = tl.load(id_ptr + i, mask=i < P, other=-1)
+            known = (id >= 0) & (id < experts)
+            mark = tl.load(mark_ptr + id, mask=known, other=0)
+            tl.store(kept_ptr + i, tl.where(mark != 0, -1, id).to(id.dtype), mask=i < P)
+        missing = missing & (hosted == 0)
+        missing_count -= tl.sum(hosted.to(tl.int64))
     arena = arena_ptr.to(tl.int64)
     tl.store(address_ptr + e, arena + place * page_bytes, mask=hit)
     tl.store(fetch_ptr, missing_count)
@@ -129,13 +178,6 @@ def resolve_kernel(
     tl.store(clock_ptr, now, mask=tl.max(routed.to(tl.int32)) > 0)
 
     _count_routed(routed_ptr, routed, before, lease, named, SCAN)
-    score = tl.load(place_ptr + pages, mask=routed, other=0)
-    last = tl.load(place_ptr + 2 * pages, mask=routed, other=0)
-    if not SCAN:
-        tl.store(place_ptr + pages, _value(score, last, now, epoch) + ONE, mask=routed)
-        tl.store(place_ptr + 2 * pages, tl.zeros_like(last) + now, mask=routed)
-    count_ptr = place_ptr + tl.where(hit, 4, 5) * pages
-    tl.store(count_ptr, tl.load(count_ptr, mask=routed, other=0) + 1, mask=routed)
 
     if missing_count > 0:
         s = tl.arange(0, SLOTS).to(tl.int64)
