@@ -136,7 +136,7 @@ def captured(
 def check(options: argparse.Namespace) -> dict:
     """Raise AssertionError where bits differ."""
     model = llama_8b(4)
-    vb = vbrt.wrap(model, "fp4", weights={"keep_head": True}).materialize()
+    vb = vbrt.wrap(model, "fp4", weights={"keep_head": True}, compute={"where": "device"}).materialize()
     step, rewind = decoder(vb.module)
     want, done, pages = step().clone(), [], vb.plan.page_bytes
 
@@ -181,7 +181,8 @@ def check(options: argparse.Namespace) -> dict:
 def wrapped(options: argparse.Namespace) -> vbrt.VBModelWrapper:
     """The wrapped model that parts share."""
     if options.shared is None:
-        options.shared = vbrt.wrap(llama_8b(options.layers), "fp4", weights={"keep_head": True}).materialize()
+        settings = {"weights": {"keep_head": True}, "compute": {"where": "device"}}  # what it is about
+        options.shared = vbrt.wrap(llama_8b(options.layers), "fp4", **settings).materialize()
         gc.collect()
         torch.cuda.empty_cache()
     return options.shared

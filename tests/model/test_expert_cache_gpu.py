@@ -18,6 +18,7 @@ def _wrapped(
 ) -> vbrt.VBModelWrapper:
     """Experts live in host memory; a share of them finds room on the GPU beside everything else."""
     settings = {"weights": {"format": format, "min_parameters": 0}, "policy": {"kind": policy}}
+    settings["compute"] = {"where": "device"}  # the CPU's products round otherwise
     model = qwen3_moe(dtype=dtype, count=EXPERTS, layers=3)
     plan = vbrt.make_plan(model, vbrt.config.load_config(settings))
     experts = sum(swap.page_bytes for swap in plan.swaps if swap.experts)

@@ -401,15 +401,13 @@ class Terms:
         """Capture a pass; return its replay, which returns False and does nothing once pages have moved."""
         if self._stack.device.type != accelerator.TYPE:
             return self._counted(self._recorded_on_host(recorder.record(body, contextlib.nullcontext)))
-        ledger, attachment, passes, posts = self._stack.ledger, self._attachment(), [], []
-        hosting = attachment.hosting
+        ledger, attachment, passes = self._stack.ledger, self._attachment(), []
 
         @contextlib.contextmanager
         def within() -> Iterator[None]:
             passes.append(attachment.runtime.recording(self._phase, self._keys()))
-            with passes[0], hosting.captured() as counted:
+            with passes[0]:
                 yield
-                posts.append(counted())
 
         def step() -> None:
             body()
@@ -422,9 +420,7 @@ class Terms:
         finally:
             ledger.captured = captured
             attachment.expert_cache.forget_recording()
-        if not posts[0]:
-            return self._counted(functools.partial(passes[0].replay, graph))
-        return self._counted(lambda: hosting.replayed(posts[0], lambda: passes[0].replay(graph)))
+        return self._counted(functools.partial(passes[0].replay, graph))
 
     def _counted(self, replay: Callable[[], bool]) -> Callable[[], bool]:
         """Count replays: other ranks detect progress by them."""

@@ -15,6 +15,7 @@ from vbrt.layers import Weight
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.weights.hosted_rates import measured_rates, resident_seconds
 from vbrt.layers.weights.hosted_weights import MOST_TOKENS, Host, is_hostable, refusal
+from vbrt.libraries.torch_api import is_capturing
 from vbrt.model.layer_registry import Registry
 from vbrt.residency.hosted_share import HostRates, Use, hosted_keys
 from vbrt.residency.room_division import Room
@@ -66,7 +67,7 @@ class Hosting:
         stack = self._stack
         if self._where != "auto" or stack.device.type != accelerator.CUDA or stack.closed:
             return
-        if not (self._hosted or stack.ledger.travellers):
+        if is_capturing() or not (self._hosted or stack.ledger.travellers):
             return
         state = stack.ledger.changes, stack.levels[0].policy.capacity_bytes
         if not tokens and not self._looks_again(state):

@@ -30,6 +30,7 @@ from vbrt.model.kv_caches import TieredCache, cache_stats
 from vbrt.model.live_sampling import know
 from vbrt.model.machine_memory import this_machine, with_freed
 from vbrt.model.make_stack import attach_stores, build_stack
+from vbrt.model.pass_recording import PassRecording
 from vbrt.model.snapshot import tier_stats
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.residency.plan import Plan
@@ -187,7 +188,7 @@ class Runtime:
             TierError: it cannot be captured; the message says why.
         """
         self.check_open("recording")
-        return Recording(self.stack, phase, keys)
+        return PassRecording(self.stack, phase, keys, [attachment.hosting for attachment in self.attachments])
 
     # -- budgets ------------------------------------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ def mixed() -> torch.nn.Module:
 @pytest.mark.parametrize("where", ["resident", "cached", "streamed"])
 def test_steps_with_routed_experts_in_4_bits_are_captured(where):
     """All on the GPU; a cache of experts of which the GPU decides; and other layers' pages that come through a ring."""
-    settings = {"weights": {"min_parameters": 0}, "policy": {"kind": "experts"}}
+    settings = {"weights": {"min_parameters": 0}, "policy": {"kind": "experts"}, "compute": {"where": "device"}}
     vb = vbrt.wrap(mixed(), "fp4", tiers={"gpu": {"budget": "8MiB"}}, **settings).materialize()
     resident = generated(vb).sequences
     if where != "resident":

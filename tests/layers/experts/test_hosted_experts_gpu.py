@@ -74,7 +74,7 @@ def test_generate_gives_what_fetched_experts_give_up_to_rounding(miss, captures)
         found.append(generated(vb))
         steps = vb.stats().steps
         assert steps.eager == (0 if captures else 23), steps.reasons
-        assert computed(vb) > 30 and all(experts.decides == "gpu" for experts in experts_of(vb))
+        assert computed(vb) > 6 and all(experts.decides == "gpu" for experts in experts_of(vb))
         assert not fallbacks(vb)
         assert close(found[-1], want)
         vb.close()
@@ -98,7 +98,7 @@ def test_formats_and_biases_and_batches(kind, format):
         vb = wrapped(model(kind), "compute", format=format)
         got = generated(vb, batch, new=8)
         assert close(got, want), (kind, format, batch)
-        assert batch > 1 or computed(vb) > 10
+        assert batch > 1 or computed(vb) > 4
         vb.close()
 
 

@@ -32,7 +32,8 @@ def wrap(model, format, how="resident"):
         "weights": {
             "format": "nvfp4" if format == "exact" else format,
             "fine": "exact" if format == "exact" else "none",
-        }
+        },
+        "compute": {"where": "device"},  # the CPU's products round otherwise
     }
     if how == "streamed":
         page = max(swap.page_bytes for swap in vbrt.make_plan(model, vbrt.load_config(settings)).swaps)

@@ -184,3 +184,24 @@ def test_a_product_in_a_graph_of_the_users_is_moved():
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             assert hosted.held.compute(hosted, time, None) is None
     assert want.isfinite().all()
+
+
+def test_a_recording_of_the_users_announces_its_products():
+    vb = wrapped(torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(24))).bfloat16().eval(), EVEN)
+    x = torch.randn(1, 1024).bfloat16().cuda()
+    with torch.no_grad():
+        for _ in range(8):
+            want = vb(x).clone()
+        recording, graph = vb.runtime.recording("decode"), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), recording:
+            out = vb(x)
+        before = computed(vb)
+        for _ in range(3):
+            out.zero_()
+            assert recording.replay(graph), recording.ended
+            assert torch.equal(out, want)
+        assert before  # replays are no calls of layers
+        vb._attachment.hosting.release()
+        assert not recording.replay(graph) and "other weights" in recording.ended
+        assert (vb(x) - want).float().norm() < 0.02 * want.float().norm()
+    vb.unwrap()

@@ -27,7 +27,7 @@ def wrapped(preset: str, share: float, **tiers) -> tuple[vbrt.VBModelWrapper, to
         layers = [nn.Linear(WIDTH, WIDTH * (4 if i == 3 else 1), dtype=torch.bfloat16) for i in range(LAYERS)]
     model = nn.Sequential(*(nn.Sequential(layer, Half()) for layer in layers)).eval()
     x = torch.randn(1, 1, WIDTH, device="cuda", dtype=torch.bfloat16)
-    settings = {"weights": {"min_parameters": 0, "keep_head": False}}
+    settings = {"weights": {"min_parameters": 0, "keep_head": False}, "compute": {"where": "device"}}
     vb = vbrt.wrap(model, preset, tiers=tiers, **settings).materialize()
     with torch.no_grad():
         want = vb(x).clone()

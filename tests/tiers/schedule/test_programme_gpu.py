@@ -18,7 +18,8 @@ def wrapped(preset: str, share: float) -> tuple[vbrt.VBModelWrapper, torch.Tenso
     layers = [nn.Linear(WIDTH, WIDTH * (1 + i % 2)) if i % 3 else nn.Linear(WIDTH, WIDTH) for i in range(LAYERS)]
     model = nn.Sequential(*(nn.Sequential(layer, Half(layer.out_features)) for layer in layers)).bfloat16().eval()
     x = torch.randn(1, 1, WIDTH, device="cuda", dtype=torch.bfloat16)
-    vb = vbrt.wrap(model, preset, weights={"min_parameters": 0, "keep_head": False}).materialize()
+    settings = {"weights": {"min_parameters": 0, "keep_head": False}, "compute": {"where": "device"}}
+    vb = vbrt.wrap(model, preset, **settings).materialize()
     with torch.no_grad():
         want = vb(x).clone()
     vb.set_budget("gpu", int(vb.plan.page_bytes * share))

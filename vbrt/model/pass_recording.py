@@ -1,0 +1,54 @@
+"""Recording of a pass as a CUDA graph in which the CPU computes some products."""
+
+import contextlib
+import functools
+from collections.abc import Collection, Sequence
+from types import TracebackType
+
+from vbrt.host import accelerator
+from vbrt.model.hosting import Hosting
+from vbrt.tiers import Recording, TierStack
+
+__all__ = ["PassRecording"]
+
+
+class PassRecording(Recording):
+    """`Recording` whose replays announce their posts to the CPU; it ends when other weights are hosted.
+
+    Args:
+        hostings: of the models that a pass may belong to.
+    """
+
+    def __init__(self, stack: TierStack, phase: str, keys: Collection[str] | None, hostings: Sequence[Hosting]) -> None:
+        super().__init__(stack, phase, keys)
+        self._hostings, self._capture = hostings, contextlib.ExitStack()
+        self._posts: list[tuple[Hosting, int]] = []
+        self._versions = [hosting.version for hosting in hostings]
+
+    def __enter__(self) -> "PassRecording":
+        super().__enter__()
+        self._posts.clear()
+        for hosting in self._hostings:
+            counted = self._capture.enter_context(hosting.captured())
+            self._capture.callback(lambda hosting=hosting, counted=counted: self._posts.append((hosting, counted())))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._capture.close()
+        super().__exit__(kind, error, trace)
+
+    def replay(self, graph: accelerator.Graph) -> bool:
+        """See `Recording.replay`.
+
+        Raises:
+            KernelError: an earlier product was not answered by the CPU.
+        """
+        posts = [(hosting, count) for hosting, count in self._posts if count]
+        if posts and self._versions != [hosting.version for hosting in self._hostings]:
+            self._ended = self._ended or "the CPU computes with other weights since the recording"
+        replay = functools.partial(super().replay, graph)
+        for hosting, count in posts:
+            replay = functools.partial(hosting.replayed, count, replay)
+        return replay()
