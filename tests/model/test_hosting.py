@@ -95,7 +95,8 @@ def device(monkeypatch):
     monkeypatch.setattr(hosting, "refusal", lambda stack: None)
     monkeypatch.setattr(hosting, "resident_seconds", lambda sizes, device: 0.0)
     monkeypatch.setattr(hosted_weights, "raw_stream", lambda index: 0)
-    monkeypatch.setattr(hosted_weights, "is_capturing", lambda: False)
+    for module in (hosting, hosted_weights):
+        monkeypatch.setattr(module, "is_capturing", lambda: False)
     monkeypatch.setattr(hosted_weights, "Outbox", PlayedOutbox)
     monkeypatch.setattr(hosted_rates, "_copied", lambda pages, device: 1e9)
     monkeypatch.setattr(hosted_rates, "copying_pages", lambda *args: contextlib.nullcontext(lambda: 1e9))
@@ -163,6 +164,19 @@ def test_a_plain_loop_over_tokens_computes_too(device, monkeypatch):
         for token in (5, 6, 7):
             out = vb(torch.tensor([[token]]), past_key_values=cache)
     assert computed(vb) == 3 * 24 and out.logits.isfinite().all()
+
+
+def test_without_memory_for_a_mailbox_weights_are_moved_and_the_reason_is_kept(device, monkeypatch):
+    want = generated(wrapped(monkeypatch, where="device"))
+
+    def full(*args):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(hosting, "Host", full)
+    vb = wrapped(monkeypatch)
+    got = generated(vb)
+    assert computed(vb) == 0 and torch.equal(got.sequences, want.sequences)
+    assert any("no mailbox" in said and "out of memory" in said for said in vb.stats().fallbacks)
 
 
 def test_a_trained_models_tokens_are_the_devices(device, monkeypatch):

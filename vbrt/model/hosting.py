@@ -97,16 +97,21 @@ class Hosting:
         self._let_go()
         if chosen:
             weights = {weight.keys[0]: weight for weight in candidates if weight.keys[0] in chosen}
-            host = self.mailbox(max(map(_room_bytes, weights.values())))
-            for key, weight in weights.items():
-                hosted = host.take(weight, tokens)
-                if hosted is not None:
-                    weight.host(hosted)
-                    self._hosted[key] = weight
-            if host.refusals:
-                self._note(host.refusals[0])
+            try:
+                self._take(self.mailbox(max(map(_room_bytes, weights.values()))), weights, tokens)
+            except KernelError as error:
+                self._note(str(error))
             self._stack.leave_out(phase, frozenset(self._hosted))
         self.version += 1
+
+    def _take(self, host: Host, weights: dict[str, Weight], tokens: int) -> None:
+        for key, weight in weights.items():
+            hosted = host.take(weight, tokens)
+            if hosted is not None:
+                weight.host(hosted)
+                self._hosted[key] = weight
+        if host.refusals:
+            self._note(host.refusals[0])
 
     def _valid(self) -> bool:
         return all(weight.held.hosts for weight in self._hosted.values())
@@ -166,9 +171,15 @@ class Hosting:
         return [Use(key, pages[key].nbytes + overhead, key in weights) for key in keys]
 
     def mailbox(self, nbytes: int) -> Host:
-        """Return the mailbox of the model, with room for so many bytes of inputs and results."""
+        """Return the mailbox of the model, with room for so many bytes of inputs and results.
+
+        Raises KernelError: there is no page-locked memory, or no thread, for it.
+        """
         if self._host is None or self._host.room_bytes < nbytes:
-            self._host = Host(self._stack, nbytes)
+            try:
+                self._host = Host(self._stack, nbytes)
+            except (RuntimeError, MemoryError) as error:  # as torch and threading say it
+                raise KernelError(f"no mailbox of {nbytes} bytes for the CPU's products: {error}") from error
         return self._host
 
     # -- passes -------------------------------------------------------------------------------------------------------
