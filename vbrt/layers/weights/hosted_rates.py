@@ -33,6 +33,7 @@ __all__ = [
 _MOST_BYTES = 512 << 20  # of pages that are read to measure: more than caches hold
 TURNS = 24  # products, and copies, of each measurement; the median counts
 ROUND_TRIP_S = 6e-6  # a GPU kernel's post and its wait, beside the CPU's time for the product
+_NOTED_BYTES = 16 << 20  # of copies between two events, which would slow copies of a few MB down
 _STEPS = 8  # of rates in a factor of two
 _PATIENCE_S = 10.0
 _AS_FAST = 0.97
@@ -105,18 +106,23 @@ def copying_pages(pages: Sequence[Tensor], nbytes: float, device: torch.device) 
     """Copy so many bytes of pages to the device while the block runs; gives the bytes/s of the copies that have ended,
     infinite for too few."""
     stream, there, copies = accelerator.Stream(device), torch.empty_like(pages[0], device=device), []
+    copied = noted = 0
     with accelerator.stream(stream):
         for page in pages:
             there[: page.nbytes].copy_(page, non_blocking=True)
-            copies.append((stream.record_event(accelerator.Event(enable_timing=True)), page.nbytes))
-            nbytes -= page.nbytes
-            if nbytes <= 0:
+            copied += page.nbytes
+            if copied - noted >= _NOTED_BYTES:
+                copies.append((stream.record_event(accelerator.Event(enable_timing=True)), copied - noted))
+                noted = copied
+            if copied >= nbytes:
                 break
 
     def rate() -> float:
-        (first, _), *others = copies
-        ended = [copy for copy in others if copy[0].query()]
-        return 1e3 * sum(nbytes for _, nbytes in ended) / first.elapsed_time(ended[-1][0]) if ended[1:] else math.inf
+        ended = [copy for copy in copies if copy[0].query()]
+        if len(ended) < 3:
+            return math.inf
+        (first, _), *others = ended
+        return 1e3 * sum(size for _, size in others) / first.elapsed_time(others[-1][0])
 
     try:
         yield rate
