@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, str, float | None, str]] = {
     "8B fp4": ("llama-3-8b", "fp4", None, "auto"),
     "8B fp4, 2 GB": ("llama-3-8b", "fp4", 2.0, "auto"),
     "8B exact, 5 GB": ("llama-3-8b", "exact", 5.0, "auto"),
-    "32B fp4": ("qwen3-32b", "fp4", STORY["budget_gb"], "device"),
+    "32B fp4": ("qwen3-32b", "fp4", STORY["budget_gb"], "auto"),
     "30B-A3B fp4, 25 %": ("qwen3-30b-a3b", "fp4", QUARTER["budget_gb"], "auto"),
 }
 
