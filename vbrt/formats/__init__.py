@@ -85,6 +85,7 @@ from vbrt.formats.published import (
     repack_bitsandbytes,
     repack_compressed_int4,
     repack_gptq,
+    repack_mlx,
     repack_mxfp4,
     repack_nvfp4,
 )
@@ -119,6 +120,7 @@ __all__ = [
     "repack_compressed_int4",
     "repack_gguf",
     "repack_gptq",
+    "repack_mlx",
     "repack_mxfp4",
     "repack_nvfp4",
     "split_fine",

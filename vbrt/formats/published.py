@@ -32,6 +32,7 @@ __all__ = [
     "repack_bitsandbytes",
     "repack_compressed_int4",
     "repack_gptq",
+    "repack_mlx",
     "repack_mxfp4",
     "repack_nvfp4",
 ]
@@ -40,7 +41,7 @@ __all__ = [
 _STORED_LESS = {"gptq": 1, "gptq_v2": 0}
 _MIDDLE = 8  # the zero point of symmetric weights
 #: column of each nibble in an AWQ word, from the lowest
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 #: fields of a plane that are not numbers per block
 _NOT_PER_BLOCK = ("codes", "levels", "d", "dmin")
 
@@ -242,7 +243,7 @@ def repack_gptq(
     codes = qweight.detach().t().contiguous().view(torch.uint8)
     if not symmetric and zeros_NG is None:
         zeros_NG = torch.full(scales.shape[::-1], _MIDDLE, dtype=torch.uint8, device=scales.device)
-    return _grouped("gptq", (n, k), codes, scales.detach().t(), group, None if symmetric else zeros_NG)
+    return _grouped("gptq", (n, k), codes, scales.detach().t(), group, None if symmetric else {"zeros": zeros_NG})
 
 
 def _zeros_of_gptq(qzeros: Tensor | None, scales: Tensor, checkpoint_format: str) -> Tensor | None:
@@ -280,13 +281,33 @@ def repack_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Repacked:
         )
     codes_NK, zeros_NG = (_awq_nibbles(words).t() for words in (qweight, qzeros))
     packed = codes_NK[:, 0::2] | codes_NK[:, 1::2] << 4 if k % 2 == 0 else codes_NK
-    return _grouped("awq", (n, k), packed, scales.detach().t(), k // groups, zeros_NG)
+    return _grouped("awq", (n, k), packed, scales.detach().t(), k // groups, {"zeros": zeros_NG})
+
+
+def repack_mlx(weight: Tensor, scales: Tensor, biases: Tensor) -> Repacked:
+    """Repack a 4-bit weight of MLX's affine quantization: weight = code * scale + bias.
+
+    weight uint32 [N, K/8], the first code in the lowest bits; scales and biases [N, G] of one dtype. MLX computes in
+    that dtype; here product and sum are rounded to fp32 each, then to the weight's dtype.
+
+    Raises FormatError for mismatched tensors, or groups that are not made of blocks of 16 weights.
+    """
+    n, words = weight.shape if weight.ndim == 2 else (0, 0)
+    k, groups = 8 * words, scales.shape[-1] if scales.ndim else 0
+    fits = weight.dtype == torch.uint32 and biases.dtype == scales.dtype and groups > 0 and k % groups == 0
+    if not fits or tuple(scales.shape) != (n, groups) or biases.shape != scales.shape:
+        raise FormatError(
+            f"mlx: weight {weight.dtype} {tuple(weight.shape)}, scales {scales.dtype} {tuple(scales.shape)}, biases "
+            f"{biases.dtype} {tuple(biases.shape)}; expected uint32 [N, K/8], and [N, G] twice in one dtype"
+        )
+    codes = weight.detach().contiguous().view(torch.uint8)
+    return _grouped("mlx", (n, k), codes, scales.detach(), k // groups, {"offsets": biases.detach()})
 
 
 def _awq_nibbles(words: Tensor) -> Tensor:
     """uint8 [R, N] of AWQ's words [R, N/8]."""
     nibbles = unpack_codes(words.detach().contiguous().view(torch.uint8), 8 * words.shape[1])
-    place = torch.tensor(AWQ_ORDER, dtype=torch.int64, device=words.device).argsort()
+    place = torch.tensor(_AWQ_ORDER, dtype=torch.int64, device=words.device).argsort()
     return nibbles.view(len(words), -1, 8)[..., place].flatten(1)
 
 
@@ -317,9 +338,11 @@ def repack_compressed_int4(
     _check_order("pack-quantized", weight_g_idx, k, group)
     scale = weight_scale.detach()
     scale_NG = scale.reshape(1, 1).expand(n, 1) if scale.numel() == 1 else scale.reshape(len(scale), -1)
-    zeros_NG = None if weight_zero_point is None else _zeros_of_compressed(weight_zero_point.detach(), scale_NG)
+    zeros = None
+    if weight_zero_point is not None:
+        zeros = {"zeros": _zeros_of_compressed(weight_zero_point.detach(), scale_NG)}
     codes = weight_packed.detach().contiguous().view(torch.uint8)
-    return _grouped("pack-quantized", (n, k), codes, scale_NG, group, zeros_NG)
+    return _grouped("pack-quantized", (n, k), codes, scale_NG, group, zeros)
 
 
 def _zeros_of_compressed(zeros: Tensor, scale_NG: Tensor) -> Tensor:
@@ -393,10 +416,17 @@ def _check_order(source: str, g_idx: Tensor | None, k: int, group: int) -> None:
 
 
 def _grouped(
-    source: str, shape: tuple[int, int], codes: Tensor, scale_NG: Tensor, group: int, zeros_NG: Tensor | None = None
+    source: str,
+    shape: tuple[int, int],
+    codes: Tensor,
+    scale_NG: Tensor,
+    group: int,
+    more: Mapping[str, Tensor] | None = None,
 ) -> Repacked:
-    """Build the plane of a weight with per-row groups, (code - zero) * scale; codes uint8 [N, >= K/2]. Without zero
-    points, which are 8 then, it is one of 16 levels."""
+    """Build the plane of a weight with per-row groups; codes uint8 [N, >= K/2].
+
+    more: "zeros" or "offsets" [N, G]; None: all zero points are 8, and the plane is one of 16 levels.
+    """
     n, k = shape
     width = k if group == -1 else group
     groups = -(-k // width) if width > 0 else -1
@@ -405,7 +435,8 @@ def _grouped(
             f"{source}: scales of {tuple(scale_NG.shape)} rows and groups; expected {(n, groups)} of a weight {(n, k)} "
             f"in groups of {group}"
         )
-    format = levels_format(k, group, scale_NG.dtype, kind="levels" if zeros_NG is None else "zeros")
+    kind = "levels" if more is None else "zeros" if "zeros" in more else "affine"
+    format = levels_format(k, group, scale_NG.dtype, kind=kind)
     block = _block(format)
     blocks, half = padded(k, block) // block, padded(k, block) // 2
     each = blocks if groups == 1 else width // block
@@ -415,9 +446,9 @@ def _grouped(
 
     wide = torch.full((n, half), _MIDDLE * 0x11, dtype=torch.uint8, device=codes.device)
     wide[:, : (k + 1) // 2] = codes[:, : (k + 1) // 2]
-    if zeros_NG is None:
+    if more is None:
         return levels_plane(format, shape, wide, spread(scale_NG), _table(INT4_LEVELS, codes))
-    fields = {"codes": wide, "scales": spread(scale_NG), "zeros": spread(zeros_NG)}
+    fields = {"codes": wide, "scales": spread(scale_NG), **{name: spread(number) for name, number in more.items()}}
     refuse_nonfinite_fields(format, fields)
     return Repacked(format, shape, fields)
 

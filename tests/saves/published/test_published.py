@@ -171,11 +171,24 @@ def test_damaged_parts_of_a_weight_are_refused_by_name(tmp_path, change, message
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
 
 
+def test_mlx_names_its_groups_under_another_key(tmp_path):
+    model = llama()
+    model.load_state_dict(publish(tmp_path, model, "mlx"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization"] = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with vbrt.from_pretrained(tmp_path, **QUIET) as vb:
+        assert torch.equal(logits(vb), logits(model))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization": {"bits": 8, "group_size": 32}}))
+    with pytest.raises(CheckpointError, match=r"MLX weight in 8 bits.*vbrt reads 4 bits"):
+        describe(tmp_path)
+
+
 def test_describe_says_what_weights_are_and_become_from_headers(tmp_path):
     publish(tmp_path, llama(), "awq", names=lambda name: "mlp" in name)
     said = describe(tmp_path)
     kinds = {(kind.layout, kind.becomes): kind.count for kind in said.kinds}
-    assert (said.method, kinds) == ("awq", {("AWQ", "decoded"): 3, ("bfloat16", "dense"): 9})
+    assert (said.method, kinds) == ("awq", {("AWQ", "zeros32-bfloat16"): 3, ("bfloat16", "dense"): 9})
     assert said.nbytes == sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
 
 
