@@ -54,6 +54,30 @@ def test_a_published_checkpoint_gives_the_logits_of_its_decoded_weights(tmp_path
     vb.close()
 
 
+@pytest.mark.filterwarnings("ignore:this model is in training mode")
+def test_a_checkpoint_keeps_its_bits_unless_another_format_is_asked_for(tmp_path):
+    model = llama()
+    model.load_state_dict(publish(tmp_path, model, "awq"))
+    (tmp_path / "tiers.toml").write_text('[tiers.cpu]\nbudget = "1GiB"\n')
+    down = {"weights": {"formats": {"*down_proj": "mxint8"}, "min_parameters": 0}}
+    kept = (None, "exact", "dense", {"tiers": QUIET["tiers"]}, str(tmp_path / "tiers.toml"))
+    for config in kept:
+        with vbrt.load(tmp_path, llama(meta=True), config, **QUIET) as vb:
+            formats = {swap.format for swap in vb.plan.swaps if swap.name != "lm_head"}
+            assert formats == {"zeros32-bfloat16"}, config
+            assert vb.lossless and torch.equal(logits(vb), logits(model))
+    with pytest.warns(UserWarning, match=r"7 layers: decoded and held as nvfp4: AWQ, rounded again .* by 8\.1%"):
+        vb = vbrt.load(tmp_path, llama(meta=True), "fp4", **QUIET)
+    assert {swap.format for swap in vb.plan.swaps} == {"nvfp4"} and not vb.lossless
+    assert any("AWQ, rounded again" in line for line in vb.stats().fallbacks)
+    vb.close()
+    with pytest.warns(UserWarning, match="1 layers: decoded and held as mxint8"):
+        vb = vbrt.load(tmp_path, llama(meta=True), **{**QUIET, **down})
+    assert {swap.name.split(".")[-1]: swap.format for swap in vb.plan.swaps}["down_proj"] == "mxint8"
+    assert sum(swap.format == "zeros32-bfloat16" for swap in vb.plan.swaps) == 6
+    vb.close()
+
+
 def test_what_a_checkpoint_left_dense_stays_dense(tmp_path):
     model = llama()
     model.load_state_dict(publish(tmp_path, model, "modelopt", names=lambda name: "mlp" in name))
