@@ -27,12 +27,14 @@ class GGMLPlane:
         weights: per block.
         nbytes: per block.
         repack: converts all blocks [B, nbytes] of a weight of shape (N, K) into a plane.
+        since: version of vbrt that holds it as it is.
     """
 
     format: str
     weights: int
     nbytes: int
     repack: Callable[[Tensor, tuple[int, int]], Repacked]
+    since: str = "0.1.0"
 
 
 def repack_gguf(blocks: Tensor, shape: tuple[int, int], type: str) -> Repacked:
@@ -151,8 +153,8 @@ def _table(levels: tuple[float, ...], like: Tensor) -> Tensor:
 
 GGML_PLANES = {
     "Q4_0": GGMLPlane("levels32-float16", 32, 18, _of_levels(INT4_LEVELS)),
-    "Q4_1": GGMLPlane("affine32-float16", 32, 20, _q4_1),
-    "Q4_K": GGMLPlane("superblock32", 256, 144, _q4_k),
+    "Q4_1": GGMLPlane("affine32-float16", 32, 20, _q4_1, since="0.2.0"),
+    "Q4_K": GGMLPlane("superblock32", 256, 144, _q4_k, since="0.2.0"),
     "IQ4_NL": GGMLPlane("levels32-float16", 32, 18, _of_levels(IQ4_NL_LEVELS)),
     "IQ4_XS": GGMLPlane("levels32-float32", 256, 136, _iq4_xs),
     "Q3_K": GGMLPlane("levels16-float32", 256, 110, _q3_k),

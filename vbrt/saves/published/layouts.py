@@ -117,6 +117,9 @@ class Layout:
         plane: makes the coarse plane of one matrix. Raises FormatError.
         decode: decodes one matrix [N, K], for weights without planes.
         as_it_is: True if the plane has the files' bytes unchanged, so that it can be made on any device.
+        becomes: formats of its planes, or kinds of `GROUP_KINDS`.
+        rest: weights of the layout that are decoded.
+        since: version of vbrt that holds it as it is.
     """
 
     name: str
@@ -128,6 +131,9 @@ class Layout:
     optional: tuple[str, ...] = ()
     weight: str = ".weight"
     as_it_is: bool = False
+    becomes: tuple[str, ...] = ()
+    rest: str = ""
+    since: str = "0.1.0"
 
 
 def decoded(layout: Layout, tensors: Fields, outline: Outline) -> Tensor:
@@ -353,6 +359,7 @@ LAYOUTS = (
         _outline_nvfp4,
         lambda t, o: repack_nvfp4(t["weight"], t["scale"], t["global"], divide=False),
         as_it_is=True,
+        becomes=("nvfp4",),
     ),
     Layout(
         "compressed-tensors nvfp4-pack-quantized",
@@ -361,6 +368,7 @@ LAYOUTS = (
         _outline_nvfp4,
         lambda t, o: repack_nvfp4(t["weight"], t["scale"], t["global"], divide=True),
         as_it_is=True,
+        becomes=("nvfp4",),
     ),
     Layout(
         "compressed-tensors mxfp4-pack-quantized",
@@ -369,6 +377,7 @@ LAYOUTS = (
         _outline_mxfp4,
         _compressed_mxfp4,
         as_it_is=True,
+        becomes=("mxfp4",),
     ),
     Layout(
         "gpt-oss MXFP4",
@@ -378,6 +387,7 @@ LAYOUTS = (
         lambda t, o: repack_mxfp4(t["blocks"], t["scales"]),
         weight="",
         as_it_is=True,
+        becomes=("mxfp4",),
     ),
     Layout(
         "torchao NVFP4",
@@ -387,6 +397,7 @@ LAYOUTS = (
         _torchao,
         optional=("global",),
         as_it_is=True,
+        becomes=("nvfp4",),
     ),
     *(
         Layout(
@@ -404,6 +415,8 @@ LAYOUTS = (
             _bitsandbytes,
             _decode_bitsandbytes,
             optional=("nested_absmax", "nested_quant_map"),
+            becomes=("levels64-float32",),
+            rest="blocks across rows",
         )
         for kind in ("nf4", "fp4")
     ),
@@ -413,6 +426,8 @@ LAYOUTS = (
         lambda f: _is_awq(f.scheme) and f.is_of("weight", torch.int32),
         _outline_awq,
         lambda t, o: repack_awq(t["weight"], t["scales"], t["qzeros"]).coarse,
+        becomes=("zeros",),
+        since="0.2.0",
     ),
     Layout(
         "GPTQ",
@@ -422,6 +437,8 @@ LAYOUTS = (
         _gptq,
         decode_gptq,
         optional=("qzeros", "g_idx"),
+        becomes=("levels", "zeros"),
+        rest="act-order; 2 and 8 bits",
     ),
     Layout(
         "compressed-tensors pack-quantized",
@@ -437,6 +454,8 @@ LAYOUTS = (
         _compressed_ints,
         decode_compressed_ints,
         optional=("zero_point", "g_idx"),
+        becomes=("levels", "zeros"),
+        rest="act-order; 8 bits",
     ),
     Layout(
         "MLX",
@@ -444,6 +463,8 @@ LAYOUTS = (
         lambda f: f.is_of("weight", torch.uint32),
         _outline_mlx,
         lambda t, o: repack_mlx(t["weight"], t["scales"], t["biases"]).coarse,
+        becomes=("affine",),
+        since="0.2.0",
     ),
     *(
         Layout(
@@ -452,6 +473,7 @@ LAYOUTS = (
             lambda f: f.is_of("weight", *_E4M3),
             _outline_fp8,
             decode=scaled_blocks,
+            rest="all: 8 bits",
         )
         for name, suffix in (("FP8 in blocks", ".weight_scale_inv"), ("FP8", ".weight_scale"))
     ),

@@ -66,10 +66,14 @@ def cut_between_blocks(matrix: Matrix, held: Held | None) -> bool:
 
 @lru_cache
 def _weights_per_column(format: str) -> dict[str, int]:
-    """Weights along K that share an element of a field, by field with rows; superblocks have more than a block."""
+    """Weights along K that share an element of a field, by name of the fields that grow with rows and columns."""
     k = 16 * FORMATS[format].block
-    fields = get_format(format).layout((1, k), torch.bfloat16).fields
-    return {field.name: k // field.shape[1] for field in fields if len(field.shape) > 1}
+    one, four = (get_format(format).layout((n, n * k), torch.bfloat16).fields for n in (1, 2))
+    return {
+        field.name: k // field.shape[1]
+        for field, larger in zip(one, four, strict=True)
+        if len(field.shape) == 2 and larger.shape == (2 * field.shape[0], 2 * field.shape[1])
+    }
 
 
 # -- joining and slicing ----------------------------------------------------------------------------------------------
