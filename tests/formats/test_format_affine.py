@@ -4,7 +4,9 @@ from itertools import product
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from tests.formats import published_offsets
 from vbrt.config import FORMATS, load_config
 from vbrt.errors import ConfigError, FormatError
 from vbrt.formats import cut_blocks, get_format, join_rows, new_page, pack, repack_awq, repack_compressed_int4, unpack
@@ -161,6 +163,30 @@ def test_asymmetric_compressed_ints_decode_to_their_own_product(k, group, dtype,
     made = repack_compressed_int4(files["weight"], scales, (24, k), group=group, weight_zero_point=stored)
     more = {"bits": 4, "group": group}
     check(made, format, codes, scales, zeros, decode_compressed_ints(files, Outline((24, k), dtype, more=more)))
+
+
+def repacked(library, name, files):
+    """The plane of a weight as its library stores it."""
+    if library == "autoawq":
+        return repack_awq(files["qweight"], files["scales"], files["qzeros"])
+    if library == "auto_round":
+        how = {"group": published_offsets.GROUP, "checkpoint_format": name, "symmetric": False}
+        return repack_gptq(files["qweight"], files["scales"], files["qzeros"], **how)
+    group = published_offsets.COMPRESSED[name][1] or -1
+    zeros, shape = files["weight_zero_point"], tuple(files["weight_shape"].tolist())
+    return repack_compressed_int4(
+        files["weight_packed"], files["weight_scale"], shape, group=group, weight_zero_point=zeros
+    )
+
+
+@pytest.mark.parametrize(("library", "name"), published_offsets.MAKERS)
+def test_a_weight_of_a_library_decodes_to_that_librarys_bits(library, name):
+    with safe_open(published_offsets.FILE, "pt") as file:
+        head = f"{library}/{name}/"
+        files = {key.removeprefix(head): file.get_tensor(key) for key in file.keys() if key.startswith(head)}
+    made, expected = repacked(library, name, files), files["decoded"]
+    assert made.format.startswith("zeros") and len(made.coarse["zeros"].unique()) > 4
+    assert torch.equal(get_format(made.format).decode(made.coarse, made.shape, expected.dtype), expected)
 
 
 def test_gptq_without_zero_points_has_eights():
