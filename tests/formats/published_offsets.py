@@ -1,8 +1,8 @@
-"""4-bit weights with zero points, made by the libraries that publish them, with what each of them decodes them to.
+"""4-bit weights with zero points or offsets, made by the libraries that publish them, and what these decode them to.
 
 `python -m tests.formats.published_offsets` writes tests/data/published/offsets.safetensors anew. It needs
-compressed-tensors (made with 0.20.0), auto-round (0.16.1), and the modules of autoawq (0.2.9) that pack and unpack; its
-package does not import with a transformers of today.
+compressed-tensors (made with 0.20.0), auto-round (0.16.1), mlx (0.32.4, on a CPU), and the modules of autoawq (0.2.9)
+that pack and unpack; its package does not import with a transformers of today.
 """
 
 import sys
@@ -79,10 +79,21 @@ def of_autoawq(name):
     return {**files, "decoded": unpack(made.qweight, made.qzeros, made.scales, 4, GROUP).t()}
 
 
+def of_mlx(name):
+    import mlx.core as mx
+    import numpy as np
+
+    packed, scales, biases = mx.quantize(mx.array(weight((ROWS, COLUMNS)).numpy()), group_size=GROUP, bits=4)
+    decoded = mx.dequantize(packed, scales, biases, group_size=GROUP, bits=4)
+    files = {"weight": packed, "scales": scales, "biases": biases, "decoded": decoded}
+    return {field: torch.from_numpy(np.array(tensor)) for field, tensor in files.items()}
+
+
 MAKERS = {
     **{("compressed_tensors", name): of_compressed_tensors for name in COMPRESSED},
     **{("auto_round", name): of_auto_round for name in AUTO_ROUND},
     ("autoawq", "gemm"): of_autoawq,
+    ("mlx", "float32"): of_mlx,
 }
 
 

@@ -11,7 +11,7 @@ from vbrt.config import FORMATS, load_config
 from vbrt.errors import ConfigError, FormatError
 from vbrt.formats import cut_blocks, get_format, join_rows, new_page, pack, repack_awq, repack_compressed_int4, unpack
 from vbrt.formats.format import Format
-from vbrt.formats.published import Repacked, repack_gptq
+from vbrt.formats.published import Repacked, repack_gptq, repack_mlx
 from vbrt.saves.published.decode_layouts import decode_compressed_ints, decode_gptq
 from vbrt.saves.published.layouts import Outline
 
@@ -169,6 +169,8 @@ def repacked(library, name, files):
     """The plane of a weight as its library stores it."""
     if library == "autoawq":
         return repack_awq(files["qweight"], files["scales"], files["qzeros"])
+    if library == "mlx":
+        return repack_mlx(files["weight"], files["scales"], files["biases"])
     if library == "auto_round":
         how = {"group": published_offsets.GROUP, "checkpoint_format": name, "symmetric": False}
         return repack_gptq(files["qweight"], files["scales"], files["qzeros"], **how)
@@ -185,7 +187,8 @@ def test_a_weight_of_a_library_decodes_to_that_librarys_bits(library, name):
         head = f"{library}/{name}/"
         files = {key.removeprefix(head): file.get_tensor(key) for key in file.keys() if key.startswith(head)}
     made, expected = repacked(library, name, files), files["decoded"]
-    assert made.format.startswith("zeros") and len(made.coarse["zeros"].unique()) > 4
+    kind, field = ("affine", "offsets") if library == "mlx" else ("zeros", "zeros")
+    assert made.format.startswith(kind) and len(made.coarse[field].unique()) > 4
     assert torch.equal(get_format(made.format).decode(made.coarse, made.shape, expected.dtype), expected)
 
 

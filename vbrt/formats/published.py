@@ -287,8 +287,8 @@ def repack_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Repacked:
 def repack_mlx(weight: Tensor, scales: Tensor, biases: Tensor) -> Repacked:
     """Repack a 4-bit weight of MLX's affine quantization: weight = code * scale + bias.
 
-    weight uint32 [N, K/8], the first code in the lowest bits; scales and biases [N, G] of one dtype. MLX computes in
-    that dtype; here product and sum are rounded to fp32 each, then to the weight's dtype.
+    weight uint32 [N, K/8], the first code in the lowest bits; scales and biases [N, G] of one dtype. In float32
+    decoded weights equal `mx.dequantize` of MLX 0.32 bit for bit; in 16 bits MLX rounds product and sum, this the sum.
 
     Raises FormatError for mismatched tensors, or groups that are not made of blocks of 16 weights.
     """
