@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import FormatError
-from vbrt.formats.block_formats import constant_quads, decode_blocks, encode_tile, pack_nibbles, whole_blocks
+from vbrt.formats.block_formats import (
+    constant_levels,
+    constant_quads,
+    decode_blocks,
+    encode_tile,
+    ones,
+    pack_nibbles,
+    whole_blocks,
+)
 from vbrt.formats.format import Format, check_weight, padded
 from vbrt.formats.page import DTYPES, PageLayout, build_layout
 
@@ -56,6 +64,11 @@ class Affine(Format):
     def block_terms(self, tensors: dict[str, Tensor]) -> BlockTerms:
         """Return scale and offset of each block."""
         return BlockTerms(tensors["scales"].float(), tensors["offsets"].float())
+
+    def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """See `BlockFormat.tables`: the codes themselves, an empty table of scale bytes, and 1."""
+        device = tensors["codes"].device
+        return constant_levels(_CODES, device), torch.empty(0, dtype=torch.float32, device=device), ones(device)
 
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """See `Format.decode`."""
