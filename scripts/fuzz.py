@@ -43,6 +43,7 @@ from scripts.fuzz_models import (
     sealed_manifest,
     shard_part,
 )
+from scripts.fuzz_published import published_part
 from scripts.train_files import Checkpoint, write_checkpoint
 from vbrt.config import preset_names
 from vbrt.config.toml_text import toml_text
@@ -221,6 +222,10 @@ PARTS = {
     "config": (10, config_part),
     "pickle": (1, pickle_part),
     "gguf": (8, gguf_part),
+    "awq": (4, published_part("awq")),
+    "gptq": (4, published_part("asymmetric gptq")),
+    "compressed-tensors": (4, published_part("asymmetric compressed")),
+    "mlx": (4, published_part("mlx")),
     "experts-manifest": (8, of_experts(manifest_part)),
     "experts-header": (6, of_experts(header_part)),
     "experts-planes": (4, of_experts(fine_part)),

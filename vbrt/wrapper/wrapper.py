@@ -277,14 +277,15 @@ class VBModelWrapper(Facade, Scraped, Watched):
 
     @property
     def lossless(self) -> bool:
-        """True if every swapped weight is held bit for bit (formats "dense" and "exact"), so that `unwrap()`,
-        `state_dict()` and `.weight` give the original weights. False if any is rounded."""
-        return self._attachment.lossless
+        """True if every swapped weight is held bit for bit (formats "dense" and "exact", and the codes of a quantized
+        checkpoint as they are), so that `unwrap()`, `state_dict()` and `.weight` give the original weights. False if
+        any is rounded."""
+        return self._attachment.original
 
     def unwrap(self) -> nn.Module:
         """Turn the model back into a dense one, in place, and close the wrapper.
 
-        Weights are the original ones bit for bit if the model is `lossless` ("dense", "exact"), else as rounded, in
+        Weights are the original ones bit for bit if the model is `lossless`, else as rounded, in
         their original dtype and size. A layer that was never encoded gets its own parameter back; tied layers share one
         parameter again. If a page cannot be read, nothing is lost: the remaining layers stay wrapped.
 

@@ -32,7 +32,7 @@ def test_arm_keeps_the_promises(name, source, use_library, tmp_path):
 @pytest.mark.parametrize("name", arm.SETS)
 def test_arm_multiplies_by_one_format_as_promised(name, use_library, tmp_path):
     use_library("linear", arm.ArmLibrary("linear", name, tmp_path))
-    check_products(["nvfp4"])
+    check_products(["nvfp4", "superblock32"])
 
 
 @pytest.mark.sample(1)

@@ -105,17 +105,48 @@ def test_the_decoded_weight_has_the_bits_of_the_reference(name, shape, dtype):
     assert torch.equal(cpu_linear.decode_weight(planes), reference.decode_weight(planes))
 
 
-@pytest.mark.sample(4)
 @built
-@pytest.mark.parametrize("name", cpu_linear.LEVELS)
-def test_any_sixteen_levels_with_scales_of_16_or_32_bits_will_do(name):
-    for shape, tokens in (((7, 50), 1), ((33, 412), 3), ((5, 2200), 40)):
+@pytest.mark.parametrize("name", ["affine16-float32", "affine128-float32", "zeros32-float32"])
+def test_products_with_scales_of_32_bits_are_rounded_before_offsets_are_added(name):
+    """In tiles, too: their sums of one weight each are that weight."""
+    planes, _ = case(name, (40, 528))
+    w = reference.decode_weight(planes)
+    assert torch.equal(cpu_linear.decode_weight(planes), w)
+    if cpu_linear.library().vbrt_has_panels():
+        y = cpu_linear._multiply(torch.eye(528), planes, None, torch.float32, cpu_linear.library().vbrt_panels)
+        assert torch.equal(y, w.T)
+
+
+@pytest.mark.sample(8)
+@built
+@pytest.mark.parametrize("name", [*cpu_linear.LEVELS, *cpu_linear.AFFINE])
+def test_published_levels_and_offsets_in_any_encoding_will_do(name):
+    for shape, tokens in (((7, 50), 1), ((33, 412), 3), ((5, 2200), 40), ((6, 4416), 2)):
         planes, w = case(name, shape, torch.bfloat16)
         assert torch.equal(cpu_linear.decode_weight(planes), reference.decode_weight(planes))
         x = torch.randn(tokens, shape[1])
         assert (cpu_linear.route(x, planes) == "fused") is (tokens <= 4)
         assert error(cpu_linear.linear(x, planes), F.linear(x.double(), w)) <= 1e-5
     assert resolve("linear", "auto", CPU, name).run is cpu_linear.linear
+
+
+@built
+@pytest.mark.parametrize("name", ["affine16-float32", "affine128-float16", "zeros32-float32", "superblock32"])
+def test_scales_and_offsets_of_other_rows_do_not_matter(name):
+    """Planes end where their memory does; a row of 4112 columns ends within vectors of scales, and in a superblock."""
+    shape = (9, 4112)
+    planes, _ = case(name, shape)
+    x = torch.randn(3, 4112)
+    y = cpu_linear.linear(x, planes)
+    for row in range(9):
+        fields = {
+            field: torch.full_like(tensor, 255 if tensor.dtype is torch.uint8 else torch.nan)
+            for field, tensor in planes.coarse.items()
+        }
+        for field, tensor in planes.coarse.items():
+            fields[field][row] = tensor[row]
+        among_others = cpu_linear.linear(x, WeightPlanes(name, shape, torch.float32, fields))
+        assert torch.equal(among_others[:, row], y[:, row])
 
 
 @built

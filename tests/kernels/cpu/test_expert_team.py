@@ -50,7 +50,7 @@ def expected(product, pages):
     return experts_down(h_PI, ids, None, pages, bias_EN=product.biases[1])
 
 
-@matrix(format=("nvfp4", "mxfp4", "nf4", "quantile", "mxint8"), threads=(1, 3))
+@matrix(format=("nvfp4", "mxfp4", "nf4", "quantile", "mxint8", "zeros32-float16"), threads=(1, 3))
 @torch.no_grad()
 def test_a_team_has_the_bits_of_both_products_one_after_the_other(format, threads):
     gate, n = Gate("silu", limit=3.0), 96

@@ -104,7 +104,7 @@ def small(team, device, k=160, tokens=1, dtype=torch.bfloat16, rows=(48,)):
     return box, parts, team.entry(box, parts, tokens, dtype)
 
 
-@matrix(format=("nvfp4", "mxfp4", "nf4", "quantile", "mxint8"), threads=(1, 3))
+@matrix(format=("nvfp4", "mxfp4", "nf4", "quantile", "mxint8", "affine32-float16", "superblock32"), threads=(1, 3))
 @torch.no_grad()
 def test_products_have_the_bits_of_an_expert_whatever_the_threads(format, threads):
     for part, x, y in check_products(format, threads):
@@ -134,9 +134,10 @@ def check_products(format, threads):
 
 @torch.no_grad()
 def test_parts_of_several_formats_and_widths_share_one_x_and_may_round_it():
-    device, team, x = Device(), HostedTeam(2), torch.randn(1, 130).bfloat16()
+    device, team, x = Device(), HostedTeam(2), torch.randn(1, 250).bfloat16()
     box = team.attach(device.memory)
-    parts = [part_of(name, (40, 130), 1024 * at)[0] for at, name in enumerate(("nvfp4", "mxint8", "mxfp4", "mxfp4"), 1)]
+    names = ("nvfp4", "mxint8", "mxfp4", "mxfp4", "superblock32", "affine32-float16", "zeros64-bfloat16", "nf4")
+    parts = [part_of(name, (40, 250), 1024 * at)[0] for at, name in enumerate(names, 1)]
     for rounded in (False, True):
         entry = team.entry(box, parts, 1, torch.bfloat16, rounded=rounded)
         team.expect(box, 1)

@@ -104,6 +104,15 @@ def test_published_levels_are_whole_steps_or_nearly_so(levels):
     assert error(int8.linear(x, planes), F.linear(as_rounded(x), w)) <= exact
 
 
+@pytest.mark.parametrize("name", ["affine32-float16", "zeros128-bfloat16", "superblock32"])
+def test_offsets_are_multiplied_by_what_inputs_were_rounded_to(name):
+    """Codes are not centered: were sums of x exact, errors of its rounding would be twice as large."""
+    planes, w = case(name, (64, 640))
+    x = torch.randn(4, 640)
+    assert error(int8.linear(x, planes), F.linear(as_rounded(x), w)) <= 1e-5
+    assert error(int8.linear(x, planes), F.linear(x.double(), w)) <= 4.5e-3
+
+
 def test_zeros_and_the_smallest_numbers_are_zeros():
     planes, _ = case("nf4", (24, 200))
     for x in (torch.zeros(2, 200), torch.full((2, 200), 1e-42), torch.full((2, 200), -1e-38)):

@@ -96,6 +96,16 @@ def asymmetric_gptq(w):
     return gptq(w, zero=4)
 
 
+def act_order_gptq(w):
+    """Columns in another order than their groups."""
+    made = gptq(w, zero=4)
+    order = torch.arange(w.shape[1]).view(2, -1).t().flatten()
+    index = made.tensors[".g_idx"][order]
+    codes, scale = int_codes(w)
+    decoded = (codes - 5) * scale[:, index.long()]
+    return Made({**made.tensors, ".g_idx": index}, decoded)
+
+
 def auto_round(w):
     """GPTQ with zero points as they are, not less one."""
     return Made(gptq(w, zero=8).tensors, gptq(w).decoded)
@@ -118,6 +128,23 @@ def compressed_int4(w):
     shape = torch.tensor(w.shape, dtype=torch.int64)
     tensors = {".weight_packed": words(codes, 1), ".weight_scale": scale, ".weight_shape": shape}
     return Made(tensors, (codes - 8) * scale.repeat_interleave(32, 1))
+
+
+def asymmetric_compressed(w):
+    made, (codes, scale) = compressed_int4(w), int_codes(w)
+    zeros = torch.arange(scale.numel(), dtype=torch.int32).view_as(scale) % 16
+    tensors = {**made.tensors, ".weight_zero_point": words(zeros, 0)}
+    return Made(tensors, (codes - zeros.repeat_interleave(32, 1)) * scale.repeat_interleave(32, 1))
+
+
+def mlx(w):
+    grouped = w.float().view(len(w), -1, 32)
+    scale = ((grouped.amax(-1) - grouped.amin(-1)) / 15).to(w.dtype)
+    bias = grouped.amin(-1).to(w.dtype)
+    wide, low = (term.float().repeat_interleave(32, 1) for term in (scale, bias))
+    codes = ((w.float() - low) / wide).round().clamp(0, 15)
+    tensors = {".weight": words(codes.to(torch.int32), 1).view(torch.uint32), ".scales": scale, ".biases": bias}
+    return Made(tensors, (codes * wide + low).to(w.dtype))
 
 
 def bitsandbytes(w):
@@ -169,8 +196,24 @@ LAYOUTS = {
         "levels32-bfloat16",
     ),
     "compressed int4": (compressed_int4, {"quant_method": "compressed-tensors", **GROUPS}, "levels32-bfloat16"),
-    "asymmetric gptq": (asymmetric_gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}, ""),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32}, ""),
+    "asymmetric gptq": (
+        asymmetric_gptq,
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False},
+        "zeros32-bfloat16",
+    ),
+    "unnamed gptq": (asymmetric_gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32}, "zeros32-bfloat16"),
+    "act-order gptq": (
+        act_order_gptq,
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True},
+        "",
+    ),
+    "asymmetric compressed": (
+        asymmetric_compressed,
+        {"quant_method": "compressed-tensors", **GROUPS},
+        "zeros32-bfloat16",
+    ),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32}, "zeros32-bfloat16"),
+    "mlx": (mlx, {"bits": 4, "group_size": 32}, "affine32-bfloat16"),
     "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [16, 16]}, ""),
     "fp8 rows": (fp8_rows, {"quant_method": "compressed-tensors"}, ""),
 }

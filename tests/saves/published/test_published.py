@@ -54,6 +54,30 @@ def test_a_published_checkpoint_gives_the_logits_of_its_decoded_weights(tmp_path
     vb.close()
 
 
+@pytest.mark.filterwarnings("ignore:this model is in training mode")
+def test_a_checkpoint_keeps_its_bits_unless_another_format_is_asked_for(tmp_path):
+    model = llama()
+    model.load_state_dict(publish(tmp_path, model, "awq"))
+    (tmp_path / "tiers.toml").write_text('[tiers.cpu]\nbudget = "1GiB"\n')
+    down = {"weights": {"formats": {"*down_proj": "mxint8"}, "min_parameters": 0}}
+    kept = (None, "exact", "dense", {"tiers": QUIET["tiers"]}, str(tmp_path / "tiers.toml"))
+    for config in kept:
+        with vbrt.load(tmp_path, llama(meta=True), config, **QUIET) as vb:
+            formats = {swap.format for swap in vb.plan.swaps if swap.name != "lm_head"}
+            assert formats == {"zeros32-bfloat16"}, config
+            assert vb.lossless and torch.equal(logits(vb), logits(model))
+    with pytest.warns(UserWarning, match=r"7 layers: decoded and held as nvfp4: AWQ, rounded again .* by 8\.1%"):
+        vb = vbrt.load(tmp_path, llama(meta=True), "fp4", **QUIET)
+    assert {swap.format for swap in vb.plan.swaps} == {"nvfp4"} and not vb.lossless
+    assert any("AWQ, rounded again" in line for line in vb.stats().fallbacks)
+    vb.close()
+    with pytest.warns(UserWarning, match="1 layers: decoded and held as mxint8"):
+        vb = vbrt.load(tmp_path, llama(meta=True), **{**QUIET, **down})
+    assert {swap.name.split(".")[-1]: swap.format for swap in vb.plan.swaps}["down_proj"] == "mxint8"
+    assert sum(swap.format == "zeros32-bfloat16" for swap in vb.plan.swaps) == 6
+    vb.close()
+
+
 def test_what_a_checkpoint_left_dense_stays_dense(tmp_path):
     model = llama()
     model.load_state_dict(publish(tmp_path, model, "modelopt", names=lambda name: "mlp" in name))
@@ -171,11 +195,24 @@ def test_damaged_parts_of_a_weight_are_refused_by_name(tmp_path, change, message
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
 
 
+def test_mlx_names_its_groups_under_another_key(tmp_path):
+    model = llama()
+    model.load_state_dict(publish(tmp_path, model, "mlx"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization"] = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with vbrt.from_pretrained(tmp_path, **QUIET) as vb:
+        assert torch.equal(logits(vb), logits(model))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization": {"bits": 8, "group_size": 32}}))
+    with pytest.raises(CheckpointError, match=r"MLX weight in 8 bits.*vbrt reads 4 bits"):
+        describe(tmp_path)
+
+
 def test_describe_says_what_weights_are_and_become_from_headers(tmp_path):
     publish(tmp_path, llama(), "awq", names=lambda name: "mlp" in name)
     said = describe(tmp_path)
     kinds = {(kind.layout, kind.becomes): kind.count for kind in said.kinds}
-    assert (said.method, kinds) == ("awq", {("AWQ", "decoded"): 3, ("bfloat16", "dense"): 9})
+    assert (said.method, kinds) == ("awq", {("AWQ", "zeros32-bfloat16"): 3, ("bfloat16", "dense"): 9})
     assert said.nbytes == sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
 
 

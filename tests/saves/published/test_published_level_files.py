@@ -1,4 +1,5 @@
-"""Weights of sixteen levels live in the tiers, are saved and come back with their bits, and can be assigned."""
+"""Published weights of 16 levels, with or without offsets, live in the tiers, are saved and come back with their bits,
+and can be assigned."""
 
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import vbrt
 from tests.models import config, mlp, qwen3_moe
 from tests.saves.cases import logits, on_meta
 from vbrt.config import load_config
-from vbrt.formats import get_format, repack_gptq
+from vbrt.formats import get_format
 from vbrt.layers.experts.experts_handle import ExpertsHandle
 from vbrt.model.attach import attach, plan_for
 from vbrt.saves.saved.save import save_attached
@@ -30,19 +31,30 @@ def streamed(tmp_path, room):
     return {"cpu": {"budget": room}, "ssd": {"enabled": True, "path": str(tmp_path / "pages")}}
 
 
-def test_a_published_weight_is_stored_streamed_saved_and_loaded_without_encoding(tmp_path, no_encoding):
+def random_plane(format, shape, generator):
+    """Any fields of a format."""
+    fields, unit = {}, 5e-4 if format != "superblock32" else 1e-5  # of scales up to 44, times up to 63
+    for field in get_format(format).layout(shape, torch.float16).fields:
+        below = {"codes": 256, "zeros": 16}.get(field.name, 64)
+        made = torch.randint(0, below, field.shape, generator=generator)
+        made = made if field.dtype == "uint8" else (made - 20) * unit
+        fields[field.name] = made.to(getattr(torch, field.dtype))
+    return fields
+
+
+@pytest.mark.parametrize("format", ["levels32-float16", "affine32-float16", "zeros64-float16", "superblock32"])
+def test_a_published_weight_is_stored_streamed_saved_and_loaded_without_encoding(tmp_path, no_encoding, format):
     model, generator = mlp(width=64, depth=3, dtype=torch.float16), torch.Generator().manual_seed(0)
     biases = [layer.bias.clone() for layer in model if hasattr(layer, "bias")]
     no_encoding()
-    attachment = attached(model, "levels32-float16")
+    attachment = attached(model, format)
     decoded = []
     for layer in attachment.layers.values():
-        n, k = layer.handle.spec.shape
-        words = torch.randint(-(2**31), 2**31, (k // 8, n), generator=generator).to(torch.int32)
-        made = repack_gptq(words, torch.rand(k // 32, n, generator=generator).mul(0.02).half(), group=32)
-        layer.handle.store(layer.handle.encoder.from_encoded({"coarse": made.coarse}))
+        shape = layer.handle.spec.shape
+        plane = random_plane(format, shape, generator)
+        layer.handle.store(layer.handle.encoder.from_encoded({"coarse": plane}))
         layer.forget_dense_()
-        decoded.append(get_format(made.format).decode(made.coarse, made.shape, torch.float16))
+        decoded.append(get_format(format).decode(plane, shape, torch.float16))
     attachment.materialize()
     assert all(torch.equal(layer.weight, w) for layer, w in zip(attachment.layers.values(), decoded, strict=True))
     x = torch.randn(40, 64, generator=generator).half()
@@ -50,7 +62,7 @@ def test_a_published_weight_is_stored_streamed_saved_and_loaded_without_encoding
     for w, bias in zip(decoded, biases, strict=True):
         expected = F.linear(expected, w, bias).tanh()
     torch.testing.assert_close(y, expected, rtol=2e-3, atol=2e-3)
-    assert {layer.format for layer in attachment.stats().layers.values()} == {"levels32-float16"}
+    assert {layer.format for layer in attachment.stats().layers.values()} == {format}
     save_attached(attachment, tmp_path / "saved")
     page = max(swap.page_bytes for swap in attachment.plan.swaps)
     attachment.close()
@@ -74,9 +86,10 @@ def test_a_weight_that_is_assigned_to_such_a_layer_is_encoded():
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_routed_experts_compute_with_it(tmp_path, dtype):
+@pytest.mark.parametrize("format", ["levels32-bfloat16", "affine32-float16", "superblock32"])
+def test_routed_experts_compute_with_it(tmp_path, dtype, format):
     model, ids = qwen3_moe(dtype=dtype), torch.arange(12).view(1, 12)
-    attachment = attached(model, "levels32-bfloat16")
+    attachment = attached(model, format)
     attachment.materialize()
     y = logits(model, ids)
     assert any(isinstance(layer.handle, ExpertsHandle) for layer in attachment.layers.values())

@@ -14,8 +14,8 @@ typedef struct {
     const uint8_t *const *pages;  /* [E] */
     const float *levels, *values;  /* [E or 1, 16], [256]; values for byte scales only */
     int64_t level_step;  /* 16 if each expert has its own levels, else 0 */
-    int64_t codes, scales, unit;  /* offsets in a page, in bytes; unit: -1 if it is 1 */
-    int64_t experts, rows, columns, block, scale_type, bits;
+    int64_t codes, scales, offsets, d, dmin, unit;  /* offsets in a page, in bytes; unit: -1 if it is 1 */
+    int64_t experts, rows, columns, block, scale_type, offset_type, bits;
     int64_t tiled;  /* codes are in tile order, with interleaved scales */
 } Bank;
 
@@ -96,6 +96,9 @@ static void sort_pairs(const Bank *b, const Task *t, Plan *plan, int64_t *starts
         if (t->ids[p] >= 0 && t->ids[p] < b->experts && b->pages[t->ids[p]]) plan->order[starts[t->ids[p]]++] = p;
 }
 
+/* Columns per sum of x that products need; 0: none. */
+static int64_t summed(const Bank *b) { return b->offset_type ? b->block : 0; }
+
 /* convert row r of x to the layout of the products */
 static void spread(const Bank *b, const Task *t, const Plan *plan, int64_t r) {
 #ifdef TILED
@@ -104,7 +107,8 @@ static void spread(const Bank *b, const Task *t, const Plan *plan, int64_t r) {
         return;
     }
 #endif
-    spread_row(t->x, t->x_type, r * t->inputs, t->inputs, b->columns, plan->form, plan->x + r * plan->pitch);
+    spread_row(t->x, t->x_type, r * t->inputs, t->inputs, b->columns, plan->form, summed(b),
+               plan->x + r * plan->pitch);
 }
 
 static void fill_tables(const Bank *b, const Plan *plan) {
@@ -113,9 +117,8 @@ static void fill_tables(const Bank *b, const Plan *plan) {
         float unit = 1;
         if (b->unit >= 0) memcpy(&unit, b->pages[expert] + b->unit, 4);
         Tables *of = plan->tables + i;
-        of->dots = dots_with(b->levels + b->level_step * expert, b->values, unit, b->scale_type, b->block, plan->form,
-                             &of->scales);
-        of->dots.columns = b->columns;
+        of->dots = dots_with(b->levels + b->level_step * expert, b->values, unit, b->scale_type, b->offset_type, b->block,
+                             b->columns, plan->form, &of->scales);
     }
 }
 
@@ -126,7 +129,7 @@ static int64_t x_bytes(const Bank *b) {
 #ifdef TILED
     if (b->tiled) return tiled_row_bytes(b->columns);
 #endif
-    return row_bytes(b->columns);
+    return row_bytes(b->columns, summed(b));
 }
 
 /* Bytes of a plan. */
@@ -155,6 +158,7 @@ static Plan planned(const Bank *b, const Gate *g, const Task *t, int64_t chunk, 
 static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *plan, const Group *group, int64_t first,
                      int64_t last) {
     const uint8_t *page = b->pages[group->expert];
+    const Row plane = {page + b->codes, page + b->scales, page + b->offsets, page + b->d, page + b->dmin};
     const int pair_of_rows = g->gated;  /* a gate and its value */
     const int64_t half = b->rows / 2, results = pair_of_rows ? half : b->rows;
     float sums[2 * TOKENS];
@@ -165,8 +169,7 @@ static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *pl
                                 !pair_of_rows ? n + count - 1 : g->interleaved ? 2 * n + 1 : n + half};
         float bias[2] = {0, 0};
         for (int r = 0; r < 2; r++) {
-            d.codes[r] = page + b->codes + row[r] * code_bytes(b->columns, b->bits);
-            d.scales[r] = page + b->scales + row[r] * (b->columns / b->block) * SCALE_BYTES[b->scale_type];
+            d.row[r] = row_at(plane, row[r], b->columns, b->block, b->bits, (int)b->scale_type, (int)b->offset_type);
             if (t->bias) bias[r] = load(t->bias, t->bias_type, group->expert * b->rows + row[r]);
         }
         for (int64_t i = 0; i < group->count;) {

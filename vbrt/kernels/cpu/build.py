@@ -23,6 +23,7 @@ from vbrt.kernels.cpu import build_cache, compiler
 
 __all__ = [
     "NUMBERS",
+    "PLANE",
     "Bank",
     "Fine",
     "Gating",
@@ -35,6 +36,8 @@ __all__ = [
     "Weight",
     "libraries",
     "library",
+    "offset_type",
+    "plane_fields",
     "refusal",
     "scale_type",
 ]
@@ -57,20 +60,36 @@ _OPENMP = (
 
 #: type numbers of dots.h, by dtype
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_BYTE = 3
+_BYTE, _SUPER = 3, 4
+#: type numbers of dots.h, and the field, by a record's offsets
+_OFFSETS = {None: (0, "offsets"), "values": (1, "offsets"), "zeros": (2, "zeros"), "superblock": (3, "mins")}
+#: fields of dots.h's `Row`
+PLANE = ("codes", "scales", "offsets", "d", "dmin")
 
 
 def scale_type(record: FormatRecord) -> int:
     """Return dots.h's type number for a format's scales."""
-    return NUMBERS[getattr(torch, record.scales)] if record.scales in LEVEL_SCALES else _BYTE
+    if record.scales in LEVEL_SCALES:
+        return NUMBERS[getattr(torch, record.scales)]
+    return _SUPER if record.scales == "superblock" else _BYTE
+
+
+def offset_type(record: FormatRecord) -> int:
+    """Return dots.h's type number for a format's offsets."""
+    return _OFFSETS[record.offsets][0]
+
+
+def plane_fields(record: FormatRecord) -> tuple[str, ...]:
+    """Return the names of a coarse plane's tensors in the order of `PLANE`; a plane need not have all."""
+    return tuple(_OFFSETS[record.offsets][1] if name == "offsets" else name for name in PLANE)
 
 
 class Weight(ctypes.Structure):
     """`Weight` of linear.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "levels", "values", "unit")),
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "block", "scale_type", "bits")),
+        *((name, ctypes.c_void_p) for name in (*PLANE, "levels", "values", "unit")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "block", "scale_type", "offset_type", "bits")),
     )
 
 
@@ -100,8 +119,9 @@ class Bank(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("pages", "levels", "values")),
-        *((name, ctypes.c_int64) for name in ("level_step", "codes", "scales", "unit")),
-        *((name, ctypes.c_int64) for name in ("experts", "rows", "columns", "block", "scale_type", "bits", "tiled")),
+        *((name, ctypes.c_int64) for name in ("level_step", *PLANE, "unit")),
+        *((name, ctypes.c_int64) for name in ("experts", "rows", "columns", "block", "scale_type", "offset_type")),
+        *((name, ctypes.c_int64) for name in ("bits", "tiled")),
     )
 
 

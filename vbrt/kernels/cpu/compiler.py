@@ -44,7 +44,7 @@ _THREADS = HERE / "threads.c"
 _OPENMP = ("-fopenmp", "-Wl,--as-needed") if sys.platform == "linux" else ("-fopenmp",)
 # bit-exact with torch: no contraction (fmaf is explicit), no errno
 _TWO_STEPS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-_FLAGS_OF = {"update": _TWO_STEPS, "encode": _TWO_STEPS, "step": _TWO_STEPS}
+_FLAGS_OF = {"update": _TWO_STEPS, "encode": _TWO_STEPS, "step": _TWO_STEPS, "linear": _TWO_STEPS[:1]}
 _LIMIT_S = 60  # generous, for a busy machine
 #: environment variable naming an instruction set below the CPU's best, to measure or test what other CPUs run
 _FORCED = "VBRT_INSTRUCTION_SET"

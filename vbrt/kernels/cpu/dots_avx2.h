@@ -25,14 +25,15 @@
 typedef struct { uint8_t bytes[4][16]; } Scales;  /* of the levels, the highest last */
 
 typedef struct {
-    const uint8_t *codes[2], *scales[2];  /* by row */
+    Row row[2];
     const float *levels;  /* [16] */
-    int scale_type, shift;  /* a block has 1 << shift columns */
+    int scale_type, offset_type, shift;  /* a block has 1 << shift columns */
     const float *values;  /* [256] by scale byte */
     float unit;
     int e4m3;  /* values are E4M3, computed faster than looked up */
     const uint8_t (*bytes)[16];
     const void *x[TOKENS];  /* in spans */
+    int64_t x_bytes;  /* of a row of them; sums by block follow */
     int64_t columns;
     int upper;  /* levels are exact in bf16: the upper two bytes suffice */
     int form;  /* layout of x */
@@ -87,17 +88,103 @@ INLINE int compute(const uint8_t *bytes, int64_t count, float unit, float *out) 
     return _mm_testz_si128(found, found);
 }
 
+/* Where eight of `count` numbers, at least eight, are converted in turn: the last ones overlap. */
+INLINE int64_t eight_at(int64_t i, int64_t count) { return i + 8 <= count ? i : count - 8; }
+
+/* eight numbers of 16 or 32 bits, or bytes, from number `at` on */
+INLINE __m256 eight_of(const uint8_t *stored, int type, int64_t at) {
+    stored += at * SCALE_BYTES[type];
+    if (type == FP32) return _mm256_loadu_ps((const float *)stored);
+    if (type == BYTE) return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)stored)));
+    const __m128i words = _mm_loadu_si128((const __m128i *)stored);
+    return type == FP16 ? _mm256_cvtph_ps(words) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+}
+
+/* out = `count` numbers of 16 or 32 bits */
+static void convert(const uint8_t *stored, int64_t count, int type, float *out) {
+    for (int64_t i = 0; i < count && count < 8; i++) out[i] = load(stored, type, i);
+    for (int64_t i = 0; i < count && count >= 8; i += 8) {
+        const int64_t at = eight_at(i, count);
+        _mm256_storeu_ps(out + at, eight_of(stored, type, at));
+    }
+}
+
+/* out = bytes times the halves of their superblocks, of 32 columns each */
+static void convert_bytes(const uint8_t *bytes, const uint8_t *halves, int64_t count, float *out) {
+    for (int64_t i = 0; i < count; i += 8) {
+        const float half = load(halves, FP16, i / 8);
+        if (i + 8 <= count) _mm256_storeu_ps(out + i, _mm256_mul_ps(eight_of(bytes, BYTE, i), _mm256_set1_ps(half)));
+        else for (int64_t j = i; j < count; j++) out[j] = bytes[j] * half;
+    }
+}
+
 /* out = scales of a row's `columns`, from column `first` on, then zeros for the rest of a span; prefetches those of
  * later rows, like their codes. */
 static __attribute__((noinline)) void scales_of(const Dots *d, int r, int64_t first, int64_t columns, float *out) {
     const int type = d->scale_type;
     const int64_t count = columns >> d->shift, width = SCALE_BYTES[type];
-    const uint8_t *stored = d->scales[r] + (first >> d->shift) * width;
+    const uint8_t *stored = d->row[r].scales + (first >> d->shift) * width;
     const uint8_t *ahead = stored + (2 * AHEAD >> d->shift) * width;
     for (int64_t i = 0; i < count * width; i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
     const int64_t begin = d->e4m3 && compute(stored, count & -16, d->unit, out) ? count & -16 : 0;
-    for (int64_t i = begin; i < count; i++) out[i] = type == BYTE ? d->values[stored[i]] * d->unit : load(stored, type, i);
+    if (type == SUPER) convert_bytes(stored, d->row[r].d + first / SUPERBLOCK * 2, count, out);
+    else if (type != BYTE) convert(stored, count, type, out);
+    else for (int64_t i = begin; i < count; i++) out[i] = d->values[stored[i]] * d->unit;
     _mm256_storeu_ps(out + count, _mm256_setzero_ps());
+}
+
+/* Offset of block i after column `first` of row r; zeros as they are for panels, which have no `scales`. */
+INLINE float offset_at(const Dots *d, int r, int64_t first, const float *scales, int64_t i) {
+    const Row *row = d->row + r;
+    const int64_t block = (first >> d->shift) + i;
+    if (d->offset_type == VALUE) return load(row->offsets, d->scale_type, block);
+    if (d->offset_type == ZERO) return scales ? -(row->offsets[block] * scales[i]) : row->offsets[block];
+    return -(load(row->dmin, FP16, (block << d->shift) / SUPERBLOCK) * row->offsets[block]);
+}
+
+/* Eight of them from block `at` on, all of one superblock. */
+INLINE __m256 offsets_at(const Dots *d, int r, int64_t first, const float *scales, int64_t at) {
+    const Row *row = d->row + r;
+    const int64_t block = (first >> d->shift) + at;
+    if (d->offset_type == VALUE) return eight_of(row->offsets, d->scale_type, block);
+    const __m256 number = eight_of(row->offsets, BYTE, block);
+    if (d->offset_type == MIN) return _mm256_mul_ps(number, _mm256_set1_ps(-load(row->dmin, FP16, (block << d->shift) / SUPERBLOCK)));
+    return scales ? _mm256_mul_ps(number, _mm256_sub_ps(_mm256_setzero_ps(), _mm256_loadu_ps(scales + at))) : number;
+}
+
+/* Blocks whose offsets are converted one by one: fewer than eight, or those of a superblock's beginning. */
+INLINE int64_t single_offsets(const Dots *d, int64_t count) { return count < 8 ? count : d->offset_type == MIN ? count % 8 : 0; }
+
+/* out = offsets of a row's `columns`, from column `first` on, then zeros, for panels */
+static void offsets_of(const Dots *d, int r, int64_t first, int64_t columns, float *out) {
+    const int64_t all = columns >> d->shift, count = all - single_offsets(d, all);
+    for (int64_t i = 0; i < count; i += 8) {
+        const int64_t at = eight_at(i, count);
+        _mm256_storeu_ps(out + at, offsets_at(d, r, first, NULL, at));
+    }
+    for (int64_t i = count; i < all; i++) out[i] = offset_at(d, r, first, NULL, i);
+    _mm256_storeu_ps(out + all, _mm256_setzero_ps());
+}
+
+/* sum += offsets of a row's `columns`, from column `first` on, times sums of each token's x; prefetches those of later rows */
+INLINE void add_offsets(const Dots *d, int r, int64_t first, int64_t columns, const float *scales, int tokens, __m256 *sum) {
+    const int64_t all = columns >> d->shift, count = all - single_offsets(d, all);
+    const int64_t width = d->offset_type == VALUE ? SCALE_BYTES[d->scale_type] : 1;
+    const uint8_t *ahead = d->row[r].offsets + ((first + 2 * AHEAD) >> d->shift) * width;
+    const float *sums[TOKENS];
+    for (int64_t i = 0; i < all * width; i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
+    for (int m = 0; m < tokens; m++) sums[m] = (const float *)((const char *)d->x[m] + d->x_bytes) + (first >> d->shift);
+    for (int64_t i = 0; i < count; i += 8) {
+        const int64_t at = eight_at(i, count);
+        const __m256i iota = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), before = _mm256_set1_epi32((int)(i - at));
+        /* those that overlap have been added */
+        const __m256 offset = _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(before, iota)), offsets_at(d, r, first, scales, at));
+        for (int m = 0; m < tokens; m++) sum[m] = _mm256_fmadd_ps(offset, _mm256_loadu_ps(sums[m] + at), sum[m]);
+    }
+    for (int64_t i = count; i < all; i++) {
+        const __m256 offset = _mm256_zextps128_ps256(_mm_set_ss(offset_at(d, r, first, scales, i)));
+        for (int m = 0; m < tokens; m++) sum[m] = _mm256_fmadd_ps(offset, _mm256_set1_ps(sums[m][i]), sum[m]);
+    }
 }
 
 /* Fewer codes than a span's, and zeros. */
@@ -174,7 +261,7 @@ INLINE void dots_as(const Dots *d, int rows, int tokens, int upper, float *sums)
     const int shift = d->shift;
     float scales[TILE / 16 + WORD];
     for (int r = 0; r < rows; r++) {
-        const uint8_t *codes = d->codes[r];
+        const uint8_t *codes = d->row[r].codes;
         const float *x[TOKENS];
         __m256 sum[TOKENS];  /* one per token: there are 16 registers */
         for (int m = 0; m < tokens; m++) sum[m] = _mm256_setzero_ps(), x[m] = d->x[m];
@@ -189,6 +276,7 @@ INLINE void dots_as(const Dots *d, int rows, int tokens, int upper, float *sums)
             if (columns > whole)
                 add_span(&of, codes_at(codes + whole / 2, columns - whole), _mm256_loadu_ps(scales + (whole >> shift)), x,
                          first + whole, tokens, upper, sum);
+            if (d->offset_type) add_offsets(d, r, first, columns, scales, tokens, sum);
         }
         for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = total(sum[m]);
     }
@@ -271,7 +359,7 @@ INLINE void dots_of_words(const Dots *d, int rows, int tokens, int form, int sma
     const int shift = d->shift, width = form == AS_FIXED ? FIXED_BYTES : 2;
     float scales[TILE / 16 + WORD];
     for (int r = 0; r < rows; r++) {
-        const uint8_t *codes = d->codes[r];
+        const uint8_t *codes = d->row[r].codes;
         const char *x[TOKENS];
         __m256 sum[TOKENS];
         for (int m = 0; m < tokens; m++) sum[m] = _mm256_setzero_ps(), x[m] = d->x[m];
@@ -289,16 +377,24 @@ INLINE void dots_of_words(const Dots *d, int rows, int tokens, int form, int sma
                 const __m256i rest = codes_at(codes + spans / 2, columns - spans);
                 add_words(table, rest, scale, x, (first + spans) * width, tokens, form, small, sum);
             }
+            if (d->offset_type) add_offsets(d, r, first, columns, scales, tokens, sum);
         }
         for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = total(sum[m]) * d->step;
     }
 }
 
-/* Whether levels are small after doubling, as E2M1's and int4's are: exact in fixed-point products. */
-static int are_small(const float *levels) {
-    int small = 1;
-    for (int i = 0; i < 16; i++) small = small && 2 * levels[i] >= -SMALL && 2 * levels[i] < SMALL && rintf(2 * levels[i]) == 2 * levels[i];
-    return small;
+/* The step of which levels are small multiples, exact in fixed-point products: 1/2, as E2M1's and int4's, or 1, as those
+ * of affine weights; 0 if neither. */
+static float small_step(const float *levels) {
+    for (float step = 0.5f; step <= 1; step *= 2) {
+        int small = 1;
+        for (int i = 0; i < 16; i++) {
+            const float times = levels[i] / step;
+            small = small && times >= -SMALL && times < SMALL && rintf(times) == times;
+        }
+        if (small) return step;
+    }
+    return 0;
 }
 
 INLINE void dots(const Dots *d, int rows, int tokens, float *sums) {
@@ -329,8 +425,8 @@ INLINE void store_bytes(int64_t bytes, int word, char *to) {
     memcpy(to + 4 * word, &bytes, 4), memcpy(to + 32 + 4 * word, (char *)&bytes + 4, 4);
 }
 
-/* Quantize a span of x to int8, or to fixed point. */
-INLINE void quantize_span(const float *span, int form, char *to) {
+/* Quantize a span of x to int8, or to fixed point; words = sums of what was quantized. */
+INLINE void quantize_span(const float *span, int form, char *to, float *words) {
     const float steps = form == AS_FIXED ? FIXED_STEPS : STEPS;
     const int begins = form == AS_FIXED ? 128 : 64, offset = form == AS_FIXED ? SMALL : OFFSET;
     for (int word = 0; word < SPAN / WORD; word++) {
@@ -346,8 +442,9 @@ INLINE void quantize_span(const float *span, int form, char *to) {
         __m256i near = _mm256_and_si256(_mm256_cvtps_epi32(_mm256_mul_ps(v, per_one)), _mm256_castps_si256(zero));
         const __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(near), _mm256_extracti128_si256(near, 1));
         const __m128i pair = _mm_add_epi32(sums, _mm_unpackhi_epi64(sums, sums));
-        const int begin = -offset * (_mm_cvtsi128_si32(pair) + _mm_extract_epi32(pair, 1));
+        const int sum = _mm_cvtsi128_si32(pair) + _mm_extract_epi32(pair, 1), begin = -offset * sum;
         const float scale = finite ? largest / steps : NAN;
+        words[word] = sum * scale;
         if (form == AS_FIXED) {
             store_bytes(bytes_of(near), word, to + 64);
             near = _mm256_srai_epi32(_mm256_add_epi32(near, _mm256_set1_epi32(128)), 8);
@@ -357,9 +454,13 @@ INLINE void quantize_span(const float *span, int form, char *to) {
     }
 }
 
-INLINE void round_span(const float *span, void *to) { quantize_span(span, AS_INT8, to); }
+INLINE void round_span(const float *span, void *to, float *words) { quantize_span(span, AS_INT8, to, words); }
 
-INLINE void spread_span(const float *span, int form, void *to) {
-    if (form == AS_FIXED) quantize_span(span, AS_FIXED, to);
-    else deal_span(span, to);
+INLINE void spread_span(const float *span, int form, void *to, float *words) {
+    if (form == AS_FIXED) {
+        quantize_span(span, AS_FIXED, to, words);
+        return;
+    }
+    deal_span(span, to);
+    for (int word = 0; word < SPAN / WORD; word++) words[word] = total(_mm256_loadu_ps(span + WORD * word));
 }

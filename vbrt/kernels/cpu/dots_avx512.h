@@ -16,13 +16,14 @@
 typedef struct { uint16_t halves[256]; } Scales;
 
 typedef struct {
-    const uint8_t *codes[2], *scales[2];  /* by row */
+    Row row[2];
     const float *levels;  /* [16] */
-    int scale_type, shift;  /* a block has 1 << shift columns */
+    int scale_type, offset_type, shift;  /* a block has 1 << shift columns */
     const uint16_t *halves;  /* [256] by scale byte */
     int e4m3;  /* values are E4M3, computed faster than looked up */
     float unit;
     const void *x[TOKENS];  /* in spans */
+    int64_t x_bytes;  /* of a row of them; sums by block follow */
     int64_t columns;
     int form;  /* layout of x */
     int8_t whole[16];  /* integer levels, for int8 inputs */
@@ -74,31 +75,72 @@ INLINE int compute(const uint8_t *bytes, int64_t count, float unit, float *out) 
     return !found;
 }
 
-/* out [count, rounded up to 16] from `count` scales of 16 or 32 bits */
-static void convert(const uint8_t *scales, int64_t count, int type, float *out) {
-    for (int64_t i = 0; i < count; i += 16, scales += 16 * SCALE_BYTES[type]) {
-        const __mmask16 here = count - i >= 16 ? 0xFFFF : (1u << (count - i)) - 1;
-        __m512 value;
-        if (type == FP32) {
-            value = _mm512_maskz_loadu_ps(here, scales);
-        } else {
-            const __m256i half = _mm256_maskz_loadu_epi16(here, scales);
-            const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-            value = type == BF16 ? _mm512_castsi512_ps(upper) : _mm512_cvtph_ps(half);
-        }
-        _mm512_storeu_ps(out + i, value);
-    }
+/* 16 numbers of 16 or 32 bits, or bytes, from number `at` on: those that are `here`, and zeros. */
+INLINE __m512 sixteen_of(const uint8_t *stored, int type, int64_t at, __mmask16 here) {
+    stored += at * SCALE_BYTES[type];
+    if (type == FP32) return _mm512_maskz_loadu_ps(here, stored);
+    if (type == BYTE) return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(here, stored)));
+    const __m256i half = _mm256_maskz_loadu_epi16(here, stored);
+    return type == FP16 ? _mm512_cvtph_ps(half) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
+
+/* The halves of 16 blocks of 32 columns: two superblocks', or the first one's where fewer than nine blocks are `here`. */
+INLINE __m512 superblocks_of(const uint8_t *halves, int64_t at, __mmask16 here) {
+    const __m512i each = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const __m128 both = _mm_cvtph_ps(_mm_maskz_loadu_epi16(here >> 8 ? 3 : 1, halves + at / 8 * 2));
+    return _mm512_permutexvar_ps(each, _mm512_castps128_ps512(both));
+}
+
+INLINE __mmask16 first_of(int64_t count) { return count >= 16 ? 0xFFFF : (1u << count) - 1; }
 
 /* out = scales of a row's `columns`, from column `first` on; prefetches those of later rows, like their codes */
 static __attribute__((noinline)) void scales_of(const Dots *d, int r, int64_t first, int64_t columns, float *out) {
     const int type = d->scale_type;
     const int64_t count = columns >> d->shift, width = SCALE_BYTES[type];
-    const uint8_t *stored = d->scales[r] + (first >> d->shift) * width;
+    const uint8_t *stored = d->row[r].scales + (first >> d->shift) * width;
     const uint8_t *ahead = stored + (2 * AHEAD >> d->shift) * width;
     for (int64_t i = 0; i < count * width; i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
-    if (type != BYTE) convert(stored, count, type, out);
-    else if (!d->e4m3 || !compute(stored, count, d->unit, out)) look_up(stored, count, d->halves, d->unit, out);
+    if (type == BYTE) {
+        if (!d->e4m3 || !compute(stored, count, d->unit, out)) look_up(stored, count, d->halves, d->unit, out);
+        return;
+    }
+    for (int64_t i = 0; i < count; i += 16) {
+        const __mmask16 here = first_of(count - i);
+        __m512 scale = sixteen_of(stored, type == SUPER ? BYTE : type, i, here);
+        if (type == SUPER) scale = _mm512_mul_ps(scale, superblocks_of(d->row[r].d + first / SUPERBLOCK * 2, i, here));
+        _mm512_storeu_ps(out + i, scale);
+    }
+}
+
+/* Offsets of 16 blocks of row r from block `at` on, `scales` being theirs; zeros as they are for panels, which have none. */
+INLINE __m512 offsets_at(const Dots *d, int r, int64_t at, __mmask16 here, const float *scales) {
+    const Row *row = d->row + r;
+    if (d->offset_type == VALUE) return sixteen_of(row->offsets, d->scale_type, at, here);
+    const __m512 number = sixteen_of(row->offsets, BYTE, at, here), none = _mm512_setzero_ps();
+    if (d->offset_type == MIN) return _mm512_mul_ps(number, _mm512_sub_ps(none, superblocks_of(row->dmin, at, here)));
+    return scales ? _mm512_mul_ps(number, _mm512_sub_ps(none, _mm512_maskz_loadu_ps(here, scales))) : number;
+}
+
+/* out [count, rounded up to 16] = offsets of a row's `columns`, from column `first` on, for panels */
+static void offsets_of(const Dots *d, int r, int64_t first, int64_t columns, float *out) {
+    const int64_t count = columns >> d->shift;
+    for (int64_t i = 0; i < count; i += 16)
+        _mm512_storeu_ps(out + i, offsets_at(d, r, (first >> d->shift) + i, first_of(count - i), NULL));
+}
+
+/* sum += offsets of a row's `columns`, from column `first` on, times sums of each token's x; prefetches those of later rows */
+INLINE void add_offsets(const Dots *d, int r, int64_t first, int64_t columns, const float *scales, int tokens, __m512 *sum) {
+    const int64_t count = columns >> d->shift, from = first >> d->shift;
+    const int width = d->offset_type == VALUE ? SCALE_BYTES[d->scale_type] : 1;
+    const uint8_t *ahead = d->row[r].offsets + (from + (2 * AHEAD >> d->shift)) * width;
+    for (int64_t i = 0; i < count * width; i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
+    for (int64_t i = 0; i < count; i += 16) {
+        const __m512 offset = offsets_at(d, r, from + i, first_of(count - i), scales + i);
+        for (int m = 0; m < tokens; m++) {
+            const float *sums = (const float *)((const char *)d->x[m] + d->x_bytes) + from + i;
+            sum[m] = _mm512_fmadd_ps(offset, _mm512_loadu_ps(sums), sum[m]);
+        }
+    }
 }
 
 /* Sums of a word's eight products, of levels and inputs of even columns and of odd ones. */
@@ -181,7 +223,7 @@ INLINE void dots_as(const Dots *d, int rows, int tokens, int form, float *sums) 
     const __m512 levels = _mm512_loadu_ps(d->levels);
     const __m512i by_code = table_of(d, form);
     __m512 sum[2][TOKENS], part[TOKENS];
-    float scales[2][TILE / 16 + 64];
+    _Alignas(64) float scales[2][TILE / 16 + 64];
     const int shift = d->shift;
     for (int r = 0; r < rows; r++)
         for (int m = 0; m < tokens; m++) sum[r][m] = _mm512_setzero_ps();
@@ -192,14 +234,17 @@ INLINE void dots_as(const Dots *d, int rows, int tokens, int form, float *sums) 
         for (int64_t i = 0; i < spans + (columns % SPAN > 0); i++) {
             const int64_t k = i * SPAN;
             for (int r = 0; r < rows; r++) {
-                const uint8_t *at = d->codes[r] + (first + k) / 2;
+                const uint8_t *at = d->row[r].codes + (first + k) / 2;
                 _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T1);
                 const __m512i codes = i < spans ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32((1 << columns % SPAN / WORD) - 1, at);
-                const __m512 scale = _mm512_permutexvar_ps(block_of, _mm512_loadu_ps(scales[r] + (k >> shift)));
+                /* loaded as they were stored, 16 scales at a time: other loads would wait for the stores */
+                const __m512i order = _mm512_add_epi32(block_of, _mm512_set1_epi32((int)(k >> shift)));
+                const __m512 scale = _mm512_permutexvar_ps(order, _mm512_load_ps(scales[r] + (k >> shift & -16)));
                 parts_of(d, codes, first + k, tokens, form, levels, by_code, part);
                 for (int m = 0; m < tokens; m++) sum[r][m] = _mm512_fmadd_ps(part[m], scale, sum[r][m]);
             }
         }
+        for (int r = 0; r < rows && d->offset_type; r++) add_offsets(d, r, first, columns, scales[r], tokens, sum[r]);
     }
     for (int r = 0; r < rows; r++)
         for (int m = 0; m < tokens; m++)
@@ -245,9 +290,9 @@ INLINE void deal(__m512 *v) {
     }
 }
 
-/* Quantize a transposed span of x to int8: 64 even columns, 64 odd ones, the initial sums of words, and their scales.
-*/
-INLINE void round_span(const __m512 *v, char *to) {
+/* Quantize a transposed span of x to int8: 64 even columns, 64 odd ones, the initial sums of words, and their scales;
+ * words = sums of what was quantized. */
+INLINE void round_span(const __m512 *v, char *to, float *words) {
     __m512 largest = _mm512_setzero_ps(), zero = largest;
     for (int j = 0; j < WORD; j++) {
         largest = _mm512_max_ps(largest, _mm512_abs_ps(v[j]));
@@ -266,16 +311,24 @@ INLINE void round_span(const __m512 *v, char *to) {
     _mm512_storeu_si512(to, bytes[0]);
     _mm512_storeu_si512(to + 64, bytes[1]);
     _mm512_storeu_si512(to + 128, _mm512_sub_epi32(_mm512_slli_epi32(sum, 7), sum));  /* 127 times */
-    _mm512_storeu_ps(to + 192, _mm512_fmadd_ps(largest, _mm512_set1_ps(1.0f / STEPS), zero));
+    const __m512 scale = _mm512_fmadd_ps(largest, _mm512_set1_ps(1.0f / STEPS), zero);
+    _mm512_storeu_ps(to + 192, scale);
+    _mm512_storeu_ps(words, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_setzero_si512(), sum)), scale));
 }
 
-/* Convert a span of x: to int8, to bf16 (if exact), or to fp32. */
-INLINE void spread_span(const float *span, int form, void *to) {
+/* Convert a span of x: to int8, to bf16 (if exact), or to fp32; words = sums of words. */
+INLINE void spread_span(const float *span, int form, void *to, float *words) {
     __m512 v[WORD];
     for (int j = 0; j < WORD; j++) v[j] = _mm512_loadu_ps(span + 16 * j);
     deal(v);
-    if (form == AS_INT8) round_span(v, to);
-    else if (form == AS_FP32)
+    if (form == AS_INT8) {
+        round_span(v, to, words);
+        return;
+    }
+    __m512 sum = v[0];
+    for (int j = 1; j < WORD; j++) sum = _mm512_add_ps(sum, v[j]);
+    _mm512_storeu_ps(words, sum);
+    if (form == AS_FP32)
         for (int j = 0; j < WORD; j++) _mm512_storeu_ps((float *)to + 16 * j, v[j]);
     else
         for (int j = 0; j < WORD / 2; j++) {

@@ -9,8 +9,9 @@
 /* 16 bytes of codes. For each half, which has one scale, the even columns, then the odd ones. */
 #define SPAN 32
 
-/* Convert a span of x to bf16 or fp32. */
-INLINE void spread_span(const float *span, int form, void *to) {
+/* Convert a span of x to bf16 or fp32; words = sums of words. */
+INLINE void spread_span(const float *span, int form, void *to, float *words) {
+    sum_words(span, SPAN / 8, words);
     for (int k = 0; k < SPAN; k++) {
         const int place = k / 16 * 16 + k % 2 * 8 + k % 16 / 2;
         if (form == AS_BF16) ((int16_t *)to)[place] = bf16_bits(span[k]);
@@ -41,7 +42,7 @@ INLINE void dots_as(const Dots *d, int rows, int tokens, int narrow, int upper, 
         for (int m = 0; m < tokens; m++) sum[m][0] = sum[m][1] = vdupq_n_f32(0);
         for (int64_t k = 0; k < d->columns; k += SPAN) {
             const int whole = d->columns - k >= SPAN;
-            const uint8_t *at = d->codes[r] + k / 2;
+            const uint8_t *at = d->row[r].codes + k / 2;
             const uint8x16_t codes = whole ? vld1q_u8(at) : vcombine_u8(vld1_u8(at), vdup_n_u8(0));
             const float scale[2] = {scale_at(d, r, k >> d->shift), whole ? scale_at(d, r, (k + 16) >> d->shift) : 0};
             const uint8x16_t code[2] = {vandq_u8(codes, vdupq_n_u8(15)), vshrq_n_u8(codes, 4)};  /* even, odd */
@@ -68,6 +69,7 @@ INLINE void dots_as(const Dots *d, int rows, int tokens, int narrow, int upper, 
                 }
         }
         for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = vaddvq_f32(vaddq_f32(sum[m][0], sum[m][1]));
+        if (d->offset_type) add_offsets(d, r, tokens, sums);
     }
 }
 

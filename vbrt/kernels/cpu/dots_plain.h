@@ -2,9 +2,10 @@
 #include "dots_spans.h"
 #define SPAN 32
 
-/* Convert a span of x to fp32. */
-INLINE void spread_span(const float *span, int form, void *to) {
+/* Convert a span of x to fp32; words = sums of words. */
+INLINE void spread_span(const float *span, int form, void *to, float *words) {
     (void)form;
+    sum_words(span, SPAN / 8, words);
     for (int k = 0; k < SPAN; k++) ((float *)to)[k % 2 * 16 + k / 2] = span[k];
 }
 
@@ -12,7 +13,7 @@ INLINE void dots(const Dots *d, int rows, int tokens, float *sums) {
     for (int r = 0; r < rows; r++) {
         float sum[TOKENS][16] = {{0}}, weight[16];
         for (int64_t k = 0; k < d->columns; k += SPAN / 2) {
-            const uint8_t *codes = d->codes[r] + k / 2;
+            const uint8_t *codes = d->row[r].codes + k / 2;
             const float scale = scale_at(d, r, k >> d->shift);
             const int64_t at = k / SPAN * SPAN + (k / 16 & 1) * 8;
             for (int j = 0; j < 8; j++) {
@@ -27,6 +28,7 @@ INLINE void dots(const Dots *d, int rows, int tokens, float *sums) {
                 for (int j = 0; j < half; j++) sum[m][j] += sum[m][j + half];
             sums[r * TOKENS + m] = sum[m][0];
         }
+        if (d->offset_type) add_offsets(d, r, tokens, sums);
     }
 }
 

@@ -108,7 +108,7 @@ INLINE void dots_of_bytes(const Dots *d, int rows, int tokens, int pairs, float 
             const int64_t columns = d->columns - first < TILE ? d->columns - first : TILE;
             scales_of_bytes(d, r, first, columns, scales);
             for (int64_t k = 0; k < columns; k += BLOCK8) {
-                const uint8_t *codes = d->codes[r] + first + k;
+                const uint8_t *codes = d->row[r].codes + first + k;
                 __builtin_prefetch(codes + AHEAD8, 0, 2);
                 for (int half = 0; half < 2; half++) sixteen(codes + 16 * half, weight + 16 / LANES * half);
                 const Lanes scale = all_of(scales[k / BLOCK8]);

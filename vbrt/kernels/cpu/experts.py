@@ -23,19 +23,20 @@ from torch import Tensor
 from vbrt.config.format_records import FORMATS as RECORDS
 from vbrt.errors import KernelError
 from vbrt.formats import get_format
+from vbrt.formats.affine import Affine
 from vbrt.formats.block_formats import BlockFormat
 from vbrt.formats.format import padded
 from vbrt.formats.sixteen_levels import Levels
 from vbrt.kernels import experts as reference
 from vbrt.kernels.cpu import linear as cpu_linear
-from vbrt.kernels.cpu.build import NUMBERS, Bank, Gating, Task, library, scale_type
+from vbrt.kernels.cpu.build import NUMBERS, Bank, Gating, Task, library, offset_type, plane_fields, scale_type
 from vbrt.kernels.cpu.thread_counts import team
 from vbrt.kernels.cuda.e2m1.tiles import ROWS, TILES
 from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, pairs_of_experts, part_planes
 
 __all__ = ["FORMATS", "experts_down", "experts_up", "is_decoded", "most_pairs", "takes_tiles", "weigh_and_sum"]
 
-FORMATS = (*cpu_linear.FORMATS, *cpu_linear.LEVELS, *cpu_linear.BYTES)
+FORMATS = (*cpu_linear.FORMATS, *cpu_linear.LEVELS, *cpu_linear.AFFINE, *cpu_linear.BYTES)
 _THREAD_WORK = 1 << 16  # multiply-adds per thread that make threading worth it
 _FUNCTIONS = {name: number for number, name in enumerate(("none", "relu", "relu2", "gelu", "gelu_tanh", "silu"))}
 _RAW = Gate("none", gated=False)
@@ -204,9 +205,9 @@ def _constant_tables(format: str) -> tuple[Tensor, Tensor]:
     return levels.view(1, -1), values * unit  # unit is 1, except for formats without a tensor scale
 
 
-def _block_format(format: str) -> BlockFormat | Levels:
+def _block_format(format: str) -> BlockFormat | Levels | Affine:
     fmt = get_format(format)
-    assert isinstance(fmt, BlockFormat | Levels)  # FORMATS are; for the type checker
+    assert isinstance(fmt, BlockFormat | Levels | Affine)  # FORMATS are; for the type checker
     return fmt
 
 
@@ -216,8 +217,9 @@ def _bank(pages: ExpertPages, part: str, tables: tuple[int, Tensor, Tensor]) -> 
     tiled, (n, k) = TILES in offsets, pages.shapes[part]
     return Bank(
         addresses, levels.data_ptr(), values.data_ptr(), 16 if len(levels) > 1 else 0,
-        offsets[TILES if tiled else "codes"], offsets.get("scales", -1), offsets.get("tensor_scale", -1),
-        pages.experts, n, padded(k, record.block), record.block, scale_type(record), record.bits, tiled,
+        *(offsets.get(TILES if tiled and name == "codes" else name, -1) for name in plane_fields(record)),
+        offsets.get("tensor_scale", -1), pages.experts, n, padded(k, record.block), record.block,
+        scale_type(record), offset_type(record), record.bits, tiled,
     )  # fmt: skip
 
 

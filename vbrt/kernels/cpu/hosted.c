@@ -208,7 +208,8 @@ int64_t vbrt_hosted_job(const Bank *banks, const Task *tasks, int64_t parts, int
         p->plan = planned(&p->bank, &none, &p->task, chunk, &memory);
         p->end = j->items += p->plan.count * p->plan.chunks;
         p->same = i && p->plan.form == p[-1].plan.form && p->bank.tiled == p[-1].bank.tiled &&
-                  p->bank.columns == p[-1].bank.columns && p->task.rounded == p[-1].task.rounded;
+                  p->bank.columns == p[-1].bank.columns && p->task.rounded == p[-1].task.rounded &&
+                  summed(&p->bank) == summed(&p[-1].bank);
         if (p->same) p->plan.x = p[-1].plan.x;
     }
     return bytes;

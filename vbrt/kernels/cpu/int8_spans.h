@@ -2,8 +2,8 @@
  * ones, and the scales of the four words. */
 #define SPAN8 32
 
-/* Quantize a span of x. */
-INLINE void round_span(const float *span, void *to) {
+/* Quantize a span of x; words = sums of what was quantized. */
+INLINE void round_span(const float *span, void *to, float *words) {
     for (int first = 0; first < SPAN; first += 8) {
         int8_t *bytes = (int8_t *)to + first / SPAN8 * 64;
         float largest = 0, zero = 0;
@@ -12,9 +12,13 @@ INLINE void round_span(const float *span, void *to) {
             zero += span[k] * 0;  /* NaN if one is not finite */
         }
         const float per_one = zero == 0 ? steps_per_one(largest) : 0;
-        for (int k = first; k < first + 8; k++)
-            bytes[k % 2 * 16 + k % SPAN8 / 2] = per_one > 0 ? (int8_t)rintf(span[k] * per_one) : 0;
-        ((float *)(bytes + SPAN8))[first % SPAN8 / 8] = largest / STEPS + zero;
+        int sum = 0;
+        for (int k = first; k < first + 8; k++) {
+            const int8_t near = per_one > 0 ? (int8_t)rintf(span[k] * per_one) : 0;
+            bytes[k % 2 * 16 + k % SPAN8 / 2] = near, sum += near;
+        }
+        const float scale = ((float *)(bytes + SPAN8))[first % SPAN8 / 8] = largest / STEPS + zero;
+        words[first / 8] = sum * scale;
     }
 }
 
@@ -40,7 +44,7 @@ INLINE void dots_in_int8(const Dots *d, int rows, int tokens, float *sums) {
         for (int m = 0; m < tokens; m++) sum[m] = vdupq_n_f32(0);
         for (int64_t k = 0; k < d->columns; k += SPAN8) {
             const int64_t left = d->columns - k;  /* at least 16 */
-            const uint8_t *at = d->codes[r] + k / 2;
+            const uint8_t *at = d->row[r].codes + k / 2;
             const uint8x16_t codes = left >= SPAN8 ? vld1q_u8(at) : vcombine_u8(vld1_u8(at), vdup_n_u8(0));
             const int8x16_t even = vqtbl1q_s8(whole, vandq_u8(codes, vdupq_n_u8(15)));
             const int8x16_t odd = vqtbl1q_s8(whole, vshrq_n_u8(codes, 4));
@@ -54,6 +58,7 @@ INLINE void dots_in_int8(const Dots *d, int rows, int tokens, float *sums) {
             }
         }
         for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = vaddvq_f32(sum[m]) * d->step;
+        if (d->offset_type) add_offsets(d, r, tokens, sums);
     }
 }
 
@@ -64,7 +69,7 @@ INLINE void dots_in_int8(const Dots *d, int rows, int tokens, float *sums) {
         float sum[TOKENS][4] = {{0}};
         for (int64_t k = 0; k < d->columns; k += SPAN8) {
             const int64_t left = d->columns - k;
-            const uint8_t *codes = d->codes[r] + k / 2;
+            const uint8_t *codes = d->row[r].codes + k / 2;
             int8_t even[16] = {0}, odd[16] = {0};
             for (int j = 0; j < 16 && 2 * j < left; j++) even[j] = d->whole[codes[j] & 15], odd[j] = d->whole[codes[j] >> 4];
             for (int m = 0; m < tokens; m++) {
@@ -79,6 +84,7 @@ INLINE void dots_in_int8(const Dots *d, int rows, int tokens, float *sums) {
         }
         for (int m = 0; m < tokens; m++)
             sums[r * TOKENS + m] = (sum[m][0] + sum[m][1] + (sum[m][2] + sum[m][3])) * d->step;
+        if (d->offset_type) add_offsets(d, r, tokens, sums);
     }
 }
 

@@ -3,17 +3,24 @@
  *
  * A decoded weight is level[code] * (value[scale byte] * unit), both products rounded to fp32, bit-exact with the
  * reference; or level[code] * scale for scales of 16 or 32 bits. Those have no fine plane, nor have 8-bit codes, which
- * are their own levels.
+ * are their own levels. Affine weights are code * scale + offset or (code - zero) * scale, each operation rounded to fp32.
  * Legend: M tokens, N outputs, K inputs padded to the block.
  */
 #include "dots.h"
 #include "shares.h"
 
 typedef struct {
-    const uint8_t *codes, *scales;  /* [N, K/2] or, for 8 bits, [N, K]; [N, K/block] of scale_type */
+    Row plane;  /* codes [N, K/2] or, for 8 bits, [N, K]; scales [N, K/block] of scale_type; offsets likewise */
     const float *levels, *values, *unit;  /* [16], [256], [1]; the last two for byte scales only */
-    int64_t rows, columns, block, scale_type, bits;
+    int64_t rows, columns, block, scale_type, offset_type, bits;
 } Weight;
+
+static Row row_of(const Weight *w, int64_t n) {
+    return row_at(w->plane, n, w->columns, w->block, w->bits, (int)w->scale_type, (int)w->offset_type);
+}
+
+/* Columns per sum of x that a product needs; 0: none. */
+static int64_t summed(const Weight *w) { return w->offset_type ? w->block : 0; }
 
 typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
 
@@ -23,40 +30,53 @@ static void fill_pairs(const float *levels, Pair *pairs) {
     for (int byte = 0; byte < 256; byte++) pairs[byte] = (Pair){levels[byte & 15], levels[byte >> 4]};
 }
 
-static inline float scale_of(const Weight *w, const uint8_t *at, int type, float unit) {
+static inline float number_of(const uint8_t *at, int type) {
     uint16_t word;
-    float scale;
-    if (type == BYTE) return w->values[*at] * unit;
+    float number;
     if (type == FP32) {
-        memcpy(&scale, at, 4);
-        return scale;
+        memcpy(&number, at, 4);
+        return number;
     }
     memcpy(&word, at, 2);
     return type == FP16 ? fp16_value(word) : bf16_value(word);
 }
 
-/* `columns` weights in whole blocks; `type` is a constant after inlining */
-INLINE void decode_as(const Weight *w, const Pair *pairs, const uint8_t *codes, const uint8_t *scales,
-                      int64_t columns, float *out, int type) {
+/* `columns` weights from column `at` of a row on, in whole blocks; types are constants after inlining */
+INLINE void decode_as(const Weight *w, const Pair *pairs, Row row, int64_t at, int64_t columns, float *out, int type,
+                      int offset_type) {
     const float unit = type == BYTE ? *w->unit : 1;
+    const int64_t width = SCALE_BYTES[type], offset_width = offset_type == VALUE ? width : 1;
+    const uint8_t *codes = row.codes + at / 2;
 #ifdef __AVX512F__
     const __m512 levels = _mm512_loadu_ps(w->levels);
     const __m512i shifts = _mm512_set1_epi64((int64_t)4 << 32);
     (void)pairs;
 #endif
-    for (int64_t first = 0; first < columns; first += w->block, scales += SCALE_BYTES[type]) {
-        const float scale = scale_of(w, scales, type, unit);
+    for (int64_t first = 0; first < columns; first += w->block) {
+        const int64_t block = (at + first) / w->block, superblock = (at + first) / SUPERBLOCK;
+        const uint8_t *stored = row.scales + block * width;
+        const float scale = type == BYTE ? w->values[*stored] * unit
+                            : type == SUPER ? number_of(row.d + 2 * superblock, FP16) * *stored : number_of(stored, type);
+        float offset = 0;  /* or zero */
+        if (offset_type == VALUE) offset = number_of(row.offsets + block * offset_width, type);
+        if (offset_type == ZERO) offset = row.offsets[block];
+        if (offset_type == MIN) offset = -(number_of(row.dmin + 2 * superblock, FP16) * row.offsets[block]);
         for (int64_t k = first; k < first + w->block; k += 16, codes += 8) {
 #ifdef __AVX512F__
             __m128i bytes = _mm_loadl_epi64((const __m128i *)codes);
             __m512i code = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes));
             /* vpermps uses only the lowest four bits of an index */
             __m512 level = _mm512_permutexvar_ps(_mm512_srlv_epi32(code, shifts), levels);
-            _mm512_storeu_ps(out + k, _mm512_mul_ps(level, _mm512_set1_ps(scale)));
+            if (offset_type == ZERO) level = _mm512_sub_ps(level, _mm512_set1_ps(offset));
+            level = _mm512_mul_ps(level, _mm512_set1_ps(scale));
+            if (offset_type == VALUE || offset_type == MIN) level = _mm512_add_ps(level, _mm512_set1_ps(offset));
+            _mm512_storeu_ps(out + k, level);
 #else
             Vector level;
             for (int j = 0; j < 8; j++) memcpy((float *)&level + 2 * j, pairs + codes[j], sizeof(Pair));
+            if (offset_type == ZERO) level -= offset;
             level *= scale;
+            if (offset_type == VALUE || offset_type == MIN) level += offset;
             memcpy(out + k, &level, sizeof level);
 #endif
         }
@@ -70,20 +90,24 @@ static void decode_bytes(const Weight *w, const int8_t *codes, const uint8_t *sc
     }
 }
 
-/* `columns` weights starting at index `at` of the weight, a block boundary */
-static void decode(const Weight *w, const Pair *pairs, int64_t at, int64_t columns, float *out) {
-    const uint8_t *codes = w->codes + code_bytes(at, w->bits);
-    const uint8_t *scales = w->scales + at / w->block * SCALE_BYTES[w->scale_type];
-    if (w->bits == 8) {
-        decode_bytes(w, (const int8_t *)codes, scales, columns, out);
-        return;
-    }
+INLINE void decode_numbers(const Weight *w, const Pair *pairs, Row row, int64_t at, int64_t columns, float *out,
+                           int offset_type) {
     switch (w->scale_type) {
-        case BYTE: decode_as(w, pairs, codes, scales, columns, out, BYTE); break;
-        case FP16: decode_as(w, pairs, codes, scales, columns, out, FP16); break;
-        case BF16: decode_as(w, pairs, codes, scales, columns, out, BF16); break;
-        default: decode_as(w, pairs, codes, scales, columns, out, FP32);
+        case FP16: decode_as(w, pairs, row, at, columns, out, FP16, offset_type); break;
+        case BF16: decode_as(w, pairs, row, at, columns, out, BF16, offset_type); break;
+        default: decode_as(w, pairs, row, at, columns, out, FP32, offset_type);
     }
+}
+
+/* `columns` weights from column `at` of row n on, a block boundary */
+static void decode(const Weight *w, const Pair *pairs, int64_t n, int64_t at, int64_t columns, float *out) {
+    const Row row = row_of(w, n);
+    if (w->bits == 8) decode_bytes(w, (const int8_t *)row.codes + at, row.scales + at / BLOCK8, columns, out);
+    else if (w->scale_type == BYTE) decode_as(w, pairs, row, at, columns, out, BYTE, NO_OFFSET);
+    else if (w->scale_type == SUPER) decode_as(w, pairs, row, at, columns, out, SUPER, MIN);
+    else if (w->offset_type == VALUE) decode_numbers(w, pairs, row, at, columns, out, VALUE);
+    else if (w->offset_type == ZERO) decode_numbers(w, pairs, row, at, columns, out, ZERO);
+    else decode_numbers(w, pairs, row, at, columns, out, NO_OFFSET);
 }
 
 /* Operands and results of a product: rows of one type each. */
@@ -98,12 +122,11 @@ typedef struct {
 
 /* y of rows first to last - 1; x is in spans */
 static void multiply(const Weight *w, const Product *p, Dots d, const char *x, int64_t first, int64_t last) {
-    const int64_t pitch = row_bytes(w->columns);
+    const int64_t pitch = row_bytes(w->columns, summed(w));
     float sums[TOKENS];
     for (int64_t n = first; n < last; n++) {  /* sequential, for the hardware prefetcher */
         const float bias = p->bias ? load(p->bias, p->bias_type, n) : 0;
-        d.codes[0] = w->codes + n * code_bytes(w->columns, w->bits);
-        d.scales[0] = w->scales + n * (w->columns / w->block) * SCALE_BYTES[w->scale_type];
+        d.row[0] = row_of(w, n);
         for (int64_t m = 0; m < p->tokens;) {
             const int64_t left = p->tokens - m;
             const int tokens = left >= 4 ? 4 : left >= 2 ? 2 : 1;
@@ -123,10 +146,11 @@ typedef struct { const Weight *w; const Product *p; Dots d; const char *x; int64
 /* Whether two parts' inputs have the same layout in spans. */
 static int shares_spans(const Part *one, const Part *other) {
     return one->p->x == other->p->x && one->p->tokens == other->p->tokens && one->p->inputs == other->p->inputs
-        && one->p->x_type == other->p->x_type && one->w->columns == other->w->columns && one->d.form == other->d.form;
+        && one->p->x_type == other->p->x_type && one->w->columns == other->w->columns && one->d.form == other->d.form
+        && summed(one->w) == summed(other->w);
 }
 
-static int64_t span_bytes(const Part *part) { return part->p->tokens * row_bytes(part->w->columns); }
+static int64_t part_bytes(const Part *part) { return part->p->tokens * row_bytes(part->w->columns, summed(part->w)); }
 
 /* Convert the inputs of all parts to spans, once per layout, at `at`. */
 static void spread_parts(Part *parts, int count, char *at) {
@@ -138,10 +162,10 @@ static void spread_parts(Part *parts, int count, char *at) {
         }
         const Product *p = part->p;
         for (int64_t m = 0; m < p->tokens; m++)
-            spread_row(p->x, p->x_type, m * p->inputs, p->inputs, part->w->columns, part->d.form,
-                       at + m * row_bytes(part->w->columns));
+            spread_row(p->x, p->x_type, m * p->inputs, p->inputs, part->w->columns, part->d.form, summed(part->w),
+                       at + m * row_bytes(part->w->columns, summed(part->w)));
         part->x = at;
-        at += span_bytes(part);
+        at += part_bytes(part);
     }
 }
 
@@ -161,6 +185,11 @@ static void multiply_parts(const Part *parts, int count, int threads) {
     }
 }
 
+static Dots dots_for(const Weight *w, int form, Scales *scales) {
+    const float unit = w->scale_type == BYTE ? *w->unit : 1;
+    return dots_with(w->levels, w->values, unit, w->scale_type, w->offset_type, w->block, w->columns, form, scales);
+}
+
 /* y = x @ w.T + bias for `count` weights, bit-exact with a call for each; returns 0 if out of memory */
 int vbrt_linears(const Weight *const *weights, const Product *products, int count, int threads) {
     static _Thread_local _Alignas(64) char kept[KEPT_BYTES];
@@ -169,13 +198,11 @@ int vbrt_linears(const Weight *const *weights, const Product *products, int coun
     int64_t bytes = 0, chunks = 0;
     for (int i = 0; i < count; i++) {
         const Weight *w = weights[i];
-        const float unit = w->scale_type == BYTE ? *w->unit : 1;
         chunks += (w->rows + CHUNK - 1) / CHUNK;
         parts[i] = (Part){.w = w, .p = products + i, .end = chunks};
         const int form = form_of(w->levels, 16, w->bits, products[i].x_type, products[i].rounded);
-        parts[i].d = dots_with(w->levels, w->values, unit, w->scale_type, w->block, form, scales + i);
-        parts[i].d.columns = w->columns;
-        if (!i || !shares_spans(parts + i, parts + i - 1)) bytes += span_bytes(parts + i);
+        parts[i].d = dots_for(w, form, scales + i);
+        if (!i || !shares_spans(parts + i, parts + i - 1)) bytes += part_bytes(parts + i);
     }
     char *x = kept;
     if (bytes > KEPT_BYTES && posix_memalign((void **)&x, 64, bytes)) return 0;
@@ -204,7 +231,7 @@ static void decode_rounded(const Weight *w, const Pair *pairs, int64_t n, int64_
     for (int64_t first = 0; first < inputs; first += PIECE) {
         const int64_t padded = w->columns - first < PIECE ? w->columns - first : PIECE;
         const int64_t count = inputs - first < padded ? inputs - first : padded;
-        decode(w, pairs, n * w->columns + first, padded, piece);
+        decode(w, pairs, n, first, padded, piece);
         if (type == BF16) for (int64_t k = 0; k < count; k++) out[first + k] = bf16_bits(piece[k]);
         else for (int64_t k = 0; k < count; k++) out[first + k] = fp16_bits(piece[k]);
     }
@@ -217,7 +244,7 @@ void vbrt_decode(const Weight *w, int64_t first, int64_t last, int64_t inputs, v
     fill_pairs(w->levels, pairs);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = first; n < last; n++)
-        if (type == FP32) decode(w, pairs, n * k, k, (float *)out + (n - first) * k);
+        if (type == FP32) decode(w, pairs, n, 0, k, (float *)out + (n - first) * k);
         else decode_rounded(w, pairs, n, inputs, (int16_t *)out + (n - first) * inputs, type);
 }
 

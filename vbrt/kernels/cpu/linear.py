@@ -22,15 +22,17 @@ from torch import Tensor
 from vbrt.config.format_records import formats_of
 from vbrt.errors import FormatError
 from vbrt.formats import WeightPlanes, get_format
+from vbrt.formats.affine import Affine
 from vbrt.formats.block_formats import BlockFormat
 from vbrt.formats.fine_plane import SPAN, WIDTH
 from vbrt.formats.format import padded
 from vbrt.formats.sixteen_levels import Levels
 from vbrt.kernels import reference
 from vbrt.kernels.cpu import buffer_reuse, compiler
-from vbrt.kernels.cpu.build import NUMBERS, Fine, Product, Weight, library, scale_type
+from vbrt.kernels.cpu.build import NUMBERS, Fine, Product, Weight, library, offset_type, plane_fields, scale_type
 
 __all__ = [
+    "AFFINE",
     "BYTES",
     "FORMATS",
     "LEVELS",
@@ -49,6 +51,8 @@ __all__ = [
 FORMATS = formats_of("e2m1", "table")
 #: the same with scales of 16 or 32 bits, without a fine plane
 LEVELS = formats_of("levels")
+#: codes 0 to 15 with a scale and an offset per block, without a fine plane
+AFFINE = formats_of("affine")
 #: 8-bit integer codes, without a fine plane
 BYTES = formats_of("int8")
 #: multiply-adds per thread that make threading worth it
@@ -235,14 +239,15 @@ class _Prepared:
 
     def __init__(self, planes: WeightPlanes) -> None:
         fmt = get_format(planes.format)
-        assert isinstance(fmt, BlockFormat | Levels)  # for the type checker
-        self.codes = planes.coarse["codes"]
-        tensors = (self.codes, planes.coarse["scales"], *fmt.tables(planes.coarse))
-        pointers = (tensor.data_ptr() for tensor in tensors)
-        bits, kind = fmt.record.bits, scale_type(fmt.record)
-        columns = self.codes.shape[1] * 8 // bits
-        self.weight = Weight(*pointers, planes.shape[0], columns, fmt.block, kind, bits)
-        self.weight.tensors = tensors  # keeps pointees alive: another thread may replace this object during a call
+        assert isinstance(fmt, BlockFormat | Levels | Affine)  # for the type checker
+        self.codes, record = planes.coarse["codes"], fmt.record
+        fields, tables = [planes.coarse.get(name) for name in plane_fields(record)], fmt.tables(planes.coarse)
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in (*fields, *tables))
+        columns = self.codes.shape[1] * 8 // record.bits
+        types = scale_type(record), offset_type(record)
+        self.weight = Weight(*pointers, planes.shape[0], columns, fmt.block, *types, record.bits)
+        # keeps pointees alive: another thread may replace this object during a call
+        self.weight.tensors = (*planes.coarse.values(), *tables)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
@@ -253,7 +258,7 @@ def prepared(planes: WeightPlanes) -> _Prepared | None:
     kept = planes.prepared
     if isinstance(kept, _Prepared) and kept.codes is planes.coarse.get("codes"):
         return kept
-    known = planes.format in FORMATS or (planes.format in (*LEVELS, *BYTES) and planes.fine is None)
+    known = planes.format in FORMATS or (planes.format in (*LEVELS, *AFFINE, *BYTES) and planes.fine is None)
     if not known or "codes" not in planes.coarse or not _are_plain(planes.coarse):
         return None
     if planes.fine is not None and (planes.dtype not in WIDTH or not _are_plain(planes.fine)):

@@ -59,8 +59,8 @@ static inline int16_t near_word(const Near *near, int code) {
 
 INLINE int64_t merge_plain(const Weight *w, const Fine *f, const Near *near, int64_t n, int64_t first, int64_t k,
                            int64_t columns, Cursor *at, int16_t *out, int width, int block) {
-    const uint8_t *codes = w->codes + (n * w->columns + first) / 2, *low = f->low + n * f->columns + first;
-    const uint8_t *scales = w->scales + (n * w->columns + first) / block;
+    const uint8_t *codes = w->plane.codes + (n * w->columns + first) / 2, *low = f->low + n * f->columns + first;
+    const uint8_t *scales = w->plane.scales + (n * w->columns + first) / block;
     const uint8_t *nibbles = f->nibbles + n * ((f->columns + 1) / 2) + first / 2;
     const int32_t sign = 1 << (width - 1);
     const uint32_t wide_codes = f->wide;
@@ -99,8 +99,8 @@ static inline __m512i nibble_words(__m128i bytes) {
 
 INLINE int64_t merge_32(const Weight *w, const Fine *f, const Near *near, int64_t n, int64_t first, int64_t columns,
                         Cursor *at, int16_t *out, int width, int block) {
-    const uint8_t *codes = w->codes + (n * w->columns + first) / 2, *low = f->low + n * f->columns + first;
-    const uint8_t *scales = w->scales + (n * w->columns + first) / block;
+    const uint8_t *codes = w->plane.codes + (n * w->columns + first) / 2, *low = f->low + n * f->columns + first;
+    const uint8_t *scales = w->plane.scales + (n * w->columns + first) / block;
     const uint8_t *nibbles = f->nibbles + n * ((f->columns + 1) / 2) + first / 2;
     const __m512i upper = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
     const __m512i sign = _mm512_set1_epi16(1 << (width - 1));
@@ -186,8 +186,8 @@ static inline void store_words(__m256i low, __m256i high, __m256i near_low, __m2
 
 INLINE int64_t merge_32(const Weight *w, const Fine *f, const Near *near, int64_t n, int64_t first, int64_t columns,
                         Cursor *at, int16_t *out, int width, int block) {
-    const uint8_t *codes = w->codes + (n * w->columns + first) / 2, *low = f->low + n * f->columns + first;
-    const uint8_t *scales = w->scales + (n * w->columns + first) / block;
+    const uint8_t *codes = w->plane.codes + (n * w->columns + first) / 2, *low = f->low + n * f->columns + first;
+    const uint8_t *scales = w->plane.scales + (n * w->columns + first) / block;
     const uint8_t *nibbles = f->nibbles + n * ((f->columns + 1) / 2) + first / 2;
     const __m256i zero = _mm256_setzero_si256(), sign = _mm256_set1_epi8(width == 8 ? -128 : 8);
     uint8_t flags[16];
@@ -254,7 +254,7 @@ static int merge(const Weight *w, const Fine *f, const Near *near, int64_t n, in
 
 /* skip the entries of row n, from column k on */
 static void skip(const Weight *w, const Fine *f, int64_t n, int64_t k, Cursor *at) {
-    const uint8_t *codes = w->codes + n * w->columns / 2, *low = f->low + n * f->columns;
+    const uint8_t *codes = w->plane.codes + n * w->columns / 2, *low = f->low + n * f->columns;
     const uint8_t *nibbles = f->nibbles + n * ((f->columns + 1) / 2);
     for (; k < f->columns; k++) {
         const int shift = 4 * (k & 1), wide = f->wide >> (codes[k / 2] >> shift & 15) & 1;

@@ -1,6 +1,9 @@
 /* 16-bit floating point numbers, by bits. */
 #include <stdint.h>
 #include <string.h>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 static inline int16_t bf16_bits(float value) {
     uint32_t bits;
@@ -33,6 +36,13 @@ static inline float bf16_value(uint16_t word) {
 }
 
 static inline float fp16_value(uint16_t word) {
+#if defined(__F16C__)
+    return _cvtsh_ss(word);
+#elif defined(__aarch64__)
+    __fp16 half;
+    memcpy(&half, &word, 2);
+    return half;
+#endif
     const uint32_t large = (uint32_t)(word & 0x7FFF) << 13, sign = (uint32_t)(word & 0x8000) << 16;
     uint32_t bits = large + 0x38000000;  /* add 112 to the exponent */
     float value;

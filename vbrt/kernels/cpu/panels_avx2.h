@@ -11,7 +11,7 @@
 typedef struct {
     float tile[SIDE][DEEP];  /* in spans */
     float sums[PASS * SIDE];  /* [token, row] */
-    float scales[DEEP / 16 + WORD];
+    float scales[DEEP / 16 + WORD], offsets[DEEP / 16 + WORD];
 } Room;
 
 /* sums [tokens, SIDE] += x [tokens, columns] and w [STEP, columns]; `tokens` is a constant after inlining */
@@ -35,19 +35,27 @@ INLINE void add_as(const float *const *x, const float (*w)[DEEP], int64_t column
     }
 }
 
-/* `columns` weights of a row in spans, up to a whole span; `upper` is a constant after inlining */
-INLINE void decode_spans(const Dots *d, const uint8_t *codes, const float *scales, int64_t columns, int upper, float *out) {
+/* `columns` weights of a row in spans, up to a whole span; `upper` and the kind of offset (of VALUE and MIN, VALUE) are
+ * constants after inlining */
+INLINE void decode_spans(const Dots *d, const uint8_t *codes, const Room *room, int64_t columns, int upper, int offset_type,
+                         float *out) {
     const Lookup of = lookup_of(d);
     for (int64_t k = 0; k < columns; k += SPAN, out += SPAN) {
         const uint8_t *at = codes + k / 2;
         __m256i code[2];
         halves_of(columns - k >= SPAN ? _mm256_loadu_si256((const __m256i *)at) : codes_at(at, columns - k), code);
-        const __m256 scale = _mm256_loadu_ps(scales + (k >> d->shift));
+        const __m256 scale = _mm256_loadu_ps(room->scales + (k >> d->shift));
+        const __m256 offset = offset_type ? _mm256_loadu_ps(room->offsets + (k >> d->shift)) : _mm256_setzero_ps();
         for (int half = 0; half < 2; half++) {
             __m256 level[4];
             levels_of(of.bytes, code, half, upper, level);
             const __m256 factor = _mm256_permutevar8x32_ps(scale, of.order[half]);
-            for (int c = 0; c < 4; c++) _mm256_store_ps(out + 32 * half + 8 * c, _mm256_mul_ps(level[c], factor));
+            const __m256 term = _mm256_permutevar8x32_ps(offset, of.order[half]);
+            for (int c = 0; c < 4; c++) {
+                __m256 weight = _mm256_mul_ps(offset_type == ZERO ? _mm256_sub_ps(level[c], term) : level[c], factor);
+                if (offset_type == VALUE) weight = _mm256_add_ps(weight, term);
+                _mm256_store_ps(out + 32 * half + 8 * c, weight);
+            }
         }
     }
 }
@@ -66,14 +74,17 @@ static void decode_in_order(const uint8_t *codes, const float *scales, int64_t c
 static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t count, int64_t first, int64_t columns, Room *room) {
     Dots row = *d;
     for (int64_t r = 0; r < count; r++) {
-        const uint8_t *codes = w->codes + code_bytes((n + r) * w->columns + first, w->bits);
+        row.row[0] = row_of(w, n + r);
+        const uint8_t *codes = row.row[0].codes + code_bytes(first, w->bits);
         const uint8_t *ahead = codes + code_bytes(SIDE * w->columns, w->bits);
         for (int64_t i = 0; i < code_bytes(columns, w->bits); i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
-        row.scales[0] = w->scales + (n + r) * (w->columns / w->block) * SCALE_BYTES[w->scale_type];
         scales_of(&row, 0, first, columns, room->scales);
+        if (w->offset_type) offsets_of(&row, 0, first, columns, room->offsets);
         if (w->bits == 8) decode_in_order(codes, room->scales, columns, room->tile[r]);
-        else if (d->upper) decode_spans(d, codes, room->scales, columns, 1, room->tile[r]);
-        else decode_spans(d, codes, room->scales, columns, 0, room->tile[r]);
+        else if (w->offset_type == ZERO) decode_spans(d, codes, room, columns, 1, ZERO, room->tile[r]);
+        else if (w->offset_type) decode_spans(d, codes, room, columns, 1, VALUE, room->tile[r]);
+        else if (d->upper) decode_spans(d, codes, room, columns, 1, NO_OFFSET, room->tile[r]);
+        else decode_spans(d, codes, room, columns, 0, NO_OFFSET, room->tile[r]);
     }
 }
 
@@ -105,7 +116,7 @@ static void store_row(const Product *p, int64_t at, const float *sums, const flo
 /* y of `tokens` tokens from `from` on and of `count` rows from n on; x is in spans */
 static void multiply_tile(const Weight *w, const Product *p, const Dots *d, const char *x, int64_t from, int64_t tokens,
                           int64_t n, int64_t count, Room *room) {
-    const int64_t pitch = row_bytes(w->columns);
+    const int64_t pitch = row_bytes(w->columns, 0);
     float bias[SIDE] = {0};
     for (int64_t r = 0; p->bias && r < count; r++) bias[r] = load(p->bias, p->bias_type, n + r);
     memset(room->sums, 0, tokens * SIDE * sizeof(float));
@@ -130,7 +141,7 @@ static void multiply_tile(const Weight *w, const Product *p, const Dots *d, cons
 
 /* y = x @ w.T + bias, in fp32; returns 0 if out of memory */
 static int multiply_panels(const Weight *w, const Product *p, int threads) {
-    const int64_t most = p->tokens < PASS ? p->tokens : PASS, pitch = row_bytes(w->columns);
+    const int64_t most = p->tokens < PASS ? p->tokens : PASS, pitch = row_bytes(w->columns, 0);
     /* smaller tiles where there are few rows: two for each thread */
     const int64_t fair = (w->rows / (2 * threads) + STEP - 1) / STEP * STEP, side = fair < STEP ? STEP : fair < SIDE ? fair : SIDE;
     char *memory = NULL;
@@ -139,13 +150,13 @@ static int multiply_panels(const Weight *w, const Product *p, int threads) {
     char *x = (char *)(rooms + threads);
     Scales scales;
     const int form = w->bits == 8 ? IN_ORDER : AS_FP32;
-    const Dots d = dots_with(w->levels, w->values, w->scale_type == BYTE ? *w->unit : 1, w->scale_type, w->block, form, &scales);
+    const Dots d = dots_for(w, form, &scales);
     Range ranges[threads];
     for (int64_t from = 0; from < p->tokens; from += PASS) {
         const int64_t tokens = p->tokens - from < PASS ? p->tokens - from : PASS;
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (int64_t m = 0; m < tokens; m++)
-            spread_row(p->x, p->x_type, (from + m) * p->inputs, p->inputs, w->columns, form, x + m * pitch);
+            spread_row(p->x, p->x_type, (from + m) * p->inputs, p->inputs, w->columns, form, 0, x + m * pitch);
         share_out(ranges, threads, (w->rows + side - 1) / side);
 #pragma omp parallel num_threads(threads)
         {

@@ -11,7 +11,7 @@
 typedef struct {
     float tile[DEEP * SIDE];  /* [word, row] */
     float rows[16 * ROW];
-    float scales[2 * DEEP / 16 + 32];
+    float scales[2 * DEEP / 16 + 32], offsets[2 * DEEP / 16 + 32];
     float sums[PASS * SIDE];  /* [token, row] */
 } Room;
 
@@ -79,34 +79,47 @@ INLINE void turn_words(__m512i *v) {
     }
 }
 
-/* 16 weights; for 4 bits the lower half of a word is an even column's level, the upper an odd one's */
-INLINE __m512 weights_at(const uint8_t *codes, __m512 levels, float scale, int bits) {
+/* 16 weights of the block `at`; for 4 bits the lower half of a word is an even column's level, the upper an odd one's */
+INLINE __m512 weights_at(const uint8_t *codes, __m512 levels, const Room *room, int64_t at, int bits, int offset_type) {
+    const __m512 scale = _mm512_set1_ps(room->scales[at]);
     if (bits == 8) {
         Lanes number;
         sixteen(codes, &number);
-        return _mm512_mul_ps(number, _mm512_set1_ps(scale));
+        return _mm512_mul_ps(number, scale);
     }
     const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)codes));
     const __m512i both = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  /* vpermps uses the lowest four bits */
-    return _mm512_mul_ps(_mm512_permutexvar_ps(both, levels), _mm512_set1_ps(scale));
+    const __m512 level = _mm512_permutexvar_ps(both, levels);
+    if (offset_type == ZERO) return _mm512_mul_ps(_mm512_sub_ps(level, _mm512_set1_ps(room->offsets[at])), scale);
+    const __m512 weight = _mm512_mul_ps(level, scale);
+    return offset_type ? _mm512_add_ps(weight, _mm512_set1_ps(room->offsets[at])) : weight;
 }
 
-/* words of `columns` weights of a row, to a multiple of 16 words; `bits` and `pairs` are constants after inlining */
-INLINE void decode_words(const uint8_t *codes, const float *scales, int shift, int64_t columns, __m512 levels, int bits,
-                         int pairs, float *out) {
+/* words of `columns` weights of a row, to a multiple of 16 words; `bits`, `pairs` and the kind of offset (of VALUE and
+ * MIN, VALUE) are constants after inlining */
+INLINE void decode_words(const uint8_t *codes, const Room *room, int shift, int64_t columns, __m512 levels, int bits,
+                         int pairs, int offset_type, float *out) {
     if (!pairs)
         for (int64_t k = 0; k < columns; k += 16)
-            _mm512_store_ps(out + k, weights_at(codes + k * bits / 8, levels, scales[k >> shift], bits));
+            _mm512_store_ps(out + k, weights_at(codes + k * bits / 8, levels, room, k >> shift, bits, offset_type));
 #ifdef PAIRS
     else
         for (int64_t k = 0; k < columns; k += 32) {
             const uint8_t *at = codes + k * bits / 8;
-            const __m512 low = weights_at(at, levels, scales[k >> shift], bits);
-            const __m512 high = k + 16 < columns ? weights_at(at + 2 * bits, levels, scales[(k + 16) >> shift], bits)
+            const __m512 low = weights_at(at, levels, room, k >> shift, bits, offset_type);
+            const __m512 high = k + 16 < columns ? weights_at(at + 2 * bits, levels, room, (k + 16) >> shift, bits, offset_type)
                                                  : _mm512_setzero_ps();
             _mm512_store_si512(out + k / 2, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
 #endif
+}
+
+INLINE void decode_row(const Weight *w, const uint8_t *codes, const Room *room, int shift, int64_t columns, __m512 levels,
+                       int pairs, float *out) {
+    if (w->bits == 8) decode_words(codes, room, shift, columns, levels, 8, pairs, NO_OFFSET, out);
+    else if (w->offset_type == ZERO) decode_words(codes, room, shift, columns, levels, 4, pairs, ZERO, out);
+    else if (w->offset_type) decode_words(codes, room, shift, columns, levels, 4, pairs, VALUE, out);
+    else decode_words(codes, room, shift, columns, levels, 4, pairs, NO_OFFSET, out);
 }
 
 /* Decode the tile of rows from n on, `columns` of them from `first` on; zeros beyond the last row and column. */
@@ -122,15 +135,14 @@ static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t first, 
                 memset(out, 0, words * sizeof(float));
                 continue;
             }
-            row.scales[0] = w->scales + at * (w->columns / w->block) * SCALE_BYTES[w->scale_type];
+            row.row[0] = row_of(w, at);
             scales_of(&row, 0, first, columns, room->scales);
-            const uint8_t *codes = w->codes + code_bytes(at * w->columns + first, w->bits);
+            if (w->offset_type) offsets_of(&row, 0, first, columns, room->offsets);
+            const uint8_t *codes = row.row[0].codes + code_bytes(first, w->bits);
             const uint8_t *ahead = codes + code_bytes(SIDE * w->columns, w->bits);
             for (int64_t i = 0; i < code_bytes(columns, w->bits); i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
-            if (w->bits == 8 && pairs) decode_words(codes, room->scales, d->shift, columns, levels, 8, 1, out);
-            else if (w->bits == 8) decode_words(codes, room->scales, d->shift, columns, levels, 8, 0, out);
-            else if (pairs) decode_words(codes, room->scales, d->shift, columns, levels, 4, 1, out);
-            else decode_words(codes, room->scales, d->shift, columns, levels, 4, 0, out);
+            if (pairs) decode_row(w, codes, room, d->shift, columns, levels, 1, out);
+            else decode_row(w, codes, room, d->shift, columns, levels, 0, out);
         }
         for (int64_t k = 0; k < words; k += 16) {
             __m512i v[16];
@@ -225,8 +237,7 @@ static int multiply_panels(const Weight *w, const Product *p, int pairs, int thr
     Room *rooms = (Room *)memory;
     float *x = (float *)(rooms + threads);
     Scales scales;
-    Dots d = {.scale_type = (int)w->scale_type, .shift = __builtin_ctzll(w->block)};
-    fill_scales(&d, w->values, w->scale_type == BYTE ? *w->unit : 1, &scales);
+    const Dots d = dots_for(w, pairs ? AS_BF16 : AS_FP32, &scales);
     Range ranges[threads];
     for (int64_t from = 0; from < p->tokens; from += PASS) {
         const int64_t tokens = p->tokens - from < PASS ? p->tokens - from : PASS, panels = (tokens + PANEL - 1) / PANEL;

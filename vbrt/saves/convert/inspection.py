@@ -22,12 +22,19 @@ __all__ = ["Inspection", "KindOfLayer", "Stays", "inspect"]
 
 @dataclass(frozen=True, slots=True)
 class KindOfLayer:
-    """Swapped weights of one kind, dtype and format. `page_bytes` is an upper bound where there is a fine plane."""
+    """Swapped weights of one kind, dtype and format.
+
+    Attributes:
+        lossless: True if nothing is rounded.
+        published: True if their planes are the checkpoint's own.
+        page_bytes: an upper bound where there is a fine plane.
+    """
 
     kind: str
     dtype: str
     becomes: str
     lossless: bool
+    published: bool
     layers: int
     experts: int
     dense_bytes: int
@@ -117,19 +124,20 @@ def _layers(plan: Plan) -> tuple[KindOfLayer, ...]:
     groups: dict[tuple[Any, ...], list[Swap]] = {}
     for swap in plan.swaps:
         label = f"{swap.format}+exact" if swap.fine == "exact" else swap.format
-        groups.setdefault((swap.kind, swap.dtype, label, swap.lossless, swap.experts), []).append(swap)
+        groups.setdefault((swap.kind, swap.dtype, label, swap.lossless, swap.published, swap.experts), []).append(swap)
     made = [
         KindOfLayer(
             kind,
             dtype,
             label,
             lossless,
+            published,
             len(swaps),
             experts,
             sum(swap.dense_bytes for swap in swaps),
             sum(swap.page_bytes for swap in swaps),
         )
-        for (kind, dtype, label, lossless, experts), swaps in groups.items()
+        for (kind, dtype, label, lossless, published, experts), swaps in groups.items()
     ]
     return tuple(sorted(made, key=lambda layer: -layer.dense_bytes))
 

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from vbrt.errors import FormatError
 
-__all__ = ["decode_awq", "decode_compressed_ints", "decode_gptq", "scaled_blocks", "unswizzled"]
+__all__ = ["decode_compressed_ints", "decode_gptq", "scaled_blocks", "unswizzled"]
 
 Fields = Mapping[str, Tensor]
-#: column of each nibble in an AWQ word, from the lowest
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class _Outline(Protocol):
@@ -64,22 +62,6 @@ def _groups_of(g_idx: Tensor | None, k: int, group: int, groups: int) -> Tensor:
     if tuple(index.shape) != (k,) or int(index.min()) < 0 or int(index.max()) >= groups:
         raise FormatError(f"columns are of groups up to {int(index.max())}, and there are scales of {groups}")
     return index
-
-
-def decode_awq(t: Fields, outline: _Outline) -> Tensor:
-    """AWQ ("gemm"): qweight int32 [K, N/8], scales [G, N], qzeros int32 [G, N/8], nibbles of a word in AWQ's order.
-    weight = (code - zero) * scale. Raises FormatError."""
-    n, k = outline.shape
-    group, groups = outline.more["group"], len(t["scales"])
-    _check("scales", t["scales"], (groups, n))
-    _check("qzeros", t["qzeros"], (groups, n // 8))
-    if group * groups != k:
-        raise FormatError(f"{groups} groups in rows of {k}; expected groups of one size")
-    codes, zeros = (_codes(t[name], 4, 1).view(-1, n // 8, 8) for name in ("weight", "qzeros"))
-    place = torch.tensor(_AWQ_ORDER, dtype=torch.int64, device="cpu").argsort()
-    codes_KN, zeros_GN = codes[..., place].reshape(k, n), zeros[..., place].reshape(groups, n)
-    spread = _places(k) // group
-    return ((codes_KN - zeros_GN[spread]) * t["scales"][spread]).t().contiguous()
 
 
 def decode_compressed_ints(t: Fields, outline: _Outline) -> Tensor:

@@ -21,20 +21,16 @@ from vbrt.formats.published import (
     Nested,
     Repacked,
     levels_format,
+    repack_awq,
     repack_bitsandbytes,
     repack_compressed_int4,
     repack_gptq,
+    repack_mlx,
     repack_mxfp4,
     repack_nvfp4,
 )
 from vbrt.saves.files.safetensors_file import TensorInfo
-from vbrt.saves.published.decode_layouts import (
-    decode_awq,
-    decode_compressed_ints,
-    decode_gptq,
-    scaled_blocks,
-    unswizzled,
-)
+from vbrt.saves.published.decode_layouts import decode_compressed_ints, decode_gptq, scaled_blocks, unswizzled
 
 __all__ = ["LAYOUTS", "UNUSED", "Facts", "Layout", "Outline", "decoded"]
 
@@ -121,6 +117,9 @@ class Layout:
         plane: makes the coarse plane of one matrix. Raises FormatError.
         decode: decodes one matrix [N, K], for weights without planes.
         as_it_is: True if the plane has the files' bytes unchanged, so that it can be made on any device.
+        becomes: formats of its planes, or kinds of `GROUP_KINDS`.
+        rest: weights of the layout that are decoded.
+        since: version of vbrt that holds it as it is.
     """
 
     name: str
@@ -132,6 +131,9 @@ class Layout:
     optional: tuple[str, ...] = ()
     weight: str = ".weight"
     as_it_is: bool = False
+    becomes: tuple[str, ...] = ()
+    rest: str = ""
+    since: str = "0.1.0"
 
 
 def decoded(layout: Layout, tensors: Fields, outline: Outline) -> Tensor:
@@ -192,10 +194,10 @@ def _torchao(t: Fields, outline: Outline) -> dict[str, Tensor]:
 # -- 4-bit codebooks and integers -------------------------------------------------------------------------------------
 
 
-def _levels(k: int, group: int, scales: torch.dtype, *, flat: bool = False) -> tuple[str, str]:
+def _levels(k: int, group: int, scales: torch.dtype, *, flat: bool = False, kind: str = "levels") -> tuple[str, str]:
     """Return the matching format for rows of K weights in groups, or "" and why there is none."""
     try:
-        return levels_format(k, group, scales, flat=flat), ""
+        return levels_format(k, group, scales, flat=flat, kind=kind), ""
     except FormatError as error:
         return "", str(error).partition(";")[0]
 
@@ -249,9 +251,11 @@ def _outline_gptq(facts: Facts) -> Outline:
         raise FormatError(f"GPTQ in {bits} bits; vbrt reads 2, 4 and 8: load it with its own library")
     k, scales = words * 32 // bits, facts.infos["scales"].dtype
     group = int(facts.scheme.get("group_size", -1))
-    more = {"bits": bits, "group": group, "checkpoint_format": _zeros_of_gptq(facts.scheme)}
+    symmetric = "qzeros" not in facts.infos or bool(facts.scheme.get("sym", False))
+    stored = _zeros_of_gptq(facts.scheme)
+    more = {"bits": bits, "group": group, "checkpoint_format": stored, "symmetric": symmetric}
     why = _why_not_gptq(facts, bits)
-    format, why = ("", why) if why else _levels(k, group, scales)
+    format, why = ("", why) if why else _levels(k, group, scales, kind="levels" if symmetric else "zeros")
     return Outline((n, k), facts.dtype, format, why=why, more=more)
 
 
@@ -264,8 +268,6 @@ def _zeros_of_gptq(scheme: Mapping[str, Any]) -> str:
 def _why_not_gptq(facts: Facts, bits: int) -> str:
     if bits != 4:
         return f"GPTQ in {bits} bits"
-    if not facts.scheme.get("sym", True):
-        return "asymmetric GPTQ: a zero point per group"
     return "GPTQ with act-order (desc_act)" if facts.scheme.get("desc_act") else ""
 
 
@@ -278,6 +280,7 @@ def _gptq(t: Fields, outline: Outline) -> dict[str, Tensor]:
         t.get("g_idx"),
         group=more["group"],
         checkpoint_format=more["checkpoint_format"],
+        symmetric=more["symmetric"],
     )
     return made.coarse
 
@@ -290,9 +293,9 @@ def _outline_compressed_ints(facts: Facts) -> Outline:
         raise FormatError(f"weight_packed {facts.shape('weight')} of a weight {(n, k)}; expected 4 or 8 bits a weight")
     group = -1 if groups == 1 else _group_of(facts.scheme, k, groups)
     why = f"pack-quantized in {bits} bits" if bits != 4 else ""
-    why = why or ("pack-quantized with zero points" if "zero_point" in facts.infos else "")
     why = why or ("pack-quantized with act-order (actorder)" if "g_idx" in facts.infos else "")
-    format, why = ("", why) if why else _levels(k, group, facts.infos["scale"].dtype)
+    kind = "zeros" if "zero_point" in facts.infos else "levels"
+    format, why = ("", why) if why else _levels(k, group, facts.infos["scale"].dtype, kind=kind)
     return Outline((n, k), facts.dtype, format, why=why, more={"bits": bits, "group": group})
 
 
@@ -308,10 +311,8 @@ def _group_of(scheme: Mapping[str, Any], k: int, groups: int) -> int:
 
 
 def _compressed_ints(t: Fields, outline: Outline) -> dict[str, Tensor]:
-    return repack_compressed_int4(t["weight"], t["scale"], outline.shape, group=outline.more["group"]).coarse
-
-
-# -- decoded layouts --------------------------------------------------------------------------------------------------
+    group, zeros = outline.more["group"], t.get("zero_point")
+    return repack_compressed_int4(t["weight"], t["scale"], outline.shape, group=group, weight_zero_point=zeros).coarse
 
 
 def _outline_awq(facts: Facts) -> Outline:
@@ -319,7 +320,23 @@ def _outline_awq(facts: Facts) -> Outline:
     if int(facts.scheme.get("bits", facts.scheme.get("w_bit", 4))) != 4:
         raise FormatError("AWQ in other than 4 bits; load it with its own library")
     group = k // max(1, facts.shape("scales")[0])
-    return Outline((8 * words, k), facts.dtype, why="AWQ: a zero point per group", more={"group": group})
+    return Outline((8 * words, k), facts.dtype, levels_format(k, group, facts.infos["scales"].dtype, kind="zeros"))
+
+
+def _outline_mlx(facts: Facts) -> Outline:
+    n, words = _two(facts.shape("weight"), "its packed weight")
+    groups = _two(facts.shape("scales"), "its scales")[1]
+    group, bits = int(facts.scheme.get("group_size", 64)), int(facts.scheme.get("bits", 4))
+    if bits != 4 or groups * group != 8 * words:
+        raise FormatError(
+            f"MLX weight in {bits} bits, {words} words and {groups} groups of {group} a row; vbrt reads 4 bits: load "
+            "it with MLX"
+        )
+    format = levels_format(8 * words, group, facts.infos["scales"].dtype, kind="affine")
+    return Outline((n, 8 * words), facts.dtype, format)
+
+
+# -- decoded layouts --------------------------------------------------------------------------------------------------
 
 
 def _outline_fp8(facts: Facts) -> Outline:
@@ -342,6 +359,7 @@ LAYOUTS = (
         _outline_nvfp4,
         lambda t, o: repack_nvfp4(t["weight"], t["scale"], t["global"], divide=False),
         as_it_is=True,
+        becomes=("nvfp4",),
     ),
     Layout(
         "compressed-tensors nvfp4-pack-quantized",
@@ -350,6 +368,7 @@ LAYOUTS = (
         _outline_nvfp4,
         lambda t, o: repack_nvfp4(t["weight"], t["scale"], t["global"], divide=True),
         as_it_is=True,
+        becomes=("nvfp4",),
     ),
     Layout(
         "compressed-tensors mxfp4-pack-quantized",
@@ -358,6 +377,7 @@ LAYOUTS = (
         _outline_mxfp4,
         _compressed_mxfp4,
         as_it_is=True,
+        becomes=("mxfp4",),
     ),
     Layout(
         "gpt-oss MXFP4",
@@ -367,6 +387,7 @@ LAYOUTS = (
         lambda t, o: repack_mxfp4(t["blocks"], t["scales"]),
         weight="",
         as_it_is=True,
+        becomes=("mxfp4",),
     ),
     Layout(
         "torchao NVFP4",
@@ -376,6 +397,7 @@ LAYOUTS = (
         _torchao,
         optional=("global",),
         as_it_is=True,
+        becomes=("nvfp4",),
     ),
     *(
         Layout(
@@ -393,6 +415,8 @@ LAYOUTS = (
             _bitsandbytes,
             _decode_bitsandbytes,
             optional=("nested_absmax", "nested_quant_map"),
+            becomes=("levels64-float32",),
+            rest="blocks across rows",
         )
         for kind in ("nf4", "fp4")
     ),
@@ -401,7 +425,9 @@ LAYOUTS = (
         {"weight": ".qweight", "scales": ".scales", "qzeros": ".qzeros"},
         lambda f: _is_awq(f.scheme) and f.is_of("weight", torch.int32),
         _outline_awq,
-        decode=decode_awq,
+        lambda t, o: repack_awq(t["weight"], t["scales"], t["qzeros"]).coarse,
+        becomes=("zeros",),
+        since="0.2.0",
     ),
     Layout(
         "GPTQ",
@@ -411,6 +437,8 @@ LAYOUTS = (
         _gptq,
         decode_gptq,
         optional=("qzeros", "g_idx"),
+        becomes=("levels", "zeros"),
+        rest="act-order; 2 and 8 bits",
     ),
     Layout(
         "compressed-tensors pack-quantized",
@@ -426,6 +454,17 @@ LAYOUTS = (
         _compressed_ints,
         decode_compressed_ints,
         optional=("zero_point", "g_idx"),
+        becomes=("levels", "zeros"),
+        rest="act-order; 8 bits",
+    ),
+    Layout(
+        "MLX",
+        {"weight": ".weight", "scales": ".scales", "biases": ".biases"},
+        lambda f: f.is_of("weight", torch.uint32),
+        _outline_mlx,
+        lambda t, o: repack_mlx(t["weight"], t["scales"], t["biases"]).coarse,
+        becomes=("affine",),
+        since="0.2.0",
     ),
     *(
         Layout(
@@ -434,6 +473,7 @@ LAYOUTS = (
             lambda f: f.is_of("weight", *_E4M3),
             _outline_fp8,
             decode=scaled_blocks,
+            rest="all: 8 bits",
         )
         for name, suffix in (("FP8 in blocks", ".weight_scale_inv"), ("FP8", ".weight_scale"))
     ),

@@ -244,7 +244,8 @@ def read_scheme(directory: Path) -> tuple[dict[str, Any], torch.dtype | None]:
         CheckpointError: a config is not valid JSON.
     """
     config = _json(directory / "config.json")
-    scheme = config.get("quantization_config") or config.get("compression_config")
+    named = ("quantization_config", "compression_config", "quantization")  # the last one: MLX's
+    scheme = next((config[key] for key in named if config.get(key)), None)
     if not isinstance(scheme, dict):
         modelopt = _json(directory / "hf_quant_config.json").get("quantization")
         scheme = {"quant_method": "modelopt", **modelopt} if isinstance(modelopt, dict) else {}

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from vbrt.config import FORMATS, VBConfig, load_config
+from vbrt.config import FORMATS, VBConfig, load_config, names_format
+from vbrt.config.schema import plain
 from vbrt.errors import ConfigError
 from vbrt.host.logger import warn
 from vbrt.layers import Weight
@@ -44,6 +45,12 @@ def checkpoint_of(path: Path, files: Sequence[TensorFile]) -> "DenseCheckpoint":
     if not packed.weights:
         return DenseCheckpoint(path, files, partial(entries_for, path, files=files), _named_in(scheme))
     return PublishedCheckpoint(path, packed, files, partial(entries_for, path, files=[packed]))
+
+
+def _lossless(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides, with decoded weights held losslessly."""
+    weights = overrides.get("weights") or {}
+    return {**overrides, "weights": {"fine": "exact", **plain(weights)}}
 
 
 def _named_in(scheme: Mapping[str, Any]) -> VBConfig | None:
@@ -82,15 +89,22 @@ class PublishedCheckpoint(DenseCheckpoint):
         super().__init__(path, files, entries)
         self._packed = packed
         self._formats: dict[str, str] = {}  # format of each swap whose planes are taken unchanged, by name
+        self._again: set[str] = set()  # swaps with planes that the config rounds to another format
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
-        """See `Source`. The default config holds decoded weights losslessly."""
-        return load_config(_DEFAULT if config is None else config, **overrides)
+        """See `Source`. Where no format is named, decoded weights are held losslessly."""
+        if names_format(overrides) or names_format(config):
+            return load_config(config, **overrides)
+        return load_config(_DEFAULT, **overrides) if config is None else load_config(config, **_lossless(overrides))
 
     def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
-        """See `Source`. Swaps with planes in the checkpoint have its formats; unquantized weights stay dense."""
+        """See `Source`. Swaps with planes in the checkpoint have its formats, unless the config rounds them to another
+        one; unquantized weights stay dense."""
         chosen, _ = choose(model, config)
-        self._formats = {swap.name: format for swap in chosen if (format := self._format_of(swap))}
+        own = {swap.name: format for swap in chosen if (format := self._format_of(swap))}
+        rounded = {swap.name: swap.format for swap in chosen if not swap.lossless}
+        self._again = {name for name, format in own.items() if rounded.get(name, format) != format}
+        self._formats = {name: format for name, format in own.items() if name not in self._again}
         swaps = [self._held(swap) for swap in chosen]
         if config.weights.calibrate is not None and not any(map(self._is_searched, swaps)):
             raise ConfigError(
@@ -110,7 +124,7 @@ class PublishedCheckpoint(DenseCheckpoint):
 
     def _held(self, swap: Swap) -> Swap:
         if swap.name in self._formats:
-            return replace(swap, format=self._formats[swap.name], fine="none", note="")
+            return replace(swap, format=self._formats[swap.name], fine="none", note="", published=True)
         if any(self._weights_of(site) for site in (swap.site, *swap.parts)):
             return swap
         return replace(swap, format="dense", fine="none", note="not quantized in the checkpoint: held dense")
@@ -191,12 +205,18 @@ class PublishedCheckpoint(DenseCheckpoint):
                 as_they_are[weights[0].layout.name, swap.format] += 1
             elif weights:
                 held = f"{swap.format}+{swap.fine}" if swap.fine != "none" else swap.format
-                decoded[weights[0].outline.why or _APART, held] += 1
+                decoded[self._why_decoded(swap, weights[0]), held] += 1
         for (layout, format), count in as_they_are.items():
             yield f"{count} layers: {layout}, taken as {format} bit for bit"
         for (why, held), count in decoded.items():
             yield f"{count} layers: decoded and held as {held}: {why}"
         yield from self._packed.remarks
+
+    def _why_decoded(self, swap: Swap, weight: PackedWeight) -> str:
+        if swap.name not in self._again:
+            return weight.outline.why or _APART
+        by = f"{FORMATS[swap.format].noise:.1%} of the weights' RMS"
+        return f"{weight.layout.name}, rounded again as the config asks, by {by}; without weights.format its bits stay"
 
 
 _APART = "its parts are quantized differently, which one plane cannot hold"

@@ -6,6 +6,7 @@ A fine plane's lists follow the whole weight's element order; they are rebuilt f
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ __all__ = ["Held", "Matrix", "cut_between_blocks", "join_parts", "planes_of_part
 
 Fields = Mapping[str, torch.Tensor]
 Spans = Sequence[tuple[int, int]]
-_BY_PLACE = ("codes", "scales")  # coarse fields indexed by position; the others are per weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,20 @@ def cut_between_blocks(matrix: Matrix, held: Held | None) -> bool:
     """True if the shard cuts at block boundaries."""
     if held is None or held.dim == 0 or matrix.dense:
         return True
-    block, k = FORMATS[matrix.format].block, matrix.shape[1]
+    block, k = max(_weights_per_column(matrix.format).values()), matrix.shape[1]
     return all(begin % block == 0 and (end % block == 0 or end == k) for begin, end in held.spans)
+
+
+@lru_cache
+def _weights_per_column(format: str) -> dict[str, int]:
+    """Weights along K that share an element of a field, by name of the fields that grow with rows and columns."""
+    k = 16 * FORMATS[format].block
+    one, four = (get_format(format).layout((n, n * k), torch.bfloat16).fields for n in (1, 2))
+    return {
+        field.name: k // field.shape[1]
+        for field, larger in zip(one, four, strict=True)
+        if len(field.shape) == 2 and larger.shape == (2 * field.shape[0], 2 * field.shape[1])
+    }
 
 
 # -- joining and slicing ----------------------------------------------------------------------------------------------
@@ -125,10 +137,10 @@ def _axis(matrix: Matrix, plane: str, name: str, held: Held) -> _Axis | None:
     """Return a field's sharded axis; None for a per-weight field, which all ranks share."""
     if plane != "coarse":
         return _Axis(1 - held.dim if matrix.turned and plane == "dense" else held.dim, 1, 1)
-    if name not in _BY_PLACE:
+    per = _weights_per_column(matrix.format).get(name)
+    if per is None:
         return None
-    block, per_byte = FORMATS[matrix.format].block, 8 // FORMATS[matrix.format].bits
-    return _Axis(0, 1, 1) if held.dim == 0 else _Axis(1, per_byte if name == "codes" else block, block)
+    return _Axis(0, 1, 1) if held.dim == 0 else _Axis(1, per, max(per, FORMATS[matrix.format].block))
 
 
 def _joined(matrix: Matrix, plane: str, parts: Sequence[tuple[Held, Mapping[str, Fields]]]) -> Fields:
