@@ -1,13 +1,23 @@
-"""Fused Gluon kernel of `linear`: table lookup into the mma operand. Importing needs Triton.
+"""Fused Gluon kernel of `linear`: 4-bit codes of rows into the mma operand. Importing needs Triton.
 
 It reads the plain coarse plane, 64 columns at a time. Lane l = 4 g + t of a warp owns rows g and g + 8 and, of each
 group of 64 columns, those from 16 t on: 8 bytes of codes per row, of which four `mma.sync.m16n8k16` take 4 columns
 each. So all columns of an instruction are in one block, and its scale multiplies the sums instead of the weights. With
 blocks of 32 or 16 columns lane t owns 8 or 4: the four instructions then form two or four chains, each with its scale.
 
-The 16 levels, rounded to bf16, are in eight registers as bytes. `prmt` looks up four codes at once among eight bytes:
-twice for the low and twice for the high bytes, bit 3 of the codes selects between the two, and two more interleave
-them: eleven instructions for four weights.
+Codes of a table: the 16 levels, rounded to bf16, are in eight registers as bytes. `prmt` looks up four codes at once
+among eight bytes: twice for the low and twice for the high bytes, bit 3 of the codes selects between the two, and two
+more interleave them: eleven instructions for four weights.
+
+Codes with an offset (OFFSETS): a code in the low bits of bf16's 128 is 128 + code, exact, for four and a half
+instructions for four weights. The block's term is scale * (sum of (128 + code) x) + (offset - 128 * scale) * (sum of
+x): an A operand of ones gives the sums of x in the registers that have the block's other sums, once for all 16 rows.
+A scale and an offset are stored as
+
+    none          a scale, of a table; there is no offset
+    values        numbers of one dtype
+    zeros         a scale, and a code as a byte: offset = -zero * scale
+    superblock    bytes, times an fp16 number per 256 columns
 """
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
@@ -58,8 +68,48 @@ def _multiply_assembly(chains: int) -> str:
     return " ".join([*lines, "}"])
 
 
+def _code_assembly() -> str:
+    """The same words to the same operands, 128 + code instead of a level.
+
+    Odd codes come from a copy that is shifted by 4, so that both halves of an operand have theirs in the low bits.
+    """
+    lines = ["{ .reg .b32 h, v;"]
+    for row in range(2):
+        for word in range(2):
+            source = f"${16 + 2 * row + word}"
+            lines.append(f"shr.u32 h, {source}, 4;")
+            for byte in range(4):
+                out = 4 * (2 * (byte % 2) + row) + 2 * word + byte // 2
+                lines.append(
+                    f"prmt.b32 v, {source}, h, {0x0400 + 0x1111 * byte:#06x}; "
+                    f"lop3.b32 ${out}, v, 0x000F000F, 0x43004300, 0xEA;"
+                )
+    return " ".join([*lines, "}"])
+
+
+def _sums_assembly(chains: int) -> str:
+    """Sums of x of four instructions, in chains, for two tokens each: $0.. from B, which follows them."""
+    each, base = 4 // chains, 2 * chains
+    lines = ["{ .reg .f32 z, u, v; .reg .b32 one; mov.f32 z, 0f00000000; mov.b32 one, 0x3F803F80;"]
+    for i in range(4):
+        sums = f"${2 * (i // each)}, ${2 * (i // each) + 1}, u, v"
+        lines.append(
+            f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{sums}}}, {{one, one, one, one}}, "
+            f"{{${base + 2 * i}, ${base + 1 + 2 * i}}}, {{{sums if i % each else 'z, z, z, z'}}};"
+        )
+    return " ".join([*lines, "}"])
+
+
 DECODE = gl.constexpr(_decode_assembly())
 DECODE_REGISTERS = gl.constexpr(",".join(["=&r"] * 16) + ",r" * 20)
+DECODE_CODES = gl.constexpr(_code_assembly())
+DECODE_CODES_REGISTERS = gl.constexpr(",".join(["=&r"] * 16) + ",r" * 4)
+SUMS = gl.constexpr(_sums_assembly(1))
+SUMS_2 = gl.constexpr(_sums_assembly(2))
+SUMS_4 = gl.constexpr(_sums_assembly(4))
+SUMS_REGISTERS = gl.constexpr(",".join(["=&f"] * 2) + ",r" * 8)
+SUMS_2_REGISTERS = gl.constexpr(",".join(["=&f"] * 4) + ",r" * 8)
+SUMS_4_REGISTERS = gl.constexpr(",".join(["=&f"] * 8) + ",r" * 8)
 MULTIPLY = gl.constexpr(_multiply_assembly(1))
 MULTIPLY_REGISTERS = gl.constexpr("=&f,=&f,=&f,=&f" + ",r" * 24)
 MULTIPLY_2 = gl.constexpr(_multiply_assembly(2))
@@ -67,8 +117,9 @@ MULTIPLY_2_REGISTERS = gl.constexpr(",".join(["=&f"] * 8) + ",r" * 24)
 MULTIPLY_4 = gl.constexpr(_multiply_assembly(4))
 MULTIPLY_4_REGISTERS = gl.constexpr(",".join(["=&f"] * 16) + ",r" * 24)
 
-#: codes and scales of N rows: groups of 64 columns and blocks in each
-Plane = namedtuple("Plane", "code_ptr block_ptr N groups blocks")
+#: codes of N rows and what is stored of their blocks, groups of 64 columns and blocks in a row; super_ptr, least_ptr: of
+#: scales and offsets of superblocks
+Plane = namedtuple("Plane", "code_ptr block_ptr offset_ptr super_ptr least_ptr N groups blocks")
 
 
 @gluon.jit
@@ -111,34 +162,55 @@ def load_scale(block_ptr, at, mask):
     return stored.to(gl.int32) if block_ptr.dtype.element_ty == gl.uint8 else stored
 
 
+@gluon.constexpr_function
+def blocks_of_step(UNROLL, BLOCK):
+    """Blocks of a row in UNROLL groups of 64 columns; 1 if all of them are in one."""
+    return max(1, 64 * UNROLL // BLOCK)
+
+
 @gluon.jit
-def load_blocks(plane, row, group, t, LAYOUT: gl.constexpr, UNROLL: gl.constexpr, BLOCK: gl.constexpr):
-    """Codes, then a scale per chain, for each of UNROLL groups of 64 columns, for row and row + 8; zeros outside."""
-    two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
+def load_terms(plane, row, group, UNROLL: gl.constexpr, BLOCK: gl.constexpr, OFFSETS: gl.constexpr):
+    """Scales of the blocks of UNROLL groups of 64 columns of a row as stored, then their offsets; zeros outside."""
+    COUNT: gl.constexpr = blocks_of_step(UNROLL, BLOCK)
+    first = group // (BLOCK // 64) if BLOCK > 64 else group * (64 // BLOCK)
     out = ()
-    for j in gl.static_range(UNROLL):
-        for half in gl.static_range(2):
-            wanted = (row + 8 * half < plane.N) & (group + j < plane.groups)
-            if BLOCK >= 64:
-                index = (row + 8 * half) * plane.groups + group + j
-                at = gl.multiple_of((index * 8 + t * 2)[:, None], (2, 2)) + two
-                words = gl.load(plane.code_ptr + at, mask=wanted[:, None], other=0, cache_modifier=".cg")
-                block = index if BLOCK == 64 else index // (BLOCK // 64)
-                out = out + (words, load_scale(plane.block_ptr, block, wanted))
-            else:
-                own = row + 8 * half
-                out = out + (load_codes(plane.code_ptr, own, group + j, plane.blocks, t, wanted, LAYOUT, BLOCK),)
-                for chain in gl.static_range(CHAINS):
-                    block = (group + j) * CHAINS + chain
-                    there = wanted & (block < plane.blocks)
-                    out = out + (load_scale(plane.block_ptr, own * plane.blocks + block, there),)
+    for i in gl.static_range(COUNT):
+        there = (row < plane.N) & (first + i < plane.blocks)
+        out = out + (load_scale(plane.block_ptr, row * plane.blocks + first + i, there),)
+    if OFFSETS != "none":
+        for i in gl.static_range(COUNT):
+            there = (row < plane.N) & (first + i < plane.blocks)
+            out = out + (load_scale(plane.offset_ptr, row * plane.blocks + first + i, there),)
+    if OFFSETS == "superblock":
+        there = (row < plane.N) & (group < plane.groups)
+        at = row * ((plane.groups + 3) // 4) + group // 4
+        out = out + (load_scale(plane.super_ptr, at, there), load_scale(plane.least_ptr, at, there))
     return out
 
 
 @gluon.jit
+def load_blocks(
+    plane, row, group, t, LAYOUT: gl.constexpr, UNROLL: gl.constexpr, BLOCK: gl.constexpr, OFFSETS: gl.constexpr
+):
+    """(codes, terms) of UNROLL groups of 64 columns: codes of row and row + 8 for each group, terms of both rows."""
+    two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    codes = ()
+    for j in gl.static_range(UNROLL):
+        for half in gl.static_range(2):
+            own = row + 8 * half
+            wanted = (own < plane.N) & (group + j < plane.groups)
+            if BLOCK >= 64:
+                at = gl.multiple_of(((own * plane.groups + group + j) * 8 + t * 2)[:, None], (2, 2)) + two
+                codes = codes + (gl.load(plane.code_ptr + at, mask=wanted[:, None], other=0, cache_modifier=".cg"),)
+            else:
+                codes = codes + (load_codes(plane.code_ptr, own, group + j, plane.blocks, t, wanted, LAYOUT, BLOCK),)
+    upper = load_terms(plane, row, group, UNROLL, BLOCK, OFFSETS)
+    return codes, upper, load_terms(plane, row + 8, group, UNROLL, BLOCK, OFFSETS)
+
+
+@gluon.jit
 def scale_of(stored):
-    """A block scale as fp32: a float, or a UE4M4 byte, see vbrt.formats.block_formats; 1920 = (127 - 7) << 4."""
+    """A block scale in fp32: as it is, or of a UE4M4 byte, of which 1920 = (127 - 7) << 4 makes an exponent."""
     if stored.dtype == gl.int32:
         return gl.where(stored > 0, ((stored + 1920) << 19).to(gl.float32, bitcast=True), 0.0)
     else:
@@ -146,8 +218,46 @@ def scale_of(stored):
 
 
 @gluon.jit
-def multiplied(a, x, scales_g, scales_h, CHAINS: gl.constexpr):
-    """Sums of four instructions times their blocks' scales: for row g, for row g + 8."""
+def terms_of(stored, j: gl.constexpr, BLOCK: gl.constexpr, UNROLL: gl.constexpr, OFFSETS: gl.constexpr):
+    """Scales, fp32 [threads, 1], of the chains of group j; with OFFSETS then what their sums of x are multiplied with."""
+    COUNT: gl.constexpr = blocks_of_step(UNROLL, BLOCK)
+    CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
+    FIRST: gl.constexpr = 64 * j // BLOCK
+    scales = ()
+    offsets = ()
+    for chain in gl.static_range(CHAINS):
+        if OFFSETS == "superblock":
+            scale = stored[2 * COUNT].to(gl.float32) * stored[FIRST + chain].to(gl.float32)
+            offset = -(stored[2 * COUNT + 1].to(gl.float32) * stored[COUNT + FIRST + chain].to(gl.float32))
+        else:
+            scale = scale_of(stored[FIRST + chain])
+            if OFFSETS == "zeros":
+                offset = -(stored[COUNT + FIRST + chain].to(gl.float32) * scale)
+            elif OFFSETS == "values":
+                offset = stored[COUNT + FIRST + chain].to(gl.float32)
+        scales = scales + (scale[:, None],)
+        if OFFSETS != "none":
+            offsets = offsets + ((offset - 128.0 * scale)[:, None],)
+    return scales + offsets
+
+
+@gluon.jit
+def sums_of_tokens(x, CHAINS: gl.constexpr):
+    """Sums of x over the columns of each chain, for the two tokens that a lane has."""
+    s = gl.inline_asm_elementwise(
+        SUMS if CHAINS == 1 else (SUMS_2 if CHAINS == 2 else SUMS_4),
+        SUMS_REGISTERS if CHAINS == 1 else (SUMS_2_REGISTERS if CHAINS == 2 else SUMS_4_REGISTERS),
+        x,
+        dtype=(gl.float32,) * CHAINS if CHAINS > 1 else gl.float32,
+        is_pure=True,
+        pack=2,
+    )
+    return s if CHAINS > 1 else (s,)
+
+
+@gluon.jit
+def multiplied(a, x, terms_g, terms_h, CHAINS: gl.constexpr, OFFSETS: gl.constexpr):
+    """Sums of four instructions times their blocks' scales, and offsets: for row g, for row g + 8."""
     s = gl.inline_asm_elementwise(
         MULTIPLY if CHAINS == 1 else (MULTIPLY_2 if CHAINS == 2 else MULTIPLY_4),
         MULTIPLY_REGISTERS if CHAINS == 1 else (MULTIPLY_2_REGISTERS if CHAINS == 2 else MULTIPLY_4_REGISTERS),
@@ -156,11 +266,16 @@ def multiplied(a, x, scales_g, scales_h, CHAINS: gl.constexpr):
         is_pure=True,
         pack=2,
     )
-    upper = s[0] * scales_g[0]
-    lower = s[1] * scales_h[0]
+    upper = s[0] * terms_g[0]
+    lower = s[1] * terms_h[0]
     for chain in gl.static_range(1, CHAINS):
-        upper += s[2 * chain] * scales_g[chain]
-        lower += s[2 * chain + 1] * scales_h[chain]
+        upper += s[2 * chain] * terms_g[chain]
+        lower += s[2 * chain + 1] * terms_h[chain]
+    if OFFSETS != "none":
+        total = sums_of_tokens(x, CHAINS)
+        for chain in gl.static_range(CHAINS):
+            upper += total[chain] * terms_g[CHAINS + chain]
+            lower += total[chain] * terms_h[CHAINS + chain]
     return upper, lower
 
 
@@ -171,6 +286,8 @@ def linear_kernel(
     block_ptr,
     level_ptr,
     scale_ptr,
+    offset_ptr,
+    least_ptr,
     bias_ptr,
     y_ptr,
     M,
@@ -184,6 +301,7 @@ def linear_kernel(
     UNROLL: gl.constexpr,
     BLOCK: gl.constexpr,
     SIGNED: gl.constexpr,
+    OFFSETS: gl.constexpr,
     K_TAIL: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -191,11 +309,11 @@ def linear_kernel(
     """y [M, N] = activation(x [M, K] @ w.T + bias), grid (ceil(N / 16),), K_WARPS warps that split K.
 
     x is bf16, its rows 16-byte aligned; TOKEN_GROUPS groups of 8 tokens cover M. K_TAIL: K ends within the last group.
-    block_ptr: scales [N, blocks] of BLOCK columns each, floats, or UE4M4 bytes with scale_ptr's tensor scale.
+    block_ptr: scales [N, blocks] of BLOCK columns each: floats, UE4M4 bytes with scale_ptr's tensor scale, or bytes of
+    superblocks, whose numbers are scale_ptr's and least_ptr's. offset_ptr: [N, blocks], see OFFSETS above.
     """
-    BYTES: gl.constexpr = block_ptr.dtype.element_ty == gl.uint8
+    BYTES: gl.constexpr = OFFSETS == "none" and block_ptr.dtype.element_ty == gl.uint8
     CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
-    EACH: gl.constexpr = CHAINS + 1
     if BLOCK > 64:
         groups = blocks * (BLOCK // 64)
     elif BLOCK < 64:
@@ -212,14 +330,15 @@ def linear_kernel(
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
     zero = gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT)
     blank = gl.zeros((32 * K_WARPS, 2), gl.int32, layout=LAYOUT)
-    plane = Plane(code_ptr, block_ptr, N, groups, blocks)
-    tiles = load_blocks(plane, row, group, t, LAYOUT, UNROLL, BLOCK)
+    plane = Plane(code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, N, groups, blocks)
+    tiles = load_blocks(plane, row, group, t, LAYOUT, UNROLL, BLOCK, OFFSETS)
     lows = ()
     highs = ()
-    for quarter in gl.static_range(4):
-        low, high = level_bytes(level_ptr, 4 * quarter, SIGNED)
-        lows = lows + (blank + low,)
-        highs = highs + (blank + high,)
+    if OFFSETS == "none":
+        for quarter in gl.static_range(4):
+            low, high = level_bytes(level_ptr, 4 * quarter, SIGNED)
+            lows = lows + (blank + low,)
+            highs = highs + (blank + high,)
     uppers = ()  # sums of rows g, per token group
     lowers = ()  # of rows g + 8
     for _ in gl.static_range(TOKEN_GROUPS):
@@ -227,21 +346,18 @@ def linear_kernel(
         lowers = lowers + (zero,)
     STEP: gl.constexpr = K_WARPS * UNROLL
     for _ in range((groups + STEP - 1) // STEP):
-        ahead = load_blocks(plane, row, group + STEP, t, LAYOUT, UNROLL, BLOCK)
+        ahead = load_blocks(plane, row, group + STEP, t, LAYOUT, UNROLL, BLOCK, OFFSETS)
         for j in gl.static_range(UNROLL):
             a = gl.inline_asm_elementwise(
-                DECODE,
-                DECODE_REGISTERS,
-                (tiles[2 * EACH * j], tiles[2 * EACH * j + EACH]) + lows + highs,
+                DECODE if OFFSETS == "none" else DECODE_CODES,
+                DECODE_REGISTERS if OFFSETS == "none" else DECODE_CODES_REGISTERS,
+                (tiles[0][2 * j], tiles[0][2 * j + 1]) + lows + highs,
                 dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
                 is_pure=True,
                 pack=2,
             )
-            scales_g = ()
-            scales_h = ()
-            for chain in gl.static_range(CHAINS):
-                scales_g = scales_g + (scale_of(tiles[2 * EACH * j + 1 + chain])[:, None],)
-                scales_h = scales_h + (scale_of(tiles[2 * EACH * j + EACH + 1 + chain])[:, None],)
+            terms_g = terms_of(tiles[1], j, BLOCK, UNROLL, OFFSETS)
+            terms_h = terms_of(tiles[2], j, BLOCK, UNROLL, OFFSETS)
             added_uppers = ()
             added_lowers = ()
             for n in gl.static_range(TOKEN_GROUPS):
@@ -256,7 +372,7 @@ def linear_kernel(
                     offset = offset + token * (x_stride // 2)
                     at = gl.multiple_of(offset[:, None], (2, 2)) + two
                     x = x + (gl.load(x_words + at, mask=wanted[:, None], other=0),)
-                upper, lower = multiplied(a, x, scales_g, scales_h, CHAINS)
+                upper, lower = multiplied(a, x, terms_g, terms_h, CHAINS, OFFSETS)
                 added_uppers = added_uppers + (uppers[n] + upper,)
                 added_lowers = added_lowers + (lowers[n] + lower,)
             uppers = added_uppers
