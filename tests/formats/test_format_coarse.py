@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -79,9 +81,13 @@ def test_quantile_decodes_bytes_by_its_own_levels():
 def test_layouts_hold_the_advertised_bits_a_weight():
     shape, size = (4096, 4096), 4096 * 4096
     bits = {name: get_format(name).layout(shape, torch.bfloat16).nbytes * 8 / size for name in FORMATS}
-    levels = {f"levels{b}-{s}": 4 + size / b for b in (16, 32, 64, 128) for s, size in SCALE_BITS.items()}
+    groups = list(product((16, 32, 64, 128), SCALE_BITS.items()))
+    levels = {f"levels{b}-{s}": 4 + size / b for b, (s, size) in groups}
+    affine = {f"affine{b}-{s}": 4 + 2 * size / b for b, (s, size) in groups}
+    zeros = {f"zeros{b}-{s}": 4 + (size + 8) / b for b, (s, size) in groups}
     own = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.125, "quantile": 4.125, "mxint8": 8.25, "dense": 16}
-    assert bits == pytest.approx(own | levels, abs=0.005)
+    own["superblock32"] = 4.625
+    assert bits == pytest.approx(own | levels | affine | zeros, abs=0.005)
 
 
 def test_ue4m4_bytes_are_a_logarithmic_ladder_with_a_zero():

@@ -10,7 +10,7 @@ from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.formats.sixteen_levels import FP4_LEVELS, INT4_LEVELS, IQ4_NL_LEVELS
 
 TABLES = {"int4": INT4_LEVELS, "nf4": NF4_LEVELS, "fp4": FP4_LEVELS, "iq4_nl": IQ4_NL_LEVELS}
-NAMES = [name for name, record in FORMATS.items() if record.published]
+NAMES = [name for name, record in FORMATS.items() if record.kernels == "levels"]
 
 
 def plane(name, levels, shape, scale=0.01):

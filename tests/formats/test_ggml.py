@@ -7,7 +7,8 @@ from vbrt.errors import FormatError
 from vbrt.formats import get_format, repack_gguf
 from vbrt.formats.ggml import GGML_PLANES
 
-SCALES = {"Q3_K": (108, 110), "MXFP4": (0, 0)}  # where a block has its fp16 scale, if not first
+# where a block has its fp16 numbers, if not one at first
+SCALES = {"Q3_K": (108, 110), "MXFP4": (0, 0), "Q4_1": (0, 4), "Q4_K": (0, 4)}
 
 
 def any_blocks(type, n, k):
@@ -15,8 +16,8 @@ def any_blocks(type, n, k):
     plane, generator = GGML_PLANES[type], numpy.random.default_rng(0)
     made = generator.integers(0, 255, (n * k // plane.weights, plane.nbytes), dtype=numpy.uint8)
     first, last = SCALES.get(type, (0, 2))
-    scales = generator.standard_normal(len(made)).astype(numpy.float16).view(numpy.uint8).reshape(-1, 2)
-    made[:, first:last] = scales[:, : last - first]
+    scales = generator.standard_normal((len(made), (last - first) // 2)).astype(numpy.float16)
+    made[:, first:last] = scales.view(numpy.uint8).reshape(len(made), -1)
     return made.reshape(n, -1)
 
 
@@ -33,7 +34,7 @@ def test_a_plane_decodes_to_the_librarys_bits(type):
 
 
 def test_scales_that_are_no_numbers_are_refused():
-    for type, byte in (("Q4_0", 255), ("IQ4_XS", 255), ("MXFP4", 255)):
+    for type, byte in (("Q4_0", 255), ("IQ4_XS", 255), ("MXFP4", 255), ("Q4_1", 255), ("Q4_K", 255)):
         blocks = torch.full((GGML_PLANES[type].nbytes,), byte, dtype=torch.uint8)
         with pytest.raises(FormatError, match="NaN"):
             repack_gguf(blocks, (1, GGML_PLANES[type].weights), type)

@@ -16,6 +16,7 @@ from vbrt.errors import FormatError
 
 __all__ = [
     "FORMATS",
+    "GROUP_KINDS",
     "LEVEL_BLOCKS",
     "LEVEL_SCALES",
     "FormatRecord",
@@ -25,13 +26,19 @@ __all__ = [
     "known_formats",
 ]
 
-#: block sizes and scale dtypes of the 16-level formats
+#: block sizes and scale dtypes of published formats with 16 levels, with offsets and with zero points
 LEVEL_BLOCKS = (16, 32, 64, 128)
 LEVEL_SCALES = ("float16", "bfloat16", "float32")
+#: published formats of each such block size and scale dtype -> (codec, kernel family, storage of a block's offset)
+GROUP_KINDS = {
+    "levels": ("vbrt.formats.sixteen_levels:Levels", "levels", None),
+    "affine": ("vbrt.formats.affine:Affine", "affine", "values"),
+    "zeros": ("vbrt.formats.affine:ZeroPoint", "affine", "zeros"),
+}
 #: reserved values of `weights.format` and `weights.formats`
 _RESERVED = ("auto", "exact")
 #: fields that select code of this package, with their value in formats of other packages
-_OWN_CODE = {"kernels": None, "fitted": False, "lossless": False, "published": False}
+_OWN_CODE = {"kernels": None, "offsets": None, "fitted": False, "lossless": False, "published": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +49,13 @@ class FormatRecord:
         name: its name in `weights.format`.
         codec: encoder and decoder: a subclass of `vbrt.formats.Format`, or its "module:Class".
         block: weights along K that share a scale.
-        scales: encoding of a block's scale: "e4m3", "ue4m4", "e8m0" (a byte), or a dtype of `LEVEL_SCALES`; None: no
-            scales.
+        scales: encoding of a block's scale: "e4m3", "ue4m4", "e8m0" (a byte), a dtype of `LEVEL_SCALES`, or
+            "superblock" (6 bits, times an fp16 number per 256 weights); None: no scales.
+        offsets: storage of a block's offset: "values" (of the scales' dtype), "zeros" (a code that stands for 0) or
+            "superblock" (like the scale); None: no offset.
         bits: bits per code.
-        kernels: kernel family for its codes ("e2m1", "table", "levels", "int8"); None: decoded by the reference.
+        kernels: kernel family for its codes ("e2m1", "table", "levels", "affine", "int8"); None: decoded by the
+            reference.
         fitted: True if its codebook is fitted to each weight; the fit is costly, so it is kept.
         lossless: True if it stores the weight's own bytes, so that a fine plane could add nothing.
         published: True if weights in it are read from published checkpoints only: a config cannot name it.
@@ -56,6 +66,7 @@ class FormatRecord:
     codec: str | type[Any]
     block: int
     scales: str | None = None
+    offsets: str | None = None
     bits: int = 4
     kernels: str | None = None
     fitted: bool = False
@@ -85,15 +96,26 @@ FORMATS: dict[str, FormatRecord] = {
         FormatRecord("dense", "vbrt.formats.dense:Dense", block=1, lossless=True),
         *(
             FormatRecord(
-                f"levels{block}-{scales}",
-                "vbrt.formats.sixteen_levels:Levels",
+                f"{kind}{block}-{scales}",
+                codec,
                 block=block,
                 scales=scales,
-                kernels="levels",
+                offsets=offsets,
+                kernels=kernels,
                 published=True,
             )
+            for kind, (codec, kernels, offsets) in GROUP_KINDS.items()
             for block in LEVEL_BLOCKS
             for scales in LEVEL_SCALES
+        ),
+        FormatRecord(
+            "superblock32",
+            "vbrt.formats.affine:Superblock",
+            block=32,
+            scales="superblock",
+            offsets="superblock",
+            kernels="affine",
+            published=True,
         ),
     )
 }

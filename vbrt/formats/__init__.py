@@ -12,6 +12,9 @@
 | `quantile` | 64 | as nf4, and 8 fitted magnitudes a layer | 4.125 |
 | `mxint8` | 32 | E8M0 a block | 8.25 |
 | `levels16-float16` ... | 16 to 128 | FP16, BF16 or FP32 a block; 16 FP32 levels a tensor | 4.125 to 6 |
+| `affine16-float16` ... | 16 to 128 | FP16, BF16 or FP32 a block, and an offset in the same | 4.25 to 8 |
+| `zeros16-float16` ... | 16 to 128 | FP16, BF16 or FP32 a block, and a zero point of a byte | 4.19 to 6.5 |
+| `superblock32` | 32 | 6 bits in a byte a block, twice; two FP16 per 256 | 4.625 |
 | `dense` | none | none | 16 or 32 |
 | fine plane | | | 8.6 to 8.8 more for bf16, 12.4 to 12.8 for fp16 |
 
@@ -28,14 +31,14 @@ exponent, for a range that the 32 weights of a block do not have. Scales of 16 b
 less still, .00006, but then a decoded weight is not exact in bf16, and a second encode is not the first one. A GPU that
 multiplies MXFP8 is no reason against: inputs here stay in 16 bits, so weights are converted in any case.
 
-**Published weights** (`published.py`, `ggml.py`, `sixteen_levels.py`): bitsandbytes' NF4 and FP4, symmetric int4 of
-GPTQ, AutoRound and compressed-tensors, and GGUF's Q4_0 and IQ4_NL go into `levels...` without decoding: nibbles are
-reordered, groups are cut into the largest block up to 128 that divides them, and a group's scale is repeated for its
+**Published weights** (`published.py`, `ggml.py`, `sixteen_levels.py`, `affine.py`): bitsandbytes' NF4 and FP4,
+symmetric int4 of GPTQ, AutoRound and compressed-tensors, and GGUF's Q4_0 and IQ4_NL go into `levels...` without
+decoding, AWQ and asymmetric int4 into `zeros...`, Q4_1 into `affine32-float16`, Q4_K into `superblock32`: nibbles are
+reordered, groups are cut into the largest block up to 128 that divides them, and a group's numbers are repeated for its
 blocks. Scales may have either sign. bitsandbytes counts blocks through the flattened weight: where rows are no multiple
 of its block, the common divisor is the block. GGUF scales: fp16 as they are, superblocks' scales (d times a scale of 6
-bits) exactly in fp32. What is not level times scale (zero points, act-order, groups not made of 16 columns) is refused
-by name, for readers to decode. A weight that is assigned to such a layer later is encoded with the published table that
-loses least.
+bits) exactly in fp32. Act-order, and groups not made of 16 columns, are refused by name, for readers to decode. A
+weight that is assigned to such a layer later is encoded anew, into levels with the published table that loses least.
 
 **Calibrated codes** (`error_feedback.py`): GPTQ's error feedback in groups of 256 columns, so that the moments of all
 layers fit in memory and a weight takes 256 steps, not K. Damping is large (.3 of the mean): with .01 and 2,048 tokens
@@ -78,6 +81,7 @@ from vbrt.formats.published import (
     cut_blocks,
     join_rows,
     levels_format,
+    repack_awq,
     repack_bitsandbytes,
     repack_compressed_int4,
     repack_gptq,
@@ -110,6 +114,7 @@ __all__ = [
     "new_page",
     "pack",
     "register_format",
+    "repack_awq",
     "repack_bitsandbytes",
     "repack_compressed_int4",
     "repack_gguf",

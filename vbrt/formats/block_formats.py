@@ -482,10 +482,20 @@ def constant_quads(levels: Sequence[float], device: torch.device) -> Tensor:
     return quad_table(torch.tensor(levels, dtype=torch.float32, device=device))
 
 
-def decode_blocks(codes: Tensor, scale_NB: Tensor, quads: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Dequantize: level[code] * scale [N, K] from codes [N, Kp/2], scale_NB fp32 [N, Kp/block] and a `quad_table`.
+def decode_blocks(
+    codes: Tensor,
+    scale_NB: Tensor,
+    quads: Tensor,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    zero_NB: Tensor | None = None,
+    offset_NB: Tensor | None = None,
+) -> Tensor:
+    """Dequantize: (level[code] - zero) * scale + offset [N, K] from codes [N, Kp/2], fp32 numbers [N, Kp/block] and a
+    `quad_table`.
 
-    The product is rounded to fp32, then to `dtype`; all devices give the same bits.
+    Each operation is rounded to fp32, the result to `dtype`; all devices give the same bits.
     """
     n, k = shape
     block = codes.shape[1] * 2 // scale_NB.shape[1]
@@ -493,7 +503,13 @@ def decode_blocks(codes: Tensor, scale_NB: Tensor, quads: Tensor, shape: tuple[i
     for rows, columns in tiles(shape, block, decode_tile(codes.device)):
         first, last = columns.start, columns.start + padded(columns.stop - columns.start, block)
         w_R = lookup(quads, codes[rows, first // 2 : last // 2]).view(torch.float32)
-        scale_RB = scale_NB[rows, first // block : last // block]
-        w_RBb = w_R.view(*scale_RB.shape, block).mul_(scale_RB.unsqueeze(-1))
+        within = rows, slice(first // block, last // block)
+        scale_RB = scale_NB[within]
+        w_RBb = w_R.view(*scale_RB.shape, block)
+        if zero_NB is not None:
+            w_RBb.sub_(zero_NB[within].unsqueeze(-1))
+        w_RBb.mul_(scale_RB.unsqueeze(-1))
+        if offset_NB is not None:
+            w_RBb.add_(offset_NB[within].unsqueeze(-1))
         out[rows, columns] = w_RBb.flatten(1)[:, : columns.stop - first]
     return out

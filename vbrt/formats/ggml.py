@@ -1,7 +1,7 @@
 """GGUF blocks, repacked into coarse planes without decoding: pure tensor functions.
 
-A tensor of these types is a sequence of equal blocks along K with scales and codes. `GGML_PLANES` lists the types whose
-weights are level times scale; types with minima, zero points or wider codes must be decoded by the reader. Layouts:
+A tensor of these types is a sequence of equal blocks along K with scales, perhaps minima, and codes. `GGML_PLANES`
+lists the types of up to 4-bit codes that have a format here; the others must be decoded by the reader. Layouts:
 ggml-common.h and ggml-quants.c of ggml, and `gguf.quants` of its package.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import FormatError
-from vbrt.formats.published import Repacked, levels_plane, matrix_shape, repack_mxfp4
+from vbrt.formats.published import Repacked, levels_plane, matrix_shape, refuse_nonfinite_fields, repack_mxfp4
 from vbrt.formats.sixteen_levels import INT4_LEVELS, IQ4_NL_LEVELS
 
 __all__ = ["GGML_PLANES", "GGMLPlane", "repack_gguf"]
@@ -56,11 +56,12 @@ def repack_gguf(blocks: Tensor, shape: tuple[int, int], type: str) -> Repacked:
 
 
 def _sequential(packed: Tensor) -> Tensor:
-    """Reorder bytes [.., 16] of 32 codes to sequential: low nibbles held the first 16 codes, high ones the rest."""
+    """Reorder bytes [.., h] of 2h codes to sequential: low nibbles held the first h codes, high ones the rest."""
+    half = packed.shape[-1] // 2
     pairs = packed.clone(memory_format=torch.contiguous_format).view(torch.int16)  # two adjacent codes of either half
     out = torch.empty(packed.shape, dtype=torch.uint8, device=packed.device)
-    out[..., :8] = pairs & 0x0F | pairs >> 4 & 0xF0
-    out[..., 8:] = pairs >> 4 & 0x0F | pairs >> 8 & 0xF0
+    out[..., :half] = pairs & 0x0F | pairs >> 4 & 0xF0
+    out[..., half:] = pairs >> 4 & 0x0F | pairs >> 8 & 0xF0
     return out
 
 
@@ -77,6 +78,38 @@ def _of_levels(levels: tuple[float, ...]) -> Callable[[Tensor, tuple[int, int]],
         return levels_plane("levels32-float16", shape, codes, scales, _table(levels, blocks))
 
     return repack
+
+
+def _q4_1(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """Q4_1, 32 weights: an fp16 scale, an fp16 minimum, 16 bytes of codes. weight = scale * code + minimum."""
+    n = shape[0]
+    scales, offsets = (_half(blocks[:, at : at + 2]).view(n, -1) for at in (0, 2))
+    fields = {"codes": _sequential(blocks[:, 4:]).reshape(n, -1), "scales": scales, "offsets": offsets}
+    refuse_nonfinite_fields("affine32-float16", fields)
+    return Repacked("affine32-float16", shape, fields)
+
+
+def _q4_k(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """Q4_K, 256 weights: fp16 d and dmin, 8 scales and 8 minima of 6 bits, 128 bytes of codes.
+
+    The 6-bit numbers, 12 bytes: bytes 0-3 have the first four scales, 4-7 the first four minima, each below two high
+    bits of the last four; 8-11 the low four bits of the last four scales and, above them, of the last four minima.
+    """
+    n = shape[0]
+    d, dmin = (_half(blocks[:, at : at + 2]).view(n, -1) for at in (0, 2))
+    first_scales, first_mins, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat((first_scales & 63, low & 15 | first_scales >> 2 & 0x30), dim=1)
+    mins = torch.cat((first_mins & 63, low >> 4 | first_mins >> 2 & 0x30), dim=1)
+    codes = _sequential(blocks[:, 16:].unflatten(1, (4, 32)))
+    fields = {
+        "codes": codes.reshape(n, -1),
+        "scales": scales.view(n, -1),
+        "mins": mins.view(n, -1),
+        "d": d,
+        "dmin": dmin,
+    }
+    refuse_nonfinite_fields("superblock32", fields)
+    return Repacked("superblock32", shape, fields)
 
 
 def _iq4_xs(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
@@ -118,6 +151,8 @@ def _table(levels: tuple[float, ...], like: Tensor) -> Tensor:
 
 GGML_PLANES = {
     "Q4_0": GGMLPlane("levels32-float16", 32, 18, _of_levels(INT4_LEVELS)),
+    "Q4_1": GGMLPlane("affine32-float16", 32, 20, _q4_1),
+    "Q4_K": GGMLPlane("superblock32", 256, 144, _q4_k),
     "IQ4_NL": GGMLPlane("levels32-float16", 32, 18, _of_levels(IQ4_NL_LEVELS)),
     "IQ4_XS": GGMLPlane("levels32-float32", 256, 136, _iq4_xs),
     "Q3_K": GGMLPlane("levels16-float32", 256, 110, _q3_k),

@@ -1,18 +1,19 @@
 """Published 4-bit checkpoints, repacked into coarse planes without decoding: pure tensor functions.
 
 `nvfp4` and `mxfp4` are the published formats themselves. The others have 16 levels with a scale per group of weights
-along K (`vbrt.formats.sixteen_levels`): nibbles are reordered, groups are split into blocks of up to 128, and a group's
-scale is repeated for its blocks. `levels_format` gives the resulting format from shapes alone.
+along K (`vbrt.formats.sixteen_levels`), or also an offset or a zero point (`vbrt.formats.affine`): nibbles are
+reordered, groups are split into blocks of up to 128, and a group's numbers are repeated for its blocks. `levels_format`
+gives the resulting format from shapes alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vbrt.config.format_records import FORMATS, LEVEL_BLOCKS, LEVEL_SCALES
+from vbrt.config.format_records import FORMATS, GROUP_KINDS, LEVEL_BLOCKS, LEVEL_SCALES
 from vbrt.errors import FormatError
 from vbrt.formats.block_formats import unpack_codes
 from vbrt.formats.format import padded
@@ -26,6 +27,8 @@ __all__ = [
     "levels_format",
     "levels_plane",
     "matrix_shape",
+    "refuse_nonfinite_fields",
+    "repack_awq",
     "repack_bitsandbytes",
     "repack_compressed_int4",
     "repack_gptq",
@@ -33,7 +36,13 @@ __all__ = [
     "repack_nvfp4",
 ]
 
-_STORED_ZERO = {"gptq": 7, "gptq_v2": 8}
+#: subtracted from zero points in files of a `checkpoint_format`
+_STORED_LESS = {"gptq": 1, "gptq_v2": 0}
+_MIDDLE = 8  # the zero point of symmetric weights
+#: column of each nibble in an AWQ word, from the lowest
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+#: fields of a plane that are not numbers per block
+_NOT_PER_BLOCK = ("codes", "levels", "d", "dmin")
 
 
 class Repacked(NamedTuple):
@@ -116,12 +125,15 @@ def repack_mxfp4(blocks: Tensor, scales: Tensor) -> dict[str, Tensor]:
     }
 
 
-def levels_format(k: int, group: int, scales: torch.dtype, *, flat: bool = False) -> str:
+def levels_format(k: int, group: int, scales: torch.dtype, *, flat: bool = False, kind: str = "levels") -> str:
     """Return the format for rows of K weights with a scale per `group` of them (-1: one per row).
 
     flat: groups are counted through the flattened weight instead of from the start of each row, as in bitsandbytes.
+    kind: "levels", "affine" (with offsets) or "zeros" (with zero points).
     Raises FormatError if groups are not multiples of 16 weights within rows, or scales have another dtype.
     """
+    if kind not in GROUP_KINDS:
+        raise FormatError(f"kind = {kind!r}; expected one of {', '.join(GROUP_KINDS)}")
     known = str(scales).removeprefix("torch.")
     if known not in LEVEL_SCALES:
         raise FormatError(f"block scales are {scales}; expected one of {', '.join(LEVEL_SCALES)}")
@@ -135,7 +147,7 @@ def levels_format(k: int, group: int, scales: torch.dtype, *, flat: bool = False
             f"groups of {group} weights {counted}, rows of {k}; expected groups made of blocks of 16 weights, "
             "each inside a row: decode this weight to a dense one"
         )
-    return f"levels{blocks[-1]}-{known}"
+    return f"{kind}{blocks[-1]}-{known}"
 
 
 def repack_bitsandbytes(
@@ -199,17 +211,20 @@ def repack_gptq(
     *,
     group: int,
     checkpoint_format: str = "gptq",
+    symmetric: bool = True,
 ) -> Repacked:
-    """Repack a symmetric 4-bit weight of GPTQ or AutoRound (packing `auto_gptq`).
+    """Repack a 4-bit weight of GPTQ or AutoRound (packing `auto_gptq`).
 
     qweight int32 [K/8, N], eight codes of a column per word, the first in the lowest bits; scales [G, N], G = K / group
-    rounded up (group -1: one per row); qzeros int32 [G, N/8], which encode the zero point 8: as 7 if the file's
-    `checkpoint_format` is "gptq", as 8 if it is "gptq_v2". weight = (code - 8) * scale. Of AutoRound's packings
+    rounded up (group -1: one per row); qzeros int32 [G, N/8], zero points, less one if the file's `checkpoint_format`
+    is "gptq", as they are if it is "gptq_v2". weight = (code - zero) * scale. Of AutoRound's packings
     "auto_round:auto_gptq" is the former, "auto_round" and "auto_round:gptqmodel" are the latter. Decoded in the scales'
     dtype it equals both libraries' weights bit for bit; in another dtype they round twice, this once.
 
+    symmetric: all zero points are 8, and the plane is one of 16 levels; else it has zero points.
+
     g_idx [K]: groups in order only. Raises FormatError for act-order (columns permuted against their groups,
-    unsupported by the kernels: decode such weights), zero points other than 8, or mismatched tensors.
+    unsupported by the kernels: decode such weights), other zero points than said, or mismatched tensors.
     """
     k, n = (8 * qweight.shape[0], qweight.shape[-1]) if qweight.ndim else (0, 0)
     if qweight.dtype != torch.int32 or qweight.ndim != 2 or scales.ndim != 2:
@@ -218,17 +233,24 @@ def repack_gptq(
             "expected int32 [K/8, N] of 4 bits and [G, N]"
         )
     _check_order("gptq", g_idx, k, group)
-    _check_zeros(qzeros, scales, checkpoint_format)
+    zeros_NG = _zeros_of_gptq(qzeros, scales, checkpoint_format)
+    if symmetric and zeros_NG is not None and bool((zeros_NG != _MIDDLE).any()):
+        raise FormatError(
+            f"gptq: zero points are not all 8, as those of symmetric weights are in {checkpoint_format!r} files; "
+            "repack with symmetric=False"
+        )
     codes = qweight.detach().t().contiguous().view(torch.uint8)
-    return _grouped("gptq", (n, k), codes, scales.detach().t(), group)
+    if not symmetric and zeros_NG is None:
+        zeros_NG = torch.full(scales.shape[::-1], _MIDDLE, dtype=torch.uint8, device=scales.device)
+    return _grouped("gptq", (n, k), codes, scales.detach().t(), group, None if symmetric else zeros_NG)
 
 
-def _check_zeros(qzeros: Tensor | None, scales: Tensor, checkpoint_format: str) -> None:
-    """Raise FormatError for GPTQ zero points that are not all 8."""
-    if checkpoint_format not in _STORED_ZERO:
-        raise FormatError(f"gptq: checkpoint_format {checkpoint_format!r}; expected one of {', '.join(_STORED_ZERO)}")
+def _zeros_of_gptq(qzeros: Tensor | None, scales: Tensor, checkpoint_format: str) -> Tensor | None:
+    """Zero points uint8 [N, G] of GPTQ. Raises FormatError."""
+    if checkpoint_format not in _STORED_LESS:
+        raise FormatError(f"gptq: checkpoint_format {checkpoint_format!r}; expected one of {', '.join(_STORED_LESS)}")
     if qzeros is None:
-        return
+        return None
     groups, n = scales.shape
     if qzeros.dtype != torch.int32 or tuple(qzeros.shape) != (groups, -(-n // 8)):
         raise FormatError(
@@ -236,11 +258,36 @@ def _check_zeros(qzeros: Tensor | None, scales: Tensor, checkpoint_format: str) 
             f"scales of {tuple(scales.shape)}"
         )
     nibbles = unpack_codes(qzeros.detach().contiguous().view(torch.uint8), n)
-    if bool((nibbles != _STORED_ZERO[checkpoint_format]).any()):
+    return (nibbles + _STORED_LESS[checkpoint_format] & 15).t()
+
+
+def repack_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Repacked:
+    """Repack a 4-bit weight of AWQ ("gemm"): weight = (code - zero) * scale.
+
+    qweight int32 [K, N/8], eight rows' codes of a column per word in the order 0 2 4 6 1 3 5 7; scales [G, N]; qzeros
+    int32 [G, N/8]. Decoded in the scales' dtype it equals AutoAWQ's weights bit for bit; in another dtype it rounds
+    twice, this once.
+
+    Raises FormatError for mismatched tensors, or groups that are not made of blocks of 16 weights.
+    """
+    k, words = qweight.shape if qweight.ndim == 2 else (0, 0)
+    n, groups = 8 * words, scales.shape[0] if scales.ndim == 2 else 0
+    fits = qweight.dtype == qzeros.dtype == torch.int32 and groups > 0 and k % groups == 0
+    if not fits or tuple(scales.shape) != (groups, n) or tuple(qzeros.shape) != (groups, words):
         raise FormatError(
-            f"gptq: zero points are not all 8, as those of symmetric weights are in {checkpoint_format!r} files; "
-            "decode this weight to a dense one"
+            f"awq: qweight {qweight.dtype} {tuple(qweight.shape)}, scales {tuple(scales.shape)}, qzeros {qzeros.dtype} "
+            f"{tuple(qzeros.shape)}; expected int32 [K, N/8], [G, N] and int32 [G, N/8]"
         )
+    codes_NK, zeros_NG = (_awq_nibbles(words).t() for words in (qweight, qzeros))
+    packed = codes_NK[:, 0::2] | codes_NK[:, 1::2] << 4 if k % 2 == 0 else codes_NK
+    return _grouped("awq", (n, k), packed, scales.detach().t(), k // groups, zeros_NG)
+
+
+def _awq_nibbles(words: Tensor) -> Tensor:
+    """uint8 [R, N] of AWQ's words [R, N/8]."""
+    nibbles = unpack_codes(words.detach().contiguous().view(torch.uint8), 8 * words.shape[1])
+    place = torch.tensor(AWQ_ORDER, dtype=torch.int64, device=words.device).argsort()
+    return nibbles.view(len(words), -1, 8)[..., place].flatten(1)
 
 
 def repack_compressed_int4(
@@ -250,12 +297,14 @@ def repack_compressed_int4(
     *,
     group: int,
     weight_g_idx: Tensor | None = None,
+    weight_zero_point: Tensor | None = None,
 ) -> Repacked:
-    """Repack a symmetric 4-bit weight of compressed-tensors' `pack-quantized`: weight = (code - 8) * scale.
+    """Repack a 4-bit weight of compressed-tensors' `pack-quantized`: weight = (code - 8 - zero point) * scale.
 
     weight_packed int32 [N, ceil(K/8)], the first code in the lowest bits; weight_scale [N, G] for groups, [N, 1] or [N]
-    for channels, one number for a tensor (group -1 for both); shape (N, K) is `weight_shape`. Decoded in the scales'
-    dtype it equals compressed-tensors' decompression bit for bit.
+    for channels, one number for a tensor (group -1 for both); shape (N, K) is `weight_shape`; weight_zero_point of
+    asymmetric weights int32 [ceil(N/8), G] of codes with an offset of 8, or integers from -8 to 7 shaped like the
+    scales. Decoded in the scales' dtype it equals compressed-tensors' decompression bit for bit.
 
     Raises FormatError for mismatched tensors, or a g_idx out of order.
     """
@@ -268,7 +317,26 @@ def repack_compressed_int4(
     _check_order("pack-quantized", weight_g_idx, k, group)
     scale = weight_scale.detach()
     scale_NG = scale.reshape(1, 1).expand(n, 1) if scale.numel() == 1 else scale.reshape(len(scale), -1)
-    return _grouped("pack-quantized", (n, k), weight_packed.detach().contiguous().view(torch.uint8), scale_NG, group)
+    zeros_NG = None if weight_zero_point is None else _zeros_of_compressed(weight_zero_point.detach(), scale_NG)
+    codes = weight_packed.detach().contiguous().view(torch.uint8)
+    return _grouped("pack-quantized", (n, k), codes, scale_NG, group, zeros_NG)
+
+
+def _zeros_of_compressed(zeros: Tensor, scale_NG: Tensor) -> Tensor:
+    """Zero points uint8 [N, G] of `pack-quantized`. Raises FormatError."""
+    n, groups = scale_NG.shape
+    if zeros.dtype == torch.int32 and tuple(zeros.shape) == (-(-n // 8), groups):
+        return unpack_codes(zeros.t().contiguous().view(torch.uint8), n).t()
+    if zeros.dtype == torch.int8 and zeros.numel() in (1, n * groups) and bool(((zeros >= -8) & (zeros < 8)).all()):
+        return (
+            (zeros + _MIDDLE).to(torch.uint8).reshape(1, 1).expand(n, groups)
+            if zeros.numel() == 1
+            else ((zeros + _MIDDLE).to(torch.uint8).reshape(n, groups))
+        )
+    raise FormatError(
+        f"pack-quantized: weight_zero_point {zeros.dtype} {tuple(zeros.shape)} with scales of {(n, groups)}; expected "
+        f"int32 {(-(-n // 8), groups)} of 4 bits, or int8 from -8 to 7 shaped like the scales"
+    )
 
 
 def cut_blocks(made: Repacked, block: int) -> Repacked:
@@ -277,31 +345,39 @@ def cut_blocks(made: Repacked, block: int) -> Repacked:
     Raises FormatError for another block.
     """
     own = _block(made.format)
-    if block not in LEVEL_BLOCKS or block > own:
+    if block == own:
+        return made
+    kind = next((kind for kind in GROUP_KINDS if made.format.startswith(kind)), None)
+    if block not in LEVEL_BLOCKS or block > own or kind is None:
         raise FormatError(f"{made.format}: cut into blocks of {block}; expected one of {LEVEL_BLOCKS}, at most {own}")
     k = made.shape[1]
     columns = padded(k, block)
-    scales = made.coarse["scales"].repeat_interleave(own // block, dim=1)[:, : columns // block].contiguous()
+    fields = {
+        name: field.repeat_interleave(own // block, dim=1)[:, : columns // block].contiguous()
+        for name, field in made.coarse.items()
+        if name not in _NOT_PER_BLOCK
+    }
+    format = levels_format(k, block, fields["scales"].dtype, kind=kind)
     codes = made.coarse["codes"][:, : columns // 2].contiguous()
-    format = levels_format(k, block, scales.dtype)
-    return Repacked(format, made.shape, {"codes": codes, "scales": scales, "levels": made.coarse["levels"]})
+    return Repacked(format, made.shape, {**made.coarse, **fields, "codes": codes})
 
 
 def join_rows(parts: Sequence[Repacked]) -> Repacked:
     """Concatenate the rows of weights of one K, such as an expert's gate and up projections.
 
-    Blocks are split to the smallest. Raises FormatError if K, levels or the scales' dtype differ.
+    Blocks are split to the smallest. Raises FormatError if K, kind, levels or the scales' dtype differ.
     """
     block = min(_block(part.format) for part in parts)
     cut = [cut_blocks(part, block) for part in parts]
-    levels = cut[0].coarse["levels"]
+    first = cut[0].coarse
+    whole = {name: field for name, field in first.items() if field.ndim == 1}
     alike = {(part.format, part.shape[1]) for part in cut}
-    if len(alike) > 1 or not all(torch.equal(part.coarse["levels"], levels) for part in cut):
+    if len(alike) > 1 or not all(torch.equal(part.coarse[name], whole[name]) for part in cut for name in whole):
         found = ", ".join(f"{part.format} {part.shape}" for part in cut)
         raise FormatError(f"join: {found}; expected one K, one dtype of scales and the same sixteen levels")
-    fields = {name: torch.cat([part.coarse[name] for part in cut]) for name in ("codes", "scales")}
+    fields = {name: torch.cat([part.coarse[name] for part in cut]) for name in first if name not in whole}
     shape = (sum(part.shape[0] for part in cut), cut[0].shape[1])
-    return Repacked(cut[0].format, shape, {**fields, "levels": levels})
+    return Repacked(cut[0].format, shape, {**fields, **whole})
 
 
 def _check_order(source: str, g_idx: Tensor | None, k: int, group: int) -> None:
@@ -316,8 +392,11 @@ def _check_order(source: str, g_idx: Tensor | None, k: int, group: int) -> None:
         )
 
 
-def _grouped(source: str, shape: tuple[int, int], codes: Tensor, scale_NG: Tensor, group: int) -> Repacked:
-    """Build the plane of an int4 weight with per-row groups; codes uint8 [N, >= K/2]."""
+def _grouped(
+    source: str, shape: tuple[int, int], codes: Tensor, scale_NG: Tensor, group: int, zeros_NG: Tensor | None = None
+) -> Repacked:
+    """Build the plane of a weight with per-row groups, (code - zero) * scale; codes uint8 [N, >= K/2]. Without zero
+    points, which are 8 then, it is one of 16 levels."""
     n, k = shape
     width = k if group == -1 else group
     groups = -(-k // width) if width > 0 else -1
@@ -326,14 +405,28 @@ def _grouped(source: str, shape: tuple[int, int], codes: Tensor, scale_NG: Tenso
             f"{source}: scales of {tuple(scale_NG.shape)} rows and groups; expected {(n, groups)} of a weight {(n, k)} "
             f"in groups of {group}"
         )
-    format = levels_format(k, group, scale_NG.dtype)
+    format = levels_format(k, group, scale_NG.dtype, kind="levels" if zeros_NG is None else "zeros")
     block = _block(format)
-    each = -(-padded(k, block) // block) if groups == 1 else width // block
-    scales = scale_NG.repeat_interleave(each, dim=1)[:, : padded(k, block) // block]
-    half = padded(k, block) // 2
-    wide = torch.full((n, half), 0x88, dtype=torch.uint8, device=codes.device)  # 0x88: two zero weights
+    blocks, half = padded(k, block) // block, padded(k, block) // 2
+    each = blocks if groups == 1 else width // block
+
+    def spread(number_NG: Tensor) -> Tensor:
+        return number_NG.repeat_interleave(each, dim=1)[:, :blocks].contiguous()
+
+    wide = torch.full((n, half), _MIDDLE * 0x11, dtype=torch.uint8, device=codes.device)
     wide[:, : (k + 1) // 2] = codes[:, : (k + 1) // 2]
-    return levels_plane(format, shape, wide, scales, _table(INT4_LEVELS, codes))
+    if zeros_NG is None:
+        return levels_plane(format, shape, wide, spread(scale_NG), _table(INT4_LEVELS, codes))
+    fields = {"codes": wide, "scales": spread(scale_NG), "zeros": spread(zeros_NG)}
+    refuse_nonfinite_fields(format, fields)
+    return Repacked(format, shape, fields)
+
+
+def refuse_nonfinite_fields(format: str, fields: Mapping[str, Tensor]) -> None:
+    """Raise a FormatError if numbers of a published plane are NaN or Inf."""
+    for name, field in fields.items():
+        if field.is_floating_point() and not torch.isfinite(field).all():
+            raise FormatError(f"{format}: block {name} hold NaN or Inf; expected finite numbers")
 
 
 def levels_plane(format: str, shape: tuple[int, int], codes: Tensor, scales: Tensor, levels: Tensor) -> Repacked:
@@ -341,8 +434,7 @@ def levels_plane(format: str, shape: tuple[int, int], codes: Tensor, scales: Ten
     levels = levels.detach().float().reshape(-1).contiguous()
     if levels.numel() != 16 or not torch.isfinite(levels).all():
         raise FormatError(f"{format}: {levels.numel()} levels; expected 16 finite numbers")
-    if not torch.isfinite(scales).all():
-        raise FormatError(f"{format}: block scales hold NaN or Inf; expected finite numbers")
+    refuse_nonfinite_fields(format, {"scales": scales})
     return Repacked(format, shape, {"codes": codes.contiguous(), "scales": scales.contiguous(), "levels": levels})
 
 

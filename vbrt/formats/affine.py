@@ -1,0 +1,164 @@
+"""4-bit codes with a scale and an offset per block, as published: `affine16-float16` to `affine128-float32`,
+`zeros16-float16` to `zeros128-float32`, and `superblock32`.
+
+    affine        weight = code * scale + offset                 GGUF's Q4_1, MLX
+    zeros         weight = (code - zero) * scale                 AWQ; asymmetric GPTQ, AutoRound, compressed-tensors
+    superblock    weight = code * (d * scale) - dmin * min       GGUF's Q4_K
+
+Every operation is rounded to fp32, the result to the weight's dtype. All products are exact in fp32 but those of fp32
+scales, so a kernel may compute any of them as one FMA of code, scale and offset (`Affine.block_terms`) with the same
+bits; of fp32 scales it may not.
+
+Bits per weight: 4, plus 32 / block (16-bit `affine`), 24 / block (16-bit `zeros`) or 0.625 (`superblock32`, whose 6-bit
+numbers take a byte each).
+
+Encoding is for weights assigned to such a layer later; no config selects these formats.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import FormatError
+from vbrt.formats.block_formats import constant_quads, decode_blocks, encode_tile, pack_nibbles, whole_blocks
+from vbrt.formats.format import Format, check_weight, padded
+from vbrt.formats.page import DTYPES, PageLayout, build_layout
+
+__all__ = ["SUPERBLOCK", "Affine", "BlockTerms", "Superblock", "ZeroPoint"]
+
+#: weights that share `d` and `dmin`
+SUPERBLOCK = 256
+_CODES = tuple(map(float, range(16)))
+_SIX_BITS = 63
+_INSIDE = 7 / 8  # part of a dtype's range from which rounding of scales, offsets and codes does not lead to Inf
+
+
+class BlockTerms(NamedTuple):
+    """Scale and offset of each block, fp32 [N, Kp/block]: weight = code * scale + offset."""
+
+    scale_NB: Tensor
+    offset_NB: Tensor
+
+
+class Affine(Format):
+    """Fields: codes uint8 [N, Kp/2], low nibble first; scales and offsets [N, Kp/block] in the record's dtype, of
+    either sign."""
+
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> PageLayout:
+        """See `Format.layout`."""
+        n, kp = shape[0], padded(shape[1], self.block)
+        return build_layout(self.name, "coarse", [("codes", "uint8", (n, kp // 2)), *self._fields(n, kp // self.block)])
+
+    def _fields(self, n: int, blocks: int) -> list[tuple[str, str, tuple[int, int]]]:
+        return [(name, self.record.scales, (n, blocks)) for name in ("scales", "offsets")]
+
+    def block_terms(self, tensors: dict[str, Tensor]) -> BlockTerms:
+        """Return scale and offset of each block."""
+        return BlockTerms(tensors["scales"].float(), tensors["offsets"].float())
+
+    def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """See `Format.decode`."""
+        scale_NB, offset_NB = self.block_terms(tensors)
+        codes, quads = tensors["codes"], constant_quads(_CODES, tensors["codes"].device)
+        return decode_blocks(codes, scale_NB, quads, shape, dtype, offset_NB=offset_NB)
+
+    @torch.no_grad()
+    def encode(self, w_NK: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
+        """See `Format.encode`. A block's least and largest weight become codes 0 and 15, without a search; except in
+        `affine` formats, the range includes 0.
+
+        Also raises FormatError if scales or offsets cannot reach the largest weight.
+        """
+        amax, reach = check_weight(w_NK, self.name), self._reach()
+        if amax > reach:
+            raise FormatError(f"{self.name}: the largest weight is {amax:g}; its scales and offsets reach {reach:g}")
+        parts = [self._encode_rows(rows) for rows in w_NK.split(max(1, encode_tile(w_NK.device) // w_NK.shape[1]))]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _reach(self) -> float:
+        """Return the largest magnitude that encodes; a block's range is finite in fp32."""
+        return min(torch.finfo(DTYPES[self.record.scales]).max, torch.finfo(torch.float32).max / 4)
+
+    def _encode_rows(self, w_RK: Tensor) -> dict[str, Tensor]:
+        limit = torch.finfo(w_RK.dtype).max * _INSIDE
+        x_RK = whole_blocks(w_RK.float().clamp(-limit, limit), self.block)
+        x_RBb = x_RK.view(len(x_RK), -1, self.block)
+        terms = self._terms(x_RBb.amin(-1), x_RBb.amax(-1))
+        scale_RB, offset_RB = self.block_terms(terms)
+        code_RBb = (x_RBb - offset_RB.unsqueeze(-1)).div_(_divisor(scale_RB).unsqueeze(-1)).round_().clamp_(0, 15)
+        return {"codes": pack_nibbles(code_RBb.view(-1, self.block).t()).view(len(x_RK), -1), **terms}
+
+    def _terms(self, low_RB: Tensor, high_RB: Tensor) -> dict[str, Tensor]:
+        """Return the fields besides codes of blocks with these ranges."""
+        dtype = DTYPES[self.record.scales]
+        return {"scales": ((high_RB - low_RB) / 15).to(dtype), "offsets": low_RB.to(dtype)}
+
+
+class ZeroPoint(Affine):
+    """Fields: codes; scales [N, Kp/block] in the record's dtype; zeros uint8 [N, Kp/block], 0 to 15."""
+
+    def _fields(self, n: int, blocks: int) -> list[tuple[str, str, tuple[int, int]]]:
+        return [("scales", self.record.scales, (n, blocks)), ("zeros", "uint8", (n, blocks))]
+
+    def block_terms(self, tensors: dict[str, Tensor]) -> BlockTerms:
+        """See `Affine.block_terms`; under fp32 scales the offset is rounded, unlike the decoded weight."""
+        scale_NB = tensors["scales"].float()
+        return BlockTerms(scale_NB, -(tensors["zeros"].float() * scale_NB))
+
+    def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """See `Format.decode`."""
+        codes, quads = tensors["codes"], constant_quads(_CODES, tensors["codes"].device)
+        scale_NB, zero_NB = tensors["scales"].float(), tensors["zeros"].float()
+        return decode_blocks(codes, scale_NB, quads, shape, dtype, zero_NB=zero_NB)
+
+    def _reach(self) -> float:
+        return min(7 * torch.finfo(DTYPES[self.record.scales]).max, torch.finfo(torch.float32).max / 4)
+
+    def _terms(self, low_RB: Tensor, high_RB: Tensor) -> dict[str, Tensor]:
+        low_RB = low_RB.clamp(max=0)
+        scale_RB = ((high_RB.clamp(min=0) - low_RB) / 15).to(DTYPES[self.record.scales])
+        zero_RB = (-low_RB / _divisor(scale_RB.float())).round_().clamp_(0, 15)
+        return {"scales": scale_RB, "zeros": zero_RB.to(torch.uint8)}
+
+
+class Superblock(Affine):
+    """Fields: codes; scales and mins uint8 [N, Kp/block], 0 to 63; d and dmin float16 [N, Kp/256 rounded up], of either
+    sign."""
+
+    def _fields(self, n: int, blocks: int) -> list[tuple[str, str, tuple[int, int]]]:
+        large = -(-blocks * self.block // SUPERBLOCK)
+        return [
+            ("scales", "uint8", (n, blocks)),
+            ("mins", "uint8", (n, blocks)),
+            ("d", "float16", (n, large)),
+            ("dmin", "float16", (n, large)),
+        ]
+
+    def block_terms(self, tensors: dict[str, Tensor]) -> BlockTerms:
+        """See `Affine.block_terms`; both are exact in fp32."""
+        each, blocks = SUPERBLOCK // self.block, tensors["scales"].shape[1]
+        d_NB, dmin_NB = (tensors[name].float().repeat_interleave(each, 1)[:, :blocks] for name in ("d", "dmin"))
+        return BlockTerms(d_NB * tensors["scales"].float(), -(dmin_NB * tensors["mins"].float()))
+
+    def _reach(self) -> float:
+        return torch.finfo(torch.float16).max * _SIX_BITS
+
+    def _terms(self, low_RB: Tensor, high_RB: Tensor) -> dict[str, Tensor]:
+        min_RB = -low_RB.clamp(max=0)
+        d, scales = self._six_bits((high_RB.clamp(min=0) + min_RB) / 15)
+        dmin, mins = self._six_bits(min_RB)
+        return {"scales": scales, "mins": mins, "d": d, "dmin": dmin}
+
+    def _six_bits(self, number_RB: Tensor) -> tuple[Tensor, Tensor]:
+        """(fp16 unit per superblock, uint8 [R, B] multiples of it) of numbers that are not negative."""
+        each = SUPERBLOCK // self.block
+        number_RSe = whole_blocks(number_RB, each).unflatten(1, (-1, each))
+        unit_RS = (number_RSe.amax(-1) / _SIX_BITS).half()
+        times_RSe = (number_RSe / _divisor(unit_RS.float()).unsqueeze(-1)).round_().clamp_(0, _SIX_BITS)
+        return unit_RS, times_RSe.flatten(1)[:, : number_RB.shape[1]].to(torch.uint8).contiguous()
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    """Scale, or Inf for 0: what it divides becomes 0."""
+    return scale.masked_fill(scale == 0, float("inf"))
