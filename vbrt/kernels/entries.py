@@ -56,7 +56,7 @@ _built_experts = functools.partial(
 )
 _built_update = functools.partial(_compiled, rank=1, refusal=cpu_update.refusal, builds=True)
 _tiled = functools.partial(_triton, formats=tuple(TILE_FORMATS), page_order=e2m1_linear.packing)
-_tables = functools.partial(_triton, formats=(*table_linear.FORMATS, *table_linear.LEVELS), runs_unpacked=True)
+_tables = functools.partial(_triton, formats=table_linear.SERVED, runs_unpacked=True)
 _wholes = functools.partial(_triton, formats=whole_linear.FORMATS, runs_unpacked=True)
 _unmeasured = functools.partial(functools.partial, tuned_configs.unmeasured)
 

@@ -38,6 +38,7 @@ __all__ = [
     "FUSED_NEEDS",
     "FUSED_TOKENS",
     "LEVELS",
+    "SERVED",
     "codes_of",
     "decode_weight",
     "linear",
@@ -51,6 +52,7 @@ FORMATS = formats_of("table")
 LEVELS = formats_of("levels")
 #: formats with scales and offsets
 AFFINE = formats_of("affine")
+SERVED = (*FORMATS, *LEVELS, *AFFINE)
 #: maximum tokens of the fused kernel: four groups of 8
 FUSED_TOKENS = 32
 FUSED_NEEDS = devices.BF16
@@ -84,7 +86,7 @@ def prepare(device: torch.device) -> None:
 
 def _served(planes: WeightPlanes) -> bool:
     codes = planes.coarse.get("codes")
-    if planes.format not in (*FORMATS, *LEVELS, *AFFINE) or planes.fine is not None or codes is None:
+    if planes.format not in SERVED or planes.fine is not None or codes is None:
         return False
     return codes.is_cuda and devices.serves(codes.device.index, devices.TRITON)
 
