@@ -242,25 +242,20 @@ def _coarse(format: str, n: int, k: int) -> dict[str, torch.Tensor]:
 
 def _decoders(capability: int) -> Iterator[Callable[[], Any]]:
     for (n, k), dtype in itertools.product(_SHAPES[-2:], (_BF16, _FP16, _FP32)):
-        for format in (*table_linear.FORMATS, *table_linear.LEVELS):
-            yield partial(table_linear._decode_table, *_table(format, n, k), k, dtype)
+        for format in table_linear.SERVED:
+            yield partial(table_linear._decode_rows, *table_linear.weight_of(_coarse(format, n, k)), k, dtype)
         for format in whole_linear.FORMATS:
             planes = _coarse(format, n, k)
             yield partial(whole_linear._decode_codes, planes["codes"], planes["scales"], k, dtype)
 
 
-def _table(format: str, n: int, k: int) -> tuple[torch.Tensor | None, ...]:
-    planes = _coarse(format, n, k)
-    return planes["codes"], planes["scales"], planes.get("levels"), planes.get("tensor_scale")
-
-
 def _products(capability: int) -> Iterator[Callable[[], Any]]:
     epilogues = itertools.cycle(_EPILOGUES)
     for (n, k), tokens in itertools.product((*_SHAPES[:1], *_SHAPES[-2:]), (1, 13, 32, 100, 320)):
-        for format in (*table_linear.FORMATS, *table_linear.LEVELS):
+        for format in table_linear.SERVED:
             activation, biased = next(epilogues)
-            bias = _empty(n) if biased else None
-            yield partial(table_linear._product, _empty(tokens, k), *_table(format, n, k), bias, activation)
+            weight, bias = table_linear.weight_of(_coarse(format, n, k)), _empty(n) if biased else None
+            yield partial(table_linear._product, _empty(tokens, k), *weight, bias, activation)
         for format in whole_linear.FORMATS:
             activation, biased = next(epilogues)
             planes, bias = _coarse(format, n, k), _empty(n) if biased else None

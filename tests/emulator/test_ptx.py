@@ -254,8 +254,18 @@ LEVELS = [
 ]
 
 
+AFFINE = [
+    *((name, torch.bfloat16, 328) for name in ("superblock32", "affine32-float16")),
+    *(
+        pytest.param(name, torch.float32, k, marks=pytest.mark.exhaustive)
+        for name in ("superblock32", "affine16-bfloat16", "affine64-float32", "zeros64-float32", "zeros128-float16")
+        for k in (192, 200, 512, 1304)
+    ),
+]
+
+
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("name", "dtype", "k"), [*TABLES, *LEVELS])
+@pytest.mark.parametrize(("name", "dtype", "k"), [*TABLES, *LEVELS, *AFFINE])
 def test_tables(name, dtype, k, gpu, monkeypatch):
     """Also with rows that end within 64 columns, in the middle of the last blocks."""
     monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(table_linear.NF4_LEVELS))

@@ -1,4 +1,4 @@
-"""Triton decoder of `linear`: weights dequantized through a table of 16 levels, or with offsets. Importing needs Triton.
+"""Triton decoder of `linear`: 4-bit codes to levels of a table, or with offsets. Importing needs Triton.
 
 A weight is level[code] * (scale * tensor scale), both products rounded to fp32, as the formats define it; scales of 16
 or 32 bits have no tensor scale. The table is one cache line: a warp's lookups hit it without conflicts, so the kernel

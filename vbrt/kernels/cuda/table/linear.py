@@ -1,8 +1,8 @@
 """Linear layers on rows of 4-bit codes: backend "triton" of the ops "linear" and "decode_weight".
 
-`nf4` and `quantile` have a scale byte per 64 columns and a tensor scale; `levels...` have scales of 16 or 32 bits per 16
-to 128 columns, and their 16 levels in the page. `affine...`, `zeros...` and `superblock32` have no table, but an offset
-per block.
+`nf4` and `quantile` have a scale byte per 64 columns and a tensor scale; `levels...` have scales of 16 or 32 bits per
+16 to 128 columns, and their 16 levels in the page. `affine...`, `zeros...` and `superblock32` have no table, but an
+offset per block.
 
 Up to `FUSED_TOKENS` bf16 tokens, one kernel decodes the codes, multiplies on tensor cores and applies bias and
 activation as an epilogue; it rounds the levels to bf16, where there are any, and applies block scales and offsets to
@@ -44,6 +44,7 @@ __all__ = [
     "linear",
     "prepare",
     "route",
+    "weight_of",
 ]
 
 #: formats with a table of levels and a scale byte per block
@@ -57,7 +58,8 @@ SERVED = (*FORMATS, *LEVELS, *AFFINE)
 FUSED_TOKENS = 32
 FUSED_NEEDS = devices.BF16
 _ROWS, _COLUMNS, _WARPS = 1, 4096, 4
-_UNROLL = 2  # 64-column groups that a warp of the fused kernel loads at a time
+#: 64-column groups that a warp of the fused kernel loads at a time; of superblocks 256 columns have one d and dmin
+_UNROLL = {"none": 2, "values": 2, "zeros": 2, "superblock": 4}
 
 
 @functools.cache
@@ -100,7 +102,7 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
     tokens = x.numel() // x.shape[-1]
     if tokens <= FUSED_TOKENS:
         return "fused"
-    launch = _launch_of(tokens, _weight_of(planes.coarse))
+    launch = _launch_of(tokens, weight_of(planes.coarse))
     if launch is None:
         return "decode+matmul"
     return "persistent" if type(launch) is PersistentLaunch else "fused"
@@ -191,13 +193,14 @@ class _Weight(NamedTuple):
 _FIELDS = (("codes",), ("scales",), ("levels",), ("tensor_scale", "d"), ("offsets", "zeros", "mins"), ("dmin",))
 
 
-def _weight_of(coarse: dict[str, Tensor]) -> _Weight:
+def weight_of(coarse: dict[str, Tensor]) -> _Weight:
+    """A plain coarse plane in the form of the kernels."""
     return _Weight(*(next((coarse[name] for name in names if name in coarse), None) for names in _FIELDS))
 
 
 def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: str) -> Tensor:
     multiply = _linear_op if torch.compiler.is_compiling() else _product
-    return multiply(x, *_weight_of(planes.coarse), bias, activation)
+    return multiply(x, *weight_of(planes.coarse), bias, activation)
 
 
 def _table(weight: _Weight) -> tuple[Tensor, bool]:
@@ -233,7 +236,7 @@ def _product(
 
 def codes_of(coarse: dict[str, Tensor]) -> launches.Codes:
     """A plain coarse plane as `Codes`."""
-    return _codes_of(_weight_of(coarse))
+    return _codes_of(weight_of(coarse))
 
 
 def _codes_of(weight: _Weight) -> launches.Codes:
@@ -253,7 +256,7 @@ def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> 
         wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)
         wide[:, :k] = x_MK
         x_MK, k = wide, wide.shape[1]
-    groups = -(-weight.codes.shape[1] // 32)
+    groups, unroll = -(-weight.codes.shape[1] // 32), _UNROLL[weight.stored]
     found = tuned_configs.found(device.index, "table", tokens, -(-n // 16), groups)
     warps = (found or launch_for("table", devices.gpu(device.index), tokens, -(-n // 16), groups)).k_warps
     with torch.cuda.device(device):
@@ -271,8 +274,9 @@ def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> 
             y.stride(0),
             TOKEN_GROUPS=1 << max(0, (tokens - 1).bit_length() - 3),
             K_WARPS=warps,
-            UNROLL=_UNROLL,
-            K_TAIL=k != 64 * groups,
+            UNROLL=unroll,
+            WHOLE=weight.codes.shape[1] % (32 * unroll) == 0,
+            K_TAIL=k != 2 * weight.codes.shape[1],
             ACTIVATION=activation,
             HAS_BIAS=bias is not None,
             **weight.constants,
@@ -284,7 +288,7 @@ def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> 
 
 def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
     decode = _decode_op if torch.compiler.is_compiling() else _decode_rows
-    return decode(*_weight_of(planes.coarse), planes.shape[1], dtype)
+    return decode(*weight_of(planes.coarse), planes.shape[1], dtype)
 
 
 def _decode_rows(

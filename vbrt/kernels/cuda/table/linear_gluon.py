@@ -117,9 +117,8 @@ MULTIPLY_2_REGISTERS = gl.constexpr(",".join(["=&f"] * 8) + ",r" * 24)
 MULTIPLY_4 = gl.constexpr(_multiply_assembly(4))
 MULTIPLY_4_REGISTERS = gl.constexpr(",".join(["=&f"] * 16) + ",r" * 24)
 
-#: codes of N rows and what is stored of their blocks, groups of 64 columns and blocks in a row; super_ptr, least_ptr: of
-#: scales and offsets of superblocks
-Plane = namedtuple("Plane", "code_ptr block_ptr offset_ptr super_ptr least_ptr N groups blocks")
+#: a row's codes and stored terms from a thread's first column on, [threads]; supers, leasts: of superblocks, in fp16
+Row = namedtuple("Row", "codes scales offsets supers leasts")
 
 
 @gluon.jit
@@ -137,89 +136,127 @@ def level_bytes(level_ptr, first: gl.constexpr, SIGNED: gl.constexpr):
     return low, high
 
 
-@gluon.jit
-def load_codes(code_ptr, row, group, blocks, t, wanted, LAYOUT: gl.constexpr, BLOCK: gl.constexpr):
-    """For rows of blocks of less than 64 columns: the two words of codes that lane t owns of a group, [threads, 2]."""
-    two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    if BLOCK == 32:
-        at = (row * (4 * blocks) + group * 8 + t)[:, None] + 4 * two
-        mask = wanted[:, None] & ((group * 2)[:, None] + two < blocks)
-        return gl.load(code_ptr + at, mask=mask, other=0, cache_modifier=".cg")
-    else:
-        halves = code_ptr.to(gl.pointer_type(gl.int16))
-        at = (row * (4 * blocks) + group * 16 + t)[:, None] + 8 * two
-        first = (group * 4)[:, None] + 2 * two
-        low = gl.load(halves + at, mask=wanted[:, None] & (first < blocks), other=0, cache_modifier=".cg")
-        mask = wanted[:, None] & (first + 1 < blocks)
-        high = gl.load(halves + at + 4, mask=mask, other=0, cache_modifier=".cg")
-        return (low.to(gl.int32) & 0xFFFF) | (high.to(gl.int32) << 16)
-
-
-@gluon.jit
-def load_scale(block_ptr, at, mask):
-    """A block scale as stored, a byte as a word; zero out of bounds."""
-    stored = gl.load(block_ptr + at, mask=mask, other=0)
-    return stored.to(gl.int32) if block_ptr.dtype.element_ty == gl.uint8 else stored
-
-
 @gluon.constexpr_function
 def blocks_of_step(UNROLL, BLOCK):
     """Blocks of a row in UNROLL groups of 64 columns; 1 if all of them are in one."""
     return max(1, 64 * UNROLL // BLOCK)
 
 
+@gluon.constexpr_function
+def vector_layout(SIZE, K_WARPS):
+    """[threads, SIZE], all of a row in one thread."""
+    return gl.BlockedLayout([1, SIZE], [32, 1], [K_WARPS, 1], [1, 0])
+
+
 @gluon.jit
-def load_terms(plane, row, group, UNROLL: gl.constexpr, BLOCK: gl.constexpr, OFFSETS: gl.constexpr):
-    """Scales of the blocks of UNROLL groups of 64 columns of a row as stored, then their offsets; zeros outside."""
-    COUNT: gl.constexpr = blocks_of_step(UNROLL, BLOCK)
-    first = group // (BLOCK // 64) if BLOCK > 64 else group * (64 // BLOCK)
-    out = ()
-    for i in gl.static_range(COUNT):
-        there = (row < plane.N) & (first + i < plane.blocks)
-        out = out + (load_scale(plane.block_ptr, row * plane.blocks + first + i, there),)
-    if OFFSETS != "none":
-        for i in gl.static_range(COUNT):
-            there = (row < plane.N) & (first + i < plane.blocks)
-            out = out + (load_scale(plane.offset_ptr, row * plane.blocks + first + i, there),)
-    if OFFSETS == "superblock":
-        there = (row < plane.N) & (group < plane.groups)
-        at = row * ((plane.groups + 3) // 4) + group // 4
-        out = out + (load_scale(plane.super_ptr, at, there), load_scale(plane.least_ptr, at, there))
+def halves_of(v):
+    """The first and the second half of a thread's numbers [threads, 4 or more]."""
+    SIZE: gl.constexpr = v.shape[1]
+    K_WARPS: gl.constexpr = v.shape[0] // 32
+    first, second = gl.split(gl.permute(gl.reshape(v, (v.shape[0], 2, SIZE // 2)), (0, 2, 1)))
+    HALF: gl.constexpr = vector_layout(SIZE // 2, K_WARPS)
+    return gl.convert_layout(first, HALF, assert_trivial=True), gl.convert_layout(second, HALF, assert_trivial=True)
+
+
+@gluon.jit
+def numbers_of(v, OWN: gl.constexpr):
+    """A thread's numbers, [threads] each, in the layout of one per thread."""
+    SIZE: gl.constexpr = v.shape[1]
+    if SIZE == 1:
+        out = (gl.convert_layout(gl.reshape(v, (v.shape[0],)), OWN, assert_trivial=True),)
+    elif SIZE == 2:
+        first, second = gl.split(v)
+        first = gl.convert_layout(first, OWN, assert_trivial=True)
+        out = (first, gl.convert_layout(second, OWN, assert_trivial=True))
+    else:
+        first, second = halves_of(v)
+        out = numbers_of(first, OWN) + numbers_of(second, OWN)
     return out
 
 
 @gluon.jit
-def load_blocks(
-    plane, row, group, t, LAYOUT: gl.constexpr, UNROLL: gl.constexpr, BLOCK: gl.constexpr, OFFSETS: gl.constexpr
-):
-    """(codes, terms) of UNROLL groups of 64 columns: codes of row and row + 8 for each group, terms of both rows."""
+def load_vector(pointer, wanted, SIZE: gl.constexpr, BYTES: gl.constexpr, CACHE: gl.constexpr):
+    """[threads, SIZE] from each thread's pointer on, whose address is a multiple of BYTES; zeros where not wanted."""
+    V: gl.constexpr = vector_layout(SIZE, pointer.shape[0] // 32)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, V)
+    pointer = gl.multiple_of(gl.convert_layout(pointer, OF_ROWS, assert_trivial=True), BYTES)
+    wanted = gl.convert_layout(wanted, OF_ROWS, assert_trivial=True)
+    at = pointer[:, None] + gl.arange(0, SIZE, layout=gl.SliceLayout(0, V))[None, :]
+    return gl.load(at, mask=wanted[:, None], other=0, cache_modifier=CACHE)
+
+
+@gluon.jit
+def load_terms(pointer, inside, left, COUNT: gl.constexpr, WHOLE: gl.constexpr):
+    """COUNT stored terms, bytes as words; zeros where not inside, and from the number that is left on."""
+    OWN: gl.constexpr = pointer.type.layout
+    SIZE: gl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
+    if WHOLE:
+        out = numbers_of(load_vector(pointer, inside, COUNT, COUNT * SIZE, ""), OWN)
+    else:
+        out = ()
+        for i in gl.static_range(COUNT):
+            out = out + (gl.load(pointer + i, mask=inside & (i < left), other=0),)
+    return out
+
+
+@gluon.jit
+def load_codes(pointer, inside, left, UNROLL: gl.constexpr, BLOCK: gl.constexpr, WHOLE: gl.constexpr):
+    """Two words of codes, [threads, 2], of each of UNROLL groups of 64 columns; zeros outside. left: blocks."""
+    LAYOUT: gl.constexpr = pointer.type.layout.parent
     two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    codes = ()
-    for j in gl.static_range(UNROLL):
-        for half in gl.static_range(2):
-            own = row + 8 * half
-            wanted = (own < plane.N) & (group + j < plane.groups)
-            if BLOCK >= 64:
-                at = gl.multiple_of(((own * plane.groups + group + j) * 8 + t * 2)[:, None], (2, 2)) + two
-                codes = codes + (gl.load(plane.code_ptr + at, mask=wanted[:, None], other=0, cache_modifier=".cg"),)
+    out = ()
+    if BLOCK >= 128:
+        for u in gl.static_range(UNROLL // 2):
+            wanted = inside & (u * 128 // BLOCK < left)
+            first, second = halves_of(load_vector(pointer + 16 * u, wanted, 4, 16, ".cg"))
+            out = out + (gl.convert_layout(first, LAYOUT, assert_trivial=True),)
+            out = out + (gl.convert_layout(second, LAYOUT, assert_trivial=True),)
+    else:
+        for j in gl.static_range(UNROLL):
+            if BLOCK == 64:
+                wanted = inside if WHOLE else inside & (j < left)
+                at = gl.multiple_of(pointer + 8 * j, 8)[:, None] + two
+                out = out + (gl.load(at, mask=wanted[:, None], other=0, cache_modifier=".cg"),)
+            elif BLOCK == 32:
+                # lanes have a quarter of a block each, so two of these loads share a sector: it stays in L1
+                wanted = inside[:, None] & (two < 2) if WHOLE else inside[:, None] & (2 * j + two < left[:, None])
+                out = out + (gl.load((pointer + 8 * j)[:, None] + 4 * two, mask=wanted, other=0),)
             else:
-                codes = codes + (load_codes(plane.code_ptr, own, group + j, plane.blocks, t, wanted, LAYOUT, BLOCK),)
-    upper = load_terms(plane, row, group, UNROLL, BLOCK, OFFSETS)
-    return codes, upper, load_terms(plane, row + 8, group, UNROLL, BLOCK, OFFSETS)
+                at = pointer[:, None].to(gl.pointer_type(gl.int16)) + (16 * j + 8 * two)
+                wanted = inside[:, None] & (4 * j + 2 * two < left[:, None])
+                low = gl.load(at, mask=wanted, other=0)
+                wanted = inside[:, None] & (4 * j + 2 * two + 1 < left[:, None])
+                high = gl.load(at + 4, mask=wanted, other=0)
+                out = out + ((low.to(gl.int32) & 0xFFFF) | (high.to(gl.int32) << 16),)
+    return out
+
+
+@gluon.jit
+def load_row(row, inside, left, UNROLL: gl.constexpr, BLOCK: gl.constexpr, OFFSETS: gl.constexpr, WHOLE: gl.constexpr):
+    """(codes, terms) of UNROLL groups of 64 columns: scales as stored, then offsets, then those of superblocks."""
+    COUNT: gl.constexpr = blocks_of_step(UNROLL, BLOCK)
+    codes = load_codes(row.codes, inside, left, UNROLL, BLOCK, WHOLE)
+    terms = load_terms(row.scales, inside, left, COUNT, WHOLE)
+    if OFFSETS != "none":
+        terms = terms + load_terms(row.offsets, inside, left, COUNT, WHOLE)
+    if OFFSETS == "superblock":
+        terms = terms + (gl.load(row.supers, mask=inside, other=0), gl.load(row.leasts, mask=inside, other=0))
+    return codes, terms
 
 
 @gluon.jit
 def scale_of(stored):
     """A block scale in fp32: as it is, or of a UE4M4 byte, of which 1920 = (127 - 7) << 4 makes an exponent."""
-    if stored.dtype == gl.int32:
-        return gl.where(stored > 0, ((stored + 1920) << 19).to(gl.float32, bitcast=True), 0.0)
+    if stored.dtype == gl.uint8:
+        word = stored.to(gl.int32)
+        return gl.where(word > 0, ((word + 1920) << 19).to(gl.float32, bitcast=True), 0.0)
     else:
         return stored.to(gl.float32)
 
 
 @gluon.jit
 def terms_of(stored, j: gl.constexpr, BLOCK: gl.constexpr, UNROLL: gl.constexpr, OFFSETS: gl.constexpr):
-    """Scales, fp32 [threads, 1], of the chains of group j; with OFFSETS then what their sums of x are multiplied with."""
+    """Scales, fp32 [threads, 1], of the chains of group j; with OFFSETS then the factors of their sums of x."""
     COUNT: gl.constexpr = blocks_of_step(UNROLL, BLOCK)
     CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
     FIRST: gl.constexpr = 64 * j // BLOCK
@@ -242,6 +279,43 @@ def terms_of(stored, j: gl.constexpr, BLOCK: gl.constexpr, UNROLL: gl.constexpr,
 
 
 @gluon.jit
+def load_scale(block_ptr, at, mask):
+    """A block scale as stored, a byte as a word; zero out of bounds."""
+    stored = gl.load(block_ptr + at, mask=mask, other=0)
+    return stored.to(gl.int32) if block_ptr.dtype.element_ty == gl.uint8 else stored
+
+
+@gluon.jit
+def load_tokens(pointer, wanted, j: gl.constexpr, left, BLOCK: gl.constexpr, K_TAIL: gl.constexpr):
+    """B operands of group j's four instructions, [threads, 2] each. left: columns of x from the thread's first on."""
+    LAYOUT: gl.constexpr = pointer.type.layout.parent
+    # words from the thread's first on: of this group, and between its loads
+    FIRST: gl.constexpr = j // 2 * 64 + j % 2 * 8 if BLOCK >= 128 else 32 * j
+    SIZE: gl.constexpr = 2 if BLOCK == 16 else 4
+    APART: gl.constexpr = 4 if BLOCK >= 64 else (16 if BLOCK == 32 else 8)
+    out = ()
+    for i in gl.static_range(8 // SIZE):
+        there = wanted & (2 * (FIRST + i * APART) < left) if K_TAIL else wanted
+        v = load_vector(pointer + (FIRST + i * APART), there, SIZE, 4 * SIZE, "")
+        if SIZE == 4:
+            first, second = halves_of(v)
+            out = out + (gl.convert_layout(first, LAYOUT, assert_trivial=True),)
+            out = out + (gl.convert_layout(second, LAYOUT, assert_trivial=True),)
+        else:
+            out = out + (gl.convert_layout(v, LAYOUT, assert_trivial=True),)
+    return out
+
+
+@gluon.jit
+def moved(row, STEP: gl.constexpr, BLOCK: gl.constexpr):
+    """A row from STEP groups of 64 columns later on."""
+    CODES: gl.constexpr = STEP * (16 if BLOCK == 16 else 8)
+    BLOCKS: gl.constexpr = STEP * 64 // BLOCK
+    large = row.supers + STEP // 4
+    return Row(row.codes + CODES, row.scales + BLOCKS, row.offsets + BLOCKS, large, row.leasts + STEP // 4)
+
+
+@gluon.jit
 def sums_of_tokens(x, CHAINS: gl.constexpr):
     """Sums of x over the columns of each chain, for the two tokens that a lane has."""
     s = gl.inline_asm_elementwise(
@@ -256,8 +330,8 @@ def sums_of_tokens(x, CHAINS: gl.constexpr):
 
 
 @gluon.jit
-def multiplied(a, x, terms_g, terms_h, CHAINS: gl.constexpr, OFFSETS: gl.constexpr):
-    """Sums of four instructions times their blocks' scales, and offsets: for row g, for row g + 8."""
+def added_products(upper, lower, a, x, terms_g, terms_h, CHAINS: gl.constexpr, OFFSETS: gl.constexpr):
+    """Sums of rows g and of rows g + 8, plus those of four instructions times their blocks' scales, and offsets."""
     s = gl.inline_asm_elementwise(
         MULTIPLY if CHAINS == 1 else (MULTIPLY_2 if CHAINS == 2 else MULTIPLY_4),
         MULTIPLY_REGISTERS if CHAINS == 1 else (MULTIPLY_2_REGISTERS if CHAINS == 2 else MULTIPLY_4_REGISTERS),
@@ -266,14 +340,19 @@ def multiplied(a, x, terms_g, terms_h, CHAINS: gl.constexpr, OFFSETS: gl.constex
         is_pure=True,
         pack=2,
     )
-    upper = s[0] * terms_g[0]
-    lower = s[1] * terms_h[0]
-    for chain in gl.static_range(1, CHAINS):
-        upper += s[2 * chain] * terms_g[chain]
-        lower += s[2 * chain + 1] * terms_h[chain]
-    if OFFSETS != "none":
+    if OFFSETS == "none":
+        u = s[0] * terms_g[0]
+        v = s[1] * terms_h[0]
+        for chain in gl.static_range(1, CHAINS):
+            u += s[2 * chain] * terms_g[chain]
+            v += s[2 * chain + 1] * terms_h[chain]
+        upper += u
+        lower += v
+    else:
         total = sums_of_tokens(x, CHAINS)
         for chain in gl.static_range(CHAINS):
+            upper += s[2 * chain] * terms_g[chain]
+            lower += s[2 * chain + 1] * terms_h[chain]
             upper += total[chain] * terms_g[CHAINS + chain]
             lower += total[chain] * terms_h[CHAINS + chain]
     return upper, lower
@@ -302,36 +381,47 @@ def linear_kernel(
     BLOCK: gl.constexpr,
     SIGNED: gl.constexpr,
     OFFSETS: gl.constexpr,
+    WHOLE: gl.constexpr,
     K_TAIL: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
     """y [M, N] = activation(x [M, K] @ w.T + bias), grid (ceil(N / 16),), K_WARPS warps that split K.
 
-    x is bf16, its rows 16-byte aligned; TOKEN_GROUPS groups of 8 tokens cover M. K_TAIL: K ends within the last group.
+    x is bf16, its rows 16-byte aligned; TOKEN_GROUPS groups of 8 tokens cover M. K_TAIL: K ends within a block.
+    WHOLE: rows of codes end with a step of UNROLL groups.
     block_ptr: scales [N, blocks] of BLOCK columns each: floats, UE4M4 bytes with scale_ptr's tensor scale, or bytes of
     superblocks, whose numbers are scale_ptr's and least_ptr's. offset_ptr: [N, blocks], see OFFSETS above.
     """
     BYTES: gl.constexpr = OFFSETS == "none" and block_ptr.dtype.element_ty == gl.uint8
     CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
-    if BLOCK > 64:
-        groups = blocks * (BLOCK // 64)
-    elif BLOCK < 64:
-        groups = (blocks + CHAINS - 1) // CHAINS
-    else:
-        groups = blocks
+    STEP: gl.constexpr = K_WARPS * UNROLL
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [K_WARPS, 1], [1, 0])
+    # words of codes and of x that a lane has together
+    EACH: gl.constexpr = 4 if BLOCK >= 128 else (2 if BLOCK == 64 else 1)
+    OF_X: gl.constexpr = 2 if BLOCK == 16 else 4 * EACH
+    groups = (blocks * BLOCK + 63) // 64
     thread = gl.arange(0, 32 * K_WARPS, layout=gl.SliceLayout(1, LAYOUT))
-    two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     lane = thread % 32
     t = lane % 4
-    row = gl.program_id(0) * 16 + lane // 4
     group = (thread // 32) * UNROLL
-    x_words = x_ptr.to(gl.pointer_type(gl.int32))
-    zero = gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT)
+    first_block = group // (BLOCK // 64) if BLOCK >= 64 else group * CHAINS
     blank = gl.zeros((32 * K_WARPS, 2), gl.int32, layout=LAYOUT)
-    plane = Plane(code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, N, groups, blocks)
-    tiles = load_blocks(plane, row, group, t, LAYOUT, UNROLL, BLOCK, OFFSETS)
+    rows = ()
+    for half in gl.static_range(2):  # beyond the last row it is the last one again, and not stored
+        row = gl.minimum(gl.program_id(0) * 16 + lane // 4 + 8 * half, N - 1)
+        if BLOCK == 16:
+            codes = code_ptr.to(gl.pointer_type(gl.int16)) + (row * (4 * blocks) + group * 16 + t)
+        else:
+            codes = code_ptr + (row * (blocks * (BLOCK // 8)) + group * 8 + t * EACH)
+        block = row * blocks + first_block
+        large = row * ((blocks * BLOCK + 255) // 256) + group // 4
+        rows = rows + (Row(codes, block_ptr + block, offset_ptr + block, scale_ptr + large, least_ptr + large),)
+    column = group * 64 + t * (2 * OF_X)
+    xs = ()
+    for n in gl.static_range(TOKEN_GROUPS):
+        token = n * 8 + lane // 4
+        xs = xs + (x_ptr.to(gl.pointer_type(gl.int32)) + (token * (x_stride // 2) + column // 2),)
     lows = ()
     highs = ()
     if OFFSETS == "none":
@@ -339,46 +429,51 @@ def linear_kernel(
             low, high = level_bytes(level_ptr, 4 * quarter, SIGNED)
             lows = lows + (blank + low,)
             highs = highs + (blank + high,)
+    inside = group < groups
+    left = blocks - first_block
+    upper = load_row(rows[0], inside, left, UNROLL, BLOCK, OFFSETS, WHOLE)
+    lower = load_row(rows[1], inside, left, UNROLL, BLOCK, OFFSETS, WHOLE)
     uppers = ()  # sums of rows g, per token group
     lowers = ()  # of rows g + 8
     for _ in gl.static_range(TOKEN_GROUPS):
-        uppers = uppers + (zero,)
-        lowers = lowers + (zero,)
-    STEP: gl.constexpr = K_WARPS * UNROLL
+        uppers = uppers + (gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT),)
+        lowers = lowers + (gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT),)
     for _ in range((groups + STEP - 1) // STEP):
-        ahead = load_blocks(plane, row, group + STEP, t, LAYOUT, UNROLL, BLOCK, OFFSETS)
+        rows = (moved(rows[0], STEP, BLOCK), moved(rows[1], STEP, BLOCK))
+        left = left - STEP * 64 // BLOCK
+        ahead = group + STEP < groups
+        next_upper = load_row(rows[0], ahead, left, UNROLL, BLOCK, OFFSETS, WHOLE)
+        next_lower = load_row(rows[1], ahead, left, UNROLL, BLOCK, OFFSETS, WHOLE)
         for j in gl.static_range(UNROLL):
             a = gl.inline_asm_elementwise(
                 DECODE if OFFSETS == "none" else DECODE_CODES,
                 DECODE_REGISTERS if OFFSETS == "none" else DECODE_CODES_REGISTERS,
-                (tiles[0][2 * j], tiles[0][2 * j + 1]) + lows + highs,
+                (upper[0][j], lower[0][j]) + lows + highs,
                 dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
                 is_pure=True,
                 pack=2,
             )
-            terms_g = terms_of(tiles[1], j, BLOCK, UNROLL, OFFSETS)
-            terms_h = terms_of(tiles[2], j, BLOCK, UNROLL, OFFSETS)
+            terms_g = terms_of(upper[1], j, BLOCK, UNROLL, OFFSETS)
+            terms_h = terms_of(lower[1], j, BLOCK, UNROLL, OFFSETS)
             added_uppers = ()
             added_lowers = ()
             for n in gl.static_range(TOKEN_GROUPS):
-                token = n * 8 + lane // 4
-                x = ()
-                for part in gl.static_range(4):
-                    offset = (group + j) * 32 + t * (8 // CHAINS) + part // (4 // CHAINS) * (32 // CHAINS)
-                    offset = offset + part % (4 // CHAINS) * 2
-                    wanted = (token < M) & (group + j < groups)
-                    if K_TAIL:
-                        wanted = wanted & (offset * 2 < K)
-                    offset = offset + token * (x_stride // 2)
-                    at = gl.multiple_of(offset[:, None], (2, 2)) + two
-                    x = x + (gl.load(x_words + at, mask=wanted[:, None], other=0),)
-                upper, lower = multiplied(a, x, terms_g, terms_h, CHAINS, OFFSETS)
-                added_uppers = added_uppers + (uppers[n] + upper,)
-                added_lowers = added_lowers + (lowers[n] + lower,)
+                wanted = (n * 8 + lane // 4 < M) & (inside if WHOLE else group + j < groups)
+                x = load_tokens(xs[n], wanted, j, K - column, BLOCK, K_TAIL)
+                u, v = added_products(uppers[n], lowers[n], a, x, terms_g, terms_h, CHAINS, OFFSETS)
+                added_uppers = added_uppers + (u,)
+                added_lowers = added_lowers + (v,)
             uppers = added_uppers
             lowers = added_lowers
-        tiles = ahead
+        upper = next_upper
+        lower = next_lower
+        inside = ahead
         group = group + STEP
+        column = column + 64 * STEP
+        moved_xs = ()
+        for n in gl.static_range(TOKEN_GROUPS):
+            moved_xs = moved_xs + (xs[n] + 32 * STEP,)
+        xs = moved_xs
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
     sums = ()
     for n in gl.static_range(TOKEN_GROUPS):
