@@ -22,8 +22,6 @@ A scale and an offset are stored as
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
 
-from collections import namedtuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -116,9 +114,6 @@ MULTIPLY_2 = gl.constexpr(_multiply_assembly(2))
 MULTIPLY_2_REGISTERS = gl.constexpr(",".join(["=&f"] * 8) + ",r" * 24)
 MULTIPLY_4 = gl.constexpr(_multiply_assembly(4))
 MULTIPLY_4_REGISTERS = gl.constexpr(",".join(["=&f"] * 16) + ",r" * 24)
-
-#: a row's codes and stored terms from a thread's first column on, [threads]; supers, leasts: of superblocks, in fp16
-Row = namedtuple("Row", "codes scales offsets supers leasts")
 
 
 @gluon.jit
@@ -233,14 +228,19 @@ def load_codes(pointer, inside, left, UNROLL: gl.constexpr, BLOCK: gl.constexpr,
 
 @gluon.jit
 def load_row(row, inside, left, UNROLL: gl.constexpr, BLOCK: gl.constexpr, OFFSETS: gl.constexpr, WHOLE: gl.constexpr):
-    """(codes, terms) of UNROLL groups of 64 columns: scales as stored, then offsets, then those of superblocks."""
+    """(codes, terms) of UNROLL groups of 64 columns: scales as stored, then offsets, then those of superblocks.
+
+    row: pointers [threads] to codes, scales, offsets and superblocks' fp16 numbers of both, from a thread's first
+    column on. Triton 3.6 loses the names of named tuples within a tuple.
+    """
     COUNT: gl.constexpr = blocks_of_step(UNROLL, BLOCK)
-    codes = load_codes(row.codes, inside, left, UNROLL, BLOCK, WHOLE)
-    terms = load_terms(row.scales, inside, left, COUNT, WHOLE)
+    code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr = row
+    codes = load_codes(code_ptr, inside, left, UNROLL, BLOCK, WHOLE)
+    terms = load_terms(block_ptr, inside, left, COUNT, WHOLE)
     if OFFSETS != "none":
-        terms = terms + load_terms(row.offsets, inside, left, COUNT, WHOLE)
+        terms = terms + load_terms(offset_ptr, inside, left, COUNT, WHOLE)
     if OFFSETS == "superblock":
-        terms = terms + (gl.load(row.supers, mask=inside, other=0), gl.load(row.leasts, mask=inside, other=0))
+        terms = terms + (gl.load(large_ptr, mask=inside, other=0), gl.load(least_ptr, mask=inside, other=0))
     return codes, terms
 
 
@@ -311,8 +311,8 @@ def moved(row, STEP: gl.constexpr, BLOCK: gl.constexpr):
     """A row from STEP groups of 64 columns later on."""
     CODES: gl.constexpr = STEP * (16 if BLOCK == 16 else 8)
     BLOCKS: gl.constexpr = STEP * 64 // BLOCK
-    large = row.supers + STEP // 4
-    return Row(row.codes + CODES, row.scales + BLOCKS, row.offsets + BLOCKS, large, row.leasts + STEP // 4)
+    codes, scales, offsets, supers, leasts = row
+    return codes + CODES, scales + BLOCKS, offsets + BLOCKS, supers + STEP // 4, leasts + STEP // 4
 
 
 @gluon.jit
@@ -416,7 +416,7 @@ def linear_kernel(
             codes = code_ptr + (row * (blocks * (BLOCK // 8)) + group * 8 + t * EACH)
         block = row * blocks + first_block
         large = row * ((blocks * BLOCK + 255) // 256) + group // 4
-        rows = rows + (Row(codes, block_ptr + block, offset_ptr + block, scale_ptr + large, least_ptr + large),)
+        rows = rows + ((codes, block_ptr + block, offset_ptr + block, scale_ptr + large, least_ptr + large),)
     column = group * 64 + t * (2 * OF_X)
     xs = ()
     for n in gl.static_range(TOKEN_GROUPS):
