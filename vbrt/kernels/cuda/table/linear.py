@@ -34,11 +34,13 @@ from vbrt.libraries import triton_api
 
 __all__ = [
     "AFFINE",
+    "FIELDS",
     "FORMATS",
     "FUSED_NEEDS",
     "FUSED_TOKENS",
     "LEVELS",
     "SERVED",
+    "UNROLL",
     "codes_of",
     "decode_weight",
     "linear",
@@ -59,7 +61,7 @@ FUSED_TOKENS = 32
 FUSED_NEEDS = devices.BF16
 _ROWS, _COLUMNS, _WARPS = 1, 4096, 4
 #: 64-column groups that a warp of the fused kernel loads at a time; of superblocks 256 columns have one d and dmin
-_UNROLL = {"none": 2, "values": 2, "zeros": 2, "superblock": 4}
+UNROLL = {"none": 2, "values": 2, "zeros": 2, "superblock": 4}
 
 
 @functools.cache
@@ -190,12 +192,12 @@ class _Weight(NamedTuple):
 
 
 #: fields of planes that a `_Weight` has, in its order
-_FIELDS = (("codes",), ("scales",), ("levels",), ("tensor_scale", "d"), ("offsets", "zeros", "mins"), ("dmin",))
+FIELDS = (("codes",), ("scales",), ("levels",), ("tensor_scale", "d"), ("offsets", "zeros", "mins"), ("dmin",))
 
 
 def weight_of(coarse: dict[str, Tensor]) -> _Weight:
     """A plain coarse plane in the form of the kernels."""
-    return _Weight(*(next((coarse[name] for name in names if name in coarse), None) for names in _FIELDS))
+    return _Weight(*(next((coarse[name] for name in names if name in coarse), None) for names in FIELDS))
 
 
 def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: str) -> Tensor:
@@ -256,7 +258,7 @@ def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> 
         wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)
         wide[:, :k] = x_MK
         x_MK, k = wide, wide.shape[1]
-    groups, unroll = -(-weight.codes.shape[1] // 32), _UNROLL[weight.stored]
+    groups, unroll = -(-weight.codes.shape[1] // 32), UNROLL[weight.stored]
     found = tuned_configs.found(device.index, "table", tokens, -(-n // 16), groups)
     warps = (found or launch_for("table", devices.gpu(device.index), tokens, -(-n // 16), groups)).k_warps
     with torch.cuda.device(device):
@@ -318,7 +320,7 @@ def _decode_rows(
             BLOCKS=wide,
             **constants,
             num_warps=_WARPS,
-            **triton_api.fp_fusion(offsets is None),
+            **triton_api.fp_fusion(False),
         )
     return w_NK
 
