@@ -44,14 +44,14 @@ def bytes_of(planes: list[WeightPlanes]) -> int:
 
 def call(x: torch.Tensor, planes: WeightPlanes, variant: Variant) -> torch.Tensor:
     stored, found = table_linear.weight_of(planes.coarse).stored, tuned_configs.found
-    unroll = table_linear._UNROLL[stored]
+    unroll = table_linear.UNROLL[stored]
     try:
         if variant is not None:
-            table_linear._UNROLL[stored] = variant[0]
+            table_linear.UNROLL[stored] = variant[0]
             tuned_configs.found = lambda *_: Launch(1, variant[1], True)
         return table_linear.linear(x, planes)
     finally:
-        table_linear._UNROLL[stored], tuned_configs.found = unroll, found
+        table_linear.UNROLL[stored], tuned_configs.found = unroll, found
 
 
 def working(x: torch.Tensor, planes: WeightPlanes, want: torch.Tensor, tokens: int) -> Iterator[tuple[Variant, float]]:

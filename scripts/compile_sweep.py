@@ -51,6 +51,7 @@ from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.launch_table import WIDE, Gpu
 from vbrt.kernels.cuda.rounded import fp8
 from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.cuda.table import offset_experts
 from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.kernels.step_rules import NormRule, Part, RouteRule
@@ -323,6 +324,16 @@ def _experts(capability: int) -> Iterator[Callable[[], Any]]:
         yield partial(decoded_experts._decode, pages, "up", groups, 0, 2)
 
 
+def _offset_experts(capability: int) -> Iterator[Callable[[], Any]]:
+    for format, (hidden, inner) in zip(table_linear.AFFINE, itertools.cycle(((2048, 768), (2880, 2880))), strict=False):
+        shapes = {"up": (2 * inner, hidden), "down": (hidden, inner)}
+        layout = join_layouts({part: get_format(format).layout(shape, _BF16) for part, shape in shapes.items()})
+        pages = ExpertPages(format, _BF16, shapes, layout, [None] * 32, _empty(32, dtype=torch.int64))
+        for tokens, dtype in ((1, _BF16), (64, _BF16), (512, _BF16), (8, _FP32)):
+            x, ids = _empty(tokens, hidden, dtype=dtype), _empty(tokens, 4, dtype=torch.int64)
+            yield partial(offset_experts._rows, x, ids, pages, "up", None, 4)
+
+
 def _sums(capability: int) -> Iterator[Callable[[], Any]]:
     for dtype in (_BF16, _FP16, _FP32):
         ids, weights = _empty(64, 8, dtype=torch.int64), _empty(64, 8, dtype=dtype)
@@ -380,7 +391,7 @@ def _step(capability: int) -> Iterator[Callable[[], Any]]:
 _FAMILIES = {
     devices.TRITON: (_decoders, _merges, _encoders, _residency, _kv),
     devices.PTX: (_sums, _step),
-    devices.BF16: (_linears, _products, _experts),
+    devices.BF16: (_linears, _products, _experts, _offset_experts),
     devices.E4M3: (_fp8,),
 }
 

@@ -27,7 +27,7 @@ from triton.experimental.gluon import language as gl
 
 from vbrt.kernels.cuda.e2m1.narrow_gluon import activate, out_layout, sum_over_warps
 
-__all__ = ["linear_kernel"]
+__all__ = ["experts_kernel", "linear_kernel"]
 
 
 def _decode_assembly() -> str:
@@ -358,6 +358,118 @@ def added_products(upper, lower, a, x, terms_g, terms_h, CHAINS: gl.constexpr, O
     return upper, lower
 
 
+@gluon.jit
+def start_of(thread, K_WARPS: gl.constexpr, UNROLL: gl.constexpr, BLOCK: gl.constexpr):
+    """A thread's first (group of 64 columns, block, column)."""
+    OF_X: gl.constexpr = 2 if BLOCK == 16 else words_of_lane(BLOCK) * 4
+    group = (thread // 32) * UNROLL
+    block = group // (BLOCK // 64) if BLOCK >= 64 else group * (64 // BLOCK)
+    return group, block, group * 64 + thread % 4 * (2 * OF_X)
+
+
+@gluon.constexpr_function
+def words_of_lane(BLOCK):
+    """Words of codes that a lane has together."""
+    return 4 if BLOCK >= 128 else (2 if BLOCK == 64 else 1)
+
+
+@gluon.jit
+def row_of(
+    row, code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, thread, blocks,
+    K_WARPS: gl.constexpr, UNROLL: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """A row's pointers, see `load_row`."""
+    group, first_block, _column = start_of(thread, K_WARPS, UNROLL, BLOCK)
+    t = thread % 4
+    if BLOCK == 16:
+        codes = code_ptr.to(gl.pointer_type(gl.int16)) + (row * (4 * blocks) + group * 16 + t)
+    else:
+        codes = code_ptr + (row * (blocks * (BLOCK // 8)) + group * 8 + t * words_of_lane(BLOCK))
+    block = row * blocks + first_block
+    large = row * ((blocks * BLOCK + 255) // 256) + group // 4
+    return codes, block_ptr + block, offset_ptr + block, scale_ptr + large, least_ptr + large
+
+
+@gluon.jit
+def sums_of_rows(
+    row_g, row_h, xs, present, table, thread, blocks, K,
+    K_WARPS: gl.constexpr, UNROLL: gl.constexpr, BLOCK: gl.constexpr, OFFSETS: gl.constexpr, WHOLE: gl.constexpr,
+    K_TAIL: gl.constexpr,
+):  # fmt: skip
+    """A warp's part of x times rows g and g + 8, per 8 tokens: [threads, 4], row halves by 2 tokens.
+
+    xs: pointers to the thread's first columns of a token's row, per group of 8 tokens; present: lanes with a token.
+    table: bytes of levels, eight words. No blocks: zeros, nothing is read.
+    """
+    CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
+    STEP: gl.constexpr = K_WARPS * UNROLL
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [K_WARPS, 1], [1, 0])
+    groups = (blocks * BLOCK + 63) // 64
+    group, first_block, column = start_of(thread, K_WARPS, UNROLL, BLOCK)
+    inside = group < groups
+    left = blocks - first_block
+    upper = load_row(row_g, inside, left, UNROLL, BLOCK, OFFSETS, WHOLE)
+    lower = load_row(row_h, inside, left, UNROLL, BLOCK, OFFSETS, WHOLE)
+    uppers = ()  # sums of rows g, per token group
+    lowers = ()  # of rows g + 8
+    for _ in gl.static_range(len(xs)):
+        uppers = uppers + (gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT),)
+        lowers = lowers + (gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT),)
+    for _ in range((groups + STEP - 1) // STEP):
+        row_g = moved(row_g, STEP, BLOCK)
+        row_h = moved(row_h, STEP, BLOCK)
+        left = left - STEP * 64 // BLOCK
+        ahead = group + STEP < groups
+        next_upper = load_row(row_g, ahead, left, UNROLL, BLOCK, OFFSETS, WHOLE)
+        next_lower = load_row(row_h, ahead, left, UNROLL, BLOCK, OFFSETS, WHOLE)
+        for j in gl.static_range(UNROLL):
+            a = gl.inline_asm_elementwise(
+                DECODE if OFFSETS == "none" else DECODE_CODES,
+                DECODE_REGISTERS if OFFSETS == "none" else DECODE_CODES_REGISTERS,
+                (upper[0][j], lower[0][j]) + table,
+                dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
+                is_pure=True,
+                pack=2,
+            )
+            terms_g = terms_of(upper[1], j, BLOCK, UNROLL, OFFSETS)
+            terms_h = terms_of(lower[1], j, BLOCK, UNROLL, OFFSETS)
+            added_uppers = ()
+            added_lowers = ()
+            for n in gl.static_range(len(xs)):
+                wanted = present[n] & (inside if WHOLE else group + j < groups)
+                x = load_tokens(xs[n], wanted, j, K - column, BLOCK, K_TAIL)
+                u, v = added_products(uppers[n], lowers[n], a, x, terms_g, terms_h, CHAINS, OFFSETS)
+                added_uppers = added_uppers + (u,)
+                added_lowers = added_lowers + (v,)
+            uppers = added_uppers
+            lowers = added_lowers
+        upper = next_upper
+        lower = next_lower
+        inside = ahead
+        group = group + STEP
+        column = column + 64 * STEP
+        moved_xs = ()
+        for n in gl.static_range(len(xs)):
+            moved_xs = moved_xs + (xs[n] + 32 * STEP,)
+        xs = moved_xs
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
+    sums = ()
+    for n in gl.static_range(len(xs)):
+        both = gl.permute(gl.join(uppers[n], lowers[n]), (0, 2, 1))  # [threads, row half, token]
+        sums = sums + (gl.convert_layout(gl.reshape(both, (32 * K_WARPS, 4)), WIDE),)
+    return sums
+
+
+@gluon.jit
+def places(TOKEN_GROUPS: gl.constexpr, K_WARPS: gl.constexpr):
+    """(row, token) of each number in the layout of `sum_over_warps`."""
+    OUT: gl.constexpr = out_layout(K_WARPS)
+    tokens = gl.arange(0, TOKEN_GROUPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None][:, :, None]
+    place = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :][:, :, None]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, :][:, None, :]
+    return gl.program_id(0) * 16 + place // 4 + 8 * (four // 2), tokens * 8 + 2 * (place % 4) + four % 2
+
+
 @gluon.jit(do_not_specialize=["M", "N", "blocks"])
 def linear_kernel(
     x_ptr,
@@ -394,97 +506,38 @@ def linear_kernel(
     superblocks, whose numbers are scale_ptr's and least_ptr's. offset_ptr: [N, blocks], see OFFSETS above.
     """
     BYTES: gl.constexpr = OFFSETS == "none" and block_ptr.dtype.element_ty == gl.uint8
-    CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
-    STEP: gl.constexpr = K_WARPS * UNROLL
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [K_WARPS, 1], [1, 0])
-    # words of codes and of x that a lane has together
-    EACH: gl.constexpr = 4 if BLOCK >= 128 else (2 if BLOCK == 64 else 1)
-    OF_X: gl.constexpr = 2 if BLOCK == 16 else 4 * EACH
-    groups = (blocks * BLOCK + 63) // 64
     thread = gl.arange(0, 32 * K_WARPS, layout=gl.SliceLayout(1, LAYOUT))
-    lane = thread % 32
-    t = lane % 4
-    group = (thread // 32) * UNROLL
-    first_block = group // (BLOCK // 64) if BLOCK >= 64 else group * CHAINS
-    blank = gl.zeros((32 * K_WARPS, 2), gl.int32, layout=LAYOUT)
-    rows = ()
-    for half in gl.static_range(2):  # beyond the last row it is the last one again, and not stored
-        row = gl.minimum(gl.program_id(0) * 16 + lane // 4 + 8 * half, N - 1)
-        if BLOCK == 16:
-            codes = code_ptr.to(gl.pointer_type(gl.int16)) + (row * (4 * blocks) + group * 16 + t)
-        else:
-            codes = code_ptr + (row * (blocks * (BLOCK // 8)) + group * 8 + t * EACH)
-        block = row * blocks + first_block
-        large = row * ((blocks * BLOCK + 255) // 256) + group // 4
-        rows = rows + ((codes, block_ptr + block, offset_ptr + block, scale_ptr + large, least_ptr + large),)
-    column = group * 64 + t * (2 * OF_X)
+    eighth = thread % 32 // 4
+    row = gl.program_id(0) * 16 + eighth  # beyond the last row it is the last one again, and not stored
+    row_g = row_of(
+        gl.minimum(row, N - 1), code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, thread, blocks,
+        K_WARPS, UNROLL, BLOCK,
+    )  # fmt: skip
+    row_h = row_of(
+        gl.minimum(row + 8, N - 1), code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, thread, blocks,
+        K_WARPS, UNROLL, BLOCK,
+    )  # fmt: skip
+    _group, _block, column = start_of(thread, K_WARPS, UNROLL, BLOCK)
     xs = ()
+    present = ()
     for n in gl.static_range(TOKEN_GROUPS):
-        token = n * 8 + lane // 4
+        token = n * 8 + eighth
         xs = xs + (x_ptr.to(gl.pointer_type(gl.int32)) + (token * (x_stride // 2) + column // 2),)
+        present = present + (token < M,)
     lows = ()
     highs = ()
     if OFFSETS == "none":
+        blank = gl.zeros((32 * K_WARPS, 2), gl.int32, layout=LAYOUT)
         for quarter in gl.static_range(4):
             low, high = level_bytes(level_ptr, 4 * quarter, SIGNED)
             lows = lows + (blank + low,)
             highs = highs + (blank + high,)
-    inside = group < groups
-    left = blocks - first_block
-    upper = load_row(rows[0], inside, left, UNROLL, BLOCK, OFFSETS, WHOLE)
-    lower = load_row(rows[1], inside, left, UNROLL, BLOCK, OFFSETS, WHOLE)
-    uppers = ()  # sums of rows g, per token group
-    lowers = ()  # of rows g + 8
-    for _ in gl.static_range(TOKEN_GROUPS):
-        uppers = uppers + (gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT),)
-        lowers = lowers + (gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT),)
-    for _ in range((groups + STEP - 1) // STEP):
-        rows = (moved(rows[0], STEP, BLOCK), moved(rows[1], STEP, BLOCK))
-        left = left - STEP * 64 // BLOCK
-        ahead = group + STEP < groups
-        next_upper = load_row(rows[0], ahead, left, UNROLL, BLOCK, OFFSETS, WHOLE)
-        next_lower = load_row(rows[1], ahead, left, UNROLL, BLOCK, OFFSETS, WHOLE)
-        for j in gl.static_range(UNROLL):
-            a = gl.inline_asm_elementwise(
-                DECODE if OFFSETS == "none" else DECODE_CODES,
-                DECODE_REGISTERS if OFFSETS == "none" else DECODE_CODES_REGISTERS,
-                (upper[0][j], lower[0][j]) + lows + highs,
-                dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
-                is_pure=True,
-                pack=2,
-            )
-            terms_g = terms_of(upper[1], j, BLOCK, UNROLL, OFFSETS)
-            terms_h = terms_of(lower[1], j, BLOCK, UNROLL, OFFSETS)
-            added_uppers = ()
-            added_lowers = ()
-            for n in gl.static_range(TOKEN_GROUPS):
-                wanted = (n * 8 + lane // 4 < M) & (inside if WHOLE else group + j < groups)
-                x = load_tokens(xs[n], wanted, j, K - column, BLOCK, K_TAIL)
-                u, v = added_products(uppers[n], lowers[n], a, x, terms_g, terms_h, CHAINS, OFFSETS)
-                added_uppers = added_uppers + (u,)
-                added_lowers = added_lowers + (v,)
-            uppers = added_uppers
-            lowers = added_lowers
-        upper = next_upper
-        lower = next_lower
-        inside = ahead
-        group = group + STEP
-        column = column + 64 * STEP
-        moved_xs = ()
-        for n in gl.static_range(TOKEN_GROUPS):
-            moved_xs = moved_xs + (xs[n] + 32 * STEP,)
-        xs = moved_xs
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
-    sums = ()
-    for n in gl.static_range(TOKEN_GROUPS):
-        both = gl.permute(gl.join(uppers[n], lowers[n]), (0, 2, 1))  # [threads, row half, token]
-        sums = sums + (gl.convert_layout(gl.reshape(both, (32 * K_WARPS, 4)), WIDE),)
-    OUT: gl.constexpr = out_layout(K_WARPS)
-    tokens = gl.arange(0, TOKEN_GROUPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None][:, :, None]
-    place = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :][:, :, None]
-    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, :][:, None, :]
-    out_row = gl.program_id(0) * 16 + place // 4 + 8 * (four // 2)
-    out_token = tokens * 8 + 2 * (place % 4) + four % 2
+    sums = sums_of_rows(
+        row_g, row_h, xs, present, lows + highs, thread, blocks, K,
+        K_WARPS, UNROLL, BLOCK, OFFSETS, WHOLE, K_TAIL,
+    )  # fmt: skip
+    out_row, out_token = places(TOKEN_GROUPS, K_WARPS)
     v = sum_over_warps(sums, 0, TOKEN_GROUPS, K_WARPS)
     if BYTES:
         v = v * gl.load(scale_ptr)
@@ -493,3 +546,115 @@ def linear_kernel(
         v = v + gl.load(bias_ptr + out_row, mask=out_row < N, other=0.0).to(gl.float32)
     v = activate(v, ACTIVATION, y_ptr.dtype.element_ty)
     gl.store(y_ptr + out_token.to(gl.int64) * y_stride + out_row, v.to(y_ptr.dtype.element_ty), mask=keep)
+
+
+@gluon.constexpr_function
+def pointer_to(TYPE):
+    """Pointer type of a dtype by name."""
+    return gl.pointer_type(getattr(gl, TYPE))
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "E", "N", "K", "blocks", "pairs_per_row", "x_stride", "code_at", "block_at", "offset_at", "scale_at",
+        "least_at",
+    ]
+)  # fmt: skip
+def experts_kernel(
+    x_ptr,
+    id_ptr,
+    order_ptr,
+    bound_ptr,
+    expert_ptr,
+    first_ptr,
+    address_ptr,
+    bias_ptr,
+    y_ptr,
+    E,
+    N,
+    K,
+    blocks,
+    pairs_per_row,
+    x_stride,
+    code_at,
+    block_at,
+    scale_at,
+    offset_at,
+    least_at,
+    GROUPED: gl.constexpr,
+    TOKEN_GROUPS: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    UNROLL: gl.constexpr,
+    BLOCK: gl.constexpr,
+    OFFSETS: gl.constexpr,
+    SCALES: gl.constexpr,
+    WHOLE: gl.constexpr,
+    K_TAIL: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    """y [P, N] = W x + b of each pair (token, expert), from row pair // pairs_per_row of x; zeros for sentinels.
+
+    Grid (ceil(N / 16), blocks of pairs). GROUPED: pairs are sorted by expert (`pairs.Groups`); otherwise each is a
+    block of its own. W is in its expert's page, whose address a table has; code_at and the like: bytes from there on.
+    SCALES: dtype of scales, and of offsets if they are values. Only codes with offsets.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [K_WARPS, 1], [1, 0])
+    TERM: gl.constexpr = pointer_to(SCALES)
+    OFFSET: gl.constexpr = pointer_to(SCALES if OFFSETS == "values" else "uint8")
+    LARGE: gl.constexpr = pointer_to("float16")
+    first = gl.program_id(1)
+    if GROUPED:
+        expert = gl.load(expert_ptr + first)
+    else:
+        expert = gl.load(id_ptr + first).to(gl.int32)
+    if not GROUPED or expert >= 0:  # a block without pairs has nothing to do
+        count = 1
+        if GROUPED:
+            behind = gl.load(bound_ptr + expert + 1)
+            first = gl.load(first_ptr + first)
+            count = gl.minimum(behind - first, 8 * TOKEN_GROUPS)
+        there = (expert >= 0) & (expert < E)
+        address = gl.load(address_ptr + expert, mask=there, other=0)
+        stop = gl.where(there, blocks, 0)
+        code_ptr = (address + code_at).to(gl.pointer_type(gl.int32))
+        block_ptr = (address + block_at).to(TERM)
+        offset_ptr = (address + offset_at).to(OFFSET)
+        scale_ptr = (address + scale_at).to(LARGE)
+        least_ptr = (address + least_at).to(LARGE)
+        thread = gl.arange(0, 32 * K_WARPS, layout=gl.SliceLayout(1, LAYOUT))
+        eighth = thread % 32 // 4
+        row = gl.program_id(0) * 16 + eighth
+        row_g = row_of(
+            gl.minimum(row, N - 1), code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, thread, blocks,
+            K_WARPS, UNROLL, BLOCK,
+        )  # fmt: skip
+        row_h = row_of(
+            gl.minimum(row + 8, N - 1), code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, thread, blocks,
+            K_WARPS, UNROLL, BLOCK,
+        )  # fmt: skip
+        _group, _block, column = start_of(thread, K_WARPS, UNROLL, BLOCK)
+        xs = ()
+        present = ()
+        for n in gl.static_range(TOKEN_GROUPS):
+            own = n * 8 + eighth
+            wanted = (own < count) & there
+            own = first + own
+            if GROUPED:
+                own = gl.load(order_ptr + own, mask=wanted, other=0)
+            at = (own // pairs_per_row).to(gl.int64) * (x_stride // 2) + column // 2
+            xs = xs + (x_ptr.to(gl.pointer_type(gl.int32)) + at,)
+            present = present + (wanted,)
+        sums = sums_of_rows(
+            row_g, row_h, xs, present, (), thread, stop, K,
+            K_WARPS, UNROLL, BLOCK, OFFSETS, WHOLE, K_TAIL,
+        )  # fmt: skip
+        out_row, slot = places(TOKEN_GROUPS, K_WARPS)
+        v = sum_over_warps(sums, 0, TOKEN_GROUPS, K_WARPS)
+        if HAS_BIAS:
+            at = bias_ptr + expert.to(gl.int64) * N + out_row
+            v = v + gl.load(at, mask=(out_row < N) & there, other=0.0).to(gl.float32)
+        keep = (out_row < N) & (slot < count)
+        pair = first + slot
+        if GROUPED:
+            pair = gl.load(order_ptr + pair, mask=keep, other=0)
+        gl.store(y_ptr + pair.to(gl.int64) * N + out_row, v, mask=keep)
