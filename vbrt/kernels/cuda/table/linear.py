@@ -46,6 +46,7 @@ __all__ = [
     "linear",
     "prepare",
     "route",
+    "row_constants",
     "weight_of",
 ]
 
@@ -248,6 +249,15 @@ def _codes_of(weight: _Weight) -> launches.Codes:
     return launches.Codes(words, kind, scale, n, columns, weight.scales, table, blocks, 8 * words.shape[1] // blocks)
 
 
+def row_constants(k: int, row_bytes: int, stored: str) -> dict[str, Any]:
+    """Constants of the fused kernels for the ends of rows: k columns of x, bytes of codes.
+
+    Blocks of 16 or 32 columns may end before their last group of 64; the kernels skip x by groups, or by columns.
+    """
+    unroll, groups = UNROLL[stored], -(-row_bytes // 32)
+    return {"UNROLL": unroll, "WHOLE": row_bytes % (32 * unroll) == 0, "K_TAIL": k != 64 * groups}
+
+
 def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> Tensor:
     k, device = x.shape[-1], weight.codes.device
     n, blocks = weight.scales.shape
@@ -258,7 +268,7 @@ def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> 
         wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)
         wide[:, :k] = x_MK
         x_MK, k = wide, wide.shape[1]
-    groups, unroll = -(-weight.codes.shape[1] // 32), UNROLL[weight.stored]
+    groups = -(-weight.codes.shape[1] // 32)
     found = tuned_configs.found(device.index, "table", tokens, -(-n // 16), groups)
     warps = (found or launch_for("table", devices.gpu(device.index), tokens, -(-n // 16), groups)).k_warps
     with torch.cuda.device(device):
@@ -276,12 +286,10 @@ def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> 
             y.stride(0),
             TOKEN_GROUPS=1 << max(0, (tokens - 1).bit_length() - 3),
             K_WARPS=warps,
-            UNROLL=unroll,
-            WHOLE=weight.codes.shape[1] % (32 * unroll) == 0,
-            K_TAIL=k != 2 * weight.codes.shape[1],
             ACTIVATION=activation,
             HAS_BIAS=bias is not None,
             **weight.constants,
+            **row_constants(k, weight.codes.shape[1], weight.stored),
             num_warps=warps,
             **triton_api.fp_fusion(True),
         )

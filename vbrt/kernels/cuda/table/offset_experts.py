@@ -27,7 +27,7 @@ from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
 from vbrt.kernels.cuda.experts.token_sums import weighted_sums
 from vbrt.kernels.cuda.launch_table import are_few, pairs_are_alone
 from vbrt.kernels.cuda.launcher import Launcher
-from vbrt.kernels.cuda.table.linear import AFFINE, FIELDS, FUSED_NEEDS, UNROLL, decode_weight
+from vbrt.kernels.cuda.table.linear import AFFINE, FIELDS, FUSED_NEEDS, decode_weight, row_constants
 from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
 
 __all__ = ["down", "route", "takes_addresses", "up"]
@@ -123,10 +123,11 @@ def _rows(x_MK: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str, bias_EN: 
     y_PN = x_MK.new_empty(pairs, matrix.n, dtype=torch.float32)
     if y_PN.numel() == 0:
         return y_PN
-    unroll, mean = UNROLL[matrix.offsets], pairs / pages.experts
+    mean = pairs / pages.experts
     token_groups = 1 if mean <= 8 else 2 if mean <= 16 else 4
-    warps = 8 if matrix.row_bytes >= 8 * 32 * unroll else 4
     ids, x_SMK, addresses = ids_Tk.contiguous(), summands_of(x_MK), addresses_of(pages, x_MK.device)
+    ends = row_constants(x_SMK.shape[2], matrix.row_bytes, matrix.offsets)
+    warps = 8 if matrix.row_bytes >= 8 * 32 * ends["UNROLL"] else 4
     grouped = not pairs_are_alone(ids_Tk.shape[0], pairs, pages.experts)
     groups = group_pairs(ids, pages.experts, 8 * token_groups) if grouped else Groups(ids, ids, ids, ids, 1)
     blocks = len(groups.experts) if grouped else pairs
@@ -145,13 +146,11 @@ def _rows(x_MK: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str, bias_EN: 
             GROUPED=grouped,
             TOKEN_GROUPS=token_groups if grouped else 1,
             K_WARPS=warps,
-            UNROLL=unroll,
             BLOCK=2 * matrix.row_bytes // matrix.blocks,
             OFFSETS=matrix.offsets,
             SCALES=matrix.scales,
-            WHOLE=matrix.row_bytes % (32 * unroll) == 0,
-            K_TAIL=x_SMK.shape[2] != 2 * matrix.row_bytes,
             HAS_BIAS=bias is not None and number == 0,
+            **ends,
         )
         if number:
             y_PN += out
