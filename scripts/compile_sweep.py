@@ -51,6 +51,7 @@ from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.launch_table import WIDE, Gpu
 from vbrt.kernels.cuda.rounded import fp8
 from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.cuda.table import offset_experts
 from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.kernels.step_rules import NormRule, Part, RouteRule
@@ -242,25 +243,20 @@ def _coarse(format: str, n: int, k: int) -> dict[str, torch.Tensor]:
 
 def _decoders(capability: int) -> Iterator[Callable[[], Any]]:
     for (n, k), dtype in itertools.product(_SHAPES[-2:], (_BF16, _FP16, _FP32)):
-        for format in (*table_linear.FORMATS, *table_linear.LEVELS):
-            yield partial(table_linear._decode_table, *_table(format, n, k), k, dtype)
+        for format in table_linear.SERVED:
+            yield partial(table_linear._decode_rows, *table_linear.weight_of(_coarse(format, n, k)), k, dtype)
         for format in whole_linear.FORMATS:
             planes = _coarse(format, n, k)
             yield partial(whole_linear._decode_codes, planes["codes"], planes["scales"], k, dtype)
 
 
-def _table(format: str, n: int, k: int) -> tuple[torch.Tensor | None, ...]:
-    planes = _coarse(format, n, k)
-    return planes["codes"], planes["scales"], planes.get("levels"), planes.get("tensor_scale")
-
-
 def _products(capability: int) -> Iterator[Callable[[], Any]]:
     epilogues = itertools.cycle(_EPILOGUES)
     for (n, k), tokens in itertools.product((*_SHAPES[:1], *_SHAPES[-2:]), (1, 13, 32, 100, 320)):
-        for format in (*table_linear.FORMATS, *table_linear.LEVELS):
+        for format in table_linear.SERVED:
             activation, biased = next(epilogues)
-            bias = _empty(n) if biased else None
-            yield partial(table_linear._product, _empty(tokens, k), *_table(format, n, k), bias, activation)
+            weight, bias = table_linear.weight_of(_coarse(format, n, k)), _empty(n) if biased else None
+            yield partial(table_linear._product, _empty(tokens, k), *weight, bias, activation)
         for format in whole_linear.FORMATS:
             activation, biased = next(epilogues)
             planes, bias = _coarse(format, n, k), _empty(n) if biased else None
@@ -328,6 +324,16 @@ def _experts(capability: int) -> Iterator[Callable[[], Any]]:
         yield partial(decoded_experts._decode, pages, "up", groups, 0, 2)
 
 
+def _offset_experts(capability: int) -> Iterator[Callable[[], Any]]:
+    for format, (hidden, inner) in zip(table_linear.AFFINE, itertools.cycle(((2048, 768), (2880, 2880))), strict=False):
+        shapes = {"up": (2 * inner, hidden), "down": (hidden, inner)}
+        layout = join_layouts({part: get_format(format).layout(shape, _BF16) for part, shape in shapes.items()})
+        pages = ExpertPages(format, _BF16, shapes, layout, [None] * 32, _empty(32, dtype=torch.int64))
+        for tokens, dtype in ((1, _BF16), (64, _BF16), (512, _BF16), (8, _FP32)):
+            x, ids = _empty(tokens, hidden, dtype=dtype), _empty(tokens, 4, dtype=torch.int64)
+            yield partial(offset_experts._rows, x, ids, pages, "up", None, 4)
+
+
 def _sums(capability: int) -> Iterator[Callable[[], Any]]:
     for dtype in (_BF16, _FP16, _FP32):
         ids, weights = _empty(64, 8, dtype=torch.int64), _empty(64, 8, dtype=dtype)
@@ -385,7 +391,7 @@ def _step(capability: int) -> Iterator[Callable[[], Any]]:
 _FAMILIES = {
     devices.TRITON: (_decoders, _merges, _encoders, _residency, _kv),
     devices.PTX: (_sums, _step),
-    devices.BF16: (_linears, _products, _experts),
+    devices.BF16: (_linears, _products, _experts, _offset_experts),
     devices.E4M3: (_fp8,),
 }
 

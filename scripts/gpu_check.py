@@ -73,7 +73,8 @@ PARTS = ("rows", "dispatch", "fused", "epilogue", "odd", "scheduling", "e2e", "p
 
 
 def route_of(x: torch.Tensor, planes: WeightPlanes) -> str:
-    own = next((of for of in (table_linear, whole_linear) if planes.format in of.FORMATS), e2m1_linear)
+    formats = {table_linear: table_linear.SERVED, whole_linear: whole_linear.FORMATS}
+    own = next((of for of, served in formats.items() if planes.format in served), e2m1_linear)
     return own.route(x, planes)
 
 
@@ -98,6 +99,7 @@ def linear_rows(format: str, k: int, n: int, tokens: Sequence[int]) -> Iterator[
             "bf16_us": round(us["bf16"], 2),
             "fp4_us": round(us["fp4"], 2),
             "ratio": round(us["bf16"] / us["fp4"], 3),
+            "tb_s": round(sum(plane.nbytes for plane in planes[0].coarse.values()) / us["fp4"] / 1e6, 3),
             "relative_error": error(calls["fp4"][0](), want),
         }
         if "fp8" in us:
@@ -361,7 +363,8 @@ class Selection(NamedTuple):
     layers: int  # of the model that e2e decodes with
 
 
-WHOLE = Selection(PARTS, ("nvfp4", "mxfp4", "nf4", "quantile", "mxint8"), None, None, tuple(PEERS), 32)
+ROWS = ("nvfp4", "mxfp4", "nf4", "quantile", "mxint8", "superblock32", "zeros128-float16", "affine32-float16")
+WHOLE = Selection(PARTS, ROWS, None, None, tuple(PEERS), 32)
 
 
 def path_of(folder: Path, selection: Selection) -> Path:

@@ -246,8 +246,8 @@ def launched(kernel: Any, capability: int, grid: Sequence[int], given: Sequence[
         types[name] = kind
         arguments.append(value)
         aligned += [name] if multiple else []
-    warps, gluon = named["num_warps"], kernel.is_gluon()
-    binary = compiled(kernel, types, constants, capability, warps=warps, aligned=aligned, gluon=gluon)
+    options = {"warps": named["num_warps"], "gluon": kernel.is_gluon(), "fused": named.get("enable_fp_fusion", True)}
+    binary = compiled(kernel, types, constants, capability, aligned=aligned, **options)
     machine.run(binary.asm["ptx"], (*grid, 1)[:2], arguments)
     for buffer, line in buffers.values():
         line.copy_(machine.get(buffer))

@@ -249,15 +249,25 @@ LEVELS = [
     *(
         pytest.param(name, torch.float16, k, marks=pytest.mark.exhaustive)
         for name in ("levels16-bfloat16", "levels32-float16", "levels64-float32", "levels128-bfloat16")
-        for k in (192, 200, 1304)  # 192: the last group of 64 columns of blocks of 128 is padding
+        for k in (192, 200, 208, 1304)  # 192: the last group of 64 columns of blocks of 128 is padding
+    ),
+]
+
+
+AFFINE = [
+    *((name, torch.bfloat16, 328) for name in ("superblock32", "affine32-float16")),
+    *(
+        pytest.param(name, torch.float32, k, marks=pytest.mark.exhaustive)
+        for name in ("superblock32", "affine16-bfloat16", "affine64-float32", "zeros64-float32", "zeros128-float16")
+        for k in (192, 200, 208, 512, 1304)
     ),
 ]
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("name", "dtype", "k"), [*TABLES, *LEVELS])
+@pytest.mark.parametrize(("name", "dtype", "k"), [*TABLES, *LEVELS, *AFFINE])
 def test_tables(name, dtype, k, gpu, monkeypatch):
-    """Also with rows that end within 64 columns, in the middle of the last blocks."""
+    """Also with rows that end within 64 columns, in the middle of the last blocks or behind them."""
     monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(table_linear.NF4_LEVELS))
     coarse = get_format(name).encode(torch.randn(40, k) * 0.03)
     planes = WeightPlanes(name, (40, k), dtype, coarse)
@@ -267,6 +277,15 @@ def test_tables(name, dtype, k, gpu, monkeypatch):
     assert error(y, (x.double() @ exact.T + bias.double()).relu()) < 3e-3
     assert torch.equal(table_linear._decode(planes, dtype), reference.decode_weight(planes))
     assert gpu == ["linear_kernel", "decode_kernel"]
+
+
+def test_a_token_does_not_meet_the_next_one_behind_its_last_block(gpu):
+    """K ends with a block, not with the 64 columns that a warp takes at a time."""
+    format, shape = get_format("levels16-float16"), (16, 208)
+    coarse, x = format.encode(torch.randn(shape) * 0.03), torch.randn(2, 208).bfloat16()
+    x[1] = torch.nan
+    y = table_linear._multiply(x, WeightPlanes(format.name, shape, x.dtype, coarse), None, "none")
+    assert error(y[0], x[0].double() @ format.decode(coarse, shape, torch.float64).T) < 4e-3 and y[1].isnan().all()
 
 
 @pytest.mark.sample(1)

@@ -23,6 +23,7 @@ from vbrt.kernels.cuda.experts import expert_kernels, token_sums
 from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.cuda.table import offset_experts
 from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.registry import EXACT, Kernel, Needs, register
 
@@ -56,7 +57,7 @@ _built_experts = functools.partial(
 )
 _built_update = functools.partial(_compiled, rank=1, refusal=cpu_update.refusal, builds=True)
 _tiled = functools.partial(_triton, formats=tuple(TILE_FORMATS), page_order=e2m1_linear.packing)
-_tables = functools.partial(_triton, formats=(*table_linear.FORMATS, *table_linear.LEVELS), runs_unpacked=True)
+_tables = functools.partial(_triton, formats=table_linear.SERVED, runs_unpacked=True)
 _wholes = functools.partial(_triton, formats=whole_linear.FORMATS, runs_unpacked=True)
 _unmeasured = functools.partial(functools.partial, tuned_configs.unmeasured)
 
@@ -118,7 +119,8 @@ KERNELS = (
     ),
     *_decoding(_reference, reference.decode_weight),
     *_decoding(_triton, e2m1_linear.decode_weight),
-    *_decoding(_tables, table_linear.decode_weight),
+    _tables("experts_up", run=offset_experts.up, by_address=offset_experts.takes_addresses),
+    _tables("experts_down", run=offset_experts.down),
     *_decoding(_wholes, whole_linear.decode_weight),
     _tiled(
         "experts_up",

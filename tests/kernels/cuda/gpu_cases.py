@@ -26,7 +26,7 @@ def error(y, want):
     return ((y.double() - want).norm() / want.norm()).item()
 
 
-def compiled(kernel, types, constants, capability, *, warps=4, aligned=(), gluon=True):
+def compiled(kernel, types, constants, capability, *, warps=4, aligned=(), gluon=True, fused=True):
     """A kernel compiled for a GPU that need not be there."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -41,7 +41,7 @@ def compiled(kernel, types, constants, capability, *, warps=4, aligned=(), gluon
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     return triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, **fp_fusion(True)}
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, **fp_fusion(fused)}
     )
 
 

@@ -13,6 +13,15 @@ from vbrt.kernels.cuda.table import linear as table_linear
 
 NAMES = table_linear.FORMATS
 LEVELS = ("levels16-float16", "levels32-float16", "levels64-float32", "levels128-bfloat16")
+AFFINE = (
+    "superblock32",
+    "affine16-bfloat16",
+    "affine32-float16",
+    "affine64-float32",
+    "zeros64-float32",
+    "zeros128-float16",
+)
+SERVED = (*NAMES, *LEVELS, *AFFINE)
 
 
 def case(name, shape, dtype=torch.bfloat16, device="cuda"):
@@ -21,7 +30,7 @@ def case(name, shape, dtype=torch.bfloat16, device="cuda"):
     return WeightPlanes(name, shape, dtype, coarse), fmt.decode(coarse, shape, torch.float64)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *LEVELS])
+@pytest.mark.parametrize("name", SERVED)
 def test_without_a_gpu_tables_go_through_the_reference(name):
     planes, _ = case(name, (24, 200), torch.float32, "cpu")
     x = torch.randn(3, 200)
@@ -32,7 +41,7 @@ def test_without_a_gpu_tables_go_through_the_reference(name):
 
 def test_table_formats_keep_their_pages_as_they_are():
     (kernel,) = (kernel for kernel in KERNELS if kernel.run is table_linear.linear)
-    for name in (*NAMES, *LEVELS):
+    for name in SERVED:
         assert name in kernel.formats and kernel.runs_unpacked and kernel.page_order(name) is None
 
 
@@ -41,17 +50,18 @@ def test_the_table_decoder_compiles_with_wide_stores(capability, signed):
     pytest.importorskip("triton")
     from vbrt.kernels.cuda.table import decode_triton as table_triton
 
-    types = {"code_ptr": "*u8", "block_ptr": "*u8", "level_ptr": "*fp32", "scale_ptr": "*fp32", "w_ptr": "*bf16"}
-    types |= dict.fromkeys(("N", "K", "blocks"), "i32")
-    constants = {"ROWS": 1, "BLOCKS": 64, "BLOCK": 64, "SIGNED": signed}
+    types = {"code_ptr": "*u8", "block_ptr": "*u8", "offset_ptr": "*u8", "w_ptr": "*bf16"}
+    types |= dict.fromkeys(("level_ptr", "scale_ptr", "least_ptr"), "*fp32") | dict.fromkeys(
+        ("N", "K", "blocks"), "i32"
+    )
+    constants = {"ROWS": 1, "BLOCKS": 64, "BLOCK": 64, "SIGNED": signed, "OFFSETS": "none"}
     binary = compiled(
         table_triton.decode_kernel, types, constants, capability, aligned=("code_ptr", "w_ptr", "K"), gluon=False
     )
     assert binary.asm["ptx"].count("st.global.v4") == 4
 
 
-@matrix(signed=dict(zip(NAMES, [False, True], strict=True)), capability=[80, 100, 90, 120], at_most=1)
-def test_the_fused_table_kernel_compiles(capability, signed):
+def fused_ptx(capability, constants, **types):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.table import linear_gluon as table_gluon
 
@@ -61,25 +71,43 @@ def test_the_fused_table_kernel_compiles(capability, signed):
         "block_ptr": "*u8",
         "level_ptr": "*fp32",
         "scale_ptr": "*fp32",
+        "offset_ptr": "*u8",
+        "least_ptr": "*fp32",
         "bias_ptr": "*bf16",
         "y_ptr": "*bf16",
         **dict.fromkeys(("M", "N", "K", "blocks"), "i32"),
         "x_stride": "i32",
         "y_stride": "i32",
+        **types,
     }
     constants = {
         "TOKEN_GROUPS": 2,
         "K_WARPS": 8,
-        "UNROLL": 2,
-        "BLOCK": 64,
-        "SIGNED": signed,
+        "SIGNED": False,
+        "WHOLE": True,
         "K_TAIL": True,
         "ACTIVATION": "gelu",
         "HAS_BIAS": True,
+        **constants,
     }
     aligned = ("x_ptr", "code_ptr", "y_ptr", "K", "x_stride", "y_stride")
-    ptx = compiled(table_gluon.linear_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]
+    return compiled(table_gluon.linear_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]
+
+
+@matrix(signed=dict(zip(NAMES, [False, True], strict=True)), capability=[80, 100, 90, 120], at_most=1)
+def test_the_fused_table_kernel_compiles(capability, signed):
+    ptx = fused_ptx(capability, {"UNROLL": 2, "BLOCK": 64, "OFFSETS": "none", "SIGNED": signed})
     assert ptx.count("mma.sync") == 16 and ptx.count("prmt.b32") >= 2 * 8 * 8
+
+
+@matrix(capability=[80, 100, 90, 120], at_most=1)
+def test_codes_with_offsets_compile_to_few_instructions(capability):
+    ptx = fused_ptx(
+        capability, {"UNROLL": 2, "BLOCK": 32, "OFFSETS": "superblock"}, scale_ptr="*fp16", least_ptr="*fp16"
+    )
+    # products, and sums of x; a permutation and a logical operation for two weights, in eight words of codes
+    assert ptx.count("mma.sync") == 2 * 16 and ptx.count("0x43004300, 0xEA") == 8 * 4
+    assert ptx.count("ld.global.v4") == 8  # of activations: two token groups, two groups of columns, two blocks
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -87,7 +115,7 @@ def test_the_fused_table_kernel_compiles(capability, signed):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", [*NAMES, *LEVELS])
+@pytest.mark.parametrize("name", SERVED)
 def test_table_decoded_weights_are_the_references_bits(name, dtype):
     for shape in ((256, 512), (77, 2730), (300, 1000), (3, 20)):
         planes, _ = case(name, shape, dtype)
@@ -113,7 +141,7 @@ def roundings(tokens, route, activation):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(200, 416), (256, 512), (77, 2730), (1024, 4096), (4160, 1024)], ids=str)
-@pytest.mark.parametrize("name", [*NAMES, *LEVELS])
+@pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("capability", [None, (8, 0)], indirect=True)
 def test_table_linear_matches_float64(name, shape, capability):
     planes, weight = case(name, shape)
@@ -139,7 +167,7 @@ def test_table_linear_refuses_what_makes_no_sense():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*NAMES, *LEVELS])
+@pytest.mark.parametrize("name", SERVED)
 def test_table_gradients_graphs_and_compile(name):
     planes, weight = case(name, (256, 512))
     x = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -155,8 +183,7 @@ def test_table_gradients_graphs_and_compile(name):
         graph.replay()
         assert torch.equal(got, want)
         assert all(torch.equal(table_linear.linear(x, planes, None, "gelu"), want) for _ in range(10))
-        coarse = planes.coarse
-        args = (coarse["codes"], coarse["scales"], coarse.get("levels"), coarse.get("tensor_scale"))
+        args = tuple(table_linear.weight_of(planes.coarse))
         torch.library.opcheck(torch.ops.vbrt.table_linear, (x.detach(), *args, None, "gelu"))
         torch.library.opcheck(torch.ops.vbrt.table_decode, (*args, 512, torch.bfloat16))
         run = torch.compile(lambda v: table_linear.linear(v, planes, None, "gelu"), fullgraph=True)
@@ -164,7 +191,7 @@ def test_table_gradients_graphs_and_compile(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*NAMES, *LEVELS])
+@pytest.mark.parametrize("name", SERVED)
 def test_a_gpu_resolves_table_formats_to_their_kernels(name):
     assert resolve("linear", "auto", torch.device("cuda"), name).run is table_linear.linear
     assert resolve("decode_weight", "auto", torch.device("cuda"), name).run is table_linear.decode_weight

@@ -3,7 +3,7 @@
 | family | formats |
 | --- | --- |
 | `e2m1` | nvfp4, mxfp4 in tile order |
-| `table` | nf4, quantile, `levels...` |
+| `table` | nf4, quantile, `levels...`, `affine...`, `zeros...`, `superblock32` |
 | `whole` | mxint8 |
 | `rounded` | both operands rounded to FP8 |
 | `fine` | fine planes merged with coarse ones |
@@ -19,6 +19,7 @@ many tokens, and are never for the persistent kernel):
 | the same, sm_90, bf16 | 65 to 4096, where predicted fastest | `e2m1/persistent_gluon.py`: warp-specialized, TMA |
 | the same, `compute.fp8` | 512 and more | `rounded/fp8.py`: weights and activations to E4M3, scaled matmul |
 | nf4, quantile, `levels...` (these: on no GPU yet) | up to 32, bf16 | `table/linear_gluon.py`: `prmt` lookups |
+| codes with offsets (on no GPU yet) | up to 32, bf16 | the same, by bit arithmetic; sums of x by an operand of ones |
 | nf4, quantile, sm_90, bf16 | up to 4096, where predicted fastest | persistent, with `table/operands_gluon.py` |
 | mxint8 (run on no GPU yet) | up to 32, bf16 | `whole/linear_gluon.py`: scaled in registers, exact |
 | tiles, tables (not on sm_90), `levels...`, mxint8 | more, where predicted fastest | `e2m1/mma_gluon.py`: `mma.sync` |

@@ -3,7 +3,7 @@
 | family | layers | launches |
 | --- | --- | --- |
 | `linear` | nvfp4, mxfp4 | narrow up to 16 tokens; beyond, those of the lowest estimates |
-| `table` | nf4, quantile, levels | warps of the fused kernel, up to 32 tokens |
+| `table` | nf4, quantile, levels, affine | warps of the fused kernel, up to 32 tokens |
 | `whole` | mxint8 | the same |
 | `expert rows`, `expert sums` | experts in nvfp4, mxfp4 | those of the kernels for few tokens |
 | `expert blocks` | the same, on sm_90 | pairs that the grouped kernel takes at a time |
@@ -125,11 +125,12 @@ def _layer_cases(shape: tuple[int, int], format: str, tokens: int, device: int) 
         table = choose(gpu, tokens, 1, n, columns) or Matmul()
         key = "linear", most_tokens(tokens), rows, columns
         yield Case("linear", n, k, format, tokens, key, table, candidates, partial(_tiled, n, k, format, tokens))
-    for family, module, tables in (("table", table_linear, True), ("whole", whole_linear, False)):
-        if format in (*module.FORMATS, *(table_linear.LEVELS if tables else ())) and tokens <= module.FUSED_TOKENS:
+    rows = {"table": (table_linear, table_linear.SERVED), "whole": (whole_linear, whole_linear.FORMATS)}
+    for family, (module, served) in rows.items():
+        if format in served and tokens <= module.FUSED_TOKENS:
             groups = -(-k // 64)
             row_tiles = -(-n // ROWS)
-            table = launch_for("table", gpu, tokens, row_tiles, groups) if tables else whole_linear.LAUNCH
+            table = launch_for("table", gpu, tokens, row_tiles, groups) if family == "table" else whole_linear.LAUNCH
             key = family, most_tokens(tokens), row_tiles, groups
             warps = tuple(table._replace(k_warps=count) for count in (4, 8))
             yield Case(

@@ -23,7 +23,7 @@ from vbrt.kernels.cuda.launch_table import pairs_are_alone, rows_for, token_for
 from vbrt.kernels.cuda.launcher import Launcher, rows_are_aligned
 from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
 
-__all__ = ["down", "up"]
+__all__ = ["down", "summands_of", "up"]
 
 _SPLIT_WARPS, _SPLIT_SPAN = 4, 1024
 
@@ -164,7 +164,7 @@ def _rows(
     shape = matrix.experts, row_tiles, matrix.columns, gating.matrices
     launch = tuned_configs.found(x_MK.device.index, "expert rows", ids_Tk.numel(), *shape)
     launch = launch or rows_for(ids_Tk.numel(), *shape)
-    ids, x_SMK = ids_Tk.contiguous(), _summands(x_MK)
+    ids, x_SMK = ids_Tk.contiguous(), summands_of(x_MK)
     device, grouped = x_MK.device.index, not _are_alone(ids_Tk, matrix.experts)
     groups = group_pairs(ids, matrix.experts, 8 * launch.groups) if grouped else Groups(ids, ids, ids, ids, 1)
     dependent = devices.launches_dependents(device)
@@ -198,7 +198,7 @@ def _tokens(
     """Fill y with the weighted sums over each token's experts, in one launch."""
     if y_TH.numel() == 0:
         return
-    (tokens, k), device, h_SPI = ids_Tk.shape, h_PI.device.index, _summands(h_PI)
+    (tokens, k), device, h_SPI = ids_Tk.shape, h_PI.device.index, summands_of(h_PI)
     launch = tuned_configs.found(device, "expert sums", tokens, k, matrix.columns) or token_for(k, matrix.columns)
     dependent = devices.launches_dependents(device)
     bias_or_h = h_SPI if bias is None else bias.contiguous()
@@ -225,7 +225,7 @@ def _tokens(
     )  # fmt: skip
 
 
-def _summands(x_MK: Tensor) -> Tensor:
+def summands_of(x_MK: Tensor) -> Tensor:
     """bf16 [S, M, K] that add up to x, rows 16-byte aligned; K is rounded up to a multiple of 8."""
     summands = SUMMANDS[x_MK.dtype]
     if summands == 1 and rows_are_aligned(x_MK):

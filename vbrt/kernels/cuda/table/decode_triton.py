@@ -1,8 +1,8 @@
-"""Triton decoder of `linear`: weights dequantized through a table of 16 levels. Importing needs Triton.
+"""Triton decoder of `linear`: 4-bit codes to levels of a table, or with offsets. Importing needs Triton.
 
 A weight is level[code] * (scale * tensor scale), both products rounded to fp32, as the formats define it; scales of 16
 or 32 bits have no tensor scale. The table is one cache line: a warp's lookups hit it without conflicts, so the kernel
-stays memory-bound.
+stays memory-bound. With OFFSETS (see `linear_gluon`) it is code * scale + offset or (code - zero) * scale.
 """
 
 import triton
@@ -25,6 +25,8 @@ def decode_kernel(
     block_ptr,
     level_ptr,
     scale_ptr,
+    offset_ptr,
+    least_ptr,
     w_ptr,
     N,
     K,
@@ -33,10 +35,13 @@ def decode_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     SIGNED: tl.constexpr,
+    OFFSETS: tl.constexpr,
 ):
     """w [N, K] in its own dtype from codes [N, blocks * BLOCK / 2] and block scales [N, blocks], UE4M4 bytes or floats.
 
-    level: 16 entries, or with SIGNED 8 magnitudes, bit 3 of a code being the sign. Grid (row groups, block groups).
+    level: 16 entries, or with SIGNED 8 magnitudes, bit 3 of a code being the sign. offset: [N, blocks]; of superblocks
+    scale and least have the fp16 numbers, [N, blocks * BLOCK / 256 rounded up]. Without contraction to FMA, which with
+    fp32 scales would round once. Grid (row groups, block groups).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
@@ -44,14 +49,35 @@ def decode_kernel(
     index = row.to(tl.int64) * blocks + block
     HALF: tl.constexpr = BLOCK // 2
     byte = tl.load(code_ptr + (index * HALF + tl.arange(0, HALF)[None, None, :]), mask=inside, other=0).to(tl.int32)
-    if block_ptr.dtype.element_ty == tl.uint8:
-        scale_byte = tl.load(block_ptr + index, mask=inside, other=0).to(tl.int32)
-        scale = ((scale_byte + 1920) << 19).to(tl.float32, bitcast=True)  # 1920 = (127 - 7) << 4
-        scale = tl.where(scale_byte > 0, scale, 0.0) * tl.load(scale_ptr)
+    stored = tl.load(block_ptr + index, mask=inside, other=0)
+    if OFFSETS == "superblock":
+        large = row.to(tl.int64) * ((blocks * BLOCK + 255) // 256) + block * BLOCK // 256
+        scale = tl.load(scale_ptr + large, mask=inside, other=0).to(tl.float32) * stored.to(tl.float32)
+        least = tl.load(least_ptr + large, mask=inside, other=0).to(tl.float32)
+        offset = least * tl.load(offset_ptr + index, mask=inside, other=0).to(tl.float32)
+        low = (byte & 15).to(tl.float32) * scale - offset
+        high = (byte >> 4).to(tl.float32) * scale - offset
+    elif OFFSETS == "zeros":
+        scale = stored.to(tl.float32)
+        zero = tl.load(offset_ptr + index, mask=inside, other=0).to(tl.int32)
+        low = ((byte & 15) - zero).to(tl.float32) * scale
+        high = ((byte >> 4) - zero).to(tl.float32) * scale
+    elif OFFSETS == "values":
+        scale = stored.to(tl.float32)
+        offset = tl.load(offset_ptr + index, mask=inside, other=0).to(tl.float32)
+        low = (byte & 15).to(tl.float32) * scale + offset
+        high = (byte >> 4).to(tl.float32) * scale + offset
     else:
-        scale = tl.load(block_ptr + index, mask=inside, other=0).to(tl.float32)
-    low = (_level(level_ptr, byte & 15, SIGNED) * scale).to(w_ptr.dtype.element_ty)
-    high = (_level(level_ptr, byte >> 4, SIGNED) * scale).to(w_ptr.dtype.element_ty)
+        if block_ptr.dtype.element_ty == tl.uint8:
+            scale_byte = stored.to(tl.int32)
+            scale = ((scale_byte + 1920) << 19).to(tl.float32, bitcast=True)  # 1920 = (127 - 7) << 4
+            scale = tl.where(scale_byte > 0, scale, 0.0) * tl.load(scale_ptr)
+        else:
+            scale = stored.to(tl.float32)
+        low = _level(level_ptr, byte & 15, SIGNED) * scale
+        high = _level(level_ptr, byte >> 4, SIGNED) * scale
+    low = low.to(w_ptr.dtype.element_ty)
+    high = high.to(w_ptr.dtype.element_ty)
     w = tl.reshape(tl.join(low, high), (ROWS, BLOCKS, BLOCK))
     column = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     tl.store(w_ptr + (row.to(tl.int64) * K + column), w, mask=inside & (column < K))

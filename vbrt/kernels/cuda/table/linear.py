@@ -1,20 +1,22 @@
-"""Linear layers on weights of 16 levels: backend "triton" of the ops "linear" and "decode_weight".
+"""Linear layers on rows of 4-bit codes: backend "triton" of the ops "linear" and "decode_weight".
 
-`nf4` and `quantile` have a scale byte per 64 columns and a tensor scale; `levels…` have scales of 16 or 32 bits per 16
-to 128 columns, and their 16 levels in the page.
+`nf4` and `quantile` have a scale byte per 64 columns and a tensor scale; `levels...` have scales of 16 or 32 bits per
+16 to 128 columns, and their 16 levels in the page. `affine...`, `zeros...` and `superblock32` have no table, but an
+offset per block.
 
-Up to `FUSED_TOKENS` bf16 tokens, one kernel looks the codes up, multiplies on tensor cores and applies bias and
-activation as an epilogue; it rounds the levels to bf16 and applies the block scales to fp32 sums. More tokens are
-handled by `e2m1/persistent_gluon` (`nf4` and `quantile` on sm_90) or `e2m1/mma_gluon` where that is the fastest, see
-`launch_table.codes_for`; they round level, scale and their product to bf16. Otherwise a kernel decodes the weight to
-the activations' dtype for the vendor's matmul. Unsupported cases (CPU tensors, a fine plane) fall back to the
-reference, GPUs without `FUSED_NEEDS` to the decoding kernel. Pages hold the plain coarse plane.
+Up to `FUSED_TOKENS` bf16 tokens, one kernel decodes the codes, multiplies on tensor cores and applies bias and
+activation as an epilogue; it rounds the levels to bf16, where there are any, and applies block scales and offsets to
+fp32 sums. More tokens of tables are handled by `e2m1/persistent_gluon` (`nf4` and `quantile` on sm_90) or
+`e2m1/mma_gluon` where that is the fastest, see `launch_table.codes_for`; they round level, scale and their product to
+bf16. Otherwise a kernel decodes the weight to the activations' dtype for the vendor's matmul. Unsupported cases (CPU
+tensors, a fine plane) fall back to the reference, GPUs without `FUSED_NEEDS` to the decoding kernel. Pages hold the
+plain coarse plane.
 
 Legend: M tokens, N outputs, K inputs.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,26 +33,36 @@ from vbrt.kernels.cuda.launcher import cuda_op, rows_are_aligned
 from vbrt.libraries import triton_api
 
 __all__ = [
+    "AFFINE",
+    "FIELDS",
     "FORMATS",
     "FUSED_NEEDS",
     "FUSED_TOKENS",
     "LEVELS",
+    "SERVED",
+    "UNROLL",
     "codes_of",
     "decode_weight",
     "linear",
     "prepare",
     "route",
+    "row_constants",
+    "weight_of",
 ]
 
 #: formats with a table of levels and a scale byte per block
 FORMATS = formats_of("table")
 #: formats with a table of levels and scales of 16 or 32 bits
 LEVELS = formats_of("levels")
+#: formats with scales and offsets
+AFFINE = formats_of("affine")
+SERVED = (*FORMATS, *LEVELS, *AFFINE)
 #: maximum tokens of the fused kernel: four groups of 8
 FUSED_TOKENS = 32
 FUSED_NEEDS = devices.BF16
 _ROWS, _COLUMNS, _WARPS = 1, 4096, 4
-_UNROLL = 2  # 64-column groups that a warp of the fused kernel loads at a time
+#: 64-column groups that a warp of the fused kernel loads at a time; of superblocks 256 columns have one d and dmin
+UNROLL = {"none": 2, "values": 2, "zeros": 2, "superblock": 4}
 
 
 @functools.cache
@@ -79,7 +91,7 @@ def prepare(device: torch.device) -> None:
 
 def _served(planes: WeightPlanes) -> bool:
     codes = planes.coarse.get("codes")
-    if planes.format not in (*FORMATS, *LEVELS) or planes.fine is not None or codes is None:
+    if planes.format not in SERVED or planes.fine is not None or codes is None:
         return False
     return codes.is_cuda and devices.serves(codes.device.index, devices.TRITON)
 
@@ -93,19 +105,19 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
     tokens = x.numel() // x.shape[-1]
     if tokens <= FUSED_TOKENS:
         return "fused"
-    launch = _launch_of(tokens, planes.coarse["codes"], planes.coarse["scales"])
+    launch = _launch_of(tokens, weight_of(planes.coarse))
     if launch is None:
         return "decode+matmul"
     return "persistent" if type(launch) is PersistentLaunch else "fused"
 
 
-def _launch_of(tokens: int, codes: Tensor, scales: Tensor) -> PersistentLaunch | MmaLaunch | None:
+def _launch_of(tokens: int, weight: "_Weight") -> PersistentLaunch | MmaLaunch | None:
     """Launch for more bf16 tokens than `FUSED_TOKENS`; None: decode, then the vendor's matmul."""
-    n, row_bytes = codes.shape
-    if row_bytes % 16:  # rows that copies of 16 bytes cannot read
+    n, row_bytes = weight.codes.shape
+    if row_bytes % 16 or weight.stored != "none":  # rows that copies of 16 bytes cannot read
         return None
-    kind = "table" if scales.dtype is torch.uint8 else "levels"
-    return codes_for(devices.gpu(scales.device.index), kind, tokens, n, -(-row_bytes // 64))
+    kind = "table" if weight.scales.dtype is torch.uint8 else "levels"
+    return codes_for(devices.gpu(weight.codes.device.index), kind, tokens, n, -(-row_bytes // 64))
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
@@ -142,18 +154,63 @@ class _Product(torch.autograd.Function):
         return dy @ _decode(ctx.planes, dy.dtype), None
 
 
+class _Weight(NamedTuple):
+    """A coarse plane in the form of the kernels.
+
+    scale: the tensor scale, or fp16 numbers of the superblocks' scales; least: those of their offsets. levels: None for
+    nf4's. offsets: values, zeros or bytes of superblocks.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    levels: Tensor | None = None
+    scale: Tensor | None = None
+    offsets: Tensor | None = None
+    least: Tensor | None = None
+
+    @property
+    def stored(self) -> str:
+        """How offsets are stored: the kernels' OFFSETS."""
+        if self.offsets is None:
+            return "none"
+        if self.least is not None:
+            return "superblock"
+        return "zeros" if self.offsets.dtype is torch.uint8 else "values"
+
+    @property
+    def pointers(self) -> tuple[Tensor, ...]:
+        """Scales, levels, tensor scale, offsets and superblocks' numbers; any tensor where there are none."""
+        table = self.scales if self.offsets is not None else _table(self)[0]
+        any_if_none = (table if tensor is None else tensor for tensor in (self.scale, self.offsets, self.least))
+        return self.scales, table, *any_if_none
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constants of the kernels."""
+        block = 2 * self.codes.shape[1] // self.scales.shape[1]
+        signed = self.levels is not None and len(self.levels) == 8
+        return {"BLOCK": block, "SIGNED": signed, "OFFSETS": self.stored}
+
+
+#: fields of planes that a `_Weight` has, in its order
+FIELDS = (("codes",), ("scales",), ("levels",), ("tensor_scale", "d"), ("offsets", "zeros", "mins"), ("dmin",))
+
+
+def weight_of(coarse: dict[str, Tensor]) -> _Weight:
+    """A plain coarse plane in the form of the kernels."""
+    return _Weight(*(next((coarse[name] for name in names if name in coarse), None) for names in FIELDS))
+
+
 def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: str) -> Tensor:
-    coarse = planes.coarse
     multiply = _linear_op if torch.compiler.is_compiling() else _product
-    codes, scales, levels = coarse["codes"], coarse["scales"], coarse.get("levels")
-    return multiply(x, codes, scales, levels, coarse.get("tensor_scale"), bias, activation)
+    return multiply(x, *weight_of(planes.coarse), bias, activation)
 
 
-def _table(levels: Tensor | None, device: torch.device) -> tuple[Tensor, bool]:
+def _table(weight: _Weight) -> tuple[Tensor, bool]:
     """(fp32 levels by code, True if they are 8 magnitudes with the sign in bit 3 of a code)."""
-    if levels is None:
-        return _nf4_levels(device.index), False
-    return levels, len(levels) == 8
+    if weight.levels is None:
+        return _nf4_levels(weight.codes.device.index), False
+    return weight.levels, len(weight.levels) == 8
 
 
 def _product(
@@ -162,47 +219,48 @@ def _product(
     scales: Tensor,
     levels: Tensor | None,
     scale: Tensor | None,
+    offsets: Tensor | None,
+    least: Tensor | None,
     bias: Tensor | None,
     activation: str,
 ) -> Tensor:
     """activation(x @ w.T + bias) for any number of bf16 tokens, by the kernel that `route` names."""
     tokens, k = x.numel() // x.shape[-1], x.shape[-1]
+    weight = _Weight(codes, scales, levels, scale, offsets, least)
     if tokens <= FUSED_TOKENS:
-        return _fused(x, codes, scales, levels, scale, bias, activation)
-    launch = _launch_of(tokens, codes, scales)
+        return _fused(x, weight, bias, activation)
+    launch = _launch_of(tokens, weight)
     if launch is None:
-        w_NK = _decode_table(codes, scales, levels, scale, k, x.dtype)
-        return reference.activate(F.linear(x, w_NK, bias), activation)
-    weight = _codes_of(codes, scales, levels, scale)
+        return reference.activate(F.linear(x, _decode_rows(*weight, k, x.dtype), bias), activation)
+    form = _codes_of(weight)
     multiply = launches.mma if type(launch) is MmaLaunch else launches.persistent
-    return multiply(x.reshape(-1, k), weight, bias, activation, launch).view(*x.shape[:-1], weight.n)
+    return multiply(x.reshape(-1, k), form, bias, activation, launch).view(*x.shape[:-1], form.n)
 
 
 def codes_of(coarse: dict[str, Tensor]) -> launches.Codes:
     """A plain coarse plane as `Codes`."""
-    return _codes_of(coarse["codes"], coarse["scales"], coarse.get("levels"), coarse.get("tensor_scale"))
+    return _codes_of(weight_of(coarse))
 
 
-def _codes_of(codes: Tensor, scales: Tensor, levels: Tensor | None, scale: Tensor | None) -> launches.Codes:
-    (n, blocks), (table, signed) = scales.shape, _table(levels, codes.device)
-    kind, words = "magnitudes" if signed else "table", codes.view(torch.int32)
-    columns, block = -(-words.shape[1] // 16), 8 * words.shape[1] // blocks
-    return launches.Codes(words, kind, table if scale is None else scale, n, columns, scales, table, blocks, block)
+def _codes_of(weight: _Weight) -> launches.Codes:
+    (n, blocks), (table, signed) = weight.scales.shape, _table(weight)
+    kind, words = "magnitudes" if signed else "table", weight.codes.view(torch.int32)
+    columns, scale = -(-words.shape[1] // 16), table if weight.scale is None else weight.scale
+    return launches.Codes(words, kind, scale, n, columns, weight.scales, table, blocks, 8 * words.shape[1] // blocks)
 
 
-def _fused(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    levels: Tensor | None,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-) -> Tensor:
-    levels, signed = _table(levels, codes.device)
-    k = x.shape[-1]
-    n, blocks = scales.shape
-    block = 2 * codes.shape[1] // blocks
+def row_constants(k: int, row_bytes: int, stored: str) -> dict[str, Any]:
+    """Constants of the fused kernels for the ends of rows: k columns of x, bytes of codes.
+
+    Blocks of 16 or 32 columns may end before their last group of 64; the kernels skip x by groups, or by columns.
+    """
+    unroll, groups = UNROLL[stored], -(-row_bytes // 32)
+    return {"UNROLL": unroll, "WHOLE": row_bytes % (32 * unroll) == 0, "K_TAIL": k != 64 * groups}
+
+
+def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> Tensor:
+    k, device = x.shape[-1], weight.codes.device
+    n, blocks = weight.scales.shape
     x_MK = x.reshape(-1, k)
     tokens = x_MK.shape[0]
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
@@ -210,17 +268,14 @@ def _fused(
         wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)
         wide[:, :k] = x_MK
         x_MK, k = wide, wide.shape[1]
-    groups = -(-blocks * block // 64)
-    device = codes.device.index
-    found = tuned_configs.found(device, "table", tokens, -(-n // 16), groups)
-    warps = (found or launch_for("table", devices.gpu(device), tokens, -(-n // 16), groups)).k_warps
-    with torch.cuda.device(codes.device):
+    groups = -(-weight.codes.shape[1] // 32)
+    found = tuned_configs.found(device.index, "table", tokens, -(-n // 16), groups)
+    warps = (found or launch_for("table", devices.gpu(device.index), tokens, -(-n // 16), groups)).k_warps
+    with torch.cuda.device(device):
         _fused_kernels().linear_kernel[(-(-n // 16),)](
             x_MK,
-            codes.view(torch.int32),
-            scales,
-            levels,
-            levels if scale is None else scale,
+            weight.codes.view(torch.int32),
+            *weight.pointers,
             x_MK if bias is None else bias.contiguous(),
             y,
             tokens,
@@ -231,12 +286,10 @@ def _fused(
             y.stride(0),
             TOKEN_GROUPS=1 << max(0, (tokens - 1).bit_length() - 3),
             K_WARPS=warps,
-            UNROLL=_UNROLL,
-            BLOCK=block,
-            SIGNED=signed,
-            K_TAIL=k != 64 * groups,
             ACTIVATION=activation,
             HAS_BIAS=bias is not None,
+            **weight.constants,
+            **row_constants(k, weight.codes.shape[1], weight.stored),
             num_warps=warps,
             **triton_api.fp_fusion(True),
         )
@@ -244,49 +297,52 @@ def _fused(
 
 
 def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
-    coarse = planes.coarse
-    codes, scales, levels = coarse["codes"], coarse["scales"], coarse.get("levels")
-    decode = _decode_op if torch.compiler.is_compiling() else _decode_table
-    return decode(codes, scales, levels, coarse.get("tensor_scale"), planes.shape[1], dtype)
+    decode = _decode_op if torch.compiler.is_compiling() else _decode_rows
+    return decode(*weight_of(planes.coarse), planes.shape[1], dtype)
 
 
-def _decode_table(
-    codes: Tensor, scales: Tensor, levels: Tensor | None, scale: Tensor | None, k: int, dtype: torch.dtype
+def _decode_rows(
+    codes: Tensor,
+    scales: Tensor,
+    levels: Tensor | None,
+    scale: Tensor | None,
+    offsets: Tensor | None,
+    least: Tensor | None,
+    k: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    levels, signed = _table(levels, codes.device)
+    weight = _Weight(codes, scales, levels, scale, offsets, least)
     n, blocks = scales.shape
-    block = 2 * codes.shape[1] // blocks
-    wide = _COLUMNS // block
+    constants = weight.constants
+    wide = _COLUMNS // constants["BLOCK"]
     w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
     with torch.cuda.device(codes.device):
         _kernels().decode_kernel[(-(-n // _ROWS), -(-blocks // wide))](
             codes,
-            scales,
-            levels,
-            levels if scale is None else scale,
+            *weight.pointers,
             w_NK,
             n,
             k,
             blocks,
             ROWS=_ROWS,
             BLOCKS=wide,
-            BLOCK=block,
-            SIGNED=signed,
+            **constants,
             num_warps=_WARPS,
-            **triton_api.fp_fusion(True),
+            **triton_api.fp_fusion(False),
         )
     return w_NK
 
 
+_OPERANDS = "Tensor codes, Tensor scales, Tensor? levels, Tensor? scale, Tensor? offsets, Tensor? least"
 _linear_op = cuda_op(
     "table_linear",
     _product,
-    "(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor? scale, Tensor? bias, str activation) -> Tensor",
-    lambda x, codes, scales, levels, scale, bias, activation: x.new_empty(*x.shape[:-1], codes.shape[0]),
+    f"(Tensor x, {_OPERANDS}, Tensor? bias, str activation) -> Tensor",
+    lambda x, codes, *_: x.new_empty(*x.shape[:-1], codes.shape[0]),
 )
 _decode_op = cuda_op(
     "table_decode",
-    _decode_table,
-    "(Tensor codes, Tensor scales, Tensor? levels, Tensor? scale, SymInt k, ScalarType dtype) -> Tensor",
-    lambda codes, scales, levels, scale, k, dtype: codes.new_empty(codes.shape[0], k, dtype=dtype),
+    _decode_rows,
+    f"({_OPERANDS}, SymInt k, ScalarType dtype) -> Tensor",
+    lambda codes, scales, levels, scale, offsets, least, k, dtype: codes.new_empty(codes.shape[0], k, dtype=dtype),
 )

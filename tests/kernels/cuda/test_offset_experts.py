@@ -1,0 +1,107 @@
+"""Routed experts on codes with offsets: which way is taken, what it compiles to, and on a GPU what it computes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kernels.cuda.gpu_cases import compiled, error, poison
+from tests.kernels.expert_cases import exact_rows, expert_pages, routing
+from tests.matrix import matrix
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.launch_table import Gpu
+from vbrt.kernels.cuda.table import offset_experts
+from vbrt.kernels.entries import KERNELS
+from vbrt.kernels.experts import ExpertPages, Gate, weigh_and_sum
+
+FORMATS = ["superblock32", "affine32-float16", "affine16-bfloat16", "affine64-float32", "zeros128-float16"]
+CLOSE = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
+def test_pages_of_codes_with_offsets_are_taken_by_address_from_sm_80_on(capability, monkeypatch):
+    monkeypatch.setattr(devices, "capability", lambda index: capability)
+    for name in (*FORMATS, "nf4", "levels32-float16", "nvfp4"):
+        pages, _ = expert_pages(name, {"up": (32, 128)}, 2)
+        assert offset_experts.takes_addresses(pages.layout, GPU) is (name in FORMATS and capability >= (8, 0))
+    records = {k.op: k for k in KERNELS if k.backend == "triton" and FORMATS[0] in (k.formats or ())}
+    assert records["experts_up"].by_address is offset_experts.takes_addresses
+    assert (records["experts_up"].run, records["experts_down"].run) == (offset_experts.up, offset_experts.down)
+
+
+def test_many_pairs_are_decoded_where_the_host_has_pages(monkeypatch):
+    monkeypatch.setattr(devices, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(devices, "gpu", lambda index: Gpu(9, 132))
+    x = SimpleNamespace(is_cuda=True, device=GPU, dtype=torch.bfloat16)
+    pages, _ = expert_pages(FORMATS[0], {"up": (32, 128)}, 4)
+    by_address = ExpertPages(pages.format, pages.dtype, pages.shapes, pages.layout, [None] * 4, pages.addresses)
+    tables, _ = expert_pages("nf4", {"up": (32, 128)}, 4)
+    ways = [offset_experts.route(x, pairs, of) for of in (pages, by_address, tables) for pairs in (5, 4000)]
+    assert ways == ["fused", "decoded", "fused", "fused", "decoded", "decoded"]
+
+
+@matrix(capability=[80, 90, 100, 120], at_most=1)
+def test_codes_are_read_in_wide_loads_though_addresses_are_numbers(capability):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels.cuda.table.linear_gluon import experts_kernel
+
+    constants = {
+        "GROUPED": True, "TOKEN_GROUPS": 1, "K_WARPS": 8, "UNROLL": 2, "BLOCK": 128, "OFFSETS": "zeros",
+        "SCALES": "float16", "WHOLE": True, "K_TAIL": False, "HAS_BIAS": False,
+    }  # fmt: skip
+    types = {name: "i32" for name in experts_kernel.arg_names if name not in constants}
+    types |= {name: "*i32" for name in types if name.endswith("_ptr")}
+    types |= {"x_ptr": "*bf16", "bias_ptr": "*bf16", "y_ptr": "*fp32", "id_ptr": "*i64", "address_ptr": "*i64"}
+    aligned = [name for name in types if name.endswith("_ptr")]
+    ptx = compiled(experts_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]
+    assert ptx.count("mma.sync") == 2 * (4 + 4)  # products and sums of x, of two groups of columns
+    # before the loop and in it, codes of two rows; activations of two groups
+    assert ptx.count("ld.global.cg.v4") == 2 * 2 and ptx.count("ld.global.v4") == 2 * 2
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+LAYERS = {"many small": (64, 256, 96, 8), "ragged": (5, 328, 72, 3), "large": (4, 4096, 1024, 2)}  # E, hidden, inner, k
+
+
+@pytest.mark.gpu
+@matrix(name=FORMATS, shape=LAYERS, dtype=list(CLOSE), turns=2)
+def test_experts_with_offsets_match_float64(name, shape, dtype):
+    experts, hidden, inner, k = shape
+    shapes, gate = {"up": (2 * inner, hidden), "down": (hidden, inner)}, Gate("silu")
+    held, weights = expert_pages(name, shapes, experts, dtype=dtype, device="cuda")
+    pages = ExpertPages(name, dtype, shapes, held.layout, [None] * experts, held.addresses)
+    bias = torch.randn(experts, 2 * inner, device="cuda", dtype=dtype)
+    for tokens in (1, 2, 5, 64, 300):
+        ids, shares = routing(tokens, k, experts, device="cuda", sentinels=tokens // 2)
+        x = torch.randn(tokens, hidden + 3, device="cuda", dtype=dtype)[:, 3:]
+        poison()
+        h = offset_experts.up(x, ids, pages, gate=gate, bias_EN=bias)
+        assert error(h, exact_rows(x, ids, weights["up"], gate, bias)) < CLOSE[dtype], tokens
+        y = offset_experts.down(h, ids.int(), shares, pages)
+        want = weigh_and_sum(exact_rows(h, ids, weights["down"], None), ids, shares, experts)
+        assert error(y, want) < CLOSE[dtype], tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_graphs_follow_ids_and_addresses(tokens):
+    shapes = {"up": (192, 256), "down": (256, 96)}
+    pages, _ = expert_pages("superblock32", shapes, 8, device="cuda")
+    ids, shares = routing(tokens, 2, 8, device="cuda")
+    x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
+
+    def run():
+        return offset_experts.down(offset_experts.up(x, ids, pages, gate=Gate("silu")), ids, shares, pages)
+
+    before = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    graph.replay()
+    assert torch.equal(y, before)
+    ids.copy_((ids + 1) % 8)
+    pages.addresses.copy_(pages.addresses.flip(0))
+    graph.replay()
+    assert torch.equal(y, run()) and not torch.equal(y, before)
