@@ -349,7 +349,12 @@ def _residency(capability: int) -> Iterator[Callable[[], Any]]:
         layers = [residency.Experts(experts, 0)]
         tables = residency.ResidentTables(layers, [room], arena, [0] * experts, one=4096)
         for tokens, scan in ((1, False), (64, False), (2048, True)):
-            yield partial(tables.lease, 0, _empty(tokens, 8, dtype=torch.int64), scan=scan)
+            yield partial(tables.decide, 0, _empty(tokens, 8, dtype=torch.int64), scan=scan)
+        for tokens in (1, 8):
+            ids = _empty(tokens, 8, dtype=torch.int64)
+            shares = residency.Shares(_empty(experts + 1, dtype=torch.int64), torch.empty_like(ids))
+            yield partial(tables.decide, 0, ids, shares=shares)
+        yield partial(tables.fetch, 0)
 
 
 def _kv(capability: int) -> Iterator[Callable[[], Any]]:
