@@ -14,10 +14,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # after the checkout is on the path
 
 from scripts.hardware_tables import table
-from vbrt.config.format_records import GROUP_KINDS
+from vbrt.config.format_records import BYTE_KINDS, GROUP_KINDS
 from vbrt.formats import get_format
 from vbrt.formats.ggml import GGML_PLANES
-from vbrt.kernels.entries import KERNELS
+from vbrt.kernels import fused_on
 from vbrt.saves.published.layouts import LAYOUTS
 
 PAGE = ROOT / "docs" / "howto" / "checkpoints.md"
@@ -25,6 +25,7 @@ MARKS = "<!-- layouts: scripts/format_tables.py -->", "<!-- end of layouts -->"
 _HEADS = ("weights", "held as", "bits a weight", "fused kernels", "decoded, and held losslessly", "as it is since")
 _PROCESSORS = {"cuda": "GPU", "cpu": "CPU"}
 _WHOLE = (4096, 4096)
+_KINDS = {**GROUP_KINDS, **BYTE_KINDS}
 
 
 def layouts() -> str:
@@ -34,8 +35,8 @@ def layouts() -> str:
 
 def _safetensors() -> Iterator[tuple[str, ...]]:
     for layout in LAYOUTS:
-        held = " or ".join(f"`{each}…`" if each in GROUP_KINDS else f"`{each}`" for each in layout.becomes)
-        formats = [f"{each}128-float16" if each in GROUP_KINDS else each for each in layout.becomes]
+        held = " or ".join(f"`{each}…`" if each in _KINDS else f"`{each}`" for each in layout.becomes)
+        formats = [f"{each}128-float16" if each in _KINDS else each for each in layout.becomes]
         yield layout.name, held or "–", *_of(formats), layout.rest or "–", layout.since if held else "–"
 
 
@@ -56,12 +57,7 @@ def _of(formats: list[str]) -> tuple[str, str]:
 
 
 def _kernels(format: str) -> str:
-    devices = {
-        device
-        for kernel in KERNELS
-        if kernel.op == "linear" and format in (kernel.formats or ())
-        for device in kernel.devices or ()
-    }
+    devices = fused_on(format)
     return ", ".join(name for device, name in _PROCESSORS.items() if device in devices) or "none"
 
 

@@ -48,7 +48,8 @@ def _write(gguf, path: Path) -> None:
     writer.add_array("llama.numbers", [1, 2, 3])
     values = torch.Generator().manual_seed(0)
     layer = {"attn_q": 32, "attn_k": 16, "attn_v": 16, "attn_output": 32, "ffn_gate": 256, "ffn_up": 256}
-    kinds = {"attn_v": gguf.GGMLQuantizationType.Q8_0, "ffn_gate": gguf.GGMLQuantizationType.Q4_1}
+    named = {"attn_v": "Q8_0", "ffn_gate": "Q4_1", "attn_k": "Q5_0", "attn_output": "Q5_1"}
+    kinds = {name: gguf.GGMLQuantizationType[type] for name, type in named.items()}
     for name, rows in {"token_embd": 16, **{f"blk.0.{part}": rows for part, rows in layer.items()}}.items():
         weight = torch.randn(rows, 32, generator=values).numpy()
         kind = kinds.get(name.rpartition(".")[2], gguf.GGMLQuantizationType.Q4_0)

@@ -15,7 +15,8 @@ from tests.saves.published.gguf_files import Type, model_of, write
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    write(path, model_of("llama"), "llama", lambda name: Type.Q8_0 if "ffn" in name else Type.Q4_0)
+    model = model_of("llama", hidden_size=256, intermediate_size=256)
+    write(path, model, "llama", lambda name: Type.TQ1_0 if "ffn" in name else Type.Q4_0)
     return path
 
 
@@ -26,8 +27,8 @@ def test_inspect_says_what_it_is_and_becomes(file, capsys):
     assert cli.main(["inspect", str(file), "--json", *SETTINGS]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["model"], found["layout"]) == ("LlamaForCausalLM", "GGUF (llama) of quantized weights")
-    assert found["dtypes"].keys() == {"Q8_0", "Q4_0", "F32"} and found["nbytes"] == sum(found["dtypes"].values())
-    assert {row["layout"]: row["becomes"] for row in found["weights"]}["GGUF Q8_0"] == "decoded"
+    assert found["dtypes"].keys() == {"TQ1_0", "Q4_0", "F32"} and found["nbytes"] == sum(found["dtypes"].values())
+    assert {row["layout"]: row["becomes"] for row in found["weights"]}["GGUF TQ1_0"] == "decoded"
     assert {layer["becomes"] for layer in found["layers"]} == {"levels32-float16", "dense"}
     assert any("GGUF Q4_0, taken as levels32-float16 bit for bit" in note for note in found["notes"])
 
@@ -35,7 +36,7 @@ def test_inspect_says_what_it_is_and_becomes(file, capsys):
 def test_run_speaks_from_the_file_and_from_what_convert_makes_of_it(file, tmp_path, capsys):
     said = []
     assert cli.main(["convert", str(file), str(tmp_path / "out"), *SETTINGS]) == 0
-    assert "warning: " in (heard := capsys.readouterr().err) and "decoded and held as dense: GGUF Q8_0" in heard
+    assert "warning: " in (heard := capsys.readouterr().err) and "decoded and held as dense: GGUF TQ1_0" in heard
     for model in (file, tmp_path / "out"):
         capsys.readouterr()
         settings = SETTINGS if model == file else ()

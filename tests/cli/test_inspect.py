@@ -74,7 +74,13 @@ def test_what_cannot_be_loaded_is_said_with_the_reason(llama, tmp_path, capsys):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("layout", "becomes"), [("gptq", "levels32-bfloat16"), ("awq", "zeros32-bfloat16"), ("fp8 blocks", "nvfp4+exact")]
+    ("layout", "becomes"),
+    [
+        ("gptq", "levels32-bfloat16"),
+        ("awq", "zeros32-bfloat16"),
+        ("fp8 blocks", "floatbytes16-float32"),
+        ("act-order gptq", "nvfp4+exact"),
+    ],
 )
 def test_published_weights_are_inspected_converted_and_run(llama, tmp_path, capsys, layout, becomes):
     model, out = tmp_path / "model", tmp_path / "out"

@@ -1,4 +1,4 @@
-"""Formats of 4-bit codes with a scale and an offset per block."""
+"""Formats of 4-bit and 8-bit codes with a scale and an offset per block."""
 
 from itertools import product
 
@@ -15,14 +15,15 @@ from vbrt.formats.published import Repacked, repack_gptq, repack_mlx
 from vbrt.saves.published.decode_layouts import decode_compressed_ints, decode_gptq
 from vbrt.saves.published.layouts import Outline
 
-NAMES = [name for name, record in FORMATS.items() if record.kernels == "affine"]
+NAMES = [name for name, record in FORMATS.items() if record.offsets]
 EXACT = [name for name in NAMES if not name.endswith("float32")]
 
 
 def any_plane(name, shape, dtype=torch.bfloat16):
     """Any fields of a format, in a page."""
     fmt, generator = get_format(name), torch.Generator().manual_seed(0)
-    layout, bytes_below = fmt.layout(shape, dtype), {"codes": 256, "zeros": 16, "scales": 64, "mins": 64}
+    codes, zeros = {4: (256, 16), 8: (32 if name == "superbytes32" else 256, 256)}[fmt.record.bits]
+    layout, bytes_below = fmt.layout(shape, dtype), {"codes": codes, "zeros": zeros, "scales": 64, "mins": 64}
     fields = {}
     for field in layout.fields:
         if field.dtype == "uint8":
@@ -33,6 +34,12 @@ def any_plane(name, shape, dtype=torch.bfloat16):
     return fmt, unpack(pack(fields, layout, new_page(layout)), layout)
 
 
+def numbers(record, plane):
+    """Codes uint8 [N, Kp]."""
+    codes = plane["codes"]
+    return codes if record.bits == 8 else torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+
+
 def defined(record, plane, k):
     """Weights by the definition of a format, fp32."""
     spread = {
@@ -40,7 +47,7 @@ def defined(record, plane, k):
         for name, field in plane.items()
         if name != "codes"
     }
-    codes = torch.stack((plane["codes"] & 15, plane["codes"] >> 4), dim=-1).flatten(1).float()
+    codes = numbers(record, plane).float()
     spread = {name: field[:, : codes.shape[1]] for name, field in spread.items()}
     formulas = {
         "values": lambda: codes * spread["scales"] + spread["offsets"],
@@ -63,7 +70,7 @@ def test_a_weight_is_code_times_scale_plus_offset(name):
 def test_block_terms_give_the_decoded_weights_by_one_fused_operation(name):
     fmt, plane = any_plane(name, (3, 256))
     scale, offset = (term.double().repeat_interleave(fmt.block, dim=1) for term in fmt.block_terms(plane))
-    codes = torch.stack((plane["codes"] & 15, plane["codes"] >> 4), dim=-1).flatten(1)
+    codes = numbers(fmt.record, plane)
     assert torch.equal((codes * scale + offset).float(), fmt.decode(plane, (3, 256), torch.float32))
 
 
@@ -86,7 +93,7 @@ def test_extreme_weights_stay_finite(name, dtype):
         assert ((decoded.double() - w.double()).abs() <= 0.2 * largest * bool(w.any())).all()
 
 
-@pytest.mark.parametrize("name", ["affine32-float16", "zeros128-float16", "superblock32"])
+@pytest.mark.parametrize("name", ["affine32-float16", "zeros128-float16", "superblock32", "superbytes32"])
 def test_a_weight_beyond_the_scales_is_refused(name):
     with pytest.raises(FormatError, match=r"largest weight is 1e\+30; its scales and offsets reach"):
         get_format(name).encode(torch.full((2, 32), 1e30))
@@ -245,4 +252,4 @@ def test_parts_of_other_blocks_are_joined_with_their_bits(name):
 
 
 def test_formats_are_records_of_one_interface():
-    assert len(NAMES) == 25 and all(isinstance(get_format(name), Format) for name in NAMES)
+    assert len(NAMES) == 50 and all(isinstance(get_format(name), Format) for name in NAMES)

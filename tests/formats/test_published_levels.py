@@ -154,7 +154,7 @@ LEVELS = torch.linspace(-1, 1, 16)
         (lambda: repack_bitsandbytes(BYTES, BYTES, LEVELS, (2, 64), nested=Nested(LEVELS, LEVELS, 256, 0.0)), "256"),
         (lambda: repack_bitsandbytes(BYTES, torch.ones(2), LEVELS, (2, 8, 8)), "expected .N, K."),
         (lambda: repack_gguf(BYTES, (0, 64), "Q4_0"), "at least one weight"),
-        (lambda: repack_gguf(BYTES, (2, 64), "Q6_K"), "'Q6_K'; expected one of Q4_0, Q4_1, Q4_K, IQ4_NL"),
+        (lambda: repack_gguf(BYTES, (2, 64), "TQ1_0"), "'TQ1_0'; expected one of Q4_0, Q4_1, Q4_K, IQ4_NL"),
         (lambda: repack_gguf(BYTES, (2, 64), "Q4_0"), "18 bytes"),
         (lambda: repack_compressed_int4(BYTES, LEVELS, (2, 64), group=32), "expected int32 .2, 8."),
         (lambda: repack_compressed_int4(BYTES.view(2, 32).view(torch.int32), LEVELS, (2, 64), group=32), "expected"),

@@ -15,6 +15,7 @@ from vbrt.config.plugins import load_plugins
 from vbrt.errors import FormatError
 
 __all__ = [
+    "BYTE_KINDS",
     "FORMATS",
     "GROUP_KINDS",
     "LEVEL_BLOCKS",
@@ -35,6 +36,13 @@ GROUP_KINDS = {
     "affine": ("vbrt.formats.affine:Affine", "affine", "values"),
     "zeros": ("vbrt.formats.affine:ZeroPoint", "affine", "zeros"),
 }
+#: the same with 8-bit codes; int8 or, in "floatbytes", E4M3 where there is no offset
+BYTE_KINDS = {
+    "bytes": ("vbrt.formats.eight_bits:ScaledBytes", "bytes", None),
+    "floatbytes": ("vbrt.formats.eight_bits:FloatBytes", None, None),
+    "offsetbytes": ("vbrt.formats.affine:Affine", "bytes", "values"),
+    "zerobytes": ("vbrt.formats.affine:ZeroPoint", "bytes", "zeros"),
+}
 #: reserved values of `weights.format` and `weights.formats`
 _RESERVED = ("auto", "exact")
 #: fields that select code of this package, with their value in formats of other packages
@@ -50,12 +58,12 @@ class FormatRecord:
         codec: encoder and decoder: a subclass of `vbrt.formats.Format`, or its "module:Class".
         block: weights along K that share a scale.
         scales: encoding of a block's scale: "e4m3", "ue4m4", "e8m0" (a byte), a dtype of `LEVEL_SCALES`, or
-            "superblock" (6 bits, times an fp16 number per 256 weights); None: no scales.
+            "superblock" (6 or 8 bits, times an fp16 number per 256 weights); None: no scales.
         offsets: storage of a block's offset: "values" (of the scales' dtype), "zeros" (a code that stands for 0) or
             "superblock" (like the scale); None: no offset.
         bits: bits per code.
-        kernels: kernel family for its codes ("e2m1", "table", "levels", "affine", "int8"); None: decoded by the
-            reference.
+        kernels: kernel family for its codes ("e2m1", "table", "levels", "affine", "int8", "bytes"); None: decoded by
+            the reference.
         fitted: True if its codebook is fitted to each weight; the fit is costly, so it is kept.
         lossless: True if it stores the weight's own bytes, so that a fine plane could add nothing.
         published: True if weights in it are read from published checkpoints only: a config cannot name it.
@@ -101,10 +109,12 @@ FORMATS: dict[str, FormatRecord] = {
                 block=block,
                 scales=scales,
                 offsets=offsets,
+                bits=bits,
                 kernels=kernels,
                 published=True,
             )
-            for kind, (codec, kernels, offsets) in GROUP_KINDS.items()
+            for bits, kinds in ((4, GROUP_KINDS), (8, BYTE_KINDS))
+            for kind, (codec, kernels, offsets) in kinds.items()
             for block in LEVEL_BLOCKS
             for scales in LEVEL_SCALES
         ),
@@ -115,6 +125,26 @@ FORMATS: dict[str, FormatRecord] = {
             scales="superblock",
             offsets="superblock",
             kernels="affine",
+            published=True,
+        ),
+        FormatRecord("unitbytes128", "vbrt.formats.eight_bits:UnitBytes", 128, "float32", bits=8, published=True),
+        FormatRecord(
+            "superbytes32",
+            "vbrt.formats.affine:Superblock",
+            block=32,
+            scales="superblock",
+            offsets="superblock",
+            bits=8,
+            kernels="bytes",
+            published=True,
+        ),
+        FormatRecord(
+            "superbytes16",
+            "vbrt.formats.eight_bits:SuperBytes",
+            block=16,
+            scales="superblock",
+            bits=8,
+            kernels="bytes",
             published=True,
         ),
     )

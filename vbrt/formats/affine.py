@@ -1,16 +1,18 @@
-"""4-bit codes with a scale and an offset per block, as published: `affine16-float16` to `affine128-float32`,
-`zeros16-float16` to `zeros128-float32`, and `superblock32`.
+"""Codes with a scale and an offset per block, as published: `affine16-float16` to `affine128-float32`,
+`zeros16-float16` to `zeros128-float32`, and `superblock32` of 4 bits; `offsetbytes...`, `zerobytes...` and
+`superbytes32` of 8.
 
-    affine        weight = code * scale + offset                 GGUF's Q4_1, MLX
-    zeros         weight = (code - zero) * scale                 AWQ; asymmetric GPTQ, AutoRound, compressed-tensors
-    superblock    weight = code * (d * scale) - dmin * min       GGUF's Q4_K
+    4 bits        8 bits          weight
+    affine        offsetbytes     code * scale + offset              GGUF's Q4_1, MLX      Q5_1
+    zeros         zerobytes       (code - zero) * scale              AWQ, asymmetric GPTQ, AutoRound, compressed-tensors
+    superblock    superbytes32    code * (d * scale) - dmin * min    GGUF's Q4_K           Q5_K
 
 Every operation is rounded to fp32, the result to the weight's dtype. All products are exact in fp32 but those of fp32
 scales, so a kernel may compute any of them as one FMA of code, scale and offset (`Affine.block_terms`) with the same
 bits; of fp32 scales it may not.
 
-Bits per weight: 4, plus 32 / block (16-bit `affine`), 24 / block (16-bit `zeros`) or 0.625 (`superblock32`, whose 6-bit
-numbers take a byte each).
+Bits per weight: those of a code, plus 32 / block (16-bit offsets), 24 / block (zero points of 16-bit scales) or 0.625
+(superblocks, whose 6-bit numbers take a byte each).
 
 Encoding is for weights assigned to such a layer later; no config selects these formats.
 """
@@ -20,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vbrt.config.format_records import FormatRecord
 from vbrt.errors import FormatError
 from vbrt.formats.block_formats import (
     constant_levels,
@@ -33,11 +36,16 @@ from vbrt.formats.block_formats import (
 from vbrt.formats.format import Format, check_weight, padded
 from vbrt.formats.page import DTYPES, PageLayout, build_layout
 
-__all__ = ["SUPERBLOCK", "Affine", "BlockTerms", "Superblock", "ZeroPoint"]
+__all__ = ["CODES", "SUPERBLOCK", "Affine", "BlockTerms", "Superblock", "ZeroPoint"]
 
 #: weights that share `d` and `dmin`
 SUPERBLOCK = 256
-_CODES = tuple(map(float, range(16)))
+#: levels of 4-bit codes
+CODES = tuple(map(float, range(16)))
+#: largest code of an encoder, by bits
+_LAST = {4: 15, 8: 255}
+#: the same in superblocks, whose products of code, 6-bit scale and d have to be exact in fp32
+_LAST_IN_SUPERBLOCKS = {4: 15, 8: 127}
 _SIX_BITS = 63
 _INSIDE = 7 / 8  # part of a dtype's range from which rounding of scales, offsets and codes does not lead to Inf
 
@@ -50,13 +58,18 @@ class BlockTerms(NamedTuple):
 
 
 class Affine(Format):
-    """Fields: codes uint8 [N, Kp/2], low nibble first; scales and offsets [N, Kp/block] in the record's dtype, of
-    either sign."""
+    """Fields: codes uint8 [N, Kp/2], low nibble first, or [N, Kp] of 8 bits; scales and offsets [N, Kp/block] in the
+    record's dtype, of either sign."""
+
+    def __init__(self, record: FormatRecord) -> None:
+        super().__init__(record)
+        self.last = _LAST[record.bits]
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> PageLayout:
         """See `Format.layout`."""
         n, kp = shape[0], padded(shape[1], self.block)
-        return build_layout(self.name, "coarse", [("codes", "uint8", (n, kp // 2)), *self._fields(n, kp // self.block)])
+        codes = ("codes", "uint8", (n, kp * self.record.bits // 8))
+        return build_layout(self.name, "coarse", [codes, *self._fields(n, kp // self.block)])
 
     def _fields(self, n: int, blocks: int) -> list[tuple[str, str, tuple[int, int]]]:
         return [(name, self.record.scales, (n, blocks)) for name in ("scales", "offsets")]
@@ -68,18 +81,20 @@ class Affine(Format):
     def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockFormat.tables`: the codes themselves, an empty table of scale bytes, and 1."""
         device = tensors["codes"].device
-        return constant_levels(_CODES, device), torch.empty(0, dtype=torch.float32, device=device), ones(device)
+        return constant_levels(CODES, device), torch.empty(0, dtype=torch.float32, device=device), ones(device)
 
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """See `Format.decode`."""
         scale_NB, offset_NB = self.block_terms(tensors)
-        codes, quads = tensors["codes"], constant_quads(_CODES, tensors["codes"].device)
-        return decode_blocks(codes, scale_NB, quads, shape, dtype, offset_NB=offset_NB)
+        return decode_blocks(tensors["codes"], scale_NB, self._quads(tensors), shape, dtype, offset_NB=offset_NB)
+
+    def _quads(self, tensors: dict[str, Tensor]) -> Tensor | None:
+        return constant_quads(CODES, tensors["codes"].device) if self.record.bits == 4 else None
 
     @torch.no_grad()
     def encode(self, w_NK: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
-        """See `Format.encode`. A block's least and largest weight become codes 0 and 15, without a search; except in
-        `affine` formats, the range includes 0.
+        """See `Format.encode`. A block's least and largest weight become the first and last code, without
+        a search; where offsets are no values, the range includes 0.
 
         Also raises FormatError if scales or offsets cannot reach the largest weight.
         """
@@ -99,17 +114,20 @@ class Affine(Format):
         x_RBb = x_RK.view(len(x_RK), -1, self.block)
         terms = self._terms(x_RBb.amin(-1), x_RBb.amax(-1))
         scale_RB, offset_RB = self.block_terms(terms)
-        code_RBb = (x_RBb - offset_RB.unsqueeze(-1)).div_(_divisor(scale_RB).unsqueeze(-1)).round_().clamp_(0, 15)
-        return {"codes": pack_nibbles(code_RBb.view(-1, self.block).t()).view(len(x_RK), -1), **terms}
+        code_RBb = (
+            (x_RBb - offset_RB.unsqueeze(-1)).div_(_divisor(scale_RB).unsqueeze(-1)).round_().clamp_(0, self.last)
+        )
+        codes = pack_nibbles(code_RBb.view(-1, self.block).t()) if self.record.bits == 4 else code_RBb.to(torch.uint8)
+        return {"codes": codes.view(len(x_RK), -1), **terms}
 
     def _terms(self, low_RB: Tensor, high_RB: Tensor) -> dict[str, Tensor]:
         """Return the fields besides codes of blocks with these ranges."""
         dtype = DTYPES[self.record.scales]
-        return {"scales": ((high_RB - low_RB) / 15).to(dtype), "offsets": low_RB.to(dtype)}
+        return {"scales": ((high_RB - low_RB) / self.last).to(dtype), "offsets": low_RB.to(dtype)}
 
 
 class ZeroPoint(Affine):
-    """Fields: codes; scales [N, Kp/block] in the record's dtype; zeros uint8 [N, Kp/block], 0 to 15."""
+    """Fields: codes; scales [N, Kp/block] in the record's dtype; zeros uint8 [N, Kp/block], codes too."""
 
     def _fields(self, n: int, blocks: int) -> list[tuple[str, str, tuple[int, int]]]:
         return [("scales", self.record.scales, (n, blocks)), ("zeros", "uint8", (n, blocks))]
@@ -121,23 +139,26 @@ class ZeroPoint(Affine):
 
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """See `Format.decode`."""
-        codes, quads = tensors["codes"], constant_quads(_CODES, tensors["codes"].device)
         scale_NB, zero_NB = tensors["scales"].float(), tensors["zeros"].float()
-        return decode_blocks(codes, scale_NB, quads, shape, dtype, zero_NB=zero_NB)
+        return decode_blocks(tensors["codes"], scale_NB, self._quads(tensors), shape, dtype, zero_NB=zero_NB)
 
     def _reach(self) -> float:
-        return min(7 * torch.finfo(DTYPES[self.record.scales]).max, torch.finfo(torch.float32).max / 4)
+        return min(self.last // 2 * torch.finfo(DTYPES[self.record.scales]).max, torch.finfo(torch.float32).max / 4)
 
     def _terms(self, low_RB: Tensor, high_RB: Tensor) -> dict[str, Tensor]:
         low_RB = low_RB.clamp(max=0)
-        scale_RB = ((high_RB.clamp(min=0) - low_RB) / 15).to(DTYPES[self.record.scales])
-        zero_RB = (-low_RB / _divisor(scale_RB.float())).round_().clamp_(0, 15)
+        scale_RB = ((high_RB.clamp(min=0) - low_RB) / self.last).to(DTYPES[self.record.scales])
+        zero_RB = (-low_RB / _divisor(scale_RB.float())).round_().clamp_(0, self.last)
         return {"scales": scale_RB, "zeros": zero_RB.to(torch.uint8)}
 
 
 class Superblock(Affine):
     """Fields: codes; scales and mins uint8 [N, Kp/block], 0 to 63; d and dmin float16 [N, Kp/256 rounded up], of either
     sign."""
+
+    def __init__(self, record: FormatRecord) -> None:
+        super().__init__(record)
+        self.last = _LAST_IN_SUPERBLOCKS[record.bits]
 
     def _fields(self, n: int, blocks: int) -> list[tuple[str, str, tuple[int, int]]]:
         large = -(-blocks * self.block // SUPERBLOCK)
@@ -159,7 +180,7 @@ class Superblock(Affine):
 
     def _terms(self, low_RB: Tensor, high_RB: Tensor) -> dict[str, Tensor]:
         min_RB = -low_RB.clamp(max=0)
-        d, scales = self._six_bits((high_RB.clamp(min=0) + min_RB) / 15)
+        d, scales = self._six_bits((high_RB.clamp(min=0) + min_RB) / self.last)
         dmin, mins = self._six_bits(min_RB)
         return {"scales": scales, "mins": mins, "d": d, "dmin": dmin}
 

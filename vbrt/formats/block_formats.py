@@ -485,30 +485,35 @@ def constant_quads(levels: Sequence[float], device: torch.device) -> Tensor:
 def decode_blocks(
     codes: Tensor,
     scale_NB: Tensor,
-    quads: Tensor,
+    quads: Tensor | None,
     shape: tuple[int, int],
     dtype: torch.dtype,
     *,
     zero_NB: Tensor | None = None,
     offset_NB: Tensor | None = None,
+    unit: Tensor | None = None,
 ) -> Tensor:
-    """Dequantize: (level[code] - zero) * scale + offset [N, K] from codes [N, Kp/2], fp32 numbers [N, Kp/block] and a
-    `quad_table`.
+    """Dequantize: (level[code] - zero) * scale * unit + offset [N, K] from codes [N, Kp/2], fp32 numbers [N, Kp/block],
+    a unit [1] and a `quad_table`; without one codes are numbers [N, Kp] of 8 bits, their own levels.
 
     Each operation is rounded to fp32, the result to `dtype`; all devices give the same bits.
     """
     n, k = shape
-    block = codes.shape[1] * 2 // scale_NB.shape[1]
+    per_byte = 1 if quads is None else 2
+    block = codes.shape[1] * per_byte // scale_NB.shape[1]
     out = torch.empty(n, k, dtype=dtype, device=codes.device)
     for rows, columns in tiles(shape, block, decode_tile(codes.device)):
         first, last = columns.start, columns.start + padded(columns.stop - columns.start, block)
-        w_R = lookup(quads, codes[rows, first // 2 : last // 2]).view(torch.float32)
+        code_R = codes[rows, first // per_byte : last // per_byte]
+        w_R = code_R.float() if quads is None else lookup(quads, code_R).view(torch.float32)
         within = rows, slice(first // block, last // block)
         scale_RB = scale_NB[within]
         w_RBb = w_R.view(*scale_RB.shape, block)
         if zero_NB is not None:
             w_RBb.sub_(zero_NB[within].unsqueeze(-1))
         w_RBb.mul_(scale_RB.unsqueeze(-1))
+        if unit is not None:
+            w_RBb.mul_(unit)
         if offset_NB is not None:
             w_RBb.add_(offset_NB[within].unsqueeze(-1))
         out[rows, columns] = w_RBb.flatten(1)[:, : columns.stop - first]

@@ -1,8 +1,8 @@
 """GGUF blocks, repacked into coarse planes without decoding: pure tensor functions.
 
 A tensor of these types is a sequence of equal blocks along K with scales, perhaps minima, and codes. `GGML_PLANES`
-lists the types of up to 4-bit codes that have a format here; the others must be decoded by the reader. Layouts:
-ggml-common.h and ggml-quants.c of ggml, and `gguf.quants` of its package.
+lists the types that have a format here; the others must be decoded by the reader. Codes of 5 and 6 bits take a byte
+each. Layouts: ggml-common.h and ggml-quants.c of ggml, and `gguf.quants` of its package.
 """
 
 from collections.abc import Callable
@@ -87,8 +87,7 @@ def _q4_1(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
     n = shape[0]
     scales, offsets = (_half(blocks[:, at : at + 2]).view(n, -1) for at in (0, 2))
     fields = {"codes": _sequential(blocks[:, 4:]).reshape(n, -1), "scales": scales, "offsets": offsets}
-    refuse_nonfinite_fields("affine32-float16", fields)
-    return Repacked("affine32-float16", shape, fields)
+    return _plane("affine32-float16", shape, fields)
 
 
 def _q4_k(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
@@ -97,21 +96,77 @@ def _q4_k(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
     The 6-bit numbers, 12 bytes: bytes 0-3 have the first four scales, 4-7 the first four minima, each below two high
     bits of the last four; 8-11 the low four bits of the last four scales and, above them, of the last four minima.
     """
-    n = shape[0]
-    d, dmin = (_half(blocks[:, at : at + 2]).view(n, -1) for at in (0, 2))
+    codes = _sequential(blocks[:, 16:].unflatten(1, (4, 32)))
+    return _plane("superblock32", shape, {"codes": codes.reshape(shape[0], -1), **_six_bits(blocks, shape[0])})
+
+
+def _six_bits(blocks: Tensor, n: int) -> dict[str, Tensor]:
+    """d, dmin, scales and minima of Q4_K's and Q5_K's first 16 bytes."""
     first_scales, first_mins, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first_scales & 63, low & 15 | first_scales >> 2 & 0x30), dim=1)
     mins = torch.cat((first_mins & 63, low >> 4 | first_mins >> 2 & 0x30), dim=1)
-    codes = _sequential(blocks[:, 16:].unflatten(1, (4, 32)))
+    d, dmin = (_half(blocks[:, at : at + 2]).view(n, -1) for at in (0, 2))
+    return {"scales": scales.view(n, -1), "mins": mins.view(n, -1), "d": d, "dmin": dmin}
+
+
+def _plane(format: str, shape: tuple[int, int], fields: dict[str, Tensor]) -> Repacked:
+    refuse_nonfinite_fields(format, fields)
+    return Repacked(format, shape, fields)
+
+
+def _fields_of_bits(packed: Tensor, group: int, bits: int) -> Tensor:
+    """Numbers [B, ...] of `bits` of bytes [B, h]: the first `group` are the lowest bits of as many bytes, and so on."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
+    return (packed.unflatten(1, (-1, 1, group)) >> shifts & (1 << bits) - 1).flatten(1)
+
+
+def _fifth_bits(four_bytes: Tensor) -> Tensor:
+    """Bits [B, 32] of bytes [B, 4], each 16 in its place above a nibble."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=four_bytes.device)
+    return (four_bytes.unsqueeze(-1) >> shifts & 1).flatten(1) << 4
+
+
+def _q8_0(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """Q8_0, 32 weights: an fp16 scale and 32 bytes of codes."""
+    n = shape[0]
+    codes = blocks[:, 2:].contiguous().view(torch.int8).view(n, -1)
+    return _plane("bytes32-float16", shape, {"codes": codes, "scales": _half(blocks[:, :2]).view(n, -1)})
+
+
+def _q5_0(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """Q5_0, 32 weights: an fp16 scale, the codes' fifth bits (4 bytes), 16 bytes of nibbles; codes less 16."""
+    n = shape[0]
+    codes = (_fields_of_bits(blocks[:, 6:], 16, 4) | _fifth_bits(blocks[:, 2:6])).view(torch.int8) - 16
+    return _plane("bytes32-float16", shape, {"codes": codes.view(n, -1), "scales": _half(blocks[:, :2]).view(n, -1)})
+
+
+def _q5_1(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """Q5_1, 32 weights: an fp16 scale, an fp16 minimum, the codes' fifth bits, 16 bytes of nibbles."""
+    n = shape[0]
+    codes = _fields_of_bits(blocks[:, 8:], 16, 4) | _fifth_bits(blocks[:, 4:8])
+    scales, offsets = (_half(blocks[:, at : at + 2]).view(n, -1) for at in (0, 2))
+    return _plane("offsetbytes32-float16", shape, {"codes": codes.view(n, -1), "scales": scales, "offsets": offsets})
+
+
+def _q5_k(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """Q5_K, 256 weights: as Q4_K, the codes' fifth bits (32 bytes) before the nibbles."""
+    codes = _fields_of_bits(blocks[:, 48:], 32, 4) | _fields_of_bits(blocks[:, 16:48], 32, 1) << 4
+    return _plane("superbytes32", shape, {"codes": codes.view(shape[0], -1), **_six_bits(blocks, shape[0])})
+
+
+def _q6_k(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """Q6_K, 256 weights: the codes' low nibbles (128 bytes), high two bits (64), 16 int8 scales, an fp16 d; codes less
+    32. The sign of a scale goes to its codes."""
+    n = shape[0]
+    codes = _fields_of_bits(blocks[:, :128], 64, 4) | _fields_of_bits(blocks[:, 128:192], 32, 2) << 4
+    codes = (codes.view(torch.int8) - 32).unflatten(1, (16, 16))
+    scales = blocks[:, 192:208].contiguous().view(torch.int8)
     fields = {
-        "codes": codes.reshape(n, -1),
-        "scales": scales.view(n, -1),
-        "mins": mins.view(n, -1),
-        "d": d,
-        "dmin": dmin,
+        "codes": torch.where(scales.unsqueeze(-1) < 0, -codes, codes).view(n, -1),
+        "scales": scales.to(torch.int16).abs().to(torch.uint8).view(n, -1),
+        "d": _half(blocks[:, 208:]).view(n, -1),
     }
-    refuse_nonfinite_fields("superblock32", fields)
-    return Repacked("superblock32", shape, fields)
+    return _plane("superbytes16", shape, fields)
 
 
 def _iq4_xs(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
@@ -159,4 +214,9 @@ GGML_PLANES = {
     "IQ4_XS": GGMLPlane("levels32-float32", 256, 136, _iq4_xs),
     "Q3_K": GGMLPlane("levels16-float32", 256, 110, _q3_k),
     "MXFP4": GGMLPlane("mxfp4", 32, 17, _mxfp4),
+    "Q8_0": GGMLPlane("bytes32-float16", 32, 34, _q8_0, since="0.2.0"),
+    "Q6_K": GGMLPlane("superbytes16", 256, 210, _q6_k, since="0.2.0"),
+    "Q5_0": GGMLPlane("bytes32-float16", 32, 22, _q5_0, since="0.2.0"),
+    "Q5_1": GGMLPlane("offsetbytes32-float16", 32, 24, _q5_1, since="0.2.0"),
+    "Q5_K": GGMLPlane("superbytes32", 256, 176, _q5_k, since="0.2.0"),
 }

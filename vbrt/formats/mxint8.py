@@ -11,8 +11,7 @@ from math import log2
 import torch
 from torch import Tensor
 
-from vbrt.formats.block_formats import BlockFormat, Range, decode_tile, powers_of_two
-from vbrt.formats.format import padded, tiles
+from vbrt.formats.block_formats import BlockFormat, Range, decode_blocks, powers_of_two
 from vbrt.formats.rounding import Grid, Int8Grid, Int8Rounding, Rounding
 
 __all__ = ["MXINT8"]
@@ -74,14 +73,7 @@ class MXINT8(BlockFormat):
 
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """See `Format.decode`: the product is rounded to fp32, then to `dtype`; all devices give the same bits."""
-        codes, scale_NB, block = tensors["codes"], self._scales(tensors), self.block
-        out = torch.empty(shape, dtype=dtype, device=codes.device)
-        for rows, columns in tiles(shape, block, decode_tile(codes.device)):
-            first, last = columns.start, columns.start + padded(columns.stop - columns.start, block)
-            scale_RB = scale_NB[rows, first // block : last // block]
-            w_RBb = codes[rows, first:last].float().view(*scale_RB.shape, block).mul_(scale_RB.unsqueeze(-1))
-            out[rows, columns] = w_RBb.flatten(1)[:, : columns.stop - first]
-        return out
+        return decode_blocks(tensors["codes"], self._scales(tensors), None, shape, dtype)
 
     def _scales(self, tensors: dict[str, Tensor]) -> Tensor:
         byte_NB = tensors["scales"]

@@ -1,9 +1,9 @@
-"""Published 4-bit checkpoints, repacked into coarse planes without decoding: pure tensor functions.
+"""Published 4-bit and 8-bit checkpoints, repacked into coarse planes without decoding: pure tensor functions.
 
 `nvfp4` and `mxfp4` are the published formats themselves. The others have 16 levels with a scale per group of weights
-along K (`vbrt.formats.sixteen_levels`), or also an offset or a zero point (`vbrt.formats.affine`): nibbles are
-reordered, groups are split into blocks of up to 128, and a group's numbers are repeated for its blocks. `levels_format`
-gives the resulting format from shapes alone.
+along K (`vbrt.formats.sixteen_levels`), or also an offset or a zero point (`vbrt.formats.affine`), or 8-bit codes
+(`vbrt.formats.eight_bits`): nibbles are reordered, groups are split into blocks of up to 128, and a group's numbers are
+repeated for its blocks. `levels_format` gives the resulting format from shapes alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vbrt.config.format_records import FORMATS, GROUP_KINDS, LEVEL_BLOCKS, LEVEL_SCALES
+from vbrt.config.format_records import BYTE_KINDS, FORMATS, GROUP_KINDS, LEVEL_BLOCKS, LEVEL_SCALES
 from vbrt.errors import FormatError
 from vbrt.formats.block_formats import unpack_codes
 from vbrt.formats.format import padded
@@ -31,7 +31,11 @@ __all__ = [
     "repack_awq",
     "repack_bitsandbytes",
     "repack_compressed_int4",
+    "repack_compressed_int8",
+    "repack_fp8",
     "repack_gptq",
+    "repack_int8",
+    "repack_llm_int8",
     "repack_mlx",
     "repack_mxfp4",
     "repack_nvfp4",
@@ -39,11 +43,15 @@ __all__ = [
 
 #: subtracted from zero points in files of a `checkpoint_format`
 _STORED_LESS = {"gptq": 1, "gptq_v2": 0}
-_MIDDLE = 8  # the zero point of symmetric weights
+#: the zero point of symmetric weights, by bits
+_MIDDLE = {4: 8, 8: 128}
+#: bitsandbytes' 1 / 127
+_LLM_INT8_UNIT = 7.874015718698502e-3
+_KINDS = (*GROUP_KINDS, *BYTE_KINDS)
 #: column of each nibble in an AWQ word, from the lowest
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 #: fields of a plane that are not numbers per block
-_NOT_PER_BLOCK = ("codes", "levels", "d", "dmin")
+_NOT_PER_BLOCK = ("codes", "levels", "d", "dmin", "unit")
 
 
 class Repacked(NamedTuple):
@@ -130,11 +138,11 @@ def levels_format(k: int, group: int, scales: torch.dtype, *, flat: bool = False
     """Return the format for rows of K weights with a scale per `group` of them (-1: one per row).
 
     flat: groups are counted through the flattened weight instead of from the start of each row, as in bitsandbytes.
-    kind: "levels", "affine" (with offsets) or "zeros" (with zero points).
+    kind: one of `GROUP_KINDS` or `BYTE_KINDS`, such as "levels", "affine" (with offsets) or "zeros" (with zero points).
     Raises FormatError if groups are not multiples of 16 weights within rows, or scales have another dtype.
     """
-    if kind not in GROUP_KINDS:
-        raise FormatError(f"kind = {kind!r}; expected one of {', '.join(GROUP_KINDS)}")
+    if kind not in _KINDS:
+        raise FormatError(f"kind = {kind!r}; expected one of {', '.join(_KINDS)}")
     known = str(scales).removeprefix("torch.")
     if known not in LEVEL_SCALES:
         raise FormatError(f"block scales are {scales}; expected one of {', '.join(LEVEL_SCALES)}")
@@ -213,53 +221,62 @@ def repack_gptq(
     group: int,
     checkpoint_format: str = "gptq",
     symmetric: bool = True,
+    bits: int = 4,
 ) -> Repacked:
-    """Repack a 4-bit weight of GPTQ or AutoRound (packing `auto_gptq`).
+    """Repack a weight of GPTQ or AutoRound (packing `auto_gptq`) in 4 or 8 bits.
 
-    qweight int32 [K/8, N], eight codes of a column per word, the first in the lowest bits; scales [G, N], G = K / group
-    rounded up (group -1: one per row); qzeros int32 [G, N/8], zero points, less one if the file's `checkpoint_format`
-    is "gptq", as they are if it is "gptq_v2". weight = (code - zero) * scale. Of AutoRound's packings
-    "auto_round:auto_gptq" is the former, "auto_round" and "auto_round:gptqmodel" are the latter. Decoded in the scales'
-    dtype it equals both libraries' weights bit for bit; in another dtype they round twice, this once.
+    qweight int32 [K bits/32, N], eight or four codes of a column per word, the first in the lowest bits; scales [G, N],
+    G = K / group rounded up (group -1: one per row); qzeros int32 [G, N bits/32], zero points, less one if the file's
+    `checkpoint_format` is "gptq", as they are if it is "gptq_v2". weight = (code - zero) * scale. Of AutoRound's
+    packings "auto_round:auto_gptq" is the former, "auto_round" and "auto_round:gptqmodel" are the latter. Decoded in
+    the scales' dtype it equals both libraries' weights bit for bit; in another dtype they round twice, this once.
 
-    symmetric: all zero points are 8, and the plane is one of 16 levels; else it has zero points.
+    symmetric: all zero points are 8 (128 of 8 bits), and the plane is one of 16 levels (of integers); else it has zero
+    points.
 
     g_idx [K]: groups in order only. Raises FormatError for act-order (columns permuted against their groups,
     unsupported by the kernels: decode such weights), other zero points than said, or mismatched tensors.
     """
-    k, n = (8 * qweight.shape[0], qweight.shape[-1]) if qweight.ndim else (0, 0)
+    if bits not in _MIDDLE:
+        raise FormatError(f"gptq: {bits} bits; expected 4 or 8")
+    k, n = (32 // bits * qweight.shape[0], qweight.shape[-1]) if qweight.ndim else (0, 0)
     if qweight.dtype != torch.int32 or qweight.ndim != 2 or scales.ndim != 2:
         raise FormatError(
             f"gptq: qweight {qweight.dtype} {tuple(qweight.shape)}, scales {tuple(scales.shape)}; "
-            "expected int32 [K/8, N] of 4 bits and [G, N]"
+            f"expected int32 [K/{32 // bits}, N] of {bits} bits and [G, N]"
         )
     _check_order("gptq", g_idx, k, group)
-    zeros_NG = _zeros_of_gptq(qzeros, scales, checkpoint_format)
-    if symmetric and zeros_NG is not None and bool((zeros_NG != _MIDDLE).any()):
+    zeros_NG, middle = _zeros_of_gptq(qzeros, scales, checkpoint_format, bits), _MIDDLE[bits]
+    if symmetric and zeros_NG is not None and bool((zeros_NG != middle).any()):
         raise FormatError(
-            f"gptq: zero points are not all 8, as those of symmetric weights are in {checkpoint_format!r} files; "
-            "repack with symmetric=False"
+            f"gptq: zero points are not all {middle}, as those of symmetric weights are in {checkpoint_format!r} "
+            "files; repack with symmetric=False"
         )
     codes = qweight.detach().t().contiguous().view(torch.uint8)
     if not symmetric and zeros_NG is None:
-        zeros_NG = torch.full(scales.shape[::-1], _MIDDLE, dtype=torch.uint8, device=scales.device)
-    return _grouped("gptq", (n, k), codes, scales.detach().t(), group, None if symmetric else {"zeros": zeros_NG})
+        zeros_NG = torch.full(scales.shape[::-1], middle, dtype=torch.uint8, device=scales.device)
+    zeros = None if symmetric else {"zeros": zeros_NG}
+    if bits == 8:
+        return _grouped_bytes("gptq", (n, k), codes, scales.detach().t(), group, zeros)
+    return _grouped("gptq", (n, k), codes, scales.detach().t(), group, zeros)
 
 
-def _zeros_of_gptq(qzeros: Tensor | None, scales: Tensor, checkpoint_format: str) -> Tensor | None:
+def _zeros_of_gptq(qzeros: Tensor | None, scales: Tensor, checkpoint_format: str, bits: int) -> Tensor | None:
     """Zero points uint8 [N, G] of GPTQ. Raises FormatError."""
     if checkpoint_format not in _STORED_LESS:
         raise FormatError(f"gptq: checkpoint_format {checkpoint_format!r}; expected one of {', '.join(_STORED_LESS)}")
     if qzeros is None:
         return None
     groups, n = scales.shape
-    if qzeros.dtype != torch.int32 or tuple(qzeros.shape) != (groups, -(-n // 8)):
+    words = -(-n * bits // 32)
+    if qzeros.dtype != torch.int32 or tuple(qzeros.shape) != (groups, words):
         raise FormatError(
-            f"gptq: qzeros {qzeros.dtype} {tuple(qzeros.shape)}; expected int32 {(groups, -(-n // 8))} beside "
+            f"gptq: qzeros {qzeros.dtype} {tuple(qzeros.shape)}; expected int32 {(groups, words)} beside "
             f"scales of {tuple(scales.shape)}"
         )
-    nibbles = unpack_codes(qzeros.detach().contiguous().view(torch.uint8), n)
-    return (nibbles + _STORED_LESS[checkpoint_format] & 15).t()
+    packed = qzeros.detach().contiguous().view(torch.uint8)
+    codes = unpack_codes(packed, n) if bits == 4 else packed[:, :n]
+    return (codes + _STORED_LESS[checkpoint_format] & (1 << bits) - 1).t()
 
 
 def repack_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Repacked:
@@ -284,24 +301,27 @@ def repack_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Repacked:
     return _grouped("awq", (n, k), packed, scales.detach().t(), k // groups, {"zeros": zeros_NG})
 
 
-def repack_mlx(weight: Tensor, scales: Tensor, biases: Tensor) -> Repacked:
-    """Repack a 4-bit weight of MLX's affine quantization: weight = code * scale + bias.
+def repack_mlx(weight: Tensor, scales: Tensor, biases: Tensor, *, bits: int = 4) -> Repacked:
+    """Repack a weight of MLX's affine quantization in 4 or 8 bits: weight = code * scale + bias.
 
-    weight uint32 [N, K/8], the first code in the lowest bits; scales and biases [N, G] of one dtype. In float32
-    decoded weights equal `mx.dequantize` of MLX 0.32 bit for bit; in 16 bits MLX rounds product and sum, this the sum.
+    weight uint32 [N, K bits/32], the first code in the lowest bits; scales and biases [N, G] of one dtype. MLX computes
+    in that dtype; here product and sum are rounded to fp32 each, then to the weight's dtype.
 
     Raises FormatError for mismatched tensors, or groups that are not made of blocks of 16 weights.
     """
+    if bits not in _MIDDLE:
+        raise FormatError(f"mlx: {bits} bits; expected 4 or 8")
     n, words = weight.shape if weight.ndim == 2 else (0, 0)
-    k, groups = 8 * words, scales.shape[-1] if scales.ndim else 0
+    k, groups = 32 // bits * words, scales.shape[-1] if scales.ndim else 0
     fits = weight.dtype == torch.uint32 and biases.dtype == scales.dtype and groups > 0 and k % groups == 0
     if not fits or tuple(scales.shape) != (n, groups) or biases.shape != scales.shape:
         raise FormatError(
             f"mlx: weight {weight.dtype} {tuple(weight.shape)}, scales {scales.dtype} {tuple(scales.shape)}, biases "
-            f"{biases.dtype} {tuple(biases.shape)}; expected uint32 [N, K/8], and [N, G] twice in one dtype"
+            f"{biases.dtype} {tuple(biases.shape)}; expected uint32 [N, K/{32 // bits}], and [N, G] twice in one dtype"
         )
-    codes = weight.detach().contiguous().view(torch.uint8)
-    return _grouped("mlx", (n, k), codes, scales.detach(), k // groups, {"offsets": biases.detach()})
+    codes, offsets = weight.detach().contiguous().view(torch.uint8), {"offsets": biases.detach()}
+    make = _grouped if bits == 4 else _grouped_bytes
+    return make("mlx", (n, k), codes, scales.detach(), k // groups, offsets)
 
 
 def _awq_nibbles(words: Tensor) -> Tensor:
@@ -330,31 +350,133 @@ def repack_compressed_int4(
     Raises FormatError for mismatched tensors, or a g_idx out of order.
     """
     n, k = matrix_shape("pack-quantized", shape)
-    if weight_packed.dtype != torch.int32 or tuple(weight_packed.shape) != (n, -(-k // 8)):
-        raise FormatError(
-            f"pack-quantized: weight_packed {weight_packed.dtype} {tuple(weight_packed.shape)}; "
-            f"expected int32 {(n, -(-k // 8))} of a weight {(n, k)} in 4 bits"
-        )
+    codes = _words_of_compressed(weight_packed, n, k, 4)
     _check_order("pack-quantized", weight_g_idx, k, group)
-    scale = weight_scale.detach()
-    scale_NG = scale.reshape(1, 1).expand(n, 1) if scale.numel() == 1 else scale.reshape(len(scale), -1)
-    zeros = None
+    scale_NG, zeros = _by_row(weight_scale, n), None
     if weight_zero_point is not None:
         zeros = {"zeros": _zeros_of_compressed(weight_zero_point.detach(), scale_NG)}
-    codes = weight_packed.detach().contiguous().view(torch.uint8)
     return _grouped("pack-quantized", (n, k), codes, scale_NG, group, zeros)
 
 
+def repack_compressed_int8(
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    shape: tuple[int, int],
+    *,
+    group: int,
+    weight_zero_point: Tensor | None = None,
+) -> Repacked:
+    """Repack an 8-bit weight of compressed-tensors' `pack-quantized`: weight = (code - 128 - zero point) * scale.
+
+    weight_packed int32 [N, ceil(K/4)], the first code in the lowest bits; weight_zero_point int32 [ceil(N/4), G] of
+    codes with an offset of 128, or int8 shaped like the scales; the others as in `repack_compressed_int4`.
+
+    Raises FormatError for mismatched tensors.
+    """
+    n, k = matrix_shape("pack-quantized", shape)
+    codes, scale_NG = _words_of_compressed(weight_packed, n, k, 8)[:, :k], _by_row(weight_scale, n)
+    zeros = weight_zero_point
+    if zeros is not None and zeros.dtype == torch.int32:
+        if tuple(zeros.shape) != (-(-n // 4), scale_NG.shape[1]):
+            raise FormatError(
+                f"pack-quantized: weight_zero_point {tuple(zeros.shape)}; "
+                f"expected {(-(-n // 4), scale_NG.shape[1])} of 8 bits beside scales of {tuple(scale_NG.shape)}"
+            )
+        zeros = zeros.detach().t().contiguous().view(torch.uint8)[:, :n].t() ^ 0x80
+        zeros = zeros.contiguous().view(torch.int8)
+    return repack_int8((codes ^ 0x80).contiguous().view(torch.int8), scale_NG, zeros, group=group)
+
+
+def _words_of_compressed(weight_packed: Tensor, n: int, k: int, bits: int) -> Tensor:
+    """Bytes of `pack-quantized`'s words. Raises FormatError."""
+    words = -(-k * bits // 32)
+    if weight_packed.dtype != torch.int32 or tuple(weight_packed.shape) != (n, words):
+        raise FormatError(
+            f"pack-quantized: weight_packed {weight_packed.dtype} {tuple(weight_packed.shape)}; "
+            f"expected int32 {(n, words)} of a weight {(n, k)} in {bits} bits"
+        )
+    return weight_packed.detach().contiguous().view(torch.uint8)
+
+
+def _by_row(scale: Tensor, n: int) -> Tensor:
+    """Scales [N, G] of groups, of rows, or of a tensor."""
+    scale = scale.detach()
+    return scale.reshape(1, 1).expand(n, 1) if scale.numel() == 1 else scale.reshape(len(scale), -1)
+
+
+def repack_int8(weight: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, group: int = -1) -> Repacked:
+    """Repack an int8 weight with scales: weight = (code - zero point) * scale (compressed-tensors, torchao).
+
+    weight int8 [N, K]; scale [N, G] of groups, [N, 1] or [N] of rows, one number of a tensor (group -1 for both);
+    zero_point int8, shaped like the scales. Decoded in the scales' dtype it equals these libraries' dequantization bit
+    for bit.
+
+    Raises FormatError for mismatched tensors, or groups that are not made of blocks of 16 weights.
+    """
+    if weight.dtype != torch.int8 or weight.ndim != 2 or not weight.numel():
+        raise FormatError(f"int8: weight {weight.dtype} {tuple(weight.shape)}; expected int8 [N, K]")
+    n, k = weight.shape
+    scale_NG, codes = _by_row(scale, n), weight.detach().contiguous()
+    if zero_point is None:
+        return _grouped_plane("int8", "bytes", (n, k), codes, {"scales": scale_NG}, group)
+    if zero_point.dtype != torch.int8 or zero_point.numel() not in (1, scale_NG.numel()):
+        raise FormatError(
+            f"int8: zero points {zero_point.dtype} {tuple(zero_point.shape)} with scales of {tuple(scale_NG.shape)}; "
+            "expected int8, shaped like the scales"
+        )
+    zeros = zero_point.detach().reshape(-1, 1 if zero_point.numel() == 1 else scale_NG.shape[1])
+    zeros_NG = (zeros.contiguous().view(torch.uint8) ^ 0x80).expand(scale_NG.shape)
+    return _grouped_bytes("int8", (n, k), codes.view(torch.uint8) ^ 0x80, scale_NG, group, {"zeros": zeros_NG})
+
+
+def repack_llm_int8(weight: Tensor, row_stats: Tensor) -> Repacked:
+    """Repack an int8 weight of bitsandbytes' LLM.int8: weight = code * row's largest magnitude * (1 / 127).
+
+    weight int8 [N, K]; row_stats ("SCB") fp32 [N]. Decoded, it equals `int8_vectorwise_dequant` bit for bit.
+    bitsandbytes itself multiplies inputs rounded to int8.
+
+    Raises FormatError for mismatched tensors.
+    """
+    if weight.dtype != torch.int8 or weight.ndim != 2 or row_stats.numel() != len(weight) or not weight.numel():
+        raise FormatError(
+            f"LLM.int8: weight {weight.dtype} {tuple(weight.shape)} with SCB {tuple(row_stats.shape)}; "
+            "expected int8 [N, K] and [N]"
+        )
+    made = repack_int8(weight, row_stats.float().reshape(-1, 1))
+    unit = torch.full((1,), _LLM_INT8_UNIT, dtype=torch.float32, device=weight.device)
+    return Repacked("unitbytes128", made.shape, {**made.coarse, "unit": unit})
+
+
+def repack_fp8(weight: Tensor, scale: Tensor, *, block: tuple[int, int] = (128, 128)) -> Repacked:
+    """Repack an FP8 weight with scales of blocks, of rows or of the tensor: weight = code * scale.
+
+    weight float8_e4m3fn [N, K]; scale fp16, bf16 or fp32: [ceil(N/rows), ceil(K/columns)] of blocks of (rows, columns),
+    [N, 1] or [N] of rows, one number of a tensor. The product is rounded to fp32, then to the weight's dtype.
+
+    Raises FormatError for mismatched tensors, NaN codes, or blocks that are not made of 16 columns.
+    """
+    if weight.dtype != torch.float8_e4m3fn or weight.ndim != 2 or not weight.numel():
+        raise FormatError(f"FP8: weight {weight.dtype} {tuple(weight.shape)}; expected float8_e4m3fn [N, K]")
+    n, k = weight.shape
+    grid = scale.detach().reshape(1, 1) if scale.numel() == 1 else scale.detach().reshape(len(scale), -1)
+    down = n if len(grid) == 1 else 1 if len(grid) == n else block[0]
+    group = -1 if grid.shape[1] == 1 else block[1]
+    if scale.ndim > 2 or down < 1 or len(grid) != -(-n // down):
+        raise FormatError(f"FP8: scales of {tuple(scale.shape)} for a weight {(n, k)} in blocks of {tuple(block)}")
+    scale_NG = grid.repeat_interleave(down, dim=0)[:n]
+    return _grouped_plane("FP8", "floatbytes", (n, k), weight.detach(), {"scales": scale_NG}, group)
+
+
 def _zeros_of_compressed(zeros: Tensor, scale_NG: Tensor) -> Tensor:
-    """Zero points uint8 [N, G] of `pack-quantized`. Raises FormatError."""
+    """Zero points uint8 [N, G] of 4-bit `pack-quantized`. Raises FormatError."""
     n, groups = scale_NG.shape
     if zeros.dtype == torch.int32 and tuple(zeros.shape) == (-(-n // 8), groups):
         return unpack_codes(zeros.t().contiguous().view(torch.uint8), n).t()
     if zeros.dtype == torch.int8 and zeros.numel() in (1, n * groups) and bool(((zeros >= -8) & (zeros < 8)).all()):
         return (
-            (zeros + _MIDDLE).to(torch.uint8).reshape(1, 1).expand(n, groups)
+            (zeros + _MIDDLE[4]).to(torch.uint8).reshape(1, 1).expand(n, groups)
             if zeros.numel() == 1
-            else ((zeros + _MIDDLE).to(torch.uint8).reshape(n, groups))
+            else ((zeros + _MIDDLE[4]).to(torch.uint8).reshape(n, groups))
         )
     raise FormatError(
         f"pack-quantized: weight_zero_point {zeros.dtype} {tuple(zeros.shape)} with scales of {(n, groups)}; expected "
@@ -370,7 +492,7 @@ def cut_blocks(made: Repacked, block: int) -> Repacked:
     own = _block(made.format)
     if block == own:
         return made
-    kind = next((kind for kind in GROUP_KINDS if made.format.startswith(kind)), None)
+    kind = next((kind for kind in _KINDS if made.format.startswith(kind)), None)
     if block not in LEVEL_BLOCKS or block > own or kind is None:
         raise FormatError(f"{made.format}: cut into blocks of {block}; expected one of {LEVEL_BLOCKS}, at most {own}")
     k = made.shape[1]
@@ -381,7 +503,7 @@ def cut_blocks(made: Repacked, block: int) -> Repacked:
         if name not in _NOT_PER_BLOCK
     }
     format = levels_format(k, block, fields["scales"].dtype, kind=kind)
-    codes = made.coarse["codes"][:, : columns // 2].contiguous()
+    codes = made.coarse["codes"][:, : columns * FORMATS[format].bits // 8].contiguous()
     return Repacked(format, made.shape, {**made.coarse, **fields, "codes": codes})
 
 
@@ -423,11 +545,45 @@ def _grouped(
     group: int,
     more: Mapping[str, Tensor] | None = None,
 ) -> Repacked:
-    """Build the plane of a weight with per-row groups; codes uint8 [N, >= K/2].
+    """Build the plane of a 4-bit weight with per-row groups; codes uint8 [N, >= K/2].
 
     more: "zeros" or "offsets" [N, G]; None: all zero points are 8, and the plane is one of 16 levels.
     """
-    n, k = shape
+    codes = codes[:, : (shape[1] + 1) // 2]
+    if more is None:
+        made = _grouped_plane(source, "levels", shape, codes, {"scales": scale_NG}, group)
+        return levels_plane(made.format, shape, **made.coarse, levels=_table(INT4_LEVELS, codes))
+    kind = "zeros" if "zeros" in more else "affine"
+    return _grouped_plane(source, kind, shape, codes, {"scales": scale_NG, **more}, group)
+
+
+def _grouped_bytes(
+    source: str,
+    shape: tuple[int, int],
+    codes: Tensor,
+    scale_NG: Tensor,
+    group: int,
+    more: Mapping[str, Tensor] | None = None,
+) -> Repacked:
+    """Build the plane of an 8-bit weight with per-row groups; codes uint8 [N, >= K].
+
+    more: as in `_grouped`; None: all zero points are 128, and the plane is one of int8.
+    """
+    codes = codes[:, : shape[1]]
+    if more is None:
+        return _grouped_plane(
+            source, "bytes", shape, (codes ^ 0x80).contiguous().view(torch.int8), {"scales": scale_NG}, group
+        )
+    kind = "zerobytes" if "zeros" in more else "offsetbytes"
+    return _grouped_plane(source, kind, shape, codes, {"scales": scale_NG, **more}, group)
+
+
+def _grouped_plane(
+    source: str, kind: str, shape: tuple[int, int], codes: Tensor, terms: Mapping[str, Tensor], group: int
+) -> Repacked:
+    """Build the plane of a weight with per-row groups of `terms` [N, G], its scales among them; codes cover K columns,
+    and are padded to whole blocks."""
+    (n, k), scale_NG = shape, terms["scales"]
     width = k if group == -1 else group
     groups = -(-k // width) if width > 0 else -1
     if tuple(scale_NG.shape) != (n, groups):
@@ -435,28 +591,28 @@ def _grouped(
             f"{source}: scales of {tuple(scale_NG.shape)} rows and groups; expected {(n, groups)} of a weight {(n, k)} "
             f"in groups of {group}"
         )
-    kind = "levels" if more is None else "zeros" if "zeros" in more else "affine"
     format = levels_format(k, group, scale_NG.dtype, kind=kind)
-    block = _block(format)
-    blocks, half = padded(k, block) // block, padded(k, block) // 2
+    block, bits = _block(format), FORMATS[format].bits
+    blocks, columns = padded(k, block) // block, padded(k, block) * bits // 8
     each = blocks if groups == 1 else width // block
-
-    def spread(number_NG: Tensor) -> Tensor:
-        return number_NG.repeat_interleave(each, dim=1)[:, :blocks].contiguous()
-
-    wide = torch.full((n, half), _MIDDLE * 0x11, dtype=torch.uint8, device=codes.device)
-    wide[:, : (k + 1) // 2] = codes[:, : (k + 1) // 2]
-    if more is None:
-        return levels_plane(format, shape, wide, spread(scale_NG), _table(INT4_LEVELS, codes))
-    fields = {"codes": wide, "scales": spread(scale_NG), **{name: spread(number) for name, number in more.items()}}
-    refuse_nonfinite_fields(format, fields)
-    return Repacked(format, shape, fields)
+    if codes.shape[1] < columns:
+        wide = torch.zeros(n, columns, dtype=torch.uint8, device=codes.device)
+        wide += _MIDDLE[4] * 0x11 * (bits == 4)
+        wide[:, : codes.shape[1]] = codes.view(torch.uint8)
+        codes = wide.view(codes.dtype)
+    fields = {name: term.repeat_interleave(each, dim=1)[:, :blocks].contiguous() for name, term in terms.items()}
+    refuse_nonfinite_fields(format, {"codes": codes, **fields})
+    return Repacked(format, shape, {"codes": codes.contiguous(), **fields})
 
 
 def refuse_nonfinite_fields(format: str, fields: Mapping[str, Tensor]) -> None:
     """Raise a FormatError if numbers of a published plane are NaN or Inf."""
     for name, field in fields.items():
-        if field.is_floating_point() and not torch.isfinite(field).all():
+        if not field.is_floating_point():
+            continue
+        e4m3 = field.dtype == torch.float8_e4m3fn  # torch has no isfinite for it; it has NaN, and no Inf
+        bad = (field.view(torch.uint8) & 0x7F) == 0x7F if e4m3 else ~torch.isfinite(field)
+        if bad.any():
             raise FormatError(f"{format}: block {name} hold NaN or Inf; expected finite numbers")
 
 

@@ -38,7 +38,7 @@ from vbrt.kernels.cpu.int8 import int8_refusal
 from vbrt.kernels.cuda.e2m1.linear import Packing
 from vbrt.kernels.cuda.e2m1.tiles import TILES, page_of
 from vbrt.kernels.cuda.rounded.fp8 import fp8_refusal, noted_refusal
-from vbrt.kernels.entries import KERNELS
+from vbrt.kernels.entries import KERNELS, fused_on
 from vbrt.kernels.registry import (
     BACKENDS,
     EXACT,
@@ -61,6 +61,7 @@ __all__ = [
     "Packing",
     "PageOrder",
     "fp8_refusal",
+    "fused_on",
     "int8_refusal",
     "kernel_refusal",
     "libraries",

@@ -27,7 +27,7 @@ from vbrt.kernels.cuda.table import offset_experts
 from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.registry import EXACT, Kernel, Needs, register
 
-__all__ = ["KERNELS"]
+__all__ = ["KERNELS", "fused_on"]
 
 
 def _triton(op: str, needs: Needs = devices.TRITON, **fields: Any) -> Kernel:
@@ -40,7 +40,7 @@ _reference = functools.partial(Kernel, backend="reference", runs_unpacked=True)
 _compiled = functools.partial(Kernel, backend="compiled", devices=("cpu",))
 _built = functools.partial(
     _compiled,
-    formats=(*cpu_linear.FORMATS, *cpu_linear.LEVELS, *cpu_linear.AFFINE, *cpu_linear.BYTES, EXACT),
+    formats=(*cpu_linear.FORMATS, *cpu_linear.LEVELS, *cpu_linear.AFFINE, *cpu_linear.BYTES, *cpu_linear.EIGHT, EXACT),
     rank=1,
     refusal=cpu_build.refusal,
     builds=True,
@@ -143,3 +143,9 @@ KERNELS = (
 
 for _kernel in KERNELS:
     register(_kernel)
+
+
+def fused_on(format: str) -> frozenset[str]:
+    """Return the device types, "cpu" or "cuda", with fused linear layers on a format."""
+    own = [kernel for kernel in KERNELS if kernel.op == "linear" and format in (kernel.formats or ())]
+    return frozenset(device for kernel in own for device in kernel.devices or ())

@@ -23,12 +23,14 @@ __all__ = ["CALL_CHECKS", "CHECKS", "check_products"]
 
 #: one format of each storage of offsets, and one whose products fp32 rounds
 OFFSETS = ("superblock32", "zeros128-bfloat16", "affine32-float16", "affine16-float32")
+#: published 8-bit codes: under scales of a block and of a superblock, and with each storage of offsets
+EIGHT = ("bytes32-float16", "superbytes16", "superbytes32", "zerobytes64-bfloat16", "offsetbytes16-float32")
 
 
 def check_products(formats):
     """Products are as close as the dtype allows, decoded weights have every bit."""
     for name in formats:
-        for shape, tokens in (((7, 50), 1), ((35, 132), 3), ((9, 4112), 7)):
+        for shape, tokens in (((23, 50), 1), ((35, 132), 3), ((9, 4112), 7)):
             for dtype, bound in BOUND.items():
                 planes, w = case(name, shape, dtype)
                 x, bias = torch.randn(tokens, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
@@ -41,7 +43,7 @@ def check_products(formats):
 
 def check_linear():
     """All formats' products; merged weights have every bit."""
-    check_products((*cpu_linear.FORMATS, *cpu_linear.LEVELS[:2], *OFFSETS, *cpu_linear.BYTES))
+    check_products((*cpu_linear.FORMATS, *cpu_linear.LEVELS[:2], *OFFSETS, *cpu_linear.BYTES, *EIGHT))
     for name in cpu_linear.FORMATS:
         for dtype, shape in ((torch.bfloat16, (33, 100)), (torch.float16, (5, 4112)), (torch.bfloat16, (64, 640))):
             planes, w = exact_case(name, shape, dtype)
@@ -52,7 +54,7 @@ def check_linear():
 
 def check_experts():
     """Products, gates and sums are as close to float64 as fp32 allows."""
-    for format in (*cpu_linear.FORMATS, *cpu_linear.LEVELS[:1], *OFFSETS[:2], *cpu_linear.BYTES):
+    for format in (*cpu_linear.FORMATS, *cpu_linear.LEVELS[:1], *OFFSETS[:2], *cpu_linear.BYTES, *EIGHT[1:3]):
         for tokens in (1, 7):
             pages = bank(format, hidden=144)
             ids, weights = routed(pages, tokens, 3)
@@ -70,7 +72,7 @@ def check_experts():
 
 def check_team():
     """The bits of the two products one after the other."""
-    for name in ("nvfp4", "nf4", "mxint8", "superblock32"):
+    for name in ("nvfp4", "nf4", "mxint8", "superblock32", "superbytes16"):
         pages, gate = test_expert_team.pages_of(name, {"up": (96, 160), "down": (72, 48)}), GATES["silu"]
         product = test_expert_team.product_of(pages, torch.randn(1, 160), torch.tensor([[1, 3, 4]]), gate)
         team = ExpertTeam(2)
@@ -80,7 +82,7 @@ def check_team():
 
 def check_hosted():
     """Products through a mailbox are as close as the dtype allows."""
-    for name in ("nvfp4", "nf4", "mxint8", "superblock32"):
+    for name in ("nvfp4", "nf4", "mxint8", "superblock32", "superbytes16"):
         test_hosted.check_products(name, threads=2)
 
 

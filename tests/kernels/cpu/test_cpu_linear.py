@@ -106,7 +106,9 @@ def test_the_decoded_weight_has_the_bits_of_the_reference(name, shape, dtype):
 
 
 @built
-@pytest.mark.parametrize("name", ["affine16-float32", "affine128-float32", "zeros32-float32"])
+@pytest.mark.parametrize(
+    "name", ["affine16-float32", "affine128-float32", "zeros32-float32", "offsetbytes16-float32", "zerobytes32-float32"]
+)
 def test_products_with_scales_of_32_bits_are_rounded_before_offsets_are_added(name):
     """In tiles, too: their sums of one weight each are that weight."""
     planes, _ = case(name, (40, 528))
@@ -119,7 +121,7 @@ def test_products_with_scales_of_32_bits_are_rounded_before_offsets_are_added(na
 
 @pytest.mark.sample(8)
 @built
-@pytest.mark.parametrize("name", [*cpu_linear.LEVELS, *cpu_linear.AFFINE])
+@pytest.mark.parametrize("name", [*cpu_linear.LEVELS, *cpu_linear.AFFINE, *cpu_linear.EIGHT])
 def test_published_levels_and_offsets_in_any_encoding_will_do(name):
     for shape, tokens in (((7, 50), 1), ((33, 412), 3), ((5, 2200), 40), ((6, 4416), 2)):
         planes, w = case(name, shape, torch.bfloat16)
@@ -131,7 +133,9 @@ def test_published_levels_and_offsets_in_any_encoding_will_do(name):
 
 
 @built
-@pytest.mark.parametrize("name", ["affine16-float32", "affine128-float16", "zeros32-float32", "superblock32"])
+@pytest.mark.parametrize(
+    "name", ["affine16-float32", "affine128-float16", "zeros32-float32", "superblock32", "superbytes16", "superbytes32"]
+)
 def test_scales_and_offsets_of_other_rows_do_not_matter(name):
     """Planes end where their memory does; a row of 4112 columns ends within vectors of scales, and in a superblock."""
     shape = (9, 4112)
@@ -140,7 +144,7 @@ def test_scales_and_offsets_of_other_rows_do_not_matter(name):
     y = cpu_linear.linear(x, planes)
     for row in range(9):
         fields = {
-            field: torch.full_like(tensor, 255 if tensor.dtype is torch.uint8 else torch.nan)
+            field: torch.full_like(tensor, torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
             for field, tensor in planes.coarse.items()
         }
         for field, tensor in planes.coarse.items():

@@ -78,8 +78,9 @@ def int_codes(w, group=32):
 
 
 def words(codes, dim, order=range(8)):
-    parts = codes.movedim(dim, -1).unflatten(-1, (-1, 8)).to(torch.int64)
-    packed = sum(parts[..., column] << 4 * place for place, column in enumerate(order))
+    """int32 of eight nibbles, or of four bytes, along a dimension."""
+    parts = codes.movedim(dim, -1).unflatten(-1, (-1, len(order))).to(torch.int64)
+    packed = sum(parts[..., column] << 32 // len(order) * place for place, column in enumerate(order))
     packed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed)
     return packed.to(torch.int32).movedim(-1, dim).contiguous()
 
@@ -175,6 +176,87 @@ def fp8_rows(w):
     return Made({".weight": codes, ".weight_scale": scale}, (codes.float() * scale.float()).to(w.dtype))
 
 
+FOUR = range(4)
+
+
+def int8_codes(w, group=32):
+    """Codes -128 to 127 and scales in w's dtype for groups of a row."""
+    grouped = w.float().view(len(w), -1, group)
+    scale = (grouped.abs().amax(-1) / 127.5).to(w.dtype)
+    codes = (grouped / scale.float().unsqueeze(-1)).round().clamp(-128, 127).to(torch.int32)
+    return codes.view(w.shape), scale
+
+
+def gptq8(w, zeros=None):
+    """Four codes a word, zero points less one."""
+    codes, scale = int8_codes(w)
+    zeros = torch.full(scale.shape, 128, dtype=torch.int32) if zeros is None else zeros
+    tensors = {
+        ".qweight": words(codes.t() + 128, 0, FOUR),
+        ".scales": scale.t().contiguous(),
+        ".qzeros": words(zeros.t() - 1 & 255, 1, FOUR),
+    }
+    spread = zeros.repeat_interleave(32, 1) - 128
+    return Made(tensors, (codes - spread).to(w.dtype) * scale.repeat_interleave(32, 1))
+
+
+def asymmetric_gptq8(w):
+    return gptq8(w, torch.arange(w.numel() // 32, dtype=torch.int32).view(len(w), -1) * 5 % 256)
+
+
+def mlx8(w):
+    grouped = w.float().view(len(w), -1, 32)
+    scale = ((grouped.amax(-1) - grouped.amin(-1)) / 255).to(w.dtype)
+    bias = grouped.amin(-1).to(w.dtype)
+    wide, low = (term.float().repeat_interleave(32, 1) for term in (scale, bias))
+    codes = ((w.float() - low) / wide).round().clamp(0, 255)
+    tensors = {".weight": words(codes.to(torch.int32), 1, FOUR).view(torch.uint32), ".scales": scale, ".biases": bias}
+    return Made(tensors, (codes * wide + low).to(w.dtype))
+
+
+def compressed_packed8(w, zeros=None):
+    codes, scale = int8_codes(w)
+    shape = torch.tensor(w.shape, dtype=torch.int64)
+    tensors = {".weight_packed": words(codes + 128, 1, FOUR), ".weight_scale": scale, ".weight_shape": shape}
+    if zeros is None:
+        return Made(tensors, codes * scale.repeat_interleave(32, 1))
+    tensors[".weight_zero_point"] = words(zeros + 128, 0, FOUR)
+    return Made(tensors, (codes - zeros.repeat_interleave(32, 1)) * scale.repeat_interleave(32, 1))
+
+
+def asymmetric_packed8(w):
+    return compressed_packed8(w, torch.arange(w.numel() // 32, dtype=torch.int32).view(len(w), -1) % 256 - 128)
+
+
+def compressed_int8(w):
+    codes, scale = int8_codes(w, w.shape[1])
+    return Made({".weight": codes.to(torch.int8), ".weight_scale": scale}, codes * scale)
+
+
+def asymmetric_int8(w):
+    codes, scale = int8_codes(w)
+    zeros = torch.arange(scale.numel(), dtype=torch.int32).view_as(scale) % 256 - 128
+    tensors = {".weight": codes.to(torch.int8), ".weight_scale": scale, ".weight_zero_point": zeros.to(torch.int8)}
+    return Made(tensors, (codes - zeros.repeat_interleave(32, 1)) * scale.repeat_interleave(32, 1))
+
+
+def torchao_int8(w):
+    codes, scale = int8_codes(w, w.shape[1])
+    return Made({"._weight_qdata": codes.to(torch.int8), "._weight_scale": scale}, codes * scale)
+
+
+def torchao_fp8(w):
+    scale, codes = torch.rand(len(w), 1), w.to(torch.float8_e4m3fn)
+    return Made({"._weight_qdata": codes, "._weight_scale": scale}, (codes.float() * scale).to(w.dtype))
+
+
+def llm_int8(w):
+    stats = w.float().abs().amax(1)
+    codes = (w.float() / stats.unsqueeze(1) * 127).round().to(torch.int8)
+    tensors = {".weight": codes, ".SCB": stats, ".weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return Made(tensors, (codes * stats.view(-1, 1) * 7.874015718698502e-3).to(w.dtype))
+
+
 GROUPS = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}}}
 #: layout -> (maker, quantization_config, format of its planes)
 LAYOUTS = {
@@ -214,8 +296,26 @@ LAYOUTS = {
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32}, "zeros32-bfloat16"),
     "mlx": (mlx, {"bits": 4, "group_size": 32}, "affine32-bfloat16"),
-    "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [16, 16]}, ""),
-    "fp8 rows": (fp8_rows, {"quant_method": "compressed-tensors"}, ""),
+    "gptq 8": (gptq8, {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}, "bytes32-bfloat16"),
+    "asymmetric gptq 8": (
+        asymmetric_gptq8,
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False},
+        "zerobytes32-bfloat16",
+    ),
+    "mlx 8": (mlx8, {"bits": 8, "group_size": 32}, "offsetbytes32-bfloat16"),
+    "packed int8": (compressed_packed8, {"quant_method": "compressed-tensors", **GROUPS}, "bytes32-bfloat16"),
+    "asymmetric packed int8": (
+        asymmetric_packed8,
+        {"quant_method": "compressed-tensors", **GROUPS},
+        "zerobytes32-bfloat16",
+    ),
+    "compressed int8": (compressed_int8, {"quant_method": "compressed-tensors"}, "bytes128-bfloat16"),
+    "asymmetric int8": (asymmetric_int8, {"quant_method": "compressed-tensors", **GROUPS}, "zerobytes32-bfloat16"),
+    "torchao int8": (torchao_int8, {"quant_method": "torchao"}, "bytes128-bfloat16"),
+    "torchao fp8": (torchao_fp8, {"quant_method": "torchao"}, "floatbytes128-float32"),
+    "llm.int8": (llm_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "unitbytes128"),
+    "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [16, 16]}, "floatbytes16-float32"),
+    "fp8 rows": (fp8_rows, {"quant_method": "compressed-tensors"}, "floatbytes128-bfloat16"),
 }
 
 

@@ -7,6 +7,7 @@ import torch
 
 import vbrt
 from vbrt.errors import CheckpointError, ConfigError
+from vbrt.kernels import kernel_refusal
 from vbrt.saves.files.checkpoint_paths import gguf_file
 from vbrt.saves.load.sources import describe
 
@@ -47,13 +48,14 @@ def reference(path, model, dtype):
     ("architecture", "types", "formats"),
     [
         ("llama", (Type.Q4_0,), {"levels32-float16"}),
-        ("llama", (Type.Q8_0, Type.F16), {"dense"}),
+        ("llama", (Type.Q8_0, Type.F16), {"bytes32-float16", "dense"}),
         ("llama", (Type.BF16,), {"dense"}),
-        ("qwen3", (Type.IQ4_NL, Type.Q5_1), {"levels32-float16", "dense"}),
+        ("qwen3", (Type.IQ4_NL, Type.Q5_1), {"levels32-float16", "offsetbytes32-float16"}),
         ("qwen3moe", (Type.MXFP4, Type.Q4_0), {"mxfp4", "levels32-float16"}),
-        ("qwen3moe", (Type.F32, Type.Q8_0), {"dense"}),
+        ("qwen3moe", (Type.F32, Type.Q8_0), {"dense", "bytes32-float16"}),
         ("gemma2", (Type.Q4_0, Type.F32), {"levels32-float16", "dense"}),
         ("lfm2", (Type.Q4_0,), {"levels32-float16"}),
+        ("lfm2", (Type.Q5_0,), {"bytes32-float16"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -75,30 +77,72 @@ def test_a_file_of_float32_gives_the_model_that_it_was_made_of(tmp_path, archite
     vb.close()
 
 
+#: sizes for types with 256 weights in a block
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_hidden_layers": 1}
+
+
 def test_types_of_superblocks_are_taken_or_decoded_by_the_same_rule(tmp_path):
     path = tmp_path / "model.gguf"
-    held = {"attn_q.": Type.IQ4_XS, "attn_k.": Type.Q3_K, "attn_v.": Type.Q4_K, "ffn_up.": Type.Q6_K}
-    model = model_of("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
-    write(path, model, "llama", lambda name: next((t for part, t in held.items() if part in name), Type.Q8_0))
+    held = {"attn_q.": Type.IQ4_XS, "attn_k.": Type.Q3_K, "attn_v.": Type.Q4_K, "ffn_up.": Type.TQ1_0}
+    write(
+        path,
+        model_of("llama", **WIDE),
+        "llama",
+        lambda name: next((t for part, t in held.items() if part in name), Type.Q5_K),
+    )
     vb = loaded(path, dtype=torch.bfloat16)
     assert torch.equal(logits(vb), logits(reference(path, vb.module, torch.bfloat16)))
     found = {swap.name.split(".")[-1]: (swap.format, swap.fine) for swap in vb.plan.swaps}
     assert found["q_proj"] == ("levels32-float32", "none")
     assert found["k_proj"] == ("levels16-float32", "none")
     assert found["v_proj"] == ("superblock32", "none")
-    assert found["up_proj"] == found["down_proj"] == ("nvfp4", "exact"), "bf16, without a bit lost"
+    assert found["up_proj"] == ("nvfp4", "exact"), "bf16, without a bit lost"
+    assert found["down_proj"] == ("superbytes32", "none")
+    vb.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixed_file_runs_in_its_own_bits(tmp_path, dtype):
+    """Q4_K_M: Q6_K for the values, the down projections and the head."""
+    path, six = tmp_path / "model.gguf", ("attn_v.", "ffn_down.", "token_embd", "output.weight")
+    write(
+        path,
+        model_of("llama", **WIDE),
+        "llama",
+        lambda name: Type.Q6_K if any(part in name for part in six) else Type.Q4_K,
+    )
+    vb = loaded(path, dtype=dtype)
+    assert vb.lossless and torch.equal(logits(vb), logits(reference(path, vb.module, dtype)))
+    found = {swap.name.split(".")[-1]: swap.format for swap in vb.plan.swaps}
+    assert {name for name, format in found.items() if format == "superbytes16"} >= {"v_proj", "down_proj"}
+    assert set(found.values()) == {"superblock32", "superbytes16"}
+    kinds = {kind.layout: kind.becomes for kind in describe(path).kinds}
+    assert (kinds["GGUF Q4_K"], kinds["GGUF Q6_K"]) == ("superblock32", "superbytes16")
+    vb.close()
+
+
+@pytest.mark.parametrize("types", [(Type.Q4_K, Type.Q6_K), (Type.Q5_K, Type.Q8_0), (Type.Q5_1, Type.Q5_0)])
+def test_fused_kernels_compute_what_the_library_decodes(tmp_path, types):
+    path = tmp_path / "model.gguf"
+    write(path, model_of("llama", **WIDE), "llama", mixed(*types))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        vb = vbrt.from_pretrained(path, **{**QUIET, "compute": {}}, dtype=torch.float32)
+    torch.testing.assert_close(logits(vb), logits(reference(path, vb.module, torch.float32)), rtol=1e-4, atol=1e-4)
+    kernels = {layer.kernel for layer in vb.stats().layers.values()}
+    assert kernels == {"compiled"} or kernel_refusal(torch.device("cpu")), kernels
     vb.close()
 
 
 def test_what_is_decoded_is_said_once_in_the_plan_and_in_stats(tmp_path):
     path = tmp_path / "model.gguf"
-    write(path, model_of("llama"), "llama", mixed(Type.Q4_0, Type.Q8_0))
-    with pytest.warns(UserWarning, match="decoded and held as dense: GGUF Q8_0") as heard:
+    write(path, model_of("llama", **WIDE), "llama", mixed(Type.Q4_0, Type.TQ1_0))
+    with pytest.warns(UserWarning, match="decoded and held as dense: GGUF TQ1_0") as heard:
         vb = vbrt.from_pretrained(path, **QUIET)
-    line = "6 layers: decoded and held as dense: GGUF Q8_0: no format of vbrt has such blocks"
-    assert [str(each.message) for each in heard if "Q8_0" in str(each.message)] == [f"{path}: {line}"]
+    line = "3 layers: decoded and held as dense: GGUF TQ1_0: no format of vbrt has such blocks"
+    assert [str(each.message) for each in heard if "TQ1_0" in str(each.message)] == [f"{path}: {line}"]
     assert line in vb.plan.notes and vb.stats().fallbacks[0] == line
-    assert "8 layers: GGUF Q4_0, taken as levels32-float16 bit for bit" in vb.plan.notes
+    assert "4 layers: GGUF Q4_0, taken as levels32-float16 bit for bit" in vb.plan.notes
     vb.close()
 
 
@@ -166,11 +210,11 @@ def test_several_files_in_a_directory_are_named(tmp_path):
 
 def test_describe_says_what_weights_are_and_become_from_the_header(tmp_path):
     path = tmp_path / "model.gguf"
-    write(path, model_of("llama"), "llama", mixed(Type.Q4_0, Type.Q8_0))
+    write(path, model_of("llama", **WIDE), "llama", mixed(Type.Q4_0, Type.TQ1_0))
     said = describe(path)
     kinds = {kind.layout: (kind.becomes, kind.count) for kind in said.kinds}
     assert said.container == "GGUF (llama)"
-    assert kinds == {"GGUF Q8_0": ("decoded", 8), "GGUF Q4_0": ("levels32-float16", 8), "GGUF F32": ("dense", 5)}
+    assert kinds == {"GGUF TQ1_0": ("decoded", 5), "GGUF Q4_0": ("levels32-float16", 4), "GGUF F32": ("dense", 3)}
 
 
 def test_a_model_of_another_kind_and_a_dtype_for_other_files_are_refused(tmp_path):

@@ -16,6 +16,7 @@ from vbrt.errors import CheckpointError
 from vbrt.layers.experts import ExpertsHandle, expert_encoding
 from vbrt.saves.files.safetensors_file import TensorFile
 from vbrt.saves.load.sources import describe
+from vbrt.saves.published import published_checkpoint
 
 transformers = pytest.importorskip("transformers")
 QUIET = {"weights": {"min_parameters": 0}, "tiers": {"gpu": {"enabled": False}}, "compute": {"backend": "reference"}}
@@ -42,15 +43,21 @@ def loaded(directory, model, *args):
         return vbrt.load(directory, model, *args, **QUIET)
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "decoded"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_published_checkpoint_gives_the_logits_of_its_decoded_weights(tmp_path, layout):
+def test_a_published_checkpoint_gives_the_logits_of_its_decoded_weights(tmp_path, layout, fused, monkeypatch):
+    """Where no kernel computes with the planes, weights are decoded once."""
+    if not fused and not LAYOUTS[layout][2]:
+        pytest.skip("it is decoded in any case")
+    monkeypatch.setattr(published_checkpoint, "fused_on", lambda format: {"cpu"} if fused else set())
     model = llama()
     model.load_state_dict(publish(tmp_path, model, layout))
     vb = loaded(tmp_path, llama(meta=True))
     assert torch.equal(logits(vb), logits(model))
-    formats = {swap.format for swap in vb.plan.swaps}
-    assert formats == ({LAYOUTS[layout][2]} if LAYOUTS[layout][2] else {"nvfp4"}), "of what is decoded: exact"
-    assert any(("bit for bit" if LAYOUTS[layout][2] else "decoded") in note for note in vb.plan.notes)
+    formats, kept = {swap.format for swap in vb.plan.swaps}, LAYOUTS[layout][2] if fused else ""
+    assert formats == ({kept} if kept else {"nvfp4"}), "of what is decoded: exact"
+    assert any(("bit for bit" if kept else "decoded") in note for note in vb.plan.notes)
+    assert fused or any("has no fused kernels" in line for line in vb.stats().fallbacks)
     vb.close()
 
 
@@ -204,8 +211,16 @@ def test_mlx_names_its_groups_under_another_key(tmp_path):
     with vbrt.from_pretrained(tmp_path, **QUIET) as vb:
         assert torch.equal(logits(vb), logits(model))
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization": {"bits": 8, "group_size": 32}}))
-    with pytest.raises(CheckpointError, match=r"MLX weight in 8 bits.*vbrt reads 4 bits"):
+    with pytest.raises(CheckpointError, match=r"MLX weight.*vbrt reads 4 and 8 bits.*has 8 bits in groups of 32"):
         describe(tmp_path)
+    for single, fits in (({"bits": 4, "group_size": 32}, True), ({"bits": 2, "group_size": 64}, False)):
+        mixed = {"bits": 8, "group_size": 64, "model.layers.0.mlp.up_proj": single, "mode": "affine"}
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization": mixed}))
+        if fits:
+            assert "affine32-bfloat16" in {kind.becomes for kind in describe(tmp_path).kinds}
+        else:
+            with pytest.raises(CheckpointError, match="8 bits in groups of 64, 2 bits in groups of 64"):
+                describe(tmp_path)
 
 
 def test_describe_says_what_weights_are_and_become_from_headers(tmp_path):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import vbrt
 from tests.models import config, mlp, qwen3_moe
 from tests.saves.cases import logits, on_meta
-from vbrt.config import load_config
+from vbrt.config import FORMATS, load_config
 from vbrt.formats import get_format
 from vbrt.layers.experts.experts_handle import ExpertsHandle
 from vbrt.model.attach import attach, plan_for
@@ -32,17 +32,24 @@ def streamed(tmp_path, room):
 
 
 def random_plane(format, shape, generator):
-    """Any fields of a format."""
-    fields, unit = {}, 5e-4 if format != "superblock32" else 1e-5  # of scales up to 44, times up to 63
+    """Any fields of a format, whose weights are about .1: in fp16 their sums are to lose little."""
+    fields, codes = {}, 256 if FORMATS[format].bits == 4 else 16
     for field in get_format(format).layout(shape, torch.float16).fields:
-        below = {"codes": 256, "zeros": 16}.get(field.name, 64)
-        made = torch.randint(0, below, field.shape, generator=generator)
-        made = made if field.dtype == "uint8" else (made - 20) * unit
-        fields[field.name] = made.to(getattr(torch, field.dtype))
+        small = 4 if field.dtype == "uint8" else 64
+        below = {"codes": codes, "zeros": 16}.get(field.name, small)
+        made, dtype = torch.randint(0, below, field.shape, generator=generator), getattr(torch, field.dtype)
+        whole = field.name == "codes" or not dtype.is_floating_point
+        fields[field.name] = made.to(dtype) if whole else ((made - 20) * 5e-4).to(dtype)
     return fields
 
 
-@pytest.mark.parametrize("format", ["levels32-float16", "affine32-float16", "zeros64-float16", "superblock32"])
+@pytest.mark.parametrize(
+    "format",
+    [
+        *("levels32-float16", "affine32-float16", "zeros64-float16", "superblock32"),
+        *("bytes32-float16", "superbytes16", "floatbytes128-float32", "unitbytes128"),
+    ],
+)
 def test_a_published_weight_is_stored_streamed_saved_and_loaded_without_encoding(tmp_path, no_encoding, format):
     model, generator = mlp(width=64, depth=3, dtype=torch.float16), torch.Generator().manual_seed(0)
     biases = [layer.bias.clone() for layer in model if hasattr(layer, "bias")]
@@ -86,7 +93,7 @@ def test_a_weight_that_is_assigned_to_such_a_layer_is_encoded():
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("format", ["levels32-bfloat16", "affine32-float16", "superblock32"])
+@pytest.mark.parametrize("format", ["levels32-bfloat16", "affine32-float16", "superblock32", "superbytes16"])
 def test_routed_experts_compute_with_it(tmp_path, dtype, format):
     model, ids = qwen3_moe(dtype=dtype), torch.arange(12).view(1, 12)
     attachment = attached(model, format)

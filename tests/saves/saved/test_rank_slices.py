@@ -15,6 +15,8 @@ from vbrt.saves.saved.rank_slices import Held, Matrix, cut_between_blocks, join_
         ("affine32-float16", 64, 160),
         ("zeros64-bfloat16", 64, 160),
         ("superblock32", 256, 608),
+        ("superbytes16", 256, 608),
+        ("floatbytes128-float32", 128, 320),
     ],
 )
 def test_codes_of_any_size_are_joined_along_their_columns_and_cut_again(format, cut, k):

@@ -2,7 +2,7 @@
 
 | weights | tokens | kernel |
 | --- | --- | --- |
-| 4-bit formats, `mxint8` | up to 8 (4 without AVX-512) | `linear.c` decodes and multiplies in registers |
+| 4-bit formats, 8-bit integers | up to 8 (4 without AVX-512) | `linear.c` decodes and multiplies in registers |
 | 4-bit formats, `compute.int8` | the same | the same with inputs in int8 (`int8.py`) |
 | 4-bit, `mxint8`; AVX-512, for bf16 no AMX | more | `panels.h` decodes tiles into the cache, multiplies there |
 | 4-bit, `mxint8`, elsewhere | more | decode, then torch's matmul (oneDNN takes AMX for bf16 by itself) |
@@ -26,6 +26,11 @@ bits of the reference, which rounds products with 32-bit scales before it adds t
 without contraction. Bytes a second of one busy core of a Sapphire Rapids, one token, in shares of `nvfp4`: Q4_1 1.0 to
 1.1 (its 5 bits take 0.97 to 1.07 of the time), Q4_K 0.9 to 1.0, AWQ with groups of 128 0.9 to 1.1; with AVX2 1.0 to
 1.1, 0.9 and 0.9 to 1.0.
+
+**8-bit codes** (`eight.h`) are converted, 32 columns at a time. Under scales alone, of 32 columns and more, the scale
+multiplies the block's sum; in blocks of 16 (Q6_K) and with offsets (Q5_K) codes become weights first, one FMA for eight
+or sixteen of them and all tokens. As bf16 pairs codes stay whole: halves of a vector have scales of their own, and an
+offset multiplies the sum of x, one more `vdpbf16ps`.
 
 **int8 inputs**: a 32-bit lane of codes is a word of eight columns, so inputs have a scale for eight columns at no cost
 (0.40 % of error for Gaussian inputs, where scales for 16, 32 and 64 would give 0.47, 0.54 and 0.59 %). `vpdpbusd` wants

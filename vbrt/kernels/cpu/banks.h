@@ -97,7 +97,7 @@ static void sort_pairs(const Bank *b, const Task *t, Plan *plan, int64_t *starts
 }
 
 /* Columns per sum of x that products need; 0: none. */
-static int64_t summed(const Bank *b) { return b->offset_type ? b->block : 0; }
+static int64_t summed(const Bank *b) { return b->offset_type && b->bits == 4 ? b->block : 0; }
 
 /* convert row r of x to the layout of the products */
 static void spread(const Bank *b, const Task *t, const Plan *plan, int64_t r) {

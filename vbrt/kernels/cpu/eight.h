@@ -1,7 +1,9 @@
-/* `dots` for rows of 8-bit integers: converted in registers, one scale per block of 32 columns. x is in column order.
+/* `dots` for rows of 8-bit integers: converted in registers, 32 columns at a time. x is in column order. A scale is applied
+ * to the sum of a block's products, or, in blocks of 16 columns or with offsets, to the codes. Codes are signed, but
+ * not those with offsets.
  * One implementation for all instruction sets, on the few operations that they name differently. */
 
-#define BLOCK8 32  /* columns per block */
+#define STEP8 32  /* columns at a time */
 #define AHEAD8 8192  /* prefetch distance in bytes of codes, into L2: rows are consecutive */
 
 /* whether bf16 pairs are multiplied: all 8-bit integers are exact in bf16 */
@@ -15,8 +17,9 @@
 typedef __m512 Lanes;
 #define LANES 16
 
-INLINE void sixteen(const uint8_t *at, Lanes *out) {
-    out[0] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
+INLINE void sixteen(const uint8_t *at, int positive, Lanes *out) {
+    const __m128i codes = _mm_loadu_si128((const __m128i *)at);
+    out[0] = _mm512_cvtepi32_ps(positive ? _mm512_cvtepu8_epi32(codes) : _mm512_cvtepi8_epi32(codes));
 }
 INLINE Lanes lanes_at(const float *at) { return _mm512_loadu_ps(at); }
 INLINE Lanes all_of(float value) { return _mm512_set1_ps(value); }
@@ -27,9 +30,11 @@ INLINE float sum_of(Lanes lanes) { return _mm512_reduce_add_ps(lanes); }
 typedef __m256 Lanes;
 #define LANES 8
 
-INLINE void sixteen(const uint8_t *at, Lanes *out) {
-    for (int i = 0; i < 2; i++)
-        out[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(at + 8 * i))));
+INLINE void sixteen(const uint8_t *at, int positive, Lanes *out) {
+    for (int i = 0; i < 2; i++) {
+        const __m128i codes = _mm_loadl_epi64((const __m128i *)(at + 8 * i));
+        out[i] = _mm256_cvtepi32_ps(positive ? _mm256_cvtepu8_epi32(codes) : _mm256_cvtepi8_epi32(codes));
+    }
 }
 INLINE Lanes lanes_at(const float *at) { return _mm256_loadu_ps(at); }
 INLINE Lanes all_of(float value) { return _mm256_set1_ps(value); }
@@ -40,9 +45,14 @@ INLINE float sum_of(Lanes lanes) { return total(lanes); }
 typedef float32x4_t Lanes;
 #define LANES 4
 
-INLINE void sixteen(const uint8_t *at, Lanes *out) {
-    const int8x16_t codes = vld1q_s8((const int8_t *)at);
-    const int16x8_t half[2] = {vmovl_s8(vget_low_s8(codes)), vmovl_s8(vget_high_s8(codes))};
+INLINE void sixteen(const uint8_t *at, int positive, Lanes *out) {
+    const uint8x16_t bytes = vld1q_u8(at);
+    const int8x16_t codes = vreinterpretq_s8_u8(bytes);
+    int16x8_t half[2] = {vmovl_s8(vget_low_s8(codes)), vmovl_s8(vget_high_s8(codes))};
+    if (positive) {
+        half[0] = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(bytes)));
+        half[1] = vreinterpretq_s16_u16(vmovl_u8(vget_high_u8(bytes)));
+    }
     for (int i = 0; i < 2; i++) {
         out[2 * i] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(half[i])));
         out[2 * i + 1] = vcvtq_f32_s32(vmovl_s16(vget_high_s16(half[i])));
@@ -57,8 +67,8 @@ INLINE float sum_of(Lanes lanes) { return vaddvq_f32(lanes); }
 typedef struct { float lane[4]; } Lanes;
 #define LANES 4
 
-INLINE void sixteen(const uint8_t *at, Lanes *out) {
-    for (int j = 0; j < 16; j++) out[j / 4].lane[j % 4] = (int8_t)at[j];
+INLINE void sixteen(const uint8_t *at, int positive, Lanes *out) {
+    for (int j = 0; j < 16; j++) out[j / 4].lane[j % 4] = positive ? at[j] : (int8_t)at[j];
 }
 INLINE Lanes lanes_at(const float *at) { return (Lanes){{at[0], at[1], at[2], at[3]}}; }
 INLINE Lanes all_of(float value) { return (Lanes){{value, value, value, value}}; }
@@ -69,54 +79,113 @@ INLINE Lanes plus_product(Lanes sum, Lanes a, Lanes b) {
 INLINE float sum_of(Lanes lanes) { return (lanes.lane[0] + lanes.lane[1]) + (lanes.lane[2] + lanes.lane[3]); }
 #endif
 
-/* out = scales of a row's `columns`, from column `first` on */
-INLINE void scales_of_bytes(const Dots *d, int r, int64_t first, int64_t columns, float *out) {
-#if defined(WIDE) || defined(AVX2)
-    scales_of(d, r, first, columns, out);
-#else
-    for (int64_t k = 0; k < columns; k += BLOCK8) out[k / BLOCK8] = scale_at(d, r, (first + k) / BLOCK8);
-#endif
+/* out = scales of superblocks of a row, of blocks `at` to `at` + `count` - 1 */
+INLINE void scales_of_superblocks(const Dots *d, const Row *row, int64_t at, int64_t count, float *out) {
+    const int64_t each = SUPERBLOCK >> d->shift;
+    for (int64_t i = 0; i < count; i += each) {
+        const float whole = load(row->d, FP16, (at + i) / each);
+        const uint8_t *stored = row->scales + at + i;
+        if (count - i >= 16 && each == 16) for (int j = 0; j < 16; j++) out[i + j] = stored[j] * whole;
+        else for (int64_t j = 0; j < each && i + j < count; j++) out[i + j] = stored[j] * whole;
+    }
 }
 
-/* A block of weights times a block of each token's x, from column k on: in fp32 */
+/* out = scales of a row's `columns`, from column `first` on, then a zero */
+INLINE void scales_of_bytes(const Dots *d, int r, int64_t first, int64_t columns, float *out) {
+    const int64_t at = first >> d->shift, count = columns >> d->shift;
+    if (d->scale_type == SUPER) scales_of_superblocks(d, d->row + r, at, count, out);
+#if defined(WIDE) || defined(AVX2)
+    else scales_of(d, r, first, columns, out);
+#else
+    else for (int64_t i = 0; i < count; i++) out[i] = scale_at(d, r, at + i);
+#endif
+    out[count] = 0;
+}
+
+/* out = offsets of a row's `columns`, from column `first` on, then a zero; zeros as they are without `scales` */
+static void offsets_of_bytes(const Dots *d, int r, int64_t first, int64_t columns, const float *scales, float *out) {
+    const Row *row = d->row + r;
+    const int64_t at = first >> d->shift, count = columns >> d->shift;
+    for (int64_t i = 0; i < count; i++) {
+        if (d->offset_type == VALUE) out[i] = load(row->offsets, d->scale_type, at + i);
+        else if (d->offset_type == ZERO) out[i] = scales ? -(row->offsets[at + i] * scales[i]) : row->offsets[at + i];
+        else out[i] = -(load(row->dmin, FP16, ((at + i) << d->shift) / SUPERBLOCK) * row->offsets[at + i]);
+    }
+    out[count] = 0;
+}
+
+/* weight of 32 columns *= scale of each half's block, += its offset */
+INLINE void finish_weights(Lanes *weight, const float *scales, const float *offsets, int64_t k, int shift, int offset) {
+    for (int i = 0; i < STEP8 / LANES; i++) {
+        const int64_t block = (k + i * LANES / 16 * 16) >> shift;
+        weight[i] = plus_product(all_of(offset ? offsets[block] : 0), weight[i], all_of(scales[block]));
+    }
+}
+
+/* 32 columns of weights times x of each token, from column k on: in fp32 */
 INLINE void parts_of_bytes(const Dots *d, const Lanes *weight, int64_t k, int tokens, Lanes *part) {
     for (int m = 0; m < tokens; m++) {
         part[m] = all_of(0);
-        for (int i = 0; i < BLOCK8 / LANES; i++)
+        for (int i = 0; i < STEP8 / LANES; i++)
             part[m] = plus_product(part[m], weight[i], lanes_at((const float *)d->x[m] + k + LANES * i));
     }
 }
 
-/* or as bf16 pairs */
-INLINE void parts_of_pairs(const Dots *d, const Lanes *weight, int64_t k, int tokens, Lanes *part) {
+/* or codes as bf16 pairs; `ones`: the sums of x instead */
+INLINE void parts_of_pairs(const Dots *d, const Lanes *weight, int64_t k, int tokens, int ones, Lanes *part) {
 #if NARROW8
-    const __m512bh both = _mm512_cvtne2ps_pbh(weight[1], weight[0]);
+    const __m512bh both = ones ? (__m512bh)_mm512_set1_epi16(0x3F80) : _mm512_cvtne2ps_pbh(weight[1], weight[0]);
     for (int m = 0; m < tokens; m++)
         part[m] = _mm512_dpbf16_ps(all_of(0), both, (__m512bh)_mm512_loadu_si512((const uint16_t *)d->x[m] + k));
 #else
-    (void)d, (void)weight, (void)k, (void)tokens, (void)part;
+    (void)d, (void)weight, (void)k, (void)tokens, (void)ones, (void)part;
 #endif
 }
 
-/* sums[r * TOKENS + m] of rows r with tokens m; `rows`, `tokens` and `pairs` are constants after inlining */
-INLINE void dots_of_bytes(const Dots *d, int rows, int tokens, int pairs, float *sums) {
-    float scales[TILE / BLOCK8 + 64];
+/* numbers of the blocks of 32 columns, from column k on, for the sums of pairs */
+INLINE Lanes of_pairs(const float *numbers, int64_t k, int shift) {
+#if NARROW8
+    return _mm512_mask_blend_ps(0xFF00, all_of(numbers[k >> shift]), all_of(numbers[(k + 16) >> shift]));
+#else
+    return all_of(numbers[k >> shift]);
+#endif
+}
+
+/* sums[r * TOKENS + m] of rows r with tokens m; all from `rows` to `offset` are constants after inlining. `finish`: a
+ * scale is applied to codes, or to halves of pairs; `offset`: there are offsets, and codes are positive */
+INLINE void dots_of_steps(const Dots *d, int rows, int tokens, int pairs, int finish, int offset, float *sums) {
+    float scales[TILE / 16 + 64], offsets[TILE / 16 + 64];
+    uint8_t last[STEP8] = {0};
+    const int shift = d->shift;
     for (int r = 0; r < rows; r++) {
-        Lanes sum[TOKENS], part[TOKENS], weight[BLOCK8 / LANES];
+        Lanes sum[TOKENS], part[TOKENS], weight[STEP8 / LANES];
         for (int m = 0; m < tokens; m++) sum[m] = all_of(0);
         for (int64_t first = 0; first < d->columns; first += TILE) {
             const int64_t columns = d->columns - first < TILE ? d->columns - first : TILE;
             scales_of_bytes(d, r, first, columns, scales);
-            for (int64_t k = 0; k < columns; k += BLOCK8) {
+            if (offset) offsets_of_bytes(d, r, first, columns, scales, offsets);
+            for (int64_t k = 0; k < columns; k += STEP8) {  /* x is zero in the half beyond an odd number of blocks of 16 */
                 const uint8_t *codes = d->row[r].codes + first + k;
                 __builtin_prefetch(codes + AHEAD8, 0, 2);
-                for (int half = 0; half < 2; half++) sixteen(codes + 16 * half, weight + 16 / LANES * half);
-                const Lanes scale = all_of(scales[k / BLOCK8]);
-                if (pairs) parts_of_pairs(d, weight, first + k, tokens, part);
+                if (finish && columns - k < STEP8) codes = memcpy(last, codes, 16);  /* nothing may lie behind them */
+                for (int half = 0; half < 2; half++) sixteen(codes + 16 * half, offset, weight + 16 / LANES * half);
+                Lanes scale = finish && !pairs ? all_of(1) : all_of(scales[k >> shift]);
+                if (finish && pairs) scale = of_pairs(scales, k, shift);
+                if (finish && !pairs) finish_weights(weight, scales, offsets, k, shift, offset);
+                if (pairs) parts_of_pairs(d, weight, first + k, tokens, 0, part);
                 else parts_of_bytes(d, weight, first + k, tokens, part);
                 for (int m = 0; m < tokens; m++) sum[m] = plus_product(sum[m], part[m], scale);
+                if (!pairs || !offset) continue;
+                parts_of_pairs(d, weight, first + k, tokens, 1, part);
+                for (int m = 0; m < tokens; m++) sum[m] = plus_product(sum[m], part[m], of_pairs(offsets, k, shift));
             }
         }
         for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = sum_of(sum[m]);
     }
+}
+
+INLINE void dots_of_bytes(const Dots *d, int rows, int tokens, int pairs, float *sums) {
+    if (d->offset_type) dots_of_steps(d, rows, tokens, pairs, 1, 1, sums);
+    else if (d->shift < 5) dots_of_steps(d, rows, tokens, pairs, 1, 0, sums);
+    else dots_of_steps(d, rows, tokens, pairs, 0, 0, sums);
 }

@@ -25,6 +25,7 @@ from vbrt.errors import KernelError
 from vbrt.formats import get_format
 from vbrt.formats.affine import Affine
 from vbrt.formats.block_formats import BlockFormat
+from vbrt.formats.eight_bits import ScaledBytes
 from vbrt.formats.format import padded
 from vbrt.formats.sixteen_levels import Levels
 from vbrt.kernels import experts as reference
@@ -36,7 +37,7 @@ from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, pairs_of_experts
 
 __all__ = ["FORMATS", "experts_down", "experts_up", "is_decoded", "most_pairs", "takes_tiles", "weigh_and_sum"]
 
-FORMATS = (*cpu_linear.FORMATS, *cpu_linear.LEVELS, *cpu_linear.AFFINE, *cpu_linear.BYTES)
+FORMATS = (*cpu_linear.FORMATS, *cpu_linear.LEVELS, *cpu_linear.AFFINE, *cpu_linear.BYTES, *cpu_linear.EIGHT)
 _THREAD_WORK = 1 << 16  # multiply-adds per thread that make threading worth it
 _FUNCTIONS = {name: number for number, name in enumerate(("none", "relu", "relu2", "gelu", "gelu_tanh", "silu"))}
 _RAW = Gate("none", gated=False)
@@ -205,9 +206,9 @@ def _constant_tables(format: str) -> tuple[Tensor, Tensor]:
     return levels.view(1, -1), values * unit  # unit is 1, except for formats without a tensor scale
 
 
-def _block_format(format: str) -> BlockFormat | Levels | Affine:
+def _block_format(format: str) -> BlockFormat | Levels | Affine | ScaledBytes:
     fmt = get_format(format)
-    assert isinstance(fmt, BlockFormat | Levels | Affine)  # FORMATS are; for the type checker
+    assert isinstance(fmt, BlockFormat | Levels | Affine | ScaledBytes)  # FORMATS are; for the type checker
     return fmt
 
 

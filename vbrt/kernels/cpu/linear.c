@@ -20,7 +20,7 @@ static Row row_of(const Weight *w, int64_t n) {
 }
 
 /* Columns per sum of x that a product needs; 0: none. */
-static int64_t summed(const Weight *w) { return w->offset_type ? w->block : 0; }
+static int64_t summed(const Weight *w) { return w->offset_type && w->bits == 4 ? w->block : 0; }
 
 typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
 
@@ -83,10 +83,26 @@ INLINE void decode_as(const Weight *w, const Pair *pairs, Row row, int64_t at, i
     }
 }
 
-static void decode_bytes(const Weight *w, const int8_t *codes, const uint8_t *scales, int64_t columns, float *out) {
-    for (int64_t first = 0; first < columns; first += BLOCK8, scales++) {
-        const float scale = w->values[*scales] * *w->unit;
-        for (int64_t k = first; k < first + BLOCK8; k++) out[k] = codes[k] * scale;
+/* the same of 8 bits */
+static void decode_bytes(const Weight *w, Row row, int64_t at, int64_t columns, float *out) {
+    const int type = (int)w->scale_type, offset_type = (int)w->offset_type;
+    const int8_t *whole = (const int8_t *)row.codes + at;
+    const uint8_t *positive = row.codes + at;
+    for (int64_t first = 0; first < columns; first += w->block) {
+        const int64_t block = (at + first) / w->block, superblock = (at + first) / SUPERBLOCK, end = first + w->block;
+        const uint8_t *stored = row.scales + block * SCALE_BYTES[type];
+        const float scale = type == BYTE ? w->values[*stored] * *w->unit
+                            : type == SUPER ? number_of(row.d + 2 * superblock, FP16) * *stored : number_of(stored, type);
+        if (offset_type == NO_OFFSET) {
+            for (int64_t k = first; k < end; k++) out[k] = whole[k] * scale;
+        } else if (offset_type == ZERO) {
+            const float zero = row.offsets[block];
+            for (int64_t k = first; k < end; k++) out[k] = (positive[k] - zero) * scale;
+        } else {
+            const float offset = offset_type == VALUE ? number_of(row.offsets + block * SCALE_BYTES[type], type)
+                                 : -(number_of(row.dmin + 2 * superblock, FP16) * row.offsets[block]);
+            for (int64_t k = first; k < end; k++) out[k] = positive[k] * scale + offset;
+        }
     }
 }
 
@@ -102,7 +118,7 @@ INLINE void decode_numbers(const Weight *w, const Pair *pairs, Row row, int64_t 
 /* `columns` weights from column `at` of row n on, a block boundary */
 static void decode(const Weight *w, const Pair *pairs, int64_t n, int64_t at, int64_t columns, float *out) {
     const Row row = row_of(w, n);
-    if (w->bits == 8) decode_bytes(w, (const int8_t *)row.codes + at, row.scales + at / BLOCK8, columns, out);
+    if (w->bits == 8) decode_bytes(w, row, at, columns, out);
     else if (w->scale_type == BYTE) decode_as(w, pairs, row, at, columns, out, BYTE, NO_OFFSET);
     else if (w->scale_type == SUPER) decode_as(w, pairs, row, at, columns, out, SUPER, MIN);
     else if (w->offset_type == VALUE) decode_numbers(w, pairs, row, at, columns, out, VALUE);

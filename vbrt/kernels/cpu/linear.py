@@ -24,6 +24,7 @@ from vbrt.errors import FormatError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.affine import Affine
 from vbrt.formats.block_formats import BlockFormat
+from vbrt.formats.eight_bits import ScaledBytes
 from vbrt.formats.fine_plane import SPAN, WIDTH
 from vbrt.formats.format import padded
 from vbrt.formats.sixteen_levels import Levels
@@ -34,6 +35,7 @@ from vbrt.kernels.cpu.build import NUMBERS, Fine, Product, Weight, library, offs
 __all__ = [
     "AFFINE",
     "BYTES",
+    "EIGHT",
     "FORMATS",
     "LEVELS",
     "THREAD_WORK",
@@ -55,6 +57,8 @@ LEVELS = formats_of("levels")
 AFFINE = formats_of("affine")
 #: 8-bit integer codes, without a fine plane
 BYTES = formats_of("int8")
+#: 8-bit codes with scales of 16 or 32 bits or of superblocks, with or without offsets; without a fine plane
+EIGHT = formats_of("bytes")
 #: multiply-adds per thread that make threading worth it
 THREAD_WORK = 1 << 16
 _TILE_WEIGHTS = 1 << 22  # 16 MiB of fp32: enough rows for a fast matmul, smaller than the weight in 16 bits
@@ -239,7 +243,7 @@ class _Prepared:
 
     def __init__(self, planes: WeightPlanes) -> None:
         fmt = get_format(planes.format)
-        assert isinstance(fmt, BlockFormat | Levels | Affine)  # for the type checker
+        assert isinstance(fmt, BlockFormat | Levels | Affine | ScaledBytes)  # for the type checker
         self.codes, record = planes.coarse["codes"], fmt.record
         fields, tables = [planes.coarse.get(name) for name in plane_fields(record)], fmt.tables(planes.coarse)
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in (*fields, *tables))
@@ -258,7 +262,7 @@ def prepared(planes: WeightPlanes) -> _Prepared | None:
     kept = planes.prepared
     if isinstance(kept, _Prepared) and kept.codes is planes.coarse.get("codes"):
         return kept
-    known = planes.format in FORMATS or (planes.format in (*LEVELS, *AFFINE, *BYTES) and planes.fine is None)
+    known = planes.format in FORMATS or (planes.format in (*LEVELS, *AFFINE, *BYTES, *EIGHT) and planes.fine is None)
     if not known or "codes" not in planes.coarse or not _are_plain(planes.coarse):
         return None
     if planes.fine is not None and (planes.dtype not in WIDTH or not _are_plain(planes.fine)):

@@ -60,13 +60,19 @@ INLINE void decode_spans(const Dots *d, const uint8_t *codes, const Room *room, 
     }
 }
 
-static void decode_in_order(const uint8_t *codes, const float *scales, int64_t columns, float *out) {
-    for (int64_t k = 0; k < columns; k += BLOCK8)
-        for (int i = 0; i < BLOCK8; i += 16) {
-            Lanes both[2];
-            sixteen(codes + k + i, both);
-            for (int j = 0; j < 2; j++) _mm256_store_ps(out + k + i + 8 * j, _mm256_mul_ps(both[j], all_of(scales[k / BLOCK8])));
+/* `columns` weights of 8 bits of a row in order; the kind of offset is a constant after inlining */
+INLINE void decode_in_order(const uint8_t *codes, const Room *room, int shift, int64_t columns, int offset_type, float *out) {
+    for (int64_t k = 0; k < columns; k += 16) {
+        const Lanes scale = all_of(room->scales[k >> shift]);
+        const Lanes offset = offset_type ? all_of(room->offsets[k >> shift]) : _mm256_setzero_ps();
+        Lanes both[2];
+        sixteen(codes + k, offset_type != NO_OFFSET, both);
+        for (int j = 0; j < 2; j++) {
+            Lanes weight = _mm256_mul_ps(offset_type == ZERO ? _mm256_sub_ps(both[j], offset) : both[j], scale);
+            if (offset_type == VALUE) weight = _mm256_add_ps(weight, offset);
+            _mm256_store_ps(out + k + 8 * j, weight);
         }
+    }
     for (int64_t k = columns; k % SPAN; k++) out[k] = 0;
 }
 
@@ -78,10 +84,17 @@ static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t count, 
         const uint8_t *codes = row.row[0].codes + code_bytes(first, w->bits);
         const uint8_t *ahead = codes + code_bytes(SIDE * w->columns, w->bits);
         for (int64_t i = 0; i < code_bytes(columns, w->bits); i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
+        if (w->bits == 8) {
+            scales_of_bytes(&row, 0, first, columns, room->scales);
+            if (w->offset_type) offsets_of_bytes(&row, 0, first, columns, NULL, room->offsets);
+            if (w->offset_type == ZERO) decode_in_order(codes, room, d->shift, columns, ZERO, room->tile[r]);
+            else if (w->offset_type) decode_in_order(codes, room, d->shift, columns, VALUE, room->tile[r]);
+            else decode_in_order(codes, room, d->shift, columns, NO_OFFSET, room->tile[r]);
+            continue;
+        }
         scales_of(&row, 0, first, columns, room->scales);
         if (w->offset_type) offsets_of(&row, 0, first, columns, room->offsets);
-        if (w->bits == 8) decode_in_order(codes, room->scales, columns, room->tile[r]);
-        else if (w->offset_type == ZERO) decode_spans(d, codes, room, columns, 1, ZERO, room->tile[r]);
+        if (w->offset_type == ZERO) decode_spans(d, codes, room, columns, 1, ZERO, room->tile[r]);
         else if (w->offset_type) decode_spans(d, codes, room, columns, 1, VALUE, room->tile[r]);
         else if (d->upper) decode_spans(d, codes, room, columns, 1, NO_OFFSET, room->tile[r]);
         else decode_spans(d, codes, room, columns, 0, NO_OFFSET, room->tile[r]);

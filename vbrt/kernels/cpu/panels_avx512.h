@@ -82,14 +82,14 @@ INLINE void turn_words(__m512i *v) {
 /* 16 weights of the block `at`; for 4 bits the lower half of a word is an even column's level, the upper an odd one's */
 INLINE __m512 weights_at(const uint8_t *codes, __m512 levels, const Room *room, int64_t at, int bits, int offset_type) {
     const __m512 scale = _mm512_set1_ps(room->scales[at]);
+    __m512 level;
     if (bits == 8) {
-        Lanes number;
-        sixteen(codes, &number);
-        return _mm512_mul_ps(number, scale);
+        sixteen(codes, offset_type != NO_OFFSET, &level);
+    } else {
+        const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)codes));
+        const __m512i both = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  /* vpermps uses the lowest four bits */
+        level = _mm512_permutexvar_ps(both, levels);
     }
-    const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)codes));
-    const __m512i both = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  /* vpermps uses the lowest four bits */
-    const __m512 level = _mm512_permutexvar_ps(both, levels);
     if (offset_type == ZERO) return _mm512_mul_ps(_mm512_sub_ps(level, _mm512_set1_ps(room->offsets[at])), scale);
     const __m512 weight = _mm512_mul_ps(level, scale);
     return offset_type ? _mm512_add_ps(weight, _mm512_set1_ps(room->offsets[at])) : weight;
@@ -116,7 +116,9 @@ INLINE void decode_words(const uint8_t *codes, const Room *room, int shift, int6
 
 INLINE void decode_row(const Weight *w, const uint8_t *codes, const Room *room, int shift, int64_t columns, __m512 levels,
                        int pairs, float *out) {
-    if (w->bits == 8) decode_words(codes, room, shift, columns, levels, 8, pairs, NO_OFFSET, out);
+    if (w->bits == 8 && w->offset_type == ZERO) decode_words(codes, room, shift, columns, levels, 8, pairs, ZERO, out);
+    else if (w->bits == 8 && w->offset_type) decode_words(codes, room, shift, columns, levels, 8, pairs, VALUE, out);
+    else if (w->bits == 8) decode_words(codes, room, shift, columns, levels, 8, pairs, NO_OFFSET, out);
     else if (w->offset_type == ZERO) decode_words(codes, room, shift, columns, levels, 4, pairs, ZERO, out);
     else if (w->offset_type) decode_words(codes, room, shift, columns, levels, 4, pairs, VALUE, out);
     else decode_words(codes, room, shift, columns, levels, 4, pairs, NO_OFFSET, out);
@@ -136,8 +138,10 @@ static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t first, 
                 continue;
             }
             row.row[0] = row_of(w, at);
-            scales_of(&row, 0, first, columns, room->scales);
-            if (w->offset_type) offsets_of(&row, 0, first, columns, room->offsets);
+            if (w->bits == 8) scales_of_bytes(&row, 0, first, columns, room->scales);
+            else scales_of(&row, 0, first, columns, room->scales);
+            if (w->offset_type && w->bits == 8) offsets_of_bytes(&row, 0, first, columns, NULL, room->offsets);
+            else if (w->offset_type) offsets_of(&row, 0, first, columns, room->offsets);
             const uint8_t *codes = row.row[0].codes + code_bytes(first, w->bits);
             const uint8_t *ahead = codes + code_bytes(SIDE * w->columns, w->bits);
             for (int64_t i = 0; i < code_bytes(columns, w->bits); i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);

@@ -28,7 +28,7 @@ from vbrt.saves.files.safetensors_file import TensorInfo
 from vbrt.saves.published.dense_checkpoint import DenseCheckpoint
 from vbrt.saves.published.gguf_rules import Recipe, RowOrder, recipes_for, rows_of
 from vbrt.saves.published.layouts import Outline
-from vbrt.saves.published.published_checkpoint import Description, PublishedCheckpoint, WeightKind
+from vbrt.saves.published.published_checkpoint import Description, PublishedCheckpoint, WeightKind, without_kernels
 
 __all__ = ["GGUFTensors", "describe_gguf", "gguf_checkpoint"]
 
@@ -63,7 +63,8 @@ def _kind_of(type: str, count: int, nbytes: int) -> WeightKind:
     if type in _PLAIN:
         return WeightKind(f"GGUF {type}", "dense", count, nbytes)
     plane = GGML_PLANES.get(type)
-    return WeightKind(f"GGUF {type}", plane.format if plane else "decoded", count, nbytes, "" if plane else _UNKNOWN)
+    becomes, why = (plane.format, without_kernels(plane.format)) if plane else ("decoded", _UNKNOWN)
+    return WeightKind(f"GGUF {type}", becomes, count, nbytes, why)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,11 @@ from vbrt.formats.published import (
     repack_awq,
     repack_bitsandbytes,
     repack_compressed_int4,
+    repack_compressed_int8,
+    repack_fp8,
     repack_gptq,
+    repack_int8,
+    repack_llm_int8,
     repack_mlx,
     repack_mxfp4,
     repack_nvfp4,
@@ -147,6 +151,7 @@ def decoded(layout: Layout, tensors: Fields, outline: Outline) -> Tensor:
 # -- 4-bit floats -----------------------------------------------------------------------------------------------------
 
 _BYTES, _E4M3 = (torch.uint8,), (torch.float8_e4m3fn,)
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _two(shape: tuple[int, ...], what: str) -> tuple[int, int]:
@@ -240,6 +245,12 @@ def _repacked_bitsandbytes(t: Fields, outline: Outline, shape: tuple[int, int]) 
     )
 
 
+#: kinds of planes of integer codes, by bits and what a group has besides a scale
+_KIND_OF_BITS = {
+    4: {"": "levels", "zeros": "zeros", "offsets": "affine"},
+    8: {"": "bytes", "zeros": "zerobytes", "offsets": "offsetbytes"},
+}
+
 #: AutoRound packings with zero points stored unmodified, per `auto_round.inference.backend`
 _AUTO_ROUND_V2 = ("auto_round", "auto_round:gptqmodel")
 
@@ -253,9 +264,10 @@ def _outline_gptq(facts: Facts) -> Outline:
     group = int(facts.scheme.get("group_size", -1))
     symmetric = "qzeros" not in facts.infos or bool(facts.scheme.get("sym", False))
     stored = _zeros_of_gptq(facts.scheme)
+    kind = _KIND_OF_BITS.get(bits, {}).get("zeros" if not symmetric else "")
     more = {"bits": bits, "group": group, "checkpoint_format": stored, "symmetric": symmetric}
     why = _why_not_gptq(facts, bits)
-    format, why = ("", why) if why else _levels(k, group, scales, kind="levels" if symmetric else "zeros")
+    format, why = ("", why) if why else _levels(k, group, scales, kind=kind)
     return Outline((n, k), facts.dtype, format, why=why, more=more)
 
 
@@ -266,8 +278,8 @@ def _zeros_of_gptq(scheme: Mapping[str, Any]) -> str:
 
 
 def _why_not_gptq(facts: Facts, bits: int) -> str:
-    if bits != 4:
-        return f"GPTQ in {bits} bits"
+    if bits == 2:
+        return "GPTQ in 2 bits"
     return "GPTQ with act-order (desc_act)" if facts.scheme.get("desc_act") else ""
 
 
@@ -281,6 +293,7 @@ def _gptq(t: Fields, outline: Outline) -> dict[str, Tensor]:
         group=more["group"],
         checkpoint_format=more["checkpoint_format"],
         symmetric=more["symmetric"],
+        bits=more["bits"],
     )
     return made.coarse
 
@@ -292,9 +305,8 @@ def _outline_compressed_ints(facts: Facts) -> Outline:
     if not bits or facts.shape("weight") != (n, words):
         raise FormatError(f"weight_packed {facts.shape('weight')} of a weight {(n, k)}; expected 4 or 8 bits a weight")
     group = -1 if groups == 1 else _group_of(facts.scheme, k, groups)
-    why = f"pack-quantized in {bits} bits" if bits != 4 else ""
-    why = why or ("pack-quantized with act-order (actorder)" if "g_idx" in facts.infos else "")
-    kind = "zeros" if "zero_point" in facts.infos else "levels"
+    why = "pack-quantized with act-order (actorder)" if "g_idx" in facts.infos else ""
+    kind = _KIND_OF_BITS[bits]["zeros" if "zero_point" in facts.infos else ""]
     format, why = ("", why) if why else _levels(k, group, facts.infos["scale"].dtype, kind=kind)
     return Outline((n, k), facts.dtype, format, why=why, more={"bits": bits, "group": group})
 
@@ -312,7 +324,8 @@ def _group_of(scheme: Mapping[str, Any], k: int, groups: int) -> int:
 
 def _compressed_ints(t: Fields, outline: Outline) -> dict[str, Tensor]:
     group, zeros = outline.more["group"], t.get("zero_point")
-    return repack_compressed_int4(t["weight"], t["scale"], outline.shape, group=group, weight_zero_point=zeros).coarse
+    repack = repack_compressed_int4 if outline.more["bits"] == 4 else repack_compressed_int8
+    return repack(t["weight"], t["scale"], outline.shape, group=group, weight_zero_point=zeros).coarse
 
 
 def _outline_awq(facts: Facts) -> Outline:
@@ -326,17 +339,50 @@ def _outline_awq(facts: Facts) -> Outline:
 def _outline_mlx(facts: Facts) -> Outline:
     n, words = _two(facts.shape("weight"), "its packed weight")
     groups = _two(facts.shape("scales"), "its scales")[1]
-    group, bits = int(facts.scheme.get("group_size", 64)), int(facts.scheme.get("bits", 4))
-    if bits != 4 or groups * group != 8 * words:
+    named = _bits_of_mlx(facts.scheme)
+    fitting = [each for each in named if each[0] in _KIND_OF_BITS and groups * each[0] * each[1] == 32 * words]
+    if len(fitting) != 1:
         raise FormatError(
-            f"MLX weight in {bits} bits, {words} words and {groups} groups of {group} a row; vbrt reads 4 bits: load "
-            "it with MLX"
+            f"MLX weight of {words} words and {groups} groups a row; vbrt reads 4 and 8 bits, and the config has "
+            f"{', '.join(f'{bits} bits in groups of {group}' for bits, group in named)}: load it with MLX"
         )
-    format = levels_format(8 * words, group, facts.infos["scales"].dtype, kind="affine")
-    return Outline((n, 8 * words), facts.dtype, format)
+    ((bits, group),) = fitting
+    k, scales = groups * group, facts.infos["scales"].dtype
+    format = levels_format(k, group, scales, kind=_KIND_OF_BITS[bits]["offsets"])
+    return Outline((n, k), facts.dtype, format, more={"bits": bits})
 
 
-# -- decoded layouts --------------------------------------------------------------------------------------------------
+def _bits_of_mlx(scheme: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """(bits, group) of a checkpoint, and of single layers by name."""
+    bits, group = int(scheme.get("bits", 4)), int(scheme.get("group_size", 64))
+    layers = (each for each in scheme.values() if isinstance(each, Mapping))
+    named = ((int(each.get("bits", bits)), int(each.get("group_size", group))) for each in layers)
+    return list(dict.fromkeys(((bits, group), *named)))
+
+
+# -- 8 bits -----------------------------------------------------------------------------------------------------------
+
+
+def _outline_int8(facts: Facts) -> Outline:
+    shape = _two(facts.shape("weight"), "its weight")
+    groups = (*facts.shape("scale"), 1)[1]
+    group = -1 if groups == 1 else _group_of(facts.scheme, shape[1], groups)
+    kind = _KIND_OF_BITS[8]["zeros" if "zero_point" in facts.infos else ""]
+    format = levels_format(shape[1], group, facts.infos["scale"].dtype, kind=kind)
+    return Outline(shape, facts.dtype, format, more={"group": group})
+
+
+def _int8(t: Fields, outline: Outline) -> dict[str, Tensor]:
+    return repack_int8(t["weight"], t["scale"], t.get("zero_point"), group=outline.more["group"]).coarse
+
+
+def _outline_llm_int8(facts: Facts) -> Outline:
+    kept = int(facts.small("weight_format")) if "weight_format" in facts.infos else 0
+    if kept:
+        raise FormatError(
+            f"weight_format {kept}, of a tiled order; expected 0 (row): save it with a newer bitsandbytes"
+        )
+    return Outline(_two(facts.shape("weight"), "its weight"), facts.dtype, "unitbytes128")
 
 
 def _outline_fp8(facts: Facts) -> Outline:
@@ -344,7 +390,13 @@ def _outline_fp8(facts: Facts) -> Outline:
     if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
         raise FormatError(f"weight_block_size = {block}; expected two sizes")
     shape = _two(facts.shape("weight"), "its weight")
-    return Outline(shape, facts.dtype, why="weights of 8 bits (FP8)", more={"block": tuple(block)})
+    columns = (*facts.shape("scale"), 1)[1]
+    format, why = _levels(shape[1], -1 if columns == 1 else block[1], facts.infos["scale"].dtype, kind="floatbytes")
+    return Outline(shape, facts.dtype, format, why=why, more={"block": tuple(block)})
+
+
+def _fp8(t: Fields, outline: Outline) -> dict[str, Tensor]:
+    return repack_fp8(t["weight"], t["scale"], block=outline.more["block"]).coarse
 
 
 def _is_awq(scheme: Mapping[str, Any]) -> bool:
@@ -437,8 +489,8 @@ LAYOUTS = (
         _gptq,
         decode_gptq,
         optional=("qzeros", "g_idx"),
-        becomes=("levels", "zeros"),
-        rest="act-order; 2 and 8 bits",
+        becomes=("levels", "zeros", "bytes", "zerobytes"),
+        rest="act-order; 2 bits",
     ),
     Layout(
         "compressed-tensors pack-quantized",
@@ -454,16 +506,16 @@ LAYOUTS = (
         _compressed_ints,
         decode_compressed_ints,
         optional=("zero_point", "g_idx"),
-        becomes=("levels", "zeros"),
-        rest="act-order; 8 bits",
+        becomes=("levels", "zeros", "bytes", "zerobytes"),
+        rest="act-order",
     ),
     Layout(
         "MLX",
         {"weight": ".weight", "scales": ".scales", "biases": ".biases"},
         lambda f: f.is_of("weight", torch.uint32),
         _outline_mlx,
-        lambda t, o: repack_mlx(t["weight"], t["scales"], t["biases"]).coarse,
-        becomes=("affine",),
+        lambda t, o: repack_mlx(t["weight"], t["scales"], t["biases"], bits=o.more["bits"]).coarse,
+        becomes=("affine", "offsetbytes"),
         since="0.2.0",
     ),
     *(
@@ -472,9 +524,52 @@ LAYOUTS = (
             {"weight": ".weight", "scale": suffix},
             lambda f: f.is_of("weight", *_E4M3),
             _outline_fp8,
-            decode=scaled_blocks,
-            rest="all: 8 bits",
+            _fp8,
+            scaled_blocks,
+            becomes=("floatbytes",),
+            rest="blocks not made of 16 columns",
+            since="0.2.0",
         )
         for name, suffix in (("FP8 in blocks", ".weight_scale_inv"), ("FP8", ".weight_scale"))
+    ),
+    Layout(
+        "torchao FP8",
+        {"weight": "._weight_qdata", "scale": "._weight_scale"},
+        lambda f: f.is_of("weight", *_E4M3) and f.is_of("scale", *_NUMBERS),
+        _outline_fp8,
+        _fp8,
+        scaled_blocks,
+        becomes=("floatbytes",),
+        rest="blocks not made of 16 columns",
+        since="0.2.0",
+    ),
+    Layout(
+        "torchao int8",
+        {"weight": "._weight_qdata", "scale": "._weight_scale"},
+        lambda f: f.is_of("weight", torch.int8) and f.is_of("scale", *_NUMBERS),
+        _outline_int8,
+        _int8,
+        becomes=("bytes",),
+        since="0.2.0",
+    ),
+    Layout(
+        "compressed-tensors int-quantized",
+        {"weight": ".weight", "scale": ".weight_scale", "zero_point": ".weight_zero_point"},
+        lambda f: f.is_of("weight", torch.int8) and f.is_of("scale", *_NUMBERS),
+        _outline_int8,
+        _int8,
+        optional=("zero_point",),
+        becomes=("bytes", "zerobytes"),
+        since="0.2.0",
+    ),
+    Layout(
+        "bitsandbytes LLM.int8",
+        {"weight": ".weight", "stats": ".SCB", "weight_format": ".weight_format"},
+        lambda f: f.is_of("weight", torch.int8) and f.is_of("stats", torch.float32),
+        _outline_llm_int8,
+        lambda t, o: repack_llm_int8(t["weight"], t["stats"]).coarse,
+        optional=("weight_format",),
+        becomes=("unitbytes128",),
+        since="0.2.0",
     ),
 )

@@ -232,6 +232,7 @@ _SIGNS = (
     ".weight_scale_inv",
     ".weight_scale_2",
     ".weight.absmax",
+    ".SCB",
     "_blocks",
     "._weight_qdata",
 )

@@ -13,14 +13,18 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from vbrt.config import FORMATS, VBConfig, load_config, names_format
+from vbrt.config import FORMATS, VBConfig, compute_tier, load_config, names_format
 from vbrt.config.schema import plain
+from vbrt.config.tier_records import TIERS
 from vbrt.errors import ConfigError
+from vbrt.host import accelerator
 from vbrt.host.logger import warn
+from vbrt.kernels import fused_on
 from vbrt.layers import Weight
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.expert_encoding import ExpertsOnDemand
 from vbrt.layers.weights.weight_encoding import Planes
+from vbrt.model.machine_memory import this_machine
 from vbrt.model.planner import make_plan
 from vbrt.model.weight_choice import choose
 from vbrt.residency.plan import Beside, Plan, Swap
@@ -33,7 +37,7 @@ from vbrt.saves.published.dense_checkpoint import DenseCheckpoint
 from vbrt.saves.published.packed_files import PackedFiles, PackedWeight, read_scheme
 from vbrt.saves.saved.saved_planes import for_this_machine
 
-__all__ = ["Description", "PublishedCheckpoint", "WeightKind", "checkpoint_of", "describe_files"]
+__all__ = ["Description", "PublishedCheckpoint", "WeightKind", "checkpoint_of", "describe_files", "without_kernels"]
 
 _DEFAULT = "exact"  # for decoded weights: lossless
 
@@ -90,6 +94,7 @@ class PublishedCheckpoint(DenseCheckpoint):
         self._packed = packed
         self._formats: dict[str, str] = {}  # format of each swap whose planes are taken unchanged, by name
         self._again: set[str] = set()  # swaps with planes that the config rounds to another format
+        self._slow: dict[str, str] = {}  # format of those that would be decoded at each use, so that they are once
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
         """See `Source`. Where no format is named, decoded weights are held losslessly."""
@@ -104,7 +109,10 @@ class PublishedCheckpoint(DenseCheckpoint):
         own = {swap.name: format for swap in chosen if (format := self._format_of(swap))}
         rounded = {swap.name: swap.format for swap in chosen if not swap.lossless}
         self._again = {name for name, format in own.items() if rounded.get(name, format) != format}
-        self._formats = {name: format for name, format in own.items() if name not in self._again}
+        computing = "cpu" if TIERS[compute_tier(config, this_machine(config))].hosts else accelerator.CUDA
+        self._slow = {name: format for name, format in own.items() if computing not in fused_on(format)}
+        left = self._again | self._slow.keys()
+        self._formats = {name: format for name, format in own.items() if name not in left}
         swaps = [self._held(swap) for swap in chosen]
         if config.weights.calibrate is not None and not any(map(self._is_searched, swaps)):
             raise ConfigError(
@@ -188,7 +196,7 @@ class PublishedCheckpoint(DenseCheckpoint):
         planes = [weight.plane(matrix if weight.outline.matrices else None, fill) for weight in weights]
         if len(planes) == 1:  # saves a copy, which would take as long as the read
             return planes[0]
-        once = {name for name in planes[0] if name in ("tensor_scale", "levels")}
+        once = {name for name in planes[0] if name in ("tensor_scale", "levels", "unit")}
         return {
             name: tensor if name in once else torch.cat([plane[name] for plane in planes])
             for name, tensor in planes[0].items()
@@ -214,9 +222,19 @@ class PublishedCheckpoint(DenseCheckpoint):
 
     def _why_decoded(self, swap: Swap, weight: PackedWeight) -> str:
         if swap.name not in self._again:
-            return weight.outline.why or _APART
+            slow = self._slow.get(swap.name)
+            return f"{weight.layout.name}: {slow} has {without_kernels(slow)}" if slow else weight.outline.why or _APART
         by = f"{FORMATS[swap.format].noise:.1%} of the weights' RMS"
         return f"{weight.layout.name}, rounded again as the config asks, by {by}; without weights.format its bits stay"
+
+
+def without_kernels(format: str) -> str:
+    """Return where no fused kernel computes with a format, so that weights are decoded when they are loaded; "" if one
+    does on CPUs and GPUs."""
+    record, devices = FORMATS.get(format), fused_on(format)
+    if record is None or record.lossless or len(devices) > 1:
+        return ""
+    return "no fused kernels on GPUs" if devices else "no fused kernels"
 
 
 _APART = "its parts are quantized differently, which one plane cannot hold"
@@ -246,7 +264,7 @@ class WeightKind:
         becomes: a format, "decoded", or "dense".
         count: number of weights; a stack of experts counts once.
         nbytes: in the files.
-        why: why they are decoded.
+        why: why they are decoded, or computed slowly.
     """
 
     layout: str
@@ -290,6 +308,7 @@ def describe_files(path: Path, files: Iterable[TensorFile]) -> Description:
             key = (str(info.dtype).removeprefix("torch."), "dense", "")
         else:
             key = (weight.layout.name, weight.outline.format or "decoded", weight.outline.why)
+            key = (*key[:2], key[2] or without_kernels(key[1]))
         counts[key] += 1
         nbytes[key] += info.nbytes if weight is None else weight.nbytes
     kinds = (
