@@ -6,7 +6,7 @@ slower link is emulated by copying each page's bytes several times; rows say so.
 
     python3 scripts/hosted_bench.py [--layers 32] [--shares ring 25 50 75] [--copies 1 2 4] [--threads 15] [--out FILE]
 
-`scripts/hosted_peers.py` times llama.cpp beside it.
+`scripts/hosted_peers.py` times llama.cpp at the same budgets.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""llama.cpp beside `scripts/hosted_bench.py`: the same shape, with as much on the GPU; writes JSON.
+"""Milliseconds a token of llama.cpp at the shape and GPU budgets of `scripts/hosted_bench.py`; writes JSON.
 
 A Q4_0 file of the 8B shape with random codes (4.5 bits a weight, as nvfp4), decoding after 128 tokens. A room of the
 pages is so many layers on the GPU (`-ngl`), and the head, which vbrt keeps there as well.

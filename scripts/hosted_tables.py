@@ -37,7 +37,7 @@ def peer_ms(path: Path) -> dict[str, float]:
 
 
 def hosted_table(path: Path, docs: Path) -> list[str]:
-    """Return the section; its plot is drawn beside the page."""
+    """Return the section of the page `docs`; its plot is written to the same directory."""
     result = json.loads(path.read_text())
     where = result["machine"]
     (resident,) = (row["ms"] for row in result["rows"] if row["share"] == "100")
@@ -50,8 +50,8 @@ def hosted_table(path: Path, docs: Path) -> list[str]:
     for (share, copies, threads, batch), by in found.items():
         link = "as it is" if copies == 1 else f"emulated, 1/{copies}"
         cells = [f"{by[name]['ms']:.1f}" if name in by else "–" for name in ("device", "cpu", "auto")]
-        beside = copies == batch == 1 and threads == where["cores"] and share in llama
-        peer = f"{llama[share]:.1f}" if beside else "–"
+        compared = copies == batch == 1 and threads == where["cores"] and share in llama
+        peer = f"{llama[share]:.1f}" if compared else "–"
         both = by.get("auto", {"rates_bytes_s": [], "told": ""})
         limit = f"{_limit_ms(both, resident):.1f}" if both["rates_bytes_s"] else "–"
         lines.append([room_of(share), link, str(threads), str(batch), *cells, limit, peer, both["told"] or "–"])

@@ -12,6 +12,7 @@ import torch
 import vbrt
 from scripts import committed
 from scripts.speculate import as_gpt2
+from tests.layers.weights.hosted_cases import computed, shared_and_moved
 from tests.models import config, llama
 from vbrt.errors import KernelError
 from vbrt.kernels.cpu import build
@@ -126,10 +127,6 @@ def generated(vb, new=6, batch=1):
     return vb.generate(IDS.expand(batch, -1), output_logits=True, return_dict_in_generate=True, **how)
 
 
-def computed(vb):
-    return sum(handle.computed for handle in vb._attachment.registry.handles)
-
-
 def close(got, want):
     return all(
         (one.float() - other.float()).norm() <= 0.02 * other.float().norm()
@@ -182,21 +179,8 @@ def test_without_memory_for_a_mailbox_weights_are_moved_and_the_reason_is_kept(d
 def test_a_trained_models_tokens_are_the_devices(device, monkeypatch):
     vb = wrapped(monkeypatch, as_gpt2(committed.dense(), torch.bfloat16), pages=1)
     text = committed.held_out()[:110].long().reshape(1, -1)
-
-    def likeliest():
-        out, tokens = vb(text[:, :8], use_cache=True), []
-        for at in range(8, text.shape[1]):
-            out = vb(text[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
-            tokens.append(out.logits[0, -1].argmax())
-        return torch.stack(tokens)
-
-    with torch.no_grad():
-        shared = likeliest()
-        share = computed(vb)
-        vb._attachment.hosting.release()
-        vb._attachment.hosting._where = "device"
-        moved = likeliest()
-    assert share > 1500 and computed(vb) == share
+    shared, moved, counts = shared_and_moved(vb, text)
+    assert counts[0] > 1500 and counts[1] == counts[0]
     assert (shared == moved).float().mean() >= 0.99
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import vbrt
+from tests.layers.weights.hosted_cases import generated
 from tests.models import fallbacks
 from vbrt.errors import KernelError
 from vbrt.residency.hosted_share import HostRates
@@ -39,14 +40,6 @@ def wrapped(made, miss, *, rates=EVEN, format="nvfp4", share=2, captures=True):
     if vb._attachment.expert_cache.hosted is not None and miss == "auto":
         vb._attachment.expert_cache.hosted.rates = rates
     return vb
-
-
-def generated(vb, batch=1, new=24):
-    torch.manual_seed(1)
-    ids = torch.randint(10, 1000, (batch, 16), device="cuda")
-    return vb.generate(
-        ids, max_new_tokens=new, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
-    )
 
 
 def experts_of(vb):

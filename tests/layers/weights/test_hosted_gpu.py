@@ -6,6 +6,7 @@ import torch
 import vbrt
 from scripts import committed
 from scripts.speculate import as_gpt2
+from tests.layers.weights.hosted_cases import computed, generated, shared_and_moved
 from vbrt.errors import KernelError
 from vbrt.layers.weights.hosted_weights import refusal
 from vbrt.residency.hosted_share import HostRates
@@ -37,18 +38,6 @@ def wrapped(model, rates, format="nvfp4", where="auto", budget="8MiB", **compute
     return vb
 
 
-def generated(vb, batch=1, new=24):
-    torch.manual_seed(1)
-    ids = torch.randint(10, 1000, (batch, 16), device="cuda")
-    return vb.generate(
-        ids, max_new_tokens=new, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
-    )
-
-
-def computed(vb):
-    return sum(handle.computed for handle in vb._attachment.registry.handles)
-
-
 @pytest.mark.parametrize("rates", [FAST, EVEN], ids=["all", "half"])
 @pytest.mark.parametrize("captures", [True, False], ids=["recorded", "eager"])
 def test_generate_gives_what_the_gpu_computes_up_to_rounding(rates, captures):
@@ -72,21 +61,8 @@ def test_generate_gives_what_the_gpu_computes_up_to_rounding(rates, captures):
 def test_a_trained_models_tokens_are_the_gpus():
     vb = wrapped(as_gpt2(committed.dense(), torch.bfloat16), FAST, budget="512KiB")
     text = committed.held_out()[:400].long().reshape(1, -1).cuda()
-
-    def likeliest():
-        out, tokens = vb(text[:, :8], use_cache=True), []
-        for at in range(8, text.shape[1]):
-            out = vb(text[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
-            tokens.append(out.logits[0, -1].argmax())
-        return torch.stack(tokens)
-
-    with torch.no_grad():
-        shared = likeliest()
-        share = computed(vb)
-        vb._attachment.hosting.release()
-        vb._attachment.hosting._where = "device"
-        moved = likeliest()
-    assert share > 1000 and computed(vb) == share
+    shared, moved, counts = shared_and_moved(vb, text)
+    assert counts[0] > 1000 and counts[1] == counts[0]
     assert (shared == moved).float().mean() >= 0.99
 
 

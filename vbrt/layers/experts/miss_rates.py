@@ -16,7 +16,15 @@ from vbrt.kernels.cpu.expert_team import ExpertTeam
 from vbrt.kernels.cpu.hosted import HostedExperts, HostedTeam
 from vbrt.kernels.cuda.experts.residency import gather_pages
 from vbrt.layers.experts.cpu_experts import HostLayer, Operands
-from vbrt.layers.weights.hosted_rates import ROUND_TRIP_S, TURNS, copying_pages, fastest, posting, rounded
+from vbrt.layers.weights.hosted_rates import (
+    ROUND_TRIP_S,
+    TURNS,
+    copying_pages,
+    device_seconds,
+    fastest,
+    posting,
+    rounded,
+)
 from vbrt.layers.weights.hosted_weights import shared_team
 from vbrt.residency.hosted_share import HostRates
 from vbrt.residency.miss_policy import OPERATORS, MissRates
@@ -121,13 +129,8 @@ def _fetched(pages: Sequence[Tensor], device: torch.device) -> float:
     turns = torch.arange(len(pages), dtype=torch.int64, device=device).split(count)[: len(pages) // count]
     rates = []
     for some in itertools.islice(itertools.cycle(turns), TURNS):
-        begun, ended = (accelerator.Event(enable_timing=True) for _ in range(2))
-        stream = accelerator.current_stream(device)
-        begun.record(stream)
-        gather_pages(addresses, some, nbytes)
-        ended.record(stream)
-        accelerator.synchronize(device)
-        rates.append(count * nbytes / (begun.elapsed_time(ended) / 1e3))
+        seconds = device_seconds(lambda some=some: gather_pages(addresses, some, nbytes), device)
+        rates.append(count * nbytes / seconds)
     return statistics.median(rates[2:])
 
 

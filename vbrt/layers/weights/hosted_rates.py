@@ -23,6 +23,7 @@ __all__ = [
     "ROUND_TRIP_S",
     "TURNS",
     "copying_pages",
+    "device_seconds",
     "fastest",
     "measured_rates",
     "posting",
@@ -185,12 +186,13 @@ def _copied(pages: Sequence[tuple[EncodedWeight, Tensor]], device: torch.device)
     round_, rates = itertools.cycle([page for _, page in pages]), []
     for _ in range(TURNS):
         page = next(round_)
-        seconds = _seconds(lambda page=page: there[: page.nbytes].copy_(page, non_blocking=True), device)
+        seconds = device_seconds(lambda page=page: there[: page.nbytes].copy_(page, non_blocking=True), device)
         rates.append(page.nbytes / seconds)
     return statistics.median(rates[2:])
 
 
-def _seconds(launch: Callable[[], object], device: torch.device) -> float:
+def device_seconds(launch: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that launches take on the current stream of the device, by events; synchronizes."""
     begun, ended = (accelerator.Event(enable_timing=True) for _ in range(2))
     stream = accelerator.current_stream(device)
     begun.record(stream)

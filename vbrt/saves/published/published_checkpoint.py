@@ -109,7 +109,8 @@ class PublishedCheckpoint(DenseCheckpoint):
         own = {swap.name: format for swap in chosen if (format := self._format_of(swap))}
         rounded = {swap.name: swap.format for swap in chosen if not swap.lossless}
         self._again = {name for name, format in own.items() if rounded.get(name, format) != format}
-        computing = "cpu" if TIERS[compute_tier(config, this_machine(config))].hosts else accelerator.CUDA
+        machine = this_machine(config)
+        computing = "cpu" if TIERS[compute_tier(config, machine)].hosts else accelerator.CUDA
         self._slow = {name: format for name, format in own.items() if computing not in fused_on(format)}
         left = self._again | self._slow.keys()
         self._formats = {name: format for name, format in own.items() if name not in left}
@@ -119,7 +120,7 @@ class PublishedCheckpoint(DenseCheckpoint):
                 f'{config.source}: weights.calibrate = "{config.weights.calibrate}": {self.path} has weights in 4 bits '
                 "already, which are taken as they are: leave it out, or load a checkpoint of the dense model"
             )
-        plan = make_plan(model, config, saved=swaps, beside=beside)
+        plan = make_plan(model, config, machine, saved=swaps, beside=beside)
         notes = tuple(self._notes(swaps))
         lost = tuple(note for note in notes if "decoded" in note)
         for note in lost:

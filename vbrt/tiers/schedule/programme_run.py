@@ -66,6 +66,7 @@ class ProgrammeRun:
         self.foresight = self.policy.foresight  # a composite policy has it at times only
         self.ring = Ring(ledger, programme.slots, programme.slot_bytes)
         self.steps: list[Bound | None] = []  # None ends a pass
+        self._head: list[Copy] = []  # first copies of a round
         self._segment = self.at = 0
         self.expected = True
         self._ahead = False  # the next round's first copies have started
@@ -113,7 +114,8 @@ class ProgrammeRun:
                 steps.append(bound)
             steps.append(None)
         self.steps = steps
-        self.ring.start(self.ring.copies(programme.head))
+        self._head = self.ring.copies(programme.head)
+        self.ring.start(self._head)
 
     def resume(self, buffers: Sequence[Buffer], holding: Sequence[Slot]) -> None:
         """Restart the round with the buffers captured in a CUDA graph.
@@ -198,7 +200,7 @@ class ProgrammeRun:
                 self.ring.keys[copy.load.slot] = copy.load.key
                 copy.page.bytes_moved[copy.link] += copy.page.nbytes
         self.at = len(self.steps) - 1
-        self.ring.start(self.ring.copies(self.programme.head))
+        self.ring.start(self._head)
         self._ahead = True
 
     def _stops(self) -> bool:
@@ -247,7 +249,7 @@ class ProgrammeRun:
             self._segment, self.at = following, _start_of(self.programme, following)
             self.expected = self.foresight.state() == self.programme.segments[following].state
             if finished and following == 0 and not self._ahead:
-                self.ring.start(self.ring.copies(self.programme.head))
+                self.ring.start(self._head)
             self._ahead = False
         return True
 
@@ -289,7 +291,7 @@ class ProgrammeRun:
 
     def unbind(self) -> None:
         """Drop all views of pages, so that their memory can be freed."""
-        self.steps = []
+        self.steps, self._head = [], []
         self.ring.link.end_capture()
         self.captured = False
 
