@@ -75,7 +75,9 @@ class Hosting:
         weights = [] if tokens else self._of_few_tokens()
         few = tokens or max((weight.tokens for weight in weights), default=0)
         key = *state, few, len(weights)
-        if key != self._key and self._choosing.acquire(blocking=False):  # else another thread is at it
+        if key == self._key or not stack.last_order(phase):  # before the first pass it is unknown what passes use
+            return
+        if self._choosing.acquire(blocking=False):  # else another thread is at it
             try:
                 self._choose(phase, few, weights if not tokens else self._weights())
                 self._key = key

@@ -28,7 +28,7 @@ class HeldPlanes(Protocol):
     def compute_rows(
         self, weight: Any, rows: Sequence[torch.Tensor], bias: torch.Tensor | None
     ) -> list[torch.Tensor] | None:
-        """`compute` of each x in `rows`, one token each, with the bits of a call for it alone."""
+        """`compute` of each x in `rows`, alike in shape, with the bits of a call for it alone."""
 
 
 class EncodedWeight(Protocol):

@@ -236,14 +236,19 @@ class Hosted(Streamed):
         return self._product(weight, x, bias) if 0 < x.numel() <= self.tokens * weight.spec.shape[1] else None
 
     def compute_rows(self, weight: EncodedWeight, rows: Sequence[Tensor], bias: Tensor | None) -> list[Tensor] | None:
-        """`compute` of each x in `rows`, one token each, with the bits of a call for it alone, in few products."""
+        """`compute` of each x in `rows`, alike in shape, with the bits of a call for it alone, in few products."""
+        shape, inputs = rows[0].shape, weight.spec.shape[1]
+        tokens = rows[0].numel() // inputs
+        if not 0 < tokens <= self.tokens or any(x.shape != shape for x in rows):
+            return None
         found: list[Tensor] = []
-        for at in range(0, len(rows), MOST_TOKENS):
-            some = rows[at : at + MOST_TOKENS]
-            y = self._product(weight, torch.cat([x.reshape(1, -1) for x in some]), bias)
+        most = MOST_TOKENS // tokens
+        for at in range(0, len(rows), most):
+            some = rows[at : at + most]
+            y = self._product(weight, torch.cat([x.reshape(tokens, -1) for x in some]), bias)
             if y is None:
                 return None
-            found += [each.view(*x.shape[:-1], -1) for each, x in zip(y, some, strict=True)]
+            found += [each.view(*shape[:-1], -1) for each in y.split(tokens)]
         return found
 
     def _product(self, weight: EncodedWeight, x: Tensor, bias: Tensor | None) -> Tensor | None:

@@ -56,7 +56,7 @@ class Streamed:
         return None
 
     def compute_rows(self, weight: EncodedWeight, rows: Sequence[Tensor], bias: Tensor | None) -> list[Tensor] | None:
-        """`compute` of each x in `rows`, one token each, with the bits of a call for it alone."""
+        """`compute` of each x in `rows`, alike in shape, with the bits of a call for it alone."""
         return None
 
     def end(self) -> None:
