@@ -11,8 +11,11 @@ import subprocess
 import sys
 import tempfile
 import types
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import torch
 
 from tests.patience import LONG_S
 
@@ -37,8 +40,11 @@ _PRELOADED = (
 _TRITONS = ("triton", "vbrt.kernels.cuda")
 
 
-def context() -> ForkServerContext:
-    """Return the context of multiprocessing whose processes are such forks."""
+def context() -> ForkServerContext | SpawnContext:
+    """Return the context of multiprocessing whose processes are such forks; new ones on a machine with a GPU, which
+    torch refuses to forks of a process that has looked for it, as imports do."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
     return context
@@ -62,7 +68,7 @@ def run(
         return subprocess.CompletedProcess([code, *arguments], process.exitcode, *said)
 
 
-def start(code: str, *arguments: str, folder: str | Path, interpreted: bool = False) -> ForkServerProcess:
+def start(code: str, *arguments: str, folder: str | Path, interpreted: bool = False) -> BaseProcess:
     """Start code as `run` does; it prints into the files `out` and `err` of a folder."""
     process = context().Process(target=_run, args=(code, arguments, str(folder), interpreted))
     process.start()

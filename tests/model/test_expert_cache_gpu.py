@@ -10,14 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 NAME = "model.layers.0.mlp.experts"
 EXPERTS = 16
 FORMATS = ["nvfp4", "dense"]
-CASES = [
-    ("nvfp4", None),
-    ("superblock32", None),
-    ("dense", None),
-    ("nvfp4", (8, 0)),
-    ("nvfp4", (8, 9)),
-    ("nvfp4", (12, 0)),
-]
+CASES = [("nvfp4", None), ("dense", None), ("nvfp4", (8, 0)), ("nvfp4", (8, 9)), ("nvfp4", (12, 0))]
 
 
 def _wrapped(

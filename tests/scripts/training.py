@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,7 @@ def run_as_people_do(text: Path, out: Path, *more: str) -> str:
     return done.stdout
 
 
-def start(text: Path, out: Path, *more: str) -> ForkServerProcess:
+def start(text: Path, out: Path, *more: str) -> BaseProcess:
     """Start a run in a fork of a process that has imported the script."""
     process = forked.context().Process(target=_run_quietly, args=arguments(text, out, *more))
     process.start()
@@ -75,7 +75,7 @@ def assert_same_run(out: Path, whole: Path) -> None:
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def wait_for(process: ForkServerProcess, there) -> None:
+def wait_for(process: BaseProcess, there) -> None:
     deadline = time.monotonic() + 60
     while not there() and process.is_alive():
         assert time.monotonic() < deadline
