@@ -95,7 +95,7 @@ def _rates(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, toke
     device = pages[0][0].device
     link = _copied(pages, device)
     nbytes = 1.5 * TURNS * pages[0][1].nbytes / alone * link  # for longer than the products take
-    copying = [page for _, page in itertools.islice(itertools.cycle(pages), int(nbytes / pages[-1][1].nbytes))]
+    copying = [page for _, page in itertools.islice(itertools.cycle(pages), math.ceil(nbytes / pages[-1][1].nbytes))]
     with copying_pages(copying, nbytes, device) as copied:
         cpu = _computed(pages, team, 1)
         link = min(link, copied())
