@@ -48,7 +48,7 @@ def run_as_people_do(text: Path, out: Path, *more: str) -> str:
 
 
 def start(text: Path, out: Path, *more: str) -> BaseProcess:
-    """Start a run in a fork of a process that has imported the script."""
+    """Start a run in a process of `forked.context`."""
     process = forked.context().Process(target=_run_quietly, args=arguments(text, out, *more))
     process.start()
     return process

@@ -153,9 +153,11 @@ class _Pass:
         """x Wᵀ + bias for x [B, T, K], token by token under one lease."""
         if x.dim() != 3 or x.shape[1] != self.tokens:
             raise NotByToken(f"{handle.name} gets x without a token dimension")
-        ys = handle.held.compute_rows(handle, _each(x), bias)
-        if ys is not None:
-            return torch.cat(ys, 1)
+        if handle.held.hosts:
+            with DisableTorchFunction():
+                ys = handle.held.compute_rows(handle, _each(x), bias)
+                if ys is not None:
+                    return torch.cat(ys, 1)
         with DisableTorchFunction(), shared_product(handle, kernels, x.device) as product:
             ways = [functools.partial(product, x, bias)]
             form = "linear", form_of(x), form_of(product.weight), form_of(bias), kernels.precision
