@@ -122,8 +122,8 @@ def wrapped(monkeypatch, model=None, rates=FAST, format="nvfp4", pages=4, **comp
     return vb
 
 
-def generated(vb, new=6, batch=1):
-    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+def generated(vb, new=6, batch=1, **further):
+    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0} | further
     return vb.generate(IDS.expand(batch, -1), output_logits=True, return_dict_in_generate=True, **how)
 
 
@@ -218,6 +218,26 @@ def test_more_tokens_than_the_cpu_takes_are_moved(device, monkeypatch):
     before = computed(vb)
     generated(vb, batch=9)
     assert computed(vb) == before
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_drafts_have_the_bits_of_steps_whose_weights_are_hosted(batch, device, monkeypatch):
+    exchange = PlayedOutbox.exchange
+
+    def rounded_otherwise(self, x_MK, y_MN, *rest):
+        exchange(self, x_MK, y_MN, *rest)
+        y_MN.mul_(1.0625)
+
+    monkeypatch.setattr(PlayedOutbox, "exchange", rounded_otherwise)
+    vb = wrapped(monkeypatch, rates=EVEN, captures=False)
+    how = {"new": 16, "batch": batch}
+    generated(vb, **how)
+    want, before = generated(vb, **how), computed(vb)
+    got = generated(vb, **how, speculate=4, drafter="ngrams")
+    stats = vb.stats()
+    assert stats.speculation.rounds and stats.speculation.accepted, stats.fallbacks
+    assert computed(vb) > before and not [why for why in stats.fallbacks if "speculate" in why]
+    assert torch.equal(got.sequences, want.sequences) and all(map(torch.equal, got.logits, want.logits))
 
 
 def test_a_product_that_is_not_answered_raises_and_the_model_goes_on(device, monkeypatch):

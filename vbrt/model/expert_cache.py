@@ -123,6 +123,16 @@ class ExpertCache:
         layers = [h for h in self._handles.values() if h.deciding.cache is not None and h.deciding.cache.hosted]
         return self.hosted.told(len(layers)) if layers else ""
 
+    @property
+    def computes_misses(self) -> bool:
+        """True if the CPU may compute missed experts: which they are, and so how a pass rounds, depends on the passes
+        before."""
+        experts = [layer for layer in self._layers() if isinstance(layer.handle, ExpertsHandle)]
+        return self.missed is not None and any(
+            self.missed.serves(layer) if (cache := layer.handle.deciding.cache) is None else cache.hosted is not None
+            for layer in experts
+        )
+
     def settle(self, *, each: bool = False) -> None:
         """Add the device's counters to the tallies of layers, and with `each` to their pages; synchronizes."""
         with self._lock:

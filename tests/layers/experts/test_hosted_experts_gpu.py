@@ -84,6 +84,21 @@ def test_rates_are_measured_and_the_same_graph_is_replayed_in_the_next_run():
     vb.close()
 
 
+@pytest.mark.filterwarnings("ignore:generate. speculate")
+@pytest.mark.parametrize(("miss", "exactness"), [("auto", "tokens"), ("auto", "distribution"), ("fetch", "tokens")])
+def test_drafts_come_where_rounding_does_not_depend_on_the_calls_before(miss, exactness):
+    vb = wrapped(model(), miss)
+    generated(vb)
+    want = generated(vb)
+    got = generated(vb, speculate=4, drafter="ngrams", exactness=exactness)
+    refused = (miss, exactness) == ("auto", "tokens")
+    assert any("experts.miss" in why for why in vb.stats().fallbacks) == refused, vb.stats().fallbacks
+    assert (vb.stats().speculation is None) == refused
+    if miss == "fetch":
+        assert torch.equal(got.sequences, want.sequences) and all(map(torch.equal, got.logits, want.logits))
+    vb.close()
+
+
 @pytest.mark.parametrize(("kind", "format"), [("GptOss", "mxfp4"), ("GptOss", "nvfp4"), ("Qwen3Moe", "mxfp4")])
 def test_formats_and_biases_and_batches(kind, format):
     for batch in (1, 2):

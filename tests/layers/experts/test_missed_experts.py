@@ -2,6 +2,7 @@
 
 import threading
 import time
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -101,6 +102,25 @@ def test_generated_tokens_are_those_of_fetched_experts(monkeypatch):
     assert torch.equal(vb.generate(tokens, max_new_tokens=8, do_sample=False), want)
     counts = vb.stats().layers[NAME].experts
     assert counts.scans == 1 and counts.computed and not vb.stats().fallbacks
+
+
+@torch.no_grad()
+def test_drafts_are_refused_by_name_where_rounding_depends_on_the_calls_before(monkeypatch):
+    how = {"max_new_tokens": 12, "do_sample": False, "drafter": "ngrams", "speculate": 2}
+    tokens = torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4]])
+    for miss, exactness, drafts in (
+        ("compute", "tokens", False), ("compute", "distribution", True), ("fetch", "tokens", True),
+    ):  # fmt: skip
+        vb = wrap_beside(monkeypatch, qwen3_moe(), room=6, miss=miss)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            vb.generate(tokens, exactness=exactness, **how)
+        whys = [why for why in vb.stats().fallbacks if "experts.miss" in why]
+        assert (vb.stats().speculation is not None) == drafts, vb.stats().fallbacks
+        assert len(whys) == (not drafts) == sum("experts.miss" in str(each.message) for each in said), whys
+    with vbrt.wrap(qwen3_moe(), config("nvfp4", include=["*experts"]) | {"experts": {"miss": "compute"}}) as vb:
+        vb.generate(tokens, **how)
+        assert vb.stats().speculation, vb.stats().fallbacks  # nothing is missing
 
 
 @torch.no_grad()

@@ -12,13 +12,12 @@ def computed(vb: vbrt.VBModelWrapper) -> int:
     return sum(handle.computed for handle in vb._attachment.registry.handles)
 
 
-def generated(vb: vbrt.VBModelWrapper, batch: int = 1, new: int = 24):
+def generated(vb: vbrt.VBModelWrapper, batch: int = 1, new: int = 24, **further):
     """Greedy `generate` on the GPU from random prompts of 16 tokens, logits included."""
     torch.manual_seed(1)
     ids = torch.randint(10, 1000, (batch, 16), device="cuda")
-    return vb.generate(
-        ids, max_new_tokens=new, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
-    )
+    how = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0} | further
+    return vb.generate(ids, output_logits=True, return_dict_in_generate=True, **how)
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ from vbrt.generation.speculation.verification import (
     batch_refusal,
     model_refusal,
     verified,
+    weights_refusal,
     window_refusal,
 )
 from vbrt.generation.static.cache_kinds import NotRecordable
@@ -107,9 +108,10 @@ class _Loop:
     def _refusal(self) -> str | None:
         decoding, cache, ids = self._decoding, self._cache, self._sequences.ids
         if decoding.by_recording:
-            return cache_refusal(cache)
+            return weights_refusal(decoding) or cache_refusal(cache)
         return (
-            model_refusal(decoding)
+            weights_refusal(decoding)
+            or model_refusal(decoding)
             or batch_refusal(decoding, len(ids))
             or cache_refusal(cache)
             or window_refusal(decoding, cache, ids)

@@ -48,6 +48,7 @@ __all__ = [
     "batch_refusal",
     "model_refusal",
     "verified",
+    "weights_refusal",
     "window_refusal",
 ]
 
@@ -55,6 +56,10 @@ __all__ = [
 TOKENS = "tokens"
 #: phase of passes that verify
 VERIFY = "verify"
+_BY_CALLS_BEFORE = (
+    "the CPU may compute missed experts, so rounding depends on which ones the GPU has by then; "
+    'experts.miss = "fetch" or exactness="distribution" drafts'
+)
 _CHECKS = 2  # rounds per batch size that are computed both ways
 
 
@@ -277,6 +282,12 @@ _all_known: "weakref.WeakKeyDictionary[Attachment, _Known]" = weakref.WeakKeyDic
 
 def _known_of(decoding: Decoding) -> _Known:
     return _all_known.setdefault(decoding.attachment, _Known())
+
+
+def weights_refusal(decoding: Decoding) -> str:
+    """Return why tokens of the model's own plain decoding are no measure for drafts; "" if they are."""
+    missed = decoding.exactness == TOKENS and decoding.attachment.expert_cache.computes_misses
+    return _BY_CALLS_BEFORE if missed else ""
 
 
 def model_refusal(decoding: Decoding) -> str:

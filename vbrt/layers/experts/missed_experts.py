@@ -68,10 +68,14 @@ class MissedExperts:
 
     def operands(self, layer: ExpertsModule, x: Tensor, ids: Tensor) -> Operands | None:
         """Return the arguments of a cached pass in host memory; None if its misses are fetched."""
+        return Operands.of(x, ids) if self.serves(layer) else None
+
+    def serves(self, layer: ExpertsModule) -> bool:
+        """True if experts of a layer may be missing, and the CPU may compute those that are."""
         handle = layer.handle
         if not handle.streams or (handle.device.type == "cpu" and not has_host_below(handle.stack)):
-            return None  # every expert is computed where it lies, then
-        return None if self._layer(layer) is None else Operands.of(x, ids)
+            return False  # every expert is computed where it lies, then
+        return self._layer(layer) is not None
 
     def begin(self, layer: ExpertsModule, operands: Operands) -> TeamWork | HostWork | None:
         """Start computing the CPU's share of missed experts; None if it has none.
