@@ -52,6 +52,7 @@ __all__ = [
     "get_device_capability",
     "get_device_name",
     "get_device_properties",
+    "graph_event",
     "graph_pool_handle",
     "has_streams",
     "is_available",
@@ -225,6 +226,12 @@ synchronize: Callable[..., None] = _without_index("synchronize") if TYPE == "mps
 stream_key: Callable[[Any], Any] = operator.attrgetter(
     *(("cuda_stream",) if TYPE == CUDA else ("device_index", "stream_id"))
 )
+
+
+def graph_event() -> Any:
+    """Return an event that a captured graph records at each replay, for streams outside of it; None where there are
+    none."""
+    return Event(external=True) if TYPE == CUDA and torch.version.hip is None else None
 
 
 def has_streams(device: torch.device) -> bool:

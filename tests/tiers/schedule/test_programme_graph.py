@@ -26,23 +26,25 @@ class Graph:
             ]
             for step in run.programme.steps
         ]
-        self.copies = [[copy.start for copy in bound.loads] for bound in run.steps[:-1]]
+        self.copies = [[] for _ in run.programme.steps]
 
     def replay(self) -> None:
         for reads, copies in zip(self.reads, self.copies, strict=True):
             for memory, key in reads:
                 assert torch.equal(memory[: SIZES[key] * UNIT], content(key, SIZES[key])), key
-            for start in copies:
-                start()
+            for copy in copies:
+                copy.start()
 
 
-def recorded(stack: TierStack, monkeypatch) -> tuple[RecordedRun, Graph]:
-    """Record the pass that begins; nothing is copied meanwhile, as under a capture."""
+def recorded(stack: TierStack, monkeypatch, events: bool = False) -> tuple[RecordedRun, Graph]:
+    """Record the pass that begins; nothing is copied meanwhile, as under a capture. `events`: the graph has some that
+    copies outside of it can wait for."""
     found = run_to_record(stack, "decode")
     recording, graph = RecordedRun(stack, found), Graph(stack, found)
     recording.begin()
     with monkeypatch.context() as patch:
-        patch.setattr(found.ring, "start", lambda copies, counted: None)
+        patch.setattr(found.ring, "start", lambda copies, counted: graph.copies[found.at].extend(copies))
+        patch.setattr(found.ring.link, "freed", lambda: f"freed by {found.at}" if events else None)
         for keys in LEASES:
             with stack.lease(keys):
                 pass
@@ -55,9 +57,10 @@ def passes(stack: TierStack) -> tuple[int, int]:
     return counts.passes, counts.hits + counts.misses
 
 
-def test_replays_count_as_passes_and_find_their_pages_whatever_came_between(monkeypatch):
+@pytest.mark.parametrize("events", [False, True])
+def test_replays_count_as_passes_and_find_their_pages_whatever_came_between(events, monkeypatch):
     stack = steady()
-    recording, graph = recorded(stack, monkeypatch)
+    recording, graph = recorded(stack, monkeypatch, events)
     for turn in range(12):
         before = passes(stack)
         assert recording.replay(graph, "decode"), recording.ended
@@ -89,6 +92,21 @@ def test_the_first_copies_of_the_next_pass_start_behind_a_replay(monkeypatch):
         now = [sum(stack.pages[key].bytes_moved.values()) for key, _ in head]
         whole = [SIZES[key] * UNIT * turn for key, _ in head]
         assert [b - a for a, b in zip(moved, now, strict=True)] == whole  # once a pass
+    stack.close()
+
+
+def test_a_graph_does_not_end_with_copies_for_the_next_pass(monkeypatch):
+    """What comes after the graph, such as sampling, waits for its end."""
+    stack = steady()
+    _, whole = recorded(stack, monkeypatch)
+    recording, graph = recorded(stack, monkeypatch, events=True)
+    ring, after = stack.ledger.running.ring, []
+    monkeypatch.setattr(ring.link, "after", after.append)
+    assert recording.replay(graph, "decode")
+    last = max(at for at, reads in enumerate(graph.reads) for memory, _ in reads if any(
+        memory.data_ptr() == buffer.tensor.data_ptr() for buffer in ring.buffers))  # fmt: skip
+    assert not any(graph.copies[last:]) and any(whole.copies[last:])
+    assert after and int(after[-1].split()[-1]) >= last
     stack.close()
 
 

@@ -8,6 +8,7 @@ resident pages are pinned: once a buffer is returned to the system or a resident
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from vbrt.errors import TierError
 from vbrt.host import accelerator
@@ -70,6 +71,7 @@ class RecordedRun:
         accesses = [access for step in run.programme.steps for access in step.accesses]
         self._staying = {a.key: weakref.ref(slots[a.key].room) for a in accesses if a.slot == RESIDENT}
         self._keys = list(run.ring.keys)  # in the ring before the capture
+        self._freed: dict[int, Any] = {}
         self.ended = ""
 
     # -- recording ----------------------------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ class RecordedRun:
                 raise TierError(
                     "a pass has begun since the recording was prepared; prepare it right before the capture"
                 )
-            run.captured, self._keys = True, list(run.ring.keys)
+            run.captured, run.freed, self._keys = True, self._freed, list(run.ring.keys)
             run.ring.link.begin_capture()
 
     def end(self, *, completed: bool) -> None:
@@ -123,7 +125,7 @@ class RecordedRun:
                 if self._has_ring():
                     with ledger.writing:
                         self._run.ring.link.replay(graph)
-                        self._run.count_pass()
+                        self._run.count_pass(self._freed)
                     return True
                 if self.ended:
                     return False

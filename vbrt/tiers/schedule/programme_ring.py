@@ -5,7 +5,7 @@ so that Ctrl-C cannot lose it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -125,11 +125,14 @@ class Ring:
         start = self.link.bringing(load.slot, target, source)
         return Copy(load, page, start, f"{source.level.tier.name}>{self._level.tier.name}")
 
-    def start(self, copies: Sequence[Copy], *, counted: bool = True) -> None:
-        """Start copies after the kernels queued so far."""
+    def start(self, copies: Sequence[Copy], *, counted: bool = True, freed: Any = None) -> None:
+        """Start copies after the kernels queued so far, or where a replayed graph has recorded the event `freed`."""
         if not copies:
             return
-        self.link.computed()
+        if freed is None:
+            self.link.computed()
+        else:
+            self.link.after(freed)
         for (key, at), page, start, link in copies:
             start()
             self.keys[at] = key

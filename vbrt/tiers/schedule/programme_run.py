@@ -8,7 +8,8 @@ stack's lock.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from vbrt.residency.programme import RESIDENT, Programme, Step
 from vbrt.tiers.schedule.programme_ring import Copy, Ring
@@ -26,10 +27,11 @@ class Bound:
     """Step of a programme bound to its pages.
 
     waits: ring slots of its pages, whose copies it waits for. tensors: of its pages, cached at first use. stays: the
-    page of a step with one resident page; else None.
+    page of a step with one resident page; else None. loads: copies that start at its release, `ahead` of them for the
+    next pass.
     """
 
-    __slots__ = ("counts", "keys", "loads", "misses", "prefetched", "slots", "stays", "tensors", "waits")
+    __slots__ = ("ahead", "counts", "keys", "loads", "misses", "prefetched", "slots", "stays", "tensors", "waits")
 
     def __init__(self, step: Step, pages: Sequence[Page]) -> None:
         self.keys, self.tensors = step.keys, None
@@ -40,6 +42,7 @@ class Bound:
         self.prefetched = sum(access.prefetched for access in step.accesses)
         self.stays = pages[0] if len(pages) == 1 and self.slots[0] == RESIDENT else None
         self.loads: list[Copy] = []
+        self.ahead: list[Copy] = []
 
 
 class ProgrammeRun:
@@ -53,6 +56,8 @@ class ProgrammeRun:
         expected: False if the policy's state at the start of this pass differs from the programme's: then the next
             lease ends the run.
         captured: True while leases are captured in a CUDA graph, which leaves counters unchanged.
+        freed: of the capture: steps by index, with the event that the graph records where their copies for the next
+            pass may start.
         passed: called with the index of each completed pass of the round.
         out: the open lease; None without one.
     """
@@ -74,6 +79,7 @@ class ProgrammeRun:
         self.thread = 0  # of the open lease
         self._borrower: Borrower | None = None  # of the open lease's slots, once it has slots
         self.captured = False
+        self.freed: dict[int, Any] = {}
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
@@ -107,11 +113,12 @@ class ProgrammeRun:
         pages, programme = self._ledger.pages, self.programme
         self.ring.settle()
         steps: list[Bound | None] = []
-        for segment in programme.segments:
+        for number, segment in enumerate(programme.segments):
             for step in programme.steps[segment.start : segment.end]:
                 bound = Bound(step, [pages[key] for key in step.keys])
                 bound.loads = self.ring.copies(step.loads)
                 steps.append(bound)
+            _split(steps[_start_of(programme, number) :])
             steps.append(None)
         self.steps = steps
         self._head = self.ring.copies(programme.head)
@@ -170,10 +177,13 @@ class ProgrammeRun:
         with guard.lock:
             if self.out is not lease or self._ledger.torn:
                 return False
-            loads = self.steps[self.at].loads
+            step = self.steps[self.at]
+            loads = step.loads
             self.out = lease.run = None  # first: copies may overwrite its pages from now on
             if loads:
                 try:
+                    if self.captured:
+                        loads = self._left_in_graph(step)
                     self.ring.start(loads, counted=not self.captured)
                 except BaseException:  # a `with ledger.writing` costs as much as a twentieth of the lease
                     self._ledger.torn = True
@@ -183,6 +193,15 @@ class ProgrammeRun:
                 guard.ring()
         return True
 
+    def _left_in_graph(self, step: Bound) -> list[Copy]:
+        """Return a step's copies without those for the next pass, which start outside of the graph: it would end with
+        them, and what comes after it would wait."""
+        event = self.ring.link.freed() if step.ahead else None
+        if event is None:
+            return step.loads
+        self.freed[self.at] = event
+        return [copy for copy in step.loads if copy not in step.ahead]
+
     def _count(self, step: Bound) -> None:
         for page, hit, prefetched in step.counts:
             page.hits += hit
@@ -191,15 +210,17 @@ class ProgrammeRun:
         if step.misses:
             self._passes.count_misses(step.misses, step.prefetched)
 
-    def count_pass(self) -> None:
+    def count_pass(self, freed: Mapping[int, Any]) -> None:
         """Count the current pass as complete, and start the first copies of the next one, which the device can do while
-        the host prepares it; for rounds of one pass."""
+        the host prepares it; for rounds of one pass. `freed`: as recorded by the pass's graph."""
         for step in self.steps[:-1]:
             self._count(step)
             for copy in step.loads:
                 self.ring.keys[copy.load.slot] = copy.load.key
                 copy.page.bytes_moved[copy.link] += copy.page.nbytes
         self.at = len(self.steps) - 1
+        for at, event in freed.items():
+            self.ring.start(self.steps[at].ahead, counted=False, freed=event)
         self.ring.start(self._head)
         self._ahead = True
 
@@ -334,6 +355,14 @@ class ProgrammeRun:
             if not slot.at_home:
                 self._level.leased.add(slot.page.key)
         self.out = lease.run = None
+
+
+def _split(steps: Sequence[Bound]) -> None:
+    """Find the copies of a pass that none of its own leases waits for."""
+    waited: set[int] = set()
+    for step in reversed(steps):
+        step.ahead = [copy for copy in step.loads if copy.load.slot not in waited]
+        waited.update(step.waits)
 
 
 def _start_of(programme: Programme, segment: int) -> int:

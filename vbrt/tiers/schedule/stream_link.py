@@ -74,6 +74,12 @@ class HostLink:
     def synchronize(self) -> None:
         """Wait for copies and kernels."""
 
+    def freed(self) -> Any:
+        """Record into the capture an event for `after`; None where a graph has no such events."""
+
+    def after(self, event: Any) -> None:
+        """Make the next copies wait for an event of the last replay."""
+
     def begin_capture(self) -> None:
         """Record the calls that follow into the capture of the current stream, until `end_capture`."""
 
@@ -102,6 +108,7 @@ class StreamLink(HostLink):
         self._own = [accelerator.Event() for _ in range(slots)]
         self._done = accelerator.Event()
         self._outside: tuple | None = None
+        self._forked = False  # the copy stream is part of the capture
         self.follow()
 
     def follows(self) -> bool:
@@ -132,6 +139,7 @@ class StreamLink(HostLink):
     def computed(self) -> None:
         self._done.record(self.compute)
         self._done.wait(self._stream)
+        self._forked = True
 
     def copying(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> Started:
         return functools.partial(self._copy, slot, target, source)
@@ -164,14 +172,24 @@ class StreamLink(HostLink):
 
     # -- CUDA graphs --------------------------------------------------------------------------------------------------
 
+    def freed(self) -> torch.Event | None:
+        event = accelerator.graph_event()
+        if event is not None:
+            self.computed()
+            event.record(self._stream)  # after the copies that this pass waits for
+        return event
+
+    def after(self, event: torch.Event) -> None:
+        self._stream.wait_event(event)
+
     def begin_capture(self) -> None:
         self._outside = self.compute, self._on_compute, self._raw, self._arrived, self._own, self._done
         self._own, self._done = [accelerator.Event() for _ in self._own], accelerator.Event()
-        self._arrived = [None] * len(self._own)
+        self._arrived, self._forked = [None] * len(self._own), False
         self.follow()
 
     def join(self) -> None:
-        if any(event is not None for event in self._arrived):
+        if self._forked:
             self.compute.wait_stream(self._stream)
 
     def end_capture(self) -> None:
@@ -240,6 +258,10 @@ class DirectLink(StreamLink):
         if code:
             accelerator.check_error(code)
 
+    def after(self, event: torch.Event) -> None:
+        super().after(event)
+        self._direct = current_device() == self._index
+
     def copying(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> Started:
         start = copying(self._runtime, target, source, self._stream)
         if accelerator.is_device(source):
@@ -287,6 +309,10 @@ class LaneLink(DirectLink):
     def computed(self) -> None:
         super().computed()
         self._lanes.wait(self._done)
+
+    def after(self, event: torch.Event) -> None:
+        super().after(event)
+        self._lanes.wait(event)
 
     def bringing(self, slot: int, target: torch.Tensor, source: Source) -> Started:
         if not self._lanes.take(source):
