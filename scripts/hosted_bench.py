@@ -140,6 +140,7 @@ def main() -> None:
                         hosting = vb._attachment.hosting
                         rates = hosting.rates.get(args.batch)
                         row["rates_bytes_s"] = [rates.link_bytes_s, rates.cpu_bytes_s] if rates else []
+                        row["call_us"] = round(1e6 * rates.call_s, 1) if rates else None
                         stats = vb.stats()
                         row |= {"told": hosting.told(), "fallbacks": list(stats.fallbacks)}
                         row["libraries"] = dict(stats.libraries)

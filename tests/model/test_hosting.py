@@ -273,6 +273,14 @@ def test_a_cpu_without_kernels_is_said_once(device, monkeypatch):
     assert why.endswith("no compiler was found") and computed(vb) == 0
 
 
+def test_what_a_call_costs_is_the_difference_of_large_and_small_products():
+    rate, call_s = hosted_rates.line_through((33e6, 33e6 / 80e9 + 30e-6), (2e6, 2e6 / 80e9 + 30e-6))
+    assert rate == pytest.approx(80e9) and call_s == pytest.approx(30e-6)
+    assert hosted_rates.line_through((33e6, 0.5e-3), (20e6, 0.2e-3)) == (66e9, 0.0)  # too alike
+    assert hosted_rates.line_through((33e6, 0.5e-3), (2e6, 0.6e-3)) == (66e9, 0.0)  # a thread lost its core
+    assert hosted_rates.line_through((32e6, 0.5e-3), (16e6, 0.2e-3)) == (64e9, 0.0)  # small ones are in a cache
+
+
 @pytest.mark.parametrize(("rates", "threads"), [({6: 3.0, 9: 3.9, 12: 4.0}, 9), ({6: 2.0, 9: 3.0, 12: 4.0}, 12)])
 def test_the_team_has_the_fewest_threads_that_are_about_as_fast(rates, threads):
     team = hosted_rates.fastest(lambda team: rates[team.threads], sorted(rates))

@@ -19,6 +19,7 @@ from vbrt.residency.plan_data import PlanData
 from vbrt.residency.room_division import Room, auto_prefetch, divide, spread
 
 __all__ = [
+    "BETWEEN_S",
     "CALL_S",
     "MORE",
     "HostRates",
@@ -34,8 +35,11 @@ __all__ = [
 #: time of each further token relative to the first, unless measured: two AVX-512 cores, nvfp4 in a GPU's tile order;
 #: less where the memory and not the cores limit
 MORE = 0.3
-#: round trip of a hosted product in seconds, unless measured: flags take 4.7 µs on an H100, inputs and outputs the rest
-CALL_S = 10e-6
+#: seconds of a hosted product beside its arithmetic, unless measured: on an H200 whose link is busy; flags on an idle
+#: link take 5 µs
+CALL_S = 30e-6
+#: seconds of a step of `generate` outside of products: the head, sampling, and the host until the next step
+BETWEEN_S = 1.2e-3
 
 _WORTH = 0.95  # of the time of streaming all: hosted products round otherwise, which less gain does not justify
 _LEAST_SIZES = 8  # candidate sizes of the smallest hosted page, largest first
@@ -66,12 +70,14 @@ class HostRates:
         cpu_bytes_s: CPU compute throughput, in page bytes/s, with one row (token) per page.
         more: time of each further row, relative to the first.
         call_s: overhead per CPU call, in seconds; of a hosted product, the round trip of its mailbox.
+        between_s: seconds between the last product of a pass and the first of the next.
     """
 
     link_bytes_s: float
     cpu_bytes_s: float
     more: float = 0.0
     call_s: float = 0.0
+    between_s: float = 0.0
 
     def cpu_seconds(self, nbytes: int, rows: float = 1) -> float:
         """Return the CPU time of a product with one page, in seconds, without `call_s`."""
@@ -120,7 +126,7 @@ def hosted_keys(
     best, least_s = frozenset[str](), _WORTH * sides(()).pass_s
     for smallest in sorted(set(sizes.values()), reverse=True)[:_LEAST_SIZES]:  # `call_s` weighs more on small pages
         keys = [key for key, nbytes in sizes.items() if nbytes >= smallest]
-        for hosted in _about_even(keys, moved, sides, device_s):
+        for hosted in _about_even(keys, moved, sides, device_s + rates.between_s):
             seconds = sides(hosted).pass_s
             if seconds < least_s:
                 best, least_s = hosted, seconds
@@ -167,6 +173,7 @@ def pass_sides(
             streamed_bytes += nbytes
             copy_s = rates.link_seconds(nbytes)
         stages.append((copy_s, compute_s))
+    stages.append((0.0, rates.between_s))
     return Sides(streamed_bytes, hosted_bytes, rates.link_seconds(streamed_bytes), cpu_s, _steady_s(stages, slots))
 
 
@@ -230,10 +237,10 @@ def plan_uses(plan: PlanData, where: str) -> list[Use]:
 
 
 def _about_even(
-    keys: list[str], moved: Mapping[str, int], sides: Callable[[frozenset[str]], Sides], device_s: float
+    keys: list[str], moved: Mapping[str, int], sides: Callable[[frozenset[str]], Sides], others_s: float
 ) -> Iterator[frozenset[str]]:
     """Yield spread shares of `keys`: all, and those about the one where link and CPU end together, fewer bytes too
-    since the ring may hold up the link."""
+    since the ring may hold up the link. others_s: seconds of a pass in which the CPU does not compute."""
     total = sum(moved[key] for key in keys)
 
     def share(count: float) -> frozenset[str]:
@@ -241,7 +248,7 @@ def _about_even(
 
     def cpu_is_longer(count: int) -> bool:
         found = sides(share(count))
-        return device_s + found.cpu_s >= found.link_s
+        return others_s + found.cpu_s >= found.link_s
 
     even = bisect_left(range(len(keys)), True, key=cpu_is_longer)
     yield from map(share, sorted({max(0, even - 1), *(min(len(keys), part * even) for part in _PARTS), len(keys)}))

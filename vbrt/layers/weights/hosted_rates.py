@@ -6,7 +6,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from vbrt.kernels.cpu.hosted import ANSWER, ENTRY_BITS, POST, HostedTeam, Mailbo
 from vbrt.kernels.cuda import devices
 from vbrt.layers.weights.encoded_weight import EncodedWeight
 from vbrt.layers.weights.hosted_weights import held_at_home, part_of, results_at, shared_team
-from vbrt.residency.hosted_share import HostRates
+from vbrt.residency.hosted_share import BETWEEN_S, HostRates
 
 __all__ = [
     "ROUND_TRIP_S",
@@ -25,6 +26,7 @@ __all__ = [
     "copying_pages",
     "device_seconds",
     "fastest",
+    "line_through",
     "measured_rates",
     "posting",
     "resident_seconds",
@@ -33,7 +35,9 @@ __all__ = [
 
 _MOST_BYTES = 512 << 20  # of pages that are read to measure: more than caches hold
 TURNS = 24  # products, and copies, of each measurement; the median counts
-ROUND_TRIP_S = 6e-6  # a GPU kernel's post and its wait, beside the CPU's time for the product
+#: a GPU kernel's post and its wait while the link is busy, beside the CPU's time for the product; 5 µs on an idle link
+ROUND_TRIP_S = 20e-6
+_FEW_BYTES = 64 << 20  # of the smallest pages
 _NOTED_BYTES = 16 << 20  # of copies between two events, which would slow copies of a few MB down
 _STEPS = 8  # of rates in a factor of two
 _PATIENCE_S = 10.0
@@ -51,22 +55,35 @@ def measured_rates(weights: Sequence[EncodedWeight], tokens: int) -> HostRates:
 
     Raises KernelError: the CPU computes with none of the weights; says why.
     """
-    held, nbytes = [], 0
-    for weight in sorted(weights, key=lambda weight: -weight.pages[0].nbytes if weight.pages else 0):
-        lease = held_at_home(weight) if nbytes < _MOST_BYTES else None
+    by_size = sorted((weight for weight in weights if weight.pages), key=lambda weight: weight.pages[0].nbytes)
+    large, small = list[_Held](), list[_Held]()
+    try:
+        _hold(large, reversed(by_size), _MOST_BYTES)
+        _hold(small, by_size, _FEW_BYTES)
+        if not large:
+            raise KernelError("none of their pages is at home in page-locked host memory")
+        team = shared_team(lambda counts: fastest(lambda team: _computed(large, team, 1), counts))
+        return _rates(large, small, team, tokens)
+    finally:
+        for held in (*large, *small):
+            held.lease.end()
+
+
+class _Held(NamedTuple):
+    weight: EncodedWeight
+    page: Tensor
+    lease: Any
+
+
+def _hold(held: list[_Held], weights: Iterable[EncodedWeight], most_bytes: int) -> None:
+    """Hold so many bytes of pages at home, or one page more."""
+    nbytes = 0
+    for weight in weights:
+        lease = held_at_home(weight) if nbytes < most_bytes else None
         if lease is not None:
             (page,) = lease.wait().values()
-            held.append((weight, page, lease))
+            held.append(_Held(weight, page, lease))
             nbytes += page.nbytes
-    try:
-        pages = [(weight, page) for weight, page, _ in held]
-        if not pages:
-            raise KernelError("none of their pages is at home in page-locked host memory")
-        team = shared_team(lambda counts: fastest(lambda team: _computed(pages, team, 1), counts))
-        return _rates(pages, team, tokens)
-    finally:
-        for *_, lease in held:
-            lease.end()
 
 
 def fastest(computed: Callable[[HostedTeam], float], counts: Sequence[int]) -> HostedTeam:
@@ -89,17 +106,32 @@ def resident_seconds(sizes: Sequence[int], device: torch.device) -> float:
     return sum(sizes) / (devices.gpu(device.index or 0).bytes_us * 1e6) + len(sizes) * _LAUNCH_S
 
 
-def _rates(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, tokens: int) -> HostRates:
-    alone = _computed(pages, team, 1)
-    more = 0.0 if tokens < 2 else max(0.0, alone / _computed(pages, team, tokens) - 1) / (tokens - 1)
-    device = pages[0][0].device
-    link = _copied(pages, device)
-    nbytes = 1.5 * TURNS * pages[0][1].nbytes / alone * link  # for longer than the products take
-    copying = [page for _, page in itertools.islice(itertools.cycle(pages), math.ceil(nbytes / pages[-1][1].nbytes))]
+def _rates(large: Sequence[_Held], small: Sequence[_Held], team: HostedTeam, tokens: int) -> HostRates:
+    """From products with large pages and with small ones, which differ by what a call costs."""
+    alone = _computed(large, team, 1)
+    more = 0.0 if tokens < 2 else max(0.0, alone / _computed(large, team, tokens) - 1) / (tokens - 1)
+    device = large[0].weight.device
+    link = _copied(large, device)
+    nbytes = 2 * TURNS * large[0].page.nbytes / alone * link  # for longer than the products take
+    copying = [
+        held.page for held in itertools.islice(itertools.cycle(large), math.ceil(nbytes / large[-1].page.nbytes))
+    ]
     with copying_pages(copying, nbytes, device) as copied:
-        cpu = _computed(pages, team, 1)
+        cpu, of_small = _computed(large, team, 1), _computed(small, team, 1)
         link = min(link, copied())
-    return HostRates(rounded(link), rounded(cpu), more, ROUND_TRIP_S)
+    most, least = (statistics.median(held.page.nbytes for held in some) for some in (large, small))
+    cpu, call_s = line_through((most, most / cpu), (least, least / of_small))
+    return HostRates(rounded(link), rounded(cpu), more, 1 / rounded(1 / (call_s + ROUND_TRIP_S)), BETWEEN_S)
+
+
+def line_through(large: tuple[float, float], small: tuple[float, float]) -> tuple[float, float]:
+    """Return bytes/s and the seconds of a call, by the bytes and seconds of a large product and a small one."""
+    (most, long_s), (least, short_s) = large, small
+    if most < 2 * least or long_s <= short_s:
+        return most / long_s, 0.0
+    rate = (most - least) / (long_s - short_s)
+    call_s = long_s - most / rate
+    return (rate, call_s) if call_s > 0 else (most / long_s, 0.0)
 
 
 @contextlib.contextmanager
@@ -135,12 +167,12 @@ def rounded(rate: float) -> float:
     return 2.0 ** (round(math.log2(rate) * _STEPS) / _STEPS)
 
 
-def _computed(pages: Sequence[tuple[EncodedWeight, Tensor]], team: HostedTeam, tokens: int) -> float:
+def _computed(pages: Sequence[_Held], team: HostedTeam, tokens: int) -> float:
     """Return the bytes/s of products of so many tokens: this thread posts like a GPU. Raises KernelError."""
-    sizes = [sum(weight.spec.shape) * tokens * weight.dtype.itemsize for weight, _ in pages]
+    sizes = [sum(weight.spec.shape) * tokens * weight.dtype.itemsize for weight, *_ in pages]
     with posting(team, X + max(sizes)) as (handle, _, ask):
         entries, why = [], ""
-        for weight, page in pages:
+        for weight, page, _ in pages:
             part = part_of(weight, page, results_at(weight, tokens))
             try:
                 entry = team.entry(handle, [part], tokens, weight.dtype)
@@ -180,10 +212,10 @@ def posting(team: HostedTeam, nbytes: int) -> Iterator[tuple[Mailbox, Tensor, Ca
         team.detach(handle)
 
 
-def _copied(pages: Sequence[tuple[EncodedWeight, Tensor]], device: torch.device) -> float:
+def _copied(pages: Sequence[_Held], device: torch.device) -> float:
     """Return the bytes/s of copies to the device."""
-    there = torch.empty(max(page.nbytes for _, page in pages), dtype=torch.uint8, device=device)
-    round_, rates = itertools.cycle([page for _, page in pages]), []
+    there = torch.empty(max(held.page.nbytes for held in pages), dtype=torch.uint8, device=device)
+    round_, rates = itertools.cycle([held.page for held in pages]), []
     for _ in range(TURNS):
         page = next(round_)
         seconds = device_seconds(lambda page=page: there[: page.nbytes].copy_(page, non_blocking=True), device)
