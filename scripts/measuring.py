@@ -76,6 +76,11 @@ def moved_bytes(vb) -> int:
     return sum(sum(page.bytes_moved.values()) for page in vb.stack.pages.values())
 
 
+def bits_a_weight(vb) -> float:
+    """Bits of pages a weight of a wrapped model's layers."""
+    return 8 * vb.plan.page_bytes / sum(site.parameters for swap in vb.plan.swaps for site in (swap.site, *swap.parts))
+
+
 def llama_8b(layers: int):
     """A random bf16 Llama of the 8B shape, on the GPU."""
     from vbrt.integrations.token_times import llama_8b

