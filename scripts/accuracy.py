@@ -90,8 +90,8 @@ def in_each_format(make: Callable[..., nn.Module], **chosen: object) -> Iterator
 def rows(models: Iterable[tuple[str, nn.Module, float]], context: int) -> dict:
     """Each model's loss on the held-out text."""
     text, found = committed.held_out(), []
-    for name, model, bits_a_weight in models:
-        row = {"format": name, "bits_a_weight": bits_a_weight, "loss": loss_of(model, text, context)}
+    for name, model, width in models:
+        row = {"format": name, "bits_a_weight": width, "loss": loss_of(model, text, context)}
         print(json.dumps(row), flush=True)
         found.append(row)
     return {"machine": machine(), "text_bytes": len(text), "context": context, "rows": found}

