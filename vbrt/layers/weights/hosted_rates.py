@@ -117,7 +117,11 @@ def _rates(large: Sequence[_Held], small: Sequence[_Held], team: HostedTeam, tok
         held.page for held in itertools.islice(itertools.cycle(large), math.ceil(nbytes / large[-1].page.nbytes))
     ]
     with copying_pages(copying, nbytes, device) as copied:
-        cpu, of_small = _computed(large, team, 1), _computed(small, team, 1)
+        cpu = _computed(large, team, 1)
+        try:
+            of_small = _computed(small, team, 1)
+        except KernelError:  # the CPU computes with none of the small ones, so what a call costs is not known
+            small, of_small = large, cpu
         link = min(link, copied())
     most, least = (statistics.median(held.page.nbytes for held in some) for some in (large, small))
     cpu, call_s = line_through((most, most / cpu), (least, least / of_small))
