@@ -11,6 +11,14 @@ from vbrt.config import load_config
 
 pytest.importorskip("transformers")
 
+
+@pytest.fixture
+def config_json(config_json):
+    """The same of two layers, each of which is one of many to advice: they are traced, and planned again for each candidate."""
+    config_json.write_text(json.dumps(json.loads(config_json.read_text()) | {"num_hidden_layers": 2, "vocab_size": 32000}))
+    return config_json
+
+
 H200 = Path(vbrt.__file__).parent / "estimation" / "advice" / "cost_models" / "h200.toml"
 
 
