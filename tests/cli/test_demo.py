@@ -15,7 +15,7 @@ from vbrt.cli import main as cli
 from vbrt.errors import VBError
 from vbrt.integrations import packaged_models, showcase
 
-BYTES = 6e5
+BYTES = 1.2e6
 SMALL = ["demo", "--gb", str(BYTES / 1e9), "--tokens", "3"]
 
 
