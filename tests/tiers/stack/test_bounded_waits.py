@@ -1,6 +1,5 @@
 """Every wait in a stack ends: with the change, or with an error that names what is missing and who has it."""
 
-import gc
 import threading
 import time
 from collections.abc import Callable
@@ -16,13 +15,6 @@ from vbrt.tiers.stack import bounded_waits
 from vbrt.tiers.stack.slots import State
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _freeze_what_other_tests_left():
-    """Each look of a wait collects garbage, among all objects of the process."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
