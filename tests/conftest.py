@@ -3,7 +3,6 @@
 import gc
 import importlib.util
 import os
-import sys
 import zlib
 from collections.abc import Iterator
 
@@ -32,16 +31,17 @@ if importlib.util.find_spec("hypothesis"):  # absent on machines that bring thei
     settings.load_profile("vbrt")
 
 
-_frozen_modules = 0
+_MOST_OBJECTS = 100_000  # a collection of as many takes 20 ms
+_file = None
 
 
-def _freeze_what_is_imported() -> None:
-    """Keep modules out of later collections of garbage, which tests ask for: they take half a second otherwise."""
-    global _frozen_modules
-    if len(sys.modules) > _frozen_modules + 100:
-        _frozen_modules = len(sys.modules)
+def _freeze_what_earlier_files_left(item: pytest.Item) -> None:
+    """Keep modules, items and caches out of garbage collections, which tests ask for: each takes a second otherwise."""
+    global _file
+    if item.path != _file and len(gc.get_objects(generation=2)) > _MOST_OBJECTS:
         gc.collect()
         gc.freeze()
+    _file = item.path
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    _freeze_what_is_imported()
+    _freeze_what_earlier_files_left(item)
     torch.manual_seed(zlib.crc32(item.nodeid.encode()))
 
 

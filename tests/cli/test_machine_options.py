@@ -71,6 +71,7 @@ def test_a_rate_alone_is_asked_for_the_others_unless_the_machine_was_measured(mo
 
 def test_estimate_predicts_a_step_of_a_gpu_that_is_not_here(config_json, capsys):
     pytest.importorskip("transformers")
+    config_json.write_text(json.dumps(json.loads(config_json.read_text()) | {"num_hidden_layers": 4}))
     arguments = ["estimate", str(config_json), "--context", "64", "--gpu", "RTX 3060", "--ram", "16GiB"]
     assert cli.main(arguments) == 0
     assert "predicted by the rates of RTX 3060 (data sheet), not measured." in capsys.readouterr().out

@@ -93,12 +93,12 @@ def gradient_penalty(s: Subject):
     return dx, x.grad, s.layer.bias.grad
 
 
-@operation(GRADIENTS, "`torch.autograd.functional.hessian`", sample=5)
+@operation(GRADIENTS, "`torch.autograd.functional.hessian`", sample=3)
 def hessian_of_autograd(s: Subject):
     return torch.autograd.functional.hessian(lambda x: loss_of(s.whole(x)), s.x[0])
 
 
-@operation(GRADIENTS, "`torch.autograd.functional.jacobian`, vectorized too, `jvp`, `vhp`", sample=5, bits=False)
+@operation(GRADIENTS, "`torch.autograd.functional.jacobian`, vectorized too, `jvp`, `vhp`", sample=3, bits=False)
 def functions_of_autograd(s: Subject):
     f = torch.autograd.functional
     v = s.x[1]

@@ -20,7 +20,7 @@ def compiled(s: Subject, **options):
     return torch.compile(s.whole, **{"backend": "aot_eager", **options})
 
 
-@operation(TRACING, "`torch.compile`, graphs of autograd included, backward", sample=2)
+@operation(TRACING, "`torch.compile`, graphs of autograd included, backward", sample=1)
 def compile_(s: Subject):
     run = compiled(s)
     y = run(s.x), run(s.random(5, 64))
@@ -29,7 +29,7 @@ def compile_(s: Subject):
     return y, s.layer.bias.grad
 
 
-@operation(TRACING, "`torch.compile(model, fullgraph=True)`, under no_grad", sample=2)
+@operation(TRACING, "`torch.compile(model, fullgraph=True)`, under no_grad", sample=1)
 def compile_as_one_graph(s: Subject):
     with torch.no_grad():
         run = (
@@ -40,7 +40,7 @@ def compile_as_one_graph(s: Subject):
         return run(s.x), run(s.random(2, 3, 64)), s.whole(s.x)
 
 
-@operation(TRACING, "`torch.compile(model, dynamic=True)`, under autocast", sample=2)
+@operation(TRACING, "`torch.compile(model, dynamic=True)`, under autocast", sample=1)
 def compile_with_dynamic_shapes(s: Subject):
     run = compiled(s, dynamic=True)
     with torch.autocast(s.holding.device, torch.bfloat16):
@@ -54,7 +54,7 @@ def compile_with_inductor(s: Subject):
         return run(s.x), run(2 * s.x)
 
 
-@operation(TRACING, "a compiled model after a new weight, bias and dtype", sample=2)
+@operation(TRACING, "a compiled model after a new weight, bias and dtype", sample=1)
 def change_a_compiled_model(s: Subject):
     run, y = compiled(s), []
     for change in (

@@ -60,12 +60,12 @@ def test_a_gate_whose_halves_do_not_begin_at_tiles_is_applied_behind_and_nothing
     gpu,  # noqa: F811
     monkeypatch,
 ):
-    pages, weights = expert_pages("nvfp4", {"up": (24, 136)}, E, tiled=True)
+    pages, weights = expert_pages("nvfp4", {"up": (24, 72)}, 2, tiled=True)
     monkeypatch.setattr(Machine, "pages", pages.pages)
-    ids, _ = routing(4, 1, E)
-    x = torch.randn(4, 136).bfloat16()
+    ids, _ = routing(4, 1, 2)
+    x = torch.randn(4, 72).bfloat16()
     x[2, 3] = float("nan")
-    groups = many_tokens.group_pairs(ids, E, 32)
+    groups = many_tokens.group_pairs(ids, 2, 32)
     for gate in (Gate("silu"), Gate("silu", interleaved=True, limit=7.0), Gate("relu", gated=False)):
         y = many_tokens.products(x, groups, pages, part="up", gate=gate, bias_EN=None)
         assert y[2].isnan().all()
@@ -74,10 +74,10 @@ def test_a_gate_whose_halves_do_not_begin_at_tiles_is_applied_behind_and_nothing
 
 @on_hopper
 def test_fp16_is_a_sum_of_bf16_and_rows_are_added_in_fp32(gpu, monkeypatch):  # noqa: F811
-    pages, weights = expert_pages("nvfp4", {"down": (40, 136)}, E, tiled=True)
+    pages, weights = expert_pages("nvfp4", {"down": (40, 72)}, E, tiled=True)
     monkeypatch.setattr(Machine, "pages", pages.pages)
     ids, shares = routing(5, 2, E, sentinels=3)
-    h = torch.randn(10, 136, dtype=torch.float16)
+    h = torch.randn(10, 72, dtype=torch.float16)
     rows = many_tokens.down(h, ids, None, pages, part="down", bias_EN=None)
     assert error(rows, exact_rows(h, ids.view(-1, 1), weights["down"], None)) < 1e-3
     rows[(ids == E).view(-1)] = float("nan")

@@ -19,7 +19,7 @@ IDS = torch.tensor([[0, 2], [2, 3], [0, 2], [-1, 2], [2, 0]] * 3)  # of 3 expert
 
 
 @pytest.mark.sample(2)
-@matrix(name=FORMATS, tokens=[1, 15, 2], k=[328, 512, 352], dtype=list(CLOSE), at_most=8)
+@matrix(name=FORMATS, tokens=[1, 2, 15], k=[136, 328, 512, 352], dtype=list(CLOSE), at_most=8)
 def test_rows_and_sums_of_pairs(name, tokens, k, dtype, gpu, monkeypatch):  # noqa: F811
     shapes = {"up": (48, k), "down": (k, 24)}
     pages, weights = expert_pages(name, shapes, 3, dtype=dtype, missing=(1,))

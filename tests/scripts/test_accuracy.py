@@ -12,7 +12,7 @@ from scripts import accuracy, bench_tables, calibrated, committed, precision
 from scripts.lm import is_held_out, library_files, loss_of
 
 ROOT = Path(__file__).resolve().parents[2]
-WINDOWS = 12  # of 512 bytes, evenly spread over the text
+WINDOWS = 6  # of 512 bytes, evenly spread over the text
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,20 @@ from tests.zoo.bits import difference
 from tests.zoo.checks import check
 
 #: break what others of the sample break, or what tests/layers/experts breaks, in two seconds each
-_LONG = {"dbrx", "jamba", "llama4_text", "longcat_flash", "muse_spark_text", "nemotron_h", "qwen2_moe", "step3p7"}
+_LONG = {
+    *(
+        "dbrx",
+        "gpt_oss",
+        "jamba",
+        "llama4_text",
+        "longcat_flash",
+        "mixtral",
+        "muse_spark_text",
+        "nemotron_h",
+        "qwen2_moe",
+    ),
+    "step3p7",
+}
 _SAMPLE = [
     pytest.param(kind, name, id=f"{kind}-{name}", marks=pytest.mark.exhaustive if name in _LONG else ())
     for kind, name in zoo.SAMPLE

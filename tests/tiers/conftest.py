@@ -9,10 +9,10 @@ from tests.tiers.pages import NamedSsd
 
 
 @pytest.fixture
-def quick_to_look(monkeypatch, request):
+def quick_to_look(monkeypatch):
     """What a `__del__` prints is expected, and what is there already need not be collected each time."""
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
-    request.addfinalizer(gc.unfreeze)
+    gc.collect()
     gc.freeze()
 
 

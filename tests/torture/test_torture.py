@@ -33,8 +33,8 @@ def one_thread(monkeypatch, request):
     """No thread but the library's own; what a `__del__` prints when Ctrl-C comes there is expected."""
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
     request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
-    request.addfinalizer(gc.unfreeze)
     torch.set_num_threads(1)
+    gc.collect()
     gc.freeze()
 
 

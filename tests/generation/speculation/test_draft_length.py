@@ -143,7 +143,7 @@ class Simulation:
         return seconds / (done * self.machine.plain_s)
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("name", MACHINES)
 def test_no_call_of_64_tokens_is_3_percent_slower_than_plain_decoding(name, noisy):
@@ -217,7 +217,7 @@ def rates(machine: Machine, pace: Callable[[], Pace], *, noisy: bool = False) ->
     return [of_call(simulations) for _ in range(3)]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize(
     ("name", "floors"),
