@@ -13,6 +13,7 @@ from scripts.drafters import Subject, chat_prompts, compare, drafts_by, parsed, 
 from scripts.speculate import Rows
 from scripts.speculation_tables import drafters_table
 from tests.models import llama
+from vbrt.errors import VBError
 
 
 def test_every_case_is_a_row_of_counts_and_a_line_of_the_table(tmp_path):
@@ -80,7 +81,12 @@ def test_an_assistant_decodes_by_cache_what_the_model_without_these_layers_compu
     assert torch.equal(made[:, 8:], logits[:, 7:-1].argmax(-1))
 
 
-def test_the_model_of_a_wheel_is_decoded_to_bf16_once(tmp_path):
+def not_installed(name):
+    raise VBError(f"{name} is not installed")
+
+
+def test_the_model_of_a_wheel_is_decoded_to_bf16_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm2, "packaged_model", not_installed)
     gguf = pytest.importorskip("gguf")
     from tests.saves.published.gguf_files import model_of, write
 

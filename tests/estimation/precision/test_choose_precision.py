@@ -122,7 +122,7 @@ def test_of_two_choices_the_one_is_taken_that_loses_less_as_a_whole():
     assert confirmed(choice, model, batches, None) is choice
 
 
-def test_what_was_measured_is_what_the_wrapped_model_computes(tmp_path):
+def test_what_was_measured_is_what_the_wrapped_model_computes(tmp_path, plain_torch):
     model = uneven()
     choice = vbrt.choose_precision(model, X, "15 bits", config("nvfp4"))
     reference = model(X).log_softmax(-1)

@@ -193,7 +193,8 @@ def test_a_compiled_model_sees_what_becomes_of_its_planes(change, guards, kernel
     assert (compiled.calls() == [3]) is (change == "moved")
     tolerance = 0.2 if change == "another format" else 2e-2
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
-    assert torch.equal(got, before) is (change not in ("assigned", "loaded", "another format"))
+    differs = (got - before).float().norm() > 2e-2 * before.float().norm()
+    assert differs == (change in ("assigned", "loaded", "another format"))
     vb.close()
 
 

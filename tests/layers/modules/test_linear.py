@@ -173,6 +173,7 @@ def test_activation_checkpointing_gives_the_same_gradients(some_vb, use_reentran
     assert torch.equal(*grads)
 
 
+@torchs_bits
 def test_autocast_gives_the_outputs_and_gradients_of_a_dense_layer(some_vb):
     some_vb.materialize().float()
     twin = dense_twin(some_vb)

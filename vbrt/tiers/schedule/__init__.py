@@ -22,9 +22,9 @@ and copies are recorded, but those of pages that the next replay begins with: a 
 what follows it, such as sampling, would wait for them. Where their slots are free it records an event, for which the
 same copies wait outside of it. So replays one after the other keep the link busy across their ends.
 `recording.replay(graph)` counts a pass and puts the ring in order first, should other passes have used it. A graph
-keeps no page from moving: after a budget change, a page rehomed or retired, or another choice of pages that stay, `replay` returns False with
-nothing run. A graph captured without a recording may hold pages that live on the GPU only; they stay there from then
-on, and a budget that would move them is refused.
+keeps no page from moving: after a budget change, a page rehomed or retired, or another choice of pages that stay,
+`replay` returns False with nothing run. A graph captured without a recording may hold pages that live on the GPU only;
+they stay there from then on, and a budget that would move them is refused.
 """
 
 __all__: list[str] = []
