@@ -138,6 +138,44 @@ def asymmetric_compressed(w):
     return Made(tensors, (codes - zeros.repeat_interleave(32, 1)) * scale.repeat_interleave(32, 1))
 
 
+def hqq(w, bits=4, axis=1, group=32):
+    """Zero points between codes; the difference is rounded to w's dtype before the product."""
+    shape = (-1, group) if axis == 1 else (group, -1)
+    grouped, last = w.float().view(shape), 2**bits - 1
+    low, high = grouped.amin(axis, keepdim=True), grouped.amax(axis, keepdim=True)
+    scale = ((high - low) / last).to(w.dtype)
+    zero = (-low / scale.float()).to(w.dtype)
+    codes = (grouped / scale.float() + zero.float()).round().clamp(0, last).to(torch.uint8)
+    parts = codes.view(8 // bits, -1, codes.shape[1])
+    packed = sum(part << 8 - bits * (place + 1) for place, part in enumerate(parts))
+    facts = {"nbits": bits, "group_size": group, "axis": axis}
+    flags = ("view_as_float", "quant_scale", "quant_zero", "offload_meta", "round_zero")
+    flags = dict.fromkeys(flags, 0) | dict.fromkeys(("encoded_state_dict", "stores_quant_config", "channel_wise"), 1)
+    texts = {"packing": f"{bits}bit_u8", "unpack_view_dtype": "torch.uint8", "compute_dtype": "torch.bfloat16"}
+    tensors = {
+        ".W_q": packed,
+        ".scale": scale,
+        ".zero": zero,
+        ".shape": torch.tensor(w.shape),
+        **{f".{name}": torch.tensor(value, dtype=torch.int32) for name, value in facts.items()},
+        **{f".{name}": torch.tensor(value, dtype=torch.uint8) for name, value in flags.items()},
+        **{f".{name}": torch.tensor(list(text.encode()), dtype=torch.uint8) for name, text in texts.items()},
+    }
+    return Made(tensors, ((codes.to(w.dtype) - zero) * scale).view(w.shape))
+
+
+def hqq8(w):
+    return hqq(w, bits=8)
+
+
+def hqq2(w):
+    return hqq(w, bits=2)
+
+
+def hqq_across_rows(w):
+    return hqq(w, axis=0)
+
+
 def mlx(w):
     grouped = w.float().view(len(w), -1, 32)
     scale = ((grouped.amax(-1) - grouped.amin(-1)) / 15).to(w.dtype)
@@ -295,6 +333,10 @@ LAYOUTS = {
         "zeros32-bfloat16",
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32}, "zeros32-bfloat16"),
+    "hqq": (hqq, {"quant_method": "hqq"}, "floatzeros32-bfloat16"),
+    "hqq 8": (hqq8, {"quant_method": "hqq"}, "floatzerobytes32-bfloat16"),
+    "hqq 2": (hqq2, {"quant_method": "hqq"}, ""),
+    "hqq across rows": (hqq_across_rows, {"quant_method": "hqq"}, ""),
     "mlx": (mlx, {"bits": 4, "group_size": 32}, "affine32-bfloat16"),
     "gptq 8": (gptq8, {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}, "bytes32-bfloat16"),
     "asymmetric gptq 8": (

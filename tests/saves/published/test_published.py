@@ -202,6 +202,36 @@ def test_damaged_parts_of_a_weight_are_refused_by_name(tmp_path, change, message
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, base: t.pop(f"{base}.zero"), r"no layout that vbrt reads.*gate_proj\.W_q"),
+        (lambda t, base: t.update({f"{base}.W_q": t[f"{base}.W_q"][:-1].clone()}), r"gate_proj\.W_q.*hqq: W_q"),
+        (lambda t, base: t[f"{base}.zero"].fill_(float("nan")), r"gate_proj\.W_q.*zeros hold NaN or Inf"),
+        (lambda t, base: t[f"{base}.group_size"].fill_(48), r"gate_proj\.W_q.*group_size 48 of a weight"),
+        (lambda t, base: t[f"{base}.packing"].fill_(0xFF), r"gate_proj\.W_q.*can't decode byte 0xff"),
+        (lambda t, base: t[f"{base}.packing"].fill_(65), r"gate_proj\.W_q.*packing 'AAAAAAA'; expected one of 8bit"),
+        (lambda t, base: t[f"{base}.shape"].fill_(-64), r"gate_proj\.W_q.*a weight \(-64, -64\)"),
+    ],
+)
+def test_damaged_parts_of_an_hqq_weight_are_refused_by_name(tmp_path, change, message):
+    publish(tmp_path, llama(), "hqq")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors, "model.layers.0.mlp.gate_proj")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        loaded(tmp_path, llama(meta=True))
+
+
+def test_pickles_are_refused_by_name(tmp_path):
+    model = llama()
+    model.config.save_pretrained(tmp_path)
+    torch.save({}, tmp_path / "qmodel.pt")
+    with pytest.raises(CheckpointError, match=r"qmodel\.pt, may run code when it is read: vbrt reads none"):
+        vbrt.from_pretrained(tmp_path, **QUIET)
+
+
 def test_mlx_names_its_groups_under_another_key(tmp_path):
     model = llama()
     model.load_state_dict(publish(tmp_path, model, "mlx"))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import FormatError
+from vbrt.formats.published import unpack_hqq
 
-__all__ = ["decode_compressed_ints", "decode_gptq", "scaled_blocks", "unswizzled"]
+__all__ = ["decode_compressed_ints", "decode_gptq", "decode_hqq", "scaled_blocks", "unswizzled"]
 
 Fields = Mapping[str, Tensor]
 
@@ -82,6 +83,18 @@ def decode_compressed_ints(t: Fields, outline: _Outline) -> Tensor:
     if zero.shape[1] != scale.shape[1] or zero.shape[0] not in (1, n):
         raise FormatError(f"weight_zero_point {tuple(zero.shape)} with scales of {tuple(scale.shape)}")
     return (codes - zero.expand(n, -1)[:, index]).to(scale.dtype) * scale[:, index]
+
+
+def decode_hqq(t: Fields, outline: _Outline) -> Tensor:
+    """HQQ: W_q, packed rows of a matrix with the groups as its rows (axis 1) or columns (axis 0); scale and zero: a
+    number a group, or one of all. weight = (code - zero) * scale, in the model's dtype. Raises FormatError."""
+    (n, k), group, axis = outline.shape, outline.more["group"], outline.more["axis"]
+    shape = (n * k // group, group) if axis == 1 else (group, n * k // group)
+    numbers = (shape[0], 1) if axis == 1 else (1, shape[1])
+    codes = unpack_hqq(t["weight"], outline.more["packing"])[: shape[0]]
+    _check("W_q, unpacked,", codes, shape)
+    scale, zero = (t[name].reshape((1, 1) if t[name].numel() == 1 else numbers) for name in ("scale", "zero"))
+    return ((codes.to(outline.dtype) - zero.to(outline.dtype)) * scale.to(outline.dtype)).view(n, k)
 
 
 def scaled_blocks(t: Fields, outline: _Outline) -> Tensor:

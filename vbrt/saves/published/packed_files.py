@@ -235,6 +235,7 @@ _SIGNS = (
     ".SCB",
     "_blocks",
     "._weight_qdata",
+    ".W_q",
 )
 
 
