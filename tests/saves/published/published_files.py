@@ -283,6 +283,36 @@ def torchao_int8(w):
     return Made({"._weight_qdata": codes.to(torch.int8), "._weight_scale": scale}, codes * scale)
 
 
+def asymmetric_torchao_int8(w):
+    codes, scale = int8_codes(w, w.shape[1])
+    zeros = torch.arange(len(w), dtype=torch.int32).view_as(scale) * 5 % 256 - 128
+    tensors = {
+        "._weight_qdata": codes.to(torch.int8),
+        "._weight_scale": scale,
+        "._weight_zero_point": zeros.to(torch.int8),
+    }
+    return Made(tensors, (codes - zeros) * scale)
+
+
+def torchao_int4(w):
+    """Signed nibbles, and zero points that are numbers of weights; some are tiny, but code 0 is exactly that weight."""
+    grouped = w.float().view(len(w), -1, 32)
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    scale = (high - low) / 15
+    zero = low + 8 * scale
+    zero[::3] *= 2.0**-20
+    codes = ((grouped - low.unsqueeze(-1)) / scale.unsqueeze(-1)).round().clamp(0, 15).to(torch.int8) - 8
+    nibbles = codes.view(len(w), -1, 2)
+    scale, zero = scale.to(w.dtype), zero.to(w.dtype)
+    tensors = {
+        "._weight_qdata": nibbles[..., 0] & 15 | nibbles[..., 1] << 4,
+        "._weight_scale": scale.t(),
+        "._weight_zero_point": zero.t(),
+    }
+    decoded = codes.float() * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)
+    return Made(tensors, decoded.view(w.shape).to(w.dtype))
+
+
 def torchao_fp8(w):
     scale, codes = torch.rand(len(w), 1), w.to(torch.float8_e4m3fn)
     return Made({"._weight_qdata": codes, "._weight_scale": scale}, (codes.float() * scale).to(w.dtype))
@@ -354,10 +384,22 @@ LAYOUTS = {
     "compressed int8": (compressed_int8, {"quant_method": "compressed-tensors"}, "bytes128-bfloat16"),
     "asymmetric int8": (asymmetric_int8, {"quant_method": "compressed-tensors", **GROUPS}, "zerobytes32-bfloat16"),
     "torchao int8": (torchao_int8, {"quant_method": "torchao"}, "bytes128-bfloat16"),
+    "asymmetric torchao int8": (asymmetric_torchao_int8, {"quant_method": "torchao"}, "zerobytes128-bfloat16"),
+    "torchao int4": (torchao_int4, {"quant_method": "torchao"}, ""),
     "torchao fp8": (torchao_fp8, {"quant_method": "torchao"}, "floatbytes128-float32"),
     "llm.int8": (llm_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "unitbytes128"),
     "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [16, 16]}, "floatbytes16-float32"),
     "fp8 rows": (fp8_rows, {"quant_method": "compressed-tensors"}, "floatbytes128-bfloat16"),
+}
+
+
+#: layout -> metadata of a weight
+TORCHAO = {
+    "torchao": {
+        "_type": "NVFP4Tensor",
+        "_data": {"is_swizzled_scales": True, "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}},
+    },
+    "torchao int4": {"_type": "Int4Tensor", "_data": {"block_size": [1, 32]}},
 }
 
 
@@ -372,9 +414,8 @@ def publish(directory, model, layout, names=lambda name: True):
         made, base = make(value), name.removesuffix(".weight")
         tensors |= {base + suffix: tensor.contiguous().clone() for suffix, tensor in made.tensors.items()}
         decoded[name] = made.decoded.to(value.dtype)
-        attributes = {"is_swizzled_scales": True, "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}
-        metadata[name] = json.dumps({"_type": "NVFP4Tensor", "_data": attributes})
-    save_file(tensors, directory / "model.safetensors", metadata if layout == "torchao" else {"format": "pt"})
+        metadata[name] = json.dumps(TORCHAO.get(layout))
+    save_file(tensors, directory / "model.safetensors", metadata if layout in TORCHAO else {"format": "pt"})
     model.config.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": scheme}))

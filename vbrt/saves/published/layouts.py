@@ -39,6 +39,7 @@ from vbrt.saves.published.decode_layouts import (
     decode_compressed_ints,
     decode_gptq,
     decode_hqq,
+    decode_torchao_int4,
     scaled_blocks,
     unswizzled,
 )
@@ -367,6 +368,12 @@ def _bits_of_mlx(scheme: Mapping[str, Any]) -> list[tuple[int, int]]:
     return list(dict.fromkeys(((bits, group), *named)))
 
 
+def _outline_torchao_int4(facts: Facts) -> Outline:
+    n, half = _two(facts.shape("weight"), "its packed weight")
+    why = "torchao int4: offsets of signed codes, which offsets of codes from 0 do not hold exactly"
+    return Outline((n, 2 * half), facts.dtype, why=why)
+
+
 _HQQ = ("4bit_u8", "8bit_u8")
 #: of HQQ's settings of a weight, which follow from the others
 _UNUSED_OF_HQQ = (
@@ -426,6 +433,11 @@ def _outline_int8(facts: Facts) -> Outline:
     kind = _KIND_OF_BITS[8]["zeros" if "zero_point" in facts.infos else ""]
     format = levels_format(shape[1], group, facts.infos["scale"].dtype, kind=kind)
     return Outline(shape, facts.dtype, format, more={"group": group})
+
+
+def _is_int8(facts: Facts) -> bool:
+    integers = "zero_point" not in facts.infos or facts.is_of("zero_point", torch.int8)
+    return facts.is_of("weight", torch.int8) and facts.is_of("scale", *_NUMBERS) and integers
 
 
 def _int8(t: Fields, outline: Outline) -> dict[str, Tensor]:
@@ -621,12 +633,22 @@ LAYOUTS = (
         since="0.2.0",
     ),
     Layout(
+        "torchao int4",
+        {"weight": "._weight_qdata", "scale": "._weight_scale", "zero_point": "._weight_zero_point"},
+        lambda f: f.metadata.get("_type") == "Int4Tensor" and f.is_of("weight", torch.int8, torch.uint8),
+        _outline_torchao_int4,
+        decode=decode_torchao_int4,
+        rest="all",
+        since="0.2.0",
+    ),
+    Layout(
         "torchao int8",
-        {"weight": "._weight_qdata", "scale": "._weight_scale"},
-        lambda f: f.is_of("weight", torch.int8) and f.is_of("scale", *_NUMBERS),
+        {"weight": "._weight_qdata", "scale": "._weight_scale", "zero_point": "._weight_zero_point"},
+        lambda f: f.metadata.get("_type") != "Int4Tensor" and _is_int8(f),
         _outline_int8,
         _int8,
-        becomes=("bytes",),
+        optional=("zero_point",),
+        becomes=("bytes", "zerobytes"),
         since="0.2.0",
     ),
     Layout(
