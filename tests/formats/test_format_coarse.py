@@ -85,10 +85,12 @@ def test_layouts_hold_the_advertised_bits_a_weight():
     levels = {f"levels{b}-{s}": 4 + size / b for b, (s, size) in groups}
     affine = {f"affine{b}-{s}": 4 + 2 * size / b for b, (s, size) in groups}
     zeros = {f"zeros{b}-{s}": 4 + (size + 8) / b for b, (s, size) in groups}
+    zeros |= {f"floatzeros{b}-{s}": 4 + 2 * size / b for b, (s, size) in groups}
     own = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.125, "quantile": 4.125, "mxint8": 8.25, "dense": 16}
     own |= {"superblock32": 4.625, "superbytes32": 8.625, "superbytes16": 8.5625, "unitbytes128": 8.25}
     eight = {f"{kind}{b}-{s}": 8 + size / b for kind in ("bytes", "floatbytes") for b, (s, size) in groups}
     eight |= {f"offsetbytes{b}-{s}": 8 + 2 * size / b for b, (s, size) in groups}
+    eight |= {f"floatzerobytes{b}-{s}": 8 + 2 * size / b for b, (s, size) in groups}
     eight |= {f"zerobytes{b}-{s}": 8 + (size + 8) / b for b, (s, size) in groups}
     assert bits == pytest.approx(own | levels | affine | zeros | eight, abs=0.005)
 

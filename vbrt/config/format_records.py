@@ -35,6 +35,7 @@ GROUP_KINDS = {
     "levels": ("vbrt.formats.sixteen_levels:Levels", "levels", None),
     "affine": ("vbrt.formats.affine:Affine", "affine", "values"),
     "zeros": ("vbrt.formats.affine:ZeroPoint", "affine", "zeros"),
+    "floatzeros": ("vbrt.formats.affine:FloatZeroPoint", None, "floatzeros"),
 }
 #: the same with 8-bit codes; int8 or, in "floatbytes", E4M3 where there is no offset
 BYTE_KINDS = {
@@ -42,6 +43,7 @@ BYTE_KINDS = {
     "floatbytes": ("vbrt.formats.eight_bits:FloatBytes", None, None),
     "offsetbytes": ("vbrt.formats.affine:Affine", "bytes", "values"),
     "zerobytes": ("vbrt.formats.affine:ZeroPoint", "bytes", "zeros"),
+    "floatzerobytes": ("vbrt.formats.affine:FloatZeroPoint", None, "floatzeros"),
 }
 #: reserved values of `weights.format` and `weights.formats`
 _RESERVED = ("auto", "exact")
@@ -59,8 +61,8 @@ class FormatRecord:
         block: weights along K that share a scale.
         scales: encoding of a block's scale: "e4m3", "ue4m4", "e8m0" (a byte), a dtype of `LEVEL_SCALES`, or
             "superblock" (6 or 8 bits, times an fp16 number per 256 weights); None: no scales.
-        offsets: storage of a block's offset: "values" (of the scales' dtype), "zeros" (a code that stands for 0) or
-            "superblock" (like the scale); None: no offset.
+        offsets: storage of a block's offset: "values" (of the scales' dtype), "zeros" (a code that stands for 0),
+            "floatzeros" (between codes, of the scales' dtype) or "superblock" (like the scale); None: no offset.
         bits: bits per code.
         kernels: kernel family for its codes ("e2m1", "table", "levels", "affine", "int8", "bytes"); None: decoded by
             the reference.

@@ -1,18 +1,20 @@
 """Codes with a scale and an offset per block, as published: `affine16-float16` to `affine128-float32`,
-`zeros16-float16` to `zeros128-float32`, and `superblock32` of 4 bits; `offsetbytes...`, `zerobytes...` and
-`superbytes32` of 8.
+`zeros16-float16` to `zeros128-float32`, `floatzeros...` and `superblock32` of 4 bits; `offsetbytes...`, `zerobytes...`,
+`floatzerobytes...` and `superbytes32` of 8.
 
-    4 bits        8 bits          weight
-    affine        offsetbytes     code * scale + offset              GGUF's Q4_1, MLX      Q5_1
-    zeros         zerobytes       (code - zero) * scale              AWQ, asymmetric GPTQ, AutoRound, compressed-tensors
-    superblock    superbytes32    code * (d * scale) - dmin * min    GGUF's Q4_K           Q5_K
+    4 bits        8 bits            weight
+    affine        offsetbytes       code * scale + offset              GGUF's Q4_1, MLX    Q5_1
+    zeros         zerobytes         (code - zero) * scale              AWQ, asymmetric GPTQ, AutoRound, int4 of others
+    floatzeros    floatzerobytes    (code - zero) * scale              HQQ
+    superblock    superbytes32      code * (d * scale) - dmin * min    GGUF's Q4_K         Q5_K
 
 Every operation is rounded to fp32, the result to the weight's dtype. All products are exact in fp32 but those of fp32
 scales, so a kernel may compute any of them as one FMA of code, scale and offset (`Affine.block_terms`) with the same
-bits; of fp32 scales it may not.
+bits; of fp32 scales it may not. Nor may it of `floatzeros`, whose zero points lie between codes: the difference is
+rounded to the scales' dtype, as HQQ does in its compute dtype, before the product.
 
-Bits per weight: those of a code, plus 32 / block (16-bit offsets), 24 / block (zero points of 16-bit scales) or 0.625
-(superblocks, whose 6-bit numbers take a byte each).
+Bits per weight: those of a code, plus 32 / block (16-bit offsets or float zero points), 24 / block (zero points of
+16-bit scales) or 0.625 (superblocks, whose 6-bit numbers take a byte each).
 
 Encoding is for weights assigned to such a layer later; no config selects these formats.
 """
@@ -36,7 +38,7 @@ from vbrt.formats.block_formats import (
 from vbrt.formats.format import Format, check_weight, padded
 from vbrt.formats.page import DTYPES, PageLayout, build_layout
 
-__all__ = ["CODES", "SUPERBLOCK", "Affine", "BlockTerms", "Superblock", "ZeroPoint"]
+__all__ = ["CODES", "SUPERBLOCK", "Affine", "BlockTerms", "FloatZeroPoint", "Superblock", "ZeroPoint"]
 
 #: weights that share `d` and `dmin`
 SUPERBLOCK = 256
@@ -150,6 +152,25 @@ class ZeroPoint(Affine):
         scale_RB = ((high_RB.clamp(min=0) - low_RB) / self.last).to(DTYPES[self.record.scales])
         zero_RB = (-low_RB / _divisor(scale_RB.float())).round_().clamp_(0, self.last)
         return {"scales": scale_RB, "zeros": zero_RB.to(torch.uint8)}
+
+
+class FloatZeroPoint(ZeroPoint):
+    """Fields: codes; scales and zeros [N, Kp/block] in the record's dtype. code - zero is rounded to that dtype."""
+
+    def _fields(self, n: int, blocks: int) -> list[tuple[str, str, tuple[int, int]]]:
+        return [(name, self.record.scales, (n, blocks)) for name in ("scales", "zeros")]
+
+    def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """See `Format.decode`."""
+        scale_NB, zero_NB = tensors["scales"].float(), tensors["zeros"].float()
+        quads, difference = self._quads(tensors), DTYPES[self.record.scales]
+        return decode_blocks(
+            tensors["codes"], scale_NB, quads, shape, dtype, zero_NB=zero_NB, difference_dtype=difference
+        )
+
+    def _terms(self, low_RB: Tensor, high_RB: Tensor) -> dict[str, Tensor]:
+        terms = super()._terms(low_RB, high_RB)
+        return {**terms, "zeros": terms["zeros"].to(DTYPES[self.record.scales])}
 
 
 class Superblock(Affine):

@@ -490,13 +490,15 @@ def decode_blocks(
     dtype: torch.dtype,
     *,
     zero_NB: Tensor | None = None,
+    difference_dtype: torch.dtype = torch.float32,
     offset_NB: Tensor | None = None,
     unit: Tensor | None = None,
 ) -> Tensor:
     """Dequantize: (level[code] - zero) * scale * unit + offset [N, K] from codes [N, Kp/2], fp32 numbers [N, Kp/block],
     a unit [1] and a `quad_table`; without one codes are numbers [N, Kp] of 8 bits, their own levels.
 
-    Each operation is rounded to fp32, the result to `dtype`; all devices give the same bits.
+    Each operation is rounded to fp32, level - zero then to `difference_dtype`, the result to `dtype`; all devices give
+    the same bits.
     """
     n, k = shape
     per_byte = 1 if quads is None else 2
@@ -511,6 +513,8 @@ def decode_blocks(
         w_RBb = w_R.view(*scale_RB.shape, block)
         if zero_NB is not None:
             w_RBb.sub_(zero_NB[within].unsqueeze(-1))
+            if difference_dtype is not torch.float32:
+                w_RBb.copy_(w_RBb.to(difference_dtype))
         w_RBb.mul_(scale_RB.unsqueeze(-1))
         if unit is not None:
             w_RBb.mul_(unit)

@@ -34,11 +34,13 @@ __all__ = [
     "repack_compressed_int8",
     "repack_fp8",
     "repack_gptq",
+    "repack_hqq",
     "repack_int8",
     "repack_llm_int8",
     "repack_mlx",
     "repack_mxfp4",
     "repack_nvfp4",
+    "unpack_hqq",
 ]
 
 #: subtracted from zero points in files of a `checkpoint_format`
@@ -50,6 +52,14 @@ _LLM_INT8_UNIT = 7.874015718698502e-3
 _KINDS = (*GROUP_KINDS, *BYTE_KINDS)
 #: column of each nibble in an AWQ word, from the lowest
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+#: HQQ's packings: dtype, and shift of each part of the rows
+_HQQ_PACKINGS = {
+    "8bit_u8": (torch.uint8, (0,)),
+    "4bit_u8": (torch.uint8, (4, 0)),
+    "2bit_u8": (torch.uint8, (6, 4, 2, 0)),
+    "1bit_u8": (torch.uint8, (7, 6, 5, 4, 3, 2, 1, 0)),
+    "3bit_32": (torch.int32, (27, 24, 21, 18, 15, 12, 9, 6, 3, 0)),
+}
 #: fields of a plane that are not numbers per block
 _NOT_PER_BLOCK = ("codes", "levels", "d", "dmin", "unit")
 
@@ -322,6 +332,48 @@ def repack_mlx(weight: Tensor, scales: Tensor, biases: Tensor, *, bits: int = 4)
     codes, offsets = weight.detach().contiguous().view(torch.uint8), {"offsets": biases.detach()}
     make = _grouped if bits == 4 else _grouped_bytes
     return make("mlx", (n, k), codes, scales.detach(), k // groups, offsets)
+
+
+def unpack_hqq(w_q: Tensor, packing: str) -> Tensor:
+    """Codes of an HQQ weight, uint8 [rows, columns]: a word has codes of rows that are a part of all rows apart, the
+    first in the highest bits; 3-bit codes may end with rows of padding. Raises FormatError."""
+    if packing not in _HQQ_PACKINGS:
+        raise FormatError(f"hqq: packing {packing!r}; expected one of {', '.join(_HQQ_PACKINGS)}")
+    dtype, shifts = _HQQ_PACKINGS[packing]
+    if w_q.ndim != 2 or not (w_q.dtype == dtype or w_q.is_floating_point()):
+        raise FormatError(f"hqq: W_q {w_q.dtype} {tuple(w_q.shape)} packed as {packing}; expected {dtype}, a matrix")
+    words, bits = w_q.detach().contiguous().view(dtype), int(packing[0])
+    return torch.cat([(words >> shift & (1 << bits) - 1).to(torch.uint8) for shift in shifts])
+
+
+def repack_hqq(
+    w_q: Tensor, scale: Tensor, zero: Tensor, shape: tuple[int, int], *, group: int, packing: str = "4bit_u8"
+) -> Repacked:
+    """Repack a weight of HQQ with axis = 1 in 4 to 8 bits: weight = (code - zero) * scale, each operation rounded to
+    the dtype of scales and zero points, which HQQ casts to its compute dtype.
+
+    w_q: codes [N K / group, group] of the flattened weight, packed as 4bit_u8 (the first half of the rows in high
+    nibbles) or 8bit_u8, or those bytes under a float dtype; scale and zero: a number per group, of one dtype. Decoded
+    in that dtype it equals HQQ's `dequantize` bit for bit.
+
+    Raises FormatError for mismatched tensors, numbers that are not finite, or groups not made of blocks of 16 weights
+    of a row.
+    """
+    n, k = matrix_shape("hqq", shape)
+    codes, groups = unpack_hqq(w_q, packing), n * k // max(1, group)
+    fits = codes.shape == (groups, group) and groups * group == n * k
+    if not fits or scale.numel() != groups or zero.numel() != groups or scale.dtype != zero.dtype:
+        raise FormatError(
+            f"hqq: W_q {tuple(w_q.shape)} packed as {packing}, scale {scale.dtype} {tuple(scale.shape)}, "
+            f"zero {zero.dtype} {tuple(zero.shape)}; expected those of {(n, k)} weights in groups of {group}"
+        )
+    four = packing == "4bit_u8"
+    format = levels_format(k, group, scale.dtype, flat=True, kind="floatzeros" if four else "floatzerobytes")
+    codes, each = codes.view(n, k), group // _block(format)
+    terms = {"scales": scale, "zeros": zero}
+    terms = {name: term.detach().reshape(-1).repeat_interleave(each).view(n, -1) for name, term in terms.items()}
+    refuse_nonfinite_fields(format, terms)
+    return Repacked(format, (n, k), {"codes": codes[:, 0::2] | codes[:, 1::2] << 4 if four else codes, **terms})
 
 
 def _awq_nibbles(words: Tensor) -> Tensor:

@@ -138,6 +138,44 @@ def asymmetric_compressed(w):
     return Made(tensors, (codes - zeros.repeat_interleave(32, 1)) * scale.repeat_interleave(32, 1))
 
 
+def hqq(w, bits=4, axis=1, group=32):
+    """Zero points between codes; the difference is rounded to w's dtype before the product."""
+    shape = (-1, group) if axis == 1 else (group, -1)
+    grouped, last = w.float().view(shape), 2**bits - 1
+    low, high = grouped.amin(axis, keepdim=True), grouped.amax(axis, keepdim=True)
+    scale = ((high - low) / last).to(w.dtype)
+    zero = (-low / scale.float()).to(w.dtype)
+    codes = (grouped / scale.float() + zero.float()).round().clamp(0, last).to(torch.uint8)
+    parts = codes.view(8 // bits, -1, codes.shape[1])
+    packed = sum(part << 8 - bits * (place + 1) for place, part in enumerate(parts))
+    facts = {"nbits": bits, "group_size": group, "axis": axis}
+    flags = ("view_as_float", "quant_scale", "quant_zero", "offload_meta", "round_zero")
+    flags = dict.fromkeys(flags, 0) | dict.fromkeys(("encoded_state_dict", "stores_quant_config", "channel_wise"), 1)
+    texts = {"packing": f"{bits}bit_u8", "unpack_view_dtype": "torch.uint8", "compute_dtype": "torch.bfloat16"}
+    tensors = {
+        ".W_q": packed,
+        ".scale": scale,
+        ".zero": zero,
+        ".shape": torch.tensor(w.shape),
+        **{f".{name}": torch.tensor(value, dtype=torch.int32) for name, value in facts.items()},
+        **{f".{name}": torch.tensor(value, dtype=torch.uint8) for name, value in flags.items()},
+        **{f".{name}": torch.tensor(list(text.encode()), dtype=torch.uint8) for name, text in texts.items()},
+    }
+    return Made(tensors, ((codes.to(w.dtype) - zero) * scale).view(w.shape))
+
+
+def hqq8(w):
+    return hqq(w, bits=8)
+
+
+def hqq2(w):
+    return hqq(w, bits=2)
+
+
+def hqq_across_rows(w):
+    return hqq(w, axis=0)
+
+
 def mlx(w):
     grouped = w.float().view(len(w), -1, 32)
     scale = ((grouped.amax(-1) - grouped.amin(-1)) / 15).to(w.dtype)
@@ -245,6 +283,36 @@ def torchao_int8(w):
     return Made({"._weight_qdata": codes.to(torch.int8), "._weight_scale": scale}, codes * scale)
 
 
+def asymmetric_torchao_int8(w):
+    codes, scale = int8_codes(w, w.shape[1])
+    zeros = torch.arange(len(w), dtype=torch.int32).view_as(scale) * 5 % 256 - 128
+    tensors = {
+        "._weight_qdata": codes.to(torch.int8),
+        "._weight_scale": scale,
+        "._weight_zero_point": zeros.to(torch.int8),
+    }
+    return Made(tensors, (codes - zeros) * scale)
+
+
+def torchao_int4(w):
+    """Signed nibbles, and zero points that are numbers of weights; some are tiny, but code 0 is exactly that weight."""
+    grouped = w.float().view(len(w), -1, 32)
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    scale = (high - low) / 15
+    zero = low + 8 * scale
+    zero[::3] *= 2.0**-20
+    codes = ((grouped - low.unsqueeze(-1)) / scale.unsqueeze(-1)).round().clamp(0, 15).to(torch.int8) - 8
+    nibbles = codes.view(len(w), -1, 2)
+    scale, zero = scale.to(w.dtype), zero.to(w.dtype)
+    tensors = {
+        "._weight_qdata": nibbles[..., 0] & 15 | nibbles[..., 1] << 4,
+        "._weight_scale": scale.t(),
+        "._weight_zero_point": zero.t(),
+    }
+    decoded = codes.float() * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)
+    return Made(tensors, decoded.view(w.shape).to(w.dtype))
+
+
 def torchao_fp8(w):
     scale, codes = torch.rand(len(w), 1), w.to(torch.float8_e4m3fn)
     return Made({"._weight_qdata": codes, "._weight_scale": scale}, (codes.float() * scale).to(w.dtype))
@@ -295,6 +363,10 @@ LAYOUTS = {
         "zeros32-bfloat16",
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32}, "zeros32-bfloat16"),
+    "hqq": (hqq, {"quant_method": "hqq"}, "floatzeros32-bfloat16"),
+    "hqq 8": (hqq8, {"quant_method": "hqq"}, "floatzerobytes32-bfloat16"),
+    "hqq 2": (hqq2, {"quant_method": "hqq"}, ""),
+    "hqq across rows": (hqq_across_rows, {"quant_method": "hqq"}, ""),
     "mlx": (mlx, {"bits": 4, "group_size": 32}, "affine32-bfloat16"),
     "gptq 8": (gptq8, {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}, "bytes32-bfloat16"),
     "asymmetric gptq 8": (
@@ -312,10 +384,22 @@ LAYOUTS = {
     "compressed int8": (compressed_int8, {"quant_method": "compressed-tensors"}, "bytes128-bfloat16"),
     "asymmetric int8": (asymmetric_int8, {"quant_method": "compressed-tensors", **GROUPS}, "zerobytes32-bfloat16"),
     "torchao int8": (torchao_int8, {"quant_method": "torchao"}, "bytes128-bfloat16"),
+    "asymmetric torchao int8": (asymmetric_torchao_int8, {"quant_method": "torchao"}, "zerobytes128-bfloat16"),
+    "torchao int4": (torchao_int4, {"quant_method": "torchao"}, ""),
     "torchao fp8": (torchao_fp8, {"quant_method": "torchao"}, "floatbytes128-float32"),
     "llm.int8": (llm_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "unitbytes128"),
     "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [16, 16]}, "floatbytes16-float32"),
     "fp8 rows": (fp8_rows, {"quant_method": "compressed-tensors"}, "floatbytes128-bfloat16"),
+}
+
+
+#: layout -> metadata of a weight
+TORCHAO = {
+    "torchao": {
+        "_type": "NVFP4Tensor",
+        "_data": {"is_swizzled_scales": True, "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}},
+    },
+    "torchao int4": {"_type": "Int4Tensor", "_data": {"block_size": [1, 32]}},
 }
 
 
@@ -330,9 +414,8 @@ def publish(directory, model, layout, names=lambda name: True):
         made, base = make(value), name.removesuffix(".weight")
         tensors |= {base + suffix: tensor.contiguous().clone() for suffix, tensor in made.tensors.items()}
         decoded[name] = made.decoded.to(value.dtype)
-        attributes = {"is_swizzled_scales": True, "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}
-        metadata[name] = json.dumps({"_type": "NVFP4Tensor", "_data": attributes})
-    save_file(tensors, directory / "model.safetensors", metadata if layout == "torchao" else {"format": "pt"})
+        metadata[name] = json.dumps(TORCHAO.get(layout))
+    save_file(tensors, directory / "model.safetensors", metadata if layout in TORCHAO else {"format": "pt"})
     model.config.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": scheme}))

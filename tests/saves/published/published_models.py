@@ -1,8 +1,7 @@
 """Tiny models that libraries have quantized and written, with digests of what each library decodes its weights to.
 
 `python -m tests.saves.published.published_models` writes tests/data/published/models anew. It needs bitsandbytes (made
-with
-0.50.2) and auto-round (0.16.1), on a CPU.
+with 0.50.2), auto-round (0.16.1) and hqq (0.2.8.post1), on a CPU.
 """
 
 import json
@@ -18,6 +17,7 @@ DIRECTORY = Path(__file__).parents[2] / "data/published/models"
 MODELS = {
     "bitsandbytes-nf4-nested": ({"levels64-float32", "levels32-float32"}, torch.bfloat16),  # rows of 64, and of 96
     "auto-round": ({"levels32-float16"}, torch.float16),
+    "hqq": ({"nvfp4"}, torch.bfloat16),  # decoded: no kernel computes with its planes
 }
 
 
@@ -91,10 +91,23 @@ def of_auto_round(directory, dense):
     return decoded
 
 
+def of_hqq(directory, dense):
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+    from hqq.models.hf.base import AutoHQQHFModel
+
+    model = small(torch.bfloat16)
+    config = BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
+    AutoHQQHFModel.quantize_model(model, config, compute_dtype=torch.bfloat16, device="cpu")
+    model.config.architectures = [type(model).__name__]
+    AutoHQQHFModel.save_to_safetensors(model, str(directory))
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, HQQLinear)}
+    return {f"{name}.weight": layer.dequantize() for name, layer in layers.items()}
+
+
 def main():
     import tempfile
 
-    for name, make in zip(MODELS, (of_bitsandbytes, of_auto_round), strict=True):
+    for name, make in zip(MODELS, (of_bitsandbytes, of_auto_round, of_hqq), strict=True):
         directory = DIRECTORY / name
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as dense:

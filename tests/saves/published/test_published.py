@@ -202,6 +202,70 @@ def test_damaged_parts_of_a_weight_are_refused_by_name(tmp_path, change, message
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, base: t.pop(f"{base}.zero"), r"no layout that vbrt reads.*gate_proj\.W_q"),
+        (lambda t, base: t.update({f"{base}.W_q": t[f"{base}.W_q"][:-1].clone()}), r"gate_proj\.W_q.*hqq: W_q"),
+        (lambda t, base: t[f"{base}.zero"].fill_(float("nan")), r"gate_proj\.W_q.*zeros hold NaN or Inf"),
+        (lambda t, base: t[f"{base}.group_size"].fill_(48), r"gate_proj\.W_q.*group_size 48 of a weight"),
+        (lambda t, base: t[f"{base}.packing"].fill_(0xFF), r"gate_proj\.W_q.*can't decode byte 0xff"),
+        (lambda t, base: t[f"{base}.packing"].fill_(65), r"gate_proj\.W_q.*packing 'AAAAAAA'; expected one of 8bit"),
+        (lambda t, base: t[f"{base}.shape"].fill_(-64), r"gate_proj\.W_q.*a weight \(-64, -64\)"),
+    ],
+)
+def test_damaged_parts_of_an_hqq_weight_are_refused_by_name(tmp_path, change, message):
+    publish(tmp_path, llama(), "hqq")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors, "model.layers.0.mlp.gate_proj")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        loaded(tmp_path, llama(meta=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, base: t.pop(f"{base}scale"), r"no layout that vbrt reads.*Int4Tensor.*gate_proj\._weight_qdata"),
+        (
+            lambda t, base: t.pop(f"{base}zero_point"),
+            r"no layout that vbrt reads.*Int4Tensor.*gate_proj\._weight_qdata",
+        ),
+        (lambda t, base: t[f"{base}scale"].fill_(float("inf")), "gate_proj.*scale holds NaN or Inf"),
+        (lambda t, base: t.update({f"{base}scale": t[f"{base}scale"][:1].clone()}), "gate_proj.*zero_point has shape"),
+        (lambda t, base: t.update({f"{base}act_pre_scale": torch.ones(64)}), r"gate_proj\._weight_act_pre_scale"),
+    ],
+)
+def test_damaged_parts_of_a_torchao_int4_weight_are_refused_by_name(tmp_path, change, message):
+    publish(tmp_path, llama(), "torchao int4")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    change(tensors, "model.layers.0.mlp.gate_proj._weight_")
+    save_file(tensors, file, metadata)
+    with pytest.raises(CheckpointError, match=message):
+        loaded(tmp_path, llama(meta=True))
+
+
+def test_tiles_of_torchao_are_refused_with_the_name_of_their_tensor(tmp_path):
+    tiles = {"0._weight_qdata": torch.zeros(1, 8, 32, 4, dtype=torch.int32)}
+    tiles["0._weight_scale_and_zero"] = torch.zeros(16, 8, 2, dtype=torch.bfloat16)
+    metadata = {"0.weight": json.dumps({"_type": "Int4TilePackedTo4dTensor", "_data": {"shape": [8, 1024]}})}
+    save_file(tiles, tmp_path / "model.safetensors", metadata)
+    with pytest.raises(CheckpointError, match=r"Int4TilePackedTo4dTensor\): 0\._weight_qdata"):
+        describe(tmp_path)
+
+
+def test_pickles_are_refused_by_name(tmp_path):
+    model = llama()
+    model.config.save_pretrained(tmp_path)
+    torch.save({}, tmp_path / "qmodel.pt")
+    with pytest.raises(CheckpointError, match=r"qmodel\.pt, may run code when it is read: vbrt reads none"):
+        vbrt.from_pretrained(tmp_path, **QUIET)
+
+
 def test_mlx_names_its_groups_under_another_key(tmp_path):
     model = llama()
     model.load_state_dict(publish(tmp_path, model, "mlx"))

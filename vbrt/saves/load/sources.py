@@ -28,6 +28,8 @@ from vbrt.saves.saved.saved_planes import SavedModel
 __all__ = ["Source", "describe", "open_source", "safetensors_paths"]
 
 _MAX_INDEX_BYTES = 64 << 20
+#: suffixes of torch.save's files: HQQ's qmodel.pt, pytorch_model.bin
+_PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 class Source(Protocol):
@@ -104,9 +106,11 @@ def safetensors_paths(path: Path) -> list[Path]:
         return [path / name for name in _shard_names(path / INDEX)]
     if (path / SINGLE).exists():
         return [path / SINGLE]
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
+    refused = f" (a pickle, such as {pickles[0]}, may run code when it is read: vbrt reads none)" if pickles else ""
     raise CheckpointError(
         f"{path}: neither {MANIFEST}, as vb.save() writes it, nor {SINGLE} or {INDEX} in it; "
-        "expected a save, a safetensors checkpoint or a GGUF file"
+        f"expected a save, a safetensors checkpoint or a GGUF file{refused}"
     )
 
 

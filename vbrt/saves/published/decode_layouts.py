@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import FormatError
+from vbrt.formats.published import unpack_hqq
 
-__all__ = ["decode_compressed_ints", "decode_gptq", "scaled_blocks", "unswizzled"]
+__all__ = ["decode_compressed_ints", "decode_gptq", "decode_hqq", "decode_torchao_int4", "scaled_blocks", "unswizzled"]
 
 Fields = Mapping[str, Tensor]
 
@@ -82,6 +83,40 @@ def decode_compressed_ints(t: Fields, outline: _Outline) -> Tensor:
     if zero.shape[1] != scale.shape[1] or zero.shape[0] not in (1, n):
         raise FormatError(f"weight_zero_point {tuple(zero.shape)} with scales of {tuple(scale.shape)}")
     return (codes - zero.expand(n, -1)[:, index]).to(scale.dtype) * scale[:, index]
+
+
+def decode_hqq(t: Fields, outline: _Outline) -> Tensor:
+    """HQQ: W_q, packed rows of a matrix with the groups as its rows (axis 1) or columns (axis 0); scale and zero: a
+    number a group, or one of all. weight = (code - zero) * scale, in the model's dtype. Raises FormatError."""
+    (n, k), group, axis = outline.shape, outline.more["group"], outline.more["axis"]
+    shape = (n * k // group, group) if axis == 1 else (group, n * k // group)
+    numbers = (shape[0], 1) if axis == 1 else (1, shape[1])
+    codes = unpack_hqq(t["weight"], outline.more["packing"])[: shape[0]]
+    _check("W_q, unpacked,", codes, shape)
+    scale, zero = (t[name].reshape((1, 1) if t[name].numel() == 1 else numbers) for name in ("scale", "zero"))
+    return ((codes.to(outline.dtype) - zero.to(outline.dtype)) * scale.to(outline.dtype)).view(n, k)
+
+
+def decode_torchao_int4(t: Fields, outline: _Outline) -> Tensor:
+    """torchao's `Int4Tensor`: qdata [N, K/2], signed nibbles, the even column in the low one; scale and zero_point
+    [G, N]. weight = code * scale + zero_point, each operation rounded to fp32, as by MSLK's Triton kernel and torchao's
+    `Int4WeightFakeQuantizer`. Raises FormatError.
+
+    Counted from 0, codes would have the offset zero_point - 8 * scale, which fp32 does not hold where zero_point is
+    small: the weight of code 0 is zero_point itself.
+    """
+    (n, k), groups = outline.shape, len(t["scale"])
+    for name in ("scale", "zero_point"):
+        _check(name, t[name], (groups, n))
+        if not torch.isfinite(t[name]).all():
+            raise FormatError(f"{name} holds NaN or Inf; expected finite numbers")
+    if not groups or k % groups:
+        raise FormatError(f"scales of {groups} groups in rows of {k}; expected whole groups")
+    packed = t["weight"].view(torch.uint8)
+    nibbles = torch.stack((packed & 15, packed >> 4), dim=-1)
+    codes_NGg = ((nibbles ^ 8).to(torch.int8) - 8).view(n, groups, -1)
+    scale_NG1, zero_NG1 = (t[name].float().t().unsqueeze(-1) for name in ("scale", "zero_point"))
+    return (codes_NGg.float() * scale_NG1 + zero_NG1).view(n, k)
 
 
 def scaled_blocks(t: Fields, outline: _Outline) -> Tensor:

@@ -27,6 +27,7 @@ from vbrt.formats.published import (
     repack_compressed_int8,
     repack_fp8,
     repack_gptq,
+    repack_hqq,
     repack_int8,
     repack_llm_int8,
     repack_mlx,
@@ -34,7 +35,14 @@ from vbrt.formats.published import (
     repack_nvfp4,
 )
 from vbrt.saves.files.safetensors_file import TensorInfo
-from vbrt.saves.published.decode_layouts import decode_compressed_ints, decode_gptq, scaled_blocks, unswizzled
+from vbrt.saves.published.decode_layouts import (
+    decode_compressed_ints,
+    decode_gptq,
+    decode_hqq,
+    decode_torchao_int4,
+    scaled_blocks,
+    unswizzled,
+)
 
 __all__ = ["LAYOUTS", "UNUSED", "Facts", "Layout", "Outline", "decoded"]
 
@@ -360,6 +368,61 @@ def _bits_of_mlx(scheme: Mapping[str, Any]) -> list[tuple[int, int]]:
     return list(dict.fromkeys(((bits, group), *named)))
 
 
+def _outline_torchao_int4(facts: Facts) -> Outline:
+    n, half = _two(facts.shape("weight"), "its packed weight")
+    why = "torchao int4: offsets of signed codes, which offsets of codes from 0 do not hold exactly"
+    return Outline((n, 2 * half), facts.dtype, why=why)
+
+
+_HQQ = ("4bit_u8", "8bit_u8")
+#: of HQQ's settings of a weight, which follow from the others
+_UNUSED_OF_HQQ = (
+    "nbits",
+    "unpack_view_dtype",
+    "view_as_float",
+    "quant_scale",
+    "quant_zero",
+    "compute_dtype",
+    "offload_meta",
+    "encoded_state_dict",
+    "stores_quant_config",
+    "channel_wise",
+    "optimize",
+    "round_zero",
+)
+
+
+def _outline_hqq(facts: Facts) -> Outline:
+    shape = _two(tuple(facts.small("shape").tolist()), "its weight")
+    packing, axis = bytes(facts.small("packing").tolist()).decode(), int(facts.small("axis"))
+    if axis not in (0, 1) or min(shape) < 1:
+        raise FormatError(f"axis {axis} of a weight {shape}; expected axis 0 or 1 of a matrix")
+    grouped = "group" in facts.infos and facts.shape("scale")
+    group = int(facts.small("group")) if grouped else shape[axis]
+    if group < 1 or shape[0] * shape[1] % group:
+        raise FormatError(f"group_size {group} of a weight {shape}; expected whole groups")
+    kind = "floatzeros" if packing == "4bit_u8" else "floatzerobytes"
+    format, why = _levels(shape[1], group, facts.dtype, flat=True, kind=kind)
+    why = _why_not_hqq(facts, packing, axis) or why
+    more = {"group": group, "axis": axis, "packing": packing}
+    return Outline(shape, facts.dtype, "" if why else format, why=why, more=more)
+
+
+def _why_not_hqq(facts: Facts, packing: str, axis: int) -> str:
+    if axis == 0:
+        return "HQQ with groups across rows (axis = 0)"
+    if packing not in _HQQ:
+        return f"HQQ packed as {packing}"
+    return "" if facts.shape("scale") else "HQQ with one scale (channel_wise = False)"
+
+
+def _hqq(t: Fields, outline: Outline) -> dict[str, Tensor]:
+    more = outline.more
+    scale, zero = (t[name].to(outline.dtype) for name in ("scale", "zero"))
+    made = repack_hqq(t["weight"], scale, zero, outline.shape, group=more["group"], packing=more["packing"])
+    return made.coarse
+
+
 # -- 8 bits -----------------------------------------------------------------------------------------------------------
 
 
@@ -370,6 +433,11 @@ def _outline_int8(facts: Facts) -> Outline:
     kind = _KIND_OF_BITS[8]["zeros" if "zero_point" in facts.infos else ""]
     format = levels_format(shape[1], group, facts.infos["scale"].dtype, kind=kind)
     return Outline(shape, facts.dtype, format, more={"group": group})
+
+
+def _is_int8(facts: Facts) -> bool:
+    integers = "zero_point" not in facts.infos or facts.is_of("zero_point", torch.int8)
+    return facts.is_of("weight", torch.int8) and facts.is_of("scale", *_NUMBERS) and integers
 
 
 def _int8(t: Fields, outline: Outline) -> dict[str, Tensor]:
@@ -518,6 +586,27 @@ LAYOUTS = (
         becomes=("affine", "offsetbytes"),
         since="0.2.0",
     ),
+    Layout(
+        "HQQ",
+        {
+            "weight": ".W_q",
+            "scale": ".scale",
+            "zero": ".zero",
+            "shape": ".shape",
+            "packing": ".packing",
+            "axis": ".axis",
+            "group": ".group_size",
+            **{name: f".{name}" for name in _UNUSED_OF_HQQ},
+        },
+        lambda f: f.is_of("scale", *_NUMBERS) and f.is_of("zero", *_NUMBERS),
+        _outline_hqq,
+        _hqq,
+        decode_hqq,
+        optional=("group", *_UNUSED_OF_HQQ),
+        becomes=("floatzeros", "floatzerobytes"),
+        rest="groups across rows (axis = 0); 1 to 3 bits",
+        since="0.2.0",
+    ),
     *(
         Layout(
             name,
@@ -544,12 +633,22 @@ LAYOUTS = (
         since="0.2.0",
     ),
     Layout(
+        "torchao int4",
+        {"weight": "._weight_qdata", "scale": "._weight_scale", "zero_point": "._weight_zero_point"},
+        lambda f: f.metadata.get("_type") == "Int4Tensor" and f.is_of("weight", torch.int8, torch.uint8),
+        _outline_torchao_int4,
+        decode=decode_torchao_int4,
+        rest="all",
+        since="0.2.0",
+    ),
+    Layout(
         "torchao int8",
-        {"weight": "._weight_qdata", "scale": "._weight_scale"},
-        lambda f: f.is_of("weight", torch.int8) and f.is_of("scale", *_NUMBERS),
+        {"weight": "._weight_qdata", "scale": "._weight_scale", "zero_point": "._weight_zero_point"},
+        lambda f: f.metadata.get("_type") != "Int4Tensor" and _is_int8(f),
         _outline_int8,
         _int8,
-        becomes=("bytes",),
+        optional=("zero_point",),
+        becomes=("bytes", "zerobytes"),
         since="0.2.0",
     ),
     Layout(

@@ -185,9 +185,10 @@ class PackedFiles:
         rest = [name for name in self._found if name not in self._taken and name.endswith(_SIGNS)]
         if rest:
             method = self._scheme.get("quant_method", "unknown")
+            kind = self._metadata(min(rest).partition("._weight_")[0]).get("_type")
             raise CheckpointError(
                 f"{self.path}: {len(rest)} tensors of quantized weights are of no layout that vbrt reads "
-                f"(quant_method {method!r}): {', '.join(sorted(rest)[:3])}; known are "
+                f"(quant_method {method!r}{f', {kind}' if kind else ''}): {', '.join(sorted(rest)[:3])}; known are "
                 f"{', '.join(layout.name for layout in LAYOUTS)}"
             )
 
@@ -235,6 +236,9 @@ _SIGNS = (
     ".SCB",
     "_blocks",
     "._weight_qdata",
+    "._weight_zero_point",
+    "._weight_act_pre_scale",
+    ".W_q",
 )
 
 
