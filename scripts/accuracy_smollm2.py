@@ -30,7 +30,7 @@ from scripts.smollm2 import FILES, gguf_file
 __all__ = ["RESULT", "section"]
 
 RESULT = ROOT / "benchmarks" / "results" / "accuracy-smollm2-cpu.json"
-FORMATS = ("exact", "mxint8", "nvfp4", "mxfp4", "nf4", "quantile")
+FORMATS = ("mxint8", "nvfp4", "mxfp4", "nf4", "quantile")
 CALIBRATED = ("nvfp4", "nf4")
 BUDGETS = (5, 6)  # bits a weight of `choose_precision`
 KEYS = (8, 4)  # bits of keys and values in a KVCache
@@ -130,7 +130,7 @@ def section() -> list[str]:
     head += [f"{kind}: top-1" for kind in kinds]
     lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for row in result["rows"]:
-        cells = [f"{row[kind]['nll']:.3f}" for kind in kinds] + [f"{row[kind]['kl']:.4f}" for kind in kinds]
+        cells = [f"{row[kind]['nll']:.3f}" for kind in kinds] + [f"{row[kind]['kl']:.5f}" for kind in kinds]
         cells += [f"{row[kind]['top1']:.1%}" for kind in kinds]
         lines.append(f"| {row['weights']} | {row['bits_a_weight']:.2f} | {' | '.join(cells)} |")
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
