@@ -24,7 +24,7 @@ import vbrt
 from scripts import accuracy_smollm2, calibrated, committed, precision
 from scripts.committed import LM, filled
 from scripts.lm import LanguageModel, Shape, loss_of, read_text
-from scripts.measuring import bits_a_weight, machine
+from scripts.measuring import bits_a_weight, machine, named_machine
 from scripts.train_files import Checkpoint, write_tensors
 
 RESULT = ROOT / "benchmarks" / "results" / "accuracy-lm.json"
@@ -148,7 +148,7 @@ def _dense_section() -> list[str]:
         f"{four:.3f}× for `nvfp4`."
     )
     table = _table("linear layers", result["rows"])
-    return ["## A language model", "", what, "", *table, "", more, "", scale, "", _named(result), ""]
+    return ["## A language model", "", what, "", *table, "", more, "", scale, "", named_machine(result["machine"]), ""]
 
 
 def _experts_section() -> list[str]:
@@ -164,7 +164,7 @@ def _experts_section() -> list[str]:
         "transformers' `grouped_mm` on the original weights."
     )
     table = _table("routed experts", result["rows"])
-    return ["## A language model with routed experts", "", what, "", *table, "", _named(result), ""]
+    return ["## A language model with routed experts", "", what, "", *table, "", named_machine(result["machine"]), ""]
 
 
 def _table(what: str, rows: list[dict]) -> list[str]:
@@ -176,12 +176,6 @@ def _table(what: str, rows: list[dict]) -> list[str]:
         f"{math.exp(row['loss'] - base):.4f}× | {row['loss'] / math.log(2):.4f} |"
         for row in rows
     ]
-
-
-def _named(result: dict) -> str:
-    where = result["machine"]
-    versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
-    return f"{where['gpu'] or where['cpu']}, {versions}, Python {where['python']}, commit {where['commit']}."
 
 
 def main() -> None:

