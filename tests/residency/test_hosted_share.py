@@ -86,6 +86,27 @@ def test_pages_whose_round_trip_takes_longer_than_their_copy_are_left_to_the_lin
     assert {use.nbytes for use in uses if use.key in hosted} == {100}
 
 
+def _siblings(count, group=3):
+    return [Use(f"page{i}", 10, True, f"page{i - i % group}") for i in range(count)]
+
+
+def test_products_of_one_input_are_one_call():
+    uses, rates = _siblings(12), HostRates(1000, 1000, call_s=1.0)
+    one, three, two_calls = (
+        pass_sides(uses, {f"page{i}" for i in some}, 40, rates).cpu_s for some in ((0,), (0, 1, 2), (0, 2, 3))
+    )
+    assert (one, three, two_calls) == pytest.approx((1.01, 1.03, 2.03))
+
+
+def test_pages_of_one_input_are_hosted_together_where_calls_cost():
+    uses, room, rates = _siblings(120), Room(80, 1, 7), HostRates(1000, 1000, call_s=0.01)
+    hosted = hosted_keys(uses, room, rates)
+    groups = {use.group for use in uses if use.key in hosted}
+    assert len(hosted) == 3 * len(groups) > 50
+    alone = hosted_keys([use._replace(group=None) for use in uses], room, rates)
+    assert step_seconds(uses, hosted, room, rates) < 0.9 * step_seconds(uses, alone, room, rates)
+
+
 def test_work_of_the_device_leaves_less_to_the_cpu():
     uses, even = _pass([10] * 120), HostRates(1000, 1000)
     assert len(hosted_keys(uses, 30, even, device_s=0.2)) == 50

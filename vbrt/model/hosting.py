@@ -7,7 +7,7 @@ itself is pure: `vbrt.residency.hosted_share`.
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from vbrt.errors import KernelError
 from vbrt.host import accelerator
@@ -47,6 +47,7 @@ class Hosting:
         self._hosted: weakref.WeakValueDictionary[str, Weight] = weakref.WeakValueDictionary()
         self._looked: tuple[object, int] = (None, 0)
         self._orders: dict[str, list[str]] = {}  # pages of a pass in order, hosted ones included
+        self._groups: dict[str, str] = {}  # page -> the first one of those whose products have the same input
         self.version = 0
         self.rates: dict[int, HostRates] = {}
         self.fallbacks: list[str] = []
@@ -100,7 +101,7 @@ class Hosting:
         if chosen:
             weights = {weight.keys[0]: weight for weight in candidates if weight.keys[0] in chosen}
             try:
-                self._take(self.mailbox(max(map(_room_bytes, weights.values()))), weights, tokens)
+                self._take(self.mailbox(self._room_bytes(weights)), weights, tokens)
             except KernelError as error:
                 self._note(str(error))
             self._stack.leave_out(phase, frozenset(self._hosted))
@@ -169,8 +170,18 @@ class Hosting:
         seen, known = self._stack.last_order(phase), self._orders.get(phase, [])
         if set(seen) >= {key for key in known if key in pages}:  # else passes have left out what was hosted
             self._orders[phase] = seen
+            self._groups = _groups([weights[key] for key in seen if key in weights])
         keys = [key for key in self._orders[phase] if key in pages and pages[key].home]
-        return [Use(key, pages[key].nbytes + overhead, key in weights) for key in keys]
+        return [Use(key, pages[key].nbytes + overhead, key in weights, self._groups.get(key)) for key in keys]
+
+    def _room_bytes(self, weights: dict[str, Weight]) -> int:
+        """Bytes of a mailbox for products with these weights, those with one input in one post."""
+        room: dict[str, int] = {}
+        for key, weight in weights.items():
+            outputs, inputs = (side * MOST_TOKENS * weight.dtype.itemsize for side in weight.spec.shape)
+            group = self._groups.get(key, key)
+            room[group] = room.get(group, inputs) + outputs
+        return max(room.values())
 
     def mailbox(self, nbytes: int) -> Host:
         """Return the mailbox of the model, with room for so many bytes of inputs and results.
@@ -234,5 +245,12 @@ class Hosting:
         return f"{len(self._hosted)} weights, {nbytes / 2**20:,.0f} MiB ({rates})"
 
 
-def _room_bytes(weight: Weight) -> int:
-    return sum(weight.spec.shape) * MOST_TOKENS * weight.dtype.itemsize
+def _groups(weights: Iterable[Weight]) -> dict[str, str]:
+    """Return the groups of weights, in the order of a pass, whose last products had the same input: a guess, as memory
+    is used again."""
+    groups, last, first = dict[str, str](), None, ""
+    for weight in weights:
+        read = weight.input_at, weight.spec.shape[1]
+        first = first if weight.input_at and read == last else weight.keys[0]
+        groups[weight.keys[0]], last = first, read
+    return groups

@@ -54,11 +54,14 @@ class Use(NamedTuple):
         key: of the page; a pass may use it more than once.
         nbytes: of the page.
         hostable: the CPU can multiply by it where it lies: a rounded format, at home in page-locked host memory.
+        group: names consecutive uses with the same input, as of query, key and value: the hosted ones among them are
+            one CPU call. None: a call of its own.
     """
 
     key: str
     nbytes: int
     hostable: bool = True
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +119,47 @@ def hosted_keys(
         tokens: rows per product.
         device_s: seconds of the pass on the computing device with all pages resident; CPU and device follow each other.
     """
-    counts = Counter(use.key for use in uses)
-    moved = {use.key: use.nbytes * counts[use.key] for use in uses if use.hostable}  # bytes that hosting a page saves
-    sizes = {use.key: use.nbytes for use in uses if use.hostable}
 
     def sides(hosted: Collection[str]) -> Sides:
         return pass_sides(uses, hosted, room, rates, tokens, device_s=device_s)
 
     best, least_s = frozenset[str](), _WORTH * sides(()).pass_s
-    for smallest in sorted(set(sizes.values()), reverse=True)[:_LEAST_SIZES]:  # `call_s` weighs more on small pages
-        keys = [key for key, nbytes in sizes.items() if nbytes >= smallest]
-        for hosted in _about_even(keys, moved, sides, device_s + rates.between_s):
-            seconds = sides(hosted).pass_s
-            if seconds < least_s:
-                best, least_s = hosted, seconds
+    for units in _divisions(uses):
+        sizes = {name: unit.nbytes for name, unit in units.items()}
+        for smallest in sorted(set(sizes.values()), reverse=True)[:_LEAST_SIZES]:  # `call_s` weighs more on small ones
+            large = {name: unit for name, unit in units.items() if sizes[name] >= smallest}
+            for hosted in _about_even(large, sides, device_s + rates.between_s):
+                seconds = sides(hosted).pass_s
+                if seconds < least_s:
+                    best, least_s = hosted, seconds
     return best
+
+
+class _Unit(NamedTuple):
+    """Pages that are hosted together: their bytes, and those that it saves the link in a pass."""
+
+    keys: tuple[str, ...]
+    nbytes: int
+    moved: int
+
+
+def _divisions(uses: Sequence[Use]) -> Iterator[dict[str, _Unit]]:
+    """Yield the hostable pages one by one, and, where there are groups, group by group."""
+    counts = Counter(use.key for use in uses)
+    pages = {use.key: use for use in uses if use.hostable}
+    yield {key: _Unit((key,), use.nbytes, use.nbytes * counts[key]) for key, use in pages.items()}
+    groups: dict[str, list[Use]] = {}
+    for key, use in pages.items():
+        groups.setdefault(use.group or key, []).append(use)
+    if len(groups) < len(pages):
+        yield {
+            name: _Unit(
+                tuple(use.key for use in group),
+                sum(use.nbytes for use in group),
+                sum(use.nbytes * counts[use.key] for use in group),
+            )
+            for name, group in groups.items()
+        }
 
 
 def step_seconds(
@@ -162,12 +191,16 @@ def pass_sides(
     device = device_s / max(1, sum(use.nbytes for use in uses))
     hosted_bytes = streamed_bytes = 0
     cpu_s = 0.0
+    called = None  # the group of the last call
     stages: list[tuple[float, float]] = []  # seconds of copy, and of compute
-    for key, nbytes, _ in uses:
+    for key, nbytes, _, group in uses:
         copy_s, compute_s = 0.0, device * nbytes
         if key not in left:
             hosted_bytes += nbytes
-            product_s = rates.cpu_seconds(nbytes, tokens) + rates.call_s
+            product_s = rates.cpu_seconds(nbytes, tokens)
+            if group is None or group != called:
+                product_s += rates.call_s
+            called = group
             cpu_s, compute_s = cpu_s + product_s, compute_s + product_s
         elif key not in pins:
             streamed_bytes += nbytes
@@ -237,18 +270,21 @@ def plan_uses(plan: PlanData, where: str) -> list[Use]:
 
 
 def _about_even(
-    keys: list[str], moved: Mapping[str, int], sides: Callable[[frozenset[str]], Sides], others_s: float
+    units: Mapping[str, _Unit], sides: Callable[[frozenset[str]], Sides], others_s: float
 ) -> Iterator[frozenset[str]]:
-    """Yield spread shares of `keys`: all, and those about the one where link and CPU end together, fewer bytes too
-    since the ring may hold up the link. others_s: seconds of a pass in which the CPU does not compute."""
-    total = sum(moved[key] for key in keys)
+    """Yield the pages of spread shares of `units`: all, and those about the one where link and CPU end together, fewer
+    bytes too since the ring may hold up the link. others_s: seconds of a pass in which the CPU does not compute."""
+    names, moved = list(units), {name: unit.moved for name, unit in units.items()}
+    total = sum(moved.values())
 
     def share(count: float) -> frozenset[str]:
-        return frozenset(spread(keys, moved, int(total * count / len(keys))))
+        return frozenset(
+            key for name in spread(names, moved, int(total * count / len(names))) for key in units[name].keys
+        )
 
     def cpu_is_longer(count: int) -> bool:
         found = sides(share(count))
         return others_s + found.cpu_s >= found.link_s
 
-    even = bisect_left(range(len(keys)), True, key=cpu_is_longer)
-    yield from map(share, sorted({max(0, even - 1), *(min(len(keys), part * even) for part in _PARTS), len(keys)}))
+    even = bisect_left(range(len(names)), True, key=cpu_is_longer)
+    yield from map(share, sorted({max(0, even - 1), *(min(len(names), part * even) for part in _PARTS), len(names)}))

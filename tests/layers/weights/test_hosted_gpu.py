@@ -119,6 +119,25 @@ def test_biases_and_batches_and_other_formats():
         vb.unwrap()
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_one_input_are_one_post_with_the_bits_of_their_own(bias):
+    vb = wrapped(llama(attention_bias=bias, mlp_bias=bias), FAST)
+    generated(vb)
+    assert vb.stats().steps.joined["layers of one post"] == 8
+    weights = {name: layer.handle for name, layer in vb._attachment.layers.items()}
+    some = [weights[f"model.layers.0.self_attn.{name}_proj"] for name in "qkv"]
+    states = [weight.held for weight in some]
+    for tokens in (1, 3):
+        x = torch.randn(1, tokens, 1024).bfloat16().cuda()
+        together = states[0].compute_siblings(some, x)
+        for weight, y in zip(some, together, strict=True):
+            assert torch.equal(y, weight.held.compute(weight, x, None))
+    shared = list(states[0]._shared.values())
+    states[1].end()
+    assert shared and all(each.entry is None for each in shared)
+    vb.unwrap()
+
+
 class FewAndMany(torch.nn.Module):
     """Layers of one token, as those that a time step modulates, beside layers of many."""
 

@@ -40,10 +40,12 @@ def join_products(step: StepGraph) -> None:
             families[x, few.form, few.rounded].append((node, few))
     for node in step.calls(encoded_forward):
         _rest(step, node)
-    places = step.places()
     for family in families.values():
-        for group in _groups(step, family, places):
-            _join(step, group)
+        few_of = dict(family)
+        for nodes in step.mergeable(list(few_of), _MOST):
+            args = (tuple(map(few_of.get, nodes)), nodes[0].args[1], tuple(node.args[2] for node in nodes))
+            step.merge(nodes, products, args)
+            step.joined["layers of one input"] += len(nodes) > 1
 
 
 def _rest(step: StepGraph, node: Node) -> None:
@@ -79,27 +81,6 @@ def _is_dense(form: Any) -> bool:
             return False
         step *= size
     return True
-
-
-def _groups(step: StepGraph, family: list[tuple[Node, Few]], places: dict[Node, int]) -> list[list[tuple[Node, Few]]]:
-    """Group layers into calls at the first layer's place: input and biases must exist there and not be written to."""
-    first = places[family[0][0]]
-    early, late = [], []
-    for node, few in family:
-        _, x, bias = node.args
-        there = bias is None or bias.op == "placeholder" or places[bias] < first
-        (early if there and step.is_fixed(x, bias) and len(early) < _MOST else late).append((node, few))
-    return [group for group in (early, *([one] for one in late)) if group]
-
-
-def _join(step: StepGraph, group: list[tuple[Node, Few]]) -> None:
-    first, x = group[0][0], group[0][0].args[1]
-    args = (tuple(few for _, few in group), x, tuple(node.args[2] for node, _ in group))
-    call = step.call(first, products, args, tuple(node.meta["val"] for node, _ in group))
-    for at, (node, _) in enumerate(group):
-        step.replace(node, step.item(call, at))
-        step.graph.erase_node(node)
-    step.joined["layers of one input"] += len(group) > 1
 
 
 def join_projections(step: StepGraph) -> None:

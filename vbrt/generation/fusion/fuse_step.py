@@ -17,6 +17,7 @@ returned, and the report says why.
 | plain | yes | in-place arithmetic on temporaries, redundant cast arguments: so that other patterns match |
 | repeated | yes | common subexpressions |
 | layers | no | GPUs: 4-bit layers of one input, gated pairs, sums and norms: `kernels/cuda/horizontal_fusion.py` |
+| posts | yes | on GPUs, layers of one input that the CPU computes |
 | products | yes | on CPUs, layers sharing an input |
 | gates | no | on CPUs, activation(gate) * up |
 | small products | no | on CPUs, few tokens times small dense matrices, such as routers |
@@ -52,12 +53,13 @@ from vbrt.kernels.cuda.horizontal_fusion import join_layers
 from vbrt.kernels.operator_trace import Form, StepRecorder, form_of
 from vbrt.layers.experts.experts_layer import encoded_forward
 from vbrt.layers.modules.compiled_forward import FEW_TOKENS, tiles_of_pass
-from vbrt.layers.weights.linear_product import kernels_of_pass, linear_without_grad
+from vbrt.layers.weights.linear_product import kernels_of_pass, linear_without_grad, linears_without_grad
 from vbrt.libraries.torch_api import tree_leaves
 
 __all__ = ["PATTERNS", "JoinReport", "Joined", "joined"]
 
 _OWN = 4  # times the step's own run-to-run difference: then it is not reproducible, and there are no bits to keep
+_MOST_POSTED = 8  # layers
 _TOLERANCE = 0.1  # relative to the result's norm: rounding is about a tenth of this, a wrong replacement ten times
 
 
@@ -147,6 +149,20 @@ def _join_layers(step: StepGraph) -> None:
             step.joined[_LAYER_JOINS[name]] += count
 
 
+def _join_hosted(step: StepGraph) -> None:
+    """Post layers of one input to the CPU together, where it computes them."""
+    families: dict[Node, list[Node]] = {}
+    for node in step.calls(linear_without_grad):
+        if node.args[0].held.hosts:
+            families.setdefault(node.args[1], []).append(node)
+    for family in families.values():
+        for nodes in step.mergeable(family, _MOST_POSTED):
+            if len(nodes) > 1:
+                handles, _, biases = zip(*(node.args for node in nodes), strict=True)
+                step.merge(nodes, linears_without_grad, (handles, nodes[0].args[1], biases))
+                step.joined["layers of one post"] += 1
+
+
 _LAYER_JOINS = {
     "fp4_linears": "layers of one input",
     "fp4_gated": "gated pair",
@@ -161,6 +177,7 @@ PATTERNS = (
     Pattern("plain", True, say_plainly, _EVERYWHERE),
     Pattern("repeated", True, join_repeated, _EVERYWHERE),
     Pattern("layers", False, _join_layers, ("gpu",)),
+    Pattern("posts", True, _join_hosted, ("gpu",)),
     Pattern("products", True, join_products, ("cpu", "")),
     Pattern("gates", False, join_gates, ("cpu",)),
     Pattern("small products", False, join_projections, ("cpu",)),

@@ -78,6 +78,27 @@ class StepGraph:
             raise AssertionError(f"{node}: {ours} replaced by {theirs}")
         node.replace_all_uses_with(other)
 
+    def mergeable(self, layers: Sequence[Node], most: int) -> list[list[Node]]:
+        """Group calls (layer, x, bias) of one x, in order, up to `most` each, that can be made at the first one's
+        place: x and biases exist there and are not written to."""
+        early, late = list[Node](), list[Node]()
+        for node in layers:
+            _, x, bias = node.args
+            there = bias is None or bias.op == "placeholder" or self._is_before(bias, layers[0])
+            (early if there and self.is_fixed(x, bias) and len(early) < most else late).append(node)
+        return [group for group in (early, *([one] for one in late)) if group]
+
+    def _is_before(self, node: Node, other: Node) -> bool:
+        places = self.places()
+        return places[node] < places[other]
+
+    def merge(self, nodes: Sequence[Node], function: Callable[..., Any], args: tuple) -> None:
+        """Replace calls by one at the first one's place, which returns their results in order."""
+        call = self.call(nodes[0], function, args, tuple(node.meta["val"] for node in nodes))
+        for at, node in enumerate(nodes):
+            self.replace(node, self.item(call, at))
+            self.graph.erase_node(node)
+
     def drop_unused(self) -> None:
         """Dead-code elimination: remove unused nodes without effects."""
         for node in reversed(list(self.graph.nodes)):

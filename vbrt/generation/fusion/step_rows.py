@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from vbrt.generation.fusion.step_graph import StepGraph, last_uses
 from vbrt.kernels.operator_trace import kind_of, root_of
-from vbrt.layers.weights.linear_product import linear_of_rows, linear_without_grad
+from vbrt.layers.weights.linear_product import linear_of_rows, linear_without_grad, linears_without_grad
 from vbrt.libraries.torch_api import OpOverload
 
 __all__ = ["Given", "RowsProgram", "current_row"]
@@ -95,9 +95,14 @@ class _Call:
 
     def of_rows(self, values: Sequence[dict[Node, Any]]) -> None:
         """Call it for each row, and add the results to the rows' values."""
-        if self._target is linear_without_grad:
-            handle, _, bias, *_ = self._arguments(values[0])
-            results = linear_of_rows(handle, [row[self._args[1]] for row in values], bias)
+        if self._target in (linear_without_grad, linears_without_grad):
+            layers, _, biases, *_ = self._arguments(values[0])
+            xs = [row[self._args[1]] for row in values]
+            if self._target is linear_without_grad:
+                results = linear_of_rows(layers, xs, biases)
+            else:
+                ys = [linear_of_rows(handle, xs, bias) for handle, bias in zip(layers, biases, strict=True)]
+                results = list(zip(*ys, strict=True))
             for row, result in zip(values, results, strict=True):
                 row[self.node] = result
             return

@@ -30,6 +30,9 @@ class HeldPlanes(Protocol):
     ) -> list[torch.Tensor] | None:
         """`compute` of each x in `rows`, alike in shape, with the bits of a call for it alone."""
 
+    def compute_siblings(self, weights: Sequence[Any], x: torch.Tensor) -> list[torch.Tensor] | None:
+        """`compute` with each of several weights, this one among them, without biases."""
+
 
 class EncodedWeight(Protocol):
     """A weight in pages of a stack.
@@ -37,7 +40,7 @@ class EncodedWeight(Protocol):
     Attributes:
         forwards, weight_reads, computed: counters, incremented by products; computed: of those by the CPU on a page in
             host memory, for a layer on a GPU.
-        tokens: of the last product for which pages were leased.
+        tokens, input_at: of the last product for which pages were leased: its rows, and the address of its input.
         held: current state of the planes.
     """
 
@@ -59,6 +62,7 @@ class EncodedWeight(Protocol):
     weight_reads: int
     computed: int
     tokens: int
+    input_at: int
     held: HeldPlanes
 
     @property

@@ -13,6 +13,7 @@ that is not answered in time gives NaN; the next product, or `Host.check`, raise
 """
 
 import ctypes
+import math
 import os
 import threading
 import weakref
@@ -126,9 +127,9 @@ class Host:
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
-    def enter(self, name: str, part: HostedPart, tokens: int, dtype: torch.dtype) -> int:
-        """Register a product. Raises KernelError if the CPU's kernels do not take it."""
-        entry = self._team.entry(self._handle, [part], tokens, dtype)
+    def enter(self, name: str, parts: Sequence[HostedPart], tokens: int, dtype: torch.dtype) -> int:
+        """Register products of one x. Raises KernelError if the CPU's kernels do not take one."""
+        entry = self._team.entry(self._handle, parts, tokens, dtype)
         self._names[entry] = name
         return entry
 
@@ -218,7 +219,7 @@ class Hosted(Streamed):
     """
 
     hosts = True
-    __slots__ = ("_entries", "_host", "_lease", "_part", "_result_at", "tokens")
+    __slots__ = ("_entries", "_host", "_lease", "_part", "_result_at", "_shared", "tokens")
 
     def __init__(self, host: Host, weight: EncodedWeight, lease: LowerLease, tokens: int) -> None:
         (page,) = lease.wait().values()
@@ -226,7 +227,8 @@ class Hosted(Streamed):
         self._result_at = results_at(weight, MOST_TOKENS)
         self._part = part_of(weight, page, self._result_at)
         self._entries: dict[int, int] = {}
-        self._entries[1] = host.enter(weight.spec.name, self._part, 1, weight.dtype)
+        self._shared: dict[object, _SharedEntry] = {}  # by tokens, and names of the weights
+        self._entries[1] = host.enter(weight.spec.name, [self._part], 1, weight.dtype)
 
     def compute(self, weight: EncodedWeight, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """x Wᵀ + bias, rounded like a product of the GPU; None for operands that the CPU does not take.
@@ -251,21 +253,57 @@ class Hosted(Streamed):
             found += [each.view(*shape[:-1], -1) for each in y.split(tokens)]
         return found
 
-    def _product(self, weight: EncodedWeight, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        (rows, inputs), host = weight.spec.shape, self._host
-        tokens = x.numel() // inputs
-        if x.shape[-1] != inputs or x.dtype is not weight.dtype:
+    def compute_siblings(self, weights: Sequence[EncodedWeight], x: Tensor) -> list[Tensor] | None:
+        """`compute` with each of several weights, this one's among them, without biases, as one post; None where the
+        CPU does not compute all of them, or the mailbox has no room for their results."""
+        states, first = [weight.held for weight in weights], weights[0]
+        if not all(isinstance(state, Hosted) and state._host is self._host for state in states):
             return None
-        if x.device != weight.device or (is_capturing() and not host.capturing):
+        x_MK = _rows(first, x, self._host) if 0 < x.numel() <= self.tokens * first.spec.shape[1] else None
+        if x_MK is None or any((w.dtype, w.spec.shape[1]) != (x.dtype, x.shape[-1]) for w in weights):
+            return None
+        tokens = len(x_MK)
+        starts = [0]  # of results, in numbers
+        for weight in weights:
+            nbytes = tokens * weight.spec.shape[0] * x.element_size()
+            starts.append(starts[-1] + -(-nbytes // _LINE) * _LINE // x.element_size())
+        entry = self._entry_of(weights, starts, tokens)
+        if entry is None:
+            return None
+        ys = x.new_empty(1, starts[-1])
+        self._host.exchange(x_MK, ys, None, entry, self._result_at)
+        if not is_capturing():
+            for weight in weights:
+                weight.computed += 1
+        sizes = ((*x.shape[:-1], weight.spec.shape[0]) for weight in weights)
+        return [ys[0, at : at + math.prod(size)].view(size) for at, size in zip(starts, sizes, strict=False)]
+
+    def _entry_of(self, weights: Sequence[EncodedWeight], starts: Sequence[int], tokens: int) -> int | None:
+        key = tokens, tuple(weight.spec.name for weight in weights)
+        shared = self._shared.get(key)
+        if shared is None or shared.entry is None:
+            host, dtype = self._host, weights[0].dtype
+            if self._result_at + starts[-1] * dtype.itemsize > X + host.room_bytes:
+                return None
+            states = [weight.held for weight in weights]
+            places = (self._result_at + at * dtype.itemsize for at in starts)
+            parts = [state._part._replace(y=at) for state, at in zip(states, places, strict=False)]
+            shared = _SharedEntry(host, host.enter(" and ".join(key[1]), parts, tokens, dtype))
+            for state in states:
+                state._shared[key] = shared
+        return shared.entry
+
+    def _product(self, weight: EncodedWeight, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        host, rows = self._host, weight.spec.shape[0]
+        x_MK = _rows(weight, x, host)
+        if x_MK is None:
             return None
         if bias is not None and (bias.dtype is not x.dtype or bias.device != x.device or bias.shape != (rows,)):
             return None
-        x_MK = x.reshape(tokens, inputs)
-        if not x_MK.is_contiguous() or x_MK.data_ptr() % 16:
-            x_MK = x_MK.clone(memory_format=torch.contiguous_format)
+        tokens = len(x_MK)
         entry = self._entries.get(tokens)
         if entry is None:
-            entry = self._entries[tokens] = host.enter(weight.spec.name, self._part, tokens, weight.dtype)
+            entry = self._entries[tokens] = host.enter(weight.spec.name, [self._part], tokens, weight.dtype)
         y = x.new_empty(*x.shape[:-1], rows)
         bias = None if bias is None else bias.detach().contiguous()
         host.exchange(x_MK, y.view(tokens, rows), bias, entry, self._result_at)
@@ -277,7 +315,35 @@ class Hosted(Streamed):
         """Let the page go, once it is not being computed with. Idempotent."""
         while self._entries:
             self._host.leave(self._entries.popitem()[1])
+        while self._shared:
+            self._shared.popitem()[1].leave()
         self._lease.end()
+
+
+class _SharedEntry:
+    """An entry of several weights, which ends with the first of them. Attributes: entry: None once it has ended."""
+
+    def __init__(self, host: Host, entry: int) -> None:
+        self._host, self.entry = host, entry
+
+    def leave(self) -> None:
+        """Forget the entry, once it is not being computed. Idempotent."""
+        entry, self.entry = self.entry, None
+        if entry is not None:
+            self._host.leave(entry)
+
+
+def _rows(weight: EncodedWeight, x: Tensor, host: Host) -> Tensor | None:
+    """Return x [M, K] as a post takes it; None for an x that the CPU does not take."""
+    inputs = weight.spec.shape[1]
+    if x.shape[-1] != inputs or x.dtype is not weight.dtype:
+        return None
+    if x.device != weight.device or (is_capturing() and not host.capturing):
+        return None
+    x_MK = x.reshape(-1, inputs)
+    if x_MK.is_contiguous() and not x_MK.data_ptr() % 16:
+        return x_MK
+    return x_MK.clone(memory_format=torch.contiguous_format)
 
 
 def is_hostable(spec: HandleSpec) -> bool:

@@ -59,6 +59,7 @@ __all__ = [
     "linear_on_planes",
     "linear_on_weight",
     "linear_without_grad",
+    "linears_without_grad",
     "pass_precision",
     "precision",
     "precision_notes",
@@ -244,6 +245,17 @@ def linear_without_grad(
     return linear_on_weight(handle.spec, x, _weight_by_operator(handle, x.device), bias)
 
 
+def linears_without_grad(
+    handles: Sequence[EncodedWeight], x: torch.Tensor, biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """`linear_without_grad` with each weight; for weights that the CPU computes, in one call of it."""
+    bare = is_bare(x) and not products_are_taken()
+    ys = handles[0].held.compute_siblings(handles, x) if bare else None
+    if ys is None:
+        return [linear_without_grad(handle, x, bias) for handle, bias in zip(handles, biases, strict=True)]
+    return [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
+
+
 def linear_of_rows(
     handle: EncodedWeight, rows: Sequence[torch.Tensor], bias: torch.Tensor | None
 ) -> list[torch.Tensor]:
@@ -282,6 +294,8 @@ def leased_linear(handle: EncodedWeight, kernels: Kernels, x: torch.Tensor, bias
     if y is not None:
         return y
     handle.tokens = x.numel() // handle.spec.shape[1]
+    if not kernels.lossless:  # then x is memory
+        handle.input_at = x.data_ptr()
     with handle.lease(kernels.precision) as tensors:
         return linear_on_planes(handle, kernels, x, _planes(handle, kernels, tensors, x.device), bias)
 

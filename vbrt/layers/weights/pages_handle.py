@@ -31,7 +31,7 @@ class PagesHandle:
         self.keys: tuple[str, ...] = ()
         self.pages: tuple[Page, ...] = ()
         self.owner: Owner | None = None
-        self.forwards = self.weight_reads = self.computed = self.tokens = self.generation = 0
+        self.forwards = self.weight_reads = self.computed = self.tokens = self.input_at = self.generation = 0
         self.id = secrets.randbits(63)
         self.token = self.token_at(0)
         self.fallbacks: list[str] = []

@@ -59,6 +59,10 @@ class Streamed:
         """`compute` of each x in `rows`, alike in shape, with the bits of a call for it alone."""
         return None
 
+    def compute_siblings(self, weights: Sequence[EncodedWeight], x: Tensor) -> list[Tensor] | None:
+        """`compute` with each of several weights, this one among them, without biases."""
+        return None
+
     def end(self) -> None:
         """Let go of what the state holds. Idempotent."""
 
