@@ -105,12 +105,13 @@ def test_a_page_that_was_passed_by_evicts_only_what_is_worth_less():
 
 def _seconds(missed, hosted, rates, device_s):
     cpu = hosted * PAGE / rates.cpu_bytes_s + rates.call_s if hosted else 0
-    return max(cpu, (missed - hosted) * PAGE / rates.link_bytes_s + device_s)
+    return max(1.25 * cpu, (missed - hosted) * PAGE / rates.link_bytes_s + device_s)
 
 
 @given(rates, st.integers(0, 12), st.sampled_from([0.0, 0.5]))
 def test_counts_of_hosted_experts_end_link_and_cpu_together(rates, most, device_s):
-    """No other count is done earlier, or as early with fewer; one more miss takes at most one more of either."""
+    """No other count is done earlier, or as early with fewer, where the CPU's time counts for a quarter more; one more
+    miss takes at most one more of either."""
     counts = hosted_counts(most, PAGE, rates, device_s=device_s)
     assert len(counts) == most + 1
     for missed, hosted in enumerate(counts):
