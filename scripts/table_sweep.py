@@ -44,7 +44,7 @@ def call(launch: tuple[int, int] | None, x: Tensor, planes: WeightPlanes) -> Ten
     unroll, warps = launch
     stored = table_linear.weight_of(planes.coarse).stored
     with (
-        mock.patch.dict(table_linear.UNROLL, {stored: unroll}),
+        mock.patch.dict(table_linear.UNROLL, {stored: (unroll, unroll)}),
         mock.patch.object(tuned_configs, "found", lambda *_: Launch(1, warps, True)),
     ):
         return table_linear.linear(x, planes)

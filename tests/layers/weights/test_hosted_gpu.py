@@ -121,20 +121,18 @@ def test_biases_and_batches_and_other_formats():
         vb.unwrap()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_layers_of_one_input_are_one_post_with_the_bits_of_their_own(bias):
+@pytest.mark.parametrize(("batch", "bias"), [(1, False), (3, True)])
+def test_layers_of_one_input_are_one_post_with_the_bits_of_their_own(batch, bias):
     vb = wrapped(llama(attention_bias=bias, mlp_bias=bias), dataclasses.replace(FAST, call_s=1e-4))
-    generated(vb)
+    generated(vb, batch)
     assert vb.stats().steps.joined["layers of one post"]
     weights = {name: layer.handle for name, layer in vb._attachment.layers.items()}
     families = [[weights[f"model.layers.{i}.mlp.{name}_proj"] for name in ("gate", "up")] for i in range(4)]
     some = next(family for family in families if all(weight.held.hosts for weight in family))
     states = [weight.held for weight in some]
-    for tokens in (1, 3):
-        x = torch.randn(1, tokens, 1024).bfloat16().cuda()
-        together = states[0].compute_siblings(some, x)
-        for weight, y in zip(some, together, strict=True):
-            assert torch.equal(y, weight.held.compute(weight, x, None))
+    x = torch.randn(batch, 1, 1024).bfloat16().cuda()
+    for weight, y in zip(some, states[0].compute_siblings(some, x), strict=True):
+        assert torch.equal(y, weight.held.compute(weight, x, None))
     shared = list(states[0]._shared.values())
     states[1].end()
     assert shared and all(each.entry is None for each in shared)

@@ -6,7 +6,9 @@
 
 A product is one launch: the kernel posts x into a mailbox in page-locked memory, a thread of the team answers, and the
 kernel picks the result up (`kernels/cuda/mailbox.py`, `kernels/cpu/hosted.py`). So it is captured in a CUDA graph like
-any other. A bias stays on the GPU, where it may be written to at any time, and is added there.
+any other. Recorded steps post products of one input together (`compute_siblings`). A bias stays on the GPU, where it
+may be written to at any time, and is added there; so is the activation applied there, which costs a step less than
+shorter results would save.
 
 Who launches a post says so first, so that the team is awake: `compute` for itself, `Host.replayed` for a graph. A post
 that is not answered in time gives NaN; the next product, or `Host.check`, raises an error then.
