@@ -53,6 +53,7 @@ from vbrt.host.safe_files import write_file
 from vbrt.kernels import fp8_refusal, resolve
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
+from vbrt.kernels.cuda.plain import linear as plain_linear
 from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.kernels.cuda.whole import linear as whole_linear
 
@@ -73,7 +74,11 @@ PARTS = ("rows", "dispatch", "fused", "epilogue", "odd", "scheduling", "e2e", "p
 
 
 def route_of(x: torch.Tensor, planes: WeightPlanes) -> str:
-    formats = {table_linear: table_linear.SERVED, whole_linear: whole_linear.FORMATS}
+    formats = {
+        table_linear: table_linear.SERVED,
+        whole_linear: whole_linear.FORMATS,
+        plain_linear: plain_linear.FORMATS,
+    }
     own = next((of for of, served in formats.items() if planes.format in served), e2m1_linear)
     return own.route(x, planes)
 

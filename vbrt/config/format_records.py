@@ -35,15 +35,15 @@ GROUP_KINDS = {
     "levels": ("vbrt.formats.sixteen_levels:Levels", "levels", None),
     "affine": ("vbrt.formats.affine:Affine", "affine", "values"),
     "zeros": ("vbrt.formats.affine:ZeroPoint", "affine", "zeros"),
-    "floatzeros": ("vbrt.formats.affine:FloatZeroPoint", None, "floatzeros"),
+    "floatzeros": ("vbrt.formats.affine:FloatZeroPoint", "plain", "floatzeros"),
 }
 #: the same with 8-bit codes; int8 or, in "floatbytes", E4M3 where there is no offset
 BYTE_KINDS = {
     "bytes": ("vbrt.formats.eight_bits:ScaledBytes", "bytes", None),
-    "floatbytes": ("vbrt.formats.eight_bits:FloatBytes", None, None),
+    "floatbytes": ("vbrt.formats.eight_bits:FloatBytes", "plain", None),
     "offsetbytes": ("vbrt.formats.affine:Affine", "bytes", "values"),
     "zerobytes": ("vbrt.formats.affine:ZeroPoint", "bytes", "zeros"),
-    "floatzerobytes": ("vbrt.formats.affine:FloatZeroPoint", None, "floatzeros"),
+    "floatzerobytes": ("vbrt.formats.affine:FloatZeroPoint", "plain", "floatzeros"),
 }
 #: reserved values of `weights.format` and `weights.formats`
 _RESERVED = ("auto", "exact")
@@ -64,8 +64,8 @@ class FormatRecord:
         offsets: storage of a block's offset: "values" (of the scales' dtype), "zeros" (a code that stands for 0),
             "floatzeros" (between codes, of the scales' dtype) or "superblock" (like the scale); None: no offset.
         bits: bits per code.
-        kernels: kernel family for its codes ("e2m1", "table", "levels", "affine", "int8", "bytes"); None: decoded by
-            the reference.
+        kernels: kernel family for its codes ("e2m1", "table", "levels", "affine", "int8", "bytes"; "plain": of GPUs
+            only); None: decoded by the reference.
         fitted: True if its codebook is fitted to each weight; the fit is costly, so it is kept.
         lossless: True if it stores the weight's own bytes, so that a fine plane could add nothing.
         published: True if weights in it are read from published checkpoints only: a config cannot name it.
@@ -129,7 +129,15 @@ FORMATS: dict[str, FormatRecord] = {
             kernels="affine",
             published=True,
         ),
-        FormatRecord("unitbytes128", "vbrt.formats.eight_bits:UnitBytes", 128, "float32", bits=8, published=True),
+        FormatRecord(
+            "unitbytes128",
+            "vbrt.formats.eight_bits:UnitBytes",
+            block=128,
+            scales="float32",
+            bits=8,
+            kernels="plain",
+            published=True,
+        ),
         FormatRecord(
             "superbytes32",
             "vbrt.formats.affine:Superblock",

@@ -21,6 +21,7 @@ from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILE_FORMATS
 from vbrt.kernels.cuda.experts import expert_kernels, token_sums
 from vbrt.kernels.cuda.fine import merge
+from vbrt.kernels.cuda.plain import linear as plain_linear
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.kernels.cuda.table import offset_experts
@@ -59,6 +60,7 @@ _built_update = functools.partial(_compiled, rank=1, refusal=cpu_update.refusal,
 _tiled = functools.partial(_triton, formats=tuple(TILE_FORMATS), page_order=e2m1_linear.packing)
 _tables = functools.partial(_triton, formats=table_linear.SERVED, runs_unpacked=True)
 _wholes = functools.partial(_triton, formats=whole_linear.FORMATS, runs_unpacked=True)
+_plain = functools.partial(_triton, formats=plain_linear.FORMATS, runs_unpacked=True)
 _unmeasured = functools.partial(functools.partial, tuned_configs.unmeasured)
 
 
@@ -117,11 +119,14 @@ KERNELS = (
         fused_needs=whole_linear.FUSED_NEEDS,
         unmeasured=_unmeasured("whole", "8-bit kernels"),
     ),
+    _plain("decode_weight", run=plain_linear.decode_weight),
+    _plain("linear", run=plain_linear.linear, fused_needs=plain_linear.FUSED_NEEDS),
     *_decoding(_reference, reference.decode_weight),
     *_decoding(_triton, e2m1_linear.decode_weight),
     _tables("experts_up", run=offset_experts.up, by_address=offset_experts.takes_addresses),
     _tables("experts_down", run=offset_experts.down),
     *_decoding(_wholes, whole_linear.decode_weight),
+    *_decoding(_plain, plain_linear.decode_weight),
     _tiled(
         "experts_up",
         expert_kernels.NEEDS,

@@ -1,0 +1,186 @@
+"""Products and the decoder of published codes. Importing needs Triton; its interpreter runs these, too.
+
+A weight is (code - zero) * scale * unit + offset. Each operation is rounded to fp32, a difference from a zero point to
+the dtype of that, the result to the weight's: launch without contraction to FMA. Arguments of all kernels:
+
+    code_ptr            [N, blocks * BLOCK] bytes by CODES: "int8", "uint8" or "e4m3"; "nibbles": two codes each
+    block_ptr           scales [N, blocks]; bytes of superblocks
+    offset_ptr          by OFFSETS, [N, blocks]: "values"; "zeros"; "superblock", bytes; "none": any
+    large_ptr, least_ptr  of SUPERBLOCKS d and dmin, fp16 [N, columns / 256 rounded up]; large_ptr: else a unit, or any
+
+CONVERTS: the device converts E4M3 itself.
+"""
+
+# ruff: noqa: RUF005  # the kernel language has no starred expressions
+
+import triton
+import triton.language as tl
+
+__all__ = ["decode_kernel", "dots_kernel", "sums_kernel"]
+
+
+@triton.jit
+def _numbers(byte, CODES: tl.constexpr, CONVERTS: tl.constexpr):
+    """fp32 of codes that take a byte each."""
+    if CODES != "e4m3":
+        return byte.to(tl.float32)
+    if CONVERTS:
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    bits = byte.to(tl.int32)
+    magnitude = bits & 0x7F
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    number = tl.where(magnitude > 7, normal, magnitude.to(tl.float32) * 0.001953125)
+    number = tl.where(magnitude == 0x7F, float("nan"), number)
+    return (number.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weights(
+    code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, row, block, N, blocks,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """fp32 [rows, blocks, BLOCK] of `row` [rows, 1, 1] and `block` [1, blocks, 1]; zeros outside, where offsets are."""
+    inside = (row < N) & (block < blocks)
+    index = row.to(tl.int64) * blocks + block
+    if CODES == "nibbles":
+        HALF: tl.constexpr = BLOCK // 2
+        byte = tl.load(code_ptr + (index * HALF + tl.arange(0, HALF)[None, None, :]), mask=inside, other=0).to(tl.int32)
+        pair = tl.join((byte & 15).to(tl.float32), (byte >> 4).to(tl.float32))
+        number = tl.reshape(pair, (byte.shape[0], byte.shape[1], BLOCK))
+    else:
+        byte = tl.load(code_ptr + (index * BLOCK + tl.arange(0, BLOCK)[None, None, :]), mask=inside, other=0)
+        number = _numbers(byte, CODES, CONVERTS)
+    scale = tl.load(block_ptr + index, mask=inside, other=0).to(tl.float32)
+    if SUPERBLOCKS:
+        large = row.to(tl.int64) * ((blocks * BLOCK + 255) // 256) + block * BLOCK // 256
+        scale = tl.load(large_ptr + large, mask=inside, other=0).to(tl.float32) * scale
+    if OFFSETS == "zeros":
+        zero = tl.load(offset_ptr + index, mask=inside, other=0)
+        number = number - zero.to(tl.float32)
+        if zero.dtype.is_floating():
+            number = number.to(zero.dtype).to(tl.float32)
+    weight = number * scale
+    if UNIT:
+        weight = weight * tl.load(large_ptr)
+    if OFFSETS == "values":
+        weight = weight + tl.load(offset_ptr + index, mask=inside, other=0).to(tl.float32)
+    if OFFSETS == "superblock":
+        least = tl.load(least_ptr + large, mask=inside, other=0).to(tl.float32)
+        weight = weight - least * tl.load(offset_ptr + index, mask=inside, other=0).to(tl.float32)
+    return weight
+
+
+@triton.jit
+def decode_kernel(
+    code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, w_ptr, N, K, blocks,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr,
+    UNIT: tl.constexpr, CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """w [N, K] in its own dtype; grid (N, groups of BLOCKS blocks)."""
+    row = tl.program_id(0) + tl.arange(0, 1)[:, None, None]
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
+    weight = _weights(
+        code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, row, block, N, blocks,
+        BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
+    )  # fmt: skip
+    column = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    keep = (block < blocks) & (column < K)
+    tl.store(w_ptr + (row.to(tl.int64) * K + column), weight.to(w_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def sums_kernel(
+    code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, bias_ptr, y_ptr, M, N, K, blocks, x_stride,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """y [M, N] = x [M, K] @ w.T + bias for up to TOKENS tokens, a power of two; grid (ceil(N / ROWS),).
+
+    Scales and offsets apply to fp32 sums over 16 columns, which one thread has.
+    """
+    PART: tl.constexpr = 16
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    PARTS: tl.constexpr = BLOCK // PART
+    place = tl.arange(0, PARTS)[None, None, :, None] * PART + tl.arange(0, PART)[None, None, None, :]
+    none = tl.zeros((ROWS, BLOCKS, PARTS), tl.float32)
+    sums = (none,)
+    for _ in tl.static_range(TOKENS - 1):
+        sums = sums + (none,)
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)[None, :, None]
+        inside = (row < N) & (block < blocks)
+        index = row.to(tl.int64) * blocks + block
+        if CODES == "nibbles":
+            half = (place // 2).to(tl.int32)
+            byte = tl.load(code_ptr + (index[:, :, :, None] * (BLOCK // 2) + half), mask=inside[:, :, :, None], other=0)
+            number = ((byte.to(tl.int32) >> (place % 2 * 4)) & 15).to(tl.float32)
+        else:
+            byte = tl.load(code_ptr + (index[:, :, :, None] * BLOCK + place), mask=inside[:, :, :, None], other=0)
+            number = _numbers(byte, CODES, CONVERTS)
+        scale = tl.load(block_ptr + index, mask=inside, other=0).to(tl.float32)
+        if SUPERBLOCKS:
+            large = row.to(tl.int64) * ((blocks * BLOCK + 255) // 256) + block * BLOCK // 256
+            scale = tl.load(large_ptr + large, mask=inside, other=0).to(tl.float32) * scale
+        if OFFSETS == "zeros":
+            zero = tl.load(offset_ptr + index, mask=inside, other=0)
+            number = number - zero.to(tl.float32)[:, :, :, None]
+            if zero.dtype.is_floating():
+                number = number.to(zero.dtype).to(tl.float32)
+        if OFFSETS == "values":
+            offset = tl.load(offset_ptr + index, mask=inside, other=0).to(tl.float32)
+        if OFFSETS == "superblock":
+            least = tl.load(least_ptr + large, mask=inside, other=0).to(tl.float32)
+            offset = -least * tl.load(offset_ptr + index, mask=inside, other=0).to(tl.float32)
+        # a column for each row: then x has the layout of the codes, and is not exchanged between threads
+        column = block[:, :, :, None] * BLOCK + place + tl.zeros((ROWS, 1, 1, 1), tl.int32)
+        added = ()
+        for m in tl.static_range(TOKENS):
+            there = tl.full((1, 1, 1, 1), m, tl.int32) < M
+            x = tl.load(x_ptr + (m * x_stride + column), mask=(column < K) & there, other=0.0).to(tl.float32)
+            total = tl.fma(tl.sum(number * x, 3), tl.broadcast_to(scale, (ROWS, BLOCKS, PARTS)), sums[m])
+            if OFFSETS == "values" or OFFSETS == "superblock":
+                total = tl.fma(
+                    tl.broadcast_to(tl.sum(x, 3), (ROWS, BLOCKS, PARTS)),
+                    tl.broadcast_to(offset, (ROWS, BLOCKS, PARTS)),
+                    total,
+                )
+            added = added + (total,)
+        sums = added
+    out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    for m in tl.static_range(TOKENS):
+        y = tl.sum(tl.sum(sums[m], 2), 1)
+        if UNIT:
+            y *= tl.load(large_ptr)
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + out, mask=out < N, other=0.0).to(tl.float32)
+        tl.store(y_ptr + (m * N + out), y.to(y_ptr.dtype.element_ty), mask=(out < N) & (tl.full((1,), m, tl.int32) < M))
+
+
+@triton.jit
+def dots_kernel(
+    code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, part_ptr, M, N, K, blocks, x_stride, share,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """part [splits, M, N], fp32, of x [M, K] @ w.T; grid (ceil(N / ROWS), splits), each of `share` blocks of a row."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    COLUMNS: tl.constexpr = BLOCKS * BLOCK
+    token = tl.arange(0, TOKENS)
+    first = tl.program_id(1) * share
+    sums = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in range(first, tl.minimum(first + share, blocks), BLOCKS):
+        block = start + tl.arange(0, BLOCKS)[None, :, None]
+        weight = _weights(
+            code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, row, block, N, blocks,
+            BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
+        ).to(x_ptr.dtype.element_ty)  # fmt: skip
+        column = start * BLOCK + tl.arange(0, COLUMNS)
+        keep = (column[:, None] < K) & (token[None, :] < M)
+        x = tl.load(x_ptr + (token[None, :] * x_stride + column[:, None]), mask=keep, other=0.0)
+        sums = tl.dot(tl.reshape(weight, (ROWS, COLUMNS)), x, sums)
+    out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = (tl.program_id(1) * M + token[None, :]) * N + out[:, None]
+    tl.store(part_ptr + at, sums, mask=(out[:, None] < N) & (token[None, :] < M))
