@@ -52,8 +52,8 @@ from vbrt.formats import WeightPlanes, get_format
 from vbrt.host.safe_files import write_file
 from vbrt.kernels import fp8_refusal, resolve
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
-from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.plain import linear as plain_linear
+from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.kernels.cuda.whole import linear as whole_linear
 

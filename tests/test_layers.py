@@ -68,7 +68,7 @@ SHARED_NAMES = {
     "linear": {
         "layers.modules.linear",
         "kernels.cpu.linear",
-        *(f"kernels.cuda.{family}.linear" for family in ("e2m1", "table", "whole")),
+        *(f"kernels.cuda.{family}.linear" for family in ("e2m1", "plain", "table", "whole")),
     },
     # device code of that op for families of formats
     "linear_gluon": {"kernels.cuda.table.linear_gluon", "kernels.cuda.whole.linear_gluon"},
