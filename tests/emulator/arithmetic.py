@@ -18,7 +18,7 @@ class Arithmetic(Lanes):
         values = [self.value(name, kind) for name in operands[1:]]
         if parts[0] in BITS:
             self.set(operands[0], BITS[parts[0]](*values))
-        elif kind in ("bf16", "bf16x2"):
+        elif kind in ("bf16", "bf16x2", "f16x2"):
             self.set(operands[0], packed(FLOATS[parts[0]], values, kind))
         elif kind == "f32":
             self.set(operands[0], FLOATS[parts[0]](*(v.astype(np.float64) for v in values)).astype(np.float32))
@@ -60,13 +60,13 @@ class Arithmetic(Lanes):
     def _setp(self, parts: list[str], to: str, first: str, second: str) -> None:
         a, b = (self.value(name, parts[-1]) for name in (first, second))
         holds = COMPARED[parts[1].removesuffix("u")](a, b)
-        if parts[-1] == "f32":
-            nan = np.isnan(a) | np.isnan(b)
+        if parts[-1] == "f32" and parts[1] != "nan":
+            nan = COMPARED["nan"](a, b)
             holds = holds | nan if parts[1].endswith("u") else holds & ~nan
         self.set(to, holds)
 
     def _mul(self, parts: list[str], to: str, first: str, second: str) -> None:
-        if parts[-1] in ("f32", "bf16", "bf16x2"):
+        if parts[-1] in ("f32", "bf16", "bf16x2", "f16x2"):
             self.compute(parts, [to, first, second])
         else:
             self._mad(parts, to, first, second, "0")

@@ -164,6 +164,7 @@ CASES = {
 """),
     "comparisons of floats": Case(_chosen(
         *(f"{one}{unordered}.f32 X0, X1" for one in ("lt", "le", "gt", "ge", "eq", "ne") for unordered in ("", "u")),
+        "nan.f32 X0, X1", "nan.f32 X2, X2",
     ), "any float"),
     "sums of floats": Case(_each(
         "add.f32 Y, X0, X1", "sub.f32 Y, X0, X1", "mul.f32 Y, X0, X1", "fma.rn.f32 Y, X0, X1, X2", "neg.f32 Y, X3",
@@ -182,6 +183,9 @@ CASES = {
 	mov.b32 {%rs1, %rs2}, X0; mov.b32 {%rs3, %rs4}, X1; mul.bf16 %rs5, %rs1, %rs3; add.bf16 %rs6, %rs2, %rs4;
 	mov.b32 Y3, {%rs5, %rs6};
 """, "bf16"),
+    "f16": Case(
+        _each("add.f16x2 Y, X0, X1", "sub.f16x2 Y, X0, X1", "mul.f16x2 Y, X0, X1"), "integers", torch.float16
+    ),
     "conversions": Case("""
 	cvt.rn.bf16.f32 %rs1, X0; cvt.rn.f16.f32 %rs2, X0; cvt.rn.satfinite.e4m3x2.f32 %rs3, X0, X1;
 """ + _each(

@@ -20,6 +20,7 @@ COMPARED = {
     "ge": np.greater_equal,
     "eq": np.equal,
     "ne": np.not_equal,
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
 }
 BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}
 
@@ -43,7 +44,13 @@ def halves(words: np.ndarray) -> np.ndarray:
 
 
 def packed(fn: Callable[..., np.ndarray], values: list[np.ndarray], kind: str) -> np.ndarray:
-    """fn on bf16, or on both parts of pairs of them."""
+    """fn on bf16, or on both parts of pairs of them or of f16."""
+    if kind == "f16x2":
+        return (
+            fn(*(halves(v).view(np.float16).astype(np.float64) for v in values))
+            .astype(np.float16)
+            .view(np.uint32)[:, 0]
+        )
     if kind == "bf16":
         return rounded(fn(*(widened(v).astype(np.float64) for v in values)))
     parts = [widened(halves(v)).astype(np.float64) for v in values]
