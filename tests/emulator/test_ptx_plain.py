@@ -29,3 +29,11 @@ def test_products_and_decoded_weights(name, tokens, blocks, gpu):  # noqa: F811
     assert torch.equal(decoded, reference.decode_weight(planes))
     few = plain_linear._LAUNCHES[name.startswith("floatbytes")].summed
     assert gpu == ["sums_kernel" if tokens <= few else "dots_kernel", "decode_kernel"]
+
+
+@pytest.mark.parametrize("gpu", [80, 90], indirect=True)
+def test_every_code_of_e4m3_with_and_without_the_device_s_conversion(gpu):  # noqa: F811
+    planes = case("floatbytes128-float32", (2, 256), torch.float32, "cpu")
+    planes.coarse["codes"].view(torch.uint8)[0] = torch.arange(256).to(torch.uint8)
+    decoded, want = plain_linear._decode(planes, torch.float32), reference.decode_weight(planes)
+    assert torch.equal(decoded.nan_to_num(7), want.nan_to_num(7)) and decoded.isnan().sum() == 2

@@ -1,13 +1,9 @@
-"""The kernels of published codes of 8 bits, and HQQ's: in Triton's interpreter, compiled, and on a GPU."""
-
-import contextlib
-import textwrap
+"""The kernels of published codes of 8 bits, and HQQ's, compiled, and on a GPU; tests/emulator runs them on CPUs."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests import forked
 from tests.kernels.cuda.gpu_cases import compiled, error, poison
 from tests.matrix import matrix
 from vbrt.config.format_records import FORMATS
@@ -49,38 +45,6 @@ def test_without_a_gpu_they_go_through_the_reference(name):
     planes, x = case(name, (24, 200), torch.float32, "cpu"), torch.randn(3, 200)
     assert plain_linear.route(x, planes) == "reference"
     assert torch.equal(plain_linear.linear(x, planes, None, "silu"), reference.linear(x, planes, None, "silu"))
-
-
-def interpreted_checks():
-    """Compare the kernels with the formats, in a process whose Triton interprets; it cannot round to bf16."""
-    torch.cuda.device = lambda device: contextlib.nullcontext()
-    torch.manual_seed(0)
-    for name in NAMES:
-        fmt, shape = get_format(name), (37, 5 * FORMATS[name].block - 8)
-        planes = case(name, shape, torch.float16, "cpu")
-        codes = planes.coarse["codes"].view(torch.uint8)
-        codes[0] = torch.arange(codes.shape[1]).to(torch.uint8)
-        codes[0][codes[0] % 128 == 127] = 0  # NaN of E4M3
-        for dtype in (torch.float16, torch.float32):
-            want = fmt.decode(planes.coarse, shape, dtype)
-            got = plain_linear._decode(WeightPlanes(name, shape, dtype, planes.coarse), dtype)
-            assert torch.equal(got, want), (name, dtype)
-        for tokens in (1, 3, 7, 17):
-            x, bias = torch.randn(tokens, 2 * shape[1]).half()[:, : shape[1]], torch.randn(shape[0]).half()
-            got = plain_linear._multiply(x, *plain_linear._operands(planes.coarse), bias, name)
-            want = x.double() @ fmt.decode(planes.coarse, shape, torch.float16).double().T + bias.double()
-            assert error(got, want) < 6e-4, (name, tokens)
-    print("right")
-
-
-def test_the_kernels_give_the_formats_weights_and_products_in_the_interpreter():
-    pytest.importorskip("triton")
-    code = """
-        from tests.kernels.cuda.test_plain_linear import interpreted_checks
-        interpreted_checks()
-    """
-    done = forked.run(textwrap.dedent(code), interpreted=True)
-    assert done.stdout.strip() == "right", done.stderr
 
 
 @matrix(name=NAMES, kernel=["sums", "dots", "decode"], capability=[75, 80, 90, 120], at_most=6)
