@@ -61,6 +61,11 @@ def test_a_published_checkpoint_gives_the_logits_of_its_decoded_weights(tmp_path
     vb.close()
 
 
+def test_it_is_said_where_a_format_has_no_fused_kernels():
+    said = {name: published_checkpoint.without_kernels(name) for name in ("bytes32-float16", "floatbytes128-float32")}
+    assert said == {"bytes32-float16": "", "floatbytes128-float32": "no fused kernels on CPUs"}
+
+
 @pytest.mark.filterwarnings("ignore:this model is in training mode")
 def test_a_checkpoint_keeps_its_bits_unless_another_format_is_asked_for(tmp_path):
     model = llama()

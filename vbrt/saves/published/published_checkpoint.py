@@ -235,7 +235,9 @@ def without_kernels(format: str) -> str:
     record, devices = FORMATS.get(format), fused_on(format)
     if record is None or record.lossless or len(devices) > 1:
         return ""
-    return "no fused kernels on GPUs" if devices else "no fused kernels"
+    if not devices:
+        return "no fused kernels"
+    return f"no fused kernels on {'CPUs' if accelerator.CUDA in devices else 'GPUs'}"
 
 
 _APART = "its parts are quantized differently, which one plane cannot hold"
