@@ -12,7 +12,7 @@ OWNERS = {
     "layers/experts/residency_owner.py": "Deciding",
 }
 #: counted, or noted, by whoever computes
-COUNTERS = {"forwards", "weight_reads", "computed", "tokens"}
+COUNTERS = {"forwards", "weight_reads", "computed", "tokens", "input_at"}
 #: which have weights at hand; elsewhere attributes of other objects have these names
 ROOMS = ("layers", "model", "saves", "wrapper", "distributed", "integrations", "estimation", "generation/capture")
 NOT_OURS = {"ctx", "guard"}  # autograd's context, a stack's lock
