@@ -19,7 +19,9 @@ from tests.generation.speculation.test_speculation import (
 from tests.matrix import matrix
 from tests.models import ROUNDED, gpt2, llama, qwen3_moe, wrap, wrap_streamed
 from vbrt.generation.capture import captured_step
+from vbrt.generation.fusion import fuse_step
 from vbrt.layers.weights import linear_product
+from vbrt.layers.weights.products import Streamed
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:vbrt.wrap")
@@ -85,6 +87,30 @@ def test_streamed_weights_are_leased_once_for_all_rows(recorded, tmp_path, monke
         weights = sum(name.endswith("_proj") for name in vb.stats().layers)
         assert len(leased) == weights * vb.stats().speculation.by_drafter["ngrams"]["rounds"] and max(leased) == 5
         assert drafted < a_call * (TOKENS - 5) / TOKENS
+
+
+def test_layers_of_one_input_that_are_posted_together_have_the_bits_of_their_own(recorded, tmp_path, monkeypatch):
+    """As those that the CPU computes for a GPU; here each is leased."""
+    together = []
+
+    def compute_siblings(self, weights, x):
+        together.append(len(weights))
+        return [linear_product.linear_without_grad(weight, x, None) for weight in weights]
+
+    with wrap_streamed(llama(dtype=BF16), "nvfp4", tmp_path) as vb:
+        plain = run(vb, prompts(1))
+    monkeypatch.setattr(Streamed, "hosts", True)
+    monkeypatch.setattr(Streamed, "compute_siblings", compute_siblings)
+    patterns = [pattern._replace(on=("gpu", "cpu", "")) for pattern in fuse_step.PATTERNS if pattern.name == "posts"]
+    monkeypatch.setattr(fuse_step, "PATTERNS", (*patterns, *fuse_step.PATTERNS))
+    with wrap_streamed(llama(dtype=BF16), "nvfp4", tmp_path / "again") as vb:
+        assert_same(run(vb, prompts(1)), plain)
+        layers = sum(name.endswith("q_proj") for name in vb.stats().layers)
+        assert vb.stats().steps.joined["layers of one post"] == 2 * layers * vb.stats().steps.recordings
+        assert set(together) == {2, 3}
+        oracle(monkeypatch, plain.sequences).share = 1.0
+        assert_same(run(vb, prompts(1), **DRAFTED), plain)
+        assert vb.stats().speculation.by_drafter["ngrams"]["accepted"]
 
 
 def test_a_step_that_changes_more_than_its_cache_is_not_computed_in_rows(recorded, monkeypatch):
