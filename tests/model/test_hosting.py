@@ -298,3 +298,12 @@ def test_threads_in_question_leave_the_main_thread_its_core(monkeypatch):
     finally:
         torch.set_num_threads(before)
     assert hosted_weights.shared_team() is not team or before == 16
+
+
+def test_layers_whose_last_products_read_one_input_are_a_group():
+    def weight(name, at, inputs=64):
+        return SimpleNamespace(keys=(name,), input_at=at, spec=SimpleNamespace(shape=(8, inputs)))
+
+    weights = [weight("q", 1), weight("k", 1), weight("v", 1), weight("o", 2), weight("up", 1), weight("down", 1, 32)]
+    groups = hosting._groups([*weights, weight("never", 0), weight("seen", 0)])
+    assert groups == {"q": "q", "k": "q", "v": "q"} | {name: name for name in ("o", "up", "down", "never", "seen")}
