@@ -1,6 +1,7 @@
 """Instructions on registers: arithmetic, bits, conversions, comparisons, and what lanes tell each other."""
 
 import numpy as np
+import torch
 
 from tests.emulator.lanes import Lanes
 from tests.emulator.values import BITS, COMPARED, FLOATS, INTEGERS, LANES, TYPES, UNSIGNED, packed, rounded, widened
@@ -42,7 +43,11 @@ class Arithmetic(Lanes):
         if not {*parts[1:-2]} <= {"rn", "satfinite"}:
             raise NotImplementedError
         values = [self.value(name, given) for name in sources]
-        if out.endswith("x2"):  # the first source is the upper half
+        if given == "e4m3x2":
+            pair = np.ascontiguousarray(values[0]).view(np.uint8)
+            numbers = torch.from_numpy(pair).view(torch.float8_e4m3fn).to(torch.float16).view(torch.int16).numpy()
+            self.set(to, numbers.view(np.uint32))
+        elif out.endswith("x2"):  # the first source is the upper half
             pair = np.stack([rounded(v, out[:-2]) for v in values[::-1]], -1)
             self.set(to, pair.view(UNSIGNED[2 * pair.dtype.itemsize])[:, 0])
         elif out in ("bf16", "f16"):

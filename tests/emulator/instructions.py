@@ -186,6 +186,9 @@ CASES = {
     "f16": Case(
         _each("add.f16x2 Y, X0, X1", "sub.f16x2 Y, X0, X1", "mul.f16x2 Y, X0, X1"), "integers", torch.float16
     ),
+    "conversions of e4m3": Case("""
+	mov.b32 {%rs1, %rs2}, X0; cvt.rn.f16x2.e4m3x2 Y0, %rs1; cvt.rn.f16x2.e4m3x2 Y1, %rs2;
+""", "integers", torch.float16),
     "conversions": Case("""
 	cvt.rn.bf16.f32 %rs1, X0; cvt.rn.f16.f32 %rs2, X0; cvt.rn.satfinite.e4m3x2.f32 %rs3, X0, X1;
 """ + _each(

@@ -10,6 +10,7 @@ from tests.matrix import matrix
 from vbrt.config.format_records import FORMATS
 from vbrt.formats import get_format
 from vbrt.kernels import reference
+from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.plain import linear as plain_linear
 
 pytest.importorskip("triton.experimental.gluon")
@@ -37,3 +38,5 @@ def test_every_code_of_e4m3_with_and_without_the_device_s_conversion(gpu):  # no
     planes.coarse["codes"].view(torch.uint8)[0] = torch.arange(256).to(torch.uint8)
     decoded, want = plain_linear._decode(planes, torch.float32), reference.decode_weight(planes)
     assert torch.equal(decoded.nan_to_num(7), want.nan_to_num(7)) and decoded.isnan().sum() == 2
+    converts = plain_linear._constants_on(planes.coarse["codes"].device, planes.format)["CONVERTS"]
+    assert converts == (devices.capability(0) >= (8, 9))

@@ -10,6 +10,7 @@ SCALARS = {
     "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16,
     "s16": np.int16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32, "b64": np.uint64,
     "u64": np.uint64, "s64": np.int64, "f16": np.float16, "f16x2": np.uint32, "bf16": np.uint16, "bf16x2": np.uint32,
+    "e4m3x2": np.uint16,
 }  # fmt: skip
 TYPES = {name: np.dtype(scalar) for name, scalar in SCALARS.items()}
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}

@@ -53,9 +53,7 @@ def test_the_kernels_compile(name, kernel, capability):
     from vbrt.kernels.cuda.plain import linear_triton
 
     record = FORMATS[name]
-    constants = plain_linear._constants(record, None) | {
-        "CONVERTS": record.codec.endswith("FloatBytes") and capability >= 90
-    }
+    constants = dict(plain_linear._constants(name, capability >= 90))
     float_ = "fp16" if capability == 75 else "bf16"
     scales = {"superblock": "*u8", "float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}[record.scales]
     zeros = {None: scales, "superblock": "*u8", "zeros": "*u8"}.get(record.offsets, scales)

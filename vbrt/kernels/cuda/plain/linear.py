@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vbrt.config.format_records import FORMATS as RECORDS
-from vbrt.config.format_records import FormatRecord, formats_of
-from vbrt.formats import WeightPlanes
+from vbrt.config.format_records import formats_of
+from vbrt.formats import WeightPlanes, get_format
+from vbrt.formats.eight_bits import UnitBytes
 from vbrt.kernels import reference
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import cuda_op
@@ -76,17 +76,23 @@ def _operands(coarse: dict[str, Tensor]) -> _Operands:
     return _Operands(codes.view(torch.uint8) if codes.is_floating_point() else codes, scales, *found)
 
 
-def _constants(record: FormatRecord, device: int | None) -> dict[str, Any]:
-    floats = record.codec.endswith(":FloatBytes")
-    signed = "e4m3" if floats else "int8" if record.offsets is None else "uint8"
+@functools.cache
+def _constants(format: str, converts: bool) -> dict[str, Any]:
+    """Constants of the kernels; converts: the device converts E4M3 itself."""
+    of = get_format(format)
+    record, floats = of.record, of.code_dtype == "float8_e4m3fn"
     return {
         "BLOCK": record.block,
-        "CODES": "nibbles" if record.bits == 4 else signed,
+        "CODES": "nibbles" if record.bits == 4 else "e4m3" if floats else of.code_dtype,
         "OFFSETS": {None: "none", "floatzeros": "zeros"}.get(record.offsets, record.offsets),
         "SUPERBLOCKS": record.scales == "superblock",
-        "UNIT": record.codec.endswith(":UnitBytes"),
-        "CONVERTS": floats and device is not None and devices.serves(device, devices.E4M3),
+        "UNIT": isinstance(of, UnitBytes),
+        "CONVERTS": floats and converts,
     }
+
+
+def _constants_on(device: torch.device, format: str) -> dict[str, Any]:
+    return _constants(format, devices.serves(device.index, devices.E4M3))
 
 
 def _served(planes: WeightPlanes) -> bool:
@@ -154,8 +160,7 @@ def _multiply(
     (n, blocks), k = scales.shape, x.shape[-1]
     x_MK = x.reshape(-1, k)
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
-    operands, record = (codes, scales, offsets, large, least), RECORDS[format]
-    constants = _constants(record, x.device.index)
+    operands, constants = (codes, scales, offsets, large, least), _constants_on(x.device, format)
     launch = _LAUNCHES[constants["CODES"] == "e4m3"]
     run = _sums if len(x_MK) <= launch.summed else _dots
     with torch.cuda.device(x.device):
@@ -183,8 +188,8 @@ def _dots(
 ) -> Tensor:  # fmt: skip
     (tokens, k), (n, blocks), (rows, columns, warps) = x_MK.shape, shape, launch.dots
     tiles, step = -(-n // rows), max(1, columns // constants["BLOCK"])
-    processors = 1 if x_MK.device.index is None else devices.gpu(x_MK.device.index).processors
-    splits = max(1, min(_DOT_PROGRAMS // warps * processors // tiles, blocks // (step * _LEAST_STEPS)))
+    programs = _DOT_PROGRAMS // warps * devices.gpu(x_MK.device.index).processors
+    splits = max(1, min(programs // tiles, blocks // (step * _LEAST_STEPS)))
     share = -(-blocks // (splits * step)) * step
     splits = -(-blocks // share)
     part_SMN = torch.empty(splits, tokens, n, dtype=torch.float32, device=x_MK.device)
@@ -206,14 +211,13 @@ def _decode_codes(
     codes: Tensor, scales: Tensor, offsets: Tensor, large: Tensor, least: Tensor, format: str, k: int,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    (n, blocks), record = scales.shape, RECORDS[format]
+    (n, blocks), constants = scales.shape, _constants_on(codes.device, format)
     w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
-    wide = _DECODED_COLUMNS // record.block
+    wide = _DECODED_COLUMNS // constants["BLOCK"]
     with torch.cuda.device(codes.device):
         _kernels().decode_kernel[(n, -(-blocks // wide))](
             codes, scales, offsets, large, least, w_NK, n, k, blocks,
-            BLOCKS=wide, num_warps=_WARPS, **_constants(record, codes.device.index),
-            **triton_api.fp_fusion(False),
+            BLOCKS=wide, num_warps=_WARPS, **constants, **triton_api.fp_fusion(False),
         )  # fmt: skip
     return w_NK
 

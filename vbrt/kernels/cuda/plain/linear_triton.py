@@ -1,4 +1,4 @@
-"""Products and the decoder of published codes. Importing needs Triton; its interpreter runs these, too.
+"""Products and the decoder of published codes. Importing needs Triton.
 
 A weight is (code - zero) * scale * unit + offset. Each operation is rounded to fp32, a difference from a zero point to
 the dtype of that, the result to the weight's: launch without contraction to FMA. Arguments of all kernels:
@@ -35,6 +35,33 @@ def _numbers(byte, CODES: tl.constexpr, CONVERTS: tl.constexpr):
 
 
 @triton.jit
+def _from_zero(number, zero):
+    """Codes less their zero point, rounded to its dtype if that is a float."""
+    number = number - zero.to(tl.float32)
+    if zero.dtype.is_floating():
+        number = number.to(zero.dtype).to(tl.float32)
+    return number
+
+
+@triton.jit
+def _scale_and_offset(
+    block_ptr, offset_ptr, large_ptr, least_ptr, row, block, index, inside, blocks,
+    BLOCK: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr,
+):  # fmt: skip
+    """fp32 numbers of blocks; the offset is one of "values" and "superblock", else the scale."""
+    scale = tl.load(block_ptr + index, mask=inside, other=0).to(tl.float32)
+    if SUPERBLOCKS:
+        large = row.to(tl.int64) * ((blocks * BLOCK + 255) // 256) + block * BLOCK // 256
+        scale = tl.load(large_ptr + large, mask=inside, other=0).to(tl.float32) * scale
+    offset = scale
+    if OFFSETS == "values" or OFFSETS == "superblock":
+        offset = tl.load(offset_ptr + index, mask=inside, other=0).to(tl.float32)
+    if OFFSETS == "superblock":
+        offset = -tl.load(least_ptr + large, mask=inside, other=0).to(tl.float32) * offset
+    return scale, offset
+
+
+@triton.jit
 def _weights(
     code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, row, block, N, blocks,
     BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr,
@@ -51,23 +78,16 @@ def _weights(
     else:
         byte = tl.load(code_ptr + (index * BLOCK + tl.arange(0, BLOCK)[None, None, :]), mask=inside, other=0)
         number = _numbers(byte, CODES, CONVERTS)
-    scale = tl.load(block_ptr + index, mask=inside, other=0).to(tl.float32)
-    if SUPERBLOCKS:
-        large = row.to(tl.int64) * ((blocks * BLOCK + 255) // 256) + block * BLOCK // 256
-        scale = tl.load(large_ptr + large, mask=inside, other=0).to(tl.float32) * scale
     if OFFSETS == "zeros":
-        zero = tl.load(offset_ptr + index, mask=inside, other=0)
-        number = number - zero.to(tl.float32)
-        if zero.dtype.is_floating():
-            number = number.to(zero.dtype).to(tl.float32)
+        number = _from_zero(number, tl.load(offset_ptr + index, mask=inside, other=0))
+    scale, offset = _scale_and_offset(
+        block_ptr, offset_ptr, large_ptr, least_ptr, row, block, index, inside, blocks, BLOCK, OFFSETS, SUPERBLOCKS
+    )
     weight = number * scale
     if UNIT:
         weight = weight * tl.load(large_ptr)
-    if OFFSETS == "values":
-        weight = weight + tl.load(offset_ptr + index, mask=inside, other=0).to(tl.float32)
-    if OFFSETS == "superblock":
-        least = tl.load(least_ptr + large, mask=inside, other=0).to(tl.float32)
-        weight = weight - least * tl.load(offset_ptr + index, mask=inside, other=0).to(tl.float32)
+    if OFFSETS == "values" or OFFSETS == "superblock":
+        weight = weight + offset
     return weight
 
 
@@ -119,20 +139,11 @@ def sums_kernel(
         else:
             byte = tl.load(code_ptr + (index[:, :, :, None] * BLOCK + place), mask=inside[:, :, :, None], other=0)
             number = _numbers(byte, CODES, CONVERTS)
-        scale = tl.load(block_ptr + index, mask=inside, other=0).to(tl.float32)
-        if SUPERBLOCKS:
-            large = row.to(tl.int64) * ((blocks * BLOCK + 255) // 256) + block * BLOCK // 256
-            scale = tl.load(large_ptr + large, mask=inside, other=0).to(tl.float32) * scale
         if OFFSETS == "zeros":
-            zero = tl.load(offset_ptr + index, mask=inside, other=0)
-            number = number - zero.to(tl.float32)[:, :, :, None]
-            if zero.dtype.is_floating():
-                number = number.to(zero.dtype).to(tl.float32)
-        if OFFSETS == "values":
-            offset = tl.load(offset_ptr + index, mask=inside, other=0).to(tl.float32)
-        if OFFSETS == "superblock":
-            least = tl.load(least_ptr + large, mask=inside, other=0).to(tl.float32)
-            offset = -least * tl.load(offset_ptr + index, mask=inside, other=0).to(tl.float32)
+            number = _from_zero(number, tl.load(offset_ptr + index, mask=inside, other=0)[:, :, :, None])
+        scale, offset = _scale_and_offset(
+            block_ptr, offset_ptr, large_ptr, least_ptr, row, block, index, inside, blocks, BLOCK, OFFSETS, SUPERBLOCKS
+        )
         # a column for each row: then x has the layout of the codes, and is not exchanged between threads
         column = block[:, :, :, None] * BLOCK + place + tl.zeros((ROWS, 1, 1, 1), tl.int32)
         added = ()
