@@ -146,12 +146,12 @@ class _Unit(NamedTuple):
 def _divisions(uses: Sequence[Use]) -> Iterator[dict[str, _Unit]]:
     """Yield the hostable pages one by one, and, where there are groups, group by group."""
     counts = Counter(use.key for use in uses)
-    pages = {use.key: use for use in uses if use.hostable}
-    yield {key: _Unit((key,), use.nbytes, use.nbytes * counts[key]) for key, use in pages.items()}
-    groups: dict[str, list[Use]] = {}
-    for key, use in pages.items():
-        groups.setdefault(use.group or key, []).append(use)
-    if len(groups) < len(pages):
+    pages = {use.key: use for use in uses if use.hostable}.values()
+    one_by_one = {use.key: [use] for use in pages}
+    by_group: dict[str, list[Use]] = {}
+    for use in pages:
+        by_group.setdefault(use.group or use.key, []).append(use)
+    for groups in (one_by_one, by_group) if len(by_group) < len(pages) else (one_by_one,):
         yield {
             name: _Unit(
                 tuple(use.key for use in group),

@@ -17,7 +17,6 @@ from vbrt.layers.weights.linear_product import linear_on_planes, linear_without_
 
 __all__ = ["join_gates", "join_products", "join_projections"]
 
-_MOST = 8  # layers per call
 _SMALL_MATRIX, _FEW_ROWS = 1 << 17, 2  # weight elements and tokens that one thread multiplies
 _aten = torch.ops.aten
 
@@ -42,7 +41,7 @@ def join_products(step: StepGraph) -> None:
         _rest(step, node)
     for family in families.values():
         few_of = dict(family)
-        for nodes in step.mergeable(list(few_of), _MOST):
+        for nodes in step.mergeable(list(few_of)):
             args = (tuple(map(few_of.get, nodes)), nodes[0].args[1], tuple(node.args[2] for node in nodes))
             step.merge(nodes, products, args)
             step.joined["layers of one input"] += len(nodes) > 1

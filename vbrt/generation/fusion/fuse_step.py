@@ -59,7 +59,6 @@ from vbrt.libraries.torch_api import tree_leaves
 __all__ = ["PATTERNS", "JoinReport", "Joined", "joined"]
 
 _OWN = 4  # times the step's own run-to-run difference: then it is not reproducible, and there are no bits to keep
-_MOST_POSTED = 8  # layers
 _TOLERANCE = 0.1  # relative to the result's norm: rounding is about a tenth of this, a wrong replacement ten times
 
 
@@ -156,7 +155,7 @@ def _join_hosted(step: StepGraph) -> None:
         if node.args[0].held.hosts:
             families.setdefault(node.args[1], []).append(node)
     for family in families.values():
-        for nodes in step.mergeable(family, _MOST_POSTED):
+        for nodes in step.mergeable(family):
             if len(nodes) > 1:
                 handles, _, biases = zip(*(node.args for node in nodes), strict=True)
                 step.merge(nodes, linears_without_grad, (handles, nodes[0].args[1], biases))

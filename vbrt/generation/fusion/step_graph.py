@@ -13,6 +13,8 @@ from vbrt.kernels.operator_trace import Form, StepRecorder, root_of
 
 __all__ = ["Program", "StepGraph", "last_uses"]
 
+_MOST_MERGED = 8  # layers per call
+
 
 class StepGraph:
     """The FX graph of a step during fusion.
@@ -78,14 +80,14 @@ class StepGraph:
             raise AssertionError(f"{node}: {ours} replaced by {theirs}")
         node.replace_all_uses_with(other)
 
-    def mergeable(self, layers: Sequence[Node], most: int) -> list[list[Node]]:
-        """Group calls (layer, x, bias) of one x, in order, up to `most` each, that can be made at the first one's
-        place: x and biases exist there and are not written to."""
+    def mergeable(self, layers: Sequence[Node]) -> list[list[Node]]:
+        """Group calls (layer, x, bias) of one x, in order, up to `_MOST_MERGED` each, that can be made at the first
+        one's place: x and biases exist there and are not written to."""
         early, late = list[Node](), list[Node]()
         for node in layers:
             _, x, bias = node.args
             there = bias is None or bias.op == "placeholder" or self._is_before(bias, layers[0])
-            (early if there and self.is_fixed(x, bias) and len(early) < most else late).append(node)
+            (early if there and self.is_fixed(x, bias) and len(early) < _MOST_MERGED else late).append(node)
         return [group for group in (early, *([one] for one in late)) if group]
 
     def _is_before(self, node: Node, other: Node) -> bool:
