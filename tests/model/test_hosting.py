@@ -3,7 +3,11 @@ kernels; the choice, the states of weights, the mailbox and its team are those o
 
 import contextlib
 import ctypes
+import gc
+import queue
+import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -84,10 +88,34 @@ class PlayedOutbox:
         self.broken = False
 
 
+class Queue:
+    """Stream of a GPU, whose launches run later, in a thread."""
+
+    def __init__(self):
+        self.launches = queue.Queue()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        while True:
+            launch = self.launches.get()
+            time.sleep(0.05)
+            launch()
+            self.launches.task_done()
+
+    def query(self):
+        return not self.launches.unfinished_tasks
+
+    def synchronize(self):
+        self.launches.join()
+
+    def wait_stream(self, other):
+        assert other is self
+
+
 @pytest.fixture
 def device(monkeypatch):
     """What hosting asks of a GPU, on the CPU."""
-    stream = SimpleNamespace(synchronize=int, wait_stream=lambda other: None)
+    stream = SimpleNamespace(synchronize=int, wait_stream=lambda other: None, query=lambda: True)
     stands_in = SimpleNamespace(
         CUDA="cpu", pins=lambda: False, current_stream=lambda device: stream, synchronize=lambda device: None
     )
@@ -102,6 +130,8 @@ def device(monkeypatch):
     monkeypatch.setattr(hosted_rates, "_copied", lambda pages, device: 1e9)
     monkeypatch.setattr(hosted_rates, "copying_pages", lambda *args: contextlib.nullcontext(lambda: 1e9))
     monkeypatch.setattr(PlayedOutbox, "answers", True)
+    yield
+    gc.collect()  # mailboxes are detached while this device is there
 
 
 def wrapped(monkeypatch, model=None, rates=FAST, format="nvfp4", pages=4, **compute):
@@ -248,6 +278,35 @@ def test_a_product_that_is_not_answered_raises_and_the_model_goes_on(device, mon
         generated(vb)
     monkeypatch.setattr(PlayedOutbox, "answers", True)
     assert torch.equal(generated(vb).sequences, want.sequences)
+
+
+@pytest.mark.parametrize("end", ["moved", "rewritten", "closed", "gone"])
+def test_a_product_that_is_still_queued_has_the_weight_that_it_was_launched_with(end, device, monkeypatch):
+    vb = wrapped(monkeypatch)
+    generated(vb)
+    weight = next(handle for handle in vb._attachment.registry.handles if handle.held.hosts)
+    name, x = weight.spec.name, torch.randn(1, weight.spec.shape[1]).bfloat16()
+    want, stream = weight.held.compute(weight, x, None), Queue()
+    monkeypatch.setattr(hosted_weights.accelerator, "current_stream", lambda device: stream)
+    weight.held._host._launches._stream = stream
+    exchange = PlayedOutbox.exchange
+    late = lambda *operands: stream.launches.put(lambda: exchange(*operands))  # noqa: E731
+    monkeypatch.setattr(PlayedOutbox, "exchange", late)
+    got = weight.held.compute(weight, x, None)
+    assert not stream.query()
+    if end == "moved":
+        weight.forget_ready()
+    elif end == "rewritten":
+        vb.load_state_dict({f"{name}.weight": torch.zeros(weight.spec.shape)}, strict=False)
+    elif end == "closed":
+        vb.close()
+    else:
+        alive = weakref.ref(weight.held._host)
+        del vb, weight
+        gc.collect()
+        assert alive() is None and stream.query()
+    stream.synchronize()
+    assert torch.equal(got, want)
 
 
 def test_lossless_weights_and_other_pages_are_moved(device, monkeypatch):

@@ -199,6 +199,27 @@ def test_posts_without_a_product_are_answered_so_that_no_device_waits():
     assert (team.served(box), team.failed(box)) == (0, 3)
 
 
+def test_an_entry_is_forgotten_after_the_posts_that_were_announced():
+    device, team = Device(), HostedTeam(2)
+    box, (part,), entry = small(team, device)
+    x = torch.randn(1, 160).bfloat16()
+    for _ in range(2):
+        team.expect(box, 1)
+        launch = threading.Timer(0.05, device.post, (entry, x))
+        launch.start()
+        team.settle(box, lambda: False)
+        assert device.number == _ + 1
+    team.forget(box, entry)
+    assert device.wait() == 2 and torch.equal(device.y(part, x), up(part, x))
+    team.settle(box, lambda: False)  # nothing is announced
+    team.expect(box, 1)
+    asked = []
+    team.settle(box, lambda: asked.append(None) or len(asked) == 3)  # it was never launched
+    assert len(asked) == 3
+    team.detach(box)
+    team.settle(box, lambda: False)
+
+
 def test_a_product_that_the_device_gave_up_is_not_computed():
     device, team = Device(), HostedTeam(1)
     box, _, entry = small(team, device)

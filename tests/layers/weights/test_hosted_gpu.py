@@ -1,6 +1,7 @@
 """Hosted weights on a GPU: few tokens are computed by the CPU where pages lie, eagerly and in recorded steps."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -101,6 +102,26 @@ def test_a_product_that_nobody_answers_raises_and_the_model_goes_on():
     vb._attachment.hosting.release()
     vb._attachment.hosting._host = None
     assert torch.equal(generated(vb).sequences, want.sequences)
+
+
+@pytest.mark.parametrize("end", ["moved", "closed", "gone"])
+def test_a_product_that_is_still_queued_has_the_weight_that_it_was_launched_with(end):
+    vb = wrapped(llama(), FAST)
+    generated(vb)
+    weight = next(handle for handle in vb._attachment.registry.handles if handle.held.hosts)
+    x = torch.randn(1, weight.spec.shape[1]).bfloat16().cuda()
+    want = weight.held.compute(weight, x, None)
+    torch.cuda._sleep(400_000_000)
+    got = weight.held.compute(weight, x, None)
+    assert not torch.cuda.current_stream().query()
+    if end == "moved":
+        weight.forget_ready()
+    elif end == "closed":
+        vb.close()
+    else:
+        del vb, weight
+        gc.collect()
+    assert torch.equal(got, want)
 
 
 def test_biases_and_batches_and_other_formats():

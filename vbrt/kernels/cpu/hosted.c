@@ -334,8 +334,9 @@ static void find_no_more(Team *t) {
     unlock(o);
 }
 
-/* Posts of a box that were computed, and that were not. */
+/* Posts of a box that were computed, and that were not; all that were taken, and how many those will be as announced. */
 void vbrt_hosted_counts(Team *t, int slot, int64_t *counts) {
     const Box *b = ((Boxes *)t->memory)->box + slot;
     counts[0] = __atomic_load_n(&b->computed, __ATOMIC_RELAXED), counts[1] = __atomic_load_n(&b->failed, __ATOMIC_RELAXED);
+    counts[2] = __atomic_load_n(&b->passed, __ATOMIC_SEQ_CST), counts[3] = __atomic_load_n(&b->expected, __ATOMIC_SEQ_CST);
 }

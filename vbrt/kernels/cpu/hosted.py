@@ -19,6 +19,7 @@ Legend: T tokens, k experts per token, E experts, N rows of a matrix, K its colu
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -59,6 +60,7 @@ ENTRY_BITS = 16
 NOTHING = (1 << ENTRY_BITS) - 1
 ENTRIES = NOTHING
 _LINE = 64
+_SETTLE_S = 2e-5
 _RAW = Gate("none", gated=False)
 _WEIGHT = "weight"
 
@@ -274,9 +276,23 @@ class HostedTeam(Team):
         """Return the number of posts that were answered without a product."""
         return self._counts(box)[1]
 
+    def settle(self, box: Mailbox, is_idle: Callable[[], bool]) -> None:
+        """Wait until the posts announced so far have been taken: until then, their entries must not be forgotten.
+
+        Args:
+            is_idle: the device has run all that was launched; what was announced but not launched does not come.
+        """
+        announced = None
+        while box.slot >= 0 and self.pid == os.getpid():
+            _, _, taken, expected = self._counts(box)
+            announced = expected if announced is None else min(announced, expected)
+            if taken >= announced or is_idle():
+                return
+            time.sleep(_SETTLE_S)
+
     def _counts(self, box: Mailbox) -> ctypes.Array[ctypes.c_int64]:
         self._check_attached(box)
-        counts = (ctypes.c_int64 * 2)()
+        counts = (ctypes.c_int64 * 4)()
         self._memory.library.vbrt_hosted_counts(self._memory.address, box.slot, counts)
         return counts
 

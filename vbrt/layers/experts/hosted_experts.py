@@ -185,7 +185,10 @@ class HostedLayer:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Let the pages go, once they are not being computed with. Idempotent."""
+        """Let the pages go, once launched products have been computed. Idempotent."""
         self._host.refreshed.discard(self)
-        while self._entries:
-            self._host.leave(self._entries.popitem()[1])
+        try:
+            self._host.settle()
+        finally:
+            while self._entries:
+                self._host.leave(self._entries.popitem()[1])

@@ -37,6 +37,7 @@ from vbrt.kernels.cpu.hosted import (
     HostedExperts,
     HostedPart,
     HostedTeam,
+    Mailbox,
     Places,
     X,
     new_team,
@@ -104,11 +105,10 @@ class Host:
         self._team = shared_team()
         self._handle = self._team.attach(self._room)
         self._names: dict[int, str] = {}
-        self._stream: torch.Stream | None = None
-        self._raw: object = None
+        self._launches = _Launches(stack.device)
         #: called before graphs are replayed: operands in host memory follow those on the device
         self.refreshed: weakref.WeakSet[Refreshed] = weakref.WeakSet()
-        weakref.finalize(self, self._team.detach, self._handle)
+        weakref.finalize(self, _detach, self._team, self._handle, self._launches)
 
     @property
     def room_bytes(self) -> int:
@@ -141,8 +141,12 @@ class Host:
         self._names[entry] = name
         return entry
 
+    def settle(self) -> None:
+        """Wait until launched posts have come: a kernel that is still queued posts later."""
+        self._team.settle(self._handle, self._launches.are_done)
+
     def leave(self, entry: int) -> None:
-        """Forget a product, once it is not being computed."""
+        """Forget a product, once it is not being computed. Those launched before need `settle` first."""
         self._names.pop(entry, None)
         self._team.forget(self._handle, entry)
 
@@ -188,11 +192,7 @@ class Host:
 
     def _begin(self, posts: int) -> None:
         self.check()
-        if raw_stream(self._device.index) != self._raw:
-            current = accelerator.current_stream(self._device)
-            if self._stream is not None:
-                current.wait_stream(self._stream)
-            self._stream, self._raw = current, raw_stream(self._device.index)
+        self._launches.follow()
         self._team.expect(self._handle, posts)
 
     def check(self) -> None:
@@ -210,6 +210,43 @@ class Host:
             f"{name}: the CPU did not answer within {self._outbox.wait_ns / 1e9:g} s, so that results since then are "
             'NaN; compute.where = "device" moves all weights to the GPU instead'
         )
+
+
+class _Launches:
+    """Launches of one mailbox's posts: one on another stream than the last waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.Stream | None = None
+        self._raw: object = None
+
+    def follow(self) -> None:
+        """Have the current stream wait for the launches so far."""
+        raw = raw_stream(self._device.index)
+        if raw != self._raw:
+            current = accelerator.current_stream(self._device)
+            if self._stream is not None:
+                current.wait_stream(self._stream)
+            self._stream, self._raw = current, raw
+
+    def are_done(self) -> bool:
+        """Whether the device has run them all; False in a capture, where it must not be asked."""
+        return self._stream is None or (not is_capturing() and self._stream.query())
+
+    def wait(self) -> None:
+        """Wait until the device has run them all, but in a capture."""
+        if self._stream is not None and not is_capturing():
+            self._stream.synchronize()
+
+
+def _detach(team: HostedTeam, mailbox: Mailbox, launches: _Launches) -> None:
+    """Stop polling a mailbox, which the device then no longer reads."""
+    try:
+        if team.pid == os.getpid():
+            team.settle(mailbox, launches.are_done)
+            launches.wait()
+    finally:
+        team.detach(mailbox)
 
 
 class Hosted(Streamed):
@@ -314,12 +351,15 @@ class Hosted(Streamed):
         return y
 
     def end(self) -> None:
-        """Let the page go, once it is not being computed with. Idempotent."""
-        while self._entries:
-            self._host.leave(self._entries.popitem()[1])
-        while self._shared:
-            self._shared.popitem()[1].leave()
-        self._lease.end()
+        """Let the page go, once launched products have been computed. Idempotent."""
+        try:
+            self._host.settle()
+        finally:
+            while self._entries:
+                self._host.leave(self._entries.popitem()[1])
+            while self._shared:
+                self._shared.popitem()[1].leave()
+            self._lease.end()
 
 
 class _SharedEntry:
