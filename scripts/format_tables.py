@@ -45,7 +45,6 @@ def _gguf() -> Iterator[tuple[str, ...]]:
     for (since, format), types in groupby(planes, lambda item: (item[1].since, item[1].format)):
         names = ", ".join(name for name, _ in types)
         yield f"GGUF {names}", f"`{format}`", *_of([format]), "–", since
-    yield "other types of GGUF", "–", "–", "–", "all", "–"
 
 
 def _of(formats: list[str]) -> tuple[str, str]:

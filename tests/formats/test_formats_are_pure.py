@@ -8,7 +8,7 @@ import pytest
 from vbrt import formats
 
 FILES = sorted(Path(formats.__file__).parent.glob("*.py"))
-ROOMS = {"vbrt.errors", "vbrt.config", "vbrt.formats"}  # that they may import
+ROOMS = {"vbrt.errors", "vbrt.config", "vbrt.libraries", "vbrt.formats"}  # that they may import
 EFFECTS = {"cuda", "pin_memory", "Event", "Stream", "synchronize", "non_blocking", "record_stream"}
 
 

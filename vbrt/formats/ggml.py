@@ -1,8 +1,10 @@
 """GGUF blocks, repacked into coarse planes without decoding: pure tensor functions.
 
 A tensor of these types is a sequence of equal blocks along K with scales, perhaps minima, and codes. `GGML_PLANES`
-lists the types that have a format here; the others must be decoded by the reader. Codes of 5 and 6 bits take a byte
-each. Layouts: ggml-common.h and ggml-quants.c of ggml, and `gguf.quants` of its package.
+lists the types that have a format here; the others must be decoded by the reader. Codes of fewer than 4 bits take 4,
+those of 5 and 6 a byte. The IQ types of up to 3 bits name points of a lattice, whose coordinates are a few magnitudes:
+with their signs no more than 16 levels. Layouts: ggml-common.h and ggml-quants.c of ggml, and `gguf.quants` of its
+package, which has the lattices.
 """
 
 from collections.abc import Callable
@@ -12,8 +14,16 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import FormatError
-from vbrt.formats.published import Repacked, levels_plane, matrix_shape, refuse_nonfinite_fields, repack_mxfp4
+from vbrt.formats.published import (
+    Repacked,
+    levels_plane,
+    matrix_shape,
+    refuse_nonfinite_fields,
+    repack_mxfp4,
+    repack_nvfp4,
+)
 from vbrt.formats.sixteen_levels import INT4_LEVELS, IQ4_NL_LEVELS
+from vbrt.libraries.gguf_api import lattice
 
 __all__ = ["GGML_PLANES", "GGMLPlane", "repack_gguf"]
 
@@ -188,12 +198,160 @@ def _q3_k(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
     shifts = torch.arange(8, dtype=torch.uint8, device=device).view(1, 8, 1)
     third = (blocks[:, None, :32] >> shifts & 1).flatten(1)
     pairs = blocks[:, 32:96].unflatten(1, (2, 1, 32)) >> 2 * shifts[:, :4].unsqueeze(1) & 3
-    codes = (pairs.flatten(1) | third << 2) + 4  # -4 to 3 are codes 4 to 11 of int4
-    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(shape[0], -1)
+    packed = _nibbles((pairs.flatten(1) | third << 2) + 4, shape[0])  # -4 to 3 are codes 4 to 11 of int4
     low = torch.cat((blocks[:, 96:104] & 15, blocks[:, 96:104] >> 4), dim=1)
     high = (blocks[:, None, 104:108] >> 2 * shifts[:, :4] & 3).flatten(1)
     scales = _half(blocks[:, 108:]).float() * ((low | high << 4).int() - 32)
     return levels_plane("levels16-float32", shape, packed, scales.view(shape[0], -1), _table(INT4_LEVELS, blocks))
+
+
+def _q2_k(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """Q2_K, 256 weights: 16 scales and, above them, minima of 4 bits, 64 bytes of codes, fp16 d and dmin. weight =
+    d * scale * code - dmin * minimum; both products have 15 bits, so that they are exact in fp32."""
+    n = shape[0]
+    d, dmin = (_half(blocks[:, at : at + 2]).float() for at in (80, 82))
+    fields = {
+        "codes": _nibbles(_fields_of_bits(blocks[:, 16:80], 32, 2), n),
+        "scales": (d * (blocks[:, :16] & 15)).view(n, -1),
+        "offsets": (-(dmin * (blocks[:, :16] >> 4))).view(n, -1),
+    }
+    return _plane("affine16-float32", shape, fields)
+
+
+def _tq1_0(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """TQ1_0, 256 weights: digits of base 3, five to a byte (32 bytes, 16 bytes) or four (4 bytes), the first one in
+    byte * 3 >> 8; an fp16 scale."""
+    parts = zip(blocks[:, :52].split((32, 16, 4), dim=1), (5, 5, 4), strict=True)
+    digits = torch.cat([(part * 3**turn).to(torch.int16) * 3 >> 8 for part, n in parts for turn in range(n)], dim=1)
+    return _ternary(digits.to(torch.uint8), blocks[:, 52:], shape)
+
+
+def _tq2_0(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """TQ2_0, 256 weights: 64 bytes of codes, an fp16 scale."""
+    return _ternary(_fields_of_bits(blocks[:, :64], 32, 2), blocks[:, 64:], shape)
+
+
+def _ternary(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Repacked:
+    """weight = scale * (code - 1)."""
+    halves = _half(scales).expand(-1, 2).reshape(shape[0], -1)  # two blocks of 128
+    table = _table((-1.0, 0.0, 1.0, 2.0, *[0.0] * 12), codes)
+    return levels_plane("levels128-float16", shape, _nibbles(codes, shape[0]), halves, table)
+
+
+def _iq2_xxs(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """IQ2_XXS, 256 weights: an fp16 d; per 32, four bytes that name points of 8, four groups of 7 signs and a 4-bit
+    scale (4 bytes). weight = d * (scale + 1/2) / 4 * point."""
+    named, words = blocks[:, 2:].unflatten(1, (8, 2, 4)).unbind(2)
+    return _signed("IQ2_XXS", named.flatten(1), *_signs_and_scales(words), _half(blocks[:, :2]).float() / 4, shape)
+
+
+def _iq2_xs(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """IQ2_XS, 256 weights: an fp16 d; 32 numbers of 16 bits: 9 name a point of 8, 7 its signs; a 4-bit scale per 16."""
+    words = _words(blocks[:, 2:66])
+    scales = _fields_of_bits(blocks[:, 66:], 1, 4).float() + 0.5
+    return _signed("IQ2_XS", words & 511, _even(words >> 9), scales, _half(blocks[:, :2]).float() / 4, shape)
+
+
+def _iq2_s(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """IQ2_S, 256 weights: an fp16 d; 32 bytes and, with their high two bits, 8 bytes that name points of 8; 32 bytes of
+    signs between them; a 4-bit scale per 16."""
+    named = blocks[:, 2:34].int() | _fields_of_bits(blocks[:, 66:74], 1, 2).int() << 8
+    scales = _fields_of_bits(blocks[:, 74:], 1, 4).float() + 0.5
+    return _signed("IQ2_S", named, blocks[:, 34:66], scales, _half(blocks[:, :2]).float() / 4, shape)
+
+
+def _iq3_xxs(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """IQ3_XXS, 256 weights: an fp16 d; 64 bytes that name points of 4; signs and scales as in IQ2_XXS.
+    weight = d * (scale + 1/2) / 2 * point."""
+    d, words = _half(blocks[:, :2]).float() / 2, blocks[:, 66:].unflatten(1, (8, 4))
+    return _signed("IQ3_XXS", blocks[:, 2:66], *_signs_and_scales(words), d, shape)
+
+
+def _iq3_s(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """IQ3_S, 256 weights: an fp16 d; 64 bytes and, with their ninth bits, 8 bytes that name points of 4; 32 bytes of
+    signs; a 4-bit scale per 32. weight = d * (2 * scale + 1) * point."""
+    named = blocks[:, 2:66].int() | _fields_of_bits(blocks[:, 66:74], 1, 1).int() << 8
+    scales = _fields_of_bits(blocks[:, 106:], 1, 4).float() * 2 + 1
+    return _signed("IQ3_S", named, blocks[:, 74:106], scales, _half(blocks[:, :2]).float(), shape)
+
+
+def _iq1_s(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """IQ1_S, 256 weights: an fp16 d; 32 bytes that name points of 8; per 32, three more bits of each name, a 3-bit
+    scale and the sign of a shift by 1/8 (2 bytes). weight = d * (2 * scale + 1) * (point +- 1/8)."""
+    words = _words(blocks[:, 34:])
+    shifts = torch.arange(0, 12, 3, dtype=torch.int32, device=blocks.device)
+    named = blocks[:, 2:34].int() | (words.unsqueeze(-1) >> shifts & 7).flatten(1) << 8
+    scales, below = (words >> 12 & 7).float() * 2 + 1, words >> 15 & 1
+    return _shifted(named, below.repeat_interleave(4, dim=1), scales, _half(blocks[:, :2]).float(), shape)
+
+
+def _iq1_m(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """IQ1_M, 256 weights: 32 bytes that name points of 8; a nibble for each (16 bytes): three more bits of the name and
+    the sign of its shift; four 3-bit scales per 64, below a quarter of the fp16 d (8 bytes)."""
+    more, words = _fields_of_bits(blocks[:, 32:48], 1, 4).int(), _words(blocks[:, 48:])
+    quarters = words >> torch.tensor((12, 8, 4, 0), dtype=torch.int32, device=blocks.device)
+    d = (quarters & torch.tensor((0xF, 0xF0, 0xF00, 0xF000), dtype=torch.int32, device=blocks.device)).sum(1)
+    shifts = torch.arange(0, 12, 3, dtype=torch.int32, device=blocks.device)
+    scales = (words.unsqueeze(-1) >> shifts & 7).flatten(1).float() * 2 + 1
+    named = blocks[:, :32].int() | (more & 7) << 8
+    return _shifted(named, more >> 3, scales, d.to(torch.int16).view(torch.float16).float().unsqueeze(1), shape)
+
+
+def _words(packed: Tensor) -> Tensor:
+    """Numbers [B, h / 2] int32 of 16 bits, low byte first."""
+    return packed[:, 0::2].int() | packed[:, 1::2].int() << 8
+
+
+def _even(seven_bits: Tensor) -> Tensor:
+    """Bytes of signs of which the last one makes their number even."""
+    parity = seven_bits
+    for shift in (4, 2, 1):
+        parity = parity ^ parity >> shift
+    return (seven_bits | (parity & 1) << 7).to(torch.uint8)
+
+
+def _signs_and_scales(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes of signs [B, 32] and scales plus 1/2 [B, 8] of words [B, 8, 4]: four groups of 7 bits below a scale."""
+    bytes_of = words.int()
+    word = bytes_of[..., 0] | bytes_of[..., 1] << 8 | bytes_of[..., 2] << 16 | bytes_of[..., 3] << 24
+    shifts = torch.arange(0, 28, 7, dtype=torch.int32, device=words.device)
+    return _even((word.unsqueeze(-1) >> shifts & 127).flatten(1)), (words[..., 3] >> 4).float() + 0.5
+
+
+def _signed(type: str, named: Tensor, signs: Tensor, scales: Tensor, d: Tensor, shape: tuple[int, int]) -> Repacked:
+    """weight = d * scale * point, with a bit of `signs` [B, 32] for each coordinate. named [B, points], scales [B, ..],
+    d [B, 1]: their product has at most 17 bits."""
+    points, levels = lattice(type)
+    magnitudes = points.to(named.device)[named.long()].flatten(1)
+    codes = magnitudes | _fields_of_bits(signs, 1, 1) << 3
+    table = (*levels, *[0.0] * (8 - len(levels)))
+    return _of_lattice(codes, (*table, *(-level for level in table)), d * scales, shape)
+
+
+def _shifted(named: Tensor, below: Tensor, scales: Tensor, d: Tensor, shape: tuple[int, int]) -> Repacked:
+    """weight = d * scale * (point + 1/8), or - 1/8 where `below` [B, points] is 1."""
+    points, levels = lattice("IQ1_S")
+    codes = points.to(named.device)[named.long()] | below.to(torch.uint8).unsqueeze(-1) << 3
+    table = [*(level + 0.125 for level in levels), *[0.0] * 5, *(level - 0.125 for level in levels), *[0.0] * 5]
+    return _of_lattice(codes.flatten(1), tuple(table), d * scales, shape)
+
+
+def _of_lattice(codes: Tensor, levels: tuple[float, ...], scales: Tensor, shape: tuple[int, int]) -> Repacked:
+    n, block = shape[0], 256 // scales.shape[1]
+    table = _table(levels, codes)
+    return levels_plane(f"levels{block}-float32", shape, _nibbles(codes, n), scales.reshape(n, -1), table)
+
+
+def _nibbles(codes: Tensor, n: int) -> Tensor:
+    """Codes of 4 bits, two a byte, in n rows."""
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(n, -1)
+
+
+def _nvfp4(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """NVFP4, 64 weights: four E4M3 scales without signs, of which 0x7F is 0, and 32 bytes of codes."""
+    scales, codes = blocks[:, :4] & 0x7F, _sequential(blocks[:, 4:].unflatten(1, (4, 8)))
+    scales = torch.where(scales == 0x7F, 0, scales).reshape(shape[0], -1)
+    return Repacked("nvfp4", shape, repack_nvfp4(codes.reshape(shape[0], -1), scales, 1.0, divide=False))
 
 
 def _mxfp4(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
@@ -219,4 +377,15 @@ GGML_PLANES = {
     "Q5_0": GGMLPlane("bytes32-float16", 32, 22, _q5_0, since="0.2.0"),
     "Q5_1": GGMLPlane("offsetbytes32-float16", 32, 24, _q5_1, since="0.2.0"),
     "Q5_K": GGMLPlane("superbytes32", 256, 176, _q5_k, since="0.2.0"),
+    "Q2_K": GGMLPlane("affine16-float32", 256, 84, _q2_k, since="0.2.0"),
+    "IQ2_XXS": GGMLPlane("levels32-float32", 256, 66, _iq2_xxs, since="0.2.0"),
+    "IQ2_XS": GGMLPlane("levels16-float32", 256, 74, _iq2_xs, since="0.2.0"),
+    "IQ2_S": GGMLPlane("levels16-float32", 256, 82, _iq2_s, since="0.2.0"),
+    "IQ3_XXS": GGMLPlane("levels32-float32", 256, 98, _iq3_xxs, since="0.2.0"),
+    "IQ3_S": GGMLPlane("levels32-float32", 256, 110, _iq3_s, since="0.2.0"),
+    "IQ1_S": GGMLPlane("levels32-float32", 256, 50, _iq1_s, since="0.2.0"),
+    "IQ1_M": GGMLPlane("levels16-float32", 256, 56, _iq1_m, since="0.2.0"),
+    "TQ1_0": GGMLPlane("levels128-float16", 256, 54, _tq1_0, since="0.2.0"),
+    "TQ2_0": GGMLPlane("levels128-float16", 256, 66, _tq2_0, since="0.2.0"),
+    "NVFP4": GGMLPlane("nvfp4", 64, 36, _nvfp4, since="0.2.0"),
 }

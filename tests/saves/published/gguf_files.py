@@ -64,8 +64,11 @@ def blocks(values, type):
         made = np.random.default_rng(0).integers(0, 256, (values.size // weights, nbytes), dtype=np.uint8)
         scales = (np.random.default_rng(1).random((len(made), 1)) * 0.01 + 0.001).astype(np.float16).view(np.uint8)
         places = {Type.Q3_K: [108], Type.Q6_K: [208], Type.Q4_K: [0, 2], Type.Q5_K: [0, 2], Type.Q2_K: [80, 82]}
+        places |= {Type.TQ1_0: [52], Type.TQ2_0: [64]}
         for place in places.get(type, [0]):
             made[:, place : place + 2] = scales
+        if type is Type.NVFP4:
+            made[:, :4] = made[:, :4] % 16
         return made.reshape(*values.shape[:-1], -1)
 
 

@@ -7,6 +7,7 @@ import torch
 
 import vbrt
 from vbrt.errors import CheckpointError, ConfigError
+from vbrt.formats.ggml import GGML_PLANES
 from vbrt.kernels import kernel_refusal
 from vbrt.saves.files.checkpoint_paths import gguf_file
 from vbrt.saves.load.sources import describe
@@ -81,9 +82,16 @@ def test_a_file_of_float32_gives_the_model_that_it_was_made_of(tmp_path, archite
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_hidden_layers": 1}
 
 
-def test_types_of_superblocks_are_taken_or_decoded_by_the_same_rule(tmp_path):
+@pytest.fixture
+def unknown(monkeypatch):
+    """TQ1_0 as a type that gguf knows and vbrt does not."""
+    monkeypatch.delitem(GGML_PLANES, "TQ1_0")
+
+
+def test_types_of_superblocks_are_taken_or_decoded_by_the_same_rule(tmp_path, unknown):
     path = tmp_path / "model.gguf"
-    held = {"attn_q.": Type.IQ4_XS, "attn_k.": Type.Q3_K, "attn_v.": Type.Q4_K, "ffn_up.": Type.TQ1_0}
+    held = {"attn_q.": Type.IQ4_XS, "attn_k.": Type.Q3_K, "attn_v.": Type.Q4_K, "attn_output.": Type.Q2_K}
+    held |= {"ffn_gate.": Type.IQ3_XXS, "ffn_up.": Type.TQ1_0}
     write(
         path,
         model_of("llama", **WIDE),
@@ -96,6 +104,8 @@ def test_types_of_superblocks_are_taken_or_decoded_by_the_same_rule(tmp_path):
     assert found["q_proj"] == ("levels32-float32", "none")
     assert found["k_proj"] == ("levels16-float32", "none")
     assert found["v_proj"] == ("superblock32", "none")
+    assert found["o_proj"] == ("affine16-float32", "none")
+    assert found["gate_proj"] == ("levels32-float32", "none")
     assert found["up_proj"] == ("nvfp4", "exact"), "bf16, without a bit lost"
     assert found["down_proj"] == ("superbytes32", "none")
     vb.close()
@@ -121,7 +131,17 @@ def test_a_mixed_file_runs_in_its_own_bits(tmp_path, dtype):
     vb.close()
 
 
-@pytest.mark.parametrize("types", [(Type.Q4_K, Type.Q6_K), (Type.Q5_K, Type.Q8_0), (Type.Q5_1, Type.Q5_0)])
+@pytest.mark.parametrize(
+    "types",
+    [
+        (Type.Q4_K, Type.Q6_K),
+        (Type.Q5_K, Type.Q8_0),
+        (Type.Q5_1, Type.Q5_0),
+        (Type.Q2_K, Type.IQ3_S),
+        (Type.IQ2_XS, Type.IQ1_S),
+        (Type.TQ2_0, Type.NVFP4),
+    ],
+)
 def test_fused_kernels_compute_what_the_library_decodes(tmp_path, types):
     path = tmp_path / "model.gguf"
     write(path, model_of("llama", **WIDE), "llama", mixed(*types))
@@ -135,7 +155,7 @@ def test_fused_kernels_compute_what_the_library_decodes(tmp_path, types):
     vb.close()
 
 
-def test_what_is_decoded_is_said_once_in_the_plan_and_in_stats(tmp_path):
+def test_what_is_decoded_is_said_once_in_the_plan_and_in_stats(tmp_path, unknown):
     path = tmp_path / "model.gguf"
     write(path, model_of("llama", **WIDE), "llama", mixed(Type.Q4_0, Type.TQ1_0))
     with pytest.warns(UserWarning, match="decoded and held as dense: GGUF TQ1_0") as heard:
@@ -209,7 +229,7 @@ def test_several_files_in_a_directory_are_named(tmp_path):
         gguf_file(tmp_path)
 
 
-def test_describe_says_what_weights_are_and_become_from_the_header(tmp_path):
+def test_describe_says_what_weights_are_and_become_from_the_header(tmp_path, unknown):
     path = tmp_path / "model.gguf"
     write(path, model_of("llama", **WIDE), "llama", mixed(Type.Q4_0, Type.TQ1_0))
     said = describe(path)
