@@ -79,7 +79,7 @@ def test_what_cannot_be_loaded_is_said_with_the_reason(llama, tmp_path, capsys):
         ("gptq", "levels32-bfloat16"),
         ("awq", "zeros32-bfloat16"),
         ("fp8 blocks", "nvfp4+exact"),
-        ("act-order gptq", "nvfp4+exact"),
+        ("act-order gptq", "zeros32-bfloat16-ordered"),
     ],
 )
 def test_published_weights_are_inspected_converted_and_run(llama, tmp_path, capsys, layout, becomes):

@@ -15,7 +15,7 @@ from vbrt.formats.published import Repacked, repack_gptq, repack_mlx
 from vbrt.saves.published.decode_layouts import decode_compressed_ints, decode_gptq
 from vbrt.saves.published.layouts import Outline
 
-NAMES = [name for name, record in FORMATS.items() if record.offsets]
+NAMES = [name for name, record in FORMATS.items() if record.offsets and not record.base]
 #: formats whose products and sums are exact in fp32 but for the last rounding
 EXACT = [name for name in NAMES if not name.endswith("float32") and FORMATS[name].offsets != "floatzeros"]
 

@@ -9,7 +9,8 @@ from vbrt.config import FORMATS, load_config
 from vbrt.errors import ConfigError, FormatError
 from vbrt.formats import get_format, new_page, pack, unpack
 
-NAMES = [name for name, record in FORMATS.items() if record.published and record.bits == 8 and not record.offsets]
+PLAIN = {name: record for name, record in FORMATS.items() if not record.base}
+NAMES = [name for name, record in PLAIN.items() if record.published and record.bits == 8 and not record.offsets]
 
 
 def any_plane(name, shape):

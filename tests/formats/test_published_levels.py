@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.formats.published_weights import BITSANDBYTES, COMPRESSED, FILE, MAKERS
+from tests.saves.published.published_files import words
 from vbrt.errors import FormatError
 from vbrt.formats import (
     Nested,
@@ -21,6 +22,7 @@ from vbrt.formats import (
     repack_compressed_int4,
     repack_gguf,
     repack_gptq,
+    unpack,
 )
 
 
@@ -117,6 +119,31 @@ def test_symmetric_gptq_decodes_to_its_own_product_in_fp16(k, group, stored, for
     assert torch.equal(get_format(format).decode(made.coarse, made.shape, torch.float16), expected)
 
 
+@pytest.mark.parametrize(("k", "group", "block"), [(192, 64, 64), (512, 256, 128), (200, 64, 64), (200, 128, 128)])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_act_order_gives_each_column_the_scale_and_zero_point_of_its_group(k, group, block, bits, symmetric):
+    zero = (1 << bits - 1) if symmetric else 3
+    generator = torch.Generator().manual_seed(1)
+    codes_KN = torch.randint(0, 1 << bits, (k, 16), generator=generator)
+    g_idx = (torch.arange(k, dtype=torch.int32) // group)[torch.randperm(k, generator=generator)]
+    scales = (torch.rand(-(-k // group), 16, generator=generator) * 0.01).half()
+    each = tuple(range(32 // bits))
+    qzeros = words(torch.full((len(scales), 16), zero - 1), 1, each)
+    made = repack_gptq(words(codes_KN, 0, each), scales, qzeros, g_idx, group=group, symmetric=symmetric, bits=bits)
+    kind = {4: ("zeros", "levels"), 8: ("zerobytes", "bytes")}[bits][symmetric]
+    assert made.format == f"{kind}{block}-float16-ordered"
+    expected = (scales[g_idx] * (codes_KN - zero).half()).t()
+    fmt = get_format(made.format)
+    page = pack(made.coarse, fmt.layout(made.shape, torch.float16), new_page(fmt.layout(made.shape, torch.float16)))
+    fields = unpack(page, fmt.layout(made.shape, torch.float16))
+    assert torch.equal(fmt.decode(fields, made.shape, torch.float16), expected)
+    plain = repack_gptq(
+        words(codes_KN, 0, each), scales, qzeros, g_idx.sort().values, group=group, symmetric=symmetric, bits=bits
+    )
+    assert plain.format == f"{kind}{block}-float16"
+
+
 def change(at, value):
     tensors = list(gptq(16, 64, 32))[:3]
     tensors[at] = value(tensors[at])
@@ -132,7 +159,8 @@ def change(at, value):
         ([*gptq(16, 64, 32)[:1], torch.ones(1, 16).half(), None], "scales of .16, 1. .*expected .16, 2."),
         (change(1, lambda scales: scales * float("nan")), "hold NaN"),
         (change(0, lambda words: words.long()), "expected int32"),
-        ([*gptq(16, 64, 32)[:3], torch.arange(64).flip(0) // 32], "act-order"),
+        ([*gptq(16, 64, 32)[:3], torch.arange(64) // 40], r"groups of other sizes than 32.*act-order"),
+        ([*gptq(16, 64, 32)[:3], torch.arange(60).flip(0) // 32], r"g_idx \(60,\)"),
     ],
 )
 def test_gptq_tensors_that_do_not_fit_are_refused(tensors, message):
@@ -154,7 +182,7 @@ LEVELS = torch.linspace(-1, 1, 16)
         (lambda: repack_bitsandbytes(BYTES, BYTES, LEVELS, (2, 64), nested=Nested(LEVELS, LEVELS, 256, 0.0)), "256"),
         (lambda: repack_bitsandbytes(BYTES, torch.ones(2), LEVELS, (2, 8, 8)), "expected .N, K."),
         (lambda: repack_gguf(BYTES, (0, 64), "Q4_0"), "at least one weight"),
-        (lambda: repack_gguf(BYTES, (2, 64), "TQ1_0"), "'TQ1_0'; expected one of Q4_0, Q4_1, Q4_K, IQ4_NL"),
+        (lambda: repack_gguf(BYTES, (2, 64), "Q8_1"), "'Q8_1'; expected one of Q4_0, Q4_1, Q4_K, IQ4_NL"),
         (lambda: repack_gguf(BYTES, (2, 64), "Q4_0"), "18 bytes"),
         (lambda: repack_compressed_int4(BYTES, LEVELS, (2, 64), group=32), "expected int32 .2, 8."),
         (lambda: repack_compressed_int4(BYTES.view(2, 32).view(torch.int32), LEVELS, (2, 64), group=32), "expected"),

@@ -8,7 +8,7 @@ Other packages add formats by `vbrt.formats.register_format`.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vbrt.config.plugins import load_plugins
@@ -45,10 +45,12 @@ BYTE_KINDS = {
     "zerobytes": ("vbrt.formats.affine:ZeroPoint", "bytes", "zeros"),
     "floatzerobytes": ("vbrt.formats.affine:FloatZeroPoint", "plain", "floatzeros"),
 }
+#: kinds of which there are weights with columns in another order: GPTQ with act-order
+_ORDERED_KINDS = ("levels", "zeros", "bytes", "zerobytes")
 #: reserved values of `weights.format` and `weights.formats`
 _RESERVED = ("auto", "exact")
 #: fields that select code of this package, with their value in formats of other packages
-_OWN_CODE = {"kernels": None, "offsets": None, "fitted": False, "lossless": False, "published": False}
+_OWN_CODE = {"kernels": None, "offsets": None, "fitted": False, "lossless": False, "published": False, "base": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class FormatRecord:
         fitted: True if its codebook is fitted to each weight; the fit is costly, so it is kept.
         lossless: True if it stores the weight's own bytes, so that a fine plane could add nothing.
         published: True if weights in it are read from published checkpoints only: a config cannot name it.
+        base: the format of its columns as they are stored, in another order; "": they are in the weight's.
         noise: relative RMS error on normally distributed weights; 0 for published formats: nothing is rounded.
     """
 
@@ -82,6 +85,7 @@ class FormatRecord:
     fitted: bool = False
     lossless: bool = False
     published: bool = False
+    base: str = ""
     noise: float = 0.0
 
 
@@ -158,6 +162,15 @@ FORMATS: dict[str, FormatRecord] = {
             published=True,
         ),
     )
+}
+
+FORMATS |= {
+    f"{name}-ordered": replace(
+        record, name=f"{name}-ordered", codec="vbrt.formats.ordered:Ordered", kernels=None, base=name
+    )
+    for kind in _ORDERED_KINDS
+    for name, record in FORMATS.items()
+    if re.fullmatch(rf"{kind}\d+-.*", name)
 }
 
 

@@ -48,8 +48,9 @@ Q6_K in `superbytes16`, Q5_1 in `offsetbytes32-float16`, Q5_K in `superbytes32`)
 up to 128 that divides them, and a group's numbers are repeated for its blocks. Scales may have either sign.
 bitsandbytes counts blocks through the flattened weight: where rows are no multiple of its block, the common divisor is
 the block.
-GGUF scales: fp16 as they are, superblocks' scales (d times a scale of 6 bits) exactly in fp32. Act-order, and groups
-not made of 16 columns, are refused by name, for readers to decode. A weight that is assigned to such a layer later is
+GGUF scales: fp16 as they are, superblocks' scales (d times a scale of 6 bits) exactly in fp32. With act-order a group's
+columns lie anywhere: the plane has them side by side, and their places (`ordered.py`, formats `...-ordered`). Groups
+not made of 16 columns are refused by name, for readers to decode. A weight that is assigned to such a layer later is
 encoded anew, into levels with the published table that loses least.
 
 **Calibrated codes** (`error_feedback.py`): GPTQ's error feedback in groups of 256 columns, so that the moments of all

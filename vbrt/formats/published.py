@@ -22,6 +22,7 @@ from vbrt.formats.sixteen_levels import INT4_LEVELS
 __all__ = [
     "Nested",
     "Repacked",
+    "column_order",
     "cut_blocks",
     "join_rows",
     "levels_format",
@@ -244,8 +245,9 @@ def repack_gptq(
     symmetric: all zero points are 8 (128 of 8 bits), and the plane is one of 16 levels (of integers); else it has zero
     points.
 
-    g_idx [K]: groups in order only. Raises FormatError for act-order (columns permuted against their groups,
-    unsupported by the kernels: decode such weights), other zero points than said, or mismatched tensors.
+    g_idx [K]: the group of each column; with act-order (desc_act) the plane has columns in the order of their groups.
+
+    Raises FormatError for groups of unequal sizes, other zero points than said, or mismatched tensors.
     """
     if bits not in _MIDDLE:
         raise FormatError(f"gptq: {bits} bits; expected 4 or 8")
@@ -255,20 +257,19 @@ def repack_gptq(
             f"gptq: qweight {qweight.dtype} {tuple(qweight.shape)}, scales {tuple(scales.shape)}; "
             f"expected int32 [K/{32 // bits}, N] of {bits} bits and [G, N]"
         )
-    _check_order("gptq", g_idx, k, group)
+    order = column_order(g_idx, k, group)
     zeros_NG, middle = _zeros_of_gptq(qzeros, scales, checkpoint_format, bits), _MIDDLE[bits]
     if symmetric and zeros_NG is not None and bool((zeros_NG != middle).any()):
         raise FormatError(
             f"gptq: zero points are not all {middle}, as those of symmetric weights are in {checkpoint_format!r} "
             "files; repack with symmetric=False"
         )
-    codes = qweight.detach().t().contiguous().view(torch.uint8)
+    codes = _in_order(qweight.detach().t().contiguous().view(torch.uint8), order, bits)
     if not symmetric and zeros_NG is None:
         zeros_NG = torch.full(scales.shape[::-1], middle, dtype=torch.uint8, device=scales.device)
     zeros = None if symmetric else {"zeros": zeros_NG}
-    if bits == 8:
-        return _grouped_bytes("gptq", (n, k), codes, scales.detach().t(), group, zeros)
-    return _grouped("gptq", (n, k), codes, scales.detach().t(), group, zeros)
+    build = _grouped_bytes if bits == 8 else _grouped
+    return _ordered(build("gptq", (n, k), codes, scales.detach().t(), group, zeros), order)
 
 
 def _zeros_of_gptq(qzeros: Tensor | None, scales: Tensor, checkpoint_format: str, bits: int) -> Tensor | None:
@@ -397,17 +398,18 @@ def repack_compressed_int4(
     weight_packed int32 [N, ceil(K/8)], the first code in the lowest bits; weight_scale [N, G] for groups, [N, 1] or [N]
     for channels, one number for a tensor (group -1 for both); shape (N, K) is `weight_shape`; weight_zero_point of
     asymmetric weights int32 [ceil(N/8), G] of codes with an offset of 8, or integers from -8 to 7 shaped like the
-    scales. Decoded in the scales' dtype it equals compressed-tensors' decompression bit for bit.
+    scales; weight_g_idx as GPTQ's g_idx. Decoded in the scales' dtype it equals compressed-tensors' decompression bit
+    for bit.
 
-    Raises FormatError for mismatched tensors, or a g_idx out of order.
+    Raises FormatError for mismatched tensors, or groups of unequal sizes.
     """
     n, k = matrix_shape("pack-quantized", shape)
-    codes = _words_of_compressed(weight_packed, n, k, 4)
-    _check_order("pack-quantized", weight_g_idx, k, group)
+    order = column_order(weight_g_idx, k, group)
+    codes = _in_order(_words_of_compressed(weight_packed, n, k, 4), order, 4)
     scale_NG, zeros = _by_row(weight_scale, n), None
     if weight_zero_point is not None:
         zeros = {"zeros": _zeros_of_compressed(weight_zero_point.detach(), scale_NG)}
-    return _grouped("pack-quantized", (n, k), codes, scale_NG, group, zeros)
+    return _ordered(_grouped("pack-quantized", (n, k), codes, scale_NG, group, zeros), order)
 
 
 def repack_compressed_int8(
@@ -416,6 +418,7 @@ def repack_compressed_int8(
     shape: tuple[int, int],
     *,
     group: int,
+    weight_g_idx: Tensor | None = None,
     weight_zero_point: Tensor | None = None,
 ) -> Repacked:
     """Repack an 8-bit weight of compressed-tensors' `pack-quantized`: weight = (code - 128 - zero point) * scale.
@@ -423,9 +426,10 @@ def repack_compressed_int8(
     weight_packed int32 [N, ceil(K/4)], the first code in the lowest bits; weight_zero_point int32 [ceil(N/4), G] of
     codes with an offset of 128, or int8 shaped like the scales; the others as in `repack_compressed_int4`.
 
-    Raises FormatError for mismatched tensors.
+    Raises FormatError for mismatched tensors, or groups of unequal sizes.
     """
     n, k = matrix_shape("pack-quantized", shape)
+    order = column_order(weight_g_idx, k, group)
     codes, scale_NG = _words_of_compressed(weight_packed, n, k, 8)[:, :k], _by_row(weight_scale, n)
     zeros = weight_zero_point
     if zeros is not None and zeros.dtype == torch.int32:
@@ -436,7 +440,8 @@ def repack_compressed_int8(
             )
         zeros = zeros.detach().t().contiguous().view(torch.uint8)[:, :n].t() ^ 0x80
         zeros = zeros.contiguous().view(torch.int8)
-    return repack_int8((codes ^ 0x80).contiguous().view(torch.int8), scale_NG, zeros, group=group)
+    codes = (_in_order(codes, order, 8) ^ 0x80).contiguous().view(torch.int8)
+    return _ordered(repack_int8(codes, scale_NG, zeros, group=group), order)
 
 
 def _words_of_compressed(weight_packed: Tensor, n: int, k: int, bits: int) -> Tensor:
@@ -577,16 +582,41 @@ def join_rows(parts: Sequence[Repacked]) -> Repacked:
     return Repacked(cut[0].format, shape, {**fields, **whole})
 
 
-def _check_order(source: str, g_idx: Tensor | None, k: int, group: int) -> None:
-    """Raise FormatError if columns are not in the order of their groups."""
+def column_order(g_idx: Tensor | None, k: int, group: int) -> Tensor | None:
+    """Return the columns int64 [K] by their groups (group -1: one for all); None where they are in that order.
+
+    Raises FormatError if `g_idx` [K] does not name a group for each, or groups of other sizes.
+    """
     if g_idx is None:
-        return
+        return None
     own = torch.arange(k, dtype=torch.int64, device=g_idx.device) // (k if group == -1 else max(1, group))
-    if g_idx.shape != own.shape or not torch.equal(g_idx.detach().long(), own):
+    given = g_idx.detach().long()
+    if given.shape == own.shape and torch.equal(given, own):
+        return None
+    order = torch.argsort(given, stable=True)
+    if given.shape != own.shape or not torch.equal(given[order], own):
         raise FormatError(
-            f"{source}: g_idx has columns in another order than their groups (act-order, desc_act); decode this weight "
-            "to a dense one"
+            f"g_idx {tuple(g_idx.shape)} with groups of other sizes than {group}; expected one of {k} columns with "
+            "act-order (desc_act), or decode this weight to a dense one"
         )
+    return order
+
+
+def _in_order(codes: Tensor, order: Tensor | None, bits: int) -> Tensor:
+    """Codes of a weight, bytes [N, .. of 4 or 8 bits], with the columns in this order."""
+    if order is None:
+        return codes
+    if bits == 8:
+        return codes.index_select(1, order)
+    taken = unpack_codes(codes, 2 * codes.shape[1]).index_select(1, order)
+    taken = torch.nn.functional.pad(taken, (0, len(order) % 2))
+    return taken[:, 0::2] | taken[:, 1::2] << 4
+
+
+def _ordered(made: Repacked, order: Tensor | None) -> Repacked:
+    if order is None:
+        return made
+    return Repacked(f"{made.format}-ordered", made.shape, {**made.coarse, "order": order.int()})
 
 
 def _grouped(

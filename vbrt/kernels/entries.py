@@ -26,6 +26,7 @@ from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.kernels.cuda.table import offset_experts
 from vbrt.kernels.cuda.whole import linear as whole_linear
+from vbrt.kernels.ordered_columns import ordered
 from vbrt.kernels.registry import EXACT, Kernel, Needs, register
 
 __all__ = ["KERNELS", "fused_on"]
@@ -145,6 +146,8 @@ KERNELS = (
     _reference("gradient_sum", run=update.gradient_sum),
     _built_update("gradient_sum", run=cpu_update.gradient_sum),
 )
+
+KERNELS += tuple(kernel for kernel in map(ordered, KERNELS) if kernel is not None)
 
 for _kernel in KERNELS:
     register(_kernel)

@@ -201,7 +201,9 @@ def test_both_planes_give_every_bit_of_the_weight_back(name, shape, dtype, monke
 def test_a_weight_comes_turned_for_modules_that_keep_it_so(shape, threads, monkeypatch):
     monkeypatch.setattr(cpu_linear, "_threads", lambda work: threads)
     planes, w = exact_case("nf4", shape, torch.bfloat16)
-    for kernel in (kernel for kernel in KERNELS if kernel.op == "decode_weight" and kernel.is_for(CPU)):
+    for kernel in KERNELS:
+        if kernel.op != "decode_weight" or not kernel.is_for(CPU) or (kernel.formats or ("",))[0].endswith("-ordered"):
+            continue
         turned = kernel.decode_turned(planes)
         assert turned.is_contiguous() and torch.equal(bits(turned), bits(w.t()))
 

@@ -355,7 +355,7 @@ LAYOUTS = {
     "act-order gptq": (
         act_order_gptq,
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True},
-        "",
+        "zeros32-bfloat16-ordered",
     ),
     "asymmetric compressed": (
         asymmetric_compressed,

@@ -32,3 +32,8 @@ def test_codes_of_any_size_are_joined_along_their_columns_and_cut_again(format, 
     for held, planes in parts:
         again = planes_of_part(matrix, whole, held)["coarse"]
         assert all(torch.equal(again[name], tensor) for name, tensor in planes["coarse"].items())
+
+
+def test_columns_that_are_stored_in_another_order_are_not_cut():
+    matrix = Matrix((32, 512), torch.bfloat16, "levels64-float16-ordered", fine=False)
+    assert cut_between_blocks(matrix, Held(0, ((0, 16),))) and not cut_between_blocks(matrix, Held(1, ((0, 256),)))

@@ -20,6 +20,7 @@ from vbrt.formats import get_format
 from vbrt.formats.published import (
     Nested,
     Repacked,
+    column_order,
     levels_format,
     repack_awq,
     repack_bitsandbytes,
@@ -274,21 +275,26 @@ def _outline_gptq(facts: Facts) -> Outline:
     stored = _zeros_of_gptq(facts.scheme)
     kind = _KIND_OF_BITS.get(bits, {}).get("zeros" if not symmetric else "")
     more = {"bits": bits, "group": group, "checkpoint_format": stored, "symmetric": symmetric}
-    why = _why_not_gptq(facts, bits)
-    format, why = ("", why) if why else _levels(k, group, scales, kind=kind)
+    why = "GPTQ in 2 bits" if bits == 2 else ""
+    format, why = ("", why) if why else _ordered(facts, k, group, scales, kind)
     return Outline((n, k), facts.dtype, format, why=why, more=more)
+
+
+def _ordered(facts: Facts, k: int, group: int, scales: torch.dtype, kind: str) -> tuple[str, str]:
+    """Return the format as `_levels` does, with columns in the order of their groups if they are in another one."""
+    format, why = _levels(k, group, scales, kind=kind)
+    if not format or "g_idx" not in facts.infos:
+        return format, why
+    try:
+        return (format if column_order(facts.small("g_idx"), k, group) is None else f"{format}-ordered"), ""
+    except FormatError as error:
+        return "", str(error).partition(";")[0]
 
 
 def _zeros_of_gptq(scheme: Mapping[str, Any]) -> str:
     """Return how zero points are stored: minus one ("gptq") or unmodified ("gptq_v2"), whatever AutoRound calls it."""
     as_they_are = scheme.get("checkpoint_format") == "gptq_v2"
     return "gptq_v2" if as_they_are or scheme.get("packing_format") in _AUTO_ROUND_V2 else "gptq"
-
-
-def _why_not_gptq(facts: Facts, bits: int) -> str:
-    if bits == 2:
-        return "GPTQ in 2 bits"
-    return "GPTQ with act-order (desc_act)" if facts.scheme.get("desc_act") else ""
 
 
 def _gptq(t: Fields, outline: Outline) -> dict[str, Tensor]:
@@ -313,9 +319,8 @@ def _outline_compressed_ints(facts: Facts) -> Outline:
     if not bits or facts.shape("weight") != (n, words):
         raise FormatError(f"weight_packed {facts.shape('weight')} of a weight {(n, k)}; expected 4 or 8 bits a weight")
     group = -1 if groups == 1 else _group_of(facts.scheme, k, groups)
-    why = "pack-quantized with act-order (actorder)" if "g_idx" in facts.infos else ""
     kind = _KIND_OF_BITS[bits]["zeros" if "zero_point" in facts.infos else ""]
-    format, why = ("", why) if why else _levels(k, group, facts.infos["scale"].dtype, kind=kind)
+    format, why = _ordered(facts, k, group, facts.infos["scale"].dtype, kind)
     return Outline((n, k), facts.dtype, format, why=why, more={"bits": bits, "group": group})
 
 
@@ -333,7 +338,8 @@ def _group_of(scheme: Mapping[str, Any], k: int, groups: int) -> int:
 def _compressed_ints(t: Fields, outline: Outline) -> dict[str, Tensor]:
     group, zeros = outline.more["group"], t.get("zero_point")
     repack = repack_compressed_int4 if outline.more["bits"] == 4 else repack_compressed_int8
-    return repack(t["weight"], t["scale"], outline.shape, group=group, weight_zero_point=zeros).coarse
+    more = {"group": group, "weight_zero_point": zeros, "weight_g_idx": t.get("g_idx")}
+    return repack(t["weight"], t["scale"], outline.shape, **more).coarse
 
 
 def _outline_awq(facts: Facts) -> Outline:
@@ -558,7 +564,7 @@ LAYOUTS = (
         decode_gptq,
         optional=("qzeros", "g_idx"),
         becomes=("levels", "zeros", "bytes", "zerobytes"),
-        rest="act-order; 2 bits",
+        rest="2 bits",
     ),
     Layout(
         "compressed-tensors pack-quantized",
@@ -575,7 +581,6 @@ LAYOUTS = (
         decode_compressed_ints,
         optional=("zero_point", "g_idx"),
         becomes=("levels", "zeros", "bytes", "zerobytes"),
-        rest="act-order",
     ),
     Layout(
         "MLX",

@@ -141,7 +141,8 @@ class PublishedCheckpoint(DenseCheckpoint):
     def _format_of(self, swap: Swap) -> str:
         """Return the common format of the planes of all matrices of a swap; "" if they must be decoded."""
         formats = {self._format_at(site) for site in (swap.site, *swap.parts)}
-        return formats.pop() if len(formats) == 1 else ""
+        format = formats.pop() if len(formats) == 1 else ""
+        return "" if format and FORMATS[format].base and swap.experts else format  # kernels of experts share one x
 
     def _format_at(self, site: WeightSite) -> str:
         entry, weights = self._entry(site), self._packed.weights
@@ -245,7 +246,12 @@ _APART = "its parts are quantized differently, which one plane cannot hold"
 
 def _joinable(weights: list[PackedWeight]) -> bool:
     """True if the rows of weights can be concatenated into one plane."""
-    return len(weights) == 1 or all(_shared(weight) == _shared(weights[0]) for weight in weights)
+    if len(weights) == 1:
+        return True
+    formats = {weight.outline.format for weight in weights}
+    if any(format and FORMATS[format].base for format in formats):  # their columns may be in different orders
+        return False
+    return all(_shared(weight) == _shared(weights[0]) for weight in weights)
 
 
 def _shared(weight: PackedWeight) -> Any:

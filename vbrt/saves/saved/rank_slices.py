@@ -60,6 +60,8 @@ def cut_between_blocks(matrix: Matrix, held: Held | None) -> bool:
     """True if the shard cuts at block boundaries."""
     if held is None or held.dim == 0 or matrix.dense:
         return True
+    if FORMATS[matrix.format].base:  # its columns are not next to each other
+        return False
     block, k = max(_weights_per_column(matrix.format).values()), matrix.shape[1]
     return all(begin % block == 0 and (end % block == 0 or end == k) for begin, end in held.spans)
 
