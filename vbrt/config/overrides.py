@@ -43,8 +43,8 @@ class WeightsOverrides(TypedDict, total=False):
     include: list[str] | tuple[str, ...]
     exclude: list[str] | tuple[str, ...]
     min_parameters: int
-    keep_head: bool
-    embeddings: bool
+    keep_head: bool | Literal["auto"]
+    embeddings: bool | Literal["auto"]
     formats: Mapping[str, str]
     budget: int | str | None
     calibrate: str | PathLike[str] | None

@@ -139,7 +139,8 @@ class WeightsConfig(Section):
 
     include, exclude: fnmatch patterns on module names; a module is swapped if any of `include` and none of `exclude`
     matches. min_parameters: weights with fewer elements stay dense. keep_head: output heads stay dense.
-    embeddings: lookup tables (nn.Embedding) are swapped too.
+    embeddings: lookup tables (nn.Embedding) are swapped too. "auto" of both: heads and tables stay dense, but
+    those of a quantized checkpoint that stay in its own bits; tables only where a CPU computes.
     formats: overrides of `format` and `fine` by module pattern: a format without fine plane, or "exact" for `format`
     with it. The last match wins.
     budget: with `format = "auto"`, the room for all pages, in bits per weight ("5 bits") or bytes ("2GiB").
@@ -155,8 +156,8 @@ class WeightsConfig(Section):
     include: tuple[str, ...] = opt(("*",), patterns)
     exclude: tuple[str, ...] = opt((), patterns)
     min_parameters: int = opt(1024, whole(0))
-    keep_head: bool = opt(True, flag)
-    embeddings: bool = opt(False, flag)
+    keep_head: bool | Literal["auto"] = opt("auto", auto_or(flag))
+    embeddings: bool | Literal["auto"] = opt("auto", auto_or(flag))
     formats: tuple[tuple[str, str], ...] = field(default=(), metadata={"check": _held_as, "plain": dict})
     budget: int | str | None = opt(None, _weights_budget)
     calibrate: str | None = opt(None, text)

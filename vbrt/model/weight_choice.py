@@ -387,7 +387,7 @@ def _note_on_head(sites: list[WeightSite], survey: _Survey) -> str:
 
 
 def _is_asked_for(kind: Kind, config: VBConfig) -> bool:
-    return config.mode in kind.modes and (config.weights.embeddings or not kind.by_rows)
+    return config.mode in kind.modes and (config.weights.embeddings is True or not kind.by_rows)
 
 
 def _names(sites: Iterable[WeightSite]) -> list[str]:

@@ -254,3 +254,26 @@ def test_a_model_of_another_kind_and_a_dtype_for_other_files_are_refused(tmp_pat
     model.save_pretrained(tmp_path / "dense")
     with pytest.raises(ConfigError, match="have dtypes of their own"):
         vbrt.from_pretrained(tmp_path / "dense", dtype=torch.float16)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_heads_and_tables_stay_in_their_own_bits_unless_the_config_speaks_of_them(tmp_path, tied):
+    path = tmp_path / "model.gguf"
+    write(path, model_of("llama", **WIDE, tie_word_embeddings=tied), "llama", lambda name: Type.Q6_K)
+    table, head = "model.embed_tokens", "lm_head"
+
+    def held(config=None, **weights):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            vb = vbrt.from_pretrained(path, config, **{**QUIET, "weights": QUIET["weights"] | weights})
+        with vb:
+            assert tied == (vb.module.lm_head.weight is vb.module.model.embed_tokens.weight) or not tied
+            if not config:
+                assert vb.lossless and torch.equal(logits(vb), logits(reference(path, vb.module, torch.float32)))
+            return {swap.name: swap.format for swap in vb.plan.swaps if swap.name in (table, head)}
+
+    both = {table: "superbytes16"} if tied else {table: "superbytes16", head: "superbytes16"}
+    assert held() == both
+    assert held(keep_head=True, embeddings=False) == {}
+    assert held(embeddings=False) == ({} if tied else {head: "superbytes16"})
+    assert held("fp4") == {}, "it rounds"

@@ -79,7 +79,7 @@ def test_rows_in_another_order_keep_their_blocks_and_columns_are_decoded(tmp_pat
     with torch.no_grad():
         assert torch.equal(vb(tokens).logits, plain.eval()(tokens).logits)
     assert vb.plan.notes[-2:] == (
-        "29 layers: GGUF Q4_0, taken as levels32-float16 bit for bit",
+        "30 layers: GGUF Q4_0, taken as levels32-float16 bit for bit",
         "3 layers: decoded and held as dense: GGUF Q4_0: transformers does more than permute its rows",
     )
     formats = {swap.name: swap.format for swap in vb.plan.swaps}

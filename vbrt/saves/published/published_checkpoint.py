@@ -105,12 +105,12 @@ class PublishedCheckpoint(DenseCheckpoint):
     def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
         """See `Source`. Swaps with planes in the checkpoint have its formats, unless the config rounds them to another
         one; unquantized weights stay dense."""
-        chosen, _ = choose(model, config)
+        machine = this_machine(config)
+        computing = "cpu" if TIERS[compute_tier(config, machine)].hosts else accelerator.CUDA
+        chosen = self._chosen(model, config, computing)
         own = {swap.name: format for swap in chosen if (format := self._format_of(swap))}
         rounded = {swap.name: swap.format for swap in chosen if not swap.lossless}
         self._again = {name for name, format in own.items() if rounded.get(name, format) != format}
-        machine = this_machine(config)
-        computing = "cpu" if TIERS[compute_tier(config, machine)].hosts else accelerator.CUDA
         self._slow = {name: format for name, format in own.items() if computing not in fused_on(format)}
         left = self._again | self._slow.keys()
         self._formats = {name: format for name, format in own.items() if name not in left}
@@ -126,6 +126,25 @@ class PublishedCheckpoint(DenseCheckpoint):
         for note in lost:
             warn(f"{self.path}: {note}", stacklevel=5)
         return replace(plan, notes=(*plan.notes, *notes), fallbacks=(*plan.fallbacks, *lost))
+
+    def _chosen(self, model: nn.Module, config: VBConfig, computing: str) -> list[Swap]:
+        """Return the config's swaps, and heads and tables that stay as they are where the config leaves them to "auto".
+
+        computing: type of the device. On GPUs rows of a table in host memory would take steps out of their graphs.
+        """
+        chosen, _ = choose(model, config)
+        weights, names = config.weights, {swap.name for swap in chosen}
+        keeps = weights.keep_head if weights.keep_head != "auto" else False
+        tables = weights.embeddings if weights.embeddings != "auto" else computing == "cpu"
+        if config.mode != "infer" or (keeps, tables) == (weights.keep_head, weights.embeddings):
+            return chosen
+
+        def as_it_is(swap: Swap) -> bool:
+            format = self._format_of(swap)
+            return swap.lossless and bool(format) and computing in fused_on(format)
+
+        more, _ = choose(model, replace(config, weights=replace(weights, keep_head=keeps, embeddings=tables)))
+        return [swap for swap in more if swap.name in names or as_it_is(swap)]
 
     def _is_searched(self, swap: Swap) -> bool:
         """True if a weight is encoded into a lossy format while loading, with searched block scales."""
