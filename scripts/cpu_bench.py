@@ -2,6 +2,7 @@
 
     python scripts/cpu_bench.py --prepare --files DIR           # writes the models, random ones; takes 6 GB there
     python scripts/cpu_bench.py --files DIR                     # everything
+    python scripts/cpu_bench.py --part published published_prompt --out benchmarks/results/cpu-peers-published.json
     python scripts/cpu_bench.py --files DIR --part decode --only "llama.cpp Q4_0" "vbrt fp4, bf16" --rounds 2
 
 Contenders take turns, each in a process of its own. What a call measures goes into benchmarks/results/cpu-peers.json,
@@ -38,9 +39,11 @@ from scripts.cpu_contenders import CONTENDERS, Contender, Process, absent, versi
 from scripts.cpu_encoding import encoded
 from scripts.measuring import machine
 
+_PUBLISHED = tuple(name for name, one in CONTENDERS.items() if one.weights == "own")
+_OF_PRESETS = tuple(name for name in CONTENDERS if name not in _PUBLISHED)
 #: contenders of a part, unless the command line names them
 USUAL = {
-    "decode": tuple(CONTENDERS),
+    "decode": _OF_PRESETS,
     "outside": ("vbrt fp4, bf16", "vbrt fp4, bf16, int8"),
     "prefill": (
         "torch fp32",
@@ -50,11 +53,13 @@ USUAL = {
         "vbrt fp4, bf16, int8",
         "llama.cpp Q4_0",
     ),
-    "matvec": tuple(CONTENDERS),
+    "matvec": _OF_PRESETS,
     "ssd": ("vbrt fp4, bf16",),
     "moe": ("torch bf16", "vbrt fp4, bf16", "llama.cpp Q4_0"),
     "start": ("torch bf16", "vbrt fp4, bf16", "llama.cpp Q4_0"),
     "encode": (),
+    "published": _PUBLISHED,
+    "published_prompt": _PUBLISHED,
 }
 #: of the part encode: a way and a preset of the Llama, or of the Qwen3-MoE
 ENCODINGS = {
@@ -119,6 +124,14 @@ class Bench:
     def prefill(self) -> dict[str, dict]:
         """A prompt of the Llama."""
         return self.turns("prefill", self._shapes[0], "prefill", tokens=LONG)
+
+    def published(self) -> dict[str, dict]:
+        """A token at a time of SmolLM2-135M in its own bits, greedy, behind a short prompt."""
+        return self.turns("published", "smollm2", "decode", prompt=PROMPT, new=NEW)
+
+    def published_prompt(self) -> dict[str, dict]:
+        """A prompt of SmolLM2-135M in its own bits."""
+        return self.turns("published_prompt", "smollm2", "prefill", tokens=LONG)
 
     def outside(self) -> dict[str, dict]:
         """What a token of the Llama takes outside of 4-bit products."""

