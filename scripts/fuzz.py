@@ -224,6 +224,7 @@ PARTS = {
     "gguf": (8, gguf_part),
     "awq": (4, published_part("awq")),
     "gptq": (4, published_part("asymmetric gptq")),
+    "gptq-act-order": (3, published_part("act-order gptq")),
     "compressed-tensors": (4, published_part("asymmetric compressed")),
     "mlx": (4, published_part("mlx")),
     "fp8": (3, published_part("fp8 blocks")),

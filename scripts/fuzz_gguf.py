@@ -19,7 +19,7 @@ def gguf_part(directory: Path, dice: random.Random) -> Part | None:
     except ImportError:
         return None
     sizes = {"hidden_size": 32, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = LlamaConfig(**sizes, vocab_size=16, num_hidden_layers=1, tie_word_embeddings=True)
+    config = LlamaConfig(**sizes, vocab_size=16, num_hidden_layers=2, tie_word_embeddings=True)
     directory.mkdir()
     path = directory / "model.gguf"
     _write(gguf, path)
@@ -50,13 +50,15 @@ def _write(gguf, path: Path) -> None:
     layer = {"attn_q": 32, "attn_k": 16, "attn_v": 16, "attn_output": 32, "ffn_gate": 256, "ffn_up": 256}
     named = {"attn_v": "Q8_0", "ffn_gate": "Q4_1", "attn_k": "Q5_0", "attn_output": "Q5_1"}
     kinds = {name: gguf.GGMLQuantizationType[type] for name, type in named.items()}
-    for name, rows in {"token_embd": 16, **{f"blk.0.{part}": rows for part, rows in layer.items()}}.items():
+    matrices = {f"blk.{number}.{part}": rows for number in (0, 1) for part, rows in layer.items()}
+    for name, rows in {"token_embd": 16, **matrices}.items():
         weight = torch.randn(rows, 32, generator=values).numpy()
         kind = kinds.get(name.rpartition(".")[2], gguf.GGMLQuantizationType.Q4_0)
         writer.add_tensor(f"{name}.weight", gguf.quantize(weight, kind), raw_dtype=kind)
-    blocks = torch.randint(0, 60, (32, 144), dtype=torch.uint8, generator=values).numpy()  # d and dmin are finite
-    writer.add_tensor("blk.0.ffn_down.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
-    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+    for number, (type, nbytes) in enumerate({"Q4_K": 144, "IQ3_S": 110}.items()):
+        blocks = torch.randint(0, 60, (32, nbytes), dtype=torch.uint8, generator=values).numpy()  # scales are finite
+        writer.add_tensor(f"blk.{number}.ffn_down.weight", blocks, raw_dtype=gguf.GGMLQuantizationType[type])
+    for name in ("output_norm", *(f"blk.{number}.{norm}" for number in (0, 1) for norm in ("attn_norm", "ffn_norm"))):
         writer.add_tensor(f"{name}.weight", torch.ones(32).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
