@@ -41,7 +41,7 @@ def _safetensors() -> Iterator[tuple[str, ...]]:
 
 
 def _gguf() -> Iterator[tuple[str, ...]]:
-    planes = sorted(GGML_PLANES.items(), key=lambda item: (item[1].since, item[1].format))
+    planes = sorted(GGML_PLANES.items(), key=lambda item: (item[1].since, item[1].format, item[0]))
     for (since, format), types in groupby(planes, lambda item: (item[1].since, item[1].format)):
         names = ", ".join(name for name, _ in types)
         yield f"GGUF {names}", f"`{format}`", *_of([format]), "–", since
