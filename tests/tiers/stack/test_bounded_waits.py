@@ -80,6 +80,23 @@ def test_a_lease_of_a_living_thread_is_waited_for(tmp_path):
     stack.close()
 
 
+def test_a_lease_that_ends_while_threads_are_counted_is_no_error(tmp_path, monkeypatch):
+    stack, *_ = scripted(tmp_path, 1, {"a": 1, "b": 1})
+    until, others = threading.Event(), bounded_waits.Waiting._others
+    thread, _ = leased_by(stack, "a", until)
+
+    def counted_late(waiting):
+        until.set()
+        thread.join()
+        return others(waiting)
+
+    monkeypatch.setattr(bounded_waits.Waiting, "_others", counted_late)
+    with in_background(lambda: use(stack, "b")):
+        pass
+    assert_at_rest(stack)
+    stack.close()
+
+
 def test_a_lease_that_a_living_thread_never_ends_is_named_after_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(bounded_waits, "_STILL_LOOKS", 20)
     stack, *_ = scripted(tmp_path, 1, {"a": 1, "b": 1})

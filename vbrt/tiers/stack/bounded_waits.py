@@ -52,6 +52,7 @@ class Waiting:
         self._key, self._what, self._level, self.by_step = key, what, level, by_step
         self._me = threading.get_ident()
         self._looks = 0  # since the last change
+        self._alone = False  # at the last look
         self._seconds = 0.0
 
     def look(self, bell: threading.Lock) -> None:
@@ -63,8 +64,10 @@ class Waiting:
         self._looks = 0 if rung else self._looks + 1
         if self._looks == _ABANDONED_LOOKS:
             self._end_what_was_left()
-        if self._looks >= _ALONE_LOOKS and not self.by_step and not self._others():
+        alone = self._looks >= _ALONE_LOOKS and not self.by_step and not self._others()
+        if alone and self._alone:  # the first time the last one may just have ended it
             raise TierError(self._told("no other thread is left that could end that"))
+        self._alone = alone
         if self._looks >= _STILL_LOOKS:
             raise TierError(self._told(f"nothing has changed for {self._looks * LOOK_SECONDS:.0f} s"))
         if self._level is not None and self._seconds > _LONGEST_SECONDS:
