@@ -20,6 +20,7 @@ __all__ = [
     "GROUP_KINDS",
     "LEVEL_BLOCKS",
     "LEVEL_SCALES",
+    "ORDERED",
     "FormatRecord",
     "check_record",
     "chosen_formats",
@@ -164,13 +165,17 @@ FORMATS: dict[str, FormatRecord] = {
     )
 }
 
-FORMATS |= {
-    f"{name}-ordered": replace(
-        record, name=f"{name}-ordered", codec="vbrt.formats.ordered:Ordered", kernels=None, base=name
-    )
+#: format -> the same with columns in another order
+ORDERED = {
+    name: f"{name}-ordered"
     for kind in _ORDERED_KINDS
-    for name, record in FORMATS.items()
-    if re.fullmatch(rf"{kind}\d+-.*", name)
+    for block in LEVEL_BLOCKS
+    for scales in LEVEL_SCALES
+    for name in [f"{kind}{block}-{scales}"]
+}
+FORMATS |= {
+    name: replace(FORMATS[base], name=name, codec="vbrt.formats.ordered:Ordered", kernels=None, base=base)
+    for base, name in ORDERED.items()
 }
 
 

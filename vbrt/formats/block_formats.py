@@ -439,6 +439,12 @@ def pack_nibbles(code_bB: Tensor) -> Tensor:
     return byte.to(torch.int32).to(torch.uint8).t().contiguous()
 
 
+def pack_codes(code_NK: Tensor) -> Tensor:
+    """Pack codes uint8 [N, K] into bytes [N, K/2], a zero behind an odd K: `unpack_codes` in reverse."""
+    code_NK = whole_blocks(code_NK, 2)
+    return code_NK[:, 0::2] | code_NK[:, 1::2] << 4
+
+
 def unpack_codes(codes: Tensor, k: int) -> Tensor:
     """Unpack bytes [N, >= K/2] into codes uint8 [N, K]."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)[:, :k]

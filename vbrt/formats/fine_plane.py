@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.errors import FormatError
-from vbrt.formats.block_formats import BlockFormat, code_mask_quads, decode_tile, lookup, unpack_codes
+from vbrt.formats.block_formats import BlockFormat, code_mask_quads, decode_tile, lookup, pack_codes, unpack_codes
 from vbrt.formats.format import Format, check_weight, padded, tiles
 from vbrt.formats.page import PageLayout, build_layout
 
@@ -108,7 +108,8 @@ def split_fine(w_NK: Tensor, coarse: dict[str, Tensor], fmt: Format) -> dict[str
         flat[wide_at] = wide
         fine["low"][rows, columns] = (delta & 255).to(torch.uint8)
         if width == 12:
-            fine["nibbles"][rows, columns.start // 2 : (columns.stop + 1) // 2] = _pack_nibbles((delta >> 8) & 15)
+            nibble_RK = (delta >> 8 & 15).to(torch.uint8)
+            fine["nibbles"][rows, columns.start // 2 : (columns.stop + 1) // 2] = pack_codes(nibble_RK)
     return {**fine, "side": torch.cat(side), "escapes": torch.cat(escapes), "starts": _starts(lists)}
 
 
@@ -121,11 +122,6 @@ def _counts(lists: Tensor) -> Tensor:
     """int64 [2, spans]: entries per span. Eight bools per word: a byte of a sum of 128 words never overflows."""
     words = lists.view(torch.int64).view(2, -1, SPAN // 1024, 128).sum(-1)
     return words.view(torch.uint8).view(2, lists.shape[1] // SPAN, -1).sum(-1)
-
-
-def _pack_nibbles(nibble_RK: Tensor) -> Tensor:
-    nibble_RK = F.pad(nibble_RK, (0, nibble_RK.shape[1] % 2)).to(torch.uint8)
-    return nibble_RK[:, 0::2] | (nibble_RK[:, 1::2] << 4)
 
 
 @torch.no_grad()

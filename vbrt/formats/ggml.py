@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import FormatError
+from vbrt.formats.block_formats import pack_codes
 from vbrt.formats.published import (
     Repacked,
     levels_plane,
@@ -194,13 +195,9 @@ def _iq4_xs(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
 def _q3_k(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
     """Q3_K, 256 weights: the high bits of all codes (32 bytes), the low two (64), 6-bit scales minus 32 per 16 weights
     (12), an fp16 scale d. weight = d * scale * (code - 4); int4 has the levels -4 to 3."""
-    device = blocks.device
-    shifts = torch.arange(8, dtype=torch.uint8, device=device).view(1, 8, 1)
-    third = (blocks[:, None, :32] >> shifts & 1).flatten(1)
-    pairs = blocks[:, 32:96].unflatten(1, (2, 1, 32)) >> 2 * shifts[:, :4].unsqueeze(1) & 3
-    packed = _nibbles((pairs.flatten(1) | third << 2) + 4, shape[0])  # -4 to 3 are codes 4 to 11 of int4
-    low = torch.cat((blocks[:, 96:104] & 15, blocks[:, 96:104] >> 4), dim=1)
-    high = (blocks[:, None, 104:108] >> 2 * shifts[:, :4] & 3).flatten(1)
+    codes = _fields_of_bits(blocks[:, 32:96], 32, 2) | _fields_of_bits(blocks[:, :32], 32, 1) << 2
+    packed = _nibbles(codes + 4, shape[0])  # -4 to 3 are codes 4 to 11 of int4
+    low, high = _fields_of_bits(blocks[:, 96:104], 8, 4), _fields_of_bits(blocks[:, 104:108], 4, 2)
     scales = _half(blocks[:, 108:]).float() * ((low | high << 4).int() - 32)
     return levels_plane("levels16-float32", shape, packed, scales.view(shape[0], -1), _table(INT4_LEVELS, blocks))
 
@@ -279,8 +276,7 @@ def _iq1_s(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
     """IQ1_S, 256 weights: an fp16 d; 32 bytes that name points of 8; per 32, three more bits of each name, a 3-bit
     scale and the sign of a shift by 1/8 (2 bytes). weight = d * (2 * scale + 1) * (point +- 1/8)."""
     words = _words(blocks[:, 34:])
-    shifts = torch.arange(0, 12, 3, dtype=torch.int32, device=blocks.device)
-    named = blocks[:, 2:34].int() | (words.unsqueeze(-1) >> shifts & 7).flatten(1) << 8
+    named = blocks[:, 2:34].int() | _four_of(words, 3) << 8
     scales, below = (words >> 12 & 7).float() * 2 + 1, words >> 15 & 1
     return _shifted(named, below.repeat_interleave(4, dim=1), scales, _half(blocks[:, :2]).float(), shape)
 
@@ -291,8 +287,7 @@ def _iq1_m(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
     more, words = _fields_of_bits(blocks[:, 32:48], 1, 4).int(), _words(blocks[:, 48:])
     quarters = words >> torch.tensor((12, 8, 4, 0), dtype=torch.int32, device=blocks.device)
     d = (quarters & torch.tensor((0xF, 0xF0, 0xF00, 0xF000), dtype=torch.int32, device=blocks.device)).sum(1)
-    shifts = torch.arange(0, 12, 3, dtype=torch.int32, device=blocks.device)
-    scales = (words.unsqueeze(-1) >> shifts & 7).flatten(1).float() * 2 + 1
+    scales = _four_of(words, 3).float() * 2 + 1
     named = blocks[:, :32].int() | (more & 7) << 8
     return _shifted(named, more >> 3, scales, d.to(torch.int16).view(torch.float16).float().unsqueeze(1), shape)
 
@@ -300,6 +295,12 @@ def _iq1_m(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
 def _words(packed: Tensor) -> Tensor:
     """Numbers [B, h / 2] int32 of 16 bits, low byte first."""
     return packed[:, 0::2].int() | packed[:, 1::2].int() << 8
+
+
+def _four_of(words: Tensor, bits: int) -> Tensor:
+    """The lowest four numbers [B, 4 W] of so many bits of each of the words int32 [B, W]."""
+    shifts = torch.arange(0, 4 * bits, bits, dtype=torch.int32, device=words.device)
+    return (words.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(1)
 
 
 def _even(seven_bits: Tensor) -> Tensor:
@@ -314,8 +315,7 @@ def _signs_and_scales(words: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes of signs [B, 32] and scales plus 1/2 [B, 8] of words [B, 8, 4]: four groups of 7 bits below a scale."""
     bytes_of = words.int()
     word = bytes_of[..., 0] | bytes_of[..., 1] << 8 | bytes_of[..., 2] << 16 | bytes_of[..., 3] << 24
-    shifts = torch.arange(0, 28, 7, dtype=torch.int32, device=words.device)
-    return _even((word.unsqueeze(-1) >> shifts & 127).flatten(1)), (words[..., 3] >> 4).float() + 0.5
+    return _even(_four_of(word, 7)), (words[..., 3] >> 4).float() + 0.5
 
 
 def _signed(type: str, named: Tensor, signs: Tensor, scales: Tensor, d: Tensor, shape: tuple[int, int]) -> Repacked:
@@ -344,7 +344,7 @@ def _of_lattice(codes: Tensor, levels: tuple[float, ...], scales: Tensor, shape:
 
 def _nibbles(codes: Tensor, n: int) -> Tensor:
     """Codes of 4 bits, two a byte, in n rows."""
-    return (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(n, -1)
+    return pack_codes(codes).reshape(n, -1)
 
 
 def _nvfp4(blocks: Tensor, shape: tuple[int, int]) -> Repacked:

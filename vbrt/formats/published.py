@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vbrt.config.format_records import BYTE_KINDS, FORMATS, GROUP_KINDS, LEVEL_BLOCKS, LEVEL_SCALES
+from vbrt.config.format_records import BYTE_KINDS, FORMATS, GROUP_KINDS, LEVEL_BLOCKS, LEVEL_SCALES, ORDERED
 from vbrt.errors import FormatError
-from vbrt.formats.block_formats import unpack_codes
+from vbrt.formats.block_formats import pack_codes, unpack_codes
 from vbrt.formats.format import padded
 from vbrt.formats.sixteen_levels import INT4_LEVELS
 
@@ -308,7 +308,7 @@ def repack_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Repacked:
             f"{tuple(qzeros.shape)}; expected int32 [K, N/8], [G, N] and int32 [G, N/8]"
         )
     codes_NK, zeros_NG = (_awq_nibbles(words).t() for words in (qweight, qzeros))
-    packed = codes_NK[:, 0::2] | codes_NK[:, 1::2] << 4 if k % 2 == 0 else codes_NK
+    packed = pack_codes(codes_NK) if k % 2 == 0 else codes_NK
     return _grouped("awq", (n, k), packed, scales.detach().t(), k // groups, {"zeros": zeros_NG})
 
 
@@ -374,7 +374,7 @@ def repack_hqq(
     terms = {"scales": scale, "zeros": zero}
     terms = {name: term.detach().reshape(-1).repeat_interleave(each).view(n, -1) for name, term in terms.items()}
     refuse_nonfinite_fields(format, terms)
-    return Repacked(format, (n, k), {"codes": codes[:, 0::2] | codes[:, 1::2] << 4 if four else codes, **terms})
+    return Repacked(format, (n, k), {"codes": pack_codes(codes) if four else codes, **terms})
 
 
 def _awq_nibbles(words: Tensor) -> Tensor:
@@ -609,14 +609,13 @@ def _in_order(codes: Tensor, order: Tensor | None, bits: int) -> Tensor:
     if bits == 8:
         return codes.index_select(1, order)
     taken = unpack_codes(codes, 2 * codes.shape[1]).index_select(1, order)
-    taken = torch.nn.functional.pad(taken, (0, len(order) % 2))
-    return taken[:, 0::2] | taken[:, 1::2] << 4
+    return pack_codes(taken)
 
 
 def _ordered(made: Repacked, order: Tensor | None) -> Repacked:
     if order is None:
         return made
-    return Repacked(f"{made.format}-ordered", made.shape, {**made.coarse, "order": order.int()})
+    return Repacked(ORDERED[made.format], made.shape, {**made.coarse, "order": order.int()})
 
 
 def _grouped(

@@ -10,20 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vbrt.config import FORMATS
+from vbrt.config.format_records import FORMATS, ORDERED
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import reference
 from vbrt.kernels.registry import Kernel
 
 __all__ = ["ordered"]
 
-#: format -> the one with columns in another order
-_ORDERED = {record.base: name for name, record in FORMATS.items() if record.base}
-
 
 def ordered(kernel: Kernel) -> Kernel | None:
     """Return the kernel for weights with columns in another order; None where it serves no such format."""
-    formats = tuple(_ORDERED[format] for format in kernel.formats or () if format in _ORDERED)
+    formats = tuple(ORDERED[format] for format in kernel.formats or () if format in ORDERED)
     make = {"linear": _linear, "decode_weight": _decode}.get(kernel.op)
     if not formats or make is None:
         return None

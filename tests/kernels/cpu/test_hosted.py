@@ -203,12 +203,12 @@ def test_an_entry_is_forgotten_after_the_posts_that_were_announced():
     device, team = Device(), HostedTeam(2)
     box, (part,), entry = small(team, device)
     x = torch.randn(1, 160).bfloat16()
-    for _ in range(2):
+    for turn in (1, 2):
         team.expect(box, 1)
         launch = threading.Timer(0.05, device.post, (entry, x))
         launch.start()
         team.settle(box, lambda: False)
-        assert device.number == _ + 1
+        assert device.number == turn
     team.forget(box, entry)
     assert device.wait() == 2 and torch.equal(device.y(part, x), up(part, x))
     team.settle(box, lambda: False)  # nothing is announced

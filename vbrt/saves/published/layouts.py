@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vbrt.config.format_records import ORDERED
 from vbrt.errors import FormatError
 from vbrt.formats import get_format
 from vbrt.formats.published import (
@@ -286,7 +287,7 @@ def _ordered(facts: Facts, k: int, group: int, scales: torch.dtype, kind: str) -
     if not format or "g_idx" not in facts.infos:
         return format, why
     try:
-        return (format if column_order(facts.small("g_idx"), k, group) is None else f"{format}-ordered"), ""
+        return (format if column_order(facts.small("g_idx"), k, group) is None else ORDERED[format]), ""
     except FormatError as error:
         return "", str(error).partition(";")[0]
 

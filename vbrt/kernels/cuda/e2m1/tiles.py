@@ -28,7 +28,7 @@ from vbrt.config import format_records
 from vbrt.config.format_records import FormatRecord
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
-from vbrt.formats.block_formats import powers_of_two
+from vbrt.formats.block_formats import pack_codes, powers_of_two
 from vbrt.formats.page import PageLayout, build_layout
 from vbrt.kernels.cuda.e2m1.encode import launch_pack
 
@@ -206,7 +206,7 @@ def unpack_tiles(format: str, tensors: dict[str, Tensor], shape: tuple[int, int]
     blocks = -(-k // block)
     code_NK = _unpack_codes(tiles[..., :CODE_WORDS])[:n, : blocks * block]
     byte_NB = _unpack_scales(tiles[..., CODE_WORDS:], COLUMNS // block)[:n, :blocks].contiguous()
-    codes = code_NK[:, 0::2] | (code_NK[:, 1::2] << 4)
+    codes = pack_codes(code_NK)
     if not FORMATS[format].e8m0_scales:
         scale = tensors["tensor_scale"].clone()
         return {"codes": codes, "scales": byte_NB.view(torch.float8_e4m3fn), "tensor_scale": scale}
