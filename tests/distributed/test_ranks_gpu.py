@@ -37,7 +37,7 @@ def test_a_rank_that_ends_is_named(ranks: Ranks, tmp_path: Path):
     with pytest.raises(RanksFailed) as failed:
         ranks.end()
     assert failed.value.errors == [None, ("died", "")]
-    assert failed.value.values[0].startswith("rank 1 ") and "model.layers.1.mlp.up_proj" in failed.value.values[0]
+    assert failed.value.values[0].startswith("rank 1 hangs in pass ")  # where it last told that it was
 
 
 def test_a_rank_that_hangs_between_recorded_steps_is_named(ranks: Ranks, tmp_path: Path):

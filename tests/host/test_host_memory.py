@@ -3,6 +3,7 @@
 import mmap
 import os
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,15 @@ def test_bytes_view_shares_the_tensors_memory():
     assert len(view) == 16 and not view.readonly
     view[4] = 9
     assert values.tolist() == [0, 9, 2, 3]
+
+
+def test_bytes_view_keeps_its_tensor():
+    values = torch.arange(4, dtype=torch.int32)
+    there, view = weakref.ref(values), bytes_view(values)
+    del values
+    assert there() is not None and view[8] == 2
+    del view
+    assert there() is None
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 10_000])

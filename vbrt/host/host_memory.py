@@ -36,9 +36,11 @@ class PinError(OSError):
 
 
 def bytes_view(tensor: torch.Tensor) -> memoryview:
-    """Return a contiguous CPU tensor's bytes, writable, without a copy; the tensor must outlive the view."""
+    """Return a contiguous CPU tensor's bytes, writable, without a copy. The view keeps the tensor."""
     nbytes = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+    array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    array.kept = tensor
+    return memoryview(array).cast("B")
 
 
 def storage_of(tensor: torch.Tensor) -> int:
