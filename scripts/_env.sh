@@ -80,11 +80,15 @@ _set_up_venv() {
 }
 
 # The options of pytest that share tests out to a process for each core, up to four; none without pytest-xdist.
-_workers() {
+_cores() {
     local cores
+    cores="$(nproc 2>/dev/null || echo 1)"
+    echo "$((cores < 4 ? cores : 4))"
+}
+
+_workers() {
     if "$PY" -c 'import xdist' 2>/dev/null; then
-        cores="$(nproc 2>/dev/null || echo 1)"
-        echo "-n $((cores < 4 ? cores : 4)) --dist worksteal"
+        echo "-n $(_cores) --dist worksteal"
     fi
 }
 

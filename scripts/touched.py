@@ -1,12 +1,14 @@
 """Which test files a change touches, nearest first: edited, in the room of an edited file, importing an edited file.
 
     scripts/touched.py [BASE]      prints `path: reason` for each, and on stderr what was compared
+    scripts/touched.py --others    all test files: after those, the others in an order that the commit draws
 
 BASE is by default where HEAD left origin/main or main, else the commit before HEAD; a clone of one commit fetches one
 more. Where there is nothing to compare with, every test file counts as touched.
 """
 
 import ast
+import hashlib
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
@@ -90,16 +92,26 @@ def _imports(sources: Mapping[str, str]) -> dict[str, set[str]]:
     return found
 
 
+def others(found: Collection[str], sources: Collection[str], commit: str) -> list[str]:
+    """Return the test files that are not among those found, in an order that the commit draws."""
+    left = (path for path in sources if Path(path).name.startswith("test_") and path not in found)
+    return sorted(left, key=lambda path: hashlib.sha256(f"{commit} {path}".encode()).digest())
+
+
 def main(arguments: list[str]) -> None:
+    with_others = "--others" in arguments
+    arguments = [argument for argument in arguments if argument != "--others"]
     base, chosen = (arguments[0], "as told") if arguments else find_base()
-    sources = read_sources()
+    sources, commit = read_sources(), git("rev-parse", "HEAD") or ""
     if base is None:
         print(f"touched: {chosen}: every test file counts", file=sys.stderr)
-        found = {path: "nothing to compare with" for path in sources if Path(path).name.startswith("test_")}
+        found = dict.fromkeys(others((), sources, commit), "nothing to compare with")
     else:
         changed = (git("diff", "--name-only", base) or "").splitlines()
         print(f"touched: {len(changed)} files differ from {base[:12]} ({chosen})", file=sys.stderr)
         found = touched(changed, sources)
+    if with_others:
+        found |= dict.fromkeys(others(found, sources, commit), "by turns")
     for path, reason in found.items():
         print(f"{path}: {reason}")
 

@@ -1,4 +1,4 @@
-"""Which test files a change touches: what .ci/run tries of the exhaustive tests."""
+"""Which test files a change touches: the first that .ci/run tries."""
 
 import subprocess
 
@@ -53,6 +53,14 @@ def test_a_change_touches_its_room_and_what_imports_it_nearest_first(changed, ex
 
 def test_what_every_test_uses_touches_all():
     assert set(touched.touched(["tests/conftest.py"], SOURCES)) == {path for path in SOURCES if "/test_" in path}
+
+
+def test_others_come_by_turns_each_once():
+    found = touched.touched(["vbrt/tiers/ssd.py"], SOURCES)
+    orders = [touched.others(found, SOURCES, commit) for commit in "abc"]
+    tests = {path for path in SOURCES if "/test_" in path}
+    assert all(sorted(order) == sorted(tests - found.keys()) for order in orders)
+    assert len({tuple(order) for order in orders}) > 1
 
 
 @pytest.fixture
