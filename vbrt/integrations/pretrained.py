@@ -32,6 +32,7 @@ from vbrt.integrations.hf_configs import (
 )
 from vbrt.integrations.hub_models import located
 from vbrt.integrations.model_paths import looked_at
+from vbrt.integrations.published_saves import keep_layout_
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.libraries.transformers_api import logging as transformers_logging
 from vbrt.model.runtime import Runtime
@@ -42,6 +43,7 @@ from vbrt.saves.files.checkpoint_paths import MANIFEST
 from vbrt.saves.files.prefetch import reading_ahead
 from vbrt.saves.load.sources import open_source
 from vbrt.saves.published.dense_checkpoint import DenseCheckpoint
+from vbrt.saves.published.published_checkpoint import PublishedCheckpoint
 from vbrt.wrapper.load import load_from
 from vbrt.wrapper.wrapper import VBModelWrapper
 from vbrt.wrapper.wrapper_of import of
@@ -132,6 +134,8 @@ class Reader:
                 del model.config.quantization_config  # the layers are no longer that library's
             vb = load_from(source, model, config, runtime=runtime, progress=self._progress, **overrides)
         take_generation_config_(model, path)
+        if isinstance(source, PublishedCheckpoint) and not self._is_gguf:
+            keep_layout_(model, source)
         return vb
 
     def _by_transformers(self, asked: QuantizationConfig | None) -> VBModelWrapper:

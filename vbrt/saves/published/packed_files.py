@@ -18,8 +18,10 @@ from vbrt.saves.files.read_target import Fill, fresh
 from vbrt.saves.files.safetensors_file import TensorFile, TensorInfo
 from vbrt.saves.published.layouts import LAYOUTS, UNUSED, Facts, Layout, Outline, decoded
 
-__all__ = ["PackedFiles", "PackedWeight", "read_scheme"]
+__all__ = ["MODELOPT_FILE", "PackedFiles", "PackedWeight", "read_scheme", "scheme_entries"]
 
+MODELOPT_FILE = "hf_quant_config.json"  # beside config.json
+_SCHEME_KEYS = ("quantization_config", "compression_config", "quantization")  # of config.json; the last one: MLX's
 _MAX_CONFIG_BYTES = 16 << 20
 #: errors from malformed configs or tensors that no check refuses earlier
 _ODD = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
@@ -125,6 +127,16 @@ class PackedFiles:
         spare = (name for name in self._found if name not in self._taken and name.endswith(UNUSED))
         self.unused = tuple(spare) if self.weights else ()
         self._check_rest()
+
+    def raw(self) -> dict[str, Tensor]:
+        """Return all tensors as they are in the files, under their names there, memory-mapped where possible. Raises
+        CheckpointError: they cannot be read."""
+        return {name: file.map(name) for name, file in self._found.items()}
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Metadata of the files."""
+        return {key: text for file in self.files for key, text in file.metadata.items()}
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -249,14 +261,19 @@ def read_scheme(directory: Path) -> tuple[dict[str, Any], torch.dtype | None]:
         CheckpointError: a config is not valid JSON.
     """
     config = _json(directory / "config.json")
-    named = ("quantization_config", "compression_config", "quantization")  # the last one: MLX's
-    scheme = next((config[key] for key in named if config.get(key)), None)
+    scheme = next((config[key] for key in _SCHEME_KEYS if config.get(key)), None)
     if not isinstance(scheme, dict):
-        modelopt = _json(directory / "hf_quant_config.json").get("quantization")
+        modelopt = _json(directory / MODELOPT_FILE).get("quantization")
         scheme = {"quant_method": "modelopt", **modelopt} if isinstance(modelopt, dict) else {}
     text = config.get("dtype") or config.get("torch_dtype")
     dtype = getattr(torch, text, None) if isinstance(text, str) else None
     return scheme, dtype if dtype in _HALVES else None
+
+
+def scheme_entries(directory: Path) -> dict[str, Any]:
+    """Return the entries of config.json that say how weights are quantized. Raises CheckpointError: not valid JSON."""
+    config = _json(directory / "config.json")
+    return {key: config[key] for key in _SCHEME_KEYS if key in config}
 
 
 def _json(file: Path) -> dict[str, Any]:

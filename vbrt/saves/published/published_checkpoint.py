@@ -16,7 +16,7 @@ from torch import nn
 from vbrt.config import FORMATS, VBConfig, compute_tier, load_config, names_format
 from vbrt.config.schema import plain
 from vbrt.config.tier_records import TIERS
-from vbrt.errors import ConfigError
+from vbrt.errors import CheckpointError, ConfigError
 from vbrt.host import accelerator
 from vbrt.host.logger import warn
 from vbrt.kernels import fused_on
@@ -92,6 +92,7 @@ class PublishedCheckpoint(DenseCheckpoint):
     ) -> None:
         super().__init__(path, files, entries)
         self._packed = packed
+        self._states = {file.path: _state(file.path) for file in self.files}
         self._formats: dict[str, str] = {}  # format of each swap whose planes are taken unchanged, by name
         self._again: set[str] = set()  # swaps with planes that the config rounds to another format
         self._slow: dict[str, str] = {}  # format of those that would be decoded at each use, so that they are once
@@ -176,7 +177,10 @@ class PublishedCheckpoint(DenseCheckpoint):
         return formats.pop() if (stacked or apart) and turned and len(formats) == 1 else ""
 
     def _entry(self, site: WeightSite) -> Entry:
-        return self._found[self._entries[site.tensor]]
+        return self._entry_of(site.tensor)
+
+    def _entry_of(self, name: str) -> Entry:
+        return self._found[self._entries[name]]
 
     def _weights_of(self, site: WeightSite) -> list[PackedWeight]:
         """Return the quantized weights that a parameter is made of, as far as they are known."""
@@ -223,6 +227,47 @@ class PublishedCheckpoint(DenseCheckpoint):
             for name, tensor in planes[0].items()
         }
 
+    @property
+    def rounds_again(self) -> bool:
+        """True if the config rounds quantized weights to another format."""
+        return bool(self._again)
+
+    def published_tensors(self, model: nn.Module, plan: Plan) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return the files' tensors as they are, but the model's values of those outside of pages, and the files'
+        metadata.
+
+        Raises:
+            CheckpointError: a file is gone or has changed, or a tensor outside of pages has that they hold in another
+                form.
+        """
+        self._check_unchanged()
+        tensors, paged = self._packed.raw(), {self._entries[site.tensor] for swap in plan.swaps for site in swap.sites}
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        own = {e: value for name, value in named if (e := self._entries.get(name)) is not None and e not in paged}
+        done: set[tuple[int, int]] = set()
+        for name, value in own.items():
+            entry = self._found[name]
+            source, place = "" if entry.sources else entry.rows[0][0], (value.data_ptr(), value.nbytes)
+            if source and place in done:  # tied, and in the files twice
+                del tensors[source]
+            elif source and source not in self._packed.weights:
+                done.add(place)
+                tensors[source] = value.detach()
+            elif not torch.equal(entry.read().to(value), value):
+                raise CheckpointError(
+                    f"save_pretrained: {name} has changed since the model was loaded, and {self.path} holds it in "
+                    "another form: save dense weights, by unwrap() first"
+                )
+        return tensors, self._packed.metadata
+
+    def _check_unchanged(self) -> None:
+        changed = next((path for path, state in self._states.items() if _state(path) != state), None)
+        if changed is not None:
+            raise CheckpointError(
+                f"{changed}: gone or changed since the model was loaded, and quantized weights are copied from it; put "
+                "it back, or save dense weights, by unwrap() first"
+            )
+
     # -- notes --------------------------------------------------------------------------------------------------------
 
     def _notes(self, swaps: list[Swap]) -> Iterator[str]:
@@ -247,6 +292,15 @@ class PublishedCheckpoint(DenseCheckpoint):
             return f"{weight.layout.name}: {slow} has {without_kernels(slow)}" if slow else weight.outline.why or _APART
         by = f"{FORMATS[swap.format].noise:.1%} of the weights' RMS"
         return f"{weight.layout.name}, rounded again as the config asks, by {by}; without weights.format its bits stay"
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Return what changes with a file's content; empty if it is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_size, found.st_mtime_ns
 
 
 def without_kernels(format: str) -> str:
