@@ -62,12 +62,14 @@ def test_everything_of_the_model_is_reachable():
         _ = vb.nonsense
 
 
-def test_wrapping_twice_is_refused():
+def test_what_is_no_plain_model_is_refused_by_name():
     vb = wrap(mlp())
     with pytest.raises(WrapError, match="wrapped already"):
         vbrt.wrap(vb)
     with pytest.raises(WrapError, match=r"VB layer already.*unwrap"):
         vbrt.wrap(vb.module)
+    with pytest.raises(WrapError, match=r"ScriptModule: layers of TorchScript are compiled; wrap the model"):
+        vbrt.wrap(torch.jit.script(nn.Linear(8, 8)))
     with pytest.raises(WrapError, match=r"list; expected a torch\.nn\.Module"):
         vbrt.wrap([vb])
 

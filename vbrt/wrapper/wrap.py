@@ -96,7 +96,8 @@ def wrap(
         NoRoomError: `gpu_memory` is too little for the model, with the bytes by purpose.
         ConfigError: the config is invalid, impossible for this model or machine, or contradicts the runtime's tiers or
             policy; or a policy lacks a method, named.
-        WrapError: the model is wrapped already, or the runtime closed; or an object has no module, or several (named).
+        WrapError: the model is wrapped already, or TorchScript, or the runtime closed; or an object has no module, or
+            several (named).
         TierError: the ssd tier's directory cannot be used.
 
     Warns, once per reason, if nothing is swapped, or if the unswapped rest does not fit next to the budgets; names the
@@ -106,6 +107,10 @@ def wrap(
         return wrap_holder(model, config, runtime, overrides)
     if isinstance(model, VBModelWrapper):
         raise WrapError("the model is wrapped already; unwrap() it first")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise WrapError(
+            f"{type(model).__name__}: layers of TorchScript are compiled; wrap the model that it is made of"
+        )
     policy, optimizer = user_policy(overrides, runtime), take_optimizer_of(overrides)
     asked = load_config(_advised(model) if config == "auto" else config, **overrides)
     if optimizer is not None and asked.mode != "full":
