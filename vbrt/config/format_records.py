@@ -41,7 +41,7 @@ GROUP_KINDS = {
 #: the same with 8-bit codes; int8 or, in "floatbytes", E4M3 where there is no offset
 BYTE_KINDS = {
     "bytes": ("vbrt.formats.eight_bits:ScaledBytes", "bytes", None),
-    "floatbytes": ("vbrt.formats.eight_bits:FloatBytes", "plain", None),
+    "floatbytes": ("vbrt.formats.eight_bits:FloatBytes", "bytes", None),
     "offsetbytes": ("vbrt.formats.affine:Affine", "bytes", "values"),
     "zerobytes": ("vbrt.formats.affine:ZeroPoint", "bytes", "zeros"),
     "floatzerobytes": ("vbrt.formats.affine:FloatZeroPoint", "plain", "floatzeros"),
@@ -140,7 +140,7 @@ FORMATS: dict[str, FormatRecord] = {
             block=128,
             scales="float32",
             bits=8,
-            kernels="plain",
+            kernels="bytes",
             published=True,
         ),
         FormatRecord(

@@ -112,6 +112,11 @@ class UnitBytes(ScaledBytes):
         scale_NB = self.block_scales(tensors)
         return decode_blocks(tensors["codes"], scale_NB, None, shape, dtype, unit=tensors["unit"])
 
+    def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """See `ScaledBytes.tables`; with the weight's own unit."""
+        levels, values, unit = super().tables(tensors)
+        return levels, values, tensors.get("unit", unit)
+
     @torch.no_grad()
     def encode(self, w_NK: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
         """See `ScaledBytes.encode`; the unit is 1."""

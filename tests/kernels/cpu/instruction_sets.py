@@ -25,6 +25,7 @@ __all__ = ["CALL_CHECKS", "CHECKS", "check_products"]
 OFFSETS = ("superblock32", "zeros128-bfloat16", "affine32-float16", "affine16-float32")
 #: published 8-bit codes: under scales of a block and of a superblock, and with each storage of offsets
 EIGHT = ("bytes32-float16", "superbytes16", "superbytes32", "zerobytes64-bfloat16", "offsetbytes16-float32")
+EIGHT += ("floatbytes16-bfloat16", "floatbytes128-float32", "unitbytes128")
 
 
 def check_products(formats):
@@ -54,9 +55,19 @@ def check_linear():
 
 def check_experts():
     """Products, gates and sums are as close to float64 as fp32 allows."""
-    for format in (*cpu_linear.FORMATS, *cpu_linear.LEVELS[:1], *OFFSETS[:2], *cpu_linear.BYTES, *EIGHT[1:3]):
+    for format in (
+        *cpu_linear.FORMATS,
+        *cpu_linear.LEVELS[:1],
+        *OFFSETS[:2],
+        *cpu_linear.BYTES,
+        *EIGHT[1:3],
+        *EIGHT[-2:],
+    ):
         for tokens in (1, 7):
             pages = bank(format, hidden=144)
+            for part, page in ((part, page) for part in pages.shapes for page in pages.pages if page is not None):
+                if (unit := pages.offsets(part).get("unit")) is not None:
+                    page[unit : unit + 4].view(torch.float32).fill_(1 / 127)
             ids, weights = routed(pages, tokens, 3)
             x = torch.randn(tokens, 144)
             present = (ids.view(-1, 1) >= 0) & (ids.view(-1, 1) < pages.experts)

@@ -33,6 +33,8 @@ def case(name, shape, dtype=torch.float32):
         coarse["scales"].view(-1)[:2] = torch.tensor([-6e-8, 6.1e-5][: coarse["scales"].numel()])  # denormal
     if "tensor_scale" in coarse:
         coarse["tensor_scale"] *= 1.2345  # published checkpoints: not a power of two
+    if "unit" in coarse:
+        coarse["unit"] /= 127
     return WeightPlanes(name, shape, dtype, coarse), fmt.decode(coarse, shape, torch.float64)
 
 
@@ -45,6 +47,21 @@ def test_any_shape_is_as_close_as_the_dtype_allows(name, shape, tokens, dtype):
     y = cpu_linear.linear(x, planes, bias)
     assert y.dtype is dtype and y.is_contiguous()
     assert error(y, F.linear(x.double(), w, bias.double())) <= BOUND[dtype]
+
+
+@built
+@pytest.mark.parametrize("tokens", [1, 3, 29])
+def test_each_code_of_fp8_is_its_number_and_nan_makes_its_row_nan(tokens):
+    coarse = get_format("floatbytes16-float32").encode(torch.randn(20, 272))
+    coarse["codes"].view(torch.uint8)[:16, :256] = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(1, 16)
+    planes = WeightPlanes("floatbytes16-float32", (20, 272), torch.float32, coarse)
+    want = reference.decode_weight(planes)
+    got, x = cpu_linear.decode_weight(planes), torch.rand(tokens, 272)
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
+    y, finite = cpu_linear.linear(x, planes), ~want.isnan().any(1)
+    assert torch.equal(finite, torch.arange(20)[:, None].ne(torch.tensor([7, 15])).all(1))
+    assert y[:, ~finite].isnan().all()
+    assert error(y[:, finite], F.linear(x.double(), want[finite].double())) <= BOUND[torch.float32]
 
 
 @built

@@ -15,7 +15,7 @@ typedef struct {
     const float *levels, *values;  /* [E or 1, 16], [256]; values for byte scales only */
     int64_t level_step;  /* 16 if each expert has its own levels, else 0 */
     int64_t codes, scales, offsets, d, dmin, unit;  /* offsets in a page, in bytes; unit: -1 if it is 1 */
-    int64_t experts, rows, columns, block, scale_type, offset_type, bits;
+    int64_t experts, rows, columns, block, scale_type, offset_type, bits, floats;
     int64_t tiled;  /* codes are in tile order, with interleaved scales */
 } Bank;
 
@@ -117,7 +117,7 @@ static void fill_tables(const Bank *b, const Plan *plan) {
         float unit = 1;
         if (b->unit >= 0) memcpy(&unit, b->pages[expert] + b->unit, 4);
         Tables *of = plan->tables + i;
-        of->dots = dots_with(b->levels + b->level_step * expert, b->values, unit, b->scale_type, b->offset_type, b->block,
+        of->dots = dots_with(b->levels + b->level_step * expert, b->values, unit, b->scale_type, b->offset_type, b->floats, b->block,
                              b->columns, plan->form, &of->scales);
     }
 }

@@ -89,7 +89,8 @@ class Weight(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (*PLANE, "levels", "values", "unit")),
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "block", "scale_type", "offset_type", "bits")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "block", "scale_type", "offset_type")),
+        *((name, ctypes.c_int64) for name in ("bits", "floats")),
     )
 
 
@@ -121,7 +122,7 @@ class Bank(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("pages", "levels", "values")),
         *((name, ctypes.c_int64) for name in ("level_step", *PLANE, "unit")),
         *((name, ctypes.c_int64) for name in ("experts", "rows", "columns", "block", "scale_type", "offset_type")),
-        *((name, ctypes.c_int64) for name in ("bits", "tiled")),
+        *((name, ctypes.c_int64) for name in ("bits", "floats", "tiled")),
     )
 
 

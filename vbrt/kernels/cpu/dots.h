@@ -20,6 +20,8 @@ enum { FP32, BF16, FP16, BYTE, SUPER };
 /* a block's offset: a number of the scales' type; -zero * scale; -min * dmin, a half per SUPERBLOCK columns */
 enum { NO_OFFSET, VALUE, ZERO, MIN };
 #define SUPERBLOCK 256
+/* 8-bit codes: integers, those of weights with offsets without a sign, or E4M3 */
+enum { SIGNED, UNSIGNED, E4M3 };
 /* layout of inputs in spans: fp32, bf16, int8 or 16-bit fixed point, or in column order, as fp32 or bf16 */
 enum { AS_FP32, AS_BF16, AS_INT8, AS_FIXED, IN_ORDER, PAIRS_IN_ORDER };
 static const int SCALE_BYTES[] = {4, 2, 2, 1, 1};
@@ -63,6 +65,8 @@ typedef struct {
 
 /* Bytes of a row of x in spans, without sums. */
 static inline int64_t span_bytes(int64_t columns) { return (columns + SPAN - 1) / SPAN * SPAN * sizeof(float); }
+
+static inline int coding_of(int64_t floats, int64_t offset_type) { return floats ? E4M3 : offset_type ? UNSIGNED : SIGNED; }
 
 /* Bytes of codes for `columns` weights. */
 static inline int64_t code_bytes(int64_t columns, int64_t bits) { return columns * bits / 8; }
@@ -120,10 +124,10 @@ static int form_of(const float *levels, int64_t count, int64_t bits, int x_type,
 }
 
 /* Dots of x, in some layout, with rows of weights of `columns` columns; `values` are used for byte scales only. */
-static Dots dots_with(const float *levels, const float *values, float unit, int64_t type, int64_t offset_type, int64_t block,
-                      int64_t columns, int form, Scales *scales) {
-    Dots d = {.levels = levels, .scale_type = (int)type, .offset_type = (int)offset_type, .form = form,
-              .shift = __builtin_ctzll(block), .columns = columns, .x_bytes = span_bytes(columns)};
+static Dots dots_with(const float *levels, const float *values, float unit, int64_t type, int64_t offset_type, int64_t floats,
+                      int64_t block, int64_t columns, int form, Scales *scales) {
+    Dots d = {.levels = levels, .scale_type = (int)type, .offset_type = (int)offset_type, .coding = coding_of(floats, offset_type),
+              .form = form, .shift = __builtin_ctzll(block), .columns = columns, .x_bytes = span_bytes(columns), .unit = unit};
     fill_scales(&d, values, unit, scales);
     if (offset_type) {
         d.step = 1;

@@ -27,7 +27,7 @@ typedef struct { uint8_t bytes[4][16]; } Scales;  /* of the levels, the highest 
 typedef struct {
     Row row[2];
     const float *levels;  /* [16] */
-    int scale_type, offset_type, shift;  /* a block has 1 << shift columns */
+    int scale_type, offset_type, coding, shift;  /* a block has 1 << shift columns */
     const float *values;  /* [256] by scale byte */
     float unit;
     int e4m3;  /* values are E4M3, computed faster than looked up */

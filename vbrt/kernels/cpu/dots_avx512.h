@@ -18,7 +18,7 @@ typedef struct { uint16_t halves[256]; } Scales;
 typedef struct {
     Row row[2];
     const float *levels;  /* [16] */
-    int scale_type, offset_type, shift;  /* a block has 1 << shift columns */
+    int scale_type, offset_type, coding, shift;  /* a block has 1 << shift columns */
     const uint16_t *halves;  /* [256] by scale byte */
     int e4m3;  /* values are E4M3, computed faster than looked up */
     float unit;

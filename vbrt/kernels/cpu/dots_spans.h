@@ -9,8 +9,9 @@ typedef struct {
 typedef struct {
     Row row[2];
     const float *levels;  /* [16] */
-    int scale_type, offset_type, shift;  /* a block has 1 << shift columns */
+    int scale_type, offset_type, coding, shift;  /* a block has 1 << shift columns */
     const float *values;  /* [256] by scale byte: value * unit */
+    float unit;
     const uint8_t (*bytes)[16];
     const void *x[TOKENS];  /* in spans */
     int64_t x_bytes;  /* of a row of them; sums by block follow */

@@ -3,7 +3,7 @@
  *
  * A decoded weight is level[code] * (value[scale byte] * unit), both products rounded to fp32, bit-exact with the
  * reference; or level[code] * scale for scales of 16 or 32 bits. Those have no fine plane, nor have 8-bit codes, which
- * are their own levels. Affine weights are code * scale + offset or (code - zero) * scale, each operation rounded to fp32.
+ * are their own levels: code * scale * unit. Affine weights are code * scale + offset or (code - zero) * scale, each operation rounded to fp32.
  * Legend: M tokens, N outputs, K inputs padded to the block.
  */
 #include "dots.h"
@@ -11,8 +11,8 @@
 
 typedef struct {
     Row plane;  /* codes [N, K/2] or, for 8 bits, [N, K]; scales [N, K/block] of scale_type; offsets likewise */
-    const float *levels, *values, *unit;  /* [16], [256], [1]; the last two for byte scales only */
-    int64_t rows, columns, block, scale_type, offset_type, bits;
+    const float *levels, *values, *unit;  /* [16], [256], [1]; `values` for byte scales only */
+    int64_t rows, columns, block, scale_type, offset_type, bits, floats;  /* floats: codes of 8 bits are E4M3 */
 } Weight;
 
 static Row row_of(const Weight *w, int64_t n) {
@@ -86,6 +86,7 @@ INLINE void decode_as(const Weight *w, const Pair *pairs, Row row, int64_t at, i
 /* the same of 8 bits */
 static void decode_bytes(const Weight *w, Row row, int64_t at, int64_t columns, float *out) {
     const int type = (int)w->scale_type, offset_type = (int)w->offset_type;
+    const float unit = type == BYTE ? 1 : *w->unit;
     const int8_t *whole = (const int8_t *)row.codes + at;
     const uint8_t *positive = row.codes + at;
     for (int64_t first = 0; first < columns; first += w->block) {
@@ -93,8 +94,14 @@ static void decode_bytes(const Weight *w, Row row, int64_t at, int64_t columns, 
         const uint8_t *stored = row.scales + block * SCALE_BYTES[type];
         const float scale = type == BYTE ? w->values[*stored] * *w->unit
                             : type == SUPER ? number_of(row.d + 2 * superblock, FP16) * *stored : number_of(stored, type);
-        if (offset_type == NO_OFFSET) {
-            for (int64_t k = first; k < end; k++) out[k] = whole[k] * scale;
+        if (w->floats) {
+            for (int64_t k = first; k < end; k += 16) {
+                Lanes code[16 / LANES];
+                sixteen_whole(positive + k, E4M3, code);
+                for (int i = 0; i < 16 / LANES; i++) to_memory(out + k + i * LANES, times(code[i], all_of(scale)));
+            }
+        } else if (offset_type == NO_OFFSET) {
+            for (int64_t k = first; k < end; k++) out[k] = whole[k] * scale * unit;
         } else if (offset_type == ZERO) {
             const float zero = row.offsets[block];
             for (int64_t k = first; k < end; k++) out[k] = (positive[k] - zero) * scale;
@@ -202,8 +209,7 @@ static void multiply_parts(const Part *parts, int count, int threads) {
 }
 
 static Dots dots_for(const Weight *w, int form, Scales *scales) {
-    const float unit = w->scale_type == BYTE ? *w->unit : 1;
-    return dots_with(w->levels, w->values, unit, w->scale_type, w->offset_type, w->block, w->columns, form, scales);
+    return dots_with(w->levels, w->values, *w->unit, w->scale_type, w->offset_type, w->floats, w->block, w->columns, form, scales);
 }
 
 /* y = x @ w.T + bias for `count` weights, bit-exact with a call for each; returns 0 if out of memory */

@@ -24,9 +24,9 @@ from vbrt.errors import FormatError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.affine import Affine
 from vbrt.formats.block_formats import BlockFormat
-from vbrt.formats.eight_bits import ScaledBytes
+from vbrt.formats.eight_bits import FloatBytes, ScaledBytes
 from vbrt.formats.fine_plane import SPAN, WIDTH
-from vbrt.formats.format import padded
+from vbrt.formats.format import Format, padded
 from vbrt.formats.sixteen_levels import Levels
 from vbrt.kernels import reference
 from vbrt.kernels.cpu import buffer_reuse, compiler
@@ -43,6 +43,7 @@ __all__ = [
     "decode_turned",
     "decode_weight",
     "fused_tokens",
+    "has_floats",
     "linear",
     "prepared",
     "route",
@@ -57,7 +58,7 @@ LEVELS = formats_of("levels")
 AFFINE = formats_of("affine")
 #: 8-bit integer codes, without a fine plane
 BYTES = formats_of("int8")
-#: 8-bit codes with scales of 16 or 32 bits or of superblocks, with or without offsets; without a fine plane
+#: 8-bit integers or E4M3 with scales of 16 or 32 bits or of superblocks, with or without offsets; without a fine plane
 EIGHT = formats_of("bytes")
 #: multiply-adds per thread that make threading worth it
 THREAD_WORK = 1 << 16
@@ -249,7 +250,7 @@ class _Prepared:
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in (*fields, *tables))
         columns = self.codes.shape[1] * 8 // record.bits
         types = scale_type(record), offset_type(record)
-        self.weight = Weight(*pointers, planes.shape[0], columns, fmt.block, *types, record.bits)
+        self.weight = Weight(*pointers, planes.shape[0], columns, fmt.block, *types, record.bits, has_floats(fmt))
         # keeps pointees alive: another thread may replace this object during a call
         self.weight.tensors = (*planes.coarse.values(), *tables)
 
@@ -270,6 +271,11 @@ def prepared(planes: WeightPlanes) -> _Prepared | None:
     kept = _Prepared(planes)
     object.__setattr__(planes, "prepared", kept)
     return kept
+
+
+def has_floats(fmt: Format) -> bool:
+    """True if 8-bit codes are E4M3."""
+    return isinstance(fmt, FloatBytes)
 
 
 def _weight(planes: WeightPlanes) -> Weight:

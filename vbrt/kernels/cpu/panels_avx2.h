@@ -60,13 +60,14 @@ INLINE void decode_spans(const Dots *d, const uint8_t *codes, const Room *room, 
     }
 }
 
-/* `columns` weights of 8 bits of a row in order; the kind of offset is a constant after inlining */
-INLINE void decode_in_order(const uint8_t *codes, const Room *room, int shift, int64_t columns, int offset_type, float *out) {
+/* `columns` weights of 8 bits of a row in order; the kinds of codes and offsets are constants after inlining */
+INLINE void decode_in_order(const uint8_t *codes, const Room *room, int shift, int64_t columns, int coding, int offset_type,
+                            float *out) {
     for (int64_t k = 0; k < columns; k += 16) {
         const Lanes scale = all_of(room->scales[k >> shift]);
         const Lanes offset = offset_type ? all_of(room->offsets[k >> shift]) : _mm256_setzero_ps();
         Lanes both[2];
-        sixteen(codes + k, offset_type != NO_OFFSET, both);
+        sixteen_whole(codes + k, coding, both);
         for (int j = 0; j < 2; j++) {
             Lanes weight = _mm256_mul_ps(offset_type == ZERO ? _mm256_sub_ps(both[j], offset) : both[j], scale);
             if (offset_type == VALUE) weight = _mm256_add_ps(weight, offset);
@@ -87,9 +88,10 @@ static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t count, 
         if (w->bits == 8) {
             scales_of_bytes(&row, 0, first, columns, room->scales);
             if (w->offset_type) offsets_of_bytes(&row, 0, first, columns, NULL, room->offsets);
-            if (w->offset_type == ZERO) decode_in_order(codes, room, d->shift, columns, ZERO, room->tile[r]);
-            else if (w->offset_type) decode_in_order(codes, room, d->shift, columns, VALUE, room->tile[r]);
-            else decode_in_order(codes, room, d->shift, columns, NO_OFFSET, room->tile[r]);
+            if (w->offset_type == ZERO) decode_in_order(codes, room, d->shift, columns, UNSIGNED, ZERO, room->tile[r]);
+            else if (w->offset_type) decode_in_order(codes, room, d->shift, columns, UNSIGNED, VALUE, room->tile[r]);
+            else if (w->floats) decode_in_order(codes, room, d->shift, columns, E4M3, NO_OFFSET, room->tile[r]);
+            else decode_in_order(codes, room, d->shift, columns, SIGNED, NO_OFFSET, room->tile[r]);
             continue;
         }
         scales_of(&row, 0, first, columns, room->scales);

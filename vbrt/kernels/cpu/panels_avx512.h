@@ -80,11 +80,12 @@ INLINE void turn_words(__m512i *v) {
 }
 
 /* 16 weights of the block `at`; for 4 bits the lower half of a word is an even column's level, the upper an odd one's */
-INLINE __m512 weights_at(const uint8_t *codes, __m512 levels, const Room *room, int64_t at, int bits, int offset_type) {
+INLINE __m512 weights_at(const uint8_t *codes, __m512 levels, const Room *room, int64_t at, int bits, int coding,
+                         int offset_type) {
     const __m512 scale = _mm512_set1_ps(room->scales[at]);
     __m512 level;
     if (bits == 8) {
-        sixteen(codes, offset_type != NO_OFFSET, &level);
+        sixteen_whole(codes, coding, &level);
     } else {
         const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)codes));
         const __m512i both = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  /* vpermps uses the lowest four bits */
@@ -95,20 +96,20 @@ INLINE __m512 weights_at(const uint8_t *codes, __m512 levels, const Room *room, 
     return offset_type ? _mm512_add_ps(weight, _mm512_set1_ps(room->offsets[at])) : weight;
 }
 
-/* words of `columns` weights of a row, to a multiple of 16 words; `bits`, `pairs` and the kind of offset (of VALUE and
- * MIN, VALUE) are constants after inlining */
+/* words of `columns` weights of a row, to a multiple of 16 words; `bits`, `pairs` and the kinds of codes and offsets (of
+ * VALUE and MIN, VALUE) are constants after inlining */
 INLINE void decode_words(const uint8_t *codes, const Room *room, int shift, int64_t columns, __m512 levels, int bits,
-                         int pairs, int offset_type, float *out) {
+                         int pairs, int coding, int offset_type, float *out) {
     if (!pairs)
         for (int64_t k = 0; k < columns; k += 16)
-            _mm512_store_ps(out + k, weights_at(codes + k * bits / 8, levels, room, k >> shift, bits, offset_type));
+            _mm512_store_ps(out + k, weights_at(codes + k * bits / 8, levels, room, k >> shift, bits, coding, offset_type));
 #ifdef PAIRS
     else
         for (int64_t k = 0; k < columns; k += 32) {
             const uint8_t *at = codes + k * bits / 8;
-            const __m512 low = weights_at(at, levels, room, k >> shift, bits, offset_type);
-            const __m512 high = k + 16 < columns ? weights_at(at + 2 * bits, levels, room, (k + 16) >> shift, bits, offset_type)
-                                                 : _mm512_setzero_ps();
+            const __m512 low = weights_at(at, levels, room, k >> shift, bits, coding, offset_type);
+            const __m512 high = k + 16 >= columns ? _mm512_setzero_ps()
+                                : weights_at(at + 2 * bits, levels, room, (k + 16) >> shift, bits, coding, offset_type);
             _mm512_store_si512(out + k / 2, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
 #endif
@@ -116,12 +117,13 @@ INLINE void decode_words(const uint8_t *codes, const Room *room, int shift, int6
 
 INLINE void decode_row(const Weight *w, const uint8_t *codes, const Room *room, int shift, int64_t columns, __m512 levels,
                        int pairs, float *out) {
-    if (w->bits == 8 && w->offset_type == ZERO) decode_words(codes, room, shift, columns, levels, 8, pairs, ZERO, out);
-    else if (w->bits == 8 && w->offset_type) decode_words(codes, room, shift, columns, levels, 8, pairs, VALUE, out);
-    else if (w->bits == 8) decode_words(codes, room, shift, columns, levels, 8, pairs, NO_OFFSET, out);
-    else if (w->offset_type == ZERO) decode_words(codes, room, shift, columns, levels, 4, pairs, ZERO, out);
-    else if (w->offset_type) decode_words(codes, room, shift, columns, levels, 4, pairs, VALUE, out);
-    else decode_words(codes, room, shift, columns, levels, 4, pairs, NO_OFFSET, out);
+    if (w->bits == 8 && w->offset_type == ZERO) decode_words(codes, room, shift, columns, levels, 8, pairs, UNSIGNED, ZERO, out);
+    else if (w->bits == 8 && w->offset_type) decode_words(codes, room, shift, columns, levels, 8, pairs, UNSIGNED, VALUE, out);
+    else if (w->floats) decode_words(codes, room, shift, columns, levels, 8, pairs, E4M3, NO_OFFSET, out);
+    else if (w->bits == 8) decode_words(codes, room, shift, columns, levels, 8, pairs, SIGNED, NO_OFFSET, out);
+    else if (w->offset_type == ZERO) decode_words(codes, room, shift, columns, levels, 4, pairs, UNSIGNED, ZERO, out);
+    else if (w->offset_type) decode_words(codes, room, shift, columns, levels, 4, pairs, UNSIGNED, VALUE, out);
+    else decode_words(codes, room, shift, columns, levels, 4, pairs, SIGNED, NO_OFFSET, out);
 }
 
 /* Decode the tile of rows from n on, `columns` of them from `first` on; zeros beyond the last row and column. */
