@@ -14,7 +14,7 @@ __all__ = ["print_plan"]
 
 
 def print_plan(console: Console, title: str, plan: Plan, needs: list[TierNeed], refusal: ConfigError | None) -> None:
-    formats = sorted({swap.format + ("+exact" if swap.fine == "exact" else "") for swap in plan.swaps})
+    formats = sorted({swap.label for swap in plan.swaps})
     dtypes = sorted({swap.dtype for swap in plan.swaps})
     what = f"{len(plan.swaps)} layers {'/'.join(dtypes)} -> {'/'.join(formats)}" if plan.swaps else "nothing is swapped"
     console.print(f"{title}: {what}, computing on the {plan.compute_tier}")

@@ -362,7 +362,7 @@ def _tell_closed(store: dist.Store, rank: int) -> None:
 def _parts(plan: Plan) -> list[str]:
     """Describe each sharded weight, in words that are the same on all ranks."""
     return [
-        f"{site.tensor} {site.whole_matrices} x {site.whole_shape} in {swap.format}, fine {swap.fine}"
+        f"{site.tensor} {site.whole_matrices} x {site.whole_shape} in {swap.label}, fine {swap.fine}"
         for swap in plan.swaps
         for site in swap.sites
     ]

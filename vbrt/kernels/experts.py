@@ -79,12 +79,13 @@ class ExpertPages:
     """Pages of one plane of a layer's experts, in the computing device's memory.
 
     Attributes:
-        format: of the plane.
+        format: of the plane, but for a `down_format`.
         dtype: of the weights.
         shapes: (N, K) of each part.
         layout: of every page.
         pages: by expert, uint8; None if not leased, or known to the device only.
         addresses: (on a GPU) int64 [E], device address of each expert's page; undefined for experts without one.
+        down_format: of the part "down"; "": as of the others.
     """
 
     format: str
@@ -93,6 +94,16 @@ class ExpertPages:
     layout: PageLayout
     pages: Sequence[Tensor | None]
     addresses: Tensor | None = None
+    down_format: str = ""
+
+    def format_of(self, part: str) -> str:
+        """Return the format of a part."""
+        return self.down_format or self.format if part == "down" else self.format
+
+    @property
+    def formats(self) -> set[str]:
+        """Formats of all parts."""
+        return {self.format, self.down_format or self.format}
 
     @property
     def experts(self) -> int:
@@ -119,7 +130,7 @@ def part_planes(pages: ExpertPages, expert: int, part: str) -> WeightPlanes:
     if page is None:
         raise KernelError(f"expert {expert}: its page is not here; lease the pages of all routed experts")
     fields = part_fields(unpack(page, pages.layout), part)
-    return WeightPlanes(pages.format, pages.shapes[part], pages.dtype, fields)
+    return WeightPlanes(pages.format_of(part), pages.shapes[part], pages.dtype, fields)
 
 
 def experts_up(

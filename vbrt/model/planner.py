@@ -200,10 +200,12 @@ def _plane_bytes(swap: Swap, packing: PageOrder | None) -> dict[str, int]:
     """Return the bytes per page by plane: of the weight, or of one expert."""
     dtype, sites = getattr(torch, swap.dtype), (swap.site, *swap.parts)
     lossless = FORMATS[swap.format].lossless
-    layout = get_format(swap.format).layout
     if lossless and not swap.experts:  # stacked experts that train from the tiers: all of them in a page
-        return {"dense": layout(swap.site.kept_shape, dtype).nbytes}
-    nbytes = _joint_bytes(layout(site.matrix_shape if lossless else site.shape, dtype) for site in sites)
+        return {"dense": get_format(swap.format).layout(swap.site.kept_shape, dtype).nbytes}
+    nbytes = _joint_bytes(
+        get_format(format).layout(site.matrix_shape if lossless else site.shape, dtype)
+        for site, format in zip(sites, swap.part_formats, strict=True)
+    )
     if lossless:
         return {"dense": nbytes}
     if packing:  # values decide whether a weight can have the kernel's order

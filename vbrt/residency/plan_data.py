@@ -42,6 +42,7 @@ class Swap:
         parts: for routed experts, sites of the module's other parameters, whose matrices are in the same pages.
         dtype: torch's name of the weight's dtype.
         published: True if its planes are a checkpoint's own, unchanged.
+        down_format: format of the last part's matrices, if other than `format`: a Q4_K_M file's are in Q4_K and Q6_K.
         experts, top_k: experts of the layer, and per token; 0 for other weights. Routed experts have one page per plane
             and expert.
         inputs: calibration `Inputs` (`vbrt.formats.error_feedback`) for the site and each part, which weight encoding
@@ -58,6 +59,7 @@ class Swap:
     parts: tuple[WeightSite, ...] = ()
     note: str = ""
     published: bool = False
+    down_format: str = ""
     experts: int = 0
     top_k: int = 0
     inputs: tuple[Any, ...] = field(default=(), compare=False, repr=False)
@@ -66,6 +68,17 @@ class Swap:
     def sites(self) -> tuple[WeightSite, ...]:
         """All sites of the weight."""
         return (self.site, *self.parts, *self.tied)
+
+    @property
+    def part_formats(self) -> tuple[str, ...]:
+        """Format of the first site's matrices and of each part's."""
+        return (*(self.format for _ in self.parts), self.down_format or self.format)
+
+    @property
+    def label(self) -> str:
+        """Format as people read it."""
+        held = f"{self.format}+exact" if self.fine == "exact" else self.format
+        return f"{held} and {self.down_format}" if self.down_format else held
 
     @property
     def name(self) -> str:
@@ -135,6 +148,7 @@ class Swap:
             "dtype": self.dtype,
             "dense_bytes": self.dense_bytes,
             "format": self.format,
+            "down_format": self.down_format,
             "fine": self.fine,
             "pages": [asdict(page) for page in self.pages],
             "aliases": list(self.aliases),

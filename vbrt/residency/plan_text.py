@@ -45,7 +45,7 @@ def plan_lines(plan: PlanData, width: int = 80, *, each: bool = False) -> Iterat
 def _title(plan: PlanData) -> str:
     if not plan.swaps:
         return f"nothing is swapped, computing on the {plan.compute_tier}"
-    formats = sorted({swap.format + ("+exact" if swap.fine == "exact" else "") for swap in plan.swaps})
+    formats = sorted({swap.label for swap in plan.swaps})
     dtypes = sorted({swap.dtype for swap in plan.swaps})
     layers = f"{len(plan.swaps)} layer{'s' if len(plan.swaps) > 1 else ''}"
     return f"{layers}, {'/'.join(dtypes)} -> {'/'.join(formats)}, computing on the {plan.compute_tier}"

@@ -24,7 +24,7 @@ MODELS = {
     "qwen3moe": (
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
-        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "attention.key_length": 32},
+        {"expert_count": 4, "expert_used_count": 2, "attention.key_length": 32},
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}),  # in files: a "llama"
     "gpt-oss": (
@@ -114,7 +114,10 @@ def write(path, model, architecture, type_of, *, tokens=True, more=()):
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
     writer.add_rope_freq_base(10000.0)
-    for key, value in ({"attention.head_count_kv": config.num_key_value_heads} | MODELS[architecture][2]).items():
+    keys = {"attention.head_count_kv": config.num_key_value_heads} | MODELS[architecture][2]
+    if architecture == "qwen3moe":
+        keys["expert_feed_forward_length"] = config.moe_intermediate_size
+    for key, value in keys.items():
         add = writer.add_array if isinstance(value, list) else writer.add_uint32
         add(f"{architecture}.{key}", value)
     writer.add_vocab_size(config.vocab_size)

@@ -75,3 +75,41 @@ def test_experts_of_mixtral_are_those_of_a_llama_with_stacks(tmp_path):
     mine = vb.state_dict()
     assert all(torch.equal(mine[name], value) for name, value in state.items())
     vb.close()
+
+
+@pytest.mark.parametrize("down", [Type.Q6_K, Type.Q5_0])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_experts_of_two_types_are_held_as_they_are(tmp_path, down, backend):
+    """Q4_K_M: Q6_K for the down projections of half of the layers."""
+    path = tmp_path / "model.gguf"
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+
+    def type_of(name):
+        return down if "blk.0.ffn_down_exps" in name else Type.Q4_K if "exps" in name else Type.F32
+
+    decoded = write(path, model_of("qwen3moe", **sizes), "qwen3moe", type_of)
+    given = QUIET | {"compute": {"backend": backend}}
+    vb = vbrt.from_pretrained(path, dtype=torch.float32, **given)
+    first, second = vb.plan.routed
+    label = "superblock32 and superbytes16" if down is Type.Q6_K else "superblock32 and bytes32-float16"
+    assert [(swap.label, swap.original) for swap in (first, second)] == [(label, True), ("superblock32", True)]
+    assert vb.lossless and label in vb.stats().layers[first.name].format
+    state = vb.state_dict()
+    for layer in (0, 1):
+        want = torch.from_numpy(decoded[f"blk.{layer}.ffn_down_exps.weight"])
+        assert torch.equal(state[f"model.layers.{layer}.mlp.experts.down_proj"], want)
+    dense = vbrt.from_pretrained(path, "dense", dtype=torch.float32, **QUIET).unwrap()
+    dense.load_state_dict(state)
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        want, got = dense(tokens).logits, vb(tokens).logits
+        assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+        assert torch.allclose(vb(tokens[:, :1]).logits, dense(tokens[:, :1]).logits, rtol=1e-4, atol=1e-4)
+        vb.save(tmp_path / "saved")
+        vb.close()
+        with torch.device("meta"):
+            empty = type(dense)(dense.config).eval()
+        again = vbrt.load(tmp_path / "saved", empty, **given)
+        assert [swap.label for swap in again.plan.routed] == [label, "superblock32"]
+        assert torch.equal(again(tokens).logits, got)
+    again.close()

@@ -13,7 +13,7 @@ a `finish`, a team thread calls `work.end`.
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -59,7 +59,7 @@ def team_form(pages: ExpertPages, dtype: torch.dtype, gate: Gate) -> TeamForm | 
         pages: layout and shapes, without pages.
         dtype: of x.
     """
-    if pages.format not in FORMATS or dtype not in NUMBERS:
+    if not pages.formats.issubset(FORMATS) or dtype not in NUMBERS:
         return None
     tiled = any(TILES in pages.offsets(part) for part in pages.shapes)
     if tiled and not takes_tiles(pages, dtype, gate):
@@ -160,7 +160,7 @@ def _banks(product: HostProduct) -> tuple[tuple[Bank, Bank], tuple]:
     form, pages = product.form, product.pages
     if form.up is None or form.down is None:
         every = [pages.get(expert) for expert in range(form.pages.experts)]
-        whole = ExpertPages(form.pages.format, form.pages.dtype, form.pages.shapes, form.pages.layout, every)
+        whole = replace(form.pages, pages=every)
         (up, held), (down, more) = (bank_of(whole, part, pages) for part in ("up", "down"))
         return (up, down), (held, more)
     addresses = (ctypes.c_void_p * form.pages.experts)()

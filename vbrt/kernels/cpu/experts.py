@@ -106,7 +106,7 @@ def experts_down(
 
 
 def _serves(tensors: tuple[Tensor | None, ...], pages: ExpertPages) -> bool:
-    if pages.format not in FORMATS or torch.compiler.is_compiling():
+    if not pages.formats.issubset(FORMATS) or torch.compiler.is_compiling():
         return False
     given = [t for t in tensors if t is not None]
     wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
@@ -193,8 +193,11 @@ def _addresses(pages: ExpertPages, experts: Iterable[int]) -> ctypes.Array[ctype
 def _tables(pages: ExpertPages, part: str, experts: Iterable[int]) -> tuple[Tensor, Tensor]:
     """fp32 levels by code, [1, 16], or [E, 16] if experts have their own, and values by scale byte, [256]."""
     if "levels" not in pages.offsets(part):
-        return _constant_tables(pages.format)
-    levels_E16, fmt = torch.zeros(pages.experts, 16, dtype=torch.float32, device="cpu"), _block_format(pages.format)
+        return _constant_tables(pages.format_of(part))
+    levels_E16, fmt = (
+        torch.zeros(pages.experts, 16, dtype=torch.float32, device="cpu"),
+        _block_format(pages.format_of(part)),
+    )
     for expert in experts:
         levels_E16[expert], values, _ = fmt.tables(dict(part_planes(pages, expert, part).coarse))
     return levels_E16, values
@@ -214,13 +217,14 @@ def _block_format(format: str) -> BlockFormat | Levels | Affine | ScaledBytes:
 
 def _bank(pages: ExpertPages, part: str, tables: tuple[int, Tensor, Tensor]) -> Bank:
     addresses, levels, values = tables
-    offsets, record = pages.offsets(part), RECORDS[pages.format]
+    offsets, format = pages.offsets(part), pages.format_of(part)
+    record = RECORDS[format]
     tiled, (n, k) = TILES in offsets, pages.shapes[part]
     return Bank(
         addresses, levels.data_ptr(), values.data_ptr(), 16 if len(levels) > 1 else 0,
         *(offsets.get(TILES if tiled and name == "codes" else name, -1) for name in plane_fields(record)),
         offsets.get("tensor_scale", offsets.get("unit", -1)), pages.experts, n, padded(k, record.block), record.block,
-        scale_type(record), offset_type(record), record.bits, cpu_linear.has_floats(get_format(pages.format)), tiled,
+        scale_type(record), offset_type(record), record.bits, cpu_linear.has_floats(get_format(format)), tiled,
     )  # fmt: skip
 
 

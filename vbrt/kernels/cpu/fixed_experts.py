@@ -40,7 +40,7 @@ def prepare_layer(
     fits = all(t.is_cpu and t.dtype in NUMBERS and t.is_contiguous() for t in (*given, weights_Tk))
     if not fits or ids_Tk.dtype is not torch.int64 or not ids_Tk.is_contiguous():
         return None
-    if layer.pages.format not in FORMATS or is_decoded(len(ids_Tk), most_pairs()):
+    if not layer.pages.formats.issubset(FORMATS) or is_decoded(len(ids_Tk), most_pairs()):
         return None
     biases = (("up", layer.up), ("down", layer.down))
     if not all(b is None or b.shape == (layer.pages.experts, layer.pages.shapes[part][0]) for part, b in biases):

@@ -387,7 +387,7 @@ def _checked(part: HostedPart, dtype: torch.dtype) -> ExpertPages:
 
 def _check_dtypes(pages: ExpertPages, dtype: torch.dtype, gate: Gate) -> None:
     """Raise KernelError if C cannot multiply x of this dtype by the pages."""
-    if pages.format not in FORMATS or dtype not in NUMBERS:
+    if not pages.formats.issubset(FORMATS) or dtype not in NUMBERS:
         known = ", ".join(str(of) for of in NUMBERS)
         raise KernelError(f"hosted: {dtype} times {pages.format}; expected {known}, and a format of 4 or 8 bits")
     if any(TILES in pages.offsets(part) for part in pages.shapes) and not takes_tiles(pages, dtype, gate):

@@ -24,7 +24,7 @@ from vbrt.kernels.cpu.experts import takes_tiles
 from vbrt.kernels.cpu.thread_counts import leaving, team
 from vbrt.kernels.cpu.tiles import in_rows
 from vbrt.kernels.experts import ExpertPages, Gate
-from vbrt.layers.experts.experts_coder import ExpertOps
+from vbrt.layers.experts.experts_coder import ExpertOps, ops_of
 from vbrt.layers.experts.protocols import ExpertsWeights
 from vbrt.tiers.stack.host_lease import LowerLease
 
@@ -146,8 +146,7 @@ def host_ops(handle: ExpertsWeights) -> tuple[ExpertOps, str]:
     """Return the CPU's ops for the format of a layer, and the name of their backend."""
     spec = handle.spec.first
     backend = "reference" if spec.backend == "reference" else "auto"
-    found = [resolve(op, backend, CPU, spec.format) for op in ("experts_up", "experts_down", "experts_sum")]
-    return ExpertOps(*(kernel.run for kernel in found)), found[0].backend
+    return ops_of(handle.spec, backend, CPU), resolve("experts_up", backend, CPU, spec.format).backend
 
 
 def new_team() -> ExpertTeam:

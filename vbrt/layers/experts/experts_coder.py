@@ -17,7 +17,7 @@ from vbrt.layers.weights.kernel_selection import Kernels, choose_kernels, coarse
 from vbrt.layers.weights.linear_product import pass_precision
 from vbrt.layers.weights.weight_encoding import Encoder, Planes
 
-__all__ = ["ExpertOps", "ExpertsCoder"]
+__all__ = ["ExpertOps", "ExpertsCoder", "ops_of"]
 
 
 class ExpertOps(NamedTuple):
@@ -26,6 +26,12 @@ class ExpertOps(NamedTuple):
     up: Callable[..., torch.Tensor]
     down: Callable[..., torch.Tensor]
     sum: Callable[..., torch.Tensor]
+
+
+def ops_of(spec: ExpertsSpec, backend: str, device: torch.device, rounding: str | None = None) -> ExpertOps:
+    """Return the ops of a layer's experts on a device."""
+    formats = {"experts_up": spec.format, "experts_down": spec.down_format or spec.format, "experts_sum": spec.format}
+    return ExpertOps(*(resolve(op, backend, device, format, rounding=rounding).run for op, format in formats.items()))
 
 
 class ExpertsCoder:
@@ -39,9 +45,10 @@ class ExpertsCoder:
 
     def __init__(self, spec: ExpertsSpec, device: torch.device, fallbacks: list[str]) -> None:
         self.spec, self.device, self.fallbacks = spec, device, fallbacks
-        fitted = FORMATS[spec.format].fitted
         self.encoders = {
-            part: Encoder(one, device, Separation(one.levels, one.refresh_every) if fitted else None, [])
+            part: Encoder(
+                one, device, Separation(one.levels, one.refresh_every) if FORMATS[one.format].fitted else None, []
+            )
             for part, one in spec.parts.items()
         }
         self.kernels: dict[str, Kernels] | None = None
@@ -75,11 +82,8 @@ class ExpertsCoder:
     def ops_of_pass(self) -> ExpertOps:
         """The ops on the planes that this pass takes; only for those that lose bits."""
         if self._ops is None:
-            spec = self.spec.first
-            ops = ("experts_up", "experts_down", "experts_sum")
-            to = rounding(spec, self.device)
-            functions = (resolve(op, spec.backend, self.device, spec.format, rounding=to).run for op in ops)
-            self._ops = ExpertOps(*functions)
+            to = rounding(self.spec.first, self.device)
+            self._ops = ops_of(self.spec, self.spec.first.backend, self.device, to)
         return self._ops
 
     @property

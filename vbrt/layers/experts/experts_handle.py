@@ -364,7 +364,8 @@ class ExpertsHandle(PagesHandle):
     def form(self, pages: list[torch.Tensor | None], addresses: torch.Tensor | None = None) -> ExpertPages:
         """Pages by expert, or their addresses, as kernels take them."""
         shapes = {part: one.shape for part, one in self.spec.parts.items()}
-        return ExpertPages(self.spec.format, self.dtype, shapes, self.pages[0].layout, pages, addresses)
+        spec, layout = self.spec, self.pages[0].layout
+        return ExpertPages(spec.format, self.dtype, shapes, layout, pages, addresses, spec.down_format)
 
     def weight(self, parameter: str) -> torch.Tensor:
         """A parameter, decoded, as the module keeps it: a temporary that shares memory with nothing."""

@@ -37,9 +37,9 @@ class ExpertsSpec:
         sites = tuple(replace(site, module=prefix + site.module) for site in (swap.site, *swap.parts))
         one = HandleSpec.of(replace(swap, pages=()), config)
         parts = {
-            part: replace(one, site=replace(site, matrices=1, stacked=False), inputs=inputs)
-            for part, site, inputs in zip(
-                KINDS[swap.kind].parts, sites, swap.inputs or (None,) * len(sites), strict=True
+            part: replace(one, site=replace(site, matrices=1, stacked=False), inputs=inputs, format=format)
+            for part, site, inputs, format in zip(
+                KINDS[swap.kind].parts, sites, swap.inputs or (None,) * len(sites), swap.part_formats, strict=True
             )
         }
         return cls(sites, parts, swap.top_k, {prefix + page.key: page.home for page in swap.pages})
@@ -51,7 +51,7 @@ class ExpertsSpec:
 
     @property
     def first(self) -> HandleSpec:
-        """The spec of the first part; format, dtype and backend are those of all."""
+        """The spec of the first part; dtype and backend are those of all, the format is that of all but the last."""
         return next(iter(self.parts.values()))
 
     @property
@@ -81,8 +81,14 @@ class ExpertsSpec:
 
     @property
     def format(self) -> str:
-        """Of the coarse plane, or "dense"."""
+        """Of the coarse plane, or "dense"; of all parts but, perhaps, the last."""
         return self.first.format
+
+    @property
+    def down_format(self) -> str:
+        """Of the last part; "": the others'."""
+        last = self.parts[next(reversed(self.parts))].format
+        return "" if last == self.format else last
 
     @property
     def fine(self) -> bool:
@@ -102,7 +108,7 @@ class ExpertsSpec:
     @property
     def label(self) -> str:
         """The format as statistics print it."""
-        return self.first.label
+        return f"{self.first.label} and {self.down_format}" if self.down_format else self.first.label
 
     @property
     def weight_bytes(self) -> int:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -120,8 +121,7 @@ class CachedLayer(NamedTuple):
 
     def at(self, addresses: Tensor) -> ExpertPages:
         """Return the pages at the addresses that a lease gives."""
-        form = self.form
-        return ExpertPages(form.format, form.dtype, form.shapes, form.layout, form.pages, addresses)
+        return replace(self.form, addresses=addresses)
 
 
 class Deciding:

@@ -1,5 +1,7 @@
 """Reasons why the host decides which experts are resident, and why a pass waits for the device; for statistics."""
 
+from dataclasses import replace
+
 from vbrt.kernels import resolve
 from vbrt.layers.experts.gathered_dense import may_gather, why_not_gathered
 from vbrt.layers.experts.protocols import ExpertsWeights
@@ -15,9 +17,16 @@ def why_host(handle: ExpertsWeights) -> str:
         return why_not_gathered(handle)
     if handle.planes > 1 or spec.lossless:
         return f"{name}: held as {spec.label}; the GPU fetches experts of one plane by itself"
-    kernel = resolve("experts_up", spec.backend, handle.device, spec.format)
-    if not kernel.by_address(handle.pages[0].layout, handle.device):
-        return f"{name}: the {kernel.backend} kernels of {spec.label} do not take pages by address here"
+    layout, down = handle.pages[0].layout, handle.spec.down_format
+    parts = {spec.format: layout}
+    if down:
+        of_down = tuple(field for field in layout.fields if field.name.startswith("down."))
+        others = tuple(field for field in layout.fields if field not in of_down)
+        parts = {spec.format: replace(layout, fields=others), down: replace(layout, fields=of_down)}
+    for format, own in parts.items():
+        kernel = resolve("experts_up", spec.backend, handle.device, format)
+        if not kernel.by_address(own, handle.device):
+            return f"{name}: the {kernel.backend} kernels of {format} do not take pages by address here"
     return ""
 
 

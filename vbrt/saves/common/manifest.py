@@ -430,13 +430,16 @@ def _check_routed(manifest: Manifest) -> None:
         ragged = KINDS[layers[0].site.kind].ragged
         matrices = {layer.site.matrices for layer in layers if not ragged}
         held_by = {tuple((site.module, site.parameter == x.site.parameter) for site in x.sites) for x in layers}
-        alike = {(x.stored_dtype, x.dtype, x.format, x.fine) for x in layers}
+        by_parameter = {layer.site.parameter: layer for layer in layers}
+        *upper, _ = (by_parameter.get(name, layers[0]) for name in KINDS[layers[0].site.kind].parameters)
+        alike = {(x.stored_dtype, x.dtype, x.fine) for x in layers}
+        formats = {x.format for x in (upper if all(FORMATS[x.format].published for x in layers) else layers)}
         found = sorted(layer.site.parameter for layer in layers)
         if len(kinds) > 1 or found != sorted(KINDS[layers[0].site.kind].parameters):
             raise _Damaged(
                 f"layers has {', '.join(found)} of the experts {_shown(module)}, and not what they consist of"
             )
-        if any(len(of_all) > 1 for of_all in (alike, matrices, held_by)):
+        if any(len(of_all) > 1 for of_all in (alike, formats, matrices, held_by)):
             raise _Damaged(f"layers has {', '.join(found)} of the experts {_shown(module)} held in different ways")
 
 

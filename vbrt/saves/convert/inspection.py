@@ -123,8 +123,9 @@ def _held(source: Source) -> Inspection:
 def _layers(plan: Plan) -> tuple[KindOfLayer, ...]:
     groups: dict[tuple[Any, ...], list[Swap]] = {}
     for swap in plan.swaps:
-        label = f"{swap.format}+exact" if swap.fine == "exact" else swap.format
-        groups.setdefault((swap.kind, swap.dtype, label, swap.lossless, swap.published, swap.experts), []).append(swap)
+        groups.setdefault((swap.kind, swap.dtype, swap.label, swap.lossless, swap.published, swap.experts), []).append(
+            swap
+        )
     made = [
         KindOfLayer(
             kind,

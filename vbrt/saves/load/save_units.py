@@ -138,15 +138,9 @@ def _weight(swap: Swap, source: Source, model: nn.Module, where: _Where) -> "_We
     return (_Experts if swap.experts else _Weight)(source, swap, handle, names)
 
 
-def _entry(handle: Any, sites: Iterable[WeightSite], dtype: torch.dtype) -> SavedLayer:
+def _entry(handle: Any, sites: Iterable[WeightSite], dtype: torch.dtype, format: str) -> SavedLayer:
     layer = SavedLayer(
-        tuple(sites),
-        text_of(handle.spec.dtype),
-        text_of(dtype),
-        handle.spec.format,
-        handle.spec.fine,
-        handle.trainable,
-        {},
+        tuple(sites), text_of(handle.spec.dtype), text_of(dtype), format, handle.spec.fine, handle.trainable, {}
     )
     return replace(layer, planes={plane: tuple(fields) for plane, fields in layer.expected().items()})
 
@@ -164,7 +158,7 @@ class _Weight:
     def __init__(self, source: Source, swap: Swap, handle: Weight, names: Mapping[str, list[str]]) -> None:
         self._source, self._swap, self._handle = source, swap, handle
         dtype = source.computes_in(swap, handle)
-        self.layers = [_entry(handle, _everywhere((swap.site, *swap.tied), names), dtype)]
+        self.layers = [_entry(handle, _everywhere((swap.site, *swap.tied), names), dtype, swap.format)]
 
     def pieces(self) -> Iterator[Piece]:
         yield Piece(self._swap.name, self._swap.dense_bytes, self._tensors)
@@ -191,7 +185,10 @@ class _Experts:
         self._parts = dict(
             zip(
                 spec.parts,
-                (_entry(handle, [replace(site, module=m) for m in modules], dtype) for site in spec.sites),
+                (
+                    _entry(handle, [replace(site, module=m) for m in modules], dtype, one.format)
+                    for site, one in zip(spec.sites, spec.parts.values(), strict=True)
+                ),
                 strict=True,
             )
         )

@@ -93,7 +93,7 @@ class PublishedCheckpoint(DenseCheckpoint):
         super().__init__(path, files, entries)
         self._packed = packed
         self._states = {file.path: _state(file.path) for file in self.files}
-        self._formats: dict[str, str] = {}  # format of each swap whose planes are taken unchanged, by name
+        self._formats: dict[str, tuple[str, ...]] = {}  # of the parts of each swap whose planes are taken unchanged
         self._again: set[str] = set()  # swaps with planes that the config rounds to another format
         self._slow: dict[str, str] = {}  # format of those that would be decoded at each use, so that they are once
 
@@ -109,12 +109,12 @@ class PublishedCheckpoint(DenseCheckpoint):
         machine = this_machine(config)
         computing = "cpu" if TIERS[compute_tier(config, machine)].hosts else accelerator.CUDA
         chosen = self._chosen(model, config, computing)
-        own = {swap.name: format for swap in chosen if (format := self._format_of(swap))}
+        own = {swap.name: formats for swap in chosen if (formats := self._formats_of(swap))}
         rounded = {swap.name: swap.format for swap in chosen if not swap.lossless}
-        self._again = {name for name, format in own.items() if rounded.get(name, format) != format}
-        self._slow = {name: format for name, format in own.items() if computing not in fused_on(format)}
+        self._again = {name for name, formats in own.items() if name in rounded and {rounded[name]} != set(formats)}
+        self._slow = {n: f for n, formats in own.items() for f in formats if computing not in fused_on(f)}
         left = self._again | self._slow.keys()
-        self._formats = {name: format for name, format in own.items() if name not in left}
+        self._formats = {name: formats for name, formats in own.items() if name not in left}
         swaps = [self._held(swap) for swap in chosen]
         if config.weights.calibrate is not None and not any(map(self._is_searched, swaps)):
             raise ConfigError(
@@ -141,8 +141,8 @@ class PublishedCheckpoint(DenseCheckpoint):
             return chosen
 
         def as_it_is(swap: Swap) -> bool:
-            format = self._format_of(swap)
-            return swap.lossless and bool(format) and computing in fused_on(format)
+            formats = self._formats_of(swap)
+            return swap.lossless and bool(formats) and all(computing in fused_on(format) for format in formats)
 
         more, _ = choose(model, replace(config, weights=replace(weights, keep_head=keeps, embeddings=tables)))
         return [swap for swap in more if swap.name in names or as_it_is(swap)]
@@ -153,16 +153,21 @@ class PublishedCheckpoint(DenseCheckpoint):
 
     def _held(self, swap: Swap) -> Swap:
         if swap.name in self._formats:
-            return replace(swap, format=self._formats[swap.name], fine="none", note="", published=True)
+            formats = self._formats[swap.name]
+            down = "" if formats[-1] == formats[0] else formats[-1]
+            return replace(swap, format=formats[0], down_format=down, fine="none", note="", published=True)
         if any(self._weights_of(site) for site in (swap.site, *swap.parts)):
             return swap
         return replace(swap, format="dense", fine="none", note="not quantized in the checkpoint: held dense")
 
-    def _format_of(self, swap: Swap) -> str:
-        """Return the common format of the planes of all matrices of a swap; "" if they must be decoded."""
-        formats = {self._format_at(site) for site in (swap.site, *swap.parts)}
-        format = formats.pop() if len(formats) == 1 else ""
-        return "" if format and FORMATS[format].base and swap.experts else format  # kernels of experts share one x
+    def _formats_of(self, swap: Swap) -> tuple[str, ...]:
+        """Return the format of the planes of each part of a swap; none if they must be decoded."""
+        formats = tuple(self._format_at(site) for site in (swap.site, *swap.parts))
+        if "" in formats or len({*formats[:-1]}) > 1:  # gates and values come of one kernel
+            return ()
+        if swap.experts and any(FORMATS[format].base for format in formats):  # kernels of experts share one x
+            return ()
+        return formats
 
     def _format_at(self, site: WeightSite) -> str:
         entry, weights = self._entry(site), self._packed.weights
@@ -276,7 +281,8 @@ class PublishedCheckpoint(DenseCheckpoint):
         for swap in swaps:
             weights = self._weights_of(swap.site)
             if swap.name in self._formats:
-                as_they_are[weights[0].layout.name, swap.format] += 1
+                layouts = (weight.layout.name for site in (swap.site, *swap.parts) for weight in self._weights_of(site))
+                as_they_are[" and ".join(dict.fromkeys(layouts)), swap.label] += 1
             elif weights:
                 held = f"{swap.format}+{swap.fine}" if swap.fine != "none" else swap.format
                 decoded[self._why_decoded(swap, weights[0]), held] += 1

@@ -267,13 +267,13 @@ def _saved_layers(handle: Handle, sites: tuple[WeightSite, ...]) -> Iterable[Sav
 
 def _saved_experts(handle: Experts, modules: list[str]) -> Iterator[SavedLayer]:
     """Yield an entry for each parameter of a module of routed experts, or of several that share them."""
-    for part, site in zip(handle.spec.parts, handle.spec.sites, strict=True):
+    for (part, one), site in zip(handle.spec.parts.items(), handle.spec.sites, strict=True):
         layouts = handle.encoded_layouts(part, 0)
         yield SavedLayer(
             sites=tuple(replace(site, module=module) for module in modules),
             stored_dtype=text_of(handle.spec.dtype),
             dtype=text_of(handle.dtype),
-            format=handle.spec.format,
+            format=one.format,
             fine=handle.spec.fine,
             trainable=handle.trainable,
             planes={layout.plane: tuple(field.name for field in layout.fields) for layout in layouts},

@@ -326,6 +326,7 @@ def _routed_swaps(layers: Iterable[SavedLayer], modules: Mapping[str, nn.Module]
         yield replace(
             _swap(first, modules),
             parts=tuple(layer.site for layer in others),
+            down_format=others[-1].format if others and others[-1].format != first.format else "",
             dense_bytes=sum(x.site.parameters for x in (first, *others)) * getattr(torch, first.stored_dtype).itemsize,
             experts=first.site.matrices,
             top_k=top_k_of(first.site, modules),

@@ -69,9 +69,9 @@ def takes_addresses(layout: PageLayout, device: torch.device) -> bool:
     return offsets and devices.serves(device.index or 0, FUSED_NEEDS)
 
 
-def route(x_MK: Tensor, pairs: int, pages: ExpertPages) -> str:
+def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str = "up") -> str:
     """Name the route of a product: "fused", or "decoded": expert by expert, which syncs with the device."""
-    if not x_MK.is_cuda or x_MK.dtype not in SUMMANDS or pages.format not in AFFINE:
+    if not x_MK.is_cuda or x_MK.dtype not in SUMMANDS or pages.format_of(part) not in AFFINE:
         return "decoded"
     if not devices.serves(x_MK.device.index, FUSED_NEEDS):
         return "decoded"
@@ -90,7 +90,7 @@ def up(
     bias_EN: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.experts.experts_up`."""
-    if route(x_TH, ids_Tk.numel(), pages) == "decoded":
+    if route(x_TH, ids_Tk.numel(), pages, part) == "decoded":
         return experts.experts_up(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, decode=decode_weight)
     v_PN = _rows(x_TH, ids_Tk, pages, part, bias_EN, ids_Tk.shape[1])
     return (v_PN if gate is None else apply_gate(v_PN, gate)).to(x_TH.dtype)
@@ -106,7 +106,7 @@ def down(
     bias_EN: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.experts.experts_down`."""
-    if route(h_PI, ids_Tk.numel(), pages) == "decoded":
+    if route(h_PI, ids_Tk.numel(), pages, part) == "decoded":
         return experts.experts_down(h_PI, ids_Tk, weights_Tk, pages, part=part, bias_EN=bias_EN, decode=decode_weight)
     rows_PH = _rows(h_PI, ids_Tk, pages, part, bias_EN, 1)
     if weights_Tk is None:
