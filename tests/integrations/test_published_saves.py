@@ -130,9 +130,16 @@ def test_files_that_are_gone_changed_or_written_over_are_refused_by_name(tmp_pat
     vb, file = loaded(path), path / "model.safetensors"
     with pytest.raises(ArgumentError, match=r"save_pretrained: .*a: quantized weights are copied from the files in"):
         vb.save_pretrained(path)
+    before = file.stat().st_atime_ns, file.stat().st_mtime_ns
     os.utime(file, ns=(0, 0))
     with pytest.raises(CheckpointError, match=r"model\.safetensors: gone or changed since the model was loaded"):
         vb.save_pretrained(tmp_path / "b")
+    os.utime(file, ns=before)
+    config = (path / "config.json").read_text()
+    (path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json: gone or changed"):
+        vb.save_pretrained(tmp_path / "b")
+    (path / "config.json").write_text(config)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors: gone or changed"):
         vb.save_pretrained(tmp_path / "b")

@@ -143,7 +143,7 @@ def in_fp8(held: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def test_a_head_in_fp8_is_decoded(checkpoint, family, tmp_path, monkeypatch):
+def test_a_head_in_fp8_keeps_its_bits(checkpoint, family, tmp_path, monkeypatch):
     if family != "deepseek_v3":
         pytest.skip("published in bfloat16")
     changed(checkpoint, tmp_path, in_fp8)
@@ -152,11 +152,9 @@ def test_a_head_in_fp8_is_decoded(checkpoint, family, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     kind = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3PreTrainedModel
     monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS}\."])
-    with pytest.warns(UserWarning, match="FP8"):
-        vb = vbrt.from_pretrained(tmp_path, "exact", tiers=CPU)
-    with pytest.warns(UserWarning, match="9 layers: decoded and held as dense"):
-        own = vbrt.load_heads(vb, config="dense")
-    assert any(reason.startswith("head: 9 layers: decoded") for reason in vb.stats().fallbacks)
+    vb = vbrt.from_pretrained(tmp_path, "exact", tiers=CPU)
+    own = vbrt.load_heads(vb, config="dense")
+    assert any(note.startswith("9 layers: FP8 in blocks, taken as floatbytes") for note in own.vbrt.plan.notes)
     head, ids = own.vbrt.module, ids_of(1, 9)
     hidden_BTD = states(vb, ids)[:, :-1]
     got = head(ids[:, 1:], hidden_BTD, None, torch.arange(8)[None], DynamicCache())

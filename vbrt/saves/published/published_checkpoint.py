@@ -92,7 +92,7 @@ class PublishedCheckpoint(DenseCheckpoint):
     ) -> None:
         super().__init__(path, files, entries)
         self._packed = packed
-        self._states = {file.path: _state(file.path) for file in self.files}
+        self._states = {at: _state(at) for at in (*(file.path for file in self.files), path / "config.json")}
         self._formats: dict[str, tuple[str, ...]] = {}  # of the parts of each swap whose planes are taken unchanged
         self._again: set[str] = set()  # swaps with planes that the config rounds to another format
         self._slow: dict[str, str] = {}  # format of those that would be decoded at each use, so that they are once
@@ -182,10 +182,7 @@ class PublishedCheckpoint(DenseCheckpoint):
         return formats.pop() if (stacked or apart) and turned and len(formats) == 1 else ""
 
     def _entry(self, site: WeightSite) -> Entry:
-        return self._entry_of(site.tensor)
-
-    def _entry_of(self, name: str) -> Entry:
-        return self._found[self._entries[name]]
+        return self._found[self._entries[site.tensor]]
 
     def _weights_of(self, site: WeightSite) -> list[PackedWeight]:
         """Return the quantized weights that a parameter is made of, as far as they are known."""
@@ -301,7 +298,7 @@ class PublishedCheckpoint(DenseCheckpoint):
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Return what changes with a file's content; empty if it is gone."""
+    """Return what changes with a file's content; empty if it is not there."""
     try:
         found = path.stat()
     except OSError:
