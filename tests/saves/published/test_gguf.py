@@ -56,7 +56,7 @@ def reference(path, model, dtype):
         ("qwen3moe", (Type.F32, Type.Q8_0), {"dense", "bytes32-float16"}),
         ("gemma2", (Type.Q4_0, Type.F32), {"levels32-float16", "dense"}),
         ("lfm2", (Type.Q4_0,), {"levels32-float16"}),
-        ("lfm2", (Type.Q5_0,), {"bytes32-float16"}),
+        ("lfm2", (Type.Q8_0,), {"bytes32-float16"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
