@@ -8,10 +8,11 @@ import pytest
 
 import vbrt
 from tests.models import llama_of
-from vbrt.config import Machine
+from vbrt.config import FORMATS, Machine
 from vbrt.errors import ArgumentError, ConfigError
-from vbrt.estimation.advice.cost_model import default_cost_model, read_cost_model
+from vbrt.estimation.advice.cost_model import default_cost_model, kernels_of, read_cost_model
 from vbrt.estimation.advice.step_time import predict
+from vbrt.kernels import fused_on
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "vbrt" / "estimation" / "advice" / "cost_models"
@@ -25,6 +26,15 @@ def test_the_files_that_ship_name_machine_date_and_a_committed_script(tier):
     assert costs.computes_on == tier and costs.machine and isinstance(costs.date, datetime.date)
     script = ROOT / costs.script.split()[0]
     assert script.is_file() and str(costs) == f"{costs.machine}, {costs.date}"
+
+
+@pytest.mark.parametrize(("tier", "device"), [("gpu", "cuda"), ("cpu", "cpu")])
+def test_weights_that_fused_kernels_read_are_predicted_by_a_measured_family(tier, device):
+    costs = default_cost_model(tier)
+    packed = {name for name, record in FORMATS.items() if device in fused_on(name) and not record.lossless}
+    assert {costs.read_share(kernels_of(name)) for name in packed} == set(costs.packed_read_share.values())
+    assert costs.read_share(kernels_of("zeros128-float16")) == costs.read_share(kernels_of("zeros128-float16-ordered"))
+    assert costs.read_share(kernels_of("dense")) == costs.read_share(None) == costs.dense_read_share
 
 
 @pytest.mark.parametrize("text", [H200, ZEN4], ids=["h200", "zen4"])

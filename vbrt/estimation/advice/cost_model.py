@@ -14,12 +14,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from vbrt.config.format_records import FORMATS
 from vbrt.config.presets import read_toml
 from vbrt.config.value_checks import choice, did_you_mean, wrong
 from vbrt.errors import ConfigError
 
-__all__ = ["CostModel", "default_cost_model", "read_cost_model"]
+__all__ = ["CostModel", "default_cost_model", "kernels_of", "read_cost_model"]
 
+#: tier -> kernel family -> the family in `packed_read_share` that its products are predicted by
+_MEASURED_AS = {
+    "gpu": {"levels": "table", "affine": "table", "bytes": "int8", "plain": "int8"},
+    "cpu": {"levels": "table", "affine": "e2m1", "bytes": "int8"},
+}
 _FOLDER = Path(__file__).with_name("cost_models")
 _DEFAULTS = {"gpu": _FOLDER / "h200.toml", "cpu": _FOLDER / "zen4.toml"}
 
@@ -107,6 +113,12 @@ class CostModel:
         """True if the device works while the host launches what comes next."""
         return self.computes_on == "gpu"
 
+    def read_share(self, kernels: str | None) -> float:
+        """Return the share of the rate of copies at which products of one token read weights of a kernel family; None:
+        dense. Those of published formats count as the measured one whose kernels they have, or that is nearest."""
+        measured = _MEASURED_AS[self.computes_on].get(kernels or "", kernels or "")
+        return self.packed_read_share.get(measured, self.dense_read_share)
+
     @property
     def repacks(self) -> bool:
         """True if products of experts take the time in which matrices are made ready for them, `Rates.repack_s`."""
@@ -118,6 +130,11 @@ class CostModel:
     def to_dict(self) -> dict[str, str]:
         """Return where the coefficients come from, as plain data for JSON."""
         return {"machine": self.machine, "date": str(self.date), "script": self.script}
+
+
+def kernels_of(format: str | None) -> str | None:
+    """Return the kernel family of a format, in whatever order its columns are; None: dense, or decoded."""
+    return None if format is None else FORMATS[FORMATS[format].base or format].kernels
 
 
 def read_cost_model(path: str | os.PathLike[str]) -> CostModel:

@@ -15,7 +15,7 @@ from torch import nn
 
 from vbrt.config import VBConfig, load_config
 from vbrt.config.format_records import FORMATS
-from vbrt.estimation.advice.cost_model import CostModel, default_cost_model
+from vbrt.estimation.advice.cost_model import CostModel, default_cost_model, kernels_of
 from vbrt.estimation.advice.machine_rates import Rates
 from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.expert_workspace import touched_share
@@ -98,8 +98,8 @@ def product_us(
         nbytes: of the weight as it is held; format: None for a dense one.
         dtype: of the product, by torch's name.
     """
-    kernels = None if format is None else FORMATS[format].kernels
-    share = costs.packed_read_share.get(kernels or "", costs.dense_read_share)
+    kernels = kernels_of(format)
+    share = costs.read_share(kernels)
     if kernels is None and 1 < tokens <= costs.few_rows_most:
         share *= costs.few_rows_read_share
     read_s = nbytes / (share * 1e9 * rates.memory_gb_s)
@@ -293,8 +293,7 @@ def _read_bytes(swap: Swap, tokens: int, costs: CostModel) -> float:
 
 def _reads(swap: Swap, costs: CostModel) -> float:
     """Return the share of the rate of copies at which a weight is read for products of one token."""
-    kernels = None if swap.lossless else FORMATS[swap.format].kernels
-    return costs.packed_read_share.get(kernels or "", costs.dense_read_share)
+    return costs.read_share(None if swap.lossless else kernels_of(swap.format))
 
 
 # -- the links --------------------------------------------------------------------------------------------------------
