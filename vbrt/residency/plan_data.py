@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from vbrt.config.format_records import FORMATS
@@ -73,6 +73,11 @@ class Swap:
     def part_formats(self) -> tuple[str, ...]:
         """Format of the first site's matrices and of each part's."""
         return (*(self.format for _ in self.parts), self.down_format or self.format)
+
+    def in_formats(self, formats: Sequence[str]) -> "Swap":
+        """Return the swap with these formats of its parts: see `part_formats`."""
+        first, last = formats[0], formats[-1]
+        return replace(self, format=first, down_format="" if last == first else last)
 
     @property
     def label(self) -> str:

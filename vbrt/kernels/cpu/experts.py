@@ -192,12 +192,10 @@ def _addresses(pages: ExpertPages, experts: Iterable[int]) -> ctypes.Array[ctype
 
 def _tables(pages: ExpertPages, part: str, experts: Iterable[int]) -> tuple[Tensor, Tensor]:
     """fp32 levels by code, [1, 16], or [E, 16] if experts have their own, and values by scale byte, [256]."""
+    format = pages.format_of(part)
     if "levels" not in pages.offsets(part):
-        return _constant_tables(pages.format_of(part))
-    levels_E16, fmt = (
-        torch.zeros(pages.experts, 16, dtype=torch.float32, device="cpu"),
-        _block_format(pages.format_of(part)),
-    )
+        return _constant_tables(format)
+    levels_E16, fmt = torch.zeros(pages.experts, 16, dtype=torch.float32, device="cpu"), _block_format(format)
     for expert in experts:
         levels_E16[expert], values, _ = fmt.tables(dict(part_planes(pages, expert, part).coarse))
     return levels_E16, values

@@ -430,10 +430,9 @@ def _check_routed(manifest: Manifest) -> None:
         ragged = KINDS[layers[0].site.kind].ragged
         matrices = {layer.site.matrices for layer in layers if not ragged}
         held_by = {tuple((site.module, site.parameter == x.site.parameter) for site in x.sites) for x in layers}
-        by_parameter = {layer.site.parameter: layer for layer in layers}
-        *upper, _ = (by_parameter.get(name, layers[0]) for name in KINDS[layers[0].site.kind].parameters)
         alike = {(x.stored_dtype, x.dtype, x.fine) for x in layers}
-        formats = {x.format for x in (upper if all(FORMATS[x.format].published for x in layers) else layers)}
+        published, last = all(FORMATS[x.format].published for x in layers), KINDS[layers[0].site.kind].parameters[-1]
+        formats = {x.format for x in layers if not (published and x.site.parameter == last)}
         found = sorted(layer.site.parameter for layer in layers)
         if len(kinds) > 1 or found != sorted(KINDS[layers[0].site.kind].parameters):
             raise _Damaged(

@@ -123,9 +123,8 @@ def _held(source: Source) -> Inspection:
 def _layers(plan: Plan) -> tuple[KindOfLayer, ...]:
     groups: dict[tuple[Any, ...], list[Swap]] = {}
     for swap in plan.swaps:
-        groups.setdefault((swap.kind, swap.dtype, swap.label, swap.lossless, swap.published, swap.experts), []).append(
-            swap
-        )
+        key = swap.kind, swap.dtype, swap.label, swap.lossless, swap.published, swap.experts
+        groups.setdefault(key, []).append(swap)
     made = [
         KindOfLayer(
             kind,

@@ -153,9 +153,7 @@ class PublishedCheckpoint(DenseCheckpoint):
 
     def _held(self, swap: Swap) -> Swap:
         if swap.name in self._formats:
-            formats = self._formats[swap.name]
-            down = "" if formats[-1] == formats[0] else formats[-1]
-            return replace(swap, format=formats[0], down_format=down, fine="none", note="", published=True)
+            return replace(swap.in_formats(self._formats[swap.name]), fine="none", note="", published=True)
         if any(self._weights_of(site) for site in (swap.site, *swap.parts)):
             return swap
         return replace(swap, format="dense", fine="none", note="not quantized in the checkpoint: held dense")
@@ -281,8 +279,7 @@ class PublishedCheckpoint(DenseCheckpoint):
                 layouts = (weight.layout.name for site in (swap.site, *swap.parts) for weight in self._weights_of(site))
                 as_they_are[" and ".join(dict.fromkeys(layouts)), swap.label] += 1
             elif weights:
-                held = f"{swap.format}+{swap.fine}" if swap.fine != "none" else swap.format
-                decoded[self._why_decoded(swap, weights[0]), held] += 1
+                decoded[self._why_decoded(swap, weights[0]), swap.label] += 1
         for (layout, format), count in as_they_are.items():
             yield f"{count} layers: {layout}, taken as {format} bit for bit"
         for (why, held), count in decoded.items():

@@ -324,9 +324,8 @@ def _routed_swaps(layers: Iterable[SavedLayer], modules: Mapping[str, nn.Module]
         kind = KINDS[next(iter(by_parameter.values())).site.kind]
         first, *others = (by_parameter[parameter] for parameter in kind.parameters)
         yield replace(
-            _swap(first, modules),
+            _swap(first, modules).in_formats([layer.format for layer in (first, *others)]),
             parts=tuple(layer.site for layer in others),
-            down_format=others[-1].format if others and others[-1].format != first.format else "",
             dense_bytes=sum(x.site.parameters for x in (first, *others)) * getattr(torch, first.stored_dtype).itemsize,
             experts=first.site.matrices,
             top_k=top_k_of(first.site, modules),
