@@ -167,9 +167,9 @@ def _noted(capability: int, codes: dict[Any, Code], target: Any = None) -> Itera
         code = Code(kernel, signature, constants, attributes, options.__dict__)
         codes.setdefault((code.name, str(key)), code)
 
-    def launch(self, device, grid, tensors, numbers, *, warps, specialized=(), **constants):  # type: ignore[no-untyped-def]
+    def launch(self, device, grid, tensors, numbers, *, warps, registers=None, specialized=(), **constants):  # type: ignore[no-untyped-def]
         self._check(constants)
-        self._kernel[grid](*tensors, *numbers, **self._with_options(constants, warps))
+        self._kernel[grid](*tensors, *numbers, **self._with_options(constants, warps, registers))
 
     def launch_on_gpu(self, programs, tensors, numbers, *, warps, **constants):  # type: ignore[no-untyped-def]
         launch(self._launcher, 0, (programs, 1), tensors, numbers, warps=warps, **constants)

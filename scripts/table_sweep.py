@@ -1,6 +1,6 @@
-"""Launches of the fused kernel of rows of 4-bit codes, timed in turns: 64-column groups per load (UNROLL) x warps.
+"""Launches of the fused kernel of rows of 4-bit codes, timed in turns: row tiles x warps of a program.
 
-    python scripts/table_sweep.py --formats superblock32 --shapes 4096x14336,14336x4096 --tokens 1,16 --launches 2x8,4x8
+    python scripts/table_sweep.py --formats superblock32 --shapes 4096x14336,14336x4096 --tokens 1,16 --launches 1x4,2x8
 
 A row has the microseconds of a call, TB/s of the coarse plane, that rate relative to nvfp4's kernel in the same turns,
 and the relative error against float64 on decoded weights. "own" is the launch that vbrt takes. A launch that does not
@@ -31,22 +31,17 @@ from vbrt.kernels.cuda.table import linear as table_linear
 
 FORMATS = ("nf4", "superblock32", "zeros128-float16", "affine32-float16")
 SHAPES = ((4096, 14336), (14336, 4096))  # (K, N)
-LAUNCHES = ((2, 8), (4, 8), (4, 4), (2, 16))
-UNROLLS, WARPS = (2, 4), (2, 4, 8, 16)  # UNROLL is even for blocks of 128 columns, at most 4 for superblocks
+LAUNCHES = ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 4))
+ROW_TILES, WARPS = (1, 2, 4), (4, 8, 16)
 _MOST_ERROR = 5e-3
 _COPIES = 5  # of a weight, to exceed the cache together
 
 
 def call(launch: tuple[int, int] | None, x: Tensor, planes: WeightPlanes) -> Tensor:
-    """The product by a launch (UNROLL, warps), or by vbrt's own."""
+    """The product by a launch (row tiles, warps), or by vbrt's own."""
     if launch is None:
         return table_linear.linear(x, planes)
-    unroll, warps = launch
-    stored = table_linear.weight_of(planes.coarse).stored
-    with (
-        mock.patch.dict(table_linear.UNROLL, {stored: (unroll, unroll)}),
-        mock.patch.object(tuned_configs, "found", lambda *_: Launch(1, warps, True)),
-    ):
+    with mock.patch.object(tuned_configs, "found", lambda *_: Launch(*launch, True)):
         return table_linear.linear(x, planes)
 
 
@@ -100,8 +95,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     def launches(text: str) -> tuple[tuple[int, int], ...]:
         found = pairs(text)
-        if unknown := set(found) - set(itertools.product(UNROLLS, WARPS)):
-            raise argparse.ArgumentTypeError(f"{sorted(unknown)}; expected UNROLL of {UNROLLS}, warps of {WARPS}")
+        if unknown := set(found) - set(itertools.product(ROW_TILES, WARPS)):
+            raise argparse.ArgumentTypeError(f"{sorted(unknown)}; expected row tiles of {ROW_TILES}, warps of {WARPS}")
         return found
 
     def tokens(text: str) -> tuple[int, ...]:
@@ -113,7 +108,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--formats", type=formats, metavar="A,B", default=FORMATS)
     parser.add_argument("--shapes", type=pairs, metavar="KxN,KxN", default=SHAPES)
     parser.add_argument("--tokens", type=tokens, metavar="M,M", default=(1, 16))
-    parser.add_argument("--launches", type=launches, metavar="UxW,UxW", default=LAUNCHES, help="UNROLL x warps")
+    parser.add_argument("--launches", type=launches, metavar="TxW,TxW", default=LAUNCHES, help="row tiles x warps")
     return parser.parse_args(arguments)
 
 

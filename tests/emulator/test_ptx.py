@@ -30,7 +30,7 @@ def gpu(monkeypatch, request):
     """The names of what is launched, on tensors of the CPU, as on a GPU of five multiprocessors; new memory is NaN."""
     from triton.runtime.jit import JITFunction
 
-    def by_launcher(self, device, grid, tensors, numbers, *, warps, specialized=(), **constants):
+    def by_launcher(self, device, grid, tensors, numbers, *, warps, registers=None, specialized=(), **constants):
         self._check(constants)
         run(self._kernel, *tensors, *numbers, grid=grid, num_warps=warps, **constants)
 
@@ -278,6 +278,29 @@ def test_tables(name, dtype, k, gpu, monkeypatch):
     assert error(y, (x.double() @ exact.T + bias.double()).relu()) < 3e-3
     assert torch.equal(table_linear._decode(planes, dtype), reference.decode_weight(planes))
     assert gpu == ["linear_kernel", "decode_kernel"]
+
+
+@pytest.mark.sample(2)
+@matrix(
+    name=["superblock32", "affine32-float16", "levels32-float32", "zeros64-bfloat16", "nf4"], tokens=[1, 2], at_most=1
+)
+def test_two_tokens_take_sixteen_bytes_of_a_row_at_a_time(name, tokens, gpu, monkeypatch):
+    monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(table_linear.NF4_LEVELS))
+    format, shape = get_format(name), (24, 1280)
+    coarse, x = format.encode(torch.randn(shape) * 0.03), torch.randn(tokens, 1280).bfloat16()
+    y = table_linear._multiply(x, WeightPlanes(name, shape, x.dtype, coarse), None, "none")
+    assert error(y, x.double() @ format.decode(coarse, shape, torch.float64).T) < 4e-3
+
+
+@pytest.mark.sample(1)
+@matrix(name=["superblock32", "zeros128-float16", "levels16-float16"], launch=[(2, 4), (4, 4)], at_most=1)
+def test_programs_have_several_row_tiles(name, launch, gpu, monkeypatch):
+    """The last program's are partly behind the weight's rows."""
+    monkeypatch.setattr(table_linear.tuned_configs, "found", lambda *_: Launch(*launch, True))
+    format, shape = get_format(name), (40, 1280)
+    coarse, x = format.encode(torch.randn(shape) * 0.03), torch.randn(11, 1280).bfloat16()
+    y = table_linear._multiply(x, WeightPlanes(name, shape, x.dtype, coarse), None, "none")
+    assert error(y, x.double() @ format.decode(coarse, shape, torch.float64).T) < 4e-3
 
 
 def test_a_token_does_not_meet_the_next_one_behind_its_last_block(gpu):

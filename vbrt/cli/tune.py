@@ -178,7 +178,12 @@ def _launch(launch: Any) -> str:
     return f"{launch.block} pairs" if fields else "matmul"
 
 
-_UNITS = {"linear": (16, 128), "table": (16, 64), "whole": (16, 64)}  # outputs and inputs that a key counts
+_UNITS = {
+    "linear": (16, 128),
+    "table": (16, 64),
+    "table wide": (16, 64),
+    "whole": (16, 64),
+}  # outputs and inputs that a key counts
 
 
 def _show_tuned(tuned_configs: ModuleType, device: int) -> None:

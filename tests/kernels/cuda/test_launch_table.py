@@ -33,7 +33,7 @@ from vbrt.kernels.cuda.launch_table import (
 
 SWEEP = json.loads((Path(__file__).parents[3] / "benchmarks" / "results" / "mma-nvidia-h200.json").read_text())
 WRITTEN = json.loads(Path(__file__).with_name("launch_choices.json").read_text())
-KERNELS = {"linear": 10, "narrow": 100, "gated": 40, "table": 20}  # fewest choices that are compared
+KERNELS = {"linear": 10, "narrow": 100, "gated": 40}  # fewest choices that are compared
 _EVERY = 520  # up to here each number of tokens was asked for
 PROCESSORS = 132
 HOPPER = Gpu(9, PROCESSORS)
@@ -73,6 +73,16 @@ def test_every_shape_has_the_launch_that_it_was_measured_with(kernel):
                 assert label(got) == WRITTEN["choices"][flat[2 * at + 1]], (key, edge)
                 checked += 1
     assert checked >= KERNELS[kernel]
+
+
+@pytest.mark.parametrize("kernel", ["table", "table wide"])
+@pytest.mark.parametrize("processors", [28, 132])
+def test_programs_of_few_tokens_by_rows_of_codes_are_resident_at_once_where_that_can_be(kernel, processors):
+    warps = 65536 // (64 * 32)  # of 64 registers a thread that a multiprocessor has
+    for row_tiles in (processors, 2 * processors, 3 * processors, 4 * processors, 8 * processors):
+        launch = launch_for(kernel, Gpu(9, processors), 1, row_tiles, 64)
+        assert launch.row_tiles == 1 and row_tiles * launch.k_warps <= warps * processors
+        assert launch.k_warps == 16 or row_tiles * 2 * launch.k_warps > warps * processors
 
 
 @pytest.mark.parametrize("major", [8, 9, 12])

@@ -47,8 +47,8 @@ def test_codes_are_read_in_wide_loads_though_addresses_are_numbers(capability):
     from vbrt.kernels.cuda.table.linear_gluon import experts_kernel
 
     constants = {
-        "GROUPED": True, "TOKEN_GROUPS": 1, "K_WARPS": 8, "UNROLL": 2, "BLOCK": 128, "OFFSETS": "zeros",
-        "SCALES": "float16", "WHOLE": True, "K_TAIL": False, "HAS_BIAS": False,
+        "GROUPED": True, "TOKEN_GROUPS": 1, "ROW_TILES": 1, "K_WARPS": 8, "BLOCK": 128, "OFFSETS": "zeros",
+        "SCALES": "float16", "RAGGED": False, "K_TAIL": False, "SPREAD": False, "HAS_BIAS": False, "DEPENDENT": False,
     }  # fmt: skip
     types = {name: "i32" for name in experts_kernel.arg_names if name not in constants}
     types |= {name: "*i32" for name in types if name.endswith("_ptr")}

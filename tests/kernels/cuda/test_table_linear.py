@@ -82,10 +82,13 @@ def fused_ptx(capability, constants, **types):
     }
     constants = {
         "TOKEN_GROUPS": 2,
+        "ROW_TILES": 1,
         "K_WARPS": 8,
         "SIGNED": False,
-        "WHOLE": True,
+        "RAGGED": False,
         "K_TAIL": True,
+        "SPREAD": False,
+        "DEPENDENT": capability >= 90,
         "ACTIVATION": "gelu",
         "HAS_BIAS": True,
         **constants,
@@ -96,15 +99,13 @@ def fused_ptx(capability, constants, **types):
 
 @matrix(signed=dict(zip(NAMES, [False, True], strict=True)), capability=[80, 100, 90, 120], at_most=1)
 def test_the_fused_table_kernel_compiles(capability, signed):
-    ptx = fused_ptx(capability, {"UNROLL": 2, "BLOCK": 64, "OFFSETS": "none", "SIGNED": signed})
+    ptx = fused_ptx(capability, {"BLOCK": 64, "OFFSETS": "none", "SIGNED": signed})
     assert ptx.count("mma.sync") == 16 and ptx.count("prmt.b32") >= 2 * 8 * 8
 
 
 @matrix(capability=[80, 100, 90, 120], at_most=1)
 def test_codes_with_offsets_compile_to_few_instructions(capability):
-    ptx = fused_ptx(
-        capability, {"UNROLL": 2, "BLOCK": 32, "OFFSETS": "superblock"}, scale_ptr="*fp16", least_ptr="*fp16"
-    )
+    ptx = fused_ptx(capability, {"BLOCK": 32, "OFFSETS": "superblock"}, scale_ptr="*fp16", least_ptr="*fp16")
     # products, and sums of x; a permutation and a logical operation for two weights, in eight words of codes
     assert ptx.count("mma.sync") == 2 * 16 and ptx.count("0x43004300, 0xEA") == 8 * 4
     assert ptx.count("ld.global.v4") == 8  # of activations: two token groups, two groups of columns, two blocks

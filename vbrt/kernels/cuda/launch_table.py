@@ -222,12 +222,29 @@ RULES: dict[str, dict[tuple[int, int], tuple[Rule, ...]]] = {
             Rule(16, None, None, Launch(2, 4, False)),
         )
     },
-    # table formats: codes looked up in a table of levels
+    # rows of 4-bit codes, in blocks of less than 128 columns; up to 2 tokens as many warps as let all programs be
+    # resident at once
     "table": {
         (9, 0): (
-            Rule(16, None, None, Launch(1, 8, True)),
-            Rule(32, 512, None, Launch(1, 8, True)),
-            Rule(32, None, None, Launch(1, 4, True)),
+            Rule(2, 264, None, Launch(1, 16, True)),
+            Rule(2, 528, None, Launch(1, 8, True)),
+            Rule(2, None, None, Launch(1, 4, True)),
+            Rule(16, 528, None, Launch(1, 8, True)),
+            Rule(8, None, None, Launch(2, 4, True)),
+            Rule(16, None, None, Launch(1, 4, True)),
+            Rule(32, 528, None, Launch(2, 8, True)),
+            Rule(32, None, None, Launch(2, 4, True)),
+        )
+    },
+    # in blocks of 128
+    "table wide": {
+        (9, 0): (
+            Rule(8, 264, None, Launch(1, 16, True)),
+            Rule(8, 528, None, Launch(1, 8, True)),
+            Rule(2, None, None, Launch(1, 4, True)),
+            Rule(8, None, None, Launch(2, 4, True)),
+            Rule(32, 528, None, Launch(2, 8, True)),
+            Rule(32, None, None, Launch(4, 4, True)),
         )
     },
 }

@@ -78,6 +78,7 @@ class Launcher:
         numbers: tuple[Any, ...],
         *,
         warps: int,
+        registers: int | None = None,
         specialized: tuple[Hashable, ...] = (),
         **constants: Any,
     ) -> None:
@@ -85,11 +86,15 @@ class Launcher:
 
         specialized: varying dtypes, and numbers that Triton specializes on: all that are not in the kernel's
         `do_not_specialize`. numbers may include tensor descriptors.
+        registers: most of a thread; a function of the constants.
         constants: the kernel's, by name. Raises KernelError if they do not match its signature.
         """
         if torch_api.current_device() != device:
             with torch.cuda.device(device):
-                self(device, grid, tensors, numbers, warps=warps, specialized=specialized, **constants)
+                self(
+                    device, grid, tensors, numbers,
+                    warps=warps, registers=registers, specialized=specialized, **constants,
+                )  # fmt: skip
             return
         addresses, unaligned = [], 0
         for tensor in tensors:
@@ -99,7 +104,7 @@ class Launcher:
         key = (device, unaligned, specialized, *constants.values())
         launch = self._compiled.get(key)
         if launch is None or noters:
-            arguments, options = (*tensors, *numbers), self._with_options(constants, warps)
+            arguments, options = (*tensors, *numbers), self._with_options(constants, warps, registers)
             if threading.get_ident() in noters:
                 self._check(constants)
                 self._note(key, device, arguments, options)
@@ -112,8 +117,9 @@ class Launcher:
         # a compiled kernel only checks the number of constants, so their order does not matter
         launch(grid[0], grid[1], torch_api.raw_stream(device), addresses, numbers, constants.values())
 
-    def _with_options(self, constants: dict[str, Any], warps: int) -> dict[str, Any]:
-        return {**constants, "num_warps": warps, **triton_api.fp_fusion(True), **self._options}
+    def _with_options(self, constants: dict[str, Any], warps: int, registers: int | None) -> dict[str, Any]:
+        options = {"num_warps": warps, **triton_api.fp_fusion(True), **self._options}
+        return constants | options | ({} if registers is None else {"maxnreg": registers})
 
     def _note(self, key: Hashable, device: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note the compilation that a launch needs, unless it exists."""

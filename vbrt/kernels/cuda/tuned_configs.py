@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 #: incremented with kernel changes that may change the fastest configuration
-KERNELS = 3
+KERNELS = 4
 _FLAG = (False, True)
 #: kinds of launches that a file may contain, with the values of each field
 _KINDS: dict[str, tuple[Any, tuple[Container[int], ...]]] = {

@@ -3,8 +3,9 @@
 | family | layers | launches |
 | --- | --- | --- |
 | `linear` | nvfp4, mxfp4 | narrow up to 16 tokens; beyond, those of the lowest estimates |
-| `table` | nf4, quantile, levels, affine | warps of the fused kernel, up to 32 tokens |
-| `whole` | mxint8 | the same |
+| `table` | nf4, quantile, levels, affine | rows and warps of the fused kernel, up to 32 tokens |
+| `table wide` | levels and affine in blocks of 128 columns | the same |
+| `whole` | mxint8 | its warps |
 | `expert rows`, `expert sums` | experts in nvfp4, mxfp4 | those of the kernels for few tokens |
 | `expert blocks` | the same, on sm_90 | pairs that the grouped kernel takes at a time |
 
@@ -65,6 +66,7 @@ __all__ = ["NARROW", "NEEDS", "Case", "cases_of", "fill_tiles"]
 NEEDS = devices.BF16
 _READS = ((True, True), (True, False), (False, False))  # prefetch, carry_pointers
 NARROW = tuple(Launch(rows, warps, *reads) for rows in (1, 2, 4) for warps in (4, 8, 16) for reads in _READS)
+_ROWS = tuple(Launch(rows, warps, True) for rows in (1, 2, 4) for warps in (4, 8, 16) if rows * warps <= 16)
 _ESTIMATED = 8  # launches for many tokens, of the lowest estimates
 _FEW = 16  # tokens of the narrow kernel's search
 _BEYOND_CACHE = 300 << 20  # bytes of weights, to exceed the cache
@@ -125,17 +127,16 @@ def _layer_cases(shape: tuple[int, int], format: str, tokens: int, device: int) 
         table = choose(gpu, tokens, 1, n, columns) or Matmul()
         key = "linear", most_tokens(tokens), rows, columns
         yield Case("linear", n, k, format, tokens, key, table, candidates, partial(_tiled, n, k, format, tokens))
-    rows = {"table": (table_linear, table_linear.SERVED), "whole": (whole_linear, whole_linear.FORMATS)}
-    for family, (module, served) in rows.items():
-        if format in served and tokens <= module.FUSED_TOKENS:
-            groups = -(-k // 64)
-            row_tiles = -(-n // ROWS)
-            table = launch_for("table", gpu, tokens, row_tiles, groups) if family == "table" else whole_linear.LAUNCH
-            key = family, most_tokens(tokens), row_tiles, groups
-            warps = tuple(table._replace(k_warps=count) for count in (4, 8))
-            yield Case(
-                family, n, k, format, tokens, key, table, warps, partial(_planes, module.linear, n, k, format, tokens)
-            )
+    rows = -(-n // ROWS), -(-k // 64)
+    if format in table_linear.SERVED and tokens <= table_linear.FUSED_TOKENS:
+        family, calls = table_linear.family_of(get_format(format).block), partial(_planes, table_linear.linear)
+        table = launch_for(family, gpu, tokens, *rows)
+        key = family, most_tokens(tokens), *rows
+        yield Case(family, n, k, format, tokens, key, table, _ROWS, partial(calls, n, k, format, tokens))
+    if format in whole_linear.FORMATS and tokens <= whole_linear.FUSED_TOKENS:
+        table, key = whole_linear.LAUNCH, ("whole", most_tokens(tokens), *rows)
+        warps, calls = tuple(table._replace(k_warps=count) for count in (4, 8)), partial(_planes, whole_linear.linear)
+        yield Case("whole", n, k, format, tokens, key, table, warps, partial(calls, n, k, format, tokens))
 
 
 def _expert_cases(

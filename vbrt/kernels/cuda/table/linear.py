@@ -29,7 +29,7 @@ from vbrt.kernels import reference
 from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1 import launches
 from vbrt.kernels.cuda.launch_table import MmaLaunch, PersistentLaunch, codes_for, launch_for
-from vbrt.kernels.cuda.launcher import cuda_op, rows_are_aligned
+from vbrt.kernels.cuda.launcher import Launcher, cuda_op, rows_are_aligned
 from vbrt.libraries import triton_api
 
 __all__ = [
@@ -40,9 +40,9 @@ __all__ = [
     "FUSED_TOKENS",
     "LEVELS",
     "SERVED",
-    "UNROLL",
     "codes_of",
     "decode_weight",
+    "family_of",
     "linear",
     "prepare",
     "route",
@@ -61,11 +61,10 @@ SERVED = (*FORMATS, *LEVELS, *AFFINE)
 FUSED_TOKENS = 32
 FUSED_NEEDS = devices.BF16
 _ROWS, _COLUMNS, _WARPS = 1, 4096, 4
-#: 64-column groups that a warp of the fused kernel loads at a time, for up to 8 tokens, and for more, whose sums leave
-#: few registers. Of superblocks 256 columns have one d and dmin; on an H200, 14336 -> 4096 with 16 tokens took 41.0 us
-#: by fours, 26.7 by twos
-UNROLL = {"none": (2, 2), "values": (2, 2), "zeros": (2, 2), "superblock": (4, 2)}
-_FEW = 8
+#: tokens and columns per block for which a lane has 16 bytes of a row instead of 8 or 4
+_SPREAD_TOKENS, _SPREAD_BLOCKS = 2, (32, 64)
+#: most registers of a thread for so many tokens: launches are chosen so that all programs are resident at once
+_REGISTERS = 64
 
 
 @functools.cache
@@ -76,10 +75,10 @@ def _kernels() -> Any:
 
 
 @functools.cache
-def _fused_kernels() -> Any:
+def _fused_kernel(dependent: bool) -> Launcher:
     from vbrt.kernels.cuda.table import linear_gluon
 
-    return linear_gluon
+    return Launcher(linear_gluon.linear_kernel, dependent=dependent)
 
 
 @functools.cache
@@ -252,13 +251,16 @@ def _codes_of(weight: _Weight) -> launches.Codes:
     return launches.Codes(words, kind, scale, n, columns, weight.scales, table, blocks, 8 * words.shape[1] // blocks)
 
 
-def row_constants(k: int, row_bytes: int, stored: str, tokens: int = 1) -> dict[str, Any]:
-    """Constants of the fused kernels for the ends of rows: k columns of x, bytes of codes.
+def family_of(block: int) -> str:
+    """Family of launches of the fused kernel, for columns per block."""
+    return "table wide" if block >= 128 else "table"
 
-    Blocks of 16 or 32 columns may end before their last group of 64; the kernels skip x by groups, or by columns.
-    """
-    unroll, groups = UNROLL[stored][tokens > _FEW], -(-row_bytes // 32)
-    return {"UNROLL": unroll, "WHOLE": row_bytes % (32 * unroll) == 0, "K_TAIL": k != 64 * groups}
+
+def row_constants(k: int, row_bytes: int, block: int, tokens: int) -> dict[str, bool]:
+    """Constants of the fused kernels for rows of k columns of x, which have bytes of codes, in blocks of columns."""
+    ragged = row_bytes % 64 != 0 or block == 16
+    spread = not ragged and tokens <= _SPREAD_TOKENS and block in _SPREAD_BLOCKS and k == 2 * row_bytes
+    return {"RAGGED": ragged, "K_TAIL": k != 128 * -(-row_bytes // 64), "SPREAD": spread}
 
 
 def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> Tensor:
@@ -271,31 +273,29 @@ def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> 
         wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)
         wide[:, :k] = x_MK
         x_MK, k = wide, wide.shape[1]
-    groups = -(-weight.codes.shape[1] // 32)
-    found = tuned_configs.found(device.index, "table", tokens, -(-n // 16), groups)
-    warps = (found or launch_for("table", devices.gpu(device.index), tokens, -(-n // 16), groups)).k_warps
-    with torch.cuda.device(device):
-        _fused_kernels().linear_kernel[(-(-n // 16),)](
-            x_MK,
-            weight.codes.view(torch.int32),
-            *weight.pointers,
-            x_MK if bias is None else bias.contiguous(),
-            y,
-            tokens,
-            n,
-            k,
-            blocks,
-            x_MK.stride(0),
-            y.stride(0),
-            TOKEN_GROUPS=1 << max(0, (tokens - 1).bit_length() - 3),
-            K_WARPS=warps,
-            ACTIVATION=activation,
-            HAS_BIAS=bias is not None,
-            **weight.constants,
-            **row_constants(k, weight.codes.shape[1], weight.stored, tokens),
-            num_warps=warps,
-            **triton_api.fp_fusion(True),
-        )
+    row_bytes, constants = weight.codes.shape[1], weight.constants
+    family, shape = family_of(constants["BLOCK"]), (-(-n // 16), -(-row_bytes // 32))
+    found = tuned_configs.found(device.index, family, tokens, *shape)
+    row_tiles, warps, *_ = found or launch_for(family, devices.gpu(device.index), tokens, *shape)
+    dependent, bias_or_x = devices.launches_dependents(device.index), x_MK if bias is None else bias.contiguous()
+    tensors = x_MK, weight.codes.view(torch.int32), *weight.pointers, bias_or_x, y
+    _fused_kernel(dependent)(
+        device.index,
+        (-(-n // (16 * row_tiles)), 1),
+        tensors,
+        (tokens, n, k, blocks, x_MK.stride(0), y.stride(0)),
+        warps=warps,
+        registers=_REGISTERS if tokens <= _SPREAD_TOKENS and row_tiles == 1 else None,
+        specialized=tuple(tensor.dtype for tensor in tensors),
+        TOKEN_GROUPS=1 << max(0, (tokens - 1).bit_length() - 3),
+        ROW_TILES=row_tiles,
+        K_WARPS=warps,
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        DEPENDENT=dependent,
+        **constants,
+        **row_constants(k, row_bytes, constants["BLOCK"], tokens),
+    )
     return y.view(*x.shape[:-1], n)
 
 

@@ -1,9 +1,15 @@
 """Fused Gluon kernel of `linear`: 4-bit codes of rows into the mma operand. Importing needs Triton.
 
-It reads the plain coarse plane, 64 columns at a time. Lane l = 4 g + t of a warp owns rows g and g + 8 and, of each
-group of 64 columns, those from 16 t on: 8 bytes of codes per row, of which four `mma.sync.m16n8k16` take 4 columns
-each. So all columns of an instruction are in one block, and its scale multiplies the sums instead of the weights. With
-blocks of 32 or 16 columns lane t owns 8 or 4: the four instructions then form two or four chains, each with its scale.
+It reads the plain coarse plane, 128 columns at a time, while the next ones load. Lane l = 4 g + t of a warp owns rows g
+and g + 8 of each tile and, of blocks of 128 columns, those from 32 t on: 16 bytes of codes per row, of which eight
+`mma.sync.m16n8k16` take 4 columns each. So all columns of an instruction are in one block, and its scale multiplies the
+sums instead of the weights. With blocks of 64, 32 or 16 columns lane t owns 16, 8 or 4 of each: the instructions then
+form two, four or eight chains, each with its scale. What bounds the kernel on an H200 are rows: a load of a warp is of
+eight, as many cache lines, however few bytes of each.
+
+SPREAD, for one or two tokens and blocks of 32 or 64 columns: lane t has 32 adjacent columns instead, 16 bytes a row, so
+an instruction has columns of four places. Its eight B columns keep them apart: token n // 4 has, of x, those of lane
+n % 4, and zeros. Each sum of eight instructions then has its block's scale, and the four of a token are added at last.
 
 Codes of a table: the 16 levels, rounded to bf16, are in eight registers as bytes. `prmt` looks up four codes at once
 among eight bytes: twice for the low and twice for the high bytes, bit 3 of the codes selects between the two, and two
@@ -25,7 +31,14 @@ A scale and an offset are stored as
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vbrt.kernels.cuda.e2m1.narrow_gluon import activate, out_layout, sum_over_warps
+from vbrt.kernels.cuda.e2m1.narrow_gluon import (
+    activate,
+    allow_launch_after,
+    out_layout,
+    places,
+    sum_over_warps,
+    wait_for_launch_before,
+)
 
 __all__ = ["experts_kernel", "linear_kernel"]
 
@@ -51,13 +64,14 @@ def _decode_assembly() -> str:
     return " ".join([*lines, "}"])
 
 
-def _multiply_assembly(chains: int) -> str:
+def _multiply_assembly(chains: int, *, more: bool = False) -> str:
     """Four instructions in chains, each with its own sums: the first $0..$3 = A, which follow all sums, in the order 4
-    * operand + instruction, times B, which follow A: 2 * instruction, + 1."""
+    * operand + instruction, times B, which follow A: 2 * instruction, + 1. more: plus the sums that follow B."""
     lines, each, base = ["{ .reg .f32 z; mov.f32 z, 0f00000000;"], 4 // chains, 4 * chains
+    first = ", ".join(f"${base + 24 + j}" for j in range(4)) if more else "z, z, z, z"
     for i in range(4):
         sums = ", ".join(f"${4 * (i // each) + j}" for j in range(4))
-        source = sums if i % each else "z, z, z, z"
+        source = sums if i % each else first
         a = ", ".join(f"${base + 4 * operand + i}" for operand in range(4))
         lines.append(
             f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{sums}}}, {{{a}}}, "
@@ -85,15 +99,17 @@ def _code_assembly() -> str:
     return " ".join([*lines, "}"])
 
 
-def _sums_assembly(chains: int) -> str:
-    """Sums of x of four instructions, in chains, for two tokens each: $0.. from B, which follows them."""
+def _sums_assembly(chains: int, *, more: bool = False) -> str:
+    """Sums of x of four instructions, in chains, for two tokens each: $0.. from B, which follows them; plus those that
+    follow B."""
     each, base = 4 // chains, 2 * chains
+    first = f"${base + 8}, ${base + 9}, z, z" if more else "z, z, z, z"
     lines = ["{ .reg .f32 z, u, v; .reg .b32 one; mov.f32 z, 0f00000000; mov.b32 one, 0x3F803F80;"]
     for i in range(4):
         sums = f"${2 * (i // each)}, ${2 * (i // each) + 1}, u, v"
         lines.append(
             f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{sums}}}, {{one, one, one, one}}, "
-            f"{{${base + 2 * i}, ${base + 1 + 2 * i}}}, {{{sums if i % each else 'z, z, z, z'}}};"
+            f"{{${base + 2 * i}, ${base + 1 + 2 * i}}}, {{{sums if i % each else first}}};"
         )
     return " ".join([*lines, "}"])
 
@@ -105,11 +121,15 @@ DECODE_CODES_REGISTERS = gl.constexpr(",".join(["=&r"] * 16) + ",r" * 4)
 SUMS = gl.constexpr(_sums_assembly(1))
 SUMS_2 = gl.constexpr(_sums_assembly(2))
 SUMS_4 = gl.constexpr(_sums_assembly(4))
+MORE_SUMS = gl.constexpr(_sums_assembly(1, more=True))
+MORE_SUMS_REGISTERS = gl.constexpr("=&f,=&f" + ",r" * 8 + ",f" * 2)
 SUMS_REGISTERS = gl.constexpr(",".join(["=&f"] * 2) + ",r" * 8)
 SUMS_2_REGISTERS = gl.constexpr(",".join(["=&f"] * 4) + ",r" * 8)
 SUMS_4_REGISTERS = gl.constexpr(",".join(["=&f"] * 8) + ",r" * 8)
 MULTIPLY = gl.constexpr(_multiply_assembly(1))
 MULTIPLY_REGISTERS = gl.constexpr("=&f,=&f,=&f,=&f" + ",r" * 24)
+MULTIPLY_MORE = gl.constexpr(_multiply_assembly(1, more=True))
+MULTIPLY_MORE_REGISTERS = gl.constexpr("=&f,=&f,=&f,=&f" + ",r" * 24 + ",f" * 4)
 MULTIPLY_2 = gl.constexpr(_multiply_assembly(2))
 MULTIPLY_2_REGISTERS = gl.constexpr(",".join(["=&f"] * 8) + ",r" * 24)
 MULTIPLY_4 = gl.constexpr(_multiply_assembly(4))
@@ -129,12 +149,6 @@ def level_bytes(level_ptr, first: gl.constexpr, SIGNED: gl.constexpr):
         low = low | ((bits & 255) << (8 * i))
         high = high | (((bits >> 8) & 255) << (8 * i))
     return low, high
-
-
-@gluon.constexpr_function
-def blocks_of_step(UNROLL, BLOCK):
-    """Blocks of a row in UNROLL groups of 64 columns; 1 if all of them are in one."""
-    return max(1, 64 * UNROLL // BLOCK)
 
 
 @gluon.constexpr_function
@@ -181,101 +195,162 @@ def load_vector(pointer, wanted, SIZE: gl.constexpr, BYTES: gl.constexpr, CACHE:
 
 
 @gluon.jit
-def load_terms(pointer, inside, left, COUNT: gl.constexpr, WHOLE: gl.constexpr):
-    """COUNT stored terms, bytes as words; zeros where not inside, and from the number that is left on."""
+def load_words(pointer, wanted, BYTES: gl.constexpr):
+    """Words [threads] of BYTES stored bytes from each thread's pointer on; zeros where not wanted."""
     OWN: gl.constexpr = pointer.type.layout
-    SIZE: gl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
-    if WHOLE:
-        out = numbers_of(load_vector(pointer, inside, COUNT, COUNT * SIZE, ""), OWN)
+    if BYTES >= 4:
+        words = numbers_of(
+            load_vector(pointer.to(gl.pointer_type(gl.int32)), wanted, BYTES // 4, min(BYTES, 16), ""), OWN
+        )
     else:
+        TYPE: gl.constexpr = gl.int16 if BYTES == 2 else gl.int8
+        words = (gl.load(pointer.to(gl.pointer_type(TYPE)), mask=wanted, other=0).to(gl.int32),)
+    return words
+
+
+@gluon.jit
+def number_of(bits, TYPE: gl.constexpr):
+    """A stored number in fp32, of a word's lowest bits. A byte is the end of 2^23 + byte's mantissa: a conversion would
+    take a slower unit."""
+    if TYPE == gl.uint8:
+        return ((bits & 0xFF) | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
+    elif TYPE == gl.float32:
+        return bits.to(gl.float32, bitcast=True)
+    else:
+        return bits.to(gl.int16).to(TYPE, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
+def scale_of(bits, TYPE: gl.constexpr, OFFSETS: gl.constexpr):
+    """A block scale in fp32, see `number_of`; of a table a byte is UE4M4: 1920 = (127 - 7) << 4 makes an exponent."""
+    if TYPE == gl.uint8 and OFFSETS == "none":
+        word = bits & 0xFF
+        return gl.where(word > 0, ((word + 1920) << 19).to(gl.float32, bitcast=True), 0.0)
+    else:
+        return number_of(bits, TYPE)
+
+
+@gluon.jit
+def bits_at(words, INDEX: gl.constexpr, SIZE: gl.constexpr):
+    """Stored number INDEX, of SIZE bytes, in the lowest bits."""
+    SHIFT: gl.constexpr = INDEX * SIZE % 4 * 8
+    word = words[INDEX * SIZE // 4]
+    return word >> SHIFT if SHIFT else word
+
+
+@gluon.constexpr_function
+def size_of(TYPE):
+    """Bytes of a number."""
+    return TYPE.primitive_bitwidth // 8
+
+
+@gluon.jit
+def bits_of(words, index: gl.constexpr, SIZE: gl.constexpr, PAIR: gl.constexpr):
+    """Bits of a block's stored number, [threads, 1]; PAIR: of blocks index and index + 1, [threads, 2]."""
+    bits = bits_at(words, index, SIZE)
+    if PAIR:
+        LAYOUT: gl.constexpr = vector_layout(2, bits.shape[0] // 32)
+        return gl.convert_layout(gl.join(bits, bits_at(words, index + 1, SIZE)), LAYOUT)
+    else:
+        return bits[:, None]
+
+
+@gluon.jit
+def terms_of(
+    stored, index: gl.constexpr,
+    CHAINS: gl.constexpr, TYPE: gl.constexpr, OFFSET: gl.constexpr, OFFSETS: gl.constexpr, RAGGED: gl.constexpr,
+    PAIR: gl.constexpr,
+):  # fmt: skip
+    """Scales, fp32 [threads, 1], of blocks index .. index + CHAINS; with OFFSETS then the factors of their sums of x.
+
+    stored: see `load_stored`. PAIR: of the two blocks of a lane's two sums instead, [threads, 2].
+    """
+    SIZE: gl.constexpr = 4 if RAGGED else size_of(TYPE)
+    OFFSET_SIZE: gl.constexpr = 4 if RAGGED else size_of(OFFSET)
+    scales = ()
+    offsets = ()
+    for chain in gl.static_range(CHAINS):
+        scale = scale_of(bits_of(stored[0], index + chain, SIZE, PAIR), TYPE, OFFSETS)
+        if OFFSETS != "none":
+            offset = number_of(bits_of(stored[1], index + chain, OFFSET_SIZE, PAIR), OFFSET)
+        if OFFSETS == "superblock":
+            scale = number_of(stored[2][0], gl.float16)[:, None] * scale
+            offset = -(number_of(stored[3][0], gl.float16)[:, None] * offset)
+        elif OFFSETS == "zeros":
+            offset = -(offset * scale)
+        scales = scales + (scale,)
+        if OFFSETS != "none":
+            offsets = offsets + (offset - 128.0 * scale,)
+    return scales + offsets
+
+
+@gluon.jit
+def load_numbers(pointer, inside, left, COUNT: gl.constexpr, RAGGED: gl.constexpr):
+    """Words of COUNT stored numbers; zeros where not inside. RAGGED: a number a word, zeros from number left on."""
+    TYPE: gl.constexpr = pointer.dtype.element_ty
+    if RAGGED:
+        BITS: gl.constexpr = gl.int32 if size_of(TYPE) == 4 else (gl.int16 if size_of(TYPE) == 2 else gl.int8)
         out = ()
         for i in gl.static_range(COUNT):
-            out = out + (gl.load(pointer + i, mask=inside & (i < left), other=0),)
+            bits = gl.load(pointer.to(gl.pointer_type(BITS)) + i, mask=inside & (i < left), other=0)
+            out = out + (bits.to(gl.int32),)
+    else:
+        out = load_words(pointer, inside, COUNT * size_of(TYPE))
     return out
 
 
 @gluon.jit
-def load_codes(pointer, inside, left, UNROLL: gl.constexpr, BLOCK: gl.constexpr, WHOLE: gl.constexpr):
-    """Two words of codes, [threads, 2], of each of UNROLL groups of 64 columns; zeros outside. left: blocks."""
-    LAYOUT: gl.constexpr = pointer.type.layout.parent
+def load_stored(
+    row, inside, left, BLOCK: gl.constexpr, OFFSETS: gl.constexpr, RAGGED: gl.constexpr, SPREAD: gl.constexpr
+):
+    """Words of a row's scales of 128 columns, of its offsets, and of superblocks' numbers of both.
+
+    SPREAD: of the blocks of a lane's two sums.
+    """
+    COUNT: gl.constexpr = 64 // BLOCK if SPREAD else 128 // BLOCK
+    _codes, block_ptr, offset_ptr, large_ptr, least_ptr = row
+    out = (load_numbers(block_ptr, inside, left, COUNT, RAGGED),)
+    if OFFSETS != "none":
+        out = out + (load_numbers(offset_ptr, inside, left, COUNT, RAGGED),)
+    if OFFSETS == "superblock":
+        out = out + (load_words(large_ptr, inside, 2), load_words(least_ptr, inside, 2))
+    return out
+
+
+@gluon.jit
+def load_unit(pointer, inside, left, BLOCK: gl.constexpr, BYTES: gl.constexpr, RAGGED: gl.constexpr):
+    """Two words of codes, [threads, 2], of each of two groups of 64 columns; zeros where not inside or, RAGGED, from
+    block left on."""
+    LAYOUT: gl.constexpr = vector_layout(2, pointer.shape[0] // 32)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    out = ()
-    if BLOCK >= 128:
-        for u in gl.static_range(UNROLL // 2):
-            wanted = inside & (u * 128 // BLOCK < left)
-            first, second = halves_of(load_vector(pointer + 16 * u, wanted, 4, 16, ".cg"))
-            out = out + (gl.convert_layout(first, LAYOUT, assert_trivial=True),)
-            out = out + (gl.convert_layout(second, LAYOUT, assert_trivial=True),)
+    if BYTES == 16:
+        first, second = halves_of(load_vector(pointer, inside, 4, 16, ".cg"))
+        first = gl.convert_layout(first, LAYOUT, assert_trivial=True)
+        second = gl.convert_layout(second, LAYOUT, assert_trivial=True)
+        return first, second
     else:
-        for j in gl.static_range(UNROLL):
-            if BLOCK == 64:
-                wanted = inside if WHOLE else inside & (j < left)
+        pointer = gl.convert_layout(pointer, OF_ROWS, assert_trivial=True)
+        inside = gl.convert_layout(inside, OF_ROWS, assert_trivial=True)
+        left = gl.convert_layout(left, OF_ROWS, assert_trivial=True)
+        out = ()
+        for j in gl.static_range(2):
+            if BYTES == 8:
+                wanted = inside & (j < left) if RAGGED else inside
                 at = gl.multiple_of(pointer + 8 * j, 8)[:, None] + two
                 out = out + (gl.load(at, mask=wanted[:, None], other=0, cache_modifier=".cg"),)
-            elif BLOCK == 32:
+            elif BYTES == 4:
                 # lanes have a quarter of a block each, so two of these loads share a sector: it stays in L1
-                wanted = inside[:, None] & (two < 2) if WHOLE else inside[:, None] & (2 * j + two < left[:, None])
+                wanted = inside[:, None] & (2 * j + two < left[:, None]) if RAGGED else inside[:, None] & (two < 2)
                 out = out + (gl.load((pointer + 8 * j)[:, None] + 4 * two, mask=wanted, other=0),)
             else:
-                at = pointer[:, None].to(gl.pointer_type(gl.int16)) + (16 * j + 8 * two)
+                at = pointer[:, None] + (16 * j + 8 * two)
                 wanted = inside[:, None] & (4 * j + 2 * two < left[:, None])
                 low = gl.load(at, mask=wanted, other=0)
                 wanted = inside[:, None] & (4 * j + 2 * two + 1 < left[:, None])
                 high = gl.load(at + 4, mask=wanted, other=0)
                 out = out + ((low.to(gl.int32) & 0xFFFF) | (high.to(gl.int32) << 16),)
-    return out
-
-
-@gluon.jit
-def load_row(row, inside, left, UNROLL: gl.constexpr, BLOCK: gl.constexpr, OFFSETS: gl.constexpr, WHOLE: gl.constexpr):
-    """(codes, terms) of UNROLL groups of 64 columns: scales as stored, then offsets, then those of superblocks.
-
-    row: pointers [threads] to codes, scales, offsets and superblocks' fp16 numbers of both, from a thread's first
-    column on. Triton 3.6 loses the names of named tuples within a tuple.
-    """
-    COUNT: gl.constexpr = blocks_of_step(UNROLL, BLOCK)
-    code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr = row
-    codes = load_codes(code_ptr, inside, left, UNROLL, BLOCK, WHOLE)
-    terms = load_terms(block_ptr, inside, left, COUNT, WHOLE)
-    if OFFSETS != "none":
-        terms = terms + load_terms(offset_ptr, inside, left, COUNT, WHOLE)
-    if OFFSETS == "superblock":
-        terms = terms + (gl.load(large_ptr, mask=inside, other=0), gl.load(least_ptr, mask=inside, other=0))
-    return codes, terms
-
-
-@gluon.jit
-def scale_of(stored):
-    """A block scale in fp32: as it is, or of a UE4M4 byte, of which 1920 = (127 - 7) << 4 makes an exponent."""
-    if stored.dtype == gl.uint8:
-        word = stored.to(gl.int32)
-        return gl.where(word > 0, ((word + 1920) << 19).to(gl.float32, bitcast=True), 0.0)
-    else:
-        return stored.to(gl.float32)
-
-
-@gluon.jit
-def terms_of(stored, j: gl.constexpr, BLOCK: gl.constexpr, UNROLL: gl.constexpr, OFFSETS: gl.constexpr):
-    """Scales, fp32 [threads, 1], of the chains of group j; with OFFSETS then the factors of their sums of x."""
-    COUNT: gl.constexpr = blocks_of_step(UNROLL, BLOCK)
-    CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
-    FIRST: gl.constexpr = 64 * j // BLOCK
-    scales = ()
-    offsets = ()
-    for chain in gl.static_range(CHAINS):
-        if OFFSETS == "superblock":
-            scale = stored[2 * COUNT].to(gl.float32) * stored[FIRST + chain].to(gl.float32)
-            offset = -(stored[2 * COUNT + 1].to(gl.float32) * stored[COUNT + FIRST + chain].to(gl.float32))
-        else:
-            scale = scale_of(stored[FIRST + chain])
-            if OFFSETS == "zeros":
-                offset = -(stored[COUNT + FIRST + chain].to(gl.float32) * scale)
-            elif OFFSETS == "values":
-                offset = stored[COUNT + FIRST + chain].to(gl.float32)
-        scales = scales + (scale[:, None],)
-        if OFFSETS != "none":
-            offsets = offsets + ((offset - 128.0 * scale)[:, None],)
-    return scales + offsets
+        return out[0], out[1]
 
 
 @gluon.jit
@@ -286,13 +361,13 @@ def load_scale(block_ptr, at, mask):
 
 
 @gluon.jit
-def load_tokens(pointer, wanted, j: gl.constexpr, left, BLOCK: gl.constexpr, K_TAIL: gl.constexpr):
+def load_tokens(pointer, wanted, j: gl.constexpr, left, BYTES: gl.constexpr, K_TAIL: gl.constexpr):
     """B operands of group j's four instructions, [threads, 2] each. left: columns of x from the thread's first on."""
     LAYOUT: gl.constexpr = pointer.type.layout.parent
     # words from the thread's first on: of this group, and between its loads
-    FIRST: gl.constexpr = j // 2 * 64 + j % 2 * 8 if BLOCK >= 128 else 32 * j
-    SIZE: gl.constexpr = 2 if BLOCK == 16 else 4
-    APART: gl.constexpr = 4 if BLOCK >= 64 else (16 if BLOCK == 32 else 8)
+    FIRST: gl.constexpr = j // 2 * 64 + j % 2 * 8 if BYTES == 16 else 32 * j
+    SIZE: gl.constexpr = 2 if BYTES == 2 else 4
+    APART: gl.constexpr = 4 if BYTES >= 8 else (16 if BYTES == 4 else 8)
     out = ()
     for i in gl.static_range(8 // SIZE):
         there = wanted & (2 * (FIRST + i * APART) < left) if K_TAIL else wanted
@@ -308,11 +383,11 @@ def load_tokens(pointer, wanted, j: gl.constexpr, left, BLOCK: gl.constexpr, K_T
 
 @gluon.jit
 def moved(row, STEP: gl.constexpr, BLOCK: gl.constexpr):
-    """A row from STEP groups of 64 columns later on."""
-    CODES: gl.constexpr = STEP * (16 if BLOCK == 16 else 8)
-    BLOCKS: gl.constexpr = STEP * 64 // BLOCK
+    """A row from STEP times 128 columns later on."""
+    BLOCKS: gl.constexpr = STEP * 128 // BLOCK
+    WORDS: gl.constexpr = STEP * (32 if BLOCK == 16 else 16)  # of two or four bytes
     codes, scales, offsets, supers, leasts = row
-    return codes + CODES, scales + BLOCKS, offsets + BLOCKS, supers + STEP // 4, leasts + STEP // 4
+    return codes + WORDS, scales + BLOCKS, offsets + BLOCKS, supers + STEP // 2, leasts + STEP // 2
 
 
 @gluon.jit
@@ -330,8 +405,9 @@ def sums_of_tokens(x, CHAINS: gl.constexpr):
 
 
 @gluon.jit
-def added_products(upper, lower, a, x, terms_g, terms_h, CHAINS: gl.constexpr, OFFSETS: gl.constexpr):
-    """Sums of rows g and of rows g + 8, plus those of four instructions times their blocks' scales, and offsets."""
+def added_products(upper, lower, a, x, totals, terms_g, terms_h, CHAINS: gl.constexpr, OFFSETS: gl.constexpr):
+    """Sums of rows g and of rows g + 8, plus those of four instructions times their blocks' scales, and offsets times
+    totals, the sums of x."""
     s = gl.inline_asm_elementwise(
         MULTIPLY if CHAINS == 1 else (MULTIPLY_2 if CHAINS == 2 else MULTIPLY_4),
         MULTIPLY_REGISTERS if CHAINS == 1 else (MULTIPLY_2_REGISTERS if CHAINS == 2 else MULTIPLY_4_REGISTERS),
@@ -349,128 +425,230 @@ def added_products(upper, lower, a, x, terms_g, terms_h, CHAINS: gl.constexpr, O
         upper += u
         lower += v
     else:
-        total = sums_of_tokens(x, CHAINS)
         for chain in gl.static_range(CHAINS):
             upper += s[2 * chain] * terms_g[chain]
             lower += s[2 * chain + 1] * terms_h[chain]
-            upper += total[chain] * terms_g[CHAINS + chain]
-            lower += total[chain] * terms_h[CHAINS + chain]
+            upper += totals[chain] * terms_g[CHAINS + chain]
+            lower += totals[chain] * terms_h[CHAINS + chain]
     return upper, lower
 
 
 @gluon.jit
-def start_of(thread, K_WARPS: gl.constexpr, UNROLL: gl.constexpr, BLOCK: gl.constexpr):
-    """A thread's first (group of 64 columns, block, column)."""
-    OF_X: gl.constexpr = 2 if BLOCK == 16 else words_of_lane(BLOCK) * 4
-    group = (thread // 32) * UNROLL
-    block = group // (BLOCK // 64) if BLOCK >= 64 else group * (64 // BLOCK)
-    return group, block, group * 64 + thread % 4 * (2 * OF_X)
+def start_of(thread, BLOCK: gl.constexpr, BYTES: gl.constexpr):
+    """A thread's first (128 columns, block, column)."""
+    unit = thread // 32
+    return unit, unit * (128 // BLOCK), unit * 128 + thread % 4 * (2 * BYTES)
 
 
 @gluon.constexpr_function
-def words_of_lane(BLOCK):
-    """Words of codes that a lane has together."""
-    return 4 if BLOCK >= 128 else (2 if BLOCK == 64 else 1)
+def bytes_of_lane(BLOCK, SPREAD):
+    """Bytes of codes that a lane has together."""
+    return 16 if BLOCK >= 128 or SPREAD else BLOCK // 8
 
 
 @gluon.jit
-def row_of(
-    row, code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, thread, blocks,
-    K_WARPS: gl.constexpr, UNROLL: gl.constexpr, BLOCK: gl.constexpr,
+def rows_of(
+    N, code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, thread, blocks,
+    ROW_TILES: gl.constexpr, BLOCK: gl.constexpr, SPREAD: gl.constexpr,
 ):  # fmt: skip
-    """A row's pointers, see `load_row`."""
-    group, first_block, _column = start_of(thread, K_WARPS, UNROLL, BLOCK)
+    """Pointers [threads] of rows g and g + 8 of each tile of the program's, to codes, scales, offsets and superblocks'
+    fp16 numbers of both, from a thread's first column on. Beyond the last row it is the last one again.
+
+    Triton 3.6 loses the names of named tuples within a tuple.
+    """
+    BYTES: gl.constexpr = bytes_of_lane(BLOCK, SPREAD)
+    unit, first_block, _column = start_of(thread, BLOCK, BYTES)
     t = thread % 4
-    if BLOCK == 16:
-        codes = code_ptr.to(gl.pointer_type(gl.int16)) + (row * (4 * blocks) + group * 16 + t)
+    out = ()
+    for half in gl.static_range(2 * ROW_TILES):
+        row = gl.minimum(gl.program_id(0) * (16 * ROW_TILES) + 8 * half + thread % 32 // 4, N - 1)
+        if BYTES == 2:
+            codes = code_ptr.to(gl.pointer_type(gl.int16)) + (row * (4 * blocks) + unit * 32 + t)
+        else:
+            codes = code_ptr + (row * (blocks * (BLOCK // 8)) + unit * 16 + t * (BYTES // 4))
+        block = row * blocks + first_block
+        if SPREAD:
+            block = block + t % 2 * (64 // BLOCK)
+        large = row * ((blocks * BLOCK + 255) // 256) + unit // 2
+        out = out + ((codes, block_ptr + block, offset_ptr + block, scale_ptr + large, least_ptr + large),)
+    return out
+
+
+@gluon.jit
+def products(a, x, more):
+    """Sums of rows g and of rows g + 8 of four instructions, plus more unless ()."""
+    if len(more) == 0:
+        s = gl.inline_asm_elementwise(
+            MULTIPLY, MULTIPLY_REGISTERS, a + x, dtype=(gl.float32, gl.float32), is_pure=True, pack=2
+        )
     else:
-        codes = code_ptr + (row * (blocks * (BLOCK // 8)) + group * 8 + t * words_of_lane(BLOCK))
-    block = row * blocks + first_block
-    large = row * ((blocks * BLOCK + 255) // 256) + group // 4
-    return codes, block_ptr + block, offset_ptr + block, scale_ptr + large, least_ptr + large
+        s = gl.inline_asm_elementwise(
+            MULTIPLY_MORE, MULTIPLY_MORE_REGISTERS, a + x + more, dtype=(gl.float32, gl.float32), is_pure=True, pack=2
+        )
+    return s
+
+
+@gluon.jit
+def more_totals(x, more):
+    """Sums of x of four instructions for the two tokens that a lane has, plus more unless ()."""
+    if len(more) == 0:
+        s = gl.inline_asm_elementwise(SUMS, SUMS_REGISTERS, x, dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        s = gl.inline_asm_elementwise(MORE_SUMS, MORE_SUMS_REGISTERS, x + more, dtype=gl.float32, is_pure=True, pack=2)
+    return (s,)
+
+
+@gluon.jit
+def from_lane(v, APART: gl.constexpr):
+    """The numbers of the lane whose number differs in that bit."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, 1, 31, -1;" if APART == 1 else "shfl.sync.bfly.b32 $0, $1, 2, 31, -1;",
+        "=f,f",
+        [v],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def sums_of_spread(v):
+    """SPREAD: a row's sums of both tokens, [threads, 2], in lanes of t = 0, where products have them."""
+    first, second = gl.split(v)
+    own = first + second
+    own = own + from_lane(own, 1)
+    return gl.convert_layout(gl.join(own, from_lane(own, 2)), v.type.layout)
+
+
+@gluon.jit
+def decoded(upper, lower, table, OFFSETS: gl.constexpr):
+    """A operands of four instructions from two words of codes of rows g and of rows g + 8."""
+    return gl.inline_asm_elementwise(
+        DECODE if OFFSETS == "none" else DECODE_CODES,
+        DECODE_REGISTERS if OFFSETS == "none" else DECODE_CODES_REGISTERS,
+        (upper, lower) + table,
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.jit
 def sums_of_rows(
-    row_g, row_h, xs, present, table, thread, blocks, K,
-    K_WARPS: gl.constexpr, UNROLL: gl.constexpr, BLOCK: gl.constexpr, OFFSETS: gl.constexpr, WHOLE: gl.constexpr,
-    K_TAIL: gl.constexpr,
+    rows, xs, present, table, thread, blocks, K,
+    ROW_TILES: gl.constexpr, K_WARPS: gl.constexpr, BLOCK: gl.constexpr, OFFSETS: gl.constexpr,
+    RAGGED: gl.constexpr, K_TAIL: gl.constexpr, SPREAD: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """A warp's part of x times rows g and g + 8, per 8 tokens: [threads, 4], row halves by 2 tokens.
+    """A warp's part of x times the rows of `rows_of`: [threads, 4], row halves by 2 tokens, of each tile for the first
+    8 tokens, then for the next.
 
     xs: pointers to the thread's first columns of a token's row, per group of 8 tokens; present: lanes with a token.
     table: bytes of levels, eight words. No blocks: zeros, nothing is read.
     """
-    CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
-    STEP: gl.constexpr = K_WARPS * UNROLL
+    CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 and not SPREAD else 1
+    JOINED: gl.constexpr = BLOCK >= 128 or SPREAD  # all of a lane's 32 columns have a scale
+    BYTES: gl.constexpr = bytes_of_lane(BLOCK, SPREAD)
+    PAIR: gl.constexpr = SPREAD and BLOCK == 32
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [K_WARPS, 1], [1, 0])
-    groups = (blocks * BLOCK + 63) // 64
-    group, first_block, column = start_of(thread, K_WARPS, UNROLL, BLOCK)
-    inside = group < groups
+    TYPE: gl.constexpr = rows[0][1].dtype.element_ty
+    OFFSET: gl.constexpr = rows[0][2].dtype.element_ty
+    units = (blocks * BLOCK + 127) // 128
+    unit, first_block, column = start_of(thread, BLOCK, BYTES)
+    inside = unit < units
     left = blocks - first_block
-    upper = load_row(row_g, inside, left, UNROLL, BLOCK, OFFSETS, WHOLE)
-    lower = load_row(row_h, inside, left, UNROLL, BLOCK, OFFSETS, WHOLE)
-    uppers = ()  # sums of rows g, per token group
+    codes = ()
+    stored = ()
+    for r in gl.static_range(2 * ROW_TILES):
+        codes = codes + (load_unit(rows[r][0], inside, left, BLOCK, BYTES, RAGGED),)
+        stored = stored + (load_stored(rows[r], inside, left, BLOCK, OFFSETS, RAGGED, SPREAD),)
+    uppers = ()  # sums of rows g
     lowers = ()  # of rows g + 8
-    for _ in gl.static_range(len(xs)):
+    for _ in gl.static_range(len(xs) * ROW_TILES):
         uppers = uppers + (gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT),)
         lowers = lowers + (gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT),)
-    for _ in range((groups + STEP - 1) // STEP):
-        row_g = moved(row_g, STEP, BLOCK)
-        row_h = moved(row_h, STEP, BLOCK)
-        left = left - STEP * 64 // BLOCK
-        ahead = group + STEP < groups
-        next_upper = load_row(row_g, ahead, left, UNROLL, BLOCK, OFFSETS, WHOLE)
-        next_lower = load_row(row_h, ahead, left, UNROLL, BLOCK, OFFSETS, WHOLE)
-        for j in gl.static_range(UNROLL):
-            a = gl.inline_asm_elementwise(
-                DECODE if OFFSETS == "none" else DECODE_CODES,
-                DECODE_REGISTERS if OFFSETS == "none" else DECODE_CODES_REGISTERS,
-                (upper[0][j], lower[0][j]) + table,
-                dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
-                is_pure=True,
-                pack=2,
-            )
-            terms_g = terms_of(upper[1], j, BLOCK, UNROLL, OFFSETS)
-            terms_h = terms_of(lower[1], j, BLOCK, UNROLL, OFFSETS)
+    for _ in range((units + K_WARPS - 1) // K_WARPS):
+        ahead = unit + K_WARPS < units
+        left = left - K_WARPS * 128 // BLOCK
+        later = ()
+        next_codes = ()
+        next_stored = ()
+        for r in gl.static_range(2 * ROW_TILES):
+            later = later + (moved(rows[r], K_WARPS, BLOCK),)
+            next_codes = next_codes + (load_unit(later[r][0], ahead, left, BLOCK, BYTES, RAGGED),)
+            next_stored = next_stored + (load_stored(later[r], ahead, left, BLOCK, OFFSETS, RAGGED, SPREAD),)
+        terms = ()
+        s = ()
+        totals = ()
+        for j in gl.static_range(2):
+            a = ()
+            for r in gl.static_range(ROW_TILES):
+                a = a + (decoded(codes[2 * r][j], codes[2 * r + 1][j], table, OFFSETS),)
+            if not JOINED or j == 0:
+                terms = ()
+                for r in gl.static_range(2 * ROW_TILES):
+                    terms = terms + (terms_of(stored[r], 64 * j // BLOCK, CHAINS, TYPE, OFFSET, OFFSETS, RAGGED, PAIR),)
+            next_s = ()
+            next_totals = ()
             added_uppers = ()
             added_lowers = ()
             for n in gl.static_range(len(xs)):
-                wanted = present[n] & (inside if WHOLE else group + j < groups)
-                x = load_tokens(xs[n], wanted, j, K - column, BLOCK, K_TAIL)
-                u, v = added_products(uppers[n], lowers[n], a, x, terms_g, terms_h, CHAINS, OFFSETS)
-                added_uppers = added_uppers + (u,)
-                added_lowers = added_lowers + (v,)
+                x = load_tokens(xs[n], present[n] & inside, j, K - column, BYTES, K_TAIL)
+                if JOINED:
+                    if OFFSETS != "none":
+                        next_totals = next_totals + (more_totals(x, totals[n] if j else ()),)
+                    for r in gl.static_range(ROW_TILES):
+                        next_s = next_s + (products(a[r], x, s[n * ROW_TILES + r] if j else ()),)
+                else:
+                    sums_of_x = sums_of_tokens(x, CHAINS) if OFFSETS != "none" else ()
+                    for r in gl.static_range(ROW_TILES):
+                        v, w = added_products(
+                            uppers[n * ROW_TILES + r], lowers[n * ROW_TILES + r], a[r], x, sums_of_x,
+                            terms[2 * r], terms[2 * r + 1], CHAINS, OFFSETS,
+                        )  # fmt: skip
+                        added_uppers = added_uppers + (v,)
+                        added_lowers = added_lowers + (w,)
+            s = next_s
+            totals = next_totals
+            if not JOINED:
+                uppers = added_uppers
+                lowers = added_lowers
+        if JOINED:
+            added_uppers = ()
+            added_lowers = ()
+            for n in gl.static_range(len(xs)):
+                for r in gl.static_range(ROW_TILES):
+                    v = uppers[n * ROW_TILES + r] + s[n * ROW_TILES + r][0] * terms[2 * r][0]
+                    w = lowers[n * ROW_TILES + r] + s[n * ROW_TILES + r][1] * terms[2 * r + 1][0]
+                    if OFFSETS != "none":
+                        v += totals[n][0] * terms[2 * r][1]
+                        w += totals[n][0] * terms[2 * r + 1][1]
+                    added_uppers = added_uppers + (v,)
+                    added_lowers = added_lowers + (w,)
             uppers = added_uppers
             lowers = added_lowers
-        upper = next_upper
-        lower = next_lower
+        codes = next_codes
+        stored = next_stored
+        rows = later
         inside = ahead
-        group = group + STEP
-        column = column + 64 * STEP
+        unit = unit + K_WARPS
+        column = column + 128 * K_WARPS
         moved_xs = ()
         for n in gl.static_range(len(xs)):
-            moved_xs = moved_xs + (xs[n] + 32 * STEP,)
+            moved_xs = moved_xs + (xs[n] + 64 * K_WARPS,)
         xs = moved_xs
+    if DEPENDENT:
+        allow_launch_after()
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
     sums = ()
-    for n in gl.static_range(len(xs)):
-        both = gl.permute(gl.join(uppers[n], lowers[n]), (0, 2, 1))  # [threads, row half, token]
+    for n in gl.static_range(len(uppers)):
+        first = sums_of_spread(uppers[n]) if SPREAD else uppers[n]
+        second = sums_of_spread(lowers[n]) if SPREAD else lowers[n]
+        both = gl.permute(gl.join(first, second), (0, 2, 1))  # [threads, row half, token]
         sums = sums + (gl.convert_layout(gl.reshape(both, (32 * K_WARPS, 4)), WIDE),)
     return sums
 
 
-@gluon.jit
-def places(TOKEN_GROUPS: gl.constexpr, K_WARPS: gl.constexpr):
-    """(row, token) of each number in the layout of `sum_over_warps`."""
-    OUT: gl.constexpr = out_layout(K_WARPS)
-    tokens = gl.arange(0, TOKEN_GROUPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None][:, :, None]
-    place = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :][:, :, None]
-    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, :][:, None, :]
-    return gl.program_id(0) * 16 + place // 4 + 8 * (four // 2), tokens * 8 + 2 * (place % 4) + four % 2
-
-
-@gluon.jit(do_not_specialize=["M", "N", "blocks"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "blocks", "x_stride", "y_stride"])
 def linear_kernel(
     x_ptr,
     code_ptr,
@@ -488,15 +666,17 @@ def linear_kernel(
     x_stride,
     y_stride,
     TOKEN_GROUPS: gl.constexpr,
+    ROW_TILES: gl.constexpr,
     K_WARPS: gl.constexpr,
-    UNROLL: gl.constexpr,
     BLOCK: gl.constexpr,
     SIGNED: gl.constexpr,
     OFFSETS: gl.constexpr,
-    WHOLE: gl.constexpr,
+    RAGGED: gl.constexpr,
     K_TAIL: gl.constexpr,
+    SPREAD: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     """y [M, N] = activation(x [M, K] @ w.T + bias), grid (ceil(N / 16),), K_WARPS warps that split K.
 
@@ -505,26 +685,20 @@ def linear_kernel(
     block_ptr: scales [N, blocks] of BLOCK columns each: floats, UE4M4 bytes with scale_ptr's tensor scale, or bytes of
     superblocks, whose numbers are scale_ptr's and least_ptr's. offset_ptr: [N, blocks], see OFFSETS above.
     """
+    if DEPENDENT:
+        wait_for_launch_before()
     BYTES: gl.constexpr = OFFSETS == "none" and block_ptr.dtype.element_ty == gl.uint8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [K_WARPS, 1], [1, 0])
     thread = gl.arange(0, 32 * K_WARPS, layout=gl.SliceLayout(1, LAYOUT))
     eighth = thread % 32 // 4
-    row = gl.program_id(0) * 16 + eighth  # beyond the last row it is the last one again, and not stored
-    row_g = row_of(
-        gl.minimum(row, N - 1), code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, thread, blocks,
-        K_WARPS, UNROLL, BLOCK,
-    )  # fmt: skip
-    row_h = row_of(
-        gl.minimum(row + 8, N - 1), code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, thread, blocks,
-        K_WARPS, UNROLL, BLOCK,
-    )  # fmt: skip
-    _group, _block, column = start_of(thread, K_WARPS, UNROLL, BLOCK)
+    rows = rows_of(N, code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, thread, blocks, ROW_TILES, BLOCK, SPREAD)
+    _unit, _block, column = start_of(thread, BLOCK, bytes_of_lane(BLOCK, SPREAD))
     xs = ()
     present = ()
     for n in gl.static_range(TOKEN_GROUPS):
-        token = n * 8 + eighth
+        token = eighth // 4 if SPREAD else n * 8 + eighth
         xs = xs + (x_ptr.to(gl.pointer_type(gl.int32)) + (token * (x_stride // 2) + column // 2),)
-        present = present + (token < M,)
+        present = present + ((token < M) & (eighth % 4 == thread % 4) if SPREAD else token < M,)
     lows = ()
     highs = ()
     if OFFSETS == "none":
@@ -534,11 +708,11 @@ def linear_kernel(
             lows = lows + (blank + low,)
             highs = highs + (blank + high,)
     sums = sums_of_rows(
-        row_g, row_h, xs, present, lows + highs, thread, blocks, K,
-        K_WARPS, UNROLL, BLOCK, OFFSETS, WHOLE, K_TAIL,
+        rows, xs, present, lows + highs, thread, blocks, K,
+        ROW_TILES, K_WARPS, BLOCK, OFFSETS, RAGGED, K_TAIL, SPREAD, DEPENDENT,
     )  # fmt: skip
-    out_row, out_token = places(TOKEN_GROUPS, K_WARPS)
-    v = sum_over_warps(sums, 0, TOKEN_GROUPS, K_WARPS)
+    out_row, out_token = places(gl.program_id(0), ROW_TILES, TOKEN_GROUPS * ROW_TILES, out_layout(K_WARPS))
+    v = sum_over_warps(sums, 0, TOKEN_GROUPS * ROW_TILES, K_WARPS)
     if BYTES:
         v = v * gl.load(scale_ptr)
     keep = (out_row < N) & (out_token < M)
@@ -583,14 +757,16 @@ def experts_kernel(
     least_at,
     GROUPED: gl.constexpr,
     TOKEN_GROUPS: gl.constexpr,
+    ROW_TILES: gl.constexpr,
     K_WARPS: gl.constexpr,
-    UNROLL: gl.constexpr,
     BLOCK: gl.constexpr,
     OFFSETS: gl.constexpr,
     SCALES: gl.constexpr,
-    WHOLE: gl.constexpr,
+    RAGGED: gl.constexpr,
     K_TAIL: gl.constexpr,
+    SPREAD: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     """y [P, N] = W x + b of each pair (token, expert), from row pair // pairs_per_row of x; zeros for sentinels.
 
@@ -598,6 +774,8 @@ def experts_kernel(
     block of its own. W is in its expert's page, whose address a table has; code_at and the like: bytes from there on.
     SCALES: dtype of scales, and of offsets if they are values. Only codes with offsets.
     """
+    if DEPENDENT:
+        wait_for_launch_before()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [K_WARPS, 1], [1, 0])
     TERM: gl.constexpr = pointer_to(SCALES)
     OFFSET: gl.constexpr = pointer_to(SCALES if OFFSETS == "values" else "uint8")
@@ -623,21 +801,17 @@ def experts_kernel(
         least_ptr = (address + least_at).to(LARGE)
         thread = gl.arange(0, 32 * K_WARPS, layout=gl.SliceLayout(1, LAYOUT))
         eighth = thread % 32 // 4
-        row = gl.program_id(0) * 16 + eighth
-        row_g = row_of(
-            gl.minimum(row, N - 1), code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, thread, blocks,
-            K_WARPS, UNROLL, BLOCK,
-        )  # fmt: skip
-        row_h = row_of(
-            gl.minimum(row + 8, N - 1), code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, thread, blocks,
-            K_WARPS, UNROLL, BLOCK,
-        )  # fmt: skip
-        _group, _block, column = start_of(thread, K_WARPS, UNROLL, BLOCK)
+        rows = rows_of(
+            N, code_ptr, block_ptr, offset_ptr, scale_ptr, least_ptr, thread, blocks, ROW_TILES, BLOCK, SPREAD
+        )
+        _unit, _block, column = start_of(thread, BLOCK, bytes_of_lane(BLOCK, SPREAD))
         xs = ()
         present = ()
         for n in gl.static_range(TOKEN_GROUPS):
-            own = n * 8 + eighth
+            own = eighth // 4 if SPREAD else n * 8 + eighth
             wanted = (own < count) & there
+            if SPREAD:
+                wanted = wanted & (eighth % 4 == thread % 4)
             own = first + own
             if GROUPED:
                 own = gl.load(order_ptr + own, mask=wanted, other=0)
@@ -645,11 +819,11 @@ def experts_kernel(
             xs = xs + (x_ptr.to(gl.pointer_type(gl.int32)) + at,)
             present = present + (wanted,)
         sums = sums_of_rows(
-            row_g, row_h, xs, present, (), thread, stop, K,
-            K_WARPS, UNROLL, BLOCK, OFFSETS, WHOLE, K_TAIL,
+            rows, xs, present, (), thread, stop, K,
+            ROW_TILES, K_WARPS, BLOCK, OFFSETS, RAGGED, K_TAIL, SPREAD, DEPENDENT,
         )  # fmt: skip
-        out_row, slot = places(TOKEN_GROUPS, K_WARPS)
-        v = sum_over_warps(sums, 0, TOKEN_GROUPS, K_WARPS)
+        out_row, slot = places(gl.program_id(0), ROW_TILES, TOKEN_GROUPS * ROW_TILES, out_layout(K_WARPS))
+        v = sum_over_warps(sums, 0, TOKEN_GROUPS * ROW_TILES, K_WARPS)
         if HAS_BIAS:
             at = bias_ptr + expert.to(gl.int64) * N + out_row
             v = v + gl.load(at, mask=(out_row < N) & there, other=0.0).to(gl.float32)

@@ -36,10 +36,10 @@ _OFFSETS = {"offsets": "values", "zeros": "zeros", "mins": "superblock"}  # fiel
 
 
 @functools.cache
-def _kernel() -> Launcher:
+def _kernel(dependent: bool) -> Launcher:
     from vbrt.kernels.cuda.table import linear_gluon
 
-    return Launcher(linear_gluon.experts_kernel)
+    return Launcher(linear_gluon.experts_kernel, dependent=dependent)
 
 
 class _Matrix(NamedTuple):
@@ -126,9 +126,10 @@ def _rows(x_MK: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str, bias_EN: 
     mean = pairs / pages.experts
     token_groups = 1 if mean <= 8 else 2 if mean <= 16 else 4
     ids, x_SMK, addresses = ids_Tk.contiguous(), summands_of(x_MK), addresses_of(pages, x_MK.device)
-    ends = row_constants(x_SMK.shape[2], matrix.row_bytes, matrix.offsets)
-    warps = 8 if matrix.row_bytes >= 8 * 32 * ends["UNROLL"] else 4
     grouped = not pairs_are_alone(ids_Tk.shape[0], pairs, pages.experts)
+    block = 2 * matrix.row_bytes // matrix.blocks
+    ends = row_constants(x_SMK.shape[2], matrix.row_bytes, block, 8 if grouped else 1)
+    warps, dependent = 8 if matrix.row_bytes >= 8 * 64 else 4, devices.launches_dependents(device)
     groups = group_pairs(ids, pages.experts, 8 * token_groups) if grouped else Groups(ids, ids, ids, ids, 1)
     blocks = len(groups.experts) if grouped else pairs
     bias = None if bias_EN is None else bias_EN.contiguous()
@@ -136,7 +137,7 @@ def _rows(x_MK: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str, bias_EN: 
     for number, x in enumerate(x_SMK):
         out = y_PN if number == 0 else torch.empty_like(y_PN)
         bias_or_x = x if bias is None or number else bias
-        _kernel()(
+        _kernel(dependent)(
             device,
             (-(-matrix.n // 16), blocks),
             (x, ids, *groups[:4], addresses, bias_or_x, out),
@@ -145,11 +146,13 @@ def _rows(x_MK: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str, bias_EN: 
             specialized=(ids.dtype, bias_or_x.dtype),
             GROUPED=grouped,
             TOKEN_GROUPS=token_groups if grouped else 1,
+            ROW_TILES=1,
             K_WARPS=warps,
-            BLOCK=2 * matrix.row_bytes // matrix.blocks,
+            BLOCK=block,
             OFFSETS=matrix.offsets,
             SCALES=matrix.scales,
             HAS_BIAS=bias is not None and number == 0,
+            DEPENDENT=dependent,
             **ends,
         )
         if number:
