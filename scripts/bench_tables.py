@@ -18,6 +18,7 @@ from scripts.programme_tables import programme_table
 from scripts.routing_tables import routing_table
 from scripts.speculation_tables import drafters_table, speculation_table
 from scripts.step_tables import joined_table
+from scripts.table_sweep import published_table
 from scripts.update_tables import update_table
 from scripts.valley_tables import valley_table
 
@@ -71,6 +72,8 @@ def tables() -> str:
         out += live_table(path)
     for path in sorted(RESULTS.glob("kernels-*.json")):
         out += kernel_table(path)
+    for path in sorted(RESULTS.glob("published-*.json")):
+        out += published_table(path)
     for path in sorted(RESULTS.glob("valley-*.json")):
         out += valley_table(path)
     for path in sorted(RESULTS.glob("ordered-launches-*.json")):

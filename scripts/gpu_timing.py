@@ -1,6 +1,7 @@
 """What the parts of `scripts/gpu_check.py` share: times of graphs and of the host, weights as pages hold them, rows."""
 
 import importlib.metadata
+import platform
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -99,6 +100,7 @@ def machine() -> dict[str, object]:
         "capability": list(torch.cuda.get_device_capability()),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "python": platform.python_version(),
         "commit": commit.stdout.strip() or None,
         "versions": versions,
         "copy_tb_s": round(copy_tb_s(), 2),

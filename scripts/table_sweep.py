@@ -1,19 +1,23 @@
-"""Launches of the fused kernel of rows of 4-bit codes, timed in turns: row tiles x warps of a program.
+"""Kernels of published codes beside nvfp4's, timed in turns; launches of those of 4-bit codes: row tiles x warps.
 
+    python scripts/table_sweep.py --out benchmarks/results
     python scripts/table_sweep.py --formats superblock32 --shapes 4096x14336,14336x4096 --tokens 1,16 --launches 1x4,2x8
 
 A row has the microseconds of a call, TB/s of the coarse plane, that rate relative to nvfp4's kernel in the same turns,
 and the relative error against float64 on decoded weights. "own" is the launch that vbrt takes. A launch that does not
-compile, or whose error exceeds 5e-3, is a row with the reason instead of a time. One GPU, no other work on it.
+compile, or whose error exceeds 5e-3, is a row with the reason instead of a time. One GPU, no other work on it. With
+--out, rows go into published-<gpu>.json, of which a table of docs/measurements.md is made.
 """
 
 import argparse
 import itertools
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,16 +26,28 @@ sys.path.insert(0, str(ROOT))
 import torch  # after the checkout is on the path
 from torch import Tensor
 
-from scripts.gpu_timing import BF16, CUDA, copy_tb_s, error, planes_of, say, side_by_side
+from scripts.gpu_timing import BF16, CUDA, error, machine, planes_of, say, side_by_side
+from scripts.measuring import markdown_table, named_machine
 from vbrt.formats import WeightPlanes, get_format
+from vbrt.host.safe_files import write_file
 from vbrt.kernels import resolve
 from vbrt.kernels.cuda import tuned_configs
 from vbrt.kernels.cuda.launch_table import Launch
 from vbrt.kernels.cuda.table import linear as table_linear
 
-FORMATS = ("nf4", "superblock32", "zeros128-float16", "affine32-float16")
-SHAPES = ((4096, 14336), (14336, 4096))  # (K, N)
-LAUNCHES = ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 4))
+#: format -> whose codes it has
+FORMATS = {
+    "levels32-float16": "Q4_0",
+    "affine32-float16": "Q4_1",
+    "superblock32": "Q4_K",
+    "zeros128-float16": "AWQ, GPTQ",
+    "affine64-bfloat16": "MLX, 4 bits",
+    "levels64-float32": "NF4 of bitsandbytes",
+    "superbytes16": "Q6_K",
+    "bytes32-float16": "Q8_0",
+    "floatbytes128-float32": "FP8",
+}
+SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096))  # (K, N)
 ROW_TILES, WARPS = (1, 2, 4), (4, 8, 16)
 _MOST_ERROR = 5e-3
 _COPIES = 5  # of a weight, to exceed the cache together
@@ -40,7 +56,7 @@ _COPIES = 5  # of a weight, to exceed the cache together
 def call(launch: tuple[int, int] | None, x: Tensor, planes: WeightPlanes) -> Tensor:
     """The product by a launch (row tiles, warps), or by vbrt's own."""
     if launch is None:
-        return table_linear.linear(x, planes)
+        return resolve("linear", "auto", CUDA, planes.format).run(x, planes)
     with mock.patch.object(tuned_configs, "found", lambda *_: Launch(*launch, True)):
         return table_linear.linear(x, planes)
 
@@ -86,8 +102,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def formats(text: str) -> tuple[str, ...]:
-        if unknown := set(text.split(",")) - set(table_linear.SERVED):
-            raise argparse.ArgumentTypeError(f"{sorted(unknown)}; expected some of {', '.join(table_linear.SERVED)}")
+        if unknown := set(text.split(",")) - set(FORMATS) - set(table_linear.SERVED):
+            raise argparse.ArgumentTypeError(
+                f"{sorted(unknown)}; expected some of {', '.join({*FORMATS, *table_linear.SERVED})}"
+            )
         return tuple(text.split(","))
 
     def pairs(text: str) -> tuple[tuple[int, int], ...]:
@@ -105,10 +123,11 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"{text}; the kernel takes 1 to {table_linear.FUSED_TOKENS} tokens")
         return found
 
-    parser.add_argument("--formats", type=formats, metavar="A,B", default=FORMATS)
+    parser.add_argument("--formats", type=formats, metavar="A,B", default=tuple(FORMATS))
     parser.add_argument("--shapes", type=pairs, metavar="KxN,KxN", default=SHAPES)
     parser.add_argument("--tokens", type=tokens, metavar="M,M", default=(1, 16))
-    parser.add_argument("--launches", type=launches, metavar="TxW,TxW", default=LAUNCHES, help="row tiles x warps")
+    parser.add_argument("--launches", type=launches, metavar="TxW,TxW", default=(), help="row tiles x warps, of 4 bits")
+    parser.add_argument("--out", type=Path, help="folder of published-<gpu>.json")
     return parser.parse_args(arguments)
 
 
@@ -116,12 +135,45 @@ def main() -> None:
     options = parsed()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device")
-    print(torch.cuda.get_device_name(), f"copies {copy_tb_s():.2f} TB/s", flush=True)
+    result: dict[str, Any] = machine() | {"rows": []}
+    print(result["gpu"], f"copies {result['copy_tb_s']} TB/s", flush=True)
     for k, n in options.shapes:
         for format in options.formats:
             for tokens in options.tokens:
-                for row in rows(format, k, n, tokens, options.launches):
+                launches = options.launches if format in table_linear.SERVED else ()
+                for row in rows(format, k, n, tokens, launches):
                     say(row)
+                    result["rows"].append(row)
+    if options.out is not None:
+        path = options.out / f"published-{result['gpu'].lower().replace(' ', '-')}.json"
+        write_file(path, (json.dumps(result, indent=1) + "\n").encode())
+
+
+def published_table(path: Path) -> list[str]:
+    """Lines of docs/measurements.md of a file of --out."""
+    result = json.loads(path.read_text())
+    own = {(row["format"], row["k"], row["n"], row["m"]): row for row in result["rows"] if row["launch"] == "own"}
+    counts = sorted({m for *_, m in own})
+    heads = ["weights", "format", "K→N", *(f"M={m}: µs, TB/s, of nvfp4's" for m in counts)]
+    lines = []
+    for format, k, n in dict.fromkeys(key[:3] for key in own):
+        cells = (own[format, k, n, m] for m in counts)
+        figures = [f"{cell['us']:.1f}, {cell['tb_s']:.2f}, {cell['of_nvfp4']:.2f}" for cell in cells]
+        lines.append([FORMATS[format], f"`{format}`", f"{k}→{n}", *figures])
+    said = (
+        f"A linear layer on codes as published, CUDA-graph replays of weights beyond L2, and its bytes a second over those "
+        f"of nvfp4's kernel in the same turns. Copies of this GPU: {result['copy_tb_s']} TB/s."
+    )
+    return [
+        "## published codes, " + result["gpu"],
+        "",
+        said,
+        "",
+        *markdown_table(heads, lines),
+        "",
+        named_machine(result),
+        "",
+    ]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Launches that `scripts/table_sweep.py` tries, and its rows; the timings themselves need a GPU."""
 
+import json
+
 import pytest
 import torch
 
@@ -27,6 +29,17 @@ def test_a_row_per_launch_which_the_kernel_is_given_or_the_reason_for_none(monke
     assert {row["launch"]: row["us"] for row in rows if "us" in row} == {"own": 20.0, "2x8": 30.0}
     failed = {row["launch"]: row["failed"] for row in rows if "failed" in row}
     assert failed["4x16"] == "RuntimeError: out of resources" and "relative error" in failed["2x4"]
+
+
+def test_the_table_has_a_line_per_weight_and_shape_and_its_own_launches(tmp_path):
+    row = {"format": "superblock32", "k": 4096, "n": 64, "launch": "own", "us": 10.0, "tb_s": 2.5, "of_nvfp4": 0.8}
+    rows = [row | {"m": 1}, row | {"m": 16, "us": 20.0}, row | {"m": 1, "launch": "1x4", "us": 99.0}]
+    where = {"gpu": "NVIDIA H200", "python": "3.12.0", "commit": "abc", "copy_tb_s": 4.2, "versions": {"torch": "2.11"}}
+    path = tmp_path / "published-nvidia-h200.json"
+    path.write_text(json.dumps(where | {"rows": rows}))
+    lines = table_sweep.published_table(path)
+    assert "| Q4_K | `superblock32` | 4096→64 | 10.0, 2.50, 0.80 | 20.0, 2.50, 0.80 |" in lines
+    assert not any("99" in line for line in lines) and "NVIDIA H200, torch 2.11, Python 3.12.0, commit abc." in lines
 
 
 @pytest.mark.parametrize(
