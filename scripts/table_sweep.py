@@ -161,8 +161,8 @@ def published_table(path: Path) -> list[str]:
         figures = [f"{cell['us']:.1f}, {cell['tb_s']:.2f}, {cell['of_nvfp4']:.2f}" for cell in cells]
         lines.append([FORMATS[format], f"`{format}`", f"{k}→{n}", *figures])
     said = (
-        f"A linear layer on codes as published, CUDA-graph replays of weights beyond L2, and its bytes a second over those "
-        f"of nvfp4's kernel in the same turns. Copies of this GPU: {result['copy_tb_s']} TB/s."
+        "A linear layer on codes as published, CUDA-graph replays of weights beyond L2, and its bytes a second over "
+        f"those of nvfp4's kernel in the same turns. Copies of this GPU: {result['copy_tb_s']} TB/s."
     )
     return [
         "## published codes, " + result["gpu"],

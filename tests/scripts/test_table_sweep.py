@@ -1,6 +1,7 @@
 """Launches that `scripts/table_sweep.py` tries, and its rows; the timings themselves need a GPU."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ def test_a_row_per_launch_which_the_kernel_is_given_or_the_reason_for_none(monke
     met, exact = [], table_linear.linear
     monkeypatch.setattr(tuned_configs, "found", lambda *_: None)
     monkeypatch.setattr(table_linear, "linear", linear)
+    monkeypatch.setattr(table_sweep, "resolve", lambda *_: SimpleNamespace(run=linear))
     monkeypatch.setattr(table_sweep, "side_by_side", lambda *sets: [10.0 * (1 + i) for i in range(len(sets))])
     rows = list(table_sweep.rows("superblock32", 256, 16, 2, ((2, 8), (4, 16), (2, 4))))
     assert met == [None, (2, 8), (4, 16), (2, 4)]
