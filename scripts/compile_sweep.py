@@ -45,13 +45,21 @@ from vbrt.kernels.cuda.e2m1 import encode, fused_linear, launches
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILED
 from vbrt.kernels.cuda.e2m1.tiles import TiledWeight, tile_layout, tile_shape
-from vbrt.kernels.cuda.experts import decoded_experts, few_tokens, many_tokens, pairs, residency, token_sums
+from vbrt.kernels.cuda.experts import (
+    decoded_experts,
+    few_tokens,
+    many_tokens,
+    pairs,
+    published_experts,
+    residency,
+    token_sums,
+)
 from vbrt.kernels.cuda.experts.pairs import Groups
 from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.launch_table import WIDE, Gpu
+from vbrt.kernels.cuda.plain import linear as plain_linear
 from vbrt.kernels.cuda.rounded import fp8
 from vbrt.kernels.cuda.table import linear as table_linear
-from vbrt.kernels.cuda.table import offset_experts
 from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.kernels.step_rules import NormRule, Part, RouteRule
@@ -324,14 +332,15 @@ def _experts(capability: int) -> Iterator[Callable[[], Any]]:
         yield partial(decoded_experts._decode, pages, "up", groups, 0, 2)
 
 
-def _offset_experts(capability: int) -> Iterator[Callable[[], Any]]:
-    for format, (hidden, inner) in zip(table_linear.AFFINE, itertools.cycle(((2048, 768), (2880, 2880))), strict=False):
+def _published_experts(capability: int) -> Iterator[Callable[[], Any]]:
+    formats, sizes = (*table_linear.AFFINE, *plain_linear.FORMATS), itertools.cycle(((2048, 768), (2880, 2880)))
+    for format, (hidden, inner) in zip(formats, sizes, strict=False):
         shapes = {"up": (2 * inner, hidden), "down": (hidden, inner)}
         layout = join_layouts({part: get_format(format).layout(shape, _BF16) for part, shape in shapes.items()})
         pages = ExpertPages(format, _BF16, shapes, layout, [None] * 32, _empty(32, dtype=torch.int64))
         for tokens, dtype in ((1, _BF16), (64, _BF16), (512, _BF16), (8, _FP32)):
             x, ids = _empty(tokens, hidden, dtype=dtype), _empty(tokens, 4, dtype=torch.int64)
-            yield partial(offset_experts._rows, x, ids, pages, "up", None, 4)
+            yield partial(published_experts._rows, x, ids, pages, "up", None, 4)
 
 
 def _sums(capability: int) -> Iterator[Callable[[], Any]]:
@@ -396,7 +405,7 @@ def _step(capability: int) -> Iterator[Callable[[], Any]]:
 _FAMILIES = {
     devices.TRITON: (_decoders, _merges, _encoders, _residency, _kv),
     devices.PTX: (_sums, _step),
-    devices.BF16: (_linears, _products, _experts, _offset_experts),
+    devices.BF16: (_linears, _products, _experts, _published_experts),
     devices.E4M3: (_fp8,),
 }
 

@@ -28,7 +28,7 @@ def test_products_and_decoded_weights(name, tokens, blocks, gpu):  # noqa: F811
     assert error(y, x.double() @ exact.T + bias.double()) < 4e-3
     decoded = plain_linear._decode(planes, torch.bfloat16)
     assert torch.equal(decoded, reference.decode_weight(planes))
-    few = plain_linear._LAUNCHES[name.startswith("floatbytes")].summed
+    few = plain_linear.launch_of(name).summed
     assert gpu == ["sums_kernel" if tokens <= few else "dots_kernel", "decode_kernel"]
 
 
@@ -38,5 +38,5 @@ def test_every_code_of_e4m3_with_and_without_the_device_s_conversion(gpu):  # no
     planes.coarse["codes"].view(torch.uint8)[0] = torch.arange(256).to(torch.uint8)
     decoded, want = plain_linear._decode(planes, torch.float32), reference.decode_weight(planes)
     assert torch.equal(decoded.nan_to_num(7), want.nan_to_num(7)) and decoded.isnan().sum() == 2
-    converts = plain_linear._constants_on(planes.coarse["codes"].device, planes.format)["CONVERTS"]
+    converts = plain_linear.constants_on(planes.coarse["codes"].device, planes.format)["CONVERTS"]
     assert converts == (devices.capability(0) >= (8, 9))

@@ -7,7 +7,7 @@ import torch
 
 from vbrt.formats import get_format
 from vbrt.formats.joint_planes import join_layouts
-from vbrt.kernels.cuda.table import offset_experts
+from vbrt.kernels.cuda.experts import published_experts
 from vbrt.layers.experts import residency_reasons
 
 
@@ -15,13 +15,14 @@ from vbrt.layers.experts import residency_reasons
     ("down", "why"),
     [
         ("superblock32", ""),
-        ("superbytes16", "some.experts: the fused kernels of superbytes16 do not take pages by address here"),
+        ("superbytes16", ""),
+        ("levels16-float32", "some.experts: the fused kernels of levels16-float32 do not take pages by address here"),
     ],
 )
 def test_kernels_of_all_parts_must_take_pages_by_address(monkeypatch, down, why):
-    kernel = SimpleNamespace(backend="fused", by_address=offset_experts.takes_addresses)
+    kernel = SimpleNamespace(backend="fused", by_address=published_experts.takes_addresses)
     monkeypatch.setattr(residency_reasons, "resolve", lambda *args: kernel)
-    monkeypatch.setattr(offset_experts.devices, "serves", lambda *args: True)
+    monkeypatch.setattr(published_experts.devices, "serves", lambda *args: True)
     formats = {"up": "superblock32", "down": down}
     layout = join_layouts({part: get_format(of).layout((64, 256), torch.bfloat16) for part, of in formats.items()})
     first = SimpleNamespace(dense=False, lossless=False, backend="auto", format="superblock32", label="superblock32")

@@ -24,13 +24,23 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import cuda_op
 from vbrt.libraries import triton_api
 
-__all__ = ["FORMATS", "FUSED_NEEDS", "FUSED_TOKENS", "decode_weight", "linear", "route"]
+__all__ = [
+    "FORMATS",
+    "FUSED_NEEDS",
+    "FUSED_TOKENS",
+    "WARPS",
+    "constants_on",
+    "decode_weight",
+    "launch_of",
+    "linear",
+    "route",
+]
 
 FORMATS = formats_of("bytes", "plain")
 #: maximum tokens of the fused kernels
 FUSED_TOKENS = 32
 FUSED_NEEDS = devices.BF16
-_DECODED_COLUMNS, _WARPS = 2048, 4
+_DECODED_COLUMNS, WARPS = 2048, 4
 _DOT_PROGRAMS, _LEAST_STEPS = 16, 4  # warps per multiprocessor, if programs have so many steps
 
 
@@ -48,6 +58,12 @@ _LAUNCHES = {
     True: _Launch(2, ((8, 512), (8, 512)), (32, 128, 2)),
     False: _Launch(4, ((2, 1024), (4, 512)), (64, 64, 4)),
 }
+
+
+@functools.cache
+def launch_of(format: str) -> _Launch:
+    """Launches for a format."""
+    return _LAUNCHES[get_format(format).code_dtype == "float8_e4m3fn"]
 
 
 @functools.cache
@@ -91,7 +107,8 @@ def _constants(format: str, converts: bool) -> dict[str, Any]:
     }
 
 
-def _constants_on(device: torch.device, format: str) -> dict[str, Any]:
+def constants_on(device: torch.device, format: str) -> dict[str, Any]:
+    """Constants of the kernels for a format on a device."""
     return _constants(format, devices.serves(device.index, devices.E4M3))
 
 
@@ -160,8 +177,8 @@ def _multiply(
     (n, blocks), k = scales.shape, x.shape[-1]
     x_MK = x.reshape(-1, k)
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
-    operands, constants = (codes, scales, offsets, large, least), _constants_on(x.device, format)
-    launch = _LAUNCHES[constants["CODES"] == "e4m3"]
+    operands, constants = (codes, scales, offsets, large, least), constants_on(x.device, format)
+    launch = launch_of(format)
     run = _sums if len(x_MK) <= launch.summed else _dots
     with torch.cuda.device(x.device):
         return run(x_MK, operands, bias, (n, blocks), constants, launch).view(*x.shape[:-1], n)
@@ -177,7 +194,7 @@ def _sums(
     _kernels().sums_kernel[(-(-n // rows),)](
         *operands, x_MK, x_MK if bias is None else bias.contiguous(), y_MN, tokens, n, k, blocks, x_MK.stride(0),
         TOKENS=1 << (tokens - 1).bit_length(), ROWS=rows, BLOCKS=columns // constants["BLOCK"],
-        HAS_BIAS=bias is not None, num_warps=_WARPS, **constants, **triton_api.fp_fusion(True),
+        HAS_BIAS=bias is not None, num_warps=WARPS, **constants, **triton_api.fp_fusion(True),
     )  # fmt: skip
     return y_MN
 
@@ -211,13 +228,13 @@ def _decode_codes(
     codes: Tensor, scales: Tensor, offsets: Tensor, large: Tensor, least: Tensor, format: str, k: int,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    (n, blocks), constants = scales.shape, _constants_on(codes.device, format)
+    (n, blocks), constants = scales.shape, constants_on(codes.device, format)
     w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
     wide = _DECODED_COLUMNS // constants["BLOCK"]
     with torch.cuda.device(codes.device):
         _kernels().decode_kernel[(n, -(-blocks // wide))](
             codes, scales, offsets, large, least, w_NK, n, k, blocks,
-            BLOCKS=wide, num_warps=_WARPS, **constants, **triton_api.fp_fusion(False),
+            BLOCKS=wide, num_warps=WARPS, **constants, **triton_api.fp_fusion(False),
         )  # fmt: skip
     return w_NK
 

@@ -16,7 +16,7 @@ CONVERTS: the device converts E4M3 itself.
 import triton
 import triton.language as tl
 
-__all__ = ["decode_kernel", "dots_kernel", "sums_kernel"]
+__all__ = ["decode_kernel", "dots_kernel", "groups_kernel", "pairs_kernel", "sums_kernel"]
 
 
 @triton.jit
@@ -110,13 +110,13 @@ def decode_kernel(
 
 
 @triton.jit
-def sums_kernel(
-    code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, bias_ptr, y_ptr, M, N, K, blocks, x_stride,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr,
+def _sums(
+    code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, M, N, K, blocks, x_stride,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] = x [M, K] @ w.T + bias for up to TOKENS tokens, a power of two; grid (ceil(N / ROWS),).
+    """fp32 [ROWS] of the program's rows for each of TOKENS rows of x; zeros where there are no blocks.
 
     Scales and offsets apply to fp32 sums over 16 columns, which one thread has.
     """
@@ -152,21 +152,60 @@ def sums_kernel(
             x = tl.load(x_ptr + (m * x_stride + column), mask=(column < K) & there, other=0.0).to(tl.float32)
             total = tl.fma(tl.sum(number * x, 3), tl.broadcast_to(scale, (ROWS, BLOCKS, PARTS)), sums[m])
             if OFFSETS == "values" or OFFSETS == "superblock":
-                total = tl.fma(
-                    tl.broadcast_to(tl.sum(x, 3), (ROWS, BLOCKS, PARTS)),
-                    tl.broadcast_to(offset, (ROWS, BLOCKS, PARTS)),
-                    total,
-                )
+                total += tl.sum(x, 3) * offset  # of x that is loaded in fp32, Triton 3.6 compiles no fma
             added = added + (total,)
         sums = added
-    out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = ()
     for m in tl.static_range(TOKENS):
         y = tl.sum(tl.sum(sums[m], 2), 1)
         if UNIT:
-            y *= tl.load(large_ptr)
+            y *= tl.load(large_ptr, mask=blocks > 0, other=0.0)
+        rows = rows + (y,)
+    return rows
+
+
+@triton.jit
+def sums_kernel(
+    code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, bias_ptr, y_ptr, M, N, K, blocks, x_stride,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """y [M, N] = x [M, K] @ w.T + bias for up to TOKENS tokens, a power of two; grid (ceil(N / ROWS),)."""
+    rows = _sums(
+        code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, M, N, K, blocks, x_stride,
+        TOKENS, ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
+    )  # fmt: skip
+    out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    for m in tl.static_range(TOKENS):
+        y = rows[m]
         if HAS_BIAS:
             y += tl.load(bias_ptr + out, mask=out < N, other=0.0).to(tl.float32)
         tl.store(y_ptr + (m * N + out), y.to(y_ptr.dtype.element_ty), mask=(out < N) & (tl.full((1,), m, tl.int32) < M))
+
+
+@triton.jit
+def _dots(
+    code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, token_at, present, first, stop, N, K, blocks,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """fp32 [ROWS, tokens] of the program's rows and blocks first .. stop; token_at: starts of rows of x."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    COLUMNS: tl.constexpr = BLOCKS * BLOCK
+    sums = tl.zeros((ROWS, token_at.shape[0]), tl.float32)
+    for start in range(first, stop, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)[None, :, None]
+        weight = _weights(
+            code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, row, block, N, blocks,
+            BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
+        ).to(x_ptr.dtype.element_ty)  # fmt: skip
+        column = start * BLOCK + tl.arange(0, COLUMNS)
+        keep = (column[:, None] < K) & present[None, :]
+        x = tl.load(x_ptr + (token_at[None, :] + column[:, None]), mask=keep, other=0.0)
+        sums = tl.dot(tl.reshape(weight, (ROWS, COLUMNS)), x, sums)
+    return sums
 
 
 @triton.jit
@@ -177,21 +216,94 @@ def dots_kernel(
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """part [splits, M, N], fp32, of x [M, K] @ w.T; grid (ceil(N / ROWS), splits), each of `share` blocks of a row."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
-    COLUMNS: tl.constexpr = BLOCKS * BLOCK
     token = tl.arange(0, TOKENS)
     first = tl.program_id(1) * share
-    sums = tl.zeros((ROWS, TOKENS), tl.float32)
-    for start in range(first, tl.minimum(first + share, blocks), BLOCKS):
-        block = start + tl.arange(0, BLOCKS)[None, :, None]
-        weight = _weights(
-            code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, row, block, N, blocks,
-            BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
-        ).to(x_ptr.dtype.element_ty)  # fmt: skip
-        column = start * BLOCK + tl.arange(0, COLUMNS)
-        keep = (column[:, None] < K) & (token[None, :] < M)
-        x = tl.load(x_ptr + (token[None, :] * x_stride + column[:, None]), mask=keep, other=0.0)
-        sums = tl.dot(tl.reshape(weight, (ROWS, COLUMNS)), x, sums)
+    sums = _dots(
+        code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, token * x_stride, token < M,
+        first, tl.minimum(first + share, blocks), N, K, blocks,
+        ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
+    )  # fmt: skip
     out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = (tl.program_id(1) * M + token[None, :]) * N + out[:, None]
     tl.store(part_ptr + at, sums, mask=(out[:, None] < N) & (token[None, :] < M))
+
+
+@triton.jit
+def _pointer(address, TYPE: tl.constexpr):
+    """A pointer to numbers of a dtype by name, from an address that is a multiple of 16."""
+    if TYPE == "int8":
+        pointer = address.to(tl.pointer_type(tl.int8))
+    elif TYPE == "float16":
+        pointer = address.to(tl.pointer_type(tl.float16))
+    elif TYPE == "bfloat16":
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
+    elif TYPE == "float32":
+        pointer = address.to(tl.pointer_type(tl.float32))
+    else:
+        pointer = address.to(tl.pointer_type(tl.uint8))
+    return tl.multiple_of(pointer, 16)
+
+
+_NUMBERS = ("E", "N", "K", "blocks", "per_row", "code_at", "block_at", "large_at", "offset_at", "least_at")
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def pairs_kernel(
+    x_ptr, id_ptr, address_ptr, bias_ptr, y_ptr, E, N, K, blocks, per_row, code_at, block_at, large_at, offset_at,
+    least_at, x_stride,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
+    LARGE: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr,
+    UNIT: tl.constexpr, CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """y [P, N] = W x + b of each pair (token, expert), from row pair // per_row of x; zeros for sentinels.
+
+    Grid (ceil(N / ROWS), P). W is in its expert's page, whose address a table has; code_at and the like: bytes from
+    there on, of numbers of the dtypes SCALES, ZEROS (offsets) and LARGE.
+    """
+    pair = tl.program_id(1)
+    expert = tl.load(id_ptr + pair).to(tl.int32)
+    there = (expert >= 0) & (expert < E)
+    address = tl.load(address_ptr + expert, mask=there, other=0)
+    rows = _sums(
+        _pointer(address + code_at, CODES), _pointer(address + block_at, SCALES), _pointer(address + offset_at, ZEROS),
+        _pointer(address + large_at, LARGE), _pointer(address + least_at, "float16"),
+        x_ptr + (pair // per_row).to(tl.int64) * x_stride, 1, N, K, tl.where(there, blocks, 0), 0,
+        1, ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
+    )  # fmt: skip
+    out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    y = rows[0]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + (expert.to(tl.int64) * N + out), mask=(out < N) & there, other=0.0).to(tl.float32)
+    tl.store(y_ptr + (pair.to(tl.int64) * N + out), y, mask=out < N)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def groups_kernel(
+    x_ptr, order_ptr, bound_ptr, expert_ptr, first_ptr, address_ptr, bias_ptr, y_ptr, E, N, K, blocks, per_row, code_at,
+    block_at, large_at, offset_at, least_at, x_stride,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALES: tl.constexpr,
+    ZEROS: tl.constexpr, LARGE: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr,
+    SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr, CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """The same for pairs sorted by expert (`pairs.Groups`), TOKENS at a time. Grid (ceil(N / ROWS), groups)."""
+    expert = tl.load(expert_ptr + tl.program_id(1))
+    if expert >= 0:  # a group without pairs has nothing to do
+        first = tl.load(first_ptr + tl.program_id(1))
+        count = tl.load(bound_ptr + expert + 1) - first
+        there = expert < E
+        address = tl.load(address_ptr + expert, mask=there, other=0)
+        token = tl.arange(0, TOKENS)
+        pair = tl.load(order_ptr + (first + token), mask=token < count, other=0).to(tl.int64)
+        sums = _dots(
+            _pointer(address + code_at, CODES), _pointer(address + block_at, SCALES),
+            _pointer(address + offset_at, ZEROS), _pointer(address + large_at, LARGE),
+            _pointer(address + least_at, "float16"), x_ptr, pair // per_row * x_stride, token < count,
+            0, tl.where(there, blocks, 0), N, K, blocks,
+            ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
+        )  # fmt: skip
+        out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        if HAS_BIAS:
+            at = expert.to(tl.int64) * N + out
+            sums += tl.load(bias_ptr + at, mask=(out < N) & there, other=0.0).to(tl.float32)[:, None]
+        keep = (out[:, None] < N) & (token < count)[None, :]
+        tl.store(y_ptr + (pair[None, :] * N + out[:, None]), sums, mask=keep)

@@ -1,4 +1,4 @@
-"""Routed experts on codes with offsets: which way is taken, what it compiles to, and on a GPU what it computes."""
+"""Routed experts on published codes: which way is taken, what it compiles to, and on a GPU what it computes."""
 
 from types import SimpleNamespace
 
@@ -9,25 +9,30 @@ from tests.kernels.cuda.gpu_cases import compiled, error, poison
 from tests.kernels.expert_cases import exact_rows, expert_pages, routing
 from tests.matrix import matrix
 from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.experts import published_experts
 from vbrt.kernels.cuda.launch_table import Gpu
-from vbrt.kernels.cuda.table import offset_experts
 from vbrt.kernels.entries import KERNELS
 from vbrt.kernels.experts import ExpertPages, Gate, weigh_and_sum
 
-FORMATS = ["superblock32", "affine32-float16", "affine16-bfloat16", "affine64-float32", "zeros128-float16"]
+NIBBLES = ["superblock32", "affine32-float16", "affine16-bfloat16", "affine64-float32", "zeros128-float16"]
+BYTES = ["bytes32-float16", "superbytes16", "superbytes32", "floatbytes128-float32", "unitbytes128"]
+BYTES += ["offsetbytes32-float16", "zerobytes128-float16", "floatzeros64-bfloat16"]
+FORMATS = NIBBLES + BYTES
 CLOSE = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
-def test_pages_of_codes_with_offsets_are_taken_by_address_from_sm_80_on(capability, monkeypatch):
+def test_pages_of_published_codes_are_taken_by_address_from_sm_80_on(capability, monkeypatch):
     monkeypatch.setattr(devices, "capability", lambda index: capability)
     for name in (*FORMATS, "nf4", "levels32-float16", "nvfp4"):
         pages, _ = expert_pages(name, {"up": (32, 128)}, 2)
-        assert offset_experts.takes_addresses(pages.layout, GPU) is (name in FORMATS and capability >= (8, 0))
-    records = {k.op: k for k in KERNELS if k.backend == "triton" and FORMATS[0] in (k.formats or ())}
-    assert records["experts_up"].by_address is offset_experts.takes_addresses
-    assert (records["experts_up"].run, records["experts_down"].run) == (offset_experts.up, offset_experts.down)
+        assert published_experts.takes_addresses(pages.layout, GPU) is (name in FORMATS and capability >= (8, 0))
+    for name in FORMATS:
+        records = {k.op: k for k in KERNELS if k.backend == "triton" and name in (k.formats or ())}
+        up, down = records["experts_up"], records["experts_down"]
+        assert up.by_address is published_experts.takes_addresses
+        assert (up.run, down.run) == (published_experts.up, published_experts.down)
 
 
 def test_many_pairs_are_decoded_where_the_host_has_pages(monkeypatch):
@@ -37,7 +42,7 @@ def test_many_pairs_are_decoded_where_the_host_has_pages(monkeypatch):
     pages, _ = expert_pages(FORMATS[0], {"up": (32, 128)}, 4)
     by_address = ExpertPages(pages.format, pages.dtype, pages.shapes, pages.layout, [None] * 4, pages.addresses)
     tables, _ = expert_pages("nf4", {"up": (32, 128)}, 4)
-    ways = [offset_experts.route(x, pairs, of) for of in (pages, by_address, tables) for pairs in (5, 4000)]
+    ways = [published_experts.route(x, pairs, of) for of in (pages, by_address, tables) for pairs in (5, 4000)]
     assert ways == ["fused", "decoded", "fused", "fused", "decoded", "decoded"]
 
 
@@ -67,7 +72,7 @@ LAYERS = {"many small": (64, 256, 96, 8), "ragged": (5, 328, 72, 3), "large": (4
 
 @pytest.mark.gpu
 @matrix(name=FORMATS, shape=LAYERS, dtype=list(CLOSE), turns=2)
-def test_experts_with_offsets_match_float64(name, shape, dtype):
+def test_experts_match_float64(name, shape, dtype):
     experts, hidden, inner, k = shape
     shapes, gate = {"up": (2 * inner, hidden), "down": (hidden, inner)}, Gate("silu")
     held, weights = expert_pages(name, shapes, experts, dtype=dtype, device="cuda")
@@ -77,23 +82,24 @@ def test_experts_with_offsets_match_float64(name, shape, dtype):
         ids, shares = routing(tokens, k, experts, device="cuda", sentinels=tokens // 2)
         x = torch.randn(tokens, hidden + 3, device="cuda", dtype=dtype)[:, 3:]
         poison()
-        h = offset_experts.up(x, ids, pages, gate=gate, bias_EN=bias)
+        h = published_experts.up(x, ids, pages, gate=gate, bias_EN=bias)
         assert error(h, exact_rows(x, ids, weights["up"], gate, bias)) < CLOSE[dtype], tokens
-        y = offset_experts.down(h, ids.int(), shares, pages)
+        y = published_experts.down(h, ids.int(), shares, pages)
         want = weigh_and_sum(exact_rows(h, ids, weights["down"], None), ids, shares, experts)
         assert error(y, want) < CLOSE[dtype], tokens
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["superblock32", "bytes32-float16"])
 @pytest.mark.parametrize("tokens", [1, 64])
-def test_graphs_follow_ids_and_addresses(tokens):
+def test_graphs_follow_ids_and_addresses(tokens, name):
     shapes = {"up": (192, 256), "down": (256, 96)}
-    pages, _ = expert_pages("superblock32", shapes, 8, device="cuda")
+    pages, _ = expert_pages(name, shapes, 8, device="cuda")
     ids, shares = routing(tokens, 2, 8, device="cuda")
     x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
 
     def run():
-        return offset_experts.down(offset_experts.up(x, ids, pages, gate=Gate("silu")), ids, shares, pages)
+        return published_experts.down(published_experts.up(x, ids, pages, gate=Gate("silu")), ids, shares, pages)
 
     before = run()
     graph = torch.cuda.CUDAGraph()

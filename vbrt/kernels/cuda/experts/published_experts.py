@@ -1,0 +1,244 @@
+"""Routed experts on published codes: backend "triton" of the ops "experts_up" and "experts_down".
+
+Codes with offsets and codes of a byte are multiplied where they lie, by the kernels of `linear` with a table of page
+addresses; the host knows neither pages nor pairs, so a pass can be captured in a CUDA graph. Gates and weighted sums
+are launches of their own. By 4-bit codes fp16 and fp32 are split into bf16 summands, a launch for each, and codes,
+scales and offsets are exact. By bytes pairs on their own are fp32 sums; many pairs, of 16 bits, are multiplied by
+weights rounded to x's dtype. Where the host has the pages, many pairs are left to decoded matrices and the vendor's
+matmul, expert by expert, and so are 4-bit tables of levels, which the kernel would round to bf16.
+
+Launches follow `linear`'s on an H200; none was measured.
+
+Legend: T tokens, k experts per token, P = T k pairs, E experts, N rows of a matrix, K its columns.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import KernelError
+from vbrt.formats import WeightPlanes
+from vbrt.formats.page import PageLayout
+from vbrt.kernels import experts
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
+from vbrt.kernels.cuda.experts.few_tokens import summands_of
+from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
+from vbrt.kernels.cuda.experts.token_sums import weighted_sums
+from vbrt.kernels.cuda.launch_table import are_few, pairs_are_alone
+from vbrt.kernels.cuda.launcher import Launcher
+from vbrt.kernels.cuda.plain import linear as plain_linear
+from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
+
+__all__ = ["down", "route", "takes_addresses", "up"]
+
+#: field of offsets -> the 4-bit kernel's OFFSETS
+_OFFSETS = {"offsets": "values", "zeros": "zeros", "mins": "superblock"}
+#: fields of pages, by what kernels take: codes, scales, of superblocks d (or a unit), offsets, of superblocks dmin
+_FIELDS = (("codes",), ("scales",), ("d", "unit"), tuple(_OFFSETS), ("dmin",))
+_BYTES = ("int8", "float8_e4m3fn")
+_GROUP = 16  # pairs that the kernel of bytes takes together
+
+
+@functools.cache
+def _nibbles(dependent: bool) -> Launcher:
+    from vbrt.kernels.cuda.table import linear_gluon
+
+    return Launcher(linear_gluon.experts_kernel, dependent=dependent)
+
+
+class _Bytes(NamedTuple):
+    pairs: Launcher
+    groups: Launcher
+
+
+@functools.cache
+def _bytes() -> _Bytes:
+    from vbrt.kernels.cuda.plain import linear_triton
+
+    return _Bytes(Launcher(linear_triton.pairs_kernel), Launcher(linear_triton.groups_kernel))
+
+
+class _Matrix(NamedTuple):
+    """One part of all pages. dtypes and starts, bytes from a page's first on, by `_FIELDS`; codes where one is not."""
+
+    n: int
+    row_bytes: int
+    blocks: int
+    offsets: str
+    dtypes: tuple[str, ...]
+    starts: tuple[int, ...]
+
+
+def _matrix(pages: ExpertPages, part: str) -> _Matrix:
+    head = f"{part}."
+    fields = {field.name.removeprefix(head): field for field in pages.layout.fields if field.name.startswith(head)}
+    stored = next((stored for name, stored in _OFFSETS.items() if name in fields), "none")
+    named = [next((fields[name] for name in names if name in fields), fields["codes"]) for names in _FIELDS]
+    (n, row_bytes), (_n, blocks) = fields["codes"].shape, fields["scales"].shape
+    return _Matrix(
+        n, row_bytes, blocks, stored, tuple(field.dtype for field in named), tuple(field.offset for field in named)
+    )
+
+
+def takes_addresses(layout: PageLayout, device: torch.device) -> bool:
+    """True if products need only the addresses of pages of this layout."""
+    taken = any(
+        field.name.endswith(tuple(f".{name}" for name in _OFFSETS))
+        or (field.name.endswith(".codes") and field.dtype in _BYTES)
+        for field in layout.fields
+    )
+    return taken and devices.serves(device.index or 0, table_linear.FUSED_NEEDS)
+
+
+def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str = "up") -> str:
+    """Name the route of a product: "fused", or "decoded": expert by expert, which syncs with the device."""
+    served = pages.format_of(part) in (*table_linear.AFFINE, *plain_linear.FORMATS)
+    if not x_MK.is_cuda or x_MK.dtype not in SUMMANDS or not served:
+        return "decoded"
+    if not devices.serves(x_MK.device.index, table_linear.FUSED_NEEDS):
+        return "decoded"
+    if are_few(pairs, pages.experts, devices.gpu(x_MK.device.index)):
+        return "fused"
+    return "decoded" if any(page is not None for page in pages.pages) else "fused"
+
+
+def _decode(planes: WeightPlanes) -> Tensor:
+    of = plain_linear if planes.format in plain_linear.FORMATS else table_linear
+    return of.decode_weight(planes)
+
+
+def up(
+    x_TH: Tensor,
+    ids_Tk: Tensor,
+    pages: ExpertPages,
+    *,
+    part: str = "up",
+    gate: Gate | None = None,
+    bias_EN: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.experts.experts_up`."""
+    if route(x_TH, ids_Tk.numel(), pages, part) == "decoded":
+        return experts.experts_up(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, decode=_decode)
+    v_PN = _rows(x_TH, ids_Tk, pages, part, bias_EN, ids_Tk.shape[1])
+    return (v_PN if gate is None else apply_gate(v_PN, gate)).to(x_TH.dtype)
+
+
+def down(
+    h_PI: Tensor,
+    ids_Tk: Tensor,
+    weights_Tk: Tensor | None,
+    pages: ExpertPages,
+    *,
+    part: str = "down",
+    bias_EN: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.experts.experts_down`."""
+    if route(h_PI, ids_Tk.numel(), pages, part) == "decoded":
+        return experts.experts_down(h_PI, ids_Tk, weights_Tk, pages, part=part, bias_EN=bias_EN, decode=_decode)
+    rows_PH = _rows(h_PI, ids_Tk, pages, part, bias_EN, 1)
+    if weights_Tk is None:
+        return rows_PH.to(h_PI.dtype)
+    return weighted_sums(rows_PH, ids_Tk, weights_Tk, pages.experts, h_PI.dtype)
+
+
+def _rows(x_MK: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str, bias_EN: Tensor | None, per_row: int) -> Tensor:
+    """W x + b of each pair, fp32 [P, N]; per_row: pairs per row of x. Raises KernelError for an x of another width."""
+    width, k = x_MK.shape[1], pages.shapes[part][1]
+    if width != k:
+        raise KernelError(f"experts, part {part!r}: x has shape {tuple(x_MK.shape)}; expected (..., {k})")
+    matrix = _matrix(pages, part)
+    y_PN = x_MK.new_empty(ids_Tk.numel(), matrix.n, dtype=torch.float32)
+    if y_PN.numel():
+        multiply = _multiply_bytes if pages.format_of(part) in plain_linear.FORMATS else _multiply_nibbles
+        bias = None if bias_EN is None else bias_EN.contiguous()
+        multiply(x_MK, ids_Tk.contiguous(), pages, part, matrix, bias, per_row, y_PN)
+    return y_PN
+
+
+def _multiply_nibbles(
+    x_MK: Tensor, ids: Tensor, pages: ExpertPages, part: str, matrix: _Matrix, bias: Tensor | None, per_row: int,
+    y_PN: Tensor,
+) -> None:  # fmt: skip
+    pairs, device = ids.numel(), x_MK.device.index
+    mean = pairs / pages.experts
+    token_groups = 1 if mean <= 8 else 2 if mean <= 16 else 4
+    x_SMK, addresses = summands_of(x_MK), addresses_of(pages, x_MK.device)
+    grouped = not pairs_are_alone(ids.shape[0], pairs, pages.experts)
+    block = 2 * matrix.row_bytes // matrix.blocks
+    ends = table_linear.row_constants(x_SMK.shape[2], matrix.row_bytes, block, 8 if grouped else 1)
+    warps, dependent = 8 if matrix.row_bytes >= 8 * 64 else 4, devices.launches_dependents(device)
+    groups = group_pairs(ids, pages.experts, 8 * token_groups) if grouped else Groups(ids, ids, ids, ids, 1)
+    blocks = len(groups.experts) if grouped else pairs
+    numbers = pages.experts, matrix.n, x_SMK.shape[2], matrix.blocks, per_row, x_SMK.stride(1), *matrix.starts
+    for number, x in enumerate(x_SMK):
+        out = y_PN if number == 0 else torch.empty_like(y_PN)
+        bias_or_x = x if bias is None or number else bias
+        _nibbles(dependent)(
+            device,
+            (-(-matrix.n // 16), blocks),
+            (x, ids, *groups[:4], addresses, bias_or_x, out),
+            numbers,
+            warps=warps,
+            specialized=(ids.dtype, bias_or_x.dtype),
+            GROUPED=grouped,
+            TOKEN_GROUPS=token_groups if grouped else 1,
+            ROW_TILES=1,
+            K_WARPS=warps,
+            BLOCK=block,
+            OFFSETS=matrix.offsets,
+            SCALES=matrix.dtypes[1],
+            HAS_BIAS=bias is not None and number == 0,
+            DEPENDENT=dependent,
+            **ends,
+        )
+        if number:
+            y_PN += out
+
+
+def _multiply_bytes(
+    x_MK: Tensor, ids: Tensor, pages: ExpertPages, part: str, matrix: _Matrix, bias: Tensor | None, per_row: int,
+    y_PN: Tensor,
+) -> None:  # fmt: skip
+    pairs, device, k = ids.numel(), x_MK.device.index, x_MK.shape[1]
+    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    format = pages.format_of(part)
+    constants, launch = plain_linear.constants_on(x_MK.device, format), plain_linear.launch_of(format)
+    alone = x_MK.dtype is torch.float32 or pairs_are_alone(ids.shape[0], pairs, pages.experts)
+    addresses, bias_or_x = addresses_of(pages, x_MK.device), x_MK if bias is None else bias
+    numbers = pages.experts, matrix.n, k, matrix.blocks, per_row, *matrix.starts, x_MK.stride(0)
+    _codes, scales, large, zeros, _least = matrix.dtypes
+    shared: dict[str, Any] = {"HAS_BIAS": bias is not None, "SCALES": scales, "ZEROS": zeros, "LARGE": large}
+    specialized = x_MK.dtype, ids.dtype, bias_or_x.dtype, x_MK.stride(0)
+    if alone:
+        rows, columns = launch.sums[0]
+        _bytes().pairs(
+            device,
+            (-(-matrix.n // rows), pairs),
+            (x_MK, ids, addresses, bias_or_x, y_PN),
+            numbers,
+            warps=plain_linear.WARPS,
+            specialized=specialized,
+            ROWS=rows,
+            BLOCKS=columns // constants["BLOCK"],
+            **shared,
+            **constants,
+        )
+        return
+    groups, (rows, columns, warps) = group_pairs(ids, pages.experts, _GROUP), launch.dots
+    _bytes().groups(
+        device,
+        (-(-matrix.n // rows), len(groups.experts)),
+        (x_MK, *groups[:4], addresses, bias_or_x, y_PN),
+        numbers,
+        warps=warps,
+        specialized=specialized,
+        TOKENS=_GROUP,
+        ROWS=rows,
+        BLOCKS=max(1, columns // constants["BLOCK"]),
+        **shared,
+        **constants,
+    )
