@@ -79,7 +79,8 @@ def test_what_cannot_be_loaded_is_said_with_the_reason(llama, tmp_path, capsys):
         ("gptq", "levels32-bfloat16"),
         ("awq", "zeros32-bfloat16"),
         ("fp8 blocks", "floatbytes16-float32"),
-        ("hqq", "nvfp4+exact"),
+        ("hqq", "floatzeros32-bfloat16"),
+        ("torchao int4", "nvfp4+exact"),
         ("act-order gptq", "zeros32-bfloat16-ordered"),
     ],
 )

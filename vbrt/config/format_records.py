@@ -44,7 +44,7 @@ BYTE_KINDS = {
     "floatbytes": ("vbrt.formats.eight_bits:FloatBytes", "bytes", None),
     "offsetbytes": ("vbrt.formats.affine:Affine", "bytes", "values"),
     "zerobytes": ("vbrt.formats.affine:ZeroPoint", "bytes", "zeros"),
-    "floatzerobytes": ("vbrt.formats.affine:FloatZeroPoint", "plain", "floatzeros"),
+    "floatzerobytes": ("vbrt.formats.affine:FloatZeroPoint", "bytes", "floatzeros"),
 }
 #: kinds of which there are weights with columns in another order: GPTQ with act-order
 _ORDERED_KINDS = ("levels", "zeros", "bytes", "zerobytes")
@@ -67,8 +67,8 @@ class FormatRecord:
         offsets: storage of a block's offset: "values" (of the scales' dtype), "zeros" (a code that stands for 0),
             "floatzeros" (between codes, of the scales' dtype) or "superblock" (like the scale); None: no offset.
         bits: bits per code.
-        kernels: kernel family for its codes ("e2m1", "table", "levels", "affine", "int8", "bytes"; "plain": of GPUs
-            only); None: decoded by the reference.
+        kernels: kernel family for its codes ("e2m1", "table", "levels", "affine", "int8", "bytes", "plain"); None:
+            decoded by the reference.
         fitted: True if its codebook is fitted to each weight; the fit is costly, so it is kept.
         lossless: True if it stores the weight's own bytes, so that a fine plane could add nothing.
         published: True if weights in it are read from published checkpoints only: a config cannot name it.

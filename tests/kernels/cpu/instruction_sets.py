@@ -26,6 +26,9 @@ OFFSETS = ("superblock32", "zeros128-bfloat16", "affine32-float16", "affine16-fl
 #: published 8-bit codes: under scales of a block and of a superblock, and with each storage of offsets
 EIGHT = ("bytes32-float16", "superbytes16", "superbytes32", "zerobytes64-bfloat16", "offsetbytes16-float32")
 EIGHT += ("floatbytes16-bfloat16", "floatbytes128-float32", "unitbytes128")
+#: and with zero points between codes, of 4 bits, too
+FLOAT_ZEROS = ("floatzeros64-float16", "floatzerobytes16-bfloat16", "floatzeros32-bfloat16", "floatzeros16-float16")
+FLOAT_ZEROS += ("floatzerobytes64-float16",)
 
 
 def check_products(formats):
@@ -44,7 +47,7 @@ def check_products(formats):
 
 def check_linear():
     """All formats' products; merged weights have every bit."""
-    check_products((*cpu_linear.FORMATS, *cpu_linear.LEVELS[:2], *OFFSETS, *cpu_linear.BYTES, *EIGHT))
+    check_products((*cpu_linear.FORMATS, *cpu_linear.LEVELS[:2], *OFFSETS, *cpu_linear.BYTES, *EIGHT, *FLOAT_ZEROS))
     for name in cpu_linear.FORMATS:
         for dtype, shape in ((torch.bfloat16, (33, 100)), (torch.float16, (5, 4112)), (torch.bfloat16, (64, 640))):
             planes, w = exact_case(name, shape, dtype)
@@ -62,6 +65,7 @@ def check_experts():
         *cpu_linear.BYTES,
         *EIGHT[1:3],
         *EIGHT[-2:],
+        *FLOAT_ZEROS[:2],
     ):
         for tokens in (1, 7):
             pages = bank(format, hidden=144)

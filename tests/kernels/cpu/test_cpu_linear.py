@@ -35,6 +35,8 @@ def case(name, shape, dtype=torch.float32):
         coarse["tensor_scale"] *= 1.2345  # published checkpoints: not a power of two
     if "unit" in coarse:
         coarse["unit"] /= 127
+    if fmt.record.offsets == "floatzeros":
+        coarse["zeros"] += torch.rand(coarse["zeros"].shape).to(coarse["zeros"].dtype)  # between codes
     return WeightPlanes(name, shape, dtype, coarse), fmt.decode(coarse, shape, torch.float64)
 
 
@@ -136,6 +138,23 @@ def test_products_with_scales_of_32_bits_are_rounded_before_offsets_are_added(na
         assert torch.equal(y, w.T)
 
 
+@built
+@matrix(kind=["floatzeros", "floatzerobytes"], block=[16, 32, 64, 128], scales=["float16", "bfloat16", "float32"])
+def test_the_difference_of_code_and_zero_point_is_rounded_before_the_product(kind, block, scales):
+    """Sums of one weight each are that weight; a weight without that rounding is another."""
+    name = f"{kind}{block}-{scales}"
+    planes, _ = case(name, (40, 528))
+    planes.coarse["zeros"][:2] = -planes.coarse["zeros"][:2]
+    w = reference.decode_weight(planes)
+    assert torch.equal(cpu_linear.decode_weight(planes), w)
+    ways = [None, cpu_linear.library().vbrt_panels] if cpu_linear.library().vbrt_has_panels() else [None]
+    for multiply in ways:
+        assert torch.equal(cpu_linear._multiply(torch.eye(528), planes, None, torch.float32, multiply), w.T)
+    wide = {field: tensor.float() if tensor.is_floating_point() else tensor for field, tensor in planes.coarse.items()}
+    exact = get_format(f"{kind}{block}-float32").decode(wide, planes.shape, torch.float32)
+    assert torch.equal(w, exact) is (scales == "float32")
+
+
 @pytest.mark.sample(8)
 @built
 @pytest.mark.parametrize("name", [*cpu_linear.LEVELS, *cpu_linear.AFFINE, *cpu_linear.EIGHT])
@@ -151,8 +170,10 @@ def test_published_levels_and_offsets_in_any_encoding_will_do(name):
 
 @built
 @pytest.mark.parametrize(
-    "name", ["affine16-float32", "affine128-float16", "zeros32-float32", "superblock32", "superbytes16", "superbytes32"]
-)
+    "name",
+    ["affine16-float32", "affine128-float16", "zeros32-float32", "superblock32", "superbytes16", "superbytes32",
+     "floatzeros64-float16", "floatzerobytes16-bfloat16"],
+)  # fmt: skip
 def test_scales_and_offsets_of_other_rows_do_not_matter(name):
     """Planes end where their memory does; a row of 4112 columns ends within vectors of scales, and in a superblock."""
     shape = (9, 4112)

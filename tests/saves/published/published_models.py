@@ -17,7 +17,7 @@ DIRECTORY = Path(__file__).parents[2] / "data/published/models"
 MODELS = {
     "bitsandbytes-nf4-nested": ({"levels64-float32", "levels32-float32"}, torch.bfloat16),  # rows of 64, and of 96
     "auto-round": ({"levels32-float16"}, torch.float16),
-    "hqq": ({"nvfp4"}, torch.bfloat16),  # decoded: no kernel computes with its planes
+    "hqq": ({"floatzeros64-bfloat16", "floatzeros32-bfloat16"}, torch.bfloat16),  # the same
 }
 
 

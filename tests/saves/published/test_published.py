@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import vbrt
 from tests.saves.published import fp4_weights, published_models
 from tests.saves.published.published_files import LAYOUTS, bitsandbytes, compressed_mxfp4, publish
+from vbrt.config import FORMATS
 from vbrt.errors import CheckpointError
 from vbrt.layers.experts import ExpertsHandle, expert_encoding
 from vbrt.saves.files.safetensors_file import TensorFile
@@ -61,9 +62,11 @@ def test_a_published_checkpoint_gives_the_logits_of_its_decoded_weights(tmp_path
     vb.close()
 
 
-def test_it_is_said_where_a_format_has_no_fused_kernels():
-    said = {name: published_checkpoint.without_kernels(name) for name in ("bytes32-float16", "floatzeros64-float16")}
-    assert said == {"bytes32-float16": "", "floatzeros64-float16": "no fused kernels on CPUs"}
+def test_it_is_said_where_a_format_has_no_fused_kernels(monkeypatch):
+    assert not any(map(published_checkpoint.without_kernels, FORMATS)), "published ones have them everywhere"
+    for devices, said in ({"cpu"}, "no fused kernels on GPUs"), ({"cuda"}, "no fused kernels on CPUs"):
+        monkeypatch.setattr(published_checkpoint, "fused_on", lambda format, devices=devices: devices)
+        assert published_checkpoint.without_kernels("floatzeros64-float16") == said
 
 
 @pytest.mark.filterwarnings("ignore:this model is in training mode")

@@ -15,7 +15,7 @@ typedef struct {
     const float *levels, *values;  /* [E or 1, 16], [256]; values for byte scales only */
     int64_t level_step;  /* 16 if each expert has its own levels, else 0 */
     int64_t codes, scales, offsets, d, dmin, unit;  /* offsets in a page, in bytes; unit: -1 if it is 1 */
-    int64_t experts, rows, columns, block, scale_type, offset_type, bits, floats;
+    int64_t experts, rows, columns, block, scale_type, offset_type, bits, coding;
     int64_t tiled;  /* codes are in tile order, with interleaved scales */
 } Bank;
 
@@ -97,7 +97,7 @@ static void sort_pairs(const Bank *b, const Task *t, Plan *plan, int64_t *starts
 }
 
 /* Columns per sum of x that products need; 0: none. */
-static int64_t summed(const Bank *b) { return b->offset_type && b->bits == 4 ? b->block : 0; }
+static int64_t summed(const Bank *b) { return b->offset_type && b->coding == LEVELS ? b->block : 0; }
 
 /* convert row r of x to the layout of the products */
 static void spread(const Bank *b, const Task *t, const Plan *plan, int64_t r) {
@@ -117,7 +117,7 @@ static void fill_tables(const Bank *b, const Plan *plan) {
         float unit = 1;
         if (b->unit >= 0) memcpy(&unit, b->pages[expert] + b->unit, 4);
         Tables *of = plan->tables + i;
-        of->dots = dots_with(b->levels + b->level_step * expert, b->values, unit, b->scale_type, b->offset_type, b->floats, b->block,
+        of->dots = dots_with(b->levels + b->level_step * expert, b->values, unit, b->scale_type, b->offset_type, b->coding, b->block,
                              b->columns, plan->form, &of->scales);
     }
 }
@@ -144,7 +144,7 @@ static Plan planned(const Bank *b, const Gate *g, const Task *t, int64_t chunk, 
     const int64_t pitch = x_bytes(b), most = most_groups(b, t);
     const int64_t results = g->gated ? b->rows / 2 : b->rows;
     Plan plan = {.x = taken(memory, t->pairs / t->pairs_per_row * pitch), .pitch = pitch, .chunk = b->tiled ? TILE_ROWS : chunk};
-    plan.form = form_of(b->levels, b->level_step ? 16 * b->experts : 16, b->bits, t->x_type, t->rounded);
+    plan.form = form_of(b->levels, b->level_step ? 16 * b->experts : 16, b->coding, t->x_type, t->rounded);
     plan.order = taken(memory, t->pairs * 8);
     plan.groups = taken(memory, most * sizeof(Group));
     plan.tables = taken(memory, most * sizeof(Tables));

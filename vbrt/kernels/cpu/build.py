@@ -63,6 +63,7 @@ NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BYTE, _SUPER = 3, 4
 #: type numbers of dots.h, and the field, by a record's offsets
 _OFFSETS = {None: (0, "offsets"), "values": (1, "offsets"), "zeros": (2, "zeros"), "superblock": (3, "mins")}
+_OFFSETS |= {"floatzeros": (4, "zeros")}
 #: fields of dots.h's `Row`
 PLANE = ("codes", "scales", "offsets", "d", "dmin")
 
@@ -90,7 +91,7 @@ class Weight(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (*PLANE, "levels", "values", "unit")),
         *((name, ctypes.c_int64) for name in ("rows", "columns", "block", "scale_type", "offset_type")),
-        *((name, ctypes.c_int64) for name in ("bits", "floats")),
+        *((name, ctypes.c_int64) for name in ("bits", "coding")),
     )
 
 
@@ -122,7 +123,7 @@ class Bank(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("pages", "levels", "values")),
         *((name, ctypes.c_int64) for name in ("level_step", *PLANE, "unit")),
         *((name, ctypes.c_int64) for name in ("experts", "rows", "columns", "block", "scale_type", "offset_type")),
-        *((name, ctypes.c_int64) for name in ("bits", "floats", "tiled")),
+        *((name, ctypes.c_int64) for name in ("bits", "coding", "tiled")),
     )
 
 

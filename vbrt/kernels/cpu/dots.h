@@ -17,11 +17,13 @@
 
 /* SUPER: a byte times d, a half per SUPERBLOCK columns */
 enum { FP32, BF16, FP16, BYTE, SUPER };
-/* a block's offset: a number of the scales' type; -zero * scale; -min * dmin, a half per SUPERBLOCK columns */
-enum { NO_OFFSET, VALUE, ZERO, MIN };
+/* a block's offset: a number of the scales' type; -zero * scale; -min * dmin, a half per SUPERBLOCK columns; a zero point
+ * of the scales' type, to which the difference of code and zero point is rounded */
+enum { NO_OFFSET, VALUE, ZERO, MIN, FLOAT_ZERO };
 #define SUPERBLOCK 256
-/* 8-bit codes: integers, those of weights with offsets without a sign, or E4M3 */
-enum { SIGNED, UNSIGNED, E4M3 };
+/* codes: of 16 levels; of 8 bits: integers, those of weights with offsets without a sign, or E4M3; of 8 or 4 bits under a
+ * FLOAT_ZERO */
+enum { LEVELS, SIGNED, UNSIGNED, E4M3, DIFFERENCES, NIBBLES };
 /* layout of inputs in spans: fp32, bf16, int8 or 16-bit fixed point, or in column order, as fp32 or bf16 */
 enum { AS_FP32, AS_BF16, AS_INT8, AS_FIXED, IN_ORDER, PAIRS_IN_ORDER };
 static const int SCALE_BYTES[] = {4, 2, 2, 1, 1};
@@ -61,21 +63,19 @@ typedef struct {
 #include "dots_plain.h"
 #endif
 
+/* Bytes of codes for `columns` weights. */
+static inline int64_t code_bytes(int64_t columns, int64_t bits) { return columns * bits / 8; }
+
 #include "eight.h"
 
 /* Bytes of a row of x in spans, without sums. */
 static inline int64_t span_bytes(int64_t columns) { return (columns + SPAN - 1) / SPAN * SPAN * sizeof(float); }
 
-static inline int coding_of(int64_t floats, int64_t offset_type) { return floats ? E4M3 : offset_type ? UNSIGNED : SIGNED; }
-
-/* Bytes of codes for `columns` weights. */
-static inline int64_t code_bytes(int64_t columns, int64_t bits) { return columns * bits / 8; }
-
 /* Row n of a plane. */
 static inline Row row_at(Row plane, int64_t n, int64_t columns, int64_t block, int64_t bits, int scale_type, int offset_type) {
     const int64_t at = n * (columns / block);
     Row row = {.codes = plane.codes + n * code_bytes(columns, bits), .scales = plane.scales + at * SCALE_BYTES[scale_type]};
-    if (offset_type) row.offsets = plane.offsets + at * (offset_type == VALUE ? SCALE_BYTES[scale_type] : 1);
+    if (offset_type) row.offsets = plane.offsets + at * (offset_type == VALUE || offset_type == FLOAT_ZERO ? SCALE_BYTES[scale_type] : 1);
     if (scale_type == SUPER) {
         const int64_t bytes = n * ((columns + SUPERBLOCK - 1) / SUPERBLOCK) * 2;
         row.d = plane.d + bytes, row.dmin = plane.dmin + bytes;
@@ -108,9 +108,11 @@ INLINE void dots_of_tokens(const Dots *d, int rows, int tokens, float *sums) {
 }
 
 /* Layout of x for these levels: int8 if it may be `rounded`, bf16 pairs if exact for levels and x, fixed point for AVX2
- * if exact for levels and x has 16 bits. With 8-bit codes x is in column order, in bf16 if it has that type. */
-static int form_of(const float *levels, int64_t count, int64_t bits, int x_type, int rounded) {
-    if (bits == 8) return NARROW8 && x_type == BF16 ? PAIRS_IN_ORDER : IN_ORDER;
+ * if exact for levels and x has 16 bits. Without levels x is in column order, in bf16 if it has that type and bf16 has all
+ * codes. */
+static int form_of(const float *levels, int64_t count, int64_t coding, int x_type, int rounded) {
+    if (coding >= DIFFERENCES) return IN_ORDER;
+    if (coding) return NARROW8 && x_type == BF16 ? PAIRS_IN_ORDER : IN_ORDER;
     if (rounded) return AS_INT8;
 #ifdef PAIRS
     int exact = x_type == BF16;
@@ -124,9 +126,9 @@ static int form_of(const float *levels, int64_t count, int64_t bits, int x_type,
 }
 
 /* Dots of x, in some layout, with rows of weights of `columns` columns; `values` are used for byte scales only. */
-static Dots dots_with(const float *levels, const float *values, float unit, int64_t type, int64_t offset_type, int64_t floats,
+static Dots dots_with(const float *levels, const float *values, float unit, int64_t type, int64_t offset_type, int64_t coding,
                       int64_t block, int64_t columns, int form, Scales *scales) {
-    Dots d = {.levels = levels, .scale_type = (int)type, .offset_type = (int)offset_type, .coding = coding_of(floats, offset_type),
+    Dots d = {.levels = levels, .scale_type = (int)type, .offset_type = (int)offset_type, .coding = (int)coding,
               .form = form, .shift = __builtin_ctzll(block), .columns = columns, .x_bytes = span_bytes(columns), .unit = unit};
     fill_scales(&d, values, unit, scales);
     if (offset_type) {
@@ -152,7 +154,7 @@ static inline int64_t row_bytes(int64_t columns, int64_t summed) {
     return span_bytes(columns) + (summed ? (columns / summed + 15) / 16 * 16 * sizeof(float) : 0);
 }
 
-/* Convert a span of x; words = sums by eight columns, of the numbers that are multiplied (not for 8-bit codes). */
+/* Convert a span of x; words = sums by eight columns, of the numbers that are multiplied (not in column order). */
 INLINE void spread_in_form(const float *span, int form, void *to, float *words) {
     if (form == IN_ORDER) {
         memcpy(to, span, SPAN * sizeof(float));

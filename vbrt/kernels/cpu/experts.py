@@ -222,7 +222,7 @@ def _bank(pages: ExpertPages, part: str, tables: tuple[int, Tensor, Tensor]) -> 
         addresses, levels.data_ptr(), values.data_ptr(), 16 if len(levels) > 1 else 0,
         *(offsets.get(TILES if tiled and name == "codes" else name, -1) for name in plane_fields(record)),
         offsets.get("tensor_scale", offsets.get("unit", -1)), pages.experts, n, padded(k, record.block), record.block,
-        scale_type(record), offset_type(record), record.bits, cpu_linear.has_floats(get_format(format)), tiled,
+        scale_type(record), offset_type(record), record.bits, cpu_linear.coding_of(get_format(format)), tiled,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@
  * A decoded weight is level[code] * (value[scale byte] * unit), both products rounded to fp32, bit-exact with the
  * reference; or level[code] * scale for scales of 16 or 32 bits. Those have no fine plane, nor have 8-bit codes, which
  * are their own levels: code * scale * unit. Affine weights are code * scale + offset or (code - zero) * scale, each
- * operation rounded to fp32.
+ * operation rounded to fp32; where zero points lie between codes, the difference then to the scales' type.
  * Legend: M tokens, N outputs, K inputs padded to the block.
  */
 #include "dots.h"
@@ -13,7 +13,7 @@
 typedef struct {
     Row plane;  /* codes [N, K/2] or, for 8 bits, [N, K]; scales [N, K/block] of scale_type; offsets likewise */
     const float *levels, *values, *unit;  /* [16], [256], [1]; `values` for byte scales only */
-    int64_t rows, columns, block, scale_type, offset_type, bits, floats;  /* floats: codes of 8 bits are E4M3 */
+    int64_t rows, columns, block, scale_type, offset_type, bits, coding;
 } Weight;
 
 static Row row_of(const Weight *w, int64_t n) {
@@ -21,7 +21,7 @@ static Row row_of(const Weight *w, int64_t n) {
 }
 
 /* Columns per sum of x that a product needs; 0: none. */
-static int64_t summed(const Weight *w) { return w->offset_type && w->bits == 4 ? w->block : 0; }
+static int64_t summed(const Weight *w) { return w->offset_type && w->coding == LEVELS ? w->block : 0; }
 
 typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
 
@@ -84,21 +84,24 @@ INLINE void decode_as(const Weight *w, const Pair *pairs, Row row, int64_t at, i
     }
 }
 
-/* the same of 8 bits */
-static void decode_bytes(const Weight *w, Row row, int64_t at, int64_t columns, float *out) {
+/* the same without levels */
+static void decode_in_columns(const Weight *w, Row row, int64_t at, int64_t columns, float *out) {
     const int type = (int)w->scale_type, offset_type = (int)w->offset_type;
     const float unit = type == BYTE ? 1 : *w->unit;
-    const int8_t *whole = (const int8_t *)row.codes + at;
-    const uint8_t *positive = row.codes + at;
+    const uint8_t *positive = row.codes + code_bytes(at, w->bits);
+    const int8_t *whole = (const int8_t *)positive;
     for (int64_t first = 0; first < columns; first += w->block) {
         const int64_t block = (at + first) / w->block, superblock = (at + first) / SUPERBLOCK, end = first + w->block;
         const uint8_t *stored = row.scales + block * SCALE_BYTES[type];
         const float scale = type == BYTE ? w->values[*stored] * *w->unit
                             : type == SUPER ? number_of(row.d + 2 * superblock, FP16) * *stored : number_of(stored, type);
-        if (w->floats) {
+        if (w->coding >= E4M3) {
+            const float zero = offset_type ? number_of(row.offsets + block * SCALE_BYTES[type], type) : 0;
             for (int64_t k = first; k < end; k += 16) {
                 Lanes code[16 / LANES];
-                sixteen_whole(positive + k, E4M3, code);
+                if (w->coding == E4M3) sixteen_whole(positive + k, E4M3, code);
+                else if (w->coding == NIBBLES) sixteen_differences(positive + k / 2, NIBBLES, zero, type, code);
+                else sixteen_differences(positive + k, DIFFERENCES, zero, type, code);
                 for (int i = 0; i < 16 / LANES; i++) to_memory(out + k + i * LANES, times(code[i], all_of(scale)));
             }
         } else if (offset_type == NO_OFFSET) {
@@ -126,7 +129,7 @@ INLINE void decode_numbers(const Weight *w, const Pair *pairs, Row row, int64_t 
 /* `columns` weights from column `at` of row n on, a block boundary */
 static void decode(const Weight *w, const Pair *pairs, int64_t n, int64_t at, int64_t columns, float *out) {
     const Row row = row_of(w, n);
-    if (w->bits == 8) decode_bytes(w, row, at, columns, out);
+    if (w->coding) decode_in_columns(w, row, at, columns, out);
     else if (w->scale_type == BYTE) decode_as(w, pairs, row, at, columns, out, BYTE, NO_OFFSET);
     else if (w->scale_type == SUPER) decode_as(w, pairs, row, at, columns, out, SUPER, MIN);
     else if (w->offset_type == VALUE) decode_numbers(w, pairs, row, at, columns, out, VALUE);
@@ -210,7 +213,7 @@ static void multiply_parts(const Part *parts, int count, int threads) {
 }
 
 static Dots dots_for(const Weight *w, int form, Scales *scales) {
-    return dots_with(w->levels, w->values, *w->unit, w->scale_type, w->offset_type, w->floats, w->block, w->columns, form, scales);
+    return dots_with(w->levels, w->values, *w->unit, w->scale_type, w->offset_type, w->coding, w->block, w->columns, form, scales);
 }
 
 /* y = x @ w.T + bias for `count` weights, bit-exact with a call for each; returns 0 if out of memory */
@@ -223,7 +226,7 @@ int vbrt_linears(const Weight *const *weights, const Product *products, int coun
         const Weight *w = weights[i];
         chunks += (w->rows + CHUNK - 1) / CHUNK;
         parts[i] = (Part){.w = w, .p = products + i, .end = chunks};
-        const int form = form_of(w->levels, 16, w->bits, products[i].x_type, products[i].rounded);
+        const int form = form_of(w->levels, 16, w->coding, products[i].x_type, products[i].rounded);
         parts[i].d = dots_for(w, form, scales + i);
         if (!i || !shares_spans(parts + i, parts + i - 1)) bytes += part_bytes(parts + i);
     }

@@ -39,11 +39,11 @@ __all__ = [
     "FORMATS",
     "LEVELS",
     "THREAD_WORK",
+    "coding_of",
     "decode_to",
     "decode_turned",
     "decode_weight",
     "fused_tokens",
-    "has_floats",
     "linear",
     "prepared",
     "route",
@@ -58,8 +58,10 @@ LEVELS = formats_of("levels")
 AFFINE = formats_of("affine")
 #: 8-bit integer codes, without a fine plane
 BYTES = formats_of("int8")
-#: 8-bit integers or E4M3 with scales of 16 or 32 bits or of superblocks, with or without offsets; without a fine plane
-EIGHT = formats_of("bytes")
+#: 8-bit integers or E4M3 with scales of 16 or 32 bits or of superblocks, with or without offsets, and 4-bit codes with
+#: zero points between them; without a fine plane
+EIGHT = formats_of("bytes", "plain")
+_LEVELS, _SIGNED, _UNSIGNED, _E4M3, _DIFFERENCES, _NIBBLES = range(6)
 #: multiply-adds per thread that make threading worth it
 THREAD_WORK = 1 << 16
 _TILE_WEIGHTS = 1 << 22  # 16 MiB of fp32: enough rows for a fast matmul, smaller than the weight in 16 bits
@@ -250,7 +252,7 @@ class _Prepared:
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in (*fields, *tables))
         columns = self.codes.shape[1] * 8 // record.bits
         types = scale_type(record), offset_type(record)
-        self.weight = Weight(*pointers, planes.shape[0], columns, fmt.block, *types, record.bits, has_floats(fmt))
+        self.weight = Weight(*pointers, planes.shape[0], columns, fmt.block, *types, record.bits, coding_of(fmt))
         # keeps pointees alive: another thread may replace this object during a call
         self.weight.tensors = (*planes.coarse.values(), *tables)
 
@@ -273,9 +275,14 @@ def prepared(planes: WeightPlanes) -> _Prepared | None:
     return kept
 
 
-def has_floats(fmt: Format) -> bool:
-    """True if 8-bit codes are E4M3."""
-    return isinstance(fmt, FloatBytes)
+def coding_of(fmt: Format) -> int:
+    """Return dots.h's number for the kind of a format's codes."""
+    record = fmt.record
+    if record.offsets == "floatzeros":
+        return _DIFFERENCES if record.bits == 8 else _NIBBLES
+    if record.bits == 4:
+        return _LEVELS
+    return _E4M3 if isinstance(fmt, FloatBytes) else _UNSIGNED if record.offsets else _SIGNED
 
 
 def _weight(planes: WeightPlanes) -> Weight:

@@ -9,9 +9,10 @@
 #define PASS 516    /* tokens per decoding of a tile: one for 512, two for 1,024 */
 
 typedef struct {
-    float tile[SIDE][DEEP];  /* in spans */
+    _Alignas(64) float tile[SIDE][DEEP];  /* in spans */
     float sums[PASS * SIDE];  /* [token, row] */
     float scales[DEEP / 16 + WORD], offsets[DEEP / 16 + WORD];
+    int type;  /* of zero points, and of differences */
 } Room;
 
 /* sums [tokens, SIDE] += x [tokens, columns] and w [STEP, columns]; `tokens` is a constant after inlining */
@@ -60,14 +61,16 @@ INLINE void decode_spans(const Dots *d, const uint8_t *codes, const Room *room, 
     }
 }
 
-/* `columns` weights of 8 bits of a row in order; the kinds of codes and offsets are constants after inlining */
+/* `columns` weights without levels of a row in order; the kinds of codes and offsets are constants after inlining */
 INLINE void decode_in_order(const uint8_t *codes, const Room *room, int shift, int64_t columns, int coding, int offset_type,
                             float *out) {
+    const int bits = coding == NIBBLES ? 4 : 8;
     for (int64_t k = 0; k < columns; k += 16) {
         const Lanes scale = all_of(room->scales[k >> shift]);
         const Lanes offset = offset_type ? all_of(room->offsets[k >> shift]) : _mm256_setzero_ps();
         Lanes both[2];
-        sixteen_whole(codes + k, coding, both);
+        if (offset_type == FLOAT_ZERO) sixteen_differences(codes + code_bytes(k, bits), coding, room->offsets[k >> shift], room->type, both);
+        else sixteen_whole(codes + k, coding, both);
         for (int j = 0; j < 2; j++) {
             Lanes weight = _mm256_mul_ps(offset_type == ZERO ? _mm256_sub_ps(both[j], offset) : both[j], scale);
             if (offset_type == VALUE) weight = _mm256_add_ps(weight, offset);
@@ -80,17 +83,20 @@ INLINE void decode_in_order(const uint8_t *codes, const Room *room, int shift, i
 /* Decode `count` rows from n on, `columns` of each from `first` on. Products with what else the tile holds are dropped. */
 static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t count, int64_t first, int64_t columns, Room *room) {
     Dots row = *d;
+    room->type = (int)w->scale_type;
     for (int64_t r = 0; r < count; r++) {
         row.row[0] = row_of(w, n + r);
         const uint8_t *codes = row.row[0].codes + code_bytes(first, w->bits);
         const uint8_t *ahead = codes + code_bytes(SIDE * w->columns, w->bits);
         for (int64_t i = 0; i < code_bytes(columns, w->bits); i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
-        if (w->bits == 8) {
+        if (w->coding) {
             scales_of_bytes(&row, 0, first, columns, room->scales);
             if (w->offset_type) offsets_of_bytes(&row, 0, first, columns, NULL, room->offsets);
-            if (w->offset_type == ZERO) decode_in_order(codes, room, d->shift, columns, UNSIGNED, ZERO, room->tile[r]);
+            if (w->coding == NIBBLES) decode_in_order(codes, room, d->shift, columns, NIBBLES, FLOAT_ZERO, room->tile[r]);
+            else if (w->coding == DIFFERENCES) decode_in_order(codes, room, d->shift, columns, DIFFERENCES, FLOAT_ZERO, room->tile[r]);
+            else if (w->offset_type == ZERO) decode_in_order(codes, room, d->shift, columns, UNSIGNED, ZERO, room->tile[r]);
             else if (w->offset_type) decode_in_order(codes, room, d->shift, columns, UNSIGNED, VALUE, room->tile[r]);
-            else if (w->floats) decode_in_order(codes, room, d->shift, columns, E4M3, NO_OFFSET, room->tile[r]);
+            else if (w->coding == E4M3) decode_in_order(codes, room, d->shift, columns, E4M3, NO_OFFSET, room->tile[r]);
             else decode_in_order(codes, room, d->shift, columns, SIGNED, NO_OFFSET, room->tile[r]);
             continue;
         }
@@ -164,7 +170,7 @@ static int multiply_panels(const Weight *w, const Product *p, int threads) {
     Room *rooms = (Room *)memory;
     char *x = (char *)(rooms + threads);
     Scales scales;
-    const int form = w->bits == 8 ? IN_ORDER : AS_FP32;
+    const int form = w->coding ? IN_ORDER : AS_FP32;
     const Dots d = dots_for(w, form, &scales);
     Range ranges[threads];
     for (int64_t from = 0; from < p->tokens; from += PASS) {

@@ -9,9 +9,10 @@
 #define ROW (DEEP + 16)  /* row pitch in words, not a power of two */
 
 typedef struct {
-    float tile[DEEP * SIDE];  /* [word, row] */
+    _Alignas(64) float tile[DEEP * SIDE];  /* [word, row] */
     float rows[16 * ROW];
     float scales[2 * DEEP / 16 + 32], offsets[2 * DEEP / 16 + 32];
+    int type;  /* of zero points, and of differences */
     float sums[PASS * SIDE];  /* [token, row] */
 } Room;
 
@@ -84,6 +85,10 @@ INLINE __m512 weights_at(const uint8_t *codes, __m512 levels, const Room *room, 
                          int offset_type) {
     const __m512 scale = _mm512_set1_ps(room->scales[at]);
     __m512 level;
+    if (offset_type == FLOAT_ZERO) {
+        sixteen_differences(codes, coding, room->offsets[at], room->type, &level);
+        return _mm512_mul_ps(level, scale);
+    }
     if (bits == 8) {
         sixteen_whole(codes, coding, &level);
     } else {
@@ -117,13 +122,15 @@ INLINE void decode_words(const uint8_t *codes, const Room *room, int shift, int6
 
 INLINE void decode_row(const Weight *w, const uint8_t *codes, const Room *room, int shift, int64_t columns, __m512 levels,
                        int pairs, float *out) {
-    if (w->bits == 8 && w->offset_type == ZERO) decode_words(codes, room, shift, columns, levels, 8, pairs, UNSIGNED, ZERO, out);
+    if (w->coding == NIBBLES) decode_words(codes, room, shift, columns, levels, 4, pairs, NIBBLES, FLOAT_ZERO, out);
+    else if (w->coding == DIFFERENCES) decode_words(codes, room, shift, columns, levels, 8, pairs, DIFFERENCES, FLOAT_ZERO, out);
+    else if (w->bits == 8 && w->offset_type == ZERO) decode_words(codes, room, shift, columns, levels, 8, pairs, UNSIGNED, ZERO, out);
     else if (w->bits == 8 && w->offset_type) decode_words(codes, room, shift, columns, levels, 8, pairs, UNSIGNED, VALUE, out);
-    else if (w->floats) decode_words(codes, room, shift, columns, levels, 8, pairs, E4M3, NO_OFFSET, out);
+    else if (w->coding == E4M3) decode_words(codes, room, shift, columns, levels, 8, pairs, E4M3, NO_OFFSET, out);
     else if (w->bits == 8) decode_words(codes, room, shift, columns, levels, 8, pairs, SIGNED, NO_OFFSET, out);
-    else if (w->offset_type == ZERO) decode_words(codes, room, shift, columns, levels, 4, pairs, UNSIGNED, ZERO, out);
-    else if (w->offset_type) decode_words(codes, room, shift, columns, levels, 4, pairs, UNSIGNED, VALUE, out);
-    else decode_words(codes, room, shift, columns, levels, 4, pairs, SIGNED, NO_OFFSET, out);
+    else if (w->offset_type == ZERO) decode_words(codes, room, shift, columns, levels, 4, pairs, LEVELS, ZERO, out);
+    else if (w->offset_type) decode_words(codes, room, shift, columns, levels, 4, pairs, LEVELS, VALUE, out);
+    else decode_words(codes, room, shift, columns, levels, 4, pairs, LEVELS, NO_OFFSET, out);
 }
 
 /* Decode the tile of rows from n on, `columns` of them from `first` on; zeros beyond the last row and column. */
@@ -131,6 +138,7 @@ static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t first, 
     const __m512 levels = _mm512_loadu_ps(w->levels);
     const int64_t words = row_words(columns, pairs);
     Dots row = *d;
+    room->type = (int)w->scale_type;
     for (int half = 0; half < 2; half++) {
         for (int r = 0; r < 16; r++) {
             const int64_t at = n + 16 * half + r;
@@ -140,9 +148,9 @@ static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t first, 
                 continue;
             }
             row.row[0] = row_of(w, at);
-            if (w->bits == 8) scales_of_bytes(&row, 0, first, columns, room->scales);
+            if (w->coding) scales_of_bytes(&row, 0, first, columns, room->scales);
             else scales_of(&row, 0, first, columns, room->scales);
-            if (w->offset_type && w->bits == 8) offsets_of_bytes(&row, 0, first, columns, NULL, room->offsets);
+            if (w->offset_type && w->coding) offsets_of_bytes(&row, 0, first, columns, NULL, room->offsets);
             else if (w->offset_type) offsets_of(&row, 0, first, columns, room->offsets);
             const uint8_t *codes = row.row[0].codes + code_bytes(first, w->bits);
             const uint8_t *ahead = codes + code_bytes(SIDE * w->columns, w->bits);
