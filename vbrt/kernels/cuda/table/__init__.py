@@ -2,7 +2,7 @@
 
 Few tokens: `linear_gluon.py`, lookups by `prmt`, or codes with offsets by bit arithmetic; block scales and offsets on
 fp32 sums, exact but for the rounding of sums. Many tokens of formats with offsets: decoded, for the vendor's matmul.
-Their routed experts: the same loop, by addresses of pages (`published_experts.py` of `experts`).
+Their routed experts: the same loop, by addresses of pages (`kernels/cuda/experts`).
 
 Many tokens of tables, nf4 and quantile: the persistent kernel of `e2m1` with operands made here (`operands_gluon.py`),
 scales on the weights, in bf16. There, lanes exchange codes before they are decoded: the two columns that an instruction
