@@ -16,9 +16,17 @@ from vbrt.errors import VBError
 from vbrt.libraries import transformers_api
 from vbrt.libraries.transformers_api import ROWS, attention_of, set_attention
 
-__all__ = ["NotRouted", "Route"]
+__all__ = ["NotRouted", "Route", "register_routes"]
 
 _KNOWN = {"sdpa", "eager"}
+_ROUTES: list["Route"] = []
+
+
+def register_routes() -> None:
+    """Enter all routes in transformers' tables, where it is in use: captured steps depend on what these hold."""
+    if "transformers.modeling_utils" in sys.modules and not ROWS.refusal():
+        for route in _ROUTES:
+            route.register()
 
 
 class NotRouted(VBError):
@@ -37,11 +45,14 @@ class Route:
     def __init__(self, name: str, attention: Callable[..., Any], masks: Callable[..., Any]) -> None:
         self.name, self._attention, self._masks = name, attention, masks
         self._own: dict[int, str] = {}  # config id -> the model's implementation
+        _ROUTES.append(self)
 
     @contextlib.contextmanager
     def of(self, model: Any) -> Iterator[None]:
         """Route the model's attention in the block. Raises NotRouted: it is none of torch's, or has no interface."""
-        self._register()
+        if missing := ROWS.refusal():
+            raise NotRouted(missing)
+        self.register()
         configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
         own = {key: name for key, config in configs.items() if (name := attention_of(config)) is not None}
         unknown = set(own.values()) - _KNOWN
@@ -69,9 +80,8 @@ class Route:
         """The mask function that the model would call itself."""
         return transformers_api.ALL_MASK_ATTENTION_FUNCTIONS[self._own[id(config)]]
 
-    def _register(self) -> None:
-        if missing := ROWS.refusal():
-            raise NotRouted(missing)
+    def register(self) -> None:
+        """Enter the functions in transformers' tables."""
         if self.name not in transformers_api.AttentionInterface._global_mapping:
             transformers_api.AttentionInterface.register(self.name, self._attention)
             transformers_api.AttentionMaskInterface.register(self.name, self._masks)

@@ -413,10 +413,12 @@ def in_a_child(device, team, box, part, entry, x, want):
         return 1
 
 
-def test_ctrl_c_leaves_a_team_that_serves():
+def test_ctrl_c_leaves_a_team_that_serves(request):
     device, team = Device(), HostedTeam(1)
     box, (part,), entry = small(team, device)
     x = torch.zeros(1, 160).bfloat16()
+    request.addfinalizer(gc.enable)
+    gc.disable()  # an interrupt of a callback of it would be lost
     with pytest.raises(KeyboardInterrupt):
         for at in range(10_000):
             if at == 100:

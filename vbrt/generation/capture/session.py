@@ -45,6 +45,7 @@ from vbrt.generation.static.length_buckets import span_of
 from vbrt.generation.static.static_cache import Statics, is_entered, leave, offer, own, withdraw
 from vbrt.host.logger import warn
 from vbrt.kernels.cuda.compiling import Compilation
+from vbrt.libraries.transformers_attention import register_routes
 from vbrt.report.stats import StepCounts
 
 __all__ = ["CUSTOM", "KEEPS_BITS", "OFF", "STREAMS", "NotNow", "Session", "Steps"]
@@ -143,7 +144,8 @@ class Steps:
         why = self.refusal()
         if why:
             return why
-        answer_captures()  # before the fingerprint, which this patch would change
+        answer_captures()  # before the fingerprint, which this patch would change, and routes
+        register_routes()
         self._follow((fingerprint(self._model()), self._terms.moment()))
         return ""
 
