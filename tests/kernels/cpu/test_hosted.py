@@ -417,6 +417,8 @@ def test_ctrl_c_leaves_a_team_that_serves(request):
     device, team = Device(), HostedTeam(1)
     box, (part,), entry = small(team, device)
     x = torch.zeros(1, 160).bfloat16()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     request.addfinalizer(gc.enable)
     gc.disable()  # an interrupt of a callback of it would be lost
     with pytest.raises(KeyboardInterrupt):
