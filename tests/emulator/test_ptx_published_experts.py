@@ -28,9 +28,8 @@ BYTES = [
 IDS = torch.tensor([[0, 2], [2, 3], [0, 2], [-1, 2], [2, 0]] * 3)  # of 3 experts: both kinds of sentinels
 
 
-@pytest.mark.sample(2)
-@matrix(name=FORMATS, tokens=[1, 2, 15], k=[136, 328, 512, 352], dtype=list(CLOSE), at_most=8)
-def test_rows_and_sums_of_pairs(name, tokens, k, dtype, gpu, monkeypatch):  # noqa: F811
+def check_rows_and_sums(name, tokens, k, dtype, monkeypatch):
+    """Rows of pairs and their weighted sums, of three experts of which one has no page."""
     shapes = {"up": (48, k), "down": (k, 24)}
     pages, weights = expert_pages(name, shapes, 3, dtype=dtype, missing=(1,))
     monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])
@@ -44,24 +43,18 @@ def test_rows_and_sums_of_pairs(name, tokens, k, dtype, gpu, monkeypatch):  # no
     shares = torch.rand(ids.shape)
     y = published_experts.down(h, ids, shares, pages)
     assert error(y, weigh_and_sum(exact_rows(h, ids, weights["down"], None), ids, shares, 3)) < CLOSE[dtype]
+
+
+@pytest.mark.sample(2)
+@matrix(name=FORMATS, tokens=[1, 2, 15], k=[136, 328, 512, 352], dtype=list(CLOSE), at_most=8)
+def test_rows_and_sums_of_pairs(name, tokens, k, dtype, gpu, monkeypatch):  # noqa: F811
+    check_rows_and_sums(name, tokens, k, dtype, monkeypatch)
     assert gpu.count("experts_kernel") == 2 * {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[dtype]
 
 
 @pytest.mark.sample(3)
 @matrix(name=BYTES, tokens=[1, 15], dtype=[torch.bfloat16, torch.float32], at_most=10)
 def test_rows_and_sums_of_pairs_by_bytes(name, tokens, dtype, gpu, monkeypatch):  # noqa: F811
-    shapes = {"up": (48, 264), "down": (264, 24)}
-    pages, weights = expert_pages(name, shapes, 3, dtype=dtype, missing=(1,))
-    monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])
-    monkeypatch.setattr(published_experts, "route", lambda *_: "fused")
-    monkeypatch.setattr(published_experts, "group_pairs", grouped_pairs)
-    x, ids, bias, gate = torch.randn(tokens, 264).to(dtype), IDS[:tokens], torch.randn(3, 48), Gate("silu")
-    h = published_experts.up(x, ids, pages, gate=gate, bias_EN=bias)
-    want = exact_rows(x, ids, weights["up"], gate, bias)
-    assert h.shape == want.shape and h.dtype is dtype and error(h, want) < CLOSE[dtype]
-    assert not h[(ids < 0).flatten() | (ids > 2).flatten()].any()
-    shares = torch.rand(ids.shape)
-    y = published_experts.down(h, ids, shares, pages)
-    assert error(y, weigh_and_sum(exact_rows(h, ids, weights["down"], None), ids, shares, 3)) < CLOSE[dtype]
+    check_rows_and_sums(name, tokens, 264, dtype, monkeypatch)
     alone = tokens == 1 or dtype is torch.float32
     assert gpu.count("pairs_kernel" if alone else "groups_kernel") == 2

@@ -34,7 +34,6 @@ from vbrt.libraries import triton_api
 
 __all__ = [
     "AFFINE",
-    "FIELDS",
     "FORMATS",
     "FUSED_NEEDS",
     "FUSED_TOKENS",
@@ -195,12 +194,12 @@ class _Weight(NamedTuple):
 
 
 #: fields of planes that a `_Weight` has, in its order
-FIELDS = (("codes",), ("scales",), ("levels",), ("tensor_scale", "d"), ("offsets", "zeros", "mins"), ("dmin",))
+_FIELDS = (("codes",), ("scales",), ("levels",), ("tensor_scale", "d"), ("offsets", "zeros", "mins"), ("dmin",))
 
 
 def weight_of(coarse: dict[str, Tensor]) -> _Weight:
     """A plain coarse plane in the form of the kernels."""
-    return _Weight(*(next((coarse[name] for name in names if name in coarse), None) for names in FIELDS))
+    return _Weight(*(next((coarse[name] for name in names if name in coarse), None) for names in _FIELDS))
 
 
 def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: str) -> Tensor:

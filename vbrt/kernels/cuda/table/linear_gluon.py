@@ -681,7 +681,7 @@ def linear_kernel(
     """y [M, N] = activation(x [M, K] @ w.T + bias), grid (ceil(N / 16),), K_WARPS warps that split K.
 
     x is bf16, its rows 16-byte aligned; TOKEN_GROUPS groups of 8 tokens cover M. K_TAIL: K is less than the columns of
-    all groups, which may end behind the last block. WHOLE: rows of codes end with a step of UNROLL groups.
+    all groups, which may end behind the last block. RAGGED: rows of codes end within 128 columns.
     block_ptr: scales [N, blocks] of BLOCK columns each: floats, UE4M4 bytes with scale_ptr's tensor scale, or bytes of
     superblocks, whose numbers are scale_ptr's and least_ptr's. offset_ptr: [N, blocks], see OFFSETS above.
     """
