@@ -53,8 +53,8 @@ def test_rows_and_sums_of_pairs(name, tokens, k, dtype, gpu, monkeypatch):  # no
 
 
 @pytest.mark.sample(3)
-@matrix(name=BYTES, tokens=[1, 15], dtype=[torch.bfloat16, torch.float32], at_most=10)
-def test_rows_and_sums_of_pairs_by_bytes(name, tokens, dtype, gpu, monkeypatch):  # noqa: F811
-    check_rows_and_sums(name, tokens, 264, dtype, monkeypatch)
-    alone = tokens == 1 or dtype is torch.float32
-    assert gpu.count("pairs_kernel" if alone else "groups_kernel") == 2
+@matrix(name=BYTES, tokens_and_dtype=[(1, torch.bfloat16), (2, torch.float32), (15, torch.bfloat16)], at_most=10)
+def test_rows_and_sums_of_pairs_by_bytes(name, tokens_and_dtype, gpu, monkeypatch):  # noqa: F811
+    tokens, dtype = tokens_and_dtype
+    check_rows_and_sums(name, tokens, 136, dtype, monkeypatch)
+    assert gpu.count("groups_kernel" if tokens == 15 else "pairs_kernel") == 2
