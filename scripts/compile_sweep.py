@@ -50,14 +50,13 @@ from vbrt.kernels.cuda.experts import (
     few_tokens,
     many_tokens,
     pairs,
-    published_experts,
     residency,
+    row_experts,
     token_sums,
 )
 from vbrt.kernels.cuda.experts.pairs import Groups
 from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.launch_table import WIDE, Gpu
-from vbrt.kernels.cuda.plain import linear as plain_linear
 from vbrt.kernels.cuda.rounded import fp8
 from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.kernels.cuda.whole import linear as whole_linear
@@ -192,7 +191,7 @@ def _noted(capability: int, codes: dict[Any, Code], target: Any = None) -> Itera
             (devices, "capability", lambda index: divmod(capability, 10)),
             (devices, "gpu", lambda index: TARGETS[capability]),
             (tuned_configs, "tuned", lambda index: {}),
-            (table_linear, "_nf4_levels", lambda index: _empty(16, dtype=_FP32)),
+            (table_linear, "nf4_levels", lambda index: _empty(16, dtype=_FP32)),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
         yield
@@ -332,15 +331,15 @@ def _experts(capability: int) -> Iterator[Callable[[], Any]]:
         yield partial(decoded_experts._decode, pages, "up", groups, 0, 2)
 
 
-def _published_experts(capability: int) -> Iterator[Callable[[], Any]]:
-    formats, sizes = (*table_linear.AFFINE, *plain_linear.FORMATS), itertools.cycle(((2048, 768), (2880, 2880)))
+def _row_experts(capability: int) -> Iterator[Callable[[], Any]]:
+    formats, sizes = row_experts.FORMATS, itertools.cycle(((2048, 768), (2880, 2880)))
     for format, (hidden, inner) in zip(formats, sizes, strict=False):
         shapes = {"up": (2 * inner, hidden), "down": (hidden, inner)}
         layout = join_layouts({part: get_format(format).layout(shape, _BF16) for part, shape in shapes.items()})
         pages = ExpertPages(format, _BF16, shapes, layout, [None] * 32, _empty(32, dtype=torch.int64))
         for tokens, dtype in ((1, _BF16), (64, _BF16), (512, _BF16), (8, _FP32)):
             x, ids = _empty(tokens, hidden, dtype=dtype), _empty(tokens, 4, dtype=torch.int64)
-            yield partial(published_experts._rows, x, ids, pages, "up", None, 4)
+            yield partial(row_experts._rows, x, ids, pages, "up", None, 4)
 
 
 def _sums(capability: int) -> Iterator[Callable[[], Any]]:
@@ -405,7 +404,7 @@ def _step(capability: int) -> Iterator[Callable[[], Any]]:
 _FAMILIES = {
     devices.TRITON: (_decoders, _merges, _encoders, _residency, _kv),
     devices.PTX: (_sums, _step),
-    devices.BF16: (_linears, _products, _experts, _published_experts),
+    devices.BF16: (_linears, _products, _experts, _row_experts),
     devices.E4M3: (_fp8,),
 }
 

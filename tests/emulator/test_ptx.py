@@ -233,7 +233,7 @@ def test_hundreds_of_tokens(case, copies, gpu):
 @on_hopper
 @matrix(name=table_linear.FORMATS, k=[520, 328], launch=[PersistentLaunch(2, 160), PersistentLaunch(0, 64)], at_most=1)
 def test_hundreds_of_tokens_through_a_table(name, k, launch, gpu, monkeypatch):
-    monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(NF4_LEVELS))
+    monkeypatch.setattr(table_linear, "nf4_levels", lambda index: torch.tensor(NF4_LEVELS))
     weight, format = torch.randn(200, k) * 0.03, get_format(name)
     planes = WeightPlanes(name, (200, k), torch.bfloat16, format.encode(weight))
     x, bias = torch.randn(100, k).bfloat16(), torch.randn(200).bfloat16()
@@ -269,7 +269,7 @@ AFFINE = [
 @pytest.mark.parametrize(("name", "dtype", "k"), [*TABLES, *LEVELS, *AFFINE])
 def test_tables(name, dtype, k, gpu, monkeypatch):
     """Also with rows that end within 64 columns, in the middle of the last blocks or behind them."""
-    monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(table_linear.NF4_LEVELS))
+    monkeypatch.setattr(table_linear, "nf4_levels", lambda index: torch.tensor(table_linear.NF4_LEVELS))
     coarse = get_format(name).encode(torch.randn(40, k) * 0.03)
     planes = WeightPlanes(name, (40, k), dtype, coarse)
     exact = get_format(name).decode(coarse, (40, k), torch.float64)
@@ -285,7 +285,7 @@ def test_tables(name, dtype, k, gpu, monkeypatch):
     name=["superblock32", "affine32-float16", "levels32-float32", "zeros64-bfloat16", "nf4"], tokens=[1, 2], at_most=1
 )
 def test_two_tokens_take_sixteen_bytes_of_a_row_at_a_time(name, tokens, gpu, monkeypatch):
-    monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(table_linear.NF4_LEVELS))
+    monkeypatch.setattr(table_linear, "nf4_levels", lambda index: torch.tensor(table_linear.NF4_LEVELS))
     format, shape = get_format(name), (24, 1280)
     coarse, x = format.encode(torch.randn(shape) * 0.03), torch.randn(tokens, 1280).bfloat16()
     y = table_linear._multiply(x, WeightPlanes(name, shape, x.dtype, coarse), None, "none")
@@ -385,7 +385,7 @@ MMA_FORMATS = ["nf4", "mxint8", "levels64-float32", "levels16-float16", "quantil
 @pytest.mark.sample(1)
 @matrix(gpu=[80, 89], config=MMA, name=MMA_FORMATS, k=[328, 136], indirect=("gpu",), at_most=4)
 def test_many_tokens_of_rows_of_codes_without_wgmma(gpu, config, name, k, monkeypatch):
-    monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(NF4_LEVELS))
+    monkeypatch.setattr(table_linear, "nf4_levels", lambda index: torch.tensor(NF4_LEVELS))
     k += 24 * (name == "levels16-float16")  # rows of whole 16 bytes
     format, shape = get_format(name), (72, k)
     coarse = format.encode(torch.randn(shape) * 0.03)

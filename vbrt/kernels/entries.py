@@ -19,7 +19,7 @@ from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1 import encode as e2m1_encode
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILE_FORMATS
-from vbrt.kernels.cuda.experts import expert_kernels, published_experts, token_sums
+from vbrt.kernels.cuda.experts import expert_kernels, row_experts, token_sums
 from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.plain import linear as plain_linear
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
@@ -123,11 +123,16 @@ KERNELS = (
     _plain("linear", run=plain_linear.linear, fused_needs=plain_linear.FUSED_NEEDS),
     *_decoding(_reference, reference.decode_weight),
     *_decoding(_triton, e2m1_linear.decode_weight),
-    *_decoding(_wholes, whole_linear.decode_weight),
     *(
-        _triton(op, run=run, formats=formats, runs_unpacked=True, by_address=published_experts.takes_addresses)
-        for op, run in (("experts_up", published_experts.up), ("experts_down", published_experts.down))
-        for formats in (table_linear.SERVED, plain_linear.FORMATS)
+        _triton(
+            op,
+            run=run,
+            formats=row_experts.FORMATS,
+            runs_unpacked=True,
+            prepare=table_linear.prepare,
+            by_address=row_experts.takes_addresses,
+        )
+        for op, run in (("experts_up", row_experts.up), ("experts_down", row_experts.down))
     ),
     _tiled(
         "experts_up",

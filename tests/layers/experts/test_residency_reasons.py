@@ -7,7 +7,8 @@ import torch
 
 from vbrt.formats import get_format
 from vbrt.formats.joint_planes import join_layouts
-from vbrt.kernels.cuda.experts import published_experts
+from vbrt.kernels.cuda.experts import row_experts
+from vbrt.kernels.entries import KERNELS
 from vbrt.layers.experts import residency_reasons
 
 
@@ -16,13 +17,21 @@ from vbrt.layers.experts import residency_reasons
     [
         ("superblock32", ""),
         ("superbytes16", ""),
-        ("levels16-float32", "some.experts: the fused kernels of levels16-float32 do not take pages by address here"),
+        ("levels16-float32", ""),
+        (
+            "zeros16-float16-ordered",
+            "some.experts: the triton kernels of zeros16-float16-ordered do not take pages by address here",
+        ),
     ],
 )
 def test_kernels_of_all_parts_must_take_pages_by_address(monkeypatch, down, why):
-    kernel = SimpleNamespace(backend="fused", by_address=published_experts.takes_addresses)
-    monkeypatch.setattr(residency_reasons, "resolve", lambda *args: kernel)
-    monkeypatch.setattr(published_experts.devices, "serves", lambda *args: True)
+    def resolve(op, backend, device, format):
+        of_gpus = [kernel for kernel in KERNELS if kernel.op == op and kernel.backend == "triton"]
+        own = [kernel for kernel in of_gpus if format in (kernel.formats or ())]
+        return (own or [kernel for kernel in of_gpus if kernel.formats is None])[0]
+
+    monkeypatch.setattr(residency_reasons, "resolve", resolve)
+    monkeypatch.setattr(row_experts.devices, "serves", lambda *args: True)
     formats = {"up": "superblock32", "down": down}
     layout = join_layouts({part: get_format(of).layout((64, 256), torch.bfloat16) for part, of in formats.items()})
     first = SimpleNamespace(dense=False, lossless=False, backend="auto", format="superblock32", label="superblock32")

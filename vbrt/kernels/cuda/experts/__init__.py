@@ -1,4 +1,4 @@
-"""Routed experts on a GPU: kernels that read each expert's weights from its own page, in tile order or as published.
+"""Routed experts on a GPU: kernels that read each expert's weights from its own page, in tile order or in rows.
 
 Token ids, routing weights and a table of page addresses enter. `expert_kernels.py` picks a way from what the host
 knows: pairs (token, expert), experts, dtype, GPU, page order. Up to 20 pairs an expert on average it is `few_tokens`;
@@ -21,8 +21,8 @@ slower in nearly all cases.
 Without `warpgroup_mma` (`grouped_mma_gluon.py`) it is the tile loop of `kernels/cuda/e2m1/mma_gluon.py`, whose copies
 take any rows: nothing is gathered before.
 
-**Published codes** (`published_experts.py`): the loops of `kernels/cuda/table` and `kernels/cuda/plain` by addresses, a
-pair on its own or the pairs of an expert together.
+**Rows of codes** (`row_experts.py`), of all formats but those of tiles: the loops of `kernels/cuda/table` and
+`kernels/cuda/plain` by addresses, a pair on its own or the pairs of an expert together.
 
 **Residency on the device** (`residency.py`, `resolve_triton.py`, `fetch_triton.py`): int64 tables, for each page its
 slot, score, time and counts; for each slot its page and place in the window's queue; for each pool a clock. A lease is

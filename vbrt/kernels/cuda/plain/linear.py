@@ -101,7 +101,7 @@ def _constants(format: str, converts: bool) -> dict[str, Any]:
         "BLOCK": record.block,
         "CODES": "nibbles" if record.bits == 4 else "e4m3" if floats else of.code_dtype,
         "OFFSETS": {None: "none", "floatzeros": "zeros"}.get(record.offsets, record.offsets),
-        "SUPERBLOCKS": record.scales == "superblock",
+        "SCALE_BYTES": {"superblock": "superblock", "e8m0": "powers"}.get(record.scales, "none"),
         "UNIT": isinstance(of, UnitBytes),
         "CONVERTS": floats and converts,
     }

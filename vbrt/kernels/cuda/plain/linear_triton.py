@@ -4,9 +4,9 @@ A weight is (code - zero) * scale * unit + offset. Each operation is rounded to 
 the dtype of that, the result to the weight's: launch without contraction to FMA. Arguments of all kernels:
 
     code_ptr            [N, blocks * BLOCK] bytes by CODES: "int8", "uint8" or "e4m3"; "nibbles": two codes each
-    block_ptr           scales [N, blocks]; bytes of superblocks
+    block_ptr           scales [N, blocks]: numbers, or bytes by SCALE_BYTES: "superblock"; "powers": 2 ** (byte - 133)
     offset_ptr          by OFFSETS, [N, blocks]: "values"; "zeros"; "superblock", bytes; "none": any
-    large_ptr, least_ptr  of SUPERBLOCKS d and dmin, fp16 [N, columns / 256 rounded up]; large_ptr: else a unit, or any
+    large_ptr, least_ptr  of superblocks d and dmin, fp16 [N, columns / 256 rounded up]; large_ptr: else a unit, or any
 
 CONVERTS: the device converts E4M3 itself.
 """
@@ -46,11 +46,15 @@ def _from_zero(number, zero):
 @triton.jit
 def _scale_and_offset(
     block_ptr, offset_ptr, large_ptr, least_ptr, row, block, index, inside, blocks,
-    BLOCK: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, OFFSETS: tl.constexpr, SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """fp32 numbers of blocks; the offset is one of "values" and "superblock", else the scale."""
-    scale = tl.load(block_ptr + index, mask=inside, other=0).to(tl.float32)
-    if SUPERBLOCKS:
+    if SCALE_BYTES == "powers":
+        byte = tl.load(block_ptr + index, mask=inside, other=0).to(tl.int32)
+        scale = tl.where(byte > 0, byte << 23, 1 << 22).to(tl.float32, bitcast=True) * 0.015625
+    else:
+        scale = tl.load(block_ptr + index, mask=inside, other=0).to(tl.float32)
+    if SCALE_BYTES == "superblock":
         large = row.to(tl.int64) * ((blocks * BLOCK + 255) // 256) + block * BLOCK // 256
         scale = tl.load(large_ptr + large, mask=inside, other=0).to(tl.float32) * scale
     offset = scale
@@ -64,7 +68,7 @@ def _scale_and_offset(
 @triton.jit
 def _weights(
     code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, row, block, N, blocks,
-    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SCALE_BYTES: tl.constexpr, UNIT: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """fp32 [rows, blocks, BLOCK] of `row` [rows, 1, 1] and `block` [1, blocks, 1]; zeros outside, where offsets are."""
@@ -81,7 +85,7 @@ def _weights(
     if OFFSETS == "zeros":
         number = _from_zero(number, tl.load(offset_ptr + index, mask=inside, other=0))
     scale, offset = _scale_and_offset(
-        block_ptr, offset_ptr, large_ptr, least_ptr, row, block, index, inside, blocks, BLOCK, OFFSETS, SUPERBLOCKS
+        block_ptr, offset_ptr, large_ptr, least_ptr, row, block, index, inside, blocks, BLOCK, OFFSETS, SCALE_BYTES
     )
     weight = number * scale
     if UNIT:
@@ -94,7 +98,7 @@ def _weights(
 @triton.jit
 def decode_kernel(
     code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, w_ptr, N, K, blocks,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SCALE_BYTES: tl.constexpr,
     UNIT: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """w [N, K] in its own dtype; grid (N, groups of BLOCKS blocks)."""
@@ -102,7 +106,7 @@ def decode_kernel(
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
     weight = _weights(
         code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, row, block, N, blocks,
-        BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
+        BLOCK, CODES, OFFSETS, SCALE_BYTES, UNIT, CONVERTS,
     )  # fmt: skip
     column = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     keep = (block < blocks) & (column < K)
@@ -113,7 +117,7 @@ def decode_kernel(
 def _sums(
     code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, M, N, K, blocks, x_stride,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SCALE_BYTES: tl.constexpr, UNIT: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """fp32 [ROWS] of the program's rows for each of TOKENS rows of x; zeros where there are no blocks.
@@ -142,7 +146,7 @@ def _sums(
         if OFFSETS == "zeros":
             number = _from_zero(number, tl.load(offset_ptr + index, mask=inside, other=0)[:, :, :, None])
         scale, offset = _scale_and_offset(
-            block_ptr, offset_ptr, large_ptr, least_ptr, row, block, index, inside, blocks, BLOCK, OFFSETS, SUPERBLOCKS
+            block_ptr, offset_ptr, large_ptr, least_ptr, row, block, index, inside, blocks, BLOCK, OFFSETS, SCALE_BYTES
         )
         # a column for each row: then x has the layout of the codes, and is not exchanged between threads
         column = block[:, :, :, None] * BLOCK + place + tl.zeros((ROWS, 1, 1, 1), tl.int32)
@@ -168,13 +172,13 @@ def _sums(
 def sums_kernel(
     code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, bias_ptr, y_ptr, M, N, K, blocks, x_stride,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SCALE_BYTES: tl.constexpr, UNIT: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = x [M, K] @ w.T + bias for up to TOKENS tokens, a power of two; grid (ceil(N / ROWS),)."""
     rows = _sums(
         code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, M, N, K, blocks, x_stride,
-        TOKENS, ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
+        TOKENS, ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SCALE_BYTES, UNIT, CONVERTS,
     )  # fmt: skip
     out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     for m in tl.static_range(TOKENS):
@@ -188,7 +192,7 @@ def sums_kernel(
 def _dots(
     code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, token_at, present, first, stop, N, K, blocks,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SCALE_BYTES: tl.constexpr, UNIT: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """fp32 [ROWS, tokens] of the program's rows and blocks first .. stop; token_at: starts of rows of x."""
@@ -199,7 +203,7 @@ def _dots(
         block = start + tl.arange(0, BLOCKS)[None, :, None]
         weight = _weights(
             code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, row, block, N, blocks,
-            BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
+            BLOCK, CODES, OFFSETS, SCALE_BYTES, UNIT, CONVERTS,
         ).to(x_ptr.dtype.element_ty)  # fmt: skip
         column = start * BLOCK + tl.arange(0, COLUMNS)
         keep = (column[:, None] < K) & present[None, :]
@@ -212,7 +216,7 @@ def _dots(
 def dots_kernel(
     code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, part_ptr, M, N, K, blocks, x_stride, share,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SCALE_BYTES: tl.constexpr, UNIT: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """part [splits, M, N], fp32, of x [M, K] @ w.T; grid (ceil(N / ROWS), splits), each of `share` blocks of a row."""
@@ -221,7 +225,7 @@ def dots_kernel(
     sums = _dots(
         code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, x_ptr, token * x_stride, token < M,
         first, tl.minimum(first + share, blocks), N, K, blocks,
-        ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
+        ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SCALE_BYTES, UNIT, CONVERTS,
     )  # fmt: skip
     out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = (tl.program_id(1) * M + token[None, :]) * N + out[:, None]
@@ -252,7 +256,7 @@ def pairs_kernel(
     x_ptr, id_ptr, address_ptr, bias_ptr, y_ptr, E, N, K, blocks, per_row, code_at, block_at, large_at, offset_at,
     least_at, x_stride,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    LARGE: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SUPERBLOCKS: tl.constexpr,
+    LARGE: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SCALE_BYTES: tl.constexpr,
     UNIT: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """y [P, N] = W x + b of each pair (token, expert), from row pair // per_row of x; zeros for sentinels.
@@ -268,7 +272,7 @@ def pairs_kernel(
         _pointer(address + code_at, CODES), _pointer(address + block_at, SCALES), _pointer(address + offset_at, ZEROS),
         _pointer(address + large_at, LARGE), _pointer(address + least_at, "float16"),
         x_ptr + (pair // per_row).to(tl.int64) * x_stride, 1, N, K, tl.where(there, blocks, 0), 0,
-        1, ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
+        1, ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SCALE_BYTES, UNIT, CONVERTS,
     )  # fmt: skip
     out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     y = rows[0]
@@ -283,7 +287,7 @@ def groups_kernel(
     block_at, large_at, offset_at, least_at, x_stride,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALES: tl.constexpr,
     ZEROS: tl.constexpr, LARGE: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr,
-    SUPERBLOCKS: tl.constexpr, UNIT: tl.constexpr, CONVERTS: tl.constexpr,
+    SCALE_BYTES: tl.constexpr, UNIT: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """The same for pairs sorted by expert (`pairs.Groups`), TOKENS at a time. Grid (ceil(N / ROWS), groups)."""
     expert = tl.load(expert_ptr + tl.program_id(1))
@@ -299,7 +303,7 @@ def groups_kernel(
             _pointer(address + offset_at, ZEROS), _pointer(address + large_at, LARGE),
             _pointer(address + least_at, "float16"), x_ptr, pair // per_row * x_stride, token < count,
             0, tl.where(there, blocks, 0), N, K, blocks,
-            ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SUPERBLOCKS, UNIT, CONVERTS,
+            ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SCALE_BYTES, UNIT, CONVERTS,
         )  # fmt: skip
         out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         if HAS_BIAS:

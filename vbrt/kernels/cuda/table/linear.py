@@ -43,6 +43,7 @@ __all__ = [
     "decode_weight",
     "family_of",
     "linear",
+    "nf4_levels",
     "prepare",
     "route",
     "row_constants",
@@ -81,13 +82,14 @@ def _fused_kernel(dependent: bool) -> Launcher:
 
 
 @functools.cache
-def _nf4_levels(index: int) -> Tensor:
+def nf4_levels(index: int) -> Tensor:
+    """nf4's levels on a GPU, fp32 [16] by code."""
     return torch.tensor(NF4_LEVELS, dtype=torch.float32, device=torch.device("cuda", index))
 
 
 def prepare(device: torch.device) -> None:
     """Allocate nf4's table on a GPU ahead of use: during capture it would be placed in that graph's memory pool."""
-    _nf4_levels(torch.cuda.current_device() if device.index is None else device.index)
+    nf4_levels(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _served(planes: WeightPlanes) -> bool:
@@ -210,7 +212,7 @@ def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: 
 def _table(weight: _Weight) -> tuple[Tensor, bool]:
     """(fp32 levels by code, True if they are 8 magnitudes with the sign in bit 3 of a code)."""
     if weight.levels is None:
-        return _nf4_levels(weight.codes.device.index), False
+        return nf4_levels(weight.codes.device.index), False
     return weight.levels, len(weight.levels) == 8
 
 

@@ -137,18 +137,39 @@ MULTIPLY_4_REGISTERS = gl.constexpr(",".join(["=&f"] * 16) + ",r" * 24)
 
 
 @gluon.jit
-def level_bytes(level_ptr, first: gl.constexpr, SIGNED: gl.constexpr):
-    """(low bytes, high bytes) of levels first .. first + 3 in bf16. SIGNED: 8 magnitudes, then their negatives."""
+def level_bytes(level_ptr, first: gl.constexpr, SIGNED: gl.constexpr, there=True, SUMMAND: gl.constexpr = 0):
+    """(low bytes, high bytes) of levels first .. first + 3 in bf16. SIGNED: 8 magnitudes, then their negatives.
+
+    SUMMAND: of the bf16 numbers that add up to a level, this one. Zeros where not there.
+    """
     low = 0
     high = 0
     for i in gl.static_range(4):
-        level = gl.load(level_ptr + ((first + i) % 8 if SIGNED else first + i))
+        level = gl.load(level_ptr + ((first + i) % 8 if SIGNED else first + i), mask=there, other=0.0)
         if SIGNED and first >= 8:
             level = -level
+        for _ in gl.static_range(SUMMAND):
+            level = level - level.to(gl.bfloat16).to(gl.float32)
         bits = level.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32)
         low = low | ((bits & 255) << (8 * i))
         high = high | (((bits >> 8) & 255) << (8 * i))
     return low, high
+
+
+@gluon.jit
+def table_of(
+    level_ptr, OFFSETS: gl.constexpr, SIGNED: gl.constexpr, there, SUMMAND: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Bytes of 16 levels for `sums_of_rows`, see `level_bytes`; () for codes with offsets."""
+    lows = ()
+    highs = ()
+    if OFFSETS == "none":
+        blank = gl.zeros((LAYOUT.warps_per_cta[0] * 32, 2), gl.int32, layout=LAYOUT)
+        for quarter in gl.static_range(4):
+            low, high = level_bytes(level_ptr, 4 * quarter, SIGNED, there, SUMMAND)
+            lows = lows + (blank + low,)
+            highs = highs + (blank + high,)
+    return lows + highs
 
 
 @gluon.constexpr_function
@@ -699,16 +720,9 @@ def linear_kernel(
         token = eighth // 4 if SPREAD else n * 8 + eighth
         xs = xs + (x_ptr.to(gl.pointer_type(gl.int32)) + (token * (x_stride // 2) + column // 2),)
         present = present + ((token < M) & (eighth % 4 == thread % 4) if SPREAD else token < M,)
-    lows = ()
-    highs = ()
-    if OFFSETS == "none":
-        blank = gl.zeros((32 * K_WARPS, 2), gl.int32, layout=LAYOUT)
-        for quarter in gl.static_range(4):
-            low, high = level_bytes(level_ptr, 4 * quarter, SIGNED)
-            lows = lows + (blank + low,)
-            highs = highs + (blank + high,)
+    table = table_of(level_ptr, OFFSETS, SIGNED, True, 0, LAYOUT)
     sums = sums_of_rows(
-        rows, xs, present, lows + highs, thread, blocks, K,
+        rows, xs, present, table, thread, blocks, K,
         ROW_TILES, K_WARPS, BLOCK, OFFSETS, RAGGED, K_TAIL, SPREAD, DEPENDENT,
     )  # fmt: skip
     out_row, out_token = places(gl.program_id(0), ROW_TILES, TOKEN_GROUPS * ROW_TILES, out_layout(K_WARPS))
@@ -731,7 +745,7 @@ def pointer_to(TYPE):
 @gluon.jit(
     do_not_specialize=[
         "E", "N", "K", "blocks", "pairs_per_row", "x_stride", "code_at", "block_at", "offset_at", "scale_at",
-        "least_at",
+        "least_at", "level_at",
     ]
 )  # fmt: skip
 def experts_kernel(
@@ -742,6 +756,7 @@ def experts_kernel(
     expert_ptr,
     first_ptr,
     address_ptr,
+    level_ptr,
     bias_ptr,
     y_ptr,
     E,
@@ -755,11 +770,14 @@ def experts_kernel(
     scale_at,
     offset_at,
     least_at,
+    level_at,
     GROUPED: gl.constexpr,
     TOKEN_GROUPS: gl.constexpr,
     ROW_TILES: gl.constexpr,
     K_WARPS: gl.constexpr,
     BLOCK: gl.constexpr,
+    LEVELS: gl.constexpr,
+    SUMMAND: gl.constexpr,
     OFFSETS: gl.constexpr,
     SCALES: gl.constexpr,
     RAGGED: gl.constexpr,
@@ -772,14 +790,17 @@ def experts_kernel(
 
     Grid (ceil(N / 16), blocks of pairs). GROUPED: pairs are sorted by expert (`pairs.Groups`); otherwise each is a
     block of its own. W is in its expert's page, whose address a table has; code_at and the like: bytes from there on.
-    SCALES: dtype of scales, and of offsets if they are values. Only codes with offsets.
+    SCALES: dtype of scales, and of offsets if they are values. LEVELS: how many a page has, 16, or 8 magnitudes; 0: 16
+    are level_ptr's. SUMMAND: see `level_bytes`.
     """
     if DEPENDENT:
         wait_for_launch_before()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [K_WARPS, 1], [1, 0])
     TERM: gl.constexpr = pointer_to(SCALES)
     OFFSET: gl.constexpr = pointer_to(SCALES if OFFSETS == "values" else "uint8")
-    LARGE: gl.constexpr = pointer_to("float16")
+    BYTES: gl.constexpr = OFFSETS == "none" and SCALES == "uint8"
+    LARGE: gl.constexpr = pointer_to("float32" if BYTES else "float16")
+    FLOATS: gl.constexpr = pointer_to("float32")
     first = gl.program_id(1)
     if GROUPED:
         expert = gl.load(expert_ptr + first)
@@ -799,6 +820,7 @@ def experts_kernel(
         offset_ptr = (address + offset_at).to(OFFSET)
         scale_ptr = (address + scale_at).to(LARGE)
         least_ptr = (address + least_at).to(LARGE)
+        own_ptr = level_ptr if LEVELS == 0 else (address + level_at).to(FLOATS)
         thread = gl.arange(0, 32 * K_WARPS, layout=gl.SliceLayout(1, LAYOUT))
         eighth = thread % 32 // 4
         rows = rows_of(
@@ -818,12 +840,15 @@ def experts_kernel(
             at = (own // pairs_per_row).to(gl.int64) * (x_stride // 2) + column // 2
             xs = xs + (x_ptr.to(gl.pointer_type(gl.int32)) + at,)
             present = present + (wanted,)
+        table = table_of(own_ptr, OFFSETS, LEVELS == 8, there, SUMMAND, LAYOUT)
         sums = sums_of_rows(
-            rows, xs, present, (), thread, stop, K,
+            rows, xs, present, table, thread, stop, K,
             ROW_TILES, K_WARPS, BLOCK, OFFSETS, RAGGED, K_TAIL, SPREAD, DEPENDENT,
         )  # fmt: skip
         out_row, slot = places(gl.program_id(0), ROW_TILES, TOKEN_GROUPS * ROW_TILES, out_layout(K_WARPS))
         v = sum_over_warps(sums, 0, TOKEN_GROUPS * ROW_TILES, K_WARPS)
+        if BYTES:
+            v = v * gl.load(scale_ptr, mask=there, other=0.0)
         if HAS_BIAS:
             at = bias_ptr + expert.to(gl.int64) * N + out_row
             v = v + gl.load(at, mask=(out_row < N) & there, other=0.0).to(gl.float32)

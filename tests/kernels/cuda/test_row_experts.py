@@ -9,7 +9,7 @@ from tests.kernels.cuda.gpu_cases import compiled, error, poison
 from tests.kernels.expert_cases import exact_rows, expert_pages, routing
 from tests.matrix import matrix
 from vbrt.kernels.cuda import devices
-from vbrt.kernels.cuda.experts import published_experts
+from vbrt.kernels.cuda.experts import row_experts
 from vbrt.kernels.cuda.launch_table import Gpu
 from vbrt.kernels.entries import KERNELS
 from vbrt.kernels.experts import ExpertPages, Gate, weigh_and_sum
@@ -17,22 +17,23 @@ from vbrt.kernels.experts import ExpertPages, Gate, weigh_and_sum
 NIBBLES = ["superblock32", "affine32-float16", "affine16-bfloat16", "affine64-float32", "zeros128-float16"]
 BYTES = ["bytes32-float16", "superbytes16", "superbytes32", "floatbytes128-float32", "unitbytes128"]
 BYTES += ["offsetbytes32-float16", "zerobytes128-float16", "floatzeros64-bfloat16"]
-FORMATS = NIBBLES + BYTES
+BYTES += ["mxint8"]
+LEVELS = ["nf4", "quantile", "levels32-float16", "levels128-bfloat16"]
+FORMATS = NIBBLES + BYTES + LEVELS
 CLOSE = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
-def test_pages_of_published_codes_are_taken_by_address_from_sm_80_on(capability, monkeypatch):
+def test_pages_of_rows_are_taken_by_address_from_sm_80_on(capability, monkeypatch):
     monkeypatch.setattr(devices, "capability", lambda index: capability)
-    for name in (*FORMATS, "nf4", "levels32-float16", "nvfp4"):
-        pages, _ = expert_pages(name, {"up": (32, 128)}, 2)
-        assert published_experts.takes_addresses(pages.layout, GPU) is (name in FORMATS and capability >= (8, 0))
     for name in FORMATS:
+        pages, _ = expert_pages(name, {"up": (32, 128)}, 2)
+        assert row_experts.takes_addresses(pages.layout, GPU) is (capability >= (8, 0))
         records = {k.op: k for k in KERNELS if k.backend == "triton" and name in (k.formats or ())}
         up, down = records["experts_up"], records["experts_down"]
-        assert up.by_address is published_experts.takes_addresses
-        assert (up.run, down.run) == (published_experts.up, published_experts.down)
+        assert up.by_address is row_experts.takes_addresses
+        assert (up.run, down.run) == (row_experts.up, row_experts.down)
 
 
 def test_many_pairs_are_decoded_where_the_host_has_pages(monkeypatch):
@@ -41,9 +42,8 @@ def test_many_pairs_are_decoded_where_the_host_has_pages(monkeypatch):
     x = SimpleNamespace(is_cuda=True, device=GPU, dtype=torch.bfloat16)
     pages, _ = expert_pages(FORMATS[0], {"up": (32, 128)}, 4)
     by_address = ExpertPages(pages.format, pages.dtype, pages.shapes, pages.layout, [None] * 4, pages.addresses)
-    tables, _ = expert_pages("nf4", {"up": (32, 128)}, 4)
-    ways = [published_experts.route(x, pairs, of) for of in (pages, by_address, tables) for pairs in (5, 4000)]
-    assert ways == ["fused", "decoded", "fused", "fused", "decoded", "decoded"]
+    ways = [row_experts.route(x, pairs, of) for of in (pages, by_address) for pairs in (5, 4000)]
+    assert ways == ["fused", "decoded", "fused", "fused"]
 
 
 @matrix(capability=[80, 90, 100, 120], at_most=1)
@@ -52,8 +52,9 @@ def test_codes_are_read_in_wide_loads_though_addresses_are_numbers(capability):
     from vbrt.kernels.cuda.table.linear_gluon import experts_kernel
 
     constants = {
-        "GROUPED": True, "TOKEN_GROUPS": 1, "ROW_TILES": 1, "K_WARPS": 8, "BLOCK": 128, "OFFSETS": "zeros",
-        "SCALES": "float16", "RAGGED": False, "K_TAIL": False, "SPREAD": False, "HAS_BIAS": False, "DEPENDENT": False,
+        "GROUPED": True, "TOKEN_GROUPS": 1, "ROW_TILES": 1, "K_WARPS": 8, "BLOCK": 128, "LEVELS": 0, "SUMMAND": 0,
+        "OFFSETS": "zeros", "SCALES": "float16", "RAGGED": False, "K_TAIL": False, "SPREAD": False,
+        "HAS_BIAS": False, "DEPENDENT": False,
     }  # fmt: skip
     types = {name: "i32" for name in experts_kernel.arg_names if name not in constants}
     types |= {name: "*i32" for name in types if name.endswith("_ptr")}
@@ -82,9 +83,9 @@ def test_experts_match_float64(name, shape, dtype):
         ids, shares = routing(tokens, k, experts, device="cuda", sentinels=tokens // 2)
         x = torch.randn(tokens, hidden + 3, device="cuda", dtype=dtype)[:, 3:]
         poison()
-        h = published_experts.up(x, ids, pages, gate=gate, bias_EN=bias)
+        h = row_experts.up(x, ids, pages, gate=gate, bias_EN=bias)
         assert error(h, exact_rows(x, ids, weights["up"], gate, bias)) < CLOSE[dtype], tokens
-        y = published_experts.down(h, ids.int(), shares, pages)
+        y = row_experts.down(h, ids.int(), shares, pages)
         want = weigh_and_sum(exact_rows(h, ids, weights["down"], None), ids, shares, experts)
         assert error(y, want) < CLOSE[dtype], tokens
 
@@ -99,7 +100,7 @@ def test_graphs_follow_ids_and_addresses(tokens, name):
     x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
 
     def run():
-        return published_experts.down(published_experts.up(x, ids, pages, gate=Gate("silu")), ids, shares, pages)
+        return row_experts.down(row_experts.up(x, ids, pages, gate=Gate("silu")), ids, shares, pages)
 
     before = run()
     graph = torch.cuda.CUDAGraph()

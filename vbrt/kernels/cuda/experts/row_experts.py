@@ -1,11 +1,11 @@
-"""Routed experts on published codes: backend "triton" of the ops "experts_up" and "experts_down".
+"""Routed experts on rows of codes, as their formats store them: backend "triton" of "experts_up" and "experts_down".
 
-Codes with offsets and codes of a byte are multiplied where they lie, by the kernels of `linear` with a table of page
-addresses; the host knows neither pages nor pairs, so a pass can be captured in a CUDA graph. Gates and weighted sums
-are launches of their own. By 4-bit codes fp16 and fp32 are split into bf16 summands, a launch for each, and codes,
-scales and offsets are exact. By bytes pairs on their own are fp32 sums; many pairs, of 16 bits, are multiplied by
-weights rounded to x's dtype. Where the host has the pages, many pairs are left to decoded matrices and the vendor's
-matmul, expert by expert, and so are 4-bit tables of levels, which the kernel would round to bf16.
+Codes are multiplied where they lie, by the kernels of `linear` with a table of page addresses; the host knows neither
+pages nor pairs, so a pass can be captured in a CUDA graph. Gates and weighted sums are launches of their own. By 4-bit
+codes fp16 and fp32 are split into bf16 summands, a launch for each, and so are levels, which for bf16 are rounded to
+it, as by `linear`; codes, scales and offsets are exact. By bytes pairs on their own are fp32 sums; many pairs, of 16
+bits, are multiplied by weights rounded to x's dtype. Where the host has the pages, many pairs are left to decoded
+matrices and the vendor's matmul, expert by expert.
 
 Launches follow `linear`'s on an H200; none was measured.
 
@@ -13,6 +13,8 @@ Legend: T tokens, k experts per token, P = T k pairs, E experts, N rows of a mat
 """
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +33,20 @@ from vbrt.kernels.cuda.launch_table import are_few, pairs_are_alone
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.kernels.cuda.plain import linear as plain_linear
 from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
 
-__all__ = ["down", "route", "takes_addresses", "up"]
+__all__ = ["FORMATS", "down", "route", "takes_addresses", "up"]
+
+_NIBBLES = table_linear.SERVED
+#: formats by the module that decodes a matrix of them
+_DECODERS = {_NIBBLES: table_linear, plain_linear.FORMATS: plain_linear, whole_linear.FORMATS: whole_linear}
+FORMATS = tuple(itertools.chain.from_iterable(_DECODERS))
 
 #: field of offsets -> the 4-bit kernel's OFFSETS
 _OFFSETS = {"offsets": "values", "zeros": "zeros", "mins": "superblock"}
-#: fields of pages, by what kernels take: codes, scales, of superblocks d (or a unit), offsets, of superblocks dmin
-_FIELDS = (("codes",), ("scales",), ("d", "unit"), tuple(_OFFSETS), ("dmin",))
-_BYTES = ("int8", "float8_e4m3fn")
+#: fields of pages, by what kernels take: codes, scales, of superblocks d (or a unit), offsets, of those dmin, levels
+_FIELDS = (("codes",), ("scales",), ("d", "unit", "tensor_scale"), tuple(_OFFSETS), ("dmin",), ("levels",))
 _GROUP = 16  # pairs that the kernel of bytes takes together
 
 
@@ -63,12 +70,14 @@ def _bytes() -> _Bytes:
 
 
 class _Matrix(NamedTuple):
-    """One part of all pages. dtypes and starts, bytes from a page's first on, by `_FIELDS`; codes where one is not."""
+    """One part of all pages. dtypes and starts, bytes from a page's first on, by `_FIELDS`; codes where one is not.
+    levels: how many a page has."""
 
     n: int
     row_bytes: int
     blocks: int
     offsets: str
+    levels: int
     dtypes: tuple[str, ...]
     starts: tuple[int, ...]
 
@@ -79,25 +88,19 @@ def _matrix(pages: ExpertPages, part: str) -> _Matrix:
     stored = next((stored for name, stored in _OFFSETS.items() if name in fields), "none")
     named = [next((fields[name] for name in names if name in fields), fields["codes"]) for names in _FIELDS]
     (n, row_bytes), (_n, blocks) = fields["codes"].shape, fields["scales"].shape
-    return _Matrix(
-        n, row_bytes, blocks, stored, tuple(field.dtype for field in named), tuple(field.offset for field in named)
-    )
+    levels = fields["levels"].shape[0] if "levels" in fields else 0
+    dtypes, starts = tuple(field.dtype for field in named), tuple(field.offset for field in named)
+    return _Matrix(n, row_bytes, blocks, stored, levels, dtypes, starts)
 
 
 def takes_addresses(layout: PageLayout, device: torch.device) -> bool:
     """True if products need only the addresses of pages of this layout."""
-    taken = any(
-        field.name.endswith(tuple(f".{name}" for name in _OFFSETS))
-        or (field.name.endswith(".codes") and field.dtype in _BYTES)
-        for field in layout.fields
-    )
-    return taken and devices.serves(device.index or 0, table_linear.FUSED_NEEDS)
+    return devices.serves(device.index or 0, table_linear.FUSED_NEEDS)
 
 
 def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str = "up") -> str:
     """Name the route of a product: "fused", or "decoded": expert by expert, which syncs with the device."""
-    served = pages.format_of(part) in (*table_linear.AFFINE, *plain_linear.FORMATS)
-    if not x_MK.is_cuda or x_MK.dtype not in SUMMANDS or not served:
+    if not x_MK.is_cuda or x_MK.dtype not in SUMMANDS:
         return "decoded"
     if not devices.serves(x_MK.device.index, table_linear.FUSED_NEEDS):
         return "decoded"
@@ -107,8 +110,7 @@ def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str = "up") -> str
 
 
 def _decode(planes: WeightPlanes) -> Tensor:
-    of = plain_linear if planes.format in plain_linear.FORMATS else table_linear
-    return of.decode_weight(planes)
+    return next(of for formats, of in _DECODERS.items() if planes.format in formats).decode_weight(planes)
 
 
 def up(
@@ -153,10 +155,17 @@ def _rows(x_MK: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str, bias_EN: 
     matrix = _matrix(pages, part)
     y_PN = x_MK.new_empty(ids_Tk.numel(), matrix.n, dtype=torch.float32)
     if y_PN.numel():
-        multiply = _multiply_bytes if pages.format_of(part) in plain_linear.FORMATS else _multiply_nibbles
+        multiply = _multiply_nibbles if pages.format_of(part) in _NIBBLES else _multiply_bytes
         bias = None if bias_EN is None else bias_EN.contiguous()
         multiply(x_MK, ids_Tk.contiguous(), pages, part, matrix, bias, per_row, y_PN)
     return y_PN
+
+
+def _terms(x_SMK: Tensor, matrix: _Matrix) -> Iterator[tuple[Tensor, int]]:
+    """Summands of x and, for each, which ones of levels; products below the precision of x's dtype are left out."""
+    for number, x in enumerate(x_SMK):
+        for summand in range(len(x_SMK) - number if matrix.offsets == "none" else 1):
+            yield x, summand
 
 
 def _multiply_nibbles(
@@ -174,21 +183,24 @@ def _multiply_nibbles(
     groups = group_pairs(ids, pages.experts, 8 * token_groups) if grouped else Groups(ids, ids, ids, ids, 1)
     blocks = len(groups.experts) if grouped else pairs
     numbers = pages.experts, matrix.n, x_SMK.shape[2], matrix.blocks, per_row, x_SMK.stride(1), *matrix.starts
-    for number, x in enumerate(x_SMK):
+    table = addresses if matrix.levels or matrix.offsets != "none" else table_linear.nf4_levels(device)
+    for number, (x, summand) in enumerate(_terms(x_SMK, matrix)):
         out = y_PN if number == 0 else torch.empty_like(y_PN)
         bias_or_x = x if bias is None or number else bias
         _nibbles(dependent)(
             device,
             (-(-matrix.n // 16), blocks),
-            (x, ids, *groups[:4], addresses, bias_or_x, out),
+            (x, ids, *groups[:4], addresses, table, bias_or_x, out),
             numbers,
             warps=warps,
-            specialized=(ids.dtype, bias_or_x.dtype),
+            specialized=(ids.dtype, table.dtype, bias_or_x.dtype),
             GROUPED=grouped,
             TOKEN_GROUPS=token_groups if grouped else 1,
             ROW_TILES=1,
             K_WARPS=warps,
             BLOCK=block,
+            LEVELS=matrix.levels,
+            SUMMAND=summand,
             OFFSETS=matrix.offsets,
             SCALES=matrix.dtypes[1],
             HAS_BIAS=bias is not None and number == 0,
@@ -209,8 +221,8 @@ def _multiply_bytes(
     constants, launch = plain_linear.constants_on(x_MK.device, format), plain_linear.launch_of(format)
     alone = x_MK.dtype is torch.float32 or pairs_are_alone(ids.shape[0], pairs, pages.experts)
     addresses, bias_or_x = addresses_of(pages, x_MK.device), x_MK if bias is None else bias
-    numbers = pages.experts, matrix.n, k, matrix.blocks, per_row, *matrix.starts, x_MK.stride(0)
-    _codes, scales, large, zeros, _least = matrix.dtypes
+    numbers = pages.experts, matrix.n, k, matrix.blocks, per_row, *matrix.starts[:5], x_MK.stride(0)
+    _codes, scales, large, zeros, *_ = matrix.dtypes
     shared: dict[str, Any] = {"HAS_BIAS": bias is not None, "SCALES": scales, "ZEROS": zeros, "LARGE": large}
     specialized = x_MK.dtype, ids.dtype, bias_or_x.dtype, x_MK.stride(0)
     if alone:

@@ -8,14 +8,25 @@ from tests.emulator.test_ptx import gpu  # noqa: F401  # a fixture
 from tests.kernels.cuda.gpu_cases import error
 from tests.kernels.expert_cases import exact_rows, expert_pages, grouped_pairs
 from tests.matrix import matrix
-from vbrt.kernels.cuda.experts import published_experts
+from vbrt.formats.nf4 import NF4_LEVELS
+from vbrt.kernels.cuda.experts import row_experts
+from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.kernels.experts import Gate, weigh_and_sum
 
 pytest.importorskip("triton.experimental.gluon")
 
 FORMATS = ["superblock32", "affine32-float16", "affine16-bfloat16", "affine64-float32", "zeros128-float16"]
 CLOSE = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+LEVELS = ["levels32-float16", "nf4", "levels16-float32", "quantile", "levels128-bfloat16"]
+LEVEL_CASES = [  # tokens, columns, dtype
+    (1, 136, torch.float32),
+    (2, 328, torch.bfloat16),
+    (2, 136, torch.float16),
+    (15, 352, torch.bfloat16),
+    (15, 136, torch.float16),
+]
 BYTES = [
+    "mxint8",
     "bytes32-float16",
     "superbytes16",
     "floatbytes128-float32",
@@ -33,15 +44,16 @@ def check_rows_and_sums(name, tokens, k, dtype, monkeypatch):
     shapes = {"up": (48, k), "down": (k, 24)}
     pages, weights = expert_pages(name, shapes, 3, dtype=dtype, missing=(1,))
     monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])
-    monkeypatch.setattr(published_experts, "route", lambda *_: "fused")
-    monkeypatch.setattr(published_experts, "group_pairs", grouped_pairs)
+    monkeypatch.setattr(row_experts, "route", lambda *_: "fused")
+    monkeypatch.setattr(row_experts, "group_pairs", grouped_pairs)
+    monkeypatch.setattr(table_linear, "nf4_levels", lambda index: torch.tensor(NF4_LEVELS))
     x, ids, bias, gate = torch.randn(tokens, k).to(dtype), IDS[:tokens], torch.randn(3, 48), Gate("silu")
-    h = published_experts.up(x, ids, pages, gate=gate, bias_EN=bias)
+    h = row_experts.up(x, ids, pages, gate=gate, bias_EN=bias)
     want = exact_rows(x, ids, weights["up"], gate, bias)
     assert h.shape == want.shape and h.dtype is dtype and error(h, want) < CLOSE[dtype]
     assert not h[(ids < 0).flatten() | (ids > 2).flatten()].any()
     shares = torch.rand(ids.shape)
-    y = published_experts.down(h, ids, shares, pages)
+    y = row_experts.down(h, ids, shares, pages)
     assert error(y, weigh_and_sum(exact_rows(h, ids, weights["down"], None), ids, shares, 3)) < CLOSE[dtype]
 
 
@@ -50,6 +62,14 @@ def check_rows_and_sums(name, tokens, k, dtype, monkeypatch):
 def test_rows_and_sums_of_pairs(name, tokens, k, dtype, gpu, monkeypatch):  # noqa: F811
     check_rows_and_sums(name, tokens, k, dtype, monkeypatch)
     assert gpu.count("experts_kernel") == 2 * {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[dtype]
+
+
+@pytest.mark.sample(3)
+@matrix(name=LEVELS, case=LEVEL_CASES, at_most=8)
+def test_rows_and_sums_of_pairs_by_levels(name, case, gpu, monkeypatch):  # noqa: F811
+    tokens, k, dtype = case
+    check_rows_and_sums(name, tokens, k, dtype, monkeypatch)
+    assert gpu.count("experts_kernel") == 2 * {torch.bfloat16: 1, torch.float16: 3, torch.float32: 6}[dtype]
 
 
 @pytest.mark.sample(3)
