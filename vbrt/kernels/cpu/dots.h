@@ -62,6 +62,9 @@ typedef struct {
 #else
 #include "dots_plain.h"
 #endif
+#ifndef ROWS
+#define ROWS 1  /* rows of a linear layer together */
+#endif
 
 /* Bytes of codes for `columns` weights. */
 static inline int64_t code_bytes(int64_t columns, int64_t bits) { return columns * bits / 8; }
@@ -73,7 +76,7 @@ static inline int64_t span_bytes(int64_t columns) { return (columns + SPAN - 1) 
 
 /* Row n of a plane. */
 static inline Row row_at(Row plane, int64_t n, int64_t columns, int64_t block, int64_t bits, int scale_type, int offset_type) {
-    const int64_t at = n * (columns / block);
+    const int64_t at = n * (columns >> __builtin_ctzll(block));  /* a division takes as long as a short row */
     Row row = {.codes = plane.codes + n * code_bytes(columns, bits), .scales = plane.scales + at * SCALE_BYTES[scale_type]};
     if (offset_type) row.offsets = plane.offsets + at * (offset_type == VALUE || offset_type == FLOAT_ZERO ? SCALE_BYTES[scale_type] : 1);
     if (scale_type == SUPER) {

@@ -10,7 +10,8 @@
  * differ by about 1e-5 of their size, where bf16 and fp16 round by 2e-3 and 3e-4. */
 #define SPAN 64
 #define WORD 8
-#define AHEAD 8192  /* prefetch distance in bytes of codes, into L2: rows are consecutive */
+#define ROWS 4  /* rows of a linear layer together: their scales are stored first, since loads just behind would wait */
+#define AHEAD 4096  /* prefetch distance in bytes of codes, into L2: rows are consecutive */
 
 /* int8 levels are looked up as unsigned numbers, compensated in the initial sums: products need no signs then */
 #ifdef __AVXVNNI__
@@ -18,6 +19,8 @@
 #else
 #define OFFSET SMALL
 #endif
+/* of levels: those of affine weights, which are their codes; offset ones; others */
+enum { CODES, SMALL_LEVELS, ANY_LEVELS };
 #define SMALL 16  /* offset of small levels, -16 to 15: two pairs of products with 128 fit 16 bits */
 #define FIXED_STEPS 32639  /* largest number of two signed bytes: 127 * 256 + 127 */
 #define FIXED_BYTES 3  /* per column */
@@ -25,7 +28,7 @@
 typedef struct { uint8_t bytes[4][16]; } Scales;  /* of the levels, the highest last */
 
 typedef struct {
-    Row row[2];
+    Row row[ROWS];
     const float *levels;  /* [16] */
     int scale_type, offset_type, coding, shift;  /* a block has 1 << shift columns */
     const float *values;  /* [256] by scale byte */
@@ -259,27 +262,34 @@ INLINE void add_span(const Lookup *of, __m256i codes, __m256 scale, const float 
 INLINE void dots_as(const Dots *d, int rows, int tokens, int upper, float *sums) {
     const Lookup of = lookup_of(d);
     const int shift = d->shift;
-    float scales[TILE / 16 + WORD];
-    for (int r = 0; r < rows; r++) {
-        const uint8_t *codes = d->row[r].codes;
-        const float *x[TOKENS];
-        __m256 sum[TOKENS];  /* one per token: there are 16 registers */
-        for (int m = 0; m < tokens; m++) sum[m] = _mm256_setzero_ps(), x[m] = d->x[m];
-        for (int64_t first = 0; first < d->columns; first += TILE, codes += TILE / 2) {
-            const int64_t columns = d->columns - first < TILE ? d->columns - first : TILE, whole = columns & -SPAN;
-            scales_of(d, r, first, columns, scales);
+    float scales[ROWS][TILE / 16 + WORD];
+    __m256 sum[ROWS][TOKENS];  /* one per token: there are 16 registers */
+    const float *x[TOKENS];
+    for (int m = 0; m < tokens; m++) {
+        x[m] = d->x[m];
+        for (int r = 0; r < rows; r++) sum[r][m] = _mm256_setzero_ps();
+    }
+    for (int64_t first = 0; first < d->columns; first += TILE) {
+        const int64_t columns = d->columns - first < TILE ? d->columns - first : TILE, whole = columns & -SPAN;
+        for (int r = 0; r < rows; r++) scales_of(d, r, first, columns, scales[r]);
+        for (int r = 0; r < rows; r++) {
+            const uint8_t *codes = d->row[r].codes + first / 2;
+            __m256 part[TOKENS];
+            for (int m = 0; m < tokens; m++) part[m] = sum[r][m];
             for (int64_t k = 0; k < whole; k += SPAN) {
                 _mm_prefetch((const char *)codes + k / 2 + AHEAD, _MM_HINT_T1);
                 const __m256i span = _mm256_loadu_si256((const __m256i *)(codes + k / 2));
-                add_span(&of, span, _mm256_loadu_ps(scales + (k >> shift)), x, first + k, tokens, upper, sum);
+                add_span(&of, span, _mm256_loadu_ps(scales[r] + (k >> shift)), x, first + k, tokens, upper, part);
             }
             if (columns > whole)
-                add_span(&of, codes_at(codes + whole / 2, columns - whole), _mm256_loadu_ps(scales + (whole >> shift)), x,
-                         first + whole, tokens, upper, sum);
-            if (d->offset_type) add_offsets(d, r, first, columns, scales, tokens, sum);
+                add_span(&of, codes_at(codes + whole / 2, columns - whole), _mm256_loadu_ps(scales[r] + (whole >> shift)),
+                         x, first + whole, tokens, upper, part);
+            if (d->offset_type) add_offsets(d, r, first, columns, scales[r], tokens, part);
+            for (int m = 0; m < tokens; m++) sum[r][m] = part[m];
         }
-        for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = total(sum[m]);
     }
+    for (int r = 0; r < rows; r++)
+        for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = total(sum[r][m]);
 }
 
 /* Deal a span of x to vectors of the levels' order. */
@@ -310,10 +320,12 @@ INLINE __m256i plus_products_of_bytes(__m256i sum, const __m256i *level, const c
 #endif
 }
 
-/* Sums of a word's eight products. `form` and `small`, levels that are offset by SMALL, are constants after inlining. */
-INLINE __m256i sums_of_words(const __m256i *level, const char *x, int form, int small) {
+/* Sums of a word's eight products. `form` and `kind` are constants after inlining: levels are CODES, or SMALL_LEVELS that
+ * are offset by SMALL. */
+INLINE __m256i sums_of_words(const __m256i *level, const char *x, int form, int kind) {
+    const __m256i *initial = (const __m256i *)(x + (form == AS_FIXED ? 128 : 64));
+    const __m256i begin = kind == CODES ? _mm256_setzero_si256() : _mm256_loadu_si256(initial);
     if (form == AS_FIXED) {
-        const __m256i begin = _mm256_loadu_si256((const __m256i *)(x + 128));
 #ifdef __AVXVNNI__
         const __m256i upper = plus_products_of_bytes(_mm256_setzero_si256(), level, x);
         return plus_products_of_bytes(_mm256_add_epi32(_mm256_slli_epi32(upper, 8), begin), level, x + 64);
@@ -326,7 +338,7 @@ INLINE __m256i sums_of_words(const __m256i *level, const char *x, int form, int 
 #endif
     }
 #ifndef __AVXVNNI__
-    if (!small) {  /* signed levels: pairs of products are below 2^15, as both operands are at most 127 */
+    if (kind == ANY_LEVELS) {  /* signed levels: pairs of products are below 2^15, as both operands are at most 127 */
         const __m256i *at = (const __m256i *)x, ones = _mm256_set1_epi16(1);
         const __m256i signs[2] = {_mm256_sign_epi8(_mm256_loadu_si256(at), level[0]),
                                   _mm256_sign_epi8(_mm256_loadu_si256(at + 1), level[1])};
@@ -335,52 +347,60 @@ INLINE __m256i sums_of_words(const __m256i *level, const char *x, int form, int 
         return _mm256_add_epi32(even, odd);
     }
 #endif
-    return plus_products_of_bytes(_mm256_loadu_si256((const __m256i *)(x + 64)), level, x);
+    return plus_products_of_bytes(begin, level, x);
 }
 
 /* sum += a span of codes times a span of each token's x */
 INLINE void add_words(__m256i table, __m256i codes, __m256 scale, const char *const *x, int64_t at, int tokens, int form,
-                      int small, __m256 *sum) {
+                      int kind, __m256 *sum) {
     const int scales = form == AS_FIXED ? 160 : 96;
     __m256i level[2];
     halves_of(codes, level);
-    for (int i = 0; i < 2; i++) level[i] = _mm256_shuffle_epi8(table, level[i]);
+    for (int i = 0; i < 2 && kind != CODES; i++) level[i] = _mm256_shuffle_epi8(table, level[i]);
     for (int m = 0; m < tokens; m++) {
         const char *here = x[m] + at;
-        const __m256 part = _mm256_cvtepi32_ps(sums_of_words(level, here, form, small));
+        const __m256 part = _mm256_cvtepi32_ps(sums_of_words(level, here, form, kind));
         sum[m] = _mm256_fmadd_ps(_mm256_mul_ps(part, _mm256_loadu_ps((const float *)(here + scales))), scale, sum[m]);
     }
 }
 
-INLINE void dots_of_words(const Dots *d, int rows, int tokens, int form, int small, float *sums) {
+INLINE void dots_of_words(const Dots *d, int rows, int tokens, int form, int kind, float *sums) {
     const __m256i iota = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), order = _mm256_srli_epi32(iota, d->shift - 3);
     const __m256i whole = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)d->whole));
-    const __m256i table = small ? _mm256_add_epi8(whole, _mm256_set1_epi8(form == AS_FIXED ? SMALL : OFFSET)) : whole;
+    const int offset = kind == ANY_LEVELS ? 0 : form == AS_FIXED ? SMALL : OFFSET;
+    const __m256i table = _mm256_add_epi8(whole, _mm256_set1_epi8(offset));
     const int shift = d->shift, width = form == AS_FIXED ? FIXED_BYTES : 2;
-    float scales[TILE / 16 + WORD];
-    for (int r = 0; r < rows; r++) {
-        const uint8_t *codes = d->row[r].codes;
-        const char *x[TOKENS];
-        __m256 sum[TOKENS];
-        for (int m = 0; m < tokens; m++) sum[m] = _mm256_setzero_ps(), x[m] = d->x[m];
-        for (int64_t first = 0; first < d->columns; first += TILE, codes += TILE / 2) {
-            const int64_t columns = d->columns - first < TILE ? d->columns - first : TILE, spans = columns & -SPAN;
-            scales_of(d, r, first, columns, scales);
+    float scales[ROWS][TILE / 16 + WORD];
+    __m256 sum[ROWS][TOKENS];
+    const char *x[TOKENS];
+    for (int m = 0; m < tokens; m++) {
+        x[m] = d->x[m];
+        for (int r = 0; r < rows; r++) sum[r][m] = _mm256_setzero_ps();
+    }
+    for (int64_t first = 0; first < d->columns; first += TILE) {
+        const int64_t columns = d->columns - first < TILE ? d->columns - first : TILE, spans = columns & -SPAN;
+        for (int r = 0; r < rows; r++) scales_of(d, r, first, columns, scales[r]);
+        for (int r = 0; r < rows; r++) {
+            const uint8_t *codes = d->row[r].codes + first / 2;
+            __m256 part[TOKENS];
+            for (int m = 0; m < tokens; m++) part[m] = sum[r][m];
             for (int64_t k = 0; k < spans; k += SPAN) {
                 _mm_prefetch((const char *)codes + k / 2 + AHEAD, _MM_HINT_T1);
                 const __m256i span = _mm256_loadu_si256((const __m256i *)(codes + k / 2));
-                const __m256 scale = _mm256_permutevar8x32_ps(_mm256_loadu_ps(scales + (k >> shift)), order);
-                add_words(table, span, scale, x, (first + k) * width, tokens, form, small, sum);
+                const __m256 scale = _mm256_permutevar8x32_ps(_mm256_loadu_ps(scales[r] + (k >> shift)), order);
+                add_words(table, span, scale, x, (first + k) * width, tokens, form, kind, part);
             }
             if (columns > spans) {
-                const __m256 scale = _mm256_permutevar8x32_ps(_mm256_loadu_ps(scales + (spans >> shift)), order);
+                const __m256 scale = _mm256_permutevar8x32_ps(_mm256_loadu_ps(scales[r] + (spans >> shift)), order);
                 const __m256i rest = codes_at(codes + spans / 2, columns - spans);
-                add_words(table, rest, scale, x, (first + spans) * width, tokens, form, small, sum);
+                add_words(table, rest, scale, x, (first + spans) * width, tokens, form, kind, part);
             }
-            if (d->offset_type) add_offsets(d, r, first, columns, scales, tokens, sum);
+            if (d->offset_type) add_offsets(d, r, first, columns, scales[r], tokens, part);
+            for (int m = 0; m < tokens; m++) sum[r][m] = part[m];
         }
-        for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = total(sum[m]) * d->step;
     }
+    for (int r = 0; r < rows; r++)
+        for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = total(sum[r][m]) * d->step;
 }
 
 /* The step of which levels are small multiples, exact in fixed-point products: 1/2, as E2M1's and int4's, or 1, as those
@@ -398,19 +418,21 @@ static float small_step(const float *levels) {
 }
 
 INLINE void dots(const Dots *d, int rows, int tokens, float *sums) {
-    if (d->form == AS_FIXED) dots_of_words(d, rows, tokens, AS_FIXED, 1, sums);
+    if (d->form == AS_FIXED && d->offset_type) dots_of_words(d, rows, tokens, AS_FIXED, CODES, sums);
+    else if (d->form == AS_FIXED) dots_of_words(d, rows, tokens, AS_FIXED, SMALL_LEVELS, sums);
     else if (d->upper) dots_as(d, rows, tokens, 1, sums);
     else dots_as(d, rows, tokens, 0, sums);
 }
 
 INLINE void dots_in_int8(const Dots *d, int rows, int tokens, float *sums) {
-#ifdef __AVXVNNI__
-    dots_of_words(d, rows, tokens, AS_INT8, 1, sums);
-#else
+    int kind = d->offset_type ? CODES : SMALL_LEVELS;
+#ifndef __AVXVNNI__
     const __m128i size = _mm_abs_epi8(_mm_loadu_si128((const __m128i *)d->whole));
-    if (!_mm_movemask_epi8(_mm_cmpgt_epi8(size, _mm_set1_epi8(SMALL - 1)))) dots_of_words(d, rows, tokens, AS_INT8, 1, sums);
-    else dots_of_words(d, rows, tokens, AS_INT8, 0, sums);
+    if (_mm_movemask_epi8(_mm_cmpgt_epi8(size, _mm_set1_epi8(SMALL - 1)))) kind = ANY_LEVELS;
 #endif
+    if (kind == CODES) dots_of_words(d, rows, tokens, AS_INT8, CODES, sums);
+    else if (kind == SMALL_LEVELS) dots_of_words(d, rows, tokens, AS_INT8, SMALL_LEVELS, sums);
+    else dots_of_words(d, rows, tokens, AS_INT8, ANY_LEVELS, sums);
 }
 
 /* Lower bytes of a word's columns: even ones, then odd ones. */

@@ -150,16 +150,19 @@ typedef struct {
 /* y of rows first to last - 1; x is in spans */
 static void multiply(const Weight *w, const Product *p, Dots d, const char *x, int64_t first, int64_t last) {
     const int64_t pitch = row_bytes(w->columns, summed(w));
-    float sums[TOKENS];
-    for (int64_t n = first; n < last; n++) {  /* sequential, for the hardware prefetcher */
-        const float bias = p->bias ? load(p->bias, p->bias_type, n) : 0;
-        d.row[0] = row_of(w, n);
+    float sums[ROWS * TOKENS];
+    for (int64_t n = first; n < last; n += ROWS) {  /* sequential, for the hardware prefetcher */
+        for (int r = 0; r < ROWS; r++) d.row[r] = row_of(w, n + r < last ? n + r : last - 1);
         for (int64_t m = 0; m < p->tokens;) {
             const int64_t left = p->tokens - m;
             const int tokens = left >= 4 ? 4 : left >= 2 ? 2 : 1;
             for (int i = 0; i < tokens; i++) d.x[i] = x + (m + i) * pitch;
-            dots_of_tokens(&d, 1, tokens, sums);
-            for (int i = 0; i < tokens; i++) store(p->y, p->y_type, (m + i) * w->rows + n, sums[i] + bias);
+            dots_of_tokens(&d, ROWS, tokens, sums);
+            for (int r = 0; r < ROWS && n + r < last; r++) {
+                const float bias = p->bias ? load(p->bias, p->bias_type, n + r) : 0;
+                for (int i = 0; i < tokens; i++)
+                    store(p->y, p->y_type, (m + i) * w->rows + n + r, sums[r * TOKENS + i] + bias);
+            }
             m += tokens;
         }
     }
