@@ -170,9 +170,9 @@ def test_pages_in_the_order_of_tiles_are_computed_as_they_lie(format):
 def test_a_post_is_answered_once_and_numbers_may_skip():
     device, team = Device(), HostedTeam(2)
     box, (part,), entry = small(team, device)
-    team.expect(box, 3)
     for number in (1, 7, 1 << 40):
         device.number, x = number - 1, torch.randn(1, 160).bfloat16()
+        team.expect(box, 1)  # each: numbers that were skipped count as posts
         device.ask(entry, x)
         assert torch.equal(device.y(part, x), up(part, x))
     time.sleep(0.02)
@@ -296,7 +296,7 @@ def test_threads_sleep_when_nothing_is_expected_and_nap_when_posts_stall():
         device.ask(entry, x)  # polled for
         time.sleep(0.02)  # they spin for a moment
         assert stalled < 0.3  # two threads that spin would take up to .6, and a busy core's share
-        assert cpu_seconds(0.2) < 0.01
+        assert cpu_seconds(0.2) < 0.05  # naps would take .15
     assert team.served(box) == 6
     assert torch.equal(device.y(part, x), up(part, x))
 

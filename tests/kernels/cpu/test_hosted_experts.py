@@ -126,7 +126,7 @@ def test_a_post_of_nothing_is_counted_and_not_answered():
         assert posted(device, entry, experts, x, torch.tensor([[0, 1 + turn % 3]]), torch.ones(1, 2)).any()
     assert (team.served(box), team.failed(box)) == (10, 0)
     time.sleep(0.02)
-    assert cpu_seconds(0.2) < 0.01
+    assert cpu_seconds(0.2) < 0.05  # naps would take .15
 
 
 def test_what_c_cannot_compute_is_refused_with_what_came():
