@@ -36,6 +36,7 @@ BYTES = [
     "floatzeros64-bfloat16",
     "zerobytes128-float16",
 ]
+BYTE_CASES = [(1, 264, torch.bfloat16), (2, 136, torch.float32), (15, 264, torch.bfloat16)]  # 264: two superblocks
 IDS = torch.tensor([[0, 2], [2, 3], [0, 2], [-1, 2], [2, 0]] * 3)  # of 3 experts: both kinds of sentinels
 
 
@@ -73,8 +74,8 @@ def test_rows_and_sums_of_pairs_by_levels(name, case, gpu, monkeypatch):  # noqa
 
 
 @pytest.mark.sample(3)
-@matrix(name=BYTES, tokens_and_dtype=[(1, torch.bfloat16), (2, torch.float32), (15, torch.bfloat16)], at_most=10)
-def test_rows_and_sums_of_pairs_by_bytes(name, tokens_and_dtype, gpu, monkeypatch):  # noqa: F811
-    tokens, dtype = tokens_and_dtype
-    check_rows_and_sums(name, tokens, 136, dtype, monkeypatch)
+@matrix(name=BYTES, case=BYTE_CASES, at_most=10)
+def test_rows_and_sums_of_pairs_by_bytes(name, case, gpu, monkeypatch):  # noqa: F811
+    tokens, k, dtype = case
+    check_rows_and_sums(name, tokens, k, dtype, monkeypatch)
     assert gpu.count("groups_kernel" if tokens == 15 else "pairs_kernel") == 2
