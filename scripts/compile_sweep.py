@@ -192,6 +192,7 @@ def _noted(capability: int, codes: dict[Any, Code], target: Any = None) -> Itera
             (devices, "gpu", lambda index: TARGETS[capability]),
             (tuned_configs, "tuned", lambda index: {}),
             (table_linear, "nf4_levels", lambda index: _empty(16, dtype=_FP32)),
+            (table_linear, "int4_levels", lambda index: _empty(16, dtype=_FP32)),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
         yield

@@ -1,10 +1,10 @@
 """Time layers of routed experts on this machine's GPU: benchmarks/results/experts-<gpu>.json.
 
-Ours on pages of 4 bits beside transformers' batched_mm and grouped_mm in bf16, all as CUDA graphs that take turns, on
-layers enough to leave the second-level cache. Routing is random: tokens go to different experts, all alike. What is
+Ours on pages of 4 and 8 bits beside transformers' batched_mm and grouped_mm in bf16, all as CUDA graphs that take
+turns, on layers enough to leave the second-level cache. Routing is random: tokens go to different experts, all alike. What is
 timed is a layer's whole work between the router and the residual sum.
 
-    python3 scripts/experts_bench.py [--tokens 1 64] [--only qwen3-30b-a3b] [--out results.json]
+    python3 scripts/experts_bench.py [--tokens 1 64] [--only qwen3-30b-a3b] [--formats nvfp4] [--out results.json]
 """
 
 import argparse
@@ -22,8 +22,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.gpu_timing import BF16, CUDA, ROOT, machine, say, side_by_side
-from vbrt.formats.joint_planes import join_layouts
-from vbrt.formats.page import unpack
+from vbrt.formats import get_format
+from vbrt.formats.joint_planes import join_fields, join_layouts
+from vbrt.formats.page import new_page, pack, unpack
 from vbrt.kernels import resolve
 from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, part_planes
 
@@ -51,6 +52,11 @@ SHAPES = (
     Shape("gpt-oss", 32, 2880, 2880, 4, "mxfp4"),
     Shape("mixtral-8x7b", 8, 4096, 14336, 2, "nvfp4"),
 )
+#: formats whose pages have the order of rows
+ROWS = (
+    *("nf4", "symmetric128-float16", "zeros128-float16", "affine32-float16", "superblock32", "levels32-float16"),
+    *("mxint8", "bytes32-float16", "superbytes16", "floatbytes128-float32", "floatzeros64-float16"),
+)
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
@@ -60,6 +66,8 @@ def random_pages(shape: Shape) -> ExpertPages:
     """The pages of random experts: random codes, block scales within a factor of two."""
     packing = resolve("experts_up", "auto", CUDA, shape.format).page_order(shape.format)
     parts = {"up": (2 * shape.inner, shape.hidden), "down": (shape.hidden, shape.inner)}
+    if packing is None:
+        return _pages_of_rows(shape, parts)
     layout = join_layouts({part: packing.layout(size) for part, size in parts.items()})
     pages = torch.randint(0, 256, (shape.experts, layout.nbytes), dtype=torch.uint8, device=CUDA)
     e8m0 = shape.format == "mxfp4"
@@ -71,6 +79,17 @@ def random_pages(shape: Shape) -> ExpertPages:
                 scales = field[..., 256:].view(torch.uint8)
                 low = 238 if e8m0 else 0x34
                 scales.copy_(torch.randint(low, low + (2 if e8m0 else 8), scales.shape, dtype=torch.uint8, device=CUDA))
+    addresses = pages.data_ptr() + layout.nbytes * torch.arange(shape.experts, dtype=torch.int64, device=CUDA)
+    return ExpertPages(shape.format, BF16, parts, layout, list(pages), addresses)
+
+
+def _pages_of_rows(shape: Shape, parts: dict[str, tuple[int, int]]) -> ExpertPages:
+    """Pages with the codes of one random expert each: a page's time does not depend on its numbers."""
+    fmt = get_format(shape.format)
+    weights = {part: torch.randn(size, device=CUDA, dtype=BF16) * 0.02 for part, size in parts.items()}
+    layout = join_layouts({part: fmt.layout(size, BF16) for part, size in parts.items()})
+    page = pack(join_fields({part: fmt.encode(w) for part, w in weights.items()}), layout, new_page(layout, CUDA))
+    pages = page.repeat(shape.experts, 1)
     addresses = pages.data_ptr() + layout.nbytes * torch.arange(shape.experts, dtype=torch.int64, device=CUDA)
     return ExpertPages(shape.format, BF16, parts, layout, list(pages), addresses)
 
@@ -138,12 +157,13 @@ def error(pages: ExpertPages, x: torch.Tensor, ids: torch.Tensor, weights: torch
 
 
 def rows(shape: Shape, tokens: Sequence[int]) -> Iterator[dict[str, object]]:
-    pages = [random_pages(shape) for _ in range(layers_to_rotate(shape, 4.5))]
+    bits = 4.5 if shape.format not in ROWS else get_format(shape.format).record.bits
+    pages = [random_pages(shape) for _ in range(layers_to_rotate(shape, bits))]
     dense = [dense_layer(shape) for _ in range(layers_to_rotate(shape, 16))]
     for t in tokens:
         x = torch.randn(t, shape.hidden, device=CUDA, dtype=BF16)
         routed = [routing(shape, t) for _ in pages]
-        some = pages[: layers_to_rotate(shape, 4.5, t)]
+        some = pages[: layers_to_rotate(shape, bits, t)]
         sets: dict[str, list[Callable[[], object]]] = {
             "ours": [partial(run_pages, p, x, *r) for p, r in zip(some, routed, strict=False)]
         }
@@ -169,13 +189,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--only", nargs="+", default=[shape.name for shape in SHAPES])
+    parser.add_argument("--formats", nargs="+", default=[*dict.fromkeys(shape.format for shape in SHAPES), *ROWS])
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.manual_seed(0)
     result: dict[str, object] = {**machine(), "rows": []}
     with torch.no_grad():
-        for shape in SHAPES:
-            if shape.name in asked.only:
+        for shape in (*SHAPES, *(SHAPES[0]._replace(format=format) for format in ROWS)):
+            if shape.name in asked.only and shape.format in asked.formats:
                 result["rows"] += rows(shape, asked.tokens)
                 torch.cuda.empty_cache()
     slug = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())

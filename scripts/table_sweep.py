@@ -3,10 +3,11 @@
     python scripts/table_sweep.py --out benchmarks/results
     python scripts/table_sweep.py --formats superblock32 --shapes 4096x14336,14336x4096 --tokens 1,16 --launches 1x4,2x8
 
-A row has the microseconds of a call, TB/s of the coarse plane, that rate relative to nvfp4's kernel in the same turns,
-and the relative error against float64 on decoded weights. "own" is the launch that vbrt takes. A launch that does not
-compile, or whose error exceeds 5e-3, is a row with the reason instead of a time. One GPU, no other work on it. With
---out, rows go into published-<gpu>.json, of which a table of docs/measurements.md is made.
+A row has the microseconds of a call, TB/s of the coarse plane, that rate relative to nvfp4's kernel in the same turns
+(beyond 32 tokens: bf16's microseconds over those of the call), and the relative error against float64 on decoded
+weights. "own" is the launch that vbrt takes. A launch that does not compile, or whose error exceeds 5e-3, is a row with
+the reason instead of a time. One GPU, no other work on it. With --out, rows go into published-<gpu>.json, of which a
+table of docs/measurements.md is made.
 """
 
 import argparse
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # after the checkout is on the path
+import torch.nn.functional as F
 from torch import Tensor
 
 from scripts.gpu_timing import BF16, CUDA, error, machine, planes_of, say, side_by_side
@@ -37,10 +39,12 @@ from vbrt.kernels.cuda.table import linear as table_linear
 
 #: format -> whose codes it has
 FORMATS = {
-    "levels32-float16": "Q4_0",
+    "symmetric32-float16": "Q4_0",
+    "symmetric128-float16": "GPTQ, W4A16",
+    "levels32-float16": "IQ4_NL",
     "affine32-float16": "Q4_1",
     "superblock32": "Q4_K",
-    "zeros128-float16": "AWQ, GPTQ",
+    "zeros128-float16": "AWQ, asymmetric GPTQ",
     "affine64-bfloat16": "MLX, 4 bits",
     "levels64-float32": "NF4 of bitsandbytes",
     "superbytes16": "Q6_K",
@@ -70,8 +74,12 @@ def copies_of(format: str, weight: Tensor) -> list[WeightPlanes]:
 def rows(format: str, k: int, n: int, tokens: int, launches: Sequence[tuple[int, int]]) -> Iterator[dict[str, object]]:
     """A row per launch: its time, or why it has none."""
     weight, x = torch.randn(n, k, device=CUDA, dtype=BF16) * 0.02, torch.randn(tokens, k, device=CUDA, dtype=BF16)
-    base, planes = copies_of("nvfp4", weight), copies_of(format, weight)
-    linear = resolve("linear", "auto", CUDA, "nvfp4").run
+    planes = copies_of(format, weight)
+    if tokens <= table_linear.FUSED_TOKENS:
+        beside, linear = "nvfp4", resolve("linear", "auto", CUDA, "nvfp4").run
+        base = [(partial(linear, x, each), _nbytes(each)) for each in copies_of("nvfp4", weight)]
+    else:
+        beside, base = "bf16", [(partial(F.linear, x, weight.clone()), weight.nbytes) for _ in range(_COPIES)]
     want = x.double() @ get_format(format).decode(planes[0].coarse, (n, k), torch.float64).T
     head, sets = {"format": format, "k": k, "n": n, "m": tokens}, {}
     for launch in (None, *launches):
@@ -85,11 +93,12 @@ def rows(format: str, k: int, n: int, tokens: int, launches: Sequence[tuple[int,
             yield head | {"launch": name, "failed": f"relative error {found:.1e}"}
             continue
         sets[name] = found, [partial(call, launch, x, each) for each in planes]
-    base_us, *times = side_by_side([partial(linear, x, each) for each in base], *(calls for _, calls in sets.values()))
-    base_tb_s = _nbytes(base[0]) / base_us / 1e6
+    base_us, *times = side_by_side([call for call, _ in base], *(calls for _, calls in sets.values()))
+    base_tb_s = base[0][1] / base_us / 1e6
     for (name, (found, _)), us in zip(sets.items(), times, strict=True):
         tb_s = _nbytes(planes[0]) / us / 1e6
-        rates = {"us": round(us, 2), "tb_s": round(tb_s, 3), "of_nvfp4": round(tb_s / base_tb_s, 3)}
+        share = tb_s / base_tb_s if beside == "nvfp4" else base_us / us
+        rates = {"us": round(us, 2), "tb_s": round(tb_s, 3), f"of_{beside}": round(share, 3)}
         yield head | {"launch": name, **rates, "relative_error": found}
 
 
@@ -119,13 +128,13 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     def tokens(text: str) -> tuple[int, ...]:
         found = tuple(map(int, text.split(",")))
-        if not all(1 <= count <= table_linear.FUSED_TOKENS for count in found):
-            raise argparse.ArgumentTypeError(f"{text}; the kernel takes 1 to {table_linear.FUSED_TOKENS} tokens")
+        if not all(1 <= count for count in found):
+            raise argparse.ArgumentTypeError(f"{text}; expected at least one token")
         return found
 
     parser.add_argument("--formats", type=formats, metavar="A,B", default=tuple(FORMATS))
     parser.add_argument("--shapes", type=pairs, metavar="KxN,KxN", default=SHAPES)
-    parser.add_argument("--tokens", type=tokens, metavar="M,M", default=(1, 16))
+    parser.add_argument("--tokens", type=tokens, metavar="M,M", default=(1, 16, 2048))
     parser.add_argument("--launches", type=launches, metavar="TxW,TxW", default=(), help="row tiles x warps, of 4 bits")
     parser.add_argument("--out", type=Path, help="folder of published-<gpu>.json")
     return parser.parse_args(arguments)
@@ -140,7 +149,7 @@ def main() -> None:
     for k, n in options.shapes:
         for format in options.formats:
             for tokens in options.tokens:
-                launches = options.launches if format in table_linear.SERVED else ()
+                launches = options.launches if format in table_linear.SERVED and tokens <= 32 else ()
                 for row in rows(format, k, n, tokens, launches):
                     say(row)
                     result["rows"].append(row)
@@ -154,15 +163,22 @@ def published_table(path: Path) -> list[str]:
     result = json.loads(path.read_text())
     own = {(row["format"], row["k"], row["n"], row["m"]): row for row in result["rows"] if row["launch"] == "own"}
     counts = sorted({m for *_, m in own})
-    heads = ["weights", "format", "K→N", *(f"M={m}: µs, TB/s, of nvfp4's" for m in counts)]
+    few = table_linear.FUSED_TOKENS
+    heads = ["weights", "format", "K→N", *(f"M={m}: µs, {'TB/s, of nvfp4' if m <= few else 'of bf16'}" for m in counts)]
     lines = []
     for format, k, n in dict.fromkeys(key[:3] for key in own):
         cells = (own[format, k, n, m] for m in counts)
-        figures = [f"{cell['us']:.1f}, {cell['tb_s']:.2f}, {cell['of_nvfp4']:.2f}" for cell in cells]
+        figures = [
+            f"{cell['us']:.1f}, {cell['tb_s']:.2f}, {cell['of_nvfp4']:.2f}"
+            if cell["m"] <= few
+            else f"{cell['us']:.0f}, {cell['of_bf16']:.2f}"
+            for cell in cells
+        ]
         lines.append([FORMATS[format], f"`{format}`", f"{k}→{n}", *figures])
     said = (
         "A linear layer on codes as published, CUDA-graph replays of weights beyond L2, and its bytes a second over "
-        f"those of nvfp4's kernel in the same turns. Copies of this GPU: {result['copy_tb_s']} TB/s."
+        "those of nvfp4's kernel in the same turns; beyond 32 tokens, bf16's time over its own. "
+        f"Copies of this GPU: {result['copy_tb_s']} TB/s."
     )
     return [
         "## published codes, " + result["gpu"],

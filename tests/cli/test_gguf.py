@@ -36,8 +36,8 @@ def test_inspect_says_what_it_is_and_becomes(file, capsys):
     assert (found["model"], found["layout"]) == ("LlamaForCausalLM", "GGUF (llama) of quantized weights")
     assert found["dtypes"].keys() == {"TQ1_0", "Q4_0", "F32"} and found["nbytes"] == sum(found["dtypes"].values())
     assert {row["layout"]: row["becomes"] for row in found["weights"]}["GGUF TQ1_0"] == "decoded"
-    assert {layer["becomes"] for layer in found["layers"]} == {"levels32-float16", "dense"}
-    assert any("GGUF Q4_0, taken as levels32-float16 bit for bit" in note for note in found["notes"])
+    assert {layer["becomes"] for layer in found["layers"]} == {"symmetric32-float16", "dense"}
+    assert any("GGUF Q4_0, taken as symmetric32-float16 bit for bit" in note for note in found["notes"])
 
 
 def test_run_speaks_from_the_file_and_from_what_convert_makes_of_it(file, tmp_path, capsys):
@@ -59,7 +59,7 @@ def test_the_dtype_of_the_model_is_ones_choice(file, llama, capsys):
     assert cli.main(["inspect", str(file), "--json", *SETTINGS, "--dtype", "bfloat16"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {layer["dtype"] for layer in found["layers"]} == {"bfloat16"}
-    assert {layer["becomes"] for layer in found["layers"]} == {"levels32-float16", "nvfp4+exact"}
+    assert {layer["becomes"] for layer in found["layers"]} == {"symmetric32-float16", "nvfp4+exact"}
     for command in ("inspect", "chat"):
         assert cli.main([command, str(llama), "--dtype", "float16"]) == 2
         assert "these files have dtypes of their own; leave it out" in errors(capsys)

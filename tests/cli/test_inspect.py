@@ -76,7 +76,7 @@ def test_what_cannot_be_loaded_is_said_with_the_reason(llama, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("layout", "becomes"),
     [
-        ("gptq", "levels32-bfloat16"),
+        ("gptq", "symmetric32-bfloat16"),
         ("awq", "zeros32-bfloat16"),
         ("fp8 blocks", "floatbytes16-float32"),
         ("hqq", "floatzeros32-bfloat16"),

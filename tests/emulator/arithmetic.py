@@ -19,8 +19,9 @@ class Arithmetic(Lanes):
         values = [self.value(name, kind) for name in operands[1:]]
         if parts[0] in BITS:
             self.set(operands[0], BITS[parts[0]](*values))
-        elif kind in ("bf16", "bf16x2", "f16x2"):
-            self.set(operands[0], packed(FLOATS[parts[0]], values, kind))
+        elif kind in ("bf16", "bf16x2", "f16x2", "s16x2"):
+            of = INTEGERS if kind == "s16x2" else FLOATS
+            self.set(operands[0], packed(of[parts[0]], values, kind))
         elif kind == "f32":
             self.set(operands[0], FLOATS[parts[0]](*(v.astype(np.float64) for v in values)).astype(np.float32))
         else:

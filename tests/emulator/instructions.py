@@ -144,6 +144,7 @@ CASES = {
         "mul.wide.u16 Y, %rs1, %rs2", "mul.wide.s16 Y, %rs1, %rs2", "cvt.u32.u16 Y, %rs3", "cvt.s32.s16 Y, %rs1",
         "mov.b32 Y, {%rs4, %rs5}", "mov.b32 Y, {%rs6, %rs7}", "selp.b32 Y, X3, X4, %p1",
     )),
+    "pairs of 16 bits": Case(_each("add.s16x2 Y, X0, X1")),
     "64 bits": Case("""
 	mov.b64 %rd4, {X0, X1}; mov.b64 %rd5, {X2, X3};
 	add.s64 %rd6, %rd4, %rd5; mov.b64 {Y0, Y1}, %rd6;

@@ -11,6 +11,7 @@ from tests.matrix import matrix
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.nf4 import NF4_LEVELS
+from vbrt.formats.sixteen_levels import INT4_LEVELS
 from vbrt.kernels import reference
 from vbrt.kernels.cuda import devices, launcher, tuned_configs
 from vbrt.kernels.cuda.e2m1 import fused_linear, launches
@@ -256,10 +257,17 @@ LEVELS = [
 
 
 AFFINE = [
-    *((name, torch.bfloat16, 328) for name in ("superblock32", "affine32-float16")),
+    *((name, torch.bfloat16, 328) for name in ("superblock32", "affine32-float16", "symmetric32-float16")),
     *(
         pytest.param(name, torch.float32, k, marks=pytest.mark.exhaustive)
-        for name in ("superblock32", "affine16-bfloat16", "affine64-float32", "zeros64-float32", "zeros128-float16")
+        for name in (
+            "superblock32",
+            "affine16-bfloat16",
+            "affine64-float32",
+            "zeros64-float32",
+            "zeros128-float16",
+            "symmetric128-float16",
+        )
         for k in (192, 200, 208, 512, 1304)
     ),
 ]
@@ -282,7 +290,9 @@ def test_tables(name, dtype, k, gpu, monkeypatch):
 
 @pytest.mark.sample(2)
 @matrix(
-    name=["superblock32", "affine32-float16", "levels32-float32", "zeros64-bfloat16", "nf4"], tokens=[1, 2], at_most=1
+    name=["superblock32", "affine32-float16", "levels32-float32", "zeros64-bfloat16", "nf4", "symmetric32-float16"],
+    tokens=[1, 2],
+    at_most=1,
 )
 def test_two_tokens_take_sixteen_bytes_of_a_row_at_a_time(name, tokens, gpu, monkeypatch):
     monkeypatch.setattr(table_linear, "nf4_levels", lambda index: torch.tensor(table_linear.NF4_LEVELS))
@@ -379,13 +389,14 @@ def test_many_tokens_without_wgmma(gpu, config, name, k):
     assert gpu == ["mma_kernel"] + ["reduce_kernel"] * (config.splits > 1)
 
 
-MMA_FORMATS = ["nf4", "mxint8", "levels64-float32", "levels16-float16", "quantile", "levels128-bfloat16"]
+MMA_FORMATS = ["nf4", "mxint8", "symmetric64-float32", "levels16-float16", "quantile", "levels128-bfloat16"]
 
 
 @pytest.mark.sample(1)
 @matrix(gpu=[80, 89], config=MMA, name=MMA_FORMATS, k=[328, 136], indirect=("gpu",), at_most=4)
 def test_many_tokens_of_rows_of_codes_without_wgmma(gpu, config, name, k, monkeypatch):
     monkeypatch.setattr(table_linear, "nf4_levels", lambda index: torch.tensor(NF4_LEVELS))
+    monkeypatch.setattr(table_linear, "int4_levels", lambda index: torch.tensor(INT4_LEVELS))
     k += 24 * (name == "levels16-float16")  # rows of whole 16 bytes
     format, shape = get_format(name), (72, k)
     coarse = format.encode(torch.randn(shape) * 0.03)

@@ -15,7 +15,14 @@ from vbrt.kernels.experts import Gate, weigh_and_sum
 
 pytest.importorskip("triton.experimental.gluon")
 
-FORMATS = ["superblock32", "affine32-float16", "affine16-bfloat16", "affine64-float32", "zeros128-float16"]
+FORMATS = [
+    "superblock32",
+    "affine32-float16",
+    "affine16-bfloat16",
+    "affine64-float32",
+    "zeros128-float16",
+    "symmetric32-float16",
+]
 CLOSE = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 LEVELS = ["levels32-float16", "nf4", "levels16-float32", "quantile", "levels128-bfloat16"]
 LEVEL_CASES = [  # tokens, columns, dtype

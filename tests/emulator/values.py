@@ -10,7 +10,7 @@ SCALARS = {
     "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16,
     "s16": np.int16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32, "b64": np.uint64,
     "u64": np.uint64, "s64": np.int64, "f16": np.float16, "f16x2": np.uint32, "bf16": np.uint16, "bf16x2": np.uint32,
-    "e4m3x2": np.uint16,
+    "e4m3x2": np.uint16, "s16x2": np.uint32,
 }  # fmt: skip
 TYPES = {name: np.dtype(scalar) for name, scalar in SCALARS.items()}
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
@@ -45,7 +45,9 @@ def halves(words: np.ndarray) -> np.ndarray:
 
 
 def packed(fn: Callable[..., np.ndarray], values: list[np.ndarray], kind: str) -> np.ndarray:
-    """fn on bf16, or on both parts of pairs of them or of f16."""
+    """fn on bf16, or on both parts of pairs of them, of f16 or of s16."""
+    if kind == "s16x2":
+        return np.ascontiguousarray(fn(*(halves(v).view(np.int16) for v in values))).view(np.uint32)[:, 0]
     if kind == "f16x2":
         return (
             fn(*(halves(v).view(np.float16).astype(np.float64) for v in values))

@@ -83,6 +83,7 @@ def test_layouts_hold_the_advertised_bits_a_weight():
     bits = {name: get_format(name).layout(shape, torch.bfloat16).nbytes * 8 / size for name in FORMATS}
     groups = list(product((16, 32, 64, 128), SCALE_BITS.items()))
     levels = {f"levels{b}-{s}": 4 + size / b for b, (s, size) in groups}
+    levels |= {f"symmetric{b}-{s}": 4 + size / b for b, (s, size) in groups}
     affine = {f"affine{b}-{s}": 4 + 2 * size / b for b, (s, size) in groups}
     zeros = {f"zeros{b}-{s}": 4 + (size + 8) / b for b, (s, size) in groups}
     zeros |= {f"floatzeros{b}-{s}": 4 + 2 * size / b for b, (s, size) in groups}

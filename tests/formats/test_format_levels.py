@@ -10,7 +10,8 @@ from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.formats.sixteen_levels import FP4_LEVELS, INT4_LEVELS, IQ4_NL_LEVELS
 
 TABLES = {"int4": INT4_LEVELS, "nf4": NF4_LEVELS, "fp4": FP4_LEVELS, "iq4_nl": IQ4_NL_LEVELS}
-NAMES = [name for name, record in FORMATS.items() if record.kernels == "levels"]
+NAMES = [name for name, record in FORMATS.items() if record.kernels == "levels" and name.startswith("levels")]
+SYMMETRIC = [name.replace("levels", "symmetric") for name in NAMES]
 
 
 def plane(name, levels, shape, scale=0.01):
@@ -40,6 +41,20 @@ def test_what_was_decoded_is_encoded_with_a_table_as_good(table, name):
     again = fmt.encode(decoded)
     assert tuple(again["levels"].tolist()) == tuple(torch.tensor(TABLES[table]).tolist())
     assert torch.allclose(fmt.decode(again, shape, torch.float32), decoded, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", SYMMETRIC)
+def test_a_symmetric_weight_is_its_code_less_8_times_its_blocks_scale(name):
+    fmt, levels, shape = get_format(name), get_format(name.replace("symmetric", "levels")), (3, 150)
+    coarse = plane(levels.name, INT4_LEVELS, shape)
+    decoded = levels.decode(coarse, shape, torch.bfloat16)
+    fields = {field: coarse[field] for field in ("codes", "scales")}
+    layout = fmt.layout(shape, torch.bfloat16)
+    fields = unpack(pack(fields, layout, new_page(layout)), layout)
+    assert torch.equal(fmt.decode(fields, shape, torch.bfloat16), decoded)
+    again = fmt.encode(levels.decode(coarse, shape, torch.float32))
+    assert set(again) == {"codes", "scales"}
+    assert torch.allclose(fmt.decode(again, shape, torch.float32), decoded.float(), rtol=5e-3, atol=0)
 
 
 @pytest.mark.parametrize("name", ["levels16-float16", "levels64-bfloat16", "levels128-float32"])

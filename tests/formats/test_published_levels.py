@@ -74,12 +74,13 @@ def test_a_committed_weight_decodes_to_its_librarys_bits(library, name):
     made = check(library, name, files)
     scales = made.coarse["scales"].dtype
     flat = {"flat": True} if library == "bitsandbytes" else {}
+    kind = "levels" if library == "bitsandbytes" or name == "IQ4_NL" else "symmetric"
     group = (
         {"gguf": 32, "auto_round": 32, "bitsandbytes": BITSANDBYTES.get(name, (0, 0))[1]}.get(library)
         or COMPRESSED[name][1]
         or -1
     )
-    assert made.format == levels_format(made.shape[1], group, scales, **flat)
+    assert made.format == levels_format(made.shape[1], group, scales, **flat, kind=kind)
 
 
 @pytest.mark.parametrize(("library", "name"), MAKERS)
@@ -103,11 +104,11 @@ def gptq(n, k, group, stored_zero=7):
 @pytest.mark.parametrize(
     ("k", "group", "stored", "format"),
     [
-        (192, 64, ("gptq", 7), "levels64-float16"),
-        (200, 128, ("gptq_v2", 8), "levels128-float16"),
-        (512, 256, ("gptq", 7), "levels128-float16"),
-        (200, -1, ("gptq", 7), "levels128-float16"),
-        (96, 48, ("gptq", 7), "levels16-float16"),
+        (192, 64, ("gptq", 7), "symmetric64-float16"),
+        (200, 128, ("gptq_v2", 8), "symmetric128-float16"),
+        (512, 256, ("gptq", 7), "symmetric128-float16"),
+        (200, -1, ("gptq", 7), "symmetric128-float16"),
+        (96, 48, ("gptq", 7), "symmetric16-float16"),
     ],
 )
 def test_symmetric_gptq_decodes_to_its_own_product_in_fp16(k, group, stored, format):
@@ -131,7 +132,7 @@ def test_act_order_gives_each_column_the_scale_and_zero_point_of_its_group(k, gr
     each = tuple(range(32 // bits))
     qzeros = words(torch.full((len(scales), 16), zero - 1), 1, each)
     made = repack_gptq(words(codes_KN, 0, each), scales, qzeros, g_idx, group=group, symmetric=symmetric, bits=bits)
-    kind = {4: ("zeros", "levels"), 8: ("zerobytes", "bytes")}[bits][symmetric]
+    kind = {4: ("zeros", "symmetric"), 8: ("zerobytes", "bytes")}[bits][symmetric]
     assert made.format == f"{kind}{block}-float16-ordered"
     expected = (scales[g_idx] * (codes_KN - zero).half()).t()
     fmt = get_format(made.format)
@@ -198,7 +199,7 @@ def test_tensors_that_do_not_fit_are_refused(repack, message):
 def test_parts_of_other_blocks_are_joined_with_their_bits():
     parts = [repack_gptq(*gptq(16, 200, group)[:2], group=group) for group in (128, 32)]
     joined = join_rows(parts)
-    assert (joined.format, joined.shape) == ("levels32-float16", (32, 200))
+    assert (joined.format, joined.shape) == ("symmetric32-float16", (32, 200))
     one, two = (get_format(part.format).decode(part.coarse, part.shape, torch.float16) for part in parts)
     decoded = get_format(joined.format).decode(joined.coarse, joined.shape, torch.float16)
     assert torch.equal(decoded, torch.cat((one, two)))

@@ -43,7 +43,7 @@ def test_a_file_goes_into_planes_as_transformers_reads_it(tmp_path, architecture
     vb = vbrt.of(model)
     assert torch.equal(logits(model), logits(pretrained(path, dtype=torch.bfloat16)))
     formats = {name.split(".")[-1]: layer.format for name, layer in vb.stats().layers.items()}
-    assert (formats["v_proj"], formats["q_proj"]) == ("nvfp4+exact", "levels32-float16")
+    assert (formats["v_proj"], formats["q_proj"]) == ("nvfp4+exact", "symmetric32-float16")
     assert vb.stats().fallbacks[0].startswith("2 layers: decoded and held as nvfp4+exact: GGUF Q8_0")
     swapped = {name for name in read if name.endswith("_proj.weight")}
     assert swapped == {f"model.layers.{layer}.self_attn.v_proj.weight" for layer in (0, 1)}, "the others' planes alone"
@@ -58,7 +58,7 @@ def test_its_planes_are_saved_and_read_again(tmp_path):
     model.save_pretrained(tmp_path / "planes")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "planes")
     assert torch.equal(logits(again), logits(model))
-    assert vbrt.of(again).plan.swaps[0].format == "levels32-float16"
+    assert vbrt.of(again).plan.swaps[0].format == "symmetric32-float16"
 
 
 def test_a_model_of_a_file_trains_through_4_bits(tmp_path):

@@ -10,7 +10,7 @@ from vbrt.formats import FORMATS, WeightPlanes, get_format
 from vbrt.kernels import KERNELS, fused_on, reference, resolve
 
 CPU = torch.device("cpu")
-NAMES = ("levels128-float16", "levels32-bfloat16", "zeros64-float16", "bytes128-float16", "zerobytes32-float32")
+NAMES = ("symmetric128-float16", "levels32-bfloat16", "zeros64-float16", "bytes128-float16", "zerobytes32-float32")
 
 
 def case(name, shape=(48, 200), dtype=torch.bfloat16, device="cpu"):
@@ -26,7 +26,7 @@ def case(name, shape=(48, 200), dtype=torch.bfloat16, device="cpu"):
 
 def test_every_such_format_has_the_kernels_of_its_base():
     ordered = [name for name, record in FORMATS.items() if record.base]
-    assert len(ordered) == 48
+    assert len(ordered) == 60
     for name in ordered:
         assert fused_on(name) == fused_on(FORMATS[name].base) == {"cpu", "cuda"}
     assert not any(kernel.few or kernel.turned for kernel in KERNELS if (kernel.formats or ("",))[0] in ordered)

@@ -34,6 +34,7 @@ LEVEL_SCALES = ("float16", "bfloat16", "float32")
 #: published formats of each such block size and scale dtype -> (codec, kernel family, storage of a block's offset)
 GROUP_KINDS = {
     "levels": ("vbrt.formats.sixteen_levels:Levels", "levels", None),
+    "symmetric": ("vbrt.formats.sixteen_levels:Symmetric", "levels", None),
     "affine": ("vbrt.formats.affine:Affine", "affine", "values"),
     "zeros": ("vbrt.formats.affine:ZeroPoint", "affine", "zeros"),
     "floatzeros": ("vbrt.formats.affine:FloatZeroPoint", "plain", "floatzeros"),
@@ -47,7 +48,7 @@ BYTE_KINDS = {
     "floatzerobytes": ("vbrt.formats.affine:FloatZeroPoint", "bytes", "floatzeros"),
 }
 #: kinds of which there are weights with columns in another order: GPTQ with act-order
-_ORDERED_KINDS = ("levels", "zeros", "bytes", "zerobytes")
+_ORDERED_KINDS = ("levels", "symmetric", "zeros", "bytes", "zerobytes")
 #: reserved values of `weights.format` and `weights.formats`
 _RESERVED = ("auto", "exact")
 #: fields that select code of this package, with their value in formats of other packages

@@ -23,7 +23,7 @@ from vbrt.formats.published import (
     repack_mxfp4,
     repack_nvfp4,
 )
-from vbrt.formats.sixteen_levels import INT4_LEVELS, IQ4_NL_LEVELS
+from vbrt.formats.sixteen_levels import IQ4_NL_LEVELS
 from vbrt.libraries.gguf_api import lattice
 
 __all__ = ["GGML_PLANES", "GGMLPlane", "repack_gguf"]
@@ -82,15 +82,17 @@ def _half(two_bytes: Tensor) -> Tensor:
     return two_bytes.contiguous().view(torch.float16)
 
 
-def _of_levels(levels: tuple[float, ...]) -> Callable[[Tensor, tuple[int, int]], Repacked]:
-    """Q4_0 and IQ4_NL: an fp16 scale and 16 bytes of codes per 32 weights."""
+def _q4_0(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """Q4_0, 32 weights: an fp16 scale, 16 bytes of codes. weight = scale * (code - 8)."""
+    n = shape[0]
+    codes, scales = _sequential(blocks[:, 2:]).reshape(n, -1), _half(blocks[:, :2]).view(n, -1)
+    return _plane("symmetric32-float16", shape, {"codes": codes, "scales": scales})
 
-    def repack(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
-        n = shape[0]
-        codes, scales = _sequential(blocks[:, 2:]).reshape(n, -1), _half(blocks[:, :2]).view(n, -1)
-        return levels_plane("levels32-float16", shape, codes, scales, _table(levels, blocks))
 
-    return repack
+def _iq4_nl(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """IQ4_NL, as Q4_0 with levels from a table."""
+    plane = _q4_0(blocks, shape).coarse
+    return levels_plane("levels32-float16", shape, **plane, levels=_table(IQ4_NL_LEVELS, blocks))
 
 
 def _q4_1(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
@@ -199,7 +201,7 @@ def _q3_k(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
     packed = _nibbles(codes + 4, shape[0])  # -4 to 3 are codes 4 to 11 of int4
     low, high = _fields_of_bits(blocks[:, 96:104], 8, 4), _fields_of_bits(blocks[:, 104:108], 4, 2)
     scales = _half(blocks[:, 108:]).float() * ((low | high << 4).int() - 32)
-    return levels_plane("levels16-float32", shape, packed, scales.view(shape[0], -1), _table(INT4_LEVELS, blocks))
+    return _plane("symmetric16-float32", shape, {"codes": packed, "scales": scales.view(shape[0], -1)})
 
 
 def _q2_k(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
@@ -365,12 +367,12 @@ def _table(levels: tuple[float, ...], like: Tensor) -> Tensor:
 
 
 GGML_PLANES = {
-    "Q4_0": GGMLPlane("levels32-float16", 32, 18, _of_levels(INT4_LEVELS)),
+    "Q4_0": GGMLPlane("symmetric32-float16", 32, 18, _q4_0),
     "Q4_1": GGMLPlane("affine32-float16", 32, 20, _q4_1, since="0.2.0"),
     "Q4_K": GGMLPlane("superblock32", 256, 144, _q4_k, since="0.2.0"),
-    "IQ4_NL": GGMLPlane("levels32-float16", 32, 18, _of_levels(IQ4_NL_LEVELS)),
+    "IQ4_NL": GGMLPlane("levels32-float16", 32, 18, _iq4_nl),
     "IQ4_XS": GGMLPlane("levels32-float32", 256, 136, _iq4_xs),
-    "Q3_K": GGMLPlane("levels16-float32", 256, 110, _q3_k),
+    "Q3_K": GGMLPlane("symmetric16-float32", 256, 110, _q3_k),
     "MXFP4": GGMLPlane("mxfp4", 32, 17, _mxfp4),
     "Q8_0": GGMLPlane("bytes32-float16", 32, 34, _q8_0, since="0.2.0"),
     "Q6_K": GGMLPlane("superbytes16", 256, 210, _q6_k, since="0.2.0"),

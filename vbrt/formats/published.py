@@ -17,7 +17,6 @@ from vbrt.config.format_records import BYTE_KINDS, FORMATS, GROUP_KINDS, LEVEL_B
 from vbrt.errors import FormatError
 from vbrt.formats.block_formats import pack_codes, unpack_codes
 from vbrt.formats.format import padded
-from vbrt.formats.sixteen_levels import INT4_LEVELS
 
 __all__ = [
     "Nested",
@@ -628,14 +627,11 @@ def _grouped(
 ) -> Repacked:
     """Build the plane of a 4-bit weight with per-row groups; codes uint8 [N, >= K/2].
 
-    more: "zeros" or "offsets" [N, G]; None: all zero points are 8, and the plane is one of 16 levels.
+    more: "zeros" or "offsets" [N, G]; None: all zero points are 8, and the plane is `symmetric`.
     """
     codes = codes[:, : (shape[1] + 1) // 2]
-    if more is None:
-        made = _grouped_plane(source, "levels", shape, codes, {"scales": scale_NG}, group)
-        return levels_plane(made.format, shape, **made.coarse, levels=_table(INT4_LEVELS, codes))
-    kind = "zeros" if "zeros" in more else "affine"
-    return _grouped_plane(source, kind, shape, codes, {"scales": scale_NG, **more}, group)
+    kind = "symmetric" if more is None else "zeros" if "zeros" in more else "affine"
+    return _grouped_plane(source, kind, shape, codes, {"scales": scale_NG, **(more or {})}, group)
 
 
 def _grouped_bytes(

@@ -1,11 +1,13 @@
-"""`levels16-float16` to `levels128-float32`: any sixteen levels with 16- or 32-bit block scales, as published.
+"""Sixteen levels with 16- or 32-bit block scales, as published: `levels16-float16` to `levels128-float32`, and
+`symmetric16-float16` to `symmetric128-float32`.
 
-    weight = level[code] * scale of its block        the product rounded to fp32, then to the weight's dtype
+    levels       weight = level[code] * scale of its block     the product rounded to fp32, then to the weight's dtype
+    symmetric    weight = (code - 8) * scale of its block      the same
 
-Holds other libraries' weights bit for bit, without decoding: bitsandbytes' NF4 and FP4, symmetric int4 of GPTQ,
-AutoRound and compressed-tensors, GGUF's Q4_0 and IQ4_NL (repacked by `vbrt.formats.published`). A format's name
-contains block and scale dtype, so a page's layout depends on the weight's shape alone: 4 bits per weight plus 0.125
-(128, 16 bits) to 2 (16, 32 bits) for scales.
+Holds other libraries' weights bit for bit, without decoding: bitsandbytes' NF4 and FP4 and GGUF's IQ4_NL as levels;
+symmetric int4 of GPTQ, AutoRound and compressed-tensors and GGUF's Q4_0, which need no table, as `symmetric` (repacked
+by `vbrt.formats.published`). A format's name contains block and scale dtype, so a page's layout depends on the weight's
+shape alone: 4 bits per weight plus 0.125 (128, 16 bits) to 2 (16, 32 bits) for scales.
 
 Encoding is for weights assigned to such a layer later; no config selects these formats.
 """
@@ -17,6 +19,7 @@ from vbrt.config.format_records import FormatRecord
 from vbrt.errors import FormatError
 from vbrt.formats.block_formats import (
     constant_levels,
+    constant_quads,
     decode_blocks,
     encode_tile,
     ones,
@@ -29,7 +32,7 @@ from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.formats.page import DTYPES, PageLayout, build_layout
 from vbrt.formats.rounding import TableRounding, least_error, of_tile
 
-__all__ = ["FP4_LEVELS", "INT4_LEVELS", "IQ4_NL_LEVELS", "Levels"]
+__all__ = ["FP4_LEVELS", "INT4_LEVELS", "IQ4_NL_LEVELS", "Levels", "Symmetric"]
 
 #: two's complement with an offset of 8: GPTQ, AutoRound, compressed-tensors, GGUF's Q4_0
 INT4_LEVELS = tuple(float(code - 8) for code in range(16))
@@ -48,6 +51,9 @@ class Levels(Format):
     """Fields: codes uint8 [N, Kp/2], low nibble first; scales [N, Kp/block] in the record's dtype, of either sign;
     levels float32 [16] by code."""
 
+    #: fields besides codes and scales
+    extra = (("levels", "float32", (16,)),)
+
     def __init__(self, record: FormatRecord) -> None:
         super().__init__(record)
         self.scale_dtype = DTYPES[record.scales]
@@ -56,13 +62,14 @@ class Levels(Format):
         """See `Format.layout`."""
         n, kp = shape[0], padded(shape[1], self.block)
         scales = ("scales", self.record.scales, (n, kp // self.block))
-        return build_layout(
-            self.name, "coarse", [("codes", "uint8", (n, kp // 2)), scales, ("levels", "float32", (16,))]
-        )
+        return build_layout(self.name, "coarse", [("codes", "uint8", (n, kp // 2)), scales, *self.extra])
 
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """See `Format.decode`."""
-        return decode_blocks(tensors["codes"], tensors["scales"].float(), quad_table(tensors["levels"]), shape, dtype)
+        return decode_blocks(tensors["codes"], tensors["scales"].float(), self._quads(tensors), shape, dtype)
+
+    def _quads(self, tensors: dict[str, Tensor]) -> Tensor:
+        return quad_table(tensors["levels"])
 
     def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockFormat.tables`: the levels, an empty table of scale bytes, and 1."""
@@ -134,3 +141,21 @@ class Levels(Format):
                 (self.decode(plane, tuple(sample.shape), torch.float32) - sample.float()).double().square().sum()
             )
         return constant_levels(_TABLES[int(torch.stack(errors).argmin())], w_NK.device).clone()
+
+
+class Symmetric(Levels):
+    """Fields: codes uint8 [N, Kp/2], low nibble first; scales [N, Kp/block] in the record's dtype, of either sign."""
+
+    extra = ()
+
+    def _quads(self, tensors: dict[str, Tensor]) -> Tensor:
+        return constant_quads(INT4_LEVELS, tensors["codes"].device)
+
+    def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Levels.tables`."""
+        return super().tables({"levels": constant_levels(INT4_LEVELS, tensors["codes"].device)})
+
+    def encode(self, w_NK: Tensor, squares: Tensor | None = None, levels: Tensor | None = None) -> dict[str, Tensor]:
+        """See `Levels.encode`; levels are int4's."""
+        fields = super().encode(w_NK, squares, constant_levels(INT4_LEVELS, w_NK.device))
+        return {name: fields[name] for name in ("codes", "scales")}

@@ -13,6 +13,7 @@ from vbrt.kernels.cuda.table import linear as table_linear
 
 NAMES = table_linear.FORMATS
 LEVELS = ("levels16-float16", "levels32-float16", "levels64-float32", "levels128-bfloat16")
+SYMMETRIC = ("symmetric16-float16", "symmetric32-float16", "symmetric128-bfloat16", "symmetric64-float32")
 AFFINE = (
     "superblock32",
     "affine16-bfloat16",
@@ -21,7 +22,7 @@ AFFINE = (
     "zeros64-float32",
     "zeros128-float16",
 )
-SERVED = (*NAMES, *LEVELS, *AFFINE)
+SERVED = (*NAMES, *LEVELS, *SYMMETRIC, *AFFINE)
 
 
 def case(name, shape, dtype=torch.bfloat16, device="cuda"):

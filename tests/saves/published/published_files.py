@@ -333,7 +333,7 @@ LAYOUTS = {
     "compressed mxfp4": (compressed_mxfp4, {"quant_method": "compressed-tensors"}, "mxfp4"),
     "torchao": (torchao, {"quant_method": "torchao"}, "nvfp4"),
     "bitsandbytes": (bitsandbytes, {"quant_method": "bitsandbytes", "load_in_4bit": True}, "levels64-float32"),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, "levels32-bfloat16"),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, "symmetric32-bfloat16"),
     "auto-round": (
         auto_round,
         {
@@ -343,9 +343,9 @@ LAYOUTS = {
             "sym": True,
             "packing_format": "auto_round:gptqmodel",
         },
-        "levels32-bfloat16",
+        "symmetric32-bfloat16",
     ),
-    "compressed int4": (compressed_int4, {"quant_method": "compressed-tensors", **GROUPS}, "levels32-bfloat16"),
+    "compressed int4": (compressed_int4, {"quant_method": "compressed-tensors", **GROUPS}, "symmetric32-bfloat16"),
     "asymmetric gptq": (
         asymmetric_gptq,
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False},

@@ -16,7 +16,7 @@ DIRECTORY = Path(__file__).parents[2] / "data/published/models"
 #: directory -> the formats of its planes, and the dtype of the model
 MODELS = {
     "bitsandbytes-nf4-nested": ({"levels64-float32", "levels32-float32"}, torch.bfloat16),  # rows of 64, and of 96
-    "auto-round": ({"levels32-float16"}, torch.float16),
+    "auto-round": ({"symmetric32-float16"}, torch.float16),
     "hqq": ({"floatzeros64-bfloat16", "floatzeros32-bfloat16"}, torch.bfloat16),  # the same
 }
 

@@ -48,14 +48,14 @@ def reference(path, model, dtype):
 @pytest.mark.parametrize(
     ("architecture", "types", "formats"),
     [
-        ("llama", (Type.Q4_0,), {"levels32-float16"}),
+        ("llama", (Type.Q4_0,), {"symmetric32-float16"}),
         ("llama", (Type.Q8_0, Type.F16), {"bytes32-float16", "dense"}),
         ("llama", (Type.BF16,), {"dense"}),
         ("qwen3", (Type.IQ4_NL, Type.Q5_1), {"levels32-float16", "offsetbytes32-float16"}),
-        ("qwen3moe", (Type.MXFP4, Type.Q4_0), {"mxfp4", "levels32-float16"}),
+        ("qwen3moe", (Type.MXFP4, Type.Q4_0), {"mxfp4", "symmetric32-float16"}),
         ("qwen3moe", (Type.F32, Type.Q8_0), {"dense", "bytes32-float16"}),
-        ("gemma2", (Type.Q4_0, Type.F32), {"levels32-float16", "dense"}),
-        ("lfm2", (Type.Q4_0,), {"levels32-float16"}),
+        ("gemma2", (Type.Q4_0, Type.F32), {"symmetric32-float16", "dense"}),
+        ("lfm2", (Type.Q4_0,), {"symmetric32-float16"}),
         ("lfm2", (Type.Q8_0,), {"bytes32-float16"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -102,7 +102,7 @@ def test_types_of_superblocks_are_taken_or_decoded_by_the_same_rule(tmp_path, un
     assert torch.equal(logits(vb), logits(reference(path, vb.module, torch.bfloat16)))
     found = {swap.name.split(".")[-1]: (swap.format, swap.fine) for swap in vb.plan.swaps}
     assert found["q_proj"] == ("levels32-float32", "none")
-    assert found["k_proj"] == ("levels16-float32", "none")
+    assert found["k_proj"] == ("symmetric16-float32", "none")
     assert found["v_proj"] == ("superblock32", "none")
     assert found["o_proj"] == ("affine16-float32", "none")
     assert found["gate_proj"] == ("levels32-float32", "none")
@@ -163,7 +163,7 @@ def test_what_is_decoded_is_said_once_in_the_plan_and_in_stats(tmp_path, unknown
     line = "3 layers: decoded and held as dense: GGUF TQ1_0: no format of vbrt has such blocks"
     assert [str(each.message) for each in heard if "TQ1_0" in str(each.message)] == [f"{path}: {line}"]
     assert line in vb.plan.notes and vb.stats().fallbacks[0] == line
-    assert "4 layers: GGUF Q4_0, taken as levels32-float16 bit for bit" in vb.plan.notes
+    assert "4 layers: GGUF Q4_0, taken as symmetric32-float16 bit for bit" in vb.plan.notes
     vb.close()
 
 
@@ -235,7 +235,7 @@ def test_describe_says_what_weights_are_and_become_from_the_header(tmp_path, unk
     said = describe(path)
     kinds = {kind.layout: (kind.becomes, kind.count) for kind in said.kinds}
     assert said.container == "GGUF (llama)"
-    assert kinds == {"GGUF TQ1_0": ("decoded", 5), "GGUF Q4_0": ("levels32-float16", 4), "GGUF F32": ("dense", 3)}
+    assert kinds == {"GGUF TQ1_0": ("decoded", 5), "GGUF Q4_0": ("symmetric32-float16", 4), "GGUF F32": ("dense", 3)}
 
 
 def test_a_model_of_another_kind_and_a_dtype_for_other_files_are_refused(tmp_path):

@@ -79,10 +79,10 @@ def test_rows_in_another_order_keep_their_blocks_and_columns_are_decoded(tmp_pat
     with torch.no_grad():
         assert torch.equal(vb(tokens).logits, plain.eval()(tokens).logits)
     assert vb.plan.notes[-2:] == (
-        "30 layers: GGUF Q4_0, taken as levels32-float16 bit for bit",
+        "30 layers: GGUF Q4_0, taken as symmetric32-float16 bit for bit",
         "3 layers: decoded and held as dense: GGUF Q4_0: transformers does more than permute its rows",
     )
     formats = {swap.name: swap.format for swap in vb.plan.swaps}
-    assert formats["model.layers.0.linear_attn.in_proj_qkv"] == "levels32-float16", "its values' rows are moved"
+    assert formats["model.layers.0.linear_attn.in_proj_qkv"] == "symmetric32-float16", "its values' rows are moved"
     assert formats["model.layers.0.linear_attn.out_proj"] == "dense", "its columns are"
     vb.close()

@@ -46,7 +46,14 @@ def random_plane(format, shape, generator):
 @pytest.mark.parametrize(
     "format",
     [
-        *("levels32-float16", "affine32-float16", "zeros64-float16", "floatzeros64-float16", "superblock32"),
+        *(
+            "levels32-float16",
+            "symmetric32-float16",
+            "affine32-float16",
+            "zeros64-float16",
+            "floatzeros64-float16",
+            "superblock32",
+        ),
         *("bytes32-float16", "superbytes16", "floatbytes128-float32", "unitbytes128"),
     ],
 )

@@ -257,7 +257,7 @@ def _repacked_bitsandbytes(t: Fields, outline: Outline, shape: tuple[int, int]) 
 
 #: kinds of planes of integer codes, by bits and what a group has besides a scale
 _KIND_OF_BITS = {
-    4: {"": "levels", "zeros": "zeros", "offsets": "affine"},
+    4: {"": "symmetric", "zeros": "zeros", "offsets": "affine"},
     8: {"": "bytes", "zeros": "zerobytes", "offsets": "offsetbytes"},
 }
 
@@ -564,7 +564,7 @@ LAYOUTS = (
         _gptq,
         decode_gptq,
         optional=("qzeros", "g_idx"),
-        becomes=("levels", "zeros", "bytes", "zerobytes"),
+        becomes=("symmetric", "zeros", "bytes", "zerobytes"),
         rest="2 bits",
     ),
     Layout(
@@ -581,7 +581,7 @@ LAYOUTS = (
         _compressed_ints,
         decode_compressed_ints,
         optional=("zero_point", "g_idx"),
-        becomes=("levels", "zeros", "bytes", "zerobytes"),
+        becomes=("symmetric", "zeros", "bytes", "zerobytes"),
     ),
     Layout(
         "MLX",

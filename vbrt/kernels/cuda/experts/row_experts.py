@@ -89,6 +89,8 @@ def _matrix(pages: ExpertPages, part: str) -> _Matrix:
     named = [next((fields[name] for name in names if name in fields), fields["codes"]) for names in _FIELDS]
     (n, row_bytes), (_n, blocks) = fields["codes"].shape, fields["scales"].shape
     levels = fields["levels"].shape[0] if "levels" in fields else 0
+    if not levels and stored == "none" and "tensor_scale" not in fields:
+        stored = "middle"
     dtypes, starts = tuple(field.dtype for field in named), tuple(field.offset for field in named)
     return _Matrix(n, row_bytes, blocks, stored, levels, dtypes, starts)
 

@@ -62,6 +62,10 @@ def decode_kernel(
         zero = tl.load(offset_ptr + index, mask=inside, other=0).to(tl.int32)
         low = ((byte & 15) - zero).to(tl.float32) * scale
         high = ((byte >> 4) - zero).to(tl.float32) * scale
+    elif OFFSETS == "middle":
+        scale = stored.to(tl.float32)
+        low = ((byte & 15).to(tl.float32) - 8.0) * scale
+        high = ((byte >> 4).to(tl.float32) - 8.0) * scale
     elif OFFSETS == "values":
         scale = stored.to(tl.float32)
         offset = tl.load(offset_ptr + index, mask=inside, other=0).to(tl.float32)

@@ -2,7 +2,7 @@
 
 `nf4` and `quantile` have a scale byte per 64 columns and a tensor scale; `levels...` have scales of 16 or 32 bits per
 16 to 128 columns, and their 16 levels in the page. `affine...`, `zeros...` and `superblock32` have no table, but an
-offset per block.
+offset per block; `symmetric...` have codes less 8, and their levels as a table only beyond `FUSED_TOKENS`.
 
 Up to `FUSED_TOKENS` bf16 tokens, one kernel decodes the codes, multiplies on tensor cores and applies bias and
 activation as an epilogue; it rounds the levels to bf16, where there are any, and applies block scales and offsets to
@@ -25,6 +25,7 @@ from torch import Tensor
 from vbrt.config.format_records import formats_of
 from vbrt.formats import WeightPlanes
 from vbrt.formats.nf4 import NF4_LEVELS
+from vbrt.formats.sixteen_levels import INT4_LEVELS
 from vbrt.kernels import reference
 from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1 import launches
@@ -42,6 +43,7 @@ __all__ = [
     "codes_of",
     "decode_weight",
     "family_of",
+    "int4_levels",
     "linear",
     "nf4_levels",
     "prepare",
@@ -52,7 +54,7 @@ __all__ = [
 
 #: formats with a table of levels and a scale byte per block
 FORMATS = formats_of("table")
-#: formats with a table of levels and scales of 16 or 32 bits
+#: formats with 16 levels and scales of 16 or 32 bits
 LEVELS = formats_of("levels")
 #: formats with scales and offsets
 AFFINE = formats_of("affine")
@@ -87,9 +89,16 @@ def nf4_levels(index: int) -> Tensor:
     return torch.tensor(NF4_LEVELS, dtype=torch.float32, device=torch.device("cuda", index))
 
 
+@functools.cache
+def int4_levels(index: int) -> Tensor:
+    """Levels of symmetric int4 on a GPU, fp32 [16] by code."""
+    return torch.tensor(INT4_LEVELS, dtype=torch.float32, device=torch.device("cuda", index))
+
+
 def prepare(device: torch.device) -> None:
-    """Allocate nf4's table on a GPU ahead of use: during capture it would be placed in that graph's memory pool."""
-    nf4_levels(torch.cuda.current_device() if device.index is None else device.index)
+    """Allocate tables on a GPU ahead of use: during capture they would be placed in that graph's memory pool."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    nf4_levels(index), int4_levels(index)
 
 
 def _served(planes: WeightPlanes) -> bool:
@@ -117,7 +126,7 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
 def _launch_of(tokens: int, weight: "_Weight") -> PersistentLaunch | MmaLaunch | None:
     """Launch for more bf16 tokens than `FUSED_TOKENS`; None: decode, then the vendor's matmul."""
     n, row_bytes = weight.codes.shape
-    if row_bytes % 16 or weight.stored != "none":  # rows that copies of 16 bytes cannot read
+    if row_bytes % 16 or weight.stored not in ("none", "middle"):  # rows that copies of 16 bytes cannot read
         return None
     kind = "table" if weight.scales.dtype is torch.uint8 else "levels"
     return codes_for(devices.gpu(weight.codes.device.index), kind, tokens, n, -(-row_bytes // 64))
@@ -161,7 +170,7 @@ class _Weight(NamedTuple):
     """A coarse plane in the form of the kernels.
 
     scale: the tensor scale, or fp16 numbers of the superblocks' scales; least: those of their offsets. levels: None for
-    nf4's. offsets: values, zeros or bytes of superblocks.
+    nf4's and symmetric int4's. offsets: values, zeros or bytes of superblocks.
     """
 
     codes: Tensor
@@ -175,7 +184,7 @@ class _Weight(NamedTuple):
     def stored(self) -> str:
         """How offsets are stored: the kernels' OFFSETS."""
         if self.offsets is None:
-            return "none"
+            return "middle" if self.levels is None and self.scale is None else "none"
         if self.least is not None:
             return "superblock"
         return "zeros" if self.offsets.dtype is torch.uint8 else "values"
@@ -183,7 +192,7 @@ class _Weight(NamedTuple):
     @property
     def pointers(self) -> tuple[Tensor, ...]:
         """Scales, levels, tensor scale, offsets and superblocks' numbers; any tensor where there are none."""
-        table = self.scales if self.offsets is not None else _table(self)[0]
+        table = _table(self)[0] if self.stored == "none" else self.scales
         any_if_none = (table if tensor is None else tensor for tensor in (self.scale, self.offsets, self.least))
         return self.scales, table, *any_if_none
 
@@ -212,7 +221,8 @@ def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: 
 def _table(weight: _Weight) -> tuple[Tensor, bool]:
     """(fp32 levels by code, True if they are 8 magnitudes with the sign in bit 3 of a code)."""
     if weight.levels is None:
-        return nf4_levels(weight.codes.device.index), False
+        constant = nf4_levels if weight.stored == "none" else int4_levels
+        return constant(weight.codes.device.index), False
     return weight.levels, len(weight.levels) == 8
 
 

@@ -21,6 +21,7 @@ x): an A operand of ones gives the sums of x in the registers that have the bloc
 A scale and an offset are stored as
 
     none          a scale, of a table; there is no offset
+    middle        a scale: offset = -8 * scale
     values        numbers of one dtype
     zeros         a scale, and a code as a byte: offset = -zero * scale
     superblock    bytes, times an fp16 number per 256 columns
@@ -292,7 +293,9 @@ def terms_of(
     offsets = ()
     for chain in gl.static_range(CHAINS):
         scale = scale_of(bits_of(stored[0], index + chain, SIZE, PAIR), TYPE, OFFSETS)
-        if OFFSETS != "none":
+        if OFFSETS == "middle":
+            offset = -8.0 * scale
+        elif OFFSETS != "none":
             offset = number_of(bits_of(stored[1], index + chain, OFFSET_SIZE, PAIR), OFFSET)
         if OFFSETS == "superblock":
             scale = number_of(stored[2][0], gl.float16)[:, None] * scale
@@ -331,7 +334,7 @@ def load_stored(
     COUNT: gl.constexpr = 64 // BLOCK if SPREAD else 128 // BLOCK
     _codes, block_ptr, offset_ptr, large_ptr, least_ptr = row
     out = (load_numbers(block_ptr, inside, left, COUNT, RAGGED),)
-    if OFFSETS != "none":
+    if OFFSETS != "none" and OFFSETS != "middle":
         out = out + (load_numbers(offset_ptr, inside, left, COUNT, RAGGED),)
     if OFFSETS == "superblock":
         out = out + (load_words(large_ptr, inside, 2), load_words(least_ptr, inside, 2))
