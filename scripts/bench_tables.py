@@ -134,7 +134,7 @@ def experts_table(path: Path) -> list[str]:
     worst = max(row["relative_error"] for row in rows)
     named = ", ".join(f"{k} {v}" for k, v in result["versions"].items() if v)
     what = (
-        "Microseconds of an MoE layer in 4 and 8 bits, without router and residual sum, of the microseconds of the faster of "
+        "Microseconds of an MoE layer in 4 and 8 bits, without router and residual sum, of those of the faster of "
         "transformers' batched_mm and grouped_mm in bf16. Interleaved CUDA graphs, random routing. Largest relative "
         f"error of a layer: {worst:.1e}."
     )

@@ -48,6 +48,7 @@ from vbrt.kernels.cuda.e2m1.tiles import TiledWeight, tile_layout, tile_shape
 from vbrt.kernels.cuda.experts import (
     decoded_experts,
     few_tokens,
+    gated_rows,
     many_tokens,
     pairs,
     residency,
@@ -341,6 +342,10 @@ def _row_experts(capability: int) -> Iterator[Callable[[], Any]]:
         for tokens, dtype in ((1, _BF16), (64, _BF16), (512, _BF16), (8, _FP32)):
             x, ids = _empty(tokens, hidden, dtype=dtype), _empty(tokens, 4, dtype=torch.int64)
             yield partial(row_experts._rows, x, ids, pages, "up", None, 4)
+        groups = Groups(*(_empty(64, dtype=torch.int32),) * 4, 8)
+        yield partial(row_experts._decode_pages, pages, "down", groups, 0, 2)
+    for gate, dtype in itertools.product((Gate("silu"), Gate("gelu", interleaved=True)), (_BF16, _FP16, _FP32)):
+        yield partial(gated_rows.gated_rows, _empty(64, 1536, dtype=_FP32), gate, dtype)
 
 
 def _sums(capability: int) -> Iterator[Callable[[], Any]]:

@@ -1,8 +1,8 @@
 """Time layers of routed experts on this machine's GPU: benchmarks/results/experts-<gpu>.json.
 
 Ours on pages of 4 and 8 bits beside transformers' batched_mm and grouped_mm in bf16, all as CUDA graphs that take
-turns, on layers enough to leave the second-level cache. Routing is random: tokens go to different experts, all alike. What is
-timed is a layer's whole work between the router and the residual sum.
+turns, on layers enough to leave the second-level cache. Routing is random: tokens go to different experts, all alike.
+What is timed is a layer's whole work between the router and the residual sum.
 
     python3 scripts/experts_bench.py [--tokens 1 64] [--only qwen3-30b-a3b] [--formats nvfp4] [--out results.json]
 """
@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -118,6 +119,8 @@ def run_dense(layer: torch.nn.Module, implementation: str, *args: torch.Tensor) 
 
 
 def run_pages(pages: ExpertPages, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The layer's output by addresses, as where the GPU decides which pages there are."""
+    pages = replace(pages, pages=[None] * pages.experts)
     up, down = (resolve(f"experts_{part}", "auto", CUDA, pages.format).run for part in ("up", "down"))
     return down(up(x, ids, pages, gate=GATE), ids, weights, pages)
 

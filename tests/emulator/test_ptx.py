@@ -33,7 +33,7 @@ def gpu(monkeypatch, request):
 
     def by_launcher(self, device, grid, tensors, numbers, *, warps, registers=None, specialized=(), **constants):
         self._check(constants)
-        run(self._kernel, *tensors, *numbers, grid=grid, num_warps=warps, **constants)
+        run(self._kernel, *tensors, *numbers, grid=grid, num_warps=warps, enable_fp_fusion=self._fused, **constants)
 
     def run(kernel, *given, grid, warmup=False, **named):
         ran.append(kernel.fn.__name__)

@@ -8,10 +8,11 @@ from tests.emulator.test_ptx import gpu  # noqa: F401  # a fixture
 from tests.kernels.cuda.gpu_cases import error
 from tests.kernels.expert_cases import exact_rows, expert_pages, grouped_pairs
 from tests.matrix import matrix
+from vbrt.formats import get_format
 from vbrt.formats.nf4 import NF4_LEVELS
-from vbrt.kernels.cuda.experts import row_experts
+from vbrt.kernels.cuda.experts import gated_rows, row_experts
 from vbrt.kernels.cuda.table import linear as table_linear
-from vbrt.kernels.experts import Gate, weigh_and_sum
+from vbrt.kernels.experts import Gate, apply_gate, part_planes, weigh_and_sum
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -86,3 +87,31 @@ def test_rows_and_sums_of_pairs_by_bytes(name, case, gpu, monkeypatch):  # noqa:
     tokens, k, dtype = case
     check_rows_and_sums(name, tokens, k, dtype, monkeypatch)
     assert gpu.count("groups_kernel" if tokens == 15 else "pairs_kernel") == 2
+
+
+@pytest.mark.sample(3)
+@matrix(name=[*FORMATS, *LEVELS, *BYTES], at_most=4)
+def test_matrices_of_experts_that_have_pairs_are_decoded_to_the_bits_of_their_format(name, gpu, monkeypatch):  # noqa: F811
+    pages, _ = expert_pages(name, {"up": (16, 128), "down": (24, 264)}, 3, missing=(1,))
+    monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])
+    monkeypatch.setattr(table_linear, "nf4_levels", lambda index: torch.tensor(NF4_LEVELS))
+    decoded_GNK = row_experts._decode_pages(pages, "down", grouped_pairs(torch.tensor([[0], [2]]), 3, 32), 1, 2)
+    coarse = dict(part_planes(pages, 2, "down").coarse)
+    assert torch.equal(decoded_GNK[1], get_format(name).decode(coarse, (24, 264), torch.bfloat16))
+    assert gpu == ["decode_experts_kernel"]
+
+
+GATES = [
+    Gate("silu"),
+    Gate("gelu_tanh", interleaved=True),
+    Gate("silu", interleaved=True, alpha=1.702, limit=1.0, shift=1.0),
+    Gate("relu2", gated=False),
+]
+
+
+@matrix(gate=GATES, dtype=list(CLOSE), at_most=6)
+def test_gates_are_one_launch(gate, dtype, gpu):  # noqa: F811
+    v = torch.randn(3, 1040 if gate.gated else 520)
+    y = gated_rows.gated_rows(v, gate, dtype)
+    assert y.dtype is dtype and y.shape == (3, 520) and error(y, apply_gate(v.double(), gate)) < CLOSE[dtype]
+    assert gpu == ["gate_kernel"]

@@ -11,6 +11,7 @@ from tests.matrix import matrix
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.experts import row_experts
 from vbrt.kernels.cuda.launch_table import Gpu
+from vbrt.kernels.cuda.plain import linear as plain_linear
 from vbrt.kernels.entries import KERNELS
 from vbrt.kernels.experts import ExpertPages, Gate, weigh_and_sum
 
@@ -36,14 +37,15 @@ def test_pages_of_rows_are_taken_by_address_from_sm_80_on(capability, monkeypatc
         assert (up.run, down.run) == (row_experts.up, row_experts.down)
 
 
-def test_many_pairs_are_decoded_where_the_host_has_pages(monkeypatch):
+def test_the_most_pairs_are_decoded_and_others_where_the_host_has_pages(monkeypatch):
     monkeypatch.setattr(devices, "capability", lambda index: (9, 0))
     monkeypatch.setattr(devices, "gpu", lambda index: Gpu(9, 132))
-    x = SimpleNamespace(is_cuda=True, device=GPU, dtype=torch.bfloat16)
     pages, _ = expert_pages(FORMATS[0], {"up": (32, 128)}, 4)
     by_address = ExpertPages(pages.format, pages.dtype, pages.shapes, pages.layout, [None] * 4, pages.addresses)
-    ways = [row_experts.route(x, pairs, of) for of in (pages, by_address) for pairs in (5, 4000)]
-    assert ways == ["fused", "decoded", "fused", "fused"]
+    x, y = (SimpleNamespace(is_cuda=True, device=GPU, dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
+    for of, of_fp16 in ((pages, "reference"), (by_address, "fused")):
+        assert [row_experts.route(x, pairs, of) for pairs in (5, 150, 4000)] == ["fused", "fused", "decoded"]
+        assert [row_experts.route(y, pairs, of) for pairs in (5, 4000)] == ["fused", of_fp16]
 
 
 @matrix(capability=[80, 90, 100, 120], at_most=1)
@@ -64,6 +66,26 @@ def test_codes_are_read_in_wide_loads_though_addresses_are_numbers(capability):
     assert ptx.count("mma.sync") == 2 * (4 + 4)  # products and sums of x, of two groups of columns
     # before the loop and in it, codes of two rows; activations of two groups
     assert ptx.count("ld.global.cg.v4") == 2 * 2 and ptx.count("ld.global.v4") == 2 * 2
+
+
+@pytest.mark.parametrize("format", ["bytes32-float16", "superbytes16", "floatbytes128-float32"])
+def test_bytes_and_their_activations_are_read_in_wide_loads(format):
+    pytest.importorskip("triton")
+    from vbrt.kernels.cuda.plain.linear_triton import pairs_kernel
+
+    scales = {"superbytes16": "uint8", "floatbytes128-float32": "float32"}.get(format, "float16")
+    constants = dict(plain_linear._constants(format, True))
+    constants |= {"ROWS": 8, "BLOCKS": 256 // constants["BLOCK"], "HAS_BIAS": False, "SCALES": scales}
+    constants |= {"ZEROS": "float16", "LARGE": "float16"}
+    types = {name: "i32" for name in pairs_kernel.arg_names if name not in constants}
+    types |= {"x_ptr": "*bf16", "bias_ptr": "*bf16", "y_ptr": "*fp32", "id_ptr": "*i64", "address_ptr": "*i64"}
+    known = [param.name for param in pairs_kernel.params if param.name in types and not param.do_not_specialize]
+    ptx = compiled(pairs_kernel, types, constants, 90, aligned=known, gluon=False).asm["ptx"]
+    assert "K" in known and ptx.count("ld.global.v4") >= 3 and ptx.count("ld.global.b16") <= 1  # a scale
+
+
+def test_few_warps_share_the_short_rows_of_small_experts():
+    assert [row_experts._warps_for(columns // 2) for columns in (768, 2048, 2880, 4096, 14336)] == [2, 4, 4, 8, 8]
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -60,12 +60,13 @@ def _without_memory(argument: Any) -> Any:
 class Launcher:
     """A jitted kernel whose signature has tensors, then numbers, then constants."""
 
-    __slots__ = ("_ahead", "_compiled", "_kernel", "_options")
+    __slots__ = ("_ahead", "_compiled", "_fused", "_kernel", "_options")
 
-    def __init__(self, kernel: Any, *, dependent: bool = False) -> None:
+    def __init__(self, kernel: Any, *, dependent: bool = False, fused: bool = True) -> None:
         """dependent: programmatic dependent launch: may start before the stream's last kernel ends; waits itself
-        (sm_90)."""
+        (sm_90). fused: products and sums may become one FMA, rounded once."""
         self._kernel = kernel
+        self._fused = fused
         self._options = {"launch_pdl": True} if dependent else {}
         self._compiled: dict[Hashable, triton_api.Launch | None] = {}
         self._ahead: dict[Hashable, Compilation] = {}  # compiled ahead, not launched yet
@@ -118,7 +119,7 @@ class Launcher:
         launch(grid[0], grid[1], torch_api.raw_stream(device), addresses, numbers, constants.values())
 
     def _with_options(self, constants: dict[str, Any], warps: int, registers: int | None) -> dict[str, Any]:
-        options = {"num_warps": warps, **triton_api.fp_fusion(True), **self._options}
+        options = {"num_warps": warps, **triton_api.fp_fusion(self._fused), **self._options}
         return constants | options | ({} if registers is None else {"maxnreg": registers})
 
     def _note(self, key: Hashable, device: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -22,7 +22,9 @@ Without `warpgroup_mma` (`grouped_mma_gluon.py`) it is the tile loop of `kernels
 take any rows: nothing is gathered before.
 
 **Rows of codes** (`row_experts.py`), of all formats but those of tiles: the loops of `kernels/cuda/table` and
-`kernels/cuda/plain` by addresses, a pair on its own or the pairs of an expert together.
+`kernels/cuda/plain` by addresses, a pair on its own or the pairs of an expert together. From 48 pairs an expert on, in
+bf16, matrices are decoded to scratch memory for torch's grouped matmul (`decoded_experts.py`). Gates that a kernel does
+not fuse are one launch (`gated_rows.py`).
 
 **Residency on the device** (`residency.py`, `resolve_triton.py`, `fetch_triton.py`): int64 tables, for each page its
 slot, score, time and counts; for each slot its page and place in the window's queue; for each pool a clock. A lease is

@@ -1,4 +1,4 @@
-"""MoE fallback with decoded weights and torch's grouped matmul: for GPUs without a fused kernel.
+"""MoE products of many pairs with decoded weights and torch's grouped matmul: where no fused kernel is faster.
 
 Matrices of all experts with pairs are decoded into scratch memory through the address table, without a synchronization.
 bf16 only, with rows in multiples of 16 bytes; see `serves`.
@@ -8,21 +8,26 @@ columns.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, tile_shape
+from vbrt.kernels.cuda.experts.gated_rows import gated_rows
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
 from vbrt.kernels.cuda.launcher import Launcher
-from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
+from vbrt.kernels.experts import ExpertPages, Gate, addresses_of
 
 __all__ = ["products", "serves"]
 
-#: bytes of decoded weights at a time; with more experts, several passes repeat work
-_SCRATCH_BYTES = 1 << 30
+#: bytes of decoded weights at a time, at most a share of the GPU's memory; in several passes, work is repeated
+_SCRATCH_BYTES, _SCRATCH_SHARE = 1 << 30, 1 / 16
 _WARPS, _BLOCK = 4, 128
+
+#: matrices [G, N, K] of G experts from one on that have pairs, undefined for others: of pages, part, groups, first, G
+Decode = Callable[[ExpertPages, str, Groups, int, int], Tensor]
 
 
 def serves(x_MK: Tensor, pages: ExpertPages, part: str) -> bool:
@@ -31,17 +36,25 @@ def serves(x_MK: Tensor, pages: ExpertPages, part: str) -> bool:
 
 
 def products(
-    x_MK: Tensor, ids_Tk: Tensor, pages: ExpertPages, *, part: str, gate: Gate | None, bias_EN: Tensor | None
+    x_MK: Tensor,
+    ids_Tk: Tensor,
+    pages: ExpertPages,
+    *,
+    part: str,
+    gate: Gate | None,
+    bias_EN: Tensor | None,
+    decode: Decode | None = None,
 ) -> Tensor:
-    """See `many_tokens.products`."""
+    """See `many_tokens.products`. decode: of pages in another order than that of tiles."""
     groups = group_pairs(ids_Tk, pages.experts, _BLOCK)
-    rows = _multiply(x_MK[groups.order // (ids_Tk.numel() // max(1, len(x_MK)))], groups, pages, part)
+    x_PK = x_MK[groups.order // (ids_Tk.numel() // max(1, len(x_MK)))]
+    rows = _multiply(x_PK, groups, pages, part, decode or _decode)
     y_PN = _unsorted(rows, groups, pages.experts)
     if bias_EN is not None:
         ids_P = ids_Tk.reshape(-1).long()
         routed = (ids_P >= 0) & (ids_P < pages.experts)
         y_PN += torch.where(routed[:, None], bias_EN[torch.where(routed, ids_P, 0)], 0)
-    return y_PN if gate is None else apply_gate(y_PN, gate)
+    return y_PN if gate is None else gated_rows(y_PN, gate, y_PN.dtype)
 
 
 def _unsorted(rows_PN: Tensor, groups: Groups, experts: int) -> Tensor:
@@ -55,17 +68,17 @@ def _places(rows_PN: Tensor) -> Tensor:
     return torch.arange(len(rows_PN), dtype=torch.int32, device=rows_PN.device)
 
 
-def _multiply(x_PK: Tensor, groups: Groups, pages: ExpertPages, part: str) -> Tensor:
+def _multiply(x_PK: Tensor, groups: Groups, pages: ExpertPages, part: str, decode: Decode) -> Tensor:
     """Return x W of sorted pairs; undefined for sentinels.
 
     A grouped matmul starts at the first row, so each pass recomputes rows of the experts before it and discards them.
     """
     n, k = pages.shapes[part]
-    step = max(1, _SCRATCH_BYTES // (2 * n * k))
+    step = max(1, _scratch_bytes(x_PK.device) // (2 * n * k))
     place, y = _places(x_PK), None
     for first in range(0, pages.experts, step):
         count = min(step, pages.experts - first)
-        w_GNK = _decode(pages, part, groups, first, count)
+        w_GNK = decode(pages, part, groups, first, count)
         ends = groups.offsets[first + 1 : first + count + 1]
         rows = F.grouped_mm(x_PK, w_GNK.mT, offs=ends)
         y = rows if y is None else torch.where((place >= groups.offsets[first])[:, None], rows, y)
@@ -73,8 +86,12 @@ def _multiply(x_PK: Tensor, groups: Groups, pages: ExpertPages, part: str) -> Te
     return y
 
 
+def _scratch_bytes(device: torch.device) -> int:
+    return min(_SCRATCH_BYTES, int(torch.cuda.get_device_properties(device).total_memory * _SCRATCH_SHARE))
+
+
 def _decode(pages: ExpertPages, part: str, groups: Groups, first: int, count: int) -> Tensor:
-    """Return the matrices [G, N, K] of the experts from `first` that have pairs; undefined for the others."""
+    """Return matrices in the order of tiles, see `Decode`."""
     shape, offsets = pages.shapes[part], pages.offsets(part)
     row_tiles, columns, _ = tile_shape(pages.format, shape)
     device = groups.offsets.device

@@ -17,11 +17,12 @@ from vbrt.errors import KernelError
 from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, ROWS, TILES
+from vbrt.kernels.cuda.experts.gated_rows import gated_rows
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
 from vbrt.kernels.cuda.experts.token_sums import weighted_sums
 from vbrt.kernels.cuda.launch_table import pairs_are_alone, rows_for, token_for
 from vbrt.kernels.cuda.launcher import Launcher, rows_are_aligned
-from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
+from vbrt.kernels.experts import ExpertPages, Gate, addresses_of
 
 __all__ = ["down", "summands_of", "up"]
 
@@ -96,7 +97,7 @@ def up(
     if gating is None:  # halves that are not aligned to tiles
         v_PN = x_TH.new_empty(ids_Tk.numel(), matrix.n, dtype=torch.float32)
         _rows(x_TH, ids_Tk, matrix, _PLAIN, bias_EN, v_PN, k)
-        return apply_gate(v_PN, gate).to(x_TH.dtype)
+        return gated_rows(v_PN, gate, x_TH.dtype)
     columns = matrix.n if gating.kind == "none" else matrix.n // 2
     y_PN = x_TH.new_empty(ids_Tk.numel(), columns)
     _rows(x_TH, ids_Tk, matrix, gating, bias_EN, y_PN, k)

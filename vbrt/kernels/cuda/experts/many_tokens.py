@@ -18,6 +18,7 @@ from vbrt.errors import KernelError
 from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS, in_bf16
 from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, TILES
+from vbrt.kernels.cuda.experts.gated_rows import gated_rows
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
 from vbrt.kernels.cuda.experts.token_sums import weighted_sums
 from vbrt.kernels.cuda.launch_table import (
@@ -29,7 +30,7 @@ from vbrt.kernels.cuda.launch_table import (
     grouped_stages,
 )
 from vbrt.kernels.cuda.launcher import Launcher
-from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
+from vbrt.kernels.experts import ExpertPages, Gate, addresses_of
 
 __all__ = ["down", "products", "up"]
 
@@ -121,7 +122,7 @@ def products(
     call = (_WgmmaCall if on_hopper else _MmaCall)(x_MK, groups, pages, part)
     fused = SUMMANDS[x_MK.dtype] == 1 and _fuses(gate, n)
     y_PN = call.run(gate if fused and gate is not None else _NO_GATE, bias_EN)
-    return y_PN.to(x_MK.dtype) if fused or gate is None else apply_gate(y_PN, gate).to(x_MK.dtype)
+    return y_PN.to(x_MK.dtype) if fused or gate is None else gated_rows(y_PN, gate, x_MK.dtype)
 
 
 def _fuses(gate: Gate | None, n: int) -> bool:

@@ -4,10 +4,10 @@ Codes are multiplied where they lie, by the kernels of `linear` with a table of 
 pages nor pairs, so a pass can be captured in a CUDA graph. Gates and weighted sums are launches of their own. By 4-bit
 codes fp16 and fp32 are split into bf16 summands, a launch for each, and so are levels, which for bf16 are rounded to
 it, as by `linear`; codes, scales and offsets are exact. By bytes pairs on their own are fp32 sums; many pairs, of 16
-bits, are multiplied by weights rounded to x's dtype. Where the host has the pages, many pairs are left to decoded
-matrices and the vendor's matmul, expert by expert.
+bits, are multiplied by weights rounded to x's dtype. The most pairs, in bf16, are left to weights that are decoded to
+scratch memory, and torch's grouped matmul.
 
-Launches follow `linear`'s on an H200; none was measured.
+Launches were measured on an H200, with matrices of 1536 x 2048 and 2048 x 768.
 
 Legend: T tokens, k experts per token, P = T k pairs, E experts, N rows of a matrix, K its columns.
 """
@@ -26,7 +26,9 @@ from vbrt.formats.page import PageLayout
 from vbrt.kernels import experts
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
+from vbrt.kernels.cuda.experts import decoded_experts
 from vbrt.kernels.cuda.experts.few_tokens import summands_of
+from vbrt.kernels.cuda.experts.gated_rows import gated_rows
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
 from vbrt.kernels.cuda.experts.token_sums import weighted_sums
 from vbrt.kernels.cuda.launch_table import are_few, pairs_are_alone
@@ -34,7 +36,7 @@ from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.kernels.cuda.plain import linear as plain_linear
 from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.kernels.cuda.whole import linear as whole_linear
-from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
+from vbrt.kernels.experts import ExpertPages, Gate, addresses_of
 
 __all__ = ["FORMATS", "down", "route", "takes_addresses", "up"]
 
@@ -48,6 +50,9 @@ _OFFSETS = {"offsets": "values", "zeros": "zeros", "mins": "superblock"}
 #: fields of pages, by what kernels take: codes, scales, of superblocks d (or a unit), offsets, of those dmin, levels
 _FIELDS = (("codes",), ("scales",), ("d", "unit", "tensor_scale"), tuple(_OFFSETS), ("dmin",), ("levels",))
 _GROUP = 16  # pairs that the kernel of bytes takes together
+_PAIR_STEP = 8, 256  # (rows, columns) of a step of bytes, for pairs on their own
+_DECODED_FROM = 48  # pairs per expert from which decoded weights and a grouped matmul are the fastest
+_DECODED_COLUMNS = {True: 4096, False: 2048}  # that a program decodes at a time, by: codes of 4 bits
 
 
 @functools.cache
@@ -55,6 +60,22 @@ def _nibbles(dependent: bool) -> Launcher:
     from vbrt.kernels.cuda.table import linear_gluon
 
     return Launcher(linear_gluon.experts_kernel, dependent=dependent)
+
+
+class _Decoders(NamedTuple):
+    nibbles: Launcher
+    bytes: Launcher
+
+
+@functools.cache
+def _decoders() -> _Decoders:
+    from vbrt.kernels.cuda.plain import linear_triton
+    from vbrt.kernels.cuda.table import decode_triton
+
+    return _Decoders(
+        Launcher(decode_triton.decode_experts_kernel, fused=False),
+        Launcher(linear_triton.decode_experts_kernel, fused=False),
+    )
 
 
 class _Bytes(NamedTuple):
@@ -101,17 +122,19 @@ def takes_addresses(layout: PageLayout, device: torch.device) -> bool:
 
 
 def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str = "up") -> str:
-    """Name the route of a product: "fused", or "decoded": expert by expert, which syncs with the device."""
+    """Name the route of a product: "fused", "decoded" (to scratch memory) or "reference": expert by expert, which
+    syncs with the device."""
     if not x_MK.is_cuda or x_MK.dtype not in SUMMANDS:
-        return "decoded"
+        return "reference"
     if not devices.serves(x_MK.device.index, table_linear.FUSED_NEEDS):
-        return "decoded"
-    if are_few(pairs, pages.experts, devices.gpu(x_MK.device.index)):
-        return "fused"
-    return "decoded" if any(page is not None for page in pages.pages) else "fused"
+        return "reference"
+    if decoded_experts.serves(x_MK, pages, part):
+        return "fused" if pairs <= _DECODED_FROM * pages.experts else "decoded"
+    few = are_few(pairs, pages.experts, devices.gpu(x_MK.device.index))
+    return "fused" if few or all(page is None for page in pages.pages) else "reference"
 
 
-def _decode(planes: WeightPlanes) -> Tensor:
+def _decode_weight(planes: WeightPlanes) -> Tensor:
     return next(of for formats, of in _DECODERS.items() if planes.format in formats).decode_weight(planes)
 
 
@@ -125,10 +148,15 @@ def up(
     bias_EN: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.experts.experts_up`."""
-    if route(x_TH, ids_Tk.numel(), pages, part) == "decoded":
-        return experts.experts_up(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, decode=_decode)
+    way = route(x_TH, ids_Tk.numel(), pages, part)
+    if way == "reference":
+        return experts.experts_up(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, decode=_decode_weight)
+    if way == "decoded":
+        return decoded_experts.products(
+            x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, decode=_decode_pages
+        )
     v_PN = _rows(x_TH, ids_Tk, pages, part, bias_EN, ids_Tk.shape[1])
-    return (v_PN if gate is None else apply_gate(v_PN, gate)).to(x_TH.dtype)
+    return v_PN.to(x_TH.dtype) if gate is None else gated_rows(v_PN, gate, x_TH.dtype)
 
 
 def down(
@@ -141,9 +169,13 @@ def down(
     bias_EN: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.experts.experts_down`."""
-    if route(h_PI, ids_Tk.numel(), pages, part) == "decoded":
-        return experts.experts_down(h_PI, ids_Tk, weights_Tk, pages, part=part, bias_EN=bias_EN, decode=_decode)
-    rows_PH = _rows(h_PI, ids_Tk, pages, part, bias_EN, 1)
+    way = route(h_PI, ids_Tk.numel(), pages, part)
+    if way == "reference":
+        return experts.experts_down(h_PI, ids_Tk, weights_Tk, pages, part=part, bias_EN=bias_EN, decode=_decode_weight)
+    if way == "decoded":
+        rows_PH = up(h_PI, ids_Tk.reshape(-1, 1), pages, part=part, bias_EN=bias_EN)
+    else:
+        rows_PH = _rows(h_PI, ids_Tk, pages, part, bias_EN, 1)
     if weights_Tk is None:
         return rows_PH.to(h_PI.dtype)
     return weighted_sums(rows_PH, ids_Tk, weights_Tk, pages.experts, h_PI.dtype)
@@ -170,6 +202,11 @@ def _terms(x_SMK: Tensor, matrix: _Matrix) -> Iterator[tuple[Tensor, int]]:
             yield x, summand
 
 
+def _warps_for(row_bytes: int) -> int:
+    """Warps that share a row of codes of 4 bits: about four steps of 64 bytes each."""
+    return max(2, min(8, 1 << max(1, row_bytes // 256).bit_length() - 1))
+
+
 def _multiply_nibbles(
     x_MK: Tensor, ids: Tensor, pages: ExpertPages, part: str, matrix: _Matrix, bias: Tensor | None, per_row: int,
     y_PN: Tensor,
@@ -181,7 +218,7 @@ def _multiply_nibbles(
     grouped = not pairs_are_alone(ids.shape[0], pairs, pages.experts)
     block = 2 * matrix.row_bytes // matrix.blocks
     ends = table_linear.row_constants(x_SMK.shape[2], matrix.row_bytes, block, 8 if grouped else 1)
-    warps, dependent = 8 if matrix.row_bytes >= 8 * 64 else 4, devices.launches_dependents(device)
+    warps, dependent = _warps_for(matrix.row_bytes), devices.launches_dependents(device)
     groups = group_pairs(ids, pages.experts, 8 * token_groups) if grouped else Groups(ids, ids, ids, ids, 1)
     blocks = len(groups.experts) if grouped else pairs
     numbers = pages.experts, matrix.n, x_SMK.shape[2], matrix.blocks, per_row, x_SMK.stride(1), *matrix.starts
@@ -226,9 +263,9 @@ def _multiply_bytes(
     numbers = pages.experts, matrix.n, k, matrix.blocks, per_row, *matrix.starts[:5], x_MK.stride(0)
     _codes, scales, large, zeros, *_ = matrix.dtypes
     shared: dict[str, Any] = {"HAS_BIAS": bias is not None, "SCALES": scales, "ZEROS": zeros, "LARGE": large}
-    specialized = x_MK.dtype, ids.dtype, bias_or_x.dtype, x_MK.stride(0)
+    specialized = x_MK.dtype, ids.dtype, bias_or_x.dtype, x_MK.stride(0), k
     if alone:
-        rows, columns = launch.sums[0]
+        rows, columns = _PAIR_STEP
         _bytes().pairs(
             device,
             (-(-matrix.n // rows), pairs),
@@ -256,3 +293,25 @@ def _multiply_bytes(
         **shared,
         **constants,
     )
+
+
+def _decode_pages(pages: ExpertPages, part: str, groups: Groups, first: int, count: int) -> Tensor:
+    """Return matrices in the order of rows, see `decoded_experts.Decode`."""
+    matrix, (n, k), format = _matrix(pages, part), pages.shapes[part], pages.format_of(part)
+    device, nibbles = groups.offsets.device, format in _NIBBLES
+    w_GNK = torch.empty(count, n, k, dtype=torch.bfloat16, device=device)
+    addresses, (_codes, scales, large, zeros, *_) = addresses_of(pages, device), matrix.dtypes
+    shared: dict[str, Any] = {"warps": plain_linear.WARPS, "specialized": (k,), "SCALES": scales}
+    if nibbles:
+        block = 2 * matrix.row_bytes // matrix.blocks
+        constants = {"BLOCK": block, "LEVELS": matrix.levels, "OFFSETS": matrix.offsets}
+        table = addresses if matrix.levels or matrix.offsets != "none" else table_linear.nf4_levels(device.index)
+        decode, tensors, starts = _decoders().nibbles, (addresses, groups.offsets, table, w_GNK), matrix.starts
+    else:
+        constants = plain_linear.constants_on(device, format) | {"ZEROS": zeros, "LARGE": large}
+        decode, tensors, starts = _decoders().bytes, (addresses, groups.offsets, w_GNK), matrix.starts[:5]
+    most = _DECODED_COLUMNS[nibbles] // constants["BLOCK"]
+    blocks = min(most, 1 << (matrix.blocks - 1).bit_length())
+    grid, numbers = (-(-n // (most // blocks)), count), (first, n, k, matrix.blocks, *starts)
+    decode(device.index, grid, tensors, numbers, ROWS=most // blocks, BLOCKS=blocks, **shared, **constants)
+    return w_GNK

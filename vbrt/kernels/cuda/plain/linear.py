@@ -46,24 +46,30 @@ _DOT_PROGRAMS, _LEAST_STEPS = 16, 4  # warps per multiprocessor, if programs hav
 
 class _Launch(NamedTuple):
     """Launches for codes, measured on an H200: most tokens without `tl.dot`; (rows, columns) of a step of sums for up
-    to two tokens, and for more; (rows, columns, warps) of dots."""
+    to two tokens, and for more; (rows, columns, warps) of dots; fewest rows of a step of sums for one token, taken
+    where the programs would be few."""
 
     summed: int
     sums: tuple[tuple[int, int], tuple[int, int]]
     dots: tuple[int, int, int]
+    fewest: int
 
 
-#: by: codes are E4M3
+#: by what codes are
 _LAUNCHES = {
-    True: _Launch(2, ((8, 512), (8, 512)), (32, 128, 2)),
-    False: _Launch(4, ((2, 1024), (4, 512)), (64, 64, 4)),
+    "e4m3": _Launch(2, ((8, 512), (8, 512)), (32, 128, 2), 4),
+    "nibbles": _Launch(4, ((4, 1024), (4, 512)), (64, 64, 4), 4),
+    "integers": _Launch(4, ((2, 1024), (4, 512)), (64, 64, 4), 2),
 }
+_FEW_PROGRAMS = 8  # of sums, per multiprocessor
 
 
 @functools.cache
 def launch_of(format: str) -> _Launch:
     """Launches for a format."""
-    return _LAUNCHES[get_format(format).code_dtype == "float8_e4m3fn"]
+    of = get_format(format)
+    nibbles = "nibbles" if of.record.bits == 4 else "integers"
+    return _LAUNCHES["e4m3" if of.code_dtype == "float8_e4m3fn" else nibbles]
 
 
 @functools.cache
@@ -122,7 +128,7 @@ def _served(planes: WeightPlanes) -> bool:
 def _is_fused(x: Tensor) -> bool:
     if x.dtype not in (torch.float16, torch.bfloat16):
         return False
-    few = _LAUNCHES[False].summed  # of fp16, on GPUs before sm_80
+    few = _LAUNCHES["integers"].summed  # of fp16, on GPUs before sm_80
     most = FUSED_TOKENS if devices.serves(x.device.index, FUSED_NEEDS) else few * (x.dtype is torch.float16)
     return 0 < x.numel() <= most * x.shape[-1]
 
@@ -190,6 +196,8 @@ def _sums(
 ) -> Tensor:  # fmt: skip
     (tokens, k), (n, blocks) = x_MK.shape, shape
     rows, columns = launch.sums[tokens > 2]
+    if tokens == 1 and n < rows * _FEW_PROGRAMS * devices.gpu(x_MK.device.index).processors:
+        rows = launch.fewest
     y_MN = x_MK.new_empty(tokens, n)
     _kernels().sums_kernel[(-(-n // rows),)](
         *operands, x_MK, x_MK if bias is None else bias.contiguous(), y_MN, tokens, n, k, blocks, x_MK.stride(0),

@@ -16,7 +16,15 @@ CONVERTS: the device converts E4M3 itself.
 import triton
 import triton.language as tl
 
-__all__ = ["decode_kernel", "dots_kernel", "groups_kernel", "pairs_kernel", "sums_kernel"]
+__all__ = [
+    "decode_experts_kernel",
+    "decode_kernel",
+    "dots_kernel",
+    "groups_kernel",
+    "pairs_kernel",
+    "pointer_of",
+    "sums_kernel",
+]
 
 
 @triton.jit
@@ -233,7 +241,7 @@ def dots_kernel(
 
 
 @triton.jit
-def _pointer(address, TYPE: tl.constexpr):
+def pointer_of(address, TYPE: tl.constexpr):
     """A pointer to numbers of a dtype by name, from an address that is a multiple of 16."""
     if TYPE == "int8":
         pointer = address.to(tl.pointer_type(tl.int8))
@@ -248,7 +256,7 @@ def _pointer(address, TYPE: tl.constexpr):
     return tl.multiple_of(pointer, 16)
 
 
-_NUMBERS = ("E", "N", "K", "blocks", "per_row", "code_at", "block_at", "large_at", "offset_at", "least_at")
+_NUMBERS = ("E", "N", "blocks", "per_row", "code_at", "block_at", "large_at", "offset_at", "least_at")
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -269,8 +277,9 @@ def pairs_kernel(
     there = (expert >= 0) & (expert < E)
     address = tl.load(address_ptr + expert, mask=there, other=0)
     rows = _sums(
-        _pointer(address + code_at, CODES), _pointer(address + block_at, SCALES), _pointer(address + offset_at, ZEROS),
-        _pointer(address + large_at, LARGE), _pointer(address + least_at, "float16"),
+        pointer_of(address + code_at, CODES), pointer_of(address + block_at, SCALES),
+        pointer_of(address + offset_at, ZEROS), pointer_of(address + large_at, LARGE),
+        pointer_of(address + least_at, "float16"),
         x_ptr + (pair // per_row).to(tl.int64) * x_stride, 1, N, K, tl.where(there, blocks, 0), 0,
         1, ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SCALE_BYTES, UNIT, CONVERTS,
     )  # fmt: skip
@@ -299,9 +308,9 @@ def groups_kernel(
         token = tl.arange(0, TOKENS)
         pair = tl.load(order_ptr + (first + token), mask=token < count, other=0).to(tl.int64)
         sums = _dots(
-            _pointer(address + code_at, CODES), _pointer(address + block_at, SCALES),
-            _pointer(address + offset_at, ZEROS), _pointer(address + large_at, LARGE),
-            _pointer(address + least_at, "float16"), x_ptr, pair // per_row * x_stride, token < count,
+            pointer_of(address + code_at, CODES), pointer_of(address + block_at, SCALES),
+            pointer_of(address + offset_at, ZEROS), pointer_of(address + large_at, LARGE),
+            pointer_of(address + least_at, "float16"), x_ptr, pair // per_row * x_stride, token < count,
             0, tl.where(there, blocks, 0), N, K, blocks,
             ROWS, BLOCKS, BLOCK, CODES, OFFSETS, SCALE_BYTES, UNIT, CONVERTS,
         )  # fmt: skip
@@ -311,3 +320,32 @@ def groups_kernel(
             sums += tl.load(bias_ptr + at, mask=(out < N) & there, other=0.0).to(tl.float32)[:, None]
         keep = (out[:, None] < N) & (token < count)[None, :]
         tl.store(y_ptr + (pair[None, :] * N + out[:, None]), sums, mask=keep)
+
+
+@triton.jit(do_not_specialize=["first", "N", "blocks", "code_at", "block_at", "large_at", "offset_at", "least_at"])
+def decode_experts_kernel(
+    address_ptr, bound_ptr, w_ptr, first, N, K, blocks, code_at, block_at, large_at, offset_at, least_at,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, LARGE: tl.constexpr,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SCALE_BYTES: tl.constexpr, UNIT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """w [experts, N, K] from the pages of experts `first` .. that have pairs; the others are left uninitialized.
+
+    Grid (ceil(N / ROWS), experts). code_at and the like: see `pairs_kernel`. bound_ptr: pairs before each expert's.
+    """
+    expert = first + tl.program_id(1)
+    if tl.load(bound_ptr + expert + 1) > tl.load(bound_ptr + expert):
+        address = tl.load(address_ptr + expert)
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
+        w_ptr += tl.program_id(1).to(tl.int64) * N * K
+        for start in range(0, blocks, BLOCKS):
+            block = start + tl.arange(0, BLOCKS)[None, :, None]
+            weight = _weights(
+                pointer_of(address + code_at, CODES), pointer_of(address + block_at, SCALES),
+                pointer_of(address + offset_at, ZEROS), pointer_of(address + large_at, LARGE),
+                pointer_of(address + least_at, "float16"), row, block, N, blocks,
+                BLOCK, CODES, OFFSETS, SCALE_BYTES, UNIT, CONVERTS,
+            )  # fmt: skip
+            column = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+            keep = (row < N) & (block < blocks) & (column < K)
+            tl.store(w_ptr + (row.to(tl.int64) * K + column), weight.to(w_ptr.dtype.element_ty), mask=keep)

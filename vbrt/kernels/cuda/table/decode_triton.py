@@ -8,7 +8,9 @@ stays memory-bound. With OFFSETS (see `linear_gluon`) it is code * scale + offse
 import triton
 import triton.language as tl
 
-__all__ = ["decode_kernel"]
+from vbrt.kernels.cuda.plain.linear_triton import pointer_of
+
+__all__ = ["decode_experts_kernel", "decode_kernel"]
 
 
 @triton.jit
@@ -20,31 +22,11 @@ def _level(level_ptr, code, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def decode_kernel(
-    code_ptr,
-    block_ptr,
-    level_ptr,
-    scale_ptr,
-    offset_ptr,
-    least_ptr,
-    w_ptr,
-    N,
-    K,
-    blocks,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SIGNED: tl.constexpr,
-    OFFSETS: tl.constexpr,
-):
-    """w [N, K] in its own dtype from codes [N, blocks * BLOCK / 2] and block scales [N, blocks], UE4M4 bytes or floats.
-
-    level: 16 entries, or with SIGNED 8 magnitudes, bit 3 of a code being the sign. offset: [N, blocks]; of superblocks
-    scale and least have the fp16 numbers, [N, blocks * BLOCK / 256 rounded up]. Without contraction to FMA, which with
-    fp32 scales would round once. Grid (row groups, block groups).
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
+def _decode(
+    code_ptr, block_ptr, level_ptr, scale_ptr, offset_ptr, least_ptr, w_ptr, row, block, N, K, blocks,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SIGNED: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Store weights of `row` [ROWS, 1, 1] and `block` [1, BLOCKS, 1]; see `decode_kernel`."""
     inside = (row < N) & (block < blocks)
     index = row.to(tl.int64) * blocks + block
     HALF: tl.constexpr = BLOCK // 2
@@ -85,3 +67,55 @@ def decode_kernel(
     w = tl.reshape(tl.join(low, high), (ROWS, BLOCKS, BLOCK))
     column = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     tl.store(w_ptr + (row.to(tl.int64) * K + column), w, mask=inside & (column < K))
+
+
+@triton.jit
+def decode_kernel(
+    code_ptr, block_ptr, level_ptr, scale_ptr, offset_ptr, least_ptr, w_ptr, N, K, blocks,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SIGNED: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """w [N, K] in its own dtype from codes [N, blocks * BLOCK / 2] and block scales [N, blocks], UE4M4 bytes or floats.
+
+    level: 16 entries, or with SIGNED 8 magnitudes, bit 3 of a code being the sign. offset: [N, blocks]; of superblocks
+    scale and least have the fp16 numbers, [N, blocks * BLOCK / 256 rounded up]. Without contraction to FMA, which with
+    fp32 scales would round once. Grid (row groups, block groups).
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
+    _decode(
+        code_ptr, block_ptr, level_ptr, scale_ptr, offset_ptr, least_ptr, w_ptr, row, block, N, K, blocks,
+        ROWS, BLOCKS, BLOCK, SIGNED, OFFSETS,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first", "N", "blocks", "code_at", "block_at", "scale_at", "offset_at", "least_at", "level_at",
+    ]
+)  # fmt: skip
+def decode_experts_kernel(
+    address_ptr, bound_ptr, level_ptr, w_ptr, first, N, K, blocks, code_at, block_at, scale_at, offset_at, least_at,
+    level_at,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr, OFFSETS: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
+    """w [experts, N, K] from the pages of experts `first` .. that have pairs; the others are left uninitialized.
+
+    Grid (ceil(N / ROWS), experts). code_at and the like: bytes from a page's address on. bound_ptr: pairs before each
+    expert's. LEVELS and SCALES: see `linear_gluon.experts_kernel`.
+    """
+    expert = first + tl.program_id(1)
+    if tl.load(bound_ptr + expert + 1) > tl.load(bound_ptr + expert):
+        address = tl.load(address_ptr + expert)
+        OFFSET: tl.constexpr = SCALES if OFFSETS == "values" else "uint8"
+        LARGE: tl.constexpr = "float16" if OFFSETS == "superblock" else "float32"
+        own_ptr = level_ptr if LEVELS == 0 else pointer_of(address + level_at, "float32")
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
+        for start in range(0, blocks, BLOCKS):
+            _decode(
+                pointer_of(address + code_at, "uint8"), pointer_of(address + block_at, SCALES), own_ptr,
+                pointer_of(address + scale_at, LARGE), pointer_of(address + offset_at, OFFSET),
+                pointer_of(address + least_at, "float16"), w_ptr + tl.program_id(1).to(tl.int64) * N * K,
+                row, start + tl.arange(0, BLOCKS)[None, :, None], N, K, blocks,
+                ROWS, BLOCKS, BLOCK, LEVELS == 8, OFFSETS,
+            )  # fmt: skip
