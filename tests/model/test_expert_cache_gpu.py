@@ -96,6 +96,23 @@ def test_prompts_of_other_dtypes_are_multiplied_without_the_host(dtype):
     assert torch.equal(*outputs)
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "mxint8"])
+@torch.no_grad()
+def test_prompts_that_pass_by_the_cache_have_the_bits_of_resident_experts(format):
+    vb = _wrapped(format, share=0.4)
+    prompts = [torch.randint(0, 128, (1, tokens), device="cuda") for tokens in (9, 40, 300, 1100)]
+    got = [vb(prompt).logits for prompt in (*prompts, *prompts)]
+    cache = next(iter(vb._attachment.expert_cache._handles.values())).deciding.cache
+    assert cache.cache.has_ring and not cache.whole(prompts[1].new_zeros(40, 2))
+    held = cache.cache.resident()
+    vb(prompts[2])
+    assert cache.cache.resident() == held  # what decoding keeps stays
+    vb.set_budget("gpu", "1GiB")
+    assert vb.stats().layers[NAME].home == "gpu"
+    for prompt, one, other in zip(prompts, got, got[len(prompts) :], strict=False):
+        assert torch.equal(one, vb(prompt).logits) and torch.equal(one, other)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
 def test_budgets_new_weights_and_reads_leave_the_outputs_right(format):

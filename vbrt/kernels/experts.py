@@ -86,6 +86,8 @@ class ExpertPages:
         pages: by expert, uint8; None if not leased, or known to the device only.
         addresses: (on a GPU) int64 [E], device address of each expert's page; undefined for experts without one.
         down_format: of the part "down"; "": as of the others.
+        whole: (tokens, pairs) of the pass of which a call computes a part: kernels are chosen by them, so that parts
+            have its bits; (0, 0): a call is whole.
     """
 
     format: str
@@ -95,6 +97,11 @@ class ExpertPages:
     pages: Sequence[Tensor | None]
     addresses: Tensor | None = None
     down_format: str = ""
+    whole: tuple[int, int] = (0, 0)
+
+    def counts_of(self, ids_Tk: Tensor) -> tuple[int, int]:
+        """Return (tokens, pairs) by which kernels are chosen."""
+        return self.whole if self.whole[1] else (ids_Tk.shape[0], ids_Tk.numel())
 
     def format_of(self, part: str) -> str:
         """Return the format of a part."""

@@ -93,6 +93,30 @@ _INTERPRETED = {
                 check(experts, 0, part.ids, addresses)
         print(set(experts.keys(0, ids)) <= cache.resident())
     """,
+    "passing": """
+        residency._PROGRAMS = 1
+        experts = Experts(torch.device("cpu"), (12, 12), (1, 1))
+        cache = experts.cache(8)  # a ring of 2 slots, 7 of each layer
+        choose, seen, touched = random.Random(0), {}, 0
+        def compute(pairs, addresses):
+            part = torch.full_like(ids.flatten(), -1).index_copy_(0, pairs, ids.flatten()[pairs])
+            check(experts, layer, part, addresses)
+            for pair in pairs.tolist():
+                seen[pair] = seen.get(pair, 0) + 1
+        for turn in range(6):
+            layer, ids = turn % 2, routing(choose, 12, 9, 3)
+            seen.clear()
+            touched += len(experts.keys(layer, ids))
+            cache.pass_through(layer, ids, compute)
+            inside = ((ids >= 0) & (ids < 12)).flatten().nonzero().squeeze(1).tolist()
+            assert seen == dict.fromkeys(inside, 1)
+            if turn == 3:
+                held = cache.resident()
+        print(cache.has_ring, len(held), held == cache.resident())
+        found = counts(cache).values()
+        print(touched == sum(hits + misses for hits, misses in found), sum(hits for hits, _ in found) > 20)
+        print(cache.resident() >= set(experts.keys(0, torch.tensor([0, 3, 6, 9]))))  # often named
+    """,
     "interrupted": """
         experts = Experts(torch.device("cpu"), (6,), (1,))
         with torch.inference_mode():  # as a first pass may be
@@ -131,6 +155,10 @@ def test_misses_of_least_worth_are_left_to_the_host(printed):
 
 def test_a_scan_leaves_the_pages_that_are_used_most(printed):
     assert printed["scan"] == ["True", "True"]
+
+
+def test_a_prompt_passes_by_what_is_resident(printed):
+    assert printed["passing"] == ["True", "14", "True", "True", "True", "True"]
 
 
 def test_an_interrupted_lease_empties_the_cache_and_no_wrong_byte_is_read(printed):

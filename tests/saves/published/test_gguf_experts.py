@@ -113,3 +113,26 @@ def test_experts_of_two_types_are_held_as_they_are(tmp_path, down, backend):
         assert [swap.label for swap in again.plan.routed] == [label, "superblock32"]
         assert torch.equal(again(tokens).logits, got)
     again.close()
+
+
+@pytest.mark.gpu
+def test_the_gpu_decides_about_experts_of_two_types(tmp_path):
+    path = tmp_path / "model.gguf"
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+
+    def type_of(name):
+        return Type.Q6_K if "blk.0.ffn_down_exps" in name else Type.Q4_K if "exps" in name else Type.F32
+
+    write(path, model_of("qwen3moe", **sizes), "qwen3moe", type_of)
+    given = {"weights": {"min_parameters": 0}, "dtype": torch.bfloat16}
+    vb = vbrt.from_pretrained(path, **given, tiers={"gpu": {"budget": "40%"}})
+    tokens = torch.arange(12, device="cuda").view(1, 12)
+    whole = vbrt.from_pretrained(path, "dense", dtype=torch.bfloat16, weights={"min_parameters": 0}).unwrap()
+    with torch.no_grad():
+        want = whole(tokens).logits.float()
+        assert (vb(tokens).logits.float() - want).norm() < 2e-2 * want.norm()
+    vb.generate(tokens, max_new_tokens=24, do_sample=False)
+    stats = vb.stats()
+    experts = [layer for name, layer in stats.layers.items() if name.endswith("experts")]
+    assert [layer.experts.decides for layer in experts] == ["gpu", "gpu"], stats.fallbacks
+    vb.close()

@@ -28,12 +28,15 @@ from torch import Tensor
 from vbrt.errors import TierError
 from vbrt.host import accelerator
 from vbrt.kernels.cuda.experts.residency import Experts, PoolRoom, ResidentTables, Shares
+from vbrt.layers.experts.prompt_ring import PromptRing, ring_pages
 from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART
 from vbrt.residency.expert_room import ExpertRoom
 from vbrt.tiers import TierStack
 from vbrt.tiers.stack.device_arena import Arena
 
 __all__ = ["DeviceCache", "DeviceCounts", "DeviceTotals", "Part"]
+
+_NEARLY_ALL = 4  # pairs per expert from which nearly all are touched, so that pages of the next layer are copied ahead
 
 
 class DeviceCounts(NamedTuple):
@@ -113,14 +116,23 @@ class DeviceCache:
     @torch.inference_mode(False)  # tables of a pass in inference mode are written by passes outside of it
     def _reserve(self, capacity_bytes: int) -> None:
         """Make the arena and its tables."""
-        layers, pools = self._rooms(capacity_bytes)
+        largest = max(self._page_bytes.values())
+        holds_all = sum(len(keys) * self._page_bytes[name] for name, keys in self.keys.items()) <= capacity_bytes
+        ringed = 0 if holds_all else 2 * ring_pages(max(map(len, self.keys.values())), largest, capacity_bytes)
+        layers, pools = self._rooms(capacity_bytes - ringed * largest)
         nbytes = sum(pool.slots * pool.page_bytes for pool in pools)
         sources = [key for keys in self.keys.values() for key in keys]
-        arena = Arena(self._stack, f"{sources[0]}#cache", sources, nbytes)
-        tables = ResidentTables(layers, pools, arena.memory, arena.addresses, one=ONE)
+        arena = Arena(self._stack, f"{sources[0]}#cache", sources, nbytes + ringed * largest)
+        tables = ResidentTables(layers, pools, arena.memory[:nbytes], arena.addresses, one=ONE)
         if accelerator.is_device(arena.memory):
             self._stream = accelerator.current_stream(arena.memory.device)
         self._arena, self._tables, self.capacity_bytes = arena, tables, nbytes
+        self._ring = PromptRing(arena.memory[nbytes:].view(ringed, largest), self._source) if ringed else None
+
+    def _source(self, layer: int, expert: int) -> Tensor:
+        """Return an expert's page in host memory, which does not move while the cache lives."""
+        page = self._stack.pages[self.keys[self.layers[layer]][expert]]
+        return self._stack.levels[page.home].slots[page.key].view
 
     def _rooms(self, capacity_bytes: int) -> tuple[list[Experts], list[PoolRoom]]:
         by_layer = self.scope == "layer"
@@ -191,6 +203,45 @@ class DeviceCache:
         with self._entered(layer):
             yield self._lease(layer, part.ids, scan=True)
 
+    @property
+    def has_ring(self) -> bool:
+        """True if prompts may pass through slots of their own: `pass_through`."""
+        return self._ring is not None
+
+    def pass_through(self, layer: int, ids_Tk: Tensor, compute: Callable[[Tensor, Tensor], None]) -> None:
+        """Call `compute` with the pairs (int64, of T k) and the addresses (int64 [E]) of each part of a layer: experts
+        that are resident, those with the most pairs if slots are free, and the others through the ring. What is
+        resident stays. The host hears the counts of pairs: this waits for the device, while the first pages are copied.
+
+        Raises:
+            TierError: the cache has no ring, the stack or the cache was closed.
+        """
+        if self._ring is None:
+            raise TierError(f"{self.layers[layer]}: its cache has no room for a ring; scan the ids")
+        with self._entered(layer):
+            self._check_open(layer)
+            if accelerator.is_device(ids_Tk):
+                self._follow_stream(ids_Tk.device)
+            if self._deciding:
+                self._tables.forget()
+                self._deciding = False
+            heard = self._tables.hear(layer, ids_Tk)
+            resident = {expert: at for expert, at in heard.resident.items() if heard.pairs(expert)}
+            missing = [e for e in range(heard.experts) if heard.pairs(e) and e not in resident]
+            stay = set(sorted(missing, key=heard.pairs, reverse=True)[: heard.free])
+            passing = [e for e in missing if e not in stay]
+            following = heard.next_missing if ids_Tk.numel() >= _NEARLY_ALL * heard.experts else ()
+            parts = self._ring.schedule(layer, passing, following)
+            self._tables.note_passing(layer, resident, passing)
+            if resident:
+                compute(heard.pairs_of(resident), heard.table(resident))
+            if stay:
+                pairs_P, ids_P = heard.pairs_of(sorted(stay)), ids_Tk.reshape(-1)
+                chosen_P = torch.full_like(ids_P, -1).index_copy_(0, pairs_P, ids_P[pairs_P])
+                compute(pairs_P, self._lease(layer, chosen_P, scan=True))
+            for part in parts:
+                compute(heard.pairs_of(part.experts), heard.table(dict(zip(*part, strict=True))))
+
     def scan(self, layer: int, ids_Tk: Tensor) -> list[Part]:
         """Split a pass that uses more experts than there are slots into parts, by expert, without a device sync.
 
@@ -198,9 +249,14 @@ class DeviceCache:
         half of the slots: pages in the others, which decoding needs most, are not evicted.
         """
         count, step = self._tables.layers[layer].count, self._scanned(layer)
-        if step >= count:
+        most = min(ids_Tk.numel(), count)
+        if step >= most:
             return [Part(ids_Tk)]
-        return [_between(ids_Tk, first, first + step) for first in range(0, count, step)]
+        if most == count:
+            return [_between(ids_Tk, first, first + step) for first in range(0, count, step)]
+        ranks_Tk = _ranks(ids_Tk, count)
+        parts = (_between(ranks_Tk, first, first + step).ids >= 0 for first in range(0, most, step))
+        return [Part(ids_Tk.where(chosen, -1)) for chosen in parts]
 
     def scan_touched(
         self, layer: int, ids_Tk: Tensor, touched: Sequence[int], most: int
@@ -303,8 +359,18 @@ class DeviceCache:
         with self._lock:
             arena = self._arena
             if arena is not None:
+                if self._ring is not None:
+                    self._ring.close()
                 arena.close()
                 self._arena = None
+
+
+def _ranks(ids_Tk: Tensor, count: int) -> Tensor:
+    """Return the place of each id among the touched experts, -1 for sentinels, without a sync."""
+    outside = (ids_Tk < 0) | (ids_Tk >= count)
+    ids = ids_Tk.long().masked_fill(outside, count)
+    touched = torch.zeros(count + 1, dtype=torch.int64, device=ids.device).scatter_(0, ids.view(-1), 1)
+    return (touched.cumsum(0) - 1)[ids].masked_fill(outside, -1)
 
 
 def _between(ids_Tk: Tensor, first: int, end: int) -> Part:

@@ -61,7 +61,7 @@ class KernelsProduct:
         """Add a chunk of experts: the rows of their pairs."""
         x, ids_Tk = self.routed.x, self.routed.ids
         if self.rows is None and not is_device(x):
-            self.rows = x.new_zeros(ids_Tk.numel(), self.handle.spec.columns)
+            self.rows = self._no_rows()
         local_Tk = local_ids(ids_Tk, self.handle.spec.experts, list(leased.experts))
         if is_device(x):  # kernels are chosen by the number of tokens: the same ones as where the device decides
             self.add_rows(ids_Tk.masked_fill(local_Tk == len(leased.experts), -1), leased.pages())
@@ -70,12 +70,23 @@ class KernelsProduct:
         ids_P1 = ids_Tk.reshape(-1, 1)[pairs_P]
         self.rows[pairs_P] = self._rows(x[pairs_P // ids_Tk.shape[1]], ids_P1, None, leased.pages())
 
+    def _no_rows(self) -> Tensor:
+        return self.routed.x.new_zeros(self.routed.ids.numel(), self.handle.spec.columns)
+
     def add_rows(self, ids_Tk: Tensor, pages: ExpertPages) -> None:
         """Add a chunk: the rows of pairs whose ids are no sentinels; all others are zero."""
         rows = self._rows(self.routed.x, ids_Tk, None, pages)
         if has_norm(self.layer):
             rows = rows.masked_fill(ids_Tk.reshape(-1, 1) < 0, 0.0)
         self.rows = rows if self.rows is None else self.rows.add_(rows)
+
+    def add_pairs(self, pairs_P: Tensor, pages: ExpertPages) -> None:
+        """Add a chunk: the rows of some pairs, by the kernels of the whole pass."""
+        x, ids_Tk = self.routed.x, self.routed.ids
+        if self.rows is None:
+            self.rows = self._no_rows()
+        rows = self._rows(x[pairs_P // ids_Tk.shape[1]], ids_Tk.reshape(-1, 1)[pairs_P], None, pages)
+        self.rows.index_copy_(0, pairs_P, rows)
 
     def add_host(self, work: HostRows) -> None:
         """Wait for the rows that the CPU computes, and add them."""
@@ -100,7 +111,8 @@ class KernelsProduct:
 
     def result(self) -> Tensor:
         """The output after the last chunk."""
-        return self._complete(self.ops.sum(self.rows, self.routed.ids, self.routed.weights, self.handle.spec.experts))
+        rows = self._no_rows() if self.rows is None else self.rows
+        return self._complete(self.ops.sum(rows, self.routed.ids, self.routed.weights, self.handle.spec.experts))
 
     def _complete(self, y_TH: Tensor) -> Tensor:
         """Add the layer's terms other than its routed experts."""

@@ -97,6 +97,15 @@ class CachedLayer(NamedTuple):
         """See `DeviceCache.lease_beside`."""
         return self.cache.lease_beside(self.number, ids_Tk, shares, post)
 
+    def pass_through(self, ids_Tk: Tensor, compute: Callable[[Tensor, ExpertPages], None]) -> None:
+        """Call `compute` with the pairs and the pages of each part of a prompt; see `DeviceCache.pass_through`."""
+        whole = tuple(ids_Tk.shape)
+
+        def at(pairs_P: Tensor, addresses: Tensor) -> None:
+            compute(pairs_P, replace(self.form, addresses=addresses, whole=(whole[0], ids_Tk.numel())))
+
+        self.cache.pass_through(self.number, ids_Tk, at)
+
     def each_part(self, ids_Tk: Tensor, compute: Callable[[Tensor, ExpertPages], None]) -> None:
         """Call `compute` with the ids of each part of a scan, others masked, and the pages of its experts."""
         for part in self.cache.scan(self.number, ids_Tk):

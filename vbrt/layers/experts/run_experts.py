@@ -93,7 +93,8 @@ def _decided_by_device(call: _Call) -> Tensor | None:
 
 
 def _kernels_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
-    """Output from the device cache, without a sync: a CUDA graph may capture it."""
+    """Output from the device cache; without a sync unless a prompt passes through, so that a CUDA graph may capture
+    it."""
     handle, ids, product = call.handle, call.routed.ids, KernelsProduct(call.layer, call.routed)
     if not call.scan and cached.whole(ids):
         hosted = None if call.fetches else cached.hosted
@@ -104,7 +105,11 @@ def _kernels_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
         with cached.lease(ids) as addresses:  # which the device counts, in graphs that are replayed too
             return product.on_pages(cached.at(addresses))
     handle.routing.scan_unseen()
-    cached.each_part(ids, product.add_rows)
+    passes = cached.cache.has_ring and not cached.whole(ids) and not accelerator.is_current_stream_capturing()
+    if passes:
+        cached.pass_through(ids, product.add_pairs)
+    else:
+        cached.each_part(ids, product.add_rows)
     return product.result()
 
 

@@ -8,12 +8,14 @@ columns.
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vbrt.host import accelerator
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, tile_shape
 from vbrt.kernels.cuda.experts.gated_rows import gated_rows
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
@@ -87,7 +89,8 @@ def _multiply(x_PK: Tensor, groups: Groups, pages: ExpertPages, part: str, decod
 
 
 def _scratch_bytes(device: torch.device) -> int:
-    return min(_SCRATCH_BYTES, int(torch.cuda.get_device_properties(device).total_memory * _SCRATCH_SHARE))
+    total = accelerator.get_device_properties(device).total_memory if device.type == accelerator.CUDA else math.inf
+    return int(min(_SCRATCH_BYTES, total * _SCRATCH_SHARE))
 
 
 def _decode(pages: ExpertPages, part: str, groups: Groups, first: int, count: int) -> Tensor:

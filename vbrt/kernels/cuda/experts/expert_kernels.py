@@ -59,7 +59,7 @@ def up(
     bias_EN: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.experts.experts_up`."""
-    way = route(x_TH, ids_Tk.numel(), pages, part)
+    way = route(x_TH, pages.counts_of(ids_Tk)[1], pages, part)
     if way == "few":
         return few_tokens.up(x_TH, ids_Tk, pages, part, gate, bias_EN)
     if way == "grouped":
@@ -79,7 +79,7 @@ def down(
     bias_EN: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.experts.experts_down`."""
-    way = route(h_PI, ids_Tk.numel(), pages, part)
+    way = route(h_PI, pages.counts_of(ids_Tk)[1], pages, part)
     if way == "few":
         return few_tokens.down(h_PI, ids_Tk, weights_Tk, pages, part, bias_EN)
     if way == "grouped":

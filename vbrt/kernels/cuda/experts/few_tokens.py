@@ -39,6 +39,7 @@ class _Matrix(NamedTuple):
     tile_offset: int
     scale_offset: int
     e8m0_scales: bool
+    pages: ExpertPages
 
     @property
     def columns(self) -> int:
@@ -117,7 +118,7 @@ def down(
         y_PH = h_PI.new_empty(ids_Tk.numel(), matrix.n)
         _rows(h_PI, ids_Tk, matrix, _PLAIN, bias_EN, y_PH, 1)
         return y_PH
-    if _are_alone(ids_Tk, matrix.experts):
+    if _are_alone(ids_Tk, pages):
         y_TH = h_PI.new_empty(ids_Tk.shape[0], matrix.n)
         _tokens(h_PI, ids_Tk, weights_Tk, matrix, bias_EN, y_TH)
         return y_TH
@@ -133,7 +134,7 @@ def _matrix(x_MK: Tensor, pages: ExpertPages, part: str) -> _Matrix:
     if x_MK.shape[1] != k:
         raise KernelError(f"experts, part {part!r}: x has shape {tuple(x_MK.shape)}; expected (..., {k})")
     addresses, scales = addresses_of(pages, x_MK.device), FORMATS[pages.format].e8m0_scales
-    return _Matrix(addresses, pages.experts, n, k, offsets[TILES], offsets["tensor_scale"], scales)
+    return _Matrix(addresses, pages.experts, n, k, offsets[TILES], offsets["tensor_scale"], scales, pages)
 
 
 def _gating(gate: Gate | None, n: int) -> _Gating | None:
@@ -147,9 +148,9 @@ def _gating(gate: Gate | None, n: int) -> _Gating | None:
     return _Gating("halves", 2, gate) if n % (2 * ROWS) == 0 else None
 
 
-def _are_alone(ids_Tk: Tensor, experts: int) -> bool:
+def _are_alone(ids_Tk: Tensor, pages: ExpertPages) -> bool:
     """True if each pair is a block of its own."""
-    return pairs_are_alone(ids_Tk.shape[0], ids_Tk.numel(), experts)
+    return pairs_are_alone(*pages.counts_of(ids_Tk), pages.experts)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -163,10 +164,10 @@ def _rows(
         return
     row_tiles = -(-matrix.n // gating.matrices // ROWS)
     shape = matrix.experts, row_tiles, matrix.columns, gating.matrices
-    launch = tuned_configs.found(x_MK.device.index, "expert rows", ids_Tk.numel(), *shape)
-    launch = launch or rows_for(ids_Tk.numel(), *shape)
+    _, pairs = matrix.pages.counts_of(ids_Tk)
+    launch = tuned_configs.found(x_MK.device.index, "expert rows", pairs, *shape) or rows_for(pairs, *shape)
     ids, x_SMK = ids_Tk.contiguous(), summands_of(x_MK)
-    device, grouped = x_MK.device.index, not _are_alone(ids_Tk, matrix.experts)
+    device, grouped = x_MK.device.index, not _are_alone(ids_Tk, matrix.pages)
     groups = group_pairs(ids, matrix.experts, 8 * launch.groups) if grouped else Groups(ids, ids, ids, ids, 1)
     dependent = devices.launches_dependents(device)
     bias_or_x = x_SMK if bias is None else bias.contiguous()

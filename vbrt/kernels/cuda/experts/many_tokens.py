@@ -88,7 +88,7 @@ def down(
 
 
 def _sorted(ids_Tk: Tensor, pages: ExpertPages) -> Groups:
-    pairs, experts, gpu = ids_Tk.numel(), pages.experts, devices.gpu(ids_Tk.device.index)
+    (_, pairs), experts, gpu = pages.counts_of(ids_Tk), pages.experts, devices.gpu(ids_Tk.device.index)
     if gpu.major not in WIDE:
         return group_pairs(ids_Tk, experts, grouped_mma_tokens(gpu, pairs, experts))
     found = tuned_configs.found(ids_Tk.device.index, "expert blocks", pairs, experts)

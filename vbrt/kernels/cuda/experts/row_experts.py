@@ -148,7 +148,7 @@ def up(
     bias_EN: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.experts.experts_up`."""
-    way = route(x_TH, ids_Tk.numel(), pages, part)
+    way = route(x_TH, pages.counts_of(ids_Tk)[1], pages, part)
     if way == "reference":
         return experts.experts_up(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, decode=_decode_weight)
     if way == "decoded":
@@ -169,7 +169,7 @@ def down(
     bias_EN: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.experts.experts_down`."""
-    way = route(h_PI, ids_Tk.numel(), pages, part)
+    way = route(h_PI, pages.counts_of(ids_Tk)[1], pages, part)
     if way == "reference":
         return experts.experts_down(h_PI, ids_Tk, weights_Tk, pages, part=part, bias_EN=bias_EN, decode=_decode_weight)
     if way == "decoded":
@@ -212,10 +212,11 @@ def _multiply_nibbles(
     y_PN: Tensor,
 ) -> None:  # fmt: skip
     pairs, device = ids.numel(), x_MK.device.index
-    mean = pairs / pages.experts
+    tokens, whole = pages.counts_of(ids)
+    mean = whole / pages.experts
     token_groups = 1 if mean <= 8 else 2 if mean <= 16 else 4
     x_SMK, addresses = summands_of(x_MK), addresses_of(pages, x_MK.device)
-    grouped = not pairs_are_alone(ids.shape[0], pairs, pages.experts)
+    grouped = not pairs_are_alone(tokens, whole, pages.experts)
     block = 2 * matrix.row_bytes // matrix.blocks
     ends = table_linear.row_constants(x_SMK.shape[2], matrix.row_bytes, block, 8 if grouped else 1)
     warps, dependent = _warps_for(matrix.row_bytes), devices.launches_dependents(device)
@@ -258,7 +259,7 @@ def _multiply_bytes(
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     format = pages.format_of(part)
     constants, launch = plain_linear.constants_on(x_MK.device, format), plain_linear.launch_of(format)
-    alone = x_MK.dtype is torch.float32 or pairs_are_alone(ids.shape[0], pairs, pages.experts)
+    alone = x_MK.dtype is torch.float32 or pairs_are_alone(*pages.counts_of(ids), pages.experts)
     addresses, bias_or_x = addresses_of(pages, x_MK.device), x_MK if bias is None else bias
     numbers = pages.experts, matrix.n, k, matrix.blocks, per_row, *matrix.starts[:5], x_MK.stride(0)
     _codes, scales, large, zeros, *_ = matrix.dtypes
