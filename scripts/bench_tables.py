@@ -13,6 +13,7 @@ from scripts.kv_tables import kv_table
 from scripts.live_tables import live_table
 from scripts.load_peak import load_table
 from scripts.load_tables import load_section
+from scripts.measuring import markdown_table, named_machine
 from scripts.plots import Labels, line_plot
 from scripts.programme_tables import programme_table
 from scripts.routing_tables import routing_table
@@ -84,6 +85,8 @@ def tables() -> str:
         out += mma_table(path)
     for path in sorted(RESULTS.glob("experts-nvidia-*.json")):
         out += experts_table(path)
+    for path in sorted(RESULTS.glob("experts-prompt-*.json")):
+        out += prompt_table(path)
     for path in sorted(RESULTS.glob("experts-ready-*.json")):
         out += ready_table(path)
     for path in sorted(RESULTS.glob("stream-*.json"), key=lambda path: len(path.name)):
@@ -149,6 +152,34 @@ def experts_table(path: Path) -> list[str]:
         *(f"| {layer} | {' | '.join(cells)} |" for layer, cells in lines.items()),
         "",
         f"{named}, CUDA {result['cuda']}, commit {result['commit']}.",
+        "",
+    ]
+
+
+def prompt_table(path: Path) -> list[str]:
+    """Prompts through experts of which a share is on the GPU, from `scripts/experts_prompt.py`."""
+    result = json.loads(path.read_text())
+    heads = ("format", "layers", "experts on the GPU", "tokens", "ms", "all on the GPU, ms", "link, ms", "of the limit")
+    lines = [
+        (
+            f"`{row['format']}`", str(row["layers"]), f"{row['share']:.0%}", f"{row['tokens']:,}", f"{row['ms']:.0f}",
+            f"{row['resident_ms']:.0f}", f"{row['link_ms']:.0f}", f"{row['of_limit']:.2f}×",
+        )
+        for row in result["rows"]
+    ]  # fmt: skip
+    what = (
+        "A forward of a prompt through layers of Qwen3-30B-A3B's shape, random weights, each token routed at random to "
+        "experts all alike. The limit is the larger of the time with all pages on the GPU and that of the link, which "
+        "brings all experts once."
+    )
+    return [
+        f"## prompts through few experts, {result['machine']['gpu']}",
+        "",
+        what,
+        "",
+        *markdown_table(heads, lines),
+        "",
+        named_machine(result["machine"]),
         "",
     ]
 

@@ -36,16 +36,17 @@ def test_a_row_per_launch_which_the_kernel_is_given_or_the_reason_for_none(monke
 def test_the_table_has_a_line_per_weight_and_shape_and_its_own_launches(tmp_path):
     row = {"format": "superblock32", "k": 4096, "n": 64, "launch": "own", "us": 10.0, "tb_s": 2.5, "of_nvfp4": 0.8}
     rows = [row | {"m": 1}, row | {"m": 16, "us": 20.0}, row | {"m": 1, "launch": "1x4", "us": 99.0}]
+    rows.append(row | {"m": 2048, "us": 340.0, "of_bf16": 0.89})
     where = {"gpu": "NVIDIA H200", "python": "3.12.0", "commit": "abc", "copy_tb_s": 4.2, "versions": {"torch": "2.11"}}
     path = tmp_path / "published-nvidia-h200.json"
     path.write_text(json.dumps(where | {"rows": rows}))
     lines = table_sweep.published_table(path)
-    assert "| Q4_K | `superblock32` | 4096→64 | 10.0, 2.50, 0.80 | 20.0, 2.50, 0.80 |" in lines
+    assert "| Q4_K | `superblock32` | 4096→64 | 10.0, 2.50, 0.80 | 20.0, 2.50, 0.80 | 340, 0.89 |" in lines
     assert not any("99" in line for line in lines) and "NVIDIA H200, torch 2.11, Python 3.12.0, commit abc." in lines
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--launches", "3x8"), ("--launches", "2x1"), ("--tokens", "33"), ("--formats", "nvfp4")]
+    ("option", "value"), [("--launches", "3x8"), ("--launches", "2x1"), ("--tokens", "0"), ("--formats", "nvfp4")]
 )
 def test_launches_that_the_kernel_does_not_have_are_refused(option, value, capsys):
     with pytest.raises(SystemExit):

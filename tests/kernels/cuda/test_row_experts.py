@@ -105,11 +105,13 @@ def test_experts_match_float64(name, shape, dtype):
         ids, shares = routing(tokens, k, experts, device="cuda", sentinels=tokens // 2)
         x = torch.randn(tokens, hidden + 3, device="cuda", dtype=dtype)[:, 3:]
         poison()
+        decoded = row_experts.route(x, ids.numel(), pages) == "decoded"
+        close = 5e-3 if decoded else CLOSE[dtype]  # weights, sums, sums with biases and gates, each rounded to bf16
         h = row_experts.up(x, ids, pages, gate=gate, bias_EN=bias)
-        assert error(h, exact_rows(x, ids, weights["up"], gate, bias)) < CLOSE[dtype], tokens
+        assert error(h, exact_rows(x, ids, weights["up"], gate, bias)) < close, tokens
         y = row_experts.down(h, ids.int(), shares, pages)
         want = weigh_and_sum(exact_rows(h, ids, weights["down"], None), ids, shares, experts)
-        assert error(y, want) < CLOSE[dtype], tokens
+        assert error(y, want) < close, tokens
 
 
 @pytest.mark.gpu

@@ -25,13 +25,13 @@ class Asked:
 
 def passed(ring, memory, layer, experts, following=()):
     """Experts of each part; their bytes lie where the part says, until the next part."""
-    found = []
-    for part in ring.schedule(layer, experts, following):
-        found.append(list(part.experts))
-        for expert, address in zip(*part, strict=True):
+    passage = ring.schedule(layer, experts, following)
+    for part, places in zip(passage.parts, passage.each(), strict=True):
+        assert set(part) <= places.keys()
+        for expert, address in places.items():
             slot = memory.view(-1)[address - memory.data_ptr() :][:PAGE]
             assert torch.equal(slot, page(layer, expert)), (layer, expert)
-    return found
+    return passage.parts
 
 
 def made(slots=4):
@@ -48,7 +48,7 @@ def test_parts_alternate_and_each_page_comes_once():
 
 def test_first_copies_begin_before_the_first_part_is_asked_for_and_the_next_ones_meanwhile():
     ring, _memory, order = made()
-    parts = ring.schedule(0, [0, 1, 2, 3, 4, 5])
+    parts = ring.schedule(0, [0, 1, 2, 3, 4, 5]).each()
     assert len(order) == 4
     next(parts)
     assert len(order) == 4  # kernels may still read the first half
@@ -58,12 +58,12 @@ def test_first_copies_begin_before_the_first_part_is_asked_for_and_the_next_ones
 
 def test_the_next_layers_first_pages_are_brought_ahead_and_not_again():
     ring, memory, order = made()
-    assert passed(ring, memory, 0, [1, 2, 3], following=[0, 4, 6]) == [[1, 2], [3]]
-    assert order[3:] == [(1, 0), (1, 4)]
-    assert passed(ring, memory, 1, [2, 4, 6, 8], following=[5]) == [[4], [2, 6], [8]]  # nobody is routed to 0
-    assert order[5:] == [(1, 2), (1, 6), (1, 8), (2, 5)]
+    assert passed(ring, memory, 0, [1, 2, 3], following=[0, 4, 6, 7, 9]) == [[1, 2], [3]]
+    assert order[3:] == [(1, 0), (1, 4), (1, 6), (1, 7)]  # two parts
+    assert passed(ring, memory, 1, [2, 4, 6, 8], following=[5]) == [[4], [6], [2, 8]]  # nobody is routed to 0 and 7
+    assert order[7:] == [(1, 2), (1, 8), (2, 5)]
     assert passed(ring, memory, 3, [5, 6]) == [[5, 6]]  # another layer than the next one
-    assert order[9:] == [(3, 5), (3, 6)]
+    assert order[10:] == [(3, 5), (3, 6)]
 
 
 def test_a_layer_without_parts_begins_the_next_ones():
@@ -74,7 +74,7 @@ def test_a_layer_without_parts_begins_the_next_ones():
 
 def test_a_prompt_that_is_broken_off_leaves_nothing_behind():
     ring, memory, _order = made()
-    parts = ring.schedule(0, [0, 1, 2, 3, 4, 5], [7])
+    parts = ring.schedule(0, [0, 1, 2, 3, 4, 5], [7]).each()
     next(parts)
     parts.close()
     assert passed(ring, memory, 1, [7, 8, 9]) == [[7, 8], [9]]
@@ -83,9 +83,9 @@ def test_a_prompt_that_is_broken_off_leaves_nothing_behind():
 @pytest.mark.parametrize(
     ("experts", "page_bytes", "room", "pages"),
     [
-        (128, 2_700_000, 760 << 20, 10),  # parts of 24 MiB
-        (128, 13_000_000, 3 << 30, 2),
-        (8, 100_000_000, 3 << 30, 1),
+        (128, 2_700_000, 760 << 20, 18),  # an eighth of the room
+        (128, 13_000_000, 3 << 30, 8),  # parts of 96 MiB
+        (8, 100_000_000, 8 << 30, 2),
         (128, 4096, 1 << 30, 32),  # four parts of a layer
         (128, 2_700_000, 100 << 20, 2),  # an eighth of the room
         (8, 100_000_000, 1 << 30, 0),

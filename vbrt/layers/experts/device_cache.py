@@ -27,7 +27,7 @@ from torch import Tensor
 
 from vbrt.errors import TierError
 from vbrt.host import accelerator
-from vbrt.kernels.cuda.experts.residency import Experts, PoolRoom, ResidentTables, Shares
+from vbrt.kernels.cuda.experts.residency import Experts, PoolRoom, ResidentTables, Shares, sent
 from vbrt.layers.experts.prompt_ring import PromptRing, ring_pages
 from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART
 from vbrt.residency.expert_room import ExpertRoom
@@ -226,21 +226,23 @@ class DeviceCache:
                 self._tables.forget()
                 self._deciding = False
             heard = self._tables.hear(layer, ids_Tk)
-            resident = {expert: at for expert, at in heard.resident.items() if heard.pairs(expert)}
-            missing = [e for e in range(heard.experts) if heard.pairs(e) and e not in resident]
-            stay = set(sorted(missing, key=heard.pairs, reverse=True)[: heard.free])
-            passing = [e for e in missing if e not in stay]
-            following = heard.next_missing if ids_Tk.numel() >= _NEARLY_ALL * heard.experts else ()
-            parts = self._ring.schedule(layer, passing, following)
+            touched = [expert for expert, pairs in enumerate(heard.pairs) if pairs]
+            resident = {expert: heard.resident[expert] for expert in touched if expert in heard.resident}
+            missing = [expert for expert in touched if expert not in resident]
+            stay = set(sorted(missing, key=heard.pairs.__getitem__, reverse=True)[: heard.free])
+            passing = [expert for expert in missing if expert not in stay]
+            following = heard.next_missing if ids_Tk.numel() >= _NEARLY_ALL * len(heard.pairs) else ()
+            passage = self._ring.schedule(layer, passing, following)
             self._tables.note_passing(layer, resident, passing)
+            order = _Order([list(resident), sorted(stay), *passage.parts], heard.pairs, ids_Tk)
             if resident:
-                compute(heard.pairs_of(resident), heard.table(resident))
+                compute(order.pairs(0), order.table(resident))
             if stay:
-                pairs_P, ids_P = heard.pairs_of(sorted(stay)), ids_Tk.reshape(-1)
+                pairs_P, ids_P = order.pairs(1), ids_Tk.reshape(-1)
                 chosen_P = torch.full_like(ids_P, -1).index_copy_(0, pairs_P, ids_P[pairs_P])
                 compute(pairs_P, self._lease(layer, chosen_P, scan=True))
-            for part in parts:
-                compute(heard.pairs_of(part.experts), heard.table(dict(zip(*part, strict=True))))
+            for part, places in enumerate(passage.each(), 2):
+                compute(order.pairs(part), order.table(places))
 
     def scan(self, layer: int, ids_Tk: Tensor) -> list[Part]:
         """Split a pass that uses more experts than there are slots into parts, by expert, without a device sync.
@@ -363,6 +365,37 @@ class DeviceCache:
                     self._ring.close()
                 arena.close()
                 self._arena = None
+
+
+class _Order:
+    """Pairs of a pass, part by part.
+
+    Args:
+        parts: the experts of each part.
+        pairs: of each expert.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[int]], pairs: Sequence[int], ids_Tk: Tensor) -> None:
+        self._experts, self._device = len(pairs), ids_Tk.device
+        turns = [self._experts] * (self._experts + 1)
+        for turn, expert in enumerate(expert for part in parts for expert in part):
+            turns[expert] = turn
+        turns = sent(torch.tensor(turns, dtype=torch.int64, device="cpu"), self._device)
+        ids_P = ids_Tk.reshape(-1).long()
+        ids_P = ids_P.masked_fill((ids_P < 0) | (ids_P >= self._experts), self._experts)
+        self._order_P = turns[ids_P].argsort(stable=True)
+        self._starts = [0, *accumulate(sum(pairs[expert] for expert in part) for part in parts)]
+
+    def pairs(self, part: int) -> Tensor:
+        """Return a part's pairs, int64."""
+        return self._order_P[self._starts[part] : self._starts[part + 1]]
+
+    def table(self, places: Mapping[int, int]) -> Tensor:
+        """Return the addresses of some experts' pages, int64 [E] on the device; the first one's for others."""
+        table = [next(iter(places.values()))] * self._experts
+        for expert, place in places.items():
+            table[expert] = place
+        return sent(torch.tensor(table, dtype=torch.int64, device="cpu"), self._device)
 
 
 def _ranks(ids_Tk: Tensor, count: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Ring of slots that a prompt's experts pass through, beside those of the device cache.
 
-    for part in ring.schedule(layer, [3, 5, 8, 9], following):  # the next part is copied meanwhile
-        compute(part.experts, part.addresses)
+    passage = ring.schedule(layer, [3, 5, 8, 9], following)
+    for addresses in passage.each():          # the next part is copied meanwhile
+        compute(addresses)
 
 A copy engine brings one half's pages while kernels read the other's: copies wait for the readers of their half, and
 kernels for their copies. The last copies of a layer are the first pages that the next layer will need, so the link does
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from vbrt.host import accelerator
 
-__all__ = ["PromptRing", "RingPart", "ring_pages"]
+__all__ = ["Passage", "PromptRing", "ring_pages"]
 
 #: bytes of a part that keep the link busy for longer than the host takes to launch a part's kernels
-_PART_BYTES = 24 << 20
+_PART_BYTES = 96 << 20
 _PARTS = 4  # of a layer, at least: the first one's copy is waited for
 _SHARE = 8  # at most this part of the cache's room
 
@@ -34,32 +35,32 @@ def ring_pages(experts: int, page_bytes: int, room_bytes: int) -> int:
     return min(wanted, room_bytes // (2 * _SHARE * page_bytes))
 
 
-class RingPart(NamedTuple):
-    """Experts whose pages lie in one half, and the address of each."""
-
-    experts: Sequence[int]
-    addresses: Sequence[int]
-
-
 class _Half:
     """Slots of a part.
 
     Attributes:
+        slots: uint8 [bytes of a page] each; addresses: of the slots.
         arrived: event of the last copy; read: of the last kernels that read them.
     """
 
     def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
+        self.slots = list(memory)
+        self.addresses = [slot.data_ptr() for slot in self.slots]
         self.arrived: torch.Event | None = None
         self.read: torch.Event | None = None
 
 
 class _Load(NamedTuple):
-    """Experts of a layer, copied to a half."""
+    """Experts of a layer whose pages a half has, or gets."""
 
     layer: int
     experts: Sequence[int]
     half: _Half
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Address of each expert's page."""
+        return dict(zip(self.experts, self.half.addresses, strict=False))
 
 
 class PromptRing:
@@ -74,43 +75,34 @@ class PromptRing:
         self._halves = [_Half(part) for part in memory.chunk(2)]
         self._source, self._device = source, memory.device
         self._stream = accelerator.Stream(memory.device) if accelerator.has_streams(memory.device) else None
-        self._ahead: _Load | None = None  # the first part of a layer to come
+        self._ahead: list[_Load] = []  # first parts of a layer to come
 
     @property
     def pages(self) -> int:
         """Pages of a half."""
-        return len(self._halves[0].memory)
+        return len(self._halves[0].slots)
 
-    def schedule(self, layer: int, experts: Sequence[int], following: Sequence[int] = ()) -> Iterator[RingPart]:
-        """Return the parts of a layer, whose first copies have begun; kernels that are launched until the next part is
-        asked for may read a part's pages.
+    def schedule(self, layer: int, experts: Sequence[int], following: Sequence[int] = ()) -> "Passage":
+        """Begin to bring experts of a layer.
 
         Args:
             layer: its number.
             experts: of the layer, ascending.
             following: experts that the next layer will need first; empty: nothing is copied ahead.
         """
-        wanted, ahead, self._ahead = set(experts), self._ahead, None
-        there = set() if ahead is None or ahead.layer != layer else wanted.intersection(ahead.experts)
-        rest = [expert for expert in experts if expert not in there]
-        todo = deque((layer, rest[at : at + self.pages]) for at in range(0, len(rest), self.pages))
-        ready = deque([ahead] if there else [])
-        parts = len(todo) + len(ready)
-        if following:
-            todo.append((layer + 1, following[: self.pages]))
-        self._fill(ready, todo)
-        return self._parts(parts, ready, todo, wanted)
+        ahead, self._ahead = self._ahead, []
+        wanted = set(experts)
+        ready = [load for load in ahead if load.layer == layer and wanted.intersection(load.experts)]
+        there = {expert for load in ready for expert in load.experts}
+        todo = self._loads(layer, [expert for expert in experts if expert not in there])
+        parts = [[e for e in load.experts if e in wanted] for load in ready] + [part for _, part in todo]
+        more = self._loads(layer + 1, following[: len(self._halves) * self.pages])
+        return Passage(self, parts, deque(ready), deque([*todo, *more]))
 
-    def _parts(
-        self, parts: int, ready: deque[_Load], todo: deque[tuple[int, Sequence[int]]], wanted: set[int]
-    ) -> Iterator[RingPart]:
-        for _ in range(parts):
-            self._fill(ready, todo)
-            yield from self._part(ready.popleft(), wanted)
-        self._fill(ready, todo)
-        self._ahead = ready.popleft() if ready else None
+    def _loads(self, layer: int, experts: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
+        return [(layer, experts[at : at + self.pages]) for at in range(0, len(experts), self.pages)]
 
-    def _fill(self, ready: deque[_Load], todo: deque[tuple[int, Sequence[int]]]) -> None:
+    def fill(self, ready: deque[_Load], todo: deque[tuple[int, Sequence[int]]]) -> None:
         """Begin copies to the halves that no part to come has."""
         while todo and len(ready) < len(self._halves):
             load = _Load(*todo.popleft(), self._halves[0])
@@ -119,31 +111,64 @@ class PromptRing:
             ready.append(load)
 
     def _copy(self, load: _Load) -> None:
-        pages = [self._source(load.layer, expert) for expert in load.experts]
-        slots = [slot[: page.numel()] for slot, page in zip(load.half.memory, pages, strict=False)]
+        half, pages = load.half, [self._source(load.layer, expert) for expert in load.experts]
+        slots = [slot[: page.numel()] for slot, page in zip(half.slots, pages, strict=False)]
         if self._stream is None:
             torch._foreach_copy_(slots, pages)
             return
-        if load.half.read is not None:
-            self._stream.wait_event(load.half.read)
+        if half.read is not None:
+            self._stream.wait_event(half.read)
         with accelerator.stream(self._stream):
-            for slot, page in zip(slots, pages, strict=True):
-                slot.copy_(page, non_blocking=True)
-        load.half.arrived = self._stream.record_event()
+            torch._foreach_copy_(slots, pages, non_blocking=True)
+        half.arrived = self._stream.record_event()
 
-    def _part(self, load: _Load, wanted: set[int]) -> Iterator[RingPart]:
-        half = load.half
+    def reading(self, half: _Half) -> None:
+        """Have the current stream's next kernels wait for a half's pages."""
         if self._stream is not None:
             accelerator.current_stream(self._device).wait_event(half.arrived)
-        places = zip(load.experts, (slot.data_ptr() for slot in half.memory), strict=False)
-        there = {expert: place for expert, place in places if expert in wanted}
-        try:
-            yield RingPart(list(there), list(there.values()))
-        finally:
-            if self._stream is not None:
-                half.read = accelerator.current_stream(self._device).record_event()
+
+    def has_read(self, half: _Half) -> None:
+        """Let a half's slots be overwritten after the current stream's last kernel."""
+        if self._stream is not None:
+            half.read = accelerator.current_stream(self._device).record_event()
+
+    def keep(self, ahead: Sequence[_Load]) -> None:
+        """Take note of parts of a layer to come."""
+        self._ahead = list(ahead)
 
     def close(self) -> None:
         """Have the current stream wait for all copies."""
         if self._stream is not None:
             accelerator.current_stream(self._device).wait_stream(self._stream)
+
+
+class Passage:
+    """One layer's way through a ring; its first copies have begun.
+
+    Attributes:
+        parts: the experts of each part, in turn.
+    """
+
+    def __init__(
+        self,
+        ring: PromptRing,
+        parts: Sequence[Sequence[int]],
+        ready: deque[_Load],
+        todo: deque[tuple[int, Sequence[int]]],
+    ) -> None:
+        self.parts, self._ring, self._ready, self._todo = parts, ring, ready, todo
+        ring.fill(ready, todo)
+
+    def each(self) -> Iterator[dict[int, int]]:
+        """Yield the addresses of each part's pages, by expert. Kernels that are launched until the next part is asked
+        for may read them."""
+        for _ in self.parts:
+            self._ring.fill(self._ready, self._todo)
+            load = self._ready.popleft()
+            self._ring.reading(load.half)
+            try:
+                yield load.places
+            finally:
+                self._ring.has_read(load.half)
+        self._ring.fill(self._ready, self._todo)
+        self._ring.keep(self._ready)

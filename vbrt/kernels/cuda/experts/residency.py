@@ -24,7 +24,7 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
 
-__all__ = ["NEEDS", "Experts", "Heard", "PoolRoom", "ResidentTables", "Shares", "gather_pages"]
+__all__ = ["NEEDS", "Experts", "Heard", "PoolRoom", "ResidentTables", "Shares", "gather_pages", "sent"]
 
 NEEDS = devices.TRITON
 _PAGE_ROWS, _HITS = 7, 4  # see resolve_triton
@@ -71,49 +71,20 @@ class Shares(NamedTuple):
     kept: Tensor
 
 
-class Heard:
-    """What the host hears about a layer's pass: the pairs of each expert, and which experts are resident.
+class Heard(NamedTuple):
+    """What the host hears of a layer's pass.
 
     Attributes:
-        experts: their number E.
+        pairs: of each expert.
         resident: address of each resident expert's page.
         free: slots of the pool without a page.
         next_missing: experts of the next layer that are not resident, ascending; empty after the last layer.
     """
 
-    def __init__(
-        self,
-        order_P: Tensor,
-        starts: Sequence[int],
-        resident: Mapping[int, int],
-        free: int,
-        next_missing: Sequence[int],
-    ) -> None:
-        self._order_P, self._starts = order_P, starts
-        self.resident, self.free, self.next_missing = resident, free, next_missing
-        self.experts = len(starts) - 1
-
-    def pairs(self, expert: int) -> int:
-        """Return how many pairs an expert has."""
-        return self._starts[expert + 1] - self._starts[expert]
-
-    def pairs_of(self, experts: Iterable[int]) -> Tensor:
-        """Return the pairs of some experts, int64, expert by expert."""
-        spans: list[list[int]] = []
-        for expert in experts:
-            first, end = self._starts[expert], self._starts[expert + 1]
-            if spans and spans[-1][1] == first:
-                spans[-1][1] = end
-            else:
-                spans.append([first, end])
-        parts = [self._order_P[first:end] for first, end in spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def table(self, places: Mapping[int, int]) -> Tensor:
-        """Return the addresses of some experts' pages, int64 [E] on the device; the first one's for others."""
-        any_place = next(iter(places.values()))
-        table = torch.tensor([places.get(e, any_place) for e in range(self.experts)], dtype=torch.int64, device="cpu")
-        return _sent(table, self._order_P.device)
+    pairs: Sequence[int]
+    resident: Mapping[int, int]
+    free: int
+    next_missing: Sequence[int]
 
 
 class ResidentTables:
@@ -214,18 +185,17 @@ class ResidentTables:
 
     def hear(self, layer: int, ids: Tensor) -> Heard:
         """Tell the host a pass's routing, and what is resident; synchronizes."""
-        (count, number), device = self.layers[layer], ids.device
-        first, last = self._first_page[layer], layer + 1 == len(self.layers)
+        count, number = self.layers[layer]
+        first, after = self._first_page[layer], min(layer + 2, len(self.layers))
         ids_P = ids.reshape(-1).long()
         ids_P = ids_P.masked_fill((ids_P < 0) | (ids_P >= count), count)
-        sorted_P, order_P = ids_P.sort(stable=True)
-        starts = torch.searchsorted(sorted_P, torch.arange(count + 1, dtype=torch.int64, device=device))
-        slots = self._pages[0, first : self._first_page[layer + (1 if last else 2)]]
-        used, *heard = torch.cat((self._clocks[number][2:3], starts, slots)).tolist()
+        pairs = ids_P.new_zeros(count + 1).scatter_add_(0, ids_P, torch.ones_like(ids_P))
+        slots = self._pages[0, first : self._first_page[after]]
+        used, *heard = torch.cat((self._clocks[number][2:3], pairs[:count], slots)).tolist()
+        pairs, slots, following = heard[:count], heard[count : 2 * count], heard[2 * count :]
         pool, start = self.pools[number], self._arenas[number].data_ptr()
-        places = {e: start + slot * pool.page_bytes for e, slot in enumerate(heard[count + 1 :][:count]) if slot >= 0}
-        following = [e for e, slot in enumerate(heard[2 * count + 1 :]) if slot < 0]
-        return Heard(order_P, heard[: count + 1], places, pool.slots - used, following)
+        places = {e: start + slot * pool.page_bytes for e, slot in enumerate(slots) if slot >= 0}
+        return Heard(pairs, places, pool.slots - used, [e for e, slot in enumerate(following) if slot < 0])
 
     def note_passing(self, layer: int, hits: Iterable[int], misses: Iterable[int]) -> None:
         """Count the experts of a pass that changes no residency: a scan."""
@@ -233,7 +203,7 @@ class ResidentTables:
         seen = torch.zeros(2, count, dtype=torch.int64, device="cpu")
         for row, experts in zip(seen, (hits, misses), strict=True):
             row[list(experts)] = 1
-        self._pages[_HITS : _HITS + 2, first : first + count] += _sent(seen, self._pages.device)
+        self._pages[_HITS : _HITS + 2, first : first + count] += sent(seen, self._pages.device)
         self._routed[layer][0] = 0  # see resolve_triton
 
     def fetch(self, layer: int) -> None:
@@ -310,7 +280,7 @@ def _launch(name: str) -> _Launch:
     return _Launch({"resolve": resolve_triton.resolve_kernel, "fetch": fetch_triton.fetch_kernel}[name])
 
 
-def _sent(table: Tensor, device: torch.device) -> Tensor:
+def sent(table: Tensor, device: torch.device) -> Tensor:
     """Send a table to the device without waiting."""
     return table if device.type == "cpu" else accelerator.pinned(table).to(device, non_blocking=True)
 
