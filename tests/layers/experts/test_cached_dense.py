@@ -93,6 +93,34 @@ def test_passes_of_any_size_give_the_bits_of_the_plain_module(decided, monkeypat
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("scope", ["layer", "model"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("together", [256 << 20, 3 * PAGE])
+def test_prompts_that_pass_by_the_cache_have_the_bits_of_the_plain_module(
+    decided, monkeypatch, scope, implementation, together
+):
+    monkeypatch.setattr("vbrt.residency.expert_leases._CHUNK_BYTES", together)
+    plain = qwen3_moe(count=EXPERTS, experts=implementation, layers=4)
+    vb = decided(copy.deepcopy(plain), 5, scope, layers=4)
+    ours, theirs = ([block.mlp.experts for block in model.model.layers] for model in (vb.module, plain))
+    cached = ours[0].handle.deciding.cache
+    assert cached.passes
+    for tokens in (40, 1, 12, 90, 2, 40):
+        for layer, module in zip(ours, theirs, strict=True):
+            assert torch.equal(*both(layer, module, routed(tokens))), tokens
+    held = cached.cache.resident()
+    for layer in ours:
+        layer(*(getattr(routed(40), name) for name in ("x", "ids", "weights")))
+    assert cached.cache.resident() == held
+    outside = routed(12)
+    outside.ids.fill_(EXPERTS)
+    for layer in (*ours, *theirs):
+        layer._is_expert_parallel = True
+    assert torch.equal(*both(ours[1], theirs[1], outside))
+    vb.close()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("together", [256 << 20, 5 * PAGE, PAGE])
 def test_the_host_hears_no_experts_where_one_lease_takes_them(decided, unheard, monkeypatch, implementation, together):

@@ -98,7 +98,9 @@ _INTERPRETED = {
         experts = Experts(torch.device("cpu"), (12, 12), (1, 1))
         cache = experts.cache(8)  # a ring of 2 slots, 7 of each layer
         choose, seen, touched = random.Random(0), {}, 0
-        def compute(pairs, addresses):
+        def compute(passing):
+            pairs, addresses = passing.pairs, passing.addresses
+            assert {int(e) for e in ids.flatten()[pairs]} == set(passing.experts)
             part = torch.full_like(ids.flatten(), -1).index_copy_(0, pairs, ids.flatten()[pairs])
             check(experts, layer, part, addresses)
             for pair in pairs.tolist():
@@ -107,7 +109,7 @@ _INTERPRETED = {
             layer, ids = turn % 2, routing(choose, 12, 9, 3)
             seen.clear()
             touched += len(experts.keys(layer, ids))
-            cache.pass_through(layer, ids, compute)
+            cache.pass_through(layer, ids, compute, choose.choice((1, 3, 12)))
             inside = ((ids >= 0) & (ids < 12)).flatten().nonzero().squeeze(1).tolist()
             assert seen == dict.fromkeys(inside, 1)
             if turn == 3:

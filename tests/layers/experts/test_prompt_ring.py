@@ -62,8 +62,11 @@ def test_the_next_layers_first_pages_are_brought_ahead_and_not_again():
     assert order[3:] == [(1, 0), (1, 4), (1, 6), (1, 7)]  # two parts
     assert passed(ring, memory, 1, [2, 4, 6, 8], following=[5]) == [[4], [6], [2, 8]]  # nobody is routed to 0 and 7
     assert order[7:] == [(1, 2), (1, 8), (2, 5)]
-    assert passed(ring, memory, 3, [5, 6]) == [[5, 6]]  # another layer than the next one
-    assert order[10:] == [(3, 5), (3, 6)]
+    assert passed(ring, memory, 2, [1], following=[0, 4, 6, 7]) == [[1]]
+    assert passed(ring, memory, 3, [4, 8]) == [[4], [8]]  # the second part that came is not needed
+    order[10:] = []
+    assert passed(ring, memory, 5, [5, 6]) == [[5, 6]]  # another layer than the next one
+    assert order[10:] == [(5, 5), (5, 6)]
 
 
 def test_a_layer_without_parts_begins_the_next_ones():

@@ -34,7 +34,7 @@ from vbrt.residency.expert_room import ExpertRoom
 from vbrt.tiers import TierStack
 from vbrt.tiers.stack.device_arena import Arena
 
-__all__ = ["DeviceCache", "DeviceCounts", "DeviceTotals", "Part"]
+__all__ = ["DeviceCache", "DeviceCounts", "DeviceTotals", "Part", "Passing"]
 
 _NEARLY_ALL = 4  # pairs per expert from which nearly all are touched, so that pages of the next layer are copied ahead
 
@@ -72,6 +72,20 @@ class Part(NamedTuple):
     """Part of a scan: routed ids [T, k], with sentinels for experts of other parts."""
 
     ids: Tensor
+
+
+class Passing(NamedTuple):
+    """Part of a pass that passes by the cache.
+
+    Attributes:
+        experts: ascending.
+        pairs: of T k, int64, expert by expert.
+        addresses: int64 [E], where the experts' pages lie; of other experts any.
+    """
+
+    experts: Sequence[int]
+    pairs: Tensor
+    addresses: Tensor
 
 
 class DeviceCache:
@@ -208,10 +222,13 @@ class DeviceCache:
         """True if prompts may pass through slots of their own: `pass_through`."""
         return self._ring is not None
 
-    def pass_through(self, layer: int, ids_Tk: Tensor, compute: Callable[[Tensor, Tensor], None]) -> None:
-        """Call `compute` with the pairs (int64, of T k) and the addresses (int64 [E]) of each part of a layer: experts
-        that are resident, those with the most pairs if slots are free, and the others through the ring. What is
-        resident stays. The host hears the counts of pairs: this waits for the device, while the first pages are copied.
+    def pass_through(self, layer: int, ids_Tk: Tensor, compute: Callable[[Passing], None], most: int) -> None:
+        """Call `compute` with each part of a layer: experts that are resident, those with the most pairs if slots are
+        free, and the others through the ring. What is resident stays. The host hears the counts of pairs: this waits
+        for the device, while the first pages are copied.
+
+        Args:
+            most: experts in a part, at most.
 
         Raises:
             TierError: the cache has no ring, the stack or the cache was closed.
@@ -227,22 +244,23 @@ class DeviceCache:
                 self._deciding = False
             heard = self._tables.hear(layer, ids_Tk)
             touched = [expert for expert, pairs in enumerate(heard.pairs) if pairs]
-            resident = {expert: heard.resident[expert] for expert in touched if expert in heard.resident}
-            missing = [expert for expert in touched if expert not in resident]
-            stay = set(sorted(missing, key=heard.pairs.__getitem__, reverse=True)[: heard.free])
-            passing = [expert for expert in missing if expert not in stay]
+            resident = [expert for expert in touched if expert in heard.resident]
+            missing = [expert for expert in touched if expert not in heard.resident]
+            stay = sorted(sorted(missing, key=heard.pairs.__getitem__, reverse=True)[: heard.free])
+            passing = [expert for expert in missing if expert not in set(stay)]
             following = heard.next_missing if ids_Tk.numel() >= _NEARLY_ALL * len(heard.pairs) else ()
-            passage = self._ring.schedule(layer, passing, following)
+            passage = self._ring.schedule(layer, passing, following, most)
             self._tables.note_passing(layer, resident, passing)
-            order = _Order([list(resident), sorted(stay), *passage.parts], heard.pairs, ids_Tk)
-            if resident:
-                compute(order.pairs(0), order.table(resident))
-            if stay:
-                pairs_P, ids_P = order.pairs(1), ids_Tk.reshape(-1)
+            residents, stays = ([of[at : at + most] for at in range(0, len(of), most)] for of in (resident, stay))
+            order = _Order([*residents, *stays, *passage.parts], heard.pairs, ids_Tk)
+            for part in residents:
+                compute(order.passing({expert: heard.resident[expert] for expert in part}))
+            for part in stays:
+                pairs_P, ids_P = order.pairs(), ids_Tk.reshape(-1)
                 chosen_P = torch.full_like(ids_P, -1).index_copy_(0, pairs_P, ids_P[pairs_P])
-                compute(pairs_P, self._lease(layer, chosen_P, scan=True))
-            for part, places in enumerate(passage.each(), 2):
-                compute(order.pairs(part), order.table(places))
+                compute(Passing(part, pairs_P, self._lease(layer, chosen_P, scan=True)))
+            for part, places in zip(passage.parts, passage.each(), strict=True):
+                compute(order.passing({expert: places[expert] for expert in part}))
 
     def scan(self, layer: int, ids_Tk: Tensor) -> list[Part]:
         """Split a pass that uses more experts than there are slots into parts, by expert, without a device sync.
@@ -380,22 +398,24 @@ class _Order:
         turns = [self._experts] * (self._experts + 1)
         for turn, expert in enumerate(expert for part in parts for expert in part):
             turns[expert] = turn
-        turns = sent(torch.tensor(turns, dtype=torch.int64, device="cpu"), self._device)
+        turns = sent(torch.tensor(turns, dtype=torch.int32, device="cpu"), self._device)
         ids_P = ids_Tk.reshape(-1).long()
         ids_P = ids_P.masked_fill((ids_P < 0) | (ids_P >= self._experts), self._experts)
-        self._order_P = turns[ids_P].argsort(stable=True)
-        self._starts = [0, *accumulate(sum(pairs[expert] for expert in part) for part in parts)]
+        sizes = [sum(pairs[expert] for expert in part) for part in parts]
+        order_P = turns[ids_P].argsort(stable=True)
+        self._parts = iter(order_P[: sum(sizes)].split(sizes))
 
-    def pairs(self, part: int) -> Tensor:
-        """Return a part's pairs, int64."""
-        return self._order_P[self._starts[part] : self._starts[part + 1]]
+    def pairs(self) -> Tensor:
+        """Return the next part's pairs."""
+        return next(self._parts)
 
-    def table(self, places: Mapping[int, int]) -> Tensor:
-        """Return the addresses of some experts' pages, int64 [E] on the device; the first one's for others."""
+    def passing(self, places: Mapping[int, int]) -> Passing:
+        """Return the next part, of experts whose pages have these addresses; others get the first one's."""
         table = [next(iter(places.values()))] * self._experts
         for expert, place in places.items():
             table[expert] = place
-        return sent(torch.tensor(table, dtype=torch.int64, device="cpu"), self._device)
+        addresses = sent(torch.tensor(table, dtype=torch.int64, device="cpu"), self._device)
+        return Passing(list(places), self.pairs(), addresses)
 
 
 def _ranks(ids_Tk: Tensor, count: int) -> Tensor:

@@ -17,7 +17,7 @@ from vbrt.formats.joint_planes import part_fields
 from vbrt.formats.page import PageLayout, unpack
 from vbrt.host import accelerator
 from vbrt.kernels.cuda import devices
-from vbrt.kernels.cuda.experts.residency import NEEDS, gather_pages
+from vbrt.kernels.cuda.experts.residency import NEEDS, gather_pages, sent
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
 from vbrt.layers.experts.protocols import ExpertsModule, ExpertsWeights
@@ -78,23 +78,37 @@ class Heard:
 
     def __init__(self, ids_Tk: Tensor, experts: int) -> None:
         ids_P = ids_Tk.reshape(-1)
-        self._experts_n, local_Tk = ranked(ids_Tk, experts)
+        _, local_Tk = ranked(ids_Tk, experts)
         self._perm_P = torch.sort(ids_P).indices  # which is not stable: the very one of "grouped_mm"
-        self._ranks_P = local_Tk.reshape(-1)[self._perm_P]
         counts = torch.bincount(ids_P.long().clamp(-1, experts) + 1, minlength=experts + 2)
-        self._ends_E, numbers = counts.cumsum(0), counts.tolist()
+        numbers = counts.tolist()
         self._ends = list(accumulate(numbers))
         self.touched = [expert for expert, pairs in enumerate(numbers[1:-1]) if pairs]
         self.local_Tk = local_Tk.clamp(max=len(self.touched))
 
-    def part(self, first: int, end: int) -> "HeardPart":
-        """Return some of the touched experts, by their places among them."""
-        experts_n = self._experts_n[first:end]
-        start, stop = (self._ends[self.touched[first]], self._ends[self.touched[end - 1] + 1]) if end else (0, 0)
-        ends_n = (self._ends_E[experts_n + 1] - start).int()
-        places_P = torch.arange(start, stop, dtype=torch.int64, device=ends_n.device)
-        pairs_P, ids_P = self._perm_P[start:stop], self._ranks_P[start:stop] - first
-        return HeardPart(self.touched[first:end], experts_n, ends_n, places_P, pairs_P, ids_P)
+    def part(self, experts: Sequence[int]) -> "HeardPart":
+        """Return some of the touched experts, ascending."""
+        spans, ends = [(self._ends[expert], self._ends[expert + 1]) for expert in experts], []
+        for first, end in spans:
+            ends.append((ends[-1] if ends else 0) + end - first)
+        device, of_pairs = self.local_Tk.device, _merged(spans)
+        ends_n = sent(torch.tensor(ends, dtype=torch.int32, device="cpu"), device)
+        experts_n = sent(torch.tensor(experts, dtype=torch.int64, device="cpu"), device)
+        places_P = torch.cat([torch.arange(*span, dtype=torch.int64, device=device) for span in of_pairs])
+        pairs_P = torch.cat([self._perm_P[first:end] for first, end in of_pairs])
+        own_P = torch.arange(len(pairs_P), dtype=torch.int32, device=device)
+        return HeardPart(experts, experts_n, ends_n, places_P, pairs_P, torch.searchsorted(ends_n, own_P, right=True))
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ascending spans with adjacent ones joined, at least one."""
+    joined: list[tuple[int, int]] = []
+    for first, end in spans:
+        if joined and joined[-1][1] == first:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((first, end))
+    return joined or [(0, 0)]
 
 
 class HeardPart(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor
 from vbrt.host.accelerator import is_device
 from vbrt.kernels.experts import ExpertPages
 from vbrt.kernels.frozen_product import as_autocast
+from vbrt.layers.experts.device_cache import Passing
 from vbrt.layers.experts.gates import kept_gate, own_gate
 from vbrt.layers.experts.library_product import has_norm
 from vbrt.layers.experts.protocols import ExpertsModule, LeasedExperts
@@ -80,9 +81,9 @@ class KernelsProduct:
             rows = rows.masked_fill(ids_Tk.reshape(-1, 1) < 0, 0.0)
         self.rows = rows if self.rows is None else self.rows.add_(rows)
 
-    def add_pairs(self, pairs_P: Tensor, pages: ExpertPages) -> None:
-        """Add a chunk: the rows of some pairs, by the kernels of the whole pass."""
-        x, ids_Tk = self.routed.x, self.routed.ids
+    def add_passing(self, part: Passing, pages: ExpertPages) -> None:
+        """Add a chunk: the rows of its pairs, by the kernels of the whole pass."""
+        x, ids_Tk, pairs_P = self.routed.x, self.routed.ids, part.pairs
         if self.rows is None:
             self.rows = self._no_rows()
         rows = self._rows(x[pairs_P // ids_Tk.shape[1]], ids_Tk.reshape(-1, 1)[pairs_P], None, pages)

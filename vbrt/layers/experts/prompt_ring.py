@@ -82,31 +82,32 @@ class PromptRing:
         """Pages of a half."""
         return len(self._halves[0].slots)
 
-    def schedule(self, layer: int, experts: Sequence[int], following: Sequence[int] = ()) -> "Passage":
+    def schedule(
+        self, layer: int, experts: Sequence[int], following: Sequence[int] = (), most: int = 1 << 20
+    ) -> "Passage":
         """Begin to bring experts of a layer.
 
         Args:
             layer: its number.
             experts: of the layer, ascending.
             following: experts that the next layer will need first; empty: nothing is copied ahead.
+            most: experts in a part, at most.
         """
+        most = min(most, self.pages)
         ahead, self._ahead = self._ahead, []
         wanted = set(experts)
         ready = [load for load in ahead if load.layer == layer and wanted.intersection(load.experts)]
         there = {expert for load in ready for expert in load.experts}
-        todo = self._loads(layer, [expert for expert in experts if expert not in there])
+        todo = _loads(layer, [expert for expert in experts if expert not in there], most)
         parts = [[e for e in load.experts if e in wanted] for load in ready] + [part for _, part in todo]
-        more = self._loads(layer + 1, following[: len(self._halves) * self.pages])
+        more = _loads(layer + 1, following[: len(self._halves) * most], most)
         return Passage(self, parts, deque(ready), deque([*todo, *more]))
-
-    def _loads(self, layer: int, experts: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
-        return [(layer, experts[at : at + self.pages]) for at in range(0, len(experts), self.pages)]
 
     def fill(self, ready: deque[_Load], todo: deque[tuple[int, Sequence[int]]]) -> None:
         """Begin copies to the halves that no part to come has."""
         while todo and len(ready) < len(self._halves):
-            load = _Load(*todo.popleft(), self._halves[0])
-            self._halves.reverse()
+            taken = [load.half for load in ready]
+            load = _Load(*todo.popleft(), next(half for half in self._halves if half not in taken))
             self._copy(load)
             ready.append(load)
 
@@ -140,6 +141,10 @@ class PromptRing:
         """Have the current stream wait for all copies."""
         if self._stream is not None:
             accelerator.current_stream(self._device).wait_stream(self._stream)
+
+
+def _loads(layer: int, experts: Sequence[int], most: int) -> list[tuple[int, Sequence[int]]]:
+    return [(layer, experts[at : at + most]) for at in range(0, len(experts), most)]
 
 
 class Passage:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from vbrt.host import accelerator
 from vbrt.kernels.cuda.experts.residency import Shares
 from vbrt.kernels.experts import ExpertPages
-from vbrt.layers.experts.device_cache import DeviceCache, Part
+from vbrt.layers.experts.device_cache import DeviceCache, Part, Passing
 
 __all__ = ["CachedLayer", "Deciding", "HostOperands", "HostRows", "HostedExperts", "Misses"]
 
@@ -97,14 +98,19 @@ class CachedLayer(NamedTuple):
         """See `DeviceCache.lease_beside`."""
         return self.cache.lease_beside(self.number, ids_Tk, shares, post)
 
-    def pass_through(self, ids_Tk: Tensor, compute: Callable[[Tensor, ExpertPages], None]) -> None:
-        """Call `compute` with the pairs and the pages of each part of a prompt; see `DeviceCache.pass_through`."""
-        whole = tuple(ids_Tk.shape)
+    @property
+    def passes(self) -> bool:
+        """True if prompts that one lease does not take pass by the cache."""
+        return self.cache.has_ring and not accelerator.is_current_stream_capturing()
 
-        def at(pairs_P: Tensor, addresses: Tensor) -> None:
-            compute(pairs_P, replace(self.form, addresses=addresses, whole=(whole[0], ids_Tk.numel())))
+    def pass_through(self, ids_Tk: Tensor, compute: Callable[[Passing, ExpertPages], None], most: int) -> None:
+        """Call `compute` with each part of a prompt and its pages; see `DeviceCache.pass_through`."""
+        whole = len(ids_Tk), ids_Tk.numel()
 
-        self.cache.pass_through(self.number, ids_Tk, at)
+        def on_pages(part: Passing) -> None:
+            compute(part, replace(self.form, addresses=part.addresses, whole=whole))
+
+        self.cache.pass_through(self.number, ids_Tk, on_pages, most)
 
     def each_part(self, ids_Tk: Tensor, compute: Callable[[Tensor, ExpertPages], None]) -> None:
         """Call `compute` with the ids of each part of a scan, others masked, and the pages of its experts."""

@@ -105,9 +105,8 @@ def _kernels_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
         with cached.lease(ids) as addresses:  # which the device counts, in graphs that are replayed too
             return product.on_pages(cached.at(addresses))
     handle.routing.scan_unseen()
-    passes = cached.cache.has_ring and not cached.whole(ids) and not accelerator.is_current_stream_capturing()
-    if passes:
-        cached.pass_through(ids, product.add_pairs)
+    if cached.passes and not cached.whole(ids):
+        cached.pass_through(ids, product.add_passing, handle.spec.experts)
     else:
         cached.each_part(ids, product.add_rows)
     return product.result()
@@ -127,11 +126,14 @@ def _dense_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
             return gathered(layer, routed, pages) if few else LibraryProduct(layer, routed).unheard(pages)
     _refuse_captures(handle, routed.ids)
     handle.routing.scan_unseen()
-    heard, product, first = Heard(routed.ids, handle.spec.experts), LibraryProduct(layer, routed), 0
-    parts = cached.parts(routed.ids, heard.touched, gathered_at_once(handle.pages[0].nbytes))
+    heard, product = Heard(routed.ids, handle.spec.experts), LibraryProduct(layer, routed)
+    most = gathered_at_once(handle.pages[0].nbytes)
+    if cached.passes and heard.touched and not cached.whole(routed.ids):
+        cached.pass_through(routed.ids, lambda part, pages: product.add_heard(heard.part(part.experts), pages), most)
+        return product.result()
+    parts = cached.parts(routed.ids, heard.touched, most)
     for experts, part in parts:
-        some = heard.part(first, first + len(experts))
-        first += len(experts)
+        some = heard.part(experts)
         with cached.lease_part(part) as addresses:
             pages = cached.at(addresses)
             if len(parts) == 1:
