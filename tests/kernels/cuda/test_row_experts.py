@@ -8,6 +8,7 @@ import torch
 from tests.kernels.cuda.gpu_cases import compiled, error, poison
 from tests.kernels.expert_cases import exact_rows, expert_pages, routing
 from tests.matrix import matrix
+from vbrt.host import accelerator
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.experts import row_experts
 from vbrt.kernels.cuda.launch_table import Gpu
@@ -46,6 +47,10 @@ def test_the_most_pairs_are_decoded_and_others_where_the_host_has_pages(monkeypa
     for of, of_fp16 in ((pages, "reference"), (by_address, "fused")):
         assert [row_experts.route(x, pairs, of) for pairs in (5, 150, 4000)] == ["fused", "fused", "decoded"]
         assert [row_experts.route(y, pairs, of) for pairs in (5, 4000)] == ["fused", of_fp16]
+    monkeypatch.setattr(accelerator, "is_current_stream_capturing", lambda: True)
+    assert row_experts.route(x, 4000, by_address) == "decoded"
+    monkeypatch.setattr(devices, "capability", lambda index: (8, 6))  # torch's grouped matmul waits there
+    assert row_experts.route(x, 4000, by_address) == "fused"
 
 
 @matrix(capability=[80, 90, 100, 120], at_most=1)

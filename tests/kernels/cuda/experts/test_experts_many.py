@@ -22,7 +22,7 @@ from vbrt.kernels.cuda.launch_table import (
     grouped_mma_tokens,
     grouped_stages,
 )
-from vbrt.kernels.experts import Gate, part_planes, weigh_and_sum
+from vbrt.kernels.experts import Gate, apply_gate, part_planes, weigh_and_sum
 
 GATES = {
     "silu": Gate("silu"),
@@ -141,13 +141,13 @@ def test_decoded_products_of_experts_in_turns(experts_at_a_time, monkeypatch):
         return w
 
     monkeypatch.setattr(decoded_experts, "group_pairs", grouped_pairs)
-    monkeypatch.setattr(decoded_experts, "_decode", decode)
+    monkeypatch.setattr(decoded_experts, "gated_rows", lambda v, gate, dtype: apply_gate(v, gate).to(dtype))
     monkeypatch.setattr(decoded_experts, "_SCRATCH_BYTES", 2 * 48 * 136 * experts_at_a_time)
     ids, _ = routing(30, 2, 7, sentinels=9)
     ids[ids == 3] = 4
     x, bias = torch.randn(30, 136).bfloat16(), torch.randn(7, 48).bfloat16()
     for gate in (GATES["silu"], None):
-        y = decoded_experts.products(x, ids, pages, part="up", gate=gate, bias_EN=bias)
+        y = decoded_experts.products(x, ids, pages, part="up", gate=gate, bias_EN=bias, decode=decode)
         assert error(y, exact_rows(x, ids, weights["up"], gate, bias)) < 1e-2
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.host import accelerator
+from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, tile_shape
 from vbrt.kernels.cuda.experts.gated_rows import gated_rows
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
@@ -27,14 +28,19 @@ __all__ = ["products", "serves"]
 #: bytes of decoded weights at a time, at most a share of the GPU's memory; in several passes, work is repeated
 _SCRATCH_BYTES, _SCRATCH_SHARE = 1 << 30, 1 / 16
 _WARPS, _BLOCK = 4, 128
+_WITHOUT_WAITING = (9, 10)  # major capabilities with a grouped matmul in torch
 
 #: matrices [G, N, K] of G experts from one on that have pairs, undefined for others: of pages, part, groups, first, G
 Decode = Callable[[ExpertPages, str, Groups, int, int], Tensor]
 
 
 def serves(x_MK: Tensor, pages: ExpertPages, part: str) -> bool:
-    """True if torch's grouped matmul supports these operands."""
-    return x_MK.dtype is torch.bfloat16 and not any(size % 8 for size in pages.shapes[part])
+    """True if torch's grouped matmul supports these operands; on other GPUs than sm_90's and sm_100's it waits for the
+    device, so not in a capture."""
+    if x_MK.dtype is not torch.bfloat16 or any(size % 8 for size in pages.shapes[part]):
+        return False
+    waits = x_MK.is_cuda and devices.major(x_MK.device.index) not in _WITHOUT_WAITING
+    return not (waits and accelerator.is_current_stream_capturing())
 
 
 def products(
