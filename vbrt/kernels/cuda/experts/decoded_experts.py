@@ -26,7 +26,7 @@ from vbrt.kernels.experts import ExpertPages, Gate, addresses_of
 __all__ = ["products", "serves"]
 
 #: bytes of decoded weights at a time, at most a share of the GPU's memory; in several passes, work is repeated
-_SCRATCH_BYTES, _SCRATCH_SHARE = 1 << 30, 1 / 16
+_SCRATCH_BYTES, _SCRATCH_SHARE = 1 << 30, 1 / 32
 _WARPS, _BLOCK = 4, 128
 _WITHOUT_WAITING = (9, 10)  # major capabilities with a grouped matmul in torch
 
