@@ -181,7 +181,8 @@ LACKS = {(7, 5): "sm_75 has no bf16 arithmetic, it takes sm_80", None: "they are
 @pytest.mark.parametrize("capability", [(7, 5), None], ids=["sm_75", "ROCm"])
 def test_a_gpu_runs_what_compiles_for_it_and_hears_of_the_rest_by_kernel(capability, as_gpu, monkeypatch):
     as_gpu(capability)
-    monkeypatch.setattr(table_linear, "nf4_levels", lambda index: None)
+    for table in ("nf4_levels", "int4_levels"):
+        monkeypatch.setattr(table_linear, table, lambda index: None)
     why = LACKS[capability] + ("" if capability else "uilt for ROCm")
     for format, said in {"nvfp4": WHOLLY.format(why), "nf4": PARTLY.format("nf4", why, 4),
                          "mxint8": PARTLY.format("mxint8", why, 8)}.items():  # fmt: skip
