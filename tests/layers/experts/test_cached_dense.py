@@ -1,6 +1,7 @@
-"""Experts held dense of which the device decides, with stand-ins for its kernels: the plain module's bits, always."""
+"""Experts of which the device decides, with stand-ins for its kernels: held dense, always the plain module's bits."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import vbrt
 from tests.generation.fusion.tape_cases import Tape
 from tests.layers.experts import tables
 from tests.layers.experts.beside_gpu import wrap_beside
-from tests.models import qwen3_moe
+from tests.models import qwen3_moe, wrap
 from tests.zoo import experts as zoo
 from tests.zoo.experts import DECORATED, Holder, experts_module
 from vbrt.errors import TierError
@@ -18,6 +19,7 @@ from vbrt.host import accelerator
 from vbrt.kernels.cuda.experts import residency
 from vbrt.layers.experts import VBExperts, gathered_dense, why_waits
 from vbrt.layers.experts import run_experts as compute
+from vbrt.layers.experts.kernels_product import KernelsProduct
 from vbrt.layers.experts.run_experts import run_experts
 from vbrt.layers.experts.touched_experts import Routed
 from vbrt.tiers.storage.memory_tiers import Buffer
@@ -274,3 +276,35 @@ def test_exact_experts_stay_with_the_host_which_is_said(monkeypatch):
     assert handle.deciding.by == "host" and "one plane" in cache.fallbacks[0]
     assert "the host leases the experts that tokens are sent to" in why_waits(handle)
     assert isinstance(vb, vbrt.VBModelWrapper)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", ["nvfp4", "nf4", "mxint8"])
+def test_parts_of_a_prompt_by_the_kernels_are_the_whole(format, monkeypatch):
+    """Pages that pass by a cache, multiplied on a CPU where they lie."""
+    monkeypatch.setattr(Buffer, "pinned", True)
+    monkeypatch.setattr(residency, "_launch", tables.launch)
+    monkeypatch.setattr(accelerator, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("vbrt.model.expert_cache.why_host", lambda handle: "")
+    plain = qwen3_moe(count=EXPERTS, dtype=torch.float32, layers=4)
+    whole = wrap(copy.deepcopy(plain), format)
+    vb = wrap_beside(monkeypatch, copy.deepcopy(plain), format, room=22)
+    vb._attachment.expert_cache.follow()
+    add, parts = KernelsProduct.add_passing, []
+
+    def on_pages(product, part, pages):
+        memory = cached.cache._arena.memory.view(-1)
+        starts, page = pages.addresses - memory.data_ptr(), pages.layout.nbytes
+        held = [memory[at : at + page] if e in part.experts else None for e, at in enumerate(starts.tolist())]
+        parts.append(len(part.experts))
+        add(product, part, replace(pages, pages=held))
+
+    monkeypatch.setattr(KernelsProduct, "add_passing", on_pages)
+    for ours, theirs in zip(vb.module.model.layers, whole.module.model.layers, strict=True):
+        cached = ours.mlp.experts.handle.deciding.cache
+        assert cached.passes
+        given = routed(40, dtype=torch.float32)
+        got, want = both(ours.mlp.experts, theirs.mlp.experts, given)
+        assert torch.allclose(got, want, rtol=1e-4, atol=1e-6)
+    assert len(parts) > 8 and max(parts) < EXPERTS
+    vb.close()
