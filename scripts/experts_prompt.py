@@ -3,7 +3,7 @@
 Layers of Qwen3-30B-A3B's shape with random weights in 4 bits: a forward of a prompt with all pages on the GPU, and with
 a share of the expert pages there, the others page-locked in host memory. Each token goes to experts at random, all
 alike, so a prompt reads them all. The limit of a forward is the larger of the resident one's time and that of the bytes
-of all experts, once over the link at the rate of a large copy.
+of all experts, once over the link at the rate of copies of 64 MiB.
 
     python3 scripts/experts_prompt.py [--layers 12] [--shares 25 10 5] [--tokens 512 2048] [--formats nvfp4] [--profile]
 """
@@ -25,6 +25,7 @@ from torch import nn
 import vbrt
 from scripts.experts_decode import budget_of, build, expert_handles, host_decides, put_below
 from scripts.measuring import machine
+from vbrt.estimation.advice.machine_rates import link_gb_s
 
 TURNS = 3
 
@@ -57,20 +58,6 @@ def route_at_random(model: nn.Module) -> None:
         )
 
 
-def link_bytes_s() -> float:
-    """Bytes a second of a page-locked copy of 1 GiB to the GPU."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device="cuda")
-    found = []
-    for _ in range(4):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        found.append((1 << 30) / (time.perf_counter() - start))
-    return max(found)
-
-
 def profiled(model: nn.Module, ids: torch.Tensor) -> None:
     """Print what takes the GPU's time."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
@@ -95,7 +82,7 @@ def rows(
         resident = {t: seconds(vb, ids) for t, ids in prompts.items()}
         want = {t: vb(input_ids=ids, use_cache=False, logits_to_keep=1).logits for t, ids in prompts.items()}
         nbytes = sum(page.nbytes for handle in expert_handles(vb) for page in handle.pages)
-        link = link_bytes_s()
+        link = link_gb_s() * 1e9
         put_below(vb)
         for share in shares:
             vb.set_budget("gpu", budget_of(vb, share))

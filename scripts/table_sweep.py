@@ -149,7 +149,9 @@ def main() -> None:
     for k, n in options.shapes:
         for format in options.formats:
             for tokens in options.tokens:
-                launches = options.launches if format in table_linear.SERVED and tokens <= 32 else ()
+                launches = (
+                    options.launches if format in table_linear.SERVED and tokens <= table_linear.FUSED_TOKENS else ()
+                )
                 for row in rows(format, k, n, tokens, launches):
                     say(row)
                     result["rows"].append(row)

@@ -69,6 +69,7 @@ __all__ = [
     "pins",
     "refusal",
     "reset_peak_memory_stats",
+    "sent",
     "set_device",
     "set_stream",
     "stream",
@@ -281,6 +282,11 @@ def pins() -> bool:
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a CPU tensor in pinned memory; the tensor itself where torch pins none."""
     return tensor.pin_memory() if pins() else tensor
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Send a small tensor of the host's to a device, without waiting."""
+    return tensor if device.type == "cpu" else pinned(tensor).to(device, non_blocking=True)
 
 
 def _lacks() -> dict[str, str]:

@@ -106,7 +106,7 @@ def test_prompts_that_pass_by_the_cache_have_the_bits_of_the_plain_module(
     vb = decided(copy.deepcopy(plain), 5, scope, layers=4)
     ours, theirs = ([block.mlp.experts for block in model.model.layers] for model in (vb.module, plain))
     cached = ours[0].handle.deciding.cache
-    assert cached.passes
+    assert cached.cache.has_ring and cached.passes(routed(40).ids) is (scope == "layer")  # a pool of all takes them
     for tokens in (40, 1, 12, 90, 2, 40):
         for layer, module in zip(ours, theirs, strict=True):
             assert torch.equal(*both(layer, module, routed(tokens))), tokens
@@ -302,8 +302,8 @@ def test_parts_of_a_prompt_by_the_kernels_are_the_whole(format, monkeypatch):
     monkeypatch.setattr(KernelsProduct, "add_passing", on_pages)
     for ours, theirs in zip(vb.module.model.layers, whole.module.model.layers, strict=True):
         cached = ours.mlp.experts.handle.deciding.cache
-        assert cached.passes
         given = routed(40, dtype=torch.float32)
+        assert cached.passes(given.ids)
         got, want = both(ours.mlp.experts, theirs.mlp.experts, given)
         assert torch.allclose(got, want, rtol=1e-4, atol=1e-6)
     assert len(parts) > 8 and max(parts) < EXPERTS

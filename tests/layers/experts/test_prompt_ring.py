@@ -25,13 +25,13 @@ class Asked:
 
 def passed(ring, memory, layer, experts, following=()):
     """Experts of each part; their bytes lie where the part says, until the next part."""
-    passage = ring.schedule(layer, experts, following)
-    for part, places in zip(passage.parts, passage.each(), strict=True):
+    parts, passage = ring.schedule(layer, experts, following)
+    for part, places in zip(parts, passage, strict=True):
         assert set(part) <= places.keys()
         for expert, address in places.items():
             slot = memory.view(-1)[address - memory.data_ptr() :][:PAGE]
             assert torch.equal(slot, page(layer, expert)), (layer, expert)
-    return passage.parts
+    return parts
 
 
 def made(slots=4):
@@ -48,7 +48,7 @@ def test_parts_alternate_and_each_page_comes_once():
 
 def test_first_copies_begin_before_the_first_part_is_asked_for_and_the_next_ones_meanwhile():
     ring, _memory, order = made()
-    parts = ring.schedule(0, [0, 1, 2, 3, 4, 5]).each()
+    _, parts = ring.schedule(0, [0, 1, 2, 3, 4, 5])
     assert len(order) == 4
     next(parts)
     assert len(order) == 4  # kernels may still read the first half
@@ -77,7 +77,7 @@ def test_a_layer_without_parts_begins_the_next_ones():
 
 def test_a_prompt_that_is_broken_off_leaves_nothing_behind():
     ring, memory, _order = made()
-    parts = ring.schedule(0, [0, 1, 2, 3, 4, 5], [7]).each()
+    _, parts = ring.schedule(0, [0, 1, 2, 3, 4, 5], [7])
     next(parts)
     parts.close()
     assert passed(ring, memory, 1, [7, 8, 9]) == [[7, 8], [9]]

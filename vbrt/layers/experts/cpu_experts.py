@@ -64,7 +64,7 @@ class Operands(NamedTuple):
         """Return `ids`, which are on a GPU, with those of other experts masked; waits for nothing."""
         chosen = set(experts)
         masked = [[e if e in chosen else -1 for e in row] for row in self.ids.tolist()]
-        return accelerator.pinned(torch.tensor(masked, dtype=ids.dtype, device=CPU)).to(ids.device, non_blocking=True)
+        return accelerator.sent(torch.tensor(masked, dtype=ids.dtype, device=CPU), ids.device)
 
 
 class HostLayer(NamedTuple):

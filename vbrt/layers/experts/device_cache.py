@@ -27,8 +27,8 @@ from torch import Tensor
 
 from vbrt.errors import TierError
 from vbrt.host import accelerator
-from vbrt.kernels.cuda.experts.residency import Experts, PoolRoom, ResidentTables, Shares, sent
-from vbrt.layers.experts.prompt_ring import PromptRing, ring_pages
+from vbrt.kernels.cuda.experts.residency import Experts, Heard, PoolRoom, ResidentTables, Shares
+from vbrt.layers.experts.prompt_ring import PromptRing, chunks, ring_pages
 from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART
 from vbrt.residency.expert_room import ExpertRoom
 from vbrt.tiers import TierStack
@@ -249,17 +249,17 @@ class DeviceCache:
             stay = sorted(sorted(missing, key=heard.pairs.__getitem__, reverse=True)[: heard.free])
             passing = [expert for expert in missing if expert not in set(stay)]
             following = heard.next_missing if ids_Tk.numel() >= _NEARLY_ALL * len(heard.pairs) else ()
-            passage = self._ring.schedule(layer, passing, following, most)
+            parts, passage = self._ring.schedule(layer, passing, following, most)
             self._tables.note_passing(layer, resident, passing)
-            residents, stays = ([of[at : at + most] for at in range(0, len(of), most)] for of in (resident, stay))
-            order = _Order([*residents, *stays, *passage.parts], heard.pairs, ids_Tk)
+            residents, stays = chunks(resident, most), chunks(stay, most)
+            order = _Order([*residents, *stays, *parts], heard)
             for part in residents:
                 compute(order.passing({expert: heard.resident[expert] for expert in part}))
             for part in stays:
                 pairs_P, ids_P = order.pairs(), ids_Tk.reshape(-1)
                 chosen_P = torch.full_like(ids_P, -1).index_copy_(0, pairs_P, ids_P[pairs_P])
                 compute(Passing(part, pairs_P, self._lease(layer, chosen_P, scan=True)))
-            for part, places in zip(passage.parts, passage.each(), strict=True):
+            for part, places in zip(parts, passage, strict=True):
                 compute(order.passing({expert: places[expert] for expert in part}))
 
     def scan(self, layer: int, ids_Tk: Tensor) -> list[Part]:
@@ -288,10 +288,10 @@ class DeviceCache:
             most: experts in a part, at most.
         """
         step = min(most, self._scanned(layer))
-        chunks = [touched[first : first + step] for first in range(0, len(touched), step)] or [[]]
-        if len(chunks) == 1:
+        parts = chunks(touched, step)
+        if len(parts) <= 1:
             return [(touched, Part(ids_Tk))]
-        return [(chunk, _between(ids_Tk, chunk[0], chunk[-1] + 1)) for chunk in chunks]
+        return [(part, _between(ids_Tk, part[0], part[-1] + 1)) for part in parts]
 
     def _scanned(self, layer: int) -> int:
         """Maximum number of experts in a part of a scan."""
@@ -390,19 +390,16 @@ class _Order:
 
     Args:
         parts: the experts of each part.
-        pairs: of each expert.
     """
 
-    def __init__(self, parts: Sequence[Sequence[int]], pairs: Sequence[int], ids_Tk: Tensor) -> None:
-        self._experts, self._device = len(pairs), ids_Tk.device
+    def __init__(self, parts: Sequence[Sequence[int]], heard: Heard) -> None:
+        self._experts, self._device = len(heard.pairs), heard.ids.device
         turns = [self._experts] * (self._experts + 1)
         for turn, expert in enumerate(expert for part in parts for expert in part):
             turns[expert] = turn
-        turns = sent(torch.tensor(turns, dtype=torch.int32, device="cpu"), self._device)
-        ids_P = ids_Tk.reshape(-1).long()
-        ids_P = ids_P.masked_fill((ids_P < 0) | (ids_P >= self._experts), self._experts)
-        sizes = [sum(pairs[expert] for expert in part) for part in parts]
-        order_P = turns[ids_P].argsort(stable=True)
+        turns = accelerator.sent(torch.tensor(turns, dtype=torch.int32, device="cpu"), self._device)
+        sizes = [sum(heard.pairs[expert] for expert in part) for part in parts]
+        order_P = turns[heard.ids].argsort(stable=True)
         self._parts = iter(order_P[: sum(sizes)].split(sizes))
 
     def pairs(self) -> Tensor:
@@ -414,7 +411,7 @@ class _Order:
         table = [next(iter(places.values()))] * self._experts
         for expert, place in places.items():
             table[expert] = place
-        addresses = sent(torch.tensor(table, dtype=torch.int64, device="cpu"), self._device)
+        addresses = accelerator.sent(torch.tensor(table, dtype=torch.int64, device="cpu"), self._device)
         return Passing(list(places), self.pairs(), addresses)
 
 

@@ -17,7 +17,7 @@ from vbrt.formats.joint_planes import part_fields
 from vbrt.formats.page import PageLayout, unpack
 from vbrt.host import accelerator
 from vbrt.kernels.cuda import devices
-from vbrt.kernels.cuda.experts.residency import NEEDS, gather_pages, sent
+from vbrt.kernels.cuda.experts.residency import NEEDS, gather_pages
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
 from vbrt.layers.experts.protocols import ExpertsModule, ExpertsWeights
@@ -92,8 +92,8 @@ class Heard:
         for first, end in spans:
             ends.append((ends[-1] if ends else 0) + end - first)
         device, of_pairs = self.local_Tk.device, _merged(spans)
-        ends_n = sent(torch.tensor(ends, dtype=torch.int32, device="cpu"), device)
-        experts_n = sent(torch.tensor(experts, dtype=torch.int64, device="cpu"), device)
+        ends_n = accelerator.sent(torch.tensor(ends, dtype=torch.int32, device="cpu"), device)
+        experts_n = accelerator.sent(torch.tensor(experts, dtype=torch.int64, device="cpu"), device)
         places_P = torch.cat([torch.arange(*span, dtype=torch.int64, device=device) for span in of_pairs])
         pairs_P = torch.cat([self._perm_P[first:end] for first, end in of_pairs])
         own_P = torch.arange(len(pairs_P), dtype=torch.int32, device=device)

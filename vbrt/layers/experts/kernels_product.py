@@ -61,15 +61,18 @@ class KernelsProduct:
     def add(self, leased: LeasedExperts) -> None:
         """Add a chunk of experts: the rows of their pairs."""
         x, ids_Tk = self.routed.x, self.routed.ids
-        if self.rows is None and not is_device(x):
-            self.rows = self._no_rows()
         local_Tk = local_ids(ids_Tk, self.handle.spec.experts, list(leased.experts))
         if is_device(x):  # kernels are chosen by the number of tokens: the same ones as where the device decides
             self.add_rows(ids_Tk.masked_fill(local_Tk == len(leased.experts), -1), leased.pages())
             return
-        pairs_P = pairs_of(local_Tk, len(leased.experts))
-        ids_P1 = ids_Tk.reshape(-1, 1)[pairs_P]
-        self.rows[pairs_P] = self._rows(x[pairs_P // ids_Tk.shape[1]], ids_P1, None, leased.pages())
+        self._add_pairs(pairs_of(local_Tk, len(leased.experts)), leased.pages())
+
+    def _add_pairs(self, pairs_P: Tensor, pages: ExpertPages) -> None:
+        """Keep the rows of pairs; all others are zero at first."""
+        x, ids_Tk = self.routed.x, self.routed.ids
+        if self.rows is None:
+            self.rows = self._no_rows()
+        self.rows[pairs_P] = self._rows(x[pairs_P // ids_Tk.shape[1]], ids_Tk.reshape(-1, 1)[pairs_P], None, pages)
 
     def _no_rows(self) -> Tensor:
         return self.routed.x.new_zeros(self.routed.ids.numel(), self.handle.spec.columns)
@@ -83,11 +86,7 @@ class KernelsProduct:
 
     def add_passing(self, part: Passing, pages: ExpertPages) -> None:
         """Add a chunk: the rows of its pairs, by the kernels of the whole pass."""
-        x, ids_Tk, pairs_P = self.routed.x, self.routed.ids, part.pairs
-        if self.rows is None:
-            self.rows = self._no_rows()
-        rows = self._rows(x[pairs_P // ids_Tk.shape[1]], ids_Tk.reshape(-1, 1)[pairs_P], None, pages)
-        self.rows.index_copy_(0, pairs_P, rows)
+        self._add_pairs(part.pairs, pages)
 
     def add_host(self, work: HostRows) -> None:
         """Wait for the rows that the CPU computes, and add them."""

@@ -62,7 +62,7 @@ def pages_of(handle: ExpertsWeights, pages: list[torch.Tensor | None]) -> Expert
     addresses = None
     if handle.device.type == accelerator.TYPE:
         table = torch.tensor([0 if p is None else p.data_ptr() for p in pages], dtype=torch.int64, device="cpu")
-        addresses = accelerator.pinned(table).to(handle.device, non_blocking=True)
+        addresses = accelerator.sent(table, handle.device)
     return handle.form(pages, addresses)
 
 

@@ -1,8 +1,8 @@
 """Ring of slots that a prompt's experts pass through, beside those of the device cache.
 
-    passage = ring.schedule(layer, [3, 5, 8, 9], following)
-    for addresses in passage.each():          # the next part is copied meanwhile
-        compute(addresses)
+    parts, passage = ring.schedule(layer, [3, 5, 8, 9], following)
+    for experts, addresses in zip(parts, passage):  # the next part is copied meanwhile
+        compute(experts, addresses)
 
 A copy engine brings one half's pages while kernels read the other's: copies wait for the readers of their half, and
 kernels for their copies. The last copies of a layer are the first pages that the next layer will need, so the link does
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vbrt.host import accelerator
 
-__all__ = ["Passage", "PromptRing", "ring_pages"]
+__all__ = ["PromptRing", "chunks", "ring_pages"]
 
 #: bytes of a part that keep the link busy for longer than the host takes to launch a part's kernels
 _PART_BYTES = 96 << 20
@@ -33,6 +33,11 @@ def ring_pages(experts: int, page_bytes: int, room_bytes: int) -> int:
     """Return the pages of each half of a ring for layers of so many experts; 0: the room is too small for one."""
     wanted = min(-(-experts // _PARTS), -(-_PART_BYTES // page_bytes))
     return min(wanted, room_bytes // (2 * _SHARE * page_bytes))
+
+
+def chunks(experts: Sequence[int], most: int) -> list[Sequence[int]]:
+    """Cut experts into parts of at most so many."""
+    return [experts[at : at + most] for at in range(0, len(experts), most)]
 
 
 class _Half:
@@ -57,11 +62,6 @@ class _Load(NamedTuple):
     experts: Sequence[int]
     half: _Half
 
-    @property
-    def places(self) -> dict[int, int]:
-        """Address of each expert's page."""
-        return dict(zip(self.experts, self.half.addresses, strict=False))
-
 
 class PromptRing:
     """Ring of two halves.
@@ -84,8 +84,9 @@ class PromptRing:
 
     def schedule(
         self, layer: int, experts: Sequence[int], following: Sequence[int] = (), most: int = 1 << 20
-    ) -> "Passage":
-        """Begin to bring experts of a layer.
+    ) -> tuple[list[Sequence[int]], Iterator[dict[int, int]]]:
+        """Begin to bring experts of a layer; return those of each part, in turn, and the addresses of each part's
+        pages, by expert. Kernels that are launched until the next part is asked for may read a part's pages.
 
         Args:
             layer: its number.
@@ -96,14 +97,32 @@ class PromptRing:
         most = min(most, self.pages)
         ahead, self._ahead = self._ahead, []
         wanted = set(experts)
-        ready = [load for load in ahead if load.layer == layer and wanted.intersection(load.experts)]
+        ready = deque(load for load in ahead if load.layer == layer and wanted.intersection(load.experts))
         there = {expert for load in ready for expert in load.experts}
-        todo = _loads(layer, [expert for expert in experts if expert not in there], most)
-        parts = [[e for e in load.experts if e in wanted] for load in ready] + [part for _, part in todo]
-        more = _loads(layer + 1, following[: len(self._halves) * most], most)
-        return Passage(self, parts, deque(ready), deque([*todo, *more]))
+        rest = chunks([expert for expert in experts if expert not in there], most)
+        parts = [[e for e in load.experts if e in wanted] for load in ready] + rest
+        more = chunks(following[: len(self._halves) * most], most)
+        todo = deque([*((layer, part) for part in rest), *((layer + 1, part) for part in more)])
+        self._fill(ready, todo)
+        return parts, self._each(len(parts), ready, todo)
 
-    def fill(self, ready: deque[_Load], todo: deque[tuple[int, Sequence[int]]]) -> None:
+    def _each(
+        self, parts: int, ready: deque[_Load], todo: deque[tuple[int, Sequence[int]]]
+    ) -> Iterator[dict[int, int]]:
+        for _ in range(parts):
+            self._fill(ready, todo)
+            load = ready.popleft()
+            if self._stream is not None:
+                accelerator.current_stream(self._device).wait_event(load.half.arrived)
+            try:
+                yield dict(zip(load.experts, load.half.addresses, strict=False))
+            finally:
+                if self._stream is not None:
+                    load.half.read = accelerator.current_stream(self._device).record_event()
+        self._fill(ready, todo)
+        self._ahead = list(ready)
+
+    def _fill(self, ready: deque[_Load], todo: deque[tuple[int, Sequence[int]]]) -> None:
         """Begin copies to the halves that no part to come has."""
         while todo and len(ready) < len(self._halves):
             taken = [load.half for load in ready]
@@ -123,57 +142,7 @@ class PromptRing:
             torch._foreach_copy_(slots, pages, non_blocking=True)
         half.arrived = self._stream.record_event()
 
-    def reading(self, half: _Half) -> None:
-        """Have the current stream's next kernels wait for a half's pages."""
-        if self._stream is not None:
-            accelerator.current_stream(self._device).wait_event(half.arrived)
-
-    def has_read(self, half: _Half) -> None:
-        """Let a half's slots be overwritten after the current stream's last kernel."""
-        if self._stream is not None:
-            half.read = accelerator.current_stream(self._device).record_event()
-
-    def keep(self, ahead: Sequence[_Load]) -> None:
-        """Take note of parts of a layer to come."""
-        self._ahead = list(ahead)
-
     def close(self) -> None:
         """Have the current stream wait for all copies."""
         if self._stream is not None:
             accelerator.current_stream(self._device).wait_stream(self._stream)
-
-
-def _loads(layer: int, experts: Sequence[int], most: int) -> list[tuple[int, Sequence[int]]]:
-    return [(layer, experts[at : at + most]) for at in range(0, len(experts), most)]
-
-
-class Passage:
-    """One layer's way through a ring; its first copies have begun.
-
-    Attributes:
-        parts: the experts of each part, in turn.
-    """
-
-    def __init__(
-        self,
-        ring: PromptRing,
-        parts: Sequence[Sequence[int]],
-        ready: deque[_Load],
-        todo: deque[tuple[int, Sequence[int]]],
-    ) -> None:
-        self.parts, self._ring, self._ready, self._todo = parts, ring, ready, todo
-        ring.fill(ready, todo)
-
-    def each(self) -> Iterator[dict[int, int]]:
-        """Yield the addresses of each part's pages, by expert. Kernels that are launched until the next part is asked
-        for may read them."""
-        for _ in self.parts:
-            self._ring.fill(self._ready, self._todo)
-            load = self._ready.popleft()
-            self._ring.reading(load.half)
-            try:
-                yield load.places
-            finally:
-                self._ring.has_read(load.half)
-        self._ring.fill(self._ready, self._todo)
-        self._ring.keep(self._ready)

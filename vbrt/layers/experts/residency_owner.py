@@ -98,10 +98,9 @@ class CachedLayer(NamedTuple):
         """See `DeviceCache.lease_beside`."""
         return self.cache.lease_beside(self.number, ids_Tk, shares, post)
 
-    @property
-    def passes(self) -> bool:
-        """True if prompts that one lease does not take pass by the cache."""
-        return self.cache.has_ring and not accelerator.is_current_stream_capturing()
+    def passes(self, ids_Tk: Tensor) -> bool:
+        """True if a prompt passes by the cache: one lease does not take it, there is a ring, and nothing captures."""
+        return self.cache.has_ring and not (self.whole(ids_Tk) or accelerator.is_current_stream_capturing())
 
     def pass_through(self, ids_Tk: Tensor, compute: Callable[[Passing, ExpertPages], None], most: int) -> None:
         """Call `compute` with each part of a prompt and its pages; see `DeviceCache.pass_through`."""

@@ -105,7 +105,7 @@ def _kernels_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
         with cached.lease(ids) as addresses:  # which the device counts, in graphs that are replayed too
             return product.on_pages(cached.at(addresses))
     handle.routing.scan_unseen()
-    if cached.passes and not cached.whole(ids):
+    if cached.passes(ids):
         cached.pass_through(ids, product.add_passing, handle.spec.experts)
     else:
         cached.each_part(ids, product.add_rows)
@@ -128,7 +128,7 @@ def _dense_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
     handle.routing.scan_unseen()
     heard, product = Heard(routed.ids, handle.spec.experts), LibraryProduct(layer, routed)
     most = gathered_at_once(handle.pages[0].nbytes)
-    if cached.passes and heard.touched and not cached.whole(routed.ids):
+    if heard.touched and cached.passes(routed.ids):
         cached.pass_through(routed.ids, lambda part, pages: product.add_heard(heard.part(part.experts), pages), most)
         return product.result()
     parts = cached.parts(routed.ids, heard.touched, most)

@@ -24,7 +24,7 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
 
-__all__ = ["NEEDS", "Experts", "Heard", "PoolRoom", "ResidentTables", "Shares", "gather_pages", "sent"]
+__all__ = ["NEEDS", "Experts", "Heard", "PoolRoom", "ResidentTables", "Shares", "gather_pages"]
 
 NEEDS = devices.TRITON
 _PAGE_ROWS, _HITS = 7, 4  # see resolve_triton
@@ -75,12 +75,14 @@ class Heard(NamedTuple):
     """What the host hears of a layer's pass.
 
     Attributes:
+        ids: int64 [P], the expert of each pair; E for one of none.
         pairs: of each expert.
         resident: address of each resident expert's page.
         free: slots of the pool without a page.
         next_missing: experts of the next layer that are not resident, ascending; empty after the last layer.
     """
 
+    ids: Tensor
     pairs: Sequence[int]
     resident: Mapping[int, int]
     free: int
@@ -195,7 +197,7 @@ class ResidentTables:
         pairs, slots, following = heard[:count], heard[count : 2 * count], heard[2 * count :]
         pool, start = self.pools[number], self._arenas[number].data_ptr()
         places = {e: start + slot * pool.page_bytes for e, slot in enumerate(slots) if slot >= 0}
-        return Heard(pairs, places, pool.slots - used, [e for e, slot in enumerate(following) if slot < 0])
+        return Heard(ids_P, pairs, places, pool.slots - used, [e for e, slot in enumerate(following) if slot < 0])
 
     def note_passing(self, layer: int, hits: Iterable[int], misses: Iterable[int]) -> None:
         """Count the experts of a pass that changes no residency: a scan."""
@@ -203,7 +205,7 @@ class ResidentTables:
         seen = torch.zeros(2, count, dtype=torch.int64, device="cpu")
         for row, experts in zip(seen, (hits, misses), strict=True):
             row[list(experts)] = 1
-        self._pages[_HITS : _HITS + 2, first : first + count] += sent(seen, self._pages.device)
+        self._pages[_HITS : _HITS + 2, first : first + count] += accelerator.sent(seen, self._pages.device)
         self._routed[layer][0] = 0  # see resolve_triton
 
     def fetch(self, layer: int) -> None:
@@ -278,11 +280,6 @@ def _launch(name: str) -> _Launch:
     from vbrt.kernels.cuda.experts import fetch_triton, resolve_triton
 
     return _Launch({"resolve": resolve_triton.resolve_kernel, "fetch": fetch_triton.fetch_kernel}[name])
-
-
-def sent(table: Tensor, device: torch.device) -> Tensor:
-    """Send a table to the device without waiting."""
-    return table if device.type == "cpu" else accelerator.pinned(table).to(device, non_blocking=True)
 
 
 def _starts(counts: Sequence[int]) -> list[int]:

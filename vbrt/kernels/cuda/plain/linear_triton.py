@@ -104,6 +104,22 @@ def _weights(
 
 
 @triton.jit
+def _decode(
+    code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, w_ptr, row, block, N, K, blocks,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SCALE_BYTES: tl.constexpr, UNIT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """Store weights of `row` [rows, 1, 1] and `block` [1, blocks, 1]."""
+    weight = _weights(
+        code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, row, block, N, blocks,
+        BLOCK, CODES, OFFSETS, SCALE_BYTES, UNIT, CONVERTS,
+    )  # fmt: skip
+    column = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    keep = (row < N) & (block < blocks) & (column < K)
+    tl.store(w_ptr + (row.to(tl.int64) * K + column), weight.to(w_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
 def decode_kernel(
     code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, w_ptr, N, K, blocks,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr, OFFSETS: tl.constexpr, SCALE_BYTES: tl.constexpr,
@@ -112,13 +128,10 @@ def decode_kernel(
     """w [N, K] in its own dtype; grid (N, groups of BLOCKS blocks)."""
     row = tl.program_id(0) + tl.arange(0, 1)[:, None, None]
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
-    weight = _weights(
-        code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, row, block, N, blocks,
+    _decode(
+        code_ptr, block_ptr, offset_ptr, large_ptr, least_ptr, w_ptr, row, block, N, K, blocks,
         BLOCK, CODES, OFFSETS, SCALE_BYTES, UNIT, CONVERTS,
     )  # fmt: skip
-    column = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
-    keep = (block < blocks) & (column < K)
-    tl.store(w_ptr + (row.to(tl.int64) * K + column), weight.to(w_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -339,13 +352,10 @@ def decode_experts_kernel(
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
         w_ptr += tl.program_id(1).to(tl.int64) * N * K
         for start in range(0, blocks, BLOCKS):
-            block = start + tl.arange(0, BLOCKS)[None, :, None]
-            weight = _weights(
+            _decode(
                 pointer_of(address + code_at, CODES), pointer_of(address + block_at, SCALES),
                 pointer_of(address + offset_at, ZEROS), pointer_of(address + large_at, LARGE),
-                pointer_of(address + least_at, "float16"), row, block, N, blocks,
+                pointer_of(address + least_at, "float16"), w_ptr,
+                row, start + tl.arange(0, BLOCKS)[None, :, None], N, K, blocks,
                 BLOCK, CODES, OFFSETS, SCALE_BYTES, UNIT, CONVERTS,
             )  # fmt: skip
-            column = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
-            keep = (row < N) & (block < blocks) & (column < K)
-            tl.store(w_ptr + (row.to(tl.int64) * K + column), weight.to(w_ptr.dtype.element_ty), mask=keep)
