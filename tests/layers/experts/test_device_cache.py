@@ -96,7 +96,7 @@ _INTERPRETED = {
     "passing": """
         residency._PROGRAMS = 1
         experts = Experts(torch.device("cpu"), (12, 12), (1, 1))
-        cache = experts.cache(8)  # a ring of 2 slots, 7 of each layer
+        cache = experts.cache(9)  # a ring of two slots twice, 7 of each layer
         choose, seen, touched = random.Random(0), {}, 0
         def compute(passing):
             pairs, addresses = passing.pairs, passing.addresses

@@ -1,9 +1,11 @@
 """The ring of a prompt's experts: which pages it brings, when, and where."""
 
+import random
+
 import pytest
 import torch
 
-from vbrt.layers.experts.prompt_ring import PromptRing, ring_pages
+from vbrt.layers.experts.prompt_ring import PromptRing, ring_room
 
 PAGE = 64
 
@@ -24,18 +26,18 @@ class Asked:
 
 
 def passed(ring, memory, layer, experts, following=()):
-    """Experts of each part; their bytes lie where the part says, until the next part."""
-    parts, passage = ring.schedule(layer, experts, following)
-    for part, places in zip(parts, passage, strict=True):
-        assert set(part) <= places.keys()
-        for expert, address in places.items():
-            slot = memory.view(-1)[address - memory.data_ptr() :][:PAGE]
-            assert torch.equal(slot, page(layer, expert)), (layer, expert)
-    return parts
+    """Experts of each part; their bytes lie where the passage says, until the next part."""
+    passage = ring.schedule(layer, experts, following)
+    for number, part in enumerate(passage.parts):
+        with passage.read(number):
+            for expert in part:
+                slot = memory.view(-1)[passage.places[expert] - memory.data_ptr() :][:PAGE]
+                assert torch.equal(slot, page(layer, expert)), (layer, expert)
+    return passage.parts
 
 
-def made(slots=4):
-    memory, asked = torch.zeros(slots, PAGE + 8, dtype=torch.uint8), Asked()
+def made(segments=2):
+    memory, asked = torch.zeros(segments, 2, PAGE + 8, dtype=torch.uint8), Asked()
     return PromptRing(memory, asked), memory, asked.order
 
 
@@ -46,14 +48,15 @@ def test_parts_alternate_and_each_page_comes_once():
     assert passed(ring, memory, 1, []) == []
 
 
-def test_first_copies_begin_before_the_first_part_is_asked_for_and_the_next_ones_meanwhile():
-    ring, _memory, order = made()
-    _, parts = ring.schedule(0, [0, 1, 2, 3, 4, 5])
-    assert len(order) == 4
-    next(parts)
-    assert len(order) == 4  # kernels may still read the first half
-    next(parts)
-    assert len(order) == 6
+@pytest.mark.parametrize("segments", [2, 3])
+def test_first_copies_begin_before_the_first_part_is_read_and_others_when_one_has_been(segments):
+    ring, _memory, order = made(segments)
+    passage = ring.schedule(0, list(range(9)))
+    assert len(order) == 2 * segments
+    with passage.read(0):
+        assert len(order) == 2 * segments  # kernels may still read the first segment
+    assert len(order) == min(9, 2 * segments + 2)
+    assert passage.ahead == 0
 
 
 def test_the_next_layers_first_pages_are_brought_ahead_and_not_again():
@@ -77,22 +80,37 @@ def test_a_layer_without_parts_begins_the_next_ones():
 
 def test_a_prompt_that_is_broken_off_leaves_nothing_behind():
     ring, memory, _order = made()
-    _, parts = ring.schedule(0, [0, 1, 2, 3, 4, 5], [7])
-    next(parts)
-    parts.close()
+    with ring.schedule(0, [0, 1, 2, 3, 4, 5], [7]).read(0):
+        pass
     assert passed(ring, memory, 1, [7, 8, 9]) == [[7, 8], [9]]
 
 
+@pytest.mark.parametrize("segments", [2, 3])
+def test_any_routing_passes_any_ring(segments):
+    """What is ahead and not needed frees its segment, whichever it is."""
+    choose = random.Random(0)
+    ring, memory, _order = made(segments)
+    following = []
+    for layer in range(24):
+        experts = sorted(choose.sample(range(10), choose.randrange(10)))
+        if layer % 7 == 6:
+            following = []
+        ahead, following = following, sorted(choose.sample(range(10), choose.randrange(10)))
+        parts = passed(ring, memory, layer, experts, following)
+        assert sorted(expert for part in parts for expert in part) == experts
+        assert len(parts) <= -(-len(experts) // 2) + len(ahead)
+
+
 @pytest.mark.parametrize(
-    ("experts", "page_bytes", "room", "pages"),
+    ("experts", "page_bytes", "room", "ring"),
     [
-        (128, 2_700_000, 760 << 20, 18),  # an eighth of the room
-        (128, 13_000_000, 3 << 30, 8),  # parts of 96 MiB
-        (8, 100_000_000, 8 << 30, 2),
-        (128, 4096, 1 << 30, 32),  # four parts of a layer
-        (128, 2_700_000, 100 << 20, 2),  # an eighth of the room
-        (8, 100_000_000, 1 << 30, 0),
+        (128, 2_700_000, 8 << 30, (3, 22)),  # six parts of a layer
+        (128, 2_700_000, 380 << 20, (2, 18)),  # a quarter of the room
+        (128, 13_000_000, 3 << 30, (3, 8)),  # parts of 96 MiB
+        (8, 100_000_000, 8 << 30, (3, 2)),
+        (8, 100_000_000, 1 << 30, (2, 1)),
+        (8, 100_000_000, 512 << 20, (0, 0)),
     ],
 )
-def test_halves_keep_the_link_busy_within_a_share_of_the_room(experts, page_bytes, room, pages):
-    assert ring_pages(experts, page_bytes, room) == pages
+def test_segments_keep_the_link_busy_within_a_share_of_the_room(experts, page_bytes, room, ring):
+    assert ring_room(experts, page_bytes, room) == ring

@@ -28,7 +28,7 @@ from torch import Tensor
 from vbrt.errors import TierError
 from vbrt.host import accelerator
 from vbrt.kernels.cuda.experts.residency import Experts, Heard, PoolRoom, ResidentTables, Shares
-from vbrt.layers.experts.prompt_ring import PromptRing, chunks, ring_pages
+from vbrt.layers.experts.prompt_ring import PromptRing, chunks, ring_room
 from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART
 from vbrt.residency.expert_room import ExpertRoom
 from vbrt.tiers import TierStack
@@ -80,11 +80,15 @@ class Passing(NamedTuple):
     Attributes:
         experts: ascending.
         pairs: of T k, int64, expert by expert.
+        tokens: of the pairs.
+        ids: of the pairs' experts, int64 [pairs, 1].
         addresses: int64 [E], where the experts' pages lie; of other experts any.
     """
 
     experts: Sequence[int]
     pairs: Tensor
+    tokens: Tensor
+    ids: Tensor
     addresses: Tensor
 
 
@@ -132,7 +136,9 @@ class DeviceCache:
         """Make the arena and its tables."""
         largest = max(self._page_bytes.values())
         holds_all = sum(len(keys) * self._page_bytes[name] for name, keys in self.keys.items()) <= capacity_bytes
-        ringed = 0 if holds_all else 2 * ring_pages(max(map(len, self.keys.values())), largest, capacity_bytes)
+        most = max(map(len, self.keys.values()))
+        segments, slots = (0, 0) if holds_all else ring_room(most, largest, capacity_bytes)
+        ringed = segments * slots
         layers, pools = self._rooms(capacity_bytes - ringed * largest)
         nbytes = sum(pool.slots * pool.page_bytes for pool in pools)
         sources = [key for keys in self.keys.values() for key in keys]
@@ -141,7 +147,7 @@ class DeviceCache:
         if accelerator.is_device(arena.memory):
             self._stream = accelerator.current_stream(arena.memory.device)
         self._arena, self._tables, self.capacity_bytes = arena, tables, nbytes
-        self._ring = PromptRing(arena.memory[nbytes:].view(ringed, largest), self._source) if ringed else None
+        self._ring = PromptRing(arena.memory[nbytes:].view(segments, slots, largest), self._source) if ringed else None
 
     def _source(self, layer: int, expert: int) -> Tensor:
         """Return an expert's page in host memory, which does not move while the cache lives."""
@@ -249,18 +255,24 @@ class DeviceCache:
             stay = sorted(sorted(missing, key=heard.pairs.__getitem__, reverse=True)[: heard.free])
             passing = [expert for expert in missing if expert not in set(stay)]
             following = heard.next_missing if ids_Tk.numel() >= _NEARLY_ALL * len(heard.pairs) else ()
-            parts, passage = self._ring.schedule(layer, passing, following, most)
-            self._tables.note_passing(layer, resident, passing)
+            passage = self._ring.schedule(layer, passing, following, most)
             residents, stays = chunks(resident, most), chunks(stay, most)
-            order = _Order([*residents, *stays, *parts], heard)
+            places, noted = heard.resident | passage.places, (resident, passing)
+            first, last = passage.parts[: passage.ahead], passage.parts[passage.ahead :]
+            order = _Order([*first, *residents, *stays, *last], heard, ids_Tk.shape[1], places, noted)
+            self._tables.note_passing(layer, order.noted)
+            for number, part in enumerate(first):  # which leaves segments to the last ones
+                with passage.read(number):
+                    compute(order.part(part))
             for part in residents:
-                compute(order.passing({expert: heard.resident[expert] for expert in part}))
+                compute(order.part(part))
             for part in stays:
-                pairs_P, ids_P = order.pairs(), ids_Tk.reshape(-1)
-                chosen_P = torch.full_like(ids_P, -1).index_copy_(0, pairs_P, ids_P[pairs_P])
-                compute(Passing(part, pairs_P, self._lease(layer, chosen_P, scan=True)))
-            for part, places in zip(parts, passage, strict=True):
-                compute(order.passing({expert: places[expert] for expert in part}))
+                passing = order.part(part)
+                alone_P = torch.full_like(heard.ids, -1).index_copy_(0, passing.pairs, passing.ids.squeeze(1))
+                compute(passing._replace(addresses=self._lease(layer, alone_P, scan=True)))
+            for number, part in enumerate(last, len(first)):
+                with passage.read(number):
+                    compute(order.part(part))
 
     def scan(self, layer: int, ids_Tk: Tensor) -> list[Part]:
         """Split a pass that uses more experts than there are slots into parts, by expert, without a device sync.
@@ -390,29 +402,45 @@ class _Order:
 
     Args:
         parts: the experts of each part.
+        k: experts of a token.
+        places: address of each expert's page, but of those that are leased.
+        noted: hits and misses, by expert.
+
+    Attributes:
+        noted: int64 [2, E] on the device, 1 for each of them.
     """
 
-    def __init__(self, parts: Sequence[Sequence[int]], heard: Heard) -> None:
-        self._experts, self._device = len(heard.pairs), heard.ids.device
-        turns = [self._experts] * (self._experts + 1)
+    def __init__(
+        self,
+        parts: Sequence[Sequence[int]],
+        heard: Heard,
+        k: int,
+        places: Mapping[int, int],
+        noted: tuple[Sequence[int], Sequence[int]],
+    ) -> None:
+        count, device = len(heard.pairs), heard.ids.device
+        rows = [
+            [count] * (count + 1),
+            [next(iter(places.values()), 0)] * (count + 1),
+            *([0] * (count + 1) for _ in noted),
+        ]
         for turn, expert in enumerate(expert for part in parts for expert in part):
-            turns[expert] = turn
-        turns = accelerator.sent(torch.tensor(turns, dtype=torch.int32, device="cpu"), self._device)
-        sizes = [sum(heard.pairs[expert] for expert in part) for part in parts]
-        order_P = turns[heard.ids].argsort(stable=True)
-        self._parts = iter(order_P[: sum(sizes)].split(sizes))
-
-    def pairs(self) -> Tensor:
-        """Return the next part's pairs."""
-        return next(self._parts)
-
-    def passing(self, places: Mapping[int, int]) -> Passing:
-        """Return the next part, of experts whose pages have these addresses; others get the first one's."""
-        table = [next(iter(places.values()))] * self._experts
+            rows[0][expert] = turn
         for expert, place in places.items():
-            table[expert] = place
-        addresses = accelerator.sent(torch.tensor(table, dtype=torch.int64, device="cpu"), self._device)
-        return Passing(list(places), self.pairs(), addresses)
+            rows[1][expert] = place
+        for row, experts in zip(rows[2:], noted, strict=True):
+            for expert in experts:
+                row[expert] = 1
+        told = accelerator.sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
+        self._addresses, self.noted = told[1, :count], told[2:, :count]
+        sizes = [sum(heard.pairs[expert] for expert in part) for part in parts]
+        pairs_P = told[0].to(torch.int32)[heard.ids].argsort(stable=True)[: sum(sizes)]
+        ids_P1 = heard.ids[pairs_P].unsqueeze(1)
+        self._parts = zip(pairs_P.split(sizes), (pairs_P // k).split(sizes), ids_P1.split(sizes), strict=True)
+
+    def part(self, experts: Sequence[int]) -> Passing:
+        """Return the next part; experts that are leased get other addresses."""
+        return Passing(experts, *next(self._parts), self._addresses)
 
 
 def _ranks(ids_Tk: Tensor, count: int) -> Tensor:

@@ -65,14 +65,15 @@ class KernelsProduct:
         if is_device(x):  # kernels are chosen by the number of tokens: the same ones as where the device decides
             self.add_rows(ids_Tk.masked_fill(local_Tk == len(leased.experts), -1), leased.pages())
             return
-        self._add_pairs(pairs_of(local_Tk, len(leased.experts)), leased.pages())
+        pairs_P = pairs_of(local_Tk, len(leased.experts))
+        self._add_pairs(pairs_P, pairs_P // ids_Tk.shape[1], ids_Tk.reshape(-1, 1)[pairs_P], leased.pages())
 
-    def _add_pairs(self, pairs_P: Tensor, pages: ExpertPages) -> None:
+    def _add_pairs(self, pairs_P: Tensor, tokens_P: Tensor, ids_P1: Tensor, pages: ExpertPages) -> None:
         """Keep the rows of pairs; all others are zero at first."""
-        x, ids_Tk = self.routed.x, self.routed.ids
         if self.rows is None:
             self.rows = self._no_rows()
-        self.rows[pairs_P] = self._rows(x[pairs_P // ids_Tk.shape[1]], ids_Tk.reshape(-1, 1)[pairs_P], None, pages)
+        rows = self._rows(self.routed.x.index_select(0, tokens_P), ids_P1, None, pages)
+        self.rows.index_copy_(0, pairs_P, rows)
 
     def _no_rows(self) -> Tensor:
         return self.routed.x.new_zeros(self.routed.ids.numel(), self.handle.spec.columns)
@@ -86,7 +87,7 @@ class KernelsProduct:
 
     def add_passing(self, part: Passing, pages: ExpertPages) -> None:
         """Add a chunk: the rows of its pairs, by the kernels of the whole pass."""
-        self._add_pairs(part.pairs, pages)
+        self._add_pairs(part.pairs, part.tokens, part.ids, pages)
 
     def add_host(self, work: HostRows) -> None:
         """Wait for the rows that the CPU computes, and add them."""

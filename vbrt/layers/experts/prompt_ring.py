@@ -1,38 +1,44 @@
 """Ring of slots that a prompt's experts pass through, beside those of the device cache.
 
-    parts, passage = ring.schedule(layer, [3, 5, 8, 9], following)
-    for experts, addresses in zip(parts, passage):  # the next part is copied meanwhile
-        compute(experts, addresses)
+    passage = ring.schedule(layer, [3, 5, 8, 9], following)
+    for number, experts in enumerate(passage.parts):
+        with passage.read(number):  # the next parts are copied meanwhile
+            compute(experts, passage.places)
 
-A copy engine brings one half's pages while kernels read the other's: copies wait for the readers of their half, and
-kernels for their copies. The last copies of a layer are the first pages that the next layer will need, so the link does
-not rest while attention is computed.
+A copy engine brings the pages of one segment while kernels read another's: copies wait for the readers of their
+segment, and kernels for their copies. The last copies of a layer are the first pages that the next layer will need, so
+the link does not rest while attention is computed.
 
 Slots belong to the ring alone, so nothing that decoding keeps is evicted by a prompt, and a prompt that is broken off
 leaves nothing behind.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vbrt.host import accelerator
+from vbrt.tiers.storage.device_copy import copy_pages
 
-__all__ = ["PromptRing", "chunks", "ring_pages"]
+__all__ = ["Passage", "PromptRing", "chunks", "ring_room"]
 
 #: bytes of a part that keep the link busy for longer than the host takes to launch a part's kernels
 _PART_BYTES = 96 << 20
-_PARTS = 4  # of a layer, at least: the first one's copy is waited for
-_SHARE = 8  # at most this part of the cache's room
+_PARTS = 6  # of a layer, at least: the first one's copy is waited for
+_SEGMENTS = 3  # at most: what is ahead keeps the link busy while attention is computed
+_SHARE = 4  # at most this part of the cache's room
 
 
-def ring_pages(experts: int, page_bytes: int, room_bytes: int) -> int:
-    """Return the pages of each half of a ring for layers of so many experts; 0: the room is too small for one."""
-    wanted = min(-(-experts // _PARTS), -(-_PART_BYTES // page_bytes))
-    return min(wanted, room_bytes // (2 * _SHARE * page_bytes))
+def ring_room(experts: int, page_bytes: int, room_bytes: int) -> tuple[int, int]:
+    """Return segments of a ring for layers of so many experts, and pages of each; (0, 0): the room is too small."""
+    most = room_bytes // (_SHARE * page_bytes)
+    pages = min(-(-experts // _PARTS), -(-_PART_BYTES // page_bytes), most // 2)
+    return (min(_SEGMENTS, most // pages), pages) if pages else (0, 0)
 
 
 def chunks(experts: Sequence[int], most: int) -> list[Sequence[int]]:
@@ -40,53 +46,64 @@ def chunks(experts: Sequence[int], most: int) -> list[Sequence[int]]:
     return [experts[at : at + most] for at in range(0, len(experts), most)]
 
 
-class _Half:
+class _Segment:
     """Slots of a part.
 
     Attributes:
-        slots: uint8 [bytes of a page] each; addresses: of the slots.
+        memory: uint8 [slots, bytes of a page]; addresses: of the slots.
         arrived: event of the last copy; read: of the last kernels that read them.
     """
 
     def __init__(self, memory: Tensor) -> None:
-        self.slots = list(memory)
-        self.addresses = [slot.data_ptr() for slot in self.slots]
+        self.memory = memory
+        self.addresses = [memory.data_ptr() + at * memory.shape[1] for at in range(len(memory))]
         self.arrived: torch.Event | None = None
         self.read: torch.Event | None = None
 
 
 class _Load(NamedTuple):
-    """Experts of a layer whose pages a half has, or gets."""
+    """Experts of a layer whose pages a segment has, or gets."""
 
     layer: int
     experts: Sequence[int]
-    half: _Half
+    segment: _Segment
+
+
+class Passage(NamedTuple):
+    """Experts of a layer on their way through a ring.
+
+    Attributes:
+        parts: experts of each part.
+        ahead: number of parts that were brought ahead.
+        places: address of each expert's page.
+        read: makes a context, of a part's number, in which kernels may be launched that read its pages. Parts are read
+            in order; then its segment brings another one.
+    """
+
+    parts: Sequence[Sequence[int]]
+    ahead: int
+    places: Mapping[int, int]
+    read: Callable[[int], AbstractContextManager[None]]
 
 
 class PromptRing:
-    """Ring of two halves.
+    """Ring of segments.
 
     Args:
-        memory: uint8 [slots, bytes of a page], on the computing device; an even number of slots.
+        memory: uint8 [segments, slots, bytes of a page], on the computing device; at least two segments.
         source: returns the page of a layer's expert in page-locked host memory, uint8 [bytes].
     """
 
     def __init__(self, memory: Tensor, source: Callable[[int, int], Tensor]) -> None:
-        self._halves = [_Half(part) for part in memory.chunk(2)]
+        self._segments = [_Segment(slots) for slots in memory]
         self._source, self._device = source, memory.device
         self._stream = accelerator.Stream(memory.device) if accelerator.has_streams(memory.device) else None
         self._ahead: list[_Load] = []  # first parts of a layer to come
 
-    @property
-    def pages(self) -> int:
-        """Pages of a half."""
-        return len(self._halves[0].slots)
-
     def schedule(
         self, layer: int, experts: Sequence[int], following: Sequence[int] = (), most: int = 1 << 20
-    ) -> tuple[list[Sequence[int]], Iterator[dict[int, int]]]:
-        """Begin to bring experts of a layer; return those of each part, in turn, and the addresses of each part's
-        pages, by expert. Kernels that are launched until the next part is asked for may read a part's pages.
+    ) -> Passage:
+        """Begin to bring experts of a layer.
 
         Args:
             layer: its number.
@@ -94,53 +111,47 @@ class PromptRing:
             following: experts that the next layer will need first; empty: nothing is copied ahead.
             most: experts in a part, at most.
         """
-        most = min(most, self.pages)
+        segments, wanted = self._segments, set(experts)
+        most = min(most, len(segments[0].addresses))
         ahead, self._ahead = self._ahead, []
-        wanted = set(experts)
-        ready = deque(load for load in ahead if load.layer == layer and wanted.intersection(load.experts))
+        ready = [load for load in ahead if load.layer == layer and wanted.intersection(load.experts)]
         there = {expert for load in ready for expert in load.experts}
-        rest = chunks([expert for expert in experts if expert not in there], most)
-        parts = [[e for e in load.experts if e in wanted] for load in ready] + rest
-        more = chunks(following[: len(self._halves) * most], most)
-        todo = deque([*((layer, part) for part in rest), *((layer + 1, part) for part in more)])
-        self._fill(ready, todo)
-        return parts, self._each(len(parts), ready, todo)
+        own = [(layer, part) for part in chunks([expert for expert in experts if expert not in there], most)]
+        more = [(layer + 1, part) for part in chunks(following[: len(segments) * most], most)]
+        taken = [load.segment for load in ready]
+        turns = taken + [segment for segment in segments if segment not in taken]
+        loads = [*ready, *(_Load(*of, turns[at % len(turns)]) for at, of in enumerate(own + more, len(ready)))]
+        self._begin(loads[len(ready) : len(segments)])
+        now = loads[: len(ready) + len(own)]
+        places = {e: at for load in now for e, at in zip(load.experts, load.segment.addresses, strict=False)}
+        parts = [[expert for expert in load.experts if expert in wanted] for load in now]
+        if not now:
+            self._ahead = loads
+        return Passage(parts, len(ready), places, functools.partial(self._read, loads, len(now)))
 
-    def _each(
-        self, parts: int, ready: deque[_Load], todo: deque[tuple[int, Sequence[int]]]
-    ) -> Iterator[dict[int, int]]:
-        for _ in range(parts):
-            self._fill(ready, todo)
-            load = ready.popleft()
+    @contextlib.contextmanager
+    def _read(self, loads: Sequence[_Load], parts: int, at: int) -> Iterator[None]:
+        segment, later = loads[at].segment, at + len(self._segments)
+        if self._stream is not None:
+            accelerator.current_stream(self._device).wait_event(segment.arrived)
+        try:
+            yield
+        finally:
             if self._stream is not None:
-                accelerator.current_stream(self._device).wait_event(load.half.arrived)
-            try:
-                yield dict(zip(load.experts, load.half.addresses, strict=False))
-            finally:
-                if self._stream is not None:
-                    load.half.read = accelerator.current_stream(self._device).record_event()
-        self._fill(ready, todo)
-        self._ahead = list(ready)
+                segment.read = accelerator.current_stream(self._device).record_event()
+        self._begin(loads[later : later + 1])
+        if at + 1 == parts:
+            self._ahead = list(loads[parts:])
 
-    def _fill(self, ready: deque[_Load], todo: deque[tuple[int, Sequence[int]]]) -> None:
-        """Begin copies to the halves that no part to come has."""
-        while todo and len(ready) < len(self._halves):
-            taken = [load.half for load in ready]
-            load = _Load(*todo.popleft(), next(half for half in self._halves if half not in taken))
-            self._copy(load)
-            ready.append(load)
-
-    def _copy(self, load: _Load) -> None:
-        half, pages = load.half, [self._source(load.layer, expert) for expert in load.experts]
-        slots = [slot[: page.numel()] for slot, page in zip(half.slots, pages, strict=False)]
-        if self._stream is None:
-            torch._foreach_copy_(slots, pages)
-            return
-        if half.read is not None:
-            self._stream.wait_event(half.read)
-        with accelerator.stream(self._stream):
-            torch._foreach_copy_(slots, pages, non_blocking=True)
-        half.arrived = self._stream.record_event()
+    def _begin(self, loads: Iterable[_Load]) -> None:
+        """Begin copies, each after the kernels that read what its segment had."""
+        for load in loads:
+            segment, pages = load.segment, [self._source(load.layer, expert) for expert in load.experts]
+            if self._stream is not None and segment.read is not None:
+                self._stream.wait_event(segment.read)
+            copy_pages(segment.memory, pages, self._stream)
+            if self._stream is not None:
+                segment.arrived = self._stream.record_event()
 
     def close(self) -> None:
         """Have the current stream wait for all copies."""

@@ -11,7 +11,7 @@ can be captured in a CUDA graph: the tables are static.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from vbrt.formats.page import PAGE_ALIGN
-from vbrt.host import accelerator
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
@@ -199,14 +198,15 @@ class ResidentTables:
         places = {e: start + slot * pool.page_bytes for e, slot in enumerate(slots) if slot >= 0}
         return Heard(ids_P, pairs, places, pool.slots - used, [e for e, slot in enumerate(following) if slot < 0])
 
-    def note_passing(self, layer: int, hits: Iterable[int], misses: Iterable[int]) -> None:
-        """Count the experts of a pass that changes no residency: a scan."""
+    def note_passing(self, layer: int, seen: Tensor) -> None:
+        """Count the experts of a pass that changes no residency: a scan.
+
+        Args:
+            seen: int64 [2, E] on the device, 1 for hits and for misses.
+        """
         count, first = self.layers[layer].count, self._first_page[layer]
-        seen = torch.zeros(2, count, dtype=torch.int64, device="cpu")
-        for row, experts in zip(seen, (hits, misses), strict=True):
-            row[list(experts)] = 1
-        self._pages[_HITS : _HITS + 2, first : first + count] += accelerator.sent(seen, self._pages.device)
-        self._routed[layer][0] = 0  # see resolve_triton
+        self._pages[_HITS : _HITS + 2, first : first + count] += seen
+        self._routed[layer][:1].zero_()  # see resolve_triton
 
     def fetch(self, layer: int) -> None:
         """Fetch the missing pages of the lease just decided."""
