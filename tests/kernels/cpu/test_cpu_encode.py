@@ -41,7 +41,7 @@ def check_bits(name, w):
     expected = fmt.encode(w)
     fitted = {"levels": expected["levels"]} if "levels" in expected else {}
     if name in LEVELS:
-        codes, scales = encode.encoded_levels(fmt, w, **fitted, squares=None)
+        codes, scales = encode.encoded_levels(fmt, w, fmt.tables(expected)[0], squares=None)
         return same({"codes": codes, "scales": scales, **fitted}, expected)
     same(encode.encoded(fmt, w, fmt._range(w), **fitted), expected)
     if w.dtype in WIDTH and name in BLOCKS:

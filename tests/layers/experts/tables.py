@@ -27,7 +27,8 @@ def _resolve(
     programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, SCAN: bool, HOSTS: bool, **others: Any
 ) -> None:
     ids, pages, slots, clock, sources, addresses, fetch, arena, _, shares, _, kept = tensors
-    _, experts, first_page, _, first_slot, room, _, page_bytes, _, _ = numbers
+    _, experts, first_page, _, first_slot, _, _, page_bytes, _, _ = numbers
+    room = int(clock[5])
     named = sorted({e for e in ids.flatten().tolist() if 0 <= e < experts})
     missing, place = [], pages[0]
     if HOSTS:  # the first ones

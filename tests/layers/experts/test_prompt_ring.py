@@ -38,7 +38,7 @@ def passed(ring, memory, layer, experts, following=()):
 
 def made(segments=2):
     memory, asked = torch.zeros(segments, 2, PAGE + 8, dtype=torch.uint8), Asked()
-    return PromptRing(memory, asked), memory, asked.order
+    return PromptRing([list(slots) for slots in memory], asked), memory, asked.order
 
 
 def test_parts_alternate_and_each_page_comes_once():

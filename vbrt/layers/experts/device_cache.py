@@ -18,6 +18,7 @@ copied: the next lease empties the cache first.
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -120,7 +121,7 @@ class DeviceCache:
         self.layers = tuple(layers)
         self._lock = threading.RLock()
         self._stream: torch.Stream | None = None
-        self.recorded = self._deciding = self._leased = False
+        self.recorded = self._deciding = self._leased = self._lending = False
         self._page_bytes = {name: _page_bytes(stack, name, keys) for name, keys in self.keys.items()}
         self._arena: Arena | None = None
         self._reserve(capacity_bytes)
@@ -134,20 +135,16 @@ class DeviceCache:
     @torch.inference_mode(False)  # tables of a pass in inference mode are written by passes outside of it
     def _reserve(self, capacity_bytes: int) -> None:
         """Make the arena and its tables."""
-        largest = max(self._page_bytes.values())
-        holds_all = sum(len(keys) * self._page_bytes[name] for name, keys in self.keys.items()) <= capacity_bytes
-        most = max(map(len, self.keys.values()))
-        segments, slots = (0, 0) if holds_all else ring_room(most, largest, capacity_bytes)
-        ringed = segments * slots
-        layers, pools = self._rooms(capacity_bytes - ringed * largest)
+        layers, pools = self._rooms(capacity_bytes)
         nbytes = sum(pool.slots * pool.page_bytes for pool in pools)
         sources = [key for keys in self.keys.values() for key in keys]
-        arena = Arena(self._stack, f"{sources[0]}#cache", sources, nbytes + ringed * largest)
-        tables = ResidentTables(layers, pools, arena.memory[:nbytes], arena.addresses, one=ONE)
+        arena = Arena(self._stack, f"{sources[0]}#cache", sources, nbytes)
+        tables = ResidentTables(layers, pools, arena.memory, arena.addresses, one=ONE)
         if accelerator.is_device(arena.memory):
             self._stream = accelerator.current_stream(arena.memory.device)
         self._arena, self._tables, self.capacity_bytes = arena, tables, nbytes
-        self._ring = PromptRing(arena.memory[nbytes:].view(segments, slots, largest), self._source) if ringed else None
+        self._needed = [1] * len(pools)
+        self._forget_ring()
 
     def _source(self, layer: int, expert: int) -> Tensor:
         """Return an expert's page in host memory, which does not move while the cache lives."""
@@ -170,6 +167,47 @@ class DeviceCache:
         pools = [_pool(name, share, self._page_bytes[name], most[name], layers) for name, share in shares.items()]
         return [Experts(count, i if by_layer else 0) for i, count in enumerate(experts.values())], pools
 
+    # -- slots that pools lend to prompts -----------------------------------------------------------------------------
+
+    def _forget_ring(self) -> None:
+        """Forget which slots pools lend: graphs that were recorded since may need some of them."""
+        self._ring: PromptRing | None = None
+        self._lends: list[int] | None = None
+
+    def _lent(self) -> list[int]:
+        """Return how many slots each pool lends to a prompt's ring, none that a recorded graph may need."""
+        if self._lends is None:
+            tables, largest = self._tables, max(self._page_bytes.values())
+            pools, sharing = tables.pools, Counter(layer.pool for layer in tables.layers)
+            own = [pool.slots if pool.page_bytes == largest else 0 for pool in pools]  # they take any page
+            missing = max(layer.count - pools[layer.pool].slots // sharing[layer.pool] for layer in tables.layers)
+            segments, pages = ring_room(max(0, missing), largest, sum(own) * largest)
+            self._lends, left = [], segments * pages
+            for number, slots in enumerate(own):
+                part = -(-left * slots // max(1, sum(own[number:])))
+                self._lends.append(max(0, min(part, slots // 2, slots - self._needed[number])))
+                left -= self._lends[-1]
+            self._segments = min(segments, sum(self._lends))
+        return self._lends
+
+    def _settle(self, *, lend: bool) -> None:
+        """Lend slots, whose pages are gone then, or take them back after the copies to them. After an interrupt the
+        cache is empty."""
+        if not self._deciding and lend == self._lending:
+            return
+        tables = self._tables
+        lent = self._lent() if lend else [0] * len(tables.pools)
+        if self._deciding:
+            tables.forget()
+        self._deciding = True
+        if self._lending and not lend:
+            self._ring.stop()
+        tables.limit([pool.slots - part for pool, part in zip(tables.pools, lent, strict=True)])
+        self._lending, self._deciding = lend, False
+        if lend and self._ring is None:
+            slots = [slot for n, part in enumerate(lent) for slot in tables.memory(n)[tables.pools[n].slots - part :]]
+            self._ring = PromptRing(chunks(slots, len(slots) // self._segments)[: self._segments], self._source)
+
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def slots(self, layer: int) -> int:
@@ -179,7 +217,7 @@ class DeviceCache:
 
     def memory(self, layer: int) -> Tensor:
         """Return the slots of the layer's pool, uint8 [slots, bytes of a page]; leases map experts to them."""
-        return self._tables.memory(layer)
+        return self._tables.memory(self._tables.layers[layer].pool)
 
     def fits(self, layer: int, ids_Tk: Tensor) -> bool:
         """True if one lease serves any ids of this count; otherwise `scan` them."""
@@ -225,13 +263,14 @@ class DeviceCache:
 
     @property
     def has_ring(self) -> bool:
-        """True if prompts may pass through slots of their own: `pass_through`."""
-        return self._ring is not None
+        """True if prompts may pass through slots that are lent to them: `pass_through`."""
+        return self._lending or (sum(self._lent()) > 1 and self._segments > 1)
 
     def pass_through(self, layer: int, ids_Tk: Tensor, compute: Callable[[Passing], None], most: int) -> None:
         """Call `compute` with each part of a layer: experts that are resident, those with the most pairs if slots are
-        free, and the others through the ring. What is resident stays. The host hears the counts of pairs: this waits
-        for the device, while the first pages are copied.
+        free, and the others through the ring: slots that are lent to the prompt until its last layer, and are empty
+        then. What other slots have stays. The host hears the counts of pairs: this waits for the device, while the
+        first pages are copied.
 
         Args:
             most: experts in a part, at most.
@@ -239,15 +278,13 @@ class DeviceCache:
         Raises:
             TierError: the cache has no ring, the stack or the cache was closed.
         """
-        if self._ring is None:
+        if not self.has_ring:
             raise TierError(f"{self.layers[layer]}: its cache has no room for a ring; scan the ids")
         with self._entered(layer):
             self._check_open(layer)
             if accelerator.is_device(ids_Tk):
                 self._follow_stream(ids_Tk.device)
-            if self._deciding:
-                self._tables.forget()
-                self._deciding = False
+            self._settle(lend=True)
             heard = self._tables.hear(layer, ids_Tk)
             touched = [expert for expert, pairs in enumerate(heard.pairs) if pairs]
             resident = [expert for expert in touched if expert in heard.resident]
@@ -269,10 +306,12 @@ class DeviceCache:
             for part in stays:
                 passing = order.part(part)
                 alone_P = torch.full_like(heard.ids, -1).index_copy_(0, passing.pairs, passing.ids.squeeze(1))
-                compute(passing._replace(addresses=self._lease(layer, alone_P, scan=True)))
+                compute(passing._replace(addresses=self._fetch(layer, alone_P, scan=True)))
             for number, part in enumerate(last, len(first)):
                 with passage.read(number):
                     compute(order.part(part))
+            if layer == len(self.layers) - 1:
+                self._settle(lend=False)
 
     def scan(self, layer: int, ids_Tk: Tensor) -> list[Part]:
         """Split a pass that uses more experts than there are slots into parts, by expert, without a device sync.
@@ -326,17 +365,36 @@ class DeviceCache:
         self, layer: int, ids_Tk: Tensor, *, scan: bool, shares: Shares | None = None, post: Callable[[], None] = int
     ) -> Tensor:
         self._check_open(layer)
-        tables = self._tables
         if accelerator.is_device(ids_Tk):
             self._follow_stream(ids_Tk.device)
-        if self._deciding:
-            tables.forget()
+        if accelerator.is_device(ids_Tk) and accelerator.is_current_stream_capturing():
+            self._note_needed(layer, ids_Tk, scan=scan)
+        else:
+            self._settle(lend=False)
+        return self._fetch(layer, ids_Tk, scan=scan, shares=shares, post=post)
+
+    def _fetch(
+        self, layer: int, ids_Tk: Tensor, *, scan: bool, shares: Shares | None = None, post: Callable[[], None] = int
+    ) -> Tensor:
         self._deciding = True
-        addresses = tables.decide(layer, ids_Tk, scan=scan, shares=shares)
+        addresses = self._tables.decide(layer, ids_Tk, scan=scan, shares=shares)
         post()
-        tables.fetch(layer)
+        self._tables.fetch(layer)
         self._deciding = False
         return addresses
+
+    def _note_needed(self, layer: int, ids_Tk: Tensor, *, scan: bool) -> None:
+        """Lend no slots, from the next prompt on, that a graph which captures this lease may need."""
+        experts = self._tables.layers[layer]
+        needed = self._scanned(layer) if scan else min(ids_Tk.numel(), experts.count)
+        if self._lending:
+            raise TierError(
+                f"{self.layers[layer]}: a prompt did not reach the last layer, and has slots of its cache; run a pass "
+                "before recording a CUDA graph"
+            )
+        if needed > self._needed[experts.pool]:
+            self._needed[experts.pool] = needed
+            self._forget_ring()
 
     def _follow_stream(self, device: torch.device) -> None:
         """Make this stream wait for that of the previous lease; not in captures: graphs run later, elsewhere."""
@@ -392,7 +450,7 @@ class DeviceCache:
             arena = self._arena
             if arena is not None:
                 if self._ring is not None:
-                    self._ring.close()
+                    self._ring.stop()
                 arena.close()
                 self._arena = None
 

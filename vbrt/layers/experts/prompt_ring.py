@@ -1,4 +1,4 @@
-"""Ring of slots that a prompt's experts pass through, beside those of the device cache.
+"""Ring of slots that a prompt's experts pass through.
 
     passage = ring.schedule(layer, [3, 5, 8, 9], following)
     for number, experts in enumerate(passage.parts):
@@ -9,8 +9,7 @@ A copy engine brings the pages of one segment while kernels read another's: copi
 segment, and kernels for their copies. The last copies of a layer are the first pages that the next layer will need, so
 the link does not rest while attention is computed.
 
-Slots belong to the ring alone, so nothing that decoding keeps is evicted by a prompt, and a prompt that is broken off
-leaves nothing behind.
+A prompt that is broken off leaves nothing behind; copies that are ahead may still run: `stop`.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ __all__ = ["Passage", "PromptRing", "chunks", "ring_room"]
 _PART_BYTES = 96 << 20
 _PARTS = 6  # of a layer, at least: the first one's copy is waited for
 _SEGMENTS = 3  # at most: what is ahead keeps the link busy while attention is computed
-_SHARE = 4  # at most this part of the cache's room
+_SHARE = 4  # at most this part of the cache's room, whose pages are gone when a prompt has passed
 
 
 def ring_room(experts: int, page_bytes: int, room_bytes: int) -> tuple[int, int]:
@@ -50,13 +49,12 @@ class _Segment:
     """Slots of a part.
 
     Attributes:
-        memory: uint8 [slots, bytes of a page]; addresses: of the slots.
+        slots: uint8 [bytes of a page] each; addresses: of the slots.
         arrived: event of the last copy; read: of the last kernels that read them.
     """
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.addresses = [memory.data_ptr() + at * memory.shape[1] for at in range(len(memory))]
+    def __init__(self, slots: Sequence[Tensor]) -> None:
+        self.slots, self.addresses = slots, [slot.data_ptr() for slot in slots]
         self.arrived: torch.Event | None = None
         self.read: torch.Event | None = None
 
@@ -90,14 +88,14 @@ class PromptRing:
     """Ring of segments.
 
     Args:
-        memory: uint8 [segments, slots, bytes of a page], on the computing device; at least two segments.
+        segments: slots of each, on the computing device, uint8 [bytes of a page] each; at least two segments.
         source: returns the page of a layer's expert in page-locked host memory, uint8 [bytes].
     """
 
-    def __init__(self, memory: Tensor, source: Callable[[int, int], Tensor]) -> None:
-        self._segments = [_Segment(slots) for slots in memory]
-        self._source, self._device = source, memory.device
-        self._stream = accelerator.Stream(memory.device) if accelerator.has_streams(memory.device) else None
+    def __init__(self, segments: Sequence[Sequence[Tensor]], source: Callable[[int, int], Tensor]) -> None:
+        self._segments, self._source = [_Segment(slots) for slots in segments], source
+        self._device = device = segments[0][0].device
+        self._stream = accelerator.Stream(device) if accelerator.has_streams(device) else None
         self._ahead: list[_Load] = []  # first parts of a layer to come
 
     def schedule(
@@ -149,11 +147,12 @@ class PromptRing:
             segment, pages = load.segment, [self._source(load.layer, expert) for expert in load.experts]
             if self._stream is not None and segment.read is not None:
                 self._stream.wait_event(segment.read)
-            copy_pages(segment.memory, pages, self._stream)
+            copy_pages(segment.slots, pages, self._stream)
             if self._stream is not None:
                 segment.arrived = self._stream.record_event()
 
-    def close(self) -> None:
-        """Have the current stream wait for all copies."""
+    def stop(self) -> None:
+        """Have the current stream wait for all copies; what is ahead is forgotten."""
+        self._ahead = []
         if self._stream is not None:
             accelerator.current_stream(self._device).wait_stream(self._stream)

@@ -46,24 +46,19 @@ def copying(
     )
 
 
-def copy_pages(slots: torch.Tensor, pages: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:
-    """Queue copies of pages in pinned host memory to the first of `slots`, uint8 [slots, bytes], on a stream; torch's
-    own calls take the host four times as long. On a device without streams (None) they are done at the return."""
+def copy_pages(slots: Sequence[torch.Tensor], pages: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:
+    """Queue copies of pages in pinned host memory to the first of `slots`, uint8 [bytes] each, on a stream; torch's own
+    calls take the host four times as long. On a device without streams (None) they are done at the return."""
     runtime = cuda_runtime() if stream is not None and accelerator.TYPE == accelerator.CUDA else None
     if runtime is None:
         with contextlib.nullcontext() if stream is None else accelerator.stream(stream):
             for slot, page in zip(slots, pages, strict=False):
                 slot[: page.numel()].copy_(page, non_blocking=stream is not None)
         return
-    copy, queue, first, stride = (
-        runtime.cudaMemcpyAsync,
-        ctypes.c_void_p(stream.cuda_stream),
-        slots.data_ptr(),
-        slots.shape[1],
-    )
-    for at, page in enumerate(pages):
+    copy, queue = runtime.cudaMemcpyAsync, ctypes.c_void_p(stream.cuda_stream)
+    for slot, page in zip(slots, pages, strict=False):
         size, source = ctypes.c_size_t(page.numel()), ctypes.c_void_p(page.data_ptr())
-        checked(copy(ctypes.c_void_p(first + at * stride), source, size, _HOST_TO_DEVICE, queue))
+        checked(copy(ctypes.c_void_p(slot.data_ptr()), source, size, _HOST_TO_DEVICE, queue))
 
 
 class Signal:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vbrt.formats.page import PAGE_ALIGN
+from vbrt.host import accelerator
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
@@ -27,7 +28,7 @@ __all__ = ["NEEDS", "Experts", "Heard", "PoolRoom", "ResidentTables", "Shares", 
 
 NEEDS = devices.TRITON
 _PAGE_ROWS, _HITS = 7, 4  # see resolve_triton
-_CLOCKS = (0, 0, 0, -1, 1, 0, 0, 0)  # whole rows of 64 bytes
+_CLOCKS, _USED, _LIMIT = (0, 0, 0, -1, 1, 0, 0, 0), 2, 5  # whole rows of 64 bytes
 _ROUTED = 8
 _IDS = 1024  # routed ids processed together
 _LANES = 256  # table entries per warp of the deciding program
@@ -77,7 +78,7 @@ class Heard(NamedTuple):
         ids: int64 [P], the expert of each pair; E for one of none.
         pairs: of each expert.
         resident: address of each resident expert's page.
-        free: slots of the pool without a page.
+        free: slots without a page that the pool may use.
         next_missing: experts of the next layer that are not resident, ascending; empty after the last layer.
     """
 
@@ -117,6 +118,11 @@ class ResidentTables:
         self._addresses = [table(layer.count).fill_(at) for layer, at in zip(layers, places, strict=True)]
         most = max(_power_of_two(layer.count) for layer in layers)
         self._fetch, self._marks = table(1 + 2 * most), table(most)
+        numbers = functools.partial(torch.tensor, dtype=torch.int64, device=arena.device)
+        self._pools_of_pages = numbers([layer.pool for layer in self.layers for _ in range(layer.count)])
+        self._pools_of_slots = numbers([number for number, pool in enumerate(self.pools) for _ in range(pool.slots)])
+        self._places = numbers([slot for pool in self.pools for slot in range(pool.slots)])
+        self._limits = [pool.slots for pool in self.pools]
         self.forget()
 
     def forget(self) -> None:
@@ -124,8 +130,26 @@ class ResidentTables:
         self._pages[0].fill_(-1)
         self._slots[0].fill_(-1)
         self._slots[1].zero_()
-        for column, start in enumerate(_CLOCKS[2:], 2):
+        for column, start in enumerate(_CLOCKS[_USED:], _USED):
             self._all_clocks[:, column] = start
+        self._all_clocks[:, _LIMIT] = torch.tensor(self._limits, device=self._pages.device)
+
+    def limit(self, slots: Sequence[int]) -> None:
+        """Let each pool use its first slots only; pages in others are not resident any more. Leases of captured graphs
+        follow."""
+        before, self._limits = self._limits, list(slots)
+        if before == self._limits:
+            return
+        limits = accelerator.sent(torch.tensor(self._limits, dtype=torch.int64, device="cpu"), self._pages.device)
+        self._all_clocks[:, _LIMIT].copy_(limits)
+        if all(now >= then for now, then in zip(self._limits, before, strict=True)):
+            return
+        used = self._all_clocks[:, _USED]
+        used.copy_(torch.minimum(used, limits))
+        self._pages[0].masked_fill_(self._pages[0] >= limits[self._pools_of_pages], -1)
+        beyond = self._places >= limits[self._pools_of_slots]
+        self._slots[0].masked_fill_(beyond, -1)
+        self._slots[1].masked_fill_(beyond, 0)
 
     def fits(self, layer: int, ids: Tensor) -> bool:
         """True if the pool has a slot for each expert that this many ids may name."""
@@ -192,11 +216,13 @@ class ResidentTables:
         ids_P = ids_P.masked_fill((ids_P < 0) | (ids_P >= count), count)
         pairs = ids_P.new_zeros(count + 1).scatter_add_(0, ids_P, torch.ones_like(ids_P))
         slots = self._pages[0, first : self._first_page[after]]
-        used, *heard = torch.cat((self._clocks[number][2:3], pairs[:count], slots)).tolist()
+        used, *heard = torch.cat((self._clocks[number][_USED : _USED + 1], pairs[:count], slots)).tolist()
         pairs, slots, following = heard[:count], heard[count : 2 * count], heard[2 * count :]
         pool, start = self.pools[number], self._arenas[number].data_ptr()
         places = {e: start + slot * pool.page_bytes for e, slot in enumerate(slots) if slot >= 0}
-        return Heard(ids_P, pairs, places, pool.slots - used, [e for e, slot in enumerate(following) if slot < 0])
+        return Heard(
+            ids_P, pairs, places, self._limits[number] - used, [e for e, slot in enumerate(following) if slot < 0]
+        )
 
     def note_passing(self, layer: int, seen: Tensor) -> None:
         """Count the experts of a pass that changes no residency: a scan.
@@ -216,9 +242,8 @@ class ResidentTables:
         constants = {"EXPERTS": _power_of_two(experts.count), "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
         _launch("fetch")(_PROGRAMS, (self._fetch, arena), (units,), warps=_WARPS, **constants)
 
-    def memory(self, layer: int) -> Tensor:
-        """Return the slots of the layer's pool, uint8 [slots, page bytes]."""
-        number = self.layers[layer].pool
+    def memory(self, number: int) -> Tensor:
+        """Return the slots of a pool, uint8 [slots, page bytes]."""
         pool = self.pools[number]
         words = self._arenas[number][: pool.slots * pool.page_bytes // 8]
         return words.view(torch.uint8).view(pool.slots, pool.page_bytes)

@@ -6,7 +6,8 @@ runs it too. The tables are int64:
     pages [7, pages]    per page: its slot or -1; score; time of its last lease; the last lease that routed to it,
                         scans included; hits; misses; misses that the host computed
     slots [2, slots]    per slot: its page or -1; its position in the window's queue, 0 in the main part
-    clocks [8]          per pool: time; leases, scans included; slots in use; positions of the queue's two ends
+    clocks [8]          per pool: time; leases, scans included; slots in use; positions of the queue's two ends; slots
+                        that may be used: the first ones
     routed [8]          per layer: its last lease, or 0 after a scan; leases except scans; ids they named; experts that
                         they touched; of those, the ones touched right after another lease; and by that one, too;
                         leases whose misses the host could all compute
@@ -190,15 +191,16 @@ def resolve_kernel(
         value = _value(tl.load(page_ptr + pages + label, mask=label >= 0, other=0), since, now, epoch)
         key = value * _AGES - tl.minimum(now - since, _AGES - 1)
         used, oldest, newest = tl.load(clock_ptr + 2), tl.load(clock_ptr + 3), tl.load(clock_ptr + 4)
+        limit = tl.load(clock_ptr + 5)
         waiting = tl.sum((queue != 0).to(tl.int64))
         expert = _least(e, missing)
         for i in range(missing_count):
-            if used < slots:
+            if used < limit:
                 slot = used
                 used += 1
             else:
                 # W, the oldest of the window, and M, the minimum of the main part
-                evictable = (s < slots) & (busy == 0)
+                evictable = (s < limit) & (busy == 0)
                 w_place = _least(queue, evictable & (queue != 0))
                 w_key = _least(key, queue == w_place)
                 in_main = evictable & (queue == 0)
@@ -206,7 +208,7 @@ def resolve_kernel(
                 m_page = _least(label, in_main & (key == m_key))
                 from_main = (m_key < w_key) & (m_key != _NONE)
                 chosen = tl.where(from_main, label == m_page, queue == w_place)
-                slot = _least(s, chosen & (s < slots))
+                slot = _least(s, chosen & (s < limit))
                 waiting -= tl.where(from_main, 0, 1)
                 tl.store(page_ptr + _least(label, s == slot), -1)
             here = s == slot
