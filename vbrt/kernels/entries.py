@@ -85,7 +85,7 @@ KERNELS = (
     _tiled("encode_many", run=e2m1_encode.encode_many),
     _reference("decode_weight", run=reference.decode_weight),
     _reference("linear", run=reference.linear),
-    _built("decode_weight", run=cpu_linear.decode_weight, turned=cpu_linear.decode_turned),
+    _built("decode_weight", run=cpu_linear.decode_weight, turned=cpu_linear.decode_turned, rows=cpu_linear.decode_rows),
     _built("linear", run=cpu_linear.linear, rounded={"int8": cpu_int8.linear}, few=small_batch_linear.few),
     _built_experts("experts_up", run=cpu_experts.experts_up, rounded={"int8": cpu_int8.experts_up}),
     _built_experts("experts_down", run=cpu_experts.experts_down, rounded={"int8": cpu_int8.experts_down}),

@@ -8,7 +8,7 @@ runs anywhere and specifies the op; faster ones are "triton" for GPUs and "compi
 Callers query the record's fields instead of its name.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -107,6 +107,7 @@ class Kernel:
         runs_unpacked: True if its kernels read a coarse plane in the format's own order.
         merges: True if a kernel merges both planes for a format and shape (N, K).
         turned: decodes to contiguous [K, N] in one step; None: `run`, then a transposed copy.
+        rows: decodes some rows of a coarse plane, (planes, indices within 0 .. N - 1) -> [indices, K]; None: none does.
         prepare: allocates on a device what must exist before CUDA graph capture.
         code_of: (shape (N, K), dtype, tokens, device) -> specialization key of a GPU product besides format and shape;
             None if it only decodes the weight. Without it, nothing is compiled ahead.
@@ -132,6 +133,7 @@ class Kernel:
     runs_unpacked: bool = False
     merges: Callable[[str, tuple[int, int]], bool] = _merges_none
     turned: Callable[[WeightPlanes], Tensor] | None = None
+    rows: Callable[[WeightPlanes, Sequence[int]], Tensor] | None = None
     prepare: Callable[[torch.device], None] = _never_refuses
     reads_resident_planes: bool = False
     by_address: Callable[[PageLayout, torch.device], bool] = _needs_pages

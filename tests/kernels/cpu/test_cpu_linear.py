@@ -121,7 +121,13 @@ def test_any_strides_and_leading_dimensions_will_do(x):
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_decoded_weight_has_the_bits_of_the_reference(name, shape, dtype):
     planes, _ = case(name, shape, dtype)
-    assert torch.equal(cpu_linear.decode_weight(planes), reference.decode_weight(planes))
+    w, rows = reference.decode_weight(planes), [shape[0] - 1, 0, shape[0] // 2]
+    assert torch.equal(cpu_linear.decode_weight(planes), w)
+    if dtype in BOUND:
+        assert torch.equal(cpu_linear.decode_rows(planes, rows), w[rows])
+    else:
+        with pytest.raises(KernelError, match="in torch.float64: C decodes no rows"):
+            cpu_linear.decode_rows(planes, rows)
 
 
 @built
@@ -161,7 +167,9 @@ def test_the_difference_of_code_and_zero_point_is_rounded_before_the_product(kin
 def test_published_levels_and_offsets_in_any_encoding_will_do(name):
     for shape, tokens in (((7, 50), 1), ((33, 412), 3), ((5, 2200), 40), ((6, 4416), 2)):
         planes, w = case(name, shape, torch.bfloat16)
-        assert torch.equal(cpu_linear.decode_weight(planes), reference.decode_weight(planes))
+        decoded, rows = reference.decode_weight(planes), [4, 1, 4]
+        assert torch.equal(cpu_linear.decode_weight(planes), decoded)
+        assert torch.equal(cpu_linear.decode_rows(planes, rows), decoded[rows])
         x = torch.randn(tokens, shape[1])
         assert (cpu_linear.route(x, planes) == "fused") is (tokens <= 4)
         assert error(cpu_linear.linear(x, planes), F.linear(x.double(), w)) <= 1e-5

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vbrt
 from vbrt.errors import FormatError, TierError, WrapError
 from vbrt.kernels import reference
+from vbrt.kernels.cpu.build import refusal
 from vbrt.kernels.cuda.e2m1.linear import packing
 from vbrt.kernels.cuda.e2m1.tiles import is_tiled, unpack_tiles
 from vbrt.kernels.registry import _REGISTRY
@@ -66,6 +67,28 @@ def lossless(holding):
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(refusal(torch.device("cpu")) is not None, reason="no compiler")
+@pytest.mark.parametrize("format", ["nvfp4", "nf4", "mxint8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_of_a_resting_table_are_read_at_once(format, dtype, monkeypatch):
+    """Of one that a head has leased, as each decoding step of a tied model finds it."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Embedding(ROWS, 256), nn.Linear(256, ROWS, bias=False)).to(dtype).eval()
+    model[1].weight = model[0].weight
+    vb = wrapped(({"format": format}, dtype), model=model)
+    with torch.no_grad():
+        vb(IDS)
+        want = vb.module[0](torch.arange(ROWS))
+        before = vb.stats().layers["0"].hits
+        monkeypatch.setattr("vbrt.layers.modules.embedding.page_rows", None)
+        assert torch.equal(vb.module[0](IDS), want[IDS])
+        with pytest.raises(IndexError, match="index out of range in self"):
+            vb.module[0](torch.tensor([ROWS]))
+        with pytest.raises(IndexError, match="index out of range in self"):
+            vb.module[0](torch.tensor([-1]))
+    assert vb.stats().layers["0"].hits > before
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -13,14 +13,14 @@ Legend: M tokens, N outputs, K inputs, R rows of a tile.
 
 import functools
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.config.format_records import formats_of
-from vbrt.errors import FormatError
+from vbrt.errors import FormatError, KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.affine import Affine
 from vbrt.formats.block_formats import BlockFormat
@@ -123,6 +123,21 @@ def decode_turned(planes: WeightPlanes) -> Tensor:
     if torch.compiler.is_compiling() or not _served(planes) or planes.fine is None:
         return decode_weight(planes).t().contiguous()
     return _merge(planes, turned=True)
+
+
+def decode_rows(planes: WeightPlanes, rows: Sequence[int]) -> Tensor:
+    """Some rows of a coarse plane, [rows, K] in planes.dtype: those of `decode_weight`. Raises KernelError for planes
+    that C does not take."""
+    weight, k, dtype = prepared(planes), planes.shape[1], planes.dtype
+    if weight is None or dtype not in NUMBERS:
+        raise KernelError(f"{planes.format} planes in {dtype}: C decodes no rows of them")
+    columns = padded(k, get_format(planes.format).block) if dtype is torch.float32 else k
+    w_RK = torch.empty(len(rows), columns, dtype=dtype, device="cpu")
+    decode, number, at = library().vbrt_decode, NUMBERS[dtype], w_RK.data_ptr()
+    for row in rows:
+        decode(weight.weight, row, row + 1, k, at, number, 1)
+        at += columns * dtype.itemsize
+    return w_RK if columns == k else w_RK[:, :k].contiguous()
 
 
 def linear(

@@ -46,6 +46,7 @@ class Kernels:
         lossless: `spec.lossless`.
         linear, decode: the functions of `kernel` and of the one that restores the weight.
         decode_turned: the weight as [K, N].
+        decode_rows: some rows of a coarse plane; None: no kernel takes them from the whole plane.
         packing: the order in which `linear` reads a coarse page fastest, or None: as the format encodes it. That of an
             `exact` weight is for passes over the coarse plane alone; what restores the weight reads it, too.
         precision: "full", or "coarse" for the coarse plane alone of an `exact` weight: the planes that a lease takes.
@@ -58,6 +59,7 @@ class Kernels:
     decode: Callable[..., torch.Tensor]
     decode_turned: Callable[..., torch.Tensor]
     packing: PageOrder | None
+    decode_rows: Callable[..., torch.Tensor] | None = None
     precision: str = "full"
 
     def packs(self, layout: PageLayout) -> bool:
@@ -86,7 +88,7 @@ def choose_kernels(spec: HandleSpec, device: torch.device) -> Kernels:
     reads_order = kernel.merges(spec.format, spec.shape) if spec.fine else not spec.lossless
     coarse = resolve("linear", spec.backend, device, spec.format) if spec.fine else kernel
     packing = coarse.page_order(spec.format) if reads_order and not spec.by_rows else None
-    return Kernels(spec, spec.lossless, kernel, kernel.run, decode.run, decode.decode_turned, packing)
+    return Kernels(spec, spec.lossless, kernel, kernel.run, decode.run, decode.decode_turned, packing, decode.rows)
 
 
 def coarse_kernels(spec: HandleSpec, device: torch.device) -> Kernels:
