@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scripts import bench_page, format_tables, readme_figures
+from scripts import bench_page, experts_table, format_tables, readme_figures
 from tests.docs.pages import PAGES, ROOT
 
 
@@ -125,6 +125,11 @@ def test_each_table_of_it_leads_to_a_section_that_has_all_rows():
     for name, anchor in links:
         titles = re.findall(r"^#+ (.+)$", pages[name], re.M)
         assert not anchor or anchor in map(bench_page.slug, titles), f"{name}#{anchor}"
+
+
+def test_the_table_of_what_experts_cost_is_the_one_that_is_generated():
+    text = experts_table.PAGE.read_text("utf-8")
+    assert text == experts_table.written(text), "scripts/experts_table.py writes it"
 
 
 def test_the_table_of_published_layouts_is_the_one_that_is_generated():

@@ -132,7 +132,7 @@ class ResidentTables:
         self._slots[1].zero_()
         for column, start in enumerate(_CLOCKS[_USED:], _USED):
             self._all_clocks[:, column] = start
-        self._all_clocks[:, _LIMIT] = torch.tensor(self._limits, device=self._pages.device)
+        self._all_clocks[:, _LIMIT] = torch.tensor(self._limits, dtype=torch.int64, device=self._pages.device)
 
     def limit(self, slots: Sequence[int]) -> None:
         """Let each pool use its first slots only; pages in others are not resident any more. Leases of captured graphs
